@@ -1,0 +1,78 @@
+"""The one shape of a chunk outside the engine: a header page, then the payload.
+
+The checksum is CRC-32 (zlib's, which releases the GIL) over the header's other fields and the payload.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+import zlib
+
+from kvtier_core.types import KEY_NBYTES, PAGE_NBYTES, ChunkKey, Namespace
+
+FORMAT_VERSION = 1
+RAW = 0  #: the codec of a payload that no serializer touched
+
+_MAGIC = b"kvtier\r\n"
+#: magic, format version, codec, payload bytes, namespace digest, key; then the checksum
+_FIELDS = struct.Struct(f"<8sHHQ32s{KEY_NBYTES}s")
+_CHECKSUM = struct.Struct("<I")
+_FIELDS_END = _FIELDS.size + _CHECKSUM.size
+
+
+class Damage(enum.Enum):
+    """Why a frame is not what its reader asked for."""
+
+    SHORT = "shorter than its header says"
+    MAGIC = "not a frame"
+    VERSION = "a frame of another format version"
+    CODEC = "encoded by another serializer"
+    LENGTH = "a payload of another length"
+    NAMESPACE = "a frame of another namespace"
+    KEY = "a frame of another key"
+    CHECKSUM = "the checksum does not match"
+
+
+def seal(frame: memoryview, namespace: Namespace, key: ChunkKey, payload_nbytes: int, codec: int = RAW) -> None:
+    """Write the header of ``frame``, whose payload is already in place."""
+    fields = _FIELDS.pack(_MAGIC, FORMAT_VERSION, codec, payload_nbytes, namespace.digest, key)
+    checksum = zlib.crc32(frame[PAGE_NBYTES : PAGE_NBYTES + payload_nbytes], zlib.crc32(fields))
+    frame[:_FIELDS_END] = fields + _CHECKSUM.pack(checksum)
+    frame[_FIELDS_END:PAGE_NBYTES] = bytes(PAGE_NBYTES - _FIELDS_END)
+
+
+def check(
+    frame: memoryview, namespace: Namespace, key: ChunkKey, *, codec: int = RAW, payload_nbytes: int | None = None
+) -> Damage | None:
+    """None if ``frame`` is whole and is the one asked for, down to the last byte of its payload.
+
+    ``payload_nbytes`` is the length that a raw payload must have; None for a codec whose lengths vary.
+    """
+    if len(frame) < PAGE_NBYTES:
+        return Damage.SHORT
+    magic, version, its_codec, its_nbytes, digest, its_key = _FIELDS.unpack_from(frame)
+    if magic != _MAGIC:
+        return Damage.MAGIC
+    if version != FORMAT_VERSION:
+        return Damage.VERSION
+    if digest != namespace.digest:
+        return Damage.NAMESPACE
+    if its_key != key:
+        return Damage.KEY
+    if its_codec != codec:
+        return Damage.CODEC
+    if payload_nbytes is not None and its_nbytes != payload_nbytes:
+        return Damage.LENGTH
+    if its_nbytes > len(frame) - PAGE_NBYTES:
+        return Damage.SHORT
+    (checksum,) = _CHECKSUM.unpack_from(frame, _FIELDS.size)
+    if zlib.crc32(frame[PAGE_NBYTES : PAGE_NBYTES + its_nbytes], zlib.crc32(frame[: _FIELDS.size])) != checksum:
+        return Damage.CHECKSUM
+    return None
+
+
+def payload_of(frame: memoryview) -> memoryview:
+    """The payload of a frame that `check` found whole."""
+    nbytes = _FIELDS.unpack_from(frame)[3]
+    return frame[PAGE_NBYTES : PAGE_NBYTES + nbytes]

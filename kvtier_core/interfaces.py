@@ -1,0 +1,249 @@
+"""What a plugin implements. Each heavy thing has a light, frozen Config that opens it.
+
+A Config is an attrs class that names itself in ``type`` and whose fields are the keys a user may write
+in YAML. It imports nothing heavy; its ``open`` does. See `kvtier_core.hookspecs` for how to offer it.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import ClassVar
+
+import attrs
+
+from kvtier_core.types import ChunkKey, ChunkLayout, Namespace, Nbytes
+
+#: In a `PageList`: this page of the chunk is not wanted.
+HOLE = -1
+
+#: For each slot of a job, the engine's block ids of that chunk's pages in token order, or HOLE.
+PageList = Sequence[Sequence[int]]
+
+
+@attrs.frozen
+class OpenContext:
+    """What the stack knows and a plugin may need when it opens."""
+
+    namespace: Namespace
+    layout: ChunkLayout
+    engine: str  #: names this engine among those alive on this node
+    capacity: Nbytes = Nbytes(0)  #: what the YAML grants this tier, in bytes of frames
+
+
+@attrs.frozen
+class PageRun:
+    """One layer of the engine's paged buffer: page ``b`` lies at ``base + b * stride``."""
+
+    base: int  #: address of page 0
+    stride: int  #: bytes from one page to the next; at least ``nbytes``, pages may be padded
+    nbytes: int  #: bytes of a page that matter
+
+
+@attrs.frozen
+class PageTable:
+    """The engine's paged buffer as one worker process sees it."""
+
+    layers: tuple[PageRun, ...]
+    blocks: int  #: pages in each layer
+    device: str  #: ``cpu``, ``cuda:0`` …
+    rank: int
+    layout: ChunkLayout
+
+
+class Backend(abc.ABC):
+    """Stores frames under keys. Called on its tier's I/O threads, several at once.
+
+    Promise to the backend: no two calls in flight name the same key. Only BackendError may escape.
+    """
+
+    #: May other processes add or drop keys? Then absence is asked, never assumed.
+    shared: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]: ...
+
+    @abc.abstractmethod
+    def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int]:
+        """Fill ``into[i]`` with the frame of ``keys[i]`` and return its bytes; 0 is a miss.
+
+        Touches nothing but ``into[i]`` up to the returned length and keeps no view. A frame that is
+        longer than its view is a miss.
+        """
+
+    @abc.abstractmethod
+    def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> None:
+        """Per key the whole frame or nothing, whatever happens to the process. Keeps no view."""
+
+    @abc.abstractmethod
+    def delete(self, keys: Sequence[ChunkKey]) -> None:
+        """A key that is not there is no error."""
+
+    def scan(self) -> Iterator[tuple[ChunkKey, int]]:
+        """What survived a restart: keys of this namespace and bytes of their frames, oldest first."""
+        return iter(())
+
+    def facts(self) -> Mapping[str, str]:
+        """Settings whose effective value may differ from what was asked, in plain words."""
+        return {}
+
+    def close(self) -> None:
+        """May be called twice."""
+
+
+class AllocatorBackend(abc.ABC):
+    """The memory of an arena: numbered slots that the engine's device can reach."""
+
+    slots: int
+    slot_nbytes: int
+
+    @abc.abstractmethod
+    def view(self, slot: int) -> memoryview:
+        """Host view of one slot, writable, ``slot_nbytes`` long."""
+
+    @property
+    @abc.abstractmethod
+    def handle(self) -> str:
+        """Plain text with which `ArenaConfig.attach` reaches this memory from a worker process."""
+
+    def facts(self) -> Mapping[str, str]:
+        """Settings whose effective value may differ from what was asked, in plain words."""
+        return {}
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """May be called twice. Views are dead afterwards."""
+
+
+class Mover(abc.ABC):
+    """Copies pages to slots and back, in the engine's worker process. Knows no keys."""
+
+    @abc.abstractmethod
+    def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
+        """Begin to gather pages into this rank's shards of the slots."""
+
+    @abc.abstractmethod
+    def load(self, job: int, slots: Sequence[int], pages: PageList) -> None:
+        """Begin to scatter this rank's shards of the slots into pages."""
+
+    @abc.abstractmethod
+    def finished(self) -> Sequence[tuple[int, bool]]:
+        """Jobs that ended since the last call, each once, and whether they succeeded."""
+
+    @abc.abstractmethod
+    def wait(self, jobs: Collection[int]) -> None:
+        """Return when none of the jobs touches a page any more. `finished` still reports them."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """May be called twice."""
+
+
+class EvictionPolicy(abc.ABC):
+    """An opinion about order: no bytes, no pins, no lock; time is handed in."""
+
+    #: The tier then passes over a chunk whose child in the prefix tree is still held.
+    leaf_first: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
+        """One prompt's chunks, root first, held or not."""
+
+    @abc.abstractmethod
+    def admit(self, key: ChunkKey, nbytes: int) -> bool:
+        """Take in a newcomer; False: rather not keep it. Of one path, leaves come before roots."""
+
+    @abc.abstractmethod
+    def forget(self, key: ChunkKey, *, evicted: bool) -> None:
+        """The key is gone; ``evicted`` may leave a ghost. Ghosts are bounded."""
+
+    @abc.abstractmethod
+    def victims(self) -> Iterator[ChunkKey]:
+        """Each held key at most once, best victim first; forgets none."""
+
+
+class Serializer(abc.ABC):
+    """Encodes payloads at a tier's door. Its code is written in every frame."""
+
+    code: ClassVar[int]  #: 1 … 65535, stable for ever; 0 is raw
+    lossless: ClassVar[bool]
+
+    @abc.abstractmethod
+    def bound(self, layout: ChunkLayout) -> int:
+        """The most bytes that an encoded payload can have."""
+
+    @abc.abstractmethod
+    def encode(self, payload: memoryview, into: memoryview) -> int:
+        """Bytes written to ``into``."""
+
+    @abc.abstractmethod
+    def decode(self, encoded: memoryview, into: memoryview) -> int:
+        """Bytes written to ``into``; raises BackendError on what it cannot decode."""
+
+
+class TokenDatabase(abc.ABC):
+    """Names chunks. The same tokens get the same keys in every process and on every machine."""
+
+    @abc.abstractmethod
+    def keys(
+        self,
+        tokens: Sequence[int],
+        *,
+        known: Sequence[ChunkKey] = (),
+        salt: bytes = b"",
+        extra: Mapping[int, bytes] | None = None,
+    ) -> list[ChunkKey]:
+        """One key per full chunk of ``tokens``, chained over the prefix.
+
+        ``known`` are the keys of the leading chunks from an earlier call with the same salt and extra;
+        they are not computed again. ``salt`` separates tenants and adapters; it enters the first key.
+        ``extra[i]`` is what else the KV of chunk i depends on: its multimodal items, for instance.
+        """
+
+
+@attrs.frozen
+class ArenaConfig(abc.ABC):
+    """A tier that owns memory the engine's device can reach."""
+
+    type: ClassVar[str]
+
+    @abc.abstractmethod
+    def open(self, ctx: OpenContext) -> AllocatorBackend: ...
+
+    @abc.abstractmethod
+    def attach(self, handle: str, table: PageTable) -> Mover:
+        """In a worker process: reach the slots and the pages. Raises BackendError when it cannot."""
+
+
+@attrs.frozen
+class BackendConfig(abc.ABC):
+    """A tier that stores frames and borrows an arena's slots to read into."""
+
+    type: ClassVar[str]
+
+    @abc.abstractmethod
+    def open(self, ctx: OpenContext) -> Backend: ...
+
+
+@attrs.frozen
+class EvictionConfig(abc.ABC):
+    type: ClassVar[str]
+
+    @abc.abstractmethod
+    def open(self) -> EvictionPolicy: ...
+
+
+@attrs.frozen
+class SerializerConfig(abc.ABC):
+    type: ClassVar[str]
+
+    @abc.abstractmethod
+    def open(self, ctx: OpenContext) -> Serializer: ...
+
+
+@attrs.frozen
+class TokenDatabaseConfig(abc.ABC):
+    type: ClassVar[str]
+
+    @abc.abstractmethod
+    def open(self, namespace: Namespace, chunk_tokens: int) -> TokenDatabase: ...
