@@ -35,7 +35,7 @@ hookimpl = pluggy.HookimplMarker("kvtier")
 
 
 @hookspec
-def kvtier_backends() -> Iterable[type[ArenaConfig] | type[BackendConfig]]:
+def kvtier_backends() -> Iterable[type[ArenaConfig | BackendConfig]]:
     """Tiers, both kinds: their names share one namespace, ``tiers[].type`` in YAML."""
 
 

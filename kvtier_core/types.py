@@ -107,6 +107,18 @@ class Event:
     why: str = ""
 
 
+@attrs.frozen
+class Usage:
+    """What one level of a stack holds now."""
+
+    tier: str
+    chunks: int
+    nbytes: int
+    capacity: int
+    pins: int = 0  #: of an arena
+    inflight: int = 0  #: bytes on their way to or from a tier
+
+
 _SIZE = re.compile(r"(\d+)\s*(B|KiB|MiB|GiB|TiB|PiB)")
 _SIZE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|min)")

@@ -1,0 +1,32 @@
+"""What the core ships, offered through the same door as everyone's."""
+
+from __future__ import annotations
+
+from kvtier_core.builtin.chained import ChainedConfig
+from kvtier_core.builtin.fifo import FifoConfig
+from kvtier_core.builtin.heap import HeapConfig
+from kvtier_core.builtin.lfu import LfuConfig
+from kvtier_core.builtin.lru import LruConfig
+from kvtier_core.builtin.mru import MruConfig
+from kvtier_core.builtin.raw import RawConfig
+from kvtier_core.hookspecs import hookimpl
+
+
+@hookimpl
+def kvtier_backends():
+    return [HeapConfig]
+
+
+@hookimpl
+def kvtier_eviction_policies():
+    return [FifoConfig, LfuConfig, LruConfig, MruConfig]
+
+
+@hookimpl
+def kvtier_token_databases():
+    return [ChainedConfig]
+
+
+@hookimpl
+def kvtier_serializers():
+    return [RawConfig]

@@ -1,0 +1,27 @@
+"""`kvtier plugins`: what is installed, and what of it cannot be used."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvtier_core.plugins import Registry
+
+
+def add_to(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("plugins", help="list what is installed, and what is broken and why")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if anything is broken or clashes")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    registry = Registry.discover()
+    rows = [("kind", "name", "plugin", "version")]
+    rows += [(offer.kind, offer.name, offer.plugin, offer.version) for offer in registry.offers()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    complaints = [f"broken: {broken}" for broken in registry.broken]
+    complaints += [f"clash: {clash}" for clash in registry.clashes()]
+    for complaint in complaints:
+        print(complaint)
+    return 1 if options.strict and complaints else 0

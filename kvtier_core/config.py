@@ -1,0 +1,273 @@
+"""The YAML file as classes, and the composition root: from a StackConfig to an open StorageManager."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import pathlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+import attrs
+
+from kvtier_core import nodes, structure
+from kvtier_core.arena import Arena
+from kvtier_core.builtin.chained import ChainedConfig
+from kvtier_core.builtin.lru import LruConfig
+from kvtier_core.builtin.raw import RawConfig
+from kvtier_core.door import Door
+from kvtier_core.errors import BackendError, ConfigError, Problem
+from kvtier_core.interfaces import (
+    AllocatorBackend,
+    ArenaConfig,
+    Backend,
+    BackendConfig,
+    EvictionConfig,
+    OpenContext,
+    SerializerConfig,
+    TokenDatabaseConfig,
+)
+from kvtier_core.manager import StorageManager
+from kvtier_core.nodes import Gather, Node
+from kvtier_core.plugins import KINDS, Registry
+from kvtier_core.residents import Residents
+from kvtier_core.structure import Choose, Setting, Unavailable
+from kvtier_core.tier import Tier
+from kvtier_core.types import Nbytes, Seconds
+from kvtier_core.workers import IOPool
+
+_KIND_OF = {family: word for word, kind in KINDS.items() for family in kind.families}
+
+
+@attrs.frozen
+class ArenaTier:
+    """One entry of ``tiers``: the core's own keys, and in ``config`` those of the plugin."""
+
+    name: str
+    config: ArenaConfig
+    capacity: Nbytes
+    eviction: EvictionConfig = attrs.field(factory=LruConfig)
+
+
+@attrs.frozen
+class BackendTier:
+    """One entry of ``tiers``: the core's own keys, and in ``config`` those of the plugin."""
+
+    name: str
+    config: BackendConfig
+    capacity: Nbytes
+    eviction: EvictionConfig = attrs.field(factory=LruConfig)
+    serializer: SerializerConfig = attrs.field(factory=RawConfig)
+    threads: int = attrs.field(default=4, validator=attrs.validators.ge(1))
+    inflight: Nbytes = attrs.field(default=Nbytes(1 << 30))  #: bytes of arena slots that calls to this tier may hold
+
+
+@attrs.frozen
+class StackConfig:
+    tiers: tuple[ArenaTier | BackendTier, ...]  #: hottest first
+    chunk_tokens: int = attrs.field(default=256, validator=attrs.validators.ge(1))
+    token_database: TokenDatabaseConfig = attrs.field(factory=ChainedConfig)
+    load_wait: Seconds = attrs.field(default=Seconds(2))  #: how long a request waits for what lies below the arenas
+    save_decode: bool = False
+    _places: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)
+
+    def origin(self, path: str) -> str:
+        """Where this setting was written, or ``default``."""
+        return self._places.get(path, "default")
+
+    def problem(self, path: str, why: str, hint: str = "") -> Problem:
+        """A problem at this path, or at the nearest place above it that was written."""
+        written = [each for each in self._places if path.startswith(each) and path[len(each) :][:1] in ("", ".", "[")]
+        return Problem(self._places[max(written, key=len)] if written else "StackConfig", path, why, hint)
+
+    def check_engine(self, block_size: int) -> None:
+        """Raises ConfigError if the stack does not suit an engine with blocks of this many tokens."""
+        below = self.chunk_tokens // block_size * block_size
+        if below == self.chunk_tokens:
+            return
+        nearest = f"{below} or {below + block_size}" if below else f"{block_size}"
+        why = f"{self.chunk_tokens} is not a multiple of the engine's block size {block_size}"
+        raise ConfigError([self.problem("$.chunk_tokens", why, f"write {nearest}")])
+
+
+# -- from what was written to a StackConfig ------------------------------------------------------------
+
+
+def load_config(source: pathlib.Path | str | Mapping, registry: Registry, label: str = "inline") -> StackConfig:
+    """From a YAML file, or from plain values that somebody calls ``label``. Raises ConfigError with every problem."""
+
+    def choose(family: type, name: str) -> type | Unavailable:
+        return registry.choose(_KIND_OF[family], name)
+
+    gather = Gather()
+    if isinstance(source, Mapping):
+        root = nodes.from_plain(source, label, gather)
+    else:
+        root = nodes.from_file(pathlib.Path(source), gather)
+    with gather:
+        config = _read_stack(root, choose)
+    gather.settle()
+    return config
+
+
+def _read_stack(root: Node, choose: Choose) -> StackConfig:
+    known = {
+        "version": Setting(structure.reader(Literal[1]), required=True),
+        "tiers": Setting(_read_tiers, required=True),
+        **structure.settings(StackConfig, but=("tiers", "_places")),
+    }
+    gather = Gather()
+    values = structure.read_keys(root, known, choose, gather)
+    structure.validate(StackConfig, root, values, gather)
+    gather.settle()
+    del values["version"]
+    places = {node.path: node.where for node in root.walk()}
+    return structure.construct(StackConfig, root, {**values, "places": places})
+
+
+def _read_tiers(node: Node, choose: Choose) -> tuple[ArenaTier | BackendTier, ...]:
+    items = node.items()
+    if not items:
+        raise node.wrong("a stack needs at least one tier")
+    gather = Gather()
+    plugins = [_plugin_of(item, choose, gather) for item in items]
+    if plugins[0] is not None and not issubclass(plugins[0], ArenaConfig):
+        why = f"the first tier must be an arena, and '{plugins[0].type}' is none: no engine can reach its memory"
+        gather.problems.append(items[0].entries()["type"].problem(why, "put an arena first, cpu for instance"))
+    tiers = []
+    for item, plugin, name in zip(items, plugins, _names(plugins), strict=True):
+        if plugin is not None:
+            with gather:
+                tiers.append(_read_tier(item, plugin, name, choose))
+    gather.settle()
+    return tuple(tiers)
+
+
+def _plugin_of(node: Node, choose: Choose, gather: Gather) -> type | None:
+    """None if nothing more can be said of this tier; then all that is wrong is in ``gather``."""
+    with gather:
+        return structure.chosen(node, BackendConfig, choose)
+    if isinstance(node.value, dict):
+        structure.read_known(node, _own_settings(BackendTier), choose, gather)
+    return None
+
+
+def _read_tier(node: Node, plugin: type, name: str, choose: Choose) -> ArenaTier | BackendTier:
+    shape = ArenaTier if issubclass(plugin, ArenaConfig) else BackendTier
+    own, its = _own_settings(shape), structure.settings(plugin)
+    known = {"type": Setting(structure.reader(str), required=True), **own, **its}
+    gather = Gather()
+    values = structure.read_keys(node, known, choose, gather)
+    structure.validate(plugin, node, values, gather)
+    structure.validate(shape, node, values, gather)
+    gather.settle()
+    config = structure.construct(plugin, node, {key: values[key] for key in its if key in values})
+    core = {key: values[key] for key in own if key in values}
+    return structure.construct(shape, node, {"name": name, "config": config, **core})
+
+
+def _own_settings(shape: type) -> dict[str, Setting]:
+    return structure.settings(shape, but=("name", "config"))
+
+
+def _names(plugins: Sequence[type | None]) -> list[str]:
+    """`disk`, and `disk#2` for the second of that type."""
+    seen: Counter[type | None] = Counter()
+    names = []
+    for plugin in plugins:
+        seen[plugin] += 1
+        first = plugin.type if plugin else ""
+        names.append(first if seen[plugin] == 1 else f"{first}#{seen[plugin]}")
+    return names
+
+
+# -- from a StackConfig to a StorageManager ------------------------------------------------------------
+
+
+@attrs.frozen
+class _Opened:
+    """A tier whose plugins are open."""
+
+    tier: ArenaTier | BackendTier
+    store: AllocatorBackend | Backend
+    residents: Residents
+    door: Door
+
+
+def open_stack(config: StackConfig, ctx: OpenContext) -> StorageManager:
+    """All tiers open, or none: then raises ConfigError with what is wrong with each."""
+    gather = Gather()
+    opened: list[_Opened] = []
+    levels: list[Arena | Tier] = []
+    with contextlib.ExitStack() as closing:
+        for i, tier in enumerate(config.tiers):
+            with _blaming(config, i, gather):
+                opened.append(_open(tier, attrs.evolve(ctx, capacity=tier.capacity), closing))
+        gather.settle()  # a tier may evict from its store as it starts, so none starts before all are open
+        for i, each in enumerate(opened):
+            with _blaming(config, i, gather):
+                levels.append(_start(each, sum(isinstance(level, Arena) for level in levels), closing))
+        gather.settle()
+        manager = StorageManager(levels, namespace=ctx.namespace, layout=ctx.layout, pool=_pool("seal", 1, closing))
+        closing.pop_all()
+    return manager
+
+
+@contextlib.contextmanager
+def _blaming(config: StackConfig, i: int, gather: Gather) -> Iterator[None]:
+    """Whatever speaks against opening tier ``i`` is a problem there. Of a ConfigError, `$` is the tier."""
+    path = f"$.tiers[{i}]"
+    try:
+        yield
+    except ConfigError as error:
+        gather.problems += [
+            config.problem(path + each.path.removeprefix("$"), each.why, each.hint) for each in error.problems
+        ]
+    except (BackendError, ImportError) as error:
+        gather.problems.append(config.problem(path, str(error)))
+
+
+def _open(tier: ArenaTier | BackendTier, ctx: OpenContext, closing: contextlib.ExitStack) -> _Opened:
+    serializer = tier.serializer.open(ctx) if isinstance(tier, BackendTier) else None
+    door = Door(ctx.namespace, ctx.layout, serializer)
+    _check_room("$.capacity", tier.capacity, "holds", door.bound)
+    if isinstance(tier, BackendTier):
+        _check_room("$.inflight", tier.inflight, "lets through", ctx.layout.frame_nbytes)
+    residents = Residents(tier.eviction.open())
+    store = tier.config.open(ctx)
+    closing.callback(_close, store)
+    return _Opened(tier, store, residents, door)
+
+
+def _start(opened: _Opened, arenas: int, closing: contextlib.ExitStack) -> Arena | Tier:
+    tier = opened.tier
+    if isinstance(tier, ArenaTier):
+        return Arena(tier.name, arenas, opened.store, opened.residents)
+    return Tier(
+        tier.name,
+        opened.store,
+        pool=_pool(tier.name, tier.threads, closing),
+        residents=opened.residents,
+        door=opened.door,
+        capacity=tier.capacity,
+        inflight=tier.inflight,
+    )
+
+
+def _check_room(path: str, room: Nbytes, verb: str, chunk_nbytes: int) -> None:
+    if room < chunk_nbytes:
+        kib = -(-chunk_nbytes // 1024)
+        why = f"{room} {verb} no chunk: one is {math.ceil(kib / 102.4) / 10:g}MiB"
+        raise ConfigError([Problem("", path, why, f"write at least {kib}KiB")])
+
+
+def _pool(name: str, threads: int, closing: contextlib.ExitStack) -> IOPool:
+    pool = IOPool(name, threads)
+    closing.callback(pool.close, 1.0)
+    return pool
+
+
+def _close(store: AllocatorBackend | Backend) -> None:
+    with contextlib.suppress(BackendError):
+        store.close()

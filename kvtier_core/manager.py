@@ -1,0 +1,339 @@
+"""The ordered stack: arenas that the engine loads from, and tiers below that keep what left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from kvtier_core import frame
+from kvtier_core.arena import Arena
+from kvtier_core.errors import ContractError
+from kvtier_core.tier import Offer, Tier
+from kvtier_core.types import ChunkKey, ChunkLayout, Event, EventKind, Namespace, Nbytes, Presence, Slot, Usage
+from kvtier_core.workers import Outcome, Pool
+
+#: Headers are written for groups of about this many bytes at a time.
+_SEAL_NBYTES = 16 << 20
+
+
+class StorageManager:
+    """Every method on the owner's thread; none of them blocks but `drain` and `close`.
+
+    ``levels`` are hottest first and begin with an arena. Engines store into that one, and what lies in a
+    tier comes up to it; from any other arena a chunk goes to the device as it lies.
+    """
+
+    def __init__(
+        self,
+        levels: Sequence[Arena | Tier],
+        *,
+        namespace: Namespace,
+        layout: ChunkLayout,
+        pool: Pool,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._levels = tuple(levels)
+        self._arenas = [level for level in levels if isinstance(level, Arena)]
+        self._tiers = [level for level in levels if isinstance(level, Tier)]
+        if not self._arenas or self._levels[0] is not self._arenas[0]:
+            raise ContractError("a stack begins with an arena")
+        self._hot = self._arenas[0]
+        self._namespace = namespace
+        self._layout = layout
+        self._pool = pool  # seals frames, and copies them from arena to arena
+        self._clock = clock
+        self._events: list[Event] = []
+        self._parents: dict[ChunkKey, ChunkKey | None] = {}  # of what is reserved
+        self._origin: dict[ChunkKey, str] = {}  # tiers from which READY chunks came, until they are first used
+        self._descending: set[ChunkKey] = set()
+        self._wishes: dict[ChunkKey, ChunkKey | None] = {}  # to its parent
+        self._denied: set[ChunkKey] = set()  # wishes of the last step that found no room
+        self._wanted: set[ChunkKey] = set()  # looked up since the last step
+        self._spared: set[ChunkKey] = set()  # looked up between the two steps before
+
+    # -- looking -----------------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[ChunkKey]) -> list[Presence]:
+        """For a path, root first, what could be loaded. Behind a MISS everything is a MISS.
+
+        Moves nothing: what lies below the arenas is noted as a wish, which `step` grants. READY holds
+        until the next `reserve` or `step`.
+        """
+        found: list[Presence] = []
+        parent = None
+        for key in keys:
+            presence = self._presence(key, parent)
+            if presence is Presence.MISS:
+                break
+            self._wanted.add(key)
+            found.append(presence)
+            parent = key
+        return found + [Presence.MISS] * (len(keys) - len(found))
+
+    def why_missing(self, key: ChunkKey) -> str:
+        """In words, for a key that was a MISS just now."""
+        return f"no room in {self._hot.name} to bring it up" if key in self._denied else "not stored"
+
+    def origins(self, keys: Sequence[ChunkKey]) -> list[str]:
+        """For READY keys the tier that saved their recompute: the one below if it came up for this."""
+        return [self._origin.get(key) or self._arena_of(key).name for key in keys]
+
+    def touch(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None) -> None:
+        """A request names this path: tell the policies, once a request. What a tier had to refuse is offered again."""
+        for level in self._levels:
+            level.residents.request(path, self._clock(), hints or {})
+        self._descend(path)
+
+    # -- the engine's stores and loads ---------------------------------------------------------------
+
+    def reserve(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Slot]:
+        """Slots for the leading absent keys of a path, as many as there is room for. Evicts who may leave."""
+        absent = [
+            (key, parent) for parent, key in zip((None, *keys), keys, strict=False) if not self._has_a_slot(key)
+        ]
+        self._make_room(self._hot, len(absent), keys)
+        granted = dict(absent[: self._hot.free])
+        self._hot.reserve(list(granted))
+        self._parents.update(granted)
+        return {key: self._hot.slot(key) for key in granted}
+
+    def commit(self, keys: Sequence[ChunkKey]) -> None:
+        """The slots of these keys are filled: READY at once, and on their way down."""
+        kept = self._commit(keys)
+        if kept:
+            self._report(EventKind.STORED, kept, nbytes=len(kept) * self._layout.payload_nbytes)
+            self._descend(kept)
+
+    def abort(self, keys: Iterable[ChunkKey]) -> None:
+        """The slots of these keys will not be filled."""
+        for key in keys:
+            self._parents.pop(key, None)
+            self._hot.abort(key)
+
+    def pin(self, keys: Sequence[ChunkKey]) -> list[Slot]:
+        """Hold READY chunks in their slots until `unpin`."""
+        arenas = [self._arena_of(key) for key in keys]  # all or nothing: this raises before the first pin
+        for key in keys:
+            self._origin.pop(key, None)
+        return [arena.pin(key) for arena, key in zip(arenas, keys, strict=True)]
+
+    def unpin(self, slots: Iterable[Slot]) -> None:
+        """Once for each slot that `pin` returned."""
+        for slot in slots:
+            self._arenas[slot.arena].unpin(slot)
+
+    # -- the turn of the wheel -----------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """Take in what the threads finished, grant wishes, and tell what happened since the last step."""
+        for pool in self._pools():
+            pool.step()
+        self._grant()
+        for tier in self._tiers:
+            tier.ask()
+            self._events += tier.events
+            tier.events.clear()
+        self._spared, self._wanted = self._wanted, set()
+        events, self._events = self._events, []
+        return events
+
+    def drain(self, timeout: float) -> list[Event]:
+        """Step until nothing is in flight, or ``timeout`` seconds have passed."""
+        deadline = time.monotonic() + timeout
+        events = self.step()
+        while busy := [pool for pool in self._pools() if pool.jobs]:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            busy[0].wait(min(left, 0.1))
+            events += self.step()
+        return events
+
+    def clear(self) -> None:
+        """Never find again what was stored so far. What is in use goes when it is not."""
+        for level in self._levels:
+            level.clear()
+        self._origin.clear()
+        self._wishes.clear()
+
+    def close(self, timeout: float = 5.0) -> list[Event]:
+        """Give stores on their way down ``timeout`` seconds, then let go of everything. May be called twice."""
+        events = self.drain(timeout)
+        idle = self._pool.close(timeout)
+        for tier in self._tiers:
+            idle = tier.close(timeout) and idle
+        if idle:  # else a thread may still write to a slot: better leave the memory to the end of the process
+            for arena in self._arenas:
+                arena.memory.close()
+        return events
+
+    @property
+    def jobs(self) -> int:
+        """Pieces of work on the threads."""
+        return sum(pool.jobs for pool in self._pools())
+
+    @property
+    def handles(self) -> list[str]:
+        """With which a worker reaches the arenas, by their numbers."""
+        return [arena.memory.handle for arena in self._arenas]
+
+    def describe(self) -> list[str]:
+        """For each level what it holds and how it really works, in plain words."""
+        lines = []
+        for level in self._levels:
+            facts = (level.memory if isinstance(level, Arena) else level.backend).facts()
+            usage = level.usage()
+            words = [f"{Nbytes(usage.capacity)}", f"{usage.chunks} chunks held", *(f"{k}: {v}" for k, v in facts.items())]
+            lines.append(f"{level.name}: {', '.join(words)}")
+        return lines
+
+    def usage(self) -> list[Usage]:
+        """What each level holds now."""
+        return [level.usage() for level in self._levels]
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _presence(self, key: ChunkKey, parent: ChunkKey | None) -> Presence:
+        if any(arena.has(key) for arena in self._arenas):
+            return Presence.READY
+        if any(arena.expects(key) for arena in self._arenas):
+            return Presence.PENDING
+        if key in self._denied or self._has_a_slot(key):
+            return Presence.MISS
+        for tier in self._tiers:
+            if tier.has(key):
+                self._wishes[key] = parent
+                return Presence.PENDING
+            if tier.wonder(key):
+                return Presence.PENDING
+        return Presence.MISS
+
+    def _grant(self) -> None:
+        """Begin to read what was wished for, as far as there is room that nobody else looks at."""
+        self._denied.clear()
+        wishes = {key: parent for key, parent in self._wishes.items() if not self._has_a_slot(key)}
+        self._wishes.clear()
+        self._make_room(self._hot, len(wishes), ())
+        for tier in self._tiers:
+            here = [key for key in wishes if tier.has(key)]
+            granted = here[: self._hot.free]
+            self._hot.reserve(granted)
+            begun = tier.read(
+                [(key, self._hot.view(key)) for key in granted],
+                lambda good, bad, tier=tier: self._arrived(tier, good, bad),
+            )
+            self._parents.update((key, wishes[key]) for key in begun)
+            self.abort(key for key in granted if key not in set(begun))
+            self._denied.update(here[len(granted) :])
+            for key in here:
+                del wishes[key]
+
+    def _arrived(self, tier: Tier, good: Sequence[ChunkKey], bad: Sequence[ChunkKey]) -> None:
+        self.abort(bad)
+        kept = self._commit(good)
+        if not kept:
+            return
+        self._report(EventKind.PROMOTED, kept, nbytes=len(kept) * self._layout.payload_nbytes, why=f"from {tier.name}")
+        self._origin.update(dict.fromkeys(kept, tier.name))
+        self._offer(kept, self._levels[1 : self._levels.index(tier)])
+
+    def _commit(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Leaves first, as policies expect."""
+        kept = {key for key in reversed(keys) if self._hot.commit(key, self._parents.pop(key, None))}
+        return [key for key in keys if key in kept]
+
+    def _descend(self, keys: Sequence[ChunkKey]) -> None:
+        """Seal what a level below would like to have, then offer it to all of them."""
+        wanted = [
+            key
+            for key in keys
+            if self._hot.has(key) and key not in self._descending and any(_wants(level, key) for level in self._levels[1:])
+        ]
+        per_group = max(1, _SEAL_NBYTES // self._layout.frame_nbytes)
+        for start in range(0, len(wanted), per_group):
+            group = wanted[start : start + per_group]
+            slots = [self._hot.pin(key) for key in group]
+            views = [self._hot.view(key) for key in group]
+            self._descending.update(group)
+            self._pool.submit_store(
+                lambda group=group, views=views: self._seal(group, views),
+                lambda outcome, group=group, slots=slots: self._sealed(group, slots, outcome),
+            )
+
+    def _seal(self, keys: Sequence[ChunkKey], views: Sequence[memoryview]) -> None:
+        """On a thread."""
+        for key, view in zip(keys, views, strict=True):
+            frame.seal(view, self._namespace, key, self._layout.payload_nbytes)
+
+    def _sealed(self, keys: Sequence[ChunkKey], slots: Sequence[Slot], outcome: Outcome) -> None:
+        self._descending.difference_update(keys)
+        if outcome.error is None:
+            self._offer(keys, self._levels[1:])
+        else:
+            self._report(EventKind.FAILED, keys, why=str(outcome.error))
+        self.unpin(slots)
+
+    def _offer(self, keys: Sequence[ChunkKey], levels: Sequence[Arena | Tier]) -> None:
+        """Offer sealed frames to levels below the hottest. Each offer holds a pin of its own."""
+        for level in levels:
+            offered = [key for key in keys if self._hot.has(key) and _wants(level, key)]
+            if isinstance(level, Arena):
+                self._copy_down(offered, level)
+            elif offered:
+                pins = {key: self._hot.pin(key) for key in offered}
+                level.write(
+                    [Offer(key, self._hot.residents.parent(key), self._hot.view(key)) for key in offered],
+                    lambda key, pins=pins: self.unpin([pins[key]]),
+                )
+
+    def _copy_down(self, keys: Sequence[ChunkKey], arena: Arena) -> None:
+        self._make_room(arena, len(keys), keys)
+        keys = keys[: arena.free]
+        if not keys:
+            return
+        arena.reserve(keys)
+        slots = [self._hot.pin(key) for key in keys]
+        copies = [(arena.view(key), self._hot.view(key)) for key in keys]
+        parents = [self._hot.residents.parent(key) for key in keys]
+
+        def copy() -> None:
+            for into, source in copies:
+                into[:] = source
+
+        def copied(outcome: Outcome) -> None:
+            self.unpin(slots)
+            for key, parent in zip(reversed(keys), reversed(parents), strict=True):
+                if outcome.error is None:
+                    arena.commit(key, parent)
+                else:
+                    arena.abort(key)
+
+        self._pool.submit_store(copy, copied)
+
+    def _make_room(self, arena: Arena, slots: int, path: Sequence[ChunkKey]) -> None:
+        """Spares the path itself, and what somebody was just told is READY or on its way."""
+        needed = {*path, *self._wanted, *self._spared}
+        evicted = arena.make_room(slots, needed.__contains__)
+        if evicted:
+            for key in evicted:
+                self._origin.pop(key, None)
+            self._events.append(Event(EventKind.EVICTED, arena.name, tuple(evicted)))
+
+    def _has_a_slot(self, key: ChunkKey) -> bool:
+        return any(arena.taken(key) for arena in self._arenas)
+
+    def _arena_of(self, key: ChunkKey) -> Arena:
+        for arena in self._arenas:
+            if arena.has(key):
+                return arena
+        raise ContractError("pin of a chunk that is not READY")
+
+    def _pools(self) -> list[Pool]:
+        return [self._pool, *(tier.pool for tier in self._tiers)]
+
+    def _report(self, kind: EventKind, keys: Sequence[ChunkKey], *, nbytes: int = 0, why: str = "") -> None:
+        self._events.append(Event(kind, self._hot.name, tuple(keys), nbytes, why))
+
+
+def _wants(level: Arena | Tier, key: ChunkKey) -> bool:
+    return not level.taken(key) if isinstance(level, Arena) else level.wants(key)

@@ -1,0 +1,106 @@
+"""Whom a tier holds, and in which order they may leave."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from kvtier_core.interfaces import EvictionPolicy
+from kvtier_core.types import ChunkKey
+
+
+class Residents:
+    """The held keys of one tier with their sizes, and their places in the prefix tree.
+
+    The policy has an opinion about order; this class keeps it honest: a chunk whose child is still held
+    is passed over when the policy is ``leaf_first``, because without its parent a child is unreachable.
+    """
+
+    def __init__(self, policy: EvictionPolicy):
+        self._policy = policy
+        self._nbytes: dict[ChunkKey, int] = {}
+        self._parent: dict[ChunkKey, ChunkKey] = {}
+        self._children: Counter[ChunkKey] = Counter()
+        self.used = 0  #: bytes of all that is held
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._nbytes
+
+    def __len__(self) -> int:
+        return len(self._nbytes)
+
+    def __iter__(self):
+        return iter(self._nbytes)
+
+    def nbytes(self, key: ChunkKey) -> int:
+        return self._nbytes[key]
+
+    def parent(self, key: ChunkKey) -> ChunkKey | None:
+        """Of a held key, as far as it is known: a restart forgets it until the next request."""
+        return self._parent.get(key)
+
+    def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
+        """One prompt's chunks, root first, held or not."""
+        for parent, key in itertools.pairwise(path):
+            self._adopt(key, parent)
+        self._policy.request(path, now, hints)
+
+    def admit(self, key: ChunkKey, parent: ChunkKey | None, nbytes: int) -> bool:
+        """Take in a key; False if the policy would rather not. Leaves of a path come before its root."""
+        if not self._policy.admit(key, nbytes):
+            return False
+        self._nbytes[key] = nbytes
+        self.used += nbytes
+        if parent is not None:
+            self._adopt(key, parent)
+        return True
+
+    def resize(self, key: ChunkKey, nbytes: int) -> None:
+        self.used += nbytes - self._nbytes[key]
+        self._nbytes[key] = nbytes
+
+    def remove(self, key: ChunkKey, *, evicted: bool = False) -> None:
+        self.used -= self._nbytes.pop(key)
+        parent = self._parent.pop(key, None)
+        if parent is not None:
+            self._children[parent] -= 1
+            if not self._children[parent]:
+                del self._children[parent]
+        self._policy.forget(key, evicted=evicted)
+
+    def choose(
+        self, amount: int, weigh: Callable[[ChunkKey], int], may_leave: Callable[[ChunkKey], bool]
+    ) -> list[ChunkKey]:
+        """The best victims, in order, until they weigh ``amount``; less when there are no more. Removes none."""
+        chosen: list[ChunkKey] = []
+        leaving: Counter[ChunkKey] = Counter()  # how many children of a key are among the chosen
+        passed: set[ChunkKey] = set()  # wanted by the policy, spared for the sake of a child
+
+        def is_leaf(key: ChunkKey) -> bool:
+            return self._children.get(key, 0) <= leaving.get(key, 0)
+
+        if amount <= 0:
+            return chosen
+        for key in self._policy.victims():
+            if not may_leave(key):
+                continue
+            if self._policy.leaf_first and not is_leaf(key):
+                passed.add(key)
+                continue
+            leaver: ChunkKey | None = key
+            while leaver is not None:
+                chosen.append(leaver)
+                amount -= weigh(leaver)
+                if amount <= 0:
+                    return chosen
+                parent = self._parent.get(leaver)
+                leaving[parent] += 1
+                # With its last child goes a parent that was spared only for it.
+                leaver = parent if parent in passed and is_leaf(parent) else None
+        return chosen
+
+    def _adopt(self, key: ChunkKey, parent: ChunkKey) -> None:
+        if key in self._nbytes and key not in self._parent:
+            self._parent[key] = parent
+            self._children[parent] += 1

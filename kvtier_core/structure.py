@@ -1,0 +1,251 @@
+"""Nodes to attrs classes: each field is read as it is annotated, and every problem is told at its own line."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import pathlib
+import re
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, TypeVar, Union
+
+import attrs
+
+from kvtier_core.errors import ContractError
+from kvtier_core.interfaces import ArenaConfig, BackendConfig, EvictionConfig, SerializerConfig, TokenDatabaseConfig
+from kvtier_core.nodes import Gather, Node, Plain, shown
+from kvtier_core.types import Nbytes, Seconds
+
+T = TypeVar("T")
+
+_FAMILIES = (ArenaConfig, BackendConfig, EvictionConfig, SerializerConfig, TokenDatabaseConfig)
+
+
+@attrs.frozen
+class Unavailable:
+    """Why a plugin's name cannot be had, and the way out."""
+
+    why: str
+    hint: str = ""
+
+
+#: From a family of configs and the name of one to its class.
+Choose = Callable[[type, str], type | Unavailable]
+#: From a node to a value; raises ConfigError.
+Read = Callable[[Node, Choose], Any]
+
+
+def reader(annotation: Any) -> Read:
+    """How a value of this type is read. Raises ContractError for a type that no setting can have."""
+    if annotation in _SCALARS:
+        return _SCALARS[annotation]
+    if annotation in _FAMILIES:
+        return _choice(annotation)
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (Union, types.UnionType) and len(arguments) == 2 and types.NoneType in arguments:
+        return _optional(reader(next(argument for argument in arguments if argument is not types.NoneType)))
+    if origin is tuple and arguments[1:] == (...,):
+        return _several(reader(arguments[0]))
+    if origin is Literal:
+        return _one_of({str(choice): choice for choice in arguments})
+    if isinstance(annotation, enum.EnumMeta):
+        return _one_of({str(choice.value): choice for choice in annotation})
+    raise ContractError(f"no setting can have the type {annotation}")
+
+
+def _read_text(node: Node, _: Choose) -> str:
+    if not isinstance(node.value, str):
+        raise node.wrong(f"expected text, found {shown(node.value)}")
+    return str(node.value)
+
+
+def _read_path(node: Node, choose: Choose) -> pathlib.Path:
+    text = _read_text(node, choose)
+    if not text or "\0" in text:
+        raise node.wrong(f"{text!r} is not a path")
+    try:
+        return pathlib.Path(text).expanduser()
+    except RuntimeError as error:
+        raise node.wrong(f"{text!r} is not a path: {error}") from error
+
+
+def _number(pattern: str, convert: type, also: tuple[type, ...], noun: str) -> Read:
+    def read(node: Node, _: Choose) -> Any:
+        if type(node.value) in also or (isinstance(node.value, Plain) and re.fullmatch(pattern, node.value)):
+            return convert(node.value)
+        raise node.wrong(f"expected {noun}, found {shown(node.value)}")
+
+    return read
+
+
+def _read_bool(node: Node, _: Choose) -> bool:
+    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    if isinstance(node.value, bool):
+        return node.value
+    if isinstance(node.value, Plain) and node.value.lower() in words:
+        return words[node.value.lower()]
+    raise node.wrong(f"expected true or false, found {shown(node.value)}")
+
+
+def _parsed(unit: type[Nbytes | Seconds]) -> Read:
+    def read(node: Node, _: Choose) -> Any:
+        try:
+            return unit.parse(node.text())
+        except ValueError as error:
+            raise node.wrong(str(error)) from error
+
+    return read
+
+
+def _optional(read: Read) -> Read:
+    return lambda node, choose: None if node.value is None else read(node, choose)
+
+
+def _several(read: Read) -> Read:
+    def read_all(node: Node, choose: Choose) -> tuple:
+        gather = Gather()
+        values = []
+        for item in node.items():
+            with gather:
+                values.append(read(item, choose))
+        gather.settle()
+        return tuple(values)
+
+    return read_all
+
+
+def _one_of(choices: Mapping[str, Any]) -> Read:
+    def read(node: Node, _: Choose) -> Any:
+        text = node.text()
+        if text not in choices or isinstance(node.value, bool):
+            raise node.wrong(f"{shown(node.value)} is not one of {', '.join(choices)}", guess(text, choices))
+        return choices[text]
+
+    return read
+
+
+def _choice(family: type) -> Read:
+    """`lru`, or `{type: lru, …}` with the settings of the one chosen."""
+
+    def read(node: Node, choose: Choose) -> Any:
+        written = node if isinstance(node.value, dict) else attrs.evolve(node, value={"type": node})
+        config = chosen(written, family, choose)
+        if not issubclass(config, family):
+            raise node.wrong(f"'{config.type}' is no {family.__name__}")
+        known = {"type": Setting(_read_text, required=True), **settings(config)}
+        gather = Gather()
+        values = read_keys(written, known, choose, gather)
+        validate(config, written, values, gather)
+        gather.settle()
+        del values["type"]
+        return construct(config, written, values)
+
+    return read
+
+
+def chosen(node: Node, family: type, choose: Choose) -> type:
+    """The class that the mapping's `type` names."""
+    if "type" not in node.entries():
+        raise node.wrong("'type' is missing")
+    named = node.entries()["type"]
+    config = choose(family, _read_text(named, choose))
+    if isinstance(config, Unavailable):
+        raise named.wrong(config.why, config.hint)
+    return config
+
+
+_SCALARS: dict[Any, Read] = {
+    str: _read_text,
+    int: _number(r"[-+]?(0|[1-9][0-9]{0,17})", int, (int,), "a whole number"),
+    float: _number(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?", float, (int, float), "a number"),
+    bool: _read_bool,
+    pathlib.Path: _read_path,
+    Nbytes: _parsed(Nbytes),
+    Seconds: _parsed(Seconds),
+}
+
+
+# -- classes ---------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Setting:
+    """What may stand under a key, and whether the key must be there."""
+
+    read: Read
+    required: bool
+
+
+def settings(cls: type, but: Collection[str] = ()) -> dict[str, Setting]:
+    """The keys of an attrs class, ``but`` some. Raises ContractError if one has a type that no setting can have."""
+    hints = typing.get_type_hints(cls)
+    return {
+        field.alias: Setting(reader(hints[field.name]), required=field.default is attrs.NOTHING)
+        for field in attrs.fields(cls)
+        if field.init and field.name not in but
+    }
+
+
+def read_keys(node: Node, known: Mapping[str, Setting], choose: Choose, gather: Gather) -> dict[str, Any]:
+    """The values of the keys that are written; all must be known. What is wrong goes to ``gather``."""
+    values = read_known(node, known, choose, gather)
+    for key, below in node.entries().items():
+        if key not in known:
+            hint = guess(key, known) or f"known here: {', '.join(known)}"
+            gather.problems.append(below.problem(f"unknown key {key!r}", hint))
+    return values
+
+
+def read_known(node: Node, known: Mapping[str, Setting], choose: Choose, gather: Gather) -> dict[str, Any]:
+    """The values of the known keys that are written; other keys are somebody else's."""
+    entries, values = node.entries(), {}
+    for key, setting in known.items():
+        if key in entries:
+            with gather:
+                values[key] = setting.read(entries[key], choose)
+        elif setting.required:
+            gather.problems.append(node.problem(f"'{key}' is missing"))
+    return values
+
+
+def validate(cls: type, node: Node, values: Mapping[str, Any], gather: Gather) -> None:
+    """Ask each validator of the class by itself: attrs would stop at the first complaint and not say whose it is."""
+    fields = [field for field in attrs.fields(cls) if field.init]
+    constant = [f for f in fields if f.default is not attrs.NOTHING and not isinstance(f.default, attrs.Factory)]
+    defaults = {field.name: field.default for field in constant}
+    given = {field.name: values[field.alias] for field in fields if field.alias in values}
+    instance = types.SimpleNamespace(**{**defaults, **given})
+    for field in fields:
+        if field.validator is not None and field.name in given:
+            with gather:
+                _validate(field, instance, node.entries()[field.alias])
+
+
+def construct(cls: type[T], node: Node, values: Mapping[str, Any]) -> T:
+    """An instance of what `validate` found nothing wrong with."""
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise node.wrong(_words(error)) from error
+
+
+def _validate(field: attrs.Attribute, instance: types.SimpleNamespace, node: Node) -> None:
+    try:
+        field.validator(instance, field, getattr(instance, field.name))
+    except (ValueError, TypeError) as error:
+        raise node.wrong(_words(error)) from error
+    except AttributeError:
+        pass  # compares itself with a field that could not be read, which is told already
+
+
+def _words(error: Exception) -> str:
+    """attrs puts the field and its options behind the sentence."""
+    return str(error.args[0]) if error.args else type(error).__name__
+
+
+def guess(word: str, known: Collection[str]) -> str:
+    """A hint for whoever wrote ``word`` and meant one of the known ones."""
+    close = difflib.get_close_matches(word, sorted(known), 1)
+    return f"did you mean '{close[0]}'?" if close else ""

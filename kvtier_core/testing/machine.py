@@ -1,0 +1,302 @@
+"""A hypothesis state machine over StorageManager: chosen interleavings, failing stores, no threads.
+
+The bytes of a chunk follow from its key and from the number of `clear` calls before it was stored, so
+a chunk that is served to the wrong reader, from the wrong time, or half filled, is seen at once.
+Subclass `StackMachine` to try a policy, a serializer or another shape of stack.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvtier_core.arena import Arena
+from kvtier_core.builtin.lru import LruConfig
+from kvtier_core.door import Door
+from kvtier_core.errors import BackendError
+from kvtier_core.interfaces import AllocatorBackend, Backend, EvictionConfig, Serializer
+from kvtier_core.manager import StorageManager
+from kvtier_core.residents import Residents
+from kvtier_core.testing.pool import ManualPool
+from kvtier_core.tier import Tier
+from kvtier_core.types import PAGE_NBYTES, ChunkKey, ChunkLayout, Namespace, Presence, Slot
+
+LAYOUT = ChunkLayout((24,), 2, 2)
+NAMESPACE = Namespace.of({"model": "machine"})
+
+#: A small forest: three prompts' paths that share prefixes, and one that shares nothing.
+PATHS = {
+    name: [ChunkKey(hashlib.blake2b(name[: i + 1].encode(), digest_size=32).digest()) for i in range(len(name))]
+    for name in ("abcdef", "abcxyz", "abqr", "mnop")
+}
+
+
+#: Chooses one of what there is, modulo how many there are: small numbers make short failure reports.
+_WHICH = st.integers(0, 7)
+
+
+class Slots(AllocatorBackend):
+    """An arena's memory for tests: a bytearray."""
+
+    def __init__(self, slots: int):
+        self.slots = slots
+        self.slot_nbytes = LAYOUT.frame_nbytes
+        self._memory = bytearray(slots * self.slot_nbytes)
+
+    def view(self, slot: int) -> memoryview:
+        return memoryview(self._memory)[slot * self.slot_nbytes : (slot + 1) * self.slot_nbytes]
+
+    @property
+    def handle(self) -> str:
+        return "in this process"
+
+    def close(self) -> None:
+        pass
+
+
+class Shelf(Backend):
+    """A store in a dict that fails on demand, and knows when a promise to it is broken."""
+
+    def __init__(self) -> None:
+        self.frames: dict[ChunkKey, bytes] = {}
+        self.fails = False
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        self._gate()
+        return [key in self.frames for key in keys]
+
+    def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[int]:
+        self._gate()
+        counts = []
+        for key, view in zip(keys, into, strict=True):
+            found = self.frames.get(key, b"")
+            view[: len(found)] = found
+            counts.append(len(found))
+        return counts
+
+    def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> None:
+        self._gate()
+        self.frames.update((key, bytes(view)) for key, view in zip(keys, frames, strict=True))
+
+    def delete(self, keys: Sequence[ChunkKey]) -> None:
+        self._gate()
+        for key in keys:
+            self.frames.pop(key, None)
+
+    def _gate(self) -> None:
+        if self.fails:
+            raise BackendError("told to fail")
+
+
+class SharedShelf(Shelf):
+    shared = True
+
+
+def payload(key: ChunkKey, epoch: int) -> bytes:
+    return hashlib.shake_128(key + bytes([epoch])).digest(LAYOUT.payload_nbytes)
+
+
+class StackMachine(RuleBasedStateMachine):
+    """Stores, loads, evicts, fails and recovers in an order that hypothesis chooses."""
+
+    policy: ClassVar[EvictionConfig] = LruConfig()
+    serializer: ClassVar[Serializer | None] = None
+    arenas: ClassVar[Sequence[int]] = (5,)  #: slots of each
+    tiers: ClassVar[Sequence[int]] = (8,)  #: capacity of each, in frames
+    shelf: ClassVar[type[Shelf]] = Shelf
+
+    @initialize()
+    def open(self) -> None:
+        self.now = 0.0
+        self.epoch = 0
+        self.storing: list[list[ChunkKey]] = []
+        self.loading: list[tuple[list[ChunkKey], list[Slot], int]] = []
+        self.door = Door(NAMESPACE, LAYOUT, self.serializer)
+        self.sealer = ManualPool()
+        self.memories = [Slots(slots) for slots in self.arenas]
+        self.arena_levels = [
+            Arena(f"arena{i}", i, memory, Residents(self.policy.open())) for i, memory in enumerate(self.memories)
+        ]
+        self.tier_levels = [self._tier(i, frames) for i, frames in enumerate(self.tiers)]
+        self.manager = StorageManager(
+            [*self.arena_levels, *self.tier_levels],
+            namespace=NAMESPACE,
+            layout=LAYOUT,
+            pool=self.sealer,
+            clock=lambda: self.now,
+        )
+        self.pools = [self.sealer, *(tier.pool for tier in self.tier_levels)]
+
+    def _tier(self, number: int, frames: int) -> Tier:
+        return Tier(
+            f"tier{number}",
+            self.shelf(),
+            pool=ManualPool(),
+            residents=Residents(self.policy.open()),
+            door=self.door,
+            capacity=frames * self.door.bound,
+            inflight=4 * LAYOUT.frame_nbytes,
+            clock=lambda: self.now,
+        )
+
+    # -- what an engine does -------------------------------------------------------------------------
+
+    @rule(name=st.sampled_from(sorted(PATHS)), length=st.integers(1, 6))
+    def store(self, name: str, length: int) -> None:
+        slots = self.manager.reserve(PATHS[name][:length])
+        for key, slot in slots.items():
+            view = self.memories[slot.arena].view(slot.index)
+            view[PAGE_NBYTES : PAGE_NBYTES + LAYOUT.payload_nbytes] = payload(key, self.epoch)
+        if slots:
+            self.storing.append(list(slots))
+
+    @rule(name=st.sampled_from(sorted(PATHS)))
+    def serve(self, name: str) -> None:
+        """A whole request at once, so that chance leads to full tiers soon."""
+        self.manager.touch(PATHS[name])
+        self.store(name, len(name))
+        while self.storing:
+            self.manager.commit(self.storing.pop())
+        self.manager.drain(timeout=10.0)
+
+    @precondition(lambda self: self.storing)
+    @rule(which=_WHICH, ok=st.booleans())
+    def finish_store(self, which: int, ok: bool) -> None:
+        keys = self.storing.pop(which % len(self.storing))
+        if ok:
+            self.manager.commit(keys)
+        else:
+            self.manager.abort(keys)
+
+    @rule(name=st.sampled_from(sorted(PATHS)), touch=st.booleans())
+    def load(self, name: str, touch: bool) -> None:
+        path = PATHS[name]
+        if touch:
+            self.manager.touch(path)
+        found = self.manager.lookup(path)
+        assert found == sorted(found, key=lambda presence: presence is Presence.MISS), "found behind a MISS"
+        ready = [key for key, presence in zip(path, found, strict=True) if presence is Presence.READY]
+        ready = ready[: found.index(Presence.PENDING)] if Presence.PENDING in found else ready
+        if ready:
+            assert len(self.manager.origins(ready)) == len(ready)
+            self.loading.append((ready, self.manager.pin(ready), self.epoch))
+
+    @precondition(lambda self: self.loading)
+    @rule(which=_WHICH)
+    def finish_load(self, which: int) -> None:
+        keys, slots, epoch = self.loading.pop(which % len(self.loading))
+        for key, slot in zip(keys, slots, strict=True):
+            view = self.memories[slot.arena].view(slot.index)
+            held = bytes(view[PAGE_NBYTES : PAGE_NBYTES + LAYOUT.payload_nbytes])
+            assert held == payload(key, epoch), "a pinned slot does not hold its chunk"
+        self.manager.unpin(slots)
+
+    @rule()
+    def clear(self) -> None:
+        self.manager.clear()
+        self.epoch += 1
+
+    # -- what time and stores do -----------------------------------------------------------------------
+
+    @rule()
+    def drain(self) -> None:
+        self.manager.drain(timeout=10.0)
+
+    @rule()
+    def step(self) -> None:
+        self.manager.step()
+
+    @precondition(lambda self: any(pool.queue for pool in self.pools))
+    @rule(pool=_WHICH, which=_WHICH)
+    def run(self, pool: int, which: int) -> None:
+        pools = [pool for pool in self.pools if pool.queue]
+        pools[pool % len(pools)].run(which % len(pools[pool % len(pools)].queue))
+
+    @rule(seconds=st.sampled_from([0.1, 2.0, 100.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+
+    @precondition(lambda self: self.tier_levels)
+    @rule(tier=_WHICH)
+    def toggle_failure(self, tier: int) -> None:
+        shelf = self.tier_levels[tier % len(self.tier_levels)].backend
+        shelf.fails = not shelf.fails
+
+    @precondition(lambda self: any(tier.backend.frames for tier in self.tier_levels))
+    @rule(tier=_WHICH, which=_WHICH, other=_WHICH, how=st.sampled_from(["drop", "flip", "cut", "swap"]))
+    def spoil(self, tier: int, which: int, other: int, how: str) -> None:
+        shelves = [tier.backend.frames for tier in self.tier_levels if tier.backend.frames]
+        frames = shelves[tier % len(shelves)]
+        key, another = sorted(frames)[which % len(frames)], sorted(frames)[other % len(frames)]
+        if how == "drop":
+            del frames[key]
+        elif how == "swap":
+            frames[key], frames[another] = frames[another], frames[key]
+        else:
+            end = PAGE_NBYTES + LAYOUT.payload_nbytes
+            spoiled = bytearray(frames[key][:end])
+            if how == "cut":
+                del spoiled[(0, 50, PAGE_NBYTES, end - 1)[other % 4] :]
+            elif spoiled:
+                spoiled[(0, 20, 60, PAGE_NBYTES, end - 1)[other % 5] % len(spoiled)] ^= 1
+            frames[key] = bytes(spoiled)
+
+    # -- what must always hold -------------------------------------------------------------------------
+
+    @invariant()
+    def books_balance(self) -> None:
+        for arena in self.arena_levels:
+            taken = arena.free + arena.reserved + len(arena.residents)
+            assert taken == arena.memory.slots, f"{arena.name}: {taken} slots of {arena.memory.slots} accounted for"
+            assert arena.pins >= sum(slot.arena == arena.number for _, slots, _ in self.loading for slot in slots)
+        for tier in self.tier_levels:
+            assert tier.residents.used == sum(map(tier.residents.nbytes, tier.residents))
+            if not tier.backend.shared:
+                assert tier.residents.used <= tier.capacity, f"{tier.name} is beyond its capacity"
+                held = sum(map(len, tier.backend.frames.values()))
+                assert held <= tier.residents.used, f"{tier.name} holds bytes that nobody accounts for"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        self._come_to_rest()
+        for tier in self.tier_levels:
+            tier.backend.fails = False
+        self.now += 1000.0  # past every rest of a breaker
+        self._come_to_rest()
+        self._what_is_stored_is_found()
+
+    def _come_to_rest(self) -> None:
+        while self.storing:
+            self.manager.commit(self.storing.pop())
+        while self.loading:
+            self.finish_load(0)
+        self.manager.drain(timeout=10.0)
+        self.books_balance()
+        assert not any(usage.pins for usage in self.manager.usage()), "pinned at rest"
+        assert not any(usage.inflight for usage in self.manager.usage()), "in flight at rest"
+        assert not any(arena.reserved for arena in self.arena_levels), "reserved at rest"
+
+    def _what_is_stored_is_found(self) -> None:
+        """Liveness: a cache that never hits is never wrong, and useless."""
+        self.manager.clear()
+        self.manager.drain(timeout=10.0)
+        self.epoch += 1
+        path = PATHS["abcdef"][:3]
+        self.store("abcdef", len(path))
+        self._come_to_rest()
+        assert self.manager.lookup(path) == [Presence.READY] * len(path), "stored, and not found"
+        if max(self.tiers, default=0) >= len(path) + len("mnop"):
+            self.manager.step()
+            self.manager.step()  # nobody waits for the path any more
+            self.store("mnop", len("mnop"))  # crowds it out of the arena
+            self._come_to_rest()
+            self.manager.lookup(path)
+            self._come_to_rest()
+            assert self.manager.lookup(path) == [Presence.READY] * len(path), "written down, and not found again"
+            self.load("abcdef", touch=False)
+            self.finish_load(0)

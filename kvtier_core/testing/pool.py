@@ -1,0 +1,42 @@
+"""A pool without threads: the test chooses what runs next, and so every interleaving can be had."""
+
+from __future__ import annotations
+
+from kvtier_core.workers import Outcome, Then, Work, run
+
+
+class ManualPool:
+    """Work waits in `queue` until `run`; its continuation waits until `step`."""
+
+    def __init__(self) -> None:
+        self.queue: list[tuple[Work, Then]] = []
+        self._done: list[tuple[Then, Outcome]] = []
+
+    @property
+    def jobs(self) -> int:
+        return len(self.queue) + len(self._done)
+
+    def submit_load(self, work: Work, then: Then) -> None:
+        self.queue.append((work, then))
+
+    def submit_store(self, work: Work, then: Then) -> None:
+        self.queue.append((work, then))
+
+    def run(self, which: int = 0) -> None:
+        """Do one piece of the waiting work."""
+        work, then = self.queue.pop(which)
+        self._done.append((then, run(work)))
+
+    def step(self) -> int:
+        done, self._done = self._done, []
+        for then, outcome in done:
+            then(outcome)
+        return len(done)
+
+    def wait(self, timeout: float) -> None:
+        while self.queue:
+            self.run()
+
+    def close(self, timeout: float) -> bool:
+        self.queue.clear()
+        return True

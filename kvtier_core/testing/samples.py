@@ -1,0 +1,122 @@
+"""What the laws are tried on: layouts, contexts, keys, frames, poisoned buffers, paged buffers."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Sequence
+
+from kvtier_core import frame
+from kvtier_core.interfaces import OpenContext, PageRun, PageTable
+from kvtier_core.types import KEY_NBYTES, PAGE_NBYTES, ChunkKey, ChunkLayout, Namespace, Nbytes
+
+_POISON = 0xA5
+
+
+def make_layout(*, page_nbytes: Sequence[int] = (4608, 1536, 4608), blocks: int = 4, ranks: int = 1) -> ChunkLayout:
+    """Small, with layers of two sizes, and a payload that is no multiple of a page."""
+    return ChunkLayout(tuple(page_nbytes), blocks, ranks)
+
+
+def make_namespace(model: str = "tiny") -> Namespace:
+    return Namespace.of({"model": model})
+
+
+def make_context(
+    *, layout: ChunkLayout | None = None, namespace: Namespace | None = None, capacity: int = 1 << 30
+) -> OpenContext:
+    return OpenContext(namespace or make_namespace(), layout or make_layout(), "engine-0", Nbytes(capacity))
+
+
+def make_key(number: int) -> ChunkKey:
+    """As evenly spread as a digest, the same at every run."""
+    return ChunkKey(random.Random(number).randbytes(KEY_NBYTES))
+
+
+def make_keys(count: int) -> list[ChunkKey]:
+    return [make_key(number) for number in range(count)]
+
+
+def make_frame(
+    key: ChunkKey, nbytes: int | None = None, seed: int = 0, namespace: Namespace | None = None
+) -> memoryview:
+    """A sealed frame of ``nbytes``, by default that of `make_layout`, with a random payload."""
+    nbytes = make_layout().frame_nbytes if nbytes is None else nbytes
+    sealed = memoryview(bytearray(PAGE_NBYTES) + random.Random(seed).randbytes(nbytes - PAGE_NBYTES))
+    frame.seal(sealed, namespace or make_namespace(), key, nbytes - PAGE_NBYTES)
+    return sealed
+
+
+class Poisoned:
+    """A view of ``nbytes`` inside a larger buffer of known bytes, at an odd offset if none is named."""
+
+    def __init__(self, nbytes: int, offset: int = 333):
+        self._buffer = bytearray([_POISON]) * (offset + nbytes + 333)
+        self._offset = offset
+        self.view = memoryview(self._buffer)[offset : offset + nbytes]
+
+    def untouched_beyond(self, nbytes: int) -> bool:
+        """Is everything as it was, before the view and after its first ``nbytes``?"""
+        start, end = self._offset, self._offset + nbytes
+        return is_poison(memoryview(self._buffer)[:start]) and is_poison(memoryview(self._buffer)[end:])
+
+
+def poison(view: memoryview) -> None:
+    """Fill with bytes that `is_poison` knows."""
+    view[:] = bytes([_POISON]) * len(view)
+
+
+def is_poison(view: memoryview) -> bool:
+    return view == bytes([_POISON]) * len(view)
+
+
+def address_of(view: memoryview) -> int:
+    """Where a writable view begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+class PagedBuffer:
+    """An engine's paged buffer in host memory: random strides, padding, an odd start; all of it poisoned."""
+
+    device = "cpu"
+
+    def __init__(self, layout: ChunkLayout, blocks: int, rng: random.Random):
+        self.blocks = blocks
+        self._layout = layout
+        self._strides = [nbytes + rng.choice((0, 64, 512)) for nbytes in layout.page_nbytes]
+        self._starts = [rng.randrange(256) for _ in layout.page_nbytes]
+        self._layers = [
+            memoryview(bytearray(start + stride * blocks))
+            for start, stride in zip(self._starts, self._strides, strict=True)
+        ]
+        for layer in self._layers:
+            poison(layer)
+
+    def table(self, rank: int = 0) -> PageTable:
+        runs = tuple(
+            PageRun(address_of(layer) + start, stride, nbytes)
+            for layer, start, stride, nbytes in zip(
+                self._layers, self._starts, self._strides, self._layout.page_nbytes, strict=True
+            )
+        )
+        return PageTable(runs, self.blocks, self.device, rank, self._layout)
+
+    def page(self, layer: int, block: int) -> bytes:
+        return bytes(self._page(layer, block))
+
+    def put(self, layer: int, block: int, page: bytes) -> None:
+        self._page(layer, block)[:] = page
+
+    def fill(self, rng: random.Random) -> None:
+        """Other bytes in every page; the padding stays as it is."""
+        for layer, nbytes in enumerate(self._layout.page_nbytes):
+            for block in range(self.blocks):
+                self.put(layer, block, rng.randbytes(nbytes))
+
+    def everything(self) -> list[bytes]:
+        """Pages and padding of every layer."""
+        return [bytes(layer) for layer in self._layers]
+
+    def _page(self, layer: int, block: int) -> memoryview:
+        begin = self._starts[layer] + block * self._strides[layer]
+        return self._layers[layer][begin : begin + self._layout.page_nbytes[layer]]

@@ -1,0 +1,355 @@
+"""A tier below the arenas: an index of the frames in a backend, and the guards around it."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import attrs
+
+from kvtier_core.breaker import Breaker
+from kvtier_core.door import Door
+from kvtier_core.errors import BackendError, ContractError
+from kvtier_core.frame import Damage
+from kvtier_core.interfaces import Backend
+from kvtier_core.residents import Residents
+from kvtier_core.types import ChunkKey, Event, EventKind, Usage
+from kvtier_core.workers import Outcome, Pool
+
+#: Frames are moved in groups of about this size: small frames share a call, large ones share the threads.
+_GROUP_NBYTES = 16 << 20
+#: How long the answer "not there" of a shared store is believed, in seconds.
+_ABSENCE_HOLDS = 1.0
+
+
+class _Busy(enum.Enum):
+    """What a thread is doing with a key. No two calls in flight name the same key."""
+
+    WRITING = 1
+    READING = 2
+    LEAVING = 3  # stays indexed until its delete lands
+
+
+@attrs.frozen
+class Offer:
+    """A sealed frame that lies in an arena's slot."""
+
+    key: ChunkKey
+    parent: ChunkKey | None
+    view: memoryview
+
+
+Release = Callable[[ChunkKey], None]
+Arrived = Callable[[Sequence[ChunkKey], Sequence[ChunkKey]], None]
+
+
+class Tier:
+    """Every method on the owner's thread. Nothing a backend does raises here: it becomes an Event."""
+
+    def __init__(
+        self,
+        name: str,
+        backend: Backend,
+        *,
+        pool: Pool,
+        residents: Residents,
+        door: Door,
+        capacity: int,
+        inflight: int,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.name = name
+        self.backend = backend
+        self.pool = pool
+        self.residents = residents
+        self.capacity = capacity
+        self.events: list[Event] = []
+        self._door = door
+        self._inflight_limit = inflight
+        self._inflight = 0  # bytes of arena slots that calls in flight hold
+        self._clock = clock
+        self._busy: dict[ChunkKey, _Busy] = {}
+        self._doomed: set[ChunkKey] = set()
+        self._reads = Breaker()
+        self._writes = Breaker()
+        self._questions: dict[ChunkKey, None] = {}
+        self._absent: dict[ChunkKey, float] = {}
+        self._take_stock()
+
+    # -- what is here ------------------------------------------------------------------------------
+
+    def usage(self) -> Usage:
+        return Usage(self.name, len(self.residents), self.residents.used, self.capacity, inflight=self._inflight)
+
+    def has(self, key: ChunkKey) -> bool:
+        """Could a read of this key begin now?"""
+        return (
+            key in self.residents
+            and key not in self._busy
+            and key not in self._doomed
+            and self._reads.allows(self._clock())
+        )
+
+    def wants(self, key: ChunkKey) -> bool:
+        """Would a write of this key be considered now?"""
+        return (
+            key not in self.residents
+            and key not in self._busy
+            and self._inflight < self._inflight_limit
+            and self._writes.allows(self._clock())
+        )
+
+    def wonder(self, key: ChunkKey) -> bool:
+        """May a key that is not in the index be in the store all the same? Then it is asked in `ask`."""
+        if not self.backend.shared or key in self.residents or not self._reads.allows(self._clock()):
+            return False
+        if self._clock() - self._absent.get(key, float("-inf")) < _ABSENCE_HOLDS:
+            return False
+        self._questions[key] = None
+        return True
+
+    def ask(self) -> None:
+        """Send the questions that `wonder` noted."""
+        keys = [key for key in self._questions if key not in self._busy]
+        self._questions.clear()
+        if not keys:
+            return
+        self._begin(self._reads, keys, _Busy.READING)
+        self.pool.submit_load(
+            lambda: _as_many(self.backend.contains(keys), keys), lambda outcome: self._told(keys, outcome)
+        )
+
+    # -- frames going down -------------------------------------------------------------------------
+
+    def write(self, offers: Sequence[Offer], release: Release) -> None:
+        """Store frames of one path, root first. ``release(key)`` for each, once, when its view is free again."""
+        fresh = [offer for offer in offers if self.wants(offer.key)]
+        accepted = _leading(fresh, self._inflight_limit - self._inflight, lambda offer: len(offer.view))
+        victims = self._victims(len(accepted) * self._door.bound)
+        room = self.capacity - self.residents.used + sum(map(self.residents.nbytes, victims))
+        accepted = self._admit(_leading(accepted, room, lambda offer: self._door.bound))
+
+        taken = {offer.key for offer in accepted}
+        turned_away = [offer for offer in offers if offer.key not in taken]
+        if refused := [offer.key for offer in turned_away if offer.key not in self.residents]:
+            self._report(EventKind.REFUSED, refused)
+        for offer in turned_away:
+            release(offer.key)
+        if accepted:
+            self._begin(self._writes, taken, _Busy.WRITING)
+            self._inflight += sum(len(offer.view) for offer in accepted)
+            self._evict(victims, lambda gone: self._write_groups(accepted, release, gone))
+
+    def _admit(self, offers: Sequence[Offer]) -> list[Offer]:
+        """Those that the policy takes in. Asked before a byte is written, leaves first."""
+        refused = {
+            offer.key
+            for offer in reversed(offers)
+            if not self.residents.admit(offer.key, offer.parent, self._door.bound)
+        }
+        return [offer for offer in offers if offer.key not in refused]
+
+    def _victims(self, nbytes: int) -> list[ChunkKey]:
+        """Who must leave for ``nbytes`` newcomers."""
+        short = self.residents.used + nbytes - self.capacity
+        return self.residents.choose(short, self.residents.nbytes, may_leave=lambda key: key not in self._busy)
+
+    def _evict(self, victims: Sequence[ChunkKey], then: Callable[[bool], None]) -> None:
+        """Delete the victims, then go on: the bytes of a newcomer never lie beside those of its victim."""
+        if not victims:
+            return then(True)
+        for key in victims:
+            self._busy[key] = _Busy.LEAVING
+
+        def gone(outcome: Outcome) -> None:
+            for key in victims:
+                del self._busy[key]
+                if outcome.error is None:
+                    self._doomed.discard(key)
+                    self.residents.remove(key, evicted=True)
+            if outcome.error is None:
+                self._report(EventKind.EVICTED, victims)
+            else:
+                self._judge(self._writes, victims, outcome)
+            then(outcome.error is None)
+
+        self.pool.submit_store(lambda: self.backend.delete(victims), gone)
+
+    def _write_groups(self, offers: Sequence[Offer], release: Release, room: bool) -> None:
+        for group in _groups(offers, lambda offer: len(offer.view)):
+            if room:
+                self.pool.submit_store(
+                    lambda group=group: self._write_frames(group),
+                    lambda outcome, group=group: self._written(group, release, outcome),
+                )
+            else:
+                self._written(group, release, Outcome(error=BackendError("no room: the delete before it failed")))
+
+    def _write_frames(self, offers: Sequence[Offer]) -> list[int]:
+        """On a thread. The bytes that each frame takes in the store."""
+        keys = [offer.key for offer in offers]
+        frames = [self._door.encode(offer.key, offer.view) for offer in offers]
+        try:
+            self.backend.write(keys, frames)
+        except BackendError:
+            # Some may have been written before the failure; nothing may lie in the store unaccounted.
+            with contextlib.suppress(BackendError):
+                self.backend.delete(keys)
+            raise
+        return [len(encoded) for encoded in frames]
+
+    def _written(self, offers: Sequence[Offer], release: Release, outcome: Outcome) -> None:
+        keys = [offer.key for offer in offers]
+        for i, offer in enumerate(offers):
+            self._inflight -= len(offer.view)
+            if outcome.error is None:
+                self.residents.resize(offer.key, outcome.value[i])
+            else:
+                self.residents.remove(offer.key)
+            self._settle(offer.key)
+            release(offer.key)
+        self._judge(self._writes, keys, outcome)
+        if outcome.error is None:
+            self._report(EventKind.WRITTEN, keys, nbytes=sum(outcome.value))
+
+    # -- frames coming up --------------------------------------------------------------------------
+
+    def read(self, wanted: Sequence[tuple[ChunkKey, memoryview]], arrived: Arrived) -> list[ChunkKey]:
+        """Begin to fill views with verified raw frames; the keys for which it began.
+
+        ``arrived(good, bad)`` is called once per group, later; each begun key is in one of the two.
+        """
+        room = self._inflight_limit - self._inflight
+        begun = _leading([pair for pair in wanted if self.has(pair[0])], room, lambda pair: len(pair[1]))
+        if begun:
+            self._begin(self._reads, [key for key, _ in begun], _Busy.READING)
+        self._inflight += sum(len(view) for _, view in begun)
+        for group in _groups(begun, lambda pair: len(pair[1])):
+            self.pool.submit_load(
+                lambda group=group: self._read_frames(group),
+                lambda outcome, group=group: self._arrive(group, arrived, outcome),
+            )
+        return [key for key, _ in begun]
+
+    def _read_frames(self, wanted: Sequence[tuple[ChunkKey, memoryview]]) -> list[Damage | bool]:
+        """On a thread. For each key True, False for a miss, or what is wrong with its frame."""
+        keys = [key for key, _ in wanted]
+        landings = [self._door.landing(slot) for _, slot in wanted]
+        counts = _as_many(self.backend.read(keys, landings), keys)
+        return [
+            bool(count) and (self._door.check(key, landed, count, slot) or True)
+            for (key, slot), landed, count in zip(wanted, landings, counts, strict=True)
+        ]
+
+    def _arrive(self, wanted: Sequence[tuple[ChunkKey, memoryview]], arrived: Arrived, outcome: Outcome) -> None:
+        keys = [key for key, _ in wanted]
+        self._inflight -= sum(len(view) for _, view in wanted)
+        verdicts = outcome.value or [None] * len(keys)  # None: nothing is known, the frames stay indexed
+        for key, verdict in zip(keys, verdicts, strict=True):
+            del self._busy[key]
+            if verdict is False:
+                self.residents.remove(key)
+                self._report(EventKind.LOST, [key])
+            elif isinstance(verdict, Damage):
+                self._doomed.add(key)
+                self._report(EventKind.DAMAGED, [key], why=verdict.value)
+        self._judge(self._reads, keys, outcome)
+        good = [key for key, verdict in zip(keys, verdicts, strict=True) if verdict is True and key not in self._doomed]
+        self._bury([key for key in keys if key in self._doomed])
+        arrived(good, [key for key in keys if key not in set(good)])
+
+    # -- endings -----------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Never find any of these frames again. What is in use is deleted as soon as it is not."""
+        self._doomed.update(self.residents)
+        self._bury([key for key in self.residents if key not in self._busy])
+
+    def close(self, timeout: float) -> bool:
+        """False if a call still hangs after ``timeout`` seconds; then the backend is left alone."""
+        idle = self.pool.close(timeout)
+        if idle:
+            with contextlib.suppress(BackendError):
+                self.backend.close()
+        return idle
+
+    def _settle(self, key: ChunkKey) -> None:
+        """A thread is done with a key; if it was doomed meanwhile, it goes now."""
+        del self._busy[key]
+        if key in self._doomed:
+            if key in self.residents:
+                self._bury([key])
+            else:
+                self._doomed.discard(key)
+
+    def _bury(self, keys: Sequence[ChunkKey]) -> None:
+        present = [key for key in keys if key in self.residents]
+        self._doomed.difference_update(set(keys) - set(present))
+        self._evict(present, lambda gone: None)
+
+    def _take_stock(self) -> None:
+        """What survived a restart, oldest first. What the policy refuses or the capacity cannot hold leaves."""
+        strays = [key for key, nbytes in self.backend.scan() if not self.residents.admit(key, None, nbytes)]
+        if strays:
+            self.pool.submit_store(lambda: self.backend.delete(strays), lambda outcome: None)
+        self._evict(self._victims(0), lambda gone: None)
+
+    # -- small print -------------------------------------------------------------------------------
+
+    def _told(self, keys: Sequence[ChunkKey], outcome: Outcome) -> None:
+        for key in keys:
+            del self._busy[key]
+        self._judge(self._reads, keys, outcome)
+        now = self._clock()
+        self._absent = {key: since for key, since in self._absent.items() if now - since < _ABSENCE_HOLDS}
+        for key, there in zip(keys, outcome.value or [False] * len(keys), strict=True):
+            if not (there and (key in self.residents or self.residents.admit(key, None, self._door.bound))):
+                self._absent[key] = now
+
+    def _begin(self, breaker: Breaker, keys: Iterable[ChunkKey], busy: _Busy) -> None:
+        for key in keys:
+            if key in self._busy:
+                raise ContractError(f"{self.name}: two calls would name the same key")
+            self._busy[key] = busy
+        breaker.begin(self._clock())
+
+    def _judge(self, breaker: Breaker, keys: Sequence[ChunkKey], outcome: Outcome) -> None:
+        """Tell the breaker how a call went, and everyone else if that changed something."""
+        if outcome.error is None:
+            if breaker.succeed():
+                self._report(EventKind.RESUMED, [])
+            return
+        self._report(EventKind.FAILED, keys, why=f"{type(outcome.error).__name__}: {outcome.error}")
+        if breaker.fail(self._clock()):
+            self._report(EventKind.RESTING, [], why=f"for {breaker.rest:g}s")
+
+    def _report(self, kind: EventKind, keys: Sequence[ChunkKey], *, nbytes: int = 0, why: str = "") -> None:
+        self.events.append(Event(kind, self.name, tuple(keys), nbytes, why))
+
+
+def _as_many(answers: Sequence, keys: Sequence[ChunkKey]) -> Sequence:
+    if len(answers) != len(keys):
+        raise ContractError(f"{len(answers)} answers for {len(keys)} keys")
+    return answers
+
+
+def _leading(items: Sequence, room: int, nbytes: Callable[..., int]) -> list:
+    """The leading items that fit into ``room`` bytes."""
+    ends = itertools.accumulate(map(nbytes, items))
+    return [item for item, end in zip(items, ends, strict=True) if end <= room]
+
+
+def _groups(items: Sequence, nbytes: Callable[..., int]) -> Iterator[list]:
+    """The items in runs of about `_GROUP_NBYTES`."""
+    group, total = [], 0
+    for item in items:
+        group.append(item)
+        total += nbytes(item)
+        if total >= _GROUP_NBYTES:
+            yield group
+            group, total = [], 0
+    if group:
+        yield group

@@ -1,0 +1,256 @@
+"""`KVTierConnector`: what vLLM calls. Decides nothing; each half lives in its own file.
+
+Nothing of kvtier's may take the engine down. A half that raises is let go, with the reason in the log,
+and the engine goes on without it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from kvtier_core.config import StackConfig, load_config, open_stack
+from kvtier_core.interfaces import OpenContext
+from kvtier_core.plugins import Registry
+from kvtier_core.vllm import identity, layout
+from kvtier_core.vllm.plan import Plan, Survey
+from kvtier_core.vllm.scheduler import SchedulerHalf
+from kvtier_core.vllm.worker import WorkerHalf
+from kvtier_core.workers import run
+
+logger = logging.getLogger("vllm.kvtier")
+
+_CONFIG_KEY = "kvtier.config"
+_CONFIG_ENV = "KVTIER_CONFIG"
+
+
+def configured(extra: Mapping[str, Any], registry: Registry) -> StackConfig:
+    """From the YAML file named in ``kvtier.config`` or KVTIER_CONFIG, or from the same keys given inline.
+
+    Raises ConfigError with every problem found.
+    """
+    inline = {key: value for key, value in extra.items() if key != _CONFIG_KEY}
+    path = extra.get(_CONFIG_KEY) or (None if inline else os.environ.get(_CONFIG_ENV))
+    if path and not inline:
+        return load_config(path, registry)
+    return load_config(dict(extra), registry, label="kv_connector_extra_config")
+
+
+def guarded(neutral: Any = None) -> Callable:
+    """What a method answers when there is no half to ask, or it fails now."""
+
+    def wrap(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def guard(self: KVTierConnector, *args: Any, **kwargs: Any) -> Any:
+            if self.half is None:
+                return neutral
+            try:
+                return method(self, *args, **kwargs)
+            except Exception:
+                logger.exception("kvtier: %s failed; the engine goes on without kvtier", method.__name__)
+                self._let_go()
+                return neutral
+
+        return guard
+
+    return wrap
+
+
+class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps the KV of prompts in a stack of tiers chosen in YAML, and gives it back."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self._registry = Registry.discover()
+        self.config = configured(self._kv_transfer_config.kv_connector_extra_config or {}, self._registry)
+        self.half: SchedulerHalf | WorkerHalf | None = None
+        self._survey: Survey | None = None
+        self._unsent: tuple[str, ...] = ()  # scheduler: loads that a half which failed could not send
+        self._awaited: set[str] = set()  # worker: loads that the engine waits for
+        self._refusal = layout.refusal(vllm_config, kv_cache_config)
+        if not self._refusal:
+            self.config.check_engine(vllm_config.cache_config.block_size)
+        if role is KVConnectorRole.SCHEDULER and self._kv_transfer_config.kv_load_failure_policy != "recompute":
+            logger.warning(
+                "kvtier: kv_load_failure_policy is %r: a request whose load fails will fail. Set it to 'recompute'.",
+                self._kv_transfer_config.kv_load_failure_policy,
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a store that is dropped is only a later miss
+
+    # -- start-up: pages, then what the workers found, then the stack -----------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._refusal:
+            return
+        blocks_per_chunk = self.config.chunk_tokens // self._vllm_config.cache_config.block_size
+        table, self._survey = layout.survey(self._vllm_config, self._kv_cache_config, kv_caches, blocks_per_chunk)
+        if table is not None:
+            self.half = WorkerHalf(self.config, table)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._survey
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        surveys = list(metadata.values())
+        refusal = self._refusal or next((survey.refusal for survey in surveys if survey.refusal), "")
+        if not refusal and any(survey != surveys[0] for survey in surveys):
+            refusal = "the workers' pages differ"
+        weights = "" if refusal else identity.weights_of(self._vllm_config)
+        if not refusal and not weights:
+            refusal = f"the weights of {self._vllm_config.model_config.model} are not on this disk to be identified"
+        if refusal:
+            self._refusal = refusal
+            logger.warning("kvtier: this engine is not served: %s", refusal)
+        else:
+            self.half = self._open(surveys[0], weights)
+
+    def _open(self, survey: Survey, weights: str) -> SchedulerHalf:
+        """Raises ConfigError: an engine does not start with half a stack."""
+        parallel, block_tokens = self._vllm_config.parallel_config, self._vllm_config.cache_config.block_size
+        chunk_tokens = self.config.chunk_tokens
+        context = OpenContext(
+            namespace=identity.namespace(self._vllm_config, weights, chunk_tokens, survey),
+            layout=layout.ChunkLayout(survey.page_nbytes, chunk_tokens // block_tokens, parallel.world_size),
+            engine=self._kv_transfer_config.engine_id,
+        )
+        manager = open_stack(self.config, context)
+        for line in manager.describe():
+            logger.info("kvtier: %s", line)
+        return SchedulerHalf(
+            self.config,
+            manager,
+            self.config.token_database.open(context.namespace, chunk_tokens),
+            block_tokens=block_tokens,
+            ranks=parallel.world_size,
+            observe=self._registry.observe,
+        )
+
+    # -- the scheduler's half ----------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        if self._refusal:
+            logger.info("kvtier: %s: hit 0 of %d tokens: %s", request.request_id, request.num_tokens, self._refusal)
+
+    @guarded((0, False))
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.half.match(request, num_computed_tokens)
+
+    @guarded()
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self.half.admitted(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        plan = self._plan(scheduler_output)
+        if plan is None:
+            plan, self._unsent = Plan(unloadable=self._unsent), ()
+        return plan
+
+    @guarded()
+    def _plan(self, scheduler_output: SchedulerOutput) -> Plan:
+        return self.half.plan(scheduler_output)
+
+    @guarded()
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.half.progress(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @guarded((False, None))
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self.half.finished(request)
+        return False, None
+
+    @guarded(False)
+    def has_pending_push_work(self) -> bool:
+        return self.half.busy()
+
+    @guarded()
+    def reset_cache(self) -> bool:
+        self.half.clear()
+        return True
+
+    # -- a worker's half -----------------------------------------------------------------------------------
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        plan: Plan = connector_metadata
+        self._awaited.update(request_id for request_id, _ in plan.loads)
+        self._awaited.update(plan.unloadable)
+
+    @guarded()
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self.half.attach(self._connector_metadata)
+        self.half.load(self._connector_metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: what a forward needs has been loaded before it is scheduled."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Whole pages are stored, after the forward."""
+
+    @guarded()
+    def wait_for_save(self) -> None:
+        self.half.store(self._connector_metadata)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        loaded = self._loaded()
+        if loaded is None:
+            loaded = set(self._awaited), set(self._awaited)
+        ended, failed = loaded
+        self._awaited -= ended
+        return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
+
+    @guarded()
+    def _loaded(self) -> tuple[set[str], set[str]]:
+        return self.half.loaded()
+
+    @guarded()
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self.half.stored()
+
+    # -- both ------------------------------------------------------------------------------------------------
+
+    @guarded()
+    def shutdown(self) -> None:
+        self.half.close()
+        self.half = None
+
+    def _let_go(self) -> None:
+        """Of a half that failed. Whoever waits for a load of its is told that the load failed."""
+        half, self.half = self.half, None
+        self._refusal = "kvtier failed before; see the log"
+        if isinstance(half, SchedulerHalf):
+            self._unsent = half.unsent()
+        elif run(half.close).error is not None:
+            logger.error("kvtier: a copy may still be under way")

@@ -1,0 +1,109 @@
+"""The engine's pages as raw memory: where each layer lies, and whether whole pages can be copied."""
+
+from __future__ import annotations
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
+
+from kvtier_core.interfaces import PageRun, PageTable
+from kvtier_core.types import ChunkLayout
+from kvtier_core.vllm.plan import Survey
+
+
+def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """Why this engine cannot be served, as far as its configuration tells; empty if it can."""
+    parallel = vllm_config.parallel_config
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return f"the model has {len(groups)} KV cache groups and kvtier restores one"
+    for name, spec in _specs(kv_cache_config).items():
+        if not isinstance(spec, FullAttentionSpec):
+            return f"layer {name} keeps {type(spec).__name__} state, not the KV of every token"
+    for what, size in (
+        ("pipeline", parallel.pipeline_parallel_size),
+        ("data", parallel.data_parallel_size),
+        ("prefill context", parallel.prefill_context_parallel_size),
+        ("decode context", parallel.decode_context_parallel_size),
+    ):
+        if size > 1:
+            return f"{what} parallelism is not served yet"
+    if vllm_config.speculative_config is not None:
+        return "speculative decoding is not served yet"
+    if vllm_config.cache_config.calculate_kv_scales:
+        return "calculate_kv_scales makes the KV depend on the first batch"
+    return ""
+
+
+def survey(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor], blocks_per_chunk: int
+) -> tuple[PageTable | None, Survey]:
+    """Look at the pages that vLLM hands over at start-up; the table is None if they cannot be moved."""
+    device = str(next(iter(kv_caches.values())).device)
+    runs: dict[tuple[int, int], PageRun] = {}  # layers that share KV are views of the same pages
+    for name in sorted(kv_caches):
+        run = _page_run(kv_caches[name], kv_cache_config.num_blocks)
+        if run is None:
+            return None, Survey(device, (), (), f"the pages of layer {name} are not contiguous in memory")
+        runs.setdefault((run.base, run.stride), run)
+    page_nbytes = tuple(run.nbytes for run in runs.values())
+    parallel = vllm_config.parallel_config
+    table = PageTable(
+        layers=tuple(runs.values()),
+        blocks=kv_cache_config.num_blocks,
+        device=device,
+        rank=parallel.rank,
+        layout=ChunkLayout(page_nbytes, blocks_per_chunk, parallel.world_size),
+    )
+    facts = {
+        "device": torch.device(device).type,
+        "page layout": kv_cache_config.kv_cache_layout,
+        "layers": " ".join(sorted(kv_caches)),
+        "page shape": sorted({(*cache.shape[1:], str(cache.dtype)) for cache in kv_caches.values()}, key=str),
+        "cache specs": sorted({repr(spec) for spec in _specs(kv_cache_config).values()}),
+        "attention backend": _attention_backends(vllm_config, kv_caches),
+        "cpu isa": _cpu_isa(vllm_config, kv_cache_config) if device == "cpu" else "none",
+    }
+    return table, Survey(device, page_nbytes, tuple((name, str(fact)) for name, fact in facts.items()))
+
+
+def _specs(kv_cache_config: KVCacheConfig) -> dict[str, KVCacheSpec]:
+    specs = {}
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        inner = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
+        specs.update((name, inner.get(name, spec)) for name in group.layer_names)
+    return specs
+
+
+def _page_run(cache: torch.Tensor, blocks: int) -> PageRun | None:
+    """None unless the bytes of a page lie side by side. vLLM may cut a page into several kernel blocks."""
+    cuts = cache.shape[0] // blocks
+    inner = sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True))
+    if cuts > 1:
+        inner = sorted([*inner, (cache.stride(0), cuts)])
+    dense = 1
+    for stride, size in inner:
+        if size > 1 and stride != dense:
+            return None
+        dense *= size
+    return PageRun(
+        base=cache.data_ptr(),
+        stride=cuts * cache.stride(0) * cache.element_size(),
+        nbytes=dense * cache.element_size(),
+    )
+
+
+def _attention_backends(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor]) -> str:
+    layers = vllm_config.compilation_config.static_forward_context
+    return " ".join(sorted({layers[name].get_attn_backend().get_name() for name in kv_caches if name in layers}))
+
+
+def _cpu_isa(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """The CPU backend packs its pages differently for each instruction set."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    cache = vllm_config.cache_config
+    specs = {(spec.block_size, spec.head_size) for spec in _specs(kv_cache_config).values()}
+    dtype = vllm_config.model_config.dtype
+    return " ".join(sorted({_get_attn_isa(dtype, block, head, cache.cache_dtype) for block, head in specs}))

@@ -1,0 +1,53 @@
+"""What crosses the process boundary, both ways. Plain data: no tensors, no pointers, no views."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import attrs
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvtier_core.types import Slot
+
+
+@attrs.frozen(slots=False)
+class Survey(KVConnectorHandshakeMetadata):
+    """What a worker found when it saw the engine's pages. From each worker to the scheduler, once."""
+
+    device: str
+    page_nbytes: tuple[int, ...]  #: of each layer, in the order in which they lie in a shard
+    facts: tuple[tuple[str, str], ...]  #: what else decides whether two engines' pages are interchangeable
+    refusal: str = ""  #: why these pages cannot be moved, in plain words
+
+
+@attrs.frozen
+class Transfer:
+    """Chunks between slots and pages. ``pages[i]`` are the block ids of the chunk in ``slots[i]``, or HOLE."""
+
+    slots: tuple[Slot, ...]
+    pages: tuple[tuple[int, ...], ...]
+
+
+@attrs.frozen(slots=False)
+class Plan(KVConnectorMetadata):
+    """One step's work. From the scheduler to every worker."""
+
+    arenas: tuple[str, ...] = ()  #: handles, by the number of the arena
+    loads: tuple[tuple[str, Transfer], ...] = ()  #: by request id
+    stores: tuple[tuple[int, Transfer], ...] = ()  #: by job
+    unloadable: tuple[str, ...] = ()  #: requests that were promised a load which cannot begin
+
+
+@attrs.frozen(slots=False)
+class Progress(KVConnectorWorkerMetadata):
+    """How many workers ended each store job, and how many of them failed. From the workers to the scheduler."""
+
+    ended: Counter[int] = attrs.field(factory=Counter)
+    failed: Counter[int] = attrs.field(factory=Counter)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Progress:
+        return Progress(self.ended + other.ended, self.failed + other.failed)

@@ -1,0 +1,286 @@
+"""The scheduler's half: knows keys and requests, owns the stack, sees no bytes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import attrs
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from kvtier_core.config import StackConfig
+from kvtier_core.interfaces import HOLE, TokenDatabase
+from kvtier_core.manager import StorageManager
+from kvtier_core.types import ChunkKey, Event, EventKind, Presence, Slot
+from kvtier_core.vllm.identity import RequestIdentity, identify
+from kvtier_core.vllm.plan import Plan, Progress, Transfer
+
+logger = logging.getLogger("vllm.kvtier")
+
+#: For how long without any news the engine is kept stepping, in seconds.
+_PATIENCE = 5.0
+
+#: Events that an operator wants to read about; the others are for counting.
+_NEWS = {
+    EventKind.DAMAGED: logging.WARNING,
+    EventKind.FAILED: logging.WARNING,
+    EventKind.RESTING: logging.WARNING,
+    EventKind.LOST: logging.INFO,
+    EventKind.RESUMED: logging.INFO,
+}
+
+
+@attrs.define
+class _Tracked:
+    """What is known of a request that the engine has not finished."""
+
+    request: Request
+    identity: RequestIdentity | str
+    keys: list[ChunkKey] = attrs.field(factory=list)
+    saved: int = 0  #: chunks that were stored, or found stored
+    preemptions: int = 0
+    computed: int = 0  #: tokens that the engine had when it asked last
+    ready: list[ChunkKey] = attrs.field(factory=list)  #: READY then, from the chunk in which ``computed`` lies
+    waiting_since: float | None = None
+    bypass: str = ""  #: why nothing is looked up for it
+    reason: str = ""  #: of the last answer, for the log
+    told: bool = False
+
+
+@attrs.define
+class _Store:
+    keys: list[ChunkKey]
+    waiting: int  #: workers that have not reported
+    failed: bool = False
+
+
+class SchedulerHalf:
+    """Every method on the scheduler's thread. That thread is the owner of the stack."""
+
+    def __init__(
+        self,
+        config: StackConfig,
+        manager: StorageManager,
+        database: TokenDatabase,
+        *,
+        block_tokens: int,
+        ranks: int,
+        observe: Callable[[Sequence[Event]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.manager = manager
+        self._config = config
+        self._database = database
+        self._chunk_tokens = config.chunk_tokens
+        self._chunk_blocks = config.chunk_tokens // block_tokens
+        self._block_tokens = block_tokens
+        self._ranks = ranks
+        self._handles = tuple(manager.handles)
+        self._observe = observe
+        self._clock = clock
+        self._tracked: dict[str, _Tracked] = {}
+        self._planned: list[tuple[str, Transfer]] = []
+        self._unloadable: list[str] = []
+        self._loading: dict[str, list[Slot]] = {}
+        self._storing: dict[int, _Store] = {}
+        self._jobs = 0
+        self._last_news = clock()
+
+    # -- a request arrives -----------------------------------------------------------------------------
+
+    def match(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """How many tokens beyond ``computed`` can be loaded; None: ask again. Polled freely."""
+        tracked = self._track(request)
+        tracked.computed, tracked.ready = computed, []
+        if tracked.bypass or request.skip_reading_prefix_cache:
+            tracked.reason = tracked.bypass or "it asks for no cached prefix"
+            return 0, False
+        first = computed // self._chunk_tokens
+        keys = self._keys(tracked, request.num_tokens)[first:]
+        found = self.manager.lookup(keys)
+        if Presence.PENDING in found and self._may_wait(tracked):
+            return None, False
+        ready = next((i for i, presence in enumerate(found) if presence is not Presence.READY), len(found))
+        if not ready:
+            tracked.reason = self._why_not(keys, found)
+            return 0, False
+        tracked.ready = keys[:ready]
+        return (first + ready) * self._chunk_tokens - computed, True
+
+    def admitted(self, request: Request, block_ids: Sequence[int], tokens: int) -> None:
+        """The engine gave the request its blocks, and takes ``tokens`` of what was proposed."""
+        tracked = self._track(request)
+        tracked.waiting_since = None
+        if tokens:
+            self._unloadable.append(request.request_id)  # until it is planned: the engine now waits for it
+            self._plan_load(tracked, block_ids, tokens)
+            self._unloadable.pop()
+        if not tracked.told:
+            tracked.told = True
+            had = f" (the engine had {tracked.computed})" if tracked.computed else ""
+            logger.info(
+                "kvtier: %s: hit %d of %d tokens%s: %s",
+                request.request_id, tokens, request.num_tokens, had, tracked.reason,
+            )  # fmt: skip
+
+    def _plan_load(self, tracked: _Tracked, block_ids: Sequence[int], tokens: int) -> None:
+        first = tracked.computed // self._chunk_tokens
+        end = tracked.computed + tokens
+        keys = tracked.ready[: -(-end // self._chunk_tokens) - first]
+        wanted = range(tracked.computed // self._block_tokens, -(-end // self._block_tokens))
+        pages = tuple(
+            tuple(block_ids[block] if block in wanted else HOLE for block in self._blocks_of(chunk))
+            for chunk in range(first, first + len(keys))
+        )
+        origins = Counter(self.manager.origins(keys))
+        slots = self.manager.pin(keys)
+        self._loading[tracked.request.request_id] = slots
+        self._planned.append((tracked.request.request_id, Transfer(tuple(slots), pages)))
+        tracked.reason = ", ".join(f"{tier} {chunks * self._chunk_tokens}" for tier, chunks in origins.items())
+
+    # -- a step ----------------------------------------------------------------------------------------
+
+    def plan(self, output: SchedulerOutput) -> Plan:
+        """What the workers shall do in this step."""
+        self._take_in(self.manager.step())
+        stores = []
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            if tracked := self._tracked.get(request_id):
+                stores += self._plan_store(tracked, scheduled, output)
+        plan = Plan(self._handles, tuple(self._planned), tuple(stores), tuple(self._unloadable))
+        self._planned, self._unloadable = [], []
+        return plan
+
+    def _plan_store(self, tracked: _Tracked, scheduled: int, output: SchedulerOutput) -> list[tuple[int, Transfer]]:
+        """The chunks that become whole in this step, if nobody keeps them yet."""
+        request = tracked.request
+        end = min(request.num_computed_tokens + scheduled, request.num_tokens)
+        if not self._config.save_decode:
+            end = min(end, request.num_prompt_tokens)
+        whole = end // self._chunk_tokens
+        if whole <= tracked.saved or isinstance(tracked.identity, str):
+            return []
+        blocks = output.kv_connector_block_state and output.kv_connector_block_state.get_block_ids(request.request_id)
+        if not blocks:
+            return []
+        # With its last saved chunk in front, so that the first new one is known to be its child.
+        first = max(0, tracked.saved - 1)
+        path = self._keys(tracked, end)[first:whole]
+        slots = self.manager.reserve(path)
+        tracked.saved = whole
+        if not slots:
+            return []
+        self._jobs += 1
+        self._storing[self._jobs] = _Store(list(slots), self._ranks)
+        pages = tuple(
+            tuple(blocks[0][block] for block in self._blocks_of(chunk))
+            for chunk, key in enumerate(path, start=first)
+            if key in slots
+        )
+        return [(self._jobs, Transfer(tuple(slots.values()), pages))]
+
+    def progress(self, output: KVConnectorOutput) -> None:
+        """What the workers did."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, Progress):
+            for job, workers in report.ended.items():
+                self._end_store(job, workers, failed=bool(report.failed[job]))
+        for request_id in output.finished_recving or ():
+            self.manager.unpin(self._loading.pop(request_id, ()))
+        for request_id in output.failed_recving or ():
+            if tracked := self._tracked.get(request_id):
+                tracked.bypass = "its load failed"
+                tracked.told = False
+
+    def _end_store(self, job: int, workers: int, *, failed: bool) -> None:
+        """A chunk is READY when every rank has stored its shard; a slot is free when none writes to it."""
+        store = self._storing[job]
+        store.waiting -= workers
+        store.failed |= failed
+        if store.waiting:
+            return
+        del self._storing[job]
+        if store.failed:
+            self.manager.abort(store.keys)
+        else:
+            self.manager.commit(store.keys)
+
+    # -- endings ---------------------------------------------------------------------------------------
+
+    def finished(self, request: Request) -> None:
+        """Nothing is waited for: stores are read out of the pages before their step ends."""
+        self._tracked.pop(request.request_id, None)
+
+    def unsent(self) -> tuple[str, ...]:
+        """Requests that wait for a load which no worker was told of."""
+        return (*self._unloadable, *(request_id for request_id, _ in self._planned))
+
+    def busy(self) -> bool:
+        """Must the engine keep stepping for what is on its way down? Not for a tier that hangs."""
+        busy = self._storing or self._loading or self.manager.jobs
+        return bool(busy) and self._clock() - self._last_news < _PATIENCE
+
+    def clear(self) -> None:
+        self.manager.clear()
+
+    def close(self) -> None:
+        self._take_in(self.manager.close())
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _track(self, request: Request) -> _Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            identity = identify(request)
+            tracked = self._tracked[request.request_id] = _Tracked(request, identity)
+            if isinstance(identity, str):
+                tracked.bypass = identity
+            else:
+                self.manager.touch(self._keys(tracked, request.num_tokens))
+        if tracked.preemptions != request.num_preemptions:
+            tracked.preemptions = request.num_preemptions
+            tracked.saved, tracked.told = 0, False
+        return tracked
+
+    def _blocks_of(self, chunk: int) -> range:
+        return range(chunk * self._chunk_blocks, (chunk + 1) * self._chunk_blocks)
+
+    def _keys(self, tracked: _Tracked, tokens: int) -> list[ChunkKey]:
+        """Keys of all chunks among the first ``tokens``; computed once and extended."""
+        chunks = tokens // self._chunk_tokens
+        if chunks > len(tracked.keys):
+            identity = tracked.identity
+            tracked.keys = self._database.keys(
+                tracked.request.all_token_ids[: chunks * self._chunk_tokens],
+                known=tracked.keys,
+                salt=identity.salt,
+                extra=identity.extra(self._chunk_tokens),
+            )
+        return tracked.keys[:chunks]
+
+    def _may_wait(self, tracked: _Tracked) -> bool:
+        now = self._clock()
+        if tracked.waiting_since is None:
+            tracked.waiting_since = now
+        return now - tracked.waiting_since < self._config.load_wait
+
+    def _why_not(self, keys: Sequence[ChunkKey], found: Sequence[Presence]) -> str:
+        if not keys:
+            return f"nothing left that fills a chunk of {self._chunk_tokens}"
+        if found[0] is Presence.PENDING:
+            return f"it did not come up within {self._config.load_wait}"
+        return self.manager.why_missing(keys[0])
+
+    def _take_in(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if level := _NEWS.get(event.kind):
+                logger.log(
+                    level, "kvtier: %s: %s: %d chunks: %s", event.tier, event.kind.value, len(event.keys), event.why
+                )
+        if events:
+            self._last_news = self._clock()
+            self._observe(events)

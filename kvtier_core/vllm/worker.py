@@ -1,0 +1,119 @@
+"""A worker's half: knows pages and slots, never keys."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from kvtier_core.config import StackConfig
+from kvtier_core.interfaces import Mover, PageTable
+from kvtier_core.vllm.plan import Plan, Progress, Transfer
+from kvtier_core.workers import run
+
+logger = logging.getLogger("vllm.kvtier")
+
+_Owner = tuple[str, str | int]  # ("load", request id) or ("store", job)
+
+
+class WorkerHalf:
+    """Carries out plans through one mover per arena. Whatever goes wrong is a job that failed."""
+
+    def __init__(self, config: StackConfig, table: PageTable):
+        self._config = config
+        self._table = table
+        self._movers: list[Mover | None] = []
+        self._owners: dict[int, _Owner] = {}  # of the movers' jobs; an arena's part of a transfer is a job
+        self._parts: Counter[_Owner] = Counter()  # jobs that have not ended
+        self._failed: set[_Owner] = set()
+        self._ended: list[_Owner] = []
+        self._jobs = 0
+
+    def attach(self, plan: Plan) -> None:
+        """Reach the arenas that the plan names, once."""
+        if self._movers or not plan.arenas:
+            return
+        for tier, handle in zip(self._config.arenas, plan.arenas, strict=True):
+            outcome = run(lambda tier=tier, handle=handle: tier.config.attach(handle, self._table))
+            if outcome.error is not None:
+                logger.warning("kvtier: cannot reach arena %s, it is not used: %s", tier.name, outcome.error)
+            self._movers.append(outcome.value)
+
+    def load(self, plan: Plan) -> None:
+        for request_id, transfer in plan.loads:
+            self._begin(("load", request_id), transfer)
+        for request_id in plan.unloadable:
+            self._failed.add(("load", request_id))
+            self._ended.append(("load", request_id))
+
+    def store(self, plan: Plan) -> None:
+        """Returns when the pages have been read: the engine may reuse them at once."""
+        for job, transfer in plan.stores:
+            self._begin(("store", job), transfer)
+        unread = {job for job, owner in self._owners.items() if owner[0] == "store"}
+        for mover in self._movers:
+            if mover is not None and unread:
+                mover.wait(unread)
+
+    def loaded(self) -> tuple[set[str], set[str]]:
+        """Requests whose load ended since the last call, and those of them for which it failed."""
+        self._collect()
+        ended = {owner for owner in self._ended if owner[0] == "load"}
+        failed = ended & self._failed
+        self._ended = [owner for owner in self._ended if owner not in ended]
+        self._failed -= failed
+        return {name for _, name in ended}, {name for _, name in failed}
+
+    def stored(self) -> Progress | None:
+        """What became of store jobs since the last call; None if none ended."""
+        self._collect()
+        ended = [owner for owner in self._ended if owner[0] == "store"]
+        if not ended:
+            return None
+        failed = [owner for owner in ended if owner in self._failed]
+        self._ended = [owner for owner in self._ended if owner[0] != "store"]
+        self._failed.difference_update(failed)
+        return Progress(Counter(job for _, job in ended), Counter(job for _, job in failed))
+
+    def close(self) -> None:
+        for mover in self._movers:
+            if mover is not None:
+                mover.close()
+        self._movers = []
+
+    def _begin(self, owner: _Owner, transfer: Transfer) -> None:
+        arenas = sorted({slot.arena for slot in transfer.slots})
+        self._parts[owner] = len(arenas)
+        for arena in arenas:
+            pairs = [
+                (slot.index, pages)
+                for slot, pages in zip(transfer.slots, transfer.pages, strict=True)
+                if slot.arena == arena
+            ]
+            self._submit(owner, arena, [slot for slot, _ in pairs], [pages for _, pages in pairs])
+
+    def _submit(self, owner: _Owner, arena: int, slots: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
+        mover = self._movers[arena] if arena < len(self._movers) else None
+        if mover is None:
+            return self._end_part(owner, ok=False)
+        self._jobs += 1
+        self._owners[self._jobs] = owner
+        job = self._jobs
+        outcome = run(lambda: mover.load(job, slots, pages) if owner[0] == "load" else mover.store(job, pages, slots))
+        if outcome.error is not None:
+            logger.warning("kvtier: %s %s failed: %s", *owner, outcome.error)
+            del self._owners[job]
+            self._end_part(owner, ok=False)
+
+    def _collect(self) -> None:
+        for mover in self._movers:
+            for job, ok in mover.finished() if mover is not None else ():
+                self._end_part(self._owners.pop(job), ok=ok)
+
+    def _end_part(self, owner: _Owner, *, ok: bool) -> None:
+        self._parts[owner] -= 1
+        if not ok:
+            self._failed.add(owner)
+        if not self._parts[owner]:
+            del self._parts[owner]
+            self._ended.append(owner)

@@ -1,0 +1,1 @@
+"""A kvtier tier on a local disk."""

@@ -1,0 +1,27 @@
+"""What a user may say about a disk tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import attrs
+
+from kvtier_core.interfaces import Backend, BackendConfig, OpenContext
+from kvtier_core.types import Nbytes
+
+
+@attrs.frozen
+class DiskConfig(BackendConfig):
+    """One file per frame, in a folder that belongs to one engine at a time."""
+
+    type: ClassVar[str] = "disk"
+
+    path: Path  #: the folder; each engine needs one of its own
+    direct: Literal["auto", "on", "off"] = "auto"  #: past the page cache (O_DIRECT), if the filesystem can
+    min_free: Nbytes = Nbytes(1 << 30)  #: no write may leave the filesystem less free space than this
+
+    def open(self, ctx: OpenContext) -> Backend:
+        from kvtier_disk.backend import DiskBackend
+
+        return DiskBackend(self, ctx)

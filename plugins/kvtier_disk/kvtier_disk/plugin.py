@@ -1,0 +1,11 @@
+"""Offers the disk to kvtier."""
+
+from __future__ import annotations
+
+from kvtier_core.hookspecs import hookimpl
+from kvtier_disk.config import DiskConfig
+
+
+@hookimpl
+def kvtier_backends():
+    return [DiskConfig]

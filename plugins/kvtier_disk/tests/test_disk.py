@@ -1,0 +1,360 @@
+"""What is the disk's own, beyond the laws: its folder, its room, and disks that fail."""
+
+import errno
+import multiprocessing
+import os
+import re
+import resource
+import shutil
+import signal
+import stat
+import subprocess
+
+import pytest
+
+from kvtier_core import frame
+from kvtier_core.errors import BackendError
+from kvtier_core.testing.samples import Poisoned, make_context, make_frame, make_key, make_keys, make_namespace
+from kvtier_core.types import PAGE_NBYTES, Nbytes
+from kvtier_disk import plugin
+from kvtier_disk.config import DiskConfig
+
+NBYTES = 4 * PAGE_NBYTES
+
+
+def open_disk(path, *, model="tiny", capacity=1 << 30, direct="auto", min_free=0):
+    ctx = make_context(namespace=make_namespace(model), capacity=capacity)
+    return DiskConfig(path=path, direct=direct, min_free=Nbytes(min_free)).open(ctx)
+
+
+def write(backend, *keys):
+    backend.write(keys, [make_frame(key, nbytes=NBYTES) for key in keys])
+
+
+def read(backend, key):
+    into = memoryview(bytearray(NBYTES))
+    (count,) = backend.read([key], [into])
+    return bytes(into[:count])
+
+
+def files(path):
+    return sorted(found for found in path.rglob("*") if found.is_file())
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    """Mounts a small filesystem of some type at a folder; skips where that is not allowed."""
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+
+    def mount(kind, options=""):
+        asked = ["mount", "-t", kind, *(["-o", options] if options else []), kind, str(folder)]
+        done = subprocess.run(asked, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"cannot mount {kind}: {done.stderr.strip()}")
+        return folder
+
+    if os.geteuid() or not shutil.which("mount"):
+        pytest.skip("only root may mount")
+    yield mount
+    subprocess.run(["umount", "-l", str(folder)], capture_output=True)
+
+
+def test_the_plugin_offers_the_disk():
+    assert plugin.kvtier_backends() == [DiskConfig]
+
+
+# -- the folder ------------------------------------------------------------------------------------
+
+
+def test_names_come_from_keys_and_nobody_else_may_look(tmp_path):
+    key = make_key(0)
+    disk = open_disk(tmp_path / "kv")
+    write(disk, key)
+    home = make_namespace().digest.hex()[:16]
+    (file,) = files(tmp_path / "kv")
+    assert file == tmp_path / "kv" / home / key.hex()[:2] / f"{key.hex()}.kv"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert {stat.S_IMODE(parent.stat().st_mode) for parent in list(file.parents)[:3]} == {0o700}
+    disk.close()
+
+
+def test_a_folder_belongs_to_one_engine(tmp_path):
+    disk = open_disk(tmp_path)
+    with pytest.raises(BackendError, match=re.escape(f"{tmp_path}: another live process")) as refusal:
+        open_disk(tmp_path)
+    assert not refusal.value.retryable
+    disk.close()
+    open_disk(tmp_path).close()
+
+
+def test_a_forked_child_does_not_keep_the_folder(tmp_path):
+    disk = open_disk(tmp_path)
+    child = os.fork()
+    if not child:
+        signal.pause()
+    try:
+        disk.close()
+        open_disk(tmp_path).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _hold(path, started):
+    open_disk(path)
+    started.send("open")
+    signal.pause()
+
+
+def test_a_killed_engine_leaves_the_folder_free(tmp_path):
+    ours, theirs = multiprocessing.Pipe()
+    holder = multiprocessing.get_context("spawn").Process(target=_hold, args=(tmp_path, theirs), daemon=True)
+    holder.start()
+    assert ours.poll(60)
+    with pytest.raises(BackendError, match="another live process"):
+        open_disk(tmp_path)
+    holder.kill()
+    holder.join()
+    open_disk(tmp_path).close()
+
+
+def test_open_removes_what_is_no_frame(tmp_path):
+    disk = open_disk(tmp_path)
+    write(disk, *make_keys(2))
+    disk.close()
+    whole, other = files(tmp_path)
+    os.truncate(other, PAGE_NBYTES + 1)
+    whole.with_suffix(".tmp").write_bytes(bytes(PAGE_NBYTES))
+    (whole.parent / "notes.kv").write_bytes(bytes(PAGE_NBYTES))
+    (tmp_path / "README").write_text("not ours, and not in the way")
+    disk = open_disk(tmp_path)
+    assert [(key.hex(), nbytes) for key, nbytes in disk.scan()] == [(whole.stem, NBYTES)]
+    assert files(tmp_path) == sorted([whole, tmp_path / "README"])
+    disk.close()
+
+
+def test_a_damaged_file_is_a_miss_or_a_frame_that_check_refuses(tmp_path):
+    for direct in ("off", "auto"):
+        disk = open_disk(tmp_path, direct=direct)
+        key = make_key(0)
+        write(disk, key)
+        (file,) = files(tmp_path)
+        os.truncate(file, 2 * PAGE_NBYTES)
+        assert frame.check(memoryview(read(disk, key)), make_namespace(), key) is frame.Damage.SHORT
+        for nbytes in (PAGE_NBYTES + 7, 0):
+            os.truncate(file, nbytes)
+            assert read(disk, key) == b""
+        disk.close()
+
+
+@pytest.mark.parametrize("gone", ["kv", "kv/*", "kv/*/*"])
+def test_a_removed_folder_is_made_again(tmp_path, gone):
+    path = tmp_path / "kv"
+    disk = open_disk(path)
+    write(disk, *make_keys(4))
+    for folder in tmp_path.glob(gone):
+        shutil.rmtree(folder)
+    assert [read(disk, key) for key in make_keys(4)] == [b""] * 4
+    assert not any(disk.contains(make_keys(4)))
+    disk.delete(make_keys(4))
+    write(disk, *make_keys(4))
+    assert all(disk.contains(make_keys(4)))
+    with pytest.raises(BackendError, match="another live process"):
+        open_disk(path)
+    disk.close()
+
+
+def test_where_the_folder_cannot_be(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(BackendError, match="file: not a folder"):
+        open_disk(tmp_path / "file")
+    with pytest.raises(BackendError, match="Not a directory") as refusal:
+        open_disk(tmp_path / "file" / "kv")
+    assert not refusal.value.retryable
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a link away")
+def test_a_link_of_somebody_else_is_refused(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    open_disk(tmp_path / "link").close()
+    os.lchown(tmp_path / "link", 12345, 12345)
+    with pytest.raises(BackendError, match="link: a link that belongs to user 12345"):
+        open_disk(tmp_path / "link")
+
+
+def test_a_folder_that_cannot_be_written(mounted):
+    folder = mounted("tmpfs", "size=1m,ro")
+    with pytest.raises(BackendError, match="this user may not write here"):
+        open_disk(folder)
+
+
+# -- room ------------------------------------------------------------------------------------------
+
+
+def test_frames_of_others_leave_at_open_oldest_first(tmp_path):
+    keys = make_keys(6)
+    disk = open_disk(tmp_path, model="theirs")
+    write(disk, *keys)
+    disk.close()
+    for i, key in enumerate(keys):
+        os.utime(disk._folder.file(key), (i, i))
+    open_disk(tmp_path, model="ours", capacity=4 * NBYTES).close()
+    disk = open_disk(tmp_path, model="theirs")
+    assert [key for key, _ in disk.scan()] == keys[2:]
+    disk.close()
+
+
+def test_frames_of_others_leave_only_for_what_has_no_room(tmp_path):
+    theirs, ours = make_keys(8)[:4], make_keys(8)[4:]
+    disk = open_disk(tmp_path, model="theirs")
+    write(disk, *theirs)
+    disk.close()
+    disk = open_disk(tmp_path, model="ours", capacity=6 * NBYTES)
+    for key, files_expected in zip(ours, (5, 6, 6, 6), strict=True):
+        write(disk, key)
+        assert len(files(tmp_path)) == files_expected
+    disk.delete(ours[:1])
+    write(disk, ours[0])
+    write(disk, ours[0])
+    assert len(files(tmp_path)) == 6, "what was deleted or replaced is room again"
+    disk.close()
+
+
+def test_min_free_keeps_reads_going(tmp_path):
+    disk = open_disk(tmp_path)
+    write(disk, make_key(0))
+    disk.close()
+    disk = open_disk(tmp_path, min_free=1 << 60)
+    with pytest.raises(BackendError, match=r"16KiB to write and \d+\w+ free, of which min_free keeps 1024PiB"):
+        write(disk, make_key(1))
+    assert read(disk, make_key(0)) == make_frame(make_key(0), nbytes=NBYTES)
+    assert list(disk.contains(make_keys(2))) == [True, False]
+    disk.close()
+
+
+# -- disks that fail -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direct", ["off", "auto"])
+@pytest.mark.parametrize("limit", [f"size={16 * NBYTES + PAGE_NBYTES}", "nr_inodes=32"])
+def test_a_full_disk_keeps_what_it_has(mounted, monkeypatch, direct, limit):
+    folder = mounted("tmpfs", limit)
+    disk = open_disk(folder, direct=direct)
+    # What was free when it was asked for may be gone when it is used.
+    monkeypatch.setattr("kvtier_disk.backend.free_of", lambda folder: 1 << 60)
+    written = []
+    with pytest.raises(BackendError, match="No space left on device") as failure:
+        for key in make_keys(32):
+            write(disk, key)
+            written.append(key)
+    assert failure.value.retryable
+    assert len(written) >= 10
+    assert [file.suffix for file in files(folder)] == [".kv"] * len(written)
+    assert all(read(disk, key) == make_frame(key, nbytes=NBYTES) for key in written)
+    disk.delete(written[:1])
+    write(disk, written[0])
+    disk.close()
+
+
+def test_a_file_that_may_not_grow_is_a_lasting_error(tmp_path):
+    disk = open_disk(tmp_path, direct="off")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * PAGE_NBYTES, before[1]))
+    try:
+        with pytest.raises(BackendError, match="File too large") as failure:
+            write(disk, make_key(0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not failure.value.retryable
+    assert files(tmp_path) == []
+    disk.close()
+
+
+def test_a_vanished_mount(mounted):
+    folder = mounted("tmpfs", "size=1m")
+    disk = open_disk(folder)
+    write(disk, make_key(0))
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+    assert read(disk, make_key(0)) == b""
+    folder.rmdir()
+    folder.touch()
+    with pytest.raises(BackendError, match="not a folder"):
+        write(disk, make_key(0))
+    with pytest.raises(BackendError, match="Not a directory"):
+        read(disk, make_key(0))
+    disk.close()
+    folder.unlink()
+    folder.mkdir()
+
+
+def test_an_io_error_is_a_backend_error(tmp_path, monkeypatch):
+    """Simulated: no disk that fails on command is at hand."""
+
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    disk = open_disk(tmp_path)
+    write(disk, make_key(0))
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "preadv", fail)
+        broken.setattr(os, "pwritev", fail)
+        for use in (lambda: read(disk, make_key(0)), lambda: write(disk, make_key(1))):
+            with pytest.raises(BackendError, match=re.escape(f"{tmp_path}: Input/output error")) as failure:
+                use()
+            assert failure.value.retryable
+    assert len(files(tmp_path)) == 1
+    assert read(disk, make_key(0)) == make_frame(make_key(0), nbytes=NBYTES)
+    disk.close()
+
+
+def test_short_transfers_go_on(tmp_path, monkeypatch):
+    """A kernel may move less than it was asked for; simulated, one page at a time."""
+    preadv, pwritev = os.preadv, os.pwritev
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:PAGE_NBYTES]], at))
+    monkeypatch.setattr(os, "pwritev", lambda fd, views, at: pwritev(fd, [views[0][:PAGE_NBYTES]], at))
+    disk = open_disk(tmp_path)
+    write(disk, make_key(0))
+    assert read(disk, make_key(0)) == make_frame(make_key(0), nbytes=NBYTES)
+    disk.close()
+
+
+# -- past the page cache ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direct", ["auto", "on"])
+def test_direct_where_the_filesystem_can(mounted, direct):
+    disk = open_disk(mounted("tmpfs", "size=1m"), direct=direct)
+    effective = disk.facts()["direct"]
+    disk.close()
+    if effective == "auto -> off":
+        pytest.skip("this kernel's tmpfs has no O_DIRECT")
+    assert effective == f"{direct} -> on"
+
+
+def test_direct_where_the_filesystem_cannot(mounted):
+    folder = mounted("ramfs")
+    disk = open_disk(folder, direct="auto")
+    assert disk.facts() == {"direct": "auto -> off"}
+    disk.close()
+    with pytest.raises(BackendError, match="direct is on, but no page can be written past the page cache"):
+        open_disk(folder, direct="on")
+    open_disk(folder, direct="off").close()
+    assert files(folder) == []
+
+
+def test_direct_off_is_off(tmp_path):
+    disk = open_disk(tmp_path, direct="off")
+    assert disk.facts() == {"direct": "off -> off"}
+    disk.close()
+
+
+def test_read_only_frames_are_written_too(tmp_path):
+    disk = open_disk(tmp_path)
+    key = make_key(0)
+    disk.write([key], [make_frame(key, nbytes=NBYTES).toreadonly()])
+    into = Poisoned(NBYTES)
+    assert list(disk.read([key], [into.view])) == [NBYTES]
+    assert into.view == make_frame(key, nbytes=NBYTES)
+    disk.close()

@@ -1,0 +1,19 @@
+"""The disk keeps the laws, with the page cache and past it."""
+
+from kvtier_core.testing import BackendLaws
+from kvtier_core.types import Nbytes
+from kvtier_disk.config import DiskConfig
+
+
+class TestBuffered(BackendLaws):
+    persistent = True
+
+    def config(self, folder):
+        return DiskConfig(path=folder / "kv", direct="off", min_free=Nbytes(0))
+
+
+class TestDirect(BackendLaws):
+    persistent = True
+
+    def config(self, folder):
+        return DiskConfig(path=folder / "kv", direct="auto", min_free=Nbytes(0))

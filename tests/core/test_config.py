@@ -1,0 +1,342 @@
+"""From YAML or plain values to a StackConfig, and from there to an open stack; every refusal in full text."""
+
+from __future__ import annotations
+
+import pathlib
+import textwrap
+import threading
+from typing import ClassVar, Literal
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier_core.builtin.chained import ChainedConfig
+from kvtier_core.builtin.fifo import FifoConfig
+from kvtier_core.builtin.lru import LruConfig
+from kvtier_core.builtin.raw import RawConfig
+from kvtier_core.config import ArenaTier, BackendTier, StackConfig, load_config, open_stack
+from kvtier_core.errors import BackendError, ConfigError, Problem
+from kvtier_core.hookspecs import hookimpl
+from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, Backend, BackendConfig, OpenContext
+from kvtier_core.plugins import KINDS, Registry
+from kvtier_core.structure import settings
+from kvtier_core.types import ChunkLayout, Namespace, Nbytes, Seconds
+
+LAYOUT = ChunkLayout((65536,), 16)
+CTX = OpenContext(Namespace.of({"model": "m"}), LAYOUT, "engine")
+
+#: What the plugins of this file did, in order.
+journal: list[str] = []
+
+
+class Memory(AllocatorBackend):
+    handle = "here"
+
+    def __init__(self, ctx):
+        self.slot_nbytes = ctx.layout.frame_nbytes
+        self.slots = ctx.capacity // self.slot_nbytes
+        journal.append(f"open cpu {ctx.capacity}")
+
+    def view(self, slot):
+        return memoryview(bytearray(self.slot_nbytes))
+
+    def close(self):
+        journal.append("close cpu")
+
+
+class Shelf(Backend):
+    def __init__(self, path, scan_fails):
+        self.path = path
+        self.scan_fails = scan_fails
+        journal.append(f"open {path}")
+
+    contains = read = write = delete = lambda self, *arguments: ()
+
+    def scan(self):
+        if self.scan_fails:
+            raise BackendError("the index cannot be read")
+        return iter(())
+
+    def close(self):
+        journal.append(f"close {self.path}")
+        raise BackendError("closing failed")
+
+
+@attrs.frozen
+class CpuConfig(ArenaConfig):
+    type: ClassVar[str] = "cpu"
+    huge: Literal["auto", "on", "off"] = "auto"
+
+    def open(self, ctx):
+        return Memory(ctx)
+
+    def attach(self, handle, table):
+        raise NotImplementedError
+
+
+@attrs.frozen
+class DiskConfig(BackendConfig):
+    type: ClassVar[str] = "disk"
+    path: pathlib.Path
+    depth: int = attrs.field(default=2, validator=attrs.validators.ge(1))
+    fails: Literal["never", "here", "path", "import", "scan"] = "never"
+
+    def open(self, ctx):
+        if self.fails == "here":
+            raise BackendError("no space left")
+        if self.fails == "path":
+            raise ConfigError([Problem("", "$.path", f"{self.path} is not writable", "chmod it")])
+        if self.fails == "import":
+            raise ModuleNotFoundError("No module named 'boto3'")
+        return Shelf(self.path, self.fails == "scan")
+
+
+class Plugin:
+    @hookimpl
+    def kvtier_backends(self):
+        return [CpuConfig, DiskConfig]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_journal():
+    journal.clear()
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return lambda text: pathlib.Path("kvtier.yaml").write_text(textwrap.dedent(text))
+
+
+def load(source="kvtier.yaml"):
+    return load_config(source, Registry.of(Plugin()))
+
+
+def complaints(attempt, *args):
+    with pytest.raises(ConfigError) as caught:
+        attempt(*args)
+    return str(caught.value).splitlines()
+
+
+def test_a_whole_file(write):
+    write("""\
+        version: 1
+        chunk_tokens: 64
+        load_wait: 500ms
+        save_decode: true
+        token_database: {type: chained}
+        tiers:
+          - {type: cpu, capacity: 8GiB, huge: off}
+          - type: disk
+            path: /var/lib/kvtier
+            capacity: 200GiB
+            eviction: {type: fifo}
+            serializer: raw
+            threads: 8
+            inflight: 2GiB
+          - {type: disk, path: /slow, capacity: 1TiB, depth: 3}
+    """)
+    assert load() == StackConfig(
+        tiers=(
+            ArenaTier("cpu", CpuConfig("off"), Nbytes(8 << 30), LruConfig()),
+            BackendTier(
+                "disk",
+                DiskConfig(pathlib.Path("/var/lib/kvtier")),
+                Nbytes(200 << 30),
+                FifoConfig(),
+                RawConfig(),
+                8,
+                Nbytes(2 << 30),
+            ),
+            BackendTier("disk#2", DiskConfig(pathlib.Path("/slow"), 3), Nbytes(1 << 40)),
+        ),
+        chunk_tokens=64,
+        token_database=ChainedConfig(),
+        load_wait=Seconds(0.5),
+        save_decode=True,
+    )
+
+
+def test_plain_values_say_the_same_as_a_file(write):
+    write("version: 1\ntiers: [{type: cpu, capacity: 8GiB, eviction: fifo}]")
+    inline = {"version": 1, "tiers": [{"type": "cpu", "capacity": "8GiB", "eviction": {"type": "fifo"}}]}
+    assert load(inline) == load() == load(pathlib.Path("kvtier.yaml"))
+
+
+def test_the_file_may_lie_in_the_home_directory(write, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write("version: 1\ntiers: [{type: cpu, capacity: 8GiB}]")
+    config = load("~/kvtier.yaml")
+    assert config.origin("$.tiers[0].capacity") == "~/kvtier.yaml:2"
+    assert config.origin("$.tiers[0].eviction") == "default"
+
+
+def test_every_problem_of_a_file_is_told(write):
+    write("""\
+        version: 2
+        chunk_tokens: 0
+        load_wate: 2s
+        tiers:
+          - {type: disk, path: /a, capacity: 500GB, threads: 0}
+          - {type: cpu, capcity: 1GiB, serializer: raw}
+          - {type: s3, capacity: 1GB, bucket: kv}
+          - {type: dsk, capacity: 1GiB}
+          - {type: disk, capacity: 1GiB, depth: 0, eviction: lruu}
+          - {capacity: 1GiB}
+          - disk
+    """)
+    no_size = "is not a size; write a whole number and B, KiB, MiB, GiB, TiB or PiB"
+    assert complaints(load) == [
+        "kvtier.yaml:1: $.version: '2' is not one of 1",
+        "kvtier.yaml:7: $.tiers[2].type: no backend 's3' is installed (have: cpu, disk, heap); pip install 'kvtier[s3]'",
+        f"kvtier.yaml:7: $.tiers[2].capacity: '1GB' {no_size}",
+        "kvtier.yaml:8: $.tiers[3].type: no backend 'dsk' is installed (have: cpu, disk, heap); did you mean 'disk'?",
+        "kvtier.yaml:10: $.tiers[5]: 'type' is missing",
+        "kvtier.yaml:11: $.tiers[6]: expected a mapping, found 'disk'",
+        (
+            "kvtier.yaml:5: $.tiers[0].type: the first tier must be an arena, and 'disk' is none: "
+            "no engine can reach its memory; put an arena first, cpu for instance"
+        ),
+        f"kvtier.yaml:5: $.tiers[0].capacity: '500GB' {no_size}",
+        "kvtier.yaml:5: $.tiers[0].threads: 'threads' must be >= 1: 0",
+        "kvtier.yaml:6: $.tiers[1]: 'capacity' is missing",
+        "kvtier.yaml:6: $.tiers[1].capcity: unknown key 'capcity'; did you mean 'capacity'?",
+        "kvtier.yaml:6: $.tiers[1].serializer: unknown key 'serializer'; known here: type, capacity, eviction, huge",
+        (
+            "kvtier.yaml:9: $.tiers[4].eviction: no eviction policy 'lruu' is installed (have: fifo, lfu, lru, mru); "
+            "did you mean 'lru'?"
+        ),
+        "kvtier.yaml:9: $.tiers[4]: 'path' is missing",
+        "kvtier.yaml:9: $.tiers[4].depth: 'depth' must be >= 1: 0",
+        "kvtier.yaml:3: $.load_wate: unknown key 'load_wate'; did you mean 'load_wait'?",
+        "kvtier.yaml:2: $.chunk_tokens: 'chunk_tokens' must be >= 1: 0",
+    ]
+
+
+def test_unknown_types_do_not_hide_the_rest():
+    assert complaints(load, {"version": 1, "tiers": [{"type": "cpu", "capacity": "1GiB"}, {"type": "s3"}]}) == [
+        "inline: $.tiers[1].type: no backend 's3' is installed (have: cpu, disk, heap); pip install 'kvtier[s3]'",
+        "inline: $.tiers[1]: 'capacity' is missing",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "sentences"),
+    [
+        ({"version": 1, "tiers": []}, ["inline: $.tiers: a stack needs at least one tier"]),
+        ({}, ["inline: $: 'version' is missing", "inline: $: 'tiers' is missing"]),
+        (
+            {"version": 1, "tiers": [{"type": "disk", "path": "/a", "capacity": "1GiB"}]},
+            [
+                (
+                    "inline: $.tiers[0].type: the first tier must be an arena, and 'disk' is none: no engine can reach its "
+                    "memory; put an arena first, cpu for instance"
+                )
+            ],
+        ),
+        (
+            {"version": 1, "tiers": [{"type": "cpu", "capacity": "1GiB", "serializer": "raw"}]},
+            [
+                "inline: $.tiers[0].serializer: unknown key 'serializer'; known here: type, capacity, eviction, huge",
+            ],
+        ),
+        (
+            {"version": 1, "tiers": [{"type": "cpu", "capacity": "1GiB"}], "token_database": "chain"},
+            [
+                (
+                    "inline: $.token_database: no token database 'chain' is installed (have: chained); "
+                    "did you mean 'chained'?"
+                )
+            ],
+        ),
+    ],
+)
+def test_what_is_no_stack(source, sentences):
+    assert complaints(load, source) == sentences
+
+
+def test_the_chunk_must_suit_the_engine(write):
+    write("version: 1\ntiers: [{type: cpu, capacity: 8GiB}]\nchunk_tokens: 100")
+    config = load()
+    config.check_engine(50)
+    assert complaints(config.check_engine, 48) == [
+        "kvtier.yaml:3: $.chunk_tokens: 100 is not a multiple of the engine's block size 48; write 96 or 144"
+    ]
+    assert complaints(config.check_engine, 128) == [
+        "kvtier.yaml:3: $.chunk_tokens: 100 is not a multiple of the engine's block size 128; write 128"
+    ]
+    assert complaints(attrs.evolve(config, places={}).check_engine, 128) == [
+        "StackConfig: $.chunk_tokens: 100 is not a multiple of the engine's block size 128; write 128"
+    ]
+
+
+def threads():
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("kvtier-")}
+
+
+def test_a_stack_opens_and_closes(write):
+    write("version: 1\ntiers: [{type: cpu, capacity: 8MiB}, {type: disk, path: /d, capacity: 1GiB, threads: 2}]")
+    manager = open_stack(load(), CTX)
+    assert [(usage.tier, usage.capacity) for usage in manager.usage()] == [
+        ("cpu", 7 * LAYOUT.frame_nbytes),
+        ("disk", 1 << 30),
+    ]
+    assert threads() == {"kvtier-disk-0", "kvtier-disk-1", "kvtier-seal-0"}
+    manager.close()
+    assert journal == ["open cpu 8MiB", "open /d", "close /d", "close cpu"]
+    assert not threads()
+
+
+def test_all_tiers_open_or_none_and_every_reason_is_told(write):
+    write("""\
+        version: 1
+        tiers:
+          - {type: cpu, capacity: 8MiB}
+          - {type: disk, path: /a, capacity: 1GiB}
+          - {type: disk, path: /b, capacity: 1GiB, fails: here}
+          - type: disk
+            capacity: 1GiB
+            path: /c
+            fails: path
+          - {type: disk, path: /d, capacity: 1GiB, fails: import}
+          - {type: cpu, capacity: 1000KiB}
+          - {type: disk, path: /e, capacity: 1MiB}
+          - {type: disk, path: /f, capacity: 1GiB, inflight: 1MiB}
+    """)
+    assert complaints(open_stack, load(), CTX) == [
+        "kvtier.yaml:5: $.tiers[2]: no space left",
+        "kvtier.yaml:8: $.tiers[3].path: /c is not writable; chmod it",
+        "kvtier.yaml:10: $.tiers[4]: No module named 'boto3'",
+        "kvtier.yaml:11: $.tiers[5].capacity: 1000KiB holds no chunk: one is 1.1MiB; write at least 1028KiB",
+        "kvtier.yaml:12: $.tiers[6].capacity: 1MiB holds no chunk: one is 1.1MiB; write at least 1028KiB",
+        "kvtier.yaml:13: $.tiers[7].inflight: 1MiB lets through no chunk: one is 1.1MiB; write at least 1028KiB",
+    ]
+    assert journal == ["open cpu 8MiB", "open /a", "close /a", "close cpu"]
+
+
+def test_a_tier_that_cannot_start_closes_all(write):
+    write("version: 1\ntiers: [{type: cpu, capacity: 8MiB}, {type: disk, path: /d, capacity: 1GiB, fails: scan}]")
+    assert complaints(open_stack, load(), CTX) == ["kvtier.yaml:2: $.tiers[1]: the index cannot be read"]
+    assert journal == ["open cpu 8MiB", "open /d", "close /d", "close cpu"]
+    assert not threads()
+
+
+def test_no_plugin_may_take_a_key_of_the_core():
+    own = settings(ArenaTier, but=("name", "config")).keys() | settings(BackendTier, but=("name", "config")).keys()
+    assert KINDS["backend"].core_keys == own | {"type"}
+
+
+words = st.sampled_from(["version", "tiers", "type", "capacity", "cpu", "disk", "1", "8GiB", *":-{}[],~&*!<?|'\"%\\"])
+yaml_like = st.lists(words | st.sampled_from(["\n", "\n  ", " ", ": "]) | st.text(max_size=3)).map("".join)
+
+
+@given(st.text() | yaml_like)
+def test_any_text_is_a_stack_or_a_list_of_problems(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "fuzz.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    try:
+        assert isinstance(load(path), StackConfig)
+    except ConfigError as error:
+        assert error.problems

@@ -1,0 +1,374 @@
+"""The laws of a backend can fail: each planted bug breaks the law that is there for it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import attrs
+import pytest
+
+from kvtier_core.errors import BackendError
+from kvtier_core.interfaces import Backend, BackendConfig
+from kvtier_core.testing import BackendLaws, Laws, laws_of
+from kvtier_core.types import PAGE_NBYTES
+
+
+class Reference(Backend):
+    """Correct, and a file per frame, for a dict would not outlive a killed process."""
+
+    def __init__(self, folder, ctx):
+        self.home = folder / ctx.namespace.digest.hex()
+        self.home.mkdir(parents=True, exist_ok=True)
+        self.closed = False
+
+    def file(self, key):
+        return self.home / key.hex()
+
+    def contains(self, keys):
+        return [self.file(key).exists() for key in keys]
+
+    def read(self, keys, into):
+        return [self.read_one(key, view) for key, view in zip(keys, into, strict=True)]
+
+    def read_one(self, key, view):
+        if self.closed:
+            raise BackendError("closed")
+        if not self.file(key).exists() or self.file(key).stat().st_size > len(view):
+            return 0
+        stored = self.file(key).read_bytes()
+        view[: len(stored)] = stored
+        return len(stored)
+
+    def write(self, keys, frames):
+        for key, frame in zip(keys, frames, strict=True):
+            self.write_one(key, frame)
+
+    def write_one(self, key, frame):
+        unfinished = self.home / f"{key.hex()}.tmp"
+        unfinished.write_bytes(frame)
+        unfinished.replace(self.file(key))
+
+    def delete(self, keys):
+        for key in keys:
+            self.file(key).unlink(missing_ok=True)
+
+    def scan(self):
+        files = [file for file in self.home.iterdir() if not file.suffix]
+        for file in sorted(files, key=lambda file: file.stat().st_mtime_ns):
+            yield bytes.fromhex(file.name), file.stat().st_size
+
+    def close(self):
+        self.closed = True
+
+
+@attrs.frozen
+class PlantedConfig(BackendConfig):
+    type: ClassVar[str] = "planted"
+
+    folder: Path
+    backend: type[Reference]
+
+    def open(self, ctx):
+        return self.backend(self.folder, ctx)
+
+
+def laws_for(backend):
+    class PlantedLaws(BackendLaws):
+        persistent = True
+
+        def config(self, folder):
+            return PlantedConfig(folder, backend)
+
+    return PlantedLaws()
+
+
+class TestReference(BackendLaws):
+    persistent = True
+
+    def config(self, folder):
+        return PlantedConfig(folder, Reference)
+
+
+class SaysButDoesNotRead(Reference):
+    def read_one(self, key, view):
+        return super().read_one(key, memoryview(bytearray(len(view))))
+
+
+class LosesTheLastByte(Reference):
+    def write_one(self, key, frame):
+        super().write_one(key, bytes(frame[:-1]) + b"\0")
+
+
+class WritesOneByteTooMany(Reference):
+    def read_one(self, key, view):
+        count = super().read_one(key, view)
+        if 0 < count < len(view):
+            view[count] = 0
+        return count
+
+
+class ScribblesOnAMiss(Reference):
+    def read_one(self, key, view):
+        view[0] = 0
+        return super().read_one(key, view)
+
+
+class MovesHitsToTheFront(Reference):
+    def read(self, keys, into):
+        hits = [key for key in keys if self.file(key).exists()]
+        counts = super().read(hits, into[: len(hits)])
+        return counts + [0] * (len(keys) - len(hits))
+
+
+class AnswersOnlyForWhatIsThere(Reference):
+    def contains(self, keys):
+        return [there for there in super().contains(keys) if there]
+
+
+class TearsWhatDoesNotFit(Reference):
+    def read_one(self, key, view):
+        whole = memoryview(bytearray(64 * PAGE_NBYTES))
+        count = min(super().read_one(key, whole), len(view))
+        view[:count] = whole[:count]
+        return count
+
+
+class KeepsTheView(Reference):
+    def write(self, keys, frames):
+        self.kept = [frame[:] for frame in frames]
+        super().write(keys, frames)
+
+
+class KeepsTheViewItRead(Reference):
+    def read(self, keys, into):
+        self.kept = [view[:] for view in into]
+        return super().read(keys, into)
+
+
+class WritesLater(Reference):
+    """Behind a copy of the view that shares its memory, when somebody asks."""
+
+    def write(self, keys, frames):
+        self.later = (keys, frames)
+
+    def read(self, keys, into):
+        super().write(*self.later)
+        return super().read(keys, into)
+
+
+class KeepsTheOldBytes(Reference):
+    def write_one(self, key, frame):
+        if not self.file(key).exists():
+            super().write_one(key, frame)
+
+
+class NamesFilesByTheKeyItself(Reference):
+    def file(self, key):
+        return self.home / key.decode("latin-1")
+
+
+class IgnoresCase(Reference):
+    def file(self, key):
+        return self.home / key.lower().hex()
+
+
+class WantsKeysToDelete(Reference):
+    def delete(self, keys):
+        for key in keys:
+            self.file(key).unlink()
+
+
+class DeletesNothing(Reference):
+    def delete(self, keys):
+        pass
+
+
+class ChokesOnAnEmptyBatch(Reference):
+    def read(self, keys, into):
+        keys[0]
+        return super().read(keys, into)
+
+
+class IgnoresTheNamespace(Reference):
+    def __init__(self, folder, ctx):
+        super().__init__(folder, ctx)
+        self.home = folder
+
+
+class ForgetsAtClose(Reference):
+    def close(self):
+        for file in self.home.iterdir():
+            file.unlink()
+
+
+class ScansNewestFirst(Reference):
+    def scan(self):
+        return reversed(list(super().scan()))
+
+
+class ScansPayloadSizes(Reference):
+    def scan(self):
+        return ((key, nbytes - PAGE_NBYTES) for key, nbytes in super().scan())
+
+
+class WritesInPlace(Reference):
+    def write_one(self, key, frame):
+        with self.file(key).open("wb", buffering=0) as file:
+            file.write(frame[: len(frame) // 2])
+            time.sleep(0.002)
+            file.write(frame[len(frame) // 2 :])
+
+
+class LeaksOtherErrors(Reference):
+    def read_one(self, key, view):
+        return os.pread(-1, 1, 0) if self.closed else super().read_one(key, view)
+
+
+class ClosesOnce(Reference):
+    def close(self):
+        if self.closed:
+            raise BackendError("closed already")
+        super().close()
+
+
+class TalksInNumbers(Reference):
+    def facts(self):
+        return {"threads": 4}
+
+
+class SharesAScratchBuffer(Reference):
+    scratch = bytearray(64 * PAGE_NBYTES)
+
+    def read_one(self, key, view):
+        count = super().read_one(key, memoryview(self.scratch)[: len(view)])
+        time.sleep(0)
+        view[:count] = self.scratch[:count]
+        return count
+
+
+BUGS = [
+    (SaysButDoesNotRead, "test_bytes_read_are_bytes_written"),
+    (LosesTheLastByte, "test_bytes_read_are_bytes_written"),
+    (WritesOneByteTooMany, "test_only_the_given_view_is_touched"),
+    (ScribblesOnAMiss, "test_only_the_given_view_is_touched"),
+    (MovesHitsToTheFront, "test_misses_stay_in_place"),
+    (AnswersOnlyForWhatIsThere, "test_misses_stay_in_place"),
+    (TearsWhatDoesNotFit, "test_a_view_too_small_is_a_miss"),
+    (KeepsTheView, "test_no_view_is_kept"),
+    (KeepsTheViewItRead, "test_no_view_is_kept"),
+    (WritesLater, "test_no_view_is_kept"),
+    (KeepsTheOldBytes, "test_an_overwrite_gives_the_new_bytes"),
+    (NamesFilesByTheKeyItself, "test_keys_are_any_32_bytes"),
+    (IgnoresCase, "test_keys_are_any_32_bytes"),
+    (WantsKeysToDelete, "test_deleted_is_gone"),
+    (DeletesNothing, "test_deleted_is_gone"),
+    (ChokesOnAnEmptyBatch, "test_an_empty_batch_is_nothing"),
+    (IgnoresTheNamespace, "test_two_namespaces_never_meet"),
+    (ForgetsAtClose, "test_two_namespaces_never_meet"),
+    (ForgetsAtClose, "test_scan_finds_what_survived"),
+    (ScansNewestFirst, "test_scan_finds_what_survived"),
+    (ScansPayloadSizes, "test_scan_finds_what_survived"),
+    (WritesInPlace, "test_a_killed_writer_leaves_no_torn_frame"),
+    (LeaksOtherErrors, "test_only_backend_error_escapes"),
+    (ClosesOnce, "test_close_twice"),
+    (TalksInNumbers, "test_facts_are_plain_words"),
+    (SharesAScratchBuffer, "test_threads_at_once"),
+]
+
+
+@pytest.mark.parametrize(("bug", "law"), [pytest.param(*pair, id=f"{pair[0].__name__}-{pair[1]}") for pair in BUGS])
+def test_a_planted_bug_breaks_its_law(tmp_path, bug, law):
+    with pytest.raises((AssertionError, OSError, ValueError, IndexError, BackendError)):
+        getattr(laws_for(bug), law)(tmp_path)
+
+
+def test_every_backend_law_has_a_planted_bug():
+    assert {law for _, law in BUGS} | {"test_import_is_light"} == set(laws_of(BackendLaws))
+
+
+def test_a_heavy_import_breaks_its_law(tmp_path, monkeypatch):
+    package = tmp_path / "planted_heavy"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "config.py").write_text("class Config: pass")
+    (package / "plugin.py").write_text("import torch")
+    (tmp_path / "torch.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    from planted_heavy.config import Config
+
+    class HeavyLaws(BackendLaws):
+        def config(self, folder):
+            return Config()
+
+    with pytest.raises(AssertionError, match=r"imports torch"):
+        HeavyLaws().test_import_is_light(tmp_path)
+    assert "planted_heavy.plugin" not in sys.modules
+
+
+def test_a_law_cannot_be_overridden():
+    with pytest.raises(TypeError, match="Mine overrides the law test_close_twice; excuse it instead, with a reason"):
+
+        class Mine(BackendLaws):
+            def test_close_twice(self, tmp_path):
+                pass
+
+
+def test_a_law_cannot_be_overridden_from_the_side():
+    class Aside:
+        def test_close_twice(self, tmp_path):
+            pass
+
+    with pytest.raises(TypeError, match="overrides the law test_close_twice"):
+
+        class Mine(Aside, BackendLaws):
+            pass
+
+
+def test_a_law_of_ones_own_is_welcome():
+    class Mine(BackendLaws):
+        def test_of_mine(self, tmp_path):
+            pass
+
+    with pytest.raises(TypeError, match="overrides the law test_of_mine"):
+
+        class Yours(Mine):
+            def test_of_mine(self, tmp_path):
+                pass
+
+
+def test_an_excuse_needs_a_law_and_a_reason():
+    with pytest.raises(TypeError, match="Mine excuses test_of_nothing, which is no law; have: test_a_killed"):
+
+        class Mine(BackendLaws):
+            excused: ClassVar = {"test_of_nothing": "it is not there"}
+
+    with pytest.raises(TypeError, match="excuses test_close_twice without a reason"):
+
+        class Yours(BackendLaws):
+            excused: ClassVar = {"test_close_twice": ""}
+
+
+def test_what_is_under_test_must_be_said(tmp_path):
+    with pytest.raises(NotImplementedError, match="Laws must say which config is under test"):
+        Laws().config(tmp_path)
+
+
+class TestExcused(Laws):
+    """Would fail, were it not skipped."""
+
+    excused: ClassVar = {"test_import_is_light": "planted"}
+
+
+def test_what_needs_persistence_is_passed_over_without_it(tmp_path):
+    class Forgetful(BackendLaws):
+        def config(self, folder):
+            return PlantedConfig(folder, ForgetsAtClose)
+
+    for law in (Forgetful().test_scan_finds_what_survived, Forgetful().test_a_killed_writer_leaves_no_torn_frame):
+        with pytest.raises(pytest.skip.Exception, match="nothing survives by design"):
+            law(tmp_path)
+    Forgetful().test_two_namespaces_never_meet(tmp_path)

@@ -1,0 +1,160 @@
+"""The state machine over StorageManager in several shapes of stack, and planted bugs that it must find."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from kvtier_core.arena import Arena
+from kvtier_core.builtin.fifo import FifoConfig
+from kvtier_core.builtin.lfu import LfuConfig
+from kvtier_core.builtin.mru import MruConfig
+from kvtier_core.door import Door
+from kvtier_core.errors import BackendError
+from kvtier_core.interfaces import Serializer
+from kvtier_core.manager import StorageManager
+from kvtier_core.residents import Residents
+from kvtier_core.testing.machine import SharedShelf, Shelf, StackMachine
+from kvtier_core.tier import Tier
+from kvtier_core.types import Presence
+
+THOROUGH = settings(
+    max_examples=300, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck), print_blob=False
+)
+HUNT = settings(THOROUGH, max_examples=300, database=None, derandomize=True, report_multiple_bugs=False, phases=THOROUGH.phases[:3])
+
+
+class Zip(Serializer):
+    code = 77
+    lossless = True
+
+    def bound(self, layout):
+        return layout.payload_nbytes + 64
+
+    def encode(self, payload, into):
+        encoded = zlib.compress(payload, 1)
+        into[: len(encoded)] = encoded
+        return len(encoded)
+
+    def decode(self, encoded, into):
+        try:
+            into[:] = zlib.decompress(encoded)
+        except (zlib.error, ValueError) as error:
+            raise BackendError(str(error)) from error
+        return len(into)
+
+
+SHAPES = {
+    "arena alone": {"tiers": ()},
+    "arena and tier": {},
+    "tier smaller than the arena": {"tiers": (4,)},
+    "two arenas": {"arenas": (5, 7), "tiers": ()},
+    "two arenas, two tiers": {"arenas": (4, 5), "tiers": (4, 12)},
+    "a serializer": {"serializer": Zip()},
+    "a shared store": {"shelf": SharedShelf},
+    "fifo": {"policy": FifoConfig()},
+    "lfu": {"policy": LfuConfig()},
+    "mru": {"policy": MruConfig()},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_interleaving_keeps_the_promises(shape):
+    machine = type("Machine", (StackMachine,), SHAPES[shape])
+    run_state_machine_as_test(machine, settings=THOROUGH)
+
+
+def evicts_what_is_pinned(monkeypatch):
+    monkeypatch.setattr(Arena, "make_room", lambda self, slots, spare=None: [
+        self._release(key, evicted=True) or key
+        for key in self.residents.choose(slots - self.free, lambda key: 1, lambda key: True)
+    ])  # fmt: skip
+
+
+def believes_every_frame(monkeypatch):
+    monkeypatch.setattr(Door, "check", lambda self, key, landed, count, slot: None)
+
+
+def serves_what_is_still_being_filled(monkeypatch):
+    monkeypatch.setattr(Arena, "has", Arena.taken)
+
+
+def forgets_to_free_an_aborted_slot(monkeypatch):
+    monkeypatch.setattr(Arena, "abort", lambda self, key: self._reserved.pop(key))
+
+
+def forgets_a_pin(monkeypatch):
+    monkeypatch.setattr(StorageManager, "_sealed", lambda self, keys, slots, outcome: self._offer(keys, self._levels[1:]))
+
+
+def clears_only_the_arena(monkeypatch):
+    monkeypatch.setattr(Tier, "clear", lambda self: None)
+
+
+def clears_only_what_nobody_uses(monkeypatch):
+    def clear(self):
+        for key in [key for key in self._ready if not self._pins.get(self._ready[key], 0)]:
+            self._release(key, evicted=False)
+
+    monkeypatch.setattr(Arena, "clear", clear)
+
+
+def reads_what_is_leaving(monkeypatch):
+    monkeypatch.setattr(Tier, "has", lambda self, key: key in self.residents)
+
+
+def writes_beyond_capacity(monkeypatch):
+    monkeypatch.setattr(Tier, "_victims", lambda self, nbytes: [])
+    monkeypatch.setattr("kvtier_core.tier._leading", lambda items, room, nbytes: list(items))
+
+
+def never_writes_down(monkeypatch):
+    monkeypatch.setattr(StorageManager, "_descend", lambda self, keys: None)
+
+
+def never_grants(monkeypatch):
+    monkeypatch.setattr(StorageManager, "_grant", lambda self: self._wishes.clear())
+
+
+def promises_what_is_only_wished_for(monkeypatch):
+    presence = StorageManager._presence
+    monkeypatch.setattr(
+        StorageManager,
+        "_presence",
+        lambda self, key, parent: Presence.READY if presence(self, key, parent) is not Presence.MISS else Presence.MISS,
+    )
+
+
+def accounts_for_nothing_on_failure(monkeypatch):
+    monkeypatch.setattr(Residents, "remove", lambda self, key, *, evicted=False: self._nbytes.pop(key))
+
+
+MUTANTS = [
+    evicts_what_is_pinned,
+    believes_every_frame,
+    serves_what_is_still_being_filled,
+    forgets_to_free_an_aborted_slot,
+    forgets_a_pin,
+    clears_only_the_arena,
+    clears_only_what_nobody_uses,
+    reads_what_is_leaving,
+    writes_beyond_capacity,
+    never_writes_down,
+    never_grants,
+    promises_what_is_only_wished_for,
+    accounts_for_nothing_on_failure,
+]
+
+
+@pytest.mark.parametrize("plant", MUTANTS, ids=lambda plant: plant.__name__)
+def test_a_planted_bug_is_found(plant, monkeypatch):
+    plant(monkeypatch)
+    with pytest.raises(Exception):  # noqa: B017  an assertion or a ContractError, whichever comes first
+        run_state_machine_as_test(StackMachine, settings=HUNT)
+
+
+def test_shelves_are_what_they_claim():
+    assert SharedShelf.shared and not Shelf.shared

@@ -1,0 +1,334 @@
+"""The laws of policies, token databases and serializers can fail, each where a bug is planted."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import zlib
+from typing import ClassVar
+
+import attrs
+import pytest
+
+from kvtier_core import interfaces
+from kvtier_core.errors import BackendError
+from kvtier_core.testing import PolicyLaws, SerializerLaws, TokenDatabaseLaws, laws_of
+
+
+class Policy(interfaces.EvictionPolicy):
+    """Correct: least recently used."""
+
+    def __init__(self):
+        self.order = {}
+
+    def request(self, path, now, hints):
+        for key in path:
+            if key in self.order:
+                self.order[key] = self.order.pop(key)
+
+    def admit(self, key, nbytes):
+        self.order[key] = nbytes
+        return True
+
+    def forget(self, key, *, evicted):
+        del self.order[key]
+
+    def victims(self):
+        return iter(list(self.order))
+
+
+class NamesTheDead(Policy):
+    def forget(self, key, *, evicted):
+        pass
+
+
+class SparesTheNewest(Policy):
+    def victims(self):
+        return iter(list(self.order)[:-1])
+
+
+class ForgetsWhomItNames(Policy):
+    def victims(self):
+        while self.order:
+            key = next(iter(self.order))
+            del self.order[key]
+            yield key
+
+    def forget(self, key, *, evicted):
+        self.order.pop(key, None)
+
+
+class Shuffles(Policy):
+    def __init__(self):
+        super().__init__()
+        self.rng = random.SystemRandom().randbytes(8)
+
+    def victims(self):
+        return iter(sorted(self.order, key=lambda key: hashlib.sha256(self.rng + key).digest()))
+
+
+class RemembersAllGhosts(Policy):
+    def __init__(self):
+        super().__init__()
+        self.ghosts = set()
+
+    def forget(self, key, *, evicted):
+        super().forget(key, evicted=evicted)
+        self.ghosts.add(key)
+
+
+class CannotBeLeft(Policy):
+    """Is confused by an iterator that nobody finishes."""
+
+    busy = False
+
+    def victims(self):
+        assert not self.busy
+        self.busy = True
+        yield from list(self.order)
+        self.busy = False
+
+
+@attrs.frozen
+class PlantedPolicy(interfaces.EvictionConfig):
+    type: ClassVar[str] = "planted"
+    policy: type = Policy
+
+    def open(self):
+        return self.policy()
+
+
+class Database(interfaces.TokenDatabase):
+    """Correct: every digest covers the one before it."""
+
+    def __init__(self, namespace, chunk_tokens):
+        self.chunk_tokens = chunk_tokens
+        self.root = namespace.digest
+
+    def keys(self, tokens, *, known=(), salt=b"", extra=None):
+        keys = list(known)
+        for i in range(len(known), len(tokens) // self.chunk_tokens):
+            before = keys[-1] if keys else self.first(salt)
+            chunk = tokens[i * self.chunk_tokens : (i + 1) * self.chunk_tokens]
+            keys.append(self.link(before, chunk, (extra or {}).get(i, b"")))
+        return keys
+
+    def first(self, salt):
+        return hashlib.sha256(self.root + salt).digest()
+
+    def link(self, before, chunk, extra):
+        return hashlib.sha256(before + repr(list(chunk)).encode() + extra).digest()
+
+
+class NamesTheRest(Database):
+    def keys(self, tokens, **kwargs):
+        return super().keys([*tokens, *[0] * (-len(tokens) % self.chunk_tokens)], **kwargs)
+
+
+class CountsCalls(Database):
+    calls = 0
+
+    def first(self, salt):
+        self.calls += 1
+        return super().first(salt + bytes(self.calls))
+
+
+class DependsOnTheLength(Database):
+    def keys(self, tokens, **kwargs):
+        self.root = bytes([len(tokens) % 256])
+        return super().keys(tokens, **kwargs)
+
+
+class DoesNotChain(Database):
+    def link(self, before, chunk, extra):
+        return super().link(self.root, chunk, extra)
+
+
+class AddsUp(Database):
+    def link(self, before, chunk, extra):
+        return super().link(before, [sum(chunk)], extra)
+
+
+class IgnoresSalt(Database):
+    def first(self, salt):
+        return super().first(b"")
+
+
+class IgnoresExtra(Database):
+    def link(self, before, chunk, extra):
+        return super().link(before, chunk, b"")
+
+
+class IgnoresNamespace(Database):
+    def __init__(self, namespace, chunk_tokens):
+        super().__init__(namespace, chunk_tokens)
+        self.root = b""
+
+
+class MixesSaltAndExtra(Database):
+    def keys(self, tokens, *, known=(), salt=b"", extra=None):
+        extra = extra or {}
+        return super().keys(tokens, known=known, extra={**extra, 0: salt + extra.get(0, b"")})
+
+
+class DropsKnown(Database):
+    def keys(self, tokens, *, known=(), **kwargs):
+        return super().keys(tokens, known=known, **kwargs)[len(known) :]
+
+
+class UsesPythonsHash(Database):
+    def link(self, before, chunk, extra):
+        return super().link(before, chunk, str(hash(extra)).encode())
+
+
+@attrs.frozen
+class PlantedDatabase(interfaces.TokenDatabaseConfig):
+    type: ClassVar[str] = "planted"
+    database: type = Database
+
+    def open(self, namespace, chunk_tokens):
+        return self.database(namespace, chunk_tokens)
+
+
+class Codec(interfaces.Serializer):
+    """Correct: zlib."""
+
+    code = 1
+    lossless = True
+
+    def bound(self, layout):
+        return layout.payload_nbytes + layout.payload_nbytes // 1000 + 64
+
+    def encode(self, payload, into):
+        encoded = zlib.compress(payload, 1)
+        into[: len(encoded)] = encoded
+        return len(encoded)
+
+    def decode(self, encoded, into):
+        try:
+            payload = zlib.decompress(encoded)
+        except zlib.error as error:
+            raise BackendError(str(error)) from error
+        if len(payload) > len(into):
+            raise BackendError("longer than its payload")
+        into[: len(payload)] = payload
+        return len(payload)
+
+
+class HasALargeCode(Codec):
+    code = 1 << 16
+
+
+class BoundIsNone(Codec):
+    def bound(self, layout):
+        return layout.payload_nbytes // 2
+
+
+class ScribblesBehind(Codec):
+    def encode(self, payload, into):
+        nbytes = super().encode(payload, into)
+        into[-1] = 0
+        return nbytes
+
+
+class LosesBits(Codec):
+    def decode(self, encoded, into):
+        nbytes = super().decode(encoded, into)
+        into[7] &= 0xFE
+        return nbytes
+
+
+class KeepsThePayload(Codec):
+    def encode(self, payload, into):
+        self.kept = payload[:]
+        return super().encode(payload, into)
+
+
+class Crashes(Codec):
+    def decode(self, encoded, into):
+        payload = zlib.decompress(encoded)
+        into[:] = payload
+        return len(payload)
+
+
+@attrs.frozen
+class PlantedSerializer(interfaces.SerializerConfig):
+    type: ClassVar[str] = "planted"
+    codec: type = Codec
+
+    def open(self, ctx):
+        return self.codec()
+
+
+class TestPolicy(PolicyLaws):
+    planted = PlantedPolicy()
+
+    def config(self, folder):
+        return self.planted
+
+
+class TestDatabase(TokenDatabaseLaws):
+    planted = PlantedDatabase()
+
+    def config(self, folder):
+        return self.planted
+
+
+class TestSerializer(SerializerLaws):
+    planted = PlantedSerializer()
+
+    def config(self, folder):
+        return self.planted
+
+
+BUGS = {
+    TestPolicy: [
+        (PlantedPolicy(NamesTheDead), "test_victims_are_the_held_keys_each_once"),
+        (PlantedPolicy(SparesTheNewest), "test_victims_are_the_held_keys_each_once"),
+        (PlantedPolicy(ForgetsWhomItNames), "test_victims_forgets_none"),
+        (PlantedPolicy(Shuffles), "test_the_same_history_has_the_same_victims"),
+        (PlantedPolicy(CannotBeLeft), "test_victims_may_be_left_halfway"),
+        (PlantedPolicy(RemembersAllGhosts), "test_memory_is_bounded"),
+    ],
+    TestDatabase: [
+        (PlantedDatabase(NamesTheRest), "test_one_key_of_32_bytes_per_full_chunk"),
+        (PlantedDatabase(CountsCalls), "test_deterministic"),
+        (PlantedDatabase(DependsOnTheLength), "test_a_prefix_has_the_prefix_of_the_keys"),
+        (PlantedDatabase(DoesNotChain), "test_a_token_changes_its_key_and_all_that_follow"),
+        (PlantedDatabase(AddsUp), "test_swapped_tokens_are_other_tokens"),
+        (PlantedDatabase(IgnoresSalt), "test_salts_share_nothing"),
+        (PlantedDatabase(IgnoresNamespace), "test_namespaces_share_nothing"),
+        (PlantedDatabase(IgnoresExtra), "test_extra_changes_its_chunk_and_all_that_follow"),
+        (PlantedDatabase(MixesSaltAndExtra), "test_salt_and_extra_are_not_confused"),
+        (PlantedDatabase(DropsKnown), "test_known_keys_change_nothing"),
+        (PlantedDatabase(UsesPythonsHash), "test_every_process_has_the_same_keys"),
+    ],
+    TestSerializer: [
+        (PlantedSerializer(HasALargeCode), "test_code_and_kind_are_stated"),
+        (PlantedSerializer(BoundIsNone), "test_the_bound_is_a_bound"),
+        (PlantedSerializer(ScribblesBehind), "test_the_bound_is_a_bound"),
+        (PlantedSerializer(LosesBits), "test_a_payload_comes_back_in_full"),
+        (PlantedSerializer(KeepsThePayload), "test_no_view_is_kept"),
+        (PlantedSerializer(Crashes), "test_garbage_does_no_harm"),
+    ],
+}
+
+
+CASES = [(suite, planted, law) for suite, bugs in BUGS.items() for planted, law in bugs]
+
+
+@pytest.mark.parametrize(("suite", "planted", "law"), CASES)
+def test_a_planted_bug_breaks_its_law(tmp_path, monkeypatch, suite, planted, law):
+    monkeypatch.setattr(suite, "planted", planted)
+    more = {
+        "test_every_process_has_the_same_keys": {"monkeypatch": monkeypatch},
+        "test_known_keys_change_nothing": {"extra": None},
+        "test_garbage_does_no_harm": {"seed": 0},
+    }
+    with pytest.raises((AssertionError, BufferError, ValueError, zlib.error)):
+        getattr(suite(), law)(tmp_path, **more.get(law, {}))
+
+
+@pytest.mark.parametrize("suite", BUGS, ids=lambda suite: suite.__name__)
+def test_every_law_has_a_planted_bug(suite):
+    assert {law for _, law in BUGS[suite]} | {"test_import_is_light"} == set(laws_of(suite))

@@ -1,0 +1,88 @@
+"""What all policies of the core promise, and the order that each of them is named for."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier_core.builtin.fifo import FifoConfig
+from kvtier_core.builtin.lfu import LfuConfig
+from kvtier_core.builtin.lru import LruConfig
+from kvtier_core.builtin.mru import MruConfig
+
+CONFIGS = [FifoConfig(), LfuConfig(), LruConfig(), MruConfig()]
+
+moves = st.lists(st.tuples(st.sampled_from(["request", "admit", "forget", "evict"]), st.text("abcdefg", max_size=7)))
+
+
+def held(config, admitted="", requests=()):
+    """A policy that took in these keys one by one, then saw these requests."""
+    policy = config.open()
+    for key in admitted:
+        assert policy.admit(key, 1)
+    for now, path in enumerate(requests):
+        policy.request(path, float(now), {})
+    return policy
+
+
+def order(policy):
+    return "".join(policy.victims())
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.type)
+@given(moves)
+def test_each_held_key_is_a_victim_once(config, steps):
+    policy, keys = config.open(), set()
+    for now, (move, path) in enumerate(steps):
+        if move == "request":
+            policy.request(path, float(now), {})
+        for key in dict.fromkeys(path):
+            if move == "admit" and key not in keys:
+                keys.add(key)
+                assert policy.admit(key, 1)
+            elif move in ("forget", "evict") and key in keys:
+                keys.remove(key)
+                policy.forget(key, evicted=move == "evict")
+        victims = list(policy.victims())
+        assert sorted(victims) == sorted(keys)
+        assert list(policy.victims()) == victims, "telling the victims changed them"
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.type)
+def test_what_is_forgotten_leaves_nothing_behind(config):
+    policy = held(config, "abc", ["abc", "a"])
+    for key in "abc":
+        policy.forget(key, evicted=True)
+    assert not any(vars(policy).values())
+
+
+@pytest.mark.parametrize(
+    ("config", "requests", "victims"),
+    [
+        (LruConfig(), [], "cba"),
+        (LruConfig(), ["a"], "cba"),
+        (LruConfig(), ["bc"], "acb"),
+        (LruConfig(), ["abxc"], "cba"),
+        (MruConfig(), [], "abc"),
+        (MruConfig(), ["abc"], "cba"),
+        (MruConfig(), ["c", "b"], "bca"),
+        (FifoConfig(), ["abc", "c", "c"], "cba"),
+        (LfuConfig(), [], "cba"),
+        (LfuConfig(), ["abc", "ab", "a"], "cba"),
+        (LfuConfig(), ["c", "c", "b"], "abc"),
+        (LfuConfig(), ["c", "b"], "acb"),
+        (LfuConfig(), ["abc", "xyz"], "cba"),
+    ],
+)
+def test_the_order_of_victims(config, requests, victims):
+    """The prompt `abc` was admitted leaf first, as tiers do."""
+    assert order(held(config, "cba", requests)) == victims
+
+
+def test_a_count_does_not_outlive_its_chunk():
+    policy = held(LfuConfig(), "ab", ["a", "a"])
+    policy.forget("a", evicted=True)
+    policy.request("b", 3.0, {})
+    policy.admit("a", 1)
+    assert order(policy) == "ab"

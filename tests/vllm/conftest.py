@@ -1,0 +1,175 @@
+"""Real vLLM engines for the tests, most of them in this very process."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+# Read by vLLM when it is imported.
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="0",
+    VLLM_LOGGING_LEVEL="INFO",
+    HF_HUB_OFFLINE="1",
+)
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+BLOCK = 32
+CHUNK = 64
+
+
+@attrs.frozen
+class Answer:
+    """What an engine said: tokens, the log-probability of each, and how many prompt tokens it had cached."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    cached: int
+
+    def differs(self, other: Answer) -> float:
+        """The largest difference of log-probabilities; infinite if the tokens differ."""
+        if self.tokens != other.tokens:
+            return float("inf")
+        return max(abs(a - b) for a, b in zip(self.logprobs, other.logprobs, strict=True))
+
+
+class Engine:
+    """An LLM in this process, opened up for looking inside."""
+
+    def __init__(self, model: Path, kvtier: dict[str, Any] | None, **options: Any):
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        transfer = kvtier and KVTransferConfig(
+            kv_connector="KVTierConnector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=kvtier,
+        )
+        defaults = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "max_model_len": 2048,
+            "block_size": BLOCK,
+            "enable_prefix_caching": False,
+            "seed": 0,
+        }
+        self.llm = LLM(str(model), **{**defaults, **options}, kv_transfer_config=transfer)
+
+    @property
+    def scheduler(self):
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def connector(self):
+        """The scheduler's KVTierConnector."""
+        return self.scheduler.connector
+
+    @property
+    def manager(self):
+        return self.connector.half.manager
+
+    def ask(self, *prompts: Sequence[int], tokens: int = 4, salt: str | None = None) -> list[Answer]:
+        from vllm import SamplingParams
+
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": list(prompt), **({"cache_salt": salt} if salt else {})} for prompt in prompts],
+            SamplingParams(temperature=0, max_tokens=tokens, logprobs=1, detokenize=False, ignore_eos=True),
+            use_tqdm=False,
+        )
+        return [
+            Answer(
+                tuple(output.outputs[0].token_ids),
+                tuple(step[token].logprob for token, step in zip(output.outputs[0].token_ids, output.outputs[0].logprobs)),
+                output.num_cached_tokens or 0,
+            )
+            for output in outputs
+        ]
+
+    def settle(self) -> None:
+        """Let everything on its way down arrive."""
+        self.connector.half._take_in(self.manager.drain(timeout=20))
+
+    def assert_at_rest(self) -> None:
+        """Nothing pinned, nothing in flight, no block of the engine lost."""
+        self.settle()
+        usage = self.manager.usage()
+        assert not any(level.pins or level.inflight for level in usage), usage
+        half = self.connector.half
+        assert not (half._loading or half._storing or half._tracked)
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # the null block is never free
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    import tiny_llama
+
+    path = tmp_path_factory.mktemp("model")
+    tiny_llama.make(path, seed=0)
+    return path
+
+
+@pytest.fixture
+def engine(model):
+    """``engine(kvtier, **options)`` is a context with an Engine; the model is another's if ``model=`` says so."""
+
+    @contextlib.contextmanager
+    def start(kvtier: dict[str, Any] | None = None, *, model: Path = model, **options: Any) -> Iterator[Engine]:
+        started = Engine(model, kvtier, **options)
+        try:
+            yield started
+        finally:
+            started.close()
+
+    return start
+
+
+@pytest.fixture
+def said(caplog) -> Iterator[Any]:
+    """``said()`` are the log lines of kvtier since it was called last."""
+    caplog.set_level(logging.INFO, logger="vllm.kvtier")
+    log = logging.getLogger("vllm.kvtier")
+    log.addHandler(caplog.handler)
+
+    def lines() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if record.name == "vllm.kvtier"]
+        caplog.clear()
+        return found
+
+    yield lines
+    log.removeHandler(caplog.handler)
+
+
+def prompt(seed: int, tokens: int, prefix: Sequence[int] = ()) -> list[int]:
+    """Random token ids of the tiny model's vocabulary, behind a prefix."""
+    import random
+
+    drawn = random.Random(seed)
+    return [*prefix, *(drawn.randrange(10, 2000) for _ in range(tokens - len(prefix)))]
+
+
+def cpu(capacity: str = "64MiB", **options: Any) -> dict[str, Any]:
+    return {"version": 1, "chunk_tokens": CHUNK, "tiers": [{"type": "cpu", "capacity": capacity}], **options}
+
+
+def cpu_and_disk(path: Path, capacity: str = "64MiB", **options: Any) -> dict[str, Any]:
+    stack = cpu(capacity, **options)
+    stack["tiers"].append({"type": "disk", "path": str(path), "capacity": "1GiB", "min_free": "0B"})
+    return stack

@@ -1,0 +1,199 @@
+"""Real vLLM in this process. The oracle is the engine itself: its own prefix cache, or none at all.
+
+A hit and vLLM's own prefix hit of the same length compute the same tokens in the same shapes, so their
+log-probabilities are equal to the last bit; a single wrong byte of KV is not.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from conftest import CHUNK, cpu, cpu_and_disk, prompt
+
+#: A prompt split differently is added up in another order: float32 noise, far below any real difference.
+NOISE = 1e-3
+
+
+def forget(engine):
+    """Empty the engine's own prefix cache, so that only kvtier can answer."""
+    assert engine.llm.reset_prefix_cache()
+
+
+def hits(lines):
+    return [line.split(": ", 2)[2] for line in lines if ": hit " in line]
+
+
+def test_a_hit_is_bit_equal_to_the_engines_own_prefix_hit(engine, said):
+    asked = prompt(1, 530)
+    with engine(cpu(), enable_prefix_caching=True) as served:
+        cold = served.ask(asked)[0]
+        own = served.ask(asked)[0]
+        forget(served)
+        said()
+        warm = served.ask(asked)[0]
+        assert hits(said()) == ["hit 512 of 530 tokens: cpu 512"]
+        served.assert_at_rest()
+    assert (cold.cached, own.cached, warm.cached) == (0, 512, 512)
+    assert warm.differs(own) == 0
+    assert warm.differs(cold) < NOISE
+
+
+def test_without_the_engines_prefix_cache(engine):
+    asked = prompt(1, 530)
+    with engine() as plain:
+        truth = plain.ask(asked)[0]
+    with engine(cpu()) as served:
+        cold, warm = served.ask(asked)[0], served.ask(asked)[0]
+        served.assert_at_rest()
+    assert (cold.cached, warm.cached) == (0, 512)
+    assert cold.differs(truth) == 0
+    assert warm.differs(truth) < NOISE
+
+
+def test_a_second_prompt_hits_what_the_first_has_just_stored(engine, said):
+    shared = prompt(2, 512)
+    first, second = prompt(3, 530, shared), prompt(4, 530, shared)
+    with engine() as plain:
+        truth = plain.ask(first, second)
+    with engine(cpu(), max_num_batched_tokens=544, max_num_seqs=2) as served:
+        answers = served.ask(first, second)
+        assert hits(said()) == ["hit 0 of 530 tokens: not stored", "hit 512 of 530 tokens: cpu 512"]
+        served.assert_at_rest()
+    assert [answer.cached for answer in answers] == [0, 512]
+    assert max(a.differs(t) for a, t in zip(answers, truth, strict=True)) < NOISE
+
+
+def test_a_new_engine_is_served_from_disk_and_then_from_memory(engine, said, tmp_path):
+    asked = prompt(5, 530)
+    with engine(cpu_and_disk(tmp_path), enable_prefix_caching=True) as first:
+        first.ask(asked)
+        own = first.ask(asked)[0]
+    said()
+    with engine(cpu_and_disk(tmp_path), enable_prefix_caching=True) as second:
+        warm = second.ask(asked)[0]
+        assert hits(said()) == ["hit 512 of 530 tokens: disk 512"]
+        forget(second)
+        again = second.ask(asked)[0]
+        assert hits(said()) == ["hit 512 of 530 tokens: cpu 512"]
+        second.assert_at_rest()
+    assert warm.differs(own) == again.differs(own) == 0
+
+
+def test_part_from_memory_and_part_from_disk(engine, said, tmp_path):
+    shared = prompt(6, 256)
+    short, long = prompt(7, 260, shared), prompt(8, 530, shared)
+    with engine(cpu_and_disk(tmp_path)) as first:
+        truth = first.ask(long)[0]
+    with engine(cpu_and_disk(tmp_path)) as second:
+        second.ask(short)
+        said()
+        mixed = second.ask(long)[0]
+        assert hits(said()) == ["hit 512 of 530 tokens: cpu 256, disk 256"]
+    assert mixed.differs(truth) < NOISE
+
+
+def test_the_engines_own_hit_may_end_inside_a_chunk(engine, said):
+    """The engine has the first 32-token block, kvtier both halves of the chunk: only the rest is loaded."""
+    asked = prompt(9, 530)
+    with engine(cpu(), enable_prefix_caching=True) as served:
+        served.ask(asked)
+        own = served.ask(asked)[0]
+        forget(served)
+        served.ask(asked[:40])  # less than a chunk: kvtier has nothing for it, the engine keeps one block
+        said()
+        warm = served.ask(asked)[0]
+        assert hits(said()) == ["hit 480 of 530 tokens (the engine had 32): cpu 512"]
+    assert warm.differs(own) == 0
+
+
+def test_a_prompt_that_is_hit_to_its_last_token(engine, said):
+    asked = prompt(10, 512)
+    with engine(cpu(), enable_prefix_caching=True) as served:
+        cold = served.ask(asked)[0]
+        forget(served)
+        said()
+        warm = served.ask(asked)[0]
+        assert hits(said()) == ["hit 512 of 512 tokens: cpu 512"]
+        served.assert_at_rest()
+    assert warm.differs(cold) < NOISE
+
+
+def test_chunked_prefill(engine, said):
+    asked = prompt(11, 1000)
+    with engine() as plain:
+        truth = plain.ask(asked)[0]
+    with engine(cpu(), max_num_batched_tokens=160, max_num_seqs=2) as served:
+        cold = served.ask(asked)[0]
+        said()
+        warm = served.ask(asked)[0]
+        assert hits(said()) == ["hit 960 of 1000 tokens: cpu 960"]
+        served.assert_at_rest()
+    assert cold.differs(truth) < NOISE
+    assert warm.differs(truth) < NOISE
+
+
+@pytest.mark.parametrize("save_decode, cached", [(False, 64), (True, 128)])
+def test_generated_tokens_are_kept_only_if_asked(engine, save_decode, cached):
+    asked = prompt(12, 100)
+    with engine(cpu(save_decode=save_decode)) as served:
+        answer = served.ask(asked, tokens=40)[0]
+        again = served.ask([*asked, *answer.tokens], tokens=1)[0]
+    assert again.cached == cached
+
+
+def test_preempted_requests_resume_with_what_they_generated(engine, said):
+    asked = [prompt(20 + i, 200) for i in range(4)]
+    with engine() as plain:
+        truth = plain.ask(*asked, tokens=150)
+    # 4 requests grow to 350 tokens, 11 blocks each, and there are 29.
+    with engine(cpu(save_decode=True), num_gpu_blocks_override=30, max_num_seqs=4, max_model_len=512) as served:
+        answers = served.ask(*asked, tokens=150)
+        resumed = [hit for hit in hits(said()) if int(re.match(r"hit (\d+)", hit)[1]) > 192]
+        assert resumed, "nobody was preempted, or nobody resumed with generated tokens"
+        served.assert_at_rest()
+    assert max(a.differs(t) for a, t in zip(answers, truth, strict=True)) < NOISE
+
+
+def test_another_salt_does_not_hit(engine):
+    asked = prompt(30, 530)
+    with engine(cpu()) as served:
+        cached = [served.ask(asked, salt=salt)[0].cached for salt in (None, "alice", "bob", "alice", None)]
+    assert cached == [0, 0, 0, 512, 512]
+
+
+def test_other_weights_in_the_same_folder_do_not_hit(engine, said, tmp_path):
+    import tiny_llama
+
+    asked = prompt(31, 530)
+    folder, store = tmp_path / "model", tmp_path / "store"
+    cached = []
+    for seed in (0, 1, 1):
+        tiny_llama.make(folder, seed=seed)
+        with engine(cpu_and_disk(store), model=folder) as served:
+            cached.append(served.ask(asked)[0].cached)
+    assert cached == [0, 0, 512]
+
+
+def test_an_arena_smaller_than_the_prompt(engine):
+    asked = prompt(32, 1000)
+    with engine() as plain:
+        truth = plain.ask(asked)[0]
+    frame = 4096 + 4 * 2 * 2 * 64 * 64 * 4  # layers, keys and values, heads, head size, tokens, float32
+    with engine(cpu(f"{6 * frame}B")) as served:
+        answers = [served.ask(asked)[0] for _ in range(3)]
+        served.assert_at_rest()
+    assert all(0 <= answer.cached <= 6 * CHUNK for answer in answers)
+    assert max(answer.differs(truth) for answer in answers) < NOISE
+
+
+def test_reset_cache_forgets_every_tier(engine, tmp_path):
+    asked = prompt(33, 530)
+    with engine(cpu_and_disk(tmp_path)) as served:
+        served.ask(asked)
+        served.settle()
+        assert list(tmp_path.rglob("*.kv"))
+        served.llm.llm_engine.reset_prefix_cache(reset_connector=True)
+        served.settle()
+        assert not list(tmp_path.rglob("*.kv"))
+        assert served.ask(asked)[0].cached == 0

@@ -1,0 +1,142 @@
+"""Real vLLM in this process, when something goes wrong: the answer stays right and serving goes on."""
+
+from __future__ import annotations
+
+import random
+import shutil
+
+import pytest
+from conftest import cpu, cpu_and_disk, prompt
+from test_serving import NOISE, hits
+
+from kvtier_core.mover import HostMover
+from kvtier_core.vllm.scheduler import SchedulerHalf
+from kvtier_core.vllm.worker import WorkerHalf
+
+
+@pytest.fixture(scope="module")
+def asked():
+    return prompt(50, 530)
+
+
+@pytest.fixture(scope="module")
+def truth(model, asked):
+    from conftest import Engine
+
+    plain = Engine(model, None)
+    answer = plain.ask(asked)[0]
+    plain.close()
+    return answer
+
+
+def test_aborts_at_every_moment_leave_nothing_behind(engine, tmp_path):
+    from vllm import SamplingParams
+
+    drawn = random.Random(1)
+    shared = prompt(51, 384)
+    with engine(cpu_and_disk(tmp_path), max_num_batched_tokens=256, max_num_seqs=4) as served:
+        llm = served.llm.llm_engine
+        served.ask(prompt(52, 500, shared))
+        for i in range(60):
+            ids = [str(100 * i + j) for j in range(3)]
+            for request_id in ids:
+                tokens = prompt(drawn.randrange(8), drawn.choice([70, 400, 600]), drawn.choice([shared, []])[:64])
+                llm.add_request(
+                    request_id,
+                    {"prompt_token_ids": tokens},
+                    SamplingParams(temperature=0, max_tokens=3, detokenize=False, ignore_eos=True),
+                )
+            for _ in range(i % 7):
+                llm.step()
+            llm.abort_request(drawn.sample(ids, 2))
+            if i % 5 == 0:
+                served.manager.clear()
+        while llm.has_unfinished_requests():
+            llm.step()
+        while served.scheduler.has_requests():
+            llm.engine_core.engine_core.step()
+        served.assert_at_rest()
+        assert served.connector.half is not None
+
+
+def test_a_load_that_fails_is_recomputed(engine, said, monkeypatch, asked, truth):
+    with engine(cpu()) as served:
+        served.ask(asked)
+        said()
+        monkeypatch.setattr(HostMover, "load", lambda self, job, slots, pages: 1 / 0)
+        again = served.ask(asked)[0]
+        assert hits(said()) == ["hit 512 of 530 tokens: cpu 512", "hit 0 of 530 tokens: its load failed"]
+        served.assert_at_rest()
+        monkeypatch.undo()
+        assert served.ask(asked)[0].cached == 512
+    assert again.differs(truth) < NOISE
+
+
+def test_a_store_that_fails_is_forgotten(engine, monkeypatch, asked, truth):
+    with engine(cpu()) as served:
+        monkeypatch.setattr(HostMover, "store", lambda self, job, pages, slots: 1 / 0)
+        served.ask(asked)
+        monkeypatch.undo()
+        again = served.ask(asked)[0]
+        assert again.cached == 0
+        assert served.ask(asked)[0].cached == 512
+        served.assert_at_rest()
+    assert again.differs(truth) < NOISE
+
+
+@pytest.mark.parametrize("method", ["match", "admitted", "plan", "progress", "finished"])
+def test_a_bug_in_the_schedulers_half_costs_only_the_cache(engine, said, monkeypatch, asked, truth, method):
+    with engine(cpu()) as served:
+        served.ask(asked)
+        monkeypatch.setattr(SchedulerHalf, method, lambda self, *args: 1 / 0)
+        again = [served.ask(asked)[0], served.ask(asked)[0]]
+        assert any("goes on without kvtier" in line for line in said())
+    assert max(answer.differs(truth) for answer in again) < NOISE
+
+
+@pytest.mark.parametrize("method", ["load", "store", "loaded", "stored"])
+def test_a_bug_in_a_workers_half_costs_only_the_cache(engine, said, monkeypatch, asked, truth, method):
+    with engine(cpu()) as served:
+        served.ask(asked)
+        monkeypatch.setattr(WorkerHalf, method, lambda self, *args: 1 / 0)
+        again = [served.ask(asked)[0], served.ask(asked)[0]]
+        assert any("goes on without kvtier" in line for line in said())
+    assert max(answer.differs(truth) for answer in again) < NOISE
+
+
+def spoil_a_byte(path):
+    for file in path.rglob("*.kv"):
+        frame = bytearray(file.read_bytes())
+        frame[len(frame) // 2] ^= 1
+        file.write_bytes(frame)
+
+
+def swap_files(path):
+    first, second, *_ = sorted(path.rglob("*.kv"))
+    a, b = first.read_bytes(), second.read_bytes()
+    first.write_bytes(b)
+    second.write_bytes(a)
+
+
+def cut_files(path):
+    for file in path.rglob("*.kv"):
+        file.write_bytes(file.read_bytes()[:8192])
+
+
+def remove_everything(path):
+    shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("harm", [spoil_a_byte, swap_files, cut_files, remove_everything])
+def test_a_disk_that_lies_is_never_believed(engine, said, tmp_path, asked, truth, harm):
+    store = tmp_path / "store"
+    with engine(cpu_and_disk(store)) as served:
+        served.ask(asked)
+    with engine(cpu_and_disk(store)) as served:
+        harm(store)  # behind the back of an engine that has seen the files
+        again = served.ask(asked)[0]
+        assert again.cached < 512
+        assert served.ask(asked)[0].cached == 512  # stored anew, in memory at least
+        served.assert_at_rest()
+        assert any("damaged" in line or "lost" in line for line in said())
+    assert again.differs(truth) < NOISE
