@@ -72,6 +72,10 @@ class StackConfig:
     save_decode: bool = False
     _places: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)
 
+    @property
+    def arenas(self) -> tuple[ArenaTier, ...]:
+        return tuple(tier for tier in self.tiers if isinstance(tier, ArenaTier))
+
     def origin(self, path: str) -> str:
         """Where this setting was written, or ``default``."""
         return self._places.get(path, "default")

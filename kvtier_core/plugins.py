@@ -11,6 +11,7 @@ import attrs
 import pluggy
 
 from kvtier_core import hookspecs
+from kvtier_core.builtin import plugin as builtin
 from kvtier_core.errors import ContractError, KvtierError
 from kvtier_core.interfaces import ArenaConfig, BackendConfig, EvictionConfig, SerializerConfig, TokenDatabaseConfig
 from kvtier_core.structure import Unavailable, guess, settings
@@ -69,7 +70,7 @@ class Registry:
         self.broken: list[Broken] = []
         self._offers: list[Offer] = []
         self._observers: list[tuple[str, pluggy.HookCaller]] = []
-        self._add("kvtier:builtin", version, _builtin)
+        self._add("kvtier:builtin", version, lambda: builtin)
 
     @classmethod
     def discover(cls) -> Registry:
@@ -135,12 +136,6 @@ class Registry:
         self._offers += offers
         if hook.kvtier_observe.get_hookimpls():
             self._observers.append((plugin, hook.kvtier_observe))
-
-
-def _builtin() -> Any:
-    from kvtier_core.builtin import plugin
-
-    return plugin
 
 
 def _examine(plugin: str, version: str, implementation: Any) -> tuple[list[Offer], pluggy.HookRelay]:

@@ -6,6 +6,7 @@ import contextlib
 import enum
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import attrs
@@ -71,6 +72,9 @@ class Tier:
         self._inflight_limit = inflight
         self._inflight = 0  # bytes of arena slots that calls in flight hold
         self._clock = clock
+        self._waiting: deque[tuple[list[Offer], Release]] = deque()  # writes, until their victims are gone
+        self._waiting_nbytes = 0  # of what is admitted, and so in ``residents.used``, but not begun
+        self._leaving_nbytes = 0  # of what is still in ``residents.used``, and being deleted
         self._busy: dict[ChunkKey, _Busy] = {}
         self._doomed: set[ChunkKey] = set()
         self._reads = Breaker()
@@ -129,7 +133,7 @@ class Tier:
         fresh = [offer for offer in offers if self.wants(offer.key)]
         accepted = _leading(fresh, self._inflight_limit - self._inflight, lambda offer: len(offer.view))
         victims = self._victims(len(accepted) * self._door.bound)
-        room = self.capacity - self.residents.used + sum(map(self.residents.nbytes, victims))
+        room = self._room + sum(map(self.residents.nbytes, victims))
         accepted = self._admit(_leading(accepted, room, lambda offer: self._door.bound))
 
         taken = {offer.key for offer in accepted}
@@ -141,7 +145,10 @@ class Tier:
         if accepted:
             self._begin(self._writes, taken, _Busy.WRITING)
             self._inflight += sum(len(offer.view) for offer in accepted)
-            self._evict(victims, lambda gone: self._write_groups(accepted, release, gone))
+            self._waiting.extend((group, release) for group in _groups(accepted, lambda offer: len(offer.view)))
+            self._waiting_nbytes += len(accepted) * self._door.bound
+            self._evict(victims)
+            self._start_writes()
 
     def _admit(self, offers: Sequence[Offer]) -> list[Offer]:
         """Those that the policy takes in. Asked before a byte is written, leaves first."""
@@ -152,41 +159,57 @@ class Tier:
         }
         return [offer for offer in offers if offer.key not in refused]
 
+    @property
+    def _room(self) -> int:
+        """Bytes that will be free when those who are leaving are gone."""
+        return self.capacity - self.residents.used + self._leaving_nbytes
+
     def _victims(self, nbytes: int) -> list[ChunkKey]:
         """Who must leave for ``nbytes`` newcomers."""
-        short = self.residents.used + nbytes - self.capacity
-        return self.residents.choose(short, self.residents.nbytes, may_leave=lambda key: key not in self._busy)
+        return self.residents.choose(
+            nbytes - self._room, self.residents.nbytes, may_leave=lambda key: key not in self._busy
+        )
 
-    def _evict(self, victims: Sequence[ChunkKey], then: Callable[[bool], None]) -> None:
-        """Delete the victims, then go on: the bytes of a newcomer never lie beside those of its victim."""
+    def _evict(self, victims: Sequence[ChunkKey]) -> None:
         if not victims:
-            return then(True)
+            return
+        nbytes = sum(map(self.residents.nbytes, victims))
+        self._leaving_nbytes += nbytes
         for key in victims:
             self._busy[key] = _Busy.LEAVING
 
         def gone(outcome: Outcome) -> None:
+            self._leaving_nbytes -= nbytes
             for key in victims:
                 del self._busy[key]
                 if outcome.error is None:
                     self._doomed.discard(key)
                     self.residents.remove(key, evicted=True)
             if outcome.error is None:
-                self._report(EventKind.EVICTED, victims)
+                self._report(EventKind.EVICTED, victims, nbytes=nbytes)
             else:
                 self._judge(self._writes, victims, outcome)
-            then(outcome.error is None)
+            self._start_writes()
 
         self.pool.submit_store(lambda: self.backend.delete(victims), gone)
 
-    def _write_groups(self, offers: Sequence[Offer], release: Release, room: bool) -> None:
-        for group in _groups(offers, lambda offer: len(offer.view)):
-            if room:
+    def _start_writes(self) -> None:
+        """Begin those that there is room for: the bytes of a newcomer never lie beside those of its victim."""
+        while self._waiting:
+            group, release = self._waiting[0]
+            nbytes = len(group) * self._door.bound
+            fits = self.residents.used - self._waiting_nbytes + nbytes <= self.capacity
+            if not fits and self._leaving_nbytes:
+                return
+            self._waiting.popleft()
+            self._waiting_nbytes -= nbytes
+            if fits:
                 self.pool.submit_store(
                     lambda group=group: self._write_frames(group),
-                    lambda outcome, group=group: self._written(group, release, outcome),
+                    lambda outcome, group=group, release=release: self._written(group, release, outcome),
                 )
             else:
-                self._written(group, release, Outcome(error=BackendError("no room: the delete before it failed")))
+                self._written(group, release, Outcome(error=BackendError("no room: a delete before it failed")))
 
     def _write_frames(self, offers: Sequence[Offer]) -> list[int]:
         """On a thread. The bytes that each frame takes in the store."""
@@ -288,14 +311,14 @@ class Tier:
     def _bury(self, keys: Sequence[ChunkKey]) -> None:
         present = [key for key in keys if key in self.residents]
         self._doomed.difference_update(set(keys) - set(present))
-        self._evict(present, lambda gone: None)
+        self._evict(present)
 
     def _take_stock(self) -> None:
         """What survived a restart, oldest first. What the policy refuses or the capacity cannot hold leaves."""
         strays = [key for key, nbytes in self.backend.scan() if not self.residents.admit(key, None, nbytes)]
         if strays:
             self.pool.submit_store(lambda: self.backend.delete(strays), lambda outcome: None)
-        self._evict(self._victims(0), lambda gone: None)
+        self._evict(self._victims(0))
 
     # -- small print -------------------------------------------------------------------------------
 

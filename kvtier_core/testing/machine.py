@@ -195,6 +195,16 @@ class StackMachine(RuleBasedStateMachine):
             assert held == payload(key, epoch), "a pinned slot does not hold its chunk"
         self.manager.unpin(slots)
 
+    @rule(name=st.sampled_from(sorted(PATHS)))
+    def come_back(self, name: str) -> None:
+        """A whole request that waits for what comes up from below."""
+        self.manager.lookup(PATHS[name])
+        self.manager.drain(timeout=10.0)
+        before = len(self.loading)
+        self.load(name, touch=False)
+        if len(self.loading) > before:
+            self.finish_load(before)
+
     @rule()
     def clear(self) -> None:
         self.manager.clear()
@@ -227,23 +237,23 @@ class StackMachine(RuleBasedStateMachine):
         shelf.fails = not shelf.fails
 
     @precondition(lambda self: any(tier.backend.frames for tier in self.tier_levels))
-    @rule(tier=_WHICH, which=_WHICH, other=_WHICH, how=st.sampled_from(["drop", "flip", "cut", "swap"]))
-    def spoil(self, tier: int, which: int, other: int, how: str) -> None:
+    @rule(tier=_WHICH, which=_WHICH, how=st.sampled_from(["drop", "swap", "cut", "flip"]), at=_WHICH)
+    def spoil(self, tier: int, which: int, how: str, at: int) -> None:
+        """Every other frame of a store."""
         shelves = [tier.backend.frames for tier in self.tier_levels if tier.backend.frames]
         frames = shelves[tier % len(shelves)]
-        key, another = sorted(frames)[which % len(frames)], sorted(frames)[other % len(frames)]
-        if how == "drop":
-            del frames[key]
-        elif how == "swap":
-            frames[key], frames[another] = frames[another], frames[key]
-        else:
-            end = PAGE_NBYTES + LAYOUT.payload_nbytes
+        end = PAGE_NBYTES + LAYOUT.payload_nbytes
+        for key in sorted(frames)[which % 2 :: 2]:
             spoiled = bytearray(frames[key][:end])
-            if how == "cut":
-                del spoiled[(0, 50, PAGE_NBYTES, end - 1)[other % 4] :]
+            if how == "drop":
+                del frames[key]
+            elif how == "swap":
+                frames[key] = frames[max(frames)]
+            elif how == "cut":
+                frames[key] = bytes(spoiled[: (0, 50, PAGE_NBYTES, end - 1)[at % 4]])
             elif spoiled:
-                spoiled[(0, 20, 60, PAGE_NBYTES, end - 1)[other % 5] % len(spoiled)] ^= 1
-            frames[key] = bytes(spoiled)
+                spoiled[(0, 20, 60, PAGE_NBYTES, end - 1)[at % 5] % len(spoiled)] ^= 1
+                frames[key] = bytes(spoiled)
 
     # -- what must always hold -------------------------------------------------------------------------
 
@@ -256,8 +266,8 @@ class StackMachine(RuleBasedStateMachine):
         for tier in self.tier_levels:
             assert tier.residents.used == sum(map(tier.residents.nbytes, tier.residents))
             if not tier.backend.shared:
-                assert tier.residents.used <= tier.capacity, f"{tier.name} is beyond its capacity"
                 held = sum(map(len, tier.backend.frames.values()))
+                assert held <= tier.capacity, f"{tier.name} is beyond its capacity"
                 assert held <= tier.residents.used, f"{tier.name} holds bytes that nobody accounts for"
 
     def teardown(self) -> None:
@@ -279,6 +289,7 @@ class StackMachine(RuleBasedStateMachine):
         self.books_balance()
         assert not any(usage.pins for usage in self.manager.usage()), "pinned at rest"
         assert not any(usage.inflight for usage in self.manager.usage()), "in flight at rest"
+        assert all(usage.nbytes <= usage.capacity for usage in self.manager.usage()), "beyond capacity at rest"
         assert not any(arena.reserved for arena in self.arena_levels), "reserved at rest"
 
     def _what_is_stored_is_found(self) -> None:

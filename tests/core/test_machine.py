@@ -106,9 +106,15 @@ def reads_what_is_leaving(monkeypatch):
     monkeypatch.setattr(Tier, "has", lambda self, key: key in self.residents)
 
 
-def writes_beyond_capacity(monkeypatch):
-    monkeypatch.setattr(Tier, "_victims", lambda self, nbytes: [])
-    monkeypatch.setattr("kvtier_core.tier._leading", lambda items, room, nbytes: list(items))
+def writes_beside_its_victims(monkeypatch):
+    start = Tier._start_writes
+
+    def start_all(self):
+        capacity, self.capacity = self.capacity, 1 << 60
+        start(self)
+        self.capacity = capacity
+
+    monkeypatch.setattr(Tier, "_start_writes", start_all)
 
 
 def never_writes_down(monkeypatch):
@@ -141,7 +147,7 @@ MUTANTS = [
     clears_only_the_arena,
     clears_only_what_nobody_uses,
     reads_what_is_leaving,
-    writes_beyond_capacity,
+    writes_beside_its_victims,
     never_writes_down,
     never_grants,
     promises_what_is_only_wished_for,

@@ -1,0 +1,59 @@
+"""An arena for tests and examples: plain memory, reached only from the process that opened it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+from typing import ClassVar
+from weakref import WeakValueDictionary
+
+import attrs
+
+from kvtier_core.errors import BackendError
+from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, Mover, OpenContext, PageTable
+from kvtier_core.mover import HostMover
+from kvtier_core.types import Nbytes
+
+_OPEN: WeakValueDictionary[str, Heap] = WeakValueDictionary()
+
+
+@attrs.frozen
+class HeapConfig(ArenaConfig):
+    type: ClassVar[str] = "heap"
+
+    def open(self, ctx: OpenContext) -> Heap:
+        return Heap(ctx)
+
+    def attach(self, handle: str, table: PageTable) -> Mover:
+        heap = _OPEN.get(handle)
+        if heap is None or json.loads(handle)["pid"] != os.getpid():
+            raise BackendError(f"heap {handle} is not open in process {os.getpid()}", retryable=False)
+        return HostMover(table, heap.memory, heap.slot_nbytes)
+
+
+class Heap(AllocatorBackend):
+    def __init__(self, ctx: OpenContext):
+        self.slot_nbytes = ctx.layout.frame_nbytes
+        self.slots = ctx.capacity // self.slot_nbytes
+        if not self.slots:
+            raise BackendError(
+                f"heap: capacity {ctx.capacity} has no room for a chunk of {Nbytes(self.slot_nbytes)}", retryable=False
+            )
+        self.memory = memoryview(mmap.mmap(-1, self.slots * self.slot_nbytes))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self._handle = json.dumps({"pid": os.getpid(), "address": address, "slots": self.slots})
+        _OPEN[self._handle] = self
+
+    def view(self, slot: int) -> memoryview:
+        return self.memory[slot * self.slot_nbytes : (slot + 1) * self.slot_nbytes]
+
+    @property
+    def handle(self) -> str:
+        return self._handle
+
+    def close(self) -> None:
+        """The memory itself goes with its last view or mover."""
+        _OPEN.pop(self._handle, None)
+        self.memory = memoryview(b"")

@@ -1,0 +1,1 @@
+"""A kvtier tier in this node's memory."""

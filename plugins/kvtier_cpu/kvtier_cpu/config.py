@@ -1,0 +1,28 @@
+"""What a user may say about a tier in memory."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import attrs
+
+from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, Mover, OpenContext, PageTable
+
+
+@attrs.frozen
+class CpuConfig(ArenaConfig):
+    """Slots in memory that the engine's processes share."""
+
+    type: ClassVar[str] = "cpu"
+
+    huge_pages: Literal["auto", "on", "off"] = "auto"  #: "on" refuses to open without them
+
+    def open(self, ctx: OpenContext) -> AllocatorBackend:
+        from kvtier_cpu.arena import CpuArena
+
+        return CpuArena(self, ctx)
+
+    def attach(self, handle: str, table: PageTable) -> Mover:
+        from kvtier_cpu.arena import attach
+
+        return attach(handle, table)

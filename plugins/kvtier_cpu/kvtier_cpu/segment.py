@@ -1,0 +1,141 @@
+"""A piece of memory that several processes map, and that none can leave behind.
+
+A memfd has no name in any filesystem: workers open it through ``/proc/<pid>/fd/<fd>`` of its owner. So a
+container's small ``/dev/shm`` does not bound it, and no segment outlives its engine: when the last process that
+maps it is gone, ``kill -9`` or not, the kernel has taken it back. A pid may be used again, so device, inode and
+size are compared with what the owner said before a byte is mapped. Only the owner's user (and root) can open it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtier_core.errors import BackendError
+from kvtier_cpu.available import in_mib, must_be_available
+
+_SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
+_PIECE = 64 << 20  # bytes that are faulted in at a time: between two, Ctrl-C is heard
+
+_WHY_NOT = {
+    errno.ENOENT: "it is gone, or has closed it",
+    errno.EACCES: "it runs as another user, or /proc hides it",
+}
+
+
+class Address(NamedTuple):
+    """Where another process finds a segment, and what it must find there."""
+
+    pid: int
+    fd: int
+    device: int
+    inode: int
+    nbytes: int
+
+
+class Segment:
+    """Memory of at least ``nbytes``, all of it present."""
+
+    def __init__(self, nbytes: int, huge_pages: str):
+        self._file, memory, self.pages = _open(nbytes, huge_pages)
+        self.memory = memoryview(memory)
+        status = os.fstat(self._file.fileno())
+        self.address = Address(os.getpid(), self._file.fileno(), status.st_dev, status.st_ino, status.st_size)
+
+    def close(self) -> None:
+        """Nobody reaches it any more. The memory goes with its last view and the last process that maps it."""
+        self._file.close()
+        self.memory = memoryview(b"")
+
+
+def reach(address: Address) -> mmap.mmap:
+    """Map the segment of another process."""
+    path = f"/proc/{address.pid}/fd/{address.fd}"
+    try:
+        with open(path, "r+b", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            if (status.st_dev, status.st_ino, status.st_size) != address[2:]:
+                raise BackendError(f"{path} is no longer the arena it was: its owner is gone", retryable=False)
+            memory = mmap.mmap(file.fileno(), address.nbytes)
+    except OSError as error:
+        why = _WHY_NOT.get(error.errno, error.strerror)
+        raise BackendError(f"cannot reach the arena of process {address.pid}: {why}", retryable=False) from error
+    with contextlib.suppress(OSError):  # then each page costs a fault at its first copy
+        _populate(memory)
+    return memory
+
+
+def _open(nbytes: int, huge_pages: str) -> tuple[io.FileIO, mmap.mmap, str]:
+    """A memfd, the memory, and the kind of its pages."""
+    if huge_pages != "off":
+        with contextlib.suppress(OSError):  # none reserved, or too few, or the kernel has none
+            return *_make(nbytes, os.MFD_HUGETLB, _populate), "hugetlb"
+    huge = huge_pages != "off" and _shmem_enabled() not in ("never", "deny")
+    if huge_pages == "on" and not huge:
+        raise BackendError(
+            f"cpu: huge_pages is on, but {in_mib(nbytes)} of them are not reserved (vm.nr_hugepages) and "
+            f"{_SHMEM_ENABLED} is {_shmem_enabled()}; with huge_pages: auto ordinary pages are used",
+            retryable=False,
+        )
+    must_be_available(nbytes)
+    try:
+        if huge:
+            return *_make(nbytes, 0, _fault_in_huge), "transparent"
+        return *_make(nbytes, 0, _fault_in), "off"
+    except OSError as error:
+        raise BackendError(f"cpu: cannot have {in_mib(nbytes)} of shared memory: {error.strerror}") from error
+
+
+def _make(nbytes: int, flags: int, fault_in: Callable[[mmap.mmap], None]) -> tuple[io.FileIO, mmap.mmap]:
+    with contextlib.ExitStack() as undo:
+        file = io.FileIO(os.memfd_create("kvtier", flags | os.MFD_CLOEXEC), "r+")
+        undo.callback(file.close)
+        page_nbytes = os.fstat(file.fileno()).st_blksize
+        file.truncate(-(-nbytes // page_nbytes) * page_nbytes)
+        memory = mmap.mmap(file.fileno(), 0)
+        fault_in(memory)
+        undo.pop_all()
+    return file, memory
+
+
+def _fault_in_huge(memory: mmap.mmap) -> None:
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    _fault_in(memory)
+
+
+def _fault_in(memory: mmap.mmap) -> None:
+    """Have every page now, while it can still be refused."""
+    try:
+        _populate(memory)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        for begin, nbytes in _in_pieces(memory):
+            pages = range(begin, begin + nbytes, mmap.PAGESIZE)
+            memory[pages.start : pages.stop : pages.step] = bytes(len(pages))
+
+
+def _populate(memory: mmap.mmap) -> None:
+    """Where a touch would be a SIGBUS, this is an OSError."""
+    for begin, nbytes in _in_pieces(memory):
+        memory.madvise(_MADV_POPULATE_WRITE, begin, nbytes)
+
+
+def _in_pieces(memory: mmap.mmap) -> Iterator[tuple[int, int]]:
+    for begin in range(0, len(memory), _PIECE):
+        yield begin, min(_PIECE, len(memory) - begin)
+
+
+def _shmem_enabled() -> str:
+    """The kernel's choice of huge pages for shared memory: ``always within_size [advise] never deny force``."""
+    try:
+        return _SHMEM_ENABLED.read_text().partition("[")[2].partition("]")[0]
+    except OSError:
+        return "never"

@@ -1,0 +1,14 @@
+"""The memory keeps the laws of an arena, with huge pages and without."""
+
+from kvtier_core.testing import ArenaLaws
+from kvtier_cpu.config import CpuConfig
+
+
+class TestCpuLaws(ArenaLaws):
+    def config(self, folder):
+        return CpuConfig()
+
+
+class TestOrdinaryPages(ArenaLaws):
+    def config(self, folder):
+        return CpuConfig(huge_pages="off")

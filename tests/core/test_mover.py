@@ -1,0 +1,252 @@
+"""The host mover against a slow reference, with poison all around."""
+
+import ctypes
+import mmap
+import random
+import threading
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier_core import mover as module
+from kvtier_core.errors import BackendError, ContractError, KvtierError
+from kvtier_core.interfaces import HOLE, PageRun, PageTable
+from kvtier_core.mover import HostMover
+from kvtier_core.types import ChunkLayout
+
+LAYOUT = ChunkLayout(page_nbytes=(48, 96), blocks=4)
+
+
+class World:
+    """A paged buffer and slots in one piece of random bytes each, and what they should be after each job."""
+
+    def __init__(self, layout, *, rank=0, blocks=8, slots=3, gaps=None, seed=0):
+        rng = random.Random(seed)
+        gaps = gaps or [0] * len(layout.page_nbytes)
+        strides = [nbytes + gap for nbytes, gap in zip(layout.page_nbytes, gaps, strict=True)]
+        self.layout, self.rank = layout, rank
+        self.starts, end = [], 7
+        for stride in strides:
+            self.starts.append(end)
+            end += stride * blocks + 5
+        self.pages = bytearray(rng.randbytes(end))
+        self.slots = bytearray(rng.randbytes(slots * layout.frame_nbytes))
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self.pages))
+        runs = [
+            PageRun(base + start, stride, nbytes)
+            for start, stride, nbytes in zip(self.starts, strides, layout.page_nbytes, strict=True)
+        ]
+        self.table = PageTable(tuple(runs), blocks, "cpu", rank, layout)
+        self.mover = HostMover(self.table, memoryview(self.slots), layout.frame_nbytes)
+
+    def bytes_of(self, pages, slots):
+        """Index in the buffer and in the slots of every byte that a job moves."""
+        for row, slot in zip(pages, slots, strict=True):
+            place = slot * self.layout.frame_nbytes + self.layout.shard_offset(self.rank)
+            for start, run in zip(self.starts, self.table.layers, strict=True):
+                for block in row:
+                    if block != HOLE:
+                        page = start + block * run.stride
+                        yield from ((page + i, place + i) for i in range(run.nbytes))
+                    place += run.nbytes
+
+    def state(self):
+        return bytes(self.pages), bytes(self.slots)
+
+    def after_store(self, pages, slots):
+        expected = bytearray(self.slots)
+        for page, place in self.bytes_of(pages, slots):
+            expected[place] = self.pages[page]
+        return bytes(self.pages), bytes(expected)
+
+    def after_load(self, slots, pages):
+        expected = bytearray(self.pages)
+        for page, place in self.bytes_of(pages, slots):
+            expected[page] = self.slots[place]
+        return bytes(expected), bytes(self.slots)
+
+
+@pytest.fixture
+def world():
+    world = World(LAYOUT)
+    yield world
+    world.mover.close()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Copies wait until it is set."""
+    gate = threading.Event()
+    memmove = ctypes.memmove
+    monkeypatch.setattr(module.ctypes, "memmove", lambda *args: gate.wait(30) and memmove(*args))
+    yield gate
+    gate.set()
+
+
+@st.composite
+def jobs(draw):
+    layout = ChunkLayout(
+        page_nbytes=tuple(draw(st.lists(st.sampled_from([1, 16, 40]), min_size=1, max_size=4))),
+        blocks=draw(st.integers(1, 5)),
+        ranks=draw(st.integers(1, 3)),
+    )
+    gaps = draw(
+        st.lists(st.sampled_from([0, 0, 1, 24]), min_size=len(layout.page_nbytes), max_size=len(layout.page_nbytes))
+    )
+    world = World(
+        layout,
+        rank=draw(st.integers(0, layout.ranks - 1)),
+        blocks=draw(st.integers(15, 20)),
+        gaps=gaps,
+        seed=draw(st.integers(0, 9)),
+    )
+    slots = draw(st.lists(st.integers(0, 2), unique=True, max_size=3))
+    ids = list(range(world.table.blocks))
+    ids = draw(st.one_of(st.just(ids), st.permutations(ids)))  # in order, so that runs are long, or not
+    wanted = draw(st.lists(st.booleans(), min_size=15, max_size=15))
+    ids = [block if want else HOLE for block, want in zip(ids, wanted, strict=False)]
+    return world, [ids[i * layout.blocks :][: layout.blocks] for i in range(len(slots))], slots
+
+
+@settings(max_examples=150, deadline=None)
+@given(jobs())
+def test_store(job):
+    world, pages, slots = job
+    expected = world.after_store(pages, slots)
+    world.mover.store(1, pages, slots)
+    world.mover.wait([1])
+    world.mover.close()
+    assert world.state() == expected
+    assert world.mover.finished() == [(1, True)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(jobs())
+def test_load(job):
+    world, pages, slots = job
+    expected = world.after_load(slots, pages)
+    world.mover.load(1, slots, pages)
+    world.mover.wait([1])
+    world.mover.close()
+    assert world.state() == expected
+    assert world.mover.finished() == [(1, True)]
+
+
+def test_consecutive_blocks_are_one_copy(world, monkeypatch):
+    copies = []
+    monkeypatch.setattr(module.ctypes, "memmove", lambda *args: copies.append(args[2]))
+    world.mover.store(1, [[2, 3, 4, 0]], [0])
+    world.mover.wait([1])
+    assert copies == [3 * 48, 48, 3 * 96, 96]
+
+
+def test_loads_before_stores(world, gate):
+    row = [0, 1, 2, 3]
+    for job in (1, 2):
+        world.mover.store(job, [row], [0])
+    world.mover.load(3, [1], [row])
+    gate.set()
+    world.mover.wait([1, 2, 3])
+    assert [job for job, _ in world.mover.finished() if job != 1] == [3, 2]
+
+
+def test_each_job_is_reported_once(world):
+    for job in range(5):
+        world.mover.store(job, [[job] * 4], [0])
+    world.mover.wait(range(5))
+    assert world.mover.finished() == [(job, True) for job in range(5)]
+    assert world.mover.finished() == []
+    world.mover.wait([0, 17])
+
+
+def test_a_job_that_fails_is_reported(world, monkeypatch):
+    def fail(*args):
+        raise OSError("no")
+
+    monkeypatch.setattr(module.ctypes, "memmove", fail)
+    world.mover.store(1, [[0] * 4], [0])
+    world.mover.wait([1])
+    assert world.mover.finished() == [(1, False)]
+
+
+def test_close_reports_what_it_dropped(world, gate):
+    row = [0, 1, 2, 3]
+    world.mover.store(1, [row], [0])
+    world.mover.store(2, [row], [1])
+    threading.Timer(0.05, gate.set).start()
+    world.mover.close()
+    world.mover.wait([1, 2])
+    assert {job for job, _ in world.mover.finished()} == {1, 2}
+    with pytest.raises(KvtierError, match="the pool is closed"):
+        world.mover.store(3, [row], [0])
+
+
+def test_a_job_in_flight_is_not_begun_again(world, gate):
+    world.mover.store(1, [[0] * 4], [0])
+    with pytest.raises(ContractError, match="^job 1 has not ended$"):
+        world.mover.load(1, [0], [[0] * 4])
+
+
+def test_the_caller_may_change_its_lists(world, gate):
+    row = [0, 1, 2, 3]
+    expected = world.after_store([row], [0])
+    world.mover.store(1, [row], [0])
+    row[:] = [7, 7, 7, 7]
+    gate.set()
+    world.mover.wait([1])
+    assert world.state() == expected
+
+
+@pytest.mark.parametrize(
+    "pages, slots, why",
+    [
+        ([[0, 1, 2, 8]], [0], r"block ids [0, 1, 2, 8] are not all HOLE or one of 8"),
+        ([[0, 1, 2, -2]], [0], r"block ids [0, 1, 2, -2] are not all HOLE or one of 8"),
+        ([[0, 1, 2, 1 << 70]], [0], f"block ids [0, 1, 2, {1 << 70}] are not all HOLE or one of 8"),
+        ([[0, 1, 2]], [0], "3 block ids for a chunk of 4"),
+        ([[0, 1, 2, 3]], [3], "slot 3 is not one of 3"),
+        ([[0, 1, 2, 3]], [-1], "slot -1 is not one of 3"),
+        ([[0, 1, 2, 3]], [0, 1], "1 chunks of pages for 2 slots"),
+    ],
+)
+def test_wrong_numbers_touch_no_memory(world, pages, slots, why):
+    before = world.state()
+    for begin in (lambda: world.mover.store(1, pages, slots), lambda: world.mover.load(1, slots, pages)):
+        with pytest.raises(ContractError) as caught:
+            begin()
+        assert str(caught.value) == why
+    world.mover.wait([1])
+    assert world.state() == before
+    assert world.mover.finished() == []
+
+
+@pytest.mark.parametrize(
+    "change, error, why",
+    [
+        ({"device": "cuda:0"}, BackendError, "no mover for device 'cuda:0'; the host mover reaches only cpu"),
+        ({"rank": 1}, ContractError, "rank 1 is not one of 1"),
+        ({"layers": (PageRun(0, 48, 48),)}, ContractError, "pages of [48] bytes for [48, 96]"),
+        (
+            {"layers": (PageRun(0, 47, 48), PageRun(0, 96, 96))},
+            ContractError,
+            "pages of a layer overlap: a stride is less than its nbytes",
+        ),
+        ({"layout": attrs.evolve(LAYOUT, blocks=99)}, ContractError, "slots of 8192 bytes for frames of 20480"),
+    ],
+)
+def test_a_wrong_table_is_refused(world, change, error, why):
+    with pytest.raises(error) as caught:
+        HostMover(attrs.evolve(world.table, **change), memoryview(world.slots), LAYOUT.frame_nbytes)
+    assert str(caught.value) == why
+
+
+def test_the_memory_lives_until_close(world):
+    memory = mmap.mmap(-1, LAYOUT.frame_nbytes)
+    mover = HostMover(world.table, memory, LAYOUT.frame_nbytes)
+    with pytest.raises(BufferError):
+        memory.close()
+    mover.close()
+    mover.close()
+    memory.close()
