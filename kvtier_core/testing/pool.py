@@ -35,7 +35,7 @@ class ManualPool:
 
     def wait(self, timeout: float) -> None:
         while self.queue:
-            self.run()
+            self.run(-1)  # several threads promise no order, so let it be the unlikely one
 
     def close(self, timeout: float) -> bool:
         self.queue.clear()

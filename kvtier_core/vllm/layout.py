@@ -30,8 +30,6 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
             return f"{what} parallelism is not served yet"
     if vllm_config.speculative_config is not None:
         return "speculative decoding is not served yet"
-    if vllm_config.cache_config.calculate_kv_scales:
-        return "calculate_kv_scales makes the KV depend on the first batch"
     return ""
 
 

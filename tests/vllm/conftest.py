@@ -142,19 +142,18 @@ def engine(model):
 
 
 @pytest.fixture
-def said(caplog) -> Iterator[Any]:
+def said(caplog) -> Any:
     """``said()`` are the log lines of kvtier since it was called last."""
+    import vllm  # noqa: F401  sets up logging, and would disable a logger that is older
+
     caplog.set_level(logging.INFO, logger="vllm.kvtier")
-    log = logging.getLogger("vllm.kvtier")
-    log.addHandler(caplog.handler)
 
     def lines() -> list[str]:
         found = [record.getMessage() for record in caplog.records if record.name == "vllm.kvtier"]
         caplog.clear()
         return found
 
-    yield lines
-    log.removeHandler(caplog.handler)
+    return lines
 
 
 def prompt(seed: int, tokens: int, prefix: Sequence[int] = ()) -> list[int]:

