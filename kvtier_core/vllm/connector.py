@@ -88,7 +88,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self.config = configured(self._kv_transfer_config.kv_connector_extra_config or {}, self._registry)
         self.half: SchedulerHalf | WorkerHalf | None = None
         self._survey: Survey | None = None
-        self._unsent: tuple[str, ...] = ()  # scheduler: loads that a half which failed could not send
+        self._promised: list[str] = []  # scheduler: loads that the engine waits for and no worker was told of
         self._awaited: set[str] = set()  # worker: loads that the engine waits for
         self._refusal = layout.refusal(vllm_config, kv_cache_config)
         if not self._refusal:
@@ -163,14 +163,18 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self.half.match(request, num_computed_tokens)
 
-    @guarded()
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            self._promised.append(request.request_id)
+        self._admitted(request, blocks, num_external_tokens)
+
+    @guarded()
+    def _admitted(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self.half.admitted(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        plan = self._plan(scheduler_output)
-        if plan is None:
-            plan, self._unsent = Plan(unloadable=self._unsent), ()
+        plan = self._plan(scheduler_output) or Plan(unloadable=tuple(self._promised))
+        self._promised.clear()
         return plan
 
     @guarded()
@@ -247,10 +251,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self.half = None
 
     def _let_go(self) -> None:
-        """Of a half that failed. Whoever waits for a load of its is told that the load failed."""
+        """Of a half that failed. Whoever waits for a load is told that it failed: `_promised` and `_awaited`."""
         half, self.half = self.half, None
         self._refusal = "kvtier failed before; see the log"
-        if isinstance(half, SchedulerHalf):
-            self._unsent = half.unsent()
-        elif run(half.close).error is not None:
+        if isinstance(half, WorkerHalf) and run(half.close).error is not None:
             logger.error("kvtier: a copy may still be under way")

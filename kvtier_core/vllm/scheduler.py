@@ -84,7 +84,6 @@ class SchedulerHalf:
         self._clock = clock
         self._tracked: dict[str, _Tracked] = {}
         self._planned: list[tuple[str, Transfer]] = []
-        self._unloadable: list[str] = []
         self._loading: dict[str, list[Slot]] = {}
         self._storing: dict[int, _Store] = {}
         self._jobs = 0
@@ -116,9 +115,7 @@ class SchedulerHalf:
         tracked = self._track(request)
         tracked.waiting_since = None
         if tokens:
-            self._unloadable.append(request.request_id)  # until it is planned: the engine now waits for it
             self._plan_load(tracked, block_ids, tokens)
-            self._unloadable.pop()
         if not tracked.told:
             tracked.told = True
             had = f" (the engine had {tracked.computed})" if tracked.computed else ""
@@ -151,8 +148,8 @@ class SchedulerHalf:
         for request_id, scheduled in output.num_scheduled_tokens.items():
             if tracked := self._tracked.get(request_id):
                 stores += self._plan_store(tracked, scheduled, output)
-        plan = Plan(self._handles, tuple(self._planned), tuple(stores), tuple(self._unloadable))
-        self._planned, self._unloadable = [], []
+        plan = Plan(self._handles, tuple(self._planned), tuple(stores))
+        self._planned = []
         return plan
 
     def _plan_store(self, tracked: _Tracked, scheduled: int, output: SchedulerOutput) -> list[tuple[int, Transfer]]:
@@ -214,10 +211,6 @@ class SchedulerHalf:
     def finished(self, request: Request) -> None:
         """Nothing is waited for: stores are read out of the pages before their step ends."""
         self._tracked.pop(request.request_id, None)
-
-    def unsent(self) -> tuple[str, ...]:
-        """Requests that wait for a load which no worker was told of."""
-        return (*self._unloadable, *(request_id for request_id, _ in self._planned))
 
     def busy(self) -> bool:
         """Must the engine keep stepping for what is on its way down? Not for a tier that hangs."""

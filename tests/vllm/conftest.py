@@ -142,18 +142,23 @@ def engine(model):
 
 
 @pytest.fixture
-def said(caplog) -> Any:
+def said() -> Iterator[Any]:
     """``said()`` are the log lines of kvtier since it was called last."""
-    import vllm  # noqa: F401  sets up logging, and would disable a logger that is older
+    records: list[logging.LogRecord] = []
 
-    caplog.set_level(logging.INFO, logger="vllm.kvtier")
+    def keep(record: logging.LogRecord) -> bool:
+        records.append(record)
+        return True
 
     def lines() -> list[str]:
-        found = [record.getMessage() for record in caplog.records if record.name == "vllm.kvtier"]
-        caplog.clear()
+        found = [record.getMessage() for record in records]
+        records.clear()
         return found
 
-    return lines
+    log = logging.getLogger("vllm.kvtier")
+    log.addFilter(keep)  # a handler would not survive: vLLM sets up logging again with its first engine
+    yield lines
+    log.removeFilter(keep)
 
 
 def prompt(seed: int, tokens: int, prefix: Sequence[int] = ()) -> list[int]:
@@ -165,7 +170,7 @@ def prompt(seed: int, tokens: int, prefix: Sequence[int] = ()) -> list[int]:
 
 
 def cpu(capacity: str = "64MiB", **options: Any) -> dict[str, Any]:
-    return {"version": 1, "chunk_tokens": CHUNK, "tiers": [{"type": "cpu", "capacity": capacity}], **options}
+    return {"version": 1, "chunk_tokens": CHUNK, **options, "tiers": [{"type": "cpu", "capacity": capacity}]}
 
 
 def cpu_and_disk(path: Path, capacity: str = "64MiB", **options: Any) -> dict[str, Any]:

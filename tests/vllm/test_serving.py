@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from conftest import CHUNK, cpu, cpu_and_disk, prompt
+from conftest import BLOCK, CHUNK, cpu, cpu_and_disk, prompt
 
 #: A prompt split differently is added up in another order: float32 noise, far below any real difference.
 NOISE = 1e-3
@@ -56,7 +56,7 @@ def test_a_second_prompt_hits_what_the_first_has_just_stored(engine, said):
     first, second = prompt(3, 530, shared), prompt(4, 530, shared)
     with engine() as plain:
         truth = plain.ask(first, second)
-    with engine(cpu(), max_num_batched_tokens=544, max_num_seqs=2) as served:
+    with engine(cpu(), max_num_batched_tokens=530, max_num_seqs=2) as served:  # the first fills a step
         answers = served.ask(first, second)
         assert hits(said()) == ["hit 0 of 530 tokens: not stored", "hit 512 of 530 tokens: cpu 512"]
         served.assert_at_rest()
@@ -147,9 +147,10 @@ def test_preempted_requests_resume_with_what_they_generated(engine, said):
     with engine() as plain:
         truth = plain.ask(*asked, tokens=70)
     # 4 requests grow from 200 to 270 tokens, 7 to 9 blocks each, and there are 31.
-    with engine(cpu(save_decode=True), num_gpu_blocks_override=32, max_num_seqs=4, max_model_len=512) as served:
+    stack = cpu(save_decode=True, chunk_tokens=BLOCK)
+    with engine(stack, num_gpu_blocks_override=32, max_num_seqs=4, max_model_len=512) as served:
         answers = served.ask(*asked, tokens=70)
-        resumed = [hit for hit in hits(said()) if int(re.match(r"hit (\d+)", hit)[1]) > 192]
+        resumed = [hit for hit in hits(said()) if int(re.match(r"hit (\d+)", hit)[1]) > 200]
         assert resumed, "nobody was preempted, or nobody resumed with generated tokens"
         served.assert_at_rest()
     assert max(a.differs(t) for a, t in zip(answers, truth, strict=True)) < NOISE

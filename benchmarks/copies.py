@@ -1,0 +1,148 @@
+"""Chunks between the engine's pages and the arena, against memcpy; and the checksum that guards them below it."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import attrs
+
+from benchmarks.measure import GIB, Case, Table, interleaved, progress
+from kvtier_core import frame
+from kvtier_core.interfaces import Mover, OpenContext, PageRun, PageTable
+from kvtier_core.types import PAGE_NBYTES, ChunkKey, ChunkLayout, Namespace, Nbytes
+from kvtier_cpu.config import CpuConfig
+
+ROUNDS = 15
+REPEATS = 5
+LAYERS = 32
+CHUNKS = 4  # each copy takes the next of four places, and so do the pages it copies
+KEY = ChunkKey(bytes(32))
+MEMCPY = "memcpy, plain memory to plain memory"
+
+
+@attrs.frozen
+class Shape:
+    page_nbytes: int
+    blocks: int
+
+    @property
+    def layout(self) -> ChunkLayout:
+        return ChunkLayout((self.page_nbytes,) * LAYERS, self.blocks)
+
+
+SHAPES = (Shape(64 << 10, 16), Shape(16 << 10, 64))
+
+
+def tables(folder: Path) -> Iterator[Table]:
+    for shape in SHAPES:
+        progress(f"copies: pages of {Nbytes(shape.page_nbytes)}, {ROUNDS} rounds")
+        yield _table(shape)
+
+
+def _table(shape: Shape) -> Table:
+    bench = _Bench(shape)
+    times = interleaved(bench.cases(), ROUNDS, REPEATS)
+    bench.close()
+    nbytes = shape.layout.payload_nbytes
+    return Table(
+        title=f"Copies: {Nbytes(nbytes)} chunks in pages of {Nbytes(shape.page_nbytes)}",
+        says=f"{LAYERS} layers of {shape.blocks} pages a chunk; one chunk a job, thread to thread and back. "
+        f"{CHUNKS} places are used in turn. The ratio is speed to that of one memcpy in the same round: "
+        f"median (min to max) of {ROUNDS} rounds, each the best of {REPEATS}.",
+        header=("", "GiB/s", "of memcpy"),
+        rows=[
+            (name, f"{nbytes / times.median(name) / GIB:.1f}", "1" if name == MEMCPY else times.ratio(MEMCPY, name))
+            for name in times.seconds
+        ],
+    )
+
+
+class _Bench:
+    def __init__(self, shape: Shape):
+        self.shape = shape
+        self.namespace = Namespace.of({"benchmark": "copies"})
+        capacity = Nbytes(CHUNKS * shape.layout.frame_nbytes)
+        self.arena = CpuConfig().open(OpenContext(self.namespace, shape.layout, "benchmark", capacity))
+        self.pages, self.plain = _warm(CHUNKS * shape.layout.payload_nbytes), _warm(CHUNKS * shape.layout.payload_nbytes)
+        self.mover = CpuConfig().attach(self.arena.handle, self._page_table())
+        self.jobs = itertools.count()
+
+    def cases(self) -> list[Case]:
+        nbytes, blocks = self.shape.layout.payload_nbytes, self.shape.blocks
+        pages, plain = _address(self.pages), _address(self.plain)
+        slots = [_address(self.arena.view(slot)) + PAGE_NBYTES for slot in range(CHUNKS)]
+        consecutive = [range(chunk * blocks, (chunk + 1) * blocks) for chunk in range(CHUNKS)]
+        shuffled = random.Random(0).sample(range(CHUNKS * blocks), CHUNKS * blocks)
+        scattered = [[shuffled[place] for place in row] for row in consecutive]
+
+        def memcpy(to: Callable[[int], int]) -> Callable[[], object]:
+            return _in_turn(lambda chunk: ctypes.memmove(to(chunk), pages + chunk * nbytes, nbytes))
+
+        return [
+            Case(MEMCPY, memcpy(lambda chunk: plain + chunk * nbytes)),
+            Case("memcpy, plain memory to slot", memcpy(lambda chunk: slots[chunk])),
+            Case("store, consecutive blocks", _in_turn(lambda chunk: self.store(consecutive[chunk], chunk))),
+            Case("store, random blocks", _in_turn(lambda chunk: self.store(scattered[chunk], chunk))),
+            Case("load, consecutive blocks", _in_turn(lambda chunk: self.load(chunk, consecutive[chunk]))),
+            Case("load, random blocks", _in_turn(lambda chunk: self.load(chunk, scattered[chunk]))),
+            Case("seal (checksum, once)", _in_turn(self.seal)),
+            Case("check (at each read from below)", _in_turn(self.check), before=self.seal_all),
+        ]
+
+    def store(self, row: list[int], slot: int) -> None:
+        job = next(self.jobs)
+        self.mover.store(job, [row], [slot])
+        _end(self.mover, job)
+
+    def load(self, slot: int, row: list[int]) -> None:
+        job = next(self.jobs)
+        self.mover.load(job, [slot], [row])
+        _end(self.mover, job)
+
+    def seal(self, slot: int) -> None:
+        frame.seal(self.arena.view(slot), self.namespace, KEY, self.shape.layout.payload_nbytes)
+
+    def seal_all(self) -> None:
+        for slot in range(CHUNKS):
+            self.seal(slot)
+
+    def check(self, slot: int) -> None:
+        damage = frame.check(self.arena.view(slot), self.namespace, KEY)
+        if damage is not None:
+            raise RuntimeError(f"the frame is {damage.value}")
+
+    def close(self) -> None:
+        self.mover.close()
+        self.arena.close()
+
+    def _page_table(self) -> PageTable:
+        page_nbytes, blocks = self.shape.page_nbytes, CHUNKS * self.shape.blocks
+        base = _address(self.pages)
+        runs = (PageRun(base + layer * blocks * page_nbytes, page_nbytes, page_nbytes) for layer in range(LAYERS))
+        return PageTable(tuple(runs), blocks, "cpu", 0, self.shape.layout)
+
+
+def _end(mover: Mover, job: int) -> None:
+    mover.wait([job])
+    if mover.finished() != [(job, True)]:
+        raise RuntimeError("the copy failed")
+
+
+def _in_turn(work: Callable[[int], object]) -> Callable[[], object]:
+    chunks = itertools.cycle(range(CHUNKS))
+    return lambda: work(next(chunks))
+
+
+def _warm(nbytes: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, nbytes)
+    memory[:] = random.Random(0).randbytes(1 << 20) * (nbytes >> 20)
+    return memory
+
+
+def _address(memory: mmap.mmap | memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -1,0 +1,131 @@
+"""What the scheduler's thread pays for a prompt: keys, and the bookkeeping of the stack."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import random
+import struct
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.measure import Case, Spread, Table, interleaved, progress
+from kvtier_core.builtin.chained import ChainedConfig
+from kvtier_core.config import load_config, open_stack
+from kvtier_core.interfaces import OpenContext
+from kvtier_core.manager import StorageManager
+from kvtier_core.plugins import Registry
+from kvtier_core.types import KEY_NBYTES, ChunkKey, ChunkLayout, Namespace, Presence
+
+ROUNDS = 41
+CHUNK_TOKENS = 256
+CHUNKS = 128
+NAMESPACE = Namespace.of({"benchmark": "lookup"})
+LAYOUT = ChunkLayout((60 << 10,), 1)  # small: bytes are not the matter here
+HELD = 1024  # chunks that the arena holds when it is full
+HASH = "one blake2b over the packed tokens"
+
+
+def tables(folder: Path) -> Iterator[Table]:
+    progress(f"lookup: {CHUNKS} chunks, {ROUNDS} rounds")
+    yield _keys()
+    with tempfile.TemporaryDirectory(dir=folder, prefix="benchmark-") as place:
+        yield _bookkeeping(Path(place))
+
+
+def _keys() -> Table:
+    database = ChainedConfig().open(NAMESPACE, CHUNK_TOKENS)
+    tokens = random.Random(0).choices(range(128_000), k=CHUNKS * CHUNK_TOKENS)
+    packed = struct.pack(f"<{len(tokens)}I", *tokens)
+    known = database.keys(tokens[:-CHUNK_TOKENS])
+    cases = [
+        Case(HASH, lambda: hashlib.blake2b(packed, digest_size=32).digest()),
+        Case("keys of a prompt", lambda: database.keys(tokens)),
+        Case("keys of a prompt that grew by a chunk", lambda: database.keys(tokens, known=known)),
+    ]
+    times = interleaved(cases, ROUNDS, repeats=3)
+    return Table(
+        title="Keys",
+        says=f"{len(tokens)} token ids in a list, {CHUNKS} chunks of {CHUNK_TOKENS}. The ratio is time to that of one "
+        f"hash over the same bytes, already packed: median (min to max) of {ROUNDS} rounds, each the best of 3.",
+        header=("", "µs", "times the hash"),
+        rows=[
+            (name, f"{times.median(name) * 1e6:.0f}", "1" if name == HASH else times.ratio(name, HASH))
+            for name in times.seconds
+        ],
+    )
+
+
+def _bookkeeping(place: Path) -> Table:
+    with contextlib.ExitStack() as stack:
+        cases = [*_looking(_open(stack, place / "looking")), *_storing(_open(stack), _open(stack, place / "storing"))]
+        times = interleaved(cases, ROUNDS, repeats=3)
+    return Table(
+        title="Bookkeeping",
+        says=f"Of the scheduler's thread, for a prompt of {CHUNKS} chunks. A full arena of {HELD} chunks, below it a disk "
+        "tier unless it says otherwise. Whoever stores evicts as much, and threads seal and write meanwhile. "
+        f"Median, and median (min to max), of {ROUNDS} rounds, each the best of 3.",
+        header=("", "µs a prompt", "µs a chunk"),
+        rows=[
+            (name, f"{times.median(name) * 1e6:.0f}", Spread(tuple(each / CHUNKS * 1e6 for each in seconds)))
+            for name, seconds in times.seconds.items()
+        ],
+    )
+
+
+def _looking(manager: StorageManager) -> list[Case]:
+    """`step` is never called again, so what is READY stays so, and what is below stays there."""
+    below, ready, never = _path(), _path(), _path()
+    half = [*ready[: CHUNKS // 2], *never[CHUNKS // 2 :]]
+    for path in (below, *(_path() for _ in range(HELD // CHUNKS)), ready):
+        _store(manager, path)
+        manager.drain(10.0)
+    for path, presence in ((ready, Presence.READY), (below, Presence.PENDING), (never, Presence.MISS)):
+        _must(set(manager.lookup(path)) == {presence})
+    return [
+        Case("lookup, all READY", lambda: manager.lookup(ready)),
+        Case("lookup, half READY, half absent", lambda: manager.lookup(half)),
+        Case("lookup, all absent", lambda: manager.lookup(never)),
+        Case("lookup, all in the tier below", lambda: manager.lookup(below)),
+        Case("touch, once a request", lambda: manager.touch(ready)),
+        Case("pin and unpin", lambda: manager.unpin(manager.pin(ready))),
+    ]
+
+
+def _storing(alone: StorageManager, both: StorageManager) -> list[Case]:
+    for manager in (alone, both):
+        for _ in range(HELD // CHUNKS):
+            _store(manager, _path())
+            manager.drain(10.0)
+    return [
+        Case("reserve and commit, no tier below", lambda: _store(alone, _path()), before=lambda: alone.drain(10.0)),
+        Case("reserve and commit", lambda: _store(both, _path()), before=lambda: both.drain(10.0)),
+        Case("step, nothing to do", both.step, before=lambda: both.drain(10.0)),
+    ]
+
+
+def _store(manager: StorageManager, path: Sequence[ChunkKey]) -> None:
+    _must(len(manager.reserve(path)) == CHUNKS)
+    manager.commit(path)
+
+
+def _path() -> list[ChunkKey]:
+    return [ChunkKey(os.urandom(KEY_NBYTES)) for _ in range(CHUNKS)]
+
+
+def _open(stack: contextlib.ExitStack, disk: Path | None = None) -> StorageManager:
+    capacity = f"{HELD * LAYOUT.frame_nbytes >> 10}KiB"
+    tiers = [{"type": "cpu", "capacity": capacity}]
+    if disk:
+        tiers.append({"type": "disk", "path": str(disk), "capacity": "4GiB", "min_free": "0B"})
+    config = load_config({"version": 1, "tiers": tiers}, Registry.discover())
+    manager = open_stack(config, OpenContext(NAMESPACE, LAYOUT, "benchmark"))
+    stack.callback(manager.close)
+    return manager
+
+
+def _must(right: bool) -> None:
+    if not right:
+        raise RuntimeError("the stack is not in the state that is to be measured")

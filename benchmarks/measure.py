@@ -1,0 +1,94 @@
+"""Rounds in which every case has its turn, and what they say. Only ratios within one run mean anything."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import attrs
+
+GIB = 1 << 30
+
+
+def progress(line: str) -> None:
+    """Not on stdout, where the tables go."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@attrs.frozen
+class Case:
+    name: str
+    work: Callable[[], object]
+    before: Callable[[], object] = lambda: None  #: not timed
+
+
+@attrs.frozen
+class Spread:
+    """What several rounds said of one thing."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({min(self.values):.2f} to {max(self.values):.2f})"
+
+
+@attrs.frozen
+class Times:
+    """Seconds of each case in each round."""
+
+    seconds: dict[str, list[float]]
+
+    def median(self, case: str) -> float:
+        return statistics.median(self.seconds[case])
+
+    def ratio(self, case: str, to: str) -> Spread:
+        """How many times as long as ``to`` it took, round by round."""
+        pairs = zip(self.seconds[case], self.seconds[to], strict=True)
+        return Spread(tuple(mine / its for mine, its in pairs))
+
+
+def interleaved(cases: Sequence[Case], rounds: int, repeats: int = 1) -> Times:
+    """Each round the best of ``repeats``. The order turns, so that no case always follows the same one; one more
+    round warms up.
+    """
+    seconds: dict[str, list[float]] = {case.name: [] for case in cases}
+    for number in range(-1, rounds):
+        for case in turned(cases, number):
+            best = min(_seconds(case) for _ in range(repeats))
+            if number >= 0:
+                seconds[case.name].append(best)
+    return Times(seconds)
+
+
+def _seconds(case: Case) -> float:
+    case.before()
+    begin = time.perf_counter()
+    case.work()
+    return time.perf_counter() - begin
+
+
+def turned(items: Sequence, by: int) -> list:
+    by %= len(items)
+    return [*items[by:], *items[:by]]
+
+
+@attrs.frozen
+class Table:
+    title: str
+    says: str  #: what was moved, what is compared to what
+    header: Sequence[str]
+    rows: Iterable[Sequence[object]]
+
+    def __str__(self) -> str:
+        lines = [_line(self.header), _line(["---"] + ["---:"] * (len(self.header) - 1)), *map(_line, self.rows)]
+        return "\n".join([f"## {self.title}", "", self.says, "", *lines])
+
+
+def _line(cells: Sequence[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"

