@@ -51,7 +51,7 @@ def _table(shape: Shape) -> Table:
     nbytes = shape.layout.payload_nbytes
     return Table(
         title=f"Copies: {Nbytes(nbytes)} chunks in pages of {Nbytes(shape.page_nbytes)}",
-        says=f"{LAYERS} layers of {shape.blocks} pages a chunk; one chunk a job, thread to thread and back. "
+        says=f"{LAYERS} layers of {shape.blocks} pages a chunk; one chunk a job, to the mover's thread and back. "
         f"{CHUNKS} places are used in turn. The ratio is speed to that of one memcpy in the same round: "
         f"median (min to max) of {ROUNDS} rounds, each the best of {REPEATS}.",
         header=("", "GiB/s", "of memcpy"),
@@ -66,9 +66,9 @@ class _Bench:
     def __init__(self, shape: Shape):
         self.shape = shape
         self.namespace = Namespace.of({"benchmark": "copies"})
-        capacity = Nbytes(CHUNKS * shape.layout.frame_nbytes)
+        capacity, nbytes = Nbytes(CHUNKS * shape.layout.frame_nbytes), CHUNKS * shape.layout.payload_nbytes
         self.arena = CpuConfig().open(OpenContext(self.namespace, shape.layout, "benchmark", capacity))
-        self.pages, self.plain = _warm(CHUNKS * shape.layout.payload_nbytes), _warm(CHUNKS * shape.layout.payload_nbytes)
+        self.pages, self.plain = _warm(nbytes), _warm(nbytes)
         self.mover = CpuConfig().attach(self.arena.handle, self._page_table())
         self.jobs = itertools.count()
 

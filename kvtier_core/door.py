@@ -42,7 +42,10 @@ class Door:
         damage = frame.check(landed[:count], self._namespace, key, codec=self._serializer.code)
         if damage is not None:
             return damage
-        if self._serializer.decode(frame.payload_of(landed[:count]), slot[PAGE_NBYTES : PAGE_NBYTES + nbytes]) != nbytes:
+        if (
+            self._serializer.decode(frame.payload_of(landed[:count]), slot[PAGE_NBYTES : PAGE_NBYTES + nbytes])
+            != nbytes
+        ):
             return Damage.LENGTH
         frame.seal(slot, self._namespace, key, nbytes)
         return None

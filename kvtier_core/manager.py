@@ -88,9 +88,7 @@ class StorageManager:
 
     def reserve(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Slot]:
         """Slots for the leading absent keys of a path, as many as there is room for. Evicts who may leave."""
-        absent = [
-            (key, parent) for parent, key in zip((None, *keys), keys, strict=False) if not self._has_a_slot(key)
-        ]
+        absent = [(key, parent) for parent, key in zip((None, *keys), keys, strict=False) if not self._has_a_slot(key)]
         self._make_room(self._hot, len(absent), keys)
         granted = dict(absent[: self._hot.free])
         self._hot.reserve(list(granted))
@@ -183,7 +181,11 @@ class StorageManager:
         for level in self._levels:
             facts = (level.memory if isinstance(level, Arena) else level.backend).facts()
             usage = level.usage()
-            words = [f"{Nbytes(usage.capacity)}", f"{usage.chunks} chunks held", *(f"{k}: {v}" for k, v in facts.items())]
+            words = [
+                f"{Nbytes(usage.capacity)}",
+                f"{usage.chunks} chunks held",
+                *(f"{k}: {v}" for k, v in facts.items()),
+            ]
             lines.append(f"{level.name}: {', '.join(words)}")
         return lines
 
@@ -247,7 +249,9 @@ class StorageManager:
         wanted = [
             key
             for key in keys
-            if self._hot.has(key) and key not in self._descending and any(_wants(level, key) for level in self._levels[1:])
+            if self._hot.has(key)
+            and key not in self._descending
+            and any(_wants(level, key) for level in self._levels[1:])
         ]
         per_group = max(1, _SEAL_NBYTES // self._layout.frame_nbytes)
         for start in range(0, len(wanted), per_group):

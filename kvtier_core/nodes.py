@@ -37,8 +37,14 @@ class Gather:
         return True
 
     def settle(self) -> None:
+        """Raise them all, if there are any; those of a file by line."""
         if self.problems:
-            raise ConfigError(self.problems)
+            raise ConfigError(sorted(self.problems, key=lambda problem: _line(problem.where)))
+
+
+def _line(where: str) -> int:
+    line = where.rpartition(":")[2]
+    return int(line) if line.isdecimal() else 0
 
 
 class Plain(str):

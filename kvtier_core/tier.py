@@ -356,7 +356,7 @@ class Tier:
 def _as_many(answers: Sequence, keys: Sequence[ChunkKey]) -> Sequence:
     if len(answers) != len(keys):
         raise ContractError(f"{len(answers)} answers for {len(keys)} keys")
-    return answers
+    return list(answers)
 
 
 def _leading(items: Sequence, room: int, nbytes: Callable[..., int]) -> list:

@@ -95,6 +95,7 @@ class IOPool:
         """Drop what has not begun, wait for what has; False if a thread still hangs after ``timeout`` seconds."""
         with self._changed:
             self._closed = True
+            self._jobs -= len(self._loads) + len(self._stores)
             self._loads.clear()
             self._stores.clear()
             self._changed.notify_all()

@@ -52,9 +52,7 @@ def namespace(vllm_config: VllmConfig, weights_identity: str, chunk_tokens: int,
             "format": FORMAT_VERSION,
             "engine": f"vllm {vllm.__version__}",
             "model": " ".join(model.architectures),
-            "model configuration": hashlib.sha256(
-                json.dumps(config, sort_keys=True, default=str).encode()
-            ).hexdigest(),
+            "model configuration": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest(),
             "weights": weights_identity,
             "quantization": model.quantization,
             "longest sequence": model.max_model_len,  # some rotary embeddings depend on it

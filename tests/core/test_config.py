@@ -190,11 +190,8 @@ def test_every_problem_of_a_file_is_told(write):
     no_size = "is not a size; write a whole number and B, KiB, MiB, GiB, TiB or PiB"
     assert complaints(load) == [
         "kvtier.yaml:1: $.version: '2' is not one of 1",
-        "kvtier.yaml:7: $.tiers[2].type: no backend 's3' is installed (have: cpu, disk, heap); pip install 'kvtier[s3]'",
-        f"kvtier.yaml:7: $.tiers[2].capacity: '1GB' {no_size}",
-        "kvtier.yaml:8: $.tiers[3].type: no backend 'dsk' is installed (have: cpu, disk, heap); did you mean 'disk'?",
-        "kvtier.yaml:10: $.tiers[5]: 'type' is missing",
-        "kvtier.yaml:11: $.tiers[6]: expected a mapping, found 'disk'",
+        "kvtier.yaml:2: $.chunk_tokens: 'chunk_tokens' must be >= 1: 0",
+        "kvtier.yaml:3: $.load_wate: unknown key 'load_wate'; did you mean 'load_wait'?",
         (
             "kvtier.yaml:5: $.tiers[0].type: the first tier must be an arena, and 'disk' is none: "
             "no engine can reach its memory; put an arena first, cpu for instance"
@@ -205,13 +202,19 @@ def test_every_problem_of_a_file_is_told(write):
         "kvtier.yaml:6: $.tiers[1].capcity: unknown key 'capcity'; did you mean 'capacity'?",
         "kvtier.yaml:6: $.tiers[1].serializer: unknown key 'serializer'; known here: type, capacity, eviction, huge",
         (
+            "kvtier.yaml:7: $.tiers[2].type: no backend 's3' is installed (have: cpu, disk, heap); "
+            "pip install 'kvtier[s3]'"
+        ),
+        f"kvtier.yaml:7: $.tiers[2].capacity: '1GB' {no_size}",
+        "kvtier.yaml:8: $.tiers[3].type: no backend 'dsk' is installed (have: cpu, disk, heap); did you mean 'disk'?",
+        (
             "kvtier.yaml:9: $.tiers[4].eviction: no eviction policy 'lruu' is installed (have: fifo, lfu, lru, mru); "
             "did you mean 'lru'?"
         ),
         "kvtier.yaml:9: $.tiers[4]: 'path' is missing",
         "kvtier.yaml:9: $.tiers[4].depth: 'depth' must be >= 1: 0",
-        "kvtier.yaml:3: $.load_wate: unknown key 'load_wate'; did you mean 'load_wait'?",
-        "kvtier.yaml:2: $.chunk_tokens: 'chunk_tokens' must be >= 1: 0",
+        "kvtier.yaml:10: $.tiers[5]: 'type' is missing",
+        "kvtier.yaml:11: $.tiers[6]: expected a mapping, found 'disk'",
     ]
 
 
@@ -231,7 +234,8 @@ def test_unknown_types_do_not_hide_the_rest():
             {"version": 1, "tiers": [{"type": "disk", "path": "/a", "capacity": "1GiB"}]},
             [
                 (
-                    "inline: $.tiers[0].type: the first tier must be an arena, and 'disk' is none: no engine can reach its "
+                    "inline: $.tiers[0].type: the first tier must be an arena, and 'disk' is none: no engine can reach "
+                    "its "
                     "memory; put an arena first, cpu for instance"
                 )
             ],

@@ -24,7 +24,9 @@ from kvtier_core.types import Presence
 THOROUGH = settings(
     max_examples=300, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck), print_blob=False
 )
-HUNT = settings(THOROUGH, max_examples=300, database=None, derandomize=True, report_multiple_bugs=False, phases=THOROUGH.phases[:3])
+HUNT = settings(
+    THOROUGH, max_examples=300, database=None, derandomize=True, report_multiple_bugs=False, phases=THOROUGH.phases[:3]
+)
 
 
 class Zip(Serializer):
@@ -87,7 +89,9 @@ def forgets_to_free_an_aborted_slot(monkeypatch):
 
 
 def forgets_a_pin(monkeypatch):
-    monkeypatch.setattr(StorageManager, "_sealed", lambda self, keys, slots, outcome: self._offer(keys, self._levels[1:]))
+    monkeypatch.setattr(
+        StorageManager, "_sealed", lambda self, keys, slots, outcome: self._offer(keys, self._levels[1:])
+    )
 
 
 def clears_only_the_arena(monkeypatch):

@@ -112,7 +112,8 @@ BROKEN = {
     ),
     HEAD + "@hookimpl\ndef kvtier_backends(config): return []": (
         "PluginValidationError: Plugin 'bad:mine' for hook 'kvtier_backends' hookimpl definition: "
-        "kvtier_backends(config) Argument(s) {{'config'}} are declared in the hookimpl but can not be found in the hookspec"
+        "kvtier_backends(config) Argument(s) {{'config'}} are declared in the hookimpl "
+        "but can not be found in the hookspec"
     ),
     HEAD + "@hookimpl\ndef kvtier_backends(): return [7]": (
         "kvtier_backends offers 7, which is no ArenaConfig or BackendConfig class"
@@ -120,10 +121,12 @@ BROKEN = {
     HEAD + "@hookimpl\ndef kvtier_eviction_policies(): return [Offered]": (
         "kvtier_eviction_policies offers <class 'bad_mine.Offered'>, which is no EvictionConfig class"
     ),
-    HEAD
-    + "@hookimpl\ndef kvtier_backends(): return [BackendConfig]": "BackendConfig is abstract, or not an attrs class of its own",
-    HEAD
-    + "@hookimpl\ndef kvtier_backends(): return [Offered]": "Offered is abstract, or not an attrs class of its own",
+    HEAD + "@hookimpl\ndef kvtier_backends(): return [BackendConfig]": (
+        "BackendConfig is abstract, or not an attrs class of its own"
+    ),
+    HEAD + "@hookimpl\ndef kvtier_backends(): return [Offered]": (
+        "Offered is abstract, or not an attrs class of its own"
+    ),
     backend("", ""): "MineConfig does not name itself in 'type'",
     backend("threads: int = 3"): "MineConfig has a field 'threads', a key of the core's own",
     backend("ratio: complex = 3"): "no setting can have the type <class 'complex'>",

@@ -211,12 +211,12 @@ hosts:
   - {}
 """
     assert complaint(of_yaml, written).splitlines() == [
-        "f.yaml:4: $.number: written twice, first at f.yaml:1",
         "f.yaml:1: $.number: expected a whole number, found 'x'",
         f"f.yaml:2: $.size: '1GB' {SIZE}",
+        "f.yaml:3: $.sise: unknown key 'sise'; did you mean 'size'?",
+        "f.yaml:4: $.number: written twice, first at f.yaml:1",
         "f.yaml:6: $.hosts[0]: expected text, found a list",
         "f.yaml:8: $.hosts[2]: expected text, found a mapping",
-        "f.yaml:3: $.sise: unknown key 'sise'; did you mean 'size'?",
     ]
 
 
@@ -291,8 +291,8 @@ class Pair:
 
 def test_validators_speak_at_their_own_key():
     assert complaint(of_yaml, "even: 1\nlow: 5\nhigh: 4", Pair).splitlines() == [
-        "f.yaml:3: $.high: high lies below low",
         "f.yaml:1: $.even: ValueError",
+        "f.yaml:3: $.high: high lies below low",
     ]
     assert complaint(of_yaml, "low: -1", Pair) == "f.yaml:1: $: low lies below zero"
     assert of_yaml("low: 3", Pair) == Pair(3)

@@ -14,14 +14,16 @@ from typing import Any
 import attrs
 import pytest
 
-# Read by vLLM when it is imported.
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_CPU_OMP_THREADS_BIND="0",
-    VLLM_LOGGING_LEVEL="INFO",
-    HF_HUB_OFFLINE="1",
-)
+# Read by vLLM when it is imported. What is set already is so on purpose: test_processes sets some.
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "0",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "HF_HUB_OFFLINE": "1",
+}
+for _name, _value in _ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 BLOCK = 32
@@ -50,11 +52,11 @@ class Engine:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        transfer = kvtier and KVTransferConfig(
+        transfer = KVTransferConfig(
             kv_connector="KVTierConnector",
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
-            kv_connector_extra_config=kvtier,
+            kv_connector_extra_config=kvtier or {},
         )
         defaults = {
             "dtype": "float32",
@@ -65,7 +67,7 @@ class Engine:
             "enable_prefix_caching": False,
             "seed": 0,
         }
-        self.llm = LLM(str(model), **{**defaults, **options}, kv_transfer_config=transfer)
+        self.llm = LLM(str(model), **{**defaults, **options}, kv_transfer_config=None if kvtier is None else transfer)
 
     @property
     def scheduler(self):
@@ -91,7 +93,10 @@ class Engine:
         return [
             Answer(
                 tuple(output.outputs[0].token_ids),
-                tuple(step[token].logprob for token, step in zip(output.outputs[0].token_ids, output.outputs[0].logprobs)),
+                tuple(
+                    step[token].logprob
+                    for token, step in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
+                ),
                 output.num_cached_tokens or 0,
             )
             for output in outputs
@@ -132,7 +137,13 @@ def engine(model):
 
     @contextlib.contextmanager
     def start(kvtier: dict[str, Any] | None = None, *, model: Path = model, **options: Any) -> Iterator[Engine]:
-        started = Engine(model, kvtier, **options)
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+        try:
+            started = Engine(model, kvtier, **options)
+        except BaseException:
+            ensure_kv_transfer_shutdown()  # else the next engine in this process would get this one's connector
+            raise
         try:
             yield started
         finally:

@@ -1,0 +1,167 @@
+"""Real vLLM engines side by side, each in a process of its own: vLLM keeps one connector per process.
+
+Nothing runs in an engine that is not asked, so prompts can be put to one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from benchmarks.measure import progress
+
+BLOCK = 128
+_EXAMPLES = Path(__file__).parents[1] / "examples"
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # For all alike: on its own, vLLM binds more cores if there is a connector, and everything looks faster with one.
+    "VLLM_CPU_OMP_THREADS_BIND": "0",
+    "OMP_NUM_THREADS": "1",  # vLLM binds nothing in an engine of one process, and threads that wait for each other spin
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+}
+_OPTIONS = {
+    "dtype": "bfloat16",
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "max_model_len": 4096,
+    "max_num_batched_tokens": 4096,
+    "block_size": BLOCK,
+    "enable_prefix_caching": False,
+    "seed": 0,
+}
+
+
+@attrs.frozen
+class Recipe:
+    name: str
+    transfer: dict[str, Any] | None = None  #: of KVTransferConfig
+    options: dict[str, Any] = attrs.field(factory=dict)  #: of LLM
+
+
+@attrs.frozen
+class Answer:
+    seconds: float
+    cached: int  #: prompt tokens that were not computed
+    settling: float  #: seconds that stores went on afterwards, and were waited for
+
+
+class Engine:
+    """The far end of a pipe to a process that holds an LLM."""
+
+    def __init__(self, recipe: Recipe, model: Path, process: multiprocessing.Process, pipe: Connection):
+        self.name = recipe.name
+        self._process = process
+        self._pipe = pipe
+        pipe.send((recipe, model))
+
+    def wait(self) -> None:
+        self._pipe.recv()
+
+    def ask(self, prompts: Sequence[Sequence[int]], tokens: int) -> Answer:
+        self._pipe.send((prompts, tokens))
+        return self._pipe.recv()
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(30)
+        self._process.kill()
+
+
+@contextlib.contextmanager
+def engines(recipes: Sequence[Recipe], folder: Path) -> Iterator[list[Engine]]:
+    progress(f"starting {len(recipes)} engines: {', '.join(recipe.name for recipe in recipes)}")
+    sys.path.insert(0, str(_EXAMPLES))
+    import tiny_llama
+
+    tiny_llama.make(folder / "model")
+    os.environ.update(_ENVIRONMENT)  # read by vLLM when it is imported
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"])  # most of the start, once
+    with contextlib.ExitStack() as stack:
+        started = []
+        for recipe in recipes:
+            ours, theirs = server.Pipe()
+            process = server.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            started.append(Engine(recipe, folder / "model", process, ours))
+            stack.callback(started[-1].close)
+        for engine in started:
+            engine.wait()
+        yield started
+
+
+def none(name: str = "no connector") -> Recipe:
+    return Recipe(name)
+
+
+def prefix_cache() -> Recipe:
+    return Recipe("vLLM's own prefix cache", options={"enable_prefix_caching": True})
+
+
+def example(folder: Path) -> Recipe:
+    transfer = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": str(folder)}}
+    return Recipe("vLLM's ExampleConnector", {**transfer, "kv_role": "kv_both"})
+
+
+def kvtier(name: str, chunk_tokens: int, *tiers: dict[str, Any]) -> Recipe:
+    transfer = {
+        "kv_connector": "KVTierConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"version": 1, "chunk_tokens": chunk_tokens, "tiers": list(tiers)},
+    }
+    return Recipe(name, transfer)
+
+
+def prompt(seed: object, tokens: int) -> list[int]:
+    return random.Random(str(seed)).choices(range(10, 2000), k=tokens)
+
+
+# -- in the engine's process -----------------------------------------------------------------------------
+
+
+def _serve(pipe: Connection) -> None:
+    os.dup2(2, 1)  # stdout is for the tables
+    recipe, model = pipe.recv()
+    llm = _start(recipe, model)
+    pipe.send("ready")
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send(_ask(llm, *pipe.recv()))
+    llm.llm_engine.engine_core.shutdown()
+
+
+def _start(recipe: Recipe, model: Path) -> Any:
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    transfer = recipe.transfer and KVTransferConfig(**recipe.transfer)
+    return LLM(str(model), **{**_OPTIONS, **recipe.options}, kv_transfer_config=transfer)
+
+
+def _ask(llm: Any, prompts: Sequence[Sequence[int]], tokens: int) -> Answer:
+    from vllm import SamplingParams
+
+    asked = [{"prompt_token_ids": each} for each in prompts]
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, detokenize=False, ignore_eos=True)
+    begin = time.perf_counter()
+    outputs = llm.generate(asked, sampling, use_tqdm=False)
+    seconds = time.perf_counter() - begin
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    while scheduler.has_requests():  # as a server goes on, while stores are on their way
+        llm.llm_engine.step()
+        time.sleep(0.001)
+    return Answer(seconds, sum(out.num_cached_tokens or 0 for out in outputs), time.perf_counter() - begin - seconds)

@@ -1,0 +1,214 @@
+"""Slots: free, reserved, READY, pinned, doomed; and every sentence that a caller in the wrong is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier_core.arena import Arena
+from kvtier_core.builtin.lru import LruConfig
+from kvtier_core.errors import ContractError
+from kvtier_core.residents import Residents
+from kvtier_core.testing.machine import Slots
+from kvtier_core.testing.samples import make_keys
+from kvtier_core.types import Slot, Usage
+
+A, B, C, D = make_keys(4)
+
+NOT_RESERVED = "cpu: this chunk was not reserved, or was committed or aborted before"
+NOT_READY = "cpu: pin of a chunk that is not READY"
+
+
+@pytest.fixture
+def arena():
+    return open_arena()
+
+
+def open_arena(policy=None):
+    """Three slots, number 1 in its stack."""
+    return Arena("cpu", 1, Slots(3), Residents(policy or LruConfig().open()))
+
+
+def fill(arena, *keys):
+    arena.reserve(keys)
+    for key in reversed(keys):
+        assert arena.commit(key, None)
+
+
+def refusal(attempt, *args):
+    with pytest.raises(ContractError) as caught:
+        attempt(*args)
+    return str(caught.value)
+
+
+def counts(arena):
+    return arena.free, arena.reserved, len(arena.residents), arena.pins
+
+
+def test_from_free_to_ready(arena):
+    assert counts(arena) == (3, 0, 0, 0)
+    arena.reserve([A, B])
+    assert counts(arena) == (1, 2, 0, 0)
+    assert (arena.expects(A), arena.has(A), arena.taken(A)) == (True, False, True)
+    assert arena.commit(A, None)
+    assert counts(arena) == (1, 1, 1, 0)
+    assert (arena.expects(A), arena.has(A), arena.taken(A)) == (False, True, True)
+    arena.abort(B)
+    assert counts(arena) == (2, 0, 1, 0)
+    assert (arena.expects(B), arena.has(B), arena.taken(B)) == (False, False, False)
+
+
+def test_a_chunk_stays_in_its_slot(arena):
+    arena.reserve([A, B])
+    slots = [arena.slot(key) for key in (A, B)]
+    assert slots == [Slot(1, 0), Slot(1, 1)]
+    arena.view(B)[:4] = b"here"
+    arena.commit(B, None)
+    assert arena.slot(B) == arena.pin(B) == slots[1]
+    assert bytes(arena.memory.view(1)[:4]) == b"here"
+
+
+def test_reserve_needs_free_slots(arena):
+    fill(arena, A)
+    assert refusal(arena.reserve, [B, C, D]) == "cpu: reserve needs 3 free slots and keys that have none"
+    assert counts(arena) == (2, 0, 1, 0)
+
+
+@pytest.mark.parametrize("state", ["reserved", "ready", "doomed"])
+def test_reserve_needs_keys_without_a_slot(arena, state):
+    arena.reserve([A])
+    if state == "ready":
+        arena.commit(A, None)
+    if state == "doomed":
+        arena.clear()
+    assert refusal(arena.reserve, [B, A]) == "cpu: reserve needs 2 free slots and keys that have none"
+    assert not arena.taken(B), "all or nothing"
+
+
+def test_commit_and_abort_need_a_reservation(arena):
+    for attempt in (lambda: arena.commit(A, None), lambda: arena.abort(A)):
+        assert refusal(attempt) == NOT_RESERVED
+    fill(arena, A)
+    for attempt in (lambda: arena.commit(A, None), lambda: arena.abort(A)):
+        assert refusal(attempt) == NOT_RESERVED
+    assert counts(arena) == (2, 0, 1, 0)
+    arena.reserve([B])
+    arena.abort(B)
+    assert refusal(arena.abort, B) == NOT_RESERVED
+    assert counts(arena) == (2, 0, 1, 0)
+
+
+def test_pin_needs_a_ready_chunk(arena):
+    assert refusal(arena.pin, A) == NOT_READY
+    arena.reserve([A])
+    assert refusal(arena.pin, A) == NOT_READY
+    arena.commit(A, None)
+    slot = arena.pin(A)
+    arena.clear()
+    assert refusal(arena.pin, A) == NOT_READY
+    arena.unpin(slot)
+    assert refusal(arena.pin, A) == NOT_READY
+
+
+def test_unpin_needs_a_pin(arena):
+    fill(arena, A)
+    slot = arena.slot(A)
+    assert refusal(arena.unpin, slot) == "cpu: unpin of slot 0, which is not pinned"
+    arena.pin(A)
+    arena.unpin(slot)
+    assert refusal(arena.unpin, slot) == "cpu: unpin of slot 0, which is not pinned"
+    assert counts(arena) == (2, 0, 1, 0)
+
+
+def test_pins_are_counted(arena):
+    fill(arena, A, B)
+    slots = [arena.pin(key) for key in (A, A, B)]
+    assert arena.pins == 3
+    for left, slot in zip((2, 1, 0), slots, strict=True):
+        arena.unpin(slot)
+        assert arena.pins == left
+
+
+def test_room_is_made_of_what_nobody_needs(arena):
+    fill(arena, C)
+    fill(arena, B)
+    fill(arena, A)
+    arena.pin(C)
+    assert arena.make_room(1, spare=lambda key: key == B) == [A]
+    assert arena.make_room(1) == [], "one is free"
+    assert arena.make_room(3) == [B], "the last is pinned"
+    assert counts(arena) == (2, 0, 1, 1)
+
+
+def test_a_policy_may_refuse(monkeypatch):
+    policy = LruConfig().open()
+    monkeypatch.setattr(policy, "admit", lambda key, nbytes: False)
+    arena = open_arena(policy)
+    arena.reserve([A])
+    assert not arena.commit(A, None)
+    assert counts(arena) == (3, 0, 0, 0)
+
+
+def test_clear_frees_what_nobody_uses(arena):
+    fill(arena, A, B)
+    arena.clear()
+    assert counts(arena) == (3, 0, 0, 0)
+    assert not arena.has(A)
+
+
+def test_a_pinned_chunk_is_gone_at_once_and_its_slot_later(arena):
+    fill(arena, A)
+    slots = [arena.pin(A), arena.pin(A)]
+    arena.view(A)[:4] = b"here"
+    arena.clear()
+    assert (arena.has(A), arena.taken(A)) == (False, True)
+    arena.unpin(slots[0])
+    assert (arena.free, arena.taken(A)) == (2, True)
+    assert bytes(arena.memory.view(slots[0].index)[:4]) == b"here"
+    assert arena.make_room(3) == []
+    arena.unpin(slots[1])
+    assert (arena.free, arena.taken(A)) == (3, False)
+
+
+@pytest.mark.parametrize("ending", ["commit", "abort"])
+def test_what_was_being_filled_at_a_clear_is_never_found(arena, ending):
+    arena.reserve([A])
+    arena.clear()
+    assert (arena.expects(A), arena.has(A), arena.taken(A)) == (False, False, True)
+    if ending == "commit":
+        assert not arena.commit(A, None)
+    else:
+        arena.abort(A)
+    assert counts(arena) == (3, 0, 0, 0)
+
+
+def test_a_slot_that_was_doomed_is_as_good_as_new(arena):
+    """Each way out of doom leaves nothing of it behind."""
+    fill(arena, A)
+    slot = arena.pin(A)
+    arena.reserve([B, C])
+    arena.clear()
+    arena.unpin(slot)
+    arena.abort(B)
+    arena.commit(C, None)
+    fill(arena, A, B, C)
+    assert all(arena.has(key) for key in (A, B, C))
+    arena.unpin(arena.pin(A))
+    assert arena.has(A)
+
+
+def test_clear_twice_while_all_is_in_use(arena):
+    fill(arena, A)
+    slot = arena.pin(A)
+    arena.reserve([B])
+    arena.clear()
+    arena.clear()
+    arena.unpin(slot)
+    assert not arena.commit(B, None)
+    assert counts(arena) == (3, 0, 0, 0)
+
+
+def test_usage_tells_what_is_held(arena):
+    fill(arena, A, B)
+    arena.pin(A)
+    nbytes = arena.memory.slot_nbytes
+    assert arena.usage() == Usage("cpu", chunks=2, nbytes=2 * nbytes, capacity=3 * nbytes, pins=1)

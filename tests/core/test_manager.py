@@ -1,0 +1,555 @@
+"""The stack as an engine sees it: what goes down, what comes up, and what it is told meanwhile."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvtier_core import frame
+from kvtier_core.arena import Arena
+from kvtier_core.builtin.lru import LruConfig
+from kvtier_core.door import Door
+from kvtier_core.errors import ContractError
+from kvtier_core.manager import StorageManager
+from kvtier_core.residents import Residents
+from kvtier_core.testing.machine import LAYOUT, NAMESPACE, Shelf, Slots, payload
+from kvtier_core.testing.pool import ManualPool
+from kvtier_core.testing.samples import make_keys
+from kvtier_core.tier import Tier
+from kvtier_core.types import PAGE_NBYTES, EventKind, Presence
+from kvtier_core.workers import IOPool
+
+MISS, READY, PENDING = Presence
+
+#: Paths that share nothing.
+KEYS = make_keys(12)
+OURS, THEIRS, OTHERS = KEYS[:4], KEYS[4:8], KEYS[8:]
+
+#: Seconds after which a test that waits is wrong. None of them takes so long.
+LONG = 10.0
+
+
+class Memory(Slots):
+    closed = 0
+
+    def close(self):
+        self.closed += 1
+
+
+class Bench:
+    """A stack, its parts, and an engine that stores and loads as it should."""
+
+    def __init__(self, *, arenas=(4,), tiers=(12,), inflight=100, shelf=Shelf, pool=ManualPool):
+        self.now = 0.0
+        self.memories = [Memory(slots) for slots in arenas]
+        self.shelves = [shelf() for _ in tiers]
+        names = [f"cpu{i or ''}" for i in range(len(arenas))], [f"disk{i or ''}" for i in range(len(tiers))]
+        self.arenas = [
+            Arena(name, i, memory, self._residents())
+            for i, (name, memory) in enumerate(zip(names[0], self.memories, strict=True))
+        ]
+        self.tiers = [
+            Tier(
+                name,
+                shelf,
+                pool=pool(),
+                residents=self._residents(),
+                door=Door(NAMESPACE, LAYOUT, None),
+                capacity=frames * LAYOUT.frame_nbytes,
+                inflight=inflight * LAYOUT.frame_nbytes,
+                clock=lambda: self.now,
+            )
+            for name, shelf, frames in zip(names[1], self.shelves, tiers, strict=True)
+        ]
+        self.sealer = pool()
+        self.manager = StorageManager(
+            [*self.arenas, *self.tiers],
+            namespace=NAMESPACE,
+            layout=LAYOUT,
+            pool=self.sealer,
+            clock=lambda: self.now,
+        )
+
+    def _residents(self):
+        return Residents(LruConfig().open())
+
+    def fill(self, path):
+        """Reserve and fill slots; the keys that got one."""
+        slots = self.manager.reserve(path)
+        for key, slot in slots.items():
+            self._payload(slot)[:] = payload(key, 0)
+        return list(slots)
+
+    def store(self, path):
+        """Until it is everywhere, and nobody waits for it any more."""
+        self.manager.commit(self.fill(path))
+        events = self.settle()
+        self.forget()
+        return events
+
+    def settle(self):
+        events = self.manager.drain(LONG)
+        assert not self.manager.jobs
+        return events
+
+    def forget(self):
+        """What was looked up is spared for two steps."""
+        self.manager.step()
+        self.manager.step()
+
+    def bring_up(self, path):
+        assert PENDING in self.manager.lookup(path)
+        events = self.settle()
+        assert self.manager.lookup(path) == [READY] * len(path)
+        return events
+
+    def load(self, path):
+        """The arenas from which the bytes came, which were the right ones."""
+        slots = self.manager.pin(path)
+        assert [bytes(self._payload(slot)) for slot in slots] == [payload(key, 0) for key in path]
+        self.manager.unpin(slots)
+        return [slot.arena for slot in slots]
+
+    def work(self, pieces):
+        """So many pieces of work, each followed by a step; returns whether there were so many."""
+        for _ in range(pieces):
+            busy = [pool for pool in [self.sealer, *(tier.pool for tier in self.tiers)] if pool.queue]
+            if not busy:
+                return False
+            busy[0].run()
+            self.manager.step()
+        return True
+
+    def at_rest(self):
+        """Nothing is pinned, in flight, or held by nobody."""
+        usage = self.manager.usage()
+        assert not any(level.pins or level.inflight for level in usage)
+        for arena in self.arenas:
+            assert arena.free + len(arena.residents) == arena.memory.slots
+        for tier, shelf in zip(self.tiers, self.shelves, strict=True):
+            assert tier.usage().nbytes == sum(map(len, shelf.frames.values()))
+
+    def _payload(self, slot):
+        return self.memories[slot.arena].view(slot.index)[PAGE_NBYTES : PAGE_NBYTES + LAYOUT.payload_nbytes]
+
+
+@pytest.fixture
+def bench():
+    return Bench()
+
+
+def told(events):
+    return [(event.kind, event.tier, list(event.keys)) for event in events]
+
+
+# -- down and up ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pool", [ManualPool, lambda: IOPool("test", 2)], ids=["chosen", "threads"])
+def test_what_is_stored_comes_back(pool):
+    bench = Bench(pool=pool)
+    assert told(bench.store(OURS)) == [(EventKind.STORED, "cpu", OURS), (EventKind.WRITTEN, "disk", OURS)]
+    assert told(bench.store(THEIRS))[0] == (EventKind.EVICTED, "cpu", OURS[::-1])
+    assert bench.manager.lookup(OURS) == [PENDING] * 4
+    assert told(bench.settle()) == [
+        (EventKind.EVICTED, "cpu", THEIRS[::-1]),
+        (EventKind.PROMOTED, "cpu", OURS),
+    ]
+    assert bench.manager.lookup(OURS) == [READY] * 4
+    assert bench.load(OURS) == [0] * 4
+    bench.at_rest()
+    bench.manager.close()
+
+
+def test_events_count_bytes(bench):
+    stored, written = bench.store(OURS)
+    assert stored.nbytes == 4 * LAYOUT.payload_nbytes
+    assert written.nbytes == 4 * LAYOUT.frame_nbytes
+    bench.store(THEIRS)
+    promoted = bench.bring_up(OURS)[-1]
+    assert (promoted.nbytes, promoted.why) == (4 * LAYOUT.payload_nbytes, "from disk")
+
+
+def test_an_eviction_is_free(bench):
+    """It was written down when it was stored."""
+    bench.store(OURS)
+    assert bench.manager.reserve(THEIRS).keys() == set(THEIRS)
+    assert bench.manager.jobs == 0
+
+
+def test_what_comes_up_is_offered_to_the_tiers_it_passed():
+    bench = Bench(tiers=(4, 12))
+    bench.store(OURS)
+    bench.store(THEIRS)
+    assert set(bench.shelves[0].frames) == set(THEIRS)
+    events = bench.bring_up(OURS)
+    assert (EventKind.PROMOTED, "cpu", OURS) in told(events)
+    assert (EventKind.WRITTEN, "disk", OURS) in told(events)
+    assert not any(event.tier == "disk1" for event in events)
+    assert set(bench.shelves[0].frames) == set(OURS)
+    bench.at_rest()
+
+
+def test_a_damaged_frame_is_a_miss(bench):
+    bench.store(OURS)
+    bench.store(THEIRS)
+    bench.shelves[0].frames[OURS[1]] = bench.shelves[0].frames[OURS[2]]
+    assert bench.manager.lookup(OURS) == [PENDING] * 4
+    assert (EventKind.DAMAGED, "disk", [OURS[1]]) in told(bench.settle())
+    assert bench.manager.lookup(OURS) == [READY, MISS, MISS, MISS]
+    assert bench.load(OURS[:1]) == [0]
+    bench.at_rest()
+
+
+def test_a_frame_that_cannot_be_sealed_stays_where_it_is(bench, monkeypatch):
+    def seal(*arguments):
+        raise OSError("planned")
+
+    monkeypatch.setattr(frame, "seal", seal)
+    assert told(bench.store(OURS)) == [(EventKind.STORED, "cpu", OURS), (EventKind.FAILED, "cpu", OURS)]
+    assert bench.manager.lookup(OURS) == [READY] * 4
+    bench.at_rest()
+
+
+def test_origins_name_the_tier_that_saved_the_recompute(bench):
+    bench.store(OURS)
+    assert bench.manager.origins(OURS) == ["cpu"] * 4
+    bench.store(THEIRS)
+    bench.bring_up(OURS)
+    assert bench.manager.origins(OURS) == ["disk"] * 4
+    bench.load(OURS[:2])
+    assert bench.manager.origins(OURS) == ["cpu", "cpu", "disk", "disk"]
+
+
+def test_an_origin_does_not_outlive_the_chunk(bench):
+    bench.store(OURS)
+    bench.store(THEIRS)
+    bench.bring_up(OURS)
+    bench.forget()
+    bench.store(THEIRS)  # crowds it out, before it was ever used
+    bench.forget()
+    bench.store(OURS)
+    assert bench.manager.origins(OURS) == ["cpu"] * 4
+
+
+def test_a_lower_arena_is_served_as_it_lies():
+    bench = Bench(arenas=(4, 8), tiers=())
+    bench.store(OURS)
+    bench.store(THEIRS)
+    assert not any(bench.arenas[0].has(key) for key in OURS)
+    assert bench.manager.lookup(OURS) == [READY] * 4
+    assert bench.manager.origins(OURS) == ["cpu1"] * 4
+    assert bench.load(OURS) == [1] * 4
+    assert told(bench.settle()) == [], "copied, or brought up"
+    assert bench.load(THEIRS) == [0] * 4
+    bench.at_rest()
+
+
+# -- what an engine is told ----------------------------------------------------------------------------
+
+
+def test_behind_a_miss_everything_is_a_miss(bench):
+    bench.store(OURS)
+    assert bench.manager.lookup([OURS[0], THEIRS[0], OURS[1]]) == [READY, MISS, MISS]
+    assert bench.manager.lookup([]) == []
+
+
+def test_what_is_being_stored_is_on_its_way(bench):
+    bench.fill(OURS[:2])
+    assert bench.manager.lookup(OURS) == [PENDING, PENDING, MISS, MISS]
+    bench.manager.abort(OURS[:2])
+    assert bench.manager.lookup(OURS) == [MISS] * 4
+    bench.at_rest()
+
+
+def test_a_lookup_moves_nothing(bench):
+    bench.store(OURS)
+    bench.store(THEIRS)
+    before = bench.manager.usage()
+    for _ in range(3):
+        assert bench.manager.lookup(OURS) == [PENDING] * 4
+    assert bench.manager.usage() == before
+    assert bench.manager.jobs == 0
+
+
+def test_ready_holds_while_others_reserve(bench):
+    bench.store(OURS[:2])
+    assert bench.manager.lookup(OURS[:2]) == [READY] * 2
+    for _ in range(2):
+        assert list(bench.manager.reserve(THEIRS)) == THEIRS[:2], "at the expense of what was just found"
+        bench.manager.abort(THEIRS[:2])
+        assert bench.manager.lookup(OURS[:2]) == [READY] * 2
+        bench.manager.step()
+    bench.manager.step()
+    assert list(bench.manager.reserve(THEIRS)) == THEIRS, "nobody looked at the others for two steps"
+
+
+def test_a_wish_is_not_granted_at_the_expense_of_what_was_just_found(bench):
+    bench.store(OURS)
+    bench.store(THEIRS)
+    assert bench.manager.lookup(THEIRS) == [READY] * 4
+    assert bench.manager.lookup(OURS) == [PENDING] * 4
+    bench.manager.step()
+    assert bench.manager.lookup(THEIRS) == [READY] * 4
+    assert bench.manager.lookup(OURS) == [MISS] * 4
+    assert bench.manager.jobs == 0
+
+
+def test_a_wish_without_room_is_a_miss_with_a_reason():
+    bench = Bench(arenas=(4,))
+    bench.store(OURS)
+    bench.store(THEIRS)
+    pins = bench.manager.pin(THEIRS)
+    assert bench.manager.lookup(OURS) == [PENDING] * 4
+    bench.manager.step()
+    assert bench.manager.lookup(OURS) == [MISS] * 4
+    assert bench.manager.why_missing(OURS[0]) == "no room in cpu to bring it up"
+    assert bench.manager.why_missing(OTHERS[0]) == "not stored"
+    bench.manager.unpin(pins)
+    bench.manager.step()
+    bench.bring_up(OURS)
+    assert bench.load(OURS) == [0] * 4
+
+
+def test_a_wish_is_granted_as_far_as_there_is_room(bench):
+    bench.store(OURS)
+    bench.store(THEIRS)
+    pins = bench.manager.pin(THEIRS[:2])
+    bench.manager.lookup(OURS)
+    bench.settle()
+    assert bench.manager.lookup(OURS)[:2] == [READY] * 2, "the root first"
+    bench.manager.unpin(pins)
+
+
+def test_a_wish_beyond_what_may_be_in_flight_stays_one():
+    bench = Bench(inflight=2)
+    for path in (OURS, THEIRS):
+        bench.store(path[:2])
+        bench.store(path)
+        bench.manager.touch(path)
+        bench.store(path)
+    bench.manager.lookup(OURS)
+    bench.settle()
+    assert bench.manager.lookup(OURS) == [READY, READY, PENDING, PENDING]
+    bench.settle()
+    assert bench.manager.lookup(OURS) == [READY] * 4
+    bench.at_rest()
+
+
+def test_a_touch_offers_again_what_a_tier_had_refused():
+    bench = Bench(inflight=2)
+    assert (EventKind.REFUSED, "disk", OURS[2:]) in told(bench.store(OURS))
+    assert set(bench.shelves[0].frames) == set(OURS[:2])
+    bench.manager.touch(OURS)
+    bench.settle()
+    assert set(bench.shelves[0].frames) == set(OURS)
+    bench.manager.touch(OURS)
+    assert bench.manager.jobs == 0, "nobody wants it any more"
+    bench.at_rest()
+
+
+def test_a_touch_keeps_a_path(bench):
+    bench.store(OURS[:2])
+    bench.store(THEIRS[:2])
+    bench.manager.touch(OURS[:2])
+    bench.store(OTHERS[:2])
+    assert [bench.arenas[0].has(key) for key in (OURS[0], THEIRS[0])] == [True, False]
+
+
+def test_reserve_gives_slots_to_absent_keys_alone(bench):
+    bench.store(OURS[:2])
+    assert list(bench.manager.reserve(OURS)) == OURS[2:]
+    assert bench.manager.reserve(OURS) == {}
+
+
+def test_reserve_spares_its_own_path(bench):
+    """The leading part of a path is of no use without what comes before it."""
+    bench.store(OURS[:3])
+    assert list(bench.manager.reserve([*OURS[:3], *THEIRS])) == THEIRS[:1]
+
+
+def test_pin_takes_all_or_nothing(bench):
+    bench.store(OURS)
+    with pytest.raises(ContractError) as caught:
+        bench.manager.pin([OURS[0], THEIRS[0]])
+    assert str(caught.value) == "pin of a chunk that is not READY"
+    bench.at_rest()
+
+
+def test_a_stack_begins_with_an_arena(bench):
+    for levels in ([], bench.tiers, [*bench.tiers, *bench.arenas]):
+        with pytest.raises(ContractError) as caught:
+            StorageManager(levels, namespace=NAMESPACE, layout=LAYOUT, pool=ManualPool())
+        assert str(caught.value) == "a stack begins with an arena"
+
+
+def test_what_each_level_holds_in_words(bench, monkeypatch):
+    monkeypatch.setattr(bench.shelves[0], "facts", lambda: {"direct": "auto -> off"})
+    bench.store(OURS)
+    assert bench.manager.describe() == ["cpu: 32KiB, 4 chunks held", "disk: 96KiB, 4 chunks held, direct: auto -> off"]
+
+
+# -- clear ---------------------------------------------------------------------------------------------
+
+
+def gone(bench, path):
+    """Is nothing of the path left, anywhere, and everything as it was at the start?"""
+    bench.settle()
+    assert bench.manager.lookup(path) == [MISS] * len(path)
+    bench.at_rest()
+    assert not any(level.chunks for level in bench.manager.usage())
+    assert not any(shelf.frames for shelf in bench.shelves)
+
+
+@pytest.mark.parametrize("pieces", range(4))
+@pytest.mark.parametrize("arenas", [(4,), (4, 6)])
+def test_a_clear_during_a_store(arenas, pieces):
+    bench = Bench(arenas=arenas)
+    bench.manager.commit(bench.fill(OURS))
+    assert bench.work(pieces) == (pieces <= len(arenas) + 1)
+    bench.manager.clear()
+    assert bench.manager.lookup(OURS) == [MISS] * 4
+    gone(bench, OURS)
+
+
+def test_a_clear_while_the_engine_fills_a_slot(bench):
+    filled = bench.fill(OURS)
+    bench.manager.clear()
+    assert bench.manager.lookup(OURS) == [MISS] * 4
+    bench.manager.commit(filled)
+    assert told(bench.settle()) == []
+    gone(bench, OURS)
+
+
+def test_a_clear_while_the_engine_loads(bench):
+    bench.store(OURS)
+    pins = bench.manager.pin(OURS)
+    bench.manager.clear()
+    bench.settle()
+    assert bench.manager.lookup(OURS) == [MISS] * 4
+    assert bench.manager.reserve(THEIRS) == {}, "the slots are still being read"
+    bench.manager.unpin(pins)
+    gone(bench, OURS)
+
+
+@pytest.mark.parametrize("moment", ["wished", "granted", "read", "arrived"])
+def test_a_clear_while_a_chunk_comes_up(bench, moment):
+    bench.store(OURS)
+    bench.store(THEIRS)
+    bench.manager.lookup(OURS)
+    if moment != "wished":
+        bench.manager.step()
+        assert bench.manager.jobs == 1
+    if moment in ("read", "arrived"):
+        bench.tiers[0].pool.run()
+    if moment == "arrived":
+        bench.manager.step()
+    bench.manager.clear()
+    assert bench.manager.lookup(OURS) == [MISS] * 4
+    assert not any(event.kind is EventKind.PROMOTED for event in bench.settle())
+    gone(bench, OURS)
+
+
+def test_what_is_stored_after_a_clear_is_found(bench):
+    bench.store(OURS)
+    bench.manager.clear()
+    bench.settle()
+    bench.store(OURS)
+    bench.store(THEIRS)
+    bench.bring_up(OURS)
+    assert bench.load(OURS) == [0] * 4
+
+
+# -- the end -------------------------------------------------------------------------------------------
+
+
+class Hanging(Shelf):
+    """A store with a call that does not come back before it is let go."""
+
+    hangs = "write"
+    closed = 0
+
+    def __init__(self):
+        super().__init__()
+        self.begun = threading.Event()
+        self.go = threading.Event()
+
+    def write(self, keys, frames):
+        self._hang("write")
+        super().write(keys, frames)
+
+    def delete(self, keys):
+        self._hang("delete")
+        super().delete(keys)
+
+    def close(self):
+        self.closed += 1
+
+    def _hang(self, call):
+        if call == self.hangs:
+            self.begun.set()
+            assert self.go.wait(LONG)
+
+
+@pytest.fixture
+def hanging():
+    """A stack on threads; a tier for two chunks, whose writes hang."""
+    bench = Bench(tiers=(2,), shelf=Hanging, pool=lambda: IOPool("test"))
+    yield bench
+    bench.shelves[0].go.set()
+    assert bench.sealer.close(LONG)
+    assert bench.tiers[0].pool.close(LONG)
+
+
+def test_close_lets_stores_on_their_way_finish(bench):
+    bench.manager.commit(bench.fill(OURS))
+    events = bench.manager.close()
+    assert (EventKind.WRITTEN, "disk", OURS) in told(events)
+    assert set(bench.shelves[0].frames) == set(OURS)
+    assert bench.memories[0].closed == 1
+
+
+@pytest.mark.parametrize("pool", [ManualPool, lambda: IOPool("test", 2)], ids=["chosen", "threads"])
+def test_close_twice(pool):
+    bench = Bench(pool=pool)
+    bench.store(OURS)
+    bench.manager.close()
+    assert bench.manager.close() == []
+    assert bench.memories[0].closed
+
+
+def test_drain_gives_up_on_a_store_that_hangs(hanging):
+    manager = hanging.manager
+    manager.commit(hanging.fill(OURS[:2]))
+    assert hanging.shelves[0].begun.wait(LONG) or manager.drain(0.05)
+    events = manager.drain(timeout=0.05)
+    assert not any(event.kind is EventKind.WRITTEN for event in events)
+    assert manager.jobs == 1
+    assert manager.usage()[0].pins == 2
+    hanging.shelves[0].go.set()
+    assert (EventKind.WRITTEN, "disk", OURS[:2]) in told(hanging.settle())
+    hanging.at_rest()
+
+
+def start_to_hang(bench, path):
+    bench.manager.commit(bench.fill(path))
+    while not bench.shelves[0].begun.wait(0.01):
+        bench.manager.step()
+
+
+def test_close_lets_go_of_nothing_that_a_hanging_call_may_touch(hanging):
+    start_to_hang(hanging, OURS[:2])
+    hanging.manager.close(timeout=0.05)
+    assert hanging.memories[0].closed == 0
+    assert hanging.shelves[0].closed == 0
+
+
+def test_close_twice_around_a_call_that_hung(hanging):
+    """The second time finds what the first one left: a write that its victims' delete had kept waiting."""
+    hanging.shelves[0].hangs = "delete"
+    hanging.store(OURS[:2])
+    start_to_hang(hanging, THEIRS[:2])
+    hanging.manager.close(timeout=0.05)
+    hanging.shelves[0].go.set()
+    hanging.manager.close(timeout=LONG)

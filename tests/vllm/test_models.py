@@ -1,0 +1,108 @@
+"""Models that kvtier serves in another way, or refuses with a reason."""
+
+from __future__ import annotations
+
+import json
+
+from conftest import cpu, cpu_and_disk, prompt
+from test_serving import forget, hits
+
+
+def test_latent_attention(engine, said, tmp_path):
+    """MLA: one page a layer, no heads. Its backend's own prefix hit is the only fair oracle."""
+    import tiny_llama
+
+    tiny_llama.make_mla(tmp_path / "model")
+    asked = prompt(60, 530)
+    options = {"model": tmp_path / "model", "dtype": "bfloat16", "enable_prefix_caching": True}
+    with engine(cpu_and_disk(tmp_path / "store"), **options) as first:
+        first.ask(asked)
+        own = first.ask(asked)[0]
+        forget(first)
+        said()
+        warm = first.ask(asked)[0]
+        assert hits(said()) == ["hit 512 of 530 tokens: cpu 512"]
+        first.assert_at_rest()
+    with engine(cpu_and_disk(tmp_path / "store"), **options) as second:
+        said()
+        again = second.ask(asked)[0]
+        assert hits(said()) == ["hit 512 of 530 tokens: disk 512"]
+    assert own.cached == warm.cached == again.cached == 512
+    assert warm.differs(own) == again.differs(own) == 0
+
+
+def test_a_model_with_several_kv_groups_is_refused_and_answered_right(engine, said, tmp_path):
+    import tiny_llama
+
+    tiny_llama.make_hybrid(tmp_path)
+    asked = prompt(61, 530)
+    with engine(model=tmp_path) as plain:
+        truth = plain.ask(asked)[0]
+    with engine(cpu(), model=tmp_path) as served:
+        lines = said()
+        answers = [served.ask(asked)[0], served.ask(asked)[0]]
+        reasons = hits(said())
+    reason = "the model has 4 KV cache groups and kvtier restores one"
+    assert lines[-1] == f"kvtier: this engine is not served: {reason}"
+    assert reasons == [f"hit 0 of 530 tokens: {reason}"] * 2
+    assert [answer.cached for answer in answers] == [0, 0]
+    assert all(answer.differs(truth) == 0 for answer in answers)
+
+
+def test_another_dtype_or_longest_sequence_is_another_namespace(engine, model, tmp_path):
+    asked = prompt(62, 530)
+    cached = []
+    for options in ({}, {"dtype": "bfloat16"}, {"max_model_len": 1024}, {"block_size": 64}, {}):
+        with engine(cpu_and_disk(tmp_path), **options) as served:
+            cached.append(served.ask(asked)[0].cached)
+    assert cached == [0, 0, 0, 0, 512]
+
+
+def test_the_pages_themselves_come_back(engine, monkeypatch):
+    """Bytes, not answers: what a load puts into the engine's pages is what a store took out of them."""
+    from kvtier_core.mover import HostMover
+
+    taken, given = {}, {}
+
+    def pages_of(mover, row):
+        return {
+            (base, place): read(base + block * stride, nbytes)
+            for (stride, nbytes), layers in mover._layers.items()
+            for base, _ in layers
+            for place, block in enumerate(row)
+        }
+
+    def read(address, nbytes):
+        import ctypes
+
+        return ctypes.string_at(address, nbytes)
+
+    store, load, finished = HostMover.store, HostMover.load, HostMover.finished
+    loads = []
+
+    def spy_store(mover, job, pages, slots):
+        taken.update((slot, pages_of(mover, row)) for slot, row in zip(slots, pages, strict=True))
+        store(mover, job, pages, slots)
+
+    def spy_load(mover, job, slots, pages):
+        loads.append((mover, slots, pages))
+        load(mover, job, slots, pages)
+
+    def spy_finished(mover):
+        ended = finished(mover)
+        if ended and loads:
+            for mover, slots, pages in loads:
+                given.update((slot, pages_of(mover, row)) for slot, row in zip(slots, pages, strict=True))
+            loads.clear()
+        return ended
+
+    asked = prompt(63, 530)
+    with engine(cpu()) as served:
+        monkeypatch.setattr(HostMover, "store", spy_store)
+        monkeypatch.setattr(HostMover, "load", spy_load)
+        served.ask(asked)
+        monkeypatch.setattr(HostMover, "finished", spy_finished)
+        assert served.ask(asked)[0].cached == 512
+    assert len(taken) == 8
+    assert len({json.dumps(sorted(map(str, pages.values()))) for pages in taken.values()}) == 8, "all chunks alike"
+    assert given == taken

@@ -1,0 +1,90 @@
+"""An engine that cannot be served as asked does not start, and says everything that is wrong."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import cpu, prompt
+from test_serving import hits
+
+from kvtier_core.errors import ConfigError
+
+BROKEN = """\
+version: 1
+chunk_tokens: 100
+load_wait: 2
+tiers:
+  - {type: cpu, capacity: 64MB}
+  - {type: disc, capacity: 1GiB, path: /nowhere}
+  - {type: disk, capacity: 1GiB, path: /nowhere, pth: /else}
+"""
+
+
+def test_every_problem_of_the_file_is_told_at_once(engine, tmp_path):
+    file = tmp_path / "kvtier.yaml"
+    file.write_text(BROKEN)
+    with pytest.raises(ConfigError) as caught, engine({"kvtier.config": str(file)}):
+        pass
+    assert str(caught.value).replace(str(tmp_path), "") == (
+        "/kvtier.yaml:3: $.load_wait: '2' is not a length of time; write a number and ms, s or min\n"
+        "/kvtier.yaml:5: $.tiers[0].capacity: '64MB' is not a size; "
+        "write a whole number and B, KiB, MiB, GiB, TiB or PiB\n"
+        "/kvtier.yaml:6: $.tiers[1].type: no backend 'disc' is installed (have: cpu, disk, heap); "
+        "did you mean 'disk'?\n"
+        "/kvtier.yaml:7: $.tiers[2].pth: unknown key 'pth'; did you mean 'path'?"
+    )
+
+
+def test_chunks_that_do_not_fit_the_engines_blocks(engine):
+    with pytest.raises(ConfigError) as caught, engine(cpu(chunk_tokens=100)):
+        pass
+    assert str(caught.value) == (
+        "kv_connector_extra_config: $.chunk_tokens: 100 is not a multiple of the engine's block size 32; "
+        "write 96 or 128"
+    )
+
+
+def test_an_arena_too_small_for_one_chunk(engine):
+    with pytest.raises(ConfigError) as caught, engine(cpu("1KiB")):
+        pass
+    assert str(caught.value) == (
+        "kv_connector_extra_config: $.tiers[0].capacity: 1KiB holds no chunk: one is 0.3MiB; write at least 260KiB"
+    )
+
+
+def test_a_folder_that_cannot_be_written(engine, tmp_path):
+    (tmp_path / "file").write_text("")
+    stack = cpu()
+    stack["tiers"].append({"type": "disk", "path": str(tmp_path / "file"), "capacity": "1GiB"})
+    with pytest.raises(ConfigError) as caught, engine(stack):
+        pass
+    assert str(caught.value).startswith("kv_connector_extra_config: $.tiers[1]: ")
+    assert str(tmp_path / "file") in str(caught.value)
+
+
+def test_the_configuration_may_come_from_the_environment(engine, said, monkeypatch, tmp_path):
+    file = tmp_path / "kvtier.yaml"
+    file.write_text("version: 1\nchunk_tokens: 64\ntiers: [{type: heap, capacity: 64MiB}]\n")
+    monkeypatch.setenv("KVTIER_CONFIG", str(file))
+    asked = prompt(70, 530)
+    with engine({}) as served:
+        said()
+        cached = [served.ask(asked)[0].cached for _ in range(2)]
+        assert hits(said()) == ["hit 0 of 530 tokens: not stored", "hit 512 of 530 tokens: heap 512"]
+        assert cached == [0, 512]
+
+
+def test_several_arenas(engine, said):
+    """What the first arena had to let go is loaded straight from the second."""
+    stack = cpu("2MiB")  # 7 chunks of 260 KiB
+    stack["tiers"].append({"type": "heap", "capacity": "64MiB"})
+    first, second = prompt(71, 400), prompt(72, 400)
+    with engine(stack) as served:
+        truth = served.ask(first)[0]
+        served.settle()
+        served.ask(second)
+        served.settle()
+        said()
+        again = served.ask(first)[0]
+        assert hits(said()) == ["hit 384 of 400 tokens: cpu 64, heap 320"]
+        assert again.differs(truth) < 1e-3
+        served.assert_at_rest()
