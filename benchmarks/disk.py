@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks.measure import GIB, Case, Table, Times, interleaved, progress
+from benchmarks.measure import GIB, Case, Table, Times, interleaved, progress, scratch
 from kvtier_core import frame
 from kvtier_core.builtin.lru import LruConfig
 from kvtier_core.door import Door
@@ -35,8 +34,8 @@ Call = Callable[[Sequence[ChunkKey], Sequence[memoryview]], object]
 def tables(folder: Path) -> Iterator[Table]:
     for frame_nbytes in (32 << 20, 1 << 20):
         progress(f"disk: frames of {Nbytes(frame_nbytes)}, {ROUNDS} rounds of {Nbytes(TOTAL)} each way")
-        with tempfile.TemporaryDirectory(dir=folder, prefix="benchmark-") as place:
-            yield _table(Path(place), frame_nbytes)
+        with scratch(folder) as place:
+            yield _table(place, frame_nbytes)
 
 
 def _table(place: Path, frame_nbytes: int) -> Table:

@@ -7,11 +7,10 @@ import hashlib
 import os
 import random
 import struct
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.measure import Case, Spread, Table, interleaved, progress
+from benchmarks.measure import Case, Spread, Table, interleaved, progress, scratch
 from kvtier_core.builtin.chained import ChainedConfig
 from kvtier_core.config import load_config, open_stack
 from kvtier_core.interfaces import OpenContext
@@ -31,8 +30,8 @@ HASH = "one blake2b over the packed tokens"
 def tables(folder: Path) -> Iterator[Table]:
     progress(f"lookup: {CHUNKS} chunks, {ROUNDS} rounds")
     yield _keys()
-    with tempfile.TemporaryDirectory(dir=folder, prefix="benchmark-") as place:
-        yield _bookkeeping(Path(place))
+    with scratch(folder) as place:
+        yield _bookkeeping(place)
 
 
 def _keys() -> Table:

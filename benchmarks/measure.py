@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import attrs
 
@@ -15,6 +18,15 @@ GIB = 1 << 30
 def progress(line: str) -> None:
     """Not on stdout, where the tables go."""
     print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def scratch(folder: Path) -> Iterator[Path]:
+    """A folder below this one, on its disk, for as long as it is needed."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix="benchmark-") as name:
+        place = Path(name)
+        (place / ".gitignore").write_text("*\n")  # it may lie in a checkout where somebody commits meanwhile
+        yield place
 
 
 @attrs.frozen

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.engines import BLOCK, Answer, Engine, Recipe, engines, kvtier, none, prompt
-from benchmarks.measure import Spread, Table, progress, turned
+from benchmarks.measure import Spread, Table, progress, scratch, turned
 
 ROUNDS = 11
 PROMPTS = 8
@@ -18,8 +17,8 @@ CONTROL = "no connector"
 
 
 def tables(folder: Path) -> Iterator[Table]:
-    with tempfile.TemporaryDirectory(dir=folder, prefix="benchmark-") as place:
-        yield _table(Path(place))
+    with scratch(folder) as place:
+        yield _table(place)
 
 
 def _table(place: Path) -> Table:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.engines import BLOCK, Answer, Engine, Recipe, engines, example, kvtier, none, prefix_cache, prompt
-from benchmarks.measure import Spread, Table, progress, turned
+from benchmarks.measure import Spread, Table, progress, scratch, turned
 
 PROMPTS = 12
 TOKENS = 3500
@@ -17,8 +16,8 @@ CONTROL = "no connector"
 
 
 def tables(folder: Path) -> Iterator[Table]:
-    with tempfile.TemporaryDirectory(dir=folder, prefix="benchmark-") as place:
-        yield _table(Path(place))
+    with scratch(folder) as place:
+        yield _table(place)
 
 
 def _table(place: Path) -> Table:

@@ -73,7 +73,10 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> None:
-        """Per key the whole frame or nothing, whatever happens to the process. Keeps no view."""
+        """Per key the whole frame or nothing, whatever happens to the process. Keeps no view.
+
+        Frames are whole multiples of `PAGE_NBYTES`.
+        """
 
     @abc.abstractmethod
     def delete(self, keys: Sequence[ChunkKey]) -> None:
@@ -206,9 +209,12 @@ class ArenaConfig(abc.ABC):
     """A tier that owns memory the engine's device can reach."""
 
     type: ClassVar[str]
+    #: Types of devices, in torch's words, for whose pages `attach` has a mover.
+    devices: ClassVar[tuple[str, ...]] = ("cpu",)
 
     @abc.abstractmethod
-    def open(self, ctx: OpenContext) -> AllocatorBackend: ...
+    def open(self, ctx: OpenContext) -> AllocatorBackend:
+        """Raises BackendError, or ConfigError with problems whose path begins at ``$``, the tier."""
 
     @abc.abstractmethod
     def attach(self, handle: str, table: PageTable) -> Mover:
@@ -222,7 +228,8 @@ class BackendConfig(abc.ABC):
     type: ClassVar[str]
 
     @abc.abstractmethod
-    def open(self, ctx: OpenContext) -> Backend: ...
+    def open(self, ctx: OpenContext) -> Backend:
+        """Raises BackendError, or ConfigError with problems whose path begins at ``$``, the tier."""
 
 
 @attrs.frozen
@@ -238,7 +245,8 @@ class SerializerConfig(abc.ABC):
     type: ClassVar[str]
 
     @abc.abstractmethod
-    def open(self, ctx: OpenContext) -> Serializer: ...
+    def open(self, ctx: OpenContext) -> Serializer | None:
+        """None: frames are stored as they are."""
 
 
 @attrs.frozen

@@ -19,7 +19,7 @@ FLOORS = [
     {"mover", "door", "breaker", "residents", "arena", "tier", "hookspecs"},
     {"manager", "structure", "builtin"},
     {"plugins"},
-    {"config", "stats"},
+    {"config"},
     {"cli", "vllm", "testing"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -90,8 +90,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._survey: Survey | None = None
         self._promised: list[str] = []  # scheduler: loads that the engine waits for and no worker was told of
         self._awaited: set[str] = set()  # worker: loads that the engine waits for
-        self._refusal = layout.refusal(vllm_config, kv_cache_config)
-        if not self._refusal:
+        self._refusal = ""
+        if refusal := layout.refusal(vllm_config, kv_cache_config):
+            self._refuse(refusal)
+        else:
             self.config.check_engine(vllm_config.cache_config.block_size)
         if role is KVConnectorRole.SCHEDULER and self._kv_transfer_config.kv_load_failure_policy != "recompute":
             logger.warning(
@@ -119,18 +121,25 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
+        if self._refusal:
+            return
         surveys = list(metadata.values())
-        refusal = self._refusal or next((survey.refusal for survey in surveys if survey.refusal), "")
-        if not refusal and any(survey != surveys[0] for survey in surveys):
-            refusal = "the workers' pages differ"
-        weights = "" if refusal else identity.weights_of(self._vllm_config)
-        if not refusal and not weights:
-            refusal = f"the weights of {self._vllm_config.model_config.model} are not on this disk to be identified"
-        if refusal:
-            self._refusal = refusal
-            logger.warning("kvtier: this engine is not served: %s", refusal)
+        weights = identity.weights_of(self._vllm_config)
+        if refusal := layout.disagreement(surveys) or self._missing_mover(surveys[0].device):
+            self._refuse(refusal)
+        elif not weights:
+            self._refuse(f"the weights of {self._vllm_config.model_config.model} are not on this disk to be identified")
         else:
             self.half = self._open(surveys[0], weights)
+
+    def _missing_mover(self, device: str) -> str:
+        lacking = [tier.name for tier in self.config.arenas if device not in tier.config.devices]
+        return f"arena {lacking[0]} has no mover for {device} yet" if lacking else ""
+
+    def _refuse(self, why: str) -> None:
+        self._refusal = why
+        if self.role is KVConnectorRole.SCHEDULER:
+            logger.warning("kvtier: this engine is not served: %s", why)
 
     def _open(self, survey: Survey, weights: str) -> SchedulerHalf:
         """Raises ConfigError: an engine does not start with half a stack."""

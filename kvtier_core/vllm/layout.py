@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
@@ -37,32 +39,39 @@ def survey(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor], blocks_per_chunk: int
 ) -> tuple[PageTable | None, Survey]:
     """Look at the pages that vLLM hands over at start-up; the table is None if they cannot be moved."""
-    device = str(next(iter(kv_caches.values())).device)
+    device = next(iter(kv_caches.values())).device
     runs: dict[tuple[int, int], PageRun] = {}  # layers that share KV are views of the same pages
     for name in sorted(kv_caches):
         run = _page_run(kv_caches[name], kv_cache_config.num_blocks)
         if run is None:
-            return None, Survey(device, (), (), f"the pages of layer {name} are not contiguous in memory")
+            return None, Survey(device.type, (), (), f"the pages of layer {name} are not contiguous in memory")
         runs.setdefault((run.base, run.stride), run)
     page_nbytes = tuple(run.nbytes for run in runs.values())
     parallel = vllm_config.parallel_config
     table = PageTable(
         layers=tuple(runs.values()),
         blocks=kv_cache_config.num_blocks,
-        device=device,
+        device=str(device),
         rank=parallel.rank,
         layout=ChunkLayout(page_nbytes, blocks_per_chunk, parallel.world_size),
     )
     facts = {
-        "device": torch.device(device).type,
+        "device": device.type,
         "page layout": kv_cache_config.kv_cache_layout,
         "layers": " ".join(sorted(kv_caches)),
         "page shape": sorted({(*cache.shape[1:], str(cache.dtype)) for cache in kv_caches.values()}, key=str),
         "cache specs": sorted({repr(spec) for spec in _specs(kv_cache_config).values()}),
         "attention backend": _attention_backends(vllm_config, kv_caches),
-        "cpu isa": _cpu_isa(vllm_config, kv_cache_config) if device == "cpu" else "none",
+        "cpu isa": _cpu_isa(vllm_config, kv_cache_config) if device.type == "cpu" else "none",
     }
-    return table, Survey(device, page_nbytes, tuple((name, str(fact)) for name, fact in facts.items()))
+    return table, Survey(device.type, page_nbytes, tuple((name, str(fact)) for name, fact in facts.items()))
+
+
+def disagreement(surveys: Sequence[Survey]) -> str:
+    """Why the pages of these workers cannot be moved together; empty if they can."""
+    if refusals := [survey.refusal for survey in surveys if survey.refusal]:
+        return refusals[0]
+    return "" if len(set(surveys)) == 1 else "the pages of the workers differ"
 
 
 def _specs(kv_cache_config: KVCacheConfig) -> dict[str, KVCacheSpec]:

@@ -18,7 +18,7 @@ from kvtier_core.types import Slot
 class Survey(KVConnectorHandshakeMetadata):
     """What a worker found when it saw the engine's pages. From each worker to the scheduler, once."""
 
-    device: str
+    device: str  #: its type, in torch's words
     page_nbytes: tuple[int, ...]  #: of each layer, in the order in which they lie in a shard
     facts: tuple[tuple[str, str], ...]  #: what else decides whether two engines' pages are interchangeable
     refusal: str = ""  #: why these pages cannot be moved, in plain words

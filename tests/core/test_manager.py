@@ -502,6 +502,16 @@ def hanging():
     assert bench.tiers[0].pool.close(LONG)
 
 
+def start_to_hang(bench, path):
+    """Store a path, and step until the call below has begun."""
+    bench.manager.commit(bench.fill(path))
+    for _ in range(1000):
+        bench.manager.step()
+        if bench.shelves[0].begun.wait(0.01):
+            return
+    pytest.fail("the call never came")
+
+
 def test_close_lets_stores_on_their_way_finish(bench):
     bench.manager.commit(bench.fill(OURS))
     events = bench.manager.close()
@@ -521,8 +531,7 @@ def test_close_twice(pool):
 
 def test_drain_gives_up_on_a_store_that_hangs(hanging):
     manager = hanging.manager
-    manager.commit(hanging.fill(OURS[:2]))
-    assert hanging.shelves[0].begun.wait(LONG) or manager.drain(0.05)
+    start_to_hang(hanging, OURS[:2])
     events = manager.drain(timeout=0.05)
     assert not any(event.kind is EventKind.WRITTEN for event in events)
     assert manager.jobs == 1
@@ -530,12 +539,6 @@ def test_drain_gives_up_on_a_store_that_hangs(hanging):
     hanging.shelves[0].go.set()
     assert (EventKind.WRITTEN, "disk", OURS[:2]) in told(hanging.settle())
     hanging.at_rest()
-
-
-def start_to_hang(bench, path):
-    bench.manager.commit(bench.fill(path))
-    while not bench.shelves[0].begun.wait(0.01):
-        bench.manager.step()
 
 
 def test_close_lets_go_of_nothing_that_a_hanging_call_may_touch(hanging):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import cpu_and_disk, prompt
+from conftest import Engine, cpu_and_disk, prompt
 
 SCRIPT = """
 import json, sys
@@ -48,10 +48,18 @@ def largest_difference(answers, truth):
     return largest
 
 
+@pytest.fixture(scope="module")
+def truth(model):
+    """What one rank in this process says without kvtier."""
+    plain = Engine(model, None)
+    answers = plain.ask(prompt(80, 530), prompt(81, 530))
+    plain.close()
+    return [(list(answer.tokens), answer.logprobs, answer.cached) for answer in answers]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_default_mode_keeps_and_reuses(model, tmp_path, ranks):
+def test_the_default_mode_keeps_and_reuses(model, truth, tmp_path, ranks):
     options = {"tensor_parallel_size": 2} if ranks == 2 else {}
-    (truth, _), _ = run(model, None, **options)
     stack = cpu_and_disk(tmp_path)
     (cold, warm), log = run(model, stack, **options)
     assert [cached for *_, cached in cold] == [0, 0]

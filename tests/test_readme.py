@@ -1,0 +1,34 @@
+"""What the README shows is what there is."""
+
+import re
+from pathlib import Path
+
+from kvtier_core.config import load_config
+from kvtier_core.plugins import Registry
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_plugin_is_the_example():
+    example = ROOT / "examples/kvtier_minimal"
+    plugin, laws = blocks("python")
+    assert plugin == (example / "kvtier_minimal/plugin.py").read_text()
+    assert (example / "tests/test_minimal_laws.py").read_text().endswith(laws)
+
+
+def test_the_yaml_is_a_stack(tmp_path):
+    (yaml,) = blocks("yaml")
+    (tmp_path / "kvtier.yaml").write_text(yaml)
+    config = load_config(tmp_path / "kvtier.yaml", Registry.discover())
+    assert [tier.name for tier in config.tiers] == ["cpu", "disk"]
+
+
+def test_its_links_lead_somewhere():
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
