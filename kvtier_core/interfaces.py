@@ -7,6 +7,7 @@ in YAML. It imports nothing heavy; its ``open`` does. See `kvtier_core.hookspecs
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import ClassVar
 
@@ -134,8 +135,11 @@ class Mover(abc.ABC):
         """Jobs that ended since the last call, each once, and whether they succeeded."""
 
     @abc.abstractmethod
-    def wait(self, jobs: Collection[int]) -> None:
-        """Return when none of the jobs touches a page any more. `finished` still reports them."""
+    def wait(self, jobs: Collection[int], timeout: float = math.inf) -> None:
+        """Return when none of the jobs touches a page any more, or after ``timeout`` seconds.
+
+        `finished` still reports them, and a job that was reported already is no error.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
-from collections.abc import Callable, Collection, Iterator, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
 from operator import index
 
 from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.interfaces import HOLE, Mover, PageList, PageTable
-from kvtier_core.workers import IOPool, Outcome
+from kvtier_core.workers import IOPool, Outcome, run
 
 _FOREVER = 1e6  # seconds
 
@@ -17,9 +19,11 @@ _Piece = tuple[int, int, int]  # address of pages, address in a slot, bytes
 
 
 class HostMover(Mover):
-    """One thread that copies; ``memory`` holds slots of ``slot_nbytes`` side by side, and lives as long as the mover.
+    """``memory`` holds slots of ``slot_nbytes`` side by side, and lives as long as the mover.
 
-    Addresses are raw, so a job is refused with a ContractError before any of it is copied, or it is right.
+    Stores are copied at once: the engine waits for them anyway, and must not wait behind loads. Loads are copied
+    by a thread, while other requests compute. Addresses are raw, so a job is refused with a ContractError before
+    any of it is copied, or it is right.
     """
 
     def __init__(self, table: PageTable, memory: mmap.mmap | memoryview, slot_nbytes: int):
@@ -37,20 +41,25 @@ class HostMover(Mover):
         self._finished: list[tuple[int, bool]] = []
 
     def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
-        self._begin(self._pool.submit_store, _gather, job, pages, slots)
+        pairs = self._checked(job, pages, slots)
+        self._jobs.add(job)
+        self._end(job, run(lambda: _gather(self._pieces(pairs))))
 
     def load(self, job: int, slots: Sequence[int], pages: PageList) -> None:
-        self._begin(self._pool.submit_load, _scatter, job, pages, slots)
+        pairs = self._checked(job, pages, slots)
+        self._pool.submit_load(lambda: _scatter(self._pieces(pairs)), lambda outcome: self._end(job, outcome))
+        self._jobs.add(job)
 
     def finished(self) -> Sequence[tuple[int, bool]]:
         self._pool.step()
         finished, self._finished = self._finished, []
         return finished
 
-    def wait(self, jobs: Collection[int]) -> None:
+    def wait(self, jobs: Collection[int], timeout: float = math.inf) -> None:
+        deadline = time.monotonic() + timeout
         self._pool.step()
-        while not self._jobs.isdisjoint(jobs):
-            self._pool.wait(_FOREVER)
+        while not self._jobs.isdisjoint(jobs) and (left := deadline - time.monotonic()) > 0:
+            self._pool.wait(min(left, _FOREVER))
             self._pool.step()
 
     def close(self) -> None:
@@ -61,26 +70,16 @@ class HostMover(Mover):
         self._jobs.clear()
         self._memory = None
 
-    def _begin(
-        self,
-        submit: Callable[[Callable[[], None], Callable[[Outcome], None]], None],
-        copy: Callable[[Iterator[_Piece]], None],
-        job: int,
-        pages: PageList,
-        slots: Sequence[int],
-    ) -> None:
-        if job in self._jobs:
-            raise ContractError(f"job {job} has not ended")
-        pairs = self._checked(pages, slots)
-        submit(lambda: copy(self._pieces(pairs)), lambda outcome: self._end(job, outcome))
-        self._jobs.add(job)
-
     def _end(self, job: int, outcome: Outcome) -> None:
         self._jobs.remove(job)
         self._finished.append((job, outcome.error is None))
 
-    def _checked(self, pages: PageList, slots: Sequence[int]) -> list[tuple[list[int], int]]:
+    def _checked(self, job: int, pages: PageList, slots: Sequence[int]) -> list[tuple[list[int], int]]:
         """Each row of blocks and its slot, as the plain ints that addresses are computed from."""
+        if job in self._jobs:
+            raise ContractError(f"job {job} has not ended")
+        if self._memory is None:
+            raise ContractError("the mover is closed")
         if len(pages) != len(slots):
             raise ContractError(f"{len(pages)} chunks of pages for {len(slots)} slots")
         pairs = [(list(map(index, row)), index(slot)) for row, slot in zip(pages, slots, strict=True)]
@@ -138,9 +137,9 @@ def _by_shape(table: PageTable) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """Address and offset in the shard of each layer, under stride and bytes of its pages: spans are shared."""
     shapes: dict[tuple[int, int], list[tuple[int, int]]] = {}
     offset = 0
-    for run in table.layers:
-        shapes.setdefault((run.stride, run.nbytes), []).append((run.base, offset))
-        offset += run.nbytes * table.layout.blocks
+    for layer in table.layers:
+        shapes.setdefault((layer.stride, layer.nbytes), []).append((layer.base, offset))
+        offset += layer.nbytes * table.layout.blocks
     return shapes
 
 

@@ -21,7 +21,7 @@ from kvtier_core.types import ChunkKey, Event, EventKind, Usage
 from kvtier_core.workers import Outcome, Pool
 
 #: Frames are moved in groups of about this size: small frames share a call, large ones share the threads.
-_GROUP_NBYTES = 16 << 20
+_GROUP_NBYTES = 4 << 20
 #: How long the answer "not there" of a shared store is believed, in seconds.
 _ABSENCE_HOLDS = 1.0
 

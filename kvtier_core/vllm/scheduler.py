@@ -24,6 +24,10 @@ logger = logging.getLogger("vllm.kvtier")
 #: For how long without any news the engine is kept stepping, in seconds.
 _PATIENCE = 5.0
 
+#: How long a step that schedules nothing waits for the threads, in seconds. The engine would only come back at
+#: once and ask again, and take the GIL from them.
+_A_LITTLE = 1e-3
+
 #: Events that an operator wants to read about; the others are for counting.
 _NEWS = {
     EventKind.DAMAGED: logging.WARNING,
@@ -143,7 +147,8 @@ class SchedulerHalf:
 
     def plan(self, output: SchedulerOutput) -> Plan:
         """What the workers shall do in this step."""
-        self._take_in(self.manager.step())
+        idle = not output.total_num_scheduled_tokens
+        self._take_in(self.manager.drain(_A_LITTLE) if idle else self.manager.step())
         stores = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
             if tracked := self._tracked.get(request_id):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -12,6 +13,9 @@ from kvtier_core.vllm.plan import Plan, Progress, Transfer
 from kvtier_core.workers import run
 
 logger = logging.getLogger("vllm.kvtier")
+
+#: Seconds. The engine would only come back at once and ask again, and take the GIL from the thread that copies.
+_A_LITTLE = 2e-3
 
 _Owner = tuple[str, str | int]  # ("load", request id) or ("store", job)
 
@@ -39,9 +43,12 @@ class WorkerHalf:
                 logger.warning("kvtier: cannot reach arena %s, it is not used: %s", tier.name, outcome.error)
             self._movers.append(outcome.value)
 
-    def load(self, plan: Plan) -> None:
+    def load(self, plan: Plan, *, idle: bool) -> None:
+        """Begin the plan's loads. In an ``idle`` step, which computes nothing, wait a little for those under way."""
         for request_id, transfer in plan.loads:
             self._begin(("load", request_id), transfer)
+        if idle:
+            self._wait("load", _A_LITTLE)
         for request_id in plan.unloadable:
             self._failed.add(("load", request_id))
             self._ended.append(("load", request_id))
@@ -50,10 +57,7 @@ class WorkerHalf:
         """Returns when the pages have been read: the engine may reuse them at once."""
         for job, transfer in plan.stores:
             self._begin(("store", job), transfer)
-        unread = {job for job, owner in self._owners.items() if owner[0] == "store"}
-        for mover in self._movers:
-            if mover is not None and unread:
-                mover.wait(unread)
+        self._wait("store", math.inf)
 
     def loaded(self) -> tuple[set[str], set[str]]:
         """Requests whose load ended since the last call, and those of them for which it failed."""
@@ -80,6 +84,12 @@ class WorkerHalf:
             if mover is not None:
                 mover.close()
         self._movers = []
+
+    def _wait(self, what: str, timeout: float) -> None:
+        jobs = {job for job, owner in self._owners.items() if owner[0] == what}
+        for mover in self._movers:
+            if mover is not None and jobs:
+                mover.wait(jobs, timeout)
 
     def _begin(self, owner: _Owner, transfer: Transfer) -> None:
         arenas = sorted({slot.arena for slot in transfer.slots})

@@ -88,7 +88,7 @@ def test_a_store_that_fails_is_forgotten(engine, monkeypatch, asked, truth):
 def test_a_bug_in_the_schedulers_half_costs_only_the_cache(engine, said, monkeypatch, asked, truth, method):
     with engine(cpu()) as served:
         served.ask(asked)
-        monkeypatch.setattr(SchedulerHalf, method, lambda self, *args: 1 / 0)
+        monkeypatch.setattr(SchedulerHalf, method, lambda self, *args, **options: 1 / 0)
         again = [served.ask(asked)[0], served.ask(asked)[0]]
         assert any("goes on without kvtier" in line for line in said())
     assert max(answer.differs(truth) for answer in again) < NOISE
@@ -98,7 +98,7 @@ def test_a_bug_in_the_schedulers_half_costs_only_the_cache(engine, said, monkeyp
 def test_a_bug_in_a_workers_half_costs_only_the_cache(engine, said, monkeypatch, asked, truth, method):
     with engine(cpu()) as served:
         served.ask(asked)
-        monkeypatch.setattr(WorkerHalf, method, lambda self, *args: 1 / 0)
+        monkeypatch.setattr(WorkerHalf, method, lambda self, *args, **options: 1 / 0)
         again = [served.ask(asked)[0], served.ask(asked)[0]]
         assert any("goes on without kvtier" in line for line in said())
     assert max(answer.differs(truth) for answer in again) < NOISE
