@@ -68,7 +68,9 @@ def run_pass(model: Path, config: Path | None, passes: list[str]) -> list[dict]:
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0",  # the same for all: left alone, vLLM gives an engine with a connector more
+        # The same for all: left alone, vLLM gives an engine with a connector other threads than one without.
+        "VLLM_CPU_OMP_THREADS_BIND": "0",
+        "OMP_NUM_THREADS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "HF_HUB_OFFLINE": "1",
     }
@@ -82,10 +84,10 @@ def run_pass(model: Path, config: Path | None, passes: list[str]) -> list[dict]:
 def print_table(truth: list[dict], served: list[dict]) -> None:
     print(f"\n{'request':<10}{'pass':<18}{'prompt':>7}{'hit':>6}    {'from':<16}{'TTFT':>8}   {'without kvtier':>14}")
     for row in served:
-        plain = next(each for each in truth if each["prompt"] == row["prompt"])
+        plain = min(each["ttft"] for each in truth if each["prompt"] == row["prompt"])  # of two passes
         print(
             f"prompt {row['prompt']:<3}{row['pass']:<18}{row['tokens']:>7}{row['hit']:>6}    {row['from']:<16}"
-            f"{row['ttft'] * 1e3:>5.0f} ms   {plain['ttft'] * 1e3:>11.0f} ms"
+            f"{row['ttft'] * 1e3:>5.0f} ms   {plain * 1e3:>11.0f} ms"
         )
 
 

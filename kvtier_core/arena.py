@@ -81,7 +81,7 @@ class Arena:
 
     def reserve(self, keys: Sequence[ChunkKey]) -> None:
         """Take free slots for keys that have none."""
-        if len(keys) > len(self._free) or any(self.taken(key) for key in keys):
+        if len(keys) > len(self._free) or len(set(keys)) < len(keys) or any(self.taken(key) for key in keys):
             raise ContractError(f"{self.name}: reserve needs {len(keys)} free slots and keys that have none")
         for key in keys:
             self._reserved[key] = self._free.pop()

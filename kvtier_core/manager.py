@@ -42,6 +42,7 @@ class StorageManager:
         self._layout = layout
         self._pool = pool  # seals frames, and copies them from arena to arena
         self._clock = clock
+        self._closed = False
         self._events: list[Event] = []
         self._parents: dict[ChunkKey, ChunkKey | None] = {}  # of what is reserved
         self._origin: dict[ChunkKey, str] = {}  # tiers from which READY chunks came, until they are first used
@@ -128,7 +129,7 @@ class StorageManager:
             pool.step()
         self._grant()
         for tier in self._tiers:
-            tier.ask()
+            tier.catch_up()
             self._events += tier.events
             tier.events.clear()
         self._spared, self._wanted = self._wanted, set()
@@ -156,6 +157,9 @@ class StorageManager:
 
     def close(self, timeout: float = 5.0) -> list[Event]:
         """Give stores on their way down ``timeout`` seconds, then let go of everything. May be called twice."""
+        if self._closed:
+            return []
+        self._closed = True
         events = self.drain(timeout)
         idle = self._pool.close(timeout)
         for tier in self._tiers:
@@ -215,9 +219,9 @@ class StorageManager:
         self._denied.clear()
         wishes = {key: parent for key, parent in self._wishes.items() if not self._has_a_slot(key)}
         self._wishes.clear()
-        self._make_room(self._hot, len(wishes), ())
         for tier in self._tiers:
             here = [key for key in wishes if tier.has(key)]
+            self._make_room(self._hot, len(here), ())
             granted = here[: self._hot.free]
             self._hot.reserve(granted)
             begun = tier.read(

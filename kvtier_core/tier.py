@@ -7,7 +7,7 @@ import enum
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import attrs
 
@@ -107,7 +107,7 @@ class Tier:
         )
 
     def wonder(self, key: ChunkKey) -> bool:
-        """May a key that is not in the index be in the store all the same? Then it is asked in `ask`."""
+        """May a key that is not in the index be in the store all the same? Then it is asked in `catch_up`."""
         if not self.backend.shared or key in self.residents or not self._reads.allows(self._clock()):
             return False
         if self._clock() - self._absent.get(key, float("-inf")) < _ABSENCE_HOLDS:
@@ -115,11 +115,14 @@ class Tier:
         self._questions[key] = None
         return True
 
-    def ask(self) -> None:
-        """Send the questions that `wonder` noted."""
+    def catch_up(self) -> None:
+        """Send the questions that `wonder` noted, and delete again what could not be deleted before."""
+        now = self._clock()
+        if self._doomed and self._writes.allows(now):
+            self._bury([key for key in self._doomed if key not in self._busy])
         keys = [key for key in self._questions if key not in self._busy]
         self._questions.clear()
-        if not keys:
+        if not keys or not self._reads.allows(now):
             return
         self._begin(self._reads, keys, _Busy.READING)
         self.pool.submit_load(
@@ -132,7 +135,8 @@ class Tier:
         """Store frames of one path, root first. ``release(key)`` for each, once, when its view is free again."""
         fresh = [offer for offer in offers if self.wants(offer.key)]
         accepted = _leading(fresh, self._inflight_limit - self._inflight, lambda offer: len(offer.view))
-        victims = self._victims(len(accepted) * self._door.bound)
+        parents = {offer.parent for offer in accepted}
+        victims = self._victims(len(accepted) * self._door.bound, spared=parents)
         room = self._room + sum(map(self.residents.nbytes, victims))
         accepted = self._admit(_leading(accepted, room, lambda offer: self._door.bound))
 
@@ -164,10 +168,12 @@ class Tier:
         """Bytes that will be free when those who are leaving are gone."""
         return self.capacity - self.residents.used + self._leaving_nbytes
 
-    def _victims(self, nbytes: int) -> list[ChunkKey]:
-        """Who must leave for ``nbytes`` newcomers."""
+    def _victims(self, nbytes: int, spared: Collection[ChunkKey | None] = ()) -> list[ChunkKey]:
+        """Who must leave for ``nbytes`` of newcomers, without whose parents none could reach them."""
         return self.residents.choose(
-            nbytes - self._room, self.residents.nbytes, may_leave=lambda key: key not in self._busy
+            nbytes - self._room,
+            self.residents.nbytes,
+            may_leave=lambda key: key not in self._busy and key not in spared,
         )
 
     def _evict(self, victims: Sequence[ChunkKey]) -> None:
@@ -175,8 +181,7 @@ class Tier:
             return
         nbytes = sum(map(self.residents.nbytes, victims))
         self._leaving_nbytes += nbytes
-        for key in victims:
-            self._busy[key] = _Busy.LEAVING
+        self._begin(self._writes, victims, _Busy.LEAVING)
 
         def gone(outcome: Outcome) -> None:
             self._leaving_nbytes -= nbytes
@@ -185,10 +190,9 @@ class Tier:
                 if outcome.error is None:
                     self._doomed.discard(key)
                     self.residents.remove(key, evicted=True)
+            self._judge(self._writes, victims, outcome)
             if outcome.error is None:
                 self._report(EventKind.EVICTED, victims, nbytes=nbytes)
-            else:
-                self._judge(self._writes, victims, outcome)
             self._start_writes()
 
         self.pool.submit_store(lambda: self.backend.delete(victims), gone)
@@ -217,7 +221,7 @@ class Tier:
         frames = [self._door.encode(offer.key, offer.view) for offer in offers]
         try:
             self.backend.write(keys, frames)
-        except BackendError:
+        except BaseException:
             # Some may have been written before the failure; nothing may lie in the store unaccounted.
             with contextlib.suppress(BackendError):
                 self.backend.delete(keys)
@@ -317,8 +321,14 @@ class Tier:
         """What survived a restart, oldest first. What the policy refuses or the capacity cannot hold leaves."""
         strays = [key for key, nbytes in self.backend.scan() if not self.residents.admit(key, None, nbytes)]
         if strays:
-            self.pool.submit_store(lambda: self.backend.delete(strays), lambda outcome: None)
+            self._begin(self._writes, strays, _Busy.LEAVING)
+            self.pool.submit_store(lambda: self.backend.delete(strays), lambda outcome: self._rid(strays, outcome))
         self._evict(self._victims(0))
+
+    def _rid(self, strays: Sequence[ChunkKey], outcome: Outcome) -> None:
+        for key in strays:
+            del self._busy[key]
+        self._judge(self._writes, strays, outcome)
 
     # -- small print -------------------------------------------------------------------------------
 
@@ -331,6 +341,8 @@ class Tier:
         for key, there in zip(keys, outcome.value or [False] * len(keys), strict=True):
             if not (there and (key in self.residents or self.residents.admit(key, None, self._door.bound))):
                 self._absent[key] = now
+        for key in self._victims(0):
+            self.residents.remove(key)  # only from the index: the frame may be another's
 
     def _begin(self, breaker: Breaker, keys: Iterable[ChunkKey], busy: _Busy) -> None:
         for key in keys:

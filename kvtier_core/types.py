@@ -155,4 +155,4 @@ class Seconds(float):
         return cls(float(match[1]) * _TIME_UNITS[match[2]])
 
     def __str__(self) -> str:
-        return f"{float(self):g}s"
+        return f"{float(self):.9f}".rstrip("0").rstrip(".") + "s"

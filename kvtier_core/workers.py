@@ -22,7 +22,7 @@ class Outcome:
     """What became of a piece of work: a value, or the error it raised."""
 
     value: Any = None
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 Work = Callable[[], Any]
@@ -45,7 +45,9 @@ def run(work: Work) -> Outcome:
     """Do the work. The one place where a plugin's exception, whatever it is, becomes a value."""
     try:
         return Outcome(value=work())
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, CancelledError: none of them may end a thread that others wait for
         return Outcome(error=error)
 
 

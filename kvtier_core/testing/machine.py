@@ -252,7 +252,7 @@ class StackMachine(RuleBasedStateMachine):
             elif how == "swap":
                 frames[key] = frames[max(frames)]
             elif how == "cut":
-                frames[key] = bytes(spoiled[: (0, 50, PAGE_NBYTES, end - 1)[at % 4]])
+                frames[key] = bytes(spoiled[: (1, 50, PAGE_NBYTES, end - 1)[at % 4]])
             elif spoiled:
                 spoiled[(0, 20, 60, PAGE_NBYTES, end - 1)[at % 5] % len(spoiled)] ^= 1
                 frames[key] = bytes(spoiled)

@@ -343,7 +343,7 @@ def test_a_wrong_answer_to_a_question_is_a_failure(monkeypatch, answer, why):
     monkeypatch.setattr(bench.shelf, "contains", lambda keys: answer)
     assert bench.tier.wonder(A)
     assert bench.tier.wonder(B)
-    bench.tier.ask()
+    bench.tier.catch_up()
     bench.settle()
     assert bench.tier.events == [Event(EventKind.FAILED, "disk", (A, B), why=why)]
     assert bench.has(A, B) == [False, False]
@@ -356,7 +356,7 @@ def test_answers_need_not_be_a_list(monkeypatch):
     monkeypatch.setattr(bench.shelf, "read", lambda keys, into: Torn(Shelf.read(bench.shelf, keys, into)))
     for key in (A, B):
         assert bench.tier.wonder(key)
-    bench.tier.ask()
+    bench.tier.catch_up()
     bench.settle()
     assert bench.has(A, B) == [True, False]
     assert bench.read(A)
@@ -492,7 +492,7 @@ def test_presence_is_asked(shared):
     assert shared.has(A) == [False]
     assert shared.tier.wonder(A)
     assert shared.pool.jobs == 0, "a query moves nothing"
-    shared.tier.ask()
+    shared.tier.catch_up()
     assert shared.pool.jobs == 1
     assert not shared.tier.wants(A), "named by a call in flight"
     shared.settle()
@@ -505,17 +505,17 @@ def test_presence_is_asked(shared):
 
 def test_absence_is_believed_for_a_second(shared):
     assert shared.tier.wonder(A)
-    shared.tier.ask()
+    shared.tier.catch_up()
     shared.settle()
     assert not shared.tier.wonder(A)
     shared.now = 0.99
     assert not shared.tier.wonder(A)
-    shared.tier.ask()
+    shared.tier.catch_up()
     assert shared.pool.jobs == 0
     shared.now = 1.0
     shared.shelf.frames[A] = bytes(sealed(A))
     assert shared.tier.wonder(A)
-    shared.tier.ask()
+    shared.tier.catch_up()
     shared.settle()
     assert shared.has(A) == [True]
 
@@ -523,16 +523,16 @@ def test_absence_is_believed_for_a_second(shared):
 def test_a_question_is_asked_once(shared):
     for _ in range(3):
         assert shared.tier.wonder(A)
-    shared.tier.ask()
+    shared.tier.catch_up()
     assert shared.tier.wonder(A), "still on its way"
-    shared.tier.ask()
+    shared.tier.catch_up()
     assert shared.pool.jobs == 1
 
 
 def test_what_is_written_meanwhile_is_not_asked(shared):
     assert shared.tier.wonder(A)
     shared.write(A)
-    shared.tier.ask()
+    shared.tier.catch_up()
     assert shared.pool.jobs == 1
     shared.settle()
     assert shared.has(A) == [True]
@@ -547,7 +547,7 @@ def test_nobody_wonders_about_a_store_at_rest(shared):
     shared.shelf.fails = True
     for key in (A, B, C):
         assert shared.tier.wonder(key)
-        shared.tier.ask()
+        shared.tier.catch_up()
         shared.settle()
     assert shared.events()[-1] == ("resting", [])
     assert not shared.tier.wonder(D)
@@ -560,7 +560,7 @@ def test_what_others_stored_is_within_the_capacity_too():
     bench.shelf.frames = {key: bytes(sealed(key)) for key in KEYS}
     for key in KEYS:
         bench.tier.wonder(key)
-    bench.tier.ask()
+    bench.tier.catch_up()
     bench.settle()
     assert bench.tier.usage().nbytes <= bench.tier.usage().capacity
 
@@ -625,7 +625,7 @@ def test_a_delete_that_failed_does_not_bar_its_key_for_ever(bench):
     bench.shelf.fails = False
     for _ in range(10):
         bench.now += 100.0
-        bench.tier.ask()  # what a manager does in each step
+        bench.tier.catch_up()  # what a manager does in each step
         bench.settle()
         if bench.tier.wants(A):
             bench.write(A)
@@ -700,7 +700,7 @@ def test_no_two_calls_in_flight_name_the_same_key(seed):
     moves = {
         "write": lambda keys: bench.write(*keys),
         "read": lambda keys: bench.read(*keys),
-        "ask": lambda keys: [[bench.tier.wonder(key) for key in keys], bench.tier.ask()],
+        "ask": lambda keys: [[bench.tier.wonder(key) for key in keys], bench.tier.catch_up()],
         "clear": lambda keys: bench.tier.clear(),
         "pass time": lambda keys: setattr(bench, "now", bench.now + 0.5),
         "wait": lambda keys: bench.pool.wait(0.01),
