@@ -51,7 +51,7 @@ def _table(shape: Shape) -> Table:
     nbytes = shape.layout.payload_nbytes
     return Table(
         title=f"Copies: {Nbytes(nbytes)} chunks in pages of {Nbytes(shape.page_nbytes)}",
-        says=f"{LAYERS} layers of {shape.blocks} pages a chunk; one chunk a job, to the mover's thread and back. "
+        says=f"{LAYERS} layers of {shape.blocks} pages a chunk; one chunk a job, through the mover. "
         f"{CHUNKS} places are used in turn. The ratio is speed to that of one memcpy in the same round: "
         f"median (min to max) of {ROUNDS} rounds, each the best of {REPEATS}.",
         header=("", "GiB/s", "of memcpy"),

@@ -14,7 +14,7 @@ import pytest
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import HOLE, AllocatorBackend, ArenaConfig, Mover, PageList
 from kvtier_core.testing.laws import Laws
-from kvtier_core.testing.samples import PagedBuffer, address_of, is_poison, make_context, make_layout, poison
+from kvtier_core.testing.samples import PagedBuffer, address_of, is_poison, make_context, make_layout, poison, same
 from kvtier_core.types import PAGE_NBYTES, ChunkLayout
 
 _SLOTS = 6
@@ -82,7 +82,7 @@ class ArenaLaws(Laws):
                 assert address_of(view) % PAGE_NBYTES == 0
                 view[:] = bytes([slot]) * len(view)
             for slot in range(memory.slots):
-                assert memory.view(slot) == bytes([slot]) * memory.slot_nbytes, "two slots share bytes"
+                assert same(memory.view(slot), bytes([slot]) * memory.slot_nbytes), "two slots share bytes"
 
     def test_handle_is_plain_text(self, tmp_path: Path):
         with self.opened(tmp_path) as memory:
@@ -111,9 +111,9 @@ class ArenaLaws(Laws):
             before = engine.pages.everything()
             engine.mover.store(1, pages, slots)
             assert settle(engine.mover, [1]) == {1: True}
-            assert engine.pages.everything() == before, "a store changed the pages"
+            assert same(engine.pages.everything(), before), "a store changed the pages"
             for slot, blocks in zip(slots, pages, strict=True):
-                assert engine.memory.view(slot) == engine.expected_slot(blocks)
+                assert same(engine.memory.view(slot), engine.expected_slot(blocks))
             assert all(is_poison(engine.memory.view(slot)) for slot in engine.others(slots)), "another slot changed"
 
     @pytest.mark.parametrize("seed", _SEEDS)
@@ -127,8 +127,8 @@ class ArenaLaws(Laws):
             expected = engine.expected_pages(slots, pages)
             engine.mover.load(1, slots, pages)
             assert settle(engine.mover, [1]) == {1: True}
-            assert [bytes(engine.memory.view(slot)) for slot in slots] == held, "a load changed a slot"
-            assert engine.pages.everything() == expected
+            assert same([bytes(engine.memory.view(slot)) for slot in slots], held), "a load changed a slot"
+            assert same(engine.pages.everything(), expected)
 
     def test_what_is_stored_is_loaded(self, tmp_path: Path):
         """Through a second mover, to other pages."""
@@ -144,7 +144,7 @@ class ArenaLaws(Laws):
             mover.close()
             for layer in range(len(engine.layout.page_nbytes)):
                 for source, target in zip(blocks, elsewhere, strict=True):
-                    assert other.page(layer, target) == engine.pages.page(layer, source)
+                    assert same(other.page(layer, target), engine.pages.page(layer, source))
 
     def test_ranks_do_not_meet(self, tmp_path: Path):
         layout = make_layout(ranks=3)
@@ -162,7 +162,7 @@ class ArenaLaws(Laws):
                 mover.close()
                 begin = layout.shard_offset(rank)
                 expected[begin : begin + layout.shard_nbytes] = shard_of(pages, layout, blocks)
-                assert memory.view(0) == expected, f"rank {rank} did not write its own shard and nothing else"
+                assert same(memory.view(0), expected), f"rank {rank} did not write its own shard and nothing else"
 
     # -- jobs --------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class ArenaLaws(Laws):
             engine.mover.wait([5])
             engine.pages.fill(engine.rng)
             assert settle(engine.mover, [5]) == {5: True}
-            assert [engine.memory.view(slot)[PAGE_NBYTES:] for slot in slots] == expected
+            assert same([engine.memory.view(slot)[PAGE_NBYTES:] for slot in slots], expected)
             engine.mover.wait([5])
 
     def test_mover_closes_twice(self, tmp_path: Path):

@@ -18,7 +18,7 @@ from kvtier_core import frame
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Backend, BackendConfig, OpenContext
 from kvtier_core.testing.laws import Laws
-from kvtier_core.testing.samples import Poisoned, make_context, make_frame, make_key, make_keys, make_namespace
+from kvtier_core.testing.samples import Poisoned, make_context, make_frame, make_key, make_keys, make_namespace, same
 from kvtier_core.types import KEY_NBYTES, PAGE_NBYTES, ChunkKey
 
 _HOSTILE_KEYS = [
@@ -75,7 +75,7 @@ class BackendLaws(Laws):
                 into = [Poisoned(nbytes, 4096 - offset) for nbytes in sizes]
                 assert list(backend.read(keys, [room.view for room in into])) == sizes
                 for i, room in enumerate(into):
-                    assert room.view == frames[i], f"a frame of {sizes[i]} bytes came back as other bytes"
+                    assert same(room.view, frames[i]), f"a frame of {sizes[i]} bytes came back as other bytes"
                     assert room.untouched_beyond(sizes[i])
 
     def test_only_the_given_view_is_touched(self, tmp_path: Path):
@@ -124,7 +124,7 @@ class BackendLaws(Laws):
             target = bytearray(len(expected))
             view = memoryview(target)
             assert list(backend.read([key], [view])) == [len(expected)]
-            assert target == expected, "what the caller did to its buffer after the write reached the store"
+            assert same(target, expected), "what the caller did to its buffer after the write reached the store"
             _let_go(view, target)
 
     def test_an_overwrite_gives_the_new_bytes(self, tmp_path: Path):
@@ -133,7 +133,7 @@ class BackendLaws(Laws):
             for seed, pages in enumerate((3, 5, 2, 5)):
                 newest = make_frame(key, nbytes=pages * PAGE_NBYTES, seed=seed)
                 backend.write([key], [newest])
-                assert _read(backend, key, self.layout.frame_nbytes) == newest
+                assert same(_read(backend, key, self.layout.frame_nbytes), newest)
 
     # -- keys --------------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class BackendLaws(Laws):
             backend.write(keys, frames)
             assert all(backend.contains(keys))
             for key, written in zip(keys, frames, strict=True):
-                assert _read(backend, key, self.layout.frame_nbytes) == written, key
+                assert same(_read(backend, key, self.layout.frame_nbytes), written), key
 
     def test_deleted_is_gone(self, tmp_path: Path):
         kept, deleted, never = make_keys(3)
@@ -154,8 +154,8 @@ class BackendLaws(Laws):
             backend.delete([never, deleted])
             backend.delete([deleted])
             assert list(backend.contains([kept, deleted, never])) == [True, False, False]
-            assert _read(backend, deleted, self.layout.frame_nbytes) == b""
-            assert _read(backend, kept, self.layout.frame_nbytes) == self.frame(kept)
+            assert same(_read(backend, deleted, self.layout.frame_nbytes), b"")
+            assert same(_read(backend, kept, self.layout.frame_nbytes), self.frame(kept))
 
     def test_an_empty_batch_is_nothing(self, tmp_path: Path):
         with self.opened(tmp_path) as backend:
@@ -172,7 +172,7 @@ class BackendLaws(Laws):
             backend.write([key], [ours])
         with self.opened(tmp_path, self.context("theirs")) as backend:
             assert list(backend.contains([key])) == [False]
-            assert _read(backend, key, self.layout.frame_nbytes) == b""
+            assert same(_read(backend, key, self.layout.frame_nbytes), b"")
             assert list(backend.scan()) == []
             backend.delete([key])
             backend.write([key], [theirs])
@@ -279,7 +279,7 @@ def _soak(backend: Backend, seed: int) -> None:
                 into = [memoryview(bytearray(8 * PAGE_NBYTES)) for _ in batch]
                 counts = backend.read(batch, into)
                 got = [view[:count] for view, count in zip(into, counts, strict=True)]
-                assert got == [held.get(key, b"") for key in batch], "a thread read other bytes than it wrote"
+                assert same(got, [held.get(key, b"") for key in batch]), "a thread read other bytes than it wrote"
                 assert list(backend.contains(batch)) == [key in held for key in batch]
             case "delete":
                 backend.delete(batch)

@@ -57,8 +57,8 @@ def test_check_tells_every_problem(folder, capsys):
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err.splitlines() == [
-        "kvtier.yaml:3: $.tiers: a stack needs at least one tier",
         "kvtier.yaml:2: $.chunks: unknown key 'chunks'; did you mean 'chunk_tokens'?",
+        "kvtier.yaml:3: $.tiers: a stack needs at least one tier",
     ]
 
 
