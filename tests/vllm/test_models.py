@@ -106,3 +106,12 @@ def test_the_pages_themselves_come_back(engine, monkeypatch):
     assert len(taken) == 8
     assert len({json.dumps(sorted(map(str, pages.values()))) for pages in taken.values()}) == 8, "all chunks alike"
     assert given == taken
+
+
+def test_an_engine_on_a_device_without_a_mover_is_refused(engine, said, monkeypatch):
+    from kvtier_cpu.config import CpuConfig
+
+    monkeypatch.setattr(CpuConfig, "devices", ("cuda",))
+    with engine(cpu()) as served:
+        assert said()[-1] == "kvtier: this engine is not served: arena cpu has no mover for cpu yet"
+        assert [served.ask(prompt(64, 530))[0].cached for _ in range(2)] == [0, 0]
