@@ -18,6 +18,7 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest
 
 bench: $(VENV)/ready
