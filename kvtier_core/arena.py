@@ -26,7 +26,7 @@ class Arena:
         self._free = list(range(memory.slots - 1, -1, -1))
         self._reserved: dict[ChunkKey, int] = {}
         self._ready: dict[ChunkKey, int] = {}
-        self._pins: Counter[int] = Counter()
+        self._pins: dict[int, Counter[str]] = {}  # who holds a slot, and how often
         self._doomed: dict[int, ChunkKey] = {}
 
     @property
@@ -41,7 +41,11 @@ class Arena:
 
     @property
     def pins(self) -> int:
-        return self._pins.total()
+        return self.holders().total()
+
+    def holders(self) -> Counter[str]:
+        """Who has pins, and how many."""
+        return sum(self._pins.values(), Counter())
 
     def usage(self) -> Usage:
         capacity = self.memory.slots * self.memory.slot_nbytes
@@ -73,7 +77,7 @@ class Arena:
         victims = self.residents.choose(
             missing,
             weigh=lambda key: 1,
-            may_leave=lambda key: not self._pins.get(self._ready[key], 0) and not spare(key),
+            may_leave=lambda key: self._ready[key] not in self._pins and not spare(key),
         )
         for key in victims:
             self._release(key, evicted=True)
@@ -102,18 +106,19 @@ class Arena:
         self._doomed.pop(slot, None)
         self._free.append(slot)
 
-    def pin(self, key: ChunkKey) -> Slot:
+    def pin(self, key: ChunkKey, owner: str) -> Slot:
         if not self.has(key):
             raise ContractError(f"{self.name}: pin of a chunk that is not READY")
         slot = self.slot(key)
-        self._pins[slot.index] += 1
+        self._pins.setdefault(slot.index, Counter())[owner] += 1
         return slot
 
-    def unpin(self, slot: Slot) -> None:
-        if not self._pins.get(slot.index, 0):
-            raise ContractError(f"{self.name}: unpin of slot {slot.index}, which is not pinned")
-        self._pins[slot.index] -= 1
-        if not self._pins[slot.index]:
+    def unpin(self, slot: Slot, owner: str) -> None:
+        held = self._pins.get(slot.index, Counter())
+        if not held[owner]:
+            raise ContractError(f"{self.name}: unpin of slot {slot.index}, which {owner} has not pinned")
+        held[owner] -= 1
+        if not +held:
             del self._pins[slot.index]
             if slot.index in self._doomed:
                 self._release(self._doomed[slot.index], evicted=False)
@@ -122,7 +127,7 @@ class Arena:
         """Never find any of these chunks again; a slot in use is free as soon as nobody uses it."""
         for key in [*self._ready, *self._reserved]:
             slot = self.slot(key).index
-            if key in self._reserved or self._pins.get(slot, 0):
+            if key in self._reserved or slot in self._pins:
                 self._doomed[slot] = key
             else:
                 self._release(key, evicted=False)

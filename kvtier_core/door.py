@@ -19,6 +19,10 @@ class Door:
         #: the most bytes that a frame takes in the store
         self.bound = layout.frame_nbytes if serializer is None else _whole_pages(serializer.bound(layout))
 
+    def of(self, namespace: Namespace) -> Door:
+        """The same door for another namespace."""
+        return Door(namespace, self._layout, self._serializer)
+
     def encode(self, key: ChunkKey, sealed: memoryview) -> memoryview:
         """The frame as the store keeps it; whole pages, so that it can be written directly."""
         if self._serializer is None:

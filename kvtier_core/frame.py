@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import struct
 import zlib
+from typing import NamedTuple
 
 from kvtier_core.types import KEY_NBYTES, PAGE_NBYTES, ChunkKey, Namespace
 
@@ -34,6 +35,17 @@ class Damage(enum.Enum):
     CHECKSUM = "the checksum does not match"
 
 
+class Header(NamedTuple):
+    """What a frame says of itself."""
+
+    magic: bytes
+    version: int
+    codec: int
+    payload_nbytes: int
+    namespace: bytes
+    key: bytes
+
+
 def seal(frame: memoryview, namespace: Namespace, key: ChunkKey, payload_nbytes: int, codec: int = RAW) -> None:
     """Write the header of ``frame``, whose payload is already in place."""
     fields = _FIELDS.pack(_MAGIC, FORMAT_VERSION, codec, payload_nbytes, namespace.digest, key)
@@ -49,30 +61,46 @@ def check(
 
     ``payload_nbytes`` is the length that a raw payload must have; None for a codec whose lengths vary.
     """
-    if len(frame) < PAGE_NBYTES:
-        return Damage.SHORT
-    magic, version, its_codec, its_nbytes, digest, its_key = _FIELDS.unpack_from(frame)
-    if magic != _MAGIC:
-        return Damage.MAGIC
-    if version != FORMAT_VERSION:
-        return Damage.VERSION
-    if digest != namespace.digest:
+    header = _header(frame)
+    if isinstance(header, Damage):
+        return header
+    if header.namespace != namespace.digest:
         return Damage.NAMESPACE
-    if its_key != key:
+    if header.key != key:
         return Damage.KEY
-    if its_codec != codec:
+    if header.codec != codec:
         return Damage.CODEC
-    if payload_nbytes is not None and its_nbytes != payload_nbytes:
+    if payload_nbytes is not None and header.payload_nbytes != payload_nbytes:
         return Damage.LENGTH
-    if its_nbytes > len(frame) - PAGE_NBYTES:
-        return Damage.SHORT
-    (checksum,) = _CHECKSUM.unpack_from(frame, _FIELDS.size)
-    if zlib.crc32(frame[PAGE_NBYTES : PAGE_NBYTES + its_nbytes], zlib.crc32(frame[: _FIELDS.size])) != checksum:
-        return Damage.CHECKSUM
-    return None
+    return _unsound(frame, header)
+
+
+def inspect(frame: memoryview) -> Header | Damage:
+    """What a frame says of itself if it is whole, whoever may want it."""
+    header = _header(frame)
+    if isinstance(header, Damage):
+        return header
+    return _unsound(frame, header) or header
 
 
 def payload_of(frame: memoryview) -> memoryview:
     """The payload of a frame that `check` found whole."""
-    nbytes = _FIELDS.unpack_from(frame)[3]
+    nbytes = Header._make(_FIELDS.unpack_from(frame)).payload_nbytes
     return frame[PAGE_NBYTES : PAGE_NBYTES + nbytes]
+
+
+def _header(frame: memoryview) -> Header | Damage:
+    if len(frame) < PAGE_NBYTES:
+        return Damage.SHORT
+    header = Header._make(_FIELDS.unpack_from(frame))
+    if header.magic != _MAGIC:
+        return Damage.MAGIC
+    return header if header.version == FORMAT_VERSION else Damage.VERSION
+
+
+def _unsound(frame: memoryview, header: Header) -> Damage | None:
+    if header.payload_nbytes > len(frame) - PAGE_NBYTES:
+        return Damage.SHORT
+    (checksum,) = _CHECKSUM.unpack_from(frame, _FIELDS.size)
+    payload = frame[PAGE_NBYTES : PAGE_NBYTES + header.payload_nbytes]
+    return None if zlib.crc32(payload, zlib.crc32(frame[: _FIELDS.size])) == checksum else Damage.CHECKSUM

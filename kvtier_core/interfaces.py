@@ -7,12 +7,14 @@ in YAML. It imports nothing heavy; its ``open`` does. See `kvtier_core.hookspecs
 from __future__ import annotations
 
 import abc
+import contextlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import attrs
 
+from kvtier_core.errors import BackendError
 from kvtier_core.types import ChunkKey, ChunkLayout, Namespace, Nbytes
 
 #: In a `PageList`: this page of the chunk is not wanted.
@@ -82,6 +84,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         """A key that is not there is no error."""
+
+    def quarantine(self, keys: Sequence[ChunkKey]) -> None:
+        """These frames failed verification: nobody may find them again. They may be kept aside to be looked at."""
+        self.delete(keys)
 
     def scan(self) -> Iterator[tuple[ChunkKey, int]]:
         """What survived a restart: keys of this namespace and bytes of their frames, oldest first."""
@@ -209,6 +215,18 @@ class TokenDatabase(abc.ABC):
 
 
 @attrs.frozen
+class Stored:
+    """Something that lies in a store, for `kvtier fsck` to look at."""
+
+    where: str  #: for people: a path, a URL
+    nbytes: int
+    home: bytes | None  #: how the digest of the namespace begins under which it is kept; None: it is no frame
+    key: ChunkKey | None  #: under which it is kept; None: it is no frame
+    read: Callable[[], bytes]  #: raises BackendError
+    remove: Callable[[], None]  #: raises BackendError
+
+
+@attrs.frozen
 class ArenaConfig(abc.ABC):
     """A tier that owns memory the engine's device can reach."""
 
@@ -234,6 +252,11 @@ class BackendConfig(abc.ABC):
     @abc.abstractmethod
     def open(self, ctx: OpenContext) -> Backend:
         """Raises BackendError, or ConfigError with problems whose path begins at ``$``, the tier."""
+
+    @contextlib.contextmanager
+    def walk(self) -> Iterator[Iterator[Stored]]:
+        """All that lies in the store, of every namespace, while no engine uses it. Raises BackendError."""
+        raise BackendError(f"a tier of type {self.type} cannot be walked", retryable=False)
 
 
 @attrs.frozen

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvtier_core import frame
 from kvtier_core.arena import Arena
 from kvtier_core.errors import ContractError
 from kvtier_core.tier import Offer, Tier
-from kvtier_core.types import ChunkKey, ChunkLayout, Event, EventKind, Namespace, Nbytes, Presence, Slot, Usage
+from kvtier_core.types import (
+    KEY_NBYTES,
+    ChunkKey,
+    ChunkLayout,
+    Event,
+    EventKind,
+    Namespace,
+    Nbytes,
+    Presence,
+    Slot,
+    Usage,
+)
 from kvtier_core.workers import Outcome, Pool
 
 #: Headers are written for groups of about this many bytes at a time.
 _SEAL_NBYTES = 16 << 20
+#: Who holds a slot while its header is written.
+_SEALER = "sealing"
 
 
 class StorageManager:
@@ -43,6 +58,7 @@ class StorageManager:
         self._pool = pool  # seals frames, and copies them from arena to arena
         self._clock = clock
         self._closed = False
+        self._lent = ChunkKey(b"")  # the key of what was lent
         self._events: list[Event] = []
         self._parents: dict[ChunkKey, ChunkKey | None] = {}  # of what is reserved
         self._origin: dict[ChunkKey, str] = {}  # tiers from which READY chunks came, until they are first used
@@ -109,17 +125,33 @@ class StorageManager:
             self._parents.pop(key, None)
             self._hot.abort(key)
 
-    def pin(self, keys: Sequence[ChunkKey]) -> list[Slot]:
-        """Hold READY chunks in their slots until `unpin`."""
+    def pin(self, keys: Sequence[ChunkKey], owner: str) -> list[Slot]:
+        """Hold READY chunks in their slots until ``owner``, a request for instance, unpins them."""
         arenas = [self._arena_of(key) for key in keys]  # all or nothing: this raises before the first pin
         for key in keys:
             self._origin.pop(key, None)
-        return [arena.pin(key) for arena, key in zip(arenas, keys, strict=True)]
+        return [arena.pin(key, owner) for arena, key in zip(arenas, keys, strict=True)]
 
-    def unpin(self, slots: Iterable[Slot]) -> None:
-        """Once for each slot that `pin` returned."""
+    def unpin(self, slots: Iterable[Slot], owner: str) -> None:
+        """Once for each slot that `pin` returned to this owner."""
         for slot in slots:
-            self._arenas[slot.arena].unpin(slot)
+            self._arenas[slot.arena].unpin(slot, owner)
+
+    def holders(self) -> Counter[str]:
+        """Who has pins, and how many: requests, and tiers that read a slot. Empty at rest."""
+        return sum((arena.holders() for arena in self._arenas), Counter())
+
+    def lend(self) -> list[Slot]:
+        """An empty slot of each arena, until `take_back`, for a trial of the copies."""
+        self._lent = ChunkKey(secrets.token_bytes(KEY_NBYTES))
+        for arena in self._arenas:
+            arena.reserve([self._lent])
+        return [arena.slot(self._lent) for arena in self._arenas]
+
+    def take_back(self) -> None:
+        """Of all that was lent."""
+        for arena in self._arenas:
+            arena.abort(self._lent)
 
     # -- the turn of the wheel -----------------------------------------------------------------------
 
@@ -148,10 +180,13 @@ class StorageManager:
             events += self.step()
         return events
 
-    def clear(self) -> None:
-        """Never find again what was stored so far. What is in use goes when it is not."""
-        for level in self._levels:
-            level.clear()
+    def renew(self, namespace: Namespace) -> None:
+        """Never find again what was stored so far. What is in use goes when it is not; new frames are sealed anew."""
+        self._namespace = namespace
+        for arena in self._arenas:
+            arena.clear()
+        for tier in self._tiers:
+            tier.renew(namespace)
         self._origin.clear()
         self._wishes.clear()
 
@@ -260,18 +295,18 @@ class StorageManager:
         per_group = max(1, _SEAL_NBYTES // self._layout.frame_nbytes)
         for start in range(0, len(wanted), per_group):
             group = wanted[start : start + per_group]
-            slots = [self._hot.pin(key) for key in group]
+            slots = [self._hot.pin(key, _SEALER) for key in group]
             views = [self._hot.view(key) for key in group]
             self._descending.update(group)
             self._pool.submit_store(
-                lambda group=group, views=views: self._seal(group, views),
+                lambda group=group, views=views, namespace=self._namespace: self._seal(group, views, namespace),
                 lambda outcome, group=group, slots=slots: self._sealed(group, slots, outcome),
             )
 
-    def _seal(self, keys: Sequence[ChunkKey], views: Sequence[memoryview]) -> None:
+    def _seal(self, keys: Sequence[ChunkKey], views: Sequence[memoryview], namespace: Namespace) -> None:
         """On a thread."""
         for key, view in zip(keys, views, strict=True):
-            frame.seal(view, self._namespace, key, self._layout.payload_nbytes)
+            frame.seal(view, namespace, key, self._layout.payload_nbytes)
 
     def _sealed(self, keys: Sequence[ChunkKey], slots: Sequence[Slot], outcome: Outcome) -> None:
         self._descending.difference_update(keys)
@@ -279,7 +314,7 @@ class StorageManager:
             self._offer(keys, self._levels[1:])
         else:
             self._report(EventKind.FAILED, keys, why=str(outcome.error))
-        self.unpin(slots)
+        self.unpin(slots, _SEALER)
 
     def _offer(self, keys: Sequence[ChunkKey], levels: Sequence[Arena | Tier]) -> None:
         """Offer sealed frames to levels below the hottest. Each offer holds a pin of its own."""
@@ -288,10 +323,10 @@ class StorageManager:
             if isinstance(level, Arena):
                 self._copy_down(offered, level)
             elif offered:
-                pins = {key: self._hot.pin(key) for key in offered}
+                pins = {key: self._hot.pin(key, level.name) for key in offered}
                 level.write(
                     [Offer(key, self._hot.residents.parent(key), self._hot.view(key)) for key in offered],
-                    lambda key, pins=pins: self.unpin([pins[key]]),
+                    lambda key, pins=pins, level=level: self.unpin([pins[key]], level.name),
                 )
 
     def _copy_down(self, keys: Sequence[ChunkKey], arena: Arena) -> None:
@@ -300,7 +335,7 @@ class StorageManager:
         if not keys:
             return
         arena.reserve(keys)
-        slots = [self._hot.pin(key) for key in keys]
+        slots = [self._hot.pin(key, arena.name) for key in keys]
         copies = [(arena.view(key), self._hot.view(key)) for key in keys]
         parents = [self._hot.residents.parent(key) for key in keys]
 
@@ -309,7 +344,7 @@ class StorageManager:
                 into[:] = source
 
         def copied(outcome: Outcome) -> None:
-            self.unpin(slots)
+            self.unpin(slots, arena.name)
             for key, parent in zip(reversed(keys), reversed(parents), strict=True):
                 if outcome.error is None:
                     arena.commit(key, parent)

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import attrs
 
+from kvtier_core.batches import as_many, in_groups, leading
 from kvtier_core.breaker import Breaker
 from kvtier_core.door import Door
 from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.frame import Damage
 from kvtier_core.interfaces import Backend
 from kvtier_core.residents import Residents
-from kvtier_core.types import ChunkKey, Event, EventKind, Usage
+from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Usage
 from kvtier_core.workers import Outcome, Pool
 
-#: Frames are moved in groups of about this size: small frames share a call, large ones share the threads.
-_GROUP_NBYTES = 4 << 20
 #: How long the answer "not there" of a shared store is believed, in seconds.
 _ABSENCE_HOLDS = 1.0
 
@@ -126,7 +124,7 @@ class Tier:
             return
         self._begin(self._reads, keys, _Busy.READING)
         self.pool.submit_load(
-            lambda: _as_many(self.backend.contains(keys), keys), lambda outcome: self._told(keys, outcome)
+            lambda: as_many(self.backend.contains(keys), keys), lambda outcome: self._told(keys, outcome)
         )
 
     # -- frames going down -------------------------------------------------------------------------
@@ -134,11 +132,11 @@ class Tier:
     def write(self, offers: Sequence[Offer], release: Release) -> None:
         """Store frames of one path, root first. ``release(key)`` for each, once, when its view is free again."""
         fresh = [offer for offer in offers if self.wants(offer.key)]
-        accepted = _leading(fresh, self._inflight_limit - self._inflight, lambda offer: len(offer.view))
+        accepted = leading(fresh, self._inflight_limit - self._inflight, lambda offer: len(offer.view))
         parents = {offer.parent for offer in accepted}
         victims = self._victims(len(accepted) * self._door.bound, spared=parents)
         room = self._room + sum(map(self.residents.nbytes, victims))
-        accepted = self._admit(_leading(accepted, room, lambda offer: self._door.bound))
+        accepted = self._admit(leading(accepted, room, lambda offer: self._door.bound))
 
         taken = {offer.key for offer in accepted}
         turned_away = [offer for offer in offers if offer.key not in taken]
@@ -149,7 +147,7 @@ class Tier:
         if accepted:
             self._begin(self._writes, taken, _Busy.WRITING)
             self._inflight += sum(len(offer.view) for offer in accepted)
-            self._waiting.extend((group, release) for group in _groups(accepted, lambda offer: len(offer.view)))
+            self._waiting.extend((group, release) for group in in_groups(accepted, lambda offer: len(offer.view)))
             self._waiting_nbytes += len(accepted) * self._door.bound
             self._evict(victims)
             self._start_writes()
@@ -177,25 +175,35 @@ class Tier:
         )
 
     def _evict(self, victims: Sequence[ChunkKey]) -> None:
-        if not victims:
-            return
         nbytes = sum(map(self.residents.nbytes, victims))
+        self._remove(victims, self.backend.delete, lambda: self._report(EventKind.EVICTED, victims, nbytes=nbytes))
+
+    def _remove(
+        self,
+        keys: Sequence[ChunkKey],
+        remove: Callable[[Sequence[ChunkKey]], None],
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Take frames out of the store, and then out of the index."""
+        if not keys:
+            return
+        nbytes = sum(map(self.residents.nbytes, keys))
         self._leaving_nbytes += nbytes
-        self._begin(self._writes, victims, _Busy.LEAVING)
+        self._begin(self._writes, keys, _Busy.LEAVING)
 
         def gone(outcome: Outcome) -> None:
             self._leaving_nbytes -= nbytes
-            for key in victims:
+            for key in keys:
                 del self._busy[key]
                 if outcome.error is None:
                     self._doomed.discard(key)
                     self.residents.remove(key, evicted=True)
-            self._judge(self._writes, victims, outcome)
+            self._judge(self._writes, keys, outcome)
             if outcome.error is None:
-                self._report(EventKind.EVICTED, victims, nbytes=nbytes)
+                then()
             self._start_writes()
 
-        self.pool.submit_store(lambda: self.backend.delete(victims), gone)
+        self.pool.submit_store(lambda: remove(keys), gone)
 
     def _start_writes(self) -> None:
         """Begin those that there is room for: the bytes of a newcomer never lie beside those of its victim."""
@@ -250,11 +258,11 @@ class Tier:
         ``arrived(good, bad)`` is called once per group, later; each begun key is in one of the two.
         """
         room = self._inflight_limit - self._inflight
-        begun = _leading([pair for pair in wanted if self.has(pair[0])], room, lambda pair: len(pair[1]))
+        begun = leading([pair for pair in wanted if self.has(pair[0])], room, lambda pair: len(pair[1]))
         if begun:
             self._begin(self._reads, [key for key, _ in begun], _Busy.READING)
         self._inflight += sum(len(view) for _, view in begun)
-        for group in _groups(begun, lambda pair: len(pair[1])):
+        for group in in_groups(begun, lambda pair: len(pair[1])):
             self.pool.submit_load(
                 lambda group=group: self._read_frames(group),
                 lambda outcome, group=group: self._arrive(group, arrived, outcome),
@@ -265,7 +273,7 @@ class Tier:
         """On a thread. For each key True, False for a miss, or what is wrong with its frame."""
         keys = [key for key, _ in wanted]
         landings = [self._door.landing(slot) for _, slot in wanted]
-        counts = _as_many(self.backend.read(keys, landings), keys)
+        counts = as_many(self.backend.read(keys, landings), keys)
         return [
             bool(count) and (self._door.check(key, landed, count, slot) or True)
             for (key, slot), landed, count in zip(wanted, landings, counts, strict=True)
@@ -275,23 +283,35 @@ class Tier:
         keys = [key for key, _ in wanted]
         self._inflight -= sum(len(view) for _, view in wanted)
         verdicts = outcome.value or [None] * len(keys)  # None: nothing is known, the frames stay indexed
+        good, lost, damaged = [], [], []
         for key, verdict in zip(keys, verdicts, strict=True):
             del self._busy[key]
-            if verdict is False:
-                self.residents.remove(key)
+            if key in self._doomed:
+                continue  # by `renew`: whatever was read, nobody wants it
+            if verdict is True:
+                good.append(key)
+            elif verdict is False:
+                lost.append(key)
                 self._report(EventKind.LOST, [key])
             elif isinstance(verdict, Damage):
-                self._doomed.add(key)
+                damaged.append(key)
                 self._report(EventKind.DAMAGED, [key], why=verdict.value)
         self._judge(self._reads, keys, outcome)
-        good = [key for key, verdict in zip(keys, verdicts, strict=True) if verdict is True and key not in self._doomed]
         self._bury([key for key in keys if key in self._doomed])
+        if self.backend.shared:
+            for key in lost:
+                self.residents.remove(key)
+            lost = []
+        self._doomed.update(lost, damaged)  # and deleted by and by, should it fail now
+        self._remove(lost, self.backend.delete)  # a part of it may be left
+        self._remove(damaged, self.backend.quarantine)
         arrived(good, [key for key in keys if key not in set(good)])
 
     # -- endings -----------------------------------------------------------------------------------
 
-    def clear(self) -> None:
+    def renew(self, namespace: Namespace) -> None:
         """Never find any of these frames again. What is in use is deleted as soon as it is not."""
+        self._door = self._door.of(namespace)
         self._doomed.update(self.residents)
         self._bury([key for key in self.residents if key not in self._busy])
 
@@ -363,28 +383,3 @@ class Tier:
 
     def _report(self, kind: EventKind, keys: Sequence[ChunkKey], *, nbytes: int = 0, why: str = "") -> None:
         self.events.append(Event(kind, self.name, tuple(keys), nbytes, why))
-
-
-def _as_many(answers: Sequence, keys: Sequence[ChunkKey]) -> Sequence:
-    if len(answers) != len(keys):
-        raise ContractError(f"{len(answers)} answers for {len(keys)} keys")
-    return list(answers)
-
-
-def _leading(items: Sequence, room: int, nbytes: Callable[..., int]) -> list:
-    """The leading items that fit into ``room`` bytes."""
-    ends = itertools.accumulate(map(nbytes, items))
-    return [item for item, end in zip(items, ends, strict=True) if end <= room]
-
-
-def _groups(items: Sequence, nbytes: Callable[..., int]) -> Iterator[list]:
-    """The items in runs of about `_GROUP_NBYTES`."""
-    group, total = [], 0
-    for item in items:
-        group.append(item)
-        total += nbytes(item)
-        if total >= _GROUP_NBYTES:
-            yield group
-            group, total = [], 0
-    if group:
-        yield group

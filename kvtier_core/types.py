@@ -6,6 +6,7 @@ import enum
 import hashlib
 import json
 import re
+import secrets
 from collections.abc import Mapping
 from functools import cached_property
 from typing import NamedTuple, NewType
@@ -45,6 +46,10 @@ class Namespace:
     @classmethod
     def of(cls, facts: Mapping[str, object]) -> Namespace:
         return cls(tuple(sorted((name, str(value)) for name, value in facts.items())))
+
+    def renewed(self) -> Namespace:
+        """All these facts in another epoch, which shares nothing with this one or any other."""
+        return Namespace.of({**dict(self.facts), "epoch": secrets.token_hex(16)})
 
     @cached_property
     def digest(self) -> bytes:

@@ -1,6 +1,6 @@
 """A hypothesis state machine over StorageManager: chosen interleavings, failing stores, no threads.
 
-The bytes of a chunk follow from its key and from the number of `clear` calls before it was stored, so
+The bytes of a chunk follow from its key and from the number of `renew` calls before it was stored, so
 a chunk that is served to the wrong reader, from the wrong time, or half filled, is seen at once.
 Subclass `StackMachine` to try a policy, a serializer or another shape of stack.
 """
@@ -185,7 +185,7 @@ class StackMachine(RuleBasedStateMachine):
         ready = ready[: found.index(Presence.PENDING)] if Presence.PENDING in found else ready
         if ready:
             assert len(self.manager.origins(ready)) == len(ready)
-            self.loading.append((ready, self.manager.pin(ready), self.epoch))
+            self.loading.append((ready, self.manager.pin(ready, "machine"), self.epoch))
 
     @precondition(lambda self: self.loading)
     @rule(which=_WHICH)
@@ -195,7 +195,7 @@ class StackMachine(RuleBasedStateMachine):
             view = self.memories[slot.arena].view(slot.index)
             held = bytes(view[PAGE_NBYTES : PAGE_NBYTES + LAYOUT.payload_nbytes])
             assert held == payload(key, epoch), "a pinned slot does not hold its chunk"
-        self.manager.unpin(slots)
+        self.manager.unpin(slots, "machine")
 
     @rule(name=st.sampled_from(sorted(PATHS)))
     def come_back(self, name: str) -> None:
@@ -208,9 +208,12 @@ class StackMachine(RuleBasedStateMachine):
             self.finish_load(before)
 
     @rule()
-    def clear(self) -> None:
-        self.manager.clear()
+    def renew(self) -> None:
+        self._renew()
+
+    def _renew(self) -> None:
         self.epoch += 1
+        self.manager.renew(Namespace.of({"model": "machine", "epoch": self.epoch}))
 
     # -- what time and stores do -----------------------------------------------------------------------
 
@@ -296,9 +299,8 @@ class StackMachine(RuleBasedStateMachine):
 
     def _what_is_stored_is_found(self) -> None:
         """Liveness: a cache that never hits is never wrong, and useless."""
-        self.manager.clear()
+        self._renew()
         self.manager.drain(timeout=10.0)
-        self.epoch += 1
         path = PATHS["abcdef"][:3]
         self.store("abcdef", len(path))
         self._come_to_rest()

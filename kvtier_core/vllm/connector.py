@@ -33,6 +33,7 @@ from vllm.v1.request import Request
 from kvtier_core.config import StackConfig, load_config, open_stack
 from kvtier_core.interfaces import OpenContext
 from kvtier_core.plugins import Registry
+from kvtier_core.types import Namespace
 from kvtier_core.vllm import identity, layout
 from kvtier_core.vllm.plan import Plan, Survey
 from kvtier_core.vllm.scheduler import SchedulerHalf
@@ -113,7 +114,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         blocks_per_chunk = self.config.chunk_tokens // self._vllm_config.cache_config.block_size
         table, self._survey = layout.survey(self._vllm_config, self._kv_cache_config, kv_caches, blocks_per_chunk)
         if table is not None:
-            self.half = WorkerHalf(self.config, table)
+            self.half = WorkerHalf(self.config, table, kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._survey
@@ -124,7 +125,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._refusal:
             return
         surveys = list(metadata.values())
-        weights = identity.weights_of(self._vllm_config)
+        weights = identity.weights_of(self._vllm_config.model_config, self._vllm_config.load_config)
         if refusal := layout.disagreement(surveys) or self._missing_mover(surveys[0].device):
             self._refuse(refusal)
         elif not weights:
@@ -153,10 +154,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         manager = open_stack(self.config, context)
         for line in manager.describe():
             logger.info("kvtier: %s", line)
+        model = Namespace.of(identity.model_facts(self._vllm_config.model_config, weights, chunk_tokens))
+        logger.info("kvtier: identity %s, of the model %s", context.namespace.digest.hex(), model.digest.hex())
+        for fact in context.namespace.facts:
+            logger.debug("kvtier: identity: %s: %s", *fact)
         return SchedulerHalf(
             self.config,
             manager,
-            self.config.token_database.open(context.namespace, chunk_tokens),
+            context.namespace,
             block_tokens=block_tokens,
             ranks=parallel.world_size,
             observe=self._registry.observe,
@@ -208,10 +213,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         return self.half.busy()
 
-    @guarded()
+    @guarded(True)
     def reset_cache(self) -> bool:
-        self.half.clear()
-        return True
+        """The weights may be others now. False if a request still loads what was stored before."""
+        return self.half.renew()
 
     # -- a worker's half -----------------------------------------------------------------------------------
 
@@ -250,7 +255,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded()
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self.half.stored()
+        return self.half.progress()
 
     # -- both ------------------------------------------------------------------------------------------------
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import attrs
 import vllm
-from vllm.config import VllmConfig
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
 from kvtier_core.frame import FORMAT_VERSION
@@ -20,11 +21,15 @@ from kvtier_core.vllm.plan import Survey
 
 #: Saved in a configuration by the libraries that write it; they say nothing about the model.
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
+#: A digest of an item's content, as vLLM makes it. Whatever else stands there, a caller thought of.
+_CONTENT = re.compile(r"[0-9a-f]{64,}")
 
 
-def weights_of(vllm_config: VllmConfig) -> str:
+# -- of an engine ------------------------------------------------------------------------------------------
+
+
+def weights_of(model: ModelConfig, load: LoadConfig) -> str:
     """What the weights are, in a few words and a digest; empty if it cannot be told."""
-    model, load = vllm_config.model_config, vllm_config.load_config
     if load.load_format == "dummy":
         return f"dummy, seed {model.seed}"
     folder = Path(model.model)
@@ -42,28 +47,40 @@ def weights_of(vllm_config: VllmConfig) -> str:
         return ""
 
 
-def namespace(vllm_config: VllmConfig, weights_identity: str, chunk_tokens: int, survey: Survey) -> Namespace:
-    """Everything that makes the pages of two engines interchangeable, as named facts."""
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+def model_facts(model: ModelConfig, weights_identity: str, chunk_tokens: int) -> dict[str, object]:
+    """What can be told before an engine runs."""
     config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NOT_THE_MODEL}
-    return Namespace.of(
-        {
-            **dict(survey.facts),
-            "format": FORMAT_VERSION,
-            "engine": f"vllm {vllm.__version__}",
-            "model": " ".join(model.architectures),
-            "model configuration": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest(),
-            "weights": weights_identity,
-            "quantization": model.quantization,
-            "longest sequence": model.max_model_len,  # some rotary embeddings depend on it
-            "dtype": model.dtype,
-            "kv dtype": cache.cache_dtype,
-            "page bytes": " ".join(map(str, survey.page_nbytes)),
-            "block tokens": cache.block_size,
-            "chunk tokens": chunk_tokens,
-            "tensor parallel ranks": parallel.tensor_parallel_size,
-        }
-    )
+    return {
+        "format": FORMAT_VERSION,
+        "engine": f"vllm {vllm.__version__}",
+        "model": " ".join(model.architectures),
+        "model configuration": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest(),
+        "weights": weights_identity,
+        "quantization": model.quantization,
+        "longest sequence": model.max_model_len,  # some rotary embeddings depend on it
+        "dtype": model.dtype,
+        "chunk tokens": chunk_tokens,
+    }
+
+
+def engine_facts(config: VllmConfig, survey: Survey) -> dict[str, object]:
+    """What only the running engine knows."""
+    return {
+        **dict(survey.facts),
+        "kv dtype": config.cache_config.cache_dtype,
+        "page bytes": " ".join(map(str, survey.page_nbytes)),
+        "block tokens": config.cache_config.block_size,
+        "tensor parallel ranks": config.parallel_config.tensor_parallel_size,
+    }
+
+
+def namespace(config: VllmConfig, weights_identity: str, chunk_tokens: int, survey: Survey) -> Namespace:
+    """Everything that makes the pages of two engines interchangeable, as named facts."""
+    model = model_facts(config.model_config, weights_identity, chunk_tokens)
+    return Namespace.of({**model, **engine_facts(config, survey)})
+
+
+# -- of a request --------------------------------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -75,44 +92,51 @@ class RequestIdentity:
 
     def extra(self, chunk_tokens: int) -> Mapping[int, bytes]:
         """For each chunk that items lie in: which, and where in it."""
-        touching: dict[int, list[tuple[int, str]]] = {}
+        touching: dict[int, list[tuple[int, int, str]]] = {}
         for offset, length, digest in self.items:
             for chunk in range(offset // chunk_tokens, -(-(offset + length) // chunk_tokens)):
-                touching.setdefault(chunk, []).append((offset - chunk * chunk_tokens, digest))
+                touching.setdefault(chunk, []).append((offset - chunk * chunk_tokens, length, digest))
         return {chunk: json.dumps(items).encode() for chunk, items in touching.items()}
 
 
-def identify(request: Request) -> RequestIdentity | str:
-    """Of a request, or why it cannot be told."""
-    if request.prompt_embeds is not None:
-        return "its prompt is given as embeddings"
-    adapter = request.lora_request
-    adapter_digest = None
-    if adapter is not None:
-        adapter_digest = _adapter_digest(adapter.lora_path, _modified(adapter.lora_path))
-        if adapter_digest is None:
-            return f"the weights of the LoRA adapter {adapter.lora_name!r} cannot be found on disk"
-    ingredients = {"cache_salt": request.cache_salt or None, "adapter": adapter_digest}
-    return RequestIdentity(
-        salt=json.dumps(ingredients).encode() if any(ingredients.values()) else b"",
-        items=tuple(
-            (feature.mm_position.offset, feature.mm_position.length, feature.identifier)
-            for feature in request.mm_features
-        ),
-    )
+class Identifier:
+    """Remembers which files an adapter's id stood for: the engine loads them once, and they may change."""
 
+    def __init__(self) -> None:
+        self._adapters: dict[int, tuple[tuple, str]] = {}  # the state of its files when it was first seen; its digest
 
-@functools.lru_cache(maxsize=256)
-def _adapter_digest(path: str, modified: tuple) -> str | None:
-    try:
-        return weights.digest(Path(path))
-    except (OSError, ValueError):
-        return None
+    def identify(self, request: Request) -> RequestIdentity | str:
+        """Of a request, or why it cannot be told."""
+        if request.prompt_embeds is not None:
+            return "its prompt is given as embeddings"
+        if not all(_CONTENT.fullmatch(item.identifier.rpartition(":")[2]) for item in request.mm_features):
+            return "an item of its prompt is named by the caller, not by its content"
+        ingredients: dict[str, str] = {}
+        if request.cache_salt:
+            ingredients["cache_salt"] = request.cache_salt
+        if adapter := request.lora_request:
+            ingredients["adapter"], problem = self._adapter(adapter)
+            if problem:
+                return f"LoRA adapter {adapter.lora_name!r}: {problem}"
+        return RequestIdentity(
+            salt=json.dumps(ingredients).encode() if ingredients else b"",
+            items=tuple((f.mm_position.offset, f.mm_position.length, f.identifier) for f in request.mm_features),
+        )
 
-
-def _modified(path: str) -> tuple:
-    """Changes when a file of the folder does."""
-    try:
-        return tuple(sorted((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in Path(path).iterdir()))
-    except OSError:
-        return ()
+    def _adapter(self, asked: LoRARequest) -> tuple[str, str]:
+        """A digest of the weights that the engine has under this id, or what is wrong with them."""
+        if asked.load_inplace:
+            return "", "it is loaded anew under its old id"
+        path = Path(asked.lora_path)
+        try:
+            state = (asked.lora_path, asked.is_3d_lora_weight, weights.state(sorted(path.iterdir())))
+            if asked.lora_int_id not in self._adapters:
+                self._adapters[asked.lora_int_id] = state, weights.digest(path) or ""
+        except (OSError, ValueError):
+            return "", "its weights cannot be read from disk"
+        before, digest = self._adapters[asked.lora_int_id]
+        if not digest:
+            return "", "there are no weights in its folder"
+        if state != before:
+            return "", "its files are not those that the engine saw first"
+        return f"{digest} {asked.is_3d_lora_weight}", ""

@@ -16,12 +16,16 @@ from kvtier_core.vllm.plan import Survey
 def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     """Why this engine cannot be served, as far as its configuration tells; empty if it can."""
     parallel = vllm_config.parallel_config
+    if not vllm_config.model_config.is_prefix_caching_supported:
+        return "vLLM itself does not reuse the prefixes of this model"
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         return f"the model has {len(groups)} KV cache groups and kvtier restores one"
     for name, spec in _specs(kv_cache_config).items():
         if not isinstance(spec, FullAttentionSpec):
             return f"layer {name} keeps {type(spec).__name__} state, not the KV of every token"
+        if spec.non_causal:
+            return f"layer {name} attends to later tokens, so that KV depends on more than its prefix"
     for what, size in (
         ("pipeline", parallel.pipeline_parallel_size),
         ("data", parallel.data_parallel_size),
@@ -44,7 +48,7 @@ def survey(
     for name in sorted(kv_caches):
         run = _page_run(kv_caches[name], kv_cache_config.num_blocks)
         if run is None:
-            return None, Survey(device.type, (), (), f"the pages of layer {name} are not contiguous in memory")
+            return None, Survey(device.type, (), (), f"the pages of layer {name} do not lie block after block")
         runs.setdefault((run.base, run.stride), run)
     page_nbytes = tuple(run.nbytes for run in runs.values())
     parallel = vllm_config.parallel_config
@@ -85,7 +89,9 @@ def _specs(kv_cache_config: KVCacheConfig) -> dict[str, KVCacheSpec]:
 
 def _page_run(cache: torch.Tensor, blocks: int) -> PageRun | None:
     """None unless the bytes of a page lie side by side. vLLM may cut a page into several kernel blocks."""
-    cuts = cache.shape[0] // blocks
+    cuts, rest = divmod(cache.shape[0], blocks)
+    if rest or not cuts:
+        return None
     inner = sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True))
     if cuts > 1:
         inner = sorted([*inner, (cache.stride(0), cuts)])

@@ -37,6 +37,7 @@ class Plan(KVConnectorMetadata):
     """One step's work. From the scheduler to every worker."""
 
     arenas: tuple[str, ...] = ()  #: handles, by the number of the arena
+    trial: tuple[Slot, ...] = ()  #: an empty slot of each arena, for the self-test
     loads: tuple[tuple[str, Transfer], ...] = ()  #: by request id
     stores: tuple[tuple[int, Transfer], ...] = ()  #: by job
     unloadable: tuple[str, ...] = ()  #: requests that were promised a load which cannot begin
@@ -44,10 +45,11 @@ class Plan(KVConnectorMetadata):
 
 @attrs.frozen(slots=False)
 class Progress(KVConnectorWorkerMetadata):
-    """How many workers ended each store job, and how many of them failed. From the workers to the scheduler."""
+    """How many workers ended each store job or the self-test. From the workers to the scheduler."""
 
     ended: Counter[int] = attrs.field(factory=Counter)
     failed: Counter[int] = attrs.field(factory=Counter)
+    tried: Counter[str] = attrs.field(factory=Counter)  #: what self-tests found wrong; empty: nothing
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Progress:
-        return Progress(self.ended + other.ended, self.failed + other.failed)
+        return Progress(self.ended + other.ended, self.failed + other.failed, self.tried + other.tried)

@@ -13,10 +13,10 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvtier_core.config import StackConfig
-from kvtier_core.interfaces import HOLE, TokenDatabase
+from kvtier_core.interfaces import HOLE
 from kvtier_core.manager import StorageManager
-from kvtier_core.types import ChunkKey, Event, EventKind, Presence, Slot
-from kvtier_core.vllm.identity import RequestIdentity, identify
+from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Presence, Slot
+from kvtier_core.vllm.identity import Identifier, RequestIdentity
 from kvtier_core.vllm.plan import Plan, Progress, Transfer
 
 logger = logging.getLogger("vllm.kvtier")
@@ -69,7 +69,7 @@ class SchedulerHalf:
         self,
         config: StackConfig,
         manager: StorageManager,
-        database: TokenDatabase,
+        namespace: Namespace,
         *,
         block_tokens: int,
         ranks: int,
@@ -78,7 +78,12 @@ class SchedulerHalf:
     ):
         self.manager = manager
         self._config = config
-        self._database = database
+        self._first_epoch = self._epoch = namespace
+        self._database = config.token_database.open(namespace, config.chunk_tokens)
+        self._identifier = Identifier()
+        self._trial = tuple(manager.lend())  # until the self-test is over
+        self._untried = ranks  # workers that have not said how their self-test went
+        self._refusal = ""  # why nothing is stored or loaded any more
         self._chunk_tokens = config.chunk_tokens
         self._chunk_blocks = config.chunk_tokens // block_tokens
         self._block_tokens = block_tokens
@@ -99,16 +104,17 @@ class SchedulerHalf:
         """How many tokens beyond ``computed`` can be loaded; None: ask again. Polled freely."""
         tracked = self._track(request)
         tracked.computed, tracked.ready = computed, []
-        if tracked.bypass or request.skip_reading_prefix_cache:
-            tracked.reason = tracked.bypass or "it asks for no cached prefix"
+        if self._refusal or tracked.bypass or request.skip_reading_prefix_cache:
+            tracked.reason = self._refusal or tracked.bypass or "it asks for no cached prefix"
             return 0, False
         first = computed // self._chunk_tokens
         keys = self._keys(tracked, request.num_tokens)[first:]
         found = self.manager.lookup(keys)
-        if Presence.PENDING in found and self._may_wait(tracked):
+        pending = Presence.PENDING in found or (Presence.READY in found and self._untried)
+        if pending and self._may_wait(tracked):
             return None, False
         ready = next((i for i, presence in enumerate(found) if presence is not Presence.READY), len(found))
-        if not ready:
+        if not ready or self._untried:
             tracked.reason = self._why_not(keys, found)
             return 0, False
         tracked.ready = keys[:ready]
@@ -138,7 +144,7 @@ class SchedulerHalf:
             for chunk in range(first, first + len(keys))
         )
         origins = Counter(self.manager.origins(keys))
-        slots = self.manager.pin(keys)
+        slots = self.manager.pin(keys, _loader(tracked.request.request_id))
         self._loading[tracked.request.request_id] = slots
         self._planned.append((tracked.request.request_id, Transfer(tuple(slots), pages)))
         tracked.reason = ", ".join(f"{tier} {chunks * self._chunk_tokens}" for tier, chunks in origins.items())
@@ -153,7 +159,7 @@ class SchedulerHalf:
         for request_id, scheduled in output.num_scheduled_tokens.items():
             if tracked := self._tracked.get(request_id):
                 stores += self._plan_store(tracked, scheduled, output)
-        plan = Plan(self._handles, tuple(self._planned), tuple(stores))
+        plan = Plan(self._handles, self._trial, tuple(self._planned), tuple(stores))
         self._planned = []
         return plan
 
@@ -164,7 +170,7 @@ class SchedulerHalf:
         if not self._config.save_decode:
             end = min(end, request.num_prompt_tokens)
         whole = end // self._chunk_tokens
-        if whole <= tracked.saved or isinstance(tracked.identity, str):
+        if whole <= tracked.saved or isinstance(tracked.identity, str) or self._refusal:
             return []
         blocks = output.kv_connector_block_state and output.kv_connector_block_state.get_block_ids(request.request_id)
         if not blocks:
@@ -189,14 +195,29 @@ class SchedulerHalf:
         """What the workers did."""
         report = output.kv_connector_worker_meta
         if isinstance(report, Progress):
+            self._end_trial(report.tried)
             for job, workers in report.ended.items():
                 self._end_store(job, workers, failed=bool(report.failed[job]))
         for request_id in output.finished_recving or ():
-            self.manager.unpin(self._loading.pop(request_id, ()))
+            self.manager.unpin(self._loading.pop(request_id, ()), _loader(request_id))
         for request_id in output.failed_recving or ():
             if tracked := self._tracked.get(request_id):
                 tracked.bypass = "its load failed"
                 tracked.told = False
+
+    def _end_trial(self, tried: Counter[str]) -> None:
+        """Nothing is loaded before every rank has seen its bytes come back; nothing ever if one has not."""
+        if not tried or not self._untried:
+            return
+        self._untried -= tried.total()
+        if wrong := [what for what in tried if what]:
+            self._refusal = f"the self-test failed: {wrong[0]}"
+            logger.error("kvtier: %s. Nothing is stored or loaded.", self._refusal)
+        if not self._untried:
+            self.manager.take_back()
+            self._trial = ()
+            if not self._refusal:
+                logger.info("kvtier: self-test: every byte came back")
 
     def _end_store(self, job: int, workers: int, *, failed: bool) -> None:
         """A chunk is READY when every rank has stored its shard; a slot is free when none writes to it."""
@@ -222,18 +243,29 @@ class SchedulerHalf:
         busy = self._storing or self._loading or self.manager.jobs
         return bool(busy) and self._clock() - self._last_news < _PATIENCE
 
-    def clear(self) -> None:
-        self.manager.clear()
+    def renew(self) -> bool:
+        """Open a new epoch: nothing stored so far is found again. False if a load of it is under way."""
+        self._epoch = self._first_epoch.renewed()
+        self._database = self._config.token_database.open(self._epoch, self._chunk_tokens)
+        self.manager.renew(self._epoch)
+        for tracked in self._tracked.values():
+            # What it has computed is the old epoch's, and what it will compute stands on that.
+            tracked.identity = tracked.bypass = "it began before the cache was reset"
+        return not self._loading
 
     def close(self) -> None:
+        if self._epoch is not self._first_epoch:
+            self.manager.renew(self._first_epoch)  # no other process could find what a later epoch stored
         self._take_in(self.manager.close())
+        for holder, pins in self.manager.holders().items():
+            logger.warning("kvtier: %s still holds %d slots", holder, pins)
 
     # -- inside ----------------------------------------------------------------------------------------
 
     def _track(self, request: Request) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            identity = identify(request)
+            identity = self._identifier.identify(request)
             tracked = self._tracked[request.request_id] = _Tracked(request, identity)
             if isinstance(identity, str):
                 tracked.bypass = identity
@@ -269,9 +301,11 @@ class SchedulerHalf:
     def _why_not(self, keys: Sequence[ChunkKey], found: Sequence[Presence]) -> str:
         if not keys:
             return f"nothing left that fills a chunk of {self._chunk_tokens}"
-        if found[0] is Presence.PENDING:
-            return f"it did not come up within {self._config.load_wait}"
-        return self.manager.why_missing(keys[0])
+        if found[0] is Presence.MISS:
+            return self.manager.why_missing(keys[0])
+        if self._untried:
+            return "the self-test is not over"
+        return f"it did not come up within {self._config.load_wait}"
 
     def _take_in(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -282,3 +316,8 @@ class SchedulerHalf:
         if events:
             self._last_news = self._clock()
             self._observe(events)
+
+
+def _loader(request_id: str) -> str:
+    """The owner of the pins of a load."""
+    return f"request {request_id}"

@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import torch
 
 from kvtier_core.config import StackConfig
 from kvtier_core.interfaces import Mover, PageTable
+from kvtier_core.types import Slot
 from kvtier_core.vllm.plan import Plan, Progress, Transfer
+from kvtier_core.vllm.selftest import try_copies
 from kvtier_core.workers import run
 
 logger = logging.getLogger("vllm.kvtier")
@@ -23,25 +27,36 @@ _Owner = tuple[str, str | int]  # ("load", request id) or ("store", job)
 class WorkerHalf:
     """Carries out plans through one mover per arena. Whatever goes wrong is a job that failed."""
 
-    def __init__(self, config: StackConfig, table: PageTable):
+    def __init__(self, config: StackConfig, table: PageTable, caches: Mapping[str, torch.Tensor]):
         self._config = config
         self._table = table
+        self._caches = caches
         self._movers: list[Mover | None] = []
         self._owners: dict[int, _Owner] = {}  # of the movers' jobs; an arena's part of a transfer is a job
         self._parts: Counter[_Owner] = Counter()  # jobs that have not ended
         self._failed: set[_Owner] = set()
         self._ended: list[_Owner] = []
+        self._tried: Counter[str] = Counter()
         self._jobs = 0
 
     def attach(self, plan: Plan) -> None:
-        """Reach the arenas that the plan names, once."""
+        """Reach the arenas that the plan names and try the copies, once. What is not as it should be is not used."""
         if self._movers or not plan.arenas:
             return
-        for tier, handle in zip(self._config.arenas, plan.arenas, strict=True):
-            outcome = run(lambda tier=tier, handle=handle: tier.config.attach(handle, self._table))
-            if outcome.error is not None:
-                logger.warning("kvtier: cannot reach arena %s, it is not used: %s", tier.name, outcome.error)
-            self._movers.append(outcome.value)
+        outcome = run(lambda: self._attach(plan.arenas, plan.trial))
+        problem = outcome.value if outcome.error is None else f"{type(outcome.error).__name__}: {outcome.error}"
+        self._tried[problem and f"rank {self._table.rank}: {problem}"] += 1
+        if problem:
+            self.close()
+            self._movers = [None] * len(plan.arenas)
+
+    def _attach(self, handles: Sequence[str], trial: Sequence[Slot]) -> str:
+        for tier, handle, slot in zip(self._config.arenas, handles, trial, strict=True):
+            mover = tier.config.attach(handle, self._table)
+            self._movers.append(mover)
+            if wrong := try_copies(mover, self._table, self._caches, slot.index):
+                return f"arena {tier.name}: {wrong}"
+        return ""
 
     def load(self, plan: Plan, *, idle: bool) -> None:
         """Begin the plan's loads. In an ``idle`` step, which computes nothing, wait a little for those under way."""
@@ -68,16 +83,17 @@ class WorkerHalf:
         self._failed -= failed
         return {name for _, name in ended}, {name for _, name in failed}
 
-    def stored(self) -> Progress | None:
-        """What became of store jobs since the last call; None if none ended."""
+    def progress(self) -> Progress | None:
+        """What became of the self-test and of store jobs since the last call; None if nothing did."""
         self._collect()
         ended = [owner for owner in self._ended if owner[0] == "store"]
-        if not ended:
+        tried, self._tried = self._tried, Counter()
+        if not ended and not tried:
             return None
         failed = [owner for owner in ended if owner in self._failed]
         self._ended = [owner for owner in self._ended if owner[0] != "store"]
         self._failed.difference_update(failed)
-        return Progress(Counter(job for _, job in ended), Counter(job for _, job in failed))
+        return Progress(Counter(job for _, job in ended), Counter(job for _, job in failed), tried)
 
     def close(self) -> None:
         for mover in self._movers:

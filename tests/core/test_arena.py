@@ -63,7 +63,7 @@ def test_a_chunk_stays_in_its_slot(arena):
     assert slots == [Slot(1, 0), Slot(1, 1)]
     arena.view(B)[:4] = b"here"
     arena.commit(B, None)
-    assert arena.slot(B) == arena.pin(B) == slots[1]
+    assert arena.slot(B) == arena.pin(B, "test") == slots[1]
     assert bytes(arena.memory.view(1)[:4]) == b"here"
 
 
@@ -98,33 +98,33 @@ def test_commit_and_abort_need_a_reservation(arena):
 
 
 def test_pin_needs_a_ready_chunk(arena):
-    assert refusal(arena.pin, A) == NOT_READY
+    assert refusal(arena.pin, A, "test") == NOT_READY
     arena.reserve([A])
-    assert refusal(arena.pin, A) == NOT_READY
+    assert refusal(arena.pin, A, "test") == NOT_READY
     arena.commit(A, None)
-    slot = arena.pin(A)
+    slot = arena.pin(A, "test")
     arena.clear()
-    assert refusal(arena.pin, A) == NOT_READY
-    arena.unpin(slot)
-    assert refusal(arena.pin, A) == NOT_READY
+    assert refusal(arena.pin, A, "test") == NOT_READY
+    arena.unpin(slot, "test")
+    assert refusal(arena.pin, A, "test") == NOT_READY
 
 
 def test_unpin_needs_a_pin(arena):
     fill(arena, A)
     slot = arena.slot(A)
-    assert refusal(arena.unpin, slot) == "cpu: unpin of slot 0, which is not pinned"
-    arena.pin(A)
-    arena.unpin(slot)
-    assert refusal(arena.unpin, slot) == "cpu: unpin of slot 0, which is not pinned"
+    assert refusal(arena.unpin, slot, "test") == "cpu: unpin of slot 0, which test has not pinned"
+    arena.pin(A, "test")
+    arena.unpin(slot, "test")
+    assert refusal(arena.unpin, slot, "test") == "cpu: unpin of slot 0, which test has not pinned"
     assert counts(arena) == (2, 0, 1, 0)
 
 
 def test_pins_are_counted(arena):
     fill(arena, A, B)
-    slots = [arena.pin(key) for key in (A, A, B)]
+    slots = [arena.pin(key, "test") for key in (A, A, B)]
     assert arena.pins == 3
     for left, slot in zip((2, 1, 0), slots, strict=True):
-        arena.unpin(slot)
+        arena.unpin(slot, "test")
         assert arena.pins == left
 
 
@@ -132,7 +132,7 @@ def test_room_is_made_of_what_nobody_needs(arena):
     fill(arena, C)
     fill(arena, B)
     fill(arena, A)
-    arena.pin(C)
+    arena.pin(C, "test")
     assert arena.make_room(1, spare=lambda key: key == B) == [A]
     assert arena.make_room(1) == [], "one is free"
     assert arena.make_room(3) == [B], "the last is pinned"
@@ -157,15 +157,15 @@ def test_clear_frees_what_nobody_uses(arena):
 
 def test_a_pinned_chunk_is_gone_at_once_and_its_slot_later(arena):
     fill(arena, A)
-    slots = [arena.pin(A), arena.pin(A)]
+    slots = [arena.pin(A, "test"), arena.pin(A, "test")]
     arena.view(A)[:4] = b"here"
     arena.clear()
     assert (arena.has(A), arena.taken(A)) == (False, True)
-    arena.unpin(slots[0])
+    arena.unpin(slots[0], "test")
     assert (arena.free, arena.taken(A)) == (2, True)
     assert bytes(arena.memory.view(slots[0].index)[:4]) == b"here"
     assert arena.make_room(3) == []
-    arena.unpin(slots[1])
+    arena.unpin(slots[1], "test")
     assert (arena.free, arena.taken(A)) == (3, False)
 
 
@@ -184,31 +184,31 @@ def test_what_was_being_filled_at_a_clear_is_never_found(arena, ending):
 def test_a_slot_that_was_doomed_is_as_good_as_new(arena):
     """Each way out of doom leaves nothing of it behind."""
     fill(arena, A)
-    slot = arena.pin(A)
+    slot = arena.pin(A, "test")
     arena.reserve([B, C])
     arena.clear()
-    arena.unpin(slot)
+    arena.unpin(slot, "test")
     arena.abort(B)
     arena.commit(C, None)
     fill(arena, A, B, C)
     assert all(arena.has(key) for key in (A, B, C))
-    arena.unpin(arena.pin(A))
+    arena.unpin(arena.pin(A, "test"), "test")
     assert arena.has(A)
 
 
 def test_clear_twice_while_all_is_in_use(arena):
     fill(arena, A)
-    slot = arena.pin(A)
+    slot = arena.pin(A, "test")
     arena.reserve([B])
     arena.clear()
     arena.clear()
-    arena.unpin(slot)
+    arena.unpin(slot, "test")
     assert not arena.commit(B, None)
     assert counts(arena) == (3, 0, 0, 0)
 
 
 def test_usage_tells_what_is_held(arena):
     fill(arena, A, B)
-    arena.pin(A)
+    arena.pin(A, "test")
     nbytes = arena.memory.slot_nbytes
     assert arena.usage() == Usage("cpu", chunks=2, nbytes=2 * nbytes, capacity=3 * nbytes, pins=1)

@@ -25,7 +25,7 @@ THOROUGH = settings(
     max_examples=300, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck), print_blob=False
 )
 HUNT = settings(
-    THOROUGH, max_examples=300, database=None, derandomize=True, report_multiple_bugs=False, phases=THOROUGH.phases[:3]
+    THOROUGH, max_examples=1000, database=None, derandomize=True, report_multiple_bugs=False, phases=THOROUGH.phases[:3]
 )
 
 
@@ -94,13 +94,13 @@ def forgets_a_pin(monkeypatch):
     )
 
 
-def clears_only_the_arena(monkeypatch):
-    monkeypatch.setattr(Tier, "clear", lambda self: None)
+def renews_only_the_arena(monkeypatch):
+    monkeypatch.setattr(Tier, "renew", lambda self, namespace: None)
 
 
 def clears_only_what_nobody_uses(monkeypatch):
     def clear(self):
-        for key in [key for key in self._ready if not self._pins.get(self._ready[key], 0)]:
+        for key in [key for key in self._ready if self._ready[key] not in self._pins]:
             self._release(key, evicted=False)
 
     monkeypatch.setattr(Arena, "clear", clear)
@@ -148,7 +148,7 @@ MUTANTS = [
     serves_what_is_still_being_filled,
     forgets_to_free_an_aborted_slot,
     forgets_a_pin,
-    clears_only_the_arena,
+    renews_only_the_arena,
     clears_only_what_nobody_uses,
     reads_what_is_leaving,
     writes_beside_its_victims,

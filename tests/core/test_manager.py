@@ -106,9 +106,9 @@ class Bench:
 
     def load(self, path):
         """The arenas from which the bytes came, which were the right ones."""
-        slots = self.manager.pin(path)
+        slots = self.manager.pin(path, "test")
         assert [bytes(self._payload(slot)) for slot in slots] == [payload(key, 0) for key in path]
-        self.manager.unpin(slots)
+        self.manager.unpin(slots, "test")
         return [slot.arena for slot in slots]
 
     def work(self, pieces):
@@ -300,13 +300,13 @@ def test_a_wish_without_room_is_a_miss_with_a_reason():
     bench = Bench(arenas=(4,))
     bench.store(OURS)
     bench.store(THEIRS)
-    pins = bench.manager.pin(THEIRS)
+    pins = bench.manager.pin(THEIRS, "test")
     assert bench.manager.lookup(OURS) == [PENDING] * 4
     bench.manager.step()
     assert bench.manager.lookup(OURS) == [MISS] * 4
     assert bench.manager.why_missing(OURS[0]) == "no room in cpu to bring it up"
     assert bench.manager.why_missing(OTHERS[0]) == "not stored"
-    bench.manager.unpin(pins)
+    bench.manager.unpin(pins, "test")
     bench.manager.step()
     bench.bring_up(OURS)
     assert bench.load(OURS) == [0] * 4
@@ -315,11 +315,11 @@ def test_a_wish_without_room_is_a_miss_with_a_reason():
 def test_a_wish_is_granted_as_far_as_there_is_room(bench):
     bench.store(OURS)
     bench.store(THEIRS)
-    pins = bench.manager.pin(THEIRS[:2])
+    pins = bench.manager.pin(THEIRS[:2], "test")
     bench.manager.lookup(OURS)
     bench.settle()
     assert bench.manager.lookup(OURS)[:2] == [READY] * 2, "the root first"
-    bench.manager.unpin(pins)
+    bench.manager.unpin(pins, "test")
 
 
 def test_a_wish_beyond_what_may_be_in_flight_stays_one():
@@ -372,7 +372,7 @@ def test_reserve_spares_its_own_path(bench):
 def test_pin_takes_all_or_nothing(bench):
     bench.store(OURS)
     with pytest.raises(ContractError) as caught:
-        bench.manager.pin([OURS[0], THEIRS[0]])
+        bench.manager.pin([OURS[0], THEIRS[0]], "test")
     assert str(caught.value) == "pin of a chunk that is not READY"
     bench.at_rest()
 
@@ -408,14 +408,14 @@ def test_a_clear_during_a_store(arenas, pieces):
     bench = Bench(arenas=arenas)
     bench.manager.commit(bench.fill(OURS))
     assert bench.work(pieces) == (pieces <= len(arenas) + 1)
-    bench.manager.clear()
+    bench.manager.renew(NAMESPACE.renewed())
     assert bench.manager.lookup(OURS) == [MISS] * 4
     gone(bench, OURS)
 
 
 def test_a_clear_while_the_engine_fills_a_slot(bench):
     filled = bench.fill(OURS)
-    bench.manager.clear()
+    bench.manager.renew(NAMESPACE.renewed())
     assert bench.manager.lookup(OURS) == [MISS] * 4
     bench.manager.commit(filled)
     assert told(bench.settle()) == []
@@ -424,12 +424,12 @@ def test_a_clear_while_the_engine_fills_a_slot(bench):
 
 def test_a_clear_while_the_engine_loads(bench):
     bench.store(OURS)
-    pins = bench.manager.pin(OURS)
-    bench.manager.clear()
+    pins = bench.manager.pin(OURS, "test")
+    bench.manager.renew(NAMESPACE.renewed())
     bench.settle()
     assert bench.manager.lookup(OURS) == [MISS] * 4
     assert bench.manager.reserve(THEIRS) == {}, "the slots are still being read"
-    bench.manager.unpin(pins)
+    bench.manager.unpin(pins, "test")
     gone(bench, OURS)
 
 
@@ -445,7 +445,7 @@ def test_a_clear_while_a_chunk_comes_up(bench, moment):
         bench.tiers[0].pool.run()
     if moment == "arrived":
         bench.manager.step()
-    bench.manager.clear()
+    bench.manager.renew(NAMESPACE.renewed())
     assert bench.manager.lookup(OURS) == [MISS] * 4
     assert not any(event.kind is EventKind.PROMOTED for event in bench.settle())
     gone(bench, OURS)
@@ -453,7 +453,7 @@ def test_a_clear_while_a_chunk_comes_up(bench, moment):
 
 def test_what_is_stored_after_a_clear_is_found(bench):
     bench.store(OURS)
-    bench.manager.clear()
+    bench.manager.renew(NAMESPACE.renewed())
     bench.settle()
     bench.store(OURS)
     bench.store(THEIRS)

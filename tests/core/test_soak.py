@@ -19,7 +19,7 @@ from kvtier_core.interfaces import Backend, BackendConfig, OpenContext
 from kvtier_core.plugins import Registry
 from kvtier_core.testing import Fault, FaultyBackend, always, now_and_then
 from kvtier_core.testing.faults import FINE
-from kvtier_core.testing.samples import PagedBuffer, make_context, make_key
+from kvtier_core.testing.samples import PagedBuffer, make_context, make_key, make_namespace
 from kvtier_core.types import ChunkLayout, Presence
 
 #: Payloads of whole pages, so that no byte of a frame is mere padding.
@@ -135,7 +135,7 @@ class Soak:
         ready = [key for key, presence in zip(path, found, strict=True) if presence is Presence.READY]
         ready = ready[: found.index(Presence.PENDING)] if Presence.PENDING in found else ready
         if ready and len(self.loading) < 3:
-            self.loading.append((ready, self.manager.pin(ready), self.epoch))
+            self.loading.append((ready, self.manager.pin(ready, "test"), self.epoch))
 
     def end_a_load(self):
         if self.loading:
@@ -143,7 +143,7 @@ class Soak:
             for key, slot in zip(keys, slots, strict=True):
                 self.engine.check(slot, (key, epoch))
             self.loaded += len(keys)
-            self.manager.unpin(slots)
+            self.manager.unpin(slots, "test")
 
     def step(self):
         self.note(self.manager.step())
@@ -152,7 +152,7 @@ class Soak:
         self.note(self.manager.drain(timeout=0.01))
 
     def clear(self):
-        self.manager.clear()
+        self.manager.renew(make_namespace(f"epoch {self.epoch}"))
         self.epoch += 1
 
     def settle(self):
@@ -191,10 +191,10 @@ class Soak:
         assert self.manager.lookup(keys) == [Presence.PENDING] * len(keys)
         self.settle()
         assert self.manager.lookup(keys) == [Presence.READY] * len(keys)
-        slots = self.manager.pin(keys)
+        slots = self.manager.pin(keys, "test")
         for key, slot in zip(keys, slots, strict=True):
             self.engine.check(slot, (key, self.epoch))
-        self.manager.unpin(slots)
+        self.manager.unpin(slots, "test")
 
     def wake(self):
         """Store and load until no breaker rests."""

@@ -290,8 +290,31 @@ def test_what_is_damaged_is_never_served_and_deleted(bench):
     assert bench.has(A) == [False]
     bench.settle()
     assert set(bench.shelf.frames) == {B}
-    assert bench.tier.events[1:] == [Event(EventKind.EVICTED, "disk", (A,), FRAME)]
+    assert bench.tier.events[1:] == []
+    assert bench.tier.usage().nbytes == FRAME
     assert bench.tier.wants(A)
+
+
+def test_what_is_damaged_goes_where_the_backend_wants_it(bench, monkeypatch):
+    aside = []
+    monkeypatch.setattr(bench.shelf, "quarantine", lambda keys: aside.extend(bench.shelf.frames.pop(k) for k in keys))
+    bench.write(A, B)
+    bench.settle()
+    bench.shelf.frames[A] = spoiled = bench.shelf.frames[B]
+    bench.read(A, B)
+    bench.settle()
+    assert aside == [spoiled]
+    assert set(bench.shelf.frames) == {B}
+
+
+def test_what_is_left_of_a_lost_frame_leaves_too(bench, monkeypatch):
+    """A read may find a frame too short to be one, and say that it is not there."""
+    bench.write(A)
+    bench.settle()
+    monkeypatch.setattr(bench.shelf, "read", lambda keys, into: [0] * len(keys))
+    bench.read(A)
+    bench.settle()
+    assert (bench.shelf.frames, bench.tier.usage().nbytes) == ({}, 0)
 
 
 class Lazy:
@@ -571,7 +594,7 @@ def test_what_others_stored_is_within_the_capacity_too():
 def test_clear_deletes_what_is_here(bench):
     bench.write(A, B)
     bench.settle()
-    bench.tier.clear()
+    bench.tier.renew(NAMESPACE.renewed())
     assert bench.has(A, B) == [False, False]
     bench.settle()
     assert bench.shelf.frames == {}
@@ -580,7 +603,7 @@ def test_clear_deletes_what_is_here(bench):
 
 def test_what_is_written_during_a_clear_goes_when_it_is_whole(bench):
     bench.write(A)
-    bench.tier.clear()
+    bench.tier.renew(NAMESPACE.renewed())
     assert len(bench.pool.queue) == 1, "no delete beside the write"
     bench.turn()
     assert bench.released == [A]
@@ -596,7 +619,7 @@ def test_what_is_read_during_a_clear_is_not_served(bench):
     bench.write(A)
     bench.settle()
     bench.read(A)
-    bench.tier.clear()
+    bench.tier.renew(NAMESPACE.renewed())
     bench.turn()
     assert (bench.good, bench.bad) == ([], [A])
     bench.settle()
@@ -608,7 +631,7 @@ def test_a_delete_that_fails_does_not_bring_back_what_was_cleared(bench):
     bench.write(A)
     bench.settle()
     bench.shelf.fails = True
-    bench.tier.clear()
+    bench.tier.renew(NAMESPACE.renewed())
     bench.settle()
     bench.shelf.fails = False
     assert bench.has(A) == [False]
@@ -620,7 +643,7 @@ def test_a_delete_that_failed_does_not_bar_its_key_for_ever(bench):
     bench.write(A)
     bench.settle()
     bench.shelf.fails = True
-    bench.tier.clear()
+    bench.tier.renew(NAMESPACE.renewed())
     bench.settle()
     bench.shelf.fails = False
     for _ in range(10):
@@ -701,7 +724,7 @@ def test_no_two_calls_in_flight_name_the_same_key(seed):
         "write": lambda keys: bench.write(*keys),
         "read": lambda keys: bench.read(*keys),
         "ask": lambda keys: [[bench.tier.wonder(key) for key in keys], bench.tier.catch_up()],
-        "clear": lambda keys: bench.tier.clear(),
+        "renew": lambda keys: bench.tier.renew(NAMESPACE),
         "pass time": lambda keys: setattr(bench, "now", bench.now + 0.5),
         "wait": lambda keys: bench.pool.wait(0.01),
     }

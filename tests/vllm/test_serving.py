@@ -188,13 +188,68 @@ def test_an_arena_smaller_than_the_prompt(engine):
     assert max(answer.differs(truth) for answer in answers) < NOISE
 
 
-def test_reset_cache_forgets_every_tier(engine, tmp_path):
+def new_weights(served):
+    """As a trainer does it: other weights in the running engine, and all caches reset."""
+    model = served.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
+    for weight in model.parameters():
+        weight.data.mul_(1.25)
+    return served.llm.llm_engine.reset_prefix_cache(reset_connector=True)
+
+
+def test_new_weights_in_a_running_engine_open_an_epoch(engine, tmp_path):
     asked = prompt(33, 530)
+    with engine() as plain:
+        assert new_weights(plain)
+        truth = plain.ask(asked)[0]
+    with engine(cpu_and_disk(tmp_path)) as served:
+        old = served.ask(asked)[0]
+        served.settle()
+        before = set(tmp_path.rglob("*.kv"))
+        assert len(before) == 8
+        assert new_weights(served)
+        served.settle()
+        assert not list(tmp_path.rglob("*.kv"))
+        cold, warm = served.ask(asked)[0], served.ask(asked)[0]
+        served.settle()
+        assert not before & set(tmp_path.rglob("*.kv"))
+    assert [answer.cached for answer in (old, cold, warm)] == [0, 0, 512]
+    assert cold.differs(truth) == 0 and warm.differs(truth) < NOISE < old.differs(truth)
+    assert not list(tmp_path.rglob("*.kv"))  # weights that no file has: no other process could tell what these are
+    with engine(cpu_and_disk(tmp_path)) as restarted:
+        again = restarted.ask(asked)[0]
+    assert (again.cached, again.differs(old)) == (0, 0)
+
+
+def test_a_frame_of_before_is_not_served_even_if_it_could_not_be_deleted(engine, tmp_path, monkeypatch):
+    from kvtier_disk.backend import DiskBackend
+
+    asked = prompt(34, 530)
     with engine(cpu_and_disk(tmp_path)) as served:
         served.ask(asked)
         served.settle()
-        assert list(tmp_path.rglob("*.kv"))
-        served.llm.llm_engine.reset_prefix_cache(reset_connector=True)
+        monkeypatch.setattr(DiskBackend, "delete", lambda self, keys: None)
+        assert new_weights(served)
         served.settle()
-        assert not list(tmp_path.rglob("*.kv"))
+        assert len(list(tmp_path.rglob("*.kv"))) == 8
         assert served.ask(asked)[0].cached == 0
+
+
+def test_a_request_under_way_when_the_weights_change_is_not_kept(engine, said):
+    """What it has computed is of the old weights, and what follows stands on that."""
+    from vllm import SamplingParams
+
+    asked = prompt(35, 530)
+    with engine(cpu(), max_num_batched_tokens=128, max_num_seqs=2) as served:
+        llm = served.llm.llm_engine
+        sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+        llm.add_request("1", {"prompt_token_ids": asked}, sampling)
+        llm.step()
+        llm.step()
+        assert served.connector.reset_cache()
+        while llm.has_unfinished_requests():
+            llm.step()
+        assert served.manager.usage()[0].chunks == 0
+        said()
+        served.ask(asked)
+        assert hits(said()) == ["hit 0 of 530 tokens: not stored"]
+        served.assert_at_rest()

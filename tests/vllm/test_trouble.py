@@ -50,7 +50,7 @@ def test_aborts_at_every_moment_leave_nothing_behind(engine, tmp_path):
                 llm.step()
             llm.abort_request(drawn.sample(ids, 2))
             if i % 5 == 0:
-                served.manager.clear()
+                served.connector.half.renew()
         while llm.has_unfinished_requests():
             llm.step()
         while served.scheduler.has_requests():
@@ -74,6 +74,7 @@ def test_a_load_that_fails_is_recomputed(engine, said, monkeypatch, asked, truth
 
 def test_a_store_that_fails_is_forgotten(engine, monkeypatch, asked, truth):
     with engine(cpu()) as served:
+        served.ask(prompt(53, 100))
         monkeypatch.setattr(HostMover, "store", lambda self, job, pages, slots: 1 / 0)
         served.ask(asked)
         monkeypatch.undo()
@@ -94,7 +95,7 @@ def test_a_bug_in_the_schedulers_half_costs_only_the_cache(engine, said, monkeyp
     assert max(answer.differs(truth) for answer in again) < NOISE
 
 
-@pytest.mark.parametrize("method", ["load", "store", "loaded", "stored"])
+@pytest.mark.parametrize("method", ["load", "store", "loaded", "progress"])
 def test_a_bug_in_a_workers_half_costs_only_the_cache(engine, said, monkeypatch, asked, truth, method):
     with engine(cpu()) as served:
         served.ask(asked)

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.types import ChunkKey, Nbytes
+from kvtier_disk.claim import Claim
 from kvtier_disk.config import DiskConfig
 from kvtier_disk.files import nbytes_of, probe_direct, read_frame, write_frame
-from kvtier_disk.folder import Folder
+from kvtier_disk.folder import Found, Home, everything, set_aside
 from kvtier_disk.room import Room, free_of
 
 #: What no second attempt changes; everything else (full, busy, stale, I/O error) may pass.
@@ -31,34 +32,35 @@ _LASTING = {
 class DiskBackend(Backend):
     def __init__(self, config: DiskConfig, ctx: OpenContext):
         self._config = config
-        self._folder = Folder(config.path, ctx.namespace)
+        self._claim = Claim(config.path)
+        self._home = Home(config.path, ctx.namespace)
         with self._errors():
-            self._folder.claim()
+            self._claim.take()
             try:
-                others = self._folder.sweep()
-                used = sum(found.nbytes for found in [*others, *self._folder.frames()])
+                others = self._sweep()
+                used = sum(found.nbytes for found in [*others, *self._home.frames()])
                 self._room = Room(ctx.capacity - used, ((found.path, found.nbytes) for found in others))
                 self._direct = self._effective_direct()
             except BaseException:
-                self._folder.release()
+                self._claim.release()
                 raise
 
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         with self._errors():
-            return [nbytes_of(self._folder.file(key)) > 0 for key in keys]
+            return [nbytes_of(self._home.file(key)) > 0 for key in keys]
 
     def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int]:
         with self._errors():
             return [
-                read_frame(self._folder.file(key), view, direct=self._direct)
+                read_frame(self._home.file(key), view, direct=self._direct)
                 for key, view in zip(keys, into, strict=True)
             ]
 
     def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> None:
         with self._errors():
             self._check_open()
-            if not self._folder.still_there():
-                self._folder.claim()
+            if not self._claim.still_there():
+                self._claim.take()
             self._check_free(sum(map(len, frames)))
             for key, frame in zip(keys, frames, strict=True):
                 self._write_one(key, frame)
@@ -67,39 +69,66 @@ class DiskBackend(Backend):
         with self._errors():
             self._check_open()
             for key in keys:
-                file = self._folder.file(key)
+                file = self._home.file(key)
                 nbytes = nbytes_of(file)
                 file.unlink(missing_ok=True)
                 self._room.give(nbytes)
 
+    def quarantine(self, keys: Sequence[ChunkKey]) -> None:
+        """Damaged frames are moved aside as long as there is room for them, and count as others' from then on."""
+        with self._errors():
+            self._check_open()
+            for key in keys:
+                file = self._home.file(key)
+                nbytes = nbytes_of(file)
+                if nbytes and self._aside_nbytes() + nbytes <= self._config.quarantine:
+                    self._room.leave(self._home.put_aside(key), nbytes)
+                else:
+                    file.unlink(missing_ok=True)
+                    self._room.give(nbytes)
+
     def scan(self) -> Iterator[tuple[ChunkKey, int]]:
         with self._errors():
-            return iter([(found.key, found.nbytes) for found in self._folder.frames()])
+            return iter([(found.key, found.nbytes) for found in self._home.frames()])
 
     def facts(self) -> Mapping[str, str]:
         return {"direct": f"{self._config.direct} -> {'on' if self._direct else 'off'}"}
 
     def close(self) -> None:
         with self._errors():
-            self._folder.release()
+            self._claim.release()
 
     def _write_one(self, key: ChunkKey, frame: memoryview) -> None:
-        file = self._folder.file(key)
+        file = self._home.file(key)
         growth = len(frame) - nbytes_of(file)
         self._room.take(growth)
         try:
             try:
                 write_frame(file, frame, direct=self._direct)
             except FileNotFoundError:
-                self._folder.make_place(key)
+                self._home.make_place(key)
                 write_frame(file, frame, direct=self._direct)
         except OSError:
             self._room.give(growth)
             raise
 
+    def _sweep(self) -> list[Found]:
+        """Remove what is no frame, in every namespace; what is not this one's, oldest first."""
+        others = set_aside(self._config.path)
+        for file, found in everything(self._config.path):
+            if found is None:
+                file.unlink()
+            elif found.home != self._home.name:
+                others.append(found)
+        return sorted(others)
+
+    def _aside_nbytes(self) -> int:
+        """Of the damaged frames that are kept."""
+        return sum(found.nbytes for found in set_aside(self._config.path))
+
     def _check_open(self) -> None:
         """What is closed may already be another process's."""
-        if not self._folder.claimed:
+        if not self._claim.held:
             raise BackendError(f"{self._config.path}: the tier is closed", retryable=False)
 
     def _check_free(self, nbytes: int) -> None:

@@ -33,6 +33,10 @@ class Room:
             nbytes -= found
         self.give(-nbytes)
 
+    def leave(self, path: Path, nbytes: int) -> None:
+        """What was the tier's own is another's now, and goes last."""
+        self._queue.append((path, nbytes))
+
     def give(self, nbytes: int) -> None:
         if nbytes:
             self._queue.appendleft((None, nbytes))

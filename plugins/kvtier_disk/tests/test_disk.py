@@ -22,9 +22,9 @@ from kvtier_disk.config import DiskConfig
 NBYTES = 4 * PAGE_NBYTES
 
 
-def open_disk(path, *, model="tiny", capacity=1 << 30, direct="auto", min_free=0):
+def open_disk(path, *, model="tiny", capacity=1 << 30, min_free=0, quarantine=0, **settings):
     ctx = make_context(namespace=make_namespace(model), capacity=capacity)
-    return DiskConfig(path=path, direct=direct, min_free=Nbytes(min_free)).open(ctx)
+    return DiskConfig(path=path, min_free=Nbytes(min_free), quarantine=Nbytes(quarantine), **settings).open(ctx)
 
 
 def write(backend, *keys):
@@ -41,6 +41,10 @@ def files(path):
     return sorted(found for found in path.rglob("*") if found.is_file())
 
 
+def total(path):
+    return sum(file.stat().st_size for file in files(path))
+
+
 @pytest.fixture
 def mounted(tmp_path):
     """Mounts a small filesystem of some type at a folder; skips where that is not allowed."""
@@ -48,7 +52,7 @@ def mounted(tmp_path):
     folder.mkdir()
 
     def mount(kind, options=""):
-        asked = ["mount", "-t", kind, *(["-o", options] if options else []), kind, str(folder)]
+        asked = ["mount", "-t", kind, "-o", f"mode=700,{options}".rstrip(","), kind, str(folder)]
         done = subprocess.run(asked, capture_output=True, text=True)
         if done.returncode:
             pytest.skip(f"cannot mount {kind}: {done.stderr.strip()}")
@@ -174,20 +178,60 @@ def test_where_the_folder_cannot_be(tmp_path):
     assert not refusal.value.retryable
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a link away")
-def test_a_link_of_somebody_else_is_refused(tmp_path):
+def test_a_link_is_refused(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    open_disk(tmp_path / "link").close()
-    os.lchown(tmp_path / "link", 12345, 12345)
-    with pytest.raises(BackendError, match="link: a link that belongs to user 12345"):
+    with pytest.raises(BackendError, match="link: a link; name the folder itself"):
         open_disk(tmp_path / "link")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder away")
+def test_a_folder_of_somebody_else_is_refused(tmp_path):
+    (tmp_path / "kv").mkdir(mode=0o700)
+    os.chown(tmp_path / "kv", 12345, 12345)
+    with pytest.raises(BackendError, match="kv: belongs to user 12345; kvtier keeps to its own"):
+        open_disk(tmp_path / "kv")
+
+
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv").chmod(0o770)
+    with pytest.raises(BackendError, match="others may write to it; take that away with chmod go-w"):
+        open_disk(tmp_path / "kv")
 
 
 def test_a_folder_that_cannot_be_written(mounted):
     folder = mounted("tmpfs", "size=1m,ro")
     with pytest.raises(BackendError, match="this user may not write here"):
         open_disk(folder)
+
+
+# -- quarantine ------------------------------------------------------------------------------------
+
+
+def test_damaged_frames_are_kept_aside_until_there_are_too_many(tmp_path):
+    disk = open_disk(tmp_path, quarantine=2 * NBYTES)
+    keys = make_keys(3)
+    write(disk, *keys)
+    disk.quarantine(keys)
+    assert list(disk.contains(keys)) == [False] * 3
+    assert len(files(tmp_path / "quarantine")) == 2
+    disk.quarantine(keys)  # nothing left: no error
+    disk.close()
+
+
+def test_what_is_kept_aside_counts_and_leaves_when_its_room_is_needed(tmp_path):
+    keys = make_keys(4)
+    disk = open_disk(tmp_path, capacity=3 * NBYTES, quarantine=2 * NBYTES)
+    write(disk, *keys[:3])
+    disk.quarantine(keys[:2])
+    write(disk, keys[3])  # a third of one's own and two aside are full: the first that went aside leaves
+    assert total(tmp_path) == 3 * NBYTES
+    disk.close()
+    disk = open_disk(tmp_path, capacity=2 * NBYTES)
+    assert [key for key, _ in disk.scan()] == [keys[2], keys[3]]
+    assert total(tmp_path) == 2 * NBYTES
+    disk.close()
 
 
 # -- room ------------------------------------------------------------------------------------------
@@ -199,7 +243,7 @@ def test_frames_of_others_leave_at_open_oldest_first(tmp_path):
     write(disk, *keys)
     disk.close()
     for i, key in enumerate(keys):
-        os.utime(disk._folder.file(key), (i, i))
+        os.utime(disk._home.file(key), (i, i))
     open_disk(tmp_path, model="ours", capacity=4 * NBYTES).close()
     disk = open_disk(tmp_path, model="theirs")
     assert [key for key, _ in disk.scan()] == keys[2:]

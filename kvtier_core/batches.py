@@ -1,0 +1,37 @@
+"""How many of a batch fit, in which groups they go, and whether as many answers came back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+from kvtier_core.errors import ContractError
+from kvtier_core.types import ChunkKey
+
+#: Frames are moved in groups of about this size: small frames share a call, large ones share the threads.
+_GROUP_NBYTES = 4 << 20
+
+
+def as_many(answers: Sequence, keys: Sequence[ChunkKey]) -> Sequence:
+    if len(answers) != len(keys):
+        raise ContractError(f"{len(answers)} answers for {len(keys)} keys")
+    return list(answers)
+
+
+def leading(items: Sequence, room: int, nbytes: Callable[..., int]) -> list:
+    """The leading items that fit into ``room`` bytes."""
+    ends = itertools.accumulate(map(nbytes, items))
+    return [item for item, end in zip(items, ends, strict=True) if end <= room]
+
+
+def in_groups(items: Sequence, nbytes: Callable[..., int]) -> Iterator[list]:
+    """The items in runs of about `_GROUP_NBYTES`."""
+    group, total = [], 0
+    for item in items:
+        group.append(item)
+        total += nbytes(item)
+        if total >= _GROUP_NBYTES:
+            yield group
+            group, total = [], 0
+    if group:
+        yield group

@@ -1,0 +1,73 @@
+"""Random bytes through the very copies that will serve, before anything is trusted to them.
+
+Writes into the engine's real pages through the engine's own tensors, stores, wipes, loads and compares. An engine that
+changed the layout of its pages is caught here, before traffic. Runs before the first forward, while no page means
+anything; what was in the pages is put back.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from kvtier_core.interfaces import HOLE, Mover, PageTable
+
+#: Pages beside the tried ones, in which nothing may change.
+_WITNESSES = 2
+#: Bits are compared, whatever number they are.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_STORE, _LOAD = -1, -2  # jobs
+
+
+def try_copies(mover: Mover, table: PageTable, caches: Mapping[str, torch.Tensor], slot: int) -> str:
+    """What came back wrong from ``slot``, an empty one, in plain words; empty if nothing did."""
+    pages = {name: _pages(cache, table.blocks) for name, cache in caches.items()}
+    drawn = random.sample(range(table.blocks), min(table.blocks, table.layout.blocks + _WITNESSES))
+    tried = drawn[: min(table.layout.blocks, max(1, len(drawn) - _WITNESSES))]
+    row = [*tried, *[HOLE] * (table.layout.blocks - len(tried))]
+    before = {name: cache[drawn] for name, cache in pages.items()}  # a list of indices copies
+    try:
+        for name in _one_of_each(pages):
+            pages[name][drawn] = _noise(before[name])
+        written = {name: cache[drawn] for name, cache in pages.items()}
+        mover.store(_STORE, [row], [slot])
+        mover.wait([_STORE])
+        if where := _difference(pages, drawn, written):
+            return f"a store changed {where}"
+        for cache in pages.values():
+            cache[tried] = 0
+        mover.load(_LOAD, [slot], [row])
+        mover.wait([_LOAD])
+        if where := _difference(pages, drawn, written):
+            return f"a load did not restore {where}"
+        failed = [job for job, ok in mover.finished() if not ok]
+        return "a copy failed" if failed else ""
+    finally:
+        for name, cache in pages.items():
+            cache[drawn] = before[name]
+
+
+def _pages(cache: torch.Tensor, blocks: int) -> torch.Tensor:
+    """The bits of a layer by block; vLLM may cut a block into several."""
+    return cache.view(_BITS[cache.element_size()]).unflatten(0, (blocks, -1))
+
+
+def _one_of_each(pages: Mapping[str, torch.Tensor]) -> Sequence[str]:
+    """Layers that share their pages are filled once."""
+    return list({(cache.data_ptr(), cache.stride()): name for name, cache in pages.items()}.values())
+
+
+def _noise(like: torch.Tensor) -> torch.Tensor:
+    limits = torch.iinfo(like.dtype)
+    return torch.randint(limits.min, limits.max, like.shape, dtype=like.dtype, device=like.device)
+
+
+def _difference(pages: Mapping[str, torch.Tensor], blocks: Sequence[int], written: Mapping[str, torch.Tensor]) -> str:
+    """Where pages do not hold what was written."""
+    for name, cache in pages.items():
+        wrong = (cache[blocks] != written[name]).flatten(1).any(1).tolist()
+        if any(wrong):
+            return f"block {blocks[wrong.index(True)]} of layer {name}"
+    return ""
