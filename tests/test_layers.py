@@ -17,7 +17,7 @@ FLOORS = [
     {"errors", "types"},
     {"interfaces", "frame", "workers", "nodes"},
     {"batches", "mover", "door", "breaker", "residents", "arena", "tier", "hookspecs"},
-    {"manager", "structure", "builtin"},
+    {"manager", "structure", "builtin", "stats"},
     {"plugins"},
     {"config"},
     {"vllm", "testing"},

@@ -38,7 +38,8 @@ def run(options: argparse.Namespace) -> int:
         config = load_config(options.config, Registry.discover())
         tiers = {tier.name: tier.config for tier in config.tiers if isinstance(tier, BackendTier)}
         if options.tier not in tiers:
-            raise BackendError(f"{options.config} has no tier {options.tier!r} below its arenas; it has: {[*tiers]}")
+            have = ", ".join(tiers) or "none"
+            raise BackendError(f"{options.config} has no tier {options.tier!r} below its arenas; it has: {have}")
         with tiers[options.tier].walk() as found:
             return _report(found, repair=options.repair)
     except (ConfigError, BackendError) as error:

@@ -15,6 +15,7 @@ from vllm.v1.request import Request
 from kvtier_core.config import StackConfig
 from kvtier_core.interfaces import HOLE
 from kvtier_core.manager import StorageManager
+from kvtier_core.stats import Stats
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Presence, Slot
 from kvtier_core.vllm.identity import Identifier, RequestIdentity
 from kvtier_core.vllm.plan import Plan, Progress, Transfer
@@ -77,6 +78,7 @@ class SchedulerHalf:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.manager = manager
+        self.stats = Stats()
         self._config = config
         self._first_epoch = self._epoch = namespace
         self._database = config.token_database.open(namespace, config.chunk_tokens)
@@ -257,6 +259,8 @@ class SchedulerHalf:
         if self._epoch is not self._first_epoch:
             self.manager.renew(self._first_epoch)  # no other process could find what a later epoch stored
         self._take_in(self.manager.close())
+        for line in self.stats.describe():
+            logger.info("kvtier: in all: %s", line)
         for holder, pins in self.manager.holders().items():
             logger.warning("kvtier: %s still holds %d slots", holder, pins)
 
@@ -315,6 +319,7 @@ class SchedulerHalf:
                 )
         if events:
             self._last_news = self._clock()
+            self.stats.take_in(events)
             self._observe(events)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvtier_core.cli import main
+from kvtier_core.errors import BackendError
+from kvtier_minimal.plugin import MinimalConfig
 
 
 @pytest.fixture
@@ -67,3 +69,8 @@ def test_a_command_is_needed(capsys):
         main([])
     assert left.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1] == "kvtier: error: the following arguments are required: COMMAND"
+
+
+def test_a_tier_need_not_be_walked():
+    with pytest.raises(BackendError, match="a tier of type minimal cannot be walked"), MinimalConfig().walk():
+        pass

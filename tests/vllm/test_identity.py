@@ -100,6 +100,28 @@ def test_an_epoch_shares_nothing_with_any_other():
     assert len({first.digest, first.renewed().digest, first.renewed().digest}) == 3
 
 
+def test_the_command_tells_what_an_engine_will_log(model, engine, said, capsys, tmp_path):
+    from conftest import cpu
+
+    from kvtier_core.cli import main
+
+    (tmp_path / "kvtier.yaml").write_text("version: 1\nchunk_tokens: 64\ntiers: [{type: heap, capacity: 1MiB}]\n")
+    arguments = ["identity", "--model", str(model), "--config", str(tmp_path / "kvtier.yaml")]
+    arguments += ["--", "--dtype", "float32", "--max-model-len", "2048", "--skip-tokenizer-init"]
+    assert main(arguments) == 0
+    told = dict(
+        line.split(None, 1) for line in capsys.readouterr().out.replace("chunk tokens", "chunks").splitlines() if line
+    )
+    assert told["chunks"] == "64"
+    assert told["weights"] == weights.digest(model)
+    with engine(cpu()):
+        (logged,) = [line for line in said() if line.startswith("kvtier: identity ")]
+    assert told["digest"].split()[-1] == logged.split()[-1]
+    capsys.readouterr()
+    assert main([*arguments[:-5], "--dtype", "bfloat16", "--max-model-len", "2048"]) == 0
+    assert logged.split()[-1] not in capsys.readouterr().out
+
+
 # -- a request -------------------------------------------------------------------------------------------
 
 
