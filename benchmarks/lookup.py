@@ -89,7 +89,7 @@ def _looking(manager: StorageManager) -> list[Case]:
         Case("lookup, all absent", lambda: manager.lookup(never)),
         Case("lookup, all in the tier below", lambda: manager.lookup(below)),
         Case("touch, once a request", lambda: manager.touch(ready)),
-        Case("pin and unpin", lambda: manager.unpin(manager.pin(ready))),
+        Case("pin and unpin", lambda: manager.unpin(manager.pin(ready, "benchmark"), "benchmark")),
     ]
 
 

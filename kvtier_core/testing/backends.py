@@ -155,6 +155,18 @@ class BackendLaws(Laws):
             backend.delete([deleted])
             assert list(backend.contains([kept, deleted, never])) == [True, False, False]
             assert same(_read(backend, deleted, self.layout.frame_nbytes), b"")
+
+    def test_what_is_quarantined_is_gone(self, tmp_path: Path):
+        kept, damaged, never = make_keys(3)
+        with self.opened(tmp_path) as backend:
+            backend.write([kept, damaged], [self.frame(kept), self.frame(damaged)])
+            backend.quarantine([never, damaged])
+            backend.quarantine([damaged])
+            assert list(backend.contains([kept, damaged, never])) == [True, False, False]
+            assert same(_read(backend, damaged, self.layout.frame_nbytes), b"")
+            assert damaged not in dict(backend.scan())
+            backend.write([damaged], [self.frame(damaged)])
+            assert same(_read(backend, damaged, self.layout.frame_nbytes), self.frame(damaged))
             assert same(_read(backend, kept, self.layout.frame_nbytes), self.frame(kept))
 
     def test_an_empty_batch_is_nothing(self, tmp_path: Path):

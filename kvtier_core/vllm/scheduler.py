@@ -99,6 +99,7 @@ class SchedulerHalf:
         self._storing: dict[int, _Store] = {}
         self._jobs = 0
         self._last_news = clock()
+        self._complained = False  # that there is none
 
     # -- a request arrives -----------------------------------------------------------------------------
 
@@ -242,8 +243,14 @@ class SchedulerHalf:
 
     def busy(self) -> bool:
         """Must the engine keep stepping for what is on its way down? Not for a tier that hangs."""
-        busy = self._storing or self._loading or self.manager.jobs
-        return bool(busy) and self._clock() - self._last_news < _PATIENCE
+        if not (self._storing or self._loading or self.manager.jobs):
+            return False
+        if self._clock() - self._last_news < _PATIENCE:
+            return True
+        if not self._complained:
+            self._complained = True
+            self._name_holders()
+        return False
 
     def renew(self) -> bool:
         """Open a new epoch: nothing stored so far is found again. False if a load of it is under way."""
@@ -261,6 +268,9 @@ class SchedulerHalf:
         self._take_in(self.manager.close())
         for line in self.stats.describe():
             logger.info("kvtier: in all: %s", line)
+        self._name_holders()
+
+    def _name_holders(self) -> None:
         for holder, pins in self.manager.holders().items():
             logger.warning("kvtier: %s still holds %d slots", holder, pins)
 
@@ -318,7 +328,7 @@ class SchedulerHalf:
                     level, "kvtier: %s: %s: %d chunks: %s", event.tier, event.kind.value, len(event.keys), event.why
                 )
         if events:
-            self._last_news = self._clock()
+            self._last_news, self._complained = self._clock(), False
             self.stats.take_in(events)
             self._observe(events)
 

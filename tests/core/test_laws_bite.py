@@ -187,6 +187,11 @@ class DeletesNothing(Reference):
         pass
 
 
+class LooksAwayFromDamage(Reference):
+    def quarantine(self, keys):
+        pass
+
+
 class ChokesOnAnEmptyBatch(Reference):
     def read(self, keys, into):
         keys[0]
@@ -266,6 +271,7 @@ BUGS = [
     (IgnoresCase, "test_keys_are_any_32_bytes"),
     (WantsKeysToDelete, "test_deleted_is_gone"),
     (DeletesNothing, "test_deleted_is_gone"),
+    (LooksAwayFromDamage, "test_what_is_quarantined_is_gone"),
     (ChokesOnAnEmptyBatch, "test_an_empty_batch_is_nothing"),
     (IgnoresTheNamespace, "test_two_namespaces_never_meet"),
     (ForgetsAtClose, "test_two_namespaces_never_meet"),
