@@ -119,6 +119,17 @@ def test_unpin_needs_a_pin(arena):
     assert counts(arena) == (2, 0, 1, 0)
 
 
+def test_a_pin_is_its_owners_alone(arena):
+    fill(arena, A)
+    slot = arena.pin(A, "one")
+    arena.pin(A, "two")
+    arena.pin(A, "two")
+    assert arena.holders() == {"one": 1, "two": 2}
+    arena.unpin(slot, "one")
+    assert refusal(arena.unpin, slot, "one") == "cpu: unpin of slot 0, which one has not pinned"
+    assert arena.holders() == {"two": 2}
+
+
 def test_pins_are_counted(arena):
     fill(arena, A, B)
     slots = [arena.pin(key, "test") for key in (A, A, B)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import attrs
 import pytest
 import torch
@@ -301,7 +303,12 @@ def test_a_digest_is_remembered_until_a_file_changes(tmp_path, monkeypatch):
     before = weights.digest(folder)
     monkeypatch.setattr(weights, "_digest", lambda files: "0" * 64)
     assert weights.digest(folder) == before
-    save_file({"w": torch.zeros(4)}, folder / "model.safetensors")  # the same bytes, but who knows
+    file = folder / "model.safetensors"
+    times = (file.stat().st_atime_ns, file.stat().st_mtime_ns)
+    with file.open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        stream.write(b"\1")
+    os.utime(file, ns=times)  # as a tool does that hides its traces; the kernel's own time stamp tells
     assert weights.digest(folder) == "0" * 64
 
 

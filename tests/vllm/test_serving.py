@@ -221,8 +221,10 @@ def test_new_weights_in_a_running_engine_open_an_epoch(engine, tmp_path):
 
 
 def test_a_frame_of_before_is_not_served_even_if_it_could_not_be_deleted(engine, tmp_path, monkeypatch):
+    """As in a store that others share: it is asked for what the index does not know."""
     from kvtier_disk.backend import DiskBackend
 
+    monkeypatch.setattr(DiskBackend, "shared", True)
     asked = prompt(34, 530)
     with engine(cpu_and_disk(tmp_path)) as served:
         served.ask(asked)

@@ -123,6 +123,33 @@ def test_a_killed_engine_leaves_the_folder_free(tmp_path):
     open_disk(tmp_path).close()
 
 
+def _die_half_way(path, key, direct):
+    disk = open_disk(path, direct=direct)
+    pwritev = os.pwritev
+
+    def half(fd, views, at):
+        pwritev(fd, [views[0][: len(views[0]) // 2]], at)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    os.pwritev = half
+    write(disk, key)
+
+
+@pytest.mark.parametrize("direct", ["auto", "off"])
+def test_a_writer_that_dies_half_way_leaves_nothing_under_the_name(tmp_path, direct):
+    key = make_key(0)
+    open_disk(tmp_path).close()
+    writer = multiprocessing.get_context("spawn").Process(target=_die_half_way, args=(tmp_path, key, direct))
+    writer.start()
+    writer.join(60)
+    assert writer.exitcode == -signal.SIGKILL
+    (left,) = files(tmp_path)
+    assert left.suffix == ".tmp"
+    disk = open_disk(tmp_path)
+    assert list(disk.contains([key])) == [False] and list(disk.scan()) == [] and files(tmp_path) == []
+    disk.close()
+
+
 def test_open_removes_what_is_no_frame(tmp_path):
     disk = open_disk(tmp_path)
     write(disk, *make_keys(2))

@@ -1,0 +1,330 @@
+"""Protections, each taken out once: the test that is there for it must then fail.
+
+    python tests/mutants.py [NAME ...]
+
+makes a copy of the sources for each, changes the one place, and runs the one test. docs/reliability.md names them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import attrs
+
+ROOT = Path(__file__).parents[1]
+_COPIED = (
+    "kvtier_core",
+    "plugins",
+    "examples",
+    "tests",
+    "docs",
+    "benchmarks",
+    "pyproject.toml",
+    "README.md",
+    "Makefile",
+)
+
+
+@attrs.frozen
+class Mutant:
+    name: str
+    file: str
+    code: str  #: stands once in the file
+    instead: str
+    test: str  #: must fail then
+
+    def survives(self) -> str:
+        """What the test said if it did not fail; empty if it did."""
+        with tempfile.TemporaryDirectory(prefix="kvtier-mutant-") as folder:
+            copy = Path(folder)
+            for name in _COPIED:
+                (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, copy / name)
+            file = copy / self.file
+            source = file.read_text()
+            if source.count(self.code) != 1:
+                return f"{self.code!r} stands {source.count(self.code)} times in {self.file}"
+            file.write_text(source.replace(self.code, self.instead))
+            roots = [copy, *(copy / "plugins").glob("kvtier_*")]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, roots)), "PYTHONDONTWRITEBYTECODE": "1"}
+            done = subprocess.run(
+                [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", self.test],
+                cwd=copy,
+                env=environment,
+                capture_output=True,
+                text=True,
+            )
+            return "" if done.returncode == 1 else done.stdout[-2000:] + done.stderr[-1000:]
+
+
+FRAME = "kvtier_core/frame.py"
+TIER = "kvtier_core/tier.py"
+IDENTITY = "kvtier_core/vllm/identity.py"
+WEIGHTS = "kvtier_core/vllm/weights.py"
+SCHEDULER = "kvtier_core/vllm/scheduler.py"
+WORKER = "kvtier_core/vllm/worker.py"
+DISK = "plugins/kvtier_disk/kvtier_disk"
+ABOUT_IDENTITY = "tests/vllm/test_identity.py::"
+SERVING = "tests/vllm/test_serving.py::"
+SELFTEST = "tests/vllm/test_selftest.py::"
+
+MUTANTS = (
+    # -- identity
+    Mutant(
+        "no-weights-in-the-namespace",
+        IDENTITY,
+        '"weights": weights_identity,',
+        "",
+        ABOUT_IDENTITY + "test_what_an_engine_reports_changes_the_namespace",
+    ),
+    Mutant(
+        "no-dtype-in-the-namespace",
+        IDENTITY,
+        '"dtype": model.dtype,',
+        "",
+        ABOUT_IDENTITY + "test_an_option_that_changes_the_kv_changes_the_namespace",
+    ),
+    Mutant(
+        "no-page-facts-in-the-namespace",
+        IDENTITY,
+        "**dict(survey.facts),",
+        "",
+        ABOUT_IDENTITY + "test_every_fact_of_the_pages_counts",
+    ),
+    Mutant(
+        "no-salt-in-the-keys",
+        IDENTITY,
+        'ingredients["cache_salt"] = request.cache_salt',
+        "pass",
+        ABOUT_IDENTITY + "test_a_salt_separates_everything",
+    ),
+    Mutant(
+        "adapters-by-name",
+        IDENTITY,
+        'f"{digest} {asked.is_3d_lora_weight}", ""',
+        'asked.lora_name, ""',
+        ABOUT_IDENTITY + "test_adapters_are_told_apart_by_content",
+    ),
+    Mutant(
+        "adapters-may-change",
+        IDENTITY,
+        "if state != before:",
+        "if False:",
+        ABOUT_IDENTITY + "test_an_adapter_whose_files_change_under_the_engine_is_bypassed",
+    ),
+    Mutant(
+        "images-by-position-alone",
+        IDENTITY,
+        "(f.mm_position.offset, f.mm_position.length, f.identifier)",
+        '(f.mm_position.offset, f.mm_position.length, "")',
+        ABOUT_IDENTITY + "test_images_count_where_they_lie",
+    ),
+    Mutant(
+        "images-by-any-name",
+        IDENTITY,
+        're.compile(r"[0-9a-f]{64,}")',
+        're.compile(r".*")',
+        ABOUT_IDENTITY + "test_what_cannot_be_identified_is_bypassed",
+    ),
+    Mutant(
+        "embeddings-as-tokens",
+        IDENTITY,
+        "request.prompt_embeds is not None",
+        "False",
+        ABOUT_IDENTITY + "test_what_cannot_be_identified_is_bypassed",
+    ),
+    Mutant(
+        "a-tensor-is-skipped",
+        WEIGHTS,
+        "for _, entry in tensors for",
+        "for _, entry in tensors[1:] for",
+        ABOUT_IDENTITY + "test_every_tensor_of_every_file_counts",
+    ),
+    Mutant(
+        "only-safetensors-count",
+        WEIGHTS,
+        '"*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors", "*.json", "*.py"',
+        '"*.safetensors",',
+        ABOUT_IDENTITY + "test_whatever_lies_beside_the_weights_counts",
+    ),
+    Mutant(
+        "a-digest-is-never-forgotten",
+        WEIGHTS,
+        "s.st_size, s.st_mtime_ns, s.st_ctime_ns)",
+        "s.st_size, 0)",
+        ABOUT_IDENTITY + "test_a_digest_is_remembered_until_a_file_changes",
+    ),
+    Mutant(
+        "no-epoch",
+        SCHEDULER,
+        "self._epoch = self._first_epoch.renewed()",
+        "self._epoch = self._first_epoch",
+        SERVING + "test_a_frame_of_before_is_not_served_even_if_it_could_not_be_deleted",
+    ),
+    Mutant(
+        "requests-go-on-over-an-epoch",
+        SCHEDULER,
+        'tracked.identity = tracked.bypass = "it began before the cache was reset"',
+        "pass",
+        SERVING + "test_a_request_under_way_when_the_weights_change_is_not_kept",
+    ),
+    Mutant(
+        "keys-by-the-hash-of-the-process",
+        "kvtier_core/builtin/chained.py",
+        'b"kvtier-root"',
+        'str(hash("root")).encode()[:16]',
+        "tests/core/test_chained.py",
+    ),
+    # -- copies
+    Mutant(
+        "no-self-test",
+        WORKER,
+        "if wrong := try_copies(mover, self._table, self._caches, slot.index):",
+        'if wrong := "":',
+        SELFTEST + "test_an_engine_with_another_layout_is_caught_before_traffic",
+    ),
+    Mutant(
+        "a-self-test-nobody-reads",
+        SCHEDULER,
+        "if wrong := [what for what in tried if what]:",
+        "if wrong := []:",
+        SELFTEST + "test_an_arena_that_cannot_be_reached_is_told_and_not_used",
+    ),
+    # -- frames
+    Mutant(
+        "no-checksum",
+        FRAME,
+        "zlib.crc32(payload, zlib.crc32(frame[: _FIELDS.size])) == checksum",
+        "True",
+        "tests/core/test_frame.py",
+    ),
+    Mutant("any-namespace", FRAME, "header.namespace != namespace.digest", "False", "tests/core/test_frame.py"),
+    Mutant("any-key", FRAME, "header.key != key", "False", "tests/core/test_frame.py"),
+    Mutant(
+        "any-length",
+        FRAME,
+        "payload_nbytes is not None and header.payload_nbytes != payload_nbytes",
+        "False",
+        "tests/core/test_frame.py",
+    ),
+    Mutant(
+        "believes-the-length",
+        FRAME,
+        "header.payload_nbytes > len(frame) - PAGE_NBYTES",
+        "False",
+        "tests/core/test_frame.py",
+    ),
+    Mutant("damage-is-good", TIER, "if verdict is True:", "if verdict:", "tests/core/test_tier.py"),
+    Mutant(
+        "no-quarantine",
+        TIER,
+        "self._remove(damaged, self.backend.quarantine)",
+        "self._remove(damaged, self.backend.delete)",
+        "tests/core/test_tier.py",
+    ),
+    Mutant(
+        "quarantine-without-end",
+        DISK + "/backend.py",
+        "self._aside_nbytes() + nbytes <= self._config.quarantine",
+        "True",
+        "plugins/kvtier_disk/tests/test_disk.py::test_damaged_frames_are_kept_aside_until_there_are_too_many",
+    ),
+    Mutant(
+        "lost-frames-are-left",
+        TIER,
+        "self._remove(lost, self.backend.delete)",
+        "[self.residents.remove(key) for key in lost]",
+        "tests/core/test_tier.py::test_what_is_left_of_a_lost_frame_leaves_too",
+    ),
+    # -- crash
+    Mutant(
+        "written-in-place",
+        DISK + "/files.py",
+        'unfinished = path.with_suffix(".tmp")',
+        "unfinished = path",
+        "plugins/kvtier_disk/tests/test_disk.py::test_a_writer_that_dies_half_way_leaves_nothing_under_the_name",
+    ),
+    Mutant(
+        "no-sweep",
+        DISK + "/backend.py",
+        "                file.unlink()\n            elif",
+        "                pass\n            elif",
+        "plugins/kvtier_disk/tests/test_disk.py::test_open_removes_what_is_no_frame",
+    ),
+    # -- faults
+    Mutant(
+        "no-limit-in-flight",
+        TIER,
+        "room = self._inflight_limit - self._inflight",
+        "room = 1 << 60",
+        "tests/core/test_tier.py",
+    ),
+    Mutant(
+        "no-breaker",
+        "kvtier_core/breaker.py",
+        "elif self._failures < _FAILURES:",
+        "elif True:",
+        "tests/core/test_breaker.py",
+    ),
+    # -- leaks
+    Mutant(
+        "any-owner-unpins", "kvtier_core/arena.py", "if not held[owner]:", "if not held:", "tests/core/test_arena.py"
+    ),
+    # -- security
+    Mutant(
+        "files-for-everyone",
+        DISK + "/files.py",
+        "0o600)",
+        "0o644)",
+        "plugins/kvtier_disk/tests/test_disk.py::test_names_come_from_keys_and_nobody_else_may_look",
+    ),
+    Mutant(
+        "follows-links",
+        DISK + "/claim.py",
+        "if stat.S_ISLNK(status.st_mode):",
+        "if False:",
+        "plugins/kvtier_disk/tests/test_disk.py::test_a_link_is_refused",
+    ),
+    Mutant(
+        "folders-of-others",
+        DISK + "/claim.py",
+        "status.st_uid != os.geteuid()",
+        "False",
+        "plugins/kvtier_disk/tests/test_disk.py::test_a_folder_of_somebody_else_is_refused",
+    ),
+    Mutant(
+        "folders-for-others",
+        DISK + "/claim.py",
+        "status.st_mode & 0o022",
+        "False",
+        "plugins/kvtier_disk/tests/test_disk.py::test_a_folder_that_others_may_write_to_is_refused",
+    ),
+    Mutant(
+        "a-memory-for-others",
+        "kvtier_core/vllm/memo.py",
+        " and not status.st_mode & 0o022",
+        "",
+        ABOUT_IDENTITY + "test_a_memory_that_others_could_write_to_is_not_believed",
+    ),
+)
+
+
+def main(names: list[str]) -> int:
+    chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
+    survivors = 0
+    for mutant in chosen:
+        said = mutant.survives()
+        print(f"{'SURVIVES' if said else 'dies    '}  {mutant.name}", flush=True)
+        if said:
+            survivors += 1
+            print(said)
+    print(f"{len(chosen)} mutants, {survivors} survive")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
