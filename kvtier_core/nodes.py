@@ -107,7 +107,7 @@ def from_yaml(text: str, name: str, gather: Gather) -> Node:
     except yaml.MarkedYAMLError as error:
         line = (error.problem_mark or error.context_mark).line + 1
         why = ", ".join(filter(None, (error.context, error.problem)))
-        raise ConfigError([Problem(f"{name}:{line}", "$", why)]) from error
+        raise ConfigError([Problem(f"{name}:{line}", "$", why)]) from None  # PyYAML shows the line, secrets and all
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError([Problem(f"{name}:{line}", "$", f"character {error.character:#x} is not allowed")]) from error

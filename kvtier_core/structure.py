@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import enum
+import os
 import pathlib
 import re
 import types
@@ -13,7 +15,7 @@ from typing import Any, Literal, TypeVar, Union
 
 import attrs
 
-from kvtier_core.errors import ContractError
+from kvtier_core.errors import ConfigError, ContractError
 from kvtier_core.interfaces import ArenaConfig, BackendConfig, EvictionConfig, SerializerConfig, TokenDatabaseConfig
 from kvtier_core.nodes import Gather, Node, Plain, shown
 from kvtier_core.types import Nbytes, Seconds
@@ -66,15 +68,18 @@ def _read_path(node: Node, choose: Choose) -> pathlib.Path:
     if not text or "\0" in text:
         raise node.wrong(f"{text!r} is not a path")
     try:
-        return pathlib.Path(text).expanduser()
-    except RuntimeError as error:
+        path = pathlib.Path(text).expanduser()
+        os.fsencode(path)
+        return path
+    except (RuntimeError, UnicodeEncodeError) as error:
         raise node.wrong(f"{text!r} is not a path: {error}") from error
 
 
 def _number(pattern: str, convert: type, also: tuple[type, ...], noun: str) -> Read:
     def read(node: Node, _: Choose) -> Any:
         if type(node.value) in also or (isinstance(node.value, Plain) and re.fullmatch(pattern, node.value)):
-            return convert(node.value)
+            with contextlib.suppress(OverflowError):
+                return convert(node.value)
         raise node.wrong(f"expected {noun}, found {shown(node.value)}")
 
     return read
@@ -92,9 +97,12 @@ def _read_bool(node: Node, _: Choose) -> bool:
 def _parsed(unit: type[Nbytes | Seconds]) -> Read:
     def read(node: Node, _: Choose) -> Any:
         try:
-            return unit.parse(node.text())
+            value = unit.parse(node.text())
         except ValueError as error:
             raise node.wrong(str(error)) from error
+        if value >= 1 << 62:  # what the kernel is asked for must fit into a signed word
+            raise node.wrong(f"{node.text()!r} is more than any machine has")
+        return value
 
     return read
 
@@ -182,10 +190,22 @@ def settings(cls: type, but: Collection[str] = ()) -> dict[str, Setting]:
     """The keys of an attrs class, ``but`` some. Raises ContractError if one has a type that no setting can have."""
     hints = typing.get_type_hints(cls)
     return {
-        field.alias: Setting(reader(hints[field.name]), required=field.default is attrs.NOTHING)
+        field.alias: Setting(_discreet(field, reader(hints[field.name])), required=field.default is attrs.NOTHING)
         for field in attrs.fields(cls)
         if field.init and field.name not in but
     }
+
+
+def _discreet(field: attrs.Attribute, read: Read) -> Read:
+    """What may not be shown is not shown when it cannot be read either."""
+
+    def read_hidden(node: Node, choose: Choose) -> Any:
+        try:
+            return read(node, choose)
+        except ConfigError:
+            raise node.wrong("cannot be read; what was written is not shown") from None
+
+    return read if field.repr else read_hidden
 
 
 def read_keys(node: Node, known: Mapping[str, Setting], choose: Choose, gather: Gather) -> dict[str, Any]:
@@ -235,6 +255,8 @@ def _validate(field: attrs.Attribute, instance: types.SimpleNamespace, node: Nod
     try:
         field.validator(instance, field, getattr(instance, field.name))
     except (ValueError, TypeError) as error:
+        if not field.repr:
+            raise node.wrong("is not allowed; what was written is not shown") from None
         raise node.wrong(_words(error)) from error
     except AttributeError:
         pass  # compares itself with a field that could not be read, which is told already

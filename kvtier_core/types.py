@@ -124,9 +124,9 @@ class Usage:
     inflight: int = 0  #: bytes on their way to or from a tier
 
 
-_SIZE = re.compile(r"(\d+)\s*(B|KiB|MiB|GiB|TiB|PiB)")
+_SIZE = re.compile(r"([0-9]+)\s*(B|KiB|MiB|GiB|TiB|PiB)")
 _SIZE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
-_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|min)")
+_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|min)")
 _TIME_UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0}
 
 

@@ -140,8 +140,8 @@ MUTANTS = (
     Mutant(
         "a-tensor-is-skipped",
         WEIGHTS,
-        "for _, entry in tensors for",
-        "for _, entry in tensors[1:] for",
+        "for name, tensor in tensors if",
+        "for name, tensor in tensors[1:] if",
         ABOUT_IDENTITY + "test_every_tensor_of_every_file_counts",
     ),
     Mutant(

@@ -41,7 +41,10 @@ class Heap(AllocatorBackend):
             raise BackendError(
                 f"heap: capacity {ctx.capacity} has no room for a chunk of {Nbytes(self.slot_nbytes)}", retryable=False
             )
-        self.memory = memoryview(mmap.mmap(-1, self.slots * self.slot_nbytes))
+        try:
+            self.memory = memoryview(mmap.mmap(-1, self.slots * self.slot_nbytes))
+        except OSError as error:
+            raise BackendError(f"heap: cannot have {ctx.capacity} of memory: {error.strerror}") from error
         address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self._handle = json.dumps({"pid": os.getpid(), "address": address, "slots": self.slots})
         _OPEN[self._handle] = self

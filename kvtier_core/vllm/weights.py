@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from operator import index
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,6 +22,7 @@ _PIECES = 64
 _FEWEST_PIECES = 3
 _PIECES_OF_A_FILE = 1 << 15
 _READ_NBYTES = 8 << 20
+_LONGEST_HEADER = 100_000_000  # bytes; what safetensors itself allows
 #: The weights, what says how they are scaled and put together, and the model's own code.
 _COUNTED = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors", "*.json", "*.py")
 _NO_TENSORS = (".json", ".py")
@@ -71,13 +73,13 @@ def _samples(stream: BinaryIO) -> Iterator[bytes]:
     """The header, and of each tensor what `_spans` says. Raises ValueError for what is no safetensors file."""
     end = os.fstat(stream.fileno()).st_size
     begin = 8 + int.from_bytes(stream.read(8), "little")
-    if begin > end:
-        raise ValueError(f"{stream.name} is cut off")
+    if begin > min(end, _LONGEST_HEADER):
+        raise ValueError(f"a header that ends at byte {begin} of {end}")
     header = stream.read(begin - 8)
     yield header
     tensors = [(begin + at, begin + to) for at, to in _offsets(header)]
     if any(not begin <= at <= to <= end for at, to in tensors):
-        raise ValueError(f"{stream.name} is cut off")
+        raise ValueError("a tensor that does not lie in its file")
     pieces = max(_FEWEST_PIECES, min(_PIECES, _PIECES_OF_A_FILE // max(1, len(tensors))))
     spans = [span for at, to in tensors for span in _spans(at, to - at, pieces)]
     for at, nbytes in spans:  # the disk may fetch them in the order that suits it
@@ -90,11 +92,11 @@ def _samples(stream: BinaryIO) -> Iterator[bytes]:
 def _offsets(header: bytes) -> list[_Span]:
     """Of each tensor behind the header, by name."""
     try:
-        tensors = sorted((name, entry) for name, entry in json.loads(header).items() if name != "__metadata__")
-        offsets = [(int(at), int(to)) for _, entry in tensors for at, to in [entry["data_offsets"]]]
+        tensors = sorted(json.loads(header).items())
+        offsets = [tensor["data_offsets"] for name, tensor in tensors if name != "__metadata__"]
+        return [(index(at), index(to)) for at, to in offsets]
     except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"not the header of a safetensors file: {error!r}") from error
-    return offsets
 
 
 def _spans(at: int, nbytes: int, pieces: int) -> list[_Span]:

@@ -37,6 +37,7 @@ class DiskBackend(Backend):
         with self._errors():
             self._claim.take()
             try:
+                self._home.make()
                 others = self._sweep()
                 used = sum(found.nbytes for found in [*others, *self._home.frames()])
                 self._room = Room(ctx.capacity - used, ((found.path, found.nbytes) for found in others))

@@ -45,9 +45,16 @@ class Claim:
 
 
 def make_ours(path: Path) -> None:
-    """Make a folder if it is not there. One that is must not be somebody else's to lead astray or to fill."""
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700, parents=True)
+    """Make a folder if it is not there, and those above it."""
+    for folder in reversed((path, *path.parents)):  # mkdir would leave those above as open as the umask does
+        if not folder.exists():
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+    must_be_ours(path)
+
+
+def must_be_ours(path: Path) -> None:
+    """Nobody else may put a frame there, or another folder in its place: a checksum is no signature."""
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode):
         raise BackendError(f"{path}: a link; name the folder itself", retryable=False)
@@ -55,7 +62,7 @@ def make_ours(path: Path) -> None:
         raise BackendError(f"{path}: not a folder", retryable=False)
     if status.st_uid != os.geteuid():
         raise BackendError(f"{path}: belongs to user {status.st_uid}; kvtier keeps to its own", retryable=False)
-    if status.st_mode & 0o022:
+    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
         raise BackendError(f"{path}: others may write to it; take that away with chmod go-w", retryable=False)
 
 

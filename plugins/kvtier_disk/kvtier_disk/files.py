@@ -69,13 +69,15 @@ def write_frame(path: Path, frame: memoryview, *, direct: bool) -> None:
 
 def probe_direct(folder: Path) -> None:
     """Write a page past the page cache, for an open alone may succeed where a write does not."""
-    probe = folder / "probe"
+    probe = folder / ".kvtier-probe"
     write_frame(probe, _bounce(PAGE_NBYTES), direct=True)
     probe.unlink()
 
 
 def _open(path: Path, flags: int, direct: bool) -> int:
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0), 0o600)
+    # NONBLOCK: the open of a pipe would wait for its other end. Of files it means nothing.
+    flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_DIRECT if direct else 0)
+    return os.open(path, flags, 0o600)
 
 
 def _fill(fd: int, view: memoryview) -> int:

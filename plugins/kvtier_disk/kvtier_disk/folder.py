@@ -14,7 +14,7 @@ from pathlib import Path
 import attrs
 
 from kvtier_core.types import KEY_NBYTES, PAGE_NBYTES, ChunkKey, Namespace
-from kvtier_disk.claim import make_ours
+from kvtier_disk.claim import make_ours, must_be_ours
 
 _ASIDE = "quarantine"
 _NAMESPACE = re.compile(r"[0-9a-f]{16}")
@@ -42,13 +42,16 @@ class Home:
         self.path = path / self.name
         self._aside = path / _ASIDE
 
+    def make(self) -> None:
+        """At once, so that in a sticky folder nobody else is first."""
+        make_ours(self.path)
+
     def file(self, key: ChunkKey) -> Path:
         name = key.hex()
         return self.path / name[:2] / f"{name}.kv"
 
     def make_place(self, key: ChunkKey) -> None:
         """The folders above the file of this key."""
-        make_ours(self.path)
         make_ours(self.file(key).parent)
 
     def put_aside(self, key: ChunkKey) -> Path:
@@ -83,7 +86,8 @@ def _folders(parent: Path, name: re.Pattern[str]) -> Iterator[Path]:
     try:
         with os.scandir(parent) as entries:
             for entry in entries:
-                if name.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                if name.fullmatch(entry.name):
+                    must_be_ours(Path(entry.path))
                     yield Path(entry.path)
     except FileNotFoundError:
         return

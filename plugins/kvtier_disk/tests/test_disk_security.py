@@ -1,0 +1,267 @@
+"""Strangers on the same machine: they read no frame, plant none, and turn no write, read or delete elsewhere."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+
+import pytest
+
+from kvtier_core.errors import BackendError
+from kvtier_core.testing.samples import make_context, make_frame, make_key, make_namespace
+from kvtier_core.types import PAGE_NBYTES, Nbytes
+from kvtier_disk.config import DiskConfig
+
+NBYTES = 4 * PAGE_NBYTES
+KEY = make_key(0)
+STRANGER = 12345
+PATIENCE = 20.0
+
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away, or make a device")
+
+
+def open_disk(path):
+    return DiskConfig(path=path, direct="off", min_free=Nbytes(0)).open(make_context(namespace=make_namespace()))
+
+
+def write(disk):
+    disk.write([KEY], [make_frame(KEY, nbytes=NBYTES)])
+
+
+def read(disk):
+    into = memoryview(bytearray(NBYTES))
+    (count,) = disk.read([KEY], [into])
+    return bytes(into[:count])
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat(follow_symlinks=False).st_mode)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Where the tier will be; the path of KEY's frame in it is `file_in`."""
+    return tmp_path / "kv"
+
+
+def home_in(folder):
+    return folder / make_namespace().digest.hex()[:16]
+
+
+def file_in(folder):
+    return home_in(folder) / KEY.hex()[:2] / f"{KEY.hex()}.kv"
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """A folder that is none of the tier's business, and a file in it that would pass as KEY's frame."""
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / KEY.hex()[:2]).mkdir(parents=True)
+    for file in (elsewhere / "precious", elsewhere / KEY.hex()[:2] / f"{KEY.hex()}.kv", elsewhere / f"{KEY.hex()}.kv"):
+        file.write_bytes(make_frame(KEY, nbytes=NBYTES, seed=7))
+    return elsewhere
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture
+def no_umask():
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def in_time(work):
+    """The outcome of a call that might hang; the thread of one that does is left behind."""
+    outcome = []
+
+    def run():
+        try:
+            outcome.append(work())
+        except BackendError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert outcome, "it hangs"
+    return outcome[0]
+
+
+# -- what the tier makes -------------------------------------------------------------------------------
+
+
+def test_no_umask_opens_what_the_tier_makes(folder, no_umask):
+    disk = open_disk(folder)
+    write(disk)
+    assert {(path.is_dir(), mode(path)) for path in [folder, *folder.rglob("*")]} == {(True, 0o700), (False, 0o600)}
+    disk.close()
+
+
+def test_no_umask_opens_the_folders_above(tmp_path, no_umask):
+    """Whoever may write to a folder above may put another in the tier's place."""
+    open_disk(tmp_path / "a" / "b" / "kv").close()
+    assert {mode(tmp_path / "a") & 0o022, mode(tmp_path / "a" / "b") & 0o022} == {0}
+
+
+# -- whose the folder is -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("open_to", [0o720, 0o770, 0o702, 0o777], ids=oct)
+def test_a_folder_that_others_may_write_to_is_refused(folder, open_to):
+    """They could put folders of their own in place of the tier's, and frames in them: a checksum is no signature."""
+    folder.mkdir()
+    folder.chmod(open_to)
+    with pytest.raises(BackendError, match=f"{folder}: .*write") as refusal:
+        open_disk(folder)
+    assert not refusal.value.retryable
+    folder.chmod(0o755)
+    open_disk(folder).close()
+
+
+@only_root
+def test_a_folder_of_somebody_else_is_refused(folder):
+    """Its owner may do with what lies in it as he likes, whatever the mode says."""
+    folder.mkdir(mode=0o700)
+    os.chown(folder, STRANGER, STRANGER)
+    with pytest.raises(BackendError, match=f"{folder}: .*{STRANGER}") as refusal:
+        open_disk(folder)
+    assert not refusal.value.retryable
+
+
+def test_a_sticky_folder_is_good_enough(tmp_path):
+    """As /tmp is, or a tmpfs: nobody else can replace what is there. So that nobody is first, it is there at once."""
+    tmp_path.chmod(0o1777)
+    open_disk(tmp_path / "kv").close()
+    (tmp_path / "kv").chmod(0o1777)
+    disk = open_disk(tmp_path / "kv")
+    assert mode(home_in(tmp_path / "kv")) == 0o700
+    disk.close()
+
+
+@only_root
+@pytest.mark.parametrize("whose", [home_in, lambda folder: file_in(folder).parent], ids=["home", "shard"])
+def test_a_folder_that_somebody_else_made_inside_is_not_used(folder, whose):
+    """From a time when the path was open to all."""
+    whose(folder).mkdir(parents=True)
+    os.chown(whose(folder), STRANGER, STRANGER)
+    try:
+        disk = open_disk(folder)
+        write(disk)
+    except BackendError:
+        assert not file_in(folder).exists()
+        return
+    assert whose(folder).stat().st_uid == os.geteuid()
+    disk.close()
+
+
+# -- what lies in it -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("link", [home_in, lambda folder: file_in(folder).parent], ids=["home", "shard"])
+def test_a_link_in_place_of_a_folder_leads_nowhere(folder, elsewhere, link):
+    """A frame behind it is not found; a write, a delete and a sweep leave alone what is there."""
+    link(folder).parent.mkdir(parents=True, exist_ok=True)
+    link(folder).symlink_to(elsewhere if link is home_in else elsewhere / KEY.hex()[:2])
+    before = contents(elsewhere)
+    try:
+        disk = open_disk(folder)
+    except BackendError:
+        return
+    assert read(disk) == b""
+    assert list(disk.contains([KEY])) == [False]
+    try:
+        write(disk)
+        disk.delete([KEY])
+    except BackendError:
+        pass
+    assert contents(elsewhere) == before
+    disk.close()
+
+
+def plant_link(path, target):
+    path.symlink_to(target)
+
+
+def plant_pipe(path, _):
+    os.mkfifo(path)
+
+
+def plant_device(path, _):
+    try:
+        os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))
+    except PermissionError:
+        pytest.skip("no device can be made here")
+
+
+def plant_socket(path, _):
+    with socket.socket(socket.AF_UNIX) as listener:
+        where = os.open(path.parent, os.O_RDONLY)
+        listener.bind(f"/proc/self/fd/{where}/{path.name}")  # the name itself may be too long
+        os.close(where)
+
+
+def plant_folder(path, _):
+    path.mkdir()
+
+
+PLANTS = [
+    plant_link,
+    plant_pipe,
+    pytest.param(plant_device, marks=only_root),
+    plant_socket,
+    plant_folder,
+]
+
+
+@pytest.mark.parametrize("plant", PLANTS[:-1])
+def test_open_removes_what_stands_for_a_frame_and_follows_none(folder, elsewhere, plant):
+    file_in(folder).parent.mkdir(parents=True)
+    plant(file_in(folder), elsewhere / "precious")
+    before = contents(elsewhere)
+    disk = in_time(lambda: open_disk(folder))
+    assert not os.path.lexists(file_in(folder))
+    assert list(disk.scan()) == []
+    assert contents(elsewhere) == before
+    disk.close()
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_what_stands_for_a_frame_is_no_frame(folder, elsewhere, plant):
+    """Planted while the tier is open: reading it is a miss or an error, never a wait, and never what it leads to."""
+    disk = open_disk(folder)
+    write(disk)
+    file_in(folder).unlink()
+    plant(file_in(folder), elsewhere / "precious")
+    before = contents(elsewhere)
+    found = in_time(lambda: read(disk))
+    assert found == b"" or isinstance(found, BackendError)
+    in_time(lambda: write(disk))
+    in_time(lambda: disk.delete([KEY]))
+    assert contents(elsewhere) == before
+    disk.close()
+
+
+@pytest.mark.parametrize("plant", [plant_link, plant_pipe, plant_socket, plant_folder])
+def test_what_stands_for_an_unfinished_frame_is_not_written_to(folder, elsewhere, plant):
+    disk = open_disk(folder)
+    write(disk)
+    plant(file_in(folder).with_suffix(".tmp"), elsewhere / "precious")
+    before = contents(elsewhere)
+    in_time(lambda: write(disk))
+    assert contents(elsewhere) == before
+    assert read(disk) == make_frame(KEY, nbytes=NBYTES)
+    disk.close()
+
+
+@pytest.mark.parametrize("name", ["probe", "probe.tmp", "README"])
+def test_files_directly_in_the_path_are_left_alone(folder, name):
+    folder.mkdir()
+    (folder / name).write_text("not ours, and not in the way")
+    disk = DiskConfig(path=folder, direct="auto", min_free=Nbytes(0)).open(make_context())
+    disk.close()
+    assert (folder / name).read_text() == "not ours, and not in the way"

@@ -1,0 +1,453 @@
+"""Frames are harmed at random, as disks, bugs and strangers harm them, and not one wrong byte may be served.
+
+What must be right are a frame's meaning bytes: the 88 bytes of header fields and checksum, and the payload, as long
+as the header says. The rest of the header page, the rest of the last page and whatever follows are nobody's bytes:
+no reader looks at them. So the verdict is known exactly, both ways: a frame is good if, and only if, its meaning
+bytes are the very ones that were stored.
+
+CAMPAIGN_ROUNDS says how many frames are harmed, CAMPAIGN_SEED how. Of ``pytest -s`` each test prints what it did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import attrs
+import pytest
+
+from kvtier_core import frame
+from kvtier_core.builtin.lru import LruConfig
+from kvtier_core.door import Door
+from kvtier_core.errors import BackendError
+from kvtier_core.frame import Damage
+from kvtier_core.interfaces import Serializer
+from kvtier_core.residents import Residents
+from kvtier_core.testing.samples import make_context, make_keys, make_namespace, same
+from kvtier_core.tier import Offer, Tier
+from kvtier_core.types import KEY_NBYTES, PAGE_NBYTES, ChunkKey, ChunkLayout, Event, EventKind, Namespace, Nbytes
+from kvtier_core.workers import IOPool
+from kvtier_disk.config import DiskConfig
+
+ROUNDS = int(os.environ.get("CAMPAIGN_ROUNDS", "3000"))
+SEED = int(os.environ.get("CAMPAIGN_SEED", "0"))
+
+OURS, THEIRS = make_namespace("today's weights"), make_namespace("yesterday's weights")
+KEYS = make_keys(6)
+#: Three pages of payload, and one that ends in the middle of a page.
+LAYOUTS = [ChunkLayout((2048, 1024), blocks=4), ChunkLayout((1500, 700), blocks=3)]
+
+HEADER_NBYTES = 88
+CHECKSUM_AT = 84
+#: Name of a field, its place and format, and values that a reader could fall for.
+FIELDS = [
+    ("magic", 0, "8s", [b"kvtier\n\n", b"KVTIER\r\n", bytes(8)]),
+    ("version", 8, "<H", [0, 2, 0xFFFF]),
+    ("codec", 10, "<H", [0, 1, 77, 0xFFFF]),
+    ("length", 12, "<Q", [0, 1, PAGE_NBYTES, 1 << 50, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]),
+    ("namespace", 20, "32s", [THEIRS.digest, bytes(32)]),
+    ("key", 52, "32s", [*KEYS, bytes(KEY_NBYTES)]),
+    ("checksum", CHECKSUM_AT, "<I", [0, 0xFFFFFFFF]),
+]
+
+
+@attrs.frozen
+class Stored:
+    """A frame as it was stored, and what its reader knows of it."""
+
+    key: ChunkKey
+    whole: bytes
+    codec: int = frame.RAW
+
+    @property
+    def payload_nbytes(self) -> int:
+        return struct.unpack_from("<Q", self.whole, 12)[0]
+
+    @property
+    def payload(self) -> bytes:
+        return self.whole[PAGE_NBYTES : PAGE_NBYTES + self.payload_nbytes]
+
+    def is_meant_by(self, found: bytes) -> bool:
+        """Are all meaning bytes those that were stored?"""
+        end = PAGE_NBYTES + self.payload_nbytes
+        return found[:HEADER_NBYTES] == self.whole[:HEADER_NBYTES] and found[PAGE_NBYTES:end] == self.payload
+
+    def sealed_again(self, *, namespace: Namespace = OURS, key: ChunkKey | None = None, payload: bytes) -> bytes:
+        again = bytearray(whole_pages(payload))
+        frame.seal(memoryview(again), namespace, key or self.key, len(payload), self.codec)
+        return bytes(again)
+
+
+def whole_pages(payload: bytes) -> bytes:
+    return bytes(PAGE_NBYTES) + payload + bytes(-len(payload) % PAGE_NBYTES)
+
+
+def seal(key: ChunkKey, payload: bytes) -> bytes:
+    return Stored(key, b"").sealed_again(payload=payload)
+
+
+# -- harm ----------------------------------------------------------------------------------------------
+
+#: From a frame, and others that a mistake could put in its place, to what is found instead.
+Harm = Callable[[random.Random, Stored, Sequence[bytes]], bytes]
+
+
+def nothing(rng, stored, others):
+    return stored.whole
+
+
+def a_flipped_bit(rng, stored, others):
+    place = a_place(rng, stored)
+    return put(stored.whole, place, [stored.whole[place] ^ 1 << rng.randrange(8)])
+
+
+def a_changed_byte(rng, stored, others):
+    place = a_place(rng, stored)
+    return put(stored.whole, place, [stored.whole[place] ^ rng.randint(1, 255)])
+
+
+def zeroed_512_bytes(rng, stored, others):
+    return put(stored.whole, a_block(rng, stored, 512), bytes(512))
+
+
+def zeroed_4096_bytes(rng, stored, others):
+    return put(stored.whole, a_block(rng, stored, 4096), bytes(4096))
+
+
+def swapped_512_bytes(rng, stored, others):
+    return swapped(rng, stored, 512)
+
+
+def swapped_4096_bytes(rng, stored, others):
+    return swapped(rng, stored, 4096)
+
+
+def cut_short(rng, stored, others):
+    return stored.whole[: rng.randrange(len(stored.whole))]
+
+
+def cut_to_whole_pages(rng, stored, others):
+    """As a power cut leaves it."""
+    return stored.whole[: rng.randrange(0, len(stored.whole), PAGE_NBYTES)]
+
+
+def extended(rng, stored, others):
+    more = rng.choice([bytes(rng.choice([1, 512, PAGE_NBYTES])), rng.randbytes(rng.randint(1, 600)), stored.whole])
+    return stored.whole + more
+
+
+def a_frame_of_another_key(rng, stored, others):
+    """Of today or of before, as when two files change places."""
+    return rng.choice([other for other in others if key_of(other) != stored.key])
+
+
+def a_frame_of_another_namespace(rng, stored, others):
+    """The same key, as an engine with other weights stored it."""
+    other = rng.choice([stored.payload, rng.randbytes(stored.payload_nbytes)])
+    return stored.sealed_again(namespace=THEIRS, payload=other)
+
+
+def the_header_of_another_frame(rng, stored, others):
+    return rng.choice(others)[: rng.choice([HEADER_NBYTES, PAGE_NBYTES])] + stored.whole[PAGE_NBYTES:]
+
+
+def a_field_rewritten(rng, stored, others):
+    return rewritten(rng, stored, FIELDS)
+
+
+#: What happens to frames without anybody's will.
+ACCIDENTS: list[Harm] = [
+    nothing,
+    a_flipped_bit,
+    a_changed_byte,
+    zeroed_512_bytes,
+    zeroed_4096_bytes,
+    swapped_512_bytes,
+    swapped_4096_bytes,
+    cut_short,
+    cut_to_whole_pages,
+    extended,
+    a_frame_of_another_key,
+    a_frame_of_another_namespace,
+    the_header_of_another_frame,
+    a_field_rewritten,
+]
+
+
+def a_field_rewritten_and_the_checksum_too(rng, stored, others):
+    """Each field must be refused for its own sake: this is what a bug in whoever seals would write."""
+    found = rewritten(rng, stored, FIELDS[:-1])
+    (claimed,) = struct.unpack_from("<Q", found, 12)
+    checksum = zlib.crc32(found[PAGE_NBYTES:][:claimed], zlib.crc32(found[:CHECKSUM_AT]))
+    return put(found, CHECKSUM_AT, struct.pack("<I", checksum))
+
+
+def a_payload_of_another_length(rng, stored, others):
+    """A whole frame of this very key, sealed when a chunk was shorter or longer."""
+    delta = rng.choice([-PAGE_NBYTES, -1, 1, PAGE_NBYTES])
+    return stored.sealed_again(payload=(stored.payload + bytes(PAGE_NBYTES))[: stored.payload_nbytes + delta])
+
+
+#: Lies whose checksum fits. Only a reader who knows how long the payload must be can tell them all.
+LIES: list[Harm] = [a_field_rewritten_and_the_checksum_too, a_payload_of_another_length]
+
+
+def a_place(rng: random.Random, stored: Stored) -> int:
+    """Half of them in the header, which is so small that it would hardly be met."""
+    return rng.randrange(rng.choice([HEADER_NBYTES, len(stored.whole)]))
+
+
+def a_block(rng: random.Random, stored: Stored, nbytes: int) -> int:
+    return rng.randrange(0, len(stored.whole), nbytes)
+
+
+def swapped(rng: random.Random, stored: Stored, nbytes: int) -> bytes:
+    a, b = a_block(rng, stored, nbytes), a_block(rng, stored, nbytes)
+    found = put(stored.whole, a, stored.whole[b : b + nbytes])
+    return put(found, b, stored.whole[a : a + nbytes])
+
+
+def rewritten(rng: random.Random, stored: Stored, fields: Sequence[tuple]) -> bytes:
+    """One field says something else."""
+    _, place, form, telling = rng.choice(fields)
+    drawn = struct.unpack(form, rng.randbytes(struct.calcsize(form)))[0]
+    (true,) = struct.unpack_from(form, stored.whole, place)
+    return put(stored.whole, place, struct.pack(form, rng.choice([v for v in [drawn, *telling] if v != true])))
+
+
+def put(whole: bytes, place: int, piece: Sequence[int]) -> bytes:
+    return whole[:place] + bytes(piece) + whole[place + len(piece) :]
+
+
+def key_of(whole: bytes) -> bytes:
+    return whole[52:84]
+
+
+# -- the tally -----------------------------------------------------------------------------------------
+
+
+@attrs.define
+class Tally:
+    """How often each kind was tried, and how often the reader would have got other bytes."""
+
+    tried: Counter[str] = attrs.field(factory=Counter)
+    harmed: Counter[str] = attrs.field(factory=Counter)
+    refused: Counter[str] = attrs.field(factory=Counter)
+
+    def count(self, kind: Harm, *, intact: bool, accepted: bool) -> None:
+        self.tried[kind.__name__] += 1
+        self.harmed[kind.__name__] += not intact
+        self.refused[kind.__name__] += not accepted
+
+    def settle(self, kinds: Sequence[Harm]) -> None:
+        """Nothing was left out, and each kind that can did harm."""
+        print(f"\nseed {SEED:<42}   tried  harmed  refused")
+        for kind in kinds:
+            name = kind.__name__
+            print(f"  {name:45} {self.tried[name]:7} {self.harmed[name]:7} {self.refused[name]:8}")
+        assert {kind.__name__ for kind in kinds} == set(self.tried), "a kind was not tried"
+        assert self.tried["nothing"] and not self.refused["nothing"]
+        assert {kind.__name__ for kind in kinds if not self.harmed[kind.__name__]} == {"nothing", "extended"}
+
+
+def a_payload(rng: random.Random, nbytes: int) -> bytes:
+    """Noise, zeros, or pages that resemble each other: swapping or zeroing those may change nothing."""
+    kind = rng.randrange(4)
+    if kind == 0:
+        return bytes(nbytes)
+    if kind == 1:
+        return (rng.randbytes(512) * (nbytes // 512 + 1))[:nbytes]
+    if kind == 2:
+        return b"".join(rng.choice([bytes(512), rng.randbytes(512)]) for _ in range(nbytes // 512 + 1))[:nbytes]
+    return rng.randbytes(nbytes)
+
+
+# -- frames in memory ----------------------------------------------------------------------------------
+
+
+def test_no_harmed_frame_passes_the_check():
+    """`frame.check`, as a tier without a serializer calls it."""
+    kinds, tally = [*ACCIDENTS, *LIES], Tally()
+    content = random.Random(SEED)
+    shelves = [
+        [Stored(key, seal(key, a_payload(content, layout.payload_nbytes))) for key in KEYS for _ in range(2)]
+        for layout in LAYOUTS
+    ]
+    for i in range(max(ROUNDS, 10 * len(kinds))):
+        rng = random.Random(f"{SEED} {i}")
+        kind = kinds[i % len(kinds)]
+        shelf = rng.choice(shelves)
+        stored = rng.choice(shelf)
+        found = kind(rng, stored, [other.whole for other in shelf if other is not stored])
+        damage = frame.check(memoryview(found), OURS, stored.key, payload_nbytes=stored.payload_nbytes)
+        intact = stored.is_meant_by(found)
+        tally.count(kind, intact=intact, accepted=damage is None)
+        assert (damage is None) == intact, f"seed {SEED}, round {i}: {kind.__name__}: {damage}"
+        if damage is None:
+            assert same(frame.payload_of(memoryview(found)), stored.payload)
+    tally.settle(kinds)
+
+
+# -- frames on a disk ----------------------------------------------------------------------------------
+
+
+class Zip(Serializer):
+    code = 77
+    lossless = True
+
+    def bound(self, layout):
+        return layout.payload_nbytes + 64
+
+    def encode(self, payload, into):
+        encoded = zlib.compress(payload, 1)
+        into[: len(encoded)] = encoded
+        return len(encoded)
+
+    def decode(self, encoded, into):
+        try:
+            into[:] = zlib.decompress(encoded)
+        except (zlib.error, ValueError) as error:
+            raise BackendError(str(error)) from error
+        return len(into)
+
+
+@attrs.frozen
+class Bench:
+    """A tier over a folder, as a stack opens it, and what came of each read."""
+
+    folder: Path
+    layout: ChunkLayout
+    tier: Tier
+    good: list[ChunkKey] = attrs.field(factory=list)
+    bad: list[ChunkKey] = attrs.field(factory=list)
+
+    def settle(self) -> None:
+        while self.tier.pool.jobs:
+            self.tier.pool.wait(10.0)
+            self.tier.pool.step()
+
+    def write(self, frames: dict[ChunkKey, bytes]) -> None:
+        self.tier.write([Offer(key, None, memoryview(whole)) for key, whole in frames.items()], lambda key: None)
+        self.settle()
+        assert [event.kind for event in self.told()] == [EventKind.WRITTEN]
+
+    def read(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, memoryview]:
+        """The slots of those whose read began; it is over."""
+        slots = {key: memoryview(bytearray(self.layout.frame_nbytes)) for key in keys}
+        begun = self.tier.read(list(slots.items()), self._arrived)
+        self.settle()
+        return {key: slots[key] for key in begun}
+
+    def _arrived(self, good: Sequence[ChunkKey], bad: Sequence[ChunkKey]) -> None:
+        self.good.extend(good)
+        self.bad.extend(bad)
+
+    def file(self, key: ChunkKey) -> Path:
+        """Where the disk keeps this frame."""
+        name = key.hex()
+        return self.folder / OURS.digest.hex()[:16] / name[:2] / f"{name}.kv"
+
+    def told(self) -> list[Event]:
+        """The events since the last time."""
+        events, self.tier.events[:] = list(self.tier.events), []
+        return events
+
+    def told_of_misses(self) -> tuple[set[ChunkKey], set[ChunkKey]]:
+        """The keys that were told to be damaged, and why, and those that were told to be lost; each once."""
+        keys: dict[EventKind, list[ChunkKey]] = {EventKind.DAMAGED: [], EventKind.LOST: []}
+        for event in self.told():
+            assert event.kind in keys, event
+            keys[event.kind] += event.keys
+            assert event.kind is not EventKind.DAMAGED or event.why in {damage.value for damage in Damage}
+        damaged, lost = keys[EventKind.DAMAGED], keys[EventKind.LOST]
+        assert len({*damaged, *lost}) == len(damaged) + len(lost)
+        return set(damaged), set(lost)
+
+
+@contextlib.contextmanager
+def opened(folder: Path, layout: ChunkLayout, serializer: Serializer | None) -> Iterator[Bench]:
+    ctx = make_context(namespace=OURS, layout=layout)
+    tier = Tier(
+        "disk",
+        DiskConfig(path=folder, min_free=Nbytes(0)).open(ctx),
+        pool=IOPool("campaign", 2),
+        residents=Residents(LruConfig().open()),
+        door=Door(OURS, layout, serializer),
+        capacity=ctx.capacity,
+        inflight=1 << 30,
+    )
+    bench = Bench(folder, layout, tier)
+    bench.settle()
+    try:
+        yield bench
+    finally:
+        assert tier.close(10.0)
+
+
+@pytest.mark.parametrize("serializer", [None, Zip()], ids=["raw", "zip"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["whole pages", "half a page"])
+def test_no_harmed_file_is_served(tmp_path, layout, serializer):
+    """A tier, its door and a disk: a harmed frame is a miss, is told of, and is not found again."""
+    kinds = ACCIDENTS if serializer else [*ACCIDENTS, *LIES]
+    tally, before = Tally(), [seal(make_keys(9)[8], bytes(layout.payload_nbytes))]
+    for batch in range(max(10, ROUNDS // 10 // len(kinds))):
+        rng = random.Random(f"{SEED} {layout} {bool(serializer)} {batch}")
+        keys = {ChunkKey(rng.randbytes(KEY_NBYTES)): kind for kind in kinds}
+        payloads = {key: a_payload(rng, layout.payload_nbytes) for key in keys}
+        with opened(tmp_path, layout, serializer) as bench:
+            bench.write({key: seal(key, payloads[key]) for key in keys})
+            code = serializer.code if serializer else frame.RAW
+            stored = {key: Stored(key, bench.file(key).read_bytes(), code) for key in keys}
+            harmed = {}
+            for key, kind in keys.items():
+                others = [*before, *(other.whole for other in stored.values() if other.key != key)]
+                harmed[key] = kind(rng, stored[key], others)
+                bench.file(key).write_bytes(harmed[key])
+            slots = bench.read(list(keys))
+            assert list(slots) == list(keys)
+            damaged, lost = bench.told_of_misses()
+            for key, kind in keys.items():
+                where = f"seed {SEED}, batch {batch}: {kind.__name__}"
+                intact, readable = stored[key].is_meant_by(harmed[key]), _can_be_read(harmed[key], bench, serializer)
+                tally.count(kind, intact=intact, accepted=key in bench.good)
+                assert (key in bench.good) == (intact and readable) == (key not in bench.bad), where
+                assert (key in damaged) == (readable and not intact), where
+                assert (key in lost) == (not readable), where
+                assert bench.tier.has(key) == (key in bench.good), f"{where}: is found again"
+                assert bench.file(key).exists() == (key not in damaged | lost), where
+            for key in bench.good:
+                assert frame.check(slots[key], OURS, key, payload_nbytes=layout.payload_nbytes) is None
+                assert same(frame.payload_of(slots[key]), payloads[key]), "a slot holds other bytes than were stored"
+            assert not bench.read(bench.bad), "a miss is read again"
+        with opened(tmp_path, layout, serializer) as bench:
+            assert not any(map(bench.tier.has, damaged)), "a damaged frame is found again after a restart"
+            bench.tier.renew(OURS)
+            bench.settle()
+        before = [other.whole for other in stored.values()]
+    tally.settle(kinds)
+
+
+def _can_be_read(found: bytes, bench: Bench, serializer: Serializer | None) -> bool:
+    """What has no frame's length, or fits into no slot, is lost before anybody looks at it."""
+    bound = Door(OURS, bench.layout, serializer).bound
+    return 0 < len(found) <= bound and len(found) % PAGE_NBYTES == 0
+
+
+def test_a_frame_that_cannot_be_decoded_is_damaged(tmp_path):
+    """Its checksum fits: another release of the serializer wrote it, or nobody's did. Its neighbours are served."""
+    layout = LAYOUTS[0]
+    with opened(tmp_path, layout, Zip()) as bench:
+        bench.write({key: seal(key, bytes(layout.payload_nbytes)) for key in KEYS})
+        odd = Stored(KEYS[0], bench.file(KEYS[0]).read_bytes(), Zip.code)
+        bench.file(KEYS[0]).write_bytes(odd.sealed_again(payload=b"not zlib's"))
+        bench.read(KEYS)
+        damaged, lost = bench.told_of_misses()
+        assert (damaged, lost) == ({KEYS[0]}, set())
+        assert (bench.good, bench.bad) == (list(KEYS[1:]), [KEYS[0]])
+        assert not bench.tier.has(KEYS[0])
