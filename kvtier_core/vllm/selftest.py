@@ -14,7 +14,9 @@ import torch
 
 from kvtier_core.interfaces import HOLE, Mover, PageTable
 
-#: Pages beside the tried ones, in which nothing may change.
+#: So many pages of each layer are tried, of those that a chunk has.
+_TRIED = 4
+#: Pages beside them, in which nothing may change.
 _WITNESSES = 2
 #: Bits are compared, whatever number they are.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -24,9 +26,9 @@ _STORE, _LOAD = -1, -2  # jobs
 def try_copies(mover: Mover, table: PageTable, caches: Mapping[str, torch.Tensor], slot: int) -> str:
     """What came back wrong from ``slot``, an empty one, in plain words; empty if nothing did."""
     pages = {name: _pages(cache, table.blocks) for name, cache in caches.items()}
-    drawn = random.sample(range(table.blocks), min(table.blocks, table.layout.blocks + _WITNESSES))
-    tried = drawn[: min(table.layout.blocks, max(1, len(drawn) - _WITNESSES))]
-    row = [*tried, *[HOLE] * (table.layout.blocks - len(tried))]
+    drawn = random.sample(range(table.blocks), min(table.blocks, _TRIED + _WITNESSES))
+    tried = drawn[: min(_TRIED, table.layout.blocks, max(1, len(drawn) - _WITNESSES))]
+    row = _scattered(tried, table.layout.blocks)
     before = {name: cache[drawn] for name, cache in pages.items()}  # a list of indices copies
     try:
         for name in _one_of_each(pages):
@@ -59,15 +61,22 @@ def _one_of_each(pages: Mapping[str, torch.Tensor]) -> Sequence[str]:
     return list({(cache.data_ptr(), cache.stride()): name for name, cache in pages.items()}.values())
 
 
+def _scattered(blocks: Sequence[int], places: int) -> list[int]:
+    """Blocks at the first place of a chunk, at the last, and anywhere between."""
+    between = random.sample(range(1, places - 1), max(0, len(blocks) - 2))
+    at = dict(zip(sorted({0, places - 1, *between}), blocks, strict=False))
+    return [at.get(place, HOLE) for place in range(places)]
+
+
 def _noise(like: torch.Tensor) -> torch.Tensor:
-    limits = torch.iinfo(like.dtype)
-    return torch.randint(limits.min, limits.max, like.shape, dtype=like.dtype, device=like.device)
+    words = torch.empty(-(-like.nbytes // 8), dtype=torch.int64, device=like.device).random_()
+    return words.view(like.dtype)[: like.numel()].view(like.shape)
 
 
 def _difference(pages: Mapping[str, torch.Tensor], blocks: Sequence[int], written: Mapping[str, torch.Tensor]) -> str:
     """Where pages do not hold what was written."""
     for name, cache in pages.items():
-        wrong = (cache[blocks] != written[name]).flatten(1).any(1).tolist()
-        if any(wrong):
-            return f"block {blocks[wrong.index(True)]} of layer {name}"
+        for block, content in zip(blocks, written[name], strict=True):
+            if not torch.equal(cache[block], content):
+                return f"block {block} of layer {name}"
     return ""
