@@ -21,11 +21,11 @@ from pathlib import Path
 
 import attrs
 import pytest
+from test_machine import Zip
 
 from kvtier_core import frame
 from kvtier_core.builtin.lru import LruConfig
 from kvtier_core.door import Door
-from kvtier_core.errors import BackendError
 from kvtier_core.frame import Damage
 from kvtier_core.interfaces import Serializer
 from kvtier_core.residents import Residents
@@ -295,26 +295,6 @@ def test_no_harmed_frame_passes_the_check():
 
 
 # -- frames on a disk ----------------------------------------------------------------------------------
-
-
-class Zip(Serializer):
-    code = 77
-    lossless = True
-
-    def bound(self, layout):
-        return layout.payload_nbytes + 64
-
-    def encode(self, payload, into):
-        encoded = zlib.compress(payload, 1)
-        into[: len(encoded)] = encoded
-        return len(encoded)
-
-    def decode(self, encoded, into):
-        try:
-            into[:] = zlib.decompress(encoded)
-        except (zlib.error, ValueError) as error:
-            raise BackendError(str(error)) from error
-        return len(into)
 
 
 @attrs.frozen
