@@ -1,0 +1,199 @@
+"""A soak: thousands of requests through real vLLM with little room, and clients, copies and disks that give up.
+
+Each answer that comes is compared with the truth, and at the end nothing may be held, pinned, lost or grown.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from conftest import BLOCK, Engine, cpu_and_disk, prompt
+from test_serving import NOISE
+
+from kvtier_core.errors import BackendError
+from kvtier_core.mover import HostMover
+from kvtier_core.testing.faults import Fault, FaultyBackend, now_and_then
+from kvtier_disk.config import DiskConfig
+
+REQUESTS = 1000
+TOKENS = 4  # of an answer, at most
+FAMILIES = [prompt(200 + i, 96 + 32 * i) for i in range(4)]
+#: Of 3 to 10 blocks but for two tokens: the answer needs another block, and may find none.
+POOL = [prompt(300 + i, 94 + 32 * (i % 8), FAMILIES[i % 4][: 64 + 32 * (i % 2)]) for i in range(24)]
+
+STACK = {"chunk_tokens": BLOCK, "load_wait": "200ms", "save_decode": True}
+OPTIONS = {
+    "num_gpu_blocks_override": 24,
+    "max_num_batched_tokens": 160,
+    "max_num_seqs": 5,
+    "max_model_len": 512,
+}
+
+#: What must have happened to some request when its client went away, and what must have happened at all.
+MOMENTS = {"WAITING", "waits for a tier", "WAITING_FOR_REMOTE_KVS", "RUNNING", "PREEMPTED"}
+
+
+@pytest.fixture(scope="module")
+def truth(model) -> list[list[tuple[int, float]]]:
+    """Token and log-probability of each step of each answer, without kvtier."""
+    plain = Engine(model, None, max_model_len=512)
+    answers = plain.ask(*POOL, tokens=TOKENS)
+    plain.close()
+    return [list(zip(answer.tokens, answer.logprobs, strict=True)) for answer in answers]
+
+
+class Soak:
+    def __init__(self, engine: Engine, truth: list[list[tuple[int, float]]], seed: int):
+        self.engine = engine
+        self.llm = engine.llm.llm_engine
+        self.drawn = random.Random(seed)
+        self.truth = truth
+        self.asked: dict[str, int] = {}  # by the id of a request: which prompt
+        self.seen: Counter[str] = Counter()
+        self.born = 0
+
+    def run(self, requests: int) -> None:
+        end = self.born + requests
+        while self.born < end or self.llm.has_unfinished_requests():
+            while self.born < end and len(self.asked) < 8:
+                self.ask()
+            self.step()
+        while self.engine.scheduler.has_requests():
+            self.llm.engine_core.engine_core.step()
+        assert not self.asked
+
+    def ask(self) -> None:
+        from vllm import SamplingParams
+
+        number = self.drawn.randrange(len(POOL))
+        request_id = f"{self.born}"
+        self.born += 1
+        self.asked[request_id] = number
+        sampling = SamplingParams(
+            temperature=0, max_tokens=self.drawn.randint(1, TOKENS), logprobs=1, detokenize=False, ignore_eos=True
+        )
+        self.llm.add_request(request_id, {"prompt_token_ids": POOL[number]}, sampling)
+
+    def step(self) -> None:
+        for output in self.llm.step():
+            if output.finished:
+                self.check(output)
+        preempted = [name for name in self.asked if "PREEMPTED" in self.moments(name)]
+        if preempted and self.drawn.random() < 0.3:
+            self.abort(preempted[0])
+        elif self.drawn.random() < 0.15 and self.asked:
+            self.abort(self.drawn.choice(sorted(self.asked)))
+        if self.drawn.random() < 0.01:
+            self.engine.connector.reset_cache()
+            self.seen["reset"] += 1
+
+    def check(self, output) -> None:
+        answer = output.outputs[0]
+        expected = self.truth[self.asked.pop(output.request_id)][: len(answer.token_ids)]
+        said = [(token, step[token].logprob) for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
+        assert [token for token, _ in said] == [token for token, _ in expected]
+        assert all(abs(a[1] - b[1]) < NOISE for a, b in zip(said, expected, strict=True))
+        self.seen["answered"] += 1
+        self.seen["tokens"] += len(output.prompt_token_ids)
+        self.seen["cached"] += output.num_cached_tokens or 0
+
+    def abort(self, request_id: str) -> None:
+        for moment in self.moments(request_id):
+            self.seen[moment] += 1
+        del self.asked[request_id]
+        self.llm.abort_request([request_id])
+
+    def moments(self, request_id: str) -> Iterator[str]:
+        scheduler = self.engine.scheduler
+        for internal, request in scheduler.requests.items():
+            if internal.split("-")[0] == request_id:
+                yield request.status.name
+                tracked = self.engine.connector.half._tracked.get(internal)
+                if tracked and tracked.waiting_since is not None:
+                    yield "waits for a tier"
+
+
+def sizes(thing: object, depth: int = 3) -> dict[str, int]:
+    """How much every container holds that hangs on an object of kvtier's."""
+    found = {}
+    for name, value in vars(thing).items():
+        if isinstance(value, dict | list | set | tuple) or hasattr(value, "__len__"):
+            found[name] = len(value)
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if depth and type(each).__module__.startswith("kvtier") and hasattr(each, "__dict__"):
+                found.update({f"{name}.{inner}": n for inner, n in sizes(each, depth - 1).items()})
+    return found
+
+
+def must_be_at_rest(soak: Soak) -> dict[str, int]:
+    """Nothing is held; what is left is what the tiers keep."""
+    engine, half = soak.engine, soak.engine.connector.half
+    engine.assert_at_rest()
+    assert half is not None and not half._refusal
+    assert not half._planned and not half.manager.holders() and not half.manager.jobs
+    for arena in half.manager._arenas:
+        assert arena.free + len(arena.residents) == arena.memory.slots and not arena.reserved
+        assert arena.residents.used == len(arena.residents) * arena.memory.slot_nbytes
+    worker = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    return sizes(half) | {f"worker.{name}": n for name, n in sizes(worker_half(worker)).items()}
+
+
+def worker_half(worker):
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    half = get_kv_transfer_group().half
+    assert not (half._owners or half._parts or half._failed or half._ended)
+    return half
+
+
+def late(monkeypatch, drawn: random.Random) -> None:
+    """Copies whose end is told some steps later."""
+    finished = HostMover.finished
+
+    def finish_later(self):
+        of_the_selftest = any(job < 0 for job, _ in self._finished)
+        return [] if not of_the_selftest and drawn.random() < 0.3 else finished(self)
+
+    monkeypatch.setattr(HostMover, "finished", finish_later)
+
+
+def failing(monkeypatch, drawn: random.Random) -> None:
+    """Copies that cannot be made."""
+    for name in ("load", "store"):
+        copy = getattr(HostMover, name)
+
+        def attempt(self, job, *args, copy=copy):
+            if job > 0 and drawn.random() < 0.05:
+                raise BackendError("told to fail")
+            copy(self, job, *args)
+
+        monkeypatch.setattr(HostMover, name, attempt)
+
+
+def giving_up(monkeypatch, drawn: random.Random) -> None:
+    """A disk that fails, loses, damages and dawdles."""
+    faults = [Fault(error=BackendError("told to fail")), Fault(drop=True), Fault(damage=True), Fault(delay=0.02)]
+    opened = DiskConfig.open
+    plan = now_and_then(drawn.randrange(1000), 0.1, *faults)
+    monkeypatch.setattr(DiskConfig, "open", lambda self, ctx: FaultyBackend(opened(self, ctx), plan))
+
+
+@pytest.mark.parametrize("troubles", [(late,), (late, failing, giving_up)], ids=["late", "all"])
+def test_nothing_leaks(engine, truth, tmp_path, monkeypatch, troubles):
+    drawn = random.Random(len(troubles))
+    for trouble in troubles:
+        trouble(monkeypatch, drawn)
+    with engine(cpu_and_disk(tmp_path, "3MiB", **STACK), **OPTIONS) as served:
+        soak = Soak(served, truth, seed=len(troubles))
+        soak.run(REQUESTS // 2)
+        half_way = must_be_at_rest(soak)
+        soak.run(REQUESTS // 2)
+        end = must_be_at_rest(soak)
+    assert soak.seen.keys() >= MOMENTS, soak.seen
+    assert soak.seen["reset"] and soak.seen["answered"] > REQUESTS // 3, soak.seen
+    assert soak.seen["cached"] > soak.seen["tokens"] / 10, soak.seen
+    grown = {name: (half_way.get(name, 0), n) for name, n in end.items() if n > half_way.get(name, 0)}
+    assert not {name for name in grown if "residents" not in name and "_ready" not in name}, grown
