@@ -18,7 +18,7 @@ from kvtier_core.frame import Damage
 from kvtier_core.interfaces import Backend
 from kvtier_core.residents import Residents
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Usage
-from kvtier_core.workers import Outcome, Pool
+from kvtier_core.workers import Outcome, Pool, run_within
 
 #: How long the answer "not there" of a shared store is believed, in seconds.
 _ABSENCE_HOLDS = 1.0
@@ -317,11 +317,9 @@ class Tier:
 
     def close(self, timeout: float) -> bool:
         """False if a call still hangs after ``timeout`` seconds; then the backend is left alone."""
-        idle = self.pool.close(timeout)
-        if idle:
-            with contextlib.suppress(BackendError):
-                self.backend.close()
-        return idle
+        if not self.pool.close(timeout):
+            return False
+        return run_within(self.backend.close, timeout) is not None
 
     def _settle(self, key: ChunkKey) -> None:
         """A thread is done with a key; if it was doomed meanwhile, it goes now."""

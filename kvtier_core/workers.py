@@ -51,6 +51,15 @@ def run(work: Work) -> Outcome:
         return Outcome(error=error)
 
 
+def run_within(work: Work, timeout: float) -> Outcome | None:
+    """Do the work on a thread of its own; None if it hangs, and is left behind, after ``timeout`` seconds."""
+    outcomes: list[Outcome] = []
+    thread = threading.Thread(target=lambda: outcomes.append(run(work)), name="kvtier-last", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    return outcomes[0] if outcomes else None
+
+
 class IOPool:
     """A few daemon threads and one queue, in which loads come before stores."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -15,13 +17,17 @@ from kvtier_core.types import ChunkKey
 
 @attrs.frozen
 class Fault:
-    """What goes wrong in one call."""
+    """What goes wrong in one call. The fields know nothing of each other and go together in any way."""
 
-    error: Exception | None = None  #: raised instead of an answer
+    error: BaseException | None = None  #: raised instead of an answer
     delay: float = 0.0  #: seconds before the call
-    surplus: int = 0  #: added to every length that a read reports, hits and misses alike
+    until: threading.Event | None = None  #: the call begins when this is set; it hangs if nobody sets it
+    surplus: int = 0  #: added to every length that a read reports, hits and misses alike; below zero it takes away
+    answers: int = 0  #: how many more answers than keys a call gives; below zero, how many fewer
     damage: bool = False  #: a read fills in other bytes
+    instead: ChunkKey | None = None  #: a read fills in the frame of this key, whichever it was asked for
     drop: bool = False  #: every key of the call is lost: reads miss, writes vanish
+    lose: bool = False  #: the call does what it should, and then its keys are gone from the store
 
 
 #: Says what goes wrong in call number n (from 0, over all methods) of the named method.
@@ -56,29 +62,41 @@ class FaultyBackend(Backend):
     def __init__(self, inner: Backend, plan: Plan):
         self.shared = inner.shared
         self.plan = plan
+        self.calls: list[str] = []  #: the method of each call that began, oldest first
         self._inner = inner
-        self._calls = itertools.count()
+        self._numbers = itertools.count()
 
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         fault = self._begin("contains")
-        return [False] * len(keys) if fault.drop else self._inner.contains(keys)
+        there = [False] * len(keys) if fault.drop else self._inner.contains(keys)
+        self._end(fault, keys)
+        return _miscounted(there, fault.answers)
 
     def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int]:
         fault = self._begin("read")
-        counts = [0] * len(keys) if fault.drop else self._inner.read(keys, into)
+        asked = keys if fault.instead is None else [fault.instead] * len(keys)
+        counts = [0] * len(keys) if fault.drop else self._inner.read(asked, into)
         if fault.damage:
             for view, count in zip(into, counts, strict=True):
                 if count:
                     view[count - 1] ^= 0xFF
-        return [count + fault.surplus for count in counts]
+        self._end(fault, keys)
+        return _miscounted([count + fault.surplus for count in counts], fault.answers)
 
     def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> None:
-        if not self._begin("write").drop:
+        fault = self._begin("write")
+        if not fault.drop:
             self._inner.write(keys, frames)
+        self._end(fault, keys)
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
-        if not self._begin("delete").drop:
+        fault = self._begin("delete")
+        if not fault.drop:
             self._inner.delete(keys)
+
+    def quarantine(self, keys: Sequence[ChunkKey]) -> None:
+        if not self._begin("quarantine").drop:
+            self._inner.quarantine(keys)
 
     def scan(self) -> Iterator[tuple[ChunkKey, int]]:
         return iter(()) if self._begin("scan").drop else self._inner.scan()
@@ -87,11 +105,24 @@ class FaultyBackend(Backend):
         return self._inner.facts()
 
     def close(self) -> None:
-        self._inner.close()
+        if not self._begin("close").drop:
+            self._inner.close()
 
     def _begin(self, method: str) -> Fault:
-        fault = self.plan(method, next(self._calls))
+        self.calls.append(method)
+        fault = self.plan(method, next(self._numbers))
         time.sleep(fault.delay)
+        if fault.until is not None:
+            fault.until.wait()
         if fault.error is not None:
-            raise fault.error
+            raise copy.copy(fault.error)  # one that was raised keeps frames alive, and they the views of an arena
         return fault
+
+    def _end(self, fault: Fault, keys: Sequence[ChunkKey]) -> None:
+        if fault.lose:
+            self._inner.delete(keys)
+
+
+def _miscounted(answers: Sequence, surplus: int) -> list:
+    answers = list(answers)
+    return (answers + answers[:1] * surplus)[: max(0, len(answers) + surplus)]

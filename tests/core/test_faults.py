@@ -1,13 +1,30 @@
 """A faulty backend goes wrong as planned, and only then."""
 
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
 import time
 
 import pytest
 
+from kvtier_core.arena import Arena
+from kvtier_core.builtin.lru import LruConfig
+from kvtier_core.door import Door
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Backend
+from kvtier_core.manager import StorageManager
+from kvtier_core.residents import Residents
 from kvtier_core.testing import Fault, FaultyBackend, always, every, now_and_then
+from kvtier_core.testing.machine import LAYOUT, NAMESPACE, Slots
 from kvtier_core.testing.samples import make_frame, make_keys
+from kvtier_core.tier import Tier
+from kvtier_core.workers import IOPool
+
+#: Seconds after which a test that waits is wrong. None of them takes so long.
+LONG = 60.0
 
 THERE, ABSENT = make_keys(2)
 FRAME = make_frame(THERE)
@@ -80,9 +97,36 @@ def test_only_the_named_methods_go_wrong(backend):
         backend.write([ABSENT], [FRAME])
 
 
-def test_it_lies_about_lengths(backend):
-    backend.plan = always(Fault(surplus=1))
-    assert read(backend)[0] == [len(FRAME) + 1, 1]
+@pytest.mark.parametrize("method", ["contains", "read", "write", "delete", "scan", "close"])
+def test_any_exception_from_any_method(backend, method):
+    backend.plan = always(Fault(error=ZeroDivisionError("planned")), method)
+    into = [memoryview(bytearray(len(FRAME)))]
+    arguments = {"read": ([THERE], into), "write": ([THERE], [FRAME]), "scan": (), "close": ()}
+    with pytest.raises(ZeroDivisionError, match="planned"):
+        getattr(backend, method)(*arguments.get(method, ([THERE],)))
+
+
+def test_an_error_keeps_no_view(backend):
+    backend.plan = always(Fault(error=BackendError("planned", retryable=False)))
+    memory = bytearray(len(FRAME))
+    for _ in range(2):
+        with memoryview(memory) as view, pytest.raises(BackendError) as raised:
+            backend.read([THERE], [view[:]])
+        assert not raised.value.retryable
+        del raised
+    memory.append(0)  # BufferError while any view is left
+
+
+@pytest.mark.parametrize("surplus", [1, -1, -1 - len(FRAME), 1 << 60])
+def test_it_lies_about_lengths(backend, surplus):
+    backend.plan = always(Fault(surplus=surplus))
+    assert read(backend) == ([len(FRAME) + surplus, surplus], FRAME)
+
+
+@pytest.mark.parametrize("answers", [-3, -1, 1, 3])
+def test_it_gives_more_answers_than_keys_or_fewer(backend, answers):
+    backend.plan = always(Fault(answers=answers))
+    assert len(read(backend)[0]) == len(backend.contains([THERE, ABSENT])) == max(0, 2 + answers)
 
 
 def test_it_returns_other_bytes(backend):
@@ -92,7 +136,13 @@ def test_it_returns_other_bytes(backend):
     assert view != FRAME
 
 
-def test_it_loses_keys(backend):
+def test_it_returns_the_frame_of_another_key(backend):
+    backend.write([ABSENT], [make_frame(ABSENT)])
+    backend.plan = always(Fault(instead=ABSENT))
+    assert read(backend) == ([len(FRAME)] * 2, make_frame(ABSENT))
+
+
+def test_it_loses_the_call(backend):
     backend.plan = always(Fault(drop=True))
     backend.write([ABSENT], [FRAME])
     backend.delete([THERE])
@@ -103,11 +153,64 @@ def test_it_loses_keys(backend):
     assert list(backend.scan()) == [(THERE, len(FRAME))]
 
 
+def test_it_loses_the_keys_afterwards(backend):
+    backend.plan = always(Fault(lose=True))
+    assert read(backend) == ([len(FRAME), 0], FRAME)
+    assert read(backend)[0] == [0, 0]
+    backend.write([ABSENT], [FRAME])
+    assert list(backend.scan()) == []
+
+
 def test_it_is_slow(backend):
     backend.plan = always(Fault(delay=0.05))
     begun = time.monotonic()
     backend.contains([THERE])
     assert time.monotonic() - begun >= 0.05
+
+
+def test_it_hangs_until_it_is_released(backend):
+    begun, release = threading.Event(), threading.Event()
+    hangs = always(Fault(until=release), "contains")
+    backend.plan = lambda method, call: begun.set() or hangs(method, call)
+    pool = IOPool("test")
+    answers = []
+    pool.submit_load(lambda: backend.contains([THERE]), lambda outcome: answers.append(outcome.value))
+    assert begun.wait(LONG)
+    assert not pool.close(0.05)
+    assert read(backend)[0] == [len(FRAME), 0], "the other calls go on"
+    release.set()
+    assert pool.close(LONG)
+    pool.step()
+    assert answers == [[True]]
+
+
+HANGING = """
+import threading
+from test_faults import THERE, Dict
+from kvtier_core.testing import Fault, FaultyBackend, always
+from kvtier_core.workers import IOPool
+
+begun = threading.Event()
+fault = Fault(until=threading.Event())
+backend = FaultyBackend(Dict(), lambda method, call: begun.set() or fault)
+pool = IOPool("test")
+pool.submit_load(lambda: backend.contains([THERE]), print)
+assert begun.wait()
+assert not pool.close(0.05)
+print("the end")
+"""
+
+
+def test_the_end_of_a_process_does_not_wait_for_a_call_that_hangs():
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])}
+    done = subprocess.run([sys.executable, "-c", HANGING], env=env, capture_output=True, text=True, timeout=LONG)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")
+
+
+def test_calls_are_noted(backend):
+    read(backend)
+    backend.delete([THERE])
+    assert backend.calls == ["write", "read", "delete"]
 
 
 def test_now_and_then_is_the_same_for_the_same_seed():
@@ -116,3 +219,43 @@ def test_now_and_then_is_the_same_for_the_same_seed():
     first, again, other = ([plan("read", call) for call in range(200)] for plan in plans)
     assert first == again != other
     assert 30 < 200 - first.count(Fault()) < 90
+
+
+# -- the end of a stack over stores that go wrong ------------------------------------------------------
+
+
+def open_over(*stores):
+    """An arena over these stores, on real threads."""
+    tiers = [
+        Tier(
+            f"store {i}",
+            store,
+            pool=IOPool(f"test{i}"),
+            residents=Residents(LruConfig().open()),
+            door=Door(NAMESPACE, LAYOUT, None),
+            capacity=LAYOUT.frame_nbytes,
+            inflight=LAYOUT.frame_nbytes,
+        )
+        for i, store in enumerate(stores)
+    ]
+    arena = Arena("arena", 0, Slots(1), Residents(LruConfig().open()))
+    return StorageManager([arena, *tiers], namespace=NAMESPACE, layout=LAYOUT, pool=IOPool("seal"))
+
+
+@pytest.mark.parametrize("error", [BackendError("planned"), ZeroDivisionError("planned")])
+def test_a_store_that_raises_in_close_keeps_no_other_open(error):
+    stores = [FaultyBackend(Dict(), always(fault, "close")) for fault in (Fault(error=error), Fault())]
+    open_over(*stores).close(timeout=LONG)
+    assert [store.calls for store in stores] == [["scan", "close"]] * 2
+
+
+def test_a_store_that_hangs_in_close_keeps_nobody():
+    release = threading.Event()
+    stores = [FaultyBackend(Dict(), always(fault, "close")) for fault in (Fault(until=release), Fault())]
+    patience = threading.Timer(10.0, release.set)
+    patience.start()
+    open_over(*stores).close(timeout=0.05)
+    patience.cancel()
+    assert not release.is_set(), "somebody waited for the call that hangs"
+    assert [store.calls for store in stores] == [["scan", "close"]] * 2
+    release.set()

@@ -1,0 +1,114 @@
+"""Small real filesystems that become full, read-only or broken, for tests of what keeps files. Root may use them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+#: Of an image: what the filesystem keeps at its beginning, and so can still use when the device fails.
+_HEAD_NBYTES = 256 << 10
+
+
+class Disk:
+    """A filesystem at ``folder``, mounted for one test."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def remount(self, mode: str) -> None:
+        """``ro`` or ``rw``, under whoever has files open."""
+        _run("mount", "-o", f"remount,{mode}", self.folder)
+
+    def fill(self) -> None:
+        """Leave no room for another byte, until `make_room`."""
+        with open(self.folder / "ballast", "wb", buffering=0) as ballast, contextlib.suppress(OSError):
+            while ballast.write(bytes(4096)):
+                pass
+
+    def make_room(self) -> None:
+        (self.folder / "ballast").unlink()
+
+
+class DeviceDisk(Disk):
+    """One on a block device, which can be told to fail."""
+
+    def __init__(self, folder: Path, image: Path):
+        super().__init__(folder)
+        self._image = image
+        self._device = _run("findmnt", "--noheadings", "--output", "SOURCE", folder)
+        self._tail = b""
+
+    def fail(self) -> None:
+        """Until `heal`, nearly every read and write that reaches the device is an I/O error."""
+        _run("sync", "--file-system", self.folder)
+        with open(self._image, "r+b") as image:
+            image.seek(_HEAD_NBYTES)
+            self._tail = image.read()
+            image.truncate(_HEAD_NBYTES)
+        _run("losetup", "--set-capacity", self._device)
+
+    def heal(self) -> None:
+        """What was on the device when it failed is there again; what was written since then is not."""
+        with open(self._image, "r+b") as image:
+            image.seek(_HEAD_NBYTES)
+            image.write(self._tail)
+        _run("losetup", "--set-capacity", self._device)
+
+    def forget(self) -> None:
+        """Let go of the cached pages of all files, so that they are read from the device."""
+        with contextlib.suppress(subprocess.CalledProcessError):  # a sync reports writes that were lost before
+            _run("sync", "--file-system", self.folder)
+        for file in self.folder.rglob("*"):
+            if file.is_file():
+                fd = os.open(file, os.O_RDONLY)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(fd)
+
+
+@contextlib.contextmanager
+def tmpfs(home: Path, nbytes: int) -> Iterator[Disk]:
+    """A disk in memory, under ``home``. Skips the test where nothing may be mounted."""
+    with _mounted(home, "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs") as folder:
+        yield Disk(folder)
+
+
+@contextlib.contextmanager
+def ext4(home: Path, nbytes: int) -> Iterator[DeviceDisk]:
+    """A disk in an image, under ``home``. Skips the test where there are no loop devices or no mkfs.ext4."""
+    image = home / "image"
+    with open(image, "wb") as file:
+        file.truncate(nbytes)
+    plan = ["-q", "-b", "4096", "-m", "0", "-N", "512", "-O", "^has_journal,^resize_inode", "-E", "lazy_itable_init=0"]
+    _run_or_skip("mkfs.ext4", *plan, image)
+    with _mounted(home, "-t", "ext4", "-o", "loop", image) as folder:
+        yield DeviceDisk(folder, image)
+
+
+@contextlib.contextmanager
+def _mounted(home: Path, *what: object) -> Iterator[Path]:
+    folder = home / "mounted"
+    folder.mkdir()
+    _run_or_skip("mount", *what, folder)
+    try:
+        yield folder
+    finally:
+        _run("umount", "--lazy", folder)  # files may be open
+
+
+def _run_or_skip(*command: object) -> None:
+    if os.geteuid():
+        pytest.skip("only root may mount")
+    try:
+        _run(*command)
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"{error} {getattr(error, 'stderr', '')}".strip())
+
+
+def _run(*command: object) -> str:
+    words = [str(word) for word in command]
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()

@@ -1,0 +1,164 @@
+"""Disks in trouble, on real filesystems: what fails is a BackendError, no other bytes come up, and trouble ends."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+
+import pytest
+from test_disk import NBYTES, files, open_disk, read, write
+
+from kvtier_core import frame
+from kvtier_core.errors import BackendError
+from kvtier_core.testing.disks import ext4, tmpfs
+from kvtier_core.testing.samples import make_frame, make_keys, make_namespace, same
+from kvtier_core.types import PAGE_NBYTES
+
+OLD, NEW = make_keys(40)[:20], make_keys(40)[20:]
+ALL = 20
+
+
+@pytest.fixture
+def disk(tmp_path, kind):
+    with kind(tmp_path, 8 << 20) as disk:
+        yield disk
+
+
+@pytest.fixture
+def backend(disk, direct):
+    """Keeps OLD in a folder of the disk."""
+    backend = open_disk(disk.folder / "kv", direct=direct)
+    write(backend, *OLD)
+    yield backend
+    backend.close()
+
+
+def on(*kinds):
+    """On these kinds of disks, past the page cache and through it."""
+    each = [pytest.param(kind, direct, id=f"{kind.__name__}-{direct}") for kind in kinds for direct in ("auto", "off")]
+    return pytest.mark.parametrize(("kind", "direct"), each)
+
+
+def reads(backend, keys):
+    """How often there was a hit, a miss, bytes that `frame.check` refuses, or a BackendError and which."""
+    counted = Counter()
+    for key in keys:
+        try:
+            found = memoryview(read(backend, key))
+        except BackendError as error:
+            counted[told(error)] += 1
+            continue
+        if not found:
+            counted["miss"] += 1
+        elif frame.check(found, make_namespace(), key, payload_nbytes=NBYTES - PAGE_NBYTES) is not None:
+            counted["refused"] += 1
+        else:
+            assert same(found, make_frame(key, nbytes=NBYTES)), "other bytes, under a checksum that is right"
+            counted["hit"] += 1
+    return counted
+
+
+def writes(backend, keys):
+    return calls(backend, keys, write)
+
+
+def deletes(backend, keys):
+    return calls(backend, keys, lambda backend, key: backend.delete([key]))
+
+
+def calls(backend, keys, call):
+    """How often it was done, or a BackendError and which."""
+    counted = Counter()
+    for key in keys:
+        try:
+            call(backend, key)
+            counted["done"] += 1
+        except BackendError as error:
+            counted[told(error)] += 1
+    return counted
+
+
+def told(error):
+    """Without the path; and whether it is worth to try again."""
+    return str(error).rpartition(": ")[2], error.retryable
+
+
+def works_again(disk, backend):
+    assert {file.suffix for file in files(disk.folder / "kv")} <= {".kv"}, "what could not be finished is in the way"
+    assert writes(backend, [*OLD, *NEW]) == {"done": 2 * ALL}
+    assert reads(backend, [*OLD, *NEW]) == {"hit": 2 * ALL}
+
+
+@on(tmpfs, ext4)
+def test_a_full_disk(disk, backend, monkeypatch):
+    disk.fill()
+    assert writes(backend, NEW[:1]) == {("16KiB to write and 0B free, of which min_free keeps 0B", True): 1}
+    # What was free when it was asked for may be gone when it is used.
+    monkeypatch.setattr("kvtier_disk.backend.free_of", lambda folder: 1 << 60)
+    assert writes(backend, [*OLD, *NEW]) == {("No space left on device", True): 2 * ALL}
+    assert reads(backend, [*OLD, *NEW]) == {"hit": ALL, "miss": ALL}
+    disk.make_room()
+    works_again(disk, backend)
+
+
+@on(tmpfs, ext4)
+def test_a_disk_that_becomes_read_only(disk, backend):
+    disk.remount("ro")
+    refused = ("Read-only file system", False)
+    assert writes(backend, [*OLD, *NEW]) == {refused: 2 * ALL}
+    assert deletes(backend, OLD) == {refused: ALL}
+    assert reads(backend, [*OLD, *NEW]) == {"hit": ALL, "miss": ALL}
+    disk.remount("rw")
+    works_again(disk, backend)
+
+
+@on(tmpfs, ext4)
+def test_a_folder_that_is_removed_and_something_else_in_its_place(disk, backend):
+    shutil.rmtree(disk.folder / "kv")
+    assert reads(backend, OLD) == {"miss": ALL}
+    (disk.folder / "kv").touch()
+    assert reads(backend, OLD) == deletes(backend, OLD) == {("Not a directory", False): ALL}
+    assert writes(backend, NEW) == {("not a folder", False): ALL}
+    (disk.folder / "kv").unlink()
+    works_again(disk, backend)
+
+
+@on(ext4)
+def test_a_device_that_fails_and_comes_back(disk, backend, direct):
+    disk.forget()
+    disk.fail()
+    assert reads(backend, OLD) == {("Input/output error", True): ALL}
+    assert reads(backend, NEW) == {"miss": ALL}
+    written = writes(backend, [*OLD, *NEW])
+    assert {why for why in written if why != "done"} <= {("Input/output error", True), ("Cannot allocate memory", True)}
+    # The page cache takes what the device will refuse when nobody listens any more. What comes up then is the kernel's
+    # choice: an error, or bytes that were never written.
+    assert direct == "off" or not written["done"]
+    disk.forget()
+    assert not reads(backend, [*OLD, *NEW])["hit"]
+
+    disk.heal()
+    disk.forget()
+    found = reads(backend, OLD)
+    assert direct == "off" or found == {"hit": ALL}
+    works_again(disk, backend)
+
+
+@on(ext4)
+def test_a_start_on_a_device_that_fails(disk, backend, direct):
+    backend.close()
+    disk.forget()
+    disk.fail()
+    try:
+        again = open_disk(disk.folder / "kv", direct=direct)
+    except BackendError as error:
+        assert told(error) == ("Input/output error", True)
+    else:
+        assert reads(again, OLD) == {("Input/output error", True): ALL}
+        again.close()
+    disk.heal()
+    again = open_disk(disk.folder / "kv", direct=direct)
+    assert dict(again.scan()) == dict.fromkeys(OLD, NBYTES)
+    assert reads(again, OLD) == {"hit": ALL}
+    works_again(disk, again)
+    again.close()

@@ -1,0 +1,345 @@
+"""Real vLLM over disks that go wrong in every way there is: answers stay right, nobody waits, and the log tells."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+
+import pytest
+from conftest import CHUNK, Engine, cpu_and_disk, prompt
+from test_serving import NOISE, hits
+
+from kvtier_core.errors import BackendError
+from kvtier_core.testing import Fault, FaultyBackend, always, every
+from kvtier_core.testing.disks import ext4
+from kvtier_core.testing.faults import FINE
+from kvtier_core.testing.samples import make_keys
+from kvtier_disk.config import DiskConfig
+
+FRAME = 4096 + 4 * 2 * 2 * 64 * CHUNK * 4  # layers, keys and values, heads, head size, tokens, float32
+SLOTS = 16  # of the arena
+ROOM = 14  # of the disk, in frames
+INFLIGHT = 4  # frames, where a disk hangs
+
+#: Six chunks each, and a bit.
+PROMPTS = KEPT, *FRESH = [prompt(300 + i, 400) for i in range(8)]
+FROM_DISK, FROM_MEMORY = "hit 384 of 400 tokens: disk 384", "hit 384 of 400 tokens: cpu 384"
+
+
+def stack(*folders, load_wait="10s", **options):
+    """An arena, and a disk in each folder. A request waits longer for a disk than any that is well can take."""
+    stack = cpu_and_disk(folders[0], f"{SLOTS * FRAME}B", load_wait=load_wait)
+    arena, disk = stack["tiers"]
+    stack["tiers"] = [
+        arena,
+        *({**disk, "path": str(folder), "capacity": f"{ROOM * FRAME}B", **options} for folder in folders),
+    ]
+    return stack
+
+
+class Served:
+    """A real engine over disks that go wrong as planned. For their breakers, time passes when it is told to."""
+
+    def __init__(self, engine, disks, truth):
+        self.engine = engine
+        self.disks = disks
+        self.manager = engine.manager
+        self.half = engine.connector.half
+        self.now = 0.0
+        self._truth = truth
+        for tier in self.manager._tiers:
+            tier._clock = self.clock
+
+    def clock(self):
+        return self.now
+
+    def plan(self, plan):
+        for disk in self.disks:
+            disk.plan = plan
+
+    def ask(self, *prompts):
+        """How much of each was cached. The answers are right."""
+        answers = self.engine.ask(*prompts)
+        for asked, answer in zip(prompts, answers, strict=True):
+            assert answer.differs(self._truth[tuple(asked)]) < NOISE
+        return [answer.cached for answer in answers]
+
+    def crowd_out(self):
+        """Empty the arena, so that only the disks can answer."""
+        for _ in range(3):  # what was looked up is spared for two steps
+            self.engine.settle()
+        self.manager.abort(self.manager.reserve(make_keys(SLOTS)))
+        assert self.manager.usage()[0].chunks == 0
+
+    def recover(self):
+        """Nothing goes wrong any more, and the rests of all breakers are over."""
+        self.plan(always(FINE))
+        self.now += 1000.0
+
+    def forget(self):
+        """Empty every tier."""
+        self.recover()
+        self.half.renew()
+        self.engine.settle()
+
+    def keep(self, said):
+        """KEPT lies on the disk and comes up from there: so a case begins, and so it ends."""
+        self.recover()
+        self.ask(KEPT)
+        self.crowd_out()
+        said()
+        assert self.ask(KEPT) == [384]
+        assert hits(said()) == [FROM_DISK]
+        self.crowd_out()
+        self.engine.assert_at_rest()
+
+
+@pytest.fixture(scope="module")
+def truth(model):
+    """What an engine without kvtier answers."""
+    plain = Engine(model, None)
+    answers = plain.ask(*PROMPTS)
+    plain.close()
+    return {tuple(asked): answer for asked, answer in zip(PROMPTS, answers, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def start(model, truth):
+    """``start(stack)`` is a context with an engine that was Served faulty disks."""
+
+    @contextlib.contextmanager
+    def start(stack):
+        disks = []
+        open_disk = DiskConfig.open
+
+        def open_faulty(config, ctx):
+            disks.append(FaultyBackend(open_disk(config, ctx), always(FINE)))
+            return disks[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DiskConfig, "open", open_faulty)
+            engine = Engine(model, stack)
+        try:
+            yield Served(engine, disks, truth)
+        finally:
+            engine.close()
+
+    return start
+
+
+# -- every fault ---------------------------------------------------------------------------------------
+
+PLANNED = BackendError("planned")
+LOSSES = [Fault(error=PLANNED), Fault(surplus=9), Fault(damage=True), Fault(lose=True)]
+CASES = {
+    "reads raise": (always(Fault(error=PLANNED), "read"), "failed: 6 chunks: BackendError: planned"),
+    "reads raise what they may not": (
+        always(Fault(error=ZeroDivisionError("planned")), "read"),
+        "failed: 6 chunks: ZeroDivisionError: planned",
+    ),
+    "calls end their thread": (always(Fault(error=SystemExit("planned"))), "failed: 6 chunks: SystemExit: planned"),
+    "writes raise": (always(Fault(error=PLANNED), "write"), "failed: 6 chunks: BackendError: planned"),
+    "deletes raise": (always(Fault(error=PLANNED), "delete"), "no room: a delete before it failed"),
+    "everything raises": (always(Fault(error=PLANNED)), "resting: 0 chunks: for 1s"),
+    "every third call raises": (every(3, Fault(error=PLANNED)), "BackendError: planned"),
+    "everything is slow": (always(Fault(delay=0.01)), FROM_DISK),
+    "longer than the view": (
+        always(Fault(surplus=1)),
+        f"failed: 6 chunks: ContractError: read returned {FRAME + 1} bytes for a view of {FRAME}",
+    ),
+    "shorter than the frame": (always(Fault(surplus=-1)), "damaged: 1 chunks: shorter than its header says"),
+    "less than nothing": (
+        always(Fault(surplus=-2 * FRAME)),
+        f"failed: 6 chunks: ContractError: read returned {-FRAME} bytes for a view of {FRAME}",
+    ),
+    "more answers than keys": (always(Fault(answers=1)), "failed: 6 chunks: ContractError: 7 answers for 6 keys"),
+    "fewer answers than keys": (always(Fault(answers=-1)), "failed: 6 chunks: ContractError: 5 answers for 6 keys"),
+    "other bytes": (always(Fault(damage=True)), "damaged: 1 chunks: the checksum does not match"),
+    "writes vanish": (always(Fault(drop=True), "write"), "lost: 1 chunks"),
+    "deletes vanish": (always(Fault(drop=True), "delete"), FROM_DISK),
+    "everything vanishes": (always(Fault(drop=True)), "lost: 1 chunks"),
+    "keys are dropped later": (always(Fault(lose=True)), "lost: 1 chunks"),
+    "one thing after the other": (lambda method, call: LOSSES[call % len(LOSSES)], "kvtier: disk: "),
+}
+
+
+class TestOneEngine:
+    """Each case leaves the engine as it found it."""
+
+    @pytest.fixture(scope="class")
+    def served(self, start, tmp_path_factory):
+        with start(stack(tmp_path_factory.mktemp("store"))) as served:
+            yield served
+
+    def go_through(self, served, said, plan, news):
+        served.plan(plan)
+        cached = []
+        for _ in range(2):
+            cached += served.ask(KEPT)
+            cached += served.ask(*FRESH[:2])
+            served.crowd_out()
+        served.engine.assert_at_rest()
+        told = said()
+        claimed = [int(re.match(r"hit (\d+)", hit)[1]) for hit in hits(told)]
+        assert sorted(claimed) == sorted(cached), "a hit that was not had"
+        assert any(news in line for line in told), "\n".join(told)
+        served.keep(said)
+
+    @pytest.mark.parametrize(("plan", "news"), CASES.values(), ids=CASES)
+    def test_a_disk_that_goes_wrong(self, served, said, plan, news):
+        served.forget()
+        served.keep(said)
+        self.go_through(served, said, plan, news)
+
+    def test_a_disk_that_returns_another_chunks_frame(self, served, said):
+        served.forget()
+        served.keep(said)
+        (another, _), *_ = served.disks[0].scan()
+        self.go_through(served, said, always(Fault(instead=another)), "damaged: 1 chunks: a frame of another key")
+
+    @pytest.mark.parametrize("answers", [1, -1])
+    def test_a_disk_that_is_asked_and_miscounts(self, served, said, monkeypatch, answers):
+        served.forget()
+        served.keep(said)
+        with monkeypatch.context() as patch:
+            patch.setattr(served.disks[0], "shared", True)
+            plan = always(Fault(answers=answers), "contains")
+            self.go_through(served, said, plan, f"ContractError: {12 + answers} answers for 12 keys")
+
+
+# -- loss of everything below the arena ----------------------------------------------------------------
+
+
+def test_when_every_disk_is_lost_memory_goes_on_and_nobody_asks_them_any_more(start, said, tmp_path):
+    with start(stack(tmp_path / "first", tmp_path / "second")) as served:
+        served.keep(said)
+        served.plan(always(Fault(error=PLANNED)))
+        for asked in (*FRESH[:3], KEPT):
+            served.ask(asked)
+            served.engine.settle()
+        told = said()
+        for disk in ("disk", "disk#2"):
+            assert sum(f"{disk}: resting" in line for line in told) == 2, "its reads, and its writes"
+        calls = [len(disk.calls) for disk in served.disks]
+        assert min(calls) > 0
+
+        assert served.ask(KEPT) == [384]
+        assert hits(said()) == [FROM_MEMORY]
+        for asked in FRESH:
+            assert served.ask(asked, KEPT)[1] == 384
+            served.engine.settle()
+        assert [len(disk.calls) for disk in served.disks] == calls
+        served.engine.assert_at_rest()
+        served.keep(said)
+
+
+# -- a disk that hangs ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def hanging(served, *methods):
+    """These calls hang. Whoever waits for them is let go after a minute, and the test fails: nobody may wait."""
+    release = threading.Event()
+    patience = threading.Timer(60.0, release.set)
+    patience.start()
+    served.plan(always(Fault(until=release), *methods))
+    try:
+        yield
+        assert not release.is_set(), "somebody waited for a call that hangs"
+    finally:
+        patience.cancel()
+        release.set()
+
+
+def holds_little(served):
+    """What hangs may hold so many slots of the arena, and no more."""
+    sealing = served.manager._pool
+    while sealing.jobs:
+        sealing.wait(1.0)
+        served.manager.step()
+    arena, disk = served.manager.usage()
+    assert disk.inflight <= INFLIGHT * FRAME
+    assert arena.pins <= INFLIGHT
+    return disk.inflight == INFLIGHT * FRAME
+
+
+def passing_with_requests(served, monkeypatch):
+    """From here on a second passes whenever a request is finished, and not before; for the scheduler's half, too."""
+    finished = served.half.finished
+
+    def later(request):
+        served.now += 1.0
+        finished(request)
+
+    monkeypatch.setattr(served.half, "_clock", served.clock)
+    monkeypatch.setattr(served.half, "finished", later)
+
+
+def test_a_disk_that_hangs_stalls_nobody(start, said, monkeypatch, tmp_path):
+    waited = "hit 0 of 400 tokens: it did not come up within 0.2s"
+    with contextlib.ExitStack() as running:
+        little = f"{INFLIGHT * FRAME}B"
+        served = running.enter_context(start(stack(tmp_path, load_wait="200ms", inflight=little)))
+        passing_with_requests(served, monkeypatch)
+        served.ask(KEPT)
+        served.crowd_out()
+        served.keep(said)  # with what was too much for the first time
+
+        with hanging(served, "write", "delete"):
+            for asked in FRESH[:4]:
+                assert served.ask(asked) == [0]
+                assert served.ask(asked) == [384]
+                assert hits(said()) == ["hit 0 of 400 tokens: not stored", FROM_MEMORY]
+                assert holds_little(served), "nothing hangs"
+        served.keep(said)
+
+        served.ask(FRESH[4])
+        said()
+        with hanging(served, "contains"), monkeypatch.context() as patch:
+            patch.setattr(served.disks[0], "shared", True)
+            assert served.ask(FRESH[5], FRESH[4]) == [0, 384]
+            assert hits(said()) == [FROM_MEMORY, waited], "the second is served and finished while the first waits"
+        served.keep(said)
+
+        served.ask(FRESH[4])
+        said()
+        with hanging(served, "read"):
+            assert served.ask(KEPT, FRESH[4]) == [0, 384]
+            assert hits(said()) == [FROM_MEMORY, waited]
+            assert holds_little(served), "nothing hangs"
+            assert served.ask(FRESH[6]) == [0]
+            assert served.ask(FRESH[6]) == [384]
+            running.close()
+
+
+# -- a disk that really fails --------------------------------------------------------------------------
+
+
+def test_a_real_disk_that_is_full_and_then_broken(start, said, tmp_path):
+    with ext4(tmp_path, 16 << 20) as disk, start(stack(disk.folder / "kv")) as served:
+        served.keep(said)
+        disk.fill()
+        served.ask(FRESH[0])
+        served.crowd_out()
+        assert served.ask(KEPT) == [384]
+        told = said()
+        assert any("failed: 6 chunks: BackendError: " in line and "0B free" in line for line in told), "\n".join(told)
+        assert hits(told)[-1] == FROM_DISK, "a full disk can be read"
+        served.crowd_out()
+        disk.make_room()
+        served.keep(said)
+
+        disk.forget()
+        disk.fail()
+        assert served.ask(KEPT) == [0]
+        served.ask(FRESH[1])
+        served.engine.assert_at_rest()
+        told = said()
+        assert any("failed: 6 chunks: BackendError" in line and "Input/output error" in line for line in told)
+        served.crowd_out()
+        disk.heal()
+        served.recover()
+        assert served.ask(KEPT) == [384]
+        assert hits(said()) == [FROM_DISK], "what was there before is there again"
+        served.keep(said)
