@@ -89,7 +89,10 @@ class StorageManager:
 
     def why_missing(self, key: ChunkKey) -> str:
         """In words, for a key that was a MISS just now."""
-        return f"no room in {self._hot.name} to bring it up" if key in self._denied else "not stored"
+        if key in self._denied:
+            return f"no room in {self._hot.name} to bring it up"
+        resting = [tier.name for tier in self._tiers if key in tier.residents]
+        return f"{resting[0]} cannot be asked now" if resting else "not stored"
 
     def origins(self, keys: Sequence[ChunkKey]) -> list[str]:
         """For READY keys the tier that saved their recompute: the one below if it came up for this."""
@@ -191,14 +194,22 @@ class StorageManager:
         self._wishes.clear()
 
     def close(self, timeout: float = 5.0) -> list[Event]:
-        """Give stores on their way down ``timeout`` seconds, then let go of everything. May be called twice."""
+        """Give stores on their way down ``timeout`` seconds, then let go of everything. May be called twice.
+
+        What hangs is left behind, after a second more for each tier.
+        """
         if self._closed:
             return []
         self._closed = True
+        deadline = time.monotonic() + timeout
         events = self.drain(timeout)
-        idle = self._pool.close(timeout)
+
+        def left() -> float:
+            return max(1.0, deadline - time.monotonic())
+
+        idle = self._pool.close(left())
         for tier in self._tiers:
-            idle = tier.close(timeout) and idle
+            idle = tier.close(left()) and idle
         if idle:  # else a thread may still write to a slot: better leave the memory to the end of the process
             for arena in self._arenas:
                 arena.memory.close()

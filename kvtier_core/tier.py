@@ -22,6 +22,8 @@ from kvtier_core.workers import Outcome, Pool, run_within
 
 #: How long the answer "not there" of a shared store is believed, in seconds.
 _ABSENCE_HOLDS = 1.0
+#: A call that takes longer, in seconds, hangs: until it comes back nobody else shall wait for this store.
+_PATIENCE = 10.0
 
 
 class _Busy(enum.Enum):
@@ -77,6 +79,7 @@ class Tier:
         self._doomed: set[ChunkKey] = set()
         self._reads = Breaker()
         self._writes = Breaker()
+        self._hangs = False
         self._questions: dict[ChunkKey, None] = {}
         self._absent: dict[ChunkKey, float] = {}
         self._take_stock()
@@ -92,6 +95,7 @@ class Tier:
             key in self.residents
             and key not in self._busy
             and key not in self._doomed
+            and not self._hangs
             and self._reads.allows(self._clock())
         )
 
@@ -101,12 +105,13 @@ class Tier:
             key not in self.residents
             and key not in self._busy
             and self._inflight < self._inflight_limit
+            and not self._hangs
             and self._writes.allows(self._clock())
         )
 
     def wonder(self, key: ChunkKey) -> bool:
         """May a key that is not in the index be in the store all the same? Then it is asked in `catch_up`."""
-        if not self.backend.shared or key in self.residents or not self._reads.allows(self._clock()):
+        if not self.backend.shared or self._hangs or key in self.residents or not self._reads.allows(self._clock()):
             return False
         if self._clock() - self._absent.get(key, float("-inf")) < _ABSENCE_HOLDS:
             return False
@@ -116,6 +121,7 @@ class Tier:
     def catch_up(self) -> None:
         """Send the questions that `wonder` noted, and delete again what could not be deleted before."""
         now = self._clock()
+        self._look_for_hangs()
         if self._doomed and self._writes.allows(now):
             self._bury([key for key in self._doomed if key not in self._busy])
         keys = [key for key in self._questions if key not in self._busy]
@@ -126,6 +132,14 @@ class Tier:
         self.pool.submit_load(
             lambda: as_many(self.backend.contains(keys), keys), lambda outcome: self._told(keys, outcome)
         )
+
+    def _look_for_hangs(self) -> None:
+        hangs = self.pool.longest() > _PATIENCE
+        if hangs and not self._hangs:
+            self._report(EventKind.RESTING, [], why=f"until a call comes back that has taken {_PATIENCE:g}s")
+        elif self._hangs and not hangs:
+            self._report(EventKind.RESUMED, [])
+        self._hangs = hangs
 
     # -- frames going down -------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ class Pool(Protocol):
     def submit_store(self, work: Work, then: Then) -> None: ...
     def step(self) -> int: ...
     def wait(self, timeout: float) -> None: ...
+    def longest(self) -> float: ...
     @property
     def jobs(self) -> int: ...
     def close(self, timeout: float) -> bool: ...
@@ -70,8 +71,10 @@ class IOPool:
         self._changed = threading.Condition()
         self._jobs = 0  # submitted, continuation not yet run; the owner's alone
         self._closed = False
+        self._begun: list[float | None] = [None] * threads  # when each thread began what it does now
         self._threads = [
-            threading.Thread(target=self._serve, name=f"kvtier-{name}-{i}", daemon=True) for i in range(threads)
+            threading.Thread(target=self._serve, args=(i,), name=f"kvtier-{name}-{i}", daemon=True)
+            for i in range(threads)
         ]
         for thread in self._threads:
             thread.start()
@@ -102,6 +105,11 @@ class IOPool:
         with self._changed:
             self._changed.wait_for(lambda: self._done or not self._jobs, timeout)
 
+    def longest(self) -> float:
+        """For how many seconds the oldest piece of work has been on a thread."""
+        now = time.monotonic()
+        return max((now - begun for begun in self._begun if begun is not None), default=0.0)
+
     def close(self, timeout: float) -> bool:
         """Drop what has not begun, wait for what has; False if a thread still hangs after ``timeout`` seconds."""
         with self._changed:
@@ -123,14 +131,16 @@ class IOPool:
             self._jobs += 1
             self._changed.notify()
 
-    def _serve(self) -> None:
+    def _serve(self, number: int) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._loads or self._stores)
                 if self._closed:
                     return
                 work, then = (self._loads or self._stores).popleft()
+            self._begun[number] = time.monotonic()
             outcome = run(work)
+            self._begun[number] = None
             with self._changed:
                 self._done.append((then, outcome))
                 self._changed.notify_all()

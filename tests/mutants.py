@@ -270,7 +270,73 @@ MUTANTS = (
         "elif True:",
         "tests/core/test_breaker.py",
     ),
+    Mutant(
+        "any-count", "kvtier_core/door.py", "if not 0 < count <= len(landed):", "if False:", "tests/core/test_tier.py"
+    ),
+    Mutant(
+        "any-number-of-answers",
+        "kvtier_core/batches.py",
+        "if len(answers) != len(keys):",
+        "if False:",
+        "tests/core/test_tier.py",
+    ),
+    Mutant(
+        "waits-for-ever",
+        SCHEDULER,
+        "return now - tracked.waiting_since < self._config.load_wait",
+        "return True",
+        "tests/vllm/test_faults.py::test_a_disk_that_hangs_stalls_nobody",
+    ),
+    Mutant(
+        "closes-without-a-deadline",
+        TIER,
+        "run_within(self.backend.close, timeout) is not None",
+        "self.backend.close() is None",
+        "tests/core/test_faults.py::test_a_store_that_hangs_in_close_keeps_nobody",
+    ),
+    Mutant(
+        "plugins-end-threads",
+        "kvtier_core/workers.py",
+        "except BaseException as error:  # SystemExit",
+        "except Exception as error:  # SystemExit",
+        "tests/core/test_workers.py",
+    ),
+    Mutant(
+        "errors-of-the-system-escape",
+        DISK + "/backend.py",
+        "raise BackendError(why, retryable=error.errno not in _LASTING) from error",
+        "raise",
+        "plugins/kvtier_disk/tests/test_disk_trouble.py",
+    ),
+    Mutant(
+        "hangs-go-unnoticed",
+        TIER,
+        "hangs = self.pool.longest() > _PATIENCE",
+        "hangs = False",
+        "tests/core/test_tier.py::test_while_a_call_hangs_nobody_else_waits_for_the_store",
+    ),
     # -- leaks
+    Mutant(
+        "pins-are-forgotten",
+        SCHEDULER,
+        "self.manager.unpin(self._loading.pop(request_id, ()), _loader(request_id))",
+        "self._loading.pop(request_id, ())",
+        "tests/vllm/test_soak.py",
+    ),
+    Mutant(
+        "requests-are-remembered",
+        SCHEDULER,
+        "self._tracked.pop(request.request_id, None)",
+        "pass",
+        "tests/vllm/test_soak.py",
+    ),
+    Mutant(
+        "chunks-in-the-wrong-pages",
+        SCHEDULER,
+        "Transfer(tuple(slots), pages)",
+        "Transfer(tuple(reversed(slots)), pages)",
+        "tests/vllm/test_soak.py",
+    ),
     Mutant(
         "any-owner-unpins", "kvtier_core/arena.py", "if not held[owner]:", "if not held:", "tests/core/test_arena.py"
     ),

@@ -10,6 +10,7 @@ class ManualPool:
 
     def __init__(self) -> None:
         self.queue: list[tuple[Work, Then]] = []
+        self.oldest = 0.0  #: for how many seconds a piece of work is said to have been on a thread
         self._done: list[tuple[Then, Outcome]] = []
 
     @property
@@ -32,6 +33,9 @@ class ManualPool:
         for then, outcome in done:
             then(outcome)
         return len(done)
+
+    def longest(self) -> float:
+        return self.oldest
 
     def wait(self, timeout: float) -> None:
         while self.queue:

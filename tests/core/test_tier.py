@@ -738,3 +738,19 @@ def test_no_two_calls_in_flight_name_the_same_key(seed):
     assert bench.good, "nothing was ever read"
     assert sum(map(len, bench.shelf.frames.values())) == bench.tier.usage().nbytes
     assert bench.tier.close(10.0)
+
+
+def test_while_a_call_hangs_nobody_else_waits_for_the_store(bench):
+    bench.write(A)
+    bench.settle()
+    bench.events()
+    bench.pool.oldest = 10.1
+    bench.tier.catch_up()
+    assert (bench.has(A), bench.tier.wants(B), bench.tier.wonder(B)) == ([False], False, False)
+    assert bench.read(A) == {}
+    bench.tier.catch_up()
+    assert bench.events() == [("resting", [])]
+    bench.pool.oldest = 0.0
+    bench.tier.catch_up()
+    assert (bench.has(A), bench.tier.wants(B)) == ([True], True)
+    assert bench.events() == [("resumed", [])]

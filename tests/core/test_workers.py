@@ -165,3 +165,19 @@ def test_nothing_is_taken_in_after_close(pool):
         assert str(caught.value) == "the pool is closed"
     assert pool.jobs == 0
     assert pool.close(LONG), "may be called twice"
+
+
+def test_the_longest_work_is_known_while_it_runs():
+    pool, release = IOPool("test", threads=2), threading.Event()
+    assert pool.longest() == 0.0
+    begun = threading.Event()
+    pool.submit_load(lambda: (begun.set(), release.wait()), lambda outcome: None)
+    begun.wait()
+    first = pool.longest()
+    while pool.longest() <= first:
+        pass
+    release.set()
+    pool.wait(10.0)
+    assert pool.step() == 1
+    assert pool.longest() == 0.0
+    assert pool.close(10.0)
