@@ -29,6 +29,11 @@ campaign: export CAMPAIGN_ROUNDS ?= 100000
 campaign: $(VENV)/ready
 	$(BIN)/python -m pytest -s tests/core/test_campaign.py
 
+# Engines and workers killed, round after round, on one folder.
+chaos: export CHAOS_ROUNDS ?= 500
+chaos: $(VENV)/ready
+	$(BIN)/python -m pytest tests/vllm/test_chaos.py
+
 # Each fuzzer for FUZZ_SECONDS. One that finds something ends there and leaves the input in this folder.
 fuzz: $(FUZZ_VENV)/ready
 	for each in $(FUZZERS); do $(FUZZ_VENV)/bin/python $$each -max_total_time=$(FUZZ_SECONDS) || exit 1; done

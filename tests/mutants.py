@@ -244,7 +244,7 @@ MUTANTS = (
     Mutant(
         "written-in-place",
         DISK + "/files.py",
-        'unfinished = path.with_suffix(".tmp")',
+        "unfinished = path.with_suffix(_UNFINISHED)",
         "unfinished = path",
         "plugins/kvtier_disk/tests/test_disk.py::test_a_writer_that_dies_half_way_leaves_nothing_under_the_name",
     ),
@@ -254,6 +254,13 @@ MUTANTS = (
         "                file.unlink()\n            elif",
         "                pass\n            elif",
         "plugins/kvtier_disk/tests/test_disk.py::test_open_removes_what_is_no_frame",
+    ),
+    Mutant(
+        "forgets-a-file",
+        DISK + "/folder.py",
+        "if (found := _frame(entry)))",
+        "if (found := _frame(entry)))[1:]",
+        "plugins/kvtier_disk/tests/test_disk_laws.py",
     ),
     # -- faults
     Mutant(

@@ -11,7 +11,7 @@ from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.types import ChunkKey, Nbytes
 from kvtier_disk.claim import Claim
 from kvtier_disk.config import DiskConfig
-from kvtier_disk.files import nbytes_of, probe_direct, read_frame, write_frame
+from kvtier_disk.files import nbytes_of, probe_direct, read_frame, remove_probe, write_frame
 from kvtier_disk.folder import Found, Home, everything, set_aside
 from kvtier_disk.room import Room, free_of
 
@@ -115,6 +115,7 @@ class DiskBackend(Backend):
 
     def _sweep(self) -> list[Found]:
         """Remove what is no frame, in every namespace; what is not this one's, oldest first."""
+        remove_probe(self._config.path)
         others = set_aside(self._config.path)
         for file, found in everything(self._config.path):
             if found is None:

@@ -11,6 +11,10 @@ from pathlib import Path
 from kvtier_core.types import PAGE_NBYTES
 
 
+_PROBE = ".kvtier-probe"
+_UNFINISHED = ".tmp"
+
+
 def nbytes_of(path: Path) -> int:
     """The length of a file; 0 if there is none.
 
@@ -48,7 +52,7 @@ def write_frame(path: Path, frame: memoryview, *, direct: bool) -> None:
     Not synced: what a power cut tears is refused by its length or its checksum, and a cache that waited
     for the disk's own memory at each frame would be slower than the recompute it saves.
     """
-    unfinished = path.with_suffix(".tmp")
+    unfinished = path.with_suffix(_UNFINISHED)
     try:
         fd = _open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, direct)
         try:
@@ -69,9 +73,14 @@ def write_frame(path: Path, frame: memoryview, *, direct: bool) -> None:
 
 def probe_direct(folder: Path) -> None:
     """Write a page past the page cache, for an open alone may succeed where a write does not."""
-    probe = folder / ".kvtier-probe"
-    write_frame(probe, _bounce(PAGE_NBYTES), direct=True)
-    probe.unlink()
+    write_frame(folder / _PROBE, _bounce(PAGE_NBYTES), direct=True)
+    (folder / _PROBE).unlink()
+
+
+def remove_probe(folder: Path) -> None:
+    """What a kill in the middle of `probe_direct` left."""
+    for left in (folder / _PROBE, (folder / _PROBE).with_suffix(_UNFINISHED)):
+        left.unlink(missing_ok=True)
 
 
 def _open(path: Path, flags: int, direct: bool) -> int:

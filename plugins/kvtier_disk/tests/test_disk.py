@@ -165,6 +165,19 @@ def test_open_removes_what_is_no_frame(tmp_path):
     disk.close()
 
 
+def test_open_removes_what_a_kill_left_of_the_probe(tmp_path):
+    child = os.fork()
+    if not child:
+        os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            open_disk(tmp_path, direct="auto")
+        finally:
+            os._exit(1)
+    os.waitpid(child, 0)
+    open_disk(tmp_path, direct="off").close()
+    assert files(tmp_path) == []
+
+
 def test_a_damaged_file_is_a_miss_or_a_frame_that_check_refuses(tmp_path):
     for direct in ("off", "auto"):
         disk = open_disk(tmp_path, direct=direct)
