@@ -10,7 +10,6 @@ from pathlib import Path
 
 from kvtier_core.types import PAGE_NBYTES
 
-
 _PROBE = ".kvtier-probe"
 _UNFINISHED = ".tmp"
 
