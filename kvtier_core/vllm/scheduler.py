@@ -162,7 +162,7 @@ class SchedulerHalf:
         for request_id, scheduled in output.num_scheduled_tokens.items():
             if tracked := self._tracked.get(request_id):
                 stores += self._plan_store(tracked, scheduled, output)
-        plan = Plan(self._handles, self._trial, tuple(self._planned), tuple(stores))
+        plan = Plan(arenas=self._handles, trial=self._trial, loads=tuple(self._planned), stores=tuple(stores))
         self._planned = []
         return plan
 
