@@ -292,7 +292,7 @@ MUTANTS = (
         SCHEDULER,
         "return now - tracked.waiting_since < self._config.load_wait",
         "return True",
-        "tests/vllm/test_faults.py::test_a_disk_that_hangs_stalls_nobody",
+        "tests/vllm/test_bad_disks.py::test_a_disk_that_hangs_stalls_nobody",
     ),
     Mutant(
         "closes-without-a-deadline",
@@ -328,21 +328,21 @@ MUTANTS = (
         SCHEDULER,
         "self.manager.unpin(self._loading.pop(request_id, ()), _loader(request_id))",
         "self._loading.pop(request_id, ())",
-        "tests/vllm/test_soak.py",
+        "tests/vllm/test_leaks.py",
     ),
     Mutant(
         "requests-are-remembered",
         SCHEDULER,
         "self._tracked.pop(request.request_id, None)",
         "pass",
-        "tests/vllm/test_soak.py",
+        "tests/vllm/test_leaks.py",
     ),
     Mutant(
         "chunks-in-the-wrong-pages",
         SCHEDULER,
         "Transfer(tuple(slots), pages)",
         "Transfer(tuple(reversed(slots)), pages)",
-        "tests/vllm/test_soak.py",
+        "tests/vllm/test_leaks.py",
     ),
     Mutant(
         "any-owner-unpins", "kvtier_core/arena.py", "if not held[owner]:", "if not held:", "tests/core/test_arena.py"
