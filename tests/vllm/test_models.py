@@ -81,7 +81,8 @@ def test_the_pages_themselves_come_back(engine, monkeypatch):
     loads = []
 
     def spy_store(mover, job, pages, slots):
-        taken.update((slot, pages_of(mover, row)) for slot, row in zip(slots, pages, strict=True))
+        if job > 0:  # not of the self-test
+            taken.update((slot, pages_of(mover, row)) for slot, row in zip(slots, pages, strict=True))
         store(mover, job, pages, slots)
 
     def spy_load(mover, job, slots, pages):
