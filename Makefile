@@ -9,12 +9,13 @@ FUZZ_VENV := .venv-fuzz
 FUZZERS := $(wildcard tests/fuzz/fuzz_*.py)
 FUZZ_SECONDS ?= 60
 MANIFESTS := pyproject.toml plugins/kvtier_cpu/pyproject.toml plugins/kvtier_disk/pyproject.toml
+NATIVE := $(shell find csrc -type f)
 
 # uv does not read pip's own settings of where wheels may lie; say them again, if there are any.
 FIND_LINKS = $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(shell $(BIN)/python -m pip config get global.find-links 2>/dev/null))
 UV = $(if $(FIND_LINKS),UV_FIND_LINKS="$(FIND_LINKS)") $(BIN)/uv
 
-.PHONY: demo test campaign chaos fuzz mutants bench dist venv clean
+.PHONY: demo test campaign chaos fuzz mutants bench dist wheels venv clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py
@@ -45,13 +46,19 @@ mutants: $(VENV)/ready
 bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks
 
+# An sdist of each, and the wheel that is made from it.
 dist: $(VENV)/ready
 	rm -rf dist
 	for dist in $(DISTS); do $(BIN)/python -m build --no-isolation --outdir dist $$dist || exit 1; done
 
+# What a user installs without a compiler.
+wheels: $(VENV)/ready
+	rm -rf dist
+	for dist in $(DISTS); do $(BIN)/python -m build --no-isolation --wheel --outdir dist $$dist || exit 1; done
+
 venv: $(VENV)/ready
 
-$(VENV)/ready: $(LOCKS) $(MANIFESTS)
+$(VENV)/ready: $(LOCKS) $(MANIFESTS) $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtier needs Python 3.11 or newer; try make PYTHON=python3.12 …")'
 	@echo "== making $(VENV) (about two minutes: torch and vLLM for the CPU)"
 	$(PYTHON) -m venv $(VENV)

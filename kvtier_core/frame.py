@@ -1,15 +1,16 @@
 """The one shape of a chunk outside the engine: a header page, then the payload.
 
-The checksum is CRC-32 (zlib's, which releases the GIL) over the header's other fields and the payload.
+The checksum is CRC-32 over the header's other fields and the payload. Not for its strength, which all of 32 bits
+have: it can be put together from the sums of the ranks' shards, and zlib knows it where nothing native could be built.
 """
 
 from __future__ import annotations
 
 import enum
 import struct
-import zlib
 from typing import NamedTuple
 
+from kvtier_core.checksum import combine, crc32
 from kvtier_core.types import KEY_NBYTES, PAGE_NBYTES, ChunkKey, Namespace
 
 FORMAT_VERSION = 1
@@ -46,10 +47,21 @@ class Header(NamedTuple):
     key: bytes
 
 
-def seal(frame: memoryview, namespace: Namespace, key: ChunkKey, payload_nbytes: int, codec: int = RAW) -> None:
-    """Write the header of ``frame``, whose payload is already in place."""
+def seal(
+    frame: memoryview,
+    namespace: Namespace,
+    key: ChunkKey,
+    payload_nbytes: int,
+    codec: int = RAW,
+    *,
+    summed: int | None = None,
+) -> None:
+    """Write the header of ``frame``, whose payload is already in place; ``summed`` is its CRC-32 if that is known."""
     fields = _FIELDS.pack(_MAGIC, FORMAT_VERSION, codec, payload_nbytes, namespace.digest, key)
-    checksum = zlib.crc32(frame[PAGE_NBYTES : PAGE_NBYTES + payload_nbytes], zlib.crc32(fields))
+    if summed is None:
+        checksum = crc32(frame[PAGE_NBYTES : PAGE_NBYTES + payload_nbytes], crc32(fields))
+    else:
+        checksum = combine(crc32(fields), summed, payload_nbytes)
     frame[:_FIELDS_END] = fields + _CHECKSUM.pack(checksum)
     frame[_FIELDS_END:PAGE_NBYTES] = bytes(PAGE_NBYTES - _FIELDS_END)
 
@@ -103,4 +115,4 @@ def _unsound(frame: memoryview, header: Header) -> Damage | None:
         return Damage.SHORT
     (checksum,) = _CHECKSUM.unpack_from(frame, _FIELDS.size)
     payload = frame[PAGE_NBYTES : PAGE_NBYTES + header.payload_nbytes]
-    return None if zlib.crc32(payload, zlib.crc32(frame[: _FIELDS.size])) == checksum else Damage.CHECKSUM
+    return None if crc32(payload, crc32(frame[: _FIELDS.size])) == checksum else Damage.CHECKSUM

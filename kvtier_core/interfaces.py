@@ -10,7 +10,7 @@ import abc
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import attrs
 
@@ -125,6 +125,14 @@ class AllocatorBackend(abc.ABC):
         """May be called twice. Views are dead afterwards."""
 
 
+class Ended(NamedTuple):
+    """A job of a mover that ended. ``sums`` may say the CRC-32 of what a store left in the shard of each slot."""
+
+    job: int
+    ok: bool
+    sums: Sequence[int] = ()
+
+
 class Mover(abc.ABC):
     """Copies pages to slots and back, in the engine's worker process. Knows no keys."""
 
@@ -137,8 +145,8 @@ class Mover(abc.ABC):
         """Begin to scatter this rank's shards of the slots into pages."""
 
     @abc.abstractmethod
-    def finished(self) -> Sequence[tuple[int, bool]]:
-        """Jobs that ended since the last call, each once, and whether they succeeded."""
+    def finished(self) -> Sequence[Ended]:
+        """Jobs that ended since the last call, each once."""
 
     @abc.abstractmethod
     def wait(self, jobs: Collection[int], timeout: float = math.inf) -> None:

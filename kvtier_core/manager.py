@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvtier_core import frame
 from kvtier_core.arena import Arena
+from kvtier_core.checksum import join
 from kvtier_core.errors import ContractError
 from kvtier_core.tier import Offer, Tier
 from kvtier_core.types import (
@@ -115,12 +116,15 @@ class StorageManager:
         self._parents.update(granted)
         return {key: self._hot.slot(key) for key in granted}
 
-    def commit(self, keys: Sequence[ChunkKey]) -> None:
-        """The slots of these keys are filled: READY at once, and on their way down."""
+    def commit(self, keys: Sequence[ChunkKey], sums: Mapping[ChunkKey, Sequence[int]] | None = None) -> None:
+        """The slots of these keys are filled: READY at once, and on their way down.
+
+        ``sums`` are the CRC-32 of each rank's shard, for the chunks that were summed on the way.
+        """
         kept = self._commit(keys)
         if kept:
             self._report(EventKind.STORED, kept, nbytes=len(kept) * self._layout.payload_nbytes)
-            self._descend(kept)
+            self._descend(kept, sums)
 
     def abort(self, keys: Iterable[ChunkKey]) -> None:
         """The slots of these keys will not be filled."""
@@ -294,7 +298,7 @@ class StorageManager:
         kept = {key for key in reversed(keys) if self._hot.commit(key, self._parents.pop(key, None))}
         return [key for key in keys if key in kept]
 
-    def _descend(self, keys: Sequence[ChunkKey]) -> None:
+    def _descend(self, keys: Sequence[ChunkKey], sums: Mapping[ChunkKey, Sequence[int]] | None = None) -> None:
         """Seal what a level below would like to have, then offer it to all of them."""
         wanted = [
             key
@@ -307,17 +311,18 @@ class StorageManager:
         for start in range(0, len(wanted), per_group):
             group = wanted[start : start + per_group]
             slots = [self._hot.pin(key, _SEALER) for key in group]
-            views = [self._hot.view(key) for key in group]
+            work = [(key, self._hot.view(key), (sums or {}).get(key, ())) for key in group]
             self._descending.update(group)
             self._pool.submit_store(
-                lambda group=group, views=views, namespace=self._namespace: self._seal(group, views, namespace),
+                lambda work=work, namespace=self._namespace: self._seal(work, namespace),
                 lambda outcome, group=group, slots=slots: self._sealed(group, slots, outcome),
             )
 
-    def _seal(self, keys: Sequence[ChunkKey], views: Sequence[memoryview], namespace: Namespace) -> None:
+    def _seal(self, work: Sequence[tuple[ChunkKey, memoryview, Sequence[int]]], namespace: Namespace) -> None:
         """On a thread."""
-        for key, view in zip(keys, views, strict=True):
-            frame.seal(view, namespace, key, self._layout.payload_nbytes)
+        for key, view, sums in work:
+            summed = join(sums, self._layout.shard_nbytes) if sums else None
+            frame.seal(view, namespace, key, self._layout.payload_nbytes, summed=summed)
 
     def _sealed(self, keys: Sequence[ChunkKey], slots: Sequence[Slot], outcome: Outcome) -> None:
         self._descending.difference_update(keys)

@@ -9,13 +9,12 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from operator import index
 
+from kvtier_core.copier import Copier, Layer, PlainCopier
 from kvtier_core.errors import BackendError, ContractError
-from kvtier_core.interfaces import HOLE, Mover, PageList, PageTable
+from kvtier_core.interfaces import HOLE, Ended, Mover, PageList, PageTable
 from kvtier_core.workers import IOPool, Outcome, run
 
 _FOREVER = 1e6  # seconds
-
-_Piece = tuple[int, int, int]  # address of pages, address in a slot, bytes
 
 
 class HostMover(Mover):
@@ -26,34 +25,38 @@ class HostMover(Mover):
     any of it is copied, or it is right.
     """
 
-    def __init__(self, table: PageTable, memory: mmap.mmap | memoryview, slot_nbytes: int):
+    def __init__(
+        self,
+        table: PageTable,
+        memory: mmap.mmap | memoryview,
+        slot_nbytes: int,
+        copier: type[PlainCopier] = Copier,
+    ):
         _check(table, slot_nbytes)
-        self._blocks = table.blocks
-        self._row = table.layout.blocks
+        self._table = table
         self._slots = len(memory) // slot_nbytes
-        self._slot_nbytes = slot_nbytes
         # The export forbids to close an mmap while the mover may copy.
         self._memory: ctypes.c_char | None = ctypes.c_char.from_buffer(memory)
-        self._shard = ctypes.addressof(self._memory) + table.layout.shard_offset(table.rank)
-        self._layers = _by_shape(table)
+        shard = ctypes.addressof(self._memory) + table.layout.shard_offset(table.rank)
+        self._copier = copier(list(_layers(table)), table.layout.blocks, shard, slot_nbytes)
         self._pool = IOPool("mover")
         self._jobs: set[int] = set()
-        self._finished: list[tuple[int, bool]] = []
+        self._ended: list[Ended] = []
 
     def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
-        pairs = self._checked(job, pages, slots)
+        rows, slots = self._checked(job, pages, slots)
         self._jobs.add(job)
-        self._end(job, run(lambda: _gather(self._pieces(pairs))))
+        self._end(job, run(lambda: self._copier.gather(rows, slots)))
 
     def load(self, job: int, slots: Sequence[int], pages: PageList) -> None:
-        pairs = self._checked(job, pages, slots)
-        self._pool.submit_load(lambda: _scatter(self._pieces(pairs)), lambda outcome: self._end(job, outcome))
+        rows, slots = self._checked(job, pages, slots)
+        self._pool.submit_load(lambda: self._copier.scatter(rows, slots), lambda outcome: self._end(job, outcome))
         self._jobs.add(job)
 
-    def finished(self) -> Sequence[tuple[int, bool]]:
+    def finished(self) -> Sequence[Ended]:
         self._pool.step()
-        finished, self._finished = self._finished, []
-        return finished
+        ended, self._ended = self._ended, []
+        return ended
 
     def wait(self, jobs: Collection[int], timeout: float = math.inf) -> None:
         deadline = time.monotonic() + timeout
@@ -66,81 +69,38 @@ class HostMover(Mover):
         """Jobs that have not begun are reported as failed."""
         self._pool.close(_FOREVER)
         self._pool.step()
-        self._finished += [(job, False) for job in sorted(self._jobs)]
+        self._ended += [Ended(job, ok=False) for job in sorted(self._jobs)]
         self._jobs.clear()
         self._memory = None
 
     def _end(self, job: int, outcome: Outcome) -> None:
         self._jobs.remove(job)
-        self._finished.append((job, outcome.error is None))
+        self._ended.append(Ended(job, ok=outcome.error is None, sums=outcome.value or ()))
 
-    def _checked(self, job: int, pages: PageList, slots: Sequence[int]) -> list[tuple[list[int], int]]:
-        """Each row of blocks and its slot, as the plain ints that addresses are computed from."""
+    def _checked(self, job: int, pages: PageList, slots: Sequence[int]) -> tuple[list[list[int]], list[int]]:
+        """Rows of blocks and their slots, as the plain ints that addresses are computed from."""
         if job in self._jobs:
             raise ContractError(f"job {job} has not ended")
         if self._memory is None:
             raise ContractError("the mover is closed")
         if len(pages) != len(slots):
             raise ContractError(f"{len(pages)} chunks of pages for {len(slots)} slots")
-        pairs = [(list(map(index, row)), index(slot)) for row, slot in zip(pages, slots, strict=True)]
-        for row, slot in pairs:
+        rows, slots = [list(map(index, row)) for row in pages], list(map(index, slots))
+        for row, slot in zip(rows, slots, strict=True):
             if not 0 <= slot < self._slots:
                 raise ContractError(f"slot {slot} is not one of {self._slots}")
-            if len(row) != self._row:
-                raise ContractError(f"{len(row)} block ids for a chunk of {self._row}")
-            if min(row) < HOLE or max(row) >= self._blocks:
-                raise ContractError(f"block ids {row} are not all HOLE or one of {self._blocks}")
-        return pairs
-
-    def _pieces(self, pairs: list[tuple[list[int], int]]) -> Iterator[_Piece]:
-        for row, slot in pairs:
-            shard = self._shard + slot * self._slot_nbytes
-            runs = _runs(row)
-            singles = [(place, block, 1) for place, block in enumerate(row) if block != HOLE]
-            for (stride, nbytes), layers in self._layers.items():
-                spans = [
-                    (block * stride, place * nbytes, count * nbytes)
-                    for place, block, count in (runs if stride == nbytes else singles)
-                ]
-                for base, offset in layers:
-                    begin = shard + offset
-                    for page, place, length in spans:
-                        yield base + page, begin + place, length
+            if len(row) != self._table.layout.blocks:
+                raise ContractError(f"{len(row)} block ids for a chunk of {self._table.layout.blocks}")
+            if min(row) < HOLE or max(row) >= self._table.blocks:
+                raise ContractError(f"block ids {row} are not all HOLE or one of {self._table.blocks}")
+        return rows, slots
 
 
-def _gather(pieces: Iterator[_Piece]) -> None:
-    for page, place, nbytes in pieces:
-        ctypes.memmove(place, page, nbytes)
-
-
-def _scatter(pieces: Iterator[_Piece]) -> None:
-    for page, place, nbytes in pieces:
-        ctypes.memmove(page, place, nbytes)
-
-
-def _runs(row: list[int]) -> list[tuple[int, int, int]]:
-    """Place in the chunk, first block and length of each run of consecutive blocks."""
-    runs: list[tuple[int, int, int]] = []
-    for place, block in enumerate(row):
-        if block == HOLE:
-            continue
-        if runs:
-            begin, first, count = runs[-1]
-            if (place, block) == (begin + count, first + count):
-                runs[-1] = (begin, first, count + 1)
-                continue
-        runs.append((place, block, 1))
-    return runs
-
-
-def _by_shape(table: PageTable) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """Address and offset in the shard of each layer, under stride and bytes of its pages: spans are shared."""
-    shapes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+def _layers(table: PageTable) -> Iterator[Layer]:
     offset = 0
     for layer in table.layers:
-        shapes.setdefault((layer.stride, layer.nbytes), []).append((layer.base, offset))
+        yield layer.base, layer.stride, layer.nbytes, offset
         offset += layer.nbytes * table.layout.blocks
-    return shapes
 
 
 def _check(table: PageTable, slot_nbytes: int) -> None:

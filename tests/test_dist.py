@@ -21,12 +21,14 @@ SOURCES = {
     "kvtier_disk": ROOT / "plugins/kvtier_disk",
     "kvtier_minimal": ROOT / "examples/kvtier_minimal",
 }
+HOW = "from kvtier_core import native; print(native.describe())"
 HEAVY = ("torch", "numpy", "vllm", "transformers", "boto3", "redis")
 
 
-def run(*command: object) -> str:
+def run(*command: object, **settings: str) -> str:
     """What the command prints. It sees nothing of this environment's packages and settings for Python."""
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    env |= settings
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env=env, cwd="/")
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -66,7 +68,7 @@ def requirements(built: Path, name: str, extra: str | None = None) -> set[str]:
     """The names that a wheel requires, always or for an extra."""
     marker = f"extra == '{extra}'" if extra else ""
     found = (re.match(r"([\w.-]+)[^;]*(?:; (.*))?$", line) for line in metadata(built, name).get_all("Requires-Dist"))
-    return {match[1].lower() for match in found if (match[2] or "") == marker}
+    return {match[1].lower() for match in found if (match[2] or "").replace('"', "'") == marker}
 
 
 def test_the_core_requires_three_packages(built):
@@ -111,7 +113,26 @@ def test_archives_hold_the_package_and_no_more(built, name):
     (sdist,) = built.glob(f"{name}-*.tar.gz")
     with tarfile.open(sdist) as archive:
         tops = {member.split("/")[1] for member in archive.getnames() if "/" in member}
-    assert tops <= {package, "tests", "README.md", "LICENSE", "pyproject.toml", "PKG-INFO", ".gitignore"}
+    assert tops <= {package, "csrc", "tests", "README.md", "LICENSE", "pyproject.toml", "PKG-INFO", ".gitignore"}
+
+
+def test_the_wheel_needs_no_compiler(python):
+    """It holds what was compiled."""
+    assert run(python, "-c", HOW).startswith("copies and checksums: native, ")
+
+
+def test_without_a_compiler_the_core_is_installed_all_the_same(built, python, tmp_path):
+    """From the sdist, on a machine that cannot build the extension: in plain Python, and it says so."""
+    (sdist,) = built.glob("kvtier-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, source, CXX="/bin/false")
+    (wheel,) = tmp_path.glob("kvtier-*-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    told = run(python, "-c", f"import sys; sys.path.insert(0, {str(tmp_path / 'installed')!r})\n{HOW}")
+    assert told.startswith("copies and checksums in Python, slower: ")
 
 
 def test_the_environment_holds_nothing_else(python):

@@ -14,8 +14,9 @@ CORE = "kvtier_core"
 
 #: From the ground up: a file imports what is below it, and on its own floor.
 FLOORS = [
-    {"errors", "types"},
-    {"interfaces", "frame", "workers", "nodes"},
+    {"errors", "types", "_native", "native"},
+    {"interfaces", "checksum", "workers", "nodes"},
+    {"frame", "copier"},
     {"batches", "mover", "door", "breaker", "residents", "arena", "tier", "hookspecs"},
     {"manager", "structure", "builtin", "stats"},
     {"plugins"},
@@ -26,7 +27,8 @@ FLOORS = [
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 #: The data plane does not know that plugins exist.
-DATA_PLANE = {"frame", "workers", "batches", "mover", "door", "breaker", "residents", "arena", "tier", "manager"}
+DATA_PLANE = {"native", "checksum", "frame", "copier", "workers", "batches", "mover", "door", "breaker", "residents"}
+DATA_PLANE |= {"arena", "tier", "manager"}
 PLUGIN_PLANE = {"hookspecs", "plugins", "structure", "nodes", "config", "builtin"}
 
 #: What a plugin may use of the core. Its tests may also use `testing`.

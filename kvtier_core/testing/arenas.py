@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+import zlib
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import attrs
 import pytest
 
 from kvtier_core.errors import BackendError
-from kvtier_core.interfaces import HOLE, AllocatorBackend, ArenaConfig, Mover, PageList
+from kvtier_core.interfaces import HOLE, AllocatorBackend, ArenaConfig, Ended, Mover, PageList
 from kvtier_core.testing.laws import Laws
 from kvtier_core.testing.samples import PagedBuffer, address_of, is_poison, make_context, make_layout, poison, same
 from kvtier_core.types import PAGE_NBYTES, ChunkLayout
@@ -117,6 +118,16 @@ class ArenaLaws(Laws):
             assert all(is_poison(engine.memory.view(slot)) for slot in engine.others(slots)), "another slot changed"
 
     @pytest.mark.parametrize("seed", _SEEDS)
+    def test_sums_are_of_what_was_stored(self, tmp_path: Path, seed: int):
+        """A mover need not sum. One that does says what lies in the shards, holes and all."""
+        with self.engine(tmp_path, seed) as engine:
+            slots, pages = engine.choose()
+            engine.mover.store(1, pages, slots)
+            sums = reports_of(engine.mover, [1])[1].sums
+            shards = [engine.memory.view(slot)[PAGE_NBYTES:][: engine.layout.shard_nbytes] for slot in slots]
+            assert list(sums) in ([], [zlib.crc32(shard) for shard in shards])
+
+    @pytest.mark.parametrize("seed", _SEEDS)
     def test_load_scatters_exact_bytes(self, tmp_path: Path, seed: int):
         """Into the pages that are wanted; their neighbours, their padding and the slots stay as they are."""
         with self.engine(tmp_path, seed) as engine:
@@ -170,7 +181,7 @@ class ArenaLaws(Laws):
         with self.engine(tmp_path, seed=2) as engine:
             blocks = list(range(engine.layout.blocks))
             jobs = engine.rng.sample(range(1000), 40)
-            reports: list[tuple[int, bool]] = []
+            reports: list[Ended] = []
             for i, job in enumerate(jobs):
                 slot = i % engine.memory.slots
                 if i % 2:
@@ -180,7 +191,7 @@ class ArenaLaws(Laws):
                 reports += engine.mover.finished()
                 engine.mover.wait([job])
             reports += engine.mover.finished()
-            assert sorted(reports) == sorted((job, True) for job in jobs)
+            assert sorted(ended[:2] for ended in reports) == sorted((job, True) for job in jobs)
             assert list(engine.mover.finished()) == []
 
     def test_wait_frees_the_pages(self, tmp_path: Path):
@@ -204,14 +215,19 @@ class ArenaLaws(Laws):
 
 
 def settle(mover: Mover, jobs: Collection[int]) -> dict[int, bool]:
+    """Poll until each job is reported; whether it succeeded."""
+    return {job: ended.ok for job, ended in reports_of(mover, jobs).items()}
+
+
+def reports_of(mover: Mover, jobs: Collection[int]) -> dict[int, Ended]:
     """Poll until each job is reported; what was reported."""
-    reports: dict[int, bool] = {}
+    reports: dict[int, Ended] = {}
     deadline = time.monotonic() + _PATIENCE
     while not reports.keys() >= set(jobs):
         assert time.monotonic() < deadline, f"jobs {set(jobs) - reports.keys()} are never reported"
-        for job, ok in mover.finished():
-            assert job not in reports, f"job {job} is reported twice"
-            reports[job] = ok
+        for ended in mover.finished():
+            assert ended.job not in reports, f"job {ended.job} is reported twice"
+            reports[ended.job] = ended
         time.sleep(0.001)
     return reports
 

@@ -45,11 +45,14 @@ class Plan(KVConnectorMetadata):
 
 @attrs.frozen(slots=False)
 class Progress(KVConnectorWorkerMetadata):
-    """How many workers ended each store job or the self-test. From the workers to the scheduler."""
+    """What workers ended, store jobs or the self-test, and what they summed. From the workers to the scheduler."""
 
     ended: Counter[int] = attrs.field(factory=Counter)
     failed: Counter[int] = attrs.field(factory=Counter)
     tried: Counter[str] = attrs.field(factory=Counter)  #: what self-tests found wrong; empty: nothing
+    sums: dict[tuple[int, int], tuple[int, ...]] = attrs.field(factory=dict)  #: of shards, by job and rank
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Progress:
-        return Progress(self.ended + other.ended, self.failed + other.failed, self.tried + other.tried)
+        return Progress(
+            self.ended + other.ended, self.failed + other.failed, self.tried + other.tried, self.sums | other.sums
+        )

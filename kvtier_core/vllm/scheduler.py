@@ -61,6 +61,7 @@ class _Store:
     keys: list[ChunkKey]
     waiting: int  #: workers that have not reported
     failed: bool = False
+    sums: dict[int, Sequence[int]] = attrs.field(factory=dict)  #: of the shards, by rank
 
 
 class SchedulerHalf:
@@ -199,6 +200,8 @@ class SchedulerHalf:
         report = output.kv_connector_worker_meta
         if isinstance(report, Progress):
             self._end_trial(report.tried)
+            for (job, rank), sums in report.sums.items():
+                self._storing[job].sums[rank] = sums
             for job, workers in report.ended.items():
                 self._end_store(job, workers, failed=bool(report.failed[job]))
         for request_id in output.finished_recving or ():
@@ -233,7 +236,9 @@ class SchedulerHalf:
         if store.failed:
             self.manager.abort(store.keys)
         else:
-            self.manager.commit(store.keys)
+            summed = len(store.sums) == self._ranks
+            by_chunk = zip(*(store.sums[rank] for rank in range(self._ranks)), strict=True) if summed else ()
+            self.manager.commit(store.keys, dict(zip(store.keys, by_chunk, strict=summed)))
 
     # -- endings ---------------------------------------------------------------------------------------
 

@@ -44,8 +44,7 @@ def try_copies(mover: Mover, table: PageTable, caches: Mapping[str, torch.Tensor
         mover.wait([_LOAD])
         if where := _difference(pages, drawn, written):
             return f"a load did not restore {where}"
-        failed = [job for job, ok in mover.finished() if not ok]
-        return "a copy failed" if failed else ""
+        return "" if all(ended.ok for ended in mover.finished()) else "a copy failed"
     finally:
         for name, cache in pages.items():
             cache[drawn] = before[name]

@@ -35,6 +35,7 @@ class WorkerHalf:
         self._owners: dict[int, _Owner] = {}  # of the movers' jobs; an arena's part of a transfer is a job
         self._parts: Counter[_Owner] = Counter()  # jobs that have not ended
         self._failed: set[_Owner] = set()
+        self._sums: dict[tuple[int, int], tuple[int, ...]] = {}  # by store job of the plan, and rank
         self._ended: list[_Owner] = []
         self._tried: Counter[str] = Counter()
         self._jobs = 0
@@ -93,7 +94,8 @@ class WorkerHalf:
         failed = [owner for owner in ended if owner in self._failed]
         self._ended = [owner for owner in self._ended if owner[0] != "store"]
         self._failed.difference_update(failed)
-        return Progress(Counter(job for _, job in ended), Counter(job for _, job in failed), tried)
+        sums, self._sums = self._sums, {}
+        return Progress(Counter(job for _, job in ended), Counter(job for _, job in failed), tried, sums)
 
     def close(self) -> None:
         for mover in self._movers:
@@ -133,8 +135,11 @@ class WorkerHalf:
 
     def _collect(self) -> None:
         for mover in self._movers:
-            for job, ok in mover.finished() if mover is not None else ():
-                self._end_part(self._owners.pop(job), ok=ok)
+            for job, ok, sums in mover.finished() if mover is not None else ():
+                what, number = owner = self._owners.pop(job)
+                if what == "store" and sums:
+                    self._sums[number, self._table.rank] = tuple(sums)
+                self._end_part(owner, ok=ok)
 
     def _end_part(self, owner: _Owner, *, ok: bool) -> None:
         self._parts[owner] -= 1

@@ -4,13 +4,15 @@ import ctypes
 import mmap
 import random
 import threading
+import zlib
 
 import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_core import mover as module
+from kvtier_core import copier as module
+from kvtier_core.copier import Copier, PlainCopier
 from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.interfaces import HOLE, PageRun, PageTable
 from kvtier_core.mover import HostMover
@@ -22,7 +24,7 @@ LAYOUT = ChunkLayout(page_nbytes=(48, 96), blocks=4)
 class World:
     """A paged buffer and slots in one piece of random bytes each, and what they should be after each job."""
 
-    def __init__(self, layout, *, rank=0, blocks=8, slots=3, gaps=None, seed=0):
+    def __init__(self, layout, *, rank=0, blocks=8, slots=3, gaps=None, seed=0, copier=PlainCopier):
         rng = random.Random(seed)
         gaps = gaps or [0] * len(layout.page_nbytes)
         strides = [nbytes + gap for nbytes, gap in zip(layout.page_nbytes, gaps, strict=True)]
@@ -39,7 +41,7 @@ class World:
             for start, stride, nbytes in zip(self.starts, strides, layout.page_nbytes, strict=True)
         ]
         self.table = PageTable(tuple(runs), blocks, "cpu", rank, layout)
-        self.mover = HostMover(self.table, memoryview(self.slots), layout.frame_nbytes)
+        self.mover = HostMover(self.table, memoryview(self.slots), layout.frame_nbytes, copier)
 
     def bytes_of(self, pages, slots):
         """Index in the buffer and in the slots of every byte that a job moves."""
@@ -51,6 +53,9 @@ class World:
                         page = start + block * run.stride
                         yield from ((page + i, place + i) for i in range(run.nbytes))
                     place += run.nbytes
+
+    def ended(self):
+        return [(job, ok) for job, ok, _ in self.mover.finished()]
 
     def state(self):
         return bytes(self.pages), bytes(self.slots)
@@ -103,6 +108,7 @@ def jobs(draw):
         blocks=draw(st.integers(15, 20)),
         gaps=gaps,
         seed=draw(st.integers(0, 9)),
+        copier=draw(st.sampled_from([PlainCopier, Copier])),
     )
     slots = draw(st.lists(st.integers(0, 2), unique=True, max_size=3))
     ids = list(range(world.table.blocks))
@@ -121,7 +127,11 @@ def test_store(job):
     world.mover.wait([1])
     world.mover.close()
     assert world.state() == expected
-    assert world.mover.finished() == [(1, True)]
+    ((ended, ok, sums),) = world.mover.finished()
+    assert (ended, ok) == (1, True)
+    shards = [slot * world.layout.frame_nbytes + world.layout.shard_offset(world.rank) for slot in slots]
+    expected_sums = [zlib.crc32(world.slots[begin : begin + world.layout.shard_nbytes]) for begin in shards]
+    assert list(sums) in ([], expected_sums), "what lies in a shard, holes and all"
 
 
 @settings(max_examples=150, deadline=None)
@@ -133,7 +143,7 @@ def test_load(job):
     world.mover.wait([1])
     world.mover.close()
     assert world.state() == expected
-    assert world.mover.finished() == [(1, True)]
+    assert world.ended() == [(1, True)]
 
 
 def test_consecutive_blocks_are_one_copy(world, monkeypatch):
@@ -148,8 +158,8 @@ def test_each_job_is_reported_once(world):
     for job in range(5):
         world.mover.store(job, [[job] * 4], [0])
     world.mover.wait(range(5))
-    assert world.mover.finished() == [(job, True) for job in range(5)]
-    assert world.mover.finished() == []
+    assert world.ended() == [(job, True) for job in range(5)]
+    assert world.ended() == []
     world.mover.wait([0, 17])
 
 
@@ -160,7 +170,7 @@ def test_a_job_that_fails_is_reported(world, monkeypatch):
     monkeypatch.setattr(module.ctypes, "memmove", fail)
     world.mover.store(1, [[0] * 4], [0])
     world.mover.wait([1])
-    assert world.mover.finished() == [(1, False)]
+    assert world.ended() == [(1, False)]
 
 
 def test_close_reports_what_it_dropped(world, gate):
@@ -170,7 +180,7 @@ def test_close_reports_what_it_dropped(world, gate):
     threading.Timer(0.05, gate.set).start()
     world.mover.close()
     world.mover.wait([1, 2])
-    assert {job for job, _ in world.mover.finished()} == {1, 2}
+    assert {job for job, _ in world.ended()} == {1, 2}
     for begin in (lambda: world.mover.store(3, [row], [0]), lambda: world.mover.load(3, [0], [row])):
         with pytest.raises(ContractError, match="^the mover is closed$"):
             begin()
@@ -191,7 +201,7 @@ def test_a_store_does_not_wait_behind_loads(world, gate):
     world.mover.load(1, [0], [row])
     expected = world.after_store([row], [1])
     world.mover.store(2, [row], [1])
-    assert world.mover.finished() == [(2, True)]
+    assert world.ended() == [(2, True)]
     assert world.state() == expected
     gate.set()
 
@@ -226,7 +236,7 @@ def test_wrong_numbers_touch_no_memory(world, pages, slots, why):
         assert str(caught.value) == why
     world.mover.wait([1])
     assert world.state() == before
-    assert world.mover.finished() == []
+    assert world.ended() == []
 
 
 @pytest.mark.parametrize(

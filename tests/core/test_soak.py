@@ -76,7 +76,7 @@ class Engine:
 
     def _wait(self):
         self._mover.wait([self._jobs])
-        assert self._mover.finished() == [(self._jobs, True)]
+        assert [ended.ok for ended in self._mover.finished()] == [True]
 
 
 def page(seed, layer, block, nbytes):

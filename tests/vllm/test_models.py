@@ -66,9 +66,8 @@ def test_the_pages_themselves_come_back(engine, monkeypatch):
 
     def pages_of(mover, row):
         return {
-            (base, place): read(base + block * stride, nbytes)
-            for (stride, nbytes), layers in mover._layers.items()
-            for base, _ in layers
+            (layer.base, place): read(layer.base + block * layer.stride, layer.nbytes)
+            for layer in mover._table.layers
             for place, block in enumerate(row)
         }
 

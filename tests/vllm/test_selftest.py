@@ -8,6 +8,7 @@ import torch
 from conftest import cpu, cpu_and_disk, prompt
 from test_serving import NOISE, hits
 
+from kvtier_core.copier import PlainCopier
 from kvtier_core.interfaces import PageRun, PageTable
 from kvtier_core.mover import HostMover
 from kvtier_core.types import ChunkLayout
@@ -41,7 +42,7 @@ class Rig:
         )
 
     def verdict(self, table=None):
-        mover = HostMover(table or self.table(), self.slots, LAYOUT.frame_nbytes)
+        mover = HostMover(table or self.table(), self.slots, LAYOUT.frame_nbytes, PlainCopier)
         try:
             return try_copies(mover, self.table(), self.caches, slot=1)
         finally:
@@ -76,14 +77,13 @@ def test_pages_that_lie_otherwise_are_found(layer, change):
 
 
 def test_a_mover_that_does_nothing_is_found(monkeypatch):
-    monkeypatch.setattr(HostMover, "_pieces", lambda self, pairs: iter(()))
+    for way in ("gather", "scatter"):
+        monkeypatch.setattr(PlainCopier, way, lambda self, rows, slots: ())
     assert Rig().verdict().startswith("a load did not restore block ")
 
 
 def test_a_store_that_writes_into_pages_is_found(monkeypatch):
-    from kvtier_core import mover
-
-    monkeypatch.setattr(mover, "_gather", mover._scatter)
+    monkeypatch.setattr(PlainCopier, "gather", PlainCopier.scatter)
     assert Rig().verdict().startswith("a store changed block ")
 
 

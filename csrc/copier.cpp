@@ -1,0 +1,64 @@
+#include "copier.h"
+
+#include <utility>
+
+#include "copy.h"
+#include "crc32.h"
+
+namespace kvtier {
+namespace {
+
+// Of jobs of this size and above nothing is left in the caches when somebody comes to read it.
+constexpr size_t kLarge = size_t{4} << 20;
+
+std::byte* at(uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
+
+}  // namespace
+
+Copier::Copier(std::vector<Layer> layers, size_t row, uintptr_t shard, size_t slot_nbytes)
+    : layers_(std::move(layers)), row_(row), shard_(shard), slot_nbytes_(slot_nbytes) {
+  for (const Layer& layer : layers_) chunk_nbytes_ += layer.nbytes * row_;
+}
+
+Destination Copier::destination_of(size_t chunks) const {
+  return chunks * chunk_nbytes_ < kLarge ? Destination::kCached : Destination::kStreamed;
+}
+
+// Calls visit(page, place, nbytes) in the order of the slot; `page` is null for a hole. Pages that lie side by side in
+// the engine too are one piece.
+template <typename Visit>
+void Copier::each_piece(const Row& row, int64_t slot, Visit visit) const {
+  for (const Layer& layer : layers_) {
+    const uintptr_t begin = shard_ + static_cast<size_t>(slot) * slot_nbytes_ + layer.offset;
+    const bool dense = layer.stride == layer.nbytes;
+    for (size_t i = 0, end; i < row_; i = end) {
+      end = i + 1;
+      const bool hole = row[i] < 0;
+      while (dense && !hole && end < row_ && row[end] == row[end - 1] + 1) end++;
+      visit(hole ? nullptr : at(layer.base + static_cast<size_t>(row[i]) * layer.stride), at(begin + i * layer.nbytes),
+            (end - i) * layer.nbytes);
+    }
+  }
+}
+
+std::vector<uint32_t> Copier::gather(const std::vector<Row>& rows, const std::vector<int64_t>& slots) const {
+  const Destination destination = destination_of(rows.size());
+  std::vector<uint32_t> sums(rows.size());
+  for (size_t i = 0; i < rows.size(); i++)
+    each_piece(rows[i], slots[i], [&](std::byte* page, std::byte* place, size_t nbytes) {
+      sums[i] = page ? crc32_copy(sums[i], place, page, nbytes, destination) : crc32(sums[i], place, nbytes);
+    });
+  settle();
+  return sums;
+}
+
+void Copier::scatter(const std::vector<Row>& rows, const std::vector<int64_t>& slots) const {
+  const Destination destination = destination_of(rows.size());
+  for (size_t i = 0; i < rows.size(); i++)
+    each_piece(rows[i], slots[i], [&](std::byte* page, const std::byte* place, size_t nbytes) {
+      if (page) copy(page, place, nbytes, destination);
+    });
+  settle();
+}
+
+}  // namespace kvtier

@@ -1,0 +1,23 @@
+// CRC-32 as zlib and PNG compute it (reflected polynomial 0xEDB88320), as fast as the processor can.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "copy.h"
+
+namespace kvtier {
+
+// Of `crc`, the checksum of what came before (0 at the start), and `nbytes` more.
+uint32_t crc32(uint32_t crc, const std::byte* data, size_t nbytes);
+
+// The same of what is copied, in one pass.
+uint32_t crc32_copy(uint32_t crc, std::byte* to, const std::byte* from, size_t nbytes, Destination destination);
+
+// The checksum of two pieces one after the other, from the checksum of each and the length of the second.
+uint32_t crc32_combine(uint32_t first, uint32_t second, uint64_t second_nbytes);
+
+// What computes it here: "vpclmulqdq", "pclmulqdq" or "table".
+const char* crc32_method();
+
+}  // namespace kvtier

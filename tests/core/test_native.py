@@ -1,0 +1,121 @@
+"""The compiled kernels against what they stand in for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import subprocess
+import sys
+import zlib
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvtier_core import checksum, native
+from kvtier_core.copier import Copier, PlainCopier
+
+MIB = 1 << 20
+
+#: One stretch of bytes that are all different from their neighbours; an offset shifts every alignment.
+NOISE = random.Random(0).randbytes(MIB)
+
+
+def test_it_was_built_here():
+    """The other tests would compare Python with Python."""
+    assert native.extension is not None
+    assert native.describe().startswith("copies and checksums: native, ")
+
+
+@given(st.integers(0, 300), st.integers(0, 5000), st.integers(0, 2**32 - 1))
+@example(0, 0, 0)
+@example(3, 100_000, 2**32 - 1)
+def test_crc32(start, nbytes, before):
+    piece = NOISE[start : start + nbytes]
+    assert checksum.crc32(piece, before) == zlib.crc32(piece, before)
+
+
+def test_crc32_of_every_short_length():
+    for nbytes in range(1100):
+        assert checksum.crc32(NOISE[7 : 7 + nbytes]) == zlib.crc32(NOISE[7 : 7 + nbytes])
+
+
+def test_crc32_takes_any_buffer():
+    assert checksum.crc32(memoryview(bytearray(NOISE))) == zlib.crc32(NOISE)
+    with pytest.raises(TypeError):
+        checksum.crc32("text")
+    with pytest.raises(BufferError):
+        checksum.crc32(memoryview(NOISE)[::2])
+
+
+@pytest.mark.parametrize("combine", [checksum.combine, checksum.plain_combine])
+@given(st.integers(0, 3000), st.integers(0, 3000))
+def test_combine(combine, cut, end):
+    first, second = NOISE[:cut], NOISE[cut : cut + end]
+    assert combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+def test_combine_over_a_terabyte():
+    assert checksum.combine(1, 2, 1 << 40) == checksum.plain_combine(1, 2, 1 << 40)
+
+
+def test_join():
+    thirds = [NOISE[:1000], NOISE[1000:2000], NOISE[2000:3000]]
+    assert checksum.join([zlib.crc32(each) for each in thirds], 1000) == zlib.crc32(NOISE[:3000])
+
+
+class Pages:
+    """Layers of pages in one poisoned buffer, slots in another."""
+
+    ROW, BLOCKS, SLOTS = 3, 40, 6
+
+    def __init__(self, copier, nbytes: int, *, gap: int, skew: int):
+        stride = nbytes + gap
+        self.pages = bytearray(NOISE * (2 * stride * self.BLOCKS // MIB + 1))
+        self.slot_nbytes = 2 * nbytes * self.ROW + 4096
+        self.slots = bytearray(b"\xa5" * (self.SLOTS * self.slot_nbytes + skew))
+        base, shard = (ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in (self.pages, self.slots))
+        layers = [(base, stride, nbytes, 0), (base + stride * self.BLOCKS, stride, nbytes, nbytes * self.ROW)]
+        self.copier = copier(layers, self.ROW, shard + skew, self.slot_nbytes)
+
+
+@pytest.mark.parametrize("gap", [0, 64], ids=["dense", "padded"])
+@pytest.mark.parametrize("skew", [0, 1, 4096], ids="skewed by {}".format)
+@pytest.mark.parametrize("nbytes", [256, 4096, 40_000, 262_144 + 16], ids="pages of {}".format)
+def test_copies_small_and_large(nbytes, gap, skew):
+    """Large jobs go past the caches, and only what is aligned does; small pages are not summed 256 bytes at a time."""
+    mine, plain = (Pages(copier, nbytes, gap=gap, skew=skew) for copier in (Copier, PlainCopier))
+    rows = [[0, 1, 2], [9, -1, 8], [-1, 39, -1], [20, 21, 35]]
+    for each in (mine, plain):
+        sums = each.copier.gather(rows, [5, 0, 3, 2])
+    assert mine.slots == plain.slots
+    assert mine.pages == plain.pages
+    shards = (slot * mine.slot_nbytes + skew for slot in (5, 0, 3, 2))
+    in_slots = [zlib.crc32(memoryview(mine.slots)[at : at + 2 * nbytes * mine.ROW]) for at in shards]
+    assert mine.copier.gather(rows, [5, 0, 3, 2]) == in_slots and not sums
+    for each in (mine, plain):
+        each.copier.scatter([[3, 4, 5], [30, -1, 31]], [0, 5])
+    assert mine.pages == plain.pages
+    assert mine.slots == plain.slots
+
+
+def test_without_it_everything_is_there_in_python(tmp_path):
+    """Where nothing could be compiled."""
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['kvtier_core._native'] = None")
+    script = (
+        "import zlib; from kvtier_core import checksum, copier, native;"
+        "assert checksum.crc32 is zlib.crc32 and checksum.combine is checksum.plain_combine;"
+        "assert copier.Copier is copier.PlainCopier; print(native.describe())"
+    )
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    told = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout
+    assert told.startswith("copies and checksums in Python, slower: ")
+
+
+def test_it_links_nothing_of_the_engines():
+    """Neither libtorch nor libcudart: it works beside any of them."""
+    linked = subprocess.run(["ldd", native.extension.__file__], capture_output=True, text=True, check=True).stdout
+    assert {line.split()[0].split(".so")[0].rsplit("/")[-1] for line in linked.splitlines()} <= {
+        "linux-vdso", "libstdc++", "libm", "libgcc_s", "libc", "ld-linux-x86-64", "libpthread"
+    }  # fmt: skip
