@@ -1,28 +1,31 @@
 // kvtier_core._native. Each has a plain counterpart in Python beside it, which it is tested against.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <deque>
 #include <tuple>
 
 #include "copier.h"
 #include "crc32.h"
+#include "files.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace {
 
-// A readable buffer of bytes; released when it goes.
+// The bytes of a Python buffer; released when it goes.
 class Bytes {
  public:
-  explicit Bytes(nb::handle object) {
-    if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_SIMPLE)) throw nb::python_error();
+  explicit Bytes(nb::handle object, int flags = PyBUF_SIMPLE) {
+    if (PyObject_GetBuffer(object.ptr(), &buffer_, flags)) throw nb::python_error();
   }
   ~Bytes() { PyBuffer_Release(&buffer_); }
   Bytes(const Bytes&) = delete;
 
-  const std::byte* data() const { return static_cast<const std::byte*>(buffer_.buf); }
+  std::byte* data() const { return static_cast<std::byte*>(buffer_.buf); }
   size_t size() const { return static_cast<size_t>(buffer_.len); }
 
  private:
@@ -33,6 +36,29 @@ uint32_t crc32(nb::handle data, uint32_t crc) {
   const Bytes bytes(data);
   const nb::gil_scoped_release released;
   return kvtier::crc32(crc, bytes.data(), bytes.size());
+}
+
+using Outcomes = std::optional<std::vector<int64_t>>;
+
+Outcomes move_all(const std::vector<int>& fds, const std::vector<nb::object>& views, kvtier::Direction direction) {
+  if (fds.size() != views.size()) throw nb::value_error("as many files as views");
+  std::deque<Bytes> buffers;
+  std::vector<kvtier::Move> moves;
+  for (size_t i = 0; i < fds.size(); i++) {
+    const Bytes& bytes = buffers.emplace_back(
+        views[i], direction == kvtier::Direction::kRead ? PyBUF_WRITABLE : PyBUF_SIMPLE);
+    moves.push_back({fds[i], bytes.data(), bytes.size()});
+  }
+  const nb::gil_scoped_release released;
+  return kvtier::move_all(moves, direction);
+}
+
+Outcomes read_files(const std::vector<int>& fds, const std::vector<nb::object>& into) {
+  return move_all(fds, into, kvtier::Direction::kRead);
+}
+
+Outcomes write_files(const std::vector<int>& fds, const std::vector<nb::object>& from) {
+  return move_all(fds, from, kvtier::Direction::kWrite);
 }
 
 using LayerTuple = std::tuple<uintptr_t, size_t, size_t, size_t>;
@@ -49,6 +75,10 @@ NB_MODULE(_native, m) {
   m.def("crc32", &crc32, "data"_a, "crc"_a = 0);
   m.def("crc32_combine", &kvtier::crc32_combine, "first"_a, "second"_a, "second_nbytes"_a);
   m.def("crc32_method", &kvtier::crc32_method);
+
+  m.def("read_files", &read_files, "fds"_a, "into"_a);
+  m.def("write_files", &write_files, "fds"_a, "from"_a);
+  m.def("ring_works", &kvtier::ring_works);
 
   const nb::call_guard<nb::gil_scoped_release> released;
   nb::class_<kvtier::Copier>(m, "Copier")

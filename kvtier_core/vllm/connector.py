@@ -30,6 +30,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvtier_core import native
 from kvtier_core.config import StackConfig, load_config, open_stack
 from kvtier_core.interfaces import OpenContext
 from kvtier_core.plugins import Registry
@@ -154,6 +155,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         manager = open_stack(self.config, context)
         for line in manager.describe():
             logger.info("kvtier: %s", line)
+        logger.info("kvtier: %s", native.describe())
         model = Namespace.of(identity.model_facts(self._vllm_config.model_config, weights, chunk_tokens))
         logger.info("kvtier: identity %s, of the model %s", context.namespace.digest.hex(), model.digest.hex())
         for fact in context.namespace.facts:

@@ -5,13 +5,24 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from kvtier_core.errors import BackendError
+from kvtier_core.files import ring_works
 from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.types import ChunkKey, Nbytes
 from kvtier_disk.claim import Claim
 from kvtier_disk.config import DiskConfig
-from kvtier_disk.files import nbytes_of, probe_direct, read_frame, remove_probe, write_frame
+from kvtier_disk.files import (
+    Access,
+    discard,
+    nbytes_of,
+    probe_direct,
+    publish,
+    read_frames,
+    remove_probe,
+    write_unfinished,
+)
 from kvtier_disk.folder import Found, Home, everything, set_aside
 from kvtier_disk.room import Room, free_of
 
@@ -41,7 +52,7 @@ class DiskBackend(Backend):
                 others = self._sweep()
                 used = sum(found.nbytes for found in [*others, *self._home.frames()])
                 self._room = Room(ctx.capacity - used, ((found.path, found.nbytes) for found in others))
-                self._direct = self._effective_direct()
+                self._access = self._effective_access()
             except BaseException:
                 self._claim.release()
                 raise
@@ -52,10 +63,7 @@ class DiskBackend(Backend):
 
     def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int]:
         with self._errors():
-            return [
-                read_frame(self._home.file(key), view, direct=self._direct)
-                for key, view in zip(keys, into, strict=True)
-            ]
+            return read_frames([self._home.file(key) for key in keys], into, self._access)
 
     def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> None:
         with self._errors():
@@ -63,8 +71,7 @@ class DiskBackend(Backend):
             if not self._claim.still_there():
                 self._claim.take()
             self._check_free(sum(map(len, frames)))
-            for key, frame in zip(keys, frames, strict=True):
-                self._write_one(key, frame)
+            self._write([self._home.file(key) for key in keys], frames)
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         with self._errors():
@@ -93,24 +100,31 @@ class DiskBackend(Backend):
             return iter([(found.key, found.nbytes) for found in self._home.frames()])
 
     def facts(self) -> Mapping[str, str]:
-        return {"direct": f"{self._config.direct} -> {'on' if self._direct else 'off'}"}
+        return {
+            "direct": f"{self._config.direct} -> {'on' if self._access.direct else 'off'}",
+            "io": f"{self._config.io} -> {'io_uring' if self._access.ring else 'calls'}",
+        }
 
     def close(self) -> None:
         with self._errors():
             self._claim.release()
 
-    def _write_one(self, key: ChunkKey, frame: memoryview) -> None:
-        file = self._home.file(key)
-        growth = len(frame) - nbytes_of(file)
-        self._room.take(growth)
+    def _write(self, files: Sequence[Path], frames: Sequence[memoryview]) -> None:
+        growths = [len(frame) - nbytes_of(file) for file, frame in zip(files, frames, strict=True)]
+        self._room.take(sum(growths))
+        published = 0
         try:
             try:
-                write_frame(file, frame, direct=self._direct)
+                write_unfinished(files, frames, self._access)
             except FileNotFoundError:
-                self._home.make_place(key)
-                write_frame(file, frame, direct=self._direct)
+                self._home.make_places(files)
+                write_unfinished(files, frames, self._access)
+            for file in files:
+                publish(file)
+                published += 1
         except OSError:
-            self._room.give(growth)
+            discard(files[published:])
+            self._room.give(sum(growths[published:]))
             raise
 
     def _sweep(self) -> list[Found]:
@@ -140,6 +154,19 @@ class DiskBackend(Backend):
                 f"{self._config.path}: {Nbytes(nbytes)} to write and {Nbytes(free)} free, "
                 f"of which min_free keeps {self._config.min_free}"
             )
+
+    def _effective_access(self) -> Access:
+        direct = self._effective_direct()
+        if self._config.io == "calls" or (self._config.io == "auto" and not direct):
+            return Access(direct, ring=False)  # through the page cache a ring only adds a thread of the kernel's
+        ring = ring_works()
+        if self._config.io == "io_uring" and not ring:
+            raise BackendError(
+                f"{self._config.path}: io is io_uring, and there is none here: kvtier was built without it, or the "
+                "kernel or a container's rules forbid it; with io: auto plain calls are used",
+                retryable=False,
+            )
+        return Access(direct, ring)
 
     def _effective_direct(self) -> bool:
         if self._config.direct == "off":

@@ -21,6 +21,7 @@ class DiskConfig(BackendConfig):
 
     path: Path  #: the folder; each engine needs one of its own
     direct: Literal["auto", "on", "off"] = "auto"  #: past the page cache (O_DIRECT), if the filesystem can
+    io: Literal["auto", "io_uring", "calls"] = "auto"  #: a batch of files at once (io_uring) where that is to be had
     min_free: Nbytes = Nbytes(1 << 30)  #: no write may leave the filesystem less free space than this
     quarantine: Nbytes = Nbytes(256 << 20)  #: of damaged frames so much is kept aside, to be looked at
 

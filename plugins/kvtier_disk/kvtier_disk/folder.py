@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import attrs
@@ -50,9 +50,10 @@ class Home:
         name = key.hex()
         return self.path / name[:2] / f"{name}.kv"
 
-    def make_place(self, key: ChunkKey) -> None:
-        """The folders above the file of this key."""
-        make_ours(self.file(key).parent)
+    def make_places(self, files: Iterable[Path]) -> None:
+        """The folders above these files."""
+        for place in {file.parent for file in files}:
+            make_ours(place)
 
     def put_aside(self, key: ChunkKey) -> Path:
         """Move the file of a damaged frame to where no reader looks; its new name."""

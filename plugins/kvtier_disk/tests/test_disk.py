@@ -16,7 +16,7 @@ from kvtier_core import frame
 from kvtier_core.errors import BackendError
 from kvtier_core.testing.samples import Poisoned, make_context, make_frame, make_key, make_keys, make_namespace
 from kvtier_core.types import PAGE_NBYTES, Nbytes
-from kvtier_disk import plugin
+from kvtier_disk import backend, plugin
 from kvtier_disk.config import DiskConfig
 
 NBYTES = 4 * PAGE_NBYTES
@@ -124,7 +124,7 @@ def test_a_killed_engine_leaves_the_folder_free(tmp_path):
 
 
 def _die_half_way(path, key, direct):
-    disk = open_disk(path, direct=direct)
+    disk = open_disk(path, direct=direct, io="calls")
     pwritev = os.pwritev
 
     def half(fd, views, at):
@@ -374,12 +374,12 @@ def test_a_vanished_mount(mounted):
 
 
 def test_an_io_error_is_a_backend_error(tmp_path, monkeypatch):
-    """Simulated: no disk that fails on command is at hand."""
+    """Simulated; test_disk_trouble.py has disks that fail in earnest."""
 
     def fail(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    disk = open_disk(tmp_path)
+    disk = open_disk(tmp_path, io="calls")
     write(disk, make_key(0))
     with monkeypatch.context() as broken:
         broken.setattr(os, "preadv", fail)
@@ -398,7 +398,7 @@ def test_short_transfers_go_on(tmp_path, monkeypatch):
     preadv, pwritev = os.preadv, os.pwritev
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:PAGE_NBYTES]], at))
     monkeypatch.setattr(os, "pwritev", lambda fd, views, at: pwritev(fd, [views[0][:PAGE_NBYTES]], at))
-    disk = open_disk(tmp_path)
+    disk = open_disk(tmp_path, io="calls")
     write(disk, make_key(0))
     assert read(disk, make_key(0)) == make_frame(make_key(0), nbytes=NBYTES)
     disk.close()
@@ -420,7 +420,7 @@ def test_direct_where_the_filesystem_can(mounted, direct):
 def test_direct_where_the_filesystem_cannot(mounted):
     folder = mounted("ramfs")
     disk = open_disk(folder, direct="auto")
-    assert disk.facts() == {"direct": "auto -> off"}
+    assert disk.facts() == {"direct": "auto -> off", "io": "auto -> calls"}
     disk.close()
     with pytest.raises(BackendError, match="direct is on, but no page can be written past the page cache"):
         open_disk(folder, direct="on")
@@ -430,8 +430,54 @@ def test_direct_where_the_filesystem_cannot(mounted):
 
 def test_direct_off_is_off(tmp_path):
     disk = open_disk(tmp_path, direct="off")
-    assert disk.facts() == {"direct": "off -> off"}
+    assert disk.facts() == {"direct": "off -> off", "io": "auto -> calls"}
     disk.close()
+
+
+# -- a batch at once -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("io", ["io_uring", "calls"])
+@pytest.mark.parametrize("direct", ["auto", "off"])
+def test_a_batch_comes_back_however_it_is_moved(tmp_path, io, direct):
+    disk = open_disk(tmp_path, io=io, direct=direct)
+    assert disk.facts()["io"] == f"{io} -> {io}"
+    keys = [make_key(i) for i in range(40)]  # more than are under way at once
+    frames = [make_frame(key, nbytes=NBYTES) for key in keys]
+    disk.write(keys, frames)
+    into = [Poisoned(NBYTES) for _ in range(41)]
+    assert disk.read([make_key(99), *keys], [each.view for each in into]) == [0] + [NBYTES] * 40
+    assert [each.view for each in into[1:]] == frames
+    disk.close()
+
+
+@pytest.mark.parametrize("io", ["io_uring", "calls"])
+def test_of_a_batch_that_fails_nothing_unfinished_is_left(tmp_path, io):
+    """Something is in the way of the second of three."""
+    disk = open_disk(tmp_path, io=io)
+    keys = [make_key(i) for i in range(3)]
+    write(disk, keys[1])
+    (file,) = files(tmp_path)
+    disk.delete(keys[1:2])
+    file.mkdir()
+    with pytest.raises(BackendError):
+        disk.write(keys, [make_frame(key, nbytes=NBYTES) for key in keys])
+    whole = [key for key, found in zip(keys, disk.contains(keys), strict=True) if found and key != keys[1]]
+    assert [each.stat().st_size for each in files(tmp_path)] == [NBYTES] * len(whole)
+    file.rmdir()
+    disk.write(keys, [make_frame(key, nbytes=NBYTES) for key in keys])
+    assert all(read(disk, key) == make_frame(key, nbytes=NBYTES) for key in keys)
+    disk.close()
+
+
+def test_without_a_ring_calls_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(backend, "ring_works", lambda: False)
+    disk = open_disk(tmp_path)
+    assert disk.facts()["io"] == "auto -> calls"
+    disk.close()
+    with pytest.raises(BackendError, match="io is io_uring, and there is none here"):
+        open_disk(tmp_path, io="io_uring")
+    open_disk(tmp_path).close()
 
 
 def test_read_only_frames_are_written_too(tmp_path):
