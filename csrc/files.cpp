@@ -16,8 +16,9 @@ namespace kvtier {
 namespace {
 
 constexpr unsigned kDepth = 32;
-// Pieces of this size, several under way, reach what a disk can do; a single large request does not.
-constexpr size_t kPiece = size_t{512} << 10;
+// Reads in pieces of this size, several under way, reach what a disk can do; a single large one does not. A file that
+// grows takes one write at a time, and the larger the better.
+constexpr size_t kPieceOfRead = size_t{512} << 10, kPieceOfWrite = size_t{32} << 20;
 
 // The part of a move that one request asks for.
 struct Piece {
@@ -154,11 +155,12 @@ class Tally {
   std::vector<int64_t> outcomes_;
 };
 
-std::vector<Piece> pieces_of(const std::vector<Move>& moves) {
+std::vector<Piece> pieces_of(const std::vector<Move>& moves, Direction direction) {
+  const size_t most = direction == Direction::kRead ? kPieceOfRead : kPieceOfWrite;
   std::vector<Piece> pieces;
   for (size_t i = 0; i < moves.size(); i++)
-    for (size_t at = 0; at < moves[i].nbytes; at += kPiece)
-      pieces.push_back({i, at, std::min(kPiece, moves[i].nbytes - at)});
+    for (size_t at = 0; at < moves[i].nbytes; at += most)
+      pieces.push_back({i, at, std::min(most, moves[i].nbytes - at)});
   return pieces;
 }
 
@@ -168,7 +170,7 @@ std::optional<std::vector<int64_t>> move_all(const std::vector<Move>& moves, Dir
   Ring* ring = ring_of_this_thread();
   if (!ring) return std::nullopt;
   Tally tally(moves);
-  std::vector<Piece> todo = pieces_of(moves);
+  std::vector<Piece> todo = pieces_of(moves, direction);
   std::reverse(todo.begin(), todo.end());
   Piece under_way[kDepth];
   std::vector<unsigned> free(kDepth);

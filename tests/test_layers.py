@@ -27,20 +27,8 @@ FLOORS = [
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 #: The data plane does not know that plugins exist.
-DATA_PLANE = {
-    "native",
-    "checksum",
-    "frame",
-    "copier",
-    "files",
-    "workers",
-    "batches",
-    "mover",
-    "door",
-    "breaker",
-    "residents",
-}
-DATA_PLANE |= {"arena", "tier", "manager"}
+DATA_PLANE = {"native", "checksum", "files", "frame", "copier", "workers", "batches", "mover", "door", "breaker"}
+DATA_PLANE |= {"residents", "arena", "tier", "manager"}
 PLUGIN_PLANE = {"hookspecs", "plugins", "structure", "nodes", "config", "builtin"}
 
 #: What a plugin may use of the core. Its tests may also use `testing`.
