@@ -42,8 +42,18 @@ class Clock:
 def open_weightless(config: StackConfig, layout: ChunkLayout, clock: Clock) -> StorageManager:
     """The stack of a configuration with nothing behind its tiers. Raises ConfigError."""
     tiers = tuple(_weightless(tier) for tier in config.tiers)
-    context = OpenContext(Namespace.of({"engine": "simulated"}), layout, "simulated")
-    return open_stack(attrs.evolve(config, tiers=tiers), context, World(_pool, clock, OpenDoor))
+    return open_stack(attrs.evolve(config, tiers=tiers), _context(layout), World(_pool, clock, OpenDoor))
+
+
+def chunks_in(tier: ArenaTier | BackendTier, layout: ChunkLayout) -> int:
+    """How many a tier has room for."""
+    context = _context(layout)
+    serializer = tier.serializer.open(context) if isinstance(tier, BackendTier) else None
+    return tier.capacity // Door(context.namespace, layout, serializer).bound
+
+
+def _context(layout: ChunkLayout) -> OpenContext:
+    return OpenContext(Namespace.of({"engine": "simulated"}), layout, "simulated")
 
 
 def _weightless(tier: ArenaTier | BackendTier) -> ArenaTier | BackendTier:

@@ -1,0 +1,122 @@
+"""`kvtier simulate TRACE`: what stacks would have done with the prompts of a trace."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+
+import attrs
+
+from kvtier_core.cli import studies
+from kvtier_core.config import StackConfig, load_config
+from kvtier_core.errors import ConfigError
+from kvtier_core.plugins import Registry
+from kvtier_core.simulate import stacks
+from kvtier_core.simulate.bar import Bar
+from kvtier_core.simulate.replay import Tally
+from kvtier_core.simulate.study import Study
+
+_CAPACITIES = "1%,5%,10%,20%"
+#: Not a policy, but the most that any could do.
+_BOUND = "min"
+
+
+def add_to(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "simulate", help="replay a trace of prompts through stacks, without bytes or an engine"
+    )
+    studies.add_to(parser)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--config", help="a configuration file: the stack to be simulated")
+    which.add_argument(
+        "--capacity",
+        default=_CAPACITIES,
+        help="200GiB, or a share of the trace's distinct chunks; 1%%+10%% for two tiers; default: "
+        + _CAPACITIES.replace("%", "%%"),
+    )
+    parser.add_argument(
+        "--policy", help=f"lru,git …; git+lru for two tiers; {_BOUND} for the offline optimum; all, the default"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="also draw hit rates over capacity, to a .svg or .png")
+    parser.set_defaults(run=run)
+
+
+@attrs.frozen
+class Row:
+    """A stack, and what became of the trace in it."""
+
+    capacity: str
+    policy: str
+    config: StackConfig
+    tally: Tally
+    bound: Tally
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        registry = Registry.discover()
+        study = studies.read(options)
+        plans = list(_plans(options, study, registry))
+        bar = Bar(len(study.trace.prompts) * sum(policy != _BOUND for _, policy, _ in plans))
+        rows = [_simulate(study, *plan, bar) for plan in plans]
+        bar.clear()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print("\n".join(studies.describe(study)))
+    print()
+    for line in _table(rows):
+        print(line)
+    return 0
+
+
+def _plans(options: argparse.Namespace, study: Study, registry: Registry) -> Iterator[tuple[str, str, StackConfig]]:
+    """What to simulate: how it is told, and the stack. The bound comes first."""
+    names = (options.policy or "all").split(",")
+    if "all" in names:
+        names = [_BOUND, *stacks.all_policies(registry)]
+    names.sort(key=lambda name: name != _BOUND)
+    if options.config:
+        config = load_config(options.config, registry)
+        yield options.config, _BOUND, config
+        if not options.policy:
+            yield options.config, "+".join(tier.eviction.type for tier in config.tiers), config
+            return
+        for name in names:
+            if name != _BOUND:
+                policies = stacks.read_policies(name, len(config.tiers), registry)
+                yield options.config, name, stacks.with_policies(config, policies)
+        return
+    for text in options.capacity.split(","):
+        capacities = stacks.read_capacities(text, study.trace, study.layout)
+        for name in names:
+            chosen = stacks.read_policies("lru" if name == _BOUND else name, len(capacities), registry)
+            yield text, name, stacks.stack_of(capacities, chosen, study.trace.chunk_tokens)
+
+
+def _simulate(study: Study, capacity: str, policy: str, config: StackConfig, bar: Bar) -> Row:
+    bar.label = f"{policy} at {capacity}"
+    bound = study.bound(config)
+    return Row(capacity, policy, config, bound if policy == _BOUND else study.run(config, bar.tick), bound)
+
+
+def _table(rows: Sequence[Row]) -> Iterator[str]:
+    """The bound writes nothing: it knows beforehand what to keep."""
+    tiers = list(dict.fromkeys(tier.name for row in rows for tier in row.config.tiers))
+    several = tiers if len(tiers) > 1 else []
+    header = ["capacity", "policy", "hits", "of min", *several, "mean", "p95", *(f"into {tier}" for tier in tiers)]
+    lines = [
+        [
+            row.capacity,
+            row.policy,
+            f"{row.tally.hit_rate:.2%}",
+            f"{row.tally.hit_rate / (row.bound.hit_rate or 1):.1%}",
+            *(f"{row.tally.hits[tier] / row.tally.tokens:.2%}" for tier in several),
+            studies.ms(row.tally.mean),
+            studies.ms(row.tally.p95),
+            *(studies.size(row.tally.written[tier]) if row.tally.written else "" for tier in tiers),
+        ]
+        for row in rows
+    ]
+    return studies.table(header, lines, left=2)
