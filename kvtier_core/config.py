@@ -65,12 +65,21 @@ class BackendTier:
 
 
 @attrs.frozen
+class RecordConfig:
+    """Where the traffic of a live engine is recorded, for `kvtier simulate`."""
+
+    path: pathlib.Path  #: a folder; each start of an engine adds a file
+    capacity: Nbytes = attrs.field(default=Nbytes(256 << 20))  #: of all files in it; then recording ends
+
+
+@attrs.frozen
 class StackConfig:
     tiers: tuple[ArenaTier | BackendTier, ...]  #: hottest first
     chunk_tokens: int = attrs.field(default=256, validator=attrs.validators.ge(1))
     token_database: TokenDatabaseConfig = attrs.field(factory=ChainedConfig)
     load_wait: Seconds = attrs.field(default=Seconds(2))  #: how long a request waits for what lies below the arenas
     save_decode: bool = False
+    record: RecordConfig | None = None
     _places: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)
 
     @property

@@ -26,6 +26,7 @@ class Tally:
     """What became of a trace."""
 
     tokens: int = 0
+    each: list[int] = attrs.field(factory=list)  #: tokens of each prompt that came from a tier
     seconds: list[float] = attrs.field(factory=list)  #: of each prompt, until its prefill was over
     hits: Counter[str] = attrs.field(factory=Counter)  #: tokens that came from each tier
     written: Counter[str] = attrs.field(factory=Counter)  #: bytes that went into each tier
@@ -38,7 +39,8 @@ class Tally:
             self.hits[tier] += trace.tokens_in(prompt, known + count) - trace.tokens_in(prompt, known)
             known += count
         self.tokens += prompt.tokens
-        self.seconds.append(costs.seconds(prompt.tokens - trace.tokens_in(prompt, known), chunks))
+        self.each.append(trace.tokens_in(prompt, known))
+        self.seconds.append(costs.seconds(prompt.tokens - self.each[-1], chunks))
 
     @property
     def hit_rate(self) -> float:
@@ -75,8 +77,11 @@ def serve(manager: StorageManager, path: Sequence[ChunkKey], written: Counter[st
     manager.touch(path)
     ready = _look_up(manager, path, written)
     origins = manager.origins(ready)
-    manager.unpin(manager.pin(ready, "prompt"), "prompt")
+    slots = manager.pin(ready, "prompt")
+    _account(manager.step(), written)  # as an engine does before each forward
+    manager.unpin(slots, "prompt")
     manager.commit(list(manager.reserve(path)))
+    _account(manager.step(), written)
     _account(manager.drain(timeout=60), written)
     return origins
 

@@ -114,12 +114,18 @@ def _lines(path: pathlib.Path) -> Iterator[_Line]:
     try:
         with path.open(encoding="utf-8") as file:
             for number, text in enumerate(file, start=1):
-                if text.strip():
-                    yield _Line(f"{path}:{number}", _parsed(text, f"{path}:{number}"))
+                where = f"{path}:{number}"
+                if text.strip() and not _torn(text):
+                    yield _Line(where, _parsed(text, where))
     except OSError as error:
         raise ConfigError([Problem(str(path), "$", f"cannot be read: {error.strerror}")]) from error
     except UnicodeDecodeError as error:
         raise ConfigError([Problem(str(path), "$", f"cannot be read: {error}")]) from error
+
+
+def _torn(text: str) -> bool:
+    """The last line of a recording whose engine was killed."""
+    return not text.endswith(("}", "\n"))
 
 
 def _parsed(text: str, where: str) -> dict[str, Any]:
