@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pathlib
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -10,10 +11,11 @@ import attrs
 
 from kvtier_core.cli import studies
 from kvtier_core.config import StackConfig, load_config
-from kvtier_core.errors import ConfigError
+from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.plugins import Registry
 from kvtier_core.simulate import stacks
 from kvtier_core.simulate.bar import Bar
+from kvtier_core.simulate.plot import Curve, Picture, check_name
 from kvtier_core.simulate.replay import Tally
 from kvtier_core.simulate.study import Study
 
@@ -38,7 +40,9 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--policy", help=f"lru,git …; git+lru for two tiers; {_BOUND} for the offline optimum; all, the default"
     )
-    parser.add_argument("--plot", metavar="FILE", help="also draw hit rates over capacity, to a .svg or .png")
+    parser.add_argument(
+        "--plot", type=pathlib.Path, metavar="FILE", help="also draw hit rates over capacity, to a .svg or .png"
+    )
     parser.set_defaults(run=run)
 
 
@@ -55,12 +59,19 @@ class Row:
 
 def run(options: argparse.Namespace) -> int:
     try:
+        if options.plot:
+            check_name(options.plot)
         registry = Registry.discover()
         study = studies.read(options)
         plans = list(_plans(options, study, registry))
+        if options.plot and len({capacity for capacity, _, _ in plans}) < 2:
+            why = "one capacity makes no curve"
+            raise ConfigError([Problem("--plot", str(options.plot), why, "give several: --capacity 1%,5%,10%")])
         bar = Bar(len(study.trace.prompts) * sum(policy != _BOUND for _, policy, _ in plans))
         rows = [_simulate(study, *plan, bar) for plan in plans]
         bar.clear()
+        if options.plot:
+            _picture(study, rows).save(options.plot)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -120,3 +131,19 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
         for row in rows
     ]
     return studies.table(header, lines, left=2)
+
+
+def _picture(study: Study, rows: Sequence[Row]) -> Picture:
+    sizes = {row.capacity: sum(tier.capacity for tier in row.config.tiers) for row in rows}
+    bounds = {row.capacity: row.bound.hit_rate for row in rows}
+    rates = {(row.policy, row.capacity): row.tally.hit_rate for row in rows}
+    order = sorted(sizes, key=sizes.__getitem__)
+    policies = dict.fromkeys(row.policy for row in rows if row.policy != _BOUND)
+    return Picture(
+        "Prefix hit rate over capacity",
+        f"{study.trace.name}: {len(study.trace.prompts):,} prompts, {study.trace.tokens / 1e6:,.0f} million tokens",
+        tuple(sizes[capacity] for capacity in order),
+        tuple((capacity, studies.size(sizes[capacity])) for capacity in order),
+        tuple(Curve(policy, tuple(rates[policy, capacity] for capacity in order)) for policy in policies),
+        Curve("optimum", tuple(bounds[capacity] for capacity in order)),
+    )
