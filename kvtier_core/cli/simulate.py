@@ -61,9 +61,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         if options.plot:
             check_name(options.plot)
-        registry = Registry.discover()
         study = studies.read(options)
-        plans = list(_plans(options, study, registry))
+        plans = list(_of_file(options, study) if options.config else _of_capacities(options, study))
         if options.plot and len({capacity for capacity, _, _ in plans}) < 2:
             why = "one capacity makes no curve"
             raise ConfigError([Problem("--plot", str(options.plot), why, "give several: --capacity 1%,5%,10%")])
@@ -75,35 +74,46 @@ def run(options: argparse.Namespace) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    print("\n".join(studies.describe(study)))
-    print()
-    for line in _table(rows):
-        print(line)
+    print("\n".join([*studies.describe(study), *_notes(options, study, rows), "", *_table(rows)]))
     return 0
 
 
-def _plans(options: argparse.Namespace, study: Study, registry: Registry) -> Iterator[tuple[str, str, StackConfig]]:
-    """What to simulate: how it is told, and the stack. The bound comes first."""
+def _names(options: argparse.Namespace, registry: Registry) -> list[str]:
+    """Of the policies to simulate; the bound comes first."""
     names = (options.policy or "all").split(",")
     if "all" in names:
         names = [_BOUND, *stacks.all_policies(registry)]
-    names.sort(key=lambda name: name != _BOUND)
-    if options.config:
-        config = load_config(options.config, registry)
-        yield options.config, _BOUND, config
-        if not options.policy:
-            yield options.config, "+".join(tier.eviction.type for tier in config.tiers), config
-            return
-        for name in names:
-            if name != _BOUND:
-                policies = stacks.read_policies(name, len(config.tiers), registry)
-                yield options.config, name, stacks.with_policies(config, policies)
+    return sorted(names, key=lambda name: name != _BOUND)
+
+
+def _of_file(options: argparse.Namespace, study: Study) -> Iterator[tuple[str, str, StackConfig]]:
+    """How a stack is told, and the stack: the file's own policies, or each of those asked for in all its tiers."""
+    registry = Registry.discover()
+    config = load_config(options.config, registry)
+    yield options.config, _BOUND, config
+    if not options.policy:
+        yield options.config, "+".join(tier.eviction.type for tier in config.tiers), config
         return
+    for name in _names(options, registry):
+        if name != _BOUND:
+            policies = stacks.read_policies(name, len(config.tiers), registry)
+            yield options.config, name, stacks.with_policies(config, policies)
+
+
+def _of_capacities(options: argparse.Namespace, study: Study) -> Iterator[tuple[str, str, StackConfig]]:
+    """How a stack is told, and the stack."""
+    registry = Registry.discover()
     for text in options.capacity.split(","):
         capacities = stacks.read_capacities(text, study.trace, study.layout)
-        for name in names:
-            chosen = stacks.read_policies("lru" if name == _BOUND else name, len(capacities), registry)
-            yield text, name, stacks.stack_of(capacities, chosen, study.trace.chunk_tokens)
+        for name in _names(options, registry):
+            policies = stacks.read_policies("lru" if name == _BOUND else name, len(capacities), registry)
+            yield text, name, stacks.stack_of(capacities, policies, study.trace.chunk_tokens)
+
+
+def _notes(options: argparse.Namespace, study: Study, rows: Sequence[Row]) -> Iterator[str]:
+    theirs, ours = rows[0].config.chunk_tokens, study.trace.chunk_tokens
+    if theirs != ours:
+        yield f"{options.config} has chunks of {theirs} tokens; simulated are the trace's, of {ours}"
 
 
 def _simulate(study: Study, capacity: str, policy: str, config: StackConfig, bar: Bar) -> Row:

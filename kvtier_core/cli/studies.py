@@ -41,7 +41,9 @@ def read(options: argparse.Namespace) -> Study:
         token = Nbytes.parse(options.bytes_per_token)
     except ValueError as error:
         raise _wrong("--bytes-per-token", options.bytes_per_token, str(error)) from error
-    if options.prefill <= 0 or not token:
+    if not token:
+        raise _wrong("--bytes-per-token", options.bytes_per_token, "must be more than nothing")
+    if not options.prefill > 0:
         raise _wrong("--prefill", f"{options.prefill:g}", "must be more than nothing")
     speeds = dict(_read_speed(text) for text in options.speed)
     return Study(trace, stacks.layout_of(trace.chunk_tokens, token), options.prefill, speeds)

@@ -150,6 +150,8 @@ def check_name(path: pathlib.Path) -> None:
         raise _wrong(path, "pictures are .svg or .png")
     if path.suffix == ".png":
         _resvg(path)
+    if not path.parent.is_dir():
+        raise _wrong(path, f"there is no folder {path.parent}")
 
 
 def _png(drawn: str) -> bytes:

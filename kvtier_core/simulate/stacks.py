@@ -30,17 +30,18 @@ def read_capacities(text: str, trace: Trace, layout: ChunkLayout) -> tuple[Nbyte
     sizes = text.split("+")
     if len(sizes) > len(_NAMES):
         raise _wrong("--capacity", text, f"{len(sizes)} tiers; at most {len(_NAMES)} can be told apart without a file")
-    return tuple(_read_size(size.strip(), trace, layout) for size in sizes)
+    return tuple(read_size(size.strip(), trace, layout) for size in sizes)
 
 
-def _read_size(text: str, trace: Trace, layout: ChunkLayout) -> Nbytes:
+def read_size(text: str, trace: Trace, layout: ChunkLayout, option: str = "--capacity") -> Nbytes:
+    """Of one tier. Raises ConfigError that names the option."""
     if share := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*%", text):
         chunks = int(float(share[1]) * trace.distinct / 100)
         return Nbytes(max(1, chunks) * layout.frame_nbytes)
     try:
         return Nbytes.parse(text)
     except ValueError as error:
-        raise _wrong("--capacity", text, f"{error}; or a share of the trace's chunks, such as 5%") from error
+        raise _wrong(option, text, f"{error}; or a share of the trace's chunks, such as 5%") from error
 
 
 def read_policies(text: str, tiers: int, registry: Registry) -> tuple[EvictionConfig, ...]:

@@ -58,11 +58,11 @@ class Trace:
 def read_trace(path: pathlib.Path | str, chunk_tokens: int | None = None) -> Trace:
     """Raises ConfigError that names the line. ``chunk_tokens`` is for traces that do not say how long a chunk is."""
     path = pathlib.Path(path)
-    named = chunk_tokens
+    usual = CHUNK_TOKENS if chunk_tokens is None else chunk_tokens
     names = _Names()
     prompts: list[Prompt] = []
     for line in _lines(path):
-        said = line.count("chunk_tokens", default=named or CHUNK_TOKENS, least=1)
+        said = line.count("chunk_tokens", default=usual, least=1)
         if chunk_tokens not in (None, said):
             raise line.wrong("chunk_tokens", f"{said}, and {chunk_tokens} before it; a trace has one size of chunks")
         chunk_tokens = said
@@ -146,8 +146,8 @@ def _prompt(line: _Line, chunk_tokens: int, names: _Names) -> Prompt:
     ids = line.value("hash_ids")
     if not isinstance(ids, list) or not all(type(each) is int for each in ids):
         raise line.wrong("hash_ids", f"expected a list of whole numbers, found {_shown(ids)}")
-    if (most := -(-tokens // chunk_tokens)) < len(ids):
-        why = f"{len(ids)} ids, and {tokens} tokens are {most} chunks of {chunk_tokens}"
+    if ids and len(ids) not in (tokens // chunk_tokens, -(-tokens // chunk_tokens)):
+        why = f"{len(ids)} ids, and {tokens} tokens are {tokens / chunk_tokens:.1f} chunks of {chunk_tokens}"
         raise line.wrong("hash_ids", why, "say how many tokens a chunk has: --chunk-tokens")
     return Prompt(at / 1000, tokens, names.path(ids))
 
