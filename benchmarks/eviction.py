@@ -88,7 +88,7 @@ def two_tiers(study: Study) -> Table:
         title=f"{study.trace.name}: two tiers, {TWO_TIERS}",
         says=f"Of the distinct chunks. Reading from the upper tier at 20 GB/s, from the lower one at 3 GB/s, "
         f"prefill at {study.prefill:.0f} tokens/s, one after the other; {TOKEN_NBYTES >> 10} KiB of KV a token. Mean "
-        "prefill, its share of what there is to save between no cache and the optimum, and chunks written to the lower tier.",
+        "prefill, its share of what can be saved between no cache and the optimum; chunks written to the lower tier.",
         header=("policy in both", "mean ms", "saved", "p95 ms", "written a prompt"),
         rows=[
             ("*no cache*", f"{none.mean * 1e3:.0f}", "0%", f"{none.p95 * 1e3:.0f}", ""),
