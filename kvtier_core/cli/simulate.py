@@ -69,6 +69,7 @@ def run(options: argparse.Namespace) -> int:
         bar = Bar(len(study.trace.prompts) * sum(policy != _BOUND for _, policy, _ in plans))
         rows = [_simulate(study, *plan, bar) for plan in plans]
         bar.clear()
+        rows = _best_first(rows)
         if options.plot:
             _picture(study, rows).save(options.plot)
     except ConfigError as error:
@@ -120,6 +121,12 @@ def _simulate(study: Study, capacity: str, policy: str, config: StackConfig, bar
     bar.label = f"{policy} at {capacity}"
     bound = study.bound(config)
     return Row(capacity, policy, config, bound if policy == _BOUND else study.run(config, bar.tick), bound)
+
+
+def _best_first(rows: Sequence[Row]) -> list[Row]:
+    """Within each capacity; the bound stays where it is."""
+    order = {capacity: i for i, capacity in enumerate(dict.fromkeys(row.capacity for row in rows))}
+    return sorted(rows, key=lambda row: (order[row.capacity], row.policy != _BOUND, -row.tally.hit_rate))
 
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:
