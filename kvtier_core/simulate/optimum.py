@@ -26,20 +26,15 @@ class Optimum:
     def hits(self, capacity: int) -> list[int]:
         """Of each prompt, the chunks that a tier for ``capacity`` of them would have had."""
         hits = []
-        held: dict[ChunkKey, int] = {}  # to the prompt that asks for it next
-        latest: list[tuple[int, int, ChunkKey]] = []  # a heap of them; some entries are out of date
+        held: set[ChunkKey] = set()
+        latest: list[tuple[int, int, ChunkKey]] = []  # a heap; what is out of date lies below all others
         for prompt, nexts in zip(self._trace.prompts, self._next, strict=True):
-            hits.append(sum(key in held for key in prompt.path))
+            hits.append(next((i for i, key in enumerate(prompt.path) if key not in held), len(prompt.path)))
             for depth, (key, when) in enumerate(zip(prompt.path, nexts, strict=True)):
-                if when == self._never:
-                    held.pop(key, None)
-                else:
-                    held[key] = when
-                    heapq.heappush(latest, (-when, -depth, key))
+                held.add(key)
+                heapq.heappush(latest, (-when, -depth, key))
             while len(held) > capacity:
-                when, _, key = heapq.heappop(latest)
-                if held.get(key) == -when:
-                    del held[key]
+                held.remove(heapq.heappop(latest)[2])
         return hits
 
     def _look_ahead(self) -> list[array]:
