@@ -61,8 +61,10 @@ def run(options: argparse.Namespace) -> int:
     try:
         if options.plot:
             check_name(options.plot)
-        study = studies.read(options)
-        plans = list(_of_file(options, study) if options.config else _of_capacities(options, study))
+        registry = Registry.discover()
+        config = load_config(options.config, registry) if options.config else None
+        study = studies.read(options, config.chunk_tokens) if config else studies.read(options)
+        plans = list(_of_file(options, config, registry) if config else _of_capacities(options, study, registry))
         if options.plot and len({capacity for capacity, _, _ in plans}) < 2:
             why = "one capacity makes no curve"
             raise ConfigError([Problem("--plot", str(options.plot), why, "give several: --capacity 1%,5%,10%")])
@@ -87,10 +89,10 @@ def _names(options: argparse.Namespace, registry: Registry) -> list[str]:
     return sorted(names, key=lambda name: name != _BOUND)
 
 
-def _of_file(options: argparse.Namespace, study: Study) -> Iterator[tuple[str, str, StackConfig]]:
+def _of_file(
+    options: argparse.Namespace, config: StackConfig, registry: Registry
+) -> Iterator[tuple[str, str, StackConfig]]:
     """How a stack is told, and the stack: the file's own policies, or each of those asked for in all its tiers."""
-    registry = Registry.discover()
-    config = load_config(options.config, registry)
     yield options.config, _BOUND, config
     if not options.policy:
         yield options.config, "+".join(tier.eviction.type for tier in config.tiers), config
@@ -101,9 +103,10 @@ def _of_file(options: argparse.Namespace, study: Study) -> Iterator[tuple[str, s
             yield options.config, name, stacks.with_policies(config, policies)
 
 
-def _of_capacities(options: argparse.Namespace, study: Study) -> Iterator[tuple[str, str, StackConfig]]:
+def _of_capacities(
+    options: argparse.Namespace, study: Study, registry: Registry
+) -> Iterator[tuple[str, str, StackConfig]]:
     """How a stack is told, and the stack."""
-    registry = Registry.discover()
     for text in options.capacity.split(","):
         capacities = stacks.read_capacities(text, study.trace, study.layout)
         for name in _names(options, registry):

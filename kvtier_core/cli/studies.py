@@ -34,9 +34,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read(options: argparse.Namespace) -> Study:
-    """Raises ConfigError."""
-    trace = read_trace(options.trace, options.chunk_tokens)
+def read(options: argparse.Namespace, wanted: int = 1) -> Study:
+    """In chunks of as many tokens as are ``wanted``, if the trace's can be put together to such. Raises ConfigError."""
+    trace = read_trace(options.trace, options.chunk_tokens).in_chunks_of(wanted)
     try:
         token = Nbytes.parse(options.bytes_per_token)
     except ValueError as error:

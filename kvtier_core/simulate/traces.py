@@ -54,6 +54,15 @@ class Trace:
         """In the first chunks of a prompt, whose last may be a part of one."""
         return min(chunks * self.chunk_tokens, prompt.tokens)
 
+    def in_chunks_of(self, tokens: int) -> Trace:
+        """The same prompts in longer chunks, if they are whole numbers of these; otherwise as it is."""
+        times, rest = divmod(tokens, self.chunk_tokens)
+        if rest or times < 2:
+            return self
+        # A key stands for all that is before it, so the last of a few stands for all of them.
+        prompts = tuple(attrs.evolve(prompt, path=prompt.path[times - 1 :: times]) for prompt in self.prompts)
+        return Trace(self.name, tokens, prompts)
+
 
 def read_trace(path: pathlib.Path | str, chunk_tokens: int | None = None) -> Trace:
     """Raises ConfigError that names the line. ``chunk_tokens`` is for traces that do not say how long a chunk is."""

@@ -100,6 +100,13 @@ def test_chunks_of_another_size_than_the_files_are_told(folder, capsys):
     assert "kvtier.yaml has chunks of 256 tokens; simulated are the trace's, of 512\n" in capsys.readouterr().out
 
 
+def test_chunks_that_can_be_put_together_are(folder, capsys):
+    (folder / "kvtier.yaml").write_text("version: 1\nchunk_tokens: 1024\ntiers:\n  - {type: heap, capacity: 1GiB}\n")
+    assert main(["simulate", "trace.jsonl", "--config", "kvtier.yaml"]) == 0
+    told = capsys.readouterr().out
+    assert "distinct chunks of 1024 tokens" in told and "simulated are" not in told
+
+
 def test_slower_reads_make_longer_prefills(folder, capsys):
     def mean(*options):
         assert main(["simulate", "trace.jsonl", "--capacity", "20%", "--policy", "lru", *options]) == 0

@@ -60,6 +60,16 @@ def test_a_prompt_that_could_not_be_identified_has_no_ids(written):
     assert (ids(trace), trace.tokens) == ([[0, 1, 2], []], 2600)
 
 
+def test_chunks_can_be_put_together(written):
+    """Of five the last one is left over; two prompts that share three chunks share one double chunk."""
+    first = {**LINE, "input_length": 2600, "hash_ids": [1, 2, 3, 4, 5, 6]}
+    trace = read_trace(written(first, {**first, "hash_ids": [1, 2, 3, 7, 8]}))
+    longer = trace.in_chunks_of(1024)
+    assert (longer.chunk_tokens, ids(longer)) == (1024, [[0, 1, 2], [0, 3]])
+    assert longer.tokens_in(longer.prompts[0], 3) == 2600
+    assert [trace.in_chunks_of(tokens) is trace for tokens in (1, 512, 256, 700)] == [True] * 4
+
+
 def test_the_last_line_of_a_killed_engine_is_passed_over(written):
     assert len(read_trace(written(LINE, '{"timestamp": 12, "inp', end="")).prompts) == 1
     assert len(read_trace(written(LINE, LINE, end="")).prompts) == 2
