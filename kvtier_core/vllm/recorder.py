@@ -40,7 +40,7 @@ class Recorder:
         self._dropped = 0
         folder = config.record.path
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._room = config.record.capacity - sum(file.stat().st_size for file in folder.glob("*.jsonl"))
             self.path = folder / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(4)}.jsonl"
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

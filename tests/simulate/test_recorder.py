@@ -61,9 +61,10 @@ def test_it_stays_within_its_capacity_over_all_starts(tmp_path):
 
 
 def test_nobody_else_may_read_it(tmp_path):
-    recorder = Recorder(config(tmp_path))
+    recorder = Recorder(config(tmp_path / "new"))
     recorder.close()
     assert recorder.path.stat().st_mode & 0o777 == 0o600
+    assert recorder.path.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_disk_that_fails_ends_the_recording_and_nothing_else(tmp_path, caplog):
