@@ -38,9 +38,14 @@ def run(options: argparse.Namespace) -> int:
         budget = [
             stacks.read_size(text, study.trace, study.layout, option) for option, text in given if text is not None
         ]
+        everything = stacks.stack_of(
+            budget, stacks.read_policies("lru", len(budget), registry), study.trace.chunk_tokens
+        )
+        studies.check_speeds(study, [everything])
         names = stacks.all_policies(registry) if options.policy == "all" else options.policy.split(",")
-        search = Search(study, registry, Bar(_most_runs(len(names), len(budget)) * len(study.trace.prompts)))
-        search.run(names, tuple(budget))
+        with Bar(_most_runs(len(names), len(budget)) * len(study.trace.prompts)) as bar:
+            search = Search(study, registry, bar)
+            search.run(names, tuple(budget))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -74,7 +79,6 @@ class Search:
         policies = self.best.policies
         for capacities in _parts(budget):
             self._try(capacities, policies[: len(capacities)])
-        self.bar.clear()
 
     @property
     def best(self) -> Candidate:

@@ -65,13 +65,12 @@ def run(options: argparse.Namespace) -> int:
         config = load_config(options.config, registry) if options.config else None
         study = studies.read(options, config.chunk_tokens) if config else studies.read(options)
         plans = list(_of_file(options, config, registry) if config else _of_capacities(options, study, registry))
-        if options.plot and len({capacity for capacity, _, _ in plans}) < 2:
+        studies.check_speeds(study, [config for _, _, config in plans])
+        if options.plot and len({_nbytes(config) for _, _, config in plans}) < 2:
             why = "one capacity makes no curve"
             raise ConfigError([Problem("--plot", str(options.plot), why, "give several: --capacity 1%,5%,10%")])
-        bar = Bar(len(study.trace.prompts) * sum(policy != _BOUND for _, policy, _ in plans))
-        rows = [_simulate(study, *plan, bar) for plan in plans]
-        bar.clear()
-        rows = _best_first(rows)
+        with Bar(len(study.trace.prompts) * sum(policy != _BOUND for _, policy, _ in plans)) as bar:
+            rows = _best_first([_simulate(study, *plan, bar) for plan in plans])
         if options.plot:
             _picture(study, rows).save(options.plot)
     except ConfigError as error:
@@ -154,7 +153,7 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _picture(study: Study, rows: Sequence[Row]) -> Picture:
-    sizes = {row.capacity: sum(tier.capacity for tier in row.config.tiers) for row in rows}
+    sizes = {row.capacity: _nbytes(row.config) for row in rows}
     bounds = {row.capacity: row.bound.hit_rate for row in rows}
     rates = {(row.policy, row.capacity): row.tally.hit_rate for row in rows}
     order = sorted(sizes, key=sizes.__getitem__)
@@ -167,3 +166,7 @@ def _picture(study: Study, rows: Sequence[Row]) -> Picture:
         tuple(Curve(policy, tuple(rates[policy, capacity] for capacity in order)) for policy in policies),
         Curve("optimum", tuple(bounds[capacity] for capacity in order)),
     )
+
+
+def _nbytes(config: StackConfig) -> int:
+    return sum(tier.capacity for tier in config.tiers)

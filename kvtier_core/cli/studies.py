@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from kvtier_core.config import StackConfig
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.simulate import stacks
 from kvtier_core.simulate.costs import Speed
@@ -59,6 +60,13 @@ def _read_speed(text: str) -> tuple[str, Speed]:
     if not (tier and speed.gigabytes > 0):
         raise _wrong("--speed", text, "a tier and a speed are needed", "write it as disk=3 or disk=3,0.1ms")
     return tier, speed
+
+
+def check_speeds(study: Study, configs: Iterable[StackConfig]) -> None:
+    """Raises ConfigError if one was given for a tier that none of the stacks has."""
+    names = dict.fromkeys(tier.name for config in configs for tier in config.tiers)
+    if strange := next((name for name in study.speeds if name not in names), None):
+        raise _wrong("--speed", strange, f"there is no such tier; there are: {', '.join(names)}")
 
 
 def describe(study: Study) -> Iterator[str]:

@@ -30,7 +30,10 @@ class Bar:
             self._stream.write(f"\r\033[K{'━' * full}{'┄' * (_WIDTH - full)} {share:4.0%}  {self.label}")
             self._stream.flush()
 
-    def clear(self) -> None:
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         if self._shown:
             self._stream.write("\r\033[K")
             self._stream.flush()

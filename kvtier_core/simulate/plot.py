@@ -118,8 +118,8 @@ class Picture:
         return sorted(pairs, key=lambda pair: pair[0] is self._best)
 
     @property
-    def _best(self) -> Curve:
-        return max(self.curves, key=lambda curve: sum(curve.rates))
+    def _best(self) -> Curve | None:
+        return max(self.curves, key=lambda curve: sum(curve.rates), default=None)
 
 
 def _spread(ys: Sequence[float]) -> list[float]:

@@ -8,7 +8,6 @@ from functools import cached_property
 import attrs
 
 from kvtier_core.config import ArenaTier, StackConfig
-from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.simulate.costs import Costs, Speed
 from kvtier_core.simulate.optimum import Optimum
 from kvtier_core.simulate.replay import Tally, replay
@@ -57,8 +56,5 @@ class Study:
         return Optimum(self.trace)
 
     def _costs(self, config: StackConfig) -> Costs:
-        names = [tier.name for tier in config.tiers]
-        if strange := next((name for name in self.speeds if name not in names), None):
-            raise ConfigError([Problem("--speed", strange, f"there is no such tier; there are: {', '.join(names)}")])
         usual = {tier.name: ARENA_SPEED if isinstance(tier, ArenaTier) else TIER_SPEED for tier in config.tiers}
         return Costs({**usual, **self.speeds}, self.prefill, self.layout.payload_nbytes)

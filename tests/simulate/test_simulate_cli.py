@@ -133,6 +133,11 @@ def test_a_picture_has_each_curve(folder, capsys):
     assert [text for text in texts if text in ("5%", "20%")][-2:] == ["5%", "20%"], "capacities rise"
 
 
+def test_a_picture_of_the_bound_alone(folder):
+    assert main(["simulate", "trace.jsonl", "--policy", "min", "--plot", "plot.svg"]) == 0
+    assert "optimum" in (folder / "plot.svg").read_text()
+
+
 def test_a_png_is_the_same_picture(folder):
     command = ["simulate", "trace.jsonl", "--capacity", "5%,20%", "--policy", "lru", "--plot", "plot.png"]
     assert main(command) == 0
@@ -168,6 +173,7 @@ def test_a_png_needs_a_converter(folder, capsys, monkeypatch):
         (["trace.jsonl", "--config", "absent.yaml"], "absent.yaml: $: cannot be read"),
         (["trace.jsonl", "--plot", "plot.gif"], "--plot: plot.gif: pictures are .svg or .png"),
         (["trace.jsonl", "--capacity", "5%", "--plot", "plot.svg"], "--plot: plot.svg: one capacity makes no curve; "),
+        (["trace.jsonl", "--capacity", "1GiB,1024MiB", "--plot", "p.svg"], "--plot: p.svg: one capacity makes no "),
         (["trace.jsonl", "--plot", "absent/plot.svg"], "--plot: absent/plot.svg: there is no folder absent"),
     ],
 )  # fmt: skip
@@ -178,7 +184,10 @@ def test_what_cannot_be_simulated_is_told(folder, capsys, options, told):
 
 
 def test_a_plan_is_the_least_of_what_was_tried_and_can_be_written_down(folder, capsys):
-    assert main(["plan", "trace.jsonl", "--ram", "1GiB", "--ssd", "8GiB", "--policy", "lru,mru"]) == 0
+    command = ["plan", "trace.jsonl", "--ram", "1GiB", "--ssd", "8GiB", "--policy", "lru,mru", "--speed"]
+    assert main([*command, "dusk=5"]) == 2
+    assert capsys.readouterr().err == "--speed: dusk: there is no such tier; there are: cpu, disk\n"
+    assert main([*command, "disk=5"]) == 0
     told = capsys.readouterr().out
     rows = table(told)
     means = [int(row["mean"].removesuffix(" ms")) for row in rows]
@@ -208,10 +217,9 @@ def test_a_bar_is_drawn_on_a_terminal_and_gone_in_the_end():
             return True
 
     terminal = Terminal()
-    bar = Bar(2, terminal)
-    bar.label = "lru at 5%"
-    bar.tick()
-    bar.clear()
+    with Bar(2, terminal) as bar:
+        bar.label = "lru at 5%"
+        bar.tick()
     assert "50%  lru at 5%" in terminal.getvalue()
     assert terminal.getvalue().endswith("\r\033[K")
 
