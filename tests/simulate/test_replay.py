@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvtier_core.builtin.fifo import FifoConfig
 from kvtier_core.builtin.heap import HeapConfig
 from kvtier_core.builtin.lru import LruConfig
-from kvtier_core.config import ArenaTier, open_stack
+from kvtier_core.config import ArenaTier, World, open_stack
 from kvtier_core.interfaces import EvictionConfig, OpenContext
 from kvtier_core.plugins import Registry
 from kvtier_core.simulate.costs import Costs, Speed
@@ -21,6 +21,7 @@ from kvtier_core.simulate.replay import Tally, replay, serve
 from kvtier_core.simulate.stacks import all_policies, layout_of, read_policies, stack_of
 from kvtier_core.simulate.study import Study
 from kvtier_core.simulate.traces import Prompt, Trace
+from kvtier_core.simulate.weightless import Clock
 from kvtier_core.types import KEY_NBYTES, Namespace, Nbytes
 
 TOKENS = 16
@@ -95,13 +96,17 @@ def test_hits_are_those_of_the_rules(prompts, capacity):
 
 @pytest.mark.parametrize("policy", all_policies(Registry()))
 def test_real_memory_would_have_had_the_same_hits(policy):
-    """The same stack in a heap arena, with threads that seal nothing, and its own clock."""
+    """The same stack with a heap arena and real threads; only the time is the trace's."""
     trace = trace_of(traffic(1))
     (config,) = read_policies(policy, 1, Registry())
     simulated = stack_of([Nbytes(40 * FRAME)], [config], TOKENS)
     real = attrs.evolve(simulated, tiers=(ArenaTier("cpu", HeapConfig(), Nbytes(40 * FRAME), config),))
-    manager = open_stack(real, OpenContext(Namespace.of({"test": "replay"}), LAYOUT, "test"))
-    hits = [len(serve(manager, prompt.path, Tally().written)) * TOKENS for prompt in trace.prompts]
+    clock = Clock()
+    manager = open_stack(real, OpenContext(Namespace.of({"test": "replay"}), LAYOUT, "test"), World(clock=clock))
+    hits = []
+    for prompt in trace.prompts:
+        clock.now = prompt.at
+        hits.append(len(serve(manager, prompt.path, Tally().written)) * TOKENS)
     manager.close()
     tally = run(trace, simulated)
     assert tally.each == hits
