@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import pathlib
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import attrs
@@ -35,7 +36,7 @@ from kvtier_core.residents import Residents
 from kvtier_core.structure import Choose, Setting, Unavailable
 from kvtier_core.tier import Tier
 from kvtier_core.types import Nbytes, Seconds
-from kvtier_core.workers import IOPool
+from kvtier_core.workers import IOPool, Pool
 
 _KIND_OF = {family: word for word, kind in KINDS.items() for family in kind.families}
 
@@ -64,12 +65,21 @@ class BackendTier:
 
 
 @attrs.frozen
+class RecordConfig:
+    """Where the traffic of a live engine is recorded, for `kvtier simulate`."""
+
+    path: pathlib.Path  #: a folder; each start of an engine adds a file
+    capacity: Nbytes = attrs.field(default=Nbytes(256 << 20))  #: of all files in it; then recording ends
+
+
+@attrs.frozen
 class StackConfig:
     tiers: tuple[ArenaTier | BackendTier, ...]  #: hottest first
     chunk_tokens: int = attrs.field(default=256, validator=attrs.validators.ge(1))
     token_database: TokenDatabaseConfig = attrs.field(factory=ChainedConfig)
     load_wait: Seconds = attrs.field(default=Seconds(2))  #: how long a request waits for what lies below the arenas
     save_decode: bool = False
+    record: RecordConfig | None = None
     _places: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)
 
     @property
@@ -190,6 +200,18 @@ def _names(plugins: Sequence[type | None]) -> list[str]:
 
 
 @attrs.frozen
+class World:
+    """What a stack has around it: threads, time, and what frames go through. The simulator has its own."""
+
+    pool: Callable[[str, int], Pool] = IOPool
+    clock: Callable[[], float] = time.monotonic
+    door: type[Door] = Door
+
+
+_HERE = World()
+
+
+@attrs.frozen
 class _Opened:
     """A tier whose plugins are open."""
 
@@ -199,7 +221,7 @@ class _Opened:
     door: Door
 
 
-def open_stack(config: StackConfig, ctx: OpenContext) -> StorageManager:
+def open_stack(config: StackConfig, ctx: OpenContext, world: World = _HERE) -> StorageManager:
     """All tiers open, or none: then raises ConfigError with what is wrong with each."""
     gather = Gather()
     opened: list[_Opened] = []
@@ -207,13 +229,14 @@ def open_stack(config: StackConfig, ctx: OpenContext) -> StorageManager:
     with contextlib.ExitStack() as closing:
         for i, tier in enumerate(config.tiers):
             with _blaming(config, i, gather):
-                opened.append(_open(tier, attrs.evolve(ctx, capacity=tier.capacity), closing))
+                opened.append(_open(tier, attrs.evolve(ctx, capacity=tier.capacity), world, closing))
         gather.settle()  # a tier may evict from its store as it starts, so none starts before all are open
         for i, each in enumerate(opened):
             with _blaming(config, i, gather):
-                levels.append(_start(each, sum(isinstance(level, Arena) for level in levels), closing))
+                levels.append(_start(each, sum(isinstance(level, Arena) for level in levels), world, closing))
         gather.settle()
-        manager = StorageManager(levels, namespace=ctx.namespace, layout=ctx.layout, pool=_pool("seal", 1, closing))
+        pool = _pool("seal", 1, world, closing)
+        manager = StorageManager(levels, namespace=ctx.namespace, layout=ctx.layout, pool=pool, clock=world.clock)
         closing.pop_all()
     return manager
 
@@ -232,9 +255,9 @@ def _blaming(config: StackConfig, i: int, gather: Gather) -> Iterator[None]:
         gather.problems.append(config.problem(path, str(error)))
 
 
-def _open(tier: ArenaTier | BackendTier, ctx: OpenContext, closing: contextlib.ExitStack) -> _Opened:
+def _open(tier: ArenaTier | BackendTier, ctx: OpenContext, world: World, closing: contextlib.ExitStack) -> _Opened:
     serializer = tier.serializer.open(ctx) if isinstance(tier, BackendTier) else None
-    door = Door(ctx.namespace, ctx.layout, serializer)
+    door = world.door(ctx.namespace, ctx.layout, serializer)
     _check_room("$.capacity", tier.capacity, "holds", door.bound)
     if isinstance(tier, BackendTier):
         _check_room("$.inflight", tier.inflight, "lets through", ctx.layout.frame_nbytes)
@@ -244,18 +267,19 @@ def _open(tier: ArenaTier | BackendTier, ctx: OpenContext, closing: contextlib.E
     return _Opened(tier, store, residents, door)
 
 
-def _start(opened: _Opened, arenas: int, closing: contextlib.ExitStack) -> Arena | Tier:
+def _start(opened: _Opened, arenas: int, world: World, closing: contextlib.ExitStack) -> Arena | Tier:
     tier = opened.tier
     if isinstance(tier, ArenaTier):
         return Arena(tier.name, arenas, opened.store, opened.residents)
     return Tier(
         tier.name,
         opened.store,
-        pool=_pool(tier.name, tier.threads, closing),
+        pool=_pool(tier.name, tier.threads, world, closing),
         residents=opened.residents,
         door=opened.door,
         capacity=tier.capacity,
         inflight=tier.inflight,
+        clock=world.clock,
     )
 
 
@@ -266,8 +290,8 @@ def _check_room(path: str, room: Nbytes, verb: str, chunk_nbytes: int) -> None:
         raise ConfigError([Problem("", path, why, f"write at least {kib}KiB")])
 
 
-def _pool(name: str, threads: int, closing: contextlib.ExitStack) -> IOPool:
-    pool = IOPool(name, threads)
+def _pool(name: str, threads: int, world: World, closing: contextlib.ExitStack) -> Pool:
+    pool = world.pool(name, threads)
     closing.callback(pool.close, 1.0)
     return pool
 

@@ -21,7 +21,7 @@ class Door:
 
     def of(self, namespace: Namespace) -> Door:
         """The same door for another namespace."""
-        return Door(namespace, self._layout, self._serializer)
+        return type(self)(namespace, self._layout, self._serializer)
 
     def encode(self, key: ChunkKey, sealed: memoryview) -> memoryview:
         """The frame as the store keeps it; whole pages, so that it can be written directly."""

@@ -45,6 +45,8 @@ def reader(annotation: Any) -> Read:
         return _SCALARS[annotation]
     if annotation in _FAMILIES:
         return _choice(annotation)
+    if attrs.has(annotation):
+        return _group(annotation)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType) and len(arguments) == 2 and types.NoneType in arguments:
         return _optional(reader(next(argument for argument in arguments if argument is not types.NoneType)))
@@ -149,6 +151,19 @@ def _choice(family: type) -> Read:
         gather.settle()
         del values["type"]
         return construct(config, written, values)
+
+    return read
+
+
+def _group(cls: type) -> Read:
+    """The settings of one class, in a mapping of their own."""
+
+    def read(node: Node, choose: Choose) -> Any:
+        gather = Gather()
+        values = read_keys(node, settings(cls), choose, gather)
+        validate(cls, node, values, gather)
+        gather.settle()
+        return construct(cls, node, values)
 
     return read
 

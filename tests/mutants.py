@@ -76,6 +76,7 @@ IDENTITY = "kvtier_core/vllm/identity.py"
 WEIGHTS = "kvtier_core/vllm/weights.py"
 SCHEDULER = "kvtier_core/vllm/scheduler.py"
 WORKER = "kvtier_core/vllm/worker.py"
+RECORDER = "kvtier_core/vllm/recorder.py"
 DISK = "plugins/kvtier_disk/kvtier_disk"
 ABOUT_IDENTITY = "tests/vllm/test_identity.py::"
 SERVING = "tests/vllm/test_serving.py::"
@@ -343,7 +344,7 @@ MUTANTS = (
         "requests-are-remembered",
         SCHEDULER,
         "self._tracked.pop(request.request_id, None)",
-        "pass",
+        "self._tracked.get(request.request_id)",
         "tests/vllm/test_leaks.py",
     ),
     Mutant(
@@ -391,6 +392,27 @@ MUTANTS = (
         " and not status.st_mode & 0o022",
         "",
         ABOUT_IDENTITY + "test_a_memory_that_others_could_write_to_is_not_believed",
+    ),
+    Mutant(
+        "one-salt-for-all-recordings",
+        RECORDER,
+        "secrets.token_bytes(32)",
+        'b"salt"',
+        "tests/simulate/test_recorder.py::test_no_recording_can_be_laid_beside_another",
+    ),
+    Mutant(
+        "recordings-for-everyone",
+        RECORDER,
+        "0o600",
+        "0o644",
+        "tests/simulate/test_recorder.py::test_nobody_else_may_read_it",
+    ),
+    Mutant(
+        "recordings-without-end",
+        RECORDER,
+        "self._room -= len(text)",
+        "pass",
+        "tests/simulate/test_recorder.py::test_it_stays_within_its_capacity_over_all_starts",
     ),
 )
 

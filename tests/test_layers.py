@@ -21,7 +21,7 @@ FLOORS = [
     {"manager", "structure", "builtin", "stats"},
     {"plugins"},
     {"config"},
-    {"vllm", "testing"},
+    {"vllm", "testing", "simulate"},
     {"cli"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from kvtier_core.cli import check, fsck, identity, plugins
+from kvtier_core.cli import check, fsck, identity, plan, plugins, simulate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvtier", description="Tiers for the KV cache of inference engines.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (check, fsck, identity, plugins):
+    for command in (check, fsck, identity, plan, plugins, simulate):
         command.add_to(commands)
     options = parser.parse_args(arguments)
     return options.run(options)

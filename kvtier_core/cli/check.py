@@ -51,8 +51,9 @@ def _of_fields(config: Any, path: str, but: tuple[str, ...] = ()) -> Iterator[tu
         if field.init and field.name not in but:
             value = getattr(config, field.name)
             at = f"{path}.{field.alias}"
-            if attrs.has(type(value)):  # a plugin that was chosen by its name
-                yield at, value.type
+            if attrs.has(type(value)):
+                if hasattr(value, "type"):  # a plugin that was chosen by its name
+                    yield at, value.type
                 yield from _of_fields(value, at)
             else:
                 yield at, _shown(value) if field.repr else "(hidden)"

@@ -37,6 +37,7 @@ from kvtier_core.plugins import Registry
 from kvtier_core.types import Namespace
 from kvtier_core.vllm import identity, layout
 from kvtier_core.vllm.plan import Plan, Survey
+from kvtier_core.vllm.recorder import Recorder
 from kvtier_core.vllm.scheduler import SchedulerHalf
 from kvtier_core.vllm.worker import WorkerHalf
 from kvtier_core.workers import run
@@ -152,6 +153,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             layout=layout.ChunkLayout(survey.page_nbytes, chunk_tokens // block_tokens, parallel.world_size),
             engine=self._kv_transfer_config.engine_id,
         )
+        recorder = Recorder(self.config) if self.config.record else None
         manager = open_stack(self.config, context)
         for line in manager.describe():
             logger.info("kvtier: %s", line)
@@ -167,6 +169,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             block_tokens=block_tokens,
             ranks=parallel.world_size,
             observe=self._registry.observe,
+            recorder=recorder,
         )
 
     # -- the scheduler's half ----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from kvtier_core.stats import Stats
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Presence, Slot
 from kvtier_core.vllm.identity import Identifier, RequestIdentity
 from kvtier_core.vllm.plan import Plan, Progress, Transfer
+from kvtier_core.vllm.recorder import Recorder
 
 logger = logging.getLogger("vllm.kvtier")
 
@@ -45,6 +46,7 @@ class _Tracked:
 
     request: Request
     identity: RequestIdentity | str
+    since: float
     keys: list[ChunkKey] = attrs.field(factory=list)
     saved: int = 0  #: chunks that were stored, or found stored
     preemptions: int = 0
@@ -76,6 +78,7 @@ class SchedulerHalf:
         block_tokens: int,
         ranks: int,
         observe: Callable[[Sequence[Event]], None],
+        recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.manager = manager
@@ -93,6 +96,7 @@ class SchedulerHalf:
         self._ranks = ranks
         self._handles = tuple(manager.handles)
         self._observe = observe
+        self._recorder = recorder
         self._clock = clock
         self._tracked: dict[str, _Tracked] = {}
         self._planned: list[tuple[str, Transfer]] = []
@@ -244,7 +248,16 @@ class SchedulerHalf:
 
     def finished(self, request: Request) -> None:
         """Nothing is waited for: stores are read out of the pages before their step ends."""
-        self._tracked.pop(request.request_id, None)
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked and self._recorder:
+            known = not isinstance(tracked.identity, str)
+            self._recorder.record(
+                tracked.since,
+                request.num_prompt_tokens,
+                request.num_output_tokens,
+                self._keys(tracked, request.num_prompt_tokens) if known else (),
+                str(request.get_finished_reason() or "abort"),
+            )
 
     def busy(self) -> bool:
         """Must the engine keep stepping for what is on its way down? Not for a tier that hangs."""
@@ -271,6 +284,8 @@ class SchedulerHalf:
         if self._epoch is not self._first_epoch:
             self.manager.renew(self._first_epoch)  # no other process could find what a later epoch stored
         self._take_in(self.manager.close())
+        if self._recorder:
+            self._recorder.close()
         for line in self.stats.describe():
             logger.info("kvtier: in all: %s", line)
         self._name_holders()
@@ -285,7 +300,7 @@ class SchedulerHalf:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             identity = self._identifier.identify(request)
-            tracked = self._tracked[request.request_id] = _Tracked(request, identity)
+            tracked = self._tracked[request.request_id] = _Tracked(request, identity, self._clock())
             if isinstance(identity, str):
                 tracked.bypass = identity
             else:

@@ -1,0 +1,149 @@
+"""`kvtier plan TRACE`: what of a budget is worth having, and which policies make the most of it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+
+import attrs
+
+from kvtier_core.cli import studies
+from kvtier_core.errors import ConfigError
+from kvtier_core.plugins import Registry
+from kvtier_core.simulate import stacks
+from kvtier_core.simulate.bar import Bar
+from kvtier_core.simulate.replay import Tally
+from kvtier_core.simulate.study import Study
+from kvtier_core.types import Nbytes
+
+#: How the tiers would be written in a file.
+_WRITTEN = ("type: cpu", "type: disk, path: /var/lib/kvtier")
+
+
+def add_to(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("plan", help="find the capacities and policies that suit a trace and a budget")
+    studies.add_to(parser)
+    parser.add_argument("--ram", required=True, help="at most so much memory, 64GiB for instance")
+    parser.add_argument("--ssd", help="at most so much disk")
+    parser.add_argument("--policy", default="all", help="those to choose from: lru,git …; default: all")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        registry = Registry.discover()
+        study = studies.read(options)
+        given = [("--ram", options.ram), ("--ssd", options.ssd)]
+        budget = [
+            stacks.read_size(text, study.trace, study.layout, option) for option, text in given if text is not None
+        ]
+        everything = stacks.stack_of(
+            budget, stacks.read_policies("lru", len(budget), registry), study.trace.chunk_tokens
+        )
+        studies.check_speeds(study, [everything])
+        names = stacks.all_policies(registry) if options.policy == "all" else options.policy.split(",")
+        with Bar(_most_runs(len(names), len(budget)) * len(study.trace.prompts)) as bar:
+            search = Search(study, registry, bar)
+            search.run(names, tuple(budget))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print("\n".join([*studies.describe(study), "", *_table(search), "", *_advice(search)]))
+    return 0
+
+
+@attrs.frozen
+class Candidate:
+    capacities: tuple[Nbytes, ...]
+    policies: tuple[str, ...]
+
+
+@attrs.define
+class Search:
+    """Policies first, at the whole budget; then, with the best of them, parts of the budget."""
+
+    study: Study
+    registry: Registry
+    bar: Bar
+    found: dict[Candidate, Tally] = attrs.field(factory=dict)
+
+    def run(self, names: Sequence[str], budget: tuple[Nbytes, ...]) -> None:
+        """Raises ConfigError."""
+        for name in names:
+            self._try(budget, (name,) * len(budget))
+        if len(budget) > 1:  # what suits memory need not suit the disk below it
+            hot = self.best.policies[0]
+            for name in names:
+                self._try(budget, (hot, name))
+        policies = self.best.policies
+        for capacities in _parts(budget):
+            self._try(capacities, policies[: len(capacities)])
+
+    @property
+    def best(self) -> Candidate:
+        """Of two that are as good the smaller."""
+        return min(self.found, key=lambda each: (self.found[each].mean, sum(each.capacities)))
+
+    def _try(self, capacities: tuple[Nbytes, ...], policies: tuple[str, ...]) -> None:
+        candidate = Candidate(capacities, policies)
+        if candidate not in self.found:
+            self.bar.label = f"{'+'.join(policies)} at {_sizes(capacities)}"
+            chosen = stacks.read_policies("+".join(policies), len(capacities), self.registry)
+            config = stacks.stack_of(capacities, chosen, self.study.trace.chunk_tokens)
+            self.found[candidate] = self.study.run(config, self.bar.tick)
+
+
+def _parts(budget: Sequence[Nbytes]) -> Iterator[tuple[Nbytes, ...]]:
+    """Halves and quarters of each, and no disk at all."""
+    for part in (2, 4):
+        for i in range(len(budget)):
+            yield tuple(Nbytes(size // part) if i == j else size for j, size in enumerate(budget))
+    yield tuple(budget[:1])
+
+
+def _most_runs(policies: int, tiers: int) -> int:
+    return policies * tiers + 2 * tiers + tiers - 1
+
+
+def _table(search: Search) -> Iterator[str]:
+    """The best first."""
+    order = sorted(search.found, key=lambda each: search.found[each].mean)
+    tiers = ["cpu", "disk"][: max(len(each.capacities) for each in order)]
+    header = ["capacity", "policy", "mean", "p95", "hits", *(f"into {tier}" for tier in tiers)]
+    rows = [
+        [
+            _sizes(each.capacities),
+            "+".join(each.policies),
+            studies.ms(tally.mean),
+            studies.ms(tally.p95),
+            f"{tally.hit_rate:.2%}",
+            *(studies.size(tally.written[tier]) for tier in tiers),
+        ]
+        for each, tally in ((each, search.found[each]) for each in order)
+    ]
+    return studies.table(header, rows, left=2)
+
+
+def _advice(search: Search) -> Iterator[str]:
+    """The best as it would be written, and what less would cost."""
+    best = search.best
+    yield "The least mean prefill:"
+    yield ""
+    yield "    tiers:"
+    for written, capacity, policy in zip(_WRITTEN, best.capacities, best.policies, strict=False):
+        yield f"      - {{{written}, capacity: {capacity}, eviction: {policy}}}"
+    mean = search.found[best].mean
+    less = {
+        each: tally.mean / mean - 1
+        for each, tally in search.found.items()
+        if sum(each.capacities) < sum(best.capacities) and each.policies == best.policies[: len(each.policies)]
+    }
+    if less:
+        yield ""
+    for each in sorted(less, key=less.__getitem__):
+        yield f"{_sizes(each.capacities)} would take {less[each]:.1%} longer."
+
+
+def _sizes(capacities: Sequence[Nbytes]) -> str:
+    return "+".join(map(studies.size, capacities))

@@ -1,0 +1,109 @@
+"""What `simulate` and `plan` have in common: a trace, the KV of a token, and what time things take."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvtier_core.config import StackConfig
+from kvtier_core.errors import ConfigError, Problem
+from kvtier_core.simulate import stacks
+from kvtier_core.simulate.costs import Speed
+from kvtier_core.simulate.study import ARENA_SPEED, TIER_SPEED, Study
+from kvtier_core.simulate.traces import CHUNK_TOKENS, read_trace
+from kvtier_core.types import Nbytes, Seconds
+
+_TOKEN = "128KiB"
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trace", help="a file of JSON lines, as Mooncake publishes them and kvtier records them")
+    parser.add_argument(
+        "--chunk-tokens", type=int, help=f"tokens of an id, where the trace does not say; default: {CHUNK_TOKENS}"
+    )
+    parser.add_argument(
+        "--bytes-per-token", default=_TOKEN, help=f"KV of a token; default: {_TOKEN}, that of Llama 3.1 8B in 16 bits"
+    )
+    parser.add_argument("--prefill", type=float, default=8000.0, help="tokens a second; default: 8000")
+    parser.add_argument(
+        "--speed",
+        action="append",
+        default=[],
+        metavar="TIER=GB/s[,LATENCY]",
+        help=f"of reading from a tier: disk=7,100us; default: {ARENA_SPEED.gigabytes:g} from an arena, "
+        f"{TIER_SPEED.gigabytes:g} from a tier below",
+    )
+
+
+def read(options: argparse.Namespace, wanted: int = 1) -> Study:
+    """In chunks of as many tokens as are ``wanted``, if the trace's can be put together to such. Raises ConfigError."""
+    trace = read_trace(options.trace, options.chunk_tokens).in_chunks_of(wanted)
+    try:
+        token = Nbytes.parse(options.bytes_per_token)
+    except ValueError as error:
+        raise _wrong("--bytes-per-token", options.bytes_per_token, str(error)) from error
+    if not token:
+        raise _wrong("--bytes-per-token", options.bytes_per_token, "must be more than nothing")
+    if not options.prefill > 0:
+        raise _wrong("--prefill", f"{options.prefill:g}", "must be more than nothing")
+    speeds = dict(_read_speed(text) for text in options.speed)
+    return Study(trace, stacks.layout_of(trace.chunk_tokens, token), options.prefill, speeds)
+
+
+def _read_speed(text: str) -> tuple[str, Speed]:
+    tier, _, numbers = text.partition("=")
+    gigabytes, _, latency = numbers.partition(",")
+    try:
+        speed = Speed(float(gigabytes), Seconds.parse(latency or "0s"))
+    except ValueError as error:
+        raise _wrong("--speed", text, str(error), "write it as disk=3 or disk=3,0.1ms") from error
+    if not (tier and speed.gigabytes > 0):
+        raise _wrong("--speed", text, "a tier and a speed are needed", "write it as disk=3 or disk=3,0.1ms")
+    return tier, speed
+
+
+def check_speeds(study: Study, configs: Iterable[StackConfig]) -> None:
+    """Raises ConfigError if one was given for a tier that none of the stacks has."""
+    names = dict.fromkeys(tier.name for config in configs for tier in config.tiers)
+    if strange := next((name for name in study.speeds if name not in names), None):
+        raise _wrong("--speed", strange, f"there is no such tier; there are: {', '.join(names)}")
+
+
+def describe(study: Study) -> Iterator[str]:
+    """The trace in two lines."""
+    trace, nothing = study.trace, study.nothing()
+    minutes = (trace.prompts[-1].at - trace.prompts[0].at) / 60
+    yield (
+        f"{trace.name}: {len(trace.prompts)} prompts in {minutes:.0f} min, {trace.tokens / len(trace.prompts):.0f} "
+        f"tokens each; {trace.distinct} distinct chunks of {trace.chunk_tokens} tokens, "
+        f"{size(trace.distinct * study.layout.payload_nbytes)} of KV"
+    )
+    yield f"without a cache: mean prefill {ms(nothing.mean)}, p95 {ms(nothing.p95)}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
+    """Lines of a table whose first ``left`` columns are words."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        cells = [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms"
+
+
+def size(nbytes: float) -> str:
+    """For people: three digits and a unit."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if nbytes < 1000 or unit == "TiB":
+            break
+        nbytes /= 1024
+    return f"{nbytes:.3g}{unit}"
+
+
+def _wrong(option: str, text: str, why: str, hint: str = "") -> ConfigError:
+    return ConfigError([Problem(option, text, why, hint)])

@@ -1,0 +1,94 @@
+"""The stacks that a command line asks for: capacities and policies in a few words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import attrs
+
+from kvtier_core.config import ArenaTier, BackendTier, StackConfig
+from kvtier_core.errors import ConfigError, Problem
+from kvtier_core.interfaces import EvictionConfig
+from kvtier_core.plugins import Registry
+from kvtier_core.simulate.traces import Trace
+from kvtier_core.simulate.weightless import MirageConfig, VoidConfig
+from kvtier_core.structure import Unavailable
+from kvtier_core.types import ChunkLayout, Nbytes
+
+#: What tiers are called if no file names them.
+_NAMES = ("cpu", "disk", "remote")
+_KIND = "eviction policy"
+
+
+def layout_of(chunk_tokens: int, bytes_per_token: int) -> ChunkLayout:
+    return ChunkLayout((chunk_tokens * bytes_per_token,), blocks=1)
+
+
+def read_capacities(text: str, trace: Trace, layout: ChunkLayout) -> tuple[Nbytes, ...]:
+    """`10%`, of the trace's distinct chunks, or `200GiB`; and `1%+10%`: so much in one tier, so much in the next."""
+    sizes = text.split("+")
+    if len(sizes) > len(_NAMES):
+        raise _wrong("--capacity", text, f"{len(sizes)} tiers; at most {len(_NAMES)} can be told apart without a file")
+    return tuple(read_size(size.strip(), trace, layout) for size in sizes)
+
+
+def read_size(text: str, trace: Trace, layout: ChunkLayout, option: str = "--capacity") -> Nbytes:
+    """Of one tier. Raises ConfigError that names the option."""
+    if share := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*%", text):
+        chunks = int(float(share[1]) * trace.distinct / 100)
+        return Nbytes(max(1, chunks) * layout.frame_nbytes)
+    try:
+        return Nbytes.parse(text)
+    except ValueError as error:
+        raise _wrong(option, text, f"{error}; or a share of the trace's chunks, such as 5%") from error
+
+
+def read_policies(text: str, tiers: int, registry: Registry) -> tuple[EvictionConfig, ...]:
+    """`lru`, for all tiers; or `git+lru`: one for each."""
+    names = [name.strip() for name in text.split("+")]
+    if len(names) not in (1, tiers):
+        raise _wrong("--policy", text, f"{len(names)} policies for {_tiers(tiers)}")
+    return tuple(_open_policy(name, registry) for name in (names if len(names) == tiers else names * tiers))
+
+
+def _open_policy(name: str, registry: Registry) -> EvictionConfig:
+    found = registry.choose(_KIND, name)
+    if isinstance(found, Unavailable):
+        raise _wrong("--policy", name, found.why, found.hint)
+    try:
+        return found()
+    except TypeError as error:
+        raise _wrong("--policy", name, "it cannot do without settings", "write them in a --config") from error
+
+
+def all_policies(registry: Registry) -> list[str]:
+    """Those that need no settings."""
+    names = sorted({offer.name for offer in registry.offers() if offer.kind == _KIND})
+    return [name for name in names if _needs_nothing(registry.choose(_KIND, name))]
+
+
+def _needs_nothing(config: type | Unavailable) -> bool:
+    return isinstance(config, type) and all(
+        field.default is not attrs.NOTHING for field in attrs.fields(config) if field.init
+    )
+
+
+def stack_of(capacities: Sequence[Nbytes], policies: Sequence[EvictionConfig], chunk_tokens: int) -> StackConfig:
+    arena = ArenaTier(_NAMES[0], MirageConfig(), capacities[0], policies[0])
+    below = zip(_NAMES[1:], capacities[1:], policies[1:], strict=False)
+    tiers = [BackendTier(name, VoidConfig(), capacity, policy) for name, capacity, policy in below]
+    return StackConfig((arena, *tiers), chunk_tokens)
+
+
+def with_policies(config: StackConfig, policies: Sequence[EvictionConfig]) -> StackConfig:
+    pairs = zip(config.tiers, policies, strict=True)
+    return attrs.evolve(config, tiers=tuple(attrs.evolve(tier, eviction=policy) for tier, policy in pairs))
+
+
+def _tiers(count: int) -> str:
+    return "one tier" if count == 1 else f"{count} tiers"
+
+
+def _wrong(option: str, text: str, why: str, hint: str = "") -> ConfigError:
+    return ConfigError([Problem(option, text, why, hint)])

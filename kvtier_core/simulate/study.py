@@ -1,0 +1,60 @@
+"""One trace, and what stacks and the bound make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+import attrs
+
+from kvtier_core.config import ArenaTier, StackConfig
+from kvtier_core.simulate.costs import Costs, Speed
+from kvtier_core.simulate.optimum import Optimum
+from kvtier_core.simulate.replay import Tally, replay
+from kvtier_core.simulate.traces import Trace
+from kvtier_core.simulate.weightless import chunks_in
+from kvtier_core.types import ChunkLayout
+
+#: Of reading, if nobody says otherwise: a copy between host memory and a GPU, and a good local disk.
+ARENA_SPEED, TIER_SPEED = Speed(20.0), Speed(3.0)
+
+
+@attrs.frozen
+class Study:
+    trace: Trace
+    layout: ChunkLayout
+    prefill: float = 8000.0  #: tokens a second
+    speeds: Mapping[str, Speed] = attrs.field(factory=dict)  #: of tiers, by name, where the usual ones do not hold
+
+    def run(self, config: StackConfig, tick: Callable[[], object] = lambda: None) -> Tally:
+        """What the stack would have done. Raises ConfigError."""
+        return replay(self.trace, config, self._costs(config), self.layout, tick)
+
+    def bound(self, config: StackConfig) -> Tally:
+        """What tiers of these sizes could have done with each chunk in one of them, the soonest needed in the first."""
+        names, hits, capacity = [], [[0] * len(self.trace.prompts)], 0
+        for tier in config.tiers:
+            capacity += chunks_in(tier, self.layout)
+            names.append(tier.name)
+            hits.append(self._optimum.hits(capacity))
+        tally, costs = Tally(), self._costs(config)
+        for prompt, *ends in zip(self.trace.prompts, *hits, strict=True):
+            counts = zip(names, ends, ends[1:], strict=False)
+            origins = [name for name, start, end in counts for _ in range(end - start)]
+            tally.add(self.trace, prompt, origins, costs)
+        return tally
+
+    def nothing(self) -> Tally:
+        """What it takes without any cache."""
+        tally = Tally()
+        for prompt in self.trace.prompts:
+            tally.add(self.trace, prompt, (), Costs({}, self.prefill, self.layout.payload_nbytes))
+        return tally
+
+    @cached_property
+    def _optimum(self) -> Optimum:
+        return Optimum(self.trace)
+
+    def _costs(self, config: StackConfig) -> Costs:
+        usual = {tier.name: ARENA_SPEED if isinstance(tier, ArenaTier) else TIER_SPEED for tier in config.tiers}
+        return Costs({**usual, **self.speeds}, self.prefill, self.layout.payload_nbytes)

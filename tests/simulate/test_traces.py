@@ -1,0 +1,113 @@
+"""Traces as they are found: Mooncake's, kvtier's own, and garbage, which is told with its line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvtier_core.errors import ConfigError
+from kvtier_core.simulate.traces import read_trace
+
+LINE = {"timestamp": 1000, "input_length": 1300, "output_length": 52, "hash_ids": [46, 47, 2353]}
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(*lines, end="\n"):
+        file = tmp_path / "trace.jsonl"
+        file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + end)
+        return file
+
+    return write
+
+
+def ids(trace):
+    """Of each prompt, with keys told apart by their first appearance."""
+    names: dict[bytes, int] = {}
+    return [[names.setdefault(key, len(names)) for key in prompt.path] for prompt in trace.prompts]
+
+
+def test_mooncakes_lines_are_prompts(written):
+    trace = read_trace(written(LINE, {**LINE, "timestamp": 2500, "hash_ids": [46, 47, 9]}))
+    assert (trace.name, trace.chunk_tokens, trace.accesses, trace.distinct, trace.tokens) == ("trace", 512, 6, 4, 2600)
+    assert [prompt.at for prompt in trace.prompts] == [0.0, 1.5]
+    assert ids(trace) == [[0, 1, 2], [0, 1, 3]]
+    assert trace.tokens_in(trace.prompts[0], 2) == 1024
+    assert trace.tokens_in(trace.prompts[0], 3) == 1300
+
+
+def test_an_id_means_itself_and_all_before_it(written):
+    """As in traces whose ids are of content, not of prefixes."""
+    trace = read_trace(written({**LINE, "hash_ids": [1, 2, 1]}, {**LINE, "hash_ids": [2, 1]}))
+    assert ids(trace) == [[0, 1, 2], [3, 4]]
+
+
+def test_prompts_are_sorted_by_time(written):
+    trace = read_trace(written(LINE, {**LINE, "timestamp": 400, "hash_ids": [5], "input_length": 500}))
+    assert [len(prompt.path) for prompt in trace.prompts] == [1, 3]
+    assert trace.prompts[0].at == 0.0
+
+
+def test_a_recording_says_how_long_its_chunks_are(written):
+    assert read_trace(written({**LINE, "chunk_tokens": 600})).chunk_tokens == 600
+    assert read_trace(written(LINE), 600).chunk_tokens == 600
+
+
+def test_a_prompt_that_could_not_be_identified_has_no_ids(written):
+    """Nothing of it is ever a hit, and its tokens count all the same."""
+    trace = read_trace(written(LINE, {**LINE, "hash_ids": []}))
+    assert (ids(trace), trace.tokens) == ([[0, 1, 2], []], 2600)
+
+
+def test_chunks_can_be_put_together(written):
+    """Of five the last one is left over; two prompts that share three chunks share one double chunk."""
+    first = {**LINE, "input_length": 2600, "hash_ids": [1, 2, 3, 4, 5, 6]}
+    trace = read_trace(written(first, {**first, "hash_ids": [1, 2, 3, 7, 8]}))
+    longer = trace.in_chunks_of(1024)
+    assert (longer.chunk_tokens, ids(longer)) == (1024, [[0, 1, 2], [0, 3]])
+    assert longer.tokens_in(longer.prompts[0], 3) == 2600
+    assert [trace.in_chunks_of(tokens) is trace for tokens in (1, 512, 256, 700)] == [True] * 4
+
+
+def test_the_last_line_of_a_killed_engine_is_passed_over(written):
+    assert len(read_trace(written(LINE, '{"timestamp": 12, "inp', end="")).prompts) == 1
+    assert len(read_trace(written(LINE, LINE, end="")).prompts) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("nonsense", ":2: $: not JSON: Expecting value: line 1 column 1 (char 0); each line is a request"),
+        ('{"timestamp": 12', ":2: $: not JSON: Expecting ',' delimiter: line 2 column 1 (char 17); "
+         "each line is a request"),
+        ([1, 2], ":2: $: expected an object, found [1, 2]"),
+        ({"timestamp": 0, "input_length": 3}, ":2: $: 'hash_ids' is missing"),
+        ({**LINE, "timestamp": "noon"}, ':2: $.timestamp: expected milliseconds, found "noon"'),
+        ({**LINE, "timestamp": float("nan")}, ":2: $.timestamp: expected milliseconds, found NaN"),
+        ({**LINE, "input_length": -3}, ":2: $.input_length: expected a whole number from 1 on, found -3"),
+        ({**LINE, "input_length": True}, ":2: $.input_length: expected a whole number from 1 on, found true"),
+        ({**LINE, "hash_ids": 5}, ":2: $.hash_ids: expected a list of whole numbers, found 5"),
+        ({**LINE, "hash_ids": [1, "b"]}, ':2: $.hash_ids: expected a list of whole numbers, found [1, "b"]'),
+        ({**LINE, "hash_ids": "x" * 50}, ":2: $.hash_ids: expected a list of whole numbers, "
+         'found "' + 36 * "x" + "..."),
+        ({**LINE, "hash_ids": [1, 2, 3, 4]}, ":2: $.hash_ids: 4 ids, and 1300 tokens are 2.5 chunks of 512; "
+         "say how many tokens a chunk has: --chunk-tokens"),
+        ({**LINE, "chunk_tokens": 1024}, ":2: $.chunk_tokens: 1024, and 512 before it; a trace has one size of chunks"),
+    ],
+)  # fmt: skip
+def test_garbage_is_told_with_its_line(written, line, told):
+    file = written(LINE, line, LINE)
+    with pytest.raises(ConfigError) as raised:
+        read_trace(file)
+    assert str(raised.value) == f"{file}{told}"
+
+
+def test_files_that_are_none(tmp_path, written):
+    with pytest.raises(ConfigError, match=r"absent: \$: cannot be read: No such file"):
+        read_trace(tmp_path / "absent")
+    with pytest.raises(ConfigError, match="there is no prompt in it"):
+        read_trace(written(""))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\n")
+    with pytest.raises(ConfigError, match=r"binary: \$: cannot be read: 'utf-8' codec"):
+        read_trace(tmp_path / "binary")
