@@ -88,4 +88,3 @@ class HostMover(Mover):
         if self._memory is None:
             raise ContractError("the mover is closed")
         return checked(self._table, self._slots, pages, slots)
-

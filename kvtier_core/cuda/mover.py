@@ -21,9 +21,9 @@ import attrs
 import torch
 
 from kvtier_core.cuda.copiers import Copier, NativeCopier, TorchCopier
-from kvtier_core.cuda.library import load
+from kvtier_core.cuda.library import Library, load
 from kvtier_core.cuda.lock import Lock, cuda_lock
-from kvtier_core.cuda.race import ScratchRace
+from kvtier_core.cuda.race import Race, ScratchRace
 from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.interfaces import HOLE, Ended, Mover, PageList, PageTable
 from kvtier_core.pages import check_table, checked
@@ -136,8 +136,18 @@ class DeviceMover(Mover):
         return checked(self._table, self._slots, pages, slots)
 
 
-def open_mover(table: PageTable, memory: mmap.mmap | memoryview, slot_nbytes: int) -> DeviceMover:
-    """With our own kernels where they were built and run here, else with torch's operators."""
+def open_mover(
+    table: PageTable,
+    memory: mmap.mmap | memoryview,
+    slot_nbytes: int,
+    *,
+    library: Library | str | None = None,
+    race: Race | None = None,
+) -> DeviceMover:
+    """With our own kernels where they were built and run here, else with torch's operators.
+
+    A ``library`` that is a reason why there is none, or a ``race`` whose outcome is known, decides that beforehand.
+    """
     device = torch.device(table.device)
     if device.type != "cuda" or not torch.cuda.is_available():
         raise BackendError(f"no mover for device {table.device!r}: torch finds no such device here", retryable=False)
@@ -149,12 +159,12 @@ def open_mover(table: PageTable, memory: mmap.mmap | memoryview, slot_nbytes: in
     with contextlib.ExitStack() as undo:
         lock = cuda_lock(address, slots, slot_nbytes, device)
         undo.callback(lock.close)
-        library = load()
+        library = library or load()
         copier: Copier
         if isinstance(library, str):
             copier = TorchCopier(torch.cuda, table, shards, slots, slot_nbytes, library)
         else:
-            copier = NativeCopier(library, ScratchRace(library, device), table, shards, slot_nbytes)
+            copier = NativeCopier(library, race or ScratchRace(library, device), table, shards, slot_nbytes)
         undo.callback(copier.close)
         mover = DeviceMover(table, slots, copier, torch.cuda, lock, keep)
         undo.pop_all()
