@@ -236,7 +236,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded()
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self.half.attach(self._connector_metadata)
-        self.half.load(self._connector_metadata, idle=forward_context.attn_metadata is None)
+        # vLLM's second model runner has no such context any more, and says in kwargs what it computed.
+        idle = not kwargs and forward_context.attn_metadata is None
+        self.half.load(self._connector_metadata, idle=idle)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: what a forward needs has been loaded before it is scheduled."""
