@@ -15,7 +15,7 @@ NATIVE := $(shell find csrc -type f)
 FIND_LINKS = $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(shell $(BIN)/python -m pip config get global.find-links 2>/dev/null))
 UV = $(if $(FIND_LINKS),UV_FIND_LINKS="$(FIND_LINKS)") $(BIN)/uv
 
-.PHONY: demo test campaign chaos fuzz mutants bench dist wheels venv clean
+.PHONY: demo test campaign chaos fuzz mutants bench gpu-check dist wheels venv clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py
@@ -45,6 +45,10 @@ mutants: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks
+
+# With the Python at hand, which has torch for its GPU: .venv's has none. Builds, compares every byte, measures.
+gpu-check:
+	PYTHONPATH=.:plugins/kvtier_cpu $(PYTHON) -m benchmarks.gpu
 
 # An sdist of each, and the wheel that is made from it.
 dist: $(VENV)/ready

@@ -7,10 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from kvtier_core.interfaces import HOLE
 from kvtier_core.native import extension
-
-#: Of each layer in the order of a shard: address of block 0, bytes from block to block, bytes of a page, offset in the
-#: shard of its first page. The others follow it side by side, one for each place in a chunk.
-Layer = tuple[int, int, int, int]
+from kvtier_core.pages import Layer
 
 _Piece = tuple[int, int, int]  # address of pages, address in a slot, bytes
 

@@ -138,11 +138,14 @@ class Mover(abc.ABC):
 
     @abc.abstractmethod
     def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
-        """Begin to gather pages into this rank's shards of the slots."""
+        """Begin to gather pages into this rank's shards of the slots, as the engine's work so far leaves them."""
 
     @abc.abstractmethod
     def load(self, job: int, slots: Sequence[int], pages: PageList) -> None:
-        """Begin to scatter this rank's shards of the slots into pages."""
+        """Begin to scatter this rank's shards of the slots into pages.
+
+        Comes after what the engine does with the pages so far, and after the stores of them that have not ended.
+        """
 
     @abc.abstractmethod
     def finished(self) -> Sequence[Ended]:
@@ -154,6 +157,14 @@ class Mover(abc.ABC):
 
         `finished` still reports them, and a job that was reported already is no error.
         """
+
+    def fence(self, jobs: Collection[int]) -> None:
+        """What the engine does with pages from now on comes after these jobs. Where it can, without waiting here."""
+        self.wait(jobs)
+
+    def facts(self) -> Mapping[str, str]:
+        """Settings whose effective value may differ from what was asked, in plain words."""
+        return {}
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -206,6 +206,34 @@ MUTANTS = (
     ),
     # -- frames
     Mutant(
+        "no-fence",
+        "kvtier_core/vllm/scheduler.py",
+        "if not store.blocks.isdisjoint(given))",
+        "if False)",
+        "tests/vllm/test_overtaken.py::test_the_engine_overtakes_no_store",
+    ),
+    Mutant(
+        "stores-before-their-forward",
+        "kvtier_core/cuda/mover.py",
+        "stream.wait_event(self._now(self._streams.current_stream(self._device)))",
+        "pass",
+        "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
+    ),
+    Mutant(
+        "loads-overtake-stores",
+        "kvtier_core/cuda/mover.py",
+        "self._loads.wait_event(other.done)",
+        "pass",
+        "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
+    ),
+    Mutant(
+        "any-slot-at-any-time",
+        "kvtier_core/cuda/mover.py",
+        "if not self._lock.covers(slots):",
+        "if False:",
+        "tests/core/test_cuda_mover.py::test_a_job_with_a_slot_that_is_not_locked_yet_is_a_miss",
+    ),
+    Mutant(
         "no-checksum",
         FRAME,
         "crc32(payload, crc32(frame[: _FIELDS.size])) == checksum",

@@ -15,9 +15,9 @@ CORE = "kvtier_core"
 #: From the ground up: a file imports what is below it, and on its own floor.
 FLOORS = [
     {"errors", "types", "_native", "native"},
-    {"interfaces", "checksum", "files", "workers", "nodes"},
+    {"interfaces", "pages", "checksum", "files", "workers", "nodes"},
     {"frame", "copier"},
-    {"batches", "mover", "door", "breaker", "residents", "arena", "tier", "hookspecs"},
+    {"batches", "mover", "cuda", "door", "breaker", "residents", "arena", "tier", "hookspecs"},
     {"manager", "structure", "builtin", "stats"},
     {"plugins"},
     {"config"},
@@ -27,12 +27,12 @@ FLOORS = [
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 #: The data plane does not know that plugins exist.
-DATA_PLANE = {"native", "checksum", "files", "frame", "copier", "workers", "batches", "mover", "door", "breaker"}
-DATA_PLANE |= {"residents", "arena", "tier", "manager"}
+DATA_PLANE = {"native", "pages", "checksum", "frame", "copier", "files", "workers", "batches", "mover", "cuda"}
+DATA_PLANE |= {"door", "breaker", "residents", "arena", "tier", "manager"}
 PLUGIN_PLANE = {"hookspecs", "plugins", "structure", "nodes", "config", "builtin"}
 
 #: What a plugin may use of the core. Its tests may also use `testing`.
-FOR_PLUGINS = {"types", "interfaces", "errors", "hookspecs", "mover", "files"}
+FOR_PLUGINS = {"types", "interfaces", "errors", "hookspecs", "mover", "cuda", "files"}
 
 #: What every environment with kvtier in it has.
 LIGHT = {CORE, "attrs", "pluggy", "yaml", *sys.stdlib_module_names}

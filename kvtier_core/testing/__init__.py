@@ -9,30 +9,35 @@ Subclass the suite of its kind, say what is under test, and let pytest collect i
             return MyConfig(path=folder)
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
 import pytest
 
 for _suite in ("laws", "arenas", "backends", "policies", "serializers", "token_databases"):
     pytest.register_assert_rewrite(f"{__name__}.{_suite}")
 
-from kvtier_core.testing.arenas import ArenaLaws  # noqa: E402
-from kvtier_core.testing.backends import BackendLaws  # noqa: E402
-from kvtier_core.testing.faults import Fault, FaultyBackend, always, every, now_and_then  # noqa: E402
-from kvtier_core.testing.laws import Laws, laws_of  # noqa: E402
-from kvtier_core.testing.policies import PolicyLaws  # noqa: E402
-from kvtier_core.testing.serializers import SerializerLaws  # noqa: E402
-from kvtier_core.testing.token_databases import TokenDatabaseLaws  # noqa: E402
+_ROOMS = {
+    "ArenaLaws": "arenas",
+    "BackendLaws": "backends",
+    "Fault": "faults",
+    "FaultyBackend": "faults",
+    "Laws": "laws",
+    "PolicyLaws": "policies",
+    "SerializerLaws": "serializers",
+    "TokenDatabaseLaws": "token_databases",
+    "always": "faults",
+    "every": "faults",
+    "laws_of": "laws",
+    "now_and_then": "faults",
+}
+__all__ = sorted(_ROOMS)
 
-__all__ = [
-    "ArenaLaws",
-    "BackendLaws",
-    "Fault",
-    "FaultyBackend",
-    "Laws",
-    "PolicyLaws",
-    "SerializerLaws",
-    "TokenDatabaseLaws",
-    "always",
-    "every",
-    "laws_of",
-    "now_and_then",
-]
+
+def __getattr__(name: str) -> Any:
+    """Imported when asked for: the laws of arenas need no hypothesis."""
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_ROOMS[name]}"), name)

@@ -232,9 +232,16 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._awaited.update(plan.unloadable)
 
     @guarded()
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Called before the step touches a page."""
+        self.half.fence(kv_connector_metadata)
+
+    @guarded()
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self.half.attach(self._connector_metadata)
-        self.half.load(self._connector_metadata, idle=forward_context.attn_metadata is None)
+        # vLLM's second model runner has no such context any more, and says in kwargs what it computed.
+        idle = not kwargs and forward_context.attn_metadata is None
+        self.half.load(self._connector_metadata, idle=idle)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: what a forward needs has been loaded before it is scheduled."""

@@ -40,6 +40,7 @@ class Plan(KVConnectorMetadata):
     trial: tuple[Slot, ...] = ()  #: an empty slot of each arena, for the self-test
     loads: tuple[tuple[str, Transfer], ...] = ()  #: by request id
     stores: tuple[tuple[int, Transfer], ...] = ()  #: by job
+    overtaken: tuple[int, ...] = ()  #: store jobs not known to have ended, whose pages the engine gave away again
     unloadable: tuple[str, ...] = ()  #: requests that were promised a load which cannot begin
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import Counter
@@ -61,6 +62,7 @@ class _Tracked:
 @attrs.define
 class _Store:
     keys: list[ChunkKey]
+    blocks: frozenset[int]  #: whose pages are read
     waiting: int  #: workers that have not reported
     failed: bool = False
     sums: dict[int, Sequence[int]] = attrs.field(factory=dict)  #: of the shards, by rank
@@ -163,11 +165,18 @@ class SchedulerHalf:
         """What the workers shall do in this step."""
         idle = not output.total_num_scheduled_tokens
         self._take_in(self.manager.drain(_A_LITTLE) if idle else self.manager.step())
+        overtaken = self._overtaken(output)
         stores = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
             if tracked := self._tracked.get(request_id):
                 stores += self._plan_store(tracked, scheduled, output)
-        plan = Plan(arenas=self._handles, trial=self._trial, loads=tuple(self._planned), stores=tuple(stores))
+        plan = Plan(
+            arenas=self._handles,
+            trial=self._trial,
+            loads=tuple(self._planned),
+            stores=tuple(stores),
+            overtaken=overtaken,
+        )
         self._planned = []
         return plan
 
@@ -190,14 +199,26 @@ class SchedulerHalf:
         tracked.saved = whole
         if not slots:
             return []
-        self._jobs += 1
-        self._storing[self._jobs] = _Store(list(slots), self._ranks)
         pages = tuple(
             tuple(blocks[0][block] for block in self._blocks_of(chunk))
             for chunk, key in enumerate(path, start=first)
             if key in slots
         )
+        self._jobs += 1
+        self._storing[self._jobs] = _Store(list(slots), frozenset(itertools.chain(*pages)), self._ranks)
         return [(self._jobs, Transfer(tuple(slots.values()), pages))]
+
+    def _overtaken(self, output: SchedulerOutput) -> tuple[int, ...]:
+        """Stores under way of blocks that were freed meanwhile and that this step gives to a request, to be written."""
+        if not self._storing:
+            return ()
+        given = {
+            block
+            for new in output.scheduled_new_reqs
+            for block in new.block_ids[0][new.num_computed_tokens // self._block_tokens :]
+        }
+        given.update(block for ids in output.scheduled_cached_reqs.new_block_ids if ids for block in ids[0])
+        return tuple(job for job, store in self._storing.items() if not store.blocks.isdisjoint(given))
 
     def progress(self, output: KVConnectorOutput) -> None:
         """What the workers did."""
@@ -247,7 +268,7 @@ class SchedulerHalf:
     # -- endings ---------------------------------------------------------------------------------------
 
     def finished(self, request: Request) -> None:
-        """Nothing is waited for: stores are read out of the pages before their step ends."""
+        """Nothing is waited for: who is given its blocks comes behind the stores of them, see `_overtaken`."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked and self._recorder:
             known = not isinstance(tracked.identity, str)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -55,6 +54,8 @@ class WorkerHalf:
         for tier, handle, slot in zip(self._config.arenas, handles, trial, strict=True):
             mover = tier.config.attach(handle, self._table)
             self._movers.append(mover)
+            for fact in mover.facts().items():
+                logger.info("kvtier: rank %d: arena %s: %s: %s", self._table.rank, tier.name, *fact)
             if wrong := try_copies(mover, self._table, self._caches, slot.index):
                 return f"arena {tier.name}: {wrong}"
         return ""
@@ -70,10 +71,17 @@ class WorkerHalf:
             self._ended.append(("load", request_id))
 
     def store(self, plan: Plan) -> None:
-        """Returns when the pages have been read: the engine may reuse them at once."""
+        """Begin the plan's stores. What the engine does with their pages later is kept behind them by `fence`."""
         for job, transfer in plan.stores:
             self._begin(("store", job), transfer)
-        self._wait("store", math.inf)
+
+    def fence(self, plan: Plan) -> None:
+        """Before the step: pages that it may overwrite are read first."""
+        overtaken = {("store", job) for job in plan.overtaken}
+        if jobs := {job for job, owner in self._owners.items() if owner in overtaken}:
+            for mover in self._movers:
+                if mover is not None:
+                    mover.fence(jobs)
 
     def loaded(self) -> tuple[set[str], set[str]]:
         """Requests whose load ended since the last call, and those of them for which it failed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from kvtier_core import cuda
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import AllocatorBackend, Mover, OpenContext, PageTable
 from kvtier_core.mover import HostMover
@@ -41,4 +42,7 @@ class CpuArena(AllocatorBackend):
 def attach(handle: str, table: PageTable) -> Mover:
     fields = json.loads(handle)
     slot_nbytes = fields.pop("slot_nbytes")
-    return HostMover(table, reach(Address(**fields)), slot_nbytes)
+    memory = reach(Address(**fields))
+    if table.device == "cpu":
+        return HostMover(table, memory, slot_nbytes)
+    return cuda.attach(table, memory, slot_nbytes)

@@ -14,6 +14,7 @@ class CpuConfig(ArenaConfig):
     """Slots in memory that the engine's processes share."""
 
     type: ClassVar[str] = "cpu"
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
     huge_pages: Literal["auto", "on", "off"] = "auto"  #: "on" refuses to open without them
 

@@ -1,0 +1,47 @@
+"""python -m benchmarks.gpu: is the CUDA half right on this GPU, and how fast is it? What `make gpu-check` runs.
+
+With the Python at hand, installing nothing. Ends with 0 only if everything was checked and is right.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+_MODULES = {"torch": "torch", "attrs": "attrs", "pluggy": "pluggy", "yaml": "PyYAML", "pytest": "pytest"}
+
+
+def main() -> str | None:
+    """Why nothing could be checked, or what is wrong; None if all is well."""
+    if missing := [dist for module, dist in _MODULES.items() if importlib.util.find_spec(module) is None]:
+        return f"gpu-check: this Python lacks {', '.join(missing)}: {sys.executable} -m pip install {' '.join(missing)}"
+    if missing := [tool for tool in ("nvcc", "cmake", "c++") if shutil.which(tool) is None]:
+        return f"gpu-check: there is no {', '.join(missing)} here to build with"
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"gpu-check: no GPU: torch {torch.__version__} finds none here. Nothing was checked."
+    try:
+        _run("cmake", "-S", "csrc/cuda", "-B", "build/cuda")
+        _run("cmake", "--build", "build/cuda")
+        _run("cmake", "--install", "build/cuda", "--prefix", ".")
+        _run(sys.executable, "-m", "pytest", "tests/gpu")
+    except subprocess.CalledProcessError as error:
+        return f"gpu-check: failed: {' '.join(map(str, error.cmd))}"
+    from benchmarks import gpu_copies
+
+    for table in gpu_copies.tables():
+        print(table, end="\n\n", flush=True)
+    return None
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, cwd=ROOT, check=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

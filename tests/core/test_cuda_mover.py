@@ -1,0 +1,432 @@
+"""The mover of a device: its copies on the CPU, its order on a device whose streams run when a test says so."""
+
+import ctypes
+import random
+import threading
+from collections import deque
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_mover import World, jobs
+
+from kvtier_core.cuda.copiers import TorchCopier
+from kvtier_core.cuda.lock import NoLock, PageLock
+from kvtier_core.cuda.mover import DeviceMover
+from kvtier_core.cuda.race import DMA, KERNEL, choose
+from kvtier_core.errors import BackendError, ContractError
+from kvtier_core.types import ChunkLayout
+
+ROW = [0, 1, 2, 3]
+
+
+def torch_copier(world):
+    memory = ctypes.addressof(ctypes.c_char.from_buffer(world.slots))
+    nbytes = world.layout.frame_nbytes
+    shards = memory + world.layout.shard_offset(world.rank)
+    return TorchCopier(torch.cpu, world.table, shards, len(world.slots) // nbytes, nbytes)
+
+
+def mover_of(world, *, copier=None, streams=torch.cpu, lock=None, kind=DeviceMover):
+    slots = len(world.slots) // world.layout.frame_nbytes
+    return kind(world.table, slots, copier or torch_copier(world), streams, lock or NoLock())
+
+
+def ended(mover):
+    """Jobs that are reported, and whether they succeeded."""
+    return [(job, ok) for job, ok, _ in mover.finished()]
+
+
+@pytest.fixture
+def world():
+    return World(ChunkLayout(page_nbytes=(48, 96), blocks=4), gaps=[0, 16])
+
+
+# -- torch's operators -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(jobs())
+def test_torch_stores_what_the_host_mover_stores(job):
+    world, pages, slots = job
+    expected = world.after_store(pages, slots)
+    mover = mover_of(world)
+    mover.store(1, pages, slots)
+    mover.wait([1])
+    assert ended(mover) == [(1, True)]
+    assert world.state() == expected
+
+
+@settings(max_examples=150, deadline=None)
+@given(jobs())
+def test_torch_loads_what_the_host_mover_loads(job):
+    world, pages, slots = job
+    expected = world.after_load(slots, pages)
+    mover = mover_of(world)
+    mover.load(1, slots, pages)
+    mover.wait([1])
+    assert ended(mover) == [(1, True)]
+    assert world.state() == expected
+
+
+# -- order -----------------------------------------------------------------------------------------------
+
+
+class Device:
+    """Streams of work that somebody gave and nobody has done: the next is that of any stream which may go on."""
+
+    def __init__(self, seed=0):
+        self.rng = random.Random(seed)
+        self.streams = []
+        self.engine = self.Stream()
+
+    def Stream(self, device=None):
+        self.streams.append(_Stream())
+        return self.streams[-1]
+
+    def Event(self):
+        return _Event(self)
+
+    def current_stream(self, device):
+        return self.engine
+
+    def step(self):
+        ready = [stream for stream in self.streams if stream.work and stream.work[0][0]()]
+        if ready:
+            self.rng.choice(ready).work.popleft()[1]()
+        return bool(ready)
+
+    def finish(self):
+        while self.step():
+            pass
+        assert not any(stream.work for stream in self.streams), "streams wait for each other"
+
+
+class _Stream:
+    def __init__(self):
+        self.work = deque()
+
+    def run(self, work, when=lambda: True):
+        self.work.append((when, work))
+
+    def wait_event(self, event):
+        assert event.recorded, "nobody would wait for that"
+        self.run(lambda: None, when=lambda: event.past)
+
+
+class _Event:
+    def __init__(self, device):
+        self.device, self.recorded, self.past = device, False, False
+
+    def record(self, stream):
+        self.recorded = True
+        stream.run(lambda: setattr(self, "past", True))
+
+    def query(self):
+        return self.past
+
+
+class LaterCopier:
+    """Copies of torch's, each when its stream comes to it."""
+
+    def __init__(self, world):
+        self.copier = torch_copier(world)
+
+    def gather(self, rows, slots, stream):
+        stream.run(lambda: self.copier.gather(rows, slots, torch.cpu.Stream()))
+
+    def scatter(self, rows, slots, stream):
+        stream.run(lambda: self.copier.scatter(rows, slots, torch.cpu.Stream()))
+
+    def facts(self):
+        return {}
+
+    def close(self):
+        pass
+
+
+def write(world, row, byte):
+    """What a forward does to the pages of these blocks."""
+    for start, run in zip(world.starts, world.table.layers, strict=True):
+        for block in row:
+            begin = start + block * run.stride
+            world.pages[begin : begin + run.nbytes] = bytes([byte]) * run.nbytes
+
+
+def read(world, row):
+    """The pages of these blocks as they lie in a shard."""
+    return b"".join(
+        world.pages[start + block * run.stride :][: run.nbytes]
+        for start, run in zip(world.starts, world.table.layers, strict=True)
+        for block in row
+    )
+
+
+def payload(world, slot):
+    begin = slot * world.layout.frame_nbytes + world.layout.shard_offset(0)
+    return bytes(world.slots[begin : begin + world.layout.shard_nbytes])
+
+
+def engine_with_few_blocks(world, mover, device, rounds=12):
+    """Chunks are computed, stored and forgotten, and their blocks given away at once: to a forward, or to a load."""
+    under_way, computed, reported = {}, {}, set()
+    for job in range(rounds):
+        slot = job % 3
+        row = device.rng.sample(range(world.table.blocks), 4)
+        if under_way.get(slot) is not None:  # the owner gives a slot to nobody before its job was reported
+            settle(mover, device, under_way.pop(slot)[0], reported)
+            assert payload(world, slot) == computed[slot]
+        overtaken = [other for other, blocks in under_way.values() if not set(blocks).isdisjoint(row)]
+        if slot in computed and device.rng.random() < 0.4:
+            mover.load(job, [slot], [row])
+            settle(mover, device, job, reported)
+            assert read(world, row) == computed[slot], "the engine reads what was not loaded"
+            continue
+        mover.fence(overtaken)
+        byte = device.rng.randrange(256)
+        device.engine.run(lambda row=row, byte=byte: write(world, row, byte))
+        mover.store(job, [row], [slot])
+        under_way[slot] = job, row
+        computed[slot] = bytes([byte]) * world.layout.shard_nbytes
+        for _ in range(device.rng.randrange(4)):
+            device.step()
+    device.finish()
+    for slot, content in computed.items():
+        assert payload(world, slot) == content, "the engine overtook a store"
+
+
+def settle(mover, device, job, reported):
+    """Until the job is among those that were reported, which are kept."""
+    while job not in reported:
+        moved = device.step()
+        reported.update(number for number, ok in ended(mover) if ok)
+        assert moved or job in reported
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 1 << 32))
+def test_whatever_the_streams_do_first(seed):
+    world, device = World(ChunkLayout(page_nbytes=(48, 96), blocks=4), gaps=[0, 16]), Device(seed)
+    engine_with_few_blocks(world, mover_of(world, copier=LaterCopier(world), streams=device), device)
+
+
+class WithoutFence(DeviceMover):
+    def fence(self, jobs):
+        pass
+
+
+class BeforeTheForward(DeviceMover):
+    def _begin(self, job, stream, *rest, **kwargs):
+        wait, stream.wait_event = stream.wait_event, lambda event: None
+        try:
+            super()._begin(job, stream, *rest, **kwargs)
+        finally:
+            stream.wait_event = wait
+
+
+class LoadsOvertakeStores(DeviceMover):
+    def load(self, job, slots, pages):
+        held = self._jobs
+        self._jobs = {number: attrs.evolve(each, read=frozenset()) for number, each in held.items()}
+        super().load(job, slots, pages)
+        self._jobs = {**held, **{job: self._jobs[job]}}
+
+
+@pytest.mark.parametrize("kind", [WithoutFence, BeforeTheForward, LoadsOvertakeStores])
+def test_the_test_of_order_would_see(kind):
+    def found(seed):
+        world, device = World(ChunkLayout(page_nbytes=(48, 96), blocks=4), gaps=[0, 16]), Device(seed)
+        try:
+            engine_with_few_blocks(world, mover_of(world, copier=LaterCopier(world), streams=device, kind=kind), device)
+        except AssertionError:
+            return True
+        return False
+
+    assert any(found(seed) for seed in range(200))
+
+
+def test_nobody_is_held_up(world):
+    """No call waits for the device, and a job is reported when its last copy has been made."""
+    device = Device()
+    mover = mover_of(world, copier=LaterCopier(world), streams=device)
+    before = world.state()
+    mover.store(1, [ROW], [0])
+    mover.load(2, [1], [[4, 5, 6, 7]])
+    mover.fence([1])
+    mover.wait([1, 2], timeout=0)
+    assert (ended(mover), world.state()) == ([], before)
+    device.finish()
+    assert sorted(ended(mover)) == [(1, True), (2, True)]
+    assert ended(mover) == []
+
+
+def test_a_fence_for_a_job_that_was_reported_is_none(world):
+    device = Device()
+    mover = mover_of(world, copier=LaterCopier(world), streams=device)
+    mover.store(1, [ROW], [0])
+    device.finish()
+    mover.finished()
+    mover.fence([1, 17])
+    assert not device.engine.work
+
+
+def test_a_copy_that_fails_has_ended_before_that_is_said(world):
+    device = Device()
+    copier = LaterCopier(world)
+    copier.gather = lambda rows, slots, stream: 1 / 0
+    mover = mover_of(world, copier=copier, streams=device)
+    mover.store(1, [ROW], [0])
+    assert ended(mover) == []
+    device.finish()
+    assert ended(mover) == [(1, False)]
+
+
+def test_close_waits_and_then_refuses(world):
+    device = Device()
+    mover = mover_of(world, copier=LaterCopier(world), streams=device)
+    mover.store(1, [ROW], [0])
+    threading.Timer(0.05, device.finish).start()
+    mover.close()
+    mover.close()
+    assert ended(mover) == [(1, True)]
+    with pytest.raises(ContractError, match="^the mover is closed$"):
+        mover.store(2, [ROW], [0])
+
+
+@pytest.mark.parametrize(
+    "pages, slots, why",
+    [
+        ([[0, 1, 2, 8]], [0], "block ids [0, 1, 2, 8] are not all HOLE or one of 8"),
+        ([[0, 1, 2, -2]], [0], "block ids [0, 1, 2, -2] are not all HOLE or one of 8"),
+        ([[0, 1, 2]], [0], "3 block ids for a chunk of 4"),
+        ([ROW], [3], "slot 3 is not one of 3"),
+        ([ROW], [-1], "slot -1 is not one of 3"),
+        ([ROW], [0, 1], "1 chunks of pages for 2 slots"),
+    ],
+)
+def test_wrong_numbers_begin_no_copy(world, pages, slots, why):
+    before, mover = world.state(), mover_of(world)
+    for begin in (lambda: mover.store(1, pages, slots), lambda: mover.load(1, slots, pages)):
+        with pytest.raises(ContractError) as caught:
+            begin()
+        assert str(caught.value) == why
+    assert (world.state(), mover.finished()) == (before, [])
+
+
+def test_a_job_under_way_is_not_begun_again(world):
+    mover = mover_of(world, copier=LaterCopier(world), streams=Device())
+    mover.store(1, [ROW], [0])
+    with pytest.raises(ContractError, match="^job 1 has not ended$"):
+        mover.load(1, [0], [ROW])
+
+
+# -- page-locking ----------------------------------------------------------------------------------------
+
+
+class Kernel:
+    """Locks what it is asked to when it may, and remembers."""
+
+    def __init__(self, pieces=1000):
+        self.may = threading.Semaphore(pieces)
+        self.locked, self.refusing = {}, False
+
+    def register(self, address, nbytes):
+        assert self.may.acquire(timeout=30)
+        if self.refusing:
+            raise BackendError("no more")
+        self.locked[address] = nbytes
+
+    def unregister(self, address):
+        del self.locked[address]
+
+
+def page_lock(kernel, slots=10):
+    return PageLock(1 << 20, slots, 4096, kernel.register, kernel.unregister, piece_nbytes=3 * 4096 + 100)
+
+
+def eventually(done):
+    waited = threading.Event()
+    for _ in range(3000):
+        if done():
+            return True
+        waited.wait(0.01)
+    return False
+
+
+def test_pieces_are_whole_slots_and_are_all_given_back():
+    kernel = Kernel()
+    lock = page_lock(kernel)
+    assert eventually(lambda: lock.covers([9]))
+    assert kernel.locked == {
+        (1 << 20) + first * 4096: count * 4096 for first, count in ((0, 3), (3, 3), (6, 3), (9, 1))
+    }
+    assert lock.facts() == {"page-locked": "40KiB -> 40KiB"}
+    lock.close()
+    lock.close()
+    assert kernel.locked == {}
+
+
+def test_a_slot_is_used_when_it_is_locked_and_not_before(world):
+    kernel = Kernel(pieces=1)
+    lock = page_lock(kernel)
+    mover = mover_of(world, lock=lock)
+    assert (lock.covers([2]), lock.covers([3])) == (True, False)
+    kernel.may.release()
+    assert eventually(lambda: lock.covers([5]))
+    assert not lock.covers([0, 6])
+    kernel.may.release(2)
+    mover.close()
+    assert kernel.locked == {}
+
+
+def test_a_job_with_a_slot_that_is_not_locked_yet_is_a_miss():
+    world = World(ChunkLayout(page_nbytes=(48, 96), blocks=4), slots=5)
+    kernel = Kernel(pieces=1)
+    mover = mover_of(world, lock=page_lock(kernel, slots=5))
+    before = world.state()
+    mover.store(1, [ROW], [4])
+    mover.load(2, [0, 3], [ROW, [4, 5, 6, 7]])
+    assert (ended(mover), world.state()) == ([(1, False), (2, False)], before)
+    kernel.may.release()
+    mover.close()
+
+
+def test_what_cannot_be_locked_is_not_used_and_says_why():
+    kernel = Kernel(pieces=1)
+    lock = page_lock(kernel)
+    kernel.refusing = True
+    kernel.may.release()
+    assert eventually(lambda: "no more" in lock.facts()["page-locked"])
+    assert lock.facts() == {"page-locked": "40KiB -> 12KiB (no more)"}
+    assert (lock.covers([2]), lock.covers([3])) == (True, False)
+    lock.close()
+
+
+def test_an_arena_of_which_nothing_can_be_locked_is_refused():
+    kernel = Kernel()
+    kernel.refusing = True
+    with pytest.raises(BackendError, match="^no more$"):
+        page_lock(kernel)
+
+
+# -- the race --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kernel, dma, chosen",
+    [
+        (1.0, 2.0, KERNEL),
+        (1.0, 1.1, DMA),  # not worth the multiprocessors that it takes from the engine
+        (2.0, 1.0, DMA),
+        (None, 1.0, DMA),  # this device does not read host memory
+    ],
+)
+def test_the_faster_one_is_taken(kernel, dma, chosen):
+    assert choose(lambda nbytes, to_slots, method: {KERNEL: kernel, DMA: dma}[method], 4096, True) == chosen
+
+
+def test_a_device_that_copies_nothing_is_refused():
+    with pytest.raises(BackendError, match="^pages of 4096 bytes cannot be copied by the device$"):
+        choose(lambda nbytes, to_slots, method: None, 4096, True)

@@ -1,0 +1,217 @@
+"""What only a GPU can show. `make gpu-check` runs this where there is one; elsewhere it is skipped."""
+
+import ctypes
+import mmap
+import random
+
+import attrs
+import pytest
+import torch
+
+from kvtier_core.config import load_config, open_stack
+from kvtier_core.cuda.mover import open_mover
+from kvtier_core.cuda.race import DMA, KERNEL, decided
+from kvtier_core.interfaces import HOLE
+from kvtier_core.plugins import Registry
+from kvtier_core.testing.arenas import ArenaLaws, settle, shard_of
+from kvtier_core.testing.samples import PagedBuffer, make_context, make_keys, poison
+from kvtier_core.types import PAGE_NBYTES, ChunkLayout, Presence
+from kvtier_cpu import plugin
+from kvtier_cpu.config import CpuConfig
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no GPU here: make gpu-check on a machine with one"
+)
+
+POISON = 0xA5
+METHODS = ("torch", KERNEL, DMA)
+
+
+class GpuPages(PagedBuffer):
+    """An engine's paged buffer in the GPU's memory, poisoned. ``align`` is where a layer may begin."""
+
+    device = "cuda:0"
+
+    def __init__(self, layout, blocks, rng, *, align=1):
+        super().__init__(layout, 1, rng)
+        self.blocks = blocks
+        self._starts = [start - start % align for start in self._starts]
+        self.tensors = [
+            torch.full((start + stride * blocks,), POISON, dtype=torch.uint8, device=self.device)
+            for start, stride in zip(self._starts, self._strides, strict=True)
+        ]
+
+    def table(self, rank=0):
+        table = super().table(rank)
+        runs = [
+            attrs.evolve(run, base=tensor.data_ptr() + start)
+            for run, tensor, start in zip(table.layers, self.tensors, self._starts, strict=True)
+        ]
+        return attrs.evolve(table, layers=tuple(runs))
+
+    def page(self, layer, block):
+        return self._bytes(self._on_device(layer, block))
+
+    def put(self, layer, block, page):
+        self._on_device(layer, block).copy_(torch.frombuffer(bytearray(page), dtype=torch.uint8))
+
+    def everything(self):
+        return [self._bytes(tensor) for tensor in self.tensors]
+
+    def _on_device(self, layer, block):
+        begin = self._starts[layer] + block * self._strides[layer]
+        return self.tensors[layer][begin : begin + self._layout.page_nbytes[layer]]
+
+    @staticmethod
+    def _bytes(tensor):
+        here = tensor.cpu()
+        return ctypes.string_at(here.data_ptr(), here.nbytes)
+
+
+class TestCpuArenaOnGpu(ArenaLaws):
+    def config(self, folder):
+        return CpuConfig()
+
+    def paged_buffer(self, layout, blocks, rng):
+        return GpuPages(layout, blocks, rng)
+
+
+class Slots:
+    """Memory of an arena, with movers that copy as they are told."""
+
+    def __init__(self, layout, slots):
+        self.nbytes = layout.frame_nbytes
+        self.memory = mmap.mmap(-1, slots * self.nbytes)
+
+    def view(self, slot):
+        return memoryview(self.memory)[slot * self.nbytes : (slot + 1) * self.nbytes]
+
+    def mover(self, table, method):
+        if method == "torch":
+            return open_mover(table, self.memory, self.nbytes, library="asked for")
+        mover = open_mover(table, self.memory, self.nbytes, race=decided(method))
+        assert any("by " in fact for fact in mover.facts().values()), "the library of our own is not used"
+        return mover
+
+
+SHAPES = {
+    "one odd byte": ChunkLayout((1, 3, 17), 5),
+    "words": ChunkLayout((2052, 20), 3),
+    "several ranks": ChunkLayout((4096, 512), 4, 3),
+    "2 KiB to 2 MiB": ChunkLayout((2 << 10, 8 << 10, 32 << 10, 128 << 10, 2 << 20), 2),
+    "more pieces than one launch takes": ChunkLayout((2048, 2048), 400),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("align", [1, 16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_method_copies_each_byte_that_is_wanted_and_no_other(method, shape, align):
+    layout, rng = SHAPES[shape], random.Random(shape)
+    rank = layout.ranks - 1
+    blocks = 3 * layout.blocks + 2
+    pages = GpuPages(layout, blocks, rng, align=align)
+    pages.fill(rng)
+    memory = Slots(layout, 4)
+    mover = memory.mover(pages.table(rank), method)
+    drawn = rng.sample(range(blocks), 3 * layout.blocks)
+    drawn = [HOLE if rng.random() < 0.2 else block for block in drawn]
+    rows, slots = [drawn[i::3] for i in range(3)], [3, 0, 2]
+
+    for slot in range(4):
+        poison(memory.view(slot))
+    expected = {slot: bytearray(memory.view(slot)) for slot in range(4)}
+    for row, slot in zip(rows, slots, strict=True):
+        for layer, place, begin, nbytes in places(layout, rank):
+            if row[place] != HOLE:
+                expected[slot][begin : begin + nbytes] = pages.page(layer, row[place])
+    mover.store(1, rows, slots)
+    assert settle(mover, [1]) == {1: True}
+    assert all(memory.view(slot) == expected[slot] for slot in range(4)), "not what a store should leave"
+
+    other = GpuPages(layout, blocks, rng, align=align)
+    loader = memory.mover(other.table(rank), method)
+    untouched = [tensor.clone() for tensor in other.tensors]
+    for row in rows:
+        for layer in range(len(layout.page_nbytes)):
+            for block in row:
+                if block != HOLE:
+                    other.put(layer, block, pages.page(layer, block))
+    expected = other.everything()
+    for tensor, poisoned in zip(other.tensors, untouched, strict=True):
+        tensor.copy_(poisoned)
+    loader.load(2, slots, rows)
+    assert settle(loader, [2]) == {2: True}
+    assert other.everything() == expected, "not what a load should leave"
+    mover.close()
+    loader.close()
+
+
+def places(layout, rank):
+    """Layer, place in the chunk, place in the slot and bytes of each page."""
+    begin = layout.shard_offset(rank)
+    for layer, nbytes in enumerate(layout.page_nbytes):
+        for place in range(layout.blocks):
+            yield layer, place, begin, nbytes
+            begin += nbytes
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_stores_come_after_the_forward_and_before_the_next(method):
+    """A forward that takes long writes the pages; the next, which overwrites them, is enqueued at once."""
+    layout = ChunkLayout((64 << 10,) * 8, 16)
+    pages = GpuPages(layout, 16, random.Random(0), align=16)
+    memory = Slots(layout, 1)
+    mover = memory.mover(pages.table(), method)
+    matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    for byte in range(5):
+        for _ in range(20):
+            matrix @ matrix
+        for tensor in pages.tensors:
+            tensor.fill_(byte)
+        mover.store(byte, [list(range(16))], [0])
+        assert not mover.finished(), "the host waited for the device"
+        mover.fence([byte])
+        for tensor in pages.tensors:
+            tensor.fill_(0xEE)
+        assert settle(mover, [byte]) == {byte: True}
+        assert memory.view(0)[PAGE_NBYTES:] == bytes([byte]) * layout.payload_nbytes
+    mover.close()
+
+
+MODELS = {
+    "Llama-3.1-8B": ChunkLayout((64 << 10,) * 32, 16),
+    "Llama-3.1-70B, one of 8 ranks": ChunkLayout((8 << 10,) * 80, 16),
+    "DeepSeek MLA": ChunkLayout((18432,) * 61, 16),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_a_stack_keeps_comes_back(model):
+    layout, rng = MODELS[model], random.Random(model)
+    chunks = 4
+    config = load_config(
+        {"version": 1, "chunk_tokens": 256, "tiers": [{"type": "cpu", "capacity": "256MiB"}]}, Registry.of(plugin)
+    )
+    manager = open_stack(config, make_context(layout=layout))
+    blocks = chunks * layout.blocks
+    pages, other = (GpuPages(layout, blocks, rng, align=16) for _ in range(2))
+    for tensor in pages.tensors:
+        tensor.random_()
+    movers = [config.arenas[0].config.attach(manager.handles[0], each.table()) for each in (pages, other)]
+    rows = [list(row) for row in torch.randperm(blocks).view(chunks, -1).tolist()]
+    keys = make_keys(chunks)
+    slots = [slot.index for slot in manager.reserve(keys).values()]
+    movers[0].store(1, rows, slots)
+    assert settle(movers[0], [1]) == {1: True}
+    manager.commit(keys)
+    assert manager.lookup(keys) == [Presence.READY] * chunks
+    pinned = manager.pin(keys, "request")
+    movers[1].load(2, [slot.index for slot in pinned], rows)
+    assert settle(movers[1], [2]) == {2: True}
+    manager.unpin(pinned, "request")
+    for row in rows:
+        assert shard_of(other, layout, row) == shard_of(pages, layout, row)
+    for mover in movers:
+        mover.close()
+    manager.close()
