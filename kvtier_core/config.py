@@ -48,6 +48,9 @@ class ArenaTier:
     config: ArenaConfig
     capacity: Nbytes
     eviction: EvictionConfig = attrs.field(factory=LruConfig)
+    store_after: int = attrs.field(
+        default=1, validator=attrs.validators.ge(1)
+    )  #: requests that must name a chunk first
 
 
 @attrs.frozen
@@ -58,6 +61,9 @@ class BackendTier:
     config: BackendConfig
     capacity: Nbytes
     eviction: EvictionConfig = attrs.field(factory=LruConfig)
+    store_after: int = attrs.field(
+        default=1, validator=attrs.validators.ge(1)
+    )  #: requests that must name a chunk first
     serializer: SerializerConfig = attrs.field(factory=RawConfig)
     threads: int = attrs.field(default=4, validator=attrs.validators.ge(1))
     inflight: Nbytes = attrs.field(default=Nbytes(1 << 30))  #: bytes of arena slots that calls to this tier may hold
@@ -238,7 +244,7 @@ def _open(tier: ArenaTier | BackendTier, ctx: OpenContext, closing: contextlib.E
     _check_room("$.capacity", tier.capacity, "holds", door.bound)
     if isinstance(tier, BackendTier):
         _check_room("$.inflight", tier.inflight, "lets through", ctx.layout.frame_nbytes)
-    residents = Residents(tier.eviction.open())
+    residents = Residents(tier.eviction.open(), tier.store_after)
     store = tier.config.open(ctx)
     closing.callback(_close, store)
     return _Opened(tier, store, residents, door)

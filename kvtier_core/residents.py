@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvtier_core.interfaces import EvictionPolicy
+from kvtier_core.sightings import Sightings
 from kvtier_core.types import ChunkKey
 
 
@@ -17,8 +18,10 @@ class Residents:
     is passed over when the policy is ``leaf_first``, because without its parent a child is unreachable.
     """
 
-    def __init__(self, policy: EvictionPolicy):
+    def __init__(self, policy: EvictionPolicy, store_after: int = 1):
         self._policy = policy
+        self._store_after = store_after
+        self._sightings = Sightings() if store_after > 1 else None
         self._nbytes: dict[ChunkKey, int] = {}
         self._parent: dict[ChunkKey, ChunkKey] = {}
         self._children: Counter[ChunkKey] = Counter()
@@ -42,9 +45,15 @@ class Residents:
 
     def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
         """One prompt's chunks, root first, held or not."""
+        if self._sightings:
+            self._sightings.note(path)
         for parent, key in itertools.pairwise(path):
             self._adopt(key, parent)
         self._policy.request(path, now, hints)
+
+    def seen_enough(self, key: ChunkKey) -> bool:
+        """Was the key named by as many requests as a newcomer needs?"""
+        return self._sightings is None or self._sightings.of(key) >= self._store_after
 
     def admit(self, key: ChunkKey, parent: ChunkKey | None, nbytes: int) -> None:
         """Take in a key. Leaves of a path come before its root."""
@@ -105,6 +114,13 @@ class Residents:
             welcome.append(newcomer)
             victims += price
         return welcome, victims
+
+    def save(self) -> bytes:
+        """What the policy learned; empty if it learns nothing."""
+        return self._policy.save()
+
+    def restore(self, saved: bytes) -> None:
+        self._policy.restore(saved)
 
     def _leavers(self, may_leave: Callable[[ChunkKey], bool]) -> Iterator[ChunkKey]:
         """Whoever may leave, best first, as if all before were gone."""

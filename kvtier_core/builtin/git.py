@@ -29,7 +29,7 @@ from kvtier_core.types import ChunkKey
 
 _REUSES = 3
 #: Powers of two of new chunks in a request that are told apart.
-_SIZES = 12
+_SIZES = 10
 #: Ghosts for each key that is held, and how many at least.
 _GHOSTS = 4
 _FEW = 256
@@ -58,7 +58,11 @@ class _Group:
         self.age = 0  # a step of the life table
         self.held: OrderedDict[ChunkKey, None] = OrderedDict()  # leaf first
         self.ghosts = 0
-        self.share = 1.0
+        self.share = 1.0  # of each key in the group's vote
+
+    @property
+    def votes(self) -> float:
+        return self.share * (len(self.held) + self.ghosts)
 
 
 class _Cell:
@@ -70,13 +74,16 @@ class _Cell:
         self.groups: OrderedDict[_Group, None] = OrderedDict()
         self.holding: OrderedDict[_Group, None] = OrderedDict()  # those of which something is held
 
+    def weight(self) -> float:
+        return sum(group.votes for group in self.groups)
+
 
 class Git(EvictionPolicy):
     def __init__(self, sizes: int) -> None:
         self._sizes = sizes
         self._group: dict[ChunkKey, _Group] = {}  # of what is held, and of ghosts
         self._ghosts: OrderedDict[ChunkKey, None] = OrderedDict()  # the oldest first
-        self._table = LifeTable(_REUSES * sizes)
+        self._table = LifeTable(_REUSES, sizes)
         self._cells = [[_Cell() for _ in range(AGES)] for _ in range(_REUSES * sizes)]
         self._due: list[tuple[float, int, int]] = []  # when the oldest group of a cell comes of the next age
         self._live: list[int] = []  # ranks of the cells in which something is held
@@ -134,6 +141,13 @@ class Git(EvictionPolicy):
             for group in self._cells[cls][age].holding:
                 yield from group.held
 
+    def save(self) -> bytes:
+        return self._table.save()
+
+    def restore(self, saved: bytes) -> None:
+        if self._table.restore(saved):
+            self._rank()
+
     # -- groups ------------------------------------------------------------------------------------
 
     def _join(self, group: _Group, key: ChunkKey, *, held: bool) -> None:
@@ -185,7 +199,7 @@ class Git(EvictionPolicy):
                 self._move_on(cell, group)
 
     def _move_on(self, cell: _Cell, group: _Group) -> None:
-        self._table.went_on(group.cls, group.age, group.share * (len(group.held) + group.ghosts))
+        self._table.went_on(group.cls, group.age, group.votes)
         del cell.groups[group]
         if group.held:
             del cell.holding[group]
@@ -202,5 +216,5 @@ class Git(EvictionPolicy):
 
     def _rank(self) -> None:
         self._table.fade(0.5 ** (_RANKING / _HALF_LIFE))
-        self._table.rank()
+        self._table.rank([[cell.weight() for cell in row] for row in self._cells])
         self._live = [rank for rank, (cls, age) in enumerate(self._table.order) if self._cells[cls][age].holding]
