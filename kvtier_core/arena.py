@@ -81,7 +81,7 @@ class Arena:
     def trade(
         self, newcomers: Sequence[ChunkKey], spare: Callable[[ChunkKey], bool] = lambda key: False
     ) -> tuple[list[ChunkKey], list[ChunkKey]]:
-        """Make room for those of a path, root first, that the policy prefers to their victims; them, and the evicted."""
+        """Make room for those of a path, root first, that are preferred to their victims; they, and the evicted."""
         welcome, victims = self.residents.trade(
             newcomers, 1, len(self._free), weigh=lambda key: 1, may_leave=lambda key: self._may_leave(key, spare)
         )

@@ -40,6 +40,10 @@ from kvtier_core.workers import IOPool
 _KIND_OF = {family: word for word, kind in KINDS.items() for family in kind.families}
 
 
+#: Of any tier: how many requests must name a chunk before it is kept.
+_STORE_AFTER = {"default": 1, "validator": attrs.validators.ge(1)}
+
+
 @attrs.frozen
 class ArenaTier:
     """One entry of ``tiers``: the core's own keys, and in ``config`` those of the plugin."""
@@ -48,9 +52,7 @@ class ArenaTier:
     config: ArenaConfig
     capacity: Nbytes
     eviction: EvictionConfig = attrs.field(factory=LruConfig)
-    store_after: int = attrs.field(
-        default=1, validator=attrs.validators.ge(1)
-    )  #: requests that must name a chunk first
+    store_after: int = attrs.field(**_STORE_AFTER)
 
 
 @attrs.frozen
@@ -61,12 +63,10 @@ class BackendTier:
     config: BackendConfig
     capacity: Nbytes
     eviction: EvictionConfig = attrs.field(factory=LruConfig)
-    store_after: int = attrs.field(
-        default=1, validator=attrs.validators.ge(1)
-    )  #: requests that must name a chunk first
     serializer: SerializerConfig = attrs.field(factory=RawConfig)
     threads: int = attrs.field(default=4, validator=attrs.validators.ge(1))
     inflight: Nbytes = attrs.field(default=Nbytes(1 << 30))  #: bytes of arena slots that calls to this tier may hold
+    store_after: int = attrs.field(**_STORE_AFTER)
 
 
 @attrs.frozen

@@ -179,7 +179,7 @@ class EvictionPolicy(abc.ABC):
         """Each held key at most once, best victim first; forgets none."""
 
     def save(self) -> bytes:
-        """What was learned and outlives a restart, a few pages at most; nothing by default."""
+        """What was learned and may outlive a restart: always of one length, 64 KiB at most; nothing by default."""
         return b""
 
     def restore(self, saved: bytes) -> None:

@@ -32,7 +32,7 @@ _REUSES = 3
 _SIZES = 10
 #: Ghosts for each key that is held, and how many at least.
 _GHOSTS = 4
-_FEW = 256
+_FEW = 64
 #: Requests after which the ranks are computed anew, and those after which a vote counts half.
 _RANKING = 64
 _HALF_LIFE = 50_000

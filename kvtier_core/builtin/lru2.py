@@ -19,7 +19,7 @@ from kvtier_core.types import ChunkKey
 
 #: Ghosts for each key that is held, and how many at least.
 _GHOSTS = 4
-_FEW = 256
+_FEW = 64
 
 #: The last but one and the last, as numbers of a clock that counts uses; 0 is never, and after `_UNUSED` comes a time of
 #: admission, of what no request named yet.

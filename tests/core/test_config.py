@@ -200,7 +200,7 @@ def test_every_problem_of_a_file_is_told(write):
         "kvtier.yaml:5: $.tiers[0].threads: 'threads' must be >= 1: 0",
         "kvtier.yaml:6: $.tiers[1]: 'capacity' is missing",
         "kvtier.yaml:6: $.tiers[1].capcity: unknown key 'capcity'; did you mean 'capacity'?",
-        "kvtier.yaml:6: $.tiers[1].serializer: unknown key 'serializer'; known here: type, capacity, eviction, huge",
+        "kvtier.yaml:6: $.tiers[1].serializer: unknown key 'serializer'; known here: type, capacity, eviction, store_after, huge",
         (
             "kvtier.yaml:7: $.tiers[2].type: no backend 's3' is installed (have: cpu, disk, heap); "
             "pip install 'kvtier[s3]'"
@@ -243,7 +243,7 @@ def test_unknown_types_do_not_hide_the_rest():
         (
             {"version": 1, "tiers": [{"type": "cpu", "capacity": "1GiB", "serializer": "raw"}]},
             [
-                "inline: $.tiers[0].serializer: unknown key 'serializer'; known here: type, capacity, eviction, huge",
+                "inline: $.tiers[0].serializer: unknown key 'serializer'; known here: type, capacity, eviction, store_after, huge",
             ],
         ),
         (
