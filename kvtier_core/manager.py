@@ -117,12 +117,13 @@ class StorageManager:
         absent = {key: parent for parent, key in zip((None, *keys), keys, strict=False) if not self._has_a_slot(key)}
         passing = leading_run(absent, self._descent.wanted)
         self._make_room(self._hot, len(passing), keys)
-        welcome = passing[: self._hot.free]
-        if len(welcome) == len(passing):
+        granted = {key: absent[key] for key in passing[: self._hot.free]}
+        self._hot.reserve(list(granted))
+        if len(granted) == len(passing):
             own = leading_run(list(absent)[len(passing) :], self._hot.residents.seen_enough)
-            welcome += self._trade(self._hot, own, keys)
-        granted = {key: absent[key] for key in welcome}
-        self._hot.reserve(welcome)
+            welcome = self._trade(self._hot, own, keys)
+            self._hot.reserve(welcome)
+            granted.update((key, absent[key]) for key in welcome)
         self._parents.update(granted)
         return {key: self._hot.slot(key) for key in granted}
 

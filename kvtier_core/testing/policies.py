@@ -122,8 +122,8 @@ class PolicyLaws(Laws):
         policy = self.config(tmp_path).open()
         held: dict[ChunkKey, None] = {}
         numbers = itertools.count()
-        _churn(policy, held, numbers, rounds=4000)
         tracemalloc.start()
+        _churn(policy, held, numbers, rounds=4000)
         before, _ = tracemalloc.get_traced_memory()
         _churn(policy, held, numbers, rounds=8000)
         after, _ = tracemalloc.get_traced_memory()

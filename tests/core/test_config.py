@@ -208,7 +208,7 @@ def test_every_problem_of_a_file_is_told(write):
         f"kvtier.yaml:7: $.tiers[2].capacity: '1GB' {no_size}",
         "kvtier.yaml:8: $.tiers[3].type: no backend 'dsk' is installed (have: cpu, disk, heap); did you mean 'disk'?",
         (
-            "kvtier.yaml:9: $.tiers[4].eviction: no eviction policy 'lruu' is installed (have: fifo, lfu, lru, mru); "
+            "kvtier.yaml:9: $.tiers[4].eviction: no eviction policy 'lruu' is installed (have: arc, fifo, git, lfu, lru, lru2, mru, s3fifo, tour); "
             "did you mean 'lru'?"
         ),
         "kvtier.yaml:9: $.tiers[4]: 'path' is missing",

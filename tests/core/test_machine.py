@@ -100,9 +100,7 @@ def forgets_to_free_an_aborted_slot(monkeypatch):
 
 
 def forgets_a_pin(monkeypatch):
-    monkeypatch.setattr(
-        Descent, "_sealed", lambda self, keys, slots, outcome: self.offer(keys, self._below)
-    )
+    monkeypatch.setattr(Descent, "_sealed", lambda self, keys, slots, outcome: self.offer(keys, self._below))
 
 
 def renews_only_the_arena(monkeypatch):

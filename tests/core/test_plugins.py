@@ -72,10 +72,7 @@ def test_the_core_offers_what_it_ships_through_the_same_door():
     registry = Registry.of()
     assert [(offer.kind, offer.name) for offer in registry.offers()] == [
         ("backend", "heap"),
-        *(
-            ("eviction policy", name)
-            for name in ("arc", "fifo", "git", "lfu", "lru", "lru2", "mru", "s3fifo", "tour")
-        ),
+        *(("eviction policy", name) for name in ("arc", "fifo", "git", "lfu", "lru", "lru2", "mru", "s3fifo", "tour")),
         ("serializer", "raw"),
         ("token database", "chained"),
     ]
