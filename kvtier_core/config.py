@@ -14,7 +14,7 @@ import attrs
 from kvtier_core import nodes, structure
 from kvtier_core.arena import Arena
 from kvtier_core.builtin.chained import ChainedConfig
-from kvtier_core.builtin.lru import LruConfig
+from kvtier_core.builtin.git import GitConfig
 from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.door import Door
 from kvtier_core.errors import BackendError, ConfigError, Problem
@@ -51,7 +51,7 @@ class ArenaTier:
     name: str
     config: ArenaConfig
     capacity: Nbytes
-    eviction: EvictionConfig = attrs.field(factory=LruConfig)
+    eviction: EvictionConfig = attrs.field(factory=GitConfig)
     store_after: int = attrs.field(**_STORE_AFTER)
 
 
@@ -62,7 +62,7 @@ class BackendTier:
     name: str
     config: BackendConfig
     capacity: Nbytes
-    eviction: EvictionConfig = attrs.field(factory=LruConfig)
+    eviction: EvictionConfig = attrs.field(factory=GitConfig)
     serializer: SerializerConfig = attrs.field(factory=RawConfig)
     threads: int = attrs.field(default=4, validator=attrs.validators.ge(1))
     inflight: Nbytes = attrs.field(default=Nbytes(1 << 30))  #: bytes of arena slots that calls to this tier may hold

@@ -1,4 +1,4 @@
-"""What a tier's policy learned, kept in the tier's own store as one more frame: sealed, verified, replaced when it closes."""
+"""What a tier's policy learned, kept in the tier's own store as one more frame: sealed, and verified."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import hashlib
 from kvtier_core import frame
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Backend
+from kvtier_core.residents import Residents
 from kvtier_core.types import KEY_NBYTES, PAGE_NBYTES, ChunkKey, Namespace
+
+#: The tier must be this many times larger, else nothing is kept.
+_FITS = 64
 
 
 def key_of(namespace: Namespace) -> ChunkKey:
@@ -15,27 +19,37 @@ def key_of(namespace: Namespace) -> ChunkKey:
     return ChunkKey(hashlib.blake2b(b"what the policy learned" + namespace.digest, digest_size=KEY_NBYTES).digest())
 
 
-def nbytes_of(saved: bytes) -> int:
-    """What it takes in a store."""
-    return PAGE_NBYTES + -(-len(saved) // PAGE_NBYTES) * PAGE_NBYTES if saved else 0
+class Memo:
+    """Room for it is set aside from the start, so that writing it evicts nobody."""
 
+    def __init__(self, backend: Backend, residents: Residents, capacity: int):
+        self._backend = backend
+        self._residents = residents
+        self._length = len(residents.save())
+        pages = -(-self._length // PAGE_NBYTES)
+        self.nbytes = PAGE_NBYTES * (1 + pages) if pages else 0  #: that the frame takes in the store
+        if self.nbytes * _FITS > capacity:
+            self.nbytes = 0
 
-def write(backend: Backend, namespace: Namespace, saved: bytes) -> None:
-    """Raises BackendError."""
-    sealed = memoryview(bytearray(nbytes_of(saved)))
-    sealed[PAGE_NBYTES : PAGE_NBYTES + len(saved)] = saved
-    frame.seal(sealed, namespace, key_of(namespace), len(saved))
-    backend.write([key_of(namespace)], [sealed])
+    def recall(self, namespace: Namespace) -> None:
+        """Give the policy what was kept, if it is whole; else it starts cold. Blocks."""
+        if not self.nbytes:
+            return
+        key, landed = key_of(namespace), memoryview(bytearray(self.nbytes))
+        try:
+            count = self._backend.read([key], [landed])[0]
+        except BackendError:
+            return
+        if 0 < count <= len(landed):
+            found = landed[:count]
+            if frame.check(found, namespace, key, payload_nbytes=self._length) is None:
+                self._residents.restore(bytes(frame.payload_of(found)))
 
-
-def read(backend: Backend, namespace: Namespace, length: int) -> bytes:
-    """What was written, if it is whole and as long as it should be; else nothing, and the policy starts cold."""
-    key = key_of(namespace)
-    landed = memoryview(bytearray(nbytes_of(bytes(length))))
-    try:
-        count = backend.read([key], [landed])[0]
-    except BackendError:
-        return b""
-    if not 0 < count <= len(landed) or frame.check(landed[:count], namespace, key, payload_nbytes=length):
-        return b""
-    return bytes(frame.payload_of(landed[:count]))
+    def keep(self, namespace: Namespace) -> None:
+        """Blocks. Raises BackendError."""
+        if not self.nbytes:
+            return
+        key, sealed = key_of(namespace), memoryview(bytearray(self.nbytes))
+        sealed[PAGE_NBYTES : PAGE_NBYTES + self._length] = self._residents.save()
+        frame.seal(sealed, namespace, key, self._length)
+        self._backend.write([key], [sealed])

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
-from kvtier_core import memo
 from kvtier_core.batches import as_many, in_groups, leading
 from kvtier_core.breaker import Breaker
 from kvtier_core.door import Door
 from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.frame import Damage
 from kvtier_core.interfaces import Backend
+from kvtier_core.memo import Memo, key_of
 from kvtier_core.residents import Residents
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Usage
 from kvtier_core.workers import Outcome, Pool, run_within
@@ -25,10 +25,6 @@ from kvtier_core.workers import Outcome, Pool, run_within
 _ABSENCE_HOLDS = 1.0
 #: A call that takes longer, in seconds, hangs: until it comes back nobody else shall wait for this store.
 _PATIENCE = 10.0
-
-
-#: What the policy learned is kept in the store if the capacity is this many times larger.
-_MEMO_FITS = 64
 
 
 class _Busy(enum.Enum):
@@ -87,7 +83,7 @@ class Tier:
         self._hangs = False
         self._questions: dict[ChunkKey, None] = {}
         self._absent: dict[ChunkKey, float] = {}
-        self._memo_nbytes = 0  # room that is kept for what the policy learned
+        self._memo = Memo(backend, residents, capacity)
         self._take_stock()
 
     # -- what is here ------------------------------------------------------------------------------
@@ -182,7 +178,7 @@ class Tier:
     @property
     def _room(self) -> int:
         """Bytes that will be free when those who are leaving are gone."""
-        return self.capacity - self._memo_nbytes - self.residents.used + self._leaving_nbytes
+        return self.capacity - self._memo.nbytes - self.residents.used + self._leaving_nbytes
 
     def _beyond_room(self) -> list[ChunkKey]:
         """Who must leave because there is less room than what is here takes."""
@@ -227,7 +223,7 @@ class Tier:
         while self._waiting:
             group, release = self._waiting[0]
             nbytes = len(group) * self._door.bound
-            fits = self.residents.used - self._waiting_nbytes + nbytes <= self.capacity - self._memo_nbytes
+            fits = self.residents.used - self._waiting_nbytes + nbytes <= self.capacity - self._memo.nbytes
             if not fits and self._leaving_nbytes:
                 return
             self._waiting.popleft()
@@ -340,8 +336,7 @@ class Tier:
 
     def _close(self) -> None:
         try:
-            if self._memo_nbytes:
-                memo.write(self.backend, self._door.namespace, self.residents.save())
+            self._memo.keep(self._door.namespace)
         finally:
             self.backend.close()
 
@@ -361,14 +356,9 @@ class Tier:
 
     def _take_stock(self) -> None:
         """What survived a restart, oldest first. What the capacity cannot hold leaves."""
-        saved = self.residents.save()
-        if self.capacity >= _MEMO_FITS * memo.nbytes_of(saved):
-            self._memo_nbytes = memo.nbytes_of(saved)
-        if self._memo_nbytes:
-            self.residents.restore(memo.read(self.backend, self._door.namespace, len(saved)))
-        kept = memo.key_of(self._door.namespace)
+        self._memo.recall(self._door.namespace)
         for key, nbytes in self.backend.scan():
-            if key != kept:
+            if key != key_of(self._door.namespace):
                 self.residents.admit(key, None, nbytes)
         self._evict(self._beyond_room())
 

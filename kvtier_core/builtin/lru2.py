@@ -1,4 +1,4 @@
-"""Least recently used but one: first to go is whose last use but one is longest ago, before all others what had only one.
+"""Least recently used but one: the first to go had one use only, or its last use but one longest ago.
 
 E. J. O'Neil, P. E. O'Neil and G. Weikum, "The LRU-K page replacement algorithm for database disk buffering" (SIGMOD
 1993), for K = 2, with four ghosts for each key that is held. O(1) for each key forgotten, O(log n) for each one named,
@@ -21,8 +21,8 @@ from kvtier_core.types import ChunkKey
 _GHOSTS = 4
 _FEW = 64
 
-#: The last but one and the last, as numbers of a clock that counts uses; 0 is never, and after `_UNUSED` comes a time of
-#: admission, of what no request named yet.
+#: The last but one and the last, as numbers of a clock that counts uses; 0 is never. After `_UNUSED` comes when it was
+#: admitted, and no request has named it yet.
 _Uses = tuple[int, int]
 _UNUSED = -1
 

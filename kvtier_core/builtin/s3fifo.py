@@ -1,7 +1,7 @@
 """Three simple queues: a small one that newcomers pass through, a main one for what was used again, and ghosts.
 
-J. Yang, Y. Zhang, Z. Qiu, Y. Yue and K. V. Rashmi, "FIFO queues are all you need for cache eviction" (SOSP 2023), with its
-constants: a tenth of the room for newcomers, counts up to three, two uses to be promoted, nine ghosts for ten keys
+J. Yang, Y. Zhang, Z. Qiu, Y. Yue and K. V. Rashmi, "FIFO queues are all you need for cache eviction" (SOSP 2023), with
+its constants: a tenth of the room for newcomers, counts up to three, two uses to be promoted, nine ghosts for ten keys
 held. The heads of both queues are settled after each change, so that telling victims changes nothing.
 O(1) for each key named or admitted, amortised O(1) for each one forgotten, and for each victim.
 """

@@ -1,9 +1,9 @@
 """A tournament: shadows of the whole cache, without bytes, try a policy each, and the best so far is followed.
 
-The score of a shadow is the chunks it would have given back, halved every `_HALF_LIFE` requests; the leader changes when
-another is two hundredths better. What the leader does not hold goes first, then what it would evict. The idea of following
-the best of several simulated caches is in Y. Zhou, Z. Chen and K. Li (IEEE TPDS 15(7), 2004) and I. Ari et al., "ACME"
-(WDAS 2002). Costs what its members cost, and O(1) more for each key named.
+The members are `lru` and `lru2`. The score of a shadow is the chunks it would have given back, halved every 500
+requests; the leader changes when another is two hundredths better. What the leader does not hold goes first, then what
+it would evict. To follow the best of several simulated caches is the idea of I. Ari et al., "ACME: adaptive caching
+using multiple experts" (WDAS 2002). Costs what its members cost, and O(1) more for each key named.
 """
 
 from __future__ import annotations
