@@ -1,8 +1,8 @@
 """Evict what is least likely to come back soon for the room it takes: a table of return odds, and Gittins' index.
 
 A chunk's class is how often it was named so far (once, twice, more) and how many chunks were new in the request that
-named it last, by powers of two. For each class a life table tells how many of those that were idle for so long came back
-within the next step of ages; it learns from what is held and from four ghosts for each of them. The index of a class at
+named it last, by powers of two. For each class a life table tells how many of those that were idle for so long came
+back within the next step of ages; it learns from what is held and from four ghosts for each of them. The index of a class at
 an age is the best rate, over all horizons, of returns for a second of room. The lowest goes first, and a newcomer whose
 index is lower yet is not worth its room. While little is known, odds fall with age, and the order is that of `lru`.
 

@@ -17,8 +17,8 @@ _MAGIC = b"kvlives1"
 _TRUSTED = 1000.0
 #: How many votes the family has in the table of a class, all classes in that of a family, and a guess in that of all.
 _SHRINK = 30.0
-#: Odds of a return within a step while nothing is known: the same in each, so that the rate falls with the age.
-_GUESS = 0.05
+#: Odds of a return within a step while nothing is known: the rate falls as the age grows.
+_GUESS = [0.17 * width / (begin + width) for begin, width in zip(EDGES, _WIDTHS, strict=False)]
 
 
 class LifeTable:
@@ -54,7 +54,7 @@ class LifeTable:
             [seen + still / 2 for seen, still in zip(*rows, strict=True)]
             for rows in zip(self._lives, waiting, strict=True)
         ]
-        overall = _shrunk(_summed(self._returns), _summed(lives), [_GUESS] * AGES)
+        overall = _shrunk(_summed(self._returns), _summed(lives), _GUESS)
         self.index = []
         for begin in range(0, len(lives), self._size):
             family = slice(begin, begin + self._size)
