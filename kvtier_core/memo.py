@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 
 from kvtier_core import frame
-from kvtier_core.errors import BackendError
+from kvtier_core.batches import as_many
 from kvtier_core.interfaces import Backend
 from kvtier_core.residents import Residents
 from kvtier_core.types import KEY_NBYTES, PAGE_NBYTES, ChunkKey, Namespace
+from kvtier_core.workers import run
 
 #: The tier must be this many times larger, else nothing is kept.
 _FITS = 64
@@ -36,10 +37,8 @@ class Memo:
         if not self.nbytes:
             return
         key, landed = key_of(namespace), memoryview(bytearray(self.nbytes))
-        try:
-            count = self._backend.read([key], [landed])[0]
-        except BackendError:
-            return
+        outcome = run(lambda: as_many(self._backend.read([key], [landed]), [key]))
+        count = outcome.value[0] if outcome.error is None else 0
         if 0 < count <= len(landed):
             found = landed[:count]
             if frame.check(found, namespace, key, payload_nbytes=self._length) is None:

@@ -16,7 +16,7 @@ CORE = "kvtier_core"
 FLOORS = [
     {"errors", "types"},
     {"interfaces", "frame", "workers", "nodes"},
-    {"batches", "mover", "door", "breaker", "residents", "arena", "tier", "hookspecs"},
+    {"batches", "mover", "door", "breaker", "sightings", "residents", "memo", "arena", "tier", "descent", "hookspecs"},
     {"manager", "structure", "builtin", "stats"},
     {"plugins"},
     {"config"},
@@ -26,7 +26,21 @@ FLOORS = [
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 #: The data plane does not know that plugins exist.
-DATA_PLANE = {"frame", "workers", "batches", "mover", "door", "breaker", "residents", "arena", "tier", "manager"}
+DATA_PLANE = {
+    "frame",
+    "workers",
+    "batches",
+    "mover",
+    "door",
+    "breaker",
+    "sightings",
+    "residents",
+    "memo",
+    "arena",
+    "tier",
+    "descent",
+    "manager",
+}
 PLUGIN_PLANE = {"hookspecs", "plugins", "structure", "nodes", "config", "builtin"}
 
 #: What a plugin may use of the core. Its tests may also use `testing`.

@@ -2,9 +2,9 @@
 
 A chunk's class is how often it was named so far (once, twice, more) and how many chunks were new in the request that
 named it last, by powers of two. For each class a life table tells how many of those that were idle for so long came
-back within the next step of ages; it learns from what is held and from four ghosts for each of them. The index of a class at
-an age is the best rate, over all horizons, of returns for a second of room. The lowest goes first, and a newcomer whose
-index is lower yet is not worth its room. While little is known, odds fall with age, and the order is that of `lru`.
+back within the next step of ages; it learns from what is held and from four ghosts for each of them. The index of a
+class at an age is the best rate, over all horizons, of returns for a second of room. The lowest goes first, and a
+newcomer whose index is lower yet is not worth its room. While little is known, odds fall with age, as in `lru`.
 
 J. C. Gittins, "Bandit processes and dynamic allocation indices" (J. R. Stat. Soc. B 41(2), 1979); E. L. Kaplan and
 P. Meier (J. Am. Stat. Assoc. 53, 1958) for the table. N. Beckmann, H. Chen and A. Cidon, "LHD" (NSDI 2018) rank by

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvtier_core.builtin.chained import ChainedConfig
 from kvtier_core.builtin.fifo import FifoConfig
-from kvtier_core.builtin.lru import LruConfig
+from kvtier_core.builtin.git import GitConfig
 from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.config import ArenaTier, BackendTier, StackConfig, load_config, open_stack
 from kvtier_core.errors import BackendError, ConfigError, Problem
@@ -140,7 +140,7 @@ def test_a_whole_file(write):
     """)
     assert load() == StackConfig(
         tiers=(
-            ArenaTier("cpu", CpuConfig("off"), Nbytes(8 << 30), LruConfig()),
+            ArenaTier("cpu", CpuConfig("off"), Nbytes(8 << 30), GitConfig()),
             BackendTier(
                 "disk",
                 DiskConfig(pathlib.Path("/var/lib/kvtier")),
