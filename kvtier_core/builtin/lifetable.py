@@ -16,7 +16,7 @@ _MAGIC = b"kvlives1"
 #: Returns that a restored table may have seen: enough to know the traffic, few enough to learn that it is another.
 _TRUSTED = 1000.0
 #: How many votes the family has in the table of a class, all classes in that of a family, and a guess in that of all.
-_SHRINK = 30.0
+_SHRINK = 20.0
 #: Odds of a return within a step while nothing is known: the rate falls as the age grows.
 _GUESS = [0.17 * width / (begin + width) for begin, width in zip(EDGES, _WIDTHS, strict=False)]
 
