@@ -67,8 +67,8 @@ SLOTS = (777, 3107)
 GOLDEN = [
     (ArcConfig(), [0.0374, 0.0663]),
     (FifoConfig(), [0.0374, 0.0629]),
-    (GitConfig(classes='full'), [0.0473, 0.0848]),
-    (GitConfig(classes='simple'), [0.0542, 0.0911]),
+    (GitConfig(classes="full"), [0.0473, 0.0848]),
+    (GitConfig(classes="simple"), [0.0542, 0.0911]),
     (LfuConfig(), [0.0374, 0.0658]),
     (Lru2Config(), [0.045, 0.0803]),
     (LruConfig(), [0.0374, 0.0638]),
