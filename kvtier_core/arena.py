@@ -71,17 +71,26 @@ class Arena:
 
     def make_room(self, slots: int, spare: Callable[[ChunkKey], bool] = lambda key: False) -> list[ChunkKey]:
         """Evict until ``slots`` are free, or nobody may leave; the evicted keys. Spares the pinned and ``spare``."""
-        missing = slots - len(self._free)
-        if missing <= 0:
-            return []
         victims = self.residents.choose(
-            missing,
-            weigh=lambda key: 1,
-            may_leave=lambda key: self._ready[key] not in self._pins and not spare(key),
+            slots - len(self._free), weigh=lambda key: 1, may_leave=lambda key: self._may_leave(key, spare)
         )
         for key in victims:
             self._release(key, evicted=True)
         return victims
+
+    def trade(
+        self, newcomers: Sequence[ChunkKey], spare: Callable[[ChunkKey], bool] = lambda key: False
+    ) -> tuple[list[ChunkKey], list[ChunkKey]]:
+        """Make room for those of a path, root first, that are preferred to their victims; they, and the evicted."""
+        welcome, victims = self.residents.trade(
+            newcomers, 1, len(self._free), weigh=lambda key: 1, may_leave=lambda key: self._may_leave(key, spare)
+        )
+        for key in victims:
+            self._release(key, evicted=True)
+        return welcome, victims
+
+    def _may_leave(self, key: ChunkKey, spare: Callable[[ChunkKey], bool]) -> bool:
+        return self._ready[key] not in self._pins and not spare(key)
 
     def reserve(self, keys: Sequence[ChunkKey]) -> None:
         """Take free slots for keys that have none."""
@@ -91,11 +100,12 @@ class Arena:
             self._reserved[key] = self._free.pop()
 
     def commit(self, key: ChunkKey, parent: ChunkKey | None) -> bool:
-        """The slot is filled. False if the chunk is not kept: it was doomed, or the policy refused it."""
+        """The slot is filled. False if the chunk is not kept, for it was doomed."""
         self._must_be_reserved(key)
-        if not self.expects(key) or not self.residents.admit(key, parent, self.memory.slot_nbytes):
+        if not self.expects(key):
             self.abort(key)
             return False
+        self.residents.admit(key, parent, self.memory.slot_nbytes)
         self._ready[key] = self._reserved.pop(key)
         return True
 

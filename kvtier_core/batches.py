@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvtier_core.errors import ContractError
 from kvtier_core.types import ChunkKey
@@ -35,3 +35,8 @@ def in_groups(items: Sequence, nbytes: Callable[..., int]) -> Iterator[list]:
             group, total = [], 0
     if group:
         yield group
+
+
+def leading_run(items: Iterable[ChunkKey], holds: Callable[[ChunkKey], bool]) -> list[ChunkKey]:
+    """Those before the first for which it does not hold."""
+    return list(itertools.takewhile(holds, items))

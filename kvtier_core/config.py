@@ -15,7 +15,7 @@ import attrs
 from kvtier_core import nodes, structure
 from kvtier_core.arena import Arena
 from kvtier_core.builtin.chained import ChainedConfig
-from kvtier_core.builtin.lru import LruConfig
+from kvtier_core.builtin.git import GitConfig
 from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.door import Door
 from kvtier_core.errors import BackendError, ConfigError, Problem
@@ -41,6 +41,10 @@ from kvtier_core.workers import IOPool, Pool
 _KIND_OF = {family: word for word, kind in KINDS.items() for family in kind.families}
 
 
+#: Of any tier: how many requests must name a chunk before it is kept.
+_STORE_AFTER = {"default": 1, "validator": attrs.validators.ge(1)}
+
+
 @attrs.frozen
 class ArenaTier:
     """One entry of ``tiers``: the core's own keys, and in ``config`` those of the plugin."""
@@ -48,7 +52,8 @@ class ArenaTier:
     name: str
     config: ArenaConfig
     capacity: Nbytes
-    eviction: EvictionConfig = attrs.field(factory=LruConfig)
+    eviction: EvictionConfig = attrs.field(factory=GitConfig)
+    store_after: int = attrs.field(**_STORE_AFTER)
 
 
 @attrs.frozen
@@ -58,10 +63,11 @@ class BackendTier:
     name: str
     config: BackendConfig
     capacity: Nbytes
-    eviction: EvictionConfig = attrs.field(factory=LruConfig)
+    eviction: EvictionConfig = attrs.field(factory=GitConfig)
     serializer: SerializerConfig = attrs.field(factory=RawConfig)
     threads: int = attrs.field(default=4, validator=attrs.validators.ge(1))
     inflight: Nbytes = attrs.field(default=Nbytes(1 << 30))  #: bytes of arena slots that calls to this tier may hold
+    store_after: int = attrs.field(**_STORE_AFTER)
 
 
 @attrs.frozen
@@ -261,7 +267,7 @@ def _open(tier: ArenaTier | BackendTier, ctx: OpenContext, world: World, closing
     _check_room("$.capacity", tier.capacity, "holds", door.bound)
     if isinstance(tier, BackendTier):
         _check_room("$.inflight", tier.inflight, "lets through", ctx.layout.frame_nbytes)
-    residents = Residents(tier.eviction.open())
+    residents = Residents(tier.eviction.open(), tier.store_after)
     store = tier.config.open(ctx)
     closing.callback(_close, store)
     return _Opened(tier, store, residents, door)

@@ -13,7 +13,7 @@ class Door:
     """Used on a tier's threads; it has no state. Without a serializer nothing is copied."""
 
     def __init__(self, namespace: Namespace, layout: ChunkLayout, serializer: Serializer | None):
-        self._namespace = namespace
+        self.namespace = namespace
         self._layout = layout
         self._serializer = serializer
         #: the most bytes that a frame takes in the store
@@ -29,7 +29,7 @@ class Door:
             return sealed
         encoded = memoryview(bytearray(self.bound))
         nbytes = self._serializer.encode(frame.payload_of(sealed), encoded[PAGE_NBYTES:])
-        frame.seal(encoded, self._namespace, key, nbytes, self._serializer.code)
+        frame.seal(encoded, self.namespace, key, nbytes, self._serializer.code)
         return encoded[: _whole_pages(nbytes)]
 
     def landing(self, slot: memoryview) -> memoryview:
@@ -42,8 +42,8 @@ class Door:
             raise ContractError(f"read returned {count} bytes for a view of {len(landed)}")
         nbytes = self._layout.payload_nbytes
         if self._serializer is None:
-            return frame.check(landed[:count], self._namespace, key, payload_nbytes=nbytes)
-        damage = frame.check(landed[:count], self._namespace, key, codec=self._serializer.code)
+            return frame.check(landed[:count], self.namespace, key, payload_nbytes=nbytes)
+        damage = frame.check(landed[:count], self.namespace, key, codec=self._serializer.code)
         if damage is not None:
             return damage
         try:
@@ -54,7 +54,7 @@ class Door:
             return Damage.CODEC
         if decoded != nbytes:
             return Damage.LENGTH
-        frame.seal(slot, self._namespace, key, nbytes)
+        frame.seal(slot, self.namespace, key, nbytes)
         return None
 
 

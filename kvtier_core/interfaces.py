@@ -172,18 +172,22 @@ class Mover(abc.ABC):
 
 
 class EvictionPolicy(abc.ABC):
-    """An opinion about order: no bytes, no pins, no lock; time is handed in."""
+    """An opinion about order: no bytes, no pins, no lock; time is handed in, in seconds that never run backwards."""
 
     #: The tier then passes over a chunk whose child in the prefix tree is still held.
     leaf_first: ClassVar[bool] = True
 
     @abc.abstractmethod
     def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
-        """One prompt's chunks, root first, held or not."""
+        """One prompt's chunks, root first, held or not. It comes before the path's newcomers are admitted."""
 
     @abc.abstractmethod
-    def admit(self, key: ChunkKey, nbytes: int) -> bool:
-        """Take in a newcomer; False: rather not keep it. Of one path, leaves come before roots."""
+    def admit(self, key: ChunkKey, nbytes: int) -> None:
+        """Take in a newcomer. Of one path, leaves come before roots."""
+
+    def prefers(self, newcomer: ChunkKey, victim: ChunkKey) -> bool:
+        """Is this newcomer worth the room of a held key? Asked before anything is copied; changes nothing."""
+        return True
 
     @abc.abstractmethod
     def forget(self, key: ChunkKey, *, evicted: bool) -> None:
@@ -192,6 +196,13 @@ class EvictionPolicy(abc.ABC):
     @abc.abstractmethod
     def victims(self) -> Iterator[ChunkKey]:
         """Each held key at most once, best victim first; forgets none."""
+
+    def save(self) -> bytes:
+        """What was learned and may outlive a restart: always of one length, 64 KiB at most; nothing by default."""
+        return b""
+
+    def restore(self, saved: bytes) -> None:
+        """What `save` returned once, or anything else: then nothing is learned from it. Comes first of all calls."""
 
 
 class Serializer(abc.ABC):

@@ -7,11 +7,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from kvtier_core import frame
 from kvtier_core.arena import Arena
-from kvtier_core.checksum import join
+from kvtier_core.batches import leading_run
+from kvtier_core.descent import Descent
 from kvtier_core.errors import ContractError
-from kvtier_core.tier import Offer, Tier
+from kvtier_core.tier import Tier
 from kvtier_core.types import (
     KEY_NBYTES,
     ChunkKey,
@@ -24,12 +24,7 @@ from kvtier_core.types import (
     Slot,
     Usage,
 )
-from kvtier_core.workers import Outcome, Pool
-
-#: Headers are written for groups of about this many bytes at a time.
-_SEAL_NBYTES = 16 << 20
-#: Who holds a slot while its header is written.
-_SEALER = "sealing"
+from kvtier_core.workers import Pool
 
 
 class StorageManager:
@@ -54,16 +49,23 @@ class StorageManager:
         if not self._arenas or self._levels[0] is not self._arenas[0]:
             raise ContractError("a stack begins with an arena")
         self._hot = self._arenas[0]
-        self._namespace = namespace
         self._layout = layout
         self._pool = pool  # seals frames, and copies them from arena to arena
         self._clock = clock
+        self._descent = Descent(
+            self._hot,
+            self._levels[1:],
+            namespace=namespace,
+            layout=layout,
+            pool=pool,
+            trade=self._trade,
+            report=lambda event: self._events.append(event),
+        )
         self._closed = False
         self._lent = ChunkKey(b"")  # the key of what was lent
         self._events: list[Event] = []
         self._parents: dict[ChunkKey, ChunkKey | None] = {}  # of what is reserved
         self._origin: dict[ChunkKey, str] = {}  # tiers from which READY chunks came, until they are first used
-        self._descending: set[ChunkKey] = set()
         self._wishes: dict[ChunkKey, ChunkKey | None] = {}  # to its parent
         self._denied: set[ChunkKey] = set()  # wishes of the last step that found no room
         self._wanted: set[ChunkKey] = set()  # looked up since the last step
@@ -103,16 +105,25 @@ class StorageManager:
         """A request names this path: tell the policies, once a request. What a tier had to refuse is offered again."""
         for level in self._levels:
             level.residents.request(path, self._clock(), hints or {})
-        self._descend(path)
+        self._descent.begin(path, sums={})
 
     # -- the engine's stores and loads ---------------------------------------------------------------
 
     def reserve(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Slot]:
-        """Slots for the leading absent keys of a path, as many as there is room for. Evicts who may leave."""
-        absent = [(key, parent) for parent, key in zip((None, *keys), keys, strict=False) if not self._has_a_slot(key)]
-        self._make_room(self._hot, len(absent), keys)
-        granted = dict(absent[: self._hot.free])
+        """Slots for the leading absent keys of a path that are wanted and that there is room for. Evicts who may leave.
+
+        What a level below wants passes through the hottest arena, whatever that one's policy thinks of it.
+        """
+        absent = {key: parent for parent, key in zip((None, *keys), keys, strict=False) if not self._has_a_slot(key)}
+        passing = leading_run(absent, self._descent.wanted)
+        self._make_room(self._hot, len(passing), keys)
+        granted = {key: absent[key] for key in passing[: self._hot.free]}
         self._hot.reserve(list(granted))
+        if len(granted) == len(passing):
+            own = leading_run(list(absent)[len(passing) :], self._hot.residents.seen_enough)
+            welcome = self._trade(self._hot, own, keys)
+            self._hot.reserve(welcome)
+            granted.update((key, absent[key]) for key in welcome)
         self._parents.update(granted)
         return {key: self._hot.slot(key) for key in granted}
 
@@ -124,7 +135,7 @@ class StorageManager:
         kept = self._commit(keys)
         if kept:
             self._report(EventKind.STORED, kept, nbytes=len(kept) * self._layout.payload_nbytes)
-            self._descend(kept, sums)
+            self._descent.begin(kept, sums or {})
 
     def abort(self, keys: Iterable[ChunkKey]) -> None:
         """The slots of these keys will not be filled."""
@@ -189,7 +200,7 @@ class StorageManager:
 
     def renew(self, namespace: Namespace) -> None:
         """Never find again what was stored so far. What is in use goes when it is not; new frames are sealed anew."""
-        self._namespace = namespace
+        self._descent.namespace = namespace
         for arena in self._arenas:
             arena.clear()
         for tier in self._tiers:
@@ -291,92 +302,31 @@ class StorageManager:
             return
         self._report(EventKind.PROMOTED, kept, nbytes=len(kept) * self._layout.payload_nbytes, why=f"from {tier.name}")
         self._origin.update(dict.fromkeys(kept, tier.name))
-        self._offer(kept, self._levels[1 : self._levels.index(tier)])
+        self._descent.offer(kept, self._levels[1 : self._levels.index(tier)])
 
     def _commit(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Leaves first, as policies expect."""
         kept = {key for key in reversed(keys) if self._hot.commit(key, self._parents.pop(key, None))}
         return [key for key in keys if key in kept]
 
-    def _descend(self, keys: Sequence[ChunkKey], sums: Mapping[ChunkKey, Sequence[int]] | None = None) -> None:
-        """Seal what a level below would like to have, then offer it to all of them."""
-        wanted = [
-            key
-            for key in keys
-            if self._hot.has(key)
-            and key not in self._descending
-            and any(_wants(level, key) for level in self._levels[1:])
-        ]
-        per_group = max(1, _SEAL_NBYTES // self._layout.frame_nbytes)
-        for start in range(0, len(wanted), per_group):
-            group = wanted[start : start + per_group]
-            slots = [self._hot.pin(key, _SEALER) for key in group]
-            work = [(key, self._hot.view(key), (sums or {}).get(key, ())) for key in group]
-            self._descending.update(group)
-            self._pool.submit_store(
-                lambda work=work, namespace=self._namespace: self._seal(work, namespace),
-                lambda outcome, group=group, slots=slots: self._sealed(group, slots, outcome),
-            )
-
-    def _seal(self, work: Sequence[tuple[ChunkKey, memoryview, Sequence[int]]], namespace: Namespace) -> None:
-        """On a thread."""
-        for key, view, sums in work:
-            summed = join(sums, self._layout.shard_nbytes) if sums else None
-            frame.seal(view, namespace, key, self._layout.payload_nbytes, summed=summed)
-
-    def _sealed(self, keys: Sequence[ChunkKey], slots: Sequence[Slot], outcome: Outcome) -> None:
-        self._descending.difference_update(keys)
-        if outcome.error is None:
-            self._offer(keys, self._levels[1:])
-        else:
-            self._report(EventKind.FAILED, keys, why=str(outcome.error))
-        self.unpin(slots, _SEALER)
-
-    def _offer(self, keys: Sequence[ChunkKey], levels: Sequence[Arena | Tier]) -> None:
-        """Offer sealed frames to levels below the hottest. Each offer holds a pin of its own."""
-        for level in levels:
-            offered = [key for key in keys if self._hot.has(key) and _wants(level, key)]
-            if isinstance(level, Arena):
-                self._copy_down(offered, level)
-            elif offered:
-                pins = {key: self._hot.pin(key, level.name) for key in offered}
-                level.write(
-                    [Offer(key, self._hot.residents.parent(key), self._hot.view(key)) for key in offered],
-                    lambda key, pins=pins, level=level: self.unpin([pins[key]], level.name),
-                )
-
-    def _copy_down(self, keys: Sequence[ChunkKey], arena: Arena) -> None:
-        self._make_room(arena, len(keys), keys)
-        keys = keys[: arena.free]
-        if not keys:
-            return
-        arena.reserve(keys)
-        slots = [self._hot.pin(key, arena.name) for key in keys]
-        copies = [(arena.view(key), self._hot.view(key)) for key in keys]
-        parents = [self._hot.residents.parent(key) for key in keys]
-
-        def copy() -> None:
-            for into, source in copies:
-                into[:] = source
-
-        def copied(outcome: Outcome) -> None:
-            self.unpin(slots, arena.name)
-            for key, parent in zip(reversed(keys), reversed(parents), strict=True):
-                if outcome.error is None:
-                    arena.commit(key, parent)
-                else:
-                    arena.abort(key)
-
-        self._pool.submit_store(copy, copied)
-
     def _make_room(self, arena: Arena, slots: int, path: Sequence[ChunkKey]) -> None:
-        """Spares the path itself, and what somebody was just told is READY or on its way."""
-        needed = {*path, *self._wanted, *self._spared}
-        evicted = arena.make_room(slots, needed.__contains__)
-        if evicted:
-            for key in evicted:
-                self._origin.pop(key, None)
-            self._events.append(Event(EventKind.EVICTED, arena.name, tuple(evicted)))
+        self._evicted(arena, arena.make_room(slots, self._needed(path).__contains__))
+
+    def _trade(self, arena: Arena, newcomers: Sequence[ChunkKey], path: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Those of the newcomers for whom there is room now."""
+        welcome, evicted = arena.trade(newcomers, self._needed(path).__contains__)
+        self._evicted(arena, evicted)
+        return welcome
+
+    def _needed(self, path: Sequence[ChunkKey]) -> set[ChunkKey]:
+        """The path itself, and what somebody was just told is READY or on its way."""
+        return {*path, *self._wanted, *self._spared}
+
+    def _evicted(self, arena: Arena, keys: Sequence[ChunkKey]) -> None:
+        for key in keys:
+            self._origin.pop(key, None)
+        if keys:
+            self._events.append(Event(EventKind.EVICTED, arena.name, tuple(keys)))
 
     def _has_a_slot(self, key: ChunkKey) -> bool:
         return any(arena.taken(key) for arena in self._arenas)
@@ -392,7 +342,3 @@ class StorageManager:
 
     def _report(self, kind: EventKind, keys: Sequence[ChunkKey], *, nbytes: int = 0, why: str = "") -> None:
         self._events.append(Event(kind, self._hot.name, tuple(keys), nbytes, why))
-
-
-def _wants(level: Arena | Tier, key: ChunkKey) -> bool:
-    return not level.taken(key) if isinstance(level, Arena) else level.wants(key)

@@ -33,7 +33,7 @@ class Kind:
     core_keys: frozenset[str] = frozenset({"type"})  #: stand in the same mapping, so no config may have them
 
 
-_TIER_KEYS = frozenset({"type", "capacity", "eviction", "serializer", "threads", "inflight"})
+_TIER_KEYS = frozenset({"type", "capacity", "eviction", "serializer", "threads", "inflight", "store_after"})
 KINDS = {
     "backend": Kind("kvtier_backends", (ArenaConfig, BackendConfig), _TIER_KEYS),
     "eviction policy": Kind("kvtier_eviction_policies", (EvictionConfig,)),

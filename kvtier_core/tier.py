@@ -6,7 +6,7 @@ import contextlib
 import enum
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
@@ -16,6 +16,7 @@ from kvtier_core.door import Door
 from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.frame import Damage
 from kvtier_core.interfaces import Backend
+from kvtier_core.memo import Memo, key_of
 from kvtier_core.residents import Residents
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Usage
 from kvtier_core.workers import Outcome, Pool, run_within
@@ -82,6 +83,7 @@ class Tier:
         self._hangs = False
         self._questions: dict[ChunkKey, None] = {}
         self._absent: dict[ChunkKey, float] = {}
+        self._memo = Memo(backend, residents, capacity)
         self._take_stock()
 
     # -- what is here ------------------------------------------------------------------------------
@@ -148,9 +150,16 @@ class Tier:
         fresh = [offer for offer in offers if self.wants(offer.key)]
         accepted = leading(fresh, self._inflight_limit - self._inflight, lambda offer: len(offer.view))
         parents = {offer.parent for offer in accepted}
-        victims = self._victims(len(accepted) * self._door.bound, spared=parents)
-        room = self._room + sum(map(self.residents.nbytes, victims))
-        accepted = self._admit(leading(accepted, room, lambda offer: self._door.bound))
+        welcome, victims = self.residents.trade(
+            [offer.key for offer in accepted],
+            self._door.bound,
+            self._room,
+            self.residents.nbytes,
+            may_leave=lambda key: self._may_leave(key) and key not in parents,
+        )
+        accepted = accepted[: len(welcome)]
+        for offer in reversed(accepted):  # leaves first
+            self.residents.admit(offer.key, offer.parent, self._door.bound)
 
         taken = {offer.key for offer in accepted}
         turned_away = [offer for offer in offers if offer.key not in taken]
@@ -166,27 +175,17 @@ class Tier:
             self._evict(victims)
             self._start_writes()
 
-    def _admit(self, offers: Sequence[Offer]) -> list[Offer]:
-        """Those that the policy takes in. Asked before a byte is written, leaves first."""
-        refused = {
-            offer.key
-            for offer in reversed(offers)
-            if not self.residents.admit(offer.key, offer.parent, self._door.bound)
-        }
-        return [offer for offer in offers if offer.key not in refused]
-
     @property
     def _room(self) -> int:
         """Bytes that will be free when those who are leaving are gone."""
-        return self.capacity - self.residents.used + self._leaving_nbytes
+        return self.capacity - self._memo.nbytes - self.residents.used + self._leaving_nbytes
 
-    def _victims(self, nbytes: int, spared: Collection[ChunkKey | None] = ()) -> list[ChunkKey]:
-        """Who must leave for ``nbytes`` of newcomers, without whose parents none could reach them."""
-        return self.residents.choose(
-            nbytes - self._room,
-            self.residents.nbytes,
-            may_leave=lambda key: key not in self._busy and key not in spared,
-        )
+    def _beyond_room(self) -> list[ChunkKey]:
+        """Who must leave because there is less room than what is here takes."""
+        return self.residents.choose(-self._room, self.residents.nbytes, self._may_leave)
+
+    def _may_leave(self, key: ChunkKey) -> bool:
+        return key not in self._busy
 
     def _evict(self, victims: Sequence[ChunkKey]) -> None:
         nbytes = sum(map(self.residents.nbytes, victims))
@@ -224,7 +223,7 @@ class Tier:
         while self._waiting:
             group, release = self._waiting[0]
             nbytes = len(group) * self._door.bound
-            fits = self.residents.used - self._waiting_nbytes + nbytes <= self.capacity
+            fits = self.residents.used - self._waiting_nbytes + nbytes <= self.capacity - self._memo.nbytes
             if not fits and self._leaving_nbytes:
                 return
             self._waiting.popleft()
@@ -333,7 +332,13 @@ class Tier:
         """False if a call still hangs after ``timeout`` seconds; then the backend is left alone."""
         if not self.pool.close(timeout):
             return False
-        return run_within(self.backend.close, timeout) is not None
+        return run_within(self._close, timeout) is not None
+
+    def _close(self) -> None:
+        try:
+            self._memo.keep(self._door.namespace)
+        finally:
+            self.backend.close()
 
     def _settle(self, key: ChunkKey) -> None:
         """A thread is done with a key; if it was doomed meanwhile, it goes now."""
@@ -350,17 +355,12 @@ class Tier:
         self._evict(present)
 
     def _take_stock(self) -> None:
-        """What survived a restart, oldest first. What the policy refuses or the capacity cannot hold leaves."""
-        strays = [key for key, nbytes in self.backend.scan() if not self.residents.admit(key, None, nbytes)]
-        if strays:
-            self._begin(self._writes, strays, _Busy.LEAVING)
-            self.pool.submit_store(lambda: self.backend.delete(strays), lambda outcome: self._rid(strays, outcome))
-        self._evict(self._victims(0))
-
-    def _rid(self, strays: Sequence[ChunkKey], outcome: Outcome) -> None:
-        for key in strays:
-            del self._busy[key]
-        self._judge(self._writes, strays, outcome)
+        """What survived a restart, oldest first. What the capacity cannot hold leaves."""
+        self._memo.recall(self._door.namespace)
+        for key, nbytes in self.backend.scan():
+            if key != key_of(self._door.namespace):
+                self.residents.admit(key, None, nbytes)
+        self._evict(self._beyond_room())
 
     # -- small print -------------------------------------------------------------------------------
 
@@ -371,9 +371,11 @@ class Tier:
         now = self._clock()
         self._absent = {key: since for key, since in self._absent.items() if now - since < _ABSENCE_HOLDS}
         for key, there in zip(keys, outcome.value or [False] * len(keys), strict=True):
-            if not (there and (key in self.residents or self.residents.admit(key, None, self._door.bound))):
+            if not there:
                 self._absent[key] = now
-        for key in self._victims(0):
+            elif key not in self.residents:
+                self.residents.admit(key, None, self._door.bound)
+        for key in self._beyond_room():
             self.residents.remove(key)  # only from the index: the frame may be another's
 
     def _begin(self, breaker: Breaker, keys: Iterable[ChunkKey], busy: _Busy) -> None:

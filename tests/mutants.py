@@ -335,7 +335,7 @@ MUTANTS = (
     Mutant(
         "closes-without-a-deadline",
         TIER,
-        "run_within(self.backend.close, timeout) is not None",
+        "run_within(self._close, timeout) is not None",
         "self.backend.close() is None",
         "tests/core/test_faults.py::test_a_store_that_hangs_in_close_keeps_nobody",
     ),

@@ -17,7 +17,20 @@ FLOORS = [
     {"errors", "types", "_native", "native"},
     {"interfaces", "pages", "checksum", "files", "workers", "nodes"},
     {"frame", "copier"},
-    {"batches", "mover", "cuda", "door", "breaker", "residents", "arena", "tier", "hookspecs"},
+    {
+        "batches",
+        "mover",
+        "cuda",
+        "door",
+        "breaker",
+        "sightings",
+        "residents",
+        "memo",
+        "arena",
+        "tier",
+        "descent",
+        "hookspecs",
+    },
     {"manager", "structure", "builtin", "stats"},
     {"plugins"},
     {"config"},
@@ -28,7 +41,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 #: The data plane does not know that plugins exist.
 DATA_PLANE = {"native", "pages", "checksum", "frame", "copier", "files", "workers", "batches", "mover", "cuda"}
-DATA_PLANE |= {"door", "breaker", "residents", "arena", "tier", "manager"}
+DATA_PLANE |= {"door", "breaker", "sightings", "residents", "memo", "arena", "tier", "descent", "manager"}
 PLUGIN_PLANE = {"hookspecs", "plugins", "structure", "nodes", "config", "builtin"}
 
 #: What a plugin may use of the core. Its tests may also use `testing`.

@@ -32,9 +32,8 @@ class Fifo(EvictionPolicy):
     def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
         pass
 
-    def admit(self, key: ChunkKey, nbytes: int) -> bool:
+    def admit(self, key: ChunkKey, nbytes: int) -> None:
         self._order[key] = None
-        return True
 
     def forget(self, key: ChunkKey, *, evicted: bool) -> None:
         del self._order[key]

@@ -35,9 +35,8 @@ class Lfu(EvictionPolicy):
             if key in self._counts:
                 self._put(key, self._take(key) + 1)
 
-    def admit(self, key: ChunkKey, nbytes: int) -> bool:
+    def admit(self, key: ChunkKey, nbytes: int) -> None:
         self._put(key, 1)
-        return True
 
     def forget(self, key: ChunkKey, *, evicted: bool) -> None:
         self._take(key)

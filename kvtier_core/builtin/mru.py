@@ -34,9 +34,8 @@ class Mru(EvictionPolicy):
             if key in self._order:
                 self._order.move_to_end(key)
 
-    def admit(self, key: ChunkKey, nbytes: int) -> bool:
+    def admit(self, key: ChunkKey, nbytes: int) -> None:
         self._order[key] = None
-        return True
 
     def forget(self, key: ChunkKey, *, evicted: bool) -> None:
         del self._order[key]

@@ -18,6 +18,8 @@ from kvtier_core.types import ChunkKey
 
 _KEYS = make_keys(12)
 _NBYTES = 4096
+#: What a policy may ask a tier to keep for it.
+_SAVED_NBYTES = 1 << 16
 _WHICH = st.integers(0, len(_KEYS) - 1)
 _HISTORIES = st.lists(
     st.one_of(
@@ -74,8 +76,8 @@ class PolicyLaws(Laws):
         """A tier takes a few, drops the iterator, and changes what is held."""
         policy, held = self.config(tmp_path).open(), set()
         for key in _KEYS:
-            if policy.admit(key, _NBYTES):
-                held.add(key)
+            policy.admit(key, _NBYTES)
+            held.add(key)
         for now in range(len(held)):
             chosen = next(policy.victims())
             policy.forget(chosen, evicted=bool(now % 2))
@@ -83,13 +85,45 @@ class PolicyLaws(Laws):
             policy.request(_KEYS[now % 4 :: 3], float(now), {})
             assert set(policy.victims()) == held
 
+    def test_preferring_is_no_deed(self, tmp_path: Path):
+        """The same question has the same answer, and the same victims follow."""
+        for seed in range(50):
+            asked, other = (self._after(_history(seed), tmp_path) for _ in range(2))
+            victims = list(asked.victims())
+            answers = [[asked.prefers(key, victim) for key in _KEYS for victim in reversed(victims)] for _ in range(2)]
+            assert answers[0] == answers[1]
+            assert list(asked.victims()) == victims == list(other.victims())
+            for policy in (asked, other):
+                policy.request(_KEYS[:5], 1000.0, {})
+            assert list(asked.victims()) == list(other.victims())
+
+    def test_what_is_saved_is_small_and_changes_no_promise(self, tmp_path: Path):
+        """What another has learned is taken in; garbage teaches nothing, and raises nothing."""
+        saved = self._after(_history(0), tmp_path).save()
+        assert isinstance(saved, bytes)
+        assert len(saved) <= _SAVED_NBYTES
+        others = [self.config(tmp_path).open(), *(self._after(_history(seed), tmp_path) for seed in range(1, 9))]
+        assert all(len(other.save()) == len(saved) for other in others), "its length depends on what was learned"
+        rng = random.Random(0)
+        garbage = [b"", b"\0", saved[:-1], saved + b"\0", b"\xff" * len(saved), rng.randbytes(len(saved))]
+        for memory in (saved, *garbage):
+            policy, held = self.config(tmp_path).open(), set()
+            policy.restore(memory)
+            for now, step in enumerate(_history(1)):
+                live(policy, held, step, now)
+                assert sorted(policy.victims()) == sorted(held)
+        for memory in garbage:
+            taught, untaught = self.config(tmp_path).open(), self.config(tmp_path).open()
+            taught.restore(memory)
+            assert taught.save() == untaught.save(), "garbage was learned"
+
     def test_memory_is_bounded(self, tmp_path: Path):
         """By what is held: ghosts and requests for strangers leave nothing that grows."""
         policy = self.config(tmp_path).open()
         held: dict[ChunkKey, None] = {}
         numbers = itertools.count()
-        _churn(policy, held, numbers, rounds=4000)
         tracemalloc.start()
+        _churn(policy, held, numbers, rounds=4000)
         before, _ = tracemalloc.get_traced_memory()
         _churn(policy, held, numbers, rounds=8000)
         after, _ = tracemalloc.get_traced_memory()
@@ -110,8 +144,8 @@ def live(policy: EvictionPolicy, held: set[ChunkKey], step: Step, now: float) ->
         case "request", which:
             policy.request([_KEYS[i] for i in which], float(now), {})
         case "admit", which if _KEYS[which] not in held:
-            if policy.admit(_KEYS[which], _NBYTES):
-                held.add(_KEYS[which])
+            policy.admit(_KEYS[which], _NBYTES)
+            held.add(_KEYS[which])
         case "forget", which if _KEYS[which] in held:
             held.remove(_KEYS[which])
             policy.forget(_KEYS[which], evicted=False)
@@ -144,8 +178,8 @@ def _churn(policy: EvictionPolicy, held: dict[ChunkKey, None], numbers: itertool
     for now in range(rounds):
         key, stranger = make_key(next(numbers)), make_key(next(numbers))
         policy.request([key, stranger], float(now), {})
-        if policy.admit(key, _NBYTES):
-            held[key] = None
+        policy.admit(key, _NBYTES)
+        held[key] = None
         if len(held) > 32:
             chosen = next(policy.victims())
             del held[chosen]

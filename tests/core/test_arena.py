@@ -150,13 +150,13 @@ def test_room_is_made_of_what_nobody_needs(arena):
     assert counts(arena) == (2, 0, 1, 1)
 
 
-def test_a_policy_may_refuse(monkeypatch):
+def test_a_policy_may_refuse_before_anything_is_copied(monkeypatch):
     policy = LruConfig().open()
-    monkeypatch.setattr(policy, "admit", lambda key, nbytes: False)
+    monkeypatch.setattr(policy, "prefers", lambda newcomer, victim: False)
     arena = open_arena(policy)
-    arena.reserve([A])
-    assert not arena.commit(A, None)
-    assert counts(arena) == (3, 0, 0, 0)
+    fill(arena, A, B)
+    assert arena.trade([C, D]) == ([C], []), "there is room for one"
+    assert counts(arena) == (1, 0, 2, 0)
 
 
 def test_clear_frees_what_nobody_uses(arena):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvtier_core.builtin.chained import ChainedConfig
 from kvtier_core.builtin.fifo import FifoConfig
-from kvtier_core.builtin.lru import LruConfig
+from kvtier_core.builtin.git import GitConfig
 from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.config import ArenaTier, BackendTier, StackConfig, load_config, open_stack
 from kvtier_core.errors import BackendError, ConfigError, Problem
@@ -140,7 +140,7 @@ def test_a_whole_file(write):
     """)
     assert load() == StackConfig(
         tiers=(
-            ArenaTier("cpu", CpuConfig("off"), Nbytes(8 << 30), LruConfig()),
+            ArenaTier("cpu", CpuConfig("off"), Nbytes(8 << 30), GitConfig()),
             BackendTier(
                 "disk",
                 DiskConfig(pathlib.Path("/var/lib/kvtier")),
@@ -200,7 +200,10 @@ def test_every_problem_of_a_file_is_told(write):
         "kvtier.yaml:5: $.tiers[0].threads: 'threads' must be >= 1: 0",
         "kvtier.yaml:6: $.tiers[1]: 'capacity' is missing",
         "kvtier.yaml:6: $.tiers[1].capcity: unknown key 'capcity'; did you mean 'capacity'?",
-        "kvtier.yaml:6: $.tiers[1].serializer: unknown key 'serializer'; known here: type, capacity, eviction, huge",
+        (
+            "kvtier.yaml:6: $.tiers[1].serializer: unknown key 'serializer'; "
+            "known here: type, capacity, eviction, store_after, huge"
+        ),
         (
             "kvtier.yaml:7: $.tiers[2].type: no backend 's3' is installed (have: cpu, disk, heap); "
             "pip install 'kvtier[s3]'"
@@ -208,7 +211,8 @@ def test_every_problem_of_a_file_is_told(write):
         f"kvtier.yaml:7: $.tiers[2].capacity: '1GB' {no_size}",
         "kvtier.yaml:8: $.tiers[3].type: no backend 'dsk' is installed (have: cpu, disk, heap); did you mean 'disk'?",
         (
-            "kvtier.yaml:9: $.tiers[4].eviction: no eviction policy 'lruu' is installed (have: fifo, lfu, lru, mru); "
+            "kvtier.yaml:9: $.tiers[4].eviction: no eviction policy 'lruu' is installed "
+            "(have: arc, fifo, git, lfu, lru, lru2, mru, s3fifo, tour); "
             "did you mean 'lru'?"
         ),
         "kvtier.yaml:9: $.tiers[4]: 'path' is missing",
@@ -243,7 +247,8 @@ def test_unknown_types_do_not_hide_the_rest():
         (
             {"version": 1, "tiers": [{"type": "cpu", "capacity": "1GiB", "serializer": "raw"}]},
             [
-                "inline: $.tiers[0].serializer: unknown key 'serializer'; known here: type, capacity, eviction, huge",
+                "inline: $.tiers[0].serializer: unknown key 'serializer'; "
+                "known here: type, capacity, eviction, store_after, huge",
             ],
         ),
         (

@@ -9,9 +9,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvtier_core.arena import Arena
+from kvtier_core.builtin.arc import ArcConfig
 from kvtier_core.builtin.fifo import FifoConfig
+from kvtier_core.builtin.git import GitConfig
 from kvtier_core.builtin.lfu import LfuConfig
+from kvtier_core.builtin.lru2 import Lru2Config
 from kvtier_core.builtin.mru import MruConfig
+from kvtier_core.builtin.s3fifo import S3FifoConfig
+from kvtier_core.builtin.tour import TourConfig
+from kvtier_core.descent import Descent
 from kvtier_core.door import Door
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Serializer
@@ -60,6 +66,11 @@ SHAPES = {
     "fifo": {"policy": FifoConfig()},
     "lfu": {"policy": LfuConfig()},
     "mru": {"policy": MruConfig()},
+    "arc": {"policy": ArcConfig()},
+    "s3fifo": {"policy": S3FifoConfig()},
+    "lru2": {"policy": Lru2Config()},
+    "git": {"policy": GitConfig()},
+    "tour": {"policy": TourConfig()},
 }
 
 
@@ -89,9 +100,7 @@ def forgets_to_free_an_aborted_slot(monkeypatch):
 
 
 def forgets_a_pin(monkeypatch):
-    monkeypatch.setattr(
-        StorageManager, "_sealed", lambda self, keys, slots, outcome: self._offer(keys, self._levels[1:])
-    )
+    monkeypatch.setattr(Descent, "_sealed", lambda self, keys, slots, outcome: self.offer(keys, self._below))
 
 
 def renews_only_the_arena(monkeypatch):
@@ -122,7 +131,7 @@ def writes_beside_its_victims(monkeypatch):
 
 
 def never_writes_down(monkeypatch):
-    monkeypatch.setattr(StorageManager, "_descend", lambda self, keys: None)
+    monkeypatch.setattr(Descent, "begin", lambda self, keys: None)
 
 
 def never_grants(monkeypatch):

@@ -28,7 +28,6 @@ class Policy(interfaces.EvictionPolicy):
 
     def admit(self, key, nbytes):
         self.order[key] = nbytes
-        return True
 
     def forget(self, key, *, evicted):
         del self.order[key]
@@ -87,6 +86,54 @@ class CannotBeLeft(Policy):
         self.busy = True
         yield from list(self.order)
         self.busy = False
+
+
+class PrefersOnce(Policy):
+    """Takes in on being asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = set()
+
+    def prefers(self, newcomer, victim):
+        before = newcomer in self.asked
+        self.asked.add(newcomer)
+        return before
+
+
+class ReordersOnBeingAsked(Policy):
+    def prefers(self, newcomer, victim):
+        self.order[victim] = self.order.pop(victim)
+        return True
+
+
+class SavesAll(Policy):
+    def save(self):
+        return bytes(1 << 20)
+
+
+class SavesMoreAndMore(Policy):
+    def save(self):
+        return b"".join(self.order)
+
+
+class ChokesOnGarbage(Policy):
+    def save(self):
+        return b"learned"
+
+    def restore(self, saved):
+        if saved != b"learned":
+            raise ValueError(saved)
+
+
+class BelievesGarbage(Policy):
+    learned = bytes(8)
+
+    def save(self):
+        return self.learned
+
+    def restore(self, saved):
+        self.learned = saved[:8].ljust(8, b"!")
 
 
 @attrs.frozen
@@ -288,6 +335,12 @@ BUGS = {
         (PlantedPolicy(ForgetsWhomItNames), "test_victims_forgets_none"),
         (PlantedPolicy(Shuffles), "test_the_same_history_has_the_same_victims"),
         (PlantedPolicy(CannotBeLeft), "test_victims_may_be_left_halfway"),
+        (PlantedPolicy(PrefersOnce), "test_preferring_is_no_deed"),
+        (PlantedPolicy(ReordersOnBeingAsked), "test_preferring_is_no_deed"),
+        (PlantedPolicy(SavesAll), "test_what_is_saved_is_small_and_changes_no_promise"),
+        (PlantedPolicy(SavesMoreAndMore), "test_what_is_saved_is_small_and_changes_no_promise"),
+        (PlantedPolicy(ChokesOnGarbage), "test_what_is_saved_is_small_and_changes_no_promise"),
+        (PlantedPolicy(BelievesGarbage), "test_what_is_saved_is_small_and_changes_no_promise"),
         (PlantedPolicy(RemembersAllGhosts), "test_memory_is_bounded"),
     ],
     TestDatabase: [

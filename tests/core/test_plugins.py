@@ -72,10 +72,7 @@ def test_the_core_offers_what_it_ships_through_the_same_door():
     registry = Registry.of()
     assert [(offer.kind, offer.name) for offer in registry.offers()] == [
         ("backend", "heap"),
-        ("eviction policy", "fifo"),
-        ("eviction policy", "lfu"),
-        ("eviction policy", "lru"),
-        ("eviction policy", "mru"),
+        *(("eviction policy", name) for name in ("arc", "fifo", "git", "lfu", "lru", "lru2", "mru", "s3fifo", "tour")),
         ("serializer", "raw"),
         ("token database", "chained"),
     ]
@@ -171,7 +168,7 @@ def test_names_that_nobody_offers():
         "no backend 's3' is installed (have: heap)", "pip install 'kvtier[s3]'"
     )
     assert registry.choose("eviction policy", "s3") == Unavailable(
-        "no eviction policy 's3' is installed (have: fifo, lfu, lru, mru)"
+        "no eviction policy 's3' is installed (have: arc, fifo, git, lfu, lru, lru2, mru, s3fifo, tour)"
     )
     assert registry.choose("backend", "haep") == Unavailable(
         "no backend 'haep' is installed (have: heap)", "did you mean 'heap'?"

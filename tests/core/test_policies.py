@@ -20,7 +20,7 @@ def held(config, admitted="", requests=()):
     """A policy that took in these keys one by one, then saw these requests."""
     policy = config.open()
     for key in admitted:
-        assert policy.admit(key, 1)
+        policy.admit(key, 1)
     for now, path in enumerate(requests):
         policy.request(path, float(now), {})
     return policy
@@ -40,7 +40,7 @@ def test_each_held_key_is_a_victim_once(config, steps):
         for key in dict.fromkeys(path):
             if move == "admit" and key not in keys:
                 keys.add(key)
-                assert policy.admit(key, 1)
+                policy.admit(key, 1)
             elif move in ("forget", "evict") and key in keys:
                 keys.remove(key)
                 policy.forget(key, evicted=move == "evict")

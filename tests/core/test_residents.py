@@ -25,9 +25,10 @@ class Listed(EvictionPolicy):
         self.told.append((path, now, hints))
 
     def admit(self, key, nbytes):
-        if key not in self._refuses:
-            self._held.add(key)
-        return key not in self._refuses
+        self._held.add(key)
+
+    def prefers(self, newcomer, victim):
+        return newcomer not in self._refuses
 
     def forget(self, key, *, evicted):
         self._held.remove(key)
@@ -120,8 +121,8 @@ def test_a_parent_is_free_when_its_children_are_gone():
 
 def test_bytes_are_accounted():
     residents = Residents(Listed("ab"))
-    assert residents.admit("a", None, 10)
-    assert residents.admit("b", "a", 20)
+    residents.admit("a", None, 10)
+    residents.admit("b", "a", 20)
     assert (residents.used, len(residents), set(residents)) == (30, 2, {"a", "b"})
     residents.resize("b", 5)
     assert (residents.used, residents.nbytes("b")) == (15, 5)
@@ -133,12 +134,54 @@ def test_bytes_are_accounted():
     assert "b" not in residents
 
 
-def test_what_the_policy_refuses_is_not_held():
-    residents = Residents(Listed("ab", refuses="b"))
-    assert residents.admit("a", None, 10)
-    assert not residents.admit("b", "a", 10)
-    assert (residents.used, "b" in residents) == (10, False)
-    assert choose(residents, 1) == "a", "a child that was refused holds its parent"
+def trade(residents, newcomers, room, spared=""):
+    welcome, victims = residents.trade(newcomers, 1, room, residents.nbytes, lambda key: key not in spared)
+    return "".join(welcome), "".join(victims)
+
+
+@pytest.mark.parametrize(
+    ("room", "spared", "traded"),
+    [
+        (3, "", ("xyz", "")),
+        (2, "", ("xyz", "c")),
+        (0, "", ("xyz", "cba")),
+        (0, "b", ("x", "c")),
+        (0, "abc", ("", "")),
+    ],
+)
+def test_newcomers_are_traded_for_victims_root_first(room, spared, traded):
+    assert trade(held("abc", "abc"), "xyz", room, spared) == traded
+
+
+def test_whoever_hangs_on_a_newcomer_that_was_refused_is_refused():
+    residents = Residents(Listed("ab", refuses="y"))
+    for key in "ab":
+        residents.admit(key, None, 1)
+    assert trade(residents, "xyz", 0) == ("x", "a")
+    assert trade(residents, "xyz", 2) == ("xyz", "a"), "there is room for whom it refuses"
+
+
+def test_trading_changes_nothing():
+    residents = held("abc", "abc")
+    assert trade(residents, "xy", 0) == trade(residents, "xy", 0)
+    assert (len(residents), residents.used) == (3, 3)
+
+
+def test_a_newcomer_may_cost_several_victims():
+    residents = held("abc", "abc")
+    assert residents.trade("xy", 2, 0, residents.nbytes, lambda key: True) == (["x"], ["c", "b"])
+
+
+def test_a_newcomer_is_due_when_enough_requests_named_it():
+    residents = Residents(Listed("a"), store_after=2)
+    residents.request("ab", 0.0, {})
+    assert not residents.seen_enough("a")
+    residents.request("ac", 1.0, {})
+    assert [residents.seen_enough(key) for key in "abc"] == [True, False, False]
+
+
+def test_one_sighting_is_enough_by_default():
+    assert Residents(Listed("a")).seen_enough("a")
 
 
 def test_the_policy_is_told_of_requests_and_ends():

@@ -1,0 +1,115 @@
+"""The table of return odds, its index, and what the policy makes of them."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier_core.builtin.git import GitConfig
+from kvtier_core.builtin.lifetable import _WIDTHS, AGES, EDGES, LifeTable, _gittins
+from kvtier_core.builtin.lru import LruConfig
+
+
+def empty(classes):
+    return [[0.0] * AGES for _ in range(classes)]
+
+
+@given(st.integers(0, 1000))
+def test_the_index_is_the_best_rate_over_all_horizons(seed):
+    rng = random.Random(seed)
+    odds = [rng.choice((0.0, rng.random() * 0.02, rng.random() * 0.3)) for _ in range(AGES)]
+    index = _gittins(odds)
+    for age in range(AGES):
+        best, alive, returned, idle = 0.0, 1.0, 0.0, 0.0
+        for chance, width in zip(odds[age:], _WIDTHS[age:], strict=True):
+            idle += alive * width * (1 - chance / 2)
+            returned += alive * chance
+            alive *= 1 - chance
+            best = max(best, returned / idle)
+        assert abs(index[age] - best) <= 1e-6 * best
+
+
+def test_while_nothing_is_known_the_older_has_the_lower_index():
+    table = LifeTable(1, 1)
+    assert table.index[0] == sorted(table.index[0], reverse=True)
+
+
+def test_a_class_that_comes_back_ranks_above_one_that_does_not():
+    table = LifeTable(1, 2)
+    for _ in range(200):
+        table.returned(0, 10, 1.0)
+        table.went_on(1, 10, 1.0)
+    table.rank(empty(2))
+    assert table.index[0][10] > table.index[1][10]
+
+
+def test_a_class_of_which_little_is_known_leans_on_its_family():
+    table = LifeTable(2, 2)
+    for _ in range(200):
+        table.returned(0, 10, 1.0)
+        table.went_on(2, 10, 1.0)
+    table.rank(empty(4))
+    assert table.index[1][10] > table.index[3][10]
+
+
+def test_what_is_learned_comes_back_in_proportion():
+    table, other = LifeTable(1, 1), LifeTable(1, 1)
+    for _ in range(100_000):
+        table.returned(0, 5, 1.0)
+        table.went_on(0, 5, 1.0)
+    assert other.restore(table.save())
+    other.rank(empty(1))
+    table.rank(empty(1))
+    assert abs(other.index[0][5] - table.index[0][5]) < 0.05 * table.index[0][5]
+
+
+def test_impossible_votes_are_not_believed():
+    table = LifeTable(1, 1)
+    table._returns[0][3] = 2.0  # of one life
+    table._lives[0][3] = 1.0
+    for wrong in (table.save(), table.save()[:-4] + b"\0\0\xc0\x7f"):
+        assert not LifeTable(1, 1).restore(wrong)
+
+
+def test_cold_it_evicts_as_lru_does():
+    rng = random.Random(0)
+    git, lru = GitConfig().open(), LruConfig().open()
+    for now in range(40):
+        path = rng.sample(range(50), 3)
+        for policy in (git, lru):
+            policy.request(path, float(now * 10), {})
+            held = set(policy.victims())
+            for key in reversed(path):
+                if key not in held:
+                    policy.admit(key, 1)
+    ages = [now for now in EDGES if now <= 400]
+    assert len(ages) > 10, "several steps of age were passed"
+    oldest = list(lru.victims())[:10]
+    assert set(list(git.victims())[:15]) >= set(oldest[:5])
+
+
+def test_a_newcomer_of_a_class_that_never_returns_is_refused_once_that_is_known():
+    policy = GitConfig(classes="simple").open()
+    policy.request(["loved"], 0.0, {})
+    policy.admit("loved", 1)
+    assert policy.prefers("stranger", "loved"), "nothing is known yet"
+    for now in range(1, 2000):
+        policy.request([f"once {now}"], now * 1.0, {})
+        policy.request(["loved"], now * 1.0 + 0.9, {})
+    policy.request(["newcomer"], 2000.0, {})
+    assert not policy.prefers("newcomer", "loved")
+
+
+def test_it_is_warm_after_a_restart():
+    before, after = (GitConfig(classes="simple").open() for _ in range(2))
+    for now in range(1, 2000):
+        before.request([f"once {now}"], now * 1.0, {})
+        before.request(["loved"], now * 1.0 + 0.9, {})
+    after.restore(before.save())
+    after.request(["loved"], 0.0, {})
+    after.admit("loved", 1)
+    after.request(["loved"], 0.9, {})
+    after.request(["newcomer"], 1.0, {})
+    assert not after.prefers("newcomer", "loved")

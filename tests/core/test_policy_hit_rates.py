@@ -1,0 +1,88 @@
+"""How much of a real trace each policy gives back: the figures of one run, so that a change of mind is seen.
+
+Replayed as a tier would see it: a request is looked up from its root, only the leading run of held chunks counts, then
+its absent chunks are offered, root first, and nothing of its own path leaves for them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvtier_core.builtin.arc import ArcConfig
+from kvtier_core.builtin.fifo import FifoConfig
+from kvtier_core.builtin.git import GitConfig
+from kvtier_core.builtin.lfu import LfuConfig
+from kvtier_core.builtin.lru import LruConfig
+from kvtier_core.builtin.lru2 import Lru2Config
+from kvtier_core.builtin.mru import MruConfig
+from kvtier_core.builtin.s3fifo import S3FifoConfig
+from kvtier_core.builtin.tour import TourConfig
+from kvtier_core.residents import Residents
+
+TOKENS = 512
+TRACE = Path(__file__).parent / "traces" / "conversation.jsonl"
+
+
+def read_trace():
+    """For each request the time, the tokens, and the keys of its chunks."""
+    requests = [json.loads(line) for line in TRACE.read_text().splitlines()]
+    return [
+        (each["timestamp"] / 1000, each["input_length"], [number.to_bytes(32) for number in each["hash_ids"]])
+        for each in requests
+    ]
+
+
+@pytest.fixture(scope="module")
+def trace():
+    return read_trace()
+
+
+def hit_rate(config, trace, slots):
+    """The tokens that were given back, of all tokens."""
+    residents = Residents(config.open())
+    given = asked = 0
+    for now, tokens, path in trace:
+        run = next((i for i, key in enumerate(path) if key not in residents), len(path))
+        given += min(run * TOKENS, tokens)
+        asked += tokens
+        residents.request(path, now, {})
+        parents = dict(zip(path, [None, *path], strict=False))
+        absent = [key for key in path if key not in residents]
+        welcome, victims = residents.trade(
+            absent, 1, slots - len(residents), lambda key: 1, lambda key, parents=parents: key not in parents
+        )
+        for key in victims:
+            residents.remove(key, evicted=True)
+        for key in reversed(welcome):
+            residents.admit(key, parents[key], 1)
+        assert len(residents) <= slots
+    return given / asked
+
+
+#: At 5 and 20 in a hundred of the distinct chunks; this file prints them when it is run.
+SLOTS = (777, 3107)
+GOLDEN = [
+    (ArcConfig(), [0.0374, 0.0663]),
+    (FifoConfig(), [0.0374, 0.0629]),
+    (GitConfig(classes="full"), [0.0473, 0.0848]),
+    (GitConfig(classes="simple"), [0.0542, 0.0911]),
+    (LfuConfig(), [0.0374, 0.0658]),
+    (Lru2Config(), [0.045, 0.0803]),
+    (LruConfig(), [0.0374, 0.0638]),
+    (MruConfig(), [0.0451, 0.0997]),
+    (S3FifoConfig(), [0.0399, 0.0741]),
+    (TourConfig(), [0.0465, 0.0625]),
+]
+
+
+@pytest.mark.parametrize(("config", "rates"), GOLDEN)
+def test_hit_rates_are_those_of_the_run_that_was_looked_at(trace, config, rates):
+    assert [round(hit_rate(config, trace, slots), 4) for slots in SLOTS] == rates
+
+
+if __name__ == "__main__":
+    for each, _ in GOLDEN:
+        print(f"    ({each!r}, {[round(hit_rate(each, read_trace(), slots), 4) for slots in SLOTS]}),")

@@ -1,0 +1,43 @@
+"""Every policy of the core keeps the laws of policies."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier_core.builtin.arc import ArcConfig
+from kvtier_core.builtin.fifo import FifoConfig
+from kvtier_core.builtin.git import GitConfig
+from kvtier_core.builtin.lfu import LfuConfig
+from kvtier_core.builtin.lru import LruConfig
+from kvtier_core.builtin.lru2 import Lru2Config
+from kvtier_core.builtin.mru import MruConfig
+from kvtier_core.builtin.plugin import kvtier_eviction_policies
+from kvtier_core.builtin.s3fifo import S3FifoConfig
+from kvtier_core.builtin.tour import TourConfig
+from kvtier_core.testing import PolicyLaws
+
+CONFIGS = [
+    ArcConfig(),
+    FifoConfig(),
+    GitConfig(),
+    GitConfig(classes="simple"),
+    LfuConfig(),
+    Lru2Config(),
+    LruConfig(),
+    MruConfig(),
+    S3FifoConfig(),
+    TourConfig(),
+]
+
+
+class TestPolicies(PolicyLaws):
+    @pytest.fixture(autouse=True, params=CONFIGS, ids=repr)
+    def _under_test(self, request):
+        self.chosen = request.param
+
+    def config(self, folder):
+        return self.chosen
+
+
+def test_every_policy_that_is_offered_is_tried():
+    assert {type(config) for config in CONFIGS} == set(kvtier_eviction_policies())
