@@ -45,7 +45,9 @@ def test_check_shows_every_setting_and_its_origin(folder, capsys):
     assert told == [
         ["$.tiers[0].type", "heap", "kvtier.yaml:4"],
         ["$.tiers[0].capacity", "1GiB", "kvtier.yaml:4"],
-        ["$.tiers[0].eviction", "lru", "default"],
+        ["$.tiers[0].eviction", "git", "default"],
+        ["$.tiers[0].eviction.classes", "full", "default"],
+        ["$.tiers[0].store_after", "1", "default"],
         ["$.chunk_tokens", "256", "default"],
         ["$.token_database", "chained", "default"],
         ["$.load_wait", "0.5s", "kvtier.yaml:2"],
