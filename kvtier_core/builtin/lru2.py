@@ -67,9 +67,11 @@ class Lru2(EvictionPolicy):
         """The heap in order, and as it was: the next one is the least of those whose parent in it was named."""
         heap = self._heap
         front = [(heap[0], 0)] if heap else []
+        named = None  # who came back from the ghosts is in the heap twice, side by side
         while front:
             (uses, key), i = heapq.heappop(front)
-            if self._uses.get(key) == uses:
+            if self._uses.get(key) == uses and key != named:
+                named = key
                 yield key
             for child in (2 * i + 1, 2 * i + 2):
                 if child < len(heap):

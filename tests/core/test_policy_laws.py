@@ -15,6 +15,7 @@ from kvtier_core.builtin.plugin import kvtier_eviction_policies
 from kvtier_core.builtin.s3fifo import S3FifoConfig
 from kvtier_core.builtin.tour import TourConfig
 from kvtier_core.testing import PolicyLaws
+from kvtier_core.testing.samples import make_keys
 
 CONFIGS = [
     ArcConfig(),
@@ -37,6 +38,16 @@ class TestPolicies(PolicyLaws):
 
     def config(self, folder):
         return self.chosen
+
+
+def test_who_comes_back_from_the_ghosts_of_lru2_is_named_once():
+    """Its entry of before still stands in the heap, and is true again."""
+    lru2, first, second = Lru2Config().open(), *make_keys(2)
+    for key in (second, first):
+        lru2.admit(key, 1)
+    lru2.forget(first, evicted=True)
+    lru2.admit(first, 1)
+    assert sorted(lru2.victims()) == sorted([first, second])
 
 
 def test_every_policy_that_is_offered_is_tried():
