@@ -31,6 +31,7 @@ import attrs
 
 from kvtier_core.builtin.chained import Chained, ChainedConfig
 from kvtier_core.hookspecs import hookimpl
+from kvtier_core.memo import key_of
 from kvtier_core.types import PAGE_NBYTES, Event, Namespace
 
 POOL = 24
@@ -163,6 +164,7 @@ def _look(engine: Any) -> None:
     engine.settle()
     for key in engine.manager._tiers[0].residents:
         tell("indexed", key.hex())
+    tell("memo", key_of(engine.connector.half._epoch).hex())
     tell("accounted", engine.manager.usage()[-1].nbytes)
 
 

@@ -93,7 +93,9 @@ def test_a_store_that_writes_into_pages_is_found(monkeypatch):
 def test_an_engine_with_another_layout_is_caught_before_traffic(engine, said, monkeypatch, tmp_path):
     """As if a minor release had put something between the pages: the table is wrong, nothing else notices."""
     asked = prompt(90, 530)
-    with engine(cpu_and_disk(tmp_path)) as served:
+    stack = cpu_and_disk(tmp_path)
+    stack["tiers"][1]["eviction"] = "lru"  # it learns nothing, so that there are frames of chunks and no others
+    with engine(stack) as served:
         said()
         truth = served.ask(asked)[0]
         assert "kvtier: self-test: every byte came back" in said()
@@ -104,7 +106,7 @@ def test_an_engine_with_another_layout_is_caught_before_traffic(engine, said, mo
         return attrs.evolve(run, base=run.base + run.stride // 2)
 
     monkeypatch.setattr(layout, "_page_run", one_page_off)
-    with engine(cpu_and_disk(tmp_path)) as served:  # its disk is warm, and its identity the same
+    with engine(stack) as served:  # its disk is warm, and its identity the same
         said()
         answers = [served.ask(asked)[0] for _ in range(2)]
         lines = said()

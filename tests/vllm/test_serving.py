@@ -201,7 +201,9 @@ def test_new_weights_in_a_running_engine_open_an_epoch(engine, tmp_path):
     with engine() as plain:
         assert new_weights(plain)
         truth = plain.ask(asked)[0]
-    with engine(cpu_and_disk(tmp_path)) as served:
+    stack = cpu_and_disk(tmp_path)
+    stack["tiers"][1]["eviction"] = "lru"  # it learns nothing, so that there are frames of chunks and no others
+    with engine(stack) as served:
         old = served.ask(asked)[0]
         served.settle()
         before = set(tmp_path.rglob("*.kv"))
@@ -215,7 +217,7 @@ def test_new_weights_in_a_running_engine_open_an_epoch(engine, tmp_path):
     assert [answer.cached for answer in (old, cold, warm)] == [0, 0, 512]
     assert cold.differs(truth) == 0 and warm.differs(truth) < NOISE < old.differs(truth)
     assert not list(tmp_path.rglob("*.kv"))  # weights that no file has: no other process could tell what these are
-    with engine(cpu_and_disk(tmp_path)) as restarted:
+    with engine(stack) as restarted:
         again = restarted.ask(asked)[0]
     assert (again.cached, again.differs(old)) == (0, 0)
 
