@@ -151,7 +151,7 @@ MUTANTS = (
         "a-tensor-is-skipped",
         WEIGHTS,
         "for name, tensor in tensors if",
-        "for name, tensor in tensors[1:] if",
+        "for name, tensor in tensors[:-1] if",
         ABOUT_IDENTITY + "test_every_tensor_of_every_file_counts",
     ),
     Mutant(
