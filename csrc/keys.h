@@ -1,4 +1,4 @@
-// Keys as Python hands them in and takes them back.
+// Keys as Python hands them in and takes them back, by calls of the stable ABI.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -9,13 +9,30 @@ namespace kvtier {
 
 inline Key key_of(nanobind::handle object) {
   Key key;
-  if (!PyBytes_Check(object.ptr()) || PyBytes_GET_SIZE(object.ptr()) != sizeof key) {
+  char* bytes;
+  Py_ssize_t size;
+  if (!PyBytes_Check(object.ptr()) || PyBytes_AsStringAndSize(object.ptr(), &bytes, &size) || size != sizeof key) {
+    PyErr_Clear();
     throw nanobind::value_error("a key is 32 bytes");
   }
-  std::memcpy(&key, PyBytes_AS_STRING(object.ptr()), sizeof key);
+  std::memcpy(&key, bytes, sizeof key);
   return key;
 }
 
-inline nanobind::bytes bytes_of(const Key& key) { return {reinterpret_cast<const char*>(&key), sizeof key}; }
+inline nanobind::bytes bytes_of(const Key& key) { return nanobind::bytes(&key, sizeof key); }
+
+// What Python may hand in for many: a list as it is, anything else as a list.
+class Items {
+ public:
+  explicit Items(nanobind::handle object)
+      : list_(PyList_Check(object.ptr()) ? nanobind::borrow(object) : nanobind::steal(PySequence_List(object.ptr()))) {
+    if (!list_) throw nanobind::python_error();
+  }
+  size_t size() const { return static_cast<size_t>(PyList_Size(list_.ptr())); }
+  nanobind::handle operator[](size_t i) const { return PyList_GetItem(list_.ptr(), static_cast<Py_ssize_t>(i)); }
+
+ private:
+  nanobind::object list_;
+};
 
 }  // namespace kvtier

@@ -1,12 +1,14 @@
 // kvtier_core._native. Each has a plain counterpart in Python beside it, which it is tested against.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <deque>
 #include <tuple>
 
+#include "chain.h"
 #include "copier.h"
 #include "crc32.h"
 #include "files.h"
@@ -75,6 +77,8 @@ NB_MODULE(_native, m) {
   m.def("crc32", &crc32, "data"_a, "crc"_a = 0);
   m.def("crc32_combine", &kvtier::crc32_combine, "first"_a, "second"_a, "second_nbytes"_a);
   m.def("crc32_method", &kvtier::crc32_method);
+
+  m.def("chain", &kvtier::chain, "parent"_a, "tokens"_a, "chunk_tokens"_a, "first"_a, "extra"_a, "person"_a);
 
   m.def("read_files", &read_files, "fds"_a, "into"_a);
   m.def("write_files", &write_files, "fds"_a, "from"_a);

@@ -18,7 +18,11 @@ import attrs
 
 from kvtier_core.errors import ContractError
 from kvtier_core.interfaces import TokenDatabase, TokenDatabaseConfig
+from kvtier_core.native import extension
 from kvtier_core.types import KEY_NBYTES, ChunkKey, Namespace
+
+#: What a digest is of; BLAKE2b calls it the person.
+_ROOT, _CHUNK = "kvtier-root", "kvtier-chunk"
 
 
 @attrs.frozen
@@ -33,7 +37,6 @@ class Chained(TokenDatabase):
     def __init__(self, namespace: Namespace, chunk_tokens: int):
         self._namespace = namespace
         self._chunk_tokens = chunk_tokens
-        self._tokens = struct.Struct(f"<{chunk_tokens}I")  # also twice as fast as array.array, which has one byte order
 
     def keys(
         self,
@@ -43,24 +46,33 @@ class Chained(TokenDatabase):
         salt: bytes = b"",
         extra: Mapping[int, bytes] | None = None,
     ) -> list[ChunkKey]:
-        chunks = len(tokens) // self._chunk_tokens
-        keys = list(known[:chunks])
+        keys = list(known[: len(tokens) // self._chunk_tokens])
         parent = keys[-1] if keys else self._root(salt)
-        for i in range(len(keys), chunks):
-            start = i * self._chunk_tokens
-            parent = self._key(parent, tokens[start : start + self._chunk_tokens], extra.get(i, b"") if extra else b"")
-            keys.append(parent)
-        return keys
-
-    def _root(self, salt: bytes) -> ChunkKey:
-        return _digest(self._namespace.digest + struct.pack("<Q", self._chunk_tokens) + salt, b"kvtier-root")
-
-    def _key(self, parent: ChunkKey, tokens: Sequence[int], extra: bytes) -> ChunkKey:
         try:
-            return _digest(parent + self._tokens.pack(*tokens) + extra, b"kvtier-chunk")
-        except struct.error as error:
+            return keys + chain(parent, tokens, self._chunk_tokens, len(keys), dict(extra or {}), _CHUNK)
+        except (struct.error, ValueError) as error:
             raise ContractError(f"a token id is a whole number of 32 bits: {error}") from error
 
+    def _root(self, salt: bytes) -> ChunkKey:
+        return _digest(self._namespace.digest + struct.pack("<Q", self._chunk_tokens) + salt, _ROOT)
 
-def _digest(material: bytes, person: bytes) -> ChunkKey:
-    return ChunkKey(hashlib.blake2b(material, digest_size=KEY_NBYTES, person=person).digest())
+
+def plain_chain(
+    parent: ChunkKey, tokens: Sequence[int], chunk_tokens: int, first: int, extra: Mapping[int, bytes], person: str
+) -> list[ChunkKey]:
+    """Keys of the full chunks from number ``first`` on; ``parent`` is the key before."""
+    packed = struct.Struct(f"<{chunk_tokens}I")  # twice as fast as array.array, which has one byte order
+    keys = []
+    for chunk in range(first, len(tokens) // chunk_tokens):
+        begin = chunk * chunk_tokens
+        material = parent + packed.pack(*tokens[begin : begin + chunk_tokens]) + extra.get(chunk, b"")
+        parent = _digest(material, person)
+        keys.append(parent)
+    return keys
+
+
+def _digest(material: bytes, person: str) -> ChunkKey:
+    return ChunkKey(hashlib.blake2b(material, digest_size=KEY_NBYTES, person=person.encode()).digest())
+
+
+chain = getattr(extension, "chain", plain_chain)

@@ -14,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvtier_core import checksum, native
+from kvtier_core.builtin.chained import chain, plain_chain
 from kvtier_core.copier import Copier, PlainCopier
 
 MIB = 1 << 20
@@ -119,3 +120,23 @@ def test_it_links_nothing_of_the_engines():
     assert {line.split()[0].split(".so")[0].rsplit("/")[-1] for line in linked.splitlines()} <= {
         "linux-vdso", "libstdc++", "libm", "libgcc_s", "libc", "ld-linux-x86-64", "libpthread"
     }  # fmt: skip
+
+
+@given(
+    st.lists(st.integers(0, 2**32 - 1), max_size=200),
+    st.integers(1, 70),
+    st.integers(0, 3),
+    st.dictionaries(st.integers(0, 5), st.binary(max_size=300)),
+    st.text("kvtier-", max_size=16),
+)
+@example(list(range(24)), 24, 0, {}, "as long as a block of the digest")
+def test_keys_of_a_prompt(tokens, chunk_tokens, first, extra, person):
+    parent, person = NOISE[:32], person[:16]
+    told = plain_chain(parent, tokens, chunk_tokens, first, extra, person)
+    assert chain(parent, tokens, chunk_tokens, first, extra, person) == told
+    assert chain(parent, tuple(tokens), chunk_tokens, first, extra, person) == told
+
+
+def test_a_key_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="^a key is 32 bytes$"):
+        chain(b"short", [1], 1, 0, {}, "")
