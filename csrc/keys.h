@@ -35,4 +35,11 @@ class Items {
   nanobind::object list_;
 };
 
+inline std::vector<Key> keys_of(nanobind::handle object) {
+  const Items items(object);
+  std::vector<Key> keys(items.size());
+  for (size_t i = 0; i < keys.size(); i++) keys[i] = key_of(items[i]);
+  return keys;
+}
+
 }  // namespace kvtier

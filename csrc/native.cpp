@@ -12,6 +12,7 @@
 #include "copier.h"
 #include "crc32.h"
 #include "files.h"
+#include "tree.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -79,6 +80,7 @@ NB_MODULE(_native, m) {
   m.def("crc32_method", &kvtier::crc32_method);
 
   m.def("chain", &kvtier::chain, "parent"_a, "tokens"_a, "chunk_tokens"_a, "first"_a, "extra"_a, "person"_a);
+  kvtier::bind_tree(m);
 
   m.def("read_files", &read_files, "fds"_a, "into"_a);
   m.def("write_files", &write_files, "fds"_a, "from"_a);

@@ -37,6 +37,14 @@ class Table {
   Entry& operator[](Number number) { return entries_[number]; }
   const Entry& operator[](Number number) const { return entries_[number]; }
 
+  // In no order.
+  template <class Visit>
+  void each(Visit visit) const {
+    for (const Number number : cells_) {
+      if (number != kNone) visit(entries_[number]);
+    }
+  }
+
   Number find(const EntryKey& key) const {
     if (cells_.empty()) return kNone;
     for (size_t at = home_of(key);; at = next(at)) {

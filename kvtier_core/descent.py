@@ -43,17 +43,19 @@ class Descent:
         self._report = report
         self._descending: set[ChunkKey] = set()
 
-    def wanted(self, key: ChunkKey) -> bool:
-        """Would a level below like to have it?"""
-        return any(_wants(level, key) for level in self._below)
+    def wanted(self, path: Sequence[ChunkKey]) -> set[ChunkKey]:
+        """Those of a path, root first, that a level below would take in now."""
+        return set().union(*(level.welcome(path) for level in self._below))
 
     def begin(self, keys: Sequence[ChunkKey], sums: Mapping[ChunkKey, Sequence[int]]) -> None:
         """Seal what a level below would like to have, then offer it to all of them. ``sums``: see `commit`."""
-        wanted = [key for key in keys if self._hot.has(key) and key not in self._descending and self.wanted(key)]
+        held = [key for key in keys if self._hot.has(key) and key not in self._descending]
+        welcome = self.wanted(held)
+        wanted = [key for key in held if key in welcome]
         per_group = max(1, _SEAL_NBYTES // self._layout.frame_nbytes)
         for start in range(0, len(wanted), per_group):
             group = wanted[start : start + per_group]
-            slots = [self._hot.pin(key, _SEALER) for key in group]
+            slots = self._hot.pin(group, _SEALER)
             work = [(key, self._hot.view(key), sums.get(key, ())) for key in group]
             self._descending.update(group)
             self._pool.submit_store(
@@ -73,19 +75,20 @@ class Descent:
             self.offer(keys, self._below)
         else:
             self._report(Event(EventKind.FAILED, self._hot.name, tuple(keys), 0, str(outcome.error)))
-        self._unpin(slots, _SEALER)
+        self._hot.unpin(slots, _SEALER)
 
     def offer(self, keys: Sequence[ChunkKey], levels: Sequence[Arena | Tier]) -> None:
         """Offer sealed frames to levels below the hottest. Each offer holds a pin of its own."""
         for level in levels:
-            offered = [key for key in keys if self._hot.has(key) and _wants(level, key)]
+            held = [key for key in keys if self._hot.has(key)]
             if isinstance(level, Arena):
-                self._copy_down(offered, level)
-            elif offered:
-                pins = {key: self._hot.pin(key, level.name) for key in offered}
+                self._copy_down(held, level)
+            elif offered := level.residents.seen_enough(level.wanted(held)):
+                pins = dict(zip(offered, self._hot.pin(offered, level.name), strict=True))
+                parent = self._hot.residents.held.parent
                 level.write(
-                    [Offer(key, self._hot.residents.parent(key), self._hot.view(key)) for key in offered],
-                    lambda key, pins=pins, level=level: self._hot.unpin(pins[key], level.name),
+                    [Offer(key, parent(key), self._hot.view(key)) for key in offered],
+                    lambda key, pins=pins, level=level: self._hot.unpin([pins[key]], level.name),
                 )
 
     def _copy_down(self, keys: Sequence[ChunkKey], arena: Arena) -> None:
@@ -93,29 +96,19 @@ class Descent:
         if not keys:
             return
         arena.reserve(keys)
-        slots = [self._hot.pin(key, arena.name) for key in keys]
+        slots = self._hot.pin(keys, arena.name)
         copies = [(arena.view(key), self._hot.view(key)) for key in keys]
-        parents = [self._hot.residents.parent(key) for key in keys]
+        parents = [self._hot.residents.held.parent(key) for key in keys]
 
         def copy() -> None:
             for into, source in copies:
                 into[:] = source
 
         def copied(outcome: Outcome) -> None:
-            self._unpin(slots, arena.name)
-            for key, parent in zip(reversed(keys), reversed(parents), strict=True):
-                if outcome.error is None:
-                    arena.commit(key, parent)
-                else:
-                    arena.abort(key)
+            self._hot.unpin(slots, arena.name)
+            if outcome.error is None:
+                arena.commit(keys, parents)
+            else:
+                arena.abort(keys)
 
         self._pool.submit_store(copy, copied)
-
-    def _unpin(self, slots: Sequence[Slot], owner: str) -> None:
-        for slot in slots:
-            self._hot.unpin(slot, owner)
-
-
-def _wants(level: Arena | Tier, key: ChunkKey) -> bool:
-    free = not level.taken(key) if isinstance(level, Arena) else level.wants(key)
-    return free and level.residents.seen_enough(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvtier_core.arena import Arena
 from kvtier_core.batches import leading_run
@@ -80,14 +80,14 @@ class StorageManager:
         until the next `reserve` or `step`.
         """
         found: list[Presence] = []
-        parent = None
-        for key in keys:
-            presence = self._presence(key, parent)
-            if presence is Presence.MISS:
+        while (at := len(found)) < len(keys):
+            if run := max(arena.ready(keys, at) for arena in self._arenas):
+                found += [Presence.READY] * run
+            elif self._comes(keys[at], keys[at - 1] if at else None):
+                found.append(Presence.PENDING)
+            else:
                 break
-            self._wanted.add(key)
-            found.append(presence)
-            parent = key
+        self._wanted.update(keys[: len(found)])
         return found + [Presence.MISS] * (len(keys) - len(found))
 
     def why_missing(self, key: ChunkKey) -> str:
@@ -114,18 +114,18 @@ class StorageManager:
 
         What a level below wants passes through the hottest arena, whatever that one's policy thinks of it.
         """
-        absent = {key: parent for parent, key in zip((None, *keys), keys, strict=False) if not self._has_a_slot(key)}
-        passing = leading_run(absent, self._descent.wanted)
+        absent = self._without_slot(keys)
+        parents = dict(zip(keys, (None, *keys), strict=False))
+        passing = leading_run(absent, self._descent.wanted(absent).__contains__)
         self._make_room(self._hot, len(passing), keys)
-        granted = {key: absent[key] for key in passing[: self._hot.free]}
-        self._hot.reserve(list(granted))
+        granted = passing[: self._hot.free]
+        self._hot.reserve(granted)
         if len(granted) == len(passing):
-            own = leading_run(list(absent)[len(passing) :], self._hot.residents.seen_enough)
-            welcome = self._trade(self._hot, own, keys)
+            welcome = self._trade(self._hot, absent[len(passing) :], keys)
             self._hot.reserve(welcome)
-            granted.update((key, absent[key]) for key in welcome)
-        self._parents.update(granted)
-        return {key: self._hot.slot(key) for key in granted}
+            granted += welcome
+        self._parents.update((key, parents[key]) for key in granted)
+        return dict(zip(granted, self._hot.slots(granted), strict=True))
 
     def commit(self, keys: Sequence[ChunkKey], sums: Mapping[ChunkKey, Sequence[int]] | None = None) -> None:
         """The slots of these keys are filled: READY at once, and on their way down.
@@ -137,23 +137,25 @@ class StorageManager:
             self._report(EventKind.STORED, kept, nbytes=len(kept) * self._layout.payload_nbytes)
             self._descent.begin(kept, sums or {})
 
-    def abort(self, keys: Iterable[ChunkKey]) -> None:
+    def abort(self, keys: Sequence[ChunkKey]) -> None:
         """The slots of these keys will not be filled."""
+        self._hot.abort(keys)
         for key in keys:
             self._parents.pop(key, None)
-            self._hot.abort(key)
 
     def pin(self, keys: Sequence[ChunkKey], owner: str) -> list[Slot]:
         """Hold READY chunks in their slots until ``owner``, a request for instance, unpins them."""
-        arenas = [self._arena_of(key) for key in keys]  # all or nothing: this raises before the first pin
-        for key in keys:
+        slots: dict[ChunkKey, Slot] = {}
+        for arena, here in self._by_arena(keys).items():
+            slots.update(zip(here, arena.pin(here, owner), strict=True))
+        for key in keys if self._origin else ():
             self._origin.pop(key, None)
-        return [arena.pin(key, owner) for arena, key in zip(arenas, keys, strict=True)]
+        return [slots[key] for key in keys]
 
-    def unpin(self, slots: Iterable[Slot], owner: str) -> None:
+    def unpin(self, slots: Sequence[Slot], owner: str) -> None:
         """Once for each slot that `pin` returned to this owner."""
-        for slot in slots:
-            self._arenas[slot.arena].unpin(slot, owner)
+        for arena in self._arenas:
+            arena.unpin([slot for slot in slots if slot.arena == arena.number], owner)
 
     def holders(self) -> Counter[str]:
         """Who has pins, and how many: requests, and tiers that read a slot. Empty at rest."""
@@ -164,12 +166,12 @@ class StorageManager:
         self._lent = ChunkKey(secrets.token_bytes(KEY_NBYTES))
         for arena in self._arenas:
             arena.reserve([self._lent])
-        return [arena.slot(self._lent) for arena in self._arenas]
+        return [slot for arena in self._arenas for slot in arena.slots([self._lent])]
 
     def take_back(self) -> None:
         """Of all that was lent."""
         for arena in self._arenas:
-            arena.abort(self._lent)
+            arena.abort([self._lent])
 
     # -- the turn of the wheel -----------------------------------------------------------------------
 
@@ -260,20 +262,20 @@ class StorageManager:
 
     # -- inside --------------------------------------------------------------------------------------
 
-    def _presence(self, key: ChunkKey, parent: ChunkKey | None) -> Presence:
-        if any(arena.has(key) for arena in self._arenas):
-            return Presence.READY
-        if any(arena.expects(key) for arena in self._arenas):
-            return Presence.PENDING
+    def _comes(self, key: ChunkKey, parent: ChunkKey | None) -> bool:
+        """Is it on its way to an arena in which it is not READY, or may it be, from now on?"""
+        for arena in self._arenas:
+            if arena.expects(key):
+                return True
         if key in self._denied or self._has_a_slot(key):
-            return Presence.MISS
+            return False
         for tier in self._tiers:
             if tier.has(key):
                 self._wishes[key] = parent
-                return Presence.PENDING
+                return True
             if tier.wonder(key):
-                return Presence.PENDING
-        return Presence.MISS
+                return True
+        return False
 
     def _grant(self) -> None:
         """Begin to read what was wished for, as far as there is room that nobody else looks at."""
@@ -290,7 +292,7 @@ class StorageManager:
                 lambda good, bad, tier=tier: self._arrived(tier, good, bad),
             )
             self._parents.update((key, wishes[key]) for key in begun)
-            self.abort(key for key in granted if key not in set(begun))
+            self.abort(_but(granted, begun))
             self._denied.update(here[len(granted) :])
             for key in here:
                 del wishes[key]
@@ -305,31 +307,44 @@ class StorageManager:
         self._descent.offer(kept, self._levels[1 : self._levels.index(tier)])
 
     def _commit(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Leaves first, as policies expect."""
-        kept = {key for key in reversed(keys) if self._hot.commit(key, self._parents.pop(key, None))}
-        return [key for key in keys if key in kept]
+        return self._hot.commit(keys, [self._parents.pop(key, None) for key in keys])
 
     def _make_room(self, arena: Arena, slots: int, path: Sequence[ChunkKey]) -> None:
-        self._evicted(arena, arena.make_room(slots, self._needed(path).__contains__))
+        self._evicted(arena, arena.make_room(slots, self._needed(path)))
 
     def _trade(self, arena: Arena, newcomers: Sequence[ChunkKey], path: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Those of the newcomers for whom there is room now."""
-        welcome, evicted = arena.trade(newcomers, self._needed(path).__contains__)
+        welcome, evicted = arena.trade(newcomers, self._needed(path))
         self._evicted(arena, evicted)
         return welcome
 
-    def _needed(self, path: Sequence[ChunkKey]) -> set[ChunkKey]:
-        """The path itself, and what somebody was just told is READY or on its way."""
-        return {*path, *self._wanted, *self._spared}
+    def _needed(self, path: Sequence[ChunkKey]) -> Callable[[ChunkKey], bool]:
+        """Is it of the path itself, or was somebody just told that it is READY or on its way?"""
+        own, wanted, spared = set(path), self._wanted, self._spared
+        return lambda key: key in own or key in wanted or key in spared
 
     def _evicted(self, arena: Arena, keys: Sequence[ChunkKey]) -> None:
-        for key in keys:
+        for key in keys if self._origin else ():
             self._origin.pop(key, None)
         if keys:
             self._events.append(Event(EventKind.EVICTED, arena.name, tuple(keys)))
 
     def _has_a_slot(self, key: ChunkKey) -> bool:
         return any(arena.taken(key) for arena in self._arenas)
+
+    def _without_slot(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        for arena in self._arenas:
+            keys = arena.without_slot(keys)
+        return keys
+
+    def _by_arena(self, keys: Sequence[ChunkKey]) -> dict[Arena, Sequence[ChunkKey]]:
+        """ContractError if one is not READY."""
+        if self._hot.ready(keys) == len(keys):
+            return {self._hot: keys}
+        homes: dict[Arena, list[ChunkKey]] = {}
+        for key in keys:
+            homes.setdefault(self._arena_of(key), []).append(key)
+        return homes
 
     def _arena_of(self, key: ChunkKey) -> Arena:
         for arena in self._arenas:
@@ -342,3 +357,8 @@ class StorageManager:
 
     def _report(self, kind: EventKind, keys: Sequence[ChunkKey], *, nbytes: int = 0, why: str = "") -> None:
         self._events.append(Event(kind, self._hot.name, tuple(keys), nbytes, why))
+
+
+def _but(keys: Sequence[ChunkKey], others: Collection[ChunkKey]) -> list[ChunkKey]:
+    others = set(others)
+    return [key for key in keys if key not in others]

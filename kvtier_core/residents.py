@@ -1,80 +1,74 @@
-"""Whom a tier holds, and in which order they may leave."""
+"""Whom a level holds, and in which order they may leave."""
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from kvtier_core.batches import leading_run
 from kvtier_core.interfaces import EvictionPolicy
 from kvtier_core.sightings import Sightings
+from kvtier_core.tree import Tree
 from kvtier_core.types import ChunkKey
 
 
 class Residents:
-    """The held keys of one tier with their sizes, and their places in the prefix tree.
+    """The held keys of one level, and a policy.
 
     The policy has an opinion about order; this class keeps it honest: a chunk whose child is still held
     is passed over when the policy is ``leaf_first``, because without its parent a child is unreachable.
     """
 
     def __init__(self, policy: EvictionPolicy, store_after: int = 1):
+        self.held = Tree()  #: who, with sizes, places and parents; to be read, changes are made here
         self._policy = policy
         self._store_after = store_after
         self._sightings = Sightings() if store_after > 1 else None
-        self._nbytes: dict[ChunkKey, int] = {}
-        self._parent: dict[ChunkKey, ChunkKey] = {}
-        self._children: Counter[ChunkKey] = Counter()
-        self.used = 0  #: bytes of all that is held
 
     def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._nbytes
+        return key in self.held
 
     def __len__(self) -> int:
-        return len(self._nbytes)
+        return len(self.held)
 
-    def __iter__(self):
-        return iter(self._nbytes)
-
-    def nbytes(self, key: ChunkKey) -> int:
-        return self._nbytes[key]
-
-    def parent(self, key: ChunkKey) -> ChunkKey | None:
-        """Of a held key, as far as it is known: a restart forgets it until the next request."""
-        return self._parent.get(key)
+    @property
+    def used(self) -> int:
+        """Bytes of all that is held."""
+        return self.held.used
 
     def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
         """One prompt's chunks, root first, held or not."""
         if self._sightings:
             self._sightings.note(path)
-        for parent, key in itertools.pairwise(path):
-            self._adopt(key, parent)
+        self.held.adopt(path)
         self._policy.request(path, now, hints)
 
-    def seen_enough(self, key: ChunkKey) -> bool:
-        """Was the key named by as many requests as a newcomer needs?"""
-        return self._sightings is None or self._sightings.of(key) >= self._store_after
+    def seen_enough(self, path: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
+        """Those, root first, that were named by as many requests as a newcomer needs."""
+        if self._sightings is None:
+            return path
+        return leading_run(path, lambda key: self._sightings.of(key) >= self._store_after)
 
-    def admit(self, key: ChunkKey, parent: ChunkKey | None, nbytes: int) -> None:
-        """Take in a key. Leaves of a path come before its root."""
-        self._policy.admit(key, nbytes)
-        self._nbytes[key] = nbytes
-        self.used += nbytes
-        if parent is not None:
-            self._adopt(key, parent)
+    def admit(
+        self,
+        keys: Sequence[ChunkKey],
+        parents: Sequence[ChunkKey | None],
+        nbytes: int,
+        places: Sequence[int] | None = None,
+    ) -> None:
+        """Take in keys of a path, root first, of ``nbytes`` each. Each may have a number noted, its place."""
+        self.held.add(keys, parents, nbytes, [0] * len(keys) if places is None else places)
+        for key in reversed(keys):  # leaves come before their root
+            self._policy.admit(key, nbytes)
 
     def resize(self, key: ChunkKey, nbytes: int) -> None:
-        self.used += nbytes - self._nbytes[key]
-        self._nbytes[key] = nbytes
+        self.held.resize(key, nbytes)
 
-    def remove(self, key: ChunkKey, *, evicted: bool = False) -> None:
-        self.used -= self._nbytes.pop(key)
-        parent = self._parent.pop(key, None)
-        if parent is not None:
-            self._children[parent] -= 1
-            if not self._children[parent]:
-                del self._children[parent]
-        self._policy.forget(key, evicted=evicted)
+    def remove(self, keys: Sequence[ChunkKey], *, evicted: bool = False) -> list[int]:
+        """Their places."""
+        places = self.held.remove(keys)
+        for key in keys:
+            self._policy.forget(key, evicted=evicted)
+        return places
 
     def choose(
         self, amount: int, weigh: Callable[[ChunkKey], int], may_leave: Callable[[ChunkKey], bool]
@@ -99,10 +93,11 @@ class Residents:
 
         A newcomer that the policy does not prefer to its victims is refused, and so are those that hang on it.
         """
-        welcome: list[ChunkKey] = []
-        victims: list[ChunkKey] = []
+        free = min(len(newcomers), max(room, 0) // nbytes)
+        welcome, victims = list(newcomers[:free]), []
+        room -= free * nbytes
         leavers = self._leavers(may_leave)
-        for newcomer in newcomers:
+        for newcomer in newcomers[free:]:
             price: list[ChunkKey] = []
             while room < nbytes:
                 victim = next(leavers, None)
@@ -123,28 +118,4 @@ class Residents:
         self._policy.restore(saved)
 
     def _leavers(self, may_leave: Callable[[ChunkKey], bool]) -> Iterator[ChunkKey]:
-        """Whoever may leave, best first, as if all before were gone."""
-        leaving: Counter[ChunkKey | None] = Counter()  # how many children of a key were named
-        passed: set[ChunkKey] = set()  # wanted by the policy, spared for the sake of a child
-
-        def is_leaf(key: ChunkKey) -> bool:
-            return self._children.get(key, 0) <= leaving.get(key, 0)
-
-        for key in self._policy.victims():
-            if not may_leave(key):
-                continue
-            if self._policy.leaf_first and not is_leaf(key):
-                passed.add(key)
-                continue
-            leaver: ChunkKey | None = key
-            while leaver is not None:
-                yield leaver
-                parent = self._parent.get(leaver)
-                leaving[parent] += 1
-                # With its last child goes a parent that was spared only for it.
-                leaver = parent if parent in passed and is_leaf(parent) else None
-
-    def _adopt(self, key: ChunkKey, parent: ChunkKey) -> None:
-        if key in self._nbytes and key not in self._parent:
-            self._parent[key] = parent
-            self._children[parent] += 1
+        return self.held.leavers(self._policy.victims(), may_leave, self._policy.leaf_first)

@@ -15,14 +15,13 @@ from kvtier_core.breaker import Breaker
 from kvtier_core.door import Door
 from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.frame import Damage
+from kvtier_core.inquiries import Inquiries
 from kvtier_core.interfaces import Backend
 from kvtier_core.memo import Memo, key_of
 from kvtier_core.residents import Residents
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Usage
 from kvtier_core.workers import Outcome, Pool, run_within
 
-#: How long the answer "not there" of a shared store is believed, in seconds.
-_ABSENCE_HOLDS = 1.0
 #: A call that takes longer, in seconds, hangs: until it comes back nobody else shall wait for this store.
 _PATIENCE = 10.0
 
@@ -81,8 +80,7 @@ class Tier:
         self._reads = Breaker()
         self._writes = Breaker()
         self._hangs = False
-        self._questions: dict[ChunkKey, None] = {}
-        self._absent: dict[ChunkKey, float] = {}
+        self._inquiries = Inquiries(clock)
         self._memo = Memo(backend, residents, capacity)
         self._take_stock()
 
@@ -101,33 +99,29 @@ class Tier:
             and self._reads.allows(self._clock())
         )
 
-    def wants(self, key: ChunkKey) -> bool:
-        """Would a write of this key be considered now?"""
-        return (
-            key not in self.residents
-            and key not in self._busy
-            and self._inflight < self._inflight_limit
-            and not self._hangs
-            and self._writes.allows(self._clock())
-        )
+    def wanted(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Those of which a write would be considered now."""
+        if self._inflight >= self._inflight_limit or self._hangs or not self._writes.allows(self._clock()):
+            return []
+        return [key for key in self.residents.held.missing(keys) if key not in self._busy]
+
+    def welcome(self, path: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Those of a path, root first, that are wanted and preferred to whoever would leave for them."""
+        return self._bargain(self.residents.seen_enough(self.wanted(path)), spared=path)[0]
 
     def wonder(self, key: ChunkKey) -> bool:
         """May a key that is not in the index be in the store all the same? Then it is asked in `catch_up`."""
         if not self.backend.shared or self._hangs or key in self.residents or not self._reads.allows(self._clock()):
             return False
-        if self._clock() - self._absent.get(key, float("-inf")) < _ABSENCE_HOLDS:
-            return False
-        self._questions[key] = None
-        return True
+        return self._inquiries.note(key)
 
     def catch_up(self) -> None:
-        """Send the questions that `wonder` noted, and delete again what could not be deleted before."""
+        """Ask what `wonder` noted, and delete again what could not be deleted before."""
         now = self._clock()
         self._look_for_hangs()
         if self._doomed and self._writes.allows(now):
             self._bury([key for key in self._doomed if key not in self._busy])
-        keys = [key for key in self._questions if key not in self._busy]
-        self._questions.clear()
+        keys = [key for key in self._inquiries.take() if key not in self._busy]
         if not keys or not self._reads.allows(now):
             return
         self._begin(self._reads, keys, _Busy.READING)
@@ -147,19 +141,12 @@ class Tier:
 
     def write(self, offers: Sequence[Offer], release: Release) -> None:
         """Store frames of one path, root first. ``release(key)`` for each, once, when its view is free again."""
-        fresh = [offer for offer in offers if self.wants(offer.key)]
+        wanted = set(self.wanted([offer.key for offer in offers]))
+        fresh = [offer for offer in offers if offer.key in wanted]
         accepted = leading(fresh, self._inflight_limit - self._inflight, lambda offer: len(offer.view))
-        parents = {offer.parent for offer in accepted}
-        welcome, victims = self.residents.trade(
-            [offer.key for offer in accepted],
-            self._door.bound,
-            self._room,
-            self.residents.nbytes,
-            may_leave=lambda key: self._may_leave(key) and key not in parents,
-        )
+        welcome, victims = self._bargain([offer.key for offer in accepted], spared=[offer.parent for offer in accepted])
         accepted = accepted[: len(welcome)]
-        for offer in reversed(accepted):  # leaves first
-            self.residents.admit(offer.key, offer.parent, self._door.bound)
+        self.residents.admit(welcome, [offer.parent for offer in accepted], self._door.bound)
 
         taken = {offer.key for offer in accepted}
         turned_away = [offer for offer in offers if offer.key not in taken]
@@ -175,6 +162,19 @@ class Tier:
             self._evict(victims)
             self._start_writes()
 
+    def _bargain(
+        self, path: Sequence[ChunkKey], spared: Sequence[ChunkKey | None]
+    ) -> tuple[list[ChunkKey], list[ChunkKey]]:
+        """Who may come in, and who leaves for them. Changes nothing."""
+        needed = set(spared)
+        return self.residents.trade(
+            path,
+            self._door.bound,
+            self._room,
+            self.residents.held.nbytes,
+            may_leave=lambda key: key not in self._busy and key not in needed,
+        )
+
     @property
     def _room(self) -> int:
         """Bytes that will be free when those who are leaving are gone."""
@@ -182,13 +182,10 @@ class Tier:
 
     def _beyond_room(self) -> list[ChunkKey]:
         """Who must leave because there is less room than what is here takes."""
-        return self.residents.choose(-self._room, self.residents.nbytes, self._may_leave)
-
-    def _may_leave(self, key: ChunkKey) -> bool:
-        return key not in self._busy
+        return self.residents.choose(-self._room, self.residents.held.nbytes, lambda key: key not in self._busy)
 
     def _evict(self, victims: Sequence[ChunkKey]) -> None:
-        nbytes = sum(map(self.residents.nbytes, victims))
+        nbytes = sum(map(self.residents.held.nbytes, victims))
         self._remove(victims, self.backend.delete, lambda: self._report(EventKind.EVICTED, victims, nbytes=nbytes))
 
     def _remove(
@@ -200,7 +197,7 @@ class Tier:
         """Take frames out of the store, and then out of the index."""
         if not keys:
             return
-        nbytes = sum(map(self.residents.nbytes, keys))
+        nbytes = sum(map(self.residents.held.nbytes, keys))
         self._leaving_nbytes += nbytes
         self._begin(self._writes, keys, _Busy.LEAVING)
 
@@ -208,9 +205,9 @@ class Tier:
             self._leaving_nbytes -= nbytes
             for key in keys:
                 del self._busy[key]
-                if outcome.error is None:
-                    self._doomed.discard(key)
-                    self.residents.remove(key, evicted=True)
+            if outcome.error is None:
+                self._doomed.difference_update(keys)
+                self.residents.remove(keys, evicted=True)
             self._judge(self._writes, keys, outcome)
             if outcome.error is None:
                 then()
@@ -256,7 +253,7 @@ class Tier:
             if outcome.error is None:
                 self.residents.resize(offer.key, outcome.value[i])
             else:
-                self.residents.remove(offer.key)
+                self.residents.remove([offer.key])
             self._settle(offer.key)
             release(offer.key)
         self._judge(self._writes, keys, outcome)
@@ -312,8 +309,7 @@ class Tier:
         self._judge(self._reads, keys, outcome)
         self._bury([key for key in keys if key in self._doomed])
         if self.backend.shared:
-            for key in lost:
-                self.residents.remove(key)
+            self.residents.remove(lost)
             lost = []
         self._doomed.update(lost, damaged)  # and deleted by and by, should it fail now
         self._remove(lost, self.backend.delete)  # a part of it may be left
@@ -325,8 +321,8 @@ class Tier:
     def renew(self, namespace: Namespace) -> None:
         """Never find any of these frames again. What is in use is deleted as soon as it is not."""
         self._door = self._door.of(namespace)
-        self._doomed.update(self.residents)
-        self._bury([key for key in self.residents if key not in self._busy])
+        self._doomed.update(self.residents.held)
+        self._bury([key for key in self._doomed if key not in self._busy])
 
     def close(self, timeout: float) -> bool:
         """False if a call still hangs after ``timeout`` seconds; then the backend is left alone."""
@@ -359,7 +355,7 @@ class Tier:
         self._memo.recall(self._door.namespace)
         for key, nbytes in self.backend.scan():
             if key != key_of(self._door.namespace):
-                self.residents.admit(key, None, nbytes)
+                self.residents.admit([key], [None], nbytes)
         self._evict(self._beyond_room())
 
     # -- small print -------------------------------------------------------------------------------
@@ -368,15 +364,11 @@ class Tier:
         for key in keys:
             del self._busy[key]
         self._judge(self._reads, keys, outcome)
-        now = self._clock()
-        self._absent = {key: since for key, since in self._absent.items() if now - since < _ABSENCE_HOLDS}
-        for key, there in zip(keys, outcome.value or [False] * len(keys), strict=True):
-            if not there:
-                self._absent[key] = now
-            elif key not in self.residents:
-                self.residents.admit(key, None, self._door.bound)
-        for key in self._beyond_room():
-            self.residents.remove(key)  # only from the index: the frame may be another's
+        answers = dict(zip(keys, outcome.value or [False] * len(keys), strict=True))
+        self._inquiries.not_there(key for key in keys if not answers[key])
+        found = self.residents.held.missing([key for key in keys if answers[key]])
+        self.residents.admit(found, [None] * len(found), self._door.bound)
+        self.residents.remove(self._beyond_room())  # only from the index: the frame may be another's
 
     def _begin(self, breaker: Breaker, keys: Iterable[ChunkKey], busy: _Busy) -> None:
         for key in keys:

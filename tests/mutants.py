@@ -185,8 +185,8 @@ MUTANTS = (
     Mutant(
         "keys-by-the-hash-of-the-process",
         "kvtier_core/builtin/chained.py",
-        'b"kvtier-root"',
-        'str(hash("root")).encode()[:16]',
+        '"kvtier-root"',
+        'str(hash("root"))[:16]',
         "tests/core/test_chained.py",
     ),
     # -- copies
@@ -383,7 +383,11 @@ MUTANTS = (
         "tests/vllm/test_leaks.py",
     ),
     Mutant(
-        "any-owner-unpins", "kvtier_core/arena.py", "if not held[owner]:", "if not held:", "tests/core/test_arena.py"
+        "any-owner-unpins",
+        "kvtier_core/arena.py",
+        "if not own[place]:",
+        "if not self._pinned[place]:",
+        "tests/core/test_arena.py",
     ),
     # -- security
     Mutant(

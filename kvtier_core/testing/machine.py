@@ -269,7 +269,7 @@ class StackMachine(RuleBasedStateMachine):
             assert taken == arena.memory.slots, f"{arena.name}: {taken} slots of {arena.memory.slots} accounted for"
             assert arena.pins >= sum(slot.arena == arena.number for _, slots, _ in self.loading for slot in slots)
         for tier in self.tier_levels:
-            assert tier.residents.used == sum(map(tier.residents.nbytes, tier.residents))
+            assert tier.residents.used == sum(map(tier.residents.held.nbytes, tier.residents.held))
             if not tier.backend.shared:
                 held = sum(map(len, tier.backend.frames.values()))
                 assert tier.backend.most <= tier.capacity, f"{tier.name} was beyond its capacity"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier_core.arena import Arena
-from kvtier_core.builtin.lru import LruConfig
+from kvtier_core.builtin.lru import Lru, LruConfig
 from kvtier_core.errors import ContractError
 from kvtier_core.residents import Residents
 from kvtier_core.testing.machine import Slots
@@ -30,8 +30,7 @@ def open_arena(policy=None):
 
 def fill(arena, *keys):
     arena.reserve(keys)
-    for key in reversed(keys):
-        assert arena.commit(key, None)
+    assert arena.commit(keys, [None] * len(keys)) == list(keys)
 
 
 def refusal(attempt, *args):
@@ -49,21 +48,21 @@ def test_from_free_to_ready(arena):
     arena.reserve([A, B])
     assert counts(arena) == (1, 2, 0, 0)
     assert (arena.expects(A), arena.has(A), arena.taken(A)) == (True, False, True)
-    assert arena.commit(A, None)
+    assert arena.commit([A], [None]) == [A]
     assert counts(arena) == (1, 1, 1, 0)
     assert (arena.expects(A), arena.has(A), arena.taken(A)) == (False, True, True)
-    arena.abort(B)
+    arena.abort([B])
     assert counts(arena) == (2, 0, 1, 0)
     assert (arena.expects(B), arena.has(B), arena.taken(B)) == (False, False, False)
 
 
 def test_a_chunk_stays_in_its_slot(arena):
     arena.reserve([A, B])
-    slots = [arena.slot(key) for key in (A, B)]
+    slots = arena.slots([A, B])
     assert slots == [Slot(1, 0), Slot(1, 1)]
     arena.view(B)[:4] = b"here"
-    arena.commit(B, None)
-    assert arena.slot(B) == arena.pin(B, "test") == slots[1]
+    arena.commit([B], [None])
+    assert arena.slots([B]) == arena.pin([B], "test") == slots[1:]
     assert bytes(arena.memory.view(1)[:4]) == b"here"
 
 
@@ -77,7 +76,7 @@ def test_reserve_needs_free_slots(arena):
 def test_reserve_needs_keys_without_a_slot(arena, state):
     arena.reserve([A])
     if state == "ready":
-        arena.commit(A, None)
+        arena.commit([A], [None])
     if state == "doomed":
         arena.clear()
     assert refusal(arena.reserve, [B, A]) == "cpu: reserve needs 2 free slots and keys that have none"
@@ -85,57 +84,57 @@ def test_reserve_needs_keys_without_a_slot(arena, state):
 
 
 def test_commit_and_abort_need_a_reservation(arena):
-    for attempt in (lambda: arena.commit(A, None), lambda: arena.abort(A)):
+    for attempt in (lambda: arena.commit([A], [None]), lambda: arena.abort([A])):
         assert refusal(attempt) == NOT_RESERVED
     fill(arena, A)
-    for attempt in (lambda: arena.commit(A, None), lambda: arena.abort(A)):
+    for attempt in (lambda: arena.commit([A], [None]), lambda: arena.abort([A])):
         assert refusal(attempt) == NOT_RESERVED
     assert counts(arena) == (2, 0, 1, 0)
     arena.reserve([B])
-    arena.abort(B)
-    assert refusal(arena.abort, B) == NOT_RESERVED
+    arena.abort([B])
+    assert refusal(arena.abort, [B]) == NOT_RESERVED
     assert counts(arena) == (2, 0, 1, 0)
 
 
 def test_pin_needs_a_ready_chunk(arena):
-    assert refusal(arena.pin, A, "test") == NOT_READY
+    assert refusal(arena.pin, [A], "test") == NOT_READY
     arena.reserve([A])
-    assert refusal(arena.pin, A, "test") == NOT_READY
-    arena.commit(A, None)
-    slot = arena.pin(A, "test")
+    assert refusal(arena.pin, [A], "test") == NOT_READY
+    arena.commit([A], [None])
+    slots = arena.pin([A], "test")
     arena.clear()
-    assert refusal(arena.pin, A, "test") == NOT_READY
-    arena.unpin(slot, "test")
-    assert refusal(arena.pin, A, "test") == NOT_READY
+    assert refusal(arena.pin, [A], "test") == NOT_READY
+    arena.unpin(slots, "test")
+    assert refusal(arena.pin, [A], "test") == NOT_READY
 
 
 def test_unpin_needs_a_pin(arena):
     fill(arena, A)
-    slot = arena.slot(A)
-    assert refusal(arena.unpin, slot, "test") == "cpu: unpin of slot 0, which test has not pinned"
-    arena.pin(A, "test")
-    arena.unpin(slot, "test")
-    assert refusal(arena.unpin, slot, "test") == "cpu: unpin of slot 0, which test has not pinned"
+    slots = arena.slots([A])
+    assert refusal(arena.unpin, slots, "test") == "cpu: unpin of slot 0, which test has not pinned"
+    arena.pin([A], "test")
+    arena.unpin(slots, "test")
+    assert refusal(arena.unpin, slots, "test") == "cpu: unpin of slot 0, which test has not pinned"
     assert counts(arena) == (2, 0, 1, 0)
 
 
 def test_a_pin_is_its_owners_alone(arena):
     fill(arena, A)
-    slot = arena.pin(A, "one")
-    arena.pin(A, "two")
-    arena.pin(A, "two")
+    slots = arena.pin([A], "one")
+    arena.pin([A], "two")
+    arena.pin([A], "two")
     assert arena.holders() == {"one": 1, "two": 2}
-    arena.unpin(slot, "one")
-    assert refusal(arena.unpin, slot, "one") == "cpu: unpin of slot 0, which one has not pinned"
+    arena.unpin(slots, "one")
+    assert refusal(arena.unpin, slots, "one") == "cpu: unpin of slot 0, which one has not pinned"
     assert arena.holders() == {"two": 2}
 
 
 def test_pins_are_counted(arena):
     fill(arena, A, B)
-    slots = [arena.pin(key, "test") for key in (A, A, B)]
+    slots = [*arena.pin([A], "test"), *arena.pin([A, B], "test")]
     assert arena.pins == 3
     for left, slot in zip((2, 1, 0), slots, strict=True):
-        arena.unpin(slot, "test")
+        arena.unpin([slot], "test")
         assert arena.pins == left
 
 
@@ -143,19 +142,25 @@ def test_room_is_made_of_what_nobody_needs(arena):
     fill(arena, C)
     fill(arena, B)
     fill(arena, A)
-    arena.pin(C, "test")
+    arena.pin([C], "test")
     assert arena.make_room(1, spare=lambda key: key == B) == [A]
     assert arena.make_room(1) == [], "one is free"
     assert arena.make_room(3) == [B], "the last is pinned"
     assert counts(arena) == (2, 0, 1, 1)
 
 
-def test_a_policy_may_refuse_before_anything_is_copied(monkeypatch):
-    policy = LruConfig().open()
-    monkeypatch.setattr(policy, "prefers", lambda newcomer, victim: False)
-    arena = open_arena(policy)
+class Content(Lru):
+    """With what it has."""
+
+    def prefers(self, newcomer, victim):
+        return False
+
+
+def test_a_policy_may_refuse_before_anything_is_copied():
+    arena = open_arena(Content())
     fill(arena, A, B)
-    assert arena.trade([C, D]) == ([C], []), "there is room for one"
+    assert arena.welcome([C, D]) == [C], "there is room for one"
+    assert arena.trade([C, D]) == ([C], [])
     assert counts(arena) == (1, 0, 2, 0)
 
 
@@ -168,15 +173,15 @@ def test_clear_frees_what_nobody_uses(arena):
 
 def test_a_pinned_chunk_is_gone_at_once_and_its_slot_later(arena):
     fill(arena, A)
-    slots = [arena.pin(A, "test"), arena.pin(A, "test")]
+    slots = [*arena.pin([A], "test"), *arena.pin([A], "test")]
     arena.view(A)[:4] = b"here"
     arena.clear()
     assert (arena.has(A), arena.taken(A)) == (False, True)
-    arena.unpin(slots[0], "test")
+    arena.unpin(slots[:1], "test")
     assert (arena.free, arena.taken(A)) == (2, True)
     assert bytes(arena.memory.view(slots[0].index)[:4]) == b"here"
     assert arena.make_room(3) == []
-    arena.unpin(slots[1], "test")
+    arena.unpin(slots[1:], "test")
     assert (arena.free, arena.taken(A)) == (3, False)
 
 
@@ -186,40 +191,40 @@ def test_what_was_being_filled_at_a_clear_is_never_found(arena, ending):
     arena.clear()
     assert (arena.expects(A), arena.has(A), arena.taken(A)) == (False, False, True)
     if ending == "commit":
-        assert not arena.commit(A, None)
+        assert not arena.commit([A], [None])
     else:
-        arena.abort(A)
+        arena.abort([A])
     assert counts(arena) == (3, 0, 0, 0)
 
 
 def test_a_slot_that_was_doomed_is_as_good_as_new(arena):
     """Each way out of doom leaves nothing of it behind."""
     fill(arena, A)
-    slot = arena.pin(A, "test")
+    slots = arena.pin([A], "test")
     arena.reserve([B, C])
     arena.clear()
-    arena.unpin(slot, "test")
-    arena.abort(B)
-    arena.commit(C, None)
+    arena.unpin(slots, "test")
+    arena.abort([B])
+    arena.commit([C], [None])
     fill(arena, A, B, C)
     assert all(arena.has(key) for key in (A, B, C))
-    arena.unpin(arena.pin(A, "test"), "test")
+    arena.unpin(arena.pin([A], "test"), "test")
     assert arena.has(A)
 
 
 def test_clear_twice_while_all_is_in_use(arena):
     fill(arena, A)
-    slot = arena.pin(A, "test")
+    slots = arena.pin([A], "test")
     arena.reserve([B])
     arena.clear()
     arena.clear()
-    arena.unpin(slot, "test")
-    assert not arena.commit(B, None)
+    arena.unpin(slots, "test")
+    assert not arena.commit([B], [None])
     assert counts(arena) == (3, 0, 0, 0)
 
 
 def test_usage_tells_what_is_held(arena):
     fill(arena, A, B)
-    arena.pin(A, "test")
+    arena.pin([A], "test")
     nbytes = arena.memory.slot_nbytes
     assert arena.usage() == Usage("cpu", chunks=2, nbytes=2 * nbytes, capacity=3 * nbytes, pins=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 
 import pytest
@@ -31,7 +32,7 @@ THOROUGH = settings(
     max_examples=300, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck), print_blob=False
 )
 HUNT = settings(
-    THOROUGH, max_examples=1000, database=None, derandomize=True, report_multiple_bugs=False, phases=THOROUGH.phases[:3]
+    THOROUGH, max_examples=5000, database=None, derandomize=True, report_multiple_bugs=False, phases=THOROUGH.phases[:3]
 )
 
 
@@ -81,10 +82,12 @@ def test_any_interleaving_keeps_the_promises(shape):
 
 
 def evicts_what_is_pinned(monkeypatch):
-    monkeypatch.setattr(Arena, "make_room", lambda self, slots, spare=None: [
-        self._release(key, evicted=True) or key
-        for key in self.residents.choose(slots - self.free, lambda key: 1, lambda key: True)
-    ])  # fmt: skip
+    def make_room(self, slots, spare=None):
+        victims = self.residents.choose(slots - self.free, lambda key: 1, lambda key: True)
+        self._release(victims, evicted=True)
+        return victims
+
+    monkeypatch.setattr(Arena, "make_room", make_room)
 
 
 def believes_every_frame(monkeypatch):
@@ -92,11 +95,15 @@ def believes_every_frame(monkeypatch):
 
 
 def serves_what_is_still_being_filled(monkeypatch):
+    def ready(self, keys, start=0):
+        return len(list(itertools.takewhile(self.taken, keys[start:])))
+
     monkeypatch.setattr(Arena, "has", Arena.taken)
+    monkeypatch.setattr(Arena, "ready", ready)
 
 
 def forgets_to_free_an_aborted_slot(monkeypatch):
-    monkeypatch.setattr(Arena, "abort", lambda self, key: self._reserved.pop(key))
+    monkeypatch.setattr(Arena, "abort", lambda self, keys: [self._reserved.pop(key) for key in keys])
 
 
 def forgets_a_pin(monkeypatch):
@@ -109,8 +116,8 @@ def renews_only_the_arena(monkeypatch):
 
 def clears_only_what_nobody_uses(monkeypatch):
     def clear(self):
-        for key in [key for key in self._ready if self._ready[key] not in self._pins]:
-            self._release(key, evicted=False)
+        held = self.residents.held
+        self._release([key for key in held if held.place(key) not in self._pinned], evicted=False)
 
     monkeypatch.setattr(Arena, "clear", clear)
 
@@ -131,7 +138,7 @@ def writes_beside_its_victims(monkeypatch):
 
 
 def never_writes_down(monkeypatch):
-    monkeypatch.setattr(Descent, "begin", lambda self, keys: None)
+    monkeypatch.setattr(Descent, "begin", lambda self, keys, sums: None)
 
 
 def never_grants(monkeypatch):
@@ -139,16 +146,21 @@ def never_grants(monkeypatch):
 
 
 def promises_what_is_only_wished_for(monkeypatch):
-    presence = StorageManager._presence
+    lookup = StorageManager.lookup
     monkeypatch.setattr(
         StorageManager,
-        "_presence",
-        lambda self, key, parent: Presence.READY if presence(self, key, parent) is not Presence.MISS else Presence.MISS,
+        "lookup",
+        lambda self, keys: [
+            Presence.READY if presence is Presence.PENDING else presence for presence in lookup(self, keys)
+        ],
     )
 
 
-def accounts_for_nothing_on_failure(monkeypatch):
-    monkeypatch.setattr(Residents, "remove", lambda self, key, *, evicted=False: self._nbytes.pop(key))
+def keeps_what_was_never_written(monkeypatch):
+    remove = Residents.remove
+    monkeypatch.setattr(
+        Residents, "remove", lambda self, keys, *, evicted=False: remove(self, keys, evicted=True) if evicted else []
+    )
 
 
 MUTANTS = [
@@ -164,7 +176,7 @@ MUTANTS = [
     never_writes_down,
     never_grants,
     promises_what_is_only_wished_for,
-    accounts_for_nothing_on_failure,
+    keeps_what_was_never_written,
 ]
 
 

@@ -45,19 +45,17 @@ def hit_rate(config, trace, slots):
     residents = Residents(config.open())
     given = asked = 0
     for now, tokens, path in trace:
-        run = next((i for i, key in enumerate(path) if key not in residents), len(path))
+        run = residents.held.run(path)
         given += min(run * TOKENS, tokens)
         asked += tokens
         residents.request(path, now, {})
         parents = dict(zip(path, [None, *path], strict=False))
-        absent = [key for key in path if key not in residents]
+        absent = residents.held.missing(path)
         welcome, victims = residents.trade(
             absent, 1, slots - len(residents), lambda key: 1, lambda key, parents=parents: key not in parents
         )
-        for key in victims:
-            residents.remove(key, evicted=True)
-        for key in reversed(welcome):
-            residents.admit(key, parents[key], 1)
+        residents.remove(victims, evicted=True)
+        residents.admit(welcome, [parents[key] for key in welcome], 1)
         assert len(residents) <= slots
     return given / asked
 

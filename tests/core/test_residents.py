@@ -8,21 +8,41 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier_core import residents as module
 from kvtier_core.interfaces import EvictionPolicy
 from kvtier_core.residents import Residents
+from kvtier_core.tree import PlainTree, Tree
+from kvtier_core.types import KEY_NBYTES
+
+
+@pytest.fixture(params=[PlainTree, Tree], ids=["plain", "best"], autouse=True, scope="module")
+def tree(request):
+    """Each test with the one in Python, and with the one that is used here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "Tree", request.param)
+        yield
+
+
+def keys(letters):
+    """A key for each letter."""
+    return [letter.encode().ljust(KEY_NBYTES, b".") for letter in letters]
+
+
+def letters(keys):
+    return "".join(key[:1].decode() for key in keys)
 
 
 class Listed(EvictionPolicy):
     """Names its victims in an order that the test gives, and writes down what it is told."""
 
-    def __init__(self, order, refuses=()):
-        self._order = order
-        self._refuses = refuses
+    def __init__(self, order, refuses=""):
+        self._order = keys(order)
+        self._refuses = keys(refuses)
         self._held = set()
         self.told = []
 
     def request(self, path, now, hints):
-        self.told.append((path, now, hints))
+        self.told.append((letters(path), now, hints))
 
     def admit(self, key, nbytes):
         self._held.add(key)
@@ -32,7 +52,7 @@ class Listed(EvictionPolicy):
 
     def forget(self, key, *, evicted):
         self._held.remove(key)
-        self.told.append((key, evicted))
+        self.told.append((letters([key]), evicted))
 
     def victims(self):
         return iter([key for key in self._order if key in self._held])
@@ -47,14 +67,23 @@ def held(order, *paths, policy=Listed, nbytes=1):
     residents = Residents(policy(order))
     for path in paths:
         for i in reversed(range(len(path))):
-            if path[i] not in residents:
-                residents.admit(path[i], path[i - 1] if i else None, nbytes)
-        residents.request(path, 0.0, {})
+            if letters(residents.held.missing(keys(path[i]))):
+                admit(residents, path[i], path[i - 1] if i else None, nbytes)
+        residents.request(keys(path), 0.0, {})
     return residents
 
 
+def admit(residents, key, parent, nbytes):
+    residents.admit(keys(key), [keys(parent)[0] if parent else None], nbytes)
+
+
+def parent(residents, key):
+    found = residents.held.parent(*keys(key))
+    return found and letters([found])
+
+
 def choose(residents, amount, spared=""):
-    return "".join(residents.choose(amount, residents.nbytes, lambda key: key not in spared))
+    return letters(residents.choose(amount, residents.held.nbytes, lambda key: key not in keys(spared)))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +131,7 @@ def test_victims_are_weighed():
     residents = held("abc", "abc", nbytes=10)
     assert choose(residents, 10) == "c"
     assert choose(residents, 11) == "cb"
-    assert residents.choose(2, lambda key: 1, lambda key: True) == ["c", "b"]
+    assert letters(residents.choose(2, lambda key: 1, lambda key: True)) == "cb"
 
 
 def test_choosing_removes_nobody():
@@ -113,30 +142,33 @@ def test_choosing_removes_nobody():
 
 def test_a_parent_is_free_when_its_children_are_gone():
     residents = held("abc", "ab", "ac")
-    residents.remove("b")
+    residents.remove(keys("b"))
     assert choose(residents, 1) == "c"
-    residents.remove("c")
+    residents.remove(keys("c"))
     assert choose(residents, 1) == "a"
 
 
 def test_bytes_are_accounted():
     residents = Residents(Listed("ab"))
-    residents.admit("a", None, 10)
-    residents.admit("b", "a", 20)
-    assert (residents.used, len(residents), set(residents)) == (30, 2, {"a", "b"})
-    residents.resize("b", 5)
-    assert (residents.used, residents.nbytes("b")) == (15, 5)
-    residents.resize("a", 11)
+    admit(residents, "a", None, 10)
+    admit(residents, "b", "a", 20)
+    assert (residents.used, len(residents), sorted(residents.held)) == (30, 2, keys("ab"))
+    a, b = keys("ab")
+    residents.resize(b, 5)
+    assert (residents.used, residents.held.nbytes(b)) == (15, 5)
+    residents.resize(a, 11)
     assert residents.used == 16
-    residents.remove("b")
-    assert (residents.used, list(residents)) == (11, ["a"])
-    assert "a" in residents
-    assert "b" not in residents
+    residents.remove(keys("b"))
+    assert (residents.used, list(residents.held)) == (11, [a])
+    assert a in residents
+    assert b not in residents
 
 
 def trade(residents, newcomers, room, spared=""):
-    welcome, victims = residents.trade(newcomers, 1, room, residents.nbytes, lambda key: key not in spared)
-    return "".join(welcome), "".join(victims)
+    welcome, victims = residents.trade(
+        keys(newcomers), 1, room, residents.held.nbytes, lambda key: key not in keys(spared)
+    )
+    return letters(welcome), letters(victims)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +188,7 @@ def test_newcomers_are_traded_for_victims_root_first(room, spared, traded):
 def test_whoever_hangs_on_a_newcomer_that_was_refused_is_refused():
     residents = Residents(Listed("ab", refuses="y"))
     for key in "ab":
-        residents.admit(key, None, 1)
+        admit(residents, key, None, 1)
     assert trade(residents, "xyz", 0) == ("x", "a")
     assert trade(residents, "xyz", 2) == ("xyz", "a"), "there is room for whom it refuses"
 
@@ -169,29 +201,30 @@ def test_trading_changes_nothing():
 
 def test_a_newcomer_may_cost_several_victims():
     residents = held("abc", "abc")
-    assert residents.trade("xy", 2, 0, residents.nbytes, lambda key: True) == (["x"], ["c", "b"])
+    assert residents.trade(keys("xy"), 2, 0, residents.held.nbytes, lambda key: True) == (keys("x"), keys("cb"))
 
 
 def test_a_newcomer_is_due_when_enough_requests_named_it():
     residents = Residents(Listed("a"), store_after=2)
-    residents.request("ab", 0.0, {})
-    assert not residents.seen_enough("a")
-    residents.request("ac", 1.0, {})
-    assert [residents.seen_enough(key) for key in "abc"] == [True, False, False]
+    residents.request(keys("ab"), 0.0, {})
+    assert not residents.seen_enough(keys("abc"))
+    residents.request(keys("ac"), 1.0, {})
+    assert residents.seen_enough(keys("abc")) == keys("a")
+    assert residents.seen_enough(keys("ba")) == [], "whoever hangs on one that is not due is not due"
 
 
 def test_one_sighting_is_enough_by_default():
-    assert Residents(Listed("a")).seen_enough("a")
+    assert Residents(Listed("a")).seen_enough(keys("a")) == keys("a")
 
 
 def test_the_policy_is_told_of_requests_and_ends():
     policy = Listed("ab")
     residents = Residents(policy)
-    residents.admit("a", None, 1)
-    residents.admit("b", "a", 1)
-    residents.request("abc", 3.0, {"priority": "low"})
-    residents.remove("b", evicted=True)
-    residents.remove("a")
+    admit(residents, "a", None, 1)
+    admit(residents, "b", "a", 1)
+    residents.request(keys("abc"), 3.0, {"priority": "low"})
+    residents.remove(keys("b"), evicted=True)
+    residents.remove(keys("a"))
     assert policy.told == [("abc", 3.0, {"priority": "low"}), ("b", True), ("a", False)]
 
 
@@ -199,36 +232,35 @@ def test_a_parent_that_is_not_known_is_told_by_the_next_request():
     """As after a restart."""
     residents = Residents(Listed("abc"))
     for key in "abc":
-        residents.admit(key, None, 1)
-    assert residents.parent("c") is None
+        admit(residents, key, None, 1)
+    assert parent(residents, "c") is None
     assert choose(residents, 3) == "abc"
-    residents.request("abc", 0.0, {})
-    assert [residents.parent(key) for key in "abc"] == [None, "a", "b"]
+    residents.request(keys("abc"), 0.0, {})
+    assert [parent(residents, key) for key in "abc"] == [None, "a", "b"]
     assert choose(residents, 3) == "cba"
 
 
 def test_a_parent_that_comes_later_has_its_children():
     residents = Residents(Listed("ab"))
-    residents.admit("b", "a", 1)
-    assert residents.parent("b") == "a"
-    residents.admit("a", None, 1)
+    admit(residents, "b", "a", 1)
+    assert parent(residents, "b") == "a"
+    admit(residents, "a", None, 1)
     assert choose(residents, 1) == "b"
 
 
 def test_a_parent_that_left_and_came_back_has_its_children():
     residents = held("ab", "ab")
-    residents.remove("a")
-    residents.admit("a", None, 1)
+    residents.remove(keys("a"))
+    admit(residents, "a", None, 1)
     assert choose(residents, 1) == "b"
 
 
 def test_whoever_left_is_remembered_nowhere():
     residents = held("abc", "abc")
-    for key in "cab":
-        residents.remove(key)
+    residents.remove(keys("cab"))
     assert residents.used == 0
-    assert not any(residents.parent(key) for key in "abc")
-    residents.admit("b", None, 1)
+    assert not any(parent(residents, key) for key in "abc")
+    admit(residents, "b", None, 1)
     assert choose(residents, 1) == "b"
 
 
@@ -236,12 +268,12 @@ def test_whoever_left_is_remembered_nowhere():
 def test_what_remains_can_be_reached(seed, count, amount):
     """In any forest and any order, no chunk is left behind by its parent, and as many leave as should."""
     rng = random.Random(seed)
-    keys = list(range(count))
-    parents = {key: rng.choice([None, *keys[:key]]) for key in keys}
-    residents = Residents(Listed(rng.sample(keys, count)))
-    for key in rng.sample(keys, count):
-        residents.admit(key, parents[key], 1)
-    chosen = residents.choose(amount, residents.nbytes, lambda key: True)
+    all_of_them = "abcdefghijkl"[:count]
+    parents = {key: rng.choice([None, *all_of_them[:i]]) for i, key in enumerate(all_of_them)}
+    residents = Residents(Listed("".join(rng.sample(all_of_them, count))))
+    for key in rng.sample(all_of_them, count):
+        admit(residents, key, parents[key], 1)
+    chosen = choose(residents, amount)
     assert len(set(chosen)) == len(chosen) == min(amount, count)
     for i, key in enumerate(chosen):
-        assert all(child in chosen[:i] for child in keys if parents[child] == key)
+        assert all(child in chosen[:i] for child in all_of_them if parents[child] == key)

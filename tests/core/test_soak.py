@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import time
 from typing import ClassVar
@@ -95,6 +96,7 @@ class Soak:
         self.loading = []
         self.loaded = 0
         self.seen = set()
+        self._fresh = map(make_key, itertools.count(3000))
 
     def run(self, moves):
         named = {
@@ -198,8 +200,7 @@ class Soak:
 
     def wake(self):
         """Store and load until no breaker rests."""
-        for number in range(3000, 3400):
-            key = make_key(number)
+        for key in itertools.islice(self._fresh, 400):
             ((_, slot),) = self.manager.reserve([key]).items()
             self.engine.fill(slot, (key, self.epoch))
             self.manager.commit([key])

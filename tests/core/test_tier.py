@@ -152,11 +152,11 @@ def test_a_write_beyond_what_may_be_in_flight_is_refused():
     bench.write(A, B, C)
     assert bench.events() == [("refused", [C])]
     assert bench.released == [C]
-    assert not bench.tier.wants(D)
+    assert not bench.tier.wanted([D])
     bench.write(D)
     assert bench.events() == [("refused", [D])]
     bench.settle()
-    assert bench.tier.wants(C)
+    assert bench.tier.wanted([C])
     assert bench.has(A, B, C, D) == [True, True, False, False]
     assert bench.tier.usage().inflight == 0
 
@@ -184,7 +184,7 @@ def test_a_write_waits_until_its_victim_is_gone():
     bench.write(C)
     assert len(bench.pool.queue) == 1, "the delete alone"
     assert bench.has(A, B) == [False, True], "a victim stays indexed until its delete lands, and is not read"
-    assert not bench.tier.wants(A)
+    assert not bench.tier.wanted([A])
     bench.turn()
     assert set(bench.shelf.frames) == {B}
     bench.turn()
@@ -275,7 +275,7 @@ def test_what_the_store_lost_is_forgotten(bench):
     assert bench.events() == [("lost", [A])]
     assert bench.has(A, B) == [False, True]
     assert bench.tier.usage().nbytes == FRAME
-    assert bench.tier.wants(A)
+    assert bench.tier.wanted([A])
 
 
 def test_what_is_damaged_is_never_served_and_deleted(bench):
@@ -292,7 +292,7 @@ def test_what_is_damaged_is_never_served_and_deleted(bench):
     assert set(bench.shelf.frames) == {B}
     assert bench.tier.events[1:] == []
     assert bench.tier.usage().nbytes == FRAME
-    assert bench.tier.wants(A)
+    assert bench.tier.wanted([A])
 
 
 def test_what_is_damaged_goes_where_the_backend_wants_it(bench, monkeypatch):
@@ -409,25 +409,25 @@ def test_writes_rest_and_one_probe_decides(bench):
         bench.write(key)
         bench.settle()
     assert bench.whys() == ["BackendError: told to fail"] * 3 + ["for 1s"]
-    assert not bench.tier.wants(D)
+    assert not bench.tier.wanted([D])
     bench.write(D)
     assert bench.events() == [("refused", [D])]
 
     bench.now = 1.0
-    assert bench.tier.wants(D)
+    assert bench.tier.wanted([D])
     bench.write(D)
-    assert not bench.tier.wants(E), "one probe at a time"
+    assert not bench.tier.wanted([E]), "one probe at a time"
     bench.settle()
     assert bench.events() == [("failed", [D]), ("resting", [])]
 
     bench.now = 2.9
-    assert not bench.tier.wants(D)
+    assert not bench.tier.wanted([D])
     bench.now = 3.0
     bench.shelf.fails = False
     bench.write(D)
     bench.settle()
     assert bench.events() == [("resumed", []), ("written", [D])]
-    assert bench.tier.wants(E)
+    assert bench.tier.wanted([E])
 
 
 def test_reads_rest_while_writes_go_on(bench, monkeypatch):
@@ -507,7 +507,7 @@ def test_presence_is_asked(shared):
     assert shared.pool.jobs == 0, "a query moves nothing"
     shared.tier.catch_up()
     assert shared.pool.jobs == 1
-    assert not shared.tier.wants(A), "named by a call in flight"
+    assert not shared.tier.wanted([A]), "named by a call in flight"
     shared.settle()
     assert shared.has(A) == [True]
     assert not shared.tier.wonder(A)
@@ -640,7 +640,7 @@ def test_a_delete_that_failed_does_not_bar_its_key_for_ever(bench):
         bench.now += 100.0
         bench.tier.catch_up()  # what a manager does in each step
         bench.settle()
-        if bench.tier.wants(A):
+        if bench.tier.wanted([A]):
             bench.write(A)
             bench.settle()
     assert bench.has(A) == [True]
@@ -736,11 +736,11 @@ def test_while_a_call_hangs_nobody_else_waits_for_the_store(bench):
     bench.events()
     bench.pool.oldest = 10.1
     bench.tier.catch_up()
-    assert (bench.has(A), bench.tier.wants(B), bench.tier.wonder(B)) == ([False], False, False)
+    assert (bench.has(A), bench.tier.wanted([B]), bench.tier.wonder(B)) == ([False], [], False)
     assert bench.read(A) == {}
     bench.tier.catch_up()
     assert bench.events() == [("resting", [])]
     bench.pool.oldest = 0.0
     bench.tier.catch_up()
-    assert (bench.has(A), bench.tier.wants(B)) == ([True], True)
+    assert (bench.has(A), bench.tier.wanted([B])) == ([True], [B])
     assert bench.events() == [("resumed", [])]

@@ -1,0 +1,214 @@
+#include "tree.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvtier {
+
+nb::object Tree::iter() const {
+  nb::list keys;
+  nodes_.each([&](const Node& node) {
+    if (node.held) keys.append(bytes_of(node.key));
+  });
+  return nb::iter(keys);
+}
+
+nb::object Tree::parent(nb::handle key) const {
+  const uint32_t node = held(key_of(key));
+  if (node == kNone || nodes_[node].parent == kNone) return nb::none();
+  return bytes_of(nodes_[nodes_[node].parent].key);
+}
+
+nb::list Tree::places(nb::handle keys) const {
+  const Items items(keys);
+  nb::list places;
+  for (size_t i = 0; i < items.size(); i++) places.append(nb::int_(nodes_[must_hold(items[i])].place));
+  return places;
+}
+
+size_t Tree::run(nb::handle keys, size_t start) const {
+  const Items items(keys);
+  size_t end = start;
+  while (end < items.size() && held(key_of(items[end])) != kNone) end++;
+  return end - start;
+}
+
+nb::list Tree::missing(nb::handle keys) const {
+  const Items items(keys);
+  nb::list missing;
+  for (size_t i = 0; i < items.size(); i++) {
+    if (held(key_of(items[i])) == kNone) missing.append(items[i]);
+  }
+  return missing;
+}
+
+void Tree::add(nb::handle keys, nb::handle parents, int64_t nbytes, nb::handle places) {
+  const std::vector<Key> own = keys_of(keys);
+  const Items parent_items(parents), place_items(places);
+  if (parent_items.size() != own.size() || place_items.size() != own.size()) throw nb::value_error("as many of each");
+  std::vector<std::optional<Key>> above;
+  std::vector<uint32_t> noted;
+  for (size_t i = 0; i < own.size(); i++) {
+    above.push_back(parent_items[i].is_none() ? std::nullopt : std::optional(key_of(parent_items[i])));
+    noted.push_back(nb::cast<uint32_t>(place_items[i]));
+  }
+  changes_++;
+  const std::vector<uint32_t> nodes = take(own);
+  for (size_t i = 0; i < own.size(); i++) {
+    nodes_[nodes[i]].nbytes = nbytes;
+    nodes_[nodes[i]].place = noted[i];
+    used_ += nbytes;
+    if (above[i]) hang(nodes[i], node_of(*above[i]));
+  }
+  held_ += own.size();
+}
+
+// Nodes that are held from now on; none of them, if one was held before.
+std::vector<uint32_t> Tree::take(const std::vector<Key>& keys) {
+  std::vector<uint32_t> nodes;
+  for (const Key& key : keys) {
+    const uint32_t node = node_of(key);
+    if (nodes_[node].held) {
+      for (const uint32_t taken : nodes) {
+        nodes_[taken].held = false;
+        drop_if_unused(taken);
+      }
+      throw nb::value_error("a key is held already");
+    }
+    nodes_[node].held = true;
+    nodes.push_back(node);
+  }
+  return nodes;
+}
+
+void Tree::adopt(nb::handle path) {
+  const Items items(path);
+  if (!items.size()) return;
+  Key before = key_of(items[0]);
+  for (size_t i = 1; i < items.size(); i++) {
+    const Key key = key_of(items[i]);
+    const uint32_t node = held(key);
+    if (node != kNone && nodes_[node].parent == kNone) {
+      changes_++;
+      hang(node, node_of(before));
+    }
+    before = key;
+  }
+}
+
+void Tree::resize(nb::handle key, int64_t nbytes) {
+  Node& node = nodes_[must_hold(key)];
+  used_ += nbytes - node.nbytes;
+  node.nbytes = nbytes;
+}
+
+nb::list Tree::remove(nb::handle keys) {
+  const Items items(keys);
+  const nb::list noted = places(keys);
+  changes_++;
+  for (size_t i = 0; i < items.size(); i++) {
+    const uint32_t number = must_hold(items[i]);
+    Node& node = nodes_[number];
+    used_ -= node.nbytes;
+    held_--;
+    node.held = false;
+    if (const uint32_t parent = std::exchange(node.parent, kNone); parent != kNone) {
+      nodes_[parent].children--;
+      drop_if_unused(parent);
+    }
+    drop_if_unused(number);
+  }
+  return noted;
+}
+
+uint32_t Tree::held(const Key& key) const {
+  const uint32_t node = nodes_.find(key);
+  return node != kNone && nodes_[node].held ? node : kNone;
+}
+
+uint32_t Tree::must_hold(nb::handle key) const {
+  const uint32_t node = held(key_of(key));
+  if (node == kNone) throw nb::key_error("it is not held");
+  return node;
+}
+
+uint32_t Tree::node_of(const Key& key) {
+  const uint32_t node = nodes_.find(key);
+  return node != kNone ? node : nodes_.insert({.key = key});
+}
+
+void Tree::hang(uint32_t node, uint32_t parent) {
+  nodes_[node].parent = parent;
+  nodes_[parent].children++;
+}
+
+void Tree::drop_if_unused(uint32_t node) {
+  if (!nodes_[node].held && !nodes_[node].children) nodes_.erase(node);
+}
+
+bool Leavers::is_leaf(uint32_t node) const {
+  const auto named = leaving_.find(node);
+  return tree_.nodes_[node].children <= (named == leaving_.end() ? 0 : named->second);
+}
+
+void Leavers::follow(uint32_t leaver) {
+  const uint32_t parent = tree_.nodes_[leaver].parent;
+  follower_ = Tree::kNone;
+  if (parent == Tree::kNone) return;
+  leaving_[parent]++;
+  if (passed_.contains(parent) && is_leaf(parent)) follower_ = parent;
+}
+
+nb::object Leavers::next() {
+  if (changes_ != tree_.changes_) throw std::runtime_error("the tree changed while its leavers were named");
+  if (follower_ != Tree::kNone) {
+    const uint32_t leaver = follower_;
+    follow(leaver);
+    return bytes_of(tree_.nodes_[leaver].key);
+  }
+  while (true) {
+    const nb::object key = nb::steal(PyIter_Next(victims_.ptr()));
+    if (!key) {
+      if (PyErr_Occurred()) throw nb::python_error();
+      throw nb::stop_iteration();
+    }
+    if (!nb::cast<bool>(may_leave_(key))) continue;
+    const uint32_t node = tree_.must_hold(key);
+    if (leaf_first_ && !is_leaf(node)) {
+      passed_.insert(node);
+      continue;
+    }
+    follow(node);
+    return key;
+  }
+}
+
+void bind_tree(nb::module_& m) {
+  nb::class_<Leavers>(m, "Leavers")
+      .def("__iter__", [](nb::handle self) { return self; })
+      .def("__next__", &Leavers::next);
+  nb::class_<Tree>(m, "Tree")
+      .def(nb::init<>())
+      .def("__contains__", &Tree::contains)
+      .def("__len__", &Tree::size)
+      .def_prop_ro("used", &Tree::used)
+      .def("__iter__", &Tree::iter)
+      .def("nbytes", &Tree::nbytes, "key"_a)
+      .def("parent", &Tree::parent, "key"_a)
+      .def("place", &Tree::place, "key"_a)
+      .def("places", &Tree::places, "keys"_a)
+      .def("run", &Tree::run, "keys"_a, "start"_a = 0)
+      .def("missing", &Tree::missing, "keys"_a)
+      .def("add", &Tree::add, "keys"_a, "parents"_a, "nbytes"_a, "places"_a)
+      .def("adopt", &Tree::adopt, "path"_a)
+      .def("resize", &Tree::resize, "key"_a, "nbytes"_a)
+      .def("remove", &Tree::remove, "keys"_a)
+      .def(
+          "leavers",
+          [](const Tree& tree, nb::handle victims, nb::object may_leave, bool leaf_first) {
+            return Leavers(tree, victims, std::move(may_leave), leaf_first);
+          },
+          nb::keep_alive<0, 1>(), "victims"_a, "may_leave"_a, "leaf_first"_a);
+}
+
+}  // namespace kvtier

@@ -1,0 +1,84 @@
+// The held keys of one level, what is noted of each, and how they hang on one another; see kvtier_core/tree.py.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <optional>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "keys.h"
+#include "table.h"
+
+namespace kvtier {
+
+class Tree {
+ public:
+  bool contains(nanobind::handle key) const { return held(key_of(key)) != kNone; }
+  size_t size() const { return held_; }
+  int64_t used() const { return used_; }
+  nanobind::object iter() const;
+  int64_t nbytes(nanobind::handle key) const { return nodes_[must_hold(key)].nbytes; }
+  nanobind::object parent(nanobind::handle key) const;
+  uint32_t place(nanobind::handle key) const { return nodes_[must_hold(key)].place; }
+  nanobind::list places(nanobind::handle keys) const;
+  size_t run(nanobind::handle keys, size_t start) const;
+  nanobind::list missing(nanobind::handle keys) const;
+
+  void add(nanobind::handle keys, nanobind::handle parents, int64_t nbytes, nanobind::handle places);
+  void adopt(nanobind::handle path);
+  void resize(nanobind::handle key, int64_t nbytes);
+  nanobind::list remove(nanobind::handle keys);
+
+ private:
+  friend class Leavers;
+  static constexpr uint32_t kNone = UINT32_MAX;
+
+  struct Node {
+    Key key;
+    int64_t nbytes = 0;
+    uint32_t place = 0;
+    uint32_t parent = kNone;
+    uint32_t children : 31 = 0;
+    uint32_t held : 1 = false;
+  };
+
+  uint32_t held(const Key& key) const;
+  uint32_t must_hold(nanobind::handle key) const;
+  uint32_t node_of(const Key& key);
+  std::vector<uint32_t> take(const std::vector<Key>& keys);
+  void hang(uint32_t node, uint32_t parent);
+  void drop_if_unused(uint32_t node);
+
+  Table<Node> nodes_;  // of what is held, and of parents that are not
+  size_t held_ = 0;
+  int64_t used_ = 0;
+  uint64_t changes_ = 0;
+};
+
+// An iterator; it ends with an exception when the tree has changed.
+class Leavers {
+ public:
+  Leavers(const Tree& tree, nanobind::handle victims, nanobind::object may_leave, bool leaf_first)
+      : tree_(tree), changes_(tree.changes_), victims_(nanobind::iter(victims)), may_leave_(std::move(may_leave)),
+        leaf_first_(leaf_first) {}
+
+  nanobind::object next();
+
+ private:
+  bool is_leaf(uint32_t node) const;
+  void follow(uint32_t leaver);
+
+  const Tree& tree_;
+  const uint64_t changes_;
+  nanobind::object victims_, may_leave_;
+  const bool leaf_first_;
+  std::unordered_map<uint32_t, uint32_t> leaving_;  // how many children of a node were named
+  std::unordered_set<uint32_t> passed_;             // wanted by the policy, spared for the sake of a child
+  uint32_t follower_ = Tree::kNone;                 // a parent whose last child was named just now
+};
+
+void bind_tree(nanobind::module_& m);
+
+}  // namespace kvtier
