@@ -52,6 +52,7 @@ class Serving:
             self._fill(key, slot)
         self.manager.commit(list(slots))
         self.settle()
+        self._note(self.manager.step() + self.manager.step())  # what was looked up is spared for two steps
         return found
 
     def look_up(self, path):
