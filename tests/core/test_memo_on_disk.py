@@ -198,8 +198,8 @@ def test_whoever_is_killed_leaves_the_memory_of_the_life_before(tmp_path, life):
     killed_life(life, tmp_path)
     with open_stack_at(tmp_path) as stack:
         assert knows() == warm(learned) != COLD
+        assert not list(tmp_path.rglob("*.tmp"))
         nothing_is_lost(stack, PATHS)
-    assert not list(tmp_path.rglob("*.tmp"))
 
 
 @pytest.mark.parametrize("life", KILLED)
