@@ -53,11 +53,10 @@ def _against_files(bench: _Bench, frame_nbytes: int) -> Table:
         title=f"Disk: frames of {Nbytes(frame_nbytes)}",
         says=f"{Nbytes(TOTAL)} in new files of one frame each, {THREADS} threads, `direct: {direct}`. Raw is `open` "
         "with O_DIRECT, one `pwritev` or `preadv` from or to aligned memory, `close`; no fsync anywhere. "
-        f"{_of_the_ring()} kvtier_disk "
-        "writes under a temporary name and renames; the tier adds index and threads. Its last row also seals each "
-        "frame, on one thread as the manager does, and verifies every byte of each read: what that row is below the "
-        "one above it is the share of verification. Ratios are of speeds in the same round: median (min to max) of "
-        f"{ROUNDS}.",
+        f"{_of_the_ring()} kvtier_disk writes under a temporary name and renames; the tier adds index and threads. Its "
+        "last row also seals each frame, on one thread as the manager does, and verifies every byte of each read: what "
+        "that row is below the one above it is the share of verification. Ratios are of speeds in the same round: "
+        f"median (min to max) of {ROUNDS}.",
         header=("", "write GiB/s", "of raw", "of io_uring", "read GiB/s", "of raw", "of io_uring"),
         rows=[(case, *_cells(writes, case, RAW, RING), *_cells(reads, case, RAW, RING)) for case in writes.seconds],
     )
@@ -78,7 +77,7 @@ def _against_one_thread(bench: _Bench, frame_nbytes: int) -> Table:
     alone = _threads(WIDTHS[0])
     return Table(
         title=f"Disk: threads, frames of {Nbytes(frame_nbytes)}",
-        says=f"The last row of the table above, with other numbers of `threads`; each tier has a folder of its own. "
+        says="The last row of the table above, with other numbers of `threads`; each tier has a folder of its own. "
         f"Ratios are of speeds in the same round: median (min to max) of {ROUNDS}.",
         header=("", "write GiB/s", "of one thread", "read GiB/s", "of one thread"),
         rows=[(case, *_cells(writes, case, alone), *_cells(reads, case, alone)) for case in writes.seconds],
