@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from benchmarks.bare import RawFiles, RingFiles, must
 from benchmarks.measure import GIB, Case, Table, Times, interleaved, progress, scratch
 from kvtier_core import frame
 from kvtier_core.builtin.lru import LruConfig
 from kvtier_core.door import Door
+from kvtier_core.files import ring_works
 from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.residents import Residents
 from kvtier_core.tier import Offer, Tier
@@ -21,10 +24,12 @@ from kvtier_core.workers import IOPool
 from kvtier_disk.config import DiskConfig
 
 ROUNDS = 7
-THREADS = 4  # as a tier has by default
+WIDTHS = (1, 2, 4)  # threads of a tier
+THREADS = 4  # as it has by default
 TOTAL = 256 << 20
 GROUP = 4 << 20  # bytes a call, as a tier groups them
 RAW = "raw files"
+RING = "bare io_uring loop"
 BACKEND = "kvtier_disk"
 TRUSTING = "Tier over kvtier_disk, no frame sealed or checked"
 TIER = "Tier over kvtier_disk"
@@ -35,30 +40,58 @@ Call = Callable[[Sequence[ChunkKey], Sequence[memoryview]], object]
 def tables(folder: Path) -> Iterator[Table]:
     for frame_nbytes in (32 << 20, 1 << 20):
         progress(f"disk: frames of {Nbytes(frame_nbytes)}, {ROUNDS} rounds of {Nbytes(TOTAL)} each way")
-        with scratch(folder) as place:
-            yield _table(place, frame_nbytes)
+        with scratch(folder) as place, contextlib.closing(_Bench(place, frame_nbytes)) as bench:
+            yield _against_files(bench, frame_nbytes)
+            yield _against_one_thread(bench, frame_nbytes)
 
 
-def _table(place: Path, frame_nbytes: int) -> Table:
-    with contextlib.closing(_Bench(place, frame_nbytes)) as bench:
-        direct = bench.backend.facts()["direct"]
-        writes = interleaved(bench.writes(), ROUNDS)
-        reads = interleaved(bench.reads(), ROUNDS)
+def _against_files(bench: _Bench, frame_nbytes: int) -> Table:
+    direct = bench.backend.facts()["direct"]
+    writes = interleaved(bench.writes(), ROUNDS)
+    reads = interleaved(bench.reads(), ROUNDS)
     return Table(
         title=f"Disk: frames of {Nbytes(frame_nbytes)}",
         says=f"{Nbytes(TOTAL)} in new files of one frame each, {THREADS} threads, `direct: {direct}`. Raw is `open` "
-        "with O_DIRECT, one `pwritev` or `preadv` from or to aligned memory, `close`; no fsync anywhere. kvtier_disk "
-        "writes under a temporary name and renames; the tier adds index and threads. Its last row also seals each "
-        "frame, on one thread as the manager does, and verifies every byte of each read: what that row is below the "
-        "one above it is the share of verification. The ratio is speed to raw in the same round: median (min to max) "
-        f"of {ROUNDS}.",
-        header=("", "write GiB/s", "of raw", "read GiB/s", "of raw"),
-        rows=[(case, *_cells(writes, case), *_cells(reads, case)) for case in (RAW, BACKEND, TRUSTING, TIER)],
+        "with O_DIRECT, one `pwritev` or `preadv` from or to aligned memory, `close`; no fsync anywhere. "
+        f"{_of_the_ring()} kvtier_disk writes under a temporary name and renames; the tier adds index and threads. Its "
+        "last row also seals each frame, on one thread as the manager does, and verifies every byte of each read: what "
+        "that row is below the one above it is the share of verification. Ratios are of speeds in the same round: "
+        f"median (min to max) of {ROUNDS}.",
+        header=("", "write GiB/s", "of raw", "of io_uring", "read GiB/s", "of raw", "of io_uring"),
+        rows=[(case, *_cells(writes, case, RAW, RING), *_cells(reads, case, RAW, RING)) for case in writes.seconds],
     )
 
 
-def _cells(times: Times, case: str) -> tuple[str, object]:
-    return f"{TOTAL / times.median(case) / GIB:.2f}", "1" if case == RAW else times.ratio(RAW, case)
+def _of_the_ring() -> str:
+    if not ring_works():
+        return "There is no io_uring here, and so no loop to compare with."
+    return (
+        "The bare loop is one thread with all files in one io_uring, opened with O_DIRECT beforehand and emptied "
+        "before they are written: no index, no name, no checksum."
+    )
+
+
+def _against_one_thread(bench: _Bench, frame_nbytes: int) -> Table:
+    writes = interleaved(bench.each(bench.sealed_write, before=bench.clear), ROUNDS)
+    reads = interleaved(bench.each(bench.read, before=bench.verify), ROUNDS)
+    alone = _threads(WIDTHS[0])
+    return Table(
+        title=f"Disk: threads, frames of {Nbytes(frame_nbytes)}",
+        says="The last row of the table above, with other numbers of `threads`; each tier has a folder of its own. "
+        f"Ratios are of speeds in the same round: median (min to max) of {ROUNDS}.",
+        header=("", "write GiB/s", "of one thread", "read GiB/s", "of one thread"),
+        rows=[(case, *_cells(writes, case, alone), *_cells(reads, case, alone)) for case in writes.seconds],
+    )
+
+
+def _threads(width: int) -> str:
+    return f"{width} threads" if width > 1 else "1 thread"
+
+
+def _cells(times: Times, case: str, *others: str) -> Iterator[object]:
+    yield f"{TOTAL / times.median(case) / GIB:.2f}"
+    for other in others:
+        yield "-" if other not in times.seconds else "1" if case == other else times.ratio(other, case)
 
 
 class _Bench:
@@ -72,40 +105,55 @@ class _Bench:
             frame.seal(view, namespace, key, layout.payload_nbytes)
         self.door = Door(namespace, layout, None)
         context = OpenContext(namespace, layout, "benchmark", Nbytes(2 * TOTAL))
-        self.raw = _RawFiles(place / "raw")
+        self.raw = RawFiles(place / "raw")
+        self.ring = RingFiles(place / "ring", len(self.keys))
         self.backend = _open(place / "backend", context)
-        self.tier = Tier(
+        self.tiers = {width: self._tier(_open(place / f"tier{width}", context), width) for width in WIDTHS}
+        self.tier = self.tiers[THREADS]
+        self.threads = ThreadPoolExecutor(THREADS)
+        self.sealer = ThreadPoolExecutor(1)
+        self.per_call = max(1, GROUP // frame_nbytes)
+
+    def _tier(self, backend: Backend, threads: int) -> Tier:
+        return Tier(
             "disk",
-            _open(place / "tier", context),
-            pool=IOPool("disk", THREADS),
+            backend,
+            pool=IOPool("disk", threads),
             residents=Residents(LruConfig().open()),
             door=self.door,
             capacity=2 * TOTAL,
             inflight=TOTAL,
         )
-        self.threads = ThreadPoolExecutor(THREADS)
-        self.sealer = ThreadPoolExecutor(1)
-        self.per_call = max(1, GROUP // frame_nbytes)
 
     def writes(self) -> list[Case]:
         return [
             Case(RAW, lambda: self.in_threads(self.raw.write, self.frames), before=lambda: self.raw.delete(self.keys)),
+            *self.if_there_is_a_ring(Case(RING, lambda: self.ring.write(self.frames), before=self.ring.empty)),
             Case(
                 BACKEND,
                 lambda: self.in_threads(self.backend.write, self.frames),
                 before=lambda: self.backend.delete(self.keys),
             ),
-            Case(TRUSTING, self.tier_write, before=self.tier_clear),
-            Case(TIER, self.sealed_write, before=self.tier_clear),
+            Case(TRUSTING, lambda: self.write(self.tier), before=lambda: self.clear(self.tier)),
+            Case(TIER, lambda: self.sealed_write(self.tier), before=lambda: self.clear(self.tier)),
         ]
 
     def reads(self) -> list[Case]:
         return [
             Case(RAW, lambda: self.in_threads(self.raw.read, self.landings)),
+            *self.if_there_is_a_ring(Case(RING, lambda: self.ring.read(self.landings))),
             Case(BACKEND, lambda: self.in_threads(self.backend.read, self.landings)),
-            Case(TRUSTING, self.tier_read, before=lambda: self.guard(_OpenDoor(self.namespace, self.layout, None))),
-            Case(TIER, self.tier_read, before=lambda: self.guard(self.door)),
+            Case(TRUSTING, lambda: self.read(self.tier), before=lambda: self.believe(self.tier)),
+            Case(TIER, lambda: self.read(self.tier), before=lambda: self.verify(self.tier)),
         ]
+
+    def each(self, work: Callable[[Tier], None], before: Callable[[Tier], None]) -> list[Case]:
+        """The same with each number of threads."""
+        partial = functools.partial
+        return [Case(_threads(width), partial(work, tier), partial(before, tier)) for width, tier in self.tiers.items()]
+
+    def if_there_is_a_ring(self, case: Case) -> list[Case]:
+        return [case] if ring_works() else []
 
     def in_threads(self, call: Call, views: Sequence[memoryview]) -> None:
         starts = range(0, len(self.keys), self.per_call)
@@ -114,48 +162,53 @@ class _Bench:
     def offers(self) -> list[Offer]:
         return [Offer(*each) for each in zip(self.keys, [None, *self.keys], self.frames, strict=False)]
 
-    def tier_write(self) -> None:
-        self.tier.write(self.offers(), lambda key: None)
-        self.settle()
-        _must(len(self.tier.residents) == len(self.keys))
+    def write(self, tier: Tier) -> None:
+        tier.write(self.offers(), lambda key: None)
+        self.settle(tier)
+        must(len(tier.residents) == len(self.keys))
 
-    def sealed_write(self) -> None:
+    def sealed_write(self, tier: Tier) -> None:
         offers = self.offers()
         groups = [offers[i : i + self.per_call] for i in range(0, len(offers), self.per_call)]
         for group in self.sealer.map(self.seal, groups):
-            self.tier.write(group, lambda key: None)
-        self.settle()
-        _must(len(self.tier.residents) == len(self.keys))
+            tier.write(group, lambda key: None)
+        self.settle(tier)
+        must(len(tier.residents) == len(self.keys))
 
     def seal(self, offers: Sequence[Offer]) -> Sequence[Offer]:
         for offer in offers:
             frame.seal(offer.view, self.namespace, offer.key, self.layout.payload_nbytes)
         return offers
 
-    def guard(self, door: Door) -> None:
-        self.tier._door = door
+    def believe(self, tier: Tier) -> None:
+        tier._door = _OpenDoor(self.namespace, self.layout, None)
 
-    def tier_read(self) -> None:
+    def verify(self, tier: Tier) -> None:
+        tier._door = self.door
+
+    def read(self, tier: Tier) -> None:
         arrived = []
-        self.tier.read(list(zip(self.keys, self.landings, strict=True)), lambda good, bad: arrived.extend(good))
-        self.settle()
-        _must(len(arrived) == len(self.keys))
+        tier.read(list(zip(self.keys, self.landings, strict=True)), lambda good, bad: arrived.extend(good))
+        self.settle(tier)
+        must(len(arrived) == len(self.keys))
 
-    def tier_clear(self) -> None:
-        self.tier.renew(self.namespace)
-        self.settle()
+    def clear(self, tier: Tier) -> None:
+        tier.renew(self.namespace)
+        self.settle(tier)
 
-    def settle(self) -> None:
-        while self.tier.pool.jobs:
-            self.tier.pool.wait(1.0)
-            self.tier.pool.step()
-        self.tier.events.clear()
+    def settle(self, tier: Tier) -> None:
+        while tier.pool.jobs:
+            tier.pool.wait(1.0)
+            tier.pool.step()
+        tier.events.clear()
 
     def close(self) -> None:
         self.threads.shutdown()
         self.sealer.shutdown()
+        self.ring.close()
         self.backend.close()
-        self.tier.close(1.0)
+        for tier in self.tiers.values():
+            tier.close(1.0)
 
 
 class _OpenDoor(Door):
@@ -163,28 +216,6 @@ class _OpenDoor(Door):
 
     def check(self, key: ChunkKey, landed: memoryview, count: int, slot: memoryview) -> None:
         return None
-
-
-class _RawFiles:
-    def __init__(self, folder: Path):
-        folder.mkdir()
-        self.folder = folder
-
-    def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> None:
-        for key, view in zip(keys, frames, strict=True):
-            fd = os.open(self.folder / key.hex(), os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
-            _must(os.pwritev(fd, [view], 0) == len(view))
-            os.close(fd)
-
-    def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> None:
-        for key, view in zip(keys, into, strict=True):
-            fd = os.open(self.folder / key.hex(), os.O_RDONLY | os.O_DIRECT)
-            _must(os.preadv(fd, [view], 0) == len(view))
-            os.close(fd)
-
-    def delete(self, keys: Sequence[ChunkKey]) -> None:
-        for key in keys:
-            (self.folder / key.hex()).unlink(missing_ok=True)
 
 
 def _open(path: Path, context: OpenContext) -> Backend:
@@ -195,8 +226,3 @@ def _views(frame_nbytes: int) -> list[memoryview]:
     memory = memoryview(mmap.mmap(-1, TOTAL))
     memory[:] = bytes(TOTAL)  # present before anything is timed
     return [memory[at : at + frame_nbytes] for at in range(0, TOTAL, frame_nbytes)]
-
-
-def _must(moved: bool) -> None:
-    if not moved:
-        raise RuntimeError("not everything was moved")

@@ -300,6 +300,13 @@ MUTANTS = (
         "if (found := _frame(entry)))[1:]",
         "plugins/kvtier_disk/tests/test_disk_laws.py",
     ),
+    Mutant(
+        "any-memory-is-believed",
+        "kvtier_core/memo.py",
+        "if frame.check(found, namespace, key, payload_nbytes=self._length) is None:",
+        "if True:",
+        "tests/core/test_memo_on_disk.py::test_a_damaged_memory_is_a_cold_start",
+    ),
     # -- faults
     Mutant(
         "no-limit-in-flight",

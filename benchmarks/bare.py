@@ -1,0 +1,62 @@
+"""Files with nothing around them: what a tier on the same disk is compared to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvtier_core.files import read_files, write_files
+from kvtier_core.types import ChunkKey
+
+
+class RawFiles:
+    """Opened, moved by one call, and closed, one after the other."""
+
+    def __init__(self, folder: Path):
+        folder.mkdir()
+        self.folder = folder
+
+    def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> None:
+        for key, view in zip(keys, frames, strict=True):
+            fd = os.open(self.folder / key.hex(), os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+            must(os.pwritev(fd, [view], 0) == len(view))
+            os.close(fd)
+
+    def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> None:
+        for key, view in zip(keys, into, strict=True):
+            fd = os.open(self.folder / key.hex(), os.O_RDONLY | os.O_DIRECT)
+            must(os.preadv(fd, [view], 0) == len(view))
+            os.close(fd)
+
+    def delete(self, keys: Sequence[ChunkKey]) -> None:
+        for key in keys:
+            (self.folder / key.hex()).unlink(missing_ok=True)
+
+
+class RingFiles:
+    """Opened once, and moved all at once, by one io_uring."""
+
+    def __init__(self, folder: Path, count: int):
+        folder.mkdir()
+        flags = os.O_RDWR | os.O_CREAT | os.O_DIRECT
+        self.fds = [os.open(folder / str(number), flags, 0o600) for number in range(count)]
+
+    def empty(self) -> None:
+        for fd in self.fds:
+            os.ftruncate(fd, 0)
+
+    def write(self, frames: Sequence[memoryview]) -> None:
+        write_files(self.fds, frames, ring=True)
+
+    def read(self, into: Sequence[memoryview]) -> None:
+        must(read_files(self.fds, into, ring=True) == [len(view) for view in into])
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+
+def must(moved: bool) -> None:
+    if not moved:
+        raise RuntimeError("not everything was moved")

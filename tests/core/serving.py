@@ -1,0 +1,105 @@
+"""A stack as its file describes it, of real memory and real folders, and an engine that asks it for whole prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from pathlib import Path
+
+import kvtier_cpu.plugin
+import kvtier_disk.plugin
+from kvtier_core.config import World, load_config, open_stack
+from kvtier_core.plugins import Registry
+from kvtier_core.testing.samples import PagedBuffer, make_context
+from kvtier_core.types import ChunkLayout, Presence
+
+#: Payloads of whole pages, so that no byte of a frame is mere padding.
+LAYOUT = ChunkLayout((1024, 3072), blocks=4)
+FRAME = LAYOUT.frame_nbytes
+LONG = 30.0
+
+
+class Serving:
+    """Each request is a second later than the one before."""
+
+    def __init__(self, file: Path, *plugins):
+        config = load_config(file, Registry.of(kvtier_cpu.plugin, kvtier_disk.plugin, *plugins))
+        self._now = 0.0
+        self.manager = open_stack(config, make_context(layout=LAYOUT), World(clock=lambda: self._now))
+        self._buffer = PagedBuffer(LAYOUT, LAYOUT.blocks, random.Random(0))
+        self._mover = config.arenas[0].config.attach(self.manager.handles[0], self._buffer.table())
+        self._rows = [list(range(LAYOUT.blocks))]
+        self.copies = 0  # of chunks, from pages to slots or back
+        self.seen = set()  # kinds of events
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        self.close()
+
+    def ask(self, path):
+        """One request, until all of it has come to rest. How many of its chunks came back, each with its bytes."""
+        self._now += 1.0
+        self.manager.touch(path)
+        found = self.look_up(path)
+        slots = self.manager.pin(path[:found], "request")
+        for key, slot in zip(path, slots, strict=False):
+            self._check(key, slot)
+        self.manager.unpin(slots, "request")
+        slots = self.manager.reserve(path)
+        for key, slot in slots.items():
+            self._fill(key, slot)
+        self.manager.commit(list(slots))
+        self.settle()
+        self._note(self.manager.step() + self.manager.step())  # what was looked up is spared for two steps
+        return found
+
+    def look_up(self, path):
+        """How many leading chunks are READY when nothing is on its way any more."""
+        while Presence.PENDING in (found := self.manager.lookup(path)):
+            self.settle()
+        return found.count(Presence.READY)
+
+    def settle(self):
+        self._note(self.manager.drain(LONG))
+        assert not self.manager.jobs
+
+    def close(self):
+        self._mover.close()
+        self._note(self.manager.close(LONG))
+
+    def _note(self, events):
+        self.seen.update(event.kind.value for event in events)
+
+    def _fill(self, key, slot):
+        for layer, block, nbytes in _pages():
+            self._buffer.put(layer, block, _page(key, layer, block, nbytes))
+        self._mover.store(self._job(), self._rows, [slot.index])
+        self._end()
+
+    def _check(self, key, slot):
+        self._mover.load(self._job(), [slot.index], self._rows)
+        self._end()
+        for layer, block, nbytes in _pages():
+            assert self._buffer.page(layer, block) == _page(key, layer, block, nbytes), "other bytes came back"
+
+    def _job(self):
+        self.copies += 1
+        return self.copies
+
+    def _end(self):
+        self._mover.wait([self.copies])
+        assert [ended.ok for ended in self._mover.finished()] == [True]
+
+
+def files(folder):
+    return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+def _pages():
+    return [(i, block, nbytes) for i, nbytes in enumerate(LAYOUT.page_nbytes) for block in range(LAYOUT.blocks)]
+
+
+def _page(key, layer, block, nbytes):
+    return hashlib.shake_128(key + bytes([layer, block])).digest(nbytes)
