@@ -112,13 +112,18 @@ nb::list Tree::remove(nb::handle keys) {
     used_ -= node.nbytes;
     held_--;
     node.held = false;
-    if (const uint32_t parent = std::exchange(node.parent, kNone); parent != kNone) {
-      nodes_[parent].children--;
-      drop_if_unused(parent);
-    }
+    unhang(number);
     drop_if_unused(number);
   }
   return noted;
+}
+
+void Tree::detach(nb::handle keys) {
+  const Items items(keys);
+  changes_++;
+  for (size_t i = 0; i < items.size(); i++) {
+    if (const uint32_t node = held(key_of(items[i])); node != kNone) unhang(node);
+  }
 }
 
 uint32_t Tree::held(const Key& key) const {
@@ -140,6 +145,13 @@ uint32_t Tree::node_of(const Key& key) {
 void Tree::hang(uint32_t node, uint32_t parent) {
   nodes_[node].parent = parent;
   nodes_[parent].children++;
+}
+
+void Tree::unhang(uint32_t node) {
+  const uint32_t parent = std::exchange(nodes_[node].parent, kNone);
+  if (parent == kNone) return;
+  nodes_[parent].children--;
+  drop_if_unused(parent);
 }
 
 void Tree::drop_if_unused(uint32_t node) {
@@ -203,6 +215,7 @@ void bind_tree(nb::module_& m) {
       .def("adopt", &Tree::adopt, "path"_a)
       .def("resize", &Tree::resize, "key"_a, "nbytes"_a)
       .def("remove", &Tree::remove, "keys"_a)
+      .def("detach", &Tree::detach, "keys"_a)
       .def(
           "leavers",
           [](const Tree& tree, nb::handle victims, nb::object may_leave, bool leaf_first) {

@@ -30,6 +30,7 @@ class Tree {
   void adopt(nanobind::handle path);
   void resize(nanobind::handle key, int64_t nbytes);
   nanobind::list remove(nanobind::handle keys);
+  void detach(nanobind::handle keys);
 
  private:
   friend class Leavers;
@@ -49,6 +50,7 @@ class Tree {
   uint32_t node_of(const Key& key);
   std::vector<uint32_t> take(const std::vector<Key>& keys);
   void hang(uint32_t node, uint32_t parent);
+  void unhang(uint32_t node);
   void drop_if_unused(uint32_t node);
 
   Table<Node> nodes_;  // of what is held, and of parents that are not

@@ -15,5 +15,5 @@ except ImportError as error:
 def describe() -> str:
     """One line for the log."""
     if extension is None:
-        return f"copies and checksums in Python, slower: {_why}"
-    return f"copies and checksums: native, {extension.crc32_method()}"
+        return f"nothing is compiled, all is slower: {_why}"
+    return f"compiled; checksums by {extension.crc32_method()}"

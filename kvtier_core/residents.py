@@ -63,6 +63,10 @@ class Residents:
     def resize(self, key: ChunkKey, nbytes: int) -> None:
         self.held.resize(key, nbytes)
 
+    def leave(self, keys: Sequence[ChunkKey]) -> None:
+        """Whom these hang on need not wait until they are removed. Should they stay, the next request tells again."""
+        self.held.detach(keys)
+
     def remove(self, keys: Sequence[ChunkKey], *, evicted: bool = False) -> list[int]:
         """Their places."""
         places = self.held.remove(keys)

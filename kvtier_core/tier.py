@@ -199,6 +199,7 @@ class Tier:
             return
         nbytes = sum(map(self.residents.held.nbytes, keys))
         self._leaving_nbytes += nbytes
+        self.residents.leave(keys)
         self._begin(self._writes, keys, _Busy.LEAVING)
 
         def gone(outcome: Outcome) -> None:

@@ -77,14 +77,19 @@ class PlainTree:
 
     def remove(self, keys: Sequence[ChunkKey]) -> list[int]:
         """Hold these no more; what was noted of them."""
+        self.detach(keys)
         for key in keys:
             self.used -= self._nbytes.pop(key)
+        return [self._place.pop(key) for key in keys]
+
+    def detach(self, keys: Sequence[ChunkKey]) -> None:
+        """These hang on nobody any more."""
+        for key in keys:
             parent = self._parent.pop(key, None)
             if parent is not None:
                 self._children[parent] -= 1
                 if not self._children[parent]:
                     del self._children[parent]
-        return [self._place.pop(key) for key in keys]
 
     def leavers(
         self, victims: Iterator[ChunkKey], may_leave: Callable[[ChunkKey], bool], leaf_first: bool

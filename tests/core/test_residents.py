@@ -255,6 +255,16 @@ def test_a_parent_that_left_and_came_back_has_its_children():
     assert choose(residents, 1) == "b"
 
 
+def test_whoever_is_leaving_holds_nobody():
+    residents = held("abc", "abc")
+    residents.leave(keys("cb"))
+    assert choose(residents, 3, spared="bc") == "a"
+    residents.request(keys("abc"), 0.0, {})
+    assert choose(residents, 3, spared="bc") == "", "they stayed"
+    residents.remove(keys("cb"))
+    assert choose(residents, 3) == "a"
+
+
 def test_whoever_left_is_remembered_nowhere():
     residents = held("abc", "abc")
     residents.remove(keys("cab"))
