@@ -143,6 +143,7 @@ uint32_t Tree::node_of(const Key& key) {
 }
 
 void Tree::hang(uint32_t node, uint32_t parent) {
+  if (node == parent) return;
   nodes_[node].parent = parent;
   nodes_[parent].children++;
 }

@@ -118,6 +118,8 @@ class PlainTree:
                 leaver = parent if parent in passed and is_leaf(parent) else None
 
     def _adopt(self, key: ChunkKey, parent: ChunkKey) -> None:
+        if key == parent:  # of a path that names it twice
+            return
         self._parent[key] = parent
         self._children[parent] += 1
 

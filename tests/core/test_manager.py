@@ -8,7 +8,7 @@ import pytest
 
 from kvtier_core import frame
 from kvtier_core.arena import Arena
-from kvtier_core.builtin.lru import LruConfig
+from kvtier_core.builtin.lru import Lru
 from kvtier_core.door import Door
 from kvtier_core.errors import ContractError
 from kvtier_core.manager import StorageManager
@@ -40,13 +40,13 @@ class Memory(Slots):
 class Bench:
     """A stack, its parts, and an engine that stores and loads as it should."""
 
-    def __init__(self, *, arenas=(4,), tiers=(12,), inflight=100, shelf=Shelf, pool=ManualPool):
+    def __init__(self, *, arenas=(4,), tiers=(12,), inflight=100, shelf=Shelf, pool=ManualPool, below=Lru):
         self.now = 0.0
         self.memories = [Memory(slots) for slots in arenas]
         self.shelves = [shelf() for _ in tiers]
         names = [f"cpu{i or ''}" for i in range(len(arenas))], [f"disk{i or ''}" for i in range(len(tiers))]
         self.arenas = [
-            Arena(name, i, memory, self._residents())
+            Arena(name, i, memory, Residents(Lru()))
             for i, (name, memory) in enumerate(zip(names[0], self.memories, strict=True))
         ]
         self.tiers = [
@@ -54,7 +54,7 @@ class Bench:
                 name,
                 shelf,
                 pool=pool(),
-                residents=self._residents(),
+                residents=Residents(below()),
                 door=Door(NAMESPACE, LAYOUT, None),
                 capacity=frames * LAYOUT.frame_nbytes,
                 inflight=inflight * LAYOUT.frame_nbytes,
@@ -70,9 +70,6 @@ class Bench:
             pool=self.sealer,
             clock=lambda: self.now,
         )
-
-    def _residents(self):
-        return Residents(LruConfig().open())
 
     def fill(self, path):
         """Reserve and fill slots; the keys that got one."""
@@ -346,6 +343,33 @@ def test_a_touch_offers_again_what_a_tier_had_refused():
     assert set(bench.shelves[0].frames) == set(OURS)
     bench.manager.touch(OURS)
     assert bench.manager.jobs == 0, "nobody wants it any more"
+    bench.at_rest()
+
+
+class Content(Lru):
+    """With what it has."""
+
+    def prefers(self, newcomer, victim):
+        return False
+
+
+def test_what_a_tier_would_refuse_is_neither_sealed_nor_offered():
+    bench = Bench(tiers=(4,), below=Content)
+    bench.store(OURS)
+    bench.manager.touch(THEIRS)
+    bench.manager.commit(bench.fill(THEIRS))
+    assert bench.manager.jobs == 0
+    assert [event.kind for event in bench.manager.step()] == [EventKind.EVICTED, EventKind.STORED]
+    assert set(bench.shelves[0].frames) == set(OURS)
+    bench.at_rest()
+
+
+def test_what_every_level_would_refuse_gets_no_slot():
+    bench = Bench(arenas=(4, 4), tiers=(4,), below=Content)
+    for arena in bench.arenas:
+        arena.residents = Residents(Content())
+    bench.store(OURS)
+    assert bench.manager.reserve(THEIRS) == {}
     bench.at_rest()
 
 
