@@ -83,8 +83,8 @@ class StorageManager:
         while (at := len(found)) < len(keys):
             if run := max(arena.ready(keys, at) for arena in self._arenas):
                 found += [Presence.READY] * run
-            elif self._comes(keys[at], keys[at - 1] if at else None):
-                found.append(Presence.PENDING)
+            elif run := self._coming(keys, at):
+                found += [Presence.PENDING] * run
             else:
                 break
         self._wanted.update(keys[: len(found)])
@@ -262,20 +262,25 @@ class StorageManager:
 
     # -- inside --------------------------------------------------------------------------------------
 
-    def _comes(self, key: ChunkKey, parent: ChunkKey | None) -> bool:
-        """Is it on its way to an arena in which it is not READY, or may it be, from now on?"""
-        for arena in self._arenas:
-            if arena.expects(key):
-                return True
-        if key in self._denied or self._has_a_slot(key):
-            return False
+    def _coming(self, keys: Sequence[ChunkKey], at: int) -> int:
+        """How many of a path, from one on that is not READY, are on their way to an arena, or may be from now on."""
+        key = keys[at]
+        if any(arena.expects(key) for arena in self._arenas):
+            return 1
+        if self._stays_below(key):
+            return 0
         for tier in self._tiers:
-            if tier.has(key):
-                self._wishes[key] = parent
-                return True
+            if run := tier.readable(keys, at):
+                wishes = leading_run(keys[at : at + run], lambda key: not self._stays_below(key))
+                self._wishes.update(zip(wishes, [keys[at - 1] if at else None, *wishes], strict=False))
+                return len(wishes)
             if tier.wonder(key):
-                return True
-        return False
+                return 1
+        return 0
+
+    def _stays_below(self, key: ChunkKey) -> bool:
+        """Was there no room for it just now, or does a slot bear its name that nobody may look into?"""
+        return key in self._denied or self._has_a_slot(key)
 
     def _grant(self) -> None:
         """Begin to read what was wished for, as far as there is room that nobody else looks at."""

@@ -89,15 +89,16 @@ class Tier:
     def usage(self) -> Usage:
         return Usage(self.name, len(self.residents), self.residents.used, self.capacity, inflight=self._inflight)
 
+    def readable(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
+        """Of how many, from ``start`` on, could a read begin now, before the first of which it could not?"""
+        if self._hangs or not self._reads.allows(self._clock()):
+            return 0
+        run = self.residents.held.run(keys, start)
+        in_use = (i for i in range(run) if keys[start + i] in self._busy or keys[start + i] in self._doomed)
+        return next(in_use, run)
+
     def has(self, key: ChunkKey) -> bool:
-        """Could a read of this key begin now?"""
-        return (
-            key in self.residents
-            and key not in self._busy
-            and key not in self._doomed
-            and not self._hangs
-            and self._reads.allows(self._clock())
-        )
+        return self.readable([key]) == 1
 
     def wanted(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Those of which a write would be considered now."""

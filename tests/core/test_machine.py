@@ -125,7 +125,7 @@ def clears_only_what_nobody_uses(monkeypatch):
 
 
 def reads_what_is_leaving(monkeypatch):
-    monkeypatch.setattr(Tier, "has", lambda self, key: key in self.residents)
+    monkeypatch.setattr(Tier, "readable", lambda self, keys, start=0: self.residents.held.run(keys, start))
 
 
 def writes_beside_its_victims(monkeypatch):
