@@ -9,13 +9,16 @@ namespace kvtier {
 
 inline Key key_of(nanobind::handle object) {
   Key key;
-  if (!PyBytes_Check(object.ptr()) || PyBytes_GET_SIZE(object.ptr()) != sizeof key) {
+  char* bytes;
+  Py_ssize_t nbytes;
+  if (!PyBytes_Check(object.ptr()) || PyBytes_AsStringAndSize(object.ptr(), &bytes, &nbytes) ||
+      nbytes != sizeof key) {
     throw nanobind::value_error("a key is 32 bytes");
   }
-  std::memcpy(&key, PyBytes_AS_STRING(object.ptr()), sizeof key);
+  std::memcpy(&key, bytes, sizeof key);
   return key;
 }
 
-inline nanobind::bytes bytes_of(const Key& key) { return {reinterpret_cast<const char*>(&key), sizeof key}; }
+inline nanobind::bytes bytes_of(const Key& key) { return nanobind::bytes(&key, sizeof key); }
 
 }  // namespace kvtier
