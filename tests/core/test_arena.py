@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier_core.arena import Arena
-from kvtier_core.builtin.lru import LruConfig
+from kvtier_core.builtin.lru import Lru, LruConfig
 from kvtier_core.errors import ContractError
 from kvtier_core.residents import Residents
 from kvtier_core.testing.machine import Slots
@@ -151,7 +151,7 @@ def test_room_is_made_of_what_nobody_needs(arena):
 
 
 def test_a_policy_may_refuse_before_anything_is_copied(monkeypatch):
-    policy = LruConfig().open()
+    policy = Lru()
     monkeypatch.setattr(policy, "prefers", lambda newcomer, victim: False)
     arena = open_arena(policy)
     fill(arena, A, B)

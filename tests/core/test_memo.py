@@ -9,14 +9,16 @@ from kvtier_core.builtin.lru import LruConfig
 from kvtier_core.memo import Memo, key_of
 from kvtier_core.residents import Residents
 from kvtier_core.testing.machine import NAMESPACE, Shelf
+from kvtier_core.testing.samples import make_key
 from kvtier_core.types import Namespace
 
 PLENTY = 1 << 30
+LOVED = make_key(0)
 
 
 def learned(residents):
     for now in range(1, 200):
-        residents.request(["loved"], float(now), {})
+        residents.request([LOVED], float(now), {})
     return residents
 
 
