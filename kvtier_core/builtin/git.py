@@ -200,7 +200,7 @@ class Git(EvictionPolicy):
             cell.holding[group] = None
 
     def _await(self, cell: _Cell, group: _Group) -> None:
-        """Once for each cell, however often it lies empty in between: it is looked at too early then, and that is all."""
+        """Once for each cell, however often it lies empty in between: then it is looked at too early, no more."""
         heapq.heappush(self._due, (group.since + EDGES[group.age + 1], group.cls, group.age))
         cell.awaited = True
 
