@@ -116,7 +116,7 @@ Git::Found Git::find(const Key& key) const {
   return {ghosts_.find(imprint_of(key)), false};
 }
 
-size_t Git::new_group(uint8_t cls, double since) { return groups_.add({.spot = {cls, 0}, .since = since}); }
+Number Git::new_group(uint8_t cls, double since) { return groups_.add({.spot = {cls, 0}, .since = since}); }
 
 uint64_t Git::Group::votes() const { return kVote * members / named; }
 

@@ -94,7 +94,7 @@ class Git {
   Found find(const Key& key) const;
   Number group_of(Found found) const { return found.held ? held_[found.number].group : ghosts_[found.number].group; }
   Cell& cell_of(Spot spot) { return cells_[spot.cls * kAges + spot.age]; }
-  size_t new_group(uint8_t cls, double since);
+  Number new_group(uint8_t cls, double since);
 
   void join(Number group, Found who);
   void leave(Found who);
