@@ -171,7 +171,7 @@ class Git(EvictionPolicy):
     def _leave(self, group: _Group, key: ChunkKey, *, held: bool) -> None:
         before = group.votes
         if held:
-            del group.held[key]  # what is none of these is a KeyError, and nothing has changed
+            del group.held[key]  # a KeyError where it is not held, and nothing has changed
         else:
             del self._ghosts[key]
             group.ghosts -= 1
