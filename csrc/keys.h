@@ -10,8 +10,9 @@ namespace kvtier {
 inline Key key_of(nanobind::handle object) {
   Key key;
   char* bytes;
-  Py_ssize_t size;
-  if (!PyBytes_Check(object.ptr()) || PyBytes_AsStringAndSize(object.ptr(), &bytes, &size) || size != sizeof key) {
+  Py_ssize_t nbytes;
+  if (!PyBytes_Check(object.ptr()) || PyBytes_AsStringAndSize(object.ptr(), &bytes, &nbytes) ||
+      nbytes != sizeof key) {
     PyErr_Clear();
     throw nanobind::value_error("a key is 32 bytes");
   }

@@ -12,6 +12,7 @@
 #include "copier.h"
 #include "crc32.h"
 #include "files.h"
+#include "policies/bind.h"
 #include "tree.h"
 
 namespace nb = nanobind;
@@ -91,4 +92,6 @@ NB_MODULE(_native, m) {
       .def(nb::new_(&copier), "layers"_a, "row"_a, "shard"_a, "slot_nbytes"_a)
       .def("gather", &kvtier::Copier::gather, "rows"_a, "slots"_a, released)
       .def("scatter", &kvtier::Copier::scatter, "rows"_a, "slots"_a, released);
+
+  kvtier::bind_policies(m);
 }

@@ -6,9 +6,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <deque>
 #include <utility>
 #include <vector>
+
+#include "pool.h"
 
 namespace kvtier {
 
@@ -29,86 +30,87 @@ inline uint64_t hash_of(const Key& key) {
 template <class Entry>
 class Table {
  public:
-  using Number = uint32_t;
   using EntryKey = decltype(Entry::key);
-  static constexpr Number kNone = UINT32_MAX;
 
-  size_t size() const { return size_; }
+  size_t size() const { return entries_.size(); }
+  size_t nbytes() const { return entries_.nbytes() + cells_.capacity() * sizeof(Cell); }
   Entry& operator[](Number number) { return entries_[number]; }
   const Entry& operator[](Number number) const { return entries_[number]; }
 
   // In no order.
   template <class Visit>
   void each(Visit visit) const {
-    for (const Number number : cells_) {
-      if (number != kNone) visit(entries_[number]);
+    for (size_t at = 0; at < cells_.size(); at++) {
+      if (cells_[at] != kEmpty) visit(entries_[number_in(at)]);
     }
   }
 
   Number find(const EntryKey& key) const {
     if (cells_.empty()) return kNone;
-    for (size_t at = home_of(key);; at = next(at)) {
-      if (cells_[at] == kNone || entries_[cells_[at]].key == key) return cells_[at];
+    const uint64_t hash = hash_of(key);
+    for (size_t at = home_of(hash); cells_[at] != kEmpty; at = next(at)) {
+      if (((cells_[at] ^ mark_of(hash)) & ~mask()) == 0 && entries_[number_in(at)].key == key) return number_in(at);
     }
+    return kNone;
   }
 
   // Of an entry whose key is not there yet.
   Number insert(Entry entry) {
-    if (size_ + 1 > cells_.size() / 4 * 3) grow();
-    Number number;
-    if (free_.empty()) {
-      number = static_cast<Number>(entries_.size());
-      entries_.push_back(std::move(entry));
-    } else {
-      number = free_.back();
-      free_.pop_back();
-      entries_[number] = std::move(entry);
-    }
+    if (size() + 1 > cells_.size() / 4 * 3) grow();
+    const Number number = entries_.add(std::move(entry));
     place(number);
-    size_++;
     return number;
   }
 
   void erase(Number number) {
-    size_t hole = home_of(entries_[number].key);
-    while (cells_[hole] != number) hole = next(hole);
-    // Whoever was pushed on by the one that leaves moves up (Knuth, The Art of Computer Programming 3, 6.4, algorithm R).
-    for (size_t at = next(hole); cells_[at] != kNone; at = next(at)) {
-      const size_t home = home_of(entries_[cells_[at]].key);
-      if (((at - home) & (cells_.size() - 1)) >= ((at - hole) & (cells_.size() - 1))) {
+    size_t hole = home_of(hash_of(entries_[number].key));
+    while (number_in(hole) != number) hole = next(hole);
+    entries_.drop(number);
+    // Their keys lie anywhere, and are fetched from there at once.
+    for (size_t at = next(hole); cells_[at] != kEmpty; at = next(at)) __builtin_prefetch(&entries_[number_in(at)].key);
+    // Whoever was pushed on by the one that leaves moves up (D. E. Knuth, The Art of Computer Programming 3, 6.4,
+    // algorithm R).
+    for (size_t at = next(hole); cells_[at] != kEmpty; at = next(at)) {
+      const size_t home = home_of(hash_of(entries_[number_in(at)].key));
+      if (((at - home) & mask()) >= ((at - hole) & mask())) {
         cells_[hole] = cells_[at];
         hole = at;
       }
     }
-    cells_[hole] = kNone;
-    free_.push_back(number);
-    size_--;
+    cells_[hole] = kEmpty;
   }
 
  private:
-  size_t next(size_t at) const { return (at + 1) & (cells_.size() - 1); }
-  size_t home_of(const EntryKey& key) const { return hash_of(key) & (cells_.size() - 1); }
+  // A number, which is smaller than there are cells, and in the bits that it leaves some of the hash: whoever looks
+  // for a key looks at few entries but that one.
+  using Cell = uint32_t;
+  static constexpr Cell kEmpty = UINT32_MAX;  // whose number would be that of the last cell, and a quarter are free
+
+  Cell mask() const { return static_cast<Cell>(cells_.size() - 1); }
+  Number number_in(size_t at) const { return cells_[at] & mask(); }
+  size_t next(size_t at) const { return (at + 1) & mask(); }
+  size_t home_of(uint64_t hash) const { return hash & mask(); }
+  Cell mark_of(uint64_t hash) const { return static_cast<Cell>(hash >> 32); }
 
   void place(Number number) {
-    size_t at = home_of(entries_[number].key);
-    while (cells_[at] != kNone) at = next(at);
-    cells_[at] = number;
+    const uint64_t hash = hash_of(entries_[number].key);
+    size_t at = home_of(hash);
+    while (cells_[at] != kEmpty) at = next(at);
+    cells_[at] = (mark_of(hash) & ~mask()) | number;
   }
 
   void grow() {
     std::vector<Number> held;
-    held.reserve(size_);
-    for (const Number number : cells_) {
-      if (number != kNone) held.push_back(number);
+    held.reserve(size());
+    for (size_t at = 0; at < cells_.size(); at++) {
+      if (cells_[at] != kEmpty) held.push_back(number_in(at));
     }
-    cells_.assign(cells_.empty() ? 16 : cells_.size() * 2, kNone);
+    cells_.assign(cells_.empty() ? 16 : cells_.size() * 2, kEmpty);
     for (const Number number : held) place(number);
   }
 
-  std::vector<Number> cells_;  // open addressing, linear probing, three quarters full at most
-  std::deque<Entry> entries_;  // which doubles nothing as it grows
-  std::vector<Number> free_;
-  size_t size_ = 0;
+  std::vector<Cell> cells_;  // open addressing, linear probing, three quarters full at most
+  Pool<Entry> entries_;
 };
 
 }  // namespace kvtier

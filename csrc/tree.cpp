@@ -14,7 +14,7 @@ nb::object Tree::iter() const {
 }
 
 nb::object Tree::parent(nb::handle key) const {
-  const uint32_t node = held(key_of(key));
+  const Number node = held(key_of(key));
   if (node == kNone || nodes_[node].parent == kNone) return nb::none();
   return bytes_of(nodes_[nodes_[node].parent].key);
 }
@@ -53,7 +53,7 @@ void Tree::add(nb::handle keys, nb::handle parents, int64_t nbytes, nb::handle p
     noted.push_back(nb::cast<uint32_t>(place_items[i]));
   }
   changes_++;
-  const std::vector<uint32_t> nodes = take(own);
+  const std::vector<Number> nodes = take(own);
   for (size_t i = 0; i < own.size(); i++) {
     nodes_[nodes[i]].nbytes = nbytes;
     nodes_[nodes[i]].place = noted[i];
@@ -64,12 +64,12 @@ void Tree::add(nb::handle keys, nb::handle parents, int64_t nbytes, nb::handle p
 }
 
 // Nodes that are held from now on; none of them, if one was held before.
-std::vector<uint32_t> Tree::take(const std::vector<Key>& keys) {
-  std::vector<uint32_t> nodes;
+std::vector<Number> Tree::take(const std::vector<Key>& keys) {
+  std::vector<Number> nodes;
   for (const Key& key : keys) {
-    const uint32_t node = node_of(key);
+    const Number node = node_of(key);
     if (nodes_[node].held) {
-      for (const uint32_t taken : nodes) {
+      for (const Number taken : nodes) {
         nodes_[taken].held = false;
         drop_if_unused(taken);
       }
@@ -87,7 +87,7 @@ void Tree::adopt(nb::handle path) {
   Key before = key_of(items[0]);
   for (size_t i = 1; i < items.size(); i++) {
     const Key key = key_of(items[i]);
-    const uint32_t node = held(key);
+    const Number node = held(key);
     if (node != kNone && nodes_[node].parent == kNone) {
       changes_++;
       hang(node, node_of(before));
@@ -107,7 +107,7 @@ nb::list Tree::remove(nb::handle keys) {
   const nb::list noted = places(keys);
   changes_++;
   for (size_t i = 0; i < items.size(); i++) {
-    const uint32_t number = must_hold(items[i]);
+    const Number number = must_hold(items[i]);
     Node& node = nodes_[number];
     used_ -= node.nbytes;
     held_--;
@@ -122,60 +122,60 @@ void Tree::detach(nb::handle keys) {
   const Items items(keys);
   changes_++;
   for (size_t i = 0; i < items.size(); i++) {
-    if (const uint32_t node = held(key_of(items[i])); node != kNone) unhang(node);
+    if (const Number node = held(key_of(items[i])); node != kNone) unhang(node);
   }
 }
 
-uint32_t Tree::held(const Key& key) const {
-  const uint32_t node = nodes_.find(key);
+Number Tree::held(const Key& key) const {
+  const Number node = nodes_.find(key);
   return node != kNone && nodes_[node].held ? node : kNone;
 }
 
-uint32_t Tree::must_hold(nb::handle key) const {
-  const uint32_t node = held(key_of(key));
+Number Tree::must_hold(nb::handle key) const {
+  const Number node = held(key_of(key));
   if (node == kNone) throw nb::key_error("it is not held");
   return node;
 }
 
-uint32_t Tree::node_of(const Key& key) {
-  const uint32_t node = nodes_.find(key);
+Number Tree::node_of(const Key& key) {
+  const Number node = nodes_.find(key);
   return node != kNone ? node : nodes_.insert({.key = key});
 }
 
-void Tree::hang(uint32_t node, uint32_t parent) {
+void Tree::hang(Number node, Number parent) {
   if (node == parent) return;
   nodes_[node].parent = parent;
   nodes_[parent].children++;
 }
 
-void Tree::unhang(uint32_t node) {
-  const uint32_t parent = std::exchange(nodes_[node].parent, kNone);
+void Tree::unhang(Number node) {
+  const Number parent = std::exchange(nodes_[node].parent, kNone);
   if (parent == kNone) return;
   nodes_[parent].children--;
   drop_if_unused(parent);
 }
 
-void Tree::drop_if_unused(uint32_t node) {
+void Tree::drop_if_unused(Number node) {
   if (!nodes_[node].held && !nodes_[node].children) nodes_.erase(node);
 }
 
-bool Leavers::is_leaf(uint32_t node) const {
+bool Leavers::is_leaf(Number node) const {
   const auto named = leaving_.find(node);
   return tree_.nodes_[node].children <= (named == leaving_.end() ? 0 : named->second);
 }
 
-void Leavers::follow(uint32_t leaver) {
-  const uint32_t parent = tree_.nodes_[leaver].parent;
-  follower_ = Tree::kNone;
-  if (parent == Tree::kNone) return;
+void Leavers::follow(Number leaver) {
+  const Number parent = tree_.nodes_[leaver].parent;
+  follower_ = kNone;
+  if (parent == kNone) return;
   leaving_[parent]++;
   if (passed_.contains(parent) && is_leaf(parent)) follower_ = parent;
 }
 
 nb::object Leavers::next() {
   if (changes_ != tree_.changes_) throw std::runtime_error("the tree changed while its leavers were named");
-  if (follower_ != Tree::kNone) {
-    const uint32_t leaver = follower_;
+  if (follower_ != kNone) {
+    const Number leaver = follower_;
     follow(leaver);
     return bytes_of(tree_.nodes_[leaver].key);
   }
@@ -186,7 +186,7 @@ nb::object Leavers::next() {
       throw nb::stop_iteration();
     }
     if (!nb::cast<bool>(may_leave_(key))) continue;
-    const uint32_t node = tree_.must_hold(key);
+    const Number node = tree_.must_hold(key);
     if (leaf_first_ && !is_leaf(node)) {
       passed_.insert(node);
       continue;

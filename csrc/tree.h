@@ -34,24 +34,22 @@ class Tree {
 
  private:
   friend class Leavers;
-  static constexpr uint32_t kNone = UINT32_MAX;
-
   struct Node {
     Key key;
     int64_t nbytes = 0;
     uint32_t place = 0;
-    uint32_t parent = kNone;
+    Number parent = kNone;
     uint32_t children : 31 = 0;
     uint32_t held : 1 = false;
   };
 
-  uint32_t held(const Key& key) const;
-  uint32_t must_hold(nanobind::handle key) const;
-  uint32_t node_of(const Key& key);
-  std::vector<uint32_t> take(const std::vector<Key>& keys);
-  void hang(uint32_t node, uint32_t parent);
-  void unhang(uint32_t node);
-  void drop_if_unused(uint32_t node);
+  Number held(const Key& key) const;
+  Number must_hold(nanobind::handle key) const;
+  Number node_of(const Key& key);
+  std::vector<Number> take(const std::vector<Key>& keys);
+  void hang(Number node, Number parent);
+  void unhang(Number node);
+  void drop_if_unused(Number node);
 
   Table<Node> nodes_;  // of what is held, and of parents that are not
   size_t held_ = 0;
@@ -69,16 +67,16 @@ class Leavers {
   nanobind::object next();
 
  private:
-  bool is_leaf(uint32_t node) const;
-  void follow(uint32_t leaver);
+  bool is_leaf(Number node) const;
+  void follow(Number leaver);
 
   const Tree& tree_;
   const uint64_t changes_;
   nanobind::object victims_, may_leave_;
   const bool leaf_first_;
-  std::unordered_map<uint32_t, uint32_t> leaving_;  // how many children of a node were named
-  std::unordered_set<uint32_t> passed_;             // wanted by the policy, spared for the sake of a child
-  uint32_t follower_ = Tree::kNone;                 // a parent whose last child was named just now
+  std::unordered_map<Number, uint32_t> leaving_;  // how many children of a node were named
+  std::unordered_set<Number> passed_;             // wanted by the policy, spared for the sake of a child
+  Number follower_ = kNone;                 // a parent whose last child was named just now
 };
 
 void bind_tree(nanobind::module_& m);

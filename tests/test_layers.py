@@ -113,7 +113,7 @@ def test_the_data_plane_does_not_know_that_plugins_exist():
     assert not knows, "\n".join(knows)
 
 
-def test_builtin_uses_what_a_plugin_may_use():
+def test_builtin_uses_what_a_plugin_may_use_and_what_was_compiled():
     more = [
         f"{where}: imports {used}"
         for room, file in core_files()

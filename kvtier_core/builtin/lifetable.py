@@ -1,13 +1,19 @@
-"""The odds that a chunk comes back, by its class and by how long it was idle, and the order that follows from them."""
+"""The odds that a chunk comes back, by its class and by how long it was idle, and the order that follows from them.
+
+csrc/policies/lifetable.cpp computes the same to the last bit. So nothing here leaves open in which order or how
+exactly it adds: no ``sum`` of floats, which is compensated from Python 3.12 on, and no power but of two.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 import struct
 
 #: Ages in seconds at which a step begins: half octaves, from a moment to days.
-EDGES = [0.0, *(0.5 * 2 ** (i / 2) for i in range(39)), math.inf]
+EDGES = [0.0, *(math.ldexp(math.sqrt(1 + i % 2), i // 2 - 1) for i in range(39)), math.inf]
 AGES = len(EDGES) - 1
 
 _WIDTHS = [end - begin for begin, end in itertools.pairwise(EDGES[:-1])] + [EDGES[-2]]
@@ -84,7 +90,7 @@ class LifeTable:
         # Floats are rounded as they are saved; a NaN fails this comparison.
         if not all(0 <= came <= seen * 1.001 < 1e30 for came, seen in zip(returns, lives, strict=True)):
             return False
-        factor = min(1.0, _TRUSTED / max(1.0, sum(returns)))
+        factor = min(1.0, _TRUSTED / max(1.0, functools.reduce(operator.add, returns)))
         for cls in range(len(self._lives)):
             row = slice(cls * AGES, (cls + 1) * AGES)
             self._returns[cls] = [each * factor for each in returns[row]]
@@ -93,7 +99,7 @@ class LifeTable:
 
 
 def _summed(rows: list[list[float]]) -> list[float]:
-    return [sum(column) for column in zip(*rows, strict=True)]
+    return [functools.reduce(operator.add, column) for column in zip(*rows, strict=True)]
 
 
 def _shrunk(returns: list[float], lives: list[float], towards: list[float]) -> list[float]:

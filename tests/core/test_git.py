@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_policies import PLAIN_GIT, PLAIN_SIMPLE_GIT
 
-from kvtier_core.builtin.git import GitConfig
+from kvtier_core.builtin.git import Git, GitConfig
 from kvtier_core.builtin.lifetable import _WIDTHS, AGES, EDGES, LifeTable, _gittins
 from kvtier_core.builtin.lru import LruConfig
+from kvtier_core.testing.samples import make_key
+
+#: As it is opened here, and in Python.
+both = pytest.mark.parametrize("full", [GitConfig(), PLAIN_GIT])
+both_simple = pytest.mark.parametrize("simple", [GitConfig(classes="simple"), PLAIN_SIMPLE_GIT])
 
 
 def empty(classes):
@@ -73,11 +80,16 @@ def test_impossible_votes_are_not_believed():
         assert not LifeTable(1, 1).restore(wrong)
 
 
-def test_cold_it_evicts_as_lru_does():
+def numbered(numbers):
+    return [make_key(number) for number in numbers]
+
+
+@both
+def test_cold_it_evicts_as_lru_does(full):
     rng = random.Random(0)
-    git, lru = GitConfig().open(), LruConfig().open()
+    git, lru = full.open(), LruConfig().open()
     for now in range(40):
-        path = rng.sample(range(50), 3)
+        path = numbered(rng.sample(range(50), 3))
         for policy in (git, lru):
             policy.request(path, float(now * 10), {})
             held = set(policy.victims())
@@ -90,26 +102,51 @@ def test_cold_it_evicts_as_lru_does():
     assert set(list(git.victims())[:15]) >= set(oldest[:5])
 
 
-def test_a_newcomer_of_a_class_that_never_returns_is_refused_once_that_is_known():
-    policy = GitConfig(classes="simple").open()
-    policy.request(["loved"], 0.0, {})
-    policy.admit("loved", 1)
-    assert policy.prefers("stranger", "loved"), "nothing is known yet"
-    for now in range(1, 2000):
-        policy.request([f"once {now}"], now * 1.0, {})
-        policy.request(["loved"], now * 1.0 + 0.9, {})
-    policy.request(["newcomer"], 2000.0, {})
-    assert not policy.prefers("newcomer", "loved")
+LOVED, NEWCOMER, STRANGER = numbered([-1, -2, -3])
 
 
-def test_it_is_warm_after_a_restart():
-    before, after = (GitConfig(classes="simple").open() for _ in range(2))
-    for now in range(1, 2000):
-        before.request([f"once {now}"], now * 1.0, {})
-        before.request(["loved"], now * 1.0 + 0.9, {})
+def taught(policy):
+    """One comes back all the time, and many never."""
+    for now, key in enumerate(numbered(range(1, 2000)), start=1):
+        policy.request([key], now * 1.0, {})
+        policy.request([LOVED], now * 1.0 + 0.9, {})
+
+
+@both_simple
+def test_a_newcomer_of_a_class_that_never_returns_is_refused_once_that_is_known(simple):
+    policy = simple.open()
+    policy.request([LOVED], 0.0, {})
+    policy.admit(LOVED, 1)
+    assert policy.prefers(STRANGER, LOVED), "nothing is known yet"
+    taught(policy)
+    policy.request([NEWCOMER], 2000.0, {})
+    assert not policy.prefers(NEWCOMER, LOVED)
+
+
+@both_simple
+def test_it_is_warm_after_a_restart(simple):
+    before, after = simple.open(), simple.open()
+    taught(before)
     after.restore(before.save())
-    after.request(["loved"], 0.0, {})
-    after.admit("loved", 1)
-    after.request(["loved"], 0.9, {})
-    after.request(["newcomer"], 1.0, {})
-    assert not after.prefers("newcomer", "loved")
+    after.request([LOVED], 0.0, {})
+    after.admit(LOVED, 1)
+    after.request([LOVED], 0.9, {})
+    after.request([NEWCOMER], 1.0, {})
+    assert not after.prefers(NEWCOMER, LOVED)
+
+
+@both_simple
+def test_a_key_that_stands_twice_in_a_path_was_named_once(simple):
+    once, twice = simple.open(), simple.open()
+    for now in range(200):
+        once.request([LOVED, NEWCOMER], float(now), {})
+        twice.request([LOVED, NEWCOMER, LOVED, NEWCOMER], float(now), {})
+    assert once.save() == twice.save()
+
+
+def test_what_is_named_again_and_again_leaves_nothing_behind():
+    """Its cell lies empty each time, and is waited for only once."""
+    policy = Git(sizes=1)
+    for now in range(1000):
+        policy.request([LOVED], now / 1000, {})
+    assert len(policy._due) <= 3

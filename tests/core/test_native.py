@@ -105,9 +105,11 @@ def test_without_it_everything_is_there_in_python(tmp_path):
     """Where nothing could be compiled."""
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['kvtier_core._native'] = None")
     script = (
-        "import zlib; from kvtier_core import checksum, copier, native;"
+        "import zlib; from kvtier_core import checksum, copier, native; from kvtier_core.builtin import git, lru;"
         "assert checksum.crc32 is zlib.crc32 and checksum.combine is checksum.plain_combine;"
-        "assert copier.Copier is copier.PlainCopier; print(native.describe())"
+        "assert copier.Copier is copier.PlainCopier;"
+        "assert type(lru.LruConfig().open()) is lru.Lru and type(git.GitConfig().open()) is git.Git;"
+        "print(native.describe())"
     )
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     told = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
+from plain_policies import PLAIN_GIT, PLAIN_LRU, PLAIN_SIMPLE_GIT
 
 from kvtier_core.builtin.arc import ArcConfig
 from kvtier_core.builtin.fifo import FifoConfig
@@ -79,6 +80,14 @@ GOLDEN = [
 @pytest.mark.parametrize(("config", "rates"), GOLDEN)
 def test_hit_rates_are_those_of_the_run_that_was_looked_at(trace, config, rates):
     assert [round(hit_rate(config, trace, slots), 4) for slots in SLOTS] == rates
+
+
+@pytest.mark.parametrize(
+    ("plain", "config"),
+    [(PLAIN_LRU, LruConfig()), (PLAIN_GIT, GitConfig()), (PLAIN_SIMPLE_GIT, GitConfig(classes="simple"))],
+)
+def test_they_are_the_same_where_nothing_could_be_compiled(trace, plain, config):
+    test_hit_rates_are_those_of_the_run_that_was_looked_at(trace, plain, dict(GOLDEN)[config])
 
 
 if __name__ == "__main__":

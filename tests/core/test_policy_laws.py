@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from plain_policies import PLAIN_GIT, PLAIN_LRU, PLAIN_SIMPLE_GIT
 
 from kvtier_core.builtin.arc import ArcConfig
 from kvtier_core.builtin.fifo import FifoConfig
@@ -29,10 +30,12 @@ CONFIGS = [
     S3FifoConfig(),
     TourConfig(),
 ]
+#: Those of them that are compiled, as they are where they could not be.
+PLAIN = [PLAIN_GIT, PLAIN_LRU, PLAIN_SIMPLE_GIT]
 
 
 class TestPolicies(PolicyLaws):
-    @pytest.fixture(autouse=True, params=CONFIGS, ids=repr)
+    @pytest.fixture(autouse=True, params=CONFIGS + PLAIN, ids=repr)
     def _under_test(self, request):
         self.chosen = request.param
 

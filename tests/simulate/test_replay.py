@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvtier_core.builtin.fifo import FifoConfig
 from kvtier_core.builtin.heap import HeapConfig
-from kvtier_core.builtin.lru import LruConfig
+from kvtier_core.builtin.lru import Lru, LruConfig
 from kvtier_core.config import ArenaTier, World, open_stack
 from kvtier_core.interfaces import EvictionConfig, OpenContext
 from kvtier_core.plugins import Registry
@@ -176,7 +176,7 @@ def test_time_is_the_traces():
         type = "watch"
 
         def open(self):
-            policy = LruConfig().open()
+            policy = Lru()
             policy.request = lambda path, now, hints: seen.append(now)
             return policy
 

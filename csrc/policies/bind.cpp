@@ -1,0 +1,98 @@
+#include "bind.h"
+
+
+#include "../keys.h"
+#include "git.h"
+#include "lru.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvtier {
+namespace {
+
+// All of them, before anything is done with one: a key that is none changes nothing.
+std::vector<Key> keys_of(const nb::iterable& path) {
+  std::vector<Key> keys;
+  keys.reserve(nb::len_hint(path));
+  for (const nb::handle key : path) keys.push_back(key_of(key));
+  return keys;
+}
+
+[[noreturn]] void raise_key_error(const Key& key) {
+  PyErr_SetObject(PyExc_KeyError, bytes_of(key).ptr());
+  throw nb::python_error();
+}
+
+// What is common to all. An iterator over victims keeps its policy alive, and finds out if it changed.
+template <class Policy>
+nb::class_<Policy> bind(nb::module_& m, const char* name) {
+  using Victims = typename Policy::Victims;
+  auto policy = nb::class_<Policy>(m, name);
+  policy.attr("leaf_first") = true;
+  policy.def("victims", [](const Policy& self) { return Victims(self); }, nb::keep_alive<0, 1>());
+  policy.def("__sizeof__", [](const Policy& self) { return sizeof self + self.nbytes(); });
+  nb::class_<Victims>(policy, "Victims")
+      .def("__iter__", [](nb::object self) { return self; })
+      .def("__next__", [](Victims& self) {
+        if (const Key* key = self.next()) return bytes_of(*key);
+        throw nb::stop_iteration();
+      });
+  return policy;
+}
+
+void bind_lru(nb::module_& m) {
+  bind<Lru>(m, "Lru")
+      .def(nb::init<>())
+      .def("request", [](Lru& self, const nb::iterable& path, double, nb::handle) { self.request(keys_of(path)); },
+           "path"_a, "now"_a, "hints"_a)
+      .def("admit", [](Lru& self, nb::handle key, nb::handle) { self.admit(key_of(key)); }, "key"_a, "nbytes"_a)
+      .def("prefers", [](const Lru&, nb::handle, nb::handle) { return true; }, "newcomer"_a, "victim"_a)
+      .def("forget", [](Lru& self, nb::handle object, nb::handle) {
+             const Key key = key_of(object);
+             if (!self.forget(key)) raise_key_error(key);
+           }, "key"_a, nb::kw_only(), "evicted"_a)
+      .def("save", [](const Lru&) { return nb::bytes("", 0); })
+      .def("restore", [](Lru&, nb::handle) {}, "saved"_a);
+}
+
+void bind_git(nb::module_& m) {
+  bind<Git>(m, "Git")
+      .def("__init__", [](Git* self, size_t sizes) {
+             if (sizes < 1 || sizes > 64) throw nb::value_error("sizes: 1 to 64 can be told apart");
+             new (self) Git(sizes);
+           }, "sizes"_a)
+      .def("request", [](Git& self, const nb::iterable& path, double now, nb::handle) {
+             self.request(keys_of(path), now);
+           }, "path"_a, "now"_a, "hints"_a)
+      .def("admit", [](Git& self, nb::handle object, nb::handle) {
+             const Key key = key_of(object);
+             if (!self.admit(key)) raise_key_error(key);
+           }, "key"_a, "nbytes"_a)
+      .def("prefers", [](const Git& self, nb::handle newcomer, nb::handle object) {
+             const Key victim = key_of(object);
+             const std::optional<bool> answer = self.prefers(key_of(newcomer), victim);
+             if (!answer) raise_key_error(victim);
+             return *answer;
+           }, "newcomer"_a, "victim"_a)
+      .def("forget", [](Git& self, nb::handle object, bool evicted) {
+             const Key key = key_of(object);
+             if (!self.forget(key, evicted)) raise_key_error(key);
+           }, "key"_a, nb::kw_only(), "evicted"_a)
+      .def("save", [](const Git& self) {
+        const std::string saved = self.save();
+        return nb::bytes(saved.data(), saved.size());
+      })
+      .def("restore", [](Git& self, const nb::bytes& saved) {
+             self.restore({saved.c_str(), saved.size()});
+           }, "saved"_a);
+}
+
+}  // namespace
+
+void bind_policies(nb::module_& m) {
+  bind_lru(m);
+  bind_git(m);
+}
+
+}  // namespace kvtier

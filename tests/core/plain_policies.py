@@ -1,0 +1,26 @@
+"""The policies that are there in C++ too, as they are in Python: what serves where nothing could be compiled."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import attrs
+
+from kvtier_core.builtin.git import Git
+from kvtier_core.builtin.lru import Lru
+from kvtier_core.interfaces import EvictionConfig, EvictionPolicy
+
+
+@attrs.frozen
+class Plain(EvictionConfig):
+    type = "plain"
+    policy: Callable[[], EvictionPolicy]
+
+    def open(self) -> EvictionPolicy:
+        return self.policy()
+
+
+PLAIN_LRU = Plain(Lru)
+PLAIN_GIT = Plain(functools.partial(Git, sizes=10))
+PLAIN_SIMPLE_GIT = Plain(functools.partial(Git, sizes=1))
