@@ -54,7 +54,7 @@ class Table {
     return kNone;
   }
 
-  // Of an entry whose key is not there yet.
+  // Of two with one key, find() knows one; their numbers tell them apart.
   Number insert(Entry entry) {
     if (size() + 1 > cells_.size() / 4 * 3) grow();
     const Number number = entries_.add(std::move(entry));

@@ -93,11 +93,10 @@ bool Git::forget(const Key& key, bool evicted) {
   if (!who.held) return false;
   changes_++;
   const Number group = group_of(who);
-  const Number ghost = evicted ? remember(key) : kNone;  // first: whose place it takes may be the last of the group
   leave(who);
   held_.erase(who.number);
   if (evicted) {
-    join(group, {ghost, false});
+    join(group, {remember(key), false});
     place(group);
   } else {
     drop_if_empty(group);
@@ -171,11 +170,7 @@ void Git::forget_ghost(Number number) {
 }
 
 // As a ghost, of no group yet.
-Number Git::remember(const Key& key) {
-  const Imprint imprint = imprint_of(key);
-  if (const Number same = ghosts_.find(imprint); same != kNone) forget_ghost(same);
-  return ghosts_.insert({imprint, {}, kNone});
-}
+Number Git::remember(const Key& key) { return ghosts_.insert({imprint_of(key), {}, kNone}); }
 
 // Into its cell, if it is not there.
 void Git::place(Number number) {

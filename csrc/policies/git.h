@@ -16,8 +16,8 @@
 namespace kvtier {
 
 // What is left of a key that is no longer held. Two keys may leave the same, once in 2^64 pairs if they are digests:
-// then one is taken for the other, its request for a return, and the younger ghost has the place of the older. So
-// somebody leaves sooner or later than he should; nothing that is held can be lost or named twice for it.
+// then one is taken for the other, and its request for a return. So somebody leaves sooner or later than he should;
+// nothing that is held can be lost or named twice for it.
 struct Imprint {
   uint32_t high, low;  // two halves, so that ghosts are packed
   bool operator==(const Imprint&) const = default;
