@@ -80,7 +80,8 @@ class Arena:
         return self.memory.view(self._place(key))
 
     def slots(self, keys: Sequence[ChunkKey]) -> list[Slot]:
-        return [Slot(self.number, self._place(key)) for key in keys]
+        reserved, place = self._reserved, self.residents.held.place
+        return [Slot(self.number, reserved[key] if key in reserved else place(key)) for key in keys]
 
     def _place(self, key: ChunkKey) -> int:
         return self._reserved[key] if key in self._reserved else self.residents.held.place(key)
@@ -90,7 +91,7 @@ class Arena:
     def make_room(self, slots: int, spare: Callable[[ChunkKey], bool] = lambda key: False) -> list[ChunkKey]:
         """Evict until ``slots`` are free, or nobody may leave; the evicted keys. Spares the pinned and ``spare``."""
         victims = self.residents.choose(
-            slots - len(self._free), weigh=lambda key: 1, may_leave=lambda key: self._may_leave(key, spare)
+            slots - len(self._free), weigh=lambda key: 1, may_leave=self._whoever_may_leave(spare)
         )
         self._release(victims, evicted=True)
         return victims
@@ -115,11 +116,12 @@ class Arena:
             1,
             len(self._free),
             weigh=lambda key: 1,
-            may_leave=lambda key: self._may_leave(key, spare),
+            may_leave=self._whoever_may_leave(spare),
         )
 
-    def _may_leave(self, key: ChunkKey, spare: Callable[[ChunkKey], bool]) -> bool:
-        return not spare(key) and self.residents.held.place(key) not in self._pinned
+    def _whoever_may_leave(self, spare: Callable[[ChunkKey], bool]) -> Callable[[ChunkKey], bool]:
+        pinned, place = self._pinned, self.residents.held.place
+        return lambda key: not (spare(key) or (pinned and place(key) in pinned))
 
     # -- slots -------------------------------------------------------------------------------------
 

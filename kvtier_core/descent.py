@@ -49,6 +49,8 @@ class Descent:
 
     def begin(self, keys: Sequence[ChunkKey], sums: Mapping[ChunkKey, Sequence[int]]) -> None:
         """Seal what a level below would like to have, then offer it to all of them. ``sums``: see `commit`."""
+        if not self._below:
+            return
         held = [key for key in keys if self._hot.has(key) and key not in self._descending]
         welcome = self.wanted(held)
         wanted = [key for key in held if key in welcome]
