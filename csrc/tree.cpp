@@ -166,7 +166,6 @@ bool Leavers::is_leaf(Number node) const {
 
 void Leavers::follow(Number leaver) {
   const Number parent = tree_.nodes_[leaver].parent;
-  follower_ = kNone;
   if (parent == kNone) return;
   leaving_[parent]++;
   if (passed_.contains(parent) && is_leaf(parent)) follower_ = parent;
@@ -174,10 +173,12 @@ void Leavers::follow(Number leaver) {
 
 nb::object Leavers::next() {
   if (changes_ != tree_.changes_) throw std::runtime_error("the tree changed while its leavers were named");
-  if (follower_ != kNone) {
-    const Number leaver = follower_;
-    follow(leaver);
-    return bytes_of(tree_.nodes_[leaver].key);
+  if (const Number leaver = std::exchange(follower_, kNone); leaver != kNone) {
+    const nb::object key = bytes_of(tree_.nodes_[leaver].key);
+    if (may_leave(key)) {
+      follow(leaver);
+      return key;
+    }
   }
   while (true) {
     const nb::object key = nb::steal(PyIter_Next(victims_.ptr()));
@@ -185,14 +186,13 @@ nb::object Leavers::next() {
       if (PyErr_Occurred()) throw nb::python_error();
       throw nb::stop_iteration();
     }
-    if (!nb::cast<bool>(may_leave_(key))) continue;
     const Number node = tree_.must_hold(key);
     if (leaf_first_ && !is_leaf(node)) {
       passed_.insert(node);
-      continue;
+    } else if (may_leave(key)) {
+      follow(node);
+      return key;
     }
-    follow(node);
-    return key;
   }
 }
 

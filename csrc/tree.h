@@ -68,6 +68,7 @@ class Leavers {
 
  private:
   bool is_leaf(Number node) const;
+  bool may_leave(const nanobind::object& key) const { return nanobind::cast<bool>(may_leave_(key)); }
   void follow(Number leaver);
 
   const Tree& tree_;
@@ -75,7 +76,7 @@ class Leavers {
   nanobind::object victims_, may_leave_;
   const bool leaf_first_;
   std::unordered_map<Number, uint32_t> leaving_;  // how many children of a node were named
-  std::unordered_set<Number> passed_;             // wanted by the policy, spared for the sake of a child
+  std::unordered_set<Number> passed_;             // named by the policy, spared for the sake of a child
   Number follower_ = kNone;                 // a parent whose last child was named just now
 };
 

@@ -99,19 +99,17 @@ class PlainTree:
         ``leaf_first`` passes over a key on which another hangs that is still held; it follows its last child.
         """
         leaving: Counter[ChunkKey | None] = Counter()  # how many children of a key were named
-        passed: set[ChunkKey] = set()  # wanted by the policy, spared for the sake of a child
+        passed: set[ChunkKey] = set()  # named by the policy, spared for the sake of a child
 
         def is_leaf(key: ChunkKey) -> bool:
             return self._children.get(key, 0) <= leaving.get(key, 0)
 
         for key in victims:
-            if not may_leave(key):
-                continue
             if leaf_first and not is_leaf(key):
                 passed.add(key)
                 continue
             leaver: ChunkKey | None = key
-            while leaver is not None:
+            while leaver is not None and may_leave(leaver):
                 yield leaver
                 parent = self._parent.get(leaver)
                 leaving[parent] += 1
