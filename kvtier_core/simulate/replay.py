@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
+from kvtier_core.batches import ready_run
 from kvtier_core.config import StackConfig
 from kvtier_core.manager import StorageManager
 from kvtier_core.simulate.costs import Costs
@@ -91,7 +92,7 @@ def _look_up(manager: StorageManager, path: Sequence[ChunkKey], written: Counter
     patience, most = _PATIENCE, 0
     while True:
         found = manager.lookup(path)
-        ready = next((i for i, presence in enumerate(found) if presence is not Presence.READY), len(found))
+        ready = ready_run(found)
         patience, most = (patience - 1, most) if ready <= most else (_PATIENCE, ready)
         if Presence.PENDING not in found or not patience:
             return path[:ready]

@@ -13,6 +13,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvtier_core.batches import ready_run
 from kvtier_core.config import StackConfig
 from kvtier_core.interfaces import HOLE
 from kvtier_core.manager import StorageManager
@@ -123,7 +124,7 @@ class SchedulerHalf:
         pending = Presence.PENDING in found or (Presence.READY in found and self._untried)
         if pending and self._may_wait(tracked):
             return None, False
-        ready = next((i for i, presence in enumerate(found) if presence is not Presence.READY), len(found))
+        ready = ready_run(found)
         if not ready or self._untried:
             tracked.reason = self._why_not(keys, found)
             return 0, False
