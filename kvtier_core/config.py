@@ -41,11 +41,6 @@ from kvtier_core.workers import IOPool, Pool
 _KIND_OF = {family: word for word, kind in KINDS.items() for family in kind.families}
 
 
-#: A frame of this size moves nearly as fast as a larger one; below it a call and a header cost more than the copy.
-_MOVES_WELL = 1 << 20
-#: Tokens of a chunk that is not asked to be longer: what does not fill one is computed again, however small its frame.
-_LONGEST = 256
-
 #: Of any tier: how many requests must name a chunk before it is kept.
 _STORE_AFTER = {"default": 1, "validator": attrs.validators.ge(1)}
 
@@ -83,15 +78,10 @@ class RecordConfig:
     capacity: Nbytes = attrs.field(default=Nbytes(256 << 20))  #: of all files in it; then recording ends
 
 
-def _auto_or_positive(config: StackConfig, field: attrs.Attribute, value: int | str) -> None:
-    if value != "auto":
-        attrs.validators.ge(1)(config, field, value)
-
-
 @attrs.frozen
 class StackConfig:
     tiers: tuple[ArenaTier | BackendTier, ...]  #: hottest first
-    chunk_tokens: int | Literal["auto"] = attrs.field(default="auto", validator=_auto_or_positive)
+    chunk_tokens: int = attrs.field(default=256, validator=attrs.validators.ge(1))
     token_database: TokenDatabaseConfig = attrs.field(factory=ChainedConfig)
     load_wait: Seconds = attrs.field(default=Seconds(2))  #: how long a request waits for what lies below the arenas
     save_decode: bool = False
@@ -111,21 +101,8 @@ class StackConfig:
         written = [each for each in self._places if path.startswith(each) and path[len(each) :][:1] in ("", ".", "[")]
         return Problem(self._places[max(written, key=len)] if written else "StackConfig", path, why, hint)
 
-    def for_pages(self, page_nbytes: Sequence[int], block_size: int, ranks: int) -> StackConfig:
-        """The same with a number for `chunk_tokens`: `auto` is the fewest blocks whose frame moves well.
-
-        ``page_nbytes`` are those of one block of tokens in each layer, as one rank holds it.
-        """
-        if self.chunk_tokens != "auto":
-            return self
-        enough = -(-_MOVES_WELL // (sum(page_nbytes) * ranks))
-        blocks = max(1, min(enough, _LONGEST // block_size))
-        return attrs.evolve(self, chunk_tokens=blocks * block_size)
-
     def check_engine(self, block_size: int) -> None:
         """Raises ConfigError if the stack does not suit an engine with blocks of this many tokens."""
-        if self.chunk_tokens == "auto":
-            return
         below = self.chunk_tokens // block_size * block_size
         if below == self.chunk_tokens:
             return

@@ -48,12 +48,8 @@ def reader(annotation: Any) -> Read:
     if attrs.has(annotation):
         return _group(annotation)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (Union, types.UnionType) and len(arguments) == 2:
-        one, other = arguments
-        if other is types.NoneType:
-            return _optional(reader(one))
-        if typing.get_origin(other) is Literal:
-            return _or_a_word(reader(one), typing.get_args(other))
+    if origin in (Union, types.UnionType) and len(arguments) == 2 and types.NoneType in arguments:
+        return _optional(reader(next(argument for argument in arguments if argument is not types.NoneType)))
     if origin is tuple and arguments[1:] == (...,):
         return _several(reader(arguments[0]))
     if origin is Literal:
@@ -115,19 +111,6 @@ def _parsed(unit: type[Nbytes | Seconds]) -> Read:
 
 def _optional(read: Read) -> Read:
     return lambda node, choose: None if node.value is None else read(node, choose)
-
-
-def _or_a_word(read: Read, words: Collection[str]) -> Read:
-    def read_either(node: Node, choose: Choose) -> Any:
-        if isinstance(node.value, str) and node.value in words:
-            return str(node.value)
-        try:
-            return read(node, choose)
-        except ConfigError as error:
-            hint = guess(str(node.value), words) or f"or write {', '.join(words)}"
-            raise node.wrong(error.problems[0].why, hint) from error
-
-    return read_either
 
 
 def _several(read: Read) -> Read:

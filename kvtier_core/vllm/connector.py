@@ -32,7 +32,7 @@ from vllm.v1.request import Request
 
 from kvtier_core import native
 from kvtier_core.config import StackConfig, load_config, open_stack
-from kvtier_core.interfaces import OpenContext, PageTable
+from kvtier_core.interfaces import OpenContext
 from kvtier_core.plugins import Registry
 from kvtier_core.types import Namespace
 from kvtier_core.vllm import identity, layout
@@ -113,18 +113,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._refusal:
             return
-        runs, self._survey = layout.survey(self._vllm_config, self._kv_cache_config, kv_caches)
-        if self._survey.refusal:
-            return
-        config, chunk = layout.in_chunks(self.config, self._vllm_config, self._survey)
-        table = PageTable(
-            layers=runs,
-            blocks=self._kv_cache_config.num_blocks,
-            device=str(next(iter(kv_caches.values())).device),
-            rank=self._vllm_config.parallel_config.rank,
-            layout=chunk,
-        )
-        self.half = WorkerHalf(config, table, kv_caches)
+        blocks_per_chunk = self.config.chunk_tokens // self._vllm_config.cache_config.block_size
+        table, self._survey = layout.survey(self._vllm_config, self._kv_cache_config, kv_caches, blocks_per_chunk)
+        if table is not None:
+            self.half = WorkerHalf(self.config, table, kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._survey
@@ -154,31 +146,28 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _open(self, survey: Survey, weights: str) -> SchedulerHalf:
         """Raises ConfigError: an engine does not start with half a stack."""
-        config, chunk = layout.in_chunks(self.config, self._vllm_config, survey)
+        parallel, block_tokens = self._vllm_config.parallel_config, self._vllm_config.cache_config.block_size
+        chunk_tokens = self.config.chunk_tokens
         context = OpenContext(
-            namespace=identity.namespace(self._vllm_config, weights, config.chunk_tokens, survey),
-            layout=chunk,
+            namespace=identity.namespace(self._vllm_config, weights, chunk_tokens, survey),
+            layout=layout.ChunkLayout(survey.page_nbytes, chunk_tokens // block_tokens, parallel.world_size),
             engine=self._kv_transfer_config.engine_id,
         )
-        recorder = Recorder(config) if config.record else None
-        manager = open_stack(config, context)
+        recorder = Recorder(self.config) if self.config.record else None
+        manager = open_stack(self.config, context)
         for line in manager.describe():
             logger.info("kvtier: %s", line)
-        size = f"{chunk.frame_nbytes >> 10}KiB"
-        logger.info(
-            "kvtier: chunk_tokens: %s, effective %d: %s a chunk", self.config.chunk_tokens, config.chunk_tokens, size
-        )
         logger.info("kvtier: %s", native.describe())
-        model = Namespace.of(identity.model_facts(self._vllm_config.model_config, weights))
+        model = Namespace.of(identity.model_facts(self._vllm_config.model_config, weights, chunk_tokens))
         logger.info("kvtier: identity %s, of the model %s", context.namespace.digest.hex(), model.digest.hex())
         for fact in context.namespace.facts:
             logger.debug("kvtier: identity: %s: %s", *fact)
         return SchedulerHalf(
-            config,
+            self.config,
             manager,
             context.namespace,
-            block_tokens=self._vllm_config.cache_config.block_size,
-            ranks=chunk.ranks,
+            block_tokens=block_tokens,
+            ranks=parallel.world_size,
             observe=self._registry.observe,
             recorder=recorder,
         )

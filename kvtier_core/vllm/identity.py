@@ -47,7 +47,7 @@ def weights_of(model: ModelConfig, load: LoadConfig) -> str:
         return ""
 
 
-def model_facts(model: ModelConfig, weights_identity: str) -> dict[str, object]:
+def model_facts(model: ModelConfig, weights_identity: str, chunk_tokens: int) -> dict[str, object]:
     """What can be told before an engine runs."""
     config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NOT_THE_MODEL}
     return {
@@ -59,6 +59,7 @@ def model_facts(model: ModelConfig, weights_identity: str) -> dict[str, object]:
         "quantization": model.quantization,
         "longest sequence": model.max_model_len,  # some rotary embeddings depend on it
         "dtype": model.dtype,
+        "chunk tokens": chunk_tokens,
     }
 
 
@@ -75,8 +76,8 @@ def engine_facts(config: VllmConfig, survey: Survey) -> dict[str, object]:
 
 def namespace(config: VllmConfig, weights_identity: str, chunk_tokens: int, survey: Survey) -> Namespace:
     """Everything that makes the pages of two engines interchangeable, as named facts."""
-    model = model_facts(config.model_config, weights_identity)
-    return Namespace.of({**model, **engine_facts(config, survey), "chunk tokens": chunk_tokens})
+    model = model_facts(config.model_config, weights_identity, chunk_tokens)
+    return Namespace.of({**model, **engine_facts(config, survey)})
 
 
 # -- of a request --------------------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 
-from kvtier_core.config import StackConfig
-from kvtier_core.interfaces import PageRun
+from kvtier_core.interfaces import PageRun, PageTable
 from kvtier_core.types import ChunkLayout
 from kvtier_core.vllm.plan import Survey
 
@@ -41,17 +40,25 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
 
 
 def survey(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]
-) -> tuple[tuple[PageRun, ...], Survey]:
-    """Look at the pages that vLLM hands over at start-up; there are no runs if they cannot be moved."""
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor], blocks_per_chunk: int
+) -> tuple[PageTable | None, Survey]:
+    """Look at the pages that vLLM hands over at start-up; the table is None if they cannot be moved."""
     device = next(iter(kv_caches.values())).device
     runs: dict[tuple[int, int], PageRun] = {}  # layers that share KV are views of the same pages
     for name in sorted(kv_caches):
         run = _page_run(kv_caches[name], kv_cache_config.num_blocks)
         if run is None:
-            return (), Survey(device.type, (), (), f"the pages of layer {name} do not lie block after block")
+            return None, Survey(device.type, (), (), f"the pages of layer {name} do not lie block after block")
         runs.setdefault((run.base, run.stride), run)
     page_nbytes = tuple(run.nbytes for run in runs.values())
+    parallel = vllm_config.parallel_config
+    table = PageTable(
+        layers=tuple(runs.values()),
+        blocks=kv_cache_config.num_blocks,
+        device=str(device),
+        rank=parallel.rank,
+        layout=ChunkLayout(page_nbytes, blocks_per_chunk, parallel.world_size),
+    )
     facts = {
         "device": device.type,
         "page layout": kv_cache_config.kv_cache_layout,
@@ -61,16 +68,7 @@ def survey(
         "attention backend": _attention_backends(vllm_config, kv_caches),
         "cpu isa": _cpu_isa(vllm_config, kv_cache_config) if device.type == "cpu" else "none",
     }
-    return tuple(runs.values()), Survey(
-        device.type, page_nbytes, tuple((name, str(fact)) for name, fact in facts.items())
-    )
-
-
-def in_chunks(config: StackConfig, vllm_config: VllmConfig, survey: Survey) -> tuple[StackConfig, ChunkLayout]:
-    """The configuration with a number for `chunk_tokens`, and how such a chunk lies: alike in every process."""
-    block_tokens, ranks = vllm_config.cache_config.block_size, vllm_config.parallel_config.world_size
-    config = config.for_pages(survey.page_nbytes, block_tokens, ranks)
-    return config, ChunkLayout(survey.page_nbytes, config.chunk_tokens // block_tokens, ranks)
+    return table, Survey(device.type, page_nbytes, tuple((name, str(fact)) for name, fact in facts.items()))
 
 
 def disagreement(surveys: Sequence[Survey]) -> str:

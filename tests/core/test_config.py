@@ -281,32 +281,6 @@ def test_the_chunk_must_suit_the_engine(write):
     ]
 
 
-@pytest.mark.parametrize(
-    ("page_nbytes", "block_size", "ranks", "chunk_tokens"),
-    [
-        ([2 * 8 * 128 * 2 * 16] * 32, 16, 1, 16),  # Llama 3.1 8B: 2 MiB a block
-        ([2 * 1 * 128 * 2 * 16] * 80, 16, 8, 16),  # 70B in eight ranks: 640 KiB in each, 5 MiB in all
-        ([2 * 2 * 64 * 2 * 16] * 24, 16, 1, 96),  # Qwen 2.5 0.5B: 192 KiB a block
-        ([576 * 2 * 64] * 61, 64, 1, 64),  # DeepSeek V3, MLA: 4.3 MiB
-        ([2 * 4 * 16 * 4 * 32] * 2, 32, 1, 256),  # so small that a chunk would be very long
-        ([64] * 2, 512, 1, 512),  # never less than a block
-        ([1 << 20], 48, 1, 48),
-        ([(1 << 20) - 1], 48, 1, 96),
-        ([1 << 19], 48, 2, 48),
-    ],
-)
-def test_auto_is_the_fewest_blocks_that_move_well(page_nbytes, block_size, ranks, chunk_tokens, write):
-    write("version: 1\ntiers: [{type: cpu, capacity: 8GiB}]")
-    config = load()
-    config.check_engine(block_size)
-    assert config.for_pages(page_nbytes, block_size, ranks) == attrs.evolve(config, chunk_tokens=chunk_tokens)
-
-
-def test_a_number_is_taken_as_it_is(write):
-    write("version: 1\ntiers: [{type: cpu, capacity: 8GiB}]\nchunk_tokens: 64")
-    assert load().for_pages([1 << 30], 16, 1).chunk_tokens == 64
-
-
 def threads():
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("kvtier-")}
 

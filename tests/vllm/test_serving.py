@@ -39,22 +39,6 @@ def test_a_hit_is_bit_equal_to_the_engines_own_prefix_hit(engine, said):
     assert warm.differs(cold) < NOISE
 
 
-def test_chunks_are_as_long_as_the_engines_pages_ask_for(engine, said):
-    """`auto`, with pages so small that the most tokens are taken: worker and scheduler must find the same."""
-    asked = prompt(1, 800)
-    with engine(cpu(chunk_tokens="auto"), enable_prefix_caching=True) as served:
-        assert any(line.startswith("kvtier: chunk_tokens: auto, effective 256: ") for line in said())
-        served.ask(asked)
-        own = served.ask(asked[:768] + asked[-1:])[0]
-        forget(served)
-        said()
-        warm = served.ask(asked[:768] + asked[-1:])[0]
-        assert hits(said()) == ["hit 768 of 769 tokens: cpu 768"]
-        served.assert_at_rest()
-    assert (own.cached, warm.cached) == (768, 768)
-    assert warm.differs(own) == 0
-
-
 def test_without_the_engines_prefix_cache(engine):
     asked = prompt(1, 530)
     with engine() as plain:
