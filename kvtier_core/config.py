@@ -38,10 +38,10 @@ from kvtier_core.tier import Tier
 from kvtier_core.types import Nbytes, Seconds
 from kvtier_core.workers import IOPool, Pool
 
-#: `chunk_tokens: auto` makes frames of at least this: at 1 MiB a disk is as fast as at 32 (benchmarks/RESULTS.md), and
-#: what a frame costs besides its bytes (a file, a request, a header page) is little beside them.
+#: `chunk_tokens: auto` puts at least so much into a frame: at 1 MiB a disk is as fast as at 32 (benchmarks/RESULTS.md),
+#: and at 256 KiB it was seen to write a third less, for a frame costs a file or a request besides its bytes.
 _FRAME_NBYTES = 1 << 20
-#: ... but no chunk of more tokens, unless a block has more: half a chunk of each prompt, on average, is not kept.
+#: But no more tokens, unless a block has more: of each prompt half a chunk, on average, is computed again.
 _MOST_TOKENS = 256
 
 _KIND_OF = {family: word for word, kind in KINDS.items() for family in kind.families}
