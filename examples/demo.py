@@ -20,13 +20,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-CHUNK = 256
 SHARED, OWN = 512, 18  # tokens: a beginning that both prompts have, and an end of their own
 ANSWER = 12
 
 STACK = """\
 version: 1
-chunk_tokens: {chunk}
 tiers:
   - {{type: cpu,  capacity: 256MiB}}
   - {{type: disk, path: {folder}, capacity: 1GiB, min_free: 64MiB}}
@@ -44,7 +42,7 @@ def main() -> int:
         from tiny_llama import make
 
         make(model)
-        config.write_text(STACK.format(chunk=CHUNK, folder=Path(folder, "store")))
+        config.write_text(STACK.format(folder=Path(folder, "store")))
         print(config.read_text())
 
         say("real vLLM without kvtier, for the right answers (an engine starts in about 15 s)")

@@ -42,19 +42,20 @@ _COMMON = {
 }
 
 
-def make(folder: Path, seed: int = 0) -> None:
+def make(folder: Path, seed: int = 0, layers: int = LAYERS) -> None:
     """A Llama with grouped queries. Another seed gives other weights of the same shapes."""
     heads, kv_heads, head_dim = 4, 2, 64
     config = _COMMON | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
     }
     draw = _Draw(seed)
-    for layer in draw.layers():
+    for layer in draw.layers(layers):
         draw.matrix(f"{layer}.self_attn.q_proj", heads * head_dim, HIDDEN, _SHARP)
         draw.matrix(f"{layer}.self_attn.k_proj", kv_heads * head_dim, HIDDEN, _SHARP)
         draw.matrix(f"{layer}.self_attn.v_proj", kv_heads * head_dim, HIDDEN)
@@ -135,10 +136,10 @@ class _Draw:
         """A norm that does nothing."""
         self._put(name, torch.full((size,), self._norm))
 
-    def layers(self):
+    def layers(self, count: int = LAYERS):
         """What every such model has, and between it the name of each layer for the rest."""
         self._put("model.embed_tokens", torch.randn(VOCAB, HIDDEN, generator=self._random))
-        for number in range(LAYERS):
+        for number in range(count):
             layer = f"model.layers.{number}"
             yield layer
             self.matrix(f"{layer}.mlp.gate_proj", INNER, HIDDEN)

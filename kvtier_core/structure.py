@@ -43,20 +43,39 @@ def reader(annotation: Any) -> Read:
     """How a value of this type is read. Raises ContractError for a type that no setting can have."""
     if annotation in _SCALARS:
         return _SCALARS[annotation]
+    if annotation in _NUMBERS:
+        return _number(annotation)
     if annotation in _FAMILIES:
         return _choice(annotation)
     if attrs.has(annotation):
         return _group(annotation)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (Union, types.UnionType) and len(arguments) == 2 and types.NoneType in arguments:
-        return _optional(reader(next(argument for argument in arguments if argument is not types.NoneType)))
+    if origin in (Union, types.UnionType):
+        return _either(arguments, annotation)
     if origin is tuple and arguments[1:] == (...,):
         return _several(reader(arguments[0]))
     if origin is Literal:
         return _one_of({str(choice): choice for choice in arguments})
     if isinstance(annotation, enum.EnumMeta):
         return _one_of({str(choice.value): choice for choice in annotation})
-    raise ContractError(f"no setting can have the type {annotation}")
+    raise _impossible(annotation)
+
+
+def _either(alternatives: tuple[Any, ...], annotation: Any) -> Read:
+    """Something or nothing; a number or one of some words."""
+    rest = sorted((each for each in alternatives if each is not types.NoneType), key=lambda each: each not in _NUMBERS)
+    words = typing.get_args(rest[-1]) if typing.get_origin(rest[-1]) is Literal else ()
+    if len(rest) == 1:
+        read = reader(rest[0])
+    elif len(rest) == 2 and rest[0] in _NUMBERS and words and all(isinstance(word, str) for word in words):
+        read = _number(rest[0], words)
+    else:
+        raise _impossible(annotation)
+    return _optional(read) if types.NoneType in alternatives else read
+
+
+def _impossible(annotation: Any) -> ContractError:
+    return ContractError(f"no setting can have the type {annotation}")
 
 
 def _read_text(node: Node, _: Choose) -> str:
@@ -77,12 +96,19 @@ def _read_path(node: Node, choose: Choose) -> pathlib.Path:
         raise node.wrong(f"{text!r} is not a path: {error}") from error
 
 
-def _number(pattern: str, convert: type, also: tuple[type, ...], noun: str) -> Read:
+def _number(kind: type[int | float], words: Collection[str] = ()) -> Read:
+    """Of this kind, or one of the words instead."""
+    pattern, also, noun = _NUMBERS[kind]
+    expected = " or ".join([noun, *map(repr, words)])
+
     def read(node: Node, _: Choose) -> Any:
+        if isinstance(node.value, str) and node.value in words:
+            return str(node.value)
         if type(node.value) in also or (isinstance(node.value, Plain) and re.fullmatch(pattern, node.value)):
             with contextlib.suppress(OverflowError):
-                return convert(node.value)
-        raise node.wrong(f"expected {noun}, found {shown(node.value)}")
+                return kind(node.value)
+        hint = guess(node.value, words) if isinstance(node.value, str) else ""
+        raise node.wrong(f"expected {expected}, found {shown(node.value)}", hint)
 
     return read
 
@@ -181,12 +207,15 @@ def chosen(node: Node, family: type, choose: Choose) -> type:
 
 _SCALARS: dict[Any, Read] = {
     str: _read_text,
-    int: _number(r"[-+]?(0|[1-9][0-9]{0,17})", int, (int,), "a whole number"),
-    float: _number(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?", float, (int, float), "a number"),
     bool: _read_bool,
     pathlib.Path: _read_path,
     Nbytes: _parsed(Nbytes),
     Seconds: _parsed(Seconds),
+}
+#: How a number is written in YAML, as what plain values may have it, and what it is called.
+_NUMBERS: dict[Any, tuple[str, tuple[type, ...], str]] = {
+    int: (r"[-+]?(0|[1-9][0-9]{0,17})", (int,), "a whole number"),
+    float: (r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?", (int, float), "a number"),
 }
 
 

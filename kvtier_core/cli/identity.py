@@ -5,14 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-import attrs
-
-from kvtier_core.config import StackConfig, load_config
-from kvtier_core.errors import ConfigError
-from kvtier_core.plugins import Registry
 from kvtier_core.types import Namespace
-
-_DEFAULT = attrs.fields(StackConfig).chunk_tokens.default
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -22,17 +15,11 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         epilog="What stands behind -- are arguments of vLLM's own, --dtype bfloat16 for instance.",
     )
     parser.add_argument("--model", required=True, help="a folder, or the name of a model in the hub's cache")
-    parser.add_argument("--config", help="a configuration file of kvtier's, for its chunk_tokens")
     parser.add_argument("engine", nargs="*", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    try:
-        chunk_tokens = load_config(options.config, Registry.discover()).chunk_tokens if options.config else _DEFAULT
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
     try:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -48,11 +35,11 @@ def run(options: argparse.Namespace) -> int:
     if not weights:
         print(f"the weights of {options.model} are not on this disk; an engine would not be served", file=sys.stderr)
         return 1
-    facts = Namespace.of(identity.model_facts(model, weights, chunk_tokens))
+    facts = Namespace.of(identity.model_facts(model, weights))
     width = max(len(name) for name, _ in facts.facts)
     for name, fact in facts.facts:
         print(f"{name.ljust(width)}  {fact}")
     print(f"\ndigest of the model  {facts.digest.hex()}")
     print("An engine adds what only it knows (attention backend, layout and bytes of its pages, ranks, kv dtype, block")
-    print("size) and logs both digests when it starts. Requests add tokens, cache_salt, LoRA adapter and images.")
+    print("and chunk size) and logs both digests at start. Requests add tokens, cache_salt, LoRA adapter and images.")
     return 0

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
             check_name(options.plot)
         registry = Registry.discover()
         config = load_config(options.config, registry) if options.config else None
-        study = studies.read(options, config.chunk_tokens) if config else studies.read(options)
+        study = studies.read(options, config.chunk_tokens if config and config.chunk_tokens != "auto" else 1)
         plans = list(_of_file(options, config, registry) if config else _of_capacities(options, study, registry))
         studies.check_speeds(study, [config for _, _, config in plans])
         if options.plot and len({_nbytes(config) for _, _, config in plans}) < 2:
@@ -115,7 +115,7 @@ def _of_capacities(
 
 def _notes(options: argparse.Namespace, study: Study, rows: Sequence[Row]) -> Iterator[str]:
     theirs, ours = rows[0].config.chunk_tokens, study.trace.chunk_tokens
-    if theirs != ours:
+    if theirs not in ("auto", ours):
         yield f"{options.config} has chunks of {theirs} tokens; simulated are the trace's, of {ours}"
 
 

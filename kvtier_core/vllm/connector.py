@@ -34,7 +34,7 @@ from kvtier_core import native
 from kvtier_core.config import StackConfig, load_config, open_stack
 from kvtier_core.interfaces import OpenContext
 from kvtier_core.plugins import Registry
-from kvtier_core.types import Namespace
+from kvtier_core.types import Namespace, Nbytes
 from kvtier_core.vllm import identity, layout
 from kvtier_core.vllm.plan import Plan, Survey
 from kvtier_core.vllm.recorder import Recorder
@@ -113,10 +113,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._refusal:
             return
-        blocks_per_chunk = self.config.chunk_tokens // self._vllm_config.cache_config.block_size
-        table, self._survey = layout.survey(self._vllm_config, self._kv_cache_config, kv_caches, blocks_per_chunk)
+        table, self._survey = layout.survey(self._vllm_config, self._kv_cache_config, kv_caches, self.config)
         if table is not None:
-            self.half = WorkerHalf(self.config, table, kv_caches)
+            self.half = WorkerHalf(self.config.arenas, table, kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._survey
@@ -146,28 +145,31 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _open(self, survey: Survey, weights: str) -> SchedulerHalf:
         """Raises ConfigError: an engine does not start with half a stack."""
-        parallel, block_tokens = self._vllm_config.parallel_config, self._vllm_config.cache_config.block_size
-        chunk_tokens = self.config.chunk_tokens
+        config, chunk = layout.in_chunks(self.config, self._vllm_config, survey.page_nbytes)
         context = OpenContext(
-            namespace=identity.namespace(self._vllm_config, weights, chunk_tokens, survey),
-            layout=layout.ChunkLayout(survey.page_nbytes, chunk_tokens // block_tokens, parallel.world_size),
+            namespace=identity.namespace(self._vllm_config, weights, config.chunk_tokens, survey),
+            layout=chunk,
             engine=self._kv_transfer_config.engine_id,
         )
-        recorder = Recorder(self.config) if self.config.record else None
-        manager = open_stack(self.config, context)
+        recorder = Recorder(config) if config.record else None
+        manager = open_stack(config, context)
+        logger.info(
+            "kvtier: chunk_tokens: %s -> %d, in frames of %s",
+            self.config.chunk_tokens, config.chunk_tokens, Nbytes(chunk.frame_nbytes),
+        )  # fmt: skip
         for line in manager.describe():
             logger.info("kvtier: %s", line)
         logger.info("kvtier: %s", native.describe())
-        model = Namespace.of(identity.model_facts(self._vllm_config.model_config, weights, chunk_tokens))
+        model = Namespace.of(identity.model_facts(self._vllm_config.model_config, weights))
         logger.info("kvtier: identity %s, of the model %s", context.namespace.digest.hex(), model.digest.hex())
         for fact in context.namespace.facts:
             logger.debug("kvtier: identity: %s: %s", *fact)
         return SchedulerHalf(
-            self.config,
+            config,
             manager,
             context.namespace,
-            block_tokens=block_tokens,
-            ranks=parallel.world_size,
+            block_tokens=self._vllm_config.cache_config.block_size,
+            ranks=chunk.ranks,
             observe=self._registry.observe,
             recorder=recorder,
         )

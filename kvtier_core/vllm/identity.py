@@ -47,7 +47,7 @@ def weights_of(model: ModelConfig, load: LoadConfig) -> str:
         return ""
 
 
-def model_facts(model: ModelConfig, weights_identity: str, chunk_tokens: int) -> dict[str, object]:
+def model_facts(model: ModelConfig, weights_identity: str) -> dict[str, object]:
     """What can be told before an engine runs."""
     config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NOT_THE_MODEL}
     return {
@@ -59,25 +59,25 @@ def model_facts(model: ModelConfig, weights_identity: str, chunk_tokens: int) ->
         "quantization": model.quantization,
         "longest sequence": model.max_model_len,  # some rotary embeddings depend on it
         "dtype": model.dtype,
-        "chunk tokens": chunk_tokens,
     }
 
 
-def engine_facts(config: VllmConfig, survey: Survey) -> dict[str, object]:
+def engine_facts(config: VllmConfig, chunk_tokens: int, survey: Survey) -> dict[str, object]:
     """What only the running engine knows."""
     return {
         **dict(survey.facts),
         "kv dtype": config.cache_config.cache_dtype,
         "page bytes": " ".join(map(str, survey.page_nbytes)),
         "block tokens": config.cache_config.block_size,
+        "chunk tokens": chunk_tokens,
         "tensor parallel ranks": config.parallel_config.tensor_parallel_size,
     }
 
 
 def namespace(config: VllmConfig, weights_identity: str, chunk_tokens: int, survey: Survey) -> Namespace:
     """Everything that makes the pages of two engines interchangeable, as named facts."""
-    model = model_facts(config.model_config, weights_identity, chunk_tokens)
-    return Namespace.of({**model, **engine_facts(config, survey)})
+    model = model_facts(config.model_config, weights_identity)
+    return Namespace.of({**model, **engine_facts(config, chunk_tokens, survey)})
 
 
 # -- of a request --------------------------------------------------------------------------------------------

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import attrs
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 
+from kvtier_core.config import StackConfig
 from kvtier_core.interfaces import PageRun, PageTable
 from kvtier_core.types import ChunkLayout
 from kvtier_core.vllm.plan import Survey
@@ -40,7 +42,7 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
 
 
 def survey(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor], blocks_per_chunk: int
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor], config: StackConfig
 ) -> tuple[PageTable | None, Survey]:
     """Look at the pages that vLLM hands over at start-up; the table is None if they cannot be moved."""
     device = next(iter(kv_caches.values())).device
@@ -51,13 +53,13 @@ def survey(
             return None, Survey(device.type, (), (), f"the pages of layer {name} do not lie block after block")
         runs.setdefault((run.base, run.stride), run)
     page_nbytes = tuple(run.nbytes for run in runs.values())
-    parallel = vllm_config.parallel_config
+    _, layout = in_chunks(config, vllm_config, page_nbytes)
     table = PageTable(
         layers=tuple(runs.values()),
         blocks=kv_cache_config.num_blocks,
         device=str(device),
-        rank=parallel.rank,
-        layout=ChunkLayout(page_nbytes, blocks_per_chunk, parallel.world_size),
+        rank=vllm_config.parallel_config.rank,
+        layout=layout,
     )
     facts = {
         "device": device.type,
@@ -69,6 +71,16 @@ def survey(
         "cpu isa": _cpu_isa(vllm_config, kv_cache_config) if device.type == "cpu" else "none",
     }
     return table, Survey(device.type, page_nbytes, tuple((name, str(fact)) for name, fact in facts.items()))
+
+
+def in_chunks(
+    config: StackConfig, vllm_config: VllmConfig, page_nbytes: tuple[int, ...]
+) -> tuple[StackConfig, ChunkLayout]:
+    """The stack with ``chunk_tokens`` as a number, and its chunks. Scheduler and workers find the same here."""
+    block_size = vllm_config.cache_config.block_size
+    block = ChunkLayout(page_nbytes, 1, vllm_config.parallel_config.world_size)
+    config = config.sized(block_size, block.payload_nbytes)
+    return config, attrs.evolve(block, blocks=config.chunk_tokens // block_size)
 
 
 def disagreement(surveys: Sequence[Survey]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kvtier_core.config import StackConfig
+from kvtier_core.config import ArenaTier
 from kvtier_core.interfaces import Mover, PageTable
 from kvtier_core.types import Slot
 from kvtier_core.vllm.plan import Plan, Progress, Transfer
@@ -26,8 +26,8 @@ _Owner = tuple[str, str | int]  # ("load", request id) or ("store", job)
 class WorkerHalf:
     """Carries out plans through one mover per arena. Whatever goes wrong is a job that failed."""
 
-    def __init__(self, config: StackConfig, table: PageTable, caches: Mapping[str, torch.Tensor]):
-        self._config = config
+    def __init__(self, arenas: Sequence[ArenaTier], table: PageTable, caches: Mapping[str, torch.Tensor]):
+        self._arenas = arenas
         self._table = table
         self._caches = caches
         self._movers: list[Mover | None] = []
@@ -51,7 +51,7 @@ class WorkerHalf:
             self._movers = [None] * len(plan.arenas)
 
     def _attach(self, handles: Sequence[str], trial: Sequence[Slot]) -> str:
-        for tier, handle, slot in zip(self._config.arenas, handles, trial, strict=True):
+        for tier, handle, slot in zip(self._arenas, handles, trial, strict=True):
             mover = tier.config.attach(handle, self._table)
             self._movers.append(mover)
             for fact in mover.facts().items():

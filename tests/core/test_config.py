@@ -281,6 +281,47 @@ def test_the_chunk_must_suit_the_engine(write):
     ]
 
 
+def test_what_is_no_number_of_tokens(write):
+    write("version: 1\ntiers: [{type: cpu, capacity: 8GiB}]\nchunk_tokens: many")
+    assert complaints(load) == [
+        "kvtier.yaml:3: $.chunk_tokens: expected a whole number or 'auto', found 'many'",
+    ]
+
+
+#: Bytes of one token's KV in one layer.
+LLAMA_8B = 2 * 8 * 128 * 2  # keys and values, 8 heads of 128, 16 bits
+QWEN_HALF_B = 2 * 2 * 64 * 2
+MLA = (512 + 64) * 2  # one latent vector and its positions, in 16 bits, for all heads
+
+
+@pytest.mark.parametrize(
+    ("layers", "token_nbytes", "block_size", "tokens"),
+    [
+        (32, LLAMA_8B, 16, 16),  # 2 MiB a block
+        (32, LLAMA_8B // 2, 16, 16),  # its KV in 8 bits: 1 MiB, which is enough
+        (32, LLAMA_8B, 128, 128),
+        (24, QWEN_HALF_B, 16, 96),  # 192 KiB a block; five are less than 1 MiB
+        (61, MLA, 64, 64),  # DeepSeek-V3
+        (27, MLA, 16, 48),  # DeepSeek-V2-Lite: 486 KiB a block
+        (2, QWEN_HALF_B, 16, 256),  # would take 1024
+        (2, QWEN_HALF_B, 96, 192),  # no more than 256
+        (2, QWEN_HALF_B, 512, 512),  # no less than a block
+    ],
+)
+def test_auto_is_the_shortest_chunk_whose_frame_is_a_mebibyte(write, layers, token_nbytes, block_size, tokens):
+    write("version: 1\ntiers: [{type: cpu, capacity: 8GiB}]\nsave_decode: true")
+    config = load()
+    config.check_engine(block_size)
+    sized = config.sized(block_size, block_size * layers * token_nbytes)
+    assert sized == attrs.evolve(config, chunk_tokens=tokens)
+    assert sized.origin("$.save_decode") == "kvtier.yaml:3"
+
+
+def test_a_written_number_of_tokens_stays(write):
+    write("version: 1\ntiers: [{type: cpu, capacity: 8GiB}]\nchunk_tokens: 512")
+    assert load().sized(16, 1) == load()
+
+
 def threads():
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("kvtier-")}
 

@@ -43,6 +43,8 @@ class Everything:
     wait: Seconds = attrs.field(default=Seconds(1))
     path: pathlib.Path = pathlib.Path("/")
     maybe: int | None = 3
+    budget: int | Literal["auto", "none"] = "auto"
+    share: Literal["all"] | float | None = "all"
     mode: Literal["auto", "on", "off"] = "auto"
     level: Literal[1, 2] = 1
     colour: Colour = Colour.RED
@@ -99,6 +101,12 @@ def complaint(read, what, *args):
         ("maybe: ~", "maybe", None),
         ("maybe:", "maybe", None),
         ("maybe: 4", "maybe", 4),
+        ("budget: 5", "budget", 5),
+        ("budget: none", "budget", "none"),
+        ('budget: "auto"', "budget", "auto"),
+        ("share: 0.5", "share", 0.5),
+        ("share: all", "share", "all"),
+        ("share: ~", "share", None),
         ("mode: on", "mode", "on"),
         ("mode: off", "mode", "off"),
         ('mode: "off"', "mode", "off"),
@@ -124,6 +132,8 @@ def test_yaml_is_read_as_the_field_says(written, field, value):
         ({"size": Nbytes(8 << 30)}, Nbytes(8 << 30)),
         ({"wait": "2s"}, Seconds(2)),
         ({"maybe": None}, None),
+        ({"budget": 5}, 5),
+        ({"budget": "none"}, "none"),
         ({"mode": "on"}, "on"),
         ({"level": 2}, 2),
         ({"hosts": ["a", "b"]}, ("a", "b")),
@@ -146,6 +156,14 @@ SIZE = "is not a size; write a whole number and B, KiB, MiB, GiB, TiB or PiB"
         ("number: 1:30", "f.yaml:1: $.number: expected a whole number, found '1:30'"),
         ("number: 010", "f.yaml:1: $.number: expected a whole number, found '010'"),
         ("number: 1.5", "f.yaml:1: $.number: expected a whole number, found '1.5'"),
+        ("budget: 1.5", "f.yaml:1: $.budget: expected a whole number or 'auto' or 'none', found '1.5'"),
+        (
+            "budget: aut",
+            "f.yaml:1: $.budget: expected a whole number or 'auto' or 'none', found 'aut'; did you mean 'auto'?",
+        ),
+        ("budget: []", "f.yaml:1: $.budget: expected a whole number or 'auto' or 'none', found a list"),
+        ("budget:", "f.yaml:1: $.budget: expected a whole number or 'auto' or 'none', found nothing"),
+        ("share: x", "f.yaml:1: $.share: expected a number or 'all', found 'x'"),
         ("flag: 1", "f.yaml:1: $.flag: expected true or false, found '1'"),
         ("ratio: nan", "f.yaml:1: $.ratio: expected a number, found 'nan'"),
         ("size: 500GB", f"f.yaml:1: $.size: '500GB' {SIZE}"),
@@ -185,6 +203,8 @@ def test_what_is_wrong_in_yaml(written, sentence):
         ({"mode": True}, "inline: $.mode: true is not one of auto, on, off"),
         ({"number": True}, "inline: $.number: expected a whole number, found true"),
         ({"number": "7"}, "inline: $.number: expected a whole number, found '7'"),
+        ({"budget": True}, "inline: $.budget: expected a whole number or 'auto' or 'none', found true"),
+        ({"budget": "7"}, "inline: $.budget: expected a whole number or 'auto' or 'none', found '7'"),
         ({"flag": "true"}, "inline: $.flag: expected true or false, found 'true'"),
         ({"text": 7}, "inline: $.text: expected text, found 7"),
         ({"size": 500}, f"inline: $.size: '500' {SIZE}"),
@@ -298,10 +318,13 @@ def test_validators_speak_at_their_own_key():
     assert of_yaml("low: 3", Pair) == Pair(3)
 
 
-def test_a_type_that_no_setting_can_have():
+@pytest.mark.parametrize(
+    "annotation", [complex, int | str, int | float, int | Literal[0], str | Literal["auto"] | None], ids=str
+)
+def test_a_type_that_no_setting_can_have(annotation):
     with pytest.raises(ContractError) as caught:
-        reader(complex)
-    assert str(caught.value) == "no setting can have the type <class 'complex'>"
+        reader(annotation)
+    assert str(caught.value) == f"no setting can have the type {annotation}"
 
 
 plain = st.recursive(

@@ -95,9 +95,16 @@ def test_the_stack_of_a_file(folder, capsys):
 
 
 def test_chunks_of_another_size_than_the_files_are_told(folder, capsys):
-    (folder / "kvtier.yaml").write_text("version: 1\ntiers:\n  - {type: heap, capacity: 1GiB}\n")
+    (folder / "kvtier.yaml").write_text("version: 1\nchunk_tokens: 256\ntiers:\n  - {type: heap, capacity: 1GiB}\n")
     assert main(["simulate", "trace.jsonl", "--config", "kvtier.yaml"]) == 0
     assert "kvtier.yaml has chunks of 256 tokens; simulated are the trace's, of 512\n" in capsys.readouterr().out
+
+
+def test_chunks_whose_size_only_an_engine_knows_are_the_traces(folder, capsys):
+    (folder / "kvtier.yaml").write_text("version: 1\nchunk_tokens: auto\ntiers:\n  - {type: heap, capacity: 1GiB}\n")
+    assert main(["simulate", "trace.jsonl", "--config", "kvtier.yaml"]) == 0
+    told = capsys.readouterr().out
+    assert "distinct chunks of 512 tokens" in told and "kvtier.yaml has chunks" not in told
 
 
 def test_chunks_that_can_be_put_together_are(folder, capsys):
