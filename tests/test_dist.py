@@ -121,6 +121,14 @@ def test_the_wheel_needs_no_compiler(python):
     assert run(python, "-c", HOW).startswith("compiled; checksums by ")
 
 
+def test_the_extension_is_named_as_the_wheel_is_tagged(built):
+    """A wheel for every Python from 3.12 on holds a file that each of them finds."""
+    (wheel,) = built.glob("kvtier-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (extension,) = [name for name in archive.namelist() if "/_native." in name]
+    assert (".abi3." in extension) == ("-abi3-" in wheel.name)
+
+
 def test_without_a_compiler_the_core_is_installed_all_the_same(built, python, tmp_path):
     """From the sdist, on a machine that cannot build the extension: in plain Python, and it says so."""
     (sdist,) = built.glob("kvtier-*.tar.gz")
