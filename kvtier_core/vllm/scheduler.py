@@ -19,6 +19,7 @@ from kvtier_core.interfaces import HOLE
 from kvtier_core.manager import StorageManager
 from kvtier_core.stats import Stats
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Presence, Slot
+from kvtier_core.vllm.hints import hints_of
 from kvtier_core.vllm.identity import Identifier, RequestIdentity
 from kvtier_core.vllm.plan import Plan, Progress, Transfer
 from kvtier_core.vllm.recorder import Recorder
@@ -326,7 +327,7 @@ class SchedulerHalf:
             if isinstance(identity, str):
                 tracked.bypass = identity
             else:
-                self.manager.touch(self._keys(tracked, request.num_tokens))
+                self.manager.touch(self._keys(tracked, request.num_tokens), hints_of(request))
         if tracked.preemptions != request.num_preemptions:
             tracked.preemptions = request.num_preemptions
             tracked.saved, tracked.told = 0, False

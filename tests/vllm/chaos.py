@@ -162,7 +162,7 @@ def _live(
 def _look(engine: Any) -> None:
     """At rest: what the tier believes to lie on the disk."""
     engine.settle()
-    for key in engine.manager._tiers[0].residents:
+    for key in engine.manager._tiers[0].residents.held:
         tell("indexed", key.hex())
     tell("memo", key_of(engine.connector.half._epoch).hex())
     tell("accounted", engine.manager.usage()[-1].nbytes)
