@@ -97,22 +97,22 @@ class Arena:
         return victims
 
     def trade(
-        self, path: Sequence[ChunkKey], spare: Callable[[ChunkKey], bool] = lambda key: False
+        self, newcomers: Sequence[ChunkKey], spare: Callable[[ChunkKey], bool] = lambda key: False
     ) -> tuple[list[ChunkKey], list[ChunkKey]]:
-        """Make room for those of a path, root first, that are welcome; they, and the evicted."""
-        welcome, victims = self._bargain(path, spare)
+        """Make room for those of a path, root first and without slots, that are welcome; they, and the evicted."""
+        welcome, victims = self._bargain(newcomers, spare)
         self._release(victims, evicted=True)
         return welcome, victims
 
     def welcome(self, path: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Those of a path, root first, that have no slot and are preferred to whoever would leave for them."""
-        return self._bargain(path, set(path).__contains__)[0]
+        return self._bargain(self.without_slot(path), set(path).__contains__)[0]
 
     def _bargain(
-        self, path: Sequence[ChunkKey], spare: Callable[[ChunkKey], bool]
+        self, newcomers: Sequence[ChunkKey], spare: Callable[[ChunkKey], bool]
     ) -> tuple[list[ChunkKey], list[ChunkKey]]:
         return self.residents.trade(
-            self.residents.seen_enough(self.without_slot(path)),
+            self.residents.seen_enough(newcomers),
             1,
             len(self._free),
             weigh=lambda key: 1,
@@ -188,7 +188,7 @@ class Arena:
         self._free += places
 
     def _must_be_reserved(self, keys: Sequence[ChunkKey]) -> None:
-        if not self._reserved.keys() >= set(keys):
+        if not all(map(self._reserved.__contains__, keys)):
             raise ContractError(f"{self.name}: this chunk was not reserved, or was committed or aborted before")
 
 

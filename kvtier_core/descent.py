@@ -84,7 +84,7 @@ class Descent:
         for level in levels:
             held = [key for key in keys if self._hot.has(key)]
             if isinstance(level, Arena):
-                self._copy_down(held, level)
+                self._copy_down(level.without_slot(held), level)
             elif offered := level.residents.seen_enough(level.wanted(held)):
                 pins = dict(zip(offered, self._hot.pin(offered, level.name), strict=True))
                 parent = self._hot.residents.held.parent

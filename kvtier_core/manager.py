@@ -315,7 +315,8 @@ class StorageManager:
         return self._hot.commit(keys, [self._parents.pop(key, None) for key in keys])
 
     def _make_room(self, arena: Arena, slots: int, path: Sequence[ChunkKey]) -> None:
-        self._evicted(arena, arena.make_room(slots, self._needed(path)))
+        if slots > arena.free:
+            self._evicted(arena, arena.make_room(slots, self._needed(path)))
 
     def _trade(self, arena: Arena, newcomers: Sequence[ChunkKey], path: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Those of the newcomers for whom there is room now."""
