@@ -43,7 +43,7 @@ def _grown(config: EvictionConfig) -> float:
         path = [ChunkKey(os.urandom(KEY_NBYTES)) for _ in range(PROMPT)]
         residents.request(path, number / 10, {})
         beyond = len(residents) + PROMPT - ENTRIES
-        residents.remove(residents.choose(beyond, lambda key: 1, lambda key: True), evicted=True)
+        residents.remove(residents.choose(beyond, lambda key: 1), evicted=True)
         residents.admit(path, [None, *path[:-1]], 1)
     return (_resident_nbytes() - before) / ENTRIES
 

@@ -164,6 +164,18 @@ bool Leavers::is_leaf(Number node) const {
   return tree_.nodes_[node].children <= (named == leaving_.end() ? 0 : named->second);
 }
 
+bool Leavers::may_leave(const nb::object& key, Number node) const {
+  const auto in = [](nb::handle collection, nb::handle item) {
+    const int found = PySequence_Contains(collection.ptr(), item.ptr());
+    if (found < 0) throw nb::python_error();
+    return found == 1;
+  };
+  for (size_t i = 0; i < spared_.size(); i++) {
+    if (in(spared_[i], key)) return false;
+  }
+  return !in(pinned_, nb::int_(tree_.nodes_[node].place));
+}
+
 void Leavers::follow(Number leaver) {
   const Number parent = tree_.nodes_[leaver].parent;
   if (parent == kNone) return;
@@ -175,7 +187,7 @@ nb::object Leavers::next() {
   if (changes_ != tree_.changes_) throw std::runtime_error("the tree changed while its leavers were named");
   if (const Number leaver = std::exchange(follower_, kNone); leaver != kNone) {
     const nb::object key = bytes_of(tree_.nodes_[leaver].key);
-    if (may_leave(key)) {
+    if (may_leave(key, leaver)) {
       follow(leaver);
       return key;
     }
@@ -189,7 +201,7 @@ nb::object Leavers::next() {
     const Number node = tree_.must_hold(key);
     if (leaf_first_ && !is_leaf(node)) {
       passed_.insert(node);
-    } else if (may_leave(key)) {
+    } else if (may_leave(key, node)) {
       follow(node);
       return key;
     }
@@ -219,10 +231,10 @@ void bind_tree(nb::module_& m) {
       .def("detach", &Tree::detach, "keys"_a)
       .def(
           "leavers",
-          [](const Tree& tree, nb::handle victims, nb::object may_leave, bool leaf_first) {
-            return Leavers(tree, victims, std::move(may_leave), leaf_first);
+          [](const Tree& tree, nb::handle victims, nb::handle spared, nb::object pinned, bool leaf_first) {
+            return Leavers(tree, victims, spared, std::move(pinned), leaf_first);
           },
-          nb::keep_alive<0, 1>(), "victims"_a, "may_leave"_a, "leaf_first"_a);
+          nb::keep_alive<0, 1>(), "victims"_a, "spared"_a, "pinned"_a, "leaf_first"_a);
 }
 
 }  // namespace kvtier

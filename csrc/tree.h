@@ -60,20 +60,22 @@ class Tree {
 // An iterator; it ends with an exception when the tree has changed.
 class Leavers {
  public:
-  Leavers(const Tree& tree, nanobind::handle victims, nanobind::object may_leave, bool leaf_first)
-      : tree_(tree), changes_(tree.changes_), victims_(nanobind::iter(victims)), may_leave_(std::move(may_leave)),
-        leaf_first_(leaf_first) {}
+  Leavers(const Tree& tree, nanobind::handle victims, nanobind::handle spared, nanobind::object pinned, bool leaf_first)
+      : tree_(tree), changes_(tree.changes_), victims_(nanobind::iter(victims)), spared_(spared),
+        pinned_(std::move(pinned)), leaf_first_(leaf_first) {}
 
   nanobind::object next();
 
  private:
   bool is_leaf(Number node) const;
-  bool may_leave(const nanobind::object& key) const { return nanobind::cast<bool>(may_leave_(key)); }
+  bool may_leave(const nanobind::object& key, Number node) const;
   void follow(Number leaver);
 
   const Tree& tree_;
   const uint64_t changes_;
-  nanobind::object victims_, may_leave_;
+  nanobind::object victims_;
+  Items spared_;  // collections of keys
+  nanobind::object pinned_;  // and one of places
   const bool leaf_first_;
   std::unordered_map<Number, uint32_t> leaving_;  // how many children of a node were named
   std::unordered_set<Number> passed_;             // named by the policy, spared for the sake of a child

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Container, Sequence
 
 from kvtier_core.errors import ContractError
 from kvtier_core.interfaces import AllocatorBackend
@@ -88,40 +88,29 @@ class Arena:
 
     # -- room --------------------------------------------------------------------------------------
 
-    def make_room(self, slots: int, spare: Callable[[ChunkKey], bool] = lambda key: False) -> list[ChunkKey]:
-        """Evict until ``slots`` are free, or nobody may leave; the evicted keys. Spares the pinned and ``spare``."""
-        victims = self.residents.choose(
-            slots - len(self._free), weigh=lambda key: 1, may_leave=self._whoever_may_leave(spare)
-        )
+    def make_room(self, slots: int, spared: Sequence[Container[ChunkKey]] = ()) -> list[ChunkKey]:
+        """Evict until ``slots`` are free, or nobody may leave; the evicted keys. None that is pinned, or spared."""
+        victims = self.residents.choose(slots - len(self._free), lambda key: 1, spared, self._pinned)
         self._release(victims, evicted=True)
         return victims
 
     def trade(
-        self, newcomers: Sequence[ChunkKey], spare: Callable[[ChunkKey], bool] = lambda key: False
+        self, newcomers: Sequence[ChunkKey], spared: Sequence[Container[ChunkKey]] = ()
     ) -> tuple[list[ChunkKey], list[ChunkKey]]:
         """Make room for those of a path, root first and without slots, that are welcome; they, and the evicted."""
-        welcome, victims = self._bargain(newcomers, spare)
+        welcome, victims = self._bargain(newcomers, spared)
         self._release(victims, evicted=True)
         return welcome, victims
 
     def welcome(self, path: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Those of a path, root first, that have no slot and are preferred to whoever would leave for them."""
-        return self._bargain(self.without_slot(path), set(path).__contains__)[0]
+        return self._bargain(self.without_slot(path), [set(path)])[0]
 
     def _bargain(
-        self, newcomers: Sequence[ChunkKey], spare: Callable[[ChunkKey], bool]
+        self, newcomers: Sequence[ChunkKey], spared: Sequence[Container[ChunkKey]]
     ) -> tuple[list[ChunkKey], list[ChunkKey]]:
-        return self.residents.trade(
-            self.residents.seen_enough(newcomers),
-            1,
-            len(self._free),
-            weigh=lambda key: 1,
-            may_leave=self._whoever_may_leave(spare),
-        )
-
-    def _whoever_may_leave(self, spare: Callable[[ChunkKey], bool]) -> Callable[[ChunkKey], bool]:
-        pinned, place = self._pinned, self.residents.held.place
-        return lambda key: not (spare(key) or (pinned and place(key) in pinned))
+        due = self.residents.seen_enough(newcomers)
+        return self.residents.trade(due, 1, len(self._free), lambda key: 1, spared, self._pinned)
 
     # -- slots -------------------------------------------------------------------------------------
 

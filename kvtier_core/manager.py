@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 
 from kvtier_core.arena import Arena
 from kvtier_core.batches import leading_run
@@ -324,10 +324,9 @@ class StorageManager:
         self._evicted(arena, evicted)
         return welcome
 
-    def _needed(self, path: Sequence[ChunkKey]) -> Callable[[ChunkKey], bool]:
-        """Is it of the path itself, or was somebody just told that it is READY or on its way?"""
-        own, wanted, spared = set(path), self._wanted, self._spared
-        return lambda key: key in own or key in wanted or key in spared
+    def _needed(self, path: Sequence[ChunkKey]) -> Sequence[Container[ChunkKey]]:
+        """The path itself, and what somebody was just told is READY or on its way."""
+        return set(path), self._wanted, self._spared
 
     def _evicted(self, arena: Arena, keys: Sequence[ChunkKey]) -> None:
         for key in keys if self._origin else ():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
 from kvtier_core.batches import leading_run
 from kvtier_core.interfaces import EvictionPolicy
@@ -75,11 +75,18 @@ class Residents:
         return places
 
     def choose(
-        self, amount: int, weigh: Callable[[ChunkKey], int], may_leave: Callable[[ChunkKey], bool]
+        self,
+        amount: int,
+        weigh: Callable[[ChunkKey], int],
+        spared: Sequence[Container[ChunkKey]] = (),
+        pinned: Container[int] = (),
     ) -> list[ChunkKey]:
-        """The best victims, in order, until they weigh ``amount``; less when there are no more. Removes none."""
+        """The best victims, in order, until they weigh ``amount``; less when there are no more. Removes none.
+
+        None that one of the ``spared`` holds, or whose place is ``pinned``.
+        """
         chosen: list[ChunkKey] = []
-        leavers = self._leavers(may_leave)
+        leavers = self._leavers(spared, pinned)
         while amount > 0 and (key := next(leavers, None)) is not None:
             chosen.append(key)
             amount -= weigh(key)
@@ -91,7 +98,8 @@ class Residents:
         nbytes: int,
         room: int,
         weigh: Callable[[ChunkKey], int],
-        may_leave: Callable[[ChunkKey], bool],
+        spared: Sequence[Container[ChunkKey]] = (),
+        pinned: Container[int] = (),
     ) -> tuple[list[ChunkKey], list[ChunkKey]]:
         """Who of a path, root first, may come in at ``nbytes`` each, and who leaves for them. Changes nothing.
 
@@ -100,7 +108,7 @@ class Residents:
         free = min(len(newcomers), max(room, 0) // nbytes)
         welcome, victims = list(newcomers[:free]), []
         room -= free * nbytes
-        leavers = self._leavers(may_leave)
+        leavers = self._leavers(spared, pinned)
         for newcomer in newcomers[free:]:
             price: list[ChunkKey] = []
             while room < nbytes:
@@ -121,5 +129,5 @@ class Residents:
     def restore(self, saved: bytes) -> None:
         self._policy.restore(saved)
 
-    def _leavers(self, may_leave: Callable[[ChunkKey], bool]) -> Iterator[ChunkKey]:
-        return self.held.leavers(self._policy.victims(), may_leave, self._policy.leaf_first)
+    def _leavers(self, spared: Sequence[Container[ChunkKey]], pinned: Container[int]) -> Iterator[ChunkKey]:
+        return self.held.leavers(self._policy.victims(), spared, pinned, self._policy.leaf_first)

@@ -167,13 +167,8 @@ class Tier:
         self, path: Sequence[ChunkKey], spared: Sequence[ChunkKey | None]
     ) -> tuple[list[ChunkKey], list[ChunkKey]]:
         """Who may come in, and who leaves for them. Changes nothing."""
-        needed = set(spared)
         return self.residents.trade(
-            path,
-            self._door.bound,
-            self._room,
-            self.residents.held.nbytes,
-            may_leave=lambda key: key not in self._busy and key not in needed,
+            path, self._door.bound, self._room, self.residents.held.nbytes, spared=(self._busy, set(spared))
         )
 
     @property
@@ -183,7 +178,7 @@ class Tier:
 
     def _beyond_room(self) -> list[ChunkKey]:
         """Who must leave because there is less room than what is here takes."""
-        return self.residents.choose(-self._room, self.residents.held.nbytes, lambda key: key not in self._busy)
+        return self.residents.choose(-self._room, self.residents.held.nbytes, spared=(self._busy,))
 
     def _evict(self, victims: Sequence[ChunkKey]) -> None:
         nbytes = sum(map(self.residents.held.nbytes, victims))

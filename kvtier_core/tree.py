@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from kvtier_core.native import extension
 from kvtier_core.types import ChunkKey
@@ -92,17 +92,25 @@ class PlainTree:
                     del self._children[parent]
 
     def leavers(
-        self, victims: Iterator[ChunkKey], may_leave: Callable[[ChunkKey], bool], leaf_first: bool
+        self,
+        victims: Iterator[ChunkKey],
+        spared: Sequence[Container[ChunkKey]],
+        pinned: Container[int],
+        leaf_first: bool,
     ) -> Iterator[ChunkKey]:
         """Of ``victims`` those who may leave, best first, as if all before were gone.
 
-        ``leaf_first`` passes over a key on which another hangs that is still held; it follows its last child.
+        Not whoever is in one of the ``spared``, or whose place is ``pinned``. ``leaf_first`` passes over a key on which
+        another hangs that is still held; it follows its last child.
         """
         leaving: Counter[ChunkKey | None] = Counter()  # how many children of a key were named
         passed: set[ChunkKey] = set()  # named by the policy, spared for the sake of a child
 
         def is_leaf(key: ChunkKey) -> bool:
             return self._children.get(key, 0) <= leaving.get(key, 0)
+
+        def may_leave(key: ChunkKey) -> bool:
+            return self._place[key] not in pinned and not any(key in each for each in spared)
 
         for key in victims:
             if leaf_first and not is_leaf(key):

@@ -143,7 +143,7 @@ def test_room_is_made_of_what_nobody_needs(arena):
     fill(arena, B)
     fill(arena, A)
     arena.pin([C], "test")
-    assert arena.make_room(1, spare=lambda key: key == B) == [A]
+    assert arena.make_room(1, spared=[{B}]) == [A]
     assert arena.make_room(1) == [], "one is free"
     assert arena.make_room(3) == [B], "the last is pinned"
     assert counts(arena) == (2, 0, 1, 1)

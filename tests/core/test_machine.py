@@ -84,8 +84,8 @@ def test_a_policy_that_names_who_is_gone_is_found(policy, monkeypatch):
 
 
 def evicts_what_is_pinned(monkeypatch):
-    def make_room(self, slots, spare=None):
-        victims = self.residents.choose(slots - self.free, lambda key: 1, lambda key: True)
+    def make_room(self, slots, spared=()):
+        victims = self.residents.choose(slots - self.free, lambda key: 1)
         self._release(victims, evicted=True)
         return victims
 

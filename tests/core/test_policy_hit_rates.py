@@ -52,9 +52,7 @@ def hit_rate(config, trace, slots):
         residents.request(path, now, {})
         parents = dict(zip(path, [None, *path], strict=False))
         absent = residents.held.missing(path)
-        welcome, victims = residents.trade(
-            absent, 1, slots - len(residents), lambda key: 1, lambda key, parents=parents: key not in parents
-        )
+        welcome, victims = residents.trade(absent, 1, slots - len(residents), lambda key: 1, [parents])
         residents.remove(victims, evicted=True)
         residents.admit(welcome, [parents[key] for key in welcome], 1)
         assert len(residents) <= slots

@@ -44,6 +44,11 @@ class Pair:
     def some(self, most=8):
         return self.rng.sample(KEYS, self.rng.randrange(most))
 
+    def some_places(self, most):
+        """Places of some who are held."""
+        held = sorted(self.trees[0])
+        return {self.trees[0].place(key) for key in self.rng.sample(held, min(len(held), most))}
+
     def both(self, act):
         answers = [self.outcome(act, tree) for tree in self.trees]
         assert answers[0] == answers[1]
@@ -75,15 +80,16 @@ class Pair:
                 self.both(lambda tree: tree.resize(key, nbytes))
             case 5:
                 order = self.rng.sample(sorted(self.trees[0]), len(self.trees[0]))
-                spared = set(keys)
+                spared = set(keys[:4]), dict.fromkeys(keys[4:])
+                pinned = self.some_places(3)
                 leaf_first = self.rng.random() < 0.8
                 amount = self.rng.randrange(1, 50)
-                self.both(lambda tree: some_leavers(tree, order, spared, leaf_first, amount))
+                self.both(lambda tree: some_leavers(tree, order, spared, pinned, leaf_first, amount))
         self.both(everything)
 
 
-def some_leavers(tree, order, spared, leaf_first, amount):
-    leavers = tree.leavers(iter(order), lambda key: key not in spared, leaf_first)
+def some_leavers(tree, order, spared, pinned, leaf_first, amount):
+    leavers = tree.leavers(iter(order), spared, pinned, leaf_first)
     return [key for key, _ in zip(leavers, range(amount), strict=False)]
 
 
@@ -127,7 +133,7 @@ def test_whoever_names_leavers_sees_no_changed_tree():
     """In Python a dict that changes says so only now and then."""
     tree = Tree()
     tree.add([A, B], [None, None], 1, [0, 1])
-    leavers = tree.leavers(iter([A, B]), lambda key: True, True)
+    leavers = tree.leavers(iter([A, B]), (), (), True)
     assert next(leavers) == A
     tree.remove([A])
     with pytest.raises(RuntimeError, match="the tree changed"):
@@ -135,9 +141,11 @@ def test_whoever_names_leavers_sees_no_changed_tree():
 
 
 def test_whoever_asks_in_vain_is_told_why(tree):
-    def wrong(key):
-        raise LookupError("not this way")
+    class Wrong:
+        def __contains__(self, key):
+            raise LookupError("not this way")
 
     tree.add([A], [None], 1, [0])
-    with pytest.raises(LookupError, match="not this way"):
-        next(tree.leavers(iter([A]), wrong, True))
+    for spared, pinned in (([Wrong()], ()), ((), Wrong())):
+        with pytest.raises(LookupError, match="not this way"):
+            next(tree.leavers(iter([A]), spared, pinned, True))
