@@ -351,7 +351,7 @@ class Tier:
         """What survived a restart, oldest first. What the capacity cannot hold leaves."""
         self._memo.recall(self._door.namespace)
         for key, nbytes in self.backend.scan():
-            if key != key_of(self._door.namespace):
+            if key != key_of(self._door.namespace) and key not in self.residents:
                 self.residents.admit([key], [None], nbytes)
         self._evict(self._beyond_room())
 

@@ -476,6 +476,17 @@ def test_what_survived_is_found():
     assert bench.pool.jobs == 0
 
 
+class Stammerer(Survivor):
+    def scan(self):
+        return iter([*super().scan(), *super().scan()])
+
+
+def test_what_is_named_twice_by_a_scan_is_held_once():
+    bench = Bench(shelf=Stammerer(A, B))
+    assert bench.has(A, B) == [True, True]
+    assert bench.tier.usage().nbytes == 2 * FRAME
+
+
 def test_what_survived_beyond_the_capacity_leaves_oldest_first():
     bench = Bench(frames=2, shelf=Survivor(A, B, C, D))
     assert bench.has(A, B, C, D) == [False, False, True, True]
