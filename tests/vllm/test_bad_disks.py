@@ -28,9 +28,12 @@ FROM_DISK, FROM_MEMORY = "hit 384 of 400 tokens: disk 384", "hit 384 of 400 toke
 
 
 def stack(*folders, load_wait="10s", **options):
-    """An arena, and a disk in each folder. A request waits longer for a disk than any that is well can take."""
+    """An arena, and a disk in each folder. A request waits longer for a disk than any that is well can take.
+
+    Both evict by `lru`, which takes in whatever is asked for: `git` may rather keep what is about to return.
+    """
     stack = cpu_and_disk(folders[0], f"{SLOTS * FRAME}B", load_wait=load_wait)
-    arena, disk = stack["tiers"]
+    arena, disk = ({**tier, "eviction": "lru"} for tier in stack["tiers"])
     stack["tiers"] = [
         arena,
         *({**disk, "path": str(folder), "capacity": f"{ROOM * FRAME}B", **options} for folder in folders),
