@@ -2,6 +2,7 @@
 
 #include <bit>
 #include <cstring>
+#include <utility>
 
 namespace kvtier {
 namespace {
@@ -65,7 +66,7 @@ void compress(State& state, const std::byte* block, uint64_t end, bool last) {
 Key blake2b(const std::byte* data, size_t nbytes, std::string_view person) {
   State state = kStart;
   state[0] ^= 0x01010000 | sizeof(Key);  // depth, fanout, no key, length of the digest
-  uint64_t words[2] = {};
+  uint64_t words[kPersonNbytes / sizeof(uint64_t)] = {};
   std::memcpy(words, person.data(), person.size());
   state[6] ^= words[0];
   state[7] ^= words[1];

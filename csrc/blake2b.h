@@ -10,7 +10,9 @@
 
 namespace kvtier {
 
-// ``person`` has 16 bytes at most.
+constexpr size_t kPersonNbytes = 16;
+
+// ``person`` has so many bytes at most.
 Key blake2b(const std::byte* data, size_t nbytes, std::string_view person);
 
 }  // namespace kvtier

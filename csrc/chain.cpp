@@ -23,6 +23,8 @@ uint32_t token_of(nb::handle object) {
 
 nb::list chain(nb::handle parent, nb::handle tokens, size_t chunk_tokens, size_t first, nb::dict extra,
                std::string_view person) {
+  if (!chunk_tokens) throw nb::value_error("a chunk has tokens");
+  if (person.size() > kPersonNbytes) throw nb::value_error("a person has 16 bytes at most");
   const Items items(tokens);
   Key key = key_of(parent);
   nb::list keys;

@@ -36,6 +36,7 @@ class Items {
   nanobind::object list_;
 };
 
+// All of them, before anything is done with one: a key that is none changes nothing.
 inline std::vector<Key> keys_of(nanobind::handle object) {
   const Items items(object);
   std::vector<Key> keys(items.size());

@@ -1,6 +1,5 @@
 #include "bind.h"
 
-
 #include "../keys.h"
 #include "git.h"
 #include "lru.h"
@@ -10,14 +9,6 @@ using namespace nb::literals;
 
 namespace kvtier {
 namespace {
-
-// All of them, before anything is done with one: a key that is none changes nothing.
-std::vector<Key> keys_of(const nb::iterable& path) {
-  std::vector<Key> keys;
-  keys.reserve(nb::len_hint(path));
-  for (const nb::handle key : path) keys.push_back(key_of(key));
-  return keys;
-}
 
 [[noreturn]] void raise_key_error(const Key& key) {
   PyErr_SetObject(PyExc_KeyError, bytes_of(key).ptr());
@@ -44,7 +35,7 @@ nb::class_<Policy> bind(nb::module_& m, const char* name) {
 void bind_lru(nb::module_& m) {
   bind<Lru>(m, "Lru")
       .def(nb::init<>())
-      .def("request", [](Lru& self, const nb::iterable& path, double, nb::handle) { self.request(keys_of(path)); },
+      .def("request", [](Lru& self, nb::handle path, double, nb::handle) { self.request(keys_of(path)); },
            "path"_a, "now"_a, "hints"_a)
       .def("admit", [](Lru& self, nb::handle key, nb::handle) { self.admit(key_of(key)); }, "key"_a, "nbytes"_a)
       .def("prefers", [](const Lru&, nb::handle, nb::handle) { return true; }, "newcomer"_a, "victim"_a)
@@ -62,7 +53,7 @@ void bind_git(nb::module_& m) {
              if (sizes < 1 || sizes > 64) throw nb::value_error("sizes: 1 to 64 can be told apart");
              new (self) Git(sizes);
            }, "sizes"_a)
-      .def("request", [](Git& self, const nb::iterable& path, double now, nb::handle) {
+      .def("request", [](Git& self, nb::handle path, double now, nb::handle) {
              self.request(keys_of(path), now);
            }, "path"_a, "now"_a, "hints"_a)
       .def("admit", [](Git& self, nb::handle object, nb::handle) {

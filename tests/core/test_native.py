@@ -139,6 +139,14 @@ def test_keys_of_a_prompt(tokens, chunk_tokens, first, extra, person):
     assert chain(parent, tuple(tokens), chunk_tokens, first, extra, person) == told
 
 
-def test_a_key_of_another_length_is_refused():
-    with pytest.raises(ValueError, match="^a key is 32 bytes$"):
-        chain(b"short", [1], 1, 0, {}, "")
+@pytest.mark.parametrize(
+    ("parent", "chunk_tokens", "person", "why"),
+    [
+        (b"short", 1, "", "a key is 32 bytes"),
+        (NOISE[:32], 0, "", "a chunk has tokens"),
+        (NOISE[:32], 1, "x" * 17, "a person has 16 bytes at most"),
+    ],
+)
+def test_what_makes_no_key_is_refused(parent, chunk_tokens, person, why):
+    with pytest.raises(ValueError, match=f"^{why}$"):
+        chain(parent, [1], chunk_tokens, 0, {}, person)
