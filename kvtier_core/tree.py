@@ -19,6 +19,7 @@ class PlainTree:
         self._parent: dict[ChunkKey, ChunkKey] = {}
         self._children: Counter[ChunkKey] = Counter()
         self.used = 0  #: bytes of all that is held
+        self._changes = 0
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._nbytes
@@ -58,6 +59,7 @@ class PlainTree:
         """Hold keys of ``nbytes`` each. ValueError, before the first, if one is held."""
         if len(set(keys)) < len(keys) or any(key in self._nbytes for key in keys):
             raise ValueError("a key is held already")
+        self._changes += 1
         for key, parent, place in zip(keys, parents, places, strict=True):
             self._nbytes[key] = nbytes
             self._place[key] = place
@@ -84,6 +86,7 @@ class PlainTree:
 
     def detach(self, keys: Sequence[ChunkKey]) -> None:
         """These hang on nobody any more."""
+        self._changes += 1
         for key in keys:
             parent = self._parent.pop(key, None)
             if parent is not None:
@@ -101,8 +104,9 @@ class PlainTree:
         """Of ``victims`` those who may leave, best first, as if all before were gone.
 
         Not whoever is in one of the ``spared``, or whose place is ``pinned``. ``leaf_first`` passes over a key on which
-        another hangs that is still held; it follows its last child.
+        another hangs that is still held; it follows its last child. RuntimeError once the tree has changed.
         """
+        changes = self._changes
         leaving: Counter[ChunkKey | None] = Counter()  # how many children of a key were named
         passed: set[ChunkKey] = set()  # named by the policy, spared for the sake of a child
 
@@ -119,6 +123,8 @@ class PlainTree:
             leaver: ChunkKey | None = key
             while leaver is not None and may_leave(leaver):
                 yield leaver
+                if self._changes != changes:
+                    raise RuntimeError("the tree changed while its leavers were named")
                 parent = self._parent.get(leaver)
                 leaving[parent] += 1
                 leaver = parent if parent in passed and is_leaf(parent) else None
@@ -126,6 +132,7 @@ class PlainTree:
     def _adopt(self, key: ChunkKey, parent: ChunkKey) -> None:
         if key == parent:  # of a path that names it twice
             return
+        self._changes += 1
         self._parent[key] = parent
         self._children[parent] += 1
 

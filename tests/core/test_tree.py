@@ -129,13 +129,21 @@ def test_what_is_not_held_has_no_size(tree):
     assert tree.parent(A) is None
 
 
-def test_whoever_names_leavers_sees_no_changed_tree():
-    """In Python a dict that changes says so only now and then."""
-    tree = Tree()
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tree: tree.remove([A]),
+        lambda tree: tree.add([C], [None], 1, [2]),
+        lambda tree: tree.adopt([A, B]),
+        lambda tree: tree.detach([B]),
+    ],
+    ids=["remove", "add", "adopt", "detach"],
+)
+def test_whoever_names_leavers_sees_no_changed_tree(tree, change):
     tree.add([A, B], [None, None], 1, [0, 1])
     leavers = tree.leavers(iter([A, B]), (), (), True)
     assert next(leavers) == A
-    tree.remove([A])
+    change(tree)
     with pytest.raises(RuntimeError, match="the tree changed"):
         next(leavers)
 
