@@ -89,8 +89,9 @@ class Served:
     def keep(self, said):
         """KEPT lies on the disk and comes up from there: so a case begins, and so it ends."""
         self.recover()
-        self.ask(KEPT)
-        self.crowd_out()
+        for _ in range(4):  # one request finds out what is lost, the next stores it; of two parts, one after the other
+            self.ask(KEPT)
+            self.crowd_out()
         said()
         assert self.ask(KEPT) == [384]
         assert hits(said()) == [FROM_DISK]
@@ -198,7 +199,7 @@ class TestOneEngine:
     def test_a_disk_that_returns_another_chunks_frame(self, served, said):
         served.forget()
         served.keep(said)
-        (another, _), *_ = served.disks[0].scan()
+        *_, (another, _) = served.disks[0].scan()  # the newest: there may be some whose deletes vanished
         self.go_through(served, said, always(Fault(instead=another)), "damaged: 1 chunks: a frame of another key")
 
     @pytest.mark.parametrize("answers", [1, -1])
@@ -285,9 +286,7 @@ def test_a_disk_that_hangs_stalls_nobody(start, said, monkeypatch, tmp_path):
         little = f"{INFLIGHT * FRAME}B"
         served = running.enter_context(start(stack(tmp_path, load_wait="200ms", inflight=little)))
         passing_with_requests(served, monkeypatch)
-        served.ask(KEPT)
-        served.crowd_out()
-        served.keep(said)  # with what was too much for the first time
+        served.keep(said)
 
         with hanging(served, "write", "delete"):
             for asked in FRESH[:4]:
