@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -100,8 +101,15 @@ def serves_what_is_still_being_filled(monkeypatch):
     def ready(self, keys, start=0):
         return len(list(itertools.takewhile(self.taken, keys[start:])))
 
+    def pin(self, keys, owner):
+        slots = self.slots(keys)
+        self._pinned.update(place for _, place in slots)
+        self._pins.setdefault(owner, Counter()).update(place for _, place in slots)
+        return slots
+
     monkeypatch.setattr(Arena, "has", Arena.taken)
     monkeypatch.setattr(Arena, "ready", ready)
+    monkeypatch.setattr(Arena, "pin", pin)
 
 
 def forgets_to_free_an_aborted_slot(monkeypatch):
@@ -185,9 +193,7 @@ MUTANTS = [
 @pytest.mark.parametrize("plant", MUTANTS, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found(plant, monkeypatch):
     plant(monkeypatch)
-    with pytest.raises(
-        (AssertionError, ContractError, KeyError)
-    ):  # not the TypeError of a plant that does not fit the code
+    with pytest.raises((AssertionError, ContractError)):  # not the TypeError of a plant that does not fit the code
         run_state_machine_as_test(StackMachine, settings=HUNT)
 
 
