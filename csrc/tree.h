@@ -79,7 +79,7 @@ class Leavers {
   const bool leaf_first_;
   std::unordered_map<Number, uint32_t> leaving_;  // how many children of a node were named
   std::unordered_set<Number> passed_;             // named by the policy, spared for the sake of a child
-  Number follower_ = kNone;                 // a parent whose last child was named just now
+  Number follower_ = kNone;                       // a parent whose last child was named just now
 };
 
 void bind_tree(nanobind::module_& m);
