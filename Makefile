@@ -15,7 +15,7 @@ NATIVE := $(shell find csrc -type f)
 FIND_LINKS = $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(shell $(BIN)/python -m pip config get global.find-links 2>/dev/null))
 UV = $(if $(FIND_LINKS),UV_FIND_LINKS="$(FIND_LINKS)") $(BIN)/uv
 
-.PHONY: demo test campaign chaos fuzz mutants bench gpu-check dist wheels venv clean
+.PHONY: demo test campaign chaos fuzz mutants sanitize bench gpu-check dist wheels venv clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py
@@ -42,6 +42,10 @@ fuzz: $(FUZZ_VENV)/ready
 # Takes out one protection after the other, and sees the test fail that is there for it.
 mutants: $(VENV)/ready
 	$(BIN)/python tests/mutants.py
+
+# The tests of what is compiled, under AddressSanitizer and UBSan.
+sanitize: $(VENV)/ready
+	$(BIN)/python tests/sanitize.py
 
 bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks

@@ -7,34 +7,14 @@ makes a copy of the sources for each, changes the one place, and runs the one te
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import attrs
+from source_copy import SourceCopy
 
 from kvtier_core.native import extension
-
-ROOT = Path(__file__).parents[1]
-#: What finds the sources that are installed here goes before PYTHONPATH, and would test those.
-_OURS_FIRST = """
-import sys
-sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_editable")]
-"""
-_COPIED = (
-    "kvtier_core",
-    "plugins",
-    "examples",
-    "tests",
-    "docs",
-    "benchmarks",
-    "pyproject.toml",
-    "README.md",
-    "Makefile",
-)
 
 
 @attrs.frozen
@@ -48,25 +28,13 @@ class Mutant:
     def survives(self) -> str:
         """What the test said if it did not fail; empty if it did."""
         with tempfile.TemporaryDirectory(prefix="kvtier-mutant-") as folder:
-            copy = Path(folder)
-            for name in _COPIED:
-                (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, copy / name)
-            shutil.copy(extension.__file__, copy / "kvtier_core")
-            (copy / "sitecustomize.py").write_text(_OURS_FIRST)
-            file = copy / self.file
+            copy = SourceCopy(Path(folder), extension.__file__)
+            file = copy.folder / self.file
             source = file.read_text()
             if source.count(self.code) != 1:
                 return f"{self.code!r} stands {source.count(self.code)} times in {self.file}"
             file.write_text(source.replace(self.code, self.instead))
-            roots = [copy, *(copy / "plugins").glob("kvtier_*")]
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, roots)), "PYTHONDONTWRITEBYTECODE": "1"}
-            done = subprocess.run(
-                [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", self.test],
-                cwd=copy,
-                env=environment,
-                capture_output=True,
-                text=True,
-            )
+            done = copy.test(["-x", "-q", self.test], capture_output=True, text=True)
             return "" if done.returncode == 1 else done.stdout[-2000:] + done.stderr[-1000:]
 
 

@@ -1,0 +1,66 @@
+"""What is compiled touches no memory but its own: its tests, under AddressSanitizer and UBSan.
+
+    python tests/sanitize.py
+
+needs GCC.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from source_copy import ROOT, SourceCopy
+
+FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
+TESTED = (
+    "tests/core/test_native.py",
+    "tests/core/test_files.py",
+    "tests/core/test_tree.py",
+    "tests/core/test_native_policies.py",
+    "tests/core/test_mover.py",
+    "tests/core/test_machine.py",
+    "--capture=sys",  # what the sanitizers say shall be seen
+    "--deselect=tests/core/test_native.py::test_it_links_nothing_of_the_engines",  # it links the sanitizers
+)
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory(prefix="kvtier-sanitize-") as folder:
+        build, sources = Path(folder, "build"), Path(folder, "sources")
+        sources.mkdir()
+        copy = SourceCopy(sources, _built(build))
+        environment = {
+            **os.environ,
+            "LD_PRELOAD": " ".join(map(_library, ("libasan.so", "libstdc++.so"))),
+            "ASAN_OPTIONS": "detect_leaks=0",  # Python itself leaves much behind
+        }
+        return copy.test(TESTED, environment).returncode
+
+
+def _built(folder: Path) -> Path:
+    tools = Path(sys.executable).parent
+    options = {
+        "Python_EXECUTABLE": sys.executable,
+        "CMAKE_BUILD_TYPE": "RelWithDebInfo",
+        "CMAKE_CXX_COMPILER": "g++",
+        "CMAKE_CXX_FLAGS": FLAGS,
+        "CMAKE_CUDA_COMPILER": "",
+    }
+    settings = [f"-D{name}={value}" for name, value in options.items()]
+    subprocess.run([tools / "cmake", "-S", ROOT / "csrc", "-B", folder, *settings], check=True)
+    subprocess.run([tools / "cmake", "--build", folder, "--target", "_native", "--parallel"], check=True)
+    (extension,) = folder.glob("_native.*.so")
+    return extension
+
+
+def _library(name: str) -> str:
+    told = subprocess.run(["g++", f"-print-file-name={name}"], check=True, capture_output=True, text=True)
+    return told.stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
