@@ -28,7 +28,7 @@ nb::list chain(nb::handle parent, nb::handle tokens, size_t chunk_tokens, size_t
   const Items items(tokens);
   Key key = key_of(parent);
   nb::list keys;
-  std::vector<std::byte> material(sizeof key + chunk_tokens * sizeof(uint32_t));
+  std::vector<std::byte> material;
   for (size_t chunk = first; (chunk + 1) * chunk_tokens <= items.size(); chunk++) {
     material.resize(sizeof key + chunk_tokens * sizeof(uint32_t));
     std::memcpy(material.data(), &key, sizeof key);
