@@ -15,6 +15,9 @@ NATIVE := $(shell find csrc -type f)
 FIND_LINKS = $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(shell $(BIN)/python -m pip config get global.find-links 2>/dev/null))
 UV = $(if $(FIND_LINKS),UV_FIND_LINKS="$(FIND_LINKS)") $(BIN)/uv
 
+# Else each process of vLLM's compiles all that it imports anew: twenty seconds, many times.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test campaign chaos fuzz mutants sanitize bench gpu-check dist wheels venv clean
 
 demo: $(VENV)/ready

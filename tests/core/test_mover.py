@@ -1,6 +1,7 @@
 """The host mover against a slow reference, with poison all around."""
 
 import ctypes
+import functools
 import mmap
 import random
 import threading
@@ -41,7 +42,12 @@ class World:
             for start, stride, nbytes in zip(self.starts, strides, layout.page_nbytes, strict=True)
         ]
         self.table = PageTable(tuple(runs), blocks, "cpu", rank, layout)
-        self.mover = HostMover(self.table, memoryview(self.slots), layout.frame_nbytes, copier)
+        self.copier = copier
+
+    @functools.cached_property
+    def mover(self):
+        """With a thread of its own, until it is closed."""
+        return HostMover(self.table, memoryview(self.slots), self.layout.frame_nbytes, self.copier)
 
     def bytes_of(self, pages, slots):
         """Index in the buffer and in the slots of every byte that a job moves."""

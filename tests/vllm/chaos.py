@@ -236,8 +236,6 @@ class Nursery:
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(folder), *filter(None, sys.path)]),
             "TORCHDYNAMO_DISABLE": "1",  # else each engine spends two seconds on compiling a helper of the sampler
         }
-        if sys.dont_write_bytecode:  # then do it elsewhere: vLLM's own processes import everything anew
-            environment |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
         self._process = subprocess.Popen(
             [sys.executable, "-c", "import chaos; chaos.nursery()"],
             env=environment,
