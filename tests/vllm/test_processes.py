@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -57,16 +58,30 @@ def truth(model):
     return [(list(answer.tokens), answer.logprobs, answer.cached) for answer in answers]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_default_mode_keeps_and_reuses(model, truth, tmp_path, ranks):
-    options = {"tensor_parallel_size": 2} if ranks == 2 else {}
-    stack = cpu_and_disk(tmp_path)
-    (cold, warm), log = run(model, stack, **options)
+@pytest.fixture(scope="module", params=[1, 2])
+def start(request, model, tmp_path_factory):
+    """``start()`` is `run` with so many ranks, each time over the same folder."""
+    options = {"tensor_parallel_size": 2} if request.param == 2 else {}
+    return functools.partial(run, model, cpu_and_disk(tmp_path_factory.mktemp("store")), **options)
+
+
+@pytest.fixture(scope="module")
+def first(start):
+    """What came of the first engine."""
+    return start()
+
+
+def test_the_default_mode_keeps_and_reuses(first, truth):
+    (cold, warm), log = first
     assert [cached for *_, cached in cold] == [0, 0]
     assert [cached for *_, cached in warm] == [512, 512]
     assert "hit 512 of 530 tokens: cpu 512" in log
-    (disk, _), log = run(model, stack, **options)
+    for answers in (cold, warm):
+        assert largest_difference(answers, truth) < 1e-3
+
+
+def test_another_engine_finds_it_on_disk(first, start, truth):
+    (disk, _), log = start()
     assert [cached for *_, cached in disk] == [512, 512]
     assert "hit 512 of 530 tokens: disk 512" in log
-    for answers in (cold, warm, disk):
-        assert largest_difference(answers, truth) < 1e-3
+    assert largest_difference(disk, truth) < 1e-3
