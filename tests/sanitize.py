@@ -16,7 +16,7 @@ from pathlib import Path
 from source_copy import ROOT, SourceCopy
 
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
-TESTED = (
+ARGUMENTS = (
     "tests/core/test_native.py",
     "tests/core/test_files.py",
     "tests/core/test_tree.py",
@@ -38,7 +38,7 @@ def main() -> int:
             "LD_PRELOAD": " ".join(map(_library, ("libasan.so", "libstdc++.so"))),
             "ASAN_OPTIONS": "detect_leaks=0",  # Python itself leaves much behind
         }
-        return copy.test(TESTED, environment).returncode
+        return copy.test(ARGUMENTS, environment).returncode
 
 
 def _built(folder: Path) -> Path:
