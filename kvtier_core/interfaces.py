@@ -93,6 +93,13 @@ class Backend(abc.ABC):
         """What survived a restart: keys of this namespace and bytes of their frames, oldest first."""
         return iter(())
 
+    def namespaces(self) -> Iterator[Namespace]:
+        """Other namespaces that have frames in this store, as far as it knows their facts.
+
+        Called once, when the tier is opened, so that a cold start can be explained.
+        """
+        return iter(())
+
     def facts(self) -> Mapping[str, str]:
         """Settings whose effective value may differ from what was asked, in plain words."""
         return {}

@@ -41,12 +41,15 @@ class Mutant:
 FRAME = "kvtier_core/frame.py"
 TIER = "kvtier_core/tier.py"
 IDENTITY = "kvtier_core/vllm/identity.py"
+REQUESTS = "kvtier_core/vllm/request_identity.py"
 WEIGHTS = "kvtier_core/vllm/weights.py"
 SCHEDULER = "kvtier_core/vllm/scheduler.py"
 WORKER = "kvtier_core/vllm/worker.py"
 RECORDER = "kvtier_core/vllm/recorder.py"
 DISK = "plugins/kvtier_disk/kvtier_disk"
 ABOUT_IDENTITY = "tests/vllm/test_identity.py::"
+REQUEST_TESTS = "tests/vllm/test_request_identity.py::"
+WEIGHT_TESTS = "tests/vllm/test_weights.py::"
 SERVING = "tests/vllm/test_serving.py::"
 SELFTEST = "tests/vllm/test_selftest.py::"
 
@@ -75,66 +78,66 @@ MUTANTS = (
     ),
     Mutant(
         "no-salt-in-the-keys",
-        IDENTITY,
+        REQUESTS,
         'ingredients["cache_salt"] = request.cache_salt',
         "pass",
-        ABOUT_IDENTITY + "test_a_salt_separates_everything",
+        REQUEST_TESTS + "test_a_salt_separates_everything",
     ),
     Mutant(
         "adapters-by-name",
-        IDENTITY,
+        REQUESTS,
         'f"{digest} {asked.is_3d_lora_weight}", ""',
         'asked.lora_name, ""',
-        ABOUT_IDENTITY + "test_adapters_are_told_apart_by_content",
+        REQUEST_TESTS + "test_adapters_are_told_apart_by_content",
     ),
     Mutant(
         "adapters-may-change",
-        IDENTITY,
+        REQUESTS,
         "if state != before:",
         "if False:",
-        ABOUT_IDENTITY + "test_an_adapter_whose_files_change_under_the_engine_is_bypassed",
+        REQUEST_TESTS + "test_an_adapter_whose_files_change_under_the_engine_is_bypassed",
     ),
     Mutant(
         "images-by-position-alone",
-        IDENTITY,
+        REQUESTS,
         "(f.mm_position.offset, f.mm_position.length, f.identifier)",
         '(f.mm_position.offset, f.mm_position.length, "")',
-        ABOUT_IDENTITY + "test_images_count_where_they_lie",
+        REQUEST_TESTS + "test_images_count_where_they_lie",
     ),
     Mutant(
         "images-by-any-name",
-        IDENTITY,
+        REQUESTS,
         're.compile(r"[0-9a-f]{64,}")',
         're.compile(r".*")',
-        ABOUT_IDENTITY + "test_what_cannot_be_identified_is_bypassed",
+        REQUEST_TESTS + "test_what_cannot_be_identified_is_bypassed",
     ),
     Mutant(
         "embeddings-as-tokens",
-        IDENTITY,
+        REQUESTS,
         "request.prompt_embeds is not None",
         "False",
-        ABOUT_IDENTITY + "test_what_cannot_be_identified_is_bypassed",
+        REQUEST_TESTS + "test_what_cannot_be_identified_is_bypassed",
     ),
     Mutant(
         "a-tensor-is-skipped",
         WEIGHTS,
         "for name, tensor in tensors if",
         "for name, tensor in tensors[:-1] if",
-        ABOUT_IDENTITY + "test_every_tensor_of_every_file_counts",
+        WEIGHT_TESTS + "test_every_tensor_of_every_file_counts",
     ),
     Mutant(
         "only-safetensors-count",
         WEIGHTS,
         '"*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors", "*.json", "*.py"',
         '"*.safetensors",',
-        ABOUT_IDENTITY + "test_whatever_lies_beside_the_weights_counts",
+        WEIGHT_TESTS + "test_whatever_lies_beside_the_weights_counts",
     ),
     Mutant(
         "a-digest-is-never-forgotten",
         WEIGHTS,
         "s.st_size, s.st_mtime_ns, s.st_ctime_ns)",
         "s.st_size, 0)",
-        ABOUT_IDENTITY + "test_a_digest_is_remembered_until_a_file_changes",
+        WEIGHT_TESTS + "test_a_digest_is_remembered_until_a_file_changes",
     ),
     Mutant(
         "no-epoch",
@@ -398,7 +401,7 @@ MUTANTS = (
         "kvtier_core/vllm/memo.py",
         " and not status.st_mode & 0o022",
         "",
-        ABOUT_IDENTITY + "test_a_memory_that_others_could_write_to_is_not_believed",
+        WEIGHT_TESTS + "test_a_memory_that_others_could_write_to_is_not_believed",
     ),
     Mutant(
         "one-salt-for-all-recordings",

@@ -20,9 +20,9 @@ from kvtier_core.manager import StorageManager
 from kvtier_core.stats import Stats
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Presence, Slot
 from kvtier_core.vllm.hints import hints_of
-from kvtier_core.vllm.identity import Identifier, RequestIdentity
 from kvtier_core.vllm.plan import Plan, Progress, Transfer
 from kvtier_core.vllm.recorder import Recorder
+from kvtier_core.vllm.request_identity import Identifier, RequestIdentity
 
 logger = logging.getLogger("vllm.kvtier")
 
