@@ -84,6 +84,30 @@ class RecordConfig:
     capacity: Nbytes = attrs.field(default=Nbytes(256 << 20))  #: of all files in it; then recording ends
 
 
+#: How the name begins under which an operator vouches for weights.
+NAMED = "name:"
+
+
+def _known_way(config: object, field: attrs.Attribute, way: str) -> None:
+    named = way.startswith(NAMED) and way != NAMED
+    if not named and way not in ("full", "sampled"):
+        raise ValueError(f"{way!r} is none of full, sampled, {NAMED}…")
+
+
+@attrs.frozen
+class IdentityConfig:
+    """How an engine finds out whether it may share KV with others."""
+
+    #: ``full`` reads every byte of the weights, ``sampled`` some of each tensor; ``name:…`` takes the operator's word
+    #: for what they are, where they do not come from files.
+    weights: str = attrs.field(default="full", validator=_known_way)
+
+    @property
+    def named(self) -> bool:
+        """Does the operator say what the weights are?"""
+        return self.weights.startswith(NAMED)
+
+
 def _one_or_more(config: object, field: attrs.Attribute, tokens: int | str) -> None:
     if tokens != "auto":
         attrs.validators.ge(1)(config, field, tokens)
@@ -96,6 +120,7 @@ class StackConfig:
     token_database: TokenDatabaseConfig = attrs.field(factory=ChainedConfig)
     load_wait: Seconds = attrs.field(default=Seconds(2))  #: how long a request waits for what lies below the arenas
     save_decode: bool = False
+    identity: IdentityConfig = attrs.field(factory=IdentityConfig)
     record: RecordConfig | None = None
     _places: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)
 

@@ -24,7 +24,7 @@ from kvtier_core.types import (
     Slot,
     Usage,
 )
-from kvtier_core.workers import Pool
+from kvtier_core.workers import Pool, run
 
 
 class StorageManager:
@@ -255,6 +255,26 @@ class StorageManager:
             ]
             lines.append(f"{level.name}: {', '.join(words)}")
         return lines
+
+    def why_cold(self) -> str:
+        """If only other namespaces have frames below the arenas: in what the most similar one differs. Else empty.
+
+        Asks the stores, on this thread: for once, when the stack was opened.
+        """
+        if any(len(tier.residents) for tier in self._tiers):
+            return ""
+        mine = self._descent.namespace
+        others = [
+            (len(mine.differences(other)), tier.name, mine.differences(other))
+            for tier in self._tiers
+            for other in run(lambda tier=tier: list(tier.backend.namespaces())).value or ()
+        ]
+        if not others:
+            return ""
+        count, tier, differences = min(others)
+        name, here, there = differences[0]
+        more = f", and {count - 1} more facts differ" if count > 1 else ""
+        return f"{tier} holds another namespace: {name} was {there or 'not there'}, is {here or 'not there'}{more}"
 
     def usage(self) -> list[Usage]:
         """What each level holds now."""

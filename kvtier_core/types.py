@@ -47,6 +47,27 @@ class Namespace:
     def of(cls, facts: Mapping[str, object]) -> Namespace:
         return cls(tuple(sorted((name, str(value)) for name, value in facts.items())))
 
+    @classmethod
+    def from_json(cls, text: str) -> Namespace:
+        """What `to_json` made. Raises ValueError for anything else."""
+        facts = json.loads(text)
+        if not isinstance(facts, dict) or not all(isinstance(fact, str) for fact in facts.values()):
+            raise ValueError("not the facts of a namespace")
+        return cls.of(facts)
+
+    def to_json(self) -> str:
+        """For people and for `from_json`."""
+        return json.dumps(dict(self.facts), indent=1) + "\n"
+
+    def differences(self, other: Namespace) -> list[tuple[str, str, str]]:
+        """Facts that are not the same: the name, its value here and in ``other``, or an empty text."""
+        here, there = dict(self.facts), dict(other.facts)
+        return [
+            (name, here.get(name, ""), there.get(name, ""))
+            for name in sorted(here.keys() | there.keys())
+            if here.get(name) != there.get(name)
+        ]
+
     def renewed(self) -> Namespace:
         """All these facts in another epoch, which shares nothing with this one or any other."""
         return Namespace.of({**dict(self.facts), "epoch": secrets.token_hex(16)})

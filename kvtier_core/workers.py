@@ -55,10 +55,15 @@ def run(work: Work) -> Outcome:
 def run_within(work: Work, timeout: float) -> Outcome | None:
     """Do the work on a thread of its own; None if it hangs, and is left behind, after ``timeout`` seconds."""
     outcomes: list[Outcome] = []
-    thread = threading.Thread(target=lambda: outcomes.append(run(work)), name="kvtier-last", daemon=True)
-    thread.start()
-    thread.join(timeout)
+    run_aside(lambda: outcomes.append(run(work)), "last").join(timeout)
     return outcomes[0] if outcomes else None
+
+
+def run_aside(work: Work, name: str) -> threading.Thread:
+    """Begin the work on a daemon thread of its own. What it raises is lost."""
+    thread = threading.Thread(target=lambda: run(work), name=f"kvtier-{name}", daemon=True)
+    thread.start()
+    return thread
 
 
 class IOPool:

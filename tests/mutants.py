@@ -41,6 +41,9 @@ class Mutant:
 FRAME = "kvtier_core/frame.py"
 TIER = "kvtier_core/tier.py"
 IDENTITY = "kvtier_core/vllm/identity.py"
+SETTINGS = "kvtier_core/vllm/settings.py"
+DIGEST_CACHE = "kvtier_core/vllm/digest_cache.py"
+MODEL_WEIGHTS = "kvtier_core/vllm/model_weights.py"
 REQUESTS = "kvtier_core/vllm/request_identity.py"
 WEIGHTS = "kvtier_core/vllm/weights.py"
 SCHEDULER = "kvtier_core/vllm/scheduler.py"
@@ -58,16 +61,51 @@ MUTANTS = (
     Mutant(
         "no-weights-in-the-namespace",
         IDENTITY,
-        '"weights": weights_identity,',
+        '"weights": weights_fact,',
         "",
         ABOUT_IDENTITY + "test_what_an_engine_reports_changes_the_namespace",
     ),
     Mutant(
-        "no-dtype-in-the-namespace",
+        "settings-by-a-list",
+        SETTINGS,
+        "    if name in _HARMLESS_FIELDS:",
+        '    if name in _HARMLESS_FIELDS or name.startswith("lora_config."):',
+        ABOUT_IDENTITY + "test_every_field_of_the_configuration_counts_unless_it_is_known_to_be_harmless",
+    ),
+    Mutant(
+        "variables-do-not-count",
         IDENTITY,
-        '"dtype": model.dtype,',
+        "**settings.variables(),",
         "",
-        ABOUT_IDENTITY + "test_an_option_that_changes_the_kv_changes_the_namespace",
+        ABOUT_IDENTITY + "test_a_variable_that_is_set_changes_the_namespace",
+    ),
+    Mutant(
+        "settings-are-guessed",
+        SETTINGS,
+        "    kind = type(value).__name__",
+        "    return type(value).__name__",
+        ABOUT_IDENTITY + "test_a_setting_that_cannot_be_compared_is_not_guessed",
+    ),
+    Mutant(
+        "credentials-are-shown",
+        SETTINGS,
+        "_digest(json.dumps(value)) if name.startswith(_NOT_SHOWN) else json.dumps(value)",
+        "json.dumps(value)",
+        ABOUT_IDENTITY + "test_credentials_in_free_settings_count_and_are_not_shown",
+    ),
+    Mutant(
+        "code-by-name",
+        IDENTITY,
+        "    if top in _OF_THE_ENGINE:",
+        "    if True:",
+        ABOUT_IDENTITY + "test_a_model_from_elsewhere_counts_with_its_code",
+    ),
+    Mutant(
+        "weights-from-two-places",
+        IDENTITY,
+        "if not asked.named and _has_a_second_source(found):",
+        "if False:",
+        ABOUT_IDENTITY + "test_a_model_with_weights_from_two_places_is_not_guessed",
     ),
     Mutant(
         "no-page-facts-in-the-namespace",
@@ -119,18 +157,39 @@ MUTANTS = (
         REQUEST_TESTS + "test_what_cannot_be_identified_is_bypassed",
     ),
     Mutant(
+        "weights-are-sampled",
+        MODEL_WEIGHTS,
+        "found = weights.digest(folder, sampled=sampled)",
+        "found = weights.digest(folder, sampled=True)",
+        WEIGHT_TESTS + "test_the_weights_of_an_engine_are_all_of_its_folder",
+    ),
+    Mutant(
+        "a-piece-is-skipped",
+        WEIGHTS,
+        "for at in range(0, end, _PIECE_NBYTES)]",
+        "for at in range(0, end - _PIECE_NBYTES + 1, _PIECE_NBYTES)]",
+        WEIGHT_TESTS + "test_every_byte_counts",
+    ),
+    Mutant(
         "a-tensor-is-skipped",
         WEIGHTS,
         "for name, tensor in tensors if",
         "for name, tensor in tensors[:-1] if",
-        WEIGHT_TESTS + "test_every_tensor_of_every_file_counts",
+        WEIGHT_TESTS + "test_sampling_sees_every_tensor",
     ),
     Mutant(
         "only-safetensors-count",
         WEIGHTS,
-        '"*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors", "*.json", "*.py"',
-        '"*.safetensors",',
+        "return sorted(file for file in found if file.is_file())",
+        'return sorted(file for file in found if file.suffix == ".safetensors")',
         WEIGHT_TESTS + "test_whatever_lies_beside_the_weights_counts",
+    ),
+    Mutant(
+        "any-loader",
+        MODEL_WEIGHTS,
+        "if type(loader) not in _FROM_THE_FOLDER or load.load_format == _FROM_A_CACHE:",
+        "if False:",
+        WEIGHT_TESTS + "test_weights_that_do_not_come_from_files_are_not_guessed",
     ),
     Mutant(
         "a-digest-is-never-forgotten",
@@ -398,7 +457,7 @@ MUTANTS = (
     ),
     Mutant(
         "a-memory-for-others",
-        "kvtier_core/vllm/memo.py",
+        DIGEST_CACHE,
         " and not status.st_mode & 0o022",
         "",
         WEIGHT_TESTS + "test_a_memory_that_others_could_write_to_is_not_believed",

@@ -35,10 +35,11 @@ from kvtier_core.config import StackConfig, load_config, open_stack
 from kvtier_core.interfaces import OpenContext
 from kvtier_core.plugins import Registry
 from kvtier_core.types import Namespace, Nbytes
-from kvtier_core.vllm import identity, layout
+from kvtier_core.vllm import identity, layout, model_weights
 from kvtier_core.vllm.plan import Plan, Survey
 from kvtier_core.vllm.recorder import Recorder
 from kvtier_core.vllm.scheduler import SchedulerHalf
+from kvtier_core.vllm.settings import UnidentifiedError
 from kvtier_core.vllm.worker import WorkerHalf
 from kvtier_core.workers import run
 
@@ -113,6 +114,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._refusal:
             return
+        if self._vllm_config.parallel_config.rank == 0:
+            model_weights.identify_ahead(
+                self._vllm_config.model_config, self._vllm_config.load_config, self.config.identity
+            )
         table, self._survey = layout.survey(self._vllm_config, self._kv_cache_config, kv_caches, self.config)
         if table is not None:
             self.half = WorkerHalf(self.config.arenas, table, kv_caches)
@@ -126,13 +131,19 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._refusal:
             return
         surveys = list(metadata.values())
-        weights = identity.weights_of(self._vllm_config.model_config, self._vllm_config.load_config)
         if refusal := layout.disagreement(surveys) or self._missing_mover(surveys[0].device):
-            self._refuse(refusal)
-        elif not weights:
-            self._refuse(f"the weights of {self._vllm_config.model_config.model} are not on this disk to be identified")
-        else:
-            self.half = self._open(surveys[0], weights)
+            return self._refuse(refusal)
+        weights = model_weights.identify(
+            self._vllm_config.model_config, self._vllm_config.load_config, self.config.identity
+        )
+        if isinstance(weights, model_weights.Unknown):
+            return self._refuse(weights.reason)
+        if weights.warning:
+            logger.warning("kvtier: %s", weights.warning)
+        try:
+            self.half = self._open(surveys[0], weights.fact)
+        except UnidentifiedError as error:
+            self._refuse(str(error))
 
     def _missing_mover(self, device: str) -> str:
         lacking = [tier.name for tier in self.config.arenas if device not in tier.config.devices]
@@ -160,10 +171,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         for line in manager.describe():
             logger.info("kvtier: %s", line)
         logger.info("kvtier: %s", native.describe())
-        model = Namespace.of(identity.model_facts(self._vllm_config.model_config, weights))
-        logger.info("kvtier: identity %s, of the model %s", context.namespace.digest.hex(), model.digest.hex())
+        before = Namespace.of(identity.facts_before_start(self._vllm_config, weights))
+        logger.info("kvtier: identity %s, before the start %s", context.namespace.digest.hex(), before.digest.hex())
         for fact in context.namespace.facts:
             logger.debug("kvtier: identity: %s: %s", *fact)
+        if cold := manager.why_cold():
+            logger.info("kvtier: cold because %s", cold)
         return SchedulerHalf(
             config,
             manager,

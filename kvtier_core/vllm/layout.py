@@ -12,7 +12,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from kvtier_core.config import StackConfig
 from kvtier_core.interfaces import PageRun, PageTable
 from kvtier_core.types import ChunkLayout
+from kvtier_core.vllm import identity
 from kvtier_core.vllm.plan import Survey
+from kvtier_core.vllm.settings import UnidentifiedError
 
 
 def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
@@ -46,6 +48,10 @@ def survey(
 ) -> tuple[PageTable | None, Survey]:
     """Look at the pages that vLLM hands over at start-up; the table is None if they cannot be moved."""
     device = next(iter(kv_caches.values())).device
+    try:
+        of_the_worker = identity.facts_of_the_worker(vllm_config.model_config, config.identity)
+    except UnidentifiedError as error:
+        return None, Survey(device.type, (), (), str(error))
     runs: dict[tuple[int, int], PageRun] = {}  # layers that share KV are views of the same pages
     for name in sorted(kv_caches):
         run = _page_run(kv_caches[name], kv_cache_config.num_blocks)
@@ -62,6 +68,7 @@ def survey(
         layout=layout,
     )
     facts = {
+        **of_the_worker,
         "device": device.type,
         "page layout": kv_cache_config.kv_cache_layout,
         "layers": " ".join(sorted(kv_caches)),

@@ -173,6 +173,18 @@ def test_the_file_may_lie_in_the_home_directory(write, monkeypatch, tmp_path):
     assert config.origin("$.tiers[0].eviction") == "default"
 
 
+@pytest.mark.parametrize("weights", ["full", "sampled", "name:acme-8b of Tuesday"])
+def test_how_the_weights_are_identified(write, weights):
+    write(f"version: 1\ntiers: [{{type: cpu, capacity: 1GiB}}]\nidentity: {{weights: '{weights}'}}")
+    assert load().identity.weights == weights
+
+
+@pytest.mark.parametrize("weights", ["fast", "Full", "name:", "acme-8b"])
+def test_a_name_for_weights_is_told_from_a_slip_of_the_pen(write, weights):
+    write(f"version: 1\ntiers: [{{type: cpu, capacity: 1GiB}}]\nidentity: {{weights: '{weights}'}}")
+    assert complaints(load) == [f"kvtier.yaml:3: $.identity.weights: {weights!r} is none of full, sampled, name:…"]
+
+
 def test_every_problem_of_a_file_is_told(write):
     write("""\
         version: 2

@@ -17,7 +17,7 @@ from kvtier_core.testing.machine import LAYOUT, NAMESPACE, Shelf, Slots, payload
 from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_keys
 from kvtier_core.tier import Tier
-from kvtier_core.types import PAGE_NBYTES, EventKind, Presence
+from kvtier_core.types import PAGE_NBYTES, EventKind, Namespace, Presence
 from kvtier_core.workers import IOPool
 
 MISS, READY, PENDING = Presence
@@ -412,6 +412,25 @@ def test_what_each_level_holds_in_words(bench, monkeypatch):
     monkeypatch.setattr(bench.shelves[0], "facts", lambda: {"direct": "auto -> off"})
     bench.store(OURS)
     assert bench.manager.describe() == ["cpu: 32KiB, 4 chunks held", "disk: 96KiB, 4 chunks held, direct: auto -> off"]
+
+
+def test_a_cold_start_is_explained_by_the_namespace_that_differs_least(bench, monkeypatch):
+    near = Namespace.of({**dict(NAMESPACE.facts), "dtype": "float16"})
+    far = Namespace.of({"model": "other", "dtype": "float16", "block": "32"})
+    assert bench.manager.why_cold() == ""
+    monkeypatch.setattr(bench.shelves[0], "namespaces", lambda: iter([far, near]))
+    assert bench.manager.why_cold() == "disk holds another namespace: dtype was float16, is not there"
+    monkeypatch.setattr(bench.shelves[0], "namespaces", lambda: iter([far]))
+    assert bench.manager.why_cold() == (
+        "disk holds another namespace: block was 32, is not there, and 2 more facts differ"
+    )
+    bench.store(OURS)
+    assert bench.manager.why_cold() == ""
+
+
+def test_a_store_that_cannot_tell_its_namespaces_explains_nothing(bench, monkeypatch):
+    monkeypatch.setattr(bench.shelves[0], "namespaces", lambda: 1 / 0)
+    assert bench.manager.why_cold() == ""
 
 
 # -- clear ---------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def one_input(data: bytes) -> None:
     claimed, header = data[:8], data[8:]
     FILE.write_bytes((len(header).to_bytes(8, "little") if claimed == bytes(8) else claimed) + header)
     with contextlib.suppress(OSError, ValueError):
-        assert len(weights.digest(FILE)) == 64
+        assert len(weights.digest(FILE, sampled=True)) == 64
 
 
 if __name__ == "__main__":

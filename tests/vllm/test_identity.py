@@ -1,18 +1,29 @@
-"""What decides who may share KV: one ingredient at a time is changed, and each time nothing may be shared."""
+"""What decides which engines may share KV: all that is not known to be harmless, one ingredient at a time."""
 
 from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+import os
+import subprocess
+import sys
+import typing
 
 import attrs
 import pytest
 
+from kvtier_core.config import IdentityConfig
 from kvtier_core.types import Namespace
-from kvtier_core.vllm import identity, weights
+from kvtier_core.vllm import harmless, identity, settings
 from kvtier_core.vllm.plan import Survey
+from kvtier_core.vllm.settings import UnidentifiedError
 
 CHUNK = 64
-
-
 SURVEY = Survey("cpu", (4096, 4096), (("page layout", "NHD"), ("attention backend", "CPU_ATTN"), ("cpu isa", "amx")))
+HARMLESS = frozenset(itertools.chain(*harmless.FIELDS.values()))
+HARMLESS_VARIABLES = " ".join(harmless.VARIABLES.values()).split()
 
 
 def engine_config(model, **options):
@@ -31,6 +42,118 @@ def facts(config, *, weights="w", chunk_tokens=CHUNK, survey=SURVEY):
     return identity.namespace(config, weights, chunk_tokens, survey)
 
 
+# -- the whole of vLLM's configuration --------------------------------------------------------------------
+
+
+def configs_in(annotation) -> list[type]:
+    """The dataclasses that a field may hold."""
+    if dataclasses.is_dataclass(annotation):
+        return [annotation]
+    return [found for argument in typing.get_args(annotation) for found in configs_in(argument)]
+
+
+def every_field(holder, kinds=(), path=""):
+    """Each field of a configuration and of those below it: who holds it, its name, and its path.
+
+    What is not set is filled in, so that its fields are seen as well.
+    """
+    kind = type(holder)
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(holder):
+        name = f"{path}{field.name}"
+        value = getattr(holder, field.name, None)
+        inner = [each for each in configs_in(hints[field.name]) if each not in (*kinds, kind)]
+        if value is None and inner:
+            value = empty(inner[0])
+            object.__setattr__(holder, field.name, value)
+        if inner and dataclasses.is_dataclass(value):
+            yield from every_field(value, (*kinds, kind), f"{name}.")
+        else:
+            yield holder, field.name, name
+
+
+def empty(kind: type) -> object:
+    """An instance in which nothing is set, made without the checks of its constructor."""
+    instance = object.__new__(kind)
+    for field in dataclasses.fields(kind):
+        object.__setattr__(instance, field.name, None)
+    return instance
+
+
+def may_differ(path: str) -> bool:
+    steps = path.split(".")
+    return any(".".join(steps[: i + 1]) in HARMLESS for i in range(len(steps)))
+
+
+def test_every_field_of_the_configuration_counts_unless_it_is_known_to_be_harmless(model):
+    config = engine_config(model)
+    fields = list(every_field(config))
+    before = facts(config)
+    wrong = []
+    for holder, field, path in fields:
+        kept = getattr(holder, field)
+        object.__setattr__(holder, field, "another value")
+        if (facts(config) == before) is not may_differ(path):
+            wrong.append(path)
+        object.__setattr__(holder, field, kept)
+    assert not wrong
+    assert len(fields) > 400
+    assert facts(config) == before
+
+
+def test_no_entry_of_the_table_is_there_in_vain(model):
+    """A field that this vLLM does not have may hide one that it renamed."""
+    known = {path for _, _, path in every_field(engine_config(model))}
+    known |= {path.rsplit(".", steps)[0] for path in known for steps in range(path.count(".") + 1)}
+    assert not HARMLESS - known
+
+
+def test_a_field_that_another_version_adds_counts(base):
+    @dataclasses.dataclass
+    class Newer(type(base)):
+        temperature_of_attention: float = 1.0
+
+    newer = object.__new__(Newer)
+    newer.__dict__.update(base.__dict__, temperature_of_attention=1.0)
+    before = facts(newer)
+    newer.temperature_of_attention = 2.0
+    ((name, here, there),) = facts(newer).differences(before)
+    assert (name, here, there) == ("temperature_of_attention", "2.0", "1.0")
+
+
+def test_every_variable_that_vllm_reads_counts_unless_it_is_known_to_be_harmless():
+    from vllm.envs import environment_variables
+
+    for name in environment_variables:
+        changed = settings.variables({name: "a"}) != settings.variables({name: "b"})
+        assert changed is (name not in HARMLESS_VARIABLES), name
+    made_by_vllm = {"VLLM_DIST_IDENT"}
+    assert not set(HARMLESS_VARIABLES) - set(environment_variables) - made_by_vllm
+
+
+def test_a_variable_that_is_set_changes_the_namespace(base, monkeypatch):
+    before = facts(base)
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    assert facts(base).differences(before) == [("environment VLLM_MLA_DISABLE", "1", "")]
+
+
+def test_variables_of_plugins_count_and_are_not_shown():
+    found = settings.variables({"VLLM_ACME_TOKEN": "secret", "HOME": "/root", "PATH": "/bin"})
+    assert list(found) == ["environment VLLM_ACME_TOKEN"]
+    assert "secret" not in str(found)
+
+
+def test_credentials_in_free_settings_count_and_are_not_shown(model):
+    def of(key):
+        return facts(engine_config(model, additional_config={"store": {"secret_key": key}}))
+
+    assert of("one") != of("two")
+    assert "sesame" not in str(of("sesame"))
+
+
+# -- what was found to give wrong answers ------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -41,6 +164,10 @@ def facts(config, *, weights="w", chunk_tokens=CHUNK, survey=SURVEY):
         {"hf_overrides": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}},
         {"hf_overrides": {"rms_norm_eps": 1e-3}},
         {"tensor_parallel_size": 2},
+        {"enable_lora": True},
+        {"load_format": "dummy"},
+        {"model_loader_extra_config": {"enable_multithread_load": True}},
+        {"enforce_eager": True},
     ],
     ids=str,
 )
@@ -48,9 +175,58 @@ def test_an_option_that_changes_the_kv_changes_the_namespace(model, base, option
     assert facts(engine_config(model, **options)).digest != facts(base).digest
 
 
-@pytest.mark.parametrize("options", [{"max_num_seqs": 3}, {"enable_prefix_caching": False}, {"seed": 1}], ids=str)
+@pytest.mark.parametrize("options", [{"lora_target_modules": ["o_proj"]}, {"lora_dtype": "bfloat16"}], ids=str)
+def test_which_parts_an_adapter_changes_changes_the_namespace(model, options):
+    assert facts(engine_config(model, enable_lora=True, **options)) != facts(engine_config(model, enable_lora=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 3},
+        {"max_num_batched_tokens": 1024},
+        {"enable_prefix_caching": False},
+        {"seed": 1},
+        {"served_model_name": "other"},
+        {"gpu_memory_utilization": 0.5},
+        {"disable_log_stats": True},
+    ],
+    ids=str,
+)
 def test_an_option_that_does_not_does_not(model, base, options):
-    assert facts(engine_config(model, **options)).digest == facts(base).digest
+    assert facts(engine_config(model, **options)).differences(facts(base)) == []
+
+
+def test_ways_to_quantize_are_told_apart(base):
+    """As vLLM keeps ``--quantization-config``: an object of its own, or the mapping that was written."""
+    from vllm.config.quantization import QuantizationConfigArgs
+
+    def of(written):
+        config = copy.copy(base)
+        config.model_config = copy.copy(base.model_config)
+        object.__setattr__(config.model_config, "quantization_config", written)
+        return facts(config).digest
+
+    ignored = [QuantizationConfigArgs(ignore=["lm_head"]), QuantizationConfigArgs(ignore=["gate"]), None]
+    assert len({of(each) for each in [*ignored, {"ignore": ["lm_head"]}]}) == 4
+
+
+def test_a_file_that_a_setting_names_counts_with_its_content(base, tmp_path):
+    scales = tmp_path / "scales.json"
+    scales.write_text("1")
+    before = settings._plain(str(scales), "")
+    scales.write_text("2")
+    assert settings._plain(str(scales), "") != before
+
+
+def test_a_setting_that_cannot_be_compared_is_not_guessed(base):
+    config = copy.copy(base)
+    config.additional_config = {"hook": lambda: None}
+    with pytest.raises(UnidentifiedError, match=r"additional_config\.hook is a function"):
+        facts(config)
+
+
+# -- what the engine adds ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -82,6 +258,34 @@ def test_the_format_and_the_engines_version_count(base, monkeypatch):
     assert len({before, other_format, facts(base).digest}) == 3
 
 
+def test_a_model_from_elsewhere_counts_with_its_code(base, tmp_path, monkeypatch):
+    package = tmp_path / "acme"
+    package.mkdir()
+    (package / "__init__.py").write_text("from acme.llama import Llama")
+    (package / "llama.py").write_text("class Llama: pass")
+    monkeypatch.syspath_prepend(tmp_path)
+    import acme
+
+    monkeypatch.setattr(identity, "get_model_cls", lambda model: acme.Llama)
+    before = identity.facts_of_the_worker(base.model_config, IdentityConfig())
+    (package / "llama.py").write_text("class Llama: scale = 2")
+    after = identity.facts_of_the_worker(base.model_config, IdentityConfig())
+    assert before["model code"] != after["model code"]
+    assert before["model code"].startswith("acme.llama.Llama ")
+
+
+def test_a_model_with_weights_from_two_places_is_not_guessed(base, monkeypatch):
+    from vllm.model_executor.models.ultravox import UltravoxModel
+
+    monkeypatch.setattr(identity, "get_model_cls", lambda model: UltravoxModel)
+    with pytest.raises(UnidentifiedError, match="may load weights from a second place"):
+        identity.facts_of_the_worker(base.model_config, IdentityConfig())
+    assert identity.facts_of_the_worker(base.model_config, IdentityConfig("name:ultravox of Tuesday"))
+
+
+# -- the same everywhere -----------------------------------------------------------------------------------
+
+
 def test_namespaces_are_the_same_on_every_machine():
     namespace = Namespace.of({"model": "LlamaForCausalLM", "weights": "é"})
     # blake2b of [["model","LlamaForCausalLM"],["weights","\\u00e9"]], by hand
@@ -93,19 +297,47 @@ def test_an_epoch_shares_nothing_with_any_other():
     assert len({first.digest, first.renewed().digest, first.renewed().digest}) == 3
 
 
-def test_the_command_tells_what_an_engine_will_log(model, engine, said, capsys):
+def test_the_command_tells_what_an_engine_in_another_process_will_log(model, engine, said, tmp_path, capsys):
     from conftest import cpu
 
     from kvtier_core.cli import main
 
-    arguments = ["identity", "--model", str(model), "--"]
-    arguments += ["--dtype", "float32", "--max-model-len", "2048", "--skip-tokenizer-init"]
-    assert main(arguments) == 0
-    told = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines() if line)
-    assert told["weights"] == weights.digest(model)
-    with engine(cpu()):
+    told = tmp_path / "told.json"
+    arguments = ["--dtype", "float32", "--max-model-len", "2048", "--skip-tokenizer-init", "--enforce-eager"]
+    start = "import sys; from kvtier_core.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", start, "identity", "--model", str(model), "--json", str(told), "--"]
+    elsewhere = {**os.environ, "PYTHONHASHSEED": "7", "HOME": str(tmp_path), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    output = subprocess.run([*command, *arguments], env=elsewhere, cwd=tmp_path, capture_output=True, text=True)
+    assert output.returncode == 0, output.stderr
+    with engine(cpu()) as served:
         (logged,) = [line for line in said() if line.startswith("kvtier: identity ")]
-    assert told["digest"].split()[-1] == logged.split()[-1]
-    capsys.readouterr()
-    assert main([*arguments[:-5], "--dtype", "bfloat16", "--max-model-len", "2048"]) == 0
-    assert logged.split()[-1] not in capsys.readouterr().out
+        running = served.connector.half._epoch
+    before = Namespace.from_json(told.read_text())
+    assert [each for each in before.differences(running) if each[1]] == []
+    assert before.digest.hex() == logged.split()[-1]
+    assert before.digest.hex() in output.stdout
+
+    kept = tmp_path / "running.json"
+    kept.write_text(running.to_json())
+    assert main(["identity", "--diff", str(told), str(kept)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 and "attention backend" in lines[0]
+
+
+def test_the_command_names_the_facts_that_differ(tmp_path, capsys):
+    from kvtier_core.cli import main
+
+    one, other, torn = (tmp_path / name for name in ("one", "other", "torn"))
+    one.write_text(Namespace.of({"dtype": "float32", "weights": "w", "page layout": "NHD"}).to_json())
+    other.write_text(Namespace.of({"dtype": "bfloat16", "weights": "w"}).to_json())
+    torn.write_text(json.dumps({"dtype": 1}))
+    assert main(["identity", "--diff", str(one), str(other)]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "dtype",
+        f"  {one}: float32",
+        f"  {other}: bfloat16",
+        f"only in {one}: page layout",
+    ]
+    assert main(["identity", "--diff", str(one), str(one)]) == 0
+    assert main(["identity", "--diff", str(one), str(torn)]) == 2
+    assert main(["identity", "--diff", str(one), str(tmp_path / "none")]) == 2

@@ -1,0 +1,261 @@
+"""Settings of vLLM that cannot change the KV of a prompt. All others are part of an engine's identity.
+
+A setting that is in neither table, of another version of vLLM for instance, counts: the cost of a setting that counts
+without need is a cold start, the cost of one that is missed is a wrong answer. Sums that are added up in another order
+are not another KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+#: Fields of `VllmConfig`, by the reason why they may differ. A name stands for all that is below it, too.
+FIELDS: Mapping[str, Sequence[str]] = {
+    "where things lie; what is read there is identified by its bytes, or counts under another name": (
+        "model_config.model",
+        "model_config.model_weights",
+        "model_config.revision",
+        "model_config.hf_config_path",
+        "model_config.hf_token",
+        "load_config.download_dir",
+        "compilation_config.cache_dir",
+        "compilation_config.local_cache_dir",
+        "compilation_config.debug_dump_path",
+        "model_config.multimodal_config.mm_encoder_fp8_scale_save_path",
+    ),
+    "applied to or read from other fields, which count": (
+        "model_config.hf_overrides",  # to hf_config
+        "quant_config",  # from model_config.quantization, quantization_config and files beside the weights
+        "cache_config.user_specified_block_size",
+        "cache_config._block_size_resolved",
+        "parallel_config._allow_auto_resolve_cp_interleave_size",
+    ),
+    "before the tokens of a prompt are known, which are the key": (
+        "model_config.tokenizer",
+        "model_config.tokenizer_mode",
+        "model_config.tokenizer_revision",
+        "model_config.skip_tokenizer_init",
+        "model_config.allowed_local_media_path",
+        "model_config.allowed_media_domains",
+        "model_config.io_processor_plugin",
+        "model_config.renderer_num_workers",
+        "model_config.enable_prompt_embeds",  # requests that come with embeddings are bypassed
+        "model_config.multimodal_config.limit_per_prompt",
+        "model_config.multimodal_config.media_io_kwargs",  # items are identified by their processed bytes
+        "model_config.multimodal_config.mm_processor_cache_gb",
+        "model_config.multimodal_config.mm_processor_cache_type",
+        "model_config.multimodal_config.mm_hasher_algorithm",
+        "model_config.multimodal_config.mm_shm_cache_max_object_size_mb",
+        "model_config.multimodal_config.mm_ipc_gpu_memory_gb",
+        "model_config.multimodal_config.mm_tensor_ipc",
+        "model_config.multimodal_config.skip_mm_profiling",
+        "model_config.multimodal_config.allow_missing_mm_embeddings",
+        "model_config.multimodal_config.enable_mm_embeds",
+    ),
+    "after the KV is computed: sampling and output": (
+        "model_config.seed",  # dummy weights are drawn from it, and say so
+        "model_config.generation_config",
+        "model_config.override_generation_config",
+        "model_config.logits_processors",
+        "model_config.max_logprobs",
+        "model_config.logprobs_mode",
+        "model_config.return_sampling_mask",
+        "model_config.use_fp64_gumbel",
+        "model_config.served_model_name",
+        "structured_outputs_config",
+        "watermark_config",
+        "reasoning_config",
+        "aux_output_config",
+    ),
+    "how much at once, and in which order": (
+        "scheduler_config.max_num_batched_tokens",
+        "scheduler_config.max_num_scheduled_tokens",
+        "scheduler_config.max_num_seqs",
+        "scheduler_config.max_num_active_seqs",
+        "scheduler_config.max_num_queued_reqs",
+        "scheduler_config.max_num_queued_tokens",
+        "scheduler_config.max_num_encoder_input_tokens",
+        "scheduler_config.encoder_cache_size",
+        "scheduler_config.long_prefill_token_threshold",
+        "scheduler_config.long_prefill_token_threshold_adaptive",
+        "scheduler_config.enable_chunked_prefill",
+        "scheduler_config.disable_chunked_mm_input",
+        "scheduler_config.policy",
+        "scheduler_config.scheduler_cls",
+        "scheduler_config.scheduler_reserve_full_isl",
+        "scheduler_config.watermark",
+        "scheduler_config.prefill_schedule_interval",
+        "scheduler_config.async_scheduling",
+        "scheduler_config.stream_interval",
+        "compilation_config.compile_ranges_endpoints",  # these four follow from the budgets
+        "compilation_config.compile_sizes",
+        "compilation_config.cudagraph_capture_sizes",
+        "compilation_config.max_cudagraph_capture_size",
+        "lora_config.max_loras",
+        "lora_config.max_cpu_loras",
+    ),
+    "how much memory, for how many blocks": (
+        "cache_config.gpu_memory_utilization",
+        "cache_config.kv_cache_memory_bytes",
+        "cache_config.num_gpu_blocks",
+        "cache_config.num_gpu_blocks_override",
+        "cache_config.num_cpu_blocks",
+        "cache_config.kv_cache_size_tokens",
+        "cache_config.kv_cache_max_concurrency",
+        "model_config.enable_sleep_mode",
+        "model_config.sleep_mode_backend",
+        "model_config.sleep_mode_offload_cudagraph",
+        "model_config.sleep_preserve_parameter_names",
+        "model_config.enable_cumem_allocator",
+        "model_config.enable_nccl_comm_suspend",
+    ),
+    "caches and transfers of KV beside this one": (
+        "cache_config.enable_prefix_caching",
+        "cache_config.prefix_caching_hash_algo",
+        "cache_config.prefix_cache_retention_interval",
+        "cache_config.prefix_match_unit",
+        "cache_config.hash_block_size",
+        "cache_config.cache_hit_alignment_tokens",
+        "cache_config.kv_offloading_size",
+        "cache_config.kv_offloading_backend",
+        "kv_transfer_config",
+        "kv_events_config",
+    ),
+    "which process of several, on which machine and port, and how long it is waited for": (
+        "instance_id",
+        "shutdown_timeout",
+        "parallel_config.data_parallel_size",
+        "parallel_config.data_parallel_size_local",
+        "parallel_config.data_parallel_rank",
+        "parallel_config.data_parallel_rank_local",
+        "parallel_config.data_parallel_index",
+        "parallel_config.data_parallel_master_ip",
+        "parallel_config.data_parallel_master_port",
+        "parallel_config.data_parallel_rpc_port",
+        "parallel_config.data_parallel_backend",
+        "parallel_config.data_parallel_external_lb",
+        "parallel_config.data_parallel_hybrid_lb",
+        "parallel_config._data_parallel_master_port_list",
+        "parallel_config._coord_store_port",
+        "parallel_config._api_process_count",
+        "parallel_config._api_process_rank",
+        "parallel_config.dp_sync_interval",
+        "parallel_config.disable_nccl_for_dp_synchronization",
+        "parallel_config.distributed_executor_backend",
+        "parallel_config.distributed_timeout_seconds",
+        "parallel_config.cpu_distributed_timeout_seconds",
+        "parallel_config.assigned_physical_gpu_ids",
+        "parallel_config.numa_bind",
+        "parallel_config.numa_bind_nodes",
+        "parallel_config.numa_bind_cpus",
+        "parallel_config.master_addr",
+        "parallel_config.master_port",
+        "parallel_config.nnodes",
+        "parallel_config.node_rank",
+        "parallel_config.rank",
+        "parallel_config.placement_group",
+        "parallel_config.ray_runtime_env",
+        "parallel_config.ray_workers_use_nsight",
+        "parallel_config.max_parallel_loading_workers",
+        "parallel_config.enable_fault_tolerance",
+        "parallel_config.fault_tolerance_config",
+        "ec_transfer_config.engine_id",
+        "ec_transfer_config.ec_ip",
+        "ec_transfer_config.ec_port",
+    ),
+    "how files are read, not what they hold": (
+        "load_config.safetensors_load_strategy",
+        "load_config.safetensors_prefetch_num_threads",
+        "load_config.safetensors_prefetch_block_size",
+        "load_config.use_tqdm_on_load",
+    ),
+    "what is observed and logged": (
+        "observability_config",
+        "profiler_config",
+        "logging_config",
+        "parallel_config.eplb_config.log_balancedness",
+        "parallel_config.eplb_config.log_balancedness_interval",
+    ),
+    "filled in by a process while it runs": (
+        "compilation_config.static_forward_context",  # the layers that have KV are facts of their own
+        "compilation_config.static_all_moe_layers",
+        "compilation_config.enabled_custom_ops",
+        "compilation_config.disabled_custom_ops",
+        "compilation_config.traced_files",
+        "compilation_config.compilation_time",
+        "compilation_config.encoder_compilation_time",
+    ),
+}
+
+#: Environment variables that vLLM reads, separated by spaces, by the reason why they may differ.
+VARIABLES: Mapping[str, str] = {
+    "how vLLM was built; its version counts": (
+        "CMAKE_BUILD_TYPE CUDA_HOME MAX_JOBS NVCC_THREADS VERBOSE VLLM_BUILD_COMMIT VLLM_BUILD_PIPELINE VLLM_BUILD_URL "
+        "VLLM_DOCKER_BUILD_CONTEXT VLLM_IMAGE_TAG VLLM_MAIN_CUDA_VERSION VLLM_SKIP_PRECOMPILED_VERSION_SUFFIX "
+        "VLLM_SKIP_VERSION_SUFFIX VLLM_USE_PRECOMPILED VLLM_USE_PRECOMPILED_RUST"
+    ),
+    "where things lie": (
+        "LD_LIBRARY_PATH S3_ACCESS_KEY_ID S3_ENDPOINT_URL S3_SECRET_ACCESS_KEY VLLM_ASSETS_CACHE "
+        "VLLM_ASSETS_CACHE_MODEL_CLEAN VLLM_CACHE_ROOT VLLM_CONFIG_ROOT VLLM_CUDART_SO_PATH "
+        "VLLM_CUDA_COMPATIBILITY_PATH VLLM_DEBUG_DUMP_PATH VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR "
+        "VLLM_LORA_RESOLVER_CACHE_DIR VLLM_LORA_RESOLVER_HF_REPO_LIST VLLM_MEDIA_CACHE VLLM_MODEL_REDIRECT_PATH "
+        "VLLM_NCCL_INCLUDE_PATH VLLM_NCCL_SO_PATH VLLM_RPC_BASE_PATH VLLM_RUST_FRONTEND_PATH VLLM_USE_MODELSCOPE "
+        "VLLM_XLA_CACHE_PATH"
+    ),
+    "before the tokens of a prompt are known, which are the key": (
+        "VLLM_AUDIO_FETCH_TIMEOUT VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS "
+        "VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS VLLM_IMAGE_FETCH_TIMEOUT VLLM_MAX_AUDIO_CLIP_FILESIZE_MB "
+        "VLLM_MAX_AUDIO_DECODE_BYTES VLLM_MAX_AUDIO_DECODE_DURATION_S VLLM_MAX_AUDIO_PREPROCESS_WORKERS "
+        "VLLM_MAX_EMBED_DECODE_BYTES VLLM_MAX_IMAGE_PIXELS VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB "
+        "VLLM_MEDIA_CACHE_MAX_SIZE_MB VLLM_MEDIA_CACHE_TTL_HOURS VLLM_MEDIA_CONNECTOR VLLM_MEDIA_FETCH_MAX_RETRIES "
+        "VLLM_MEDIA_LOADING_THREAD_COUNT VLLM_MEDIA_URL_ALLOW_REDIRECTS VLLM_SYSTEM_START_DATE VLLM_USE_FASTOKENS "
+        "VLLM_VIDEO_FETCH_TIMEOUT VLLM_VIDEO_LOADER_BACKEND"
+    ),
+    "after the KV is computed: sampling, parsing and output": (
+        "VLLM_COMPUTE_NANS_IN_LOGITS VLLM_ENFORCE_STRICT_TOOL_CALLING VLLM_MAX_BAD_WORDS_TOTAL_TOKENS "
+        "VLLM_MAX_COMPLETION_PROMPTS VLLM_MAX_NUM_BAD_WORDS VLLM_MAX_N_SEQUENCES VLLM_MAX_STOP_STRINGS "
+        "VLLM_RAISE_ON_LOGIT_NANS VLLM_REGEX_COMPILATION_TIMEOUT_S VLLM_TOOL_JSON_ERROR_AUTOMATIC_RETRY "
+        "VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT VLLM_USE_FLASHINFER_SAMPLER "
+        "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE VLLM_V1_USE_OUTLINES_CACHE VLLM_XGRAMMAR_CACHE_MB VLLM_XPU_USE_SAMPLER_KERNEL"
+    ),
+    "the HTTP server": (
+        "VLLM_ALLOW_INSECURE_SERIALIZATION VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_API_KEY "
+        "VLLM_DEBUG_LOG_API_SERVER_RESPONSE VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_ENABLE_COHERE_API "
+        "VLLM_ENABLE_RESPONSES_API_STORE VLLM_HTTP_TIMEOUT_KEEP_ALIVE VLLM_KEEP_ALIVE_ON_ENGINE_DEATH "
+        "VLLM_SERVER_DEV_MODE VLLM_SKIP_MODEL_NAME_VALIDATION VLLM_USE_RUST_BENCH VLLM_USE_RUST_FRONTEND"
+    ),
+    "which process of several, on which machine and port, and how long it is waited for": (
+        "CUDA_VISIBLE_DEVICES LOCAL_RANK VLLM_DIST_IDENT VLLM_DP_MASTER_IP VLLM_DP_MASTER_PORT VLLM_DP_RANK "
+        "VLLM_DP_RANK_LOCAL VLLM_DP_SIZE VLLM_ELASTIC_EP_DRAIN_REQUESTS VLLM_ELASTIC_EP_SCALE_UP_LAUNCH "
+        "VLLM_ENABLE_V1_MULTIPROCESSING VLLM_ENGINE_READY_TIMEOUT_S VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS VLLM_HOST_IP "
+        "VLLM_LOOPBACK_IP VLLM_MQ_MAX_CHUNK_BYTES_MB VLLM_MSGPACK_ZERO_COPY_THRESHOLD "
+        "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME VLLM_PLUGINS VLLM_PORT VLLM_PROCESS_NAME_PREFIX "
+        "VLLM_RANDOMIZE_DP_DUMMY_INPUTS VLLM_RAY_BUNDLE_INDICES VLLM_RAY_DP_PACK_STRATEGY "
+        "VLLM_RAY_DP_PLACEMENT_NODE_IPS VLLM_RAY_EXTRA_ENV_VARS_TO_COPY VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY "
+        "VLLM_RAY_PER_WORKER_GPUS VLLM_RINGBUFFER_WARNING_INTERVAL VLLM_USE_RAY_V2_EXECUTOR_BACKEND "
+        "VLLM_USE_SPINLOOP_EXT VLLM_WORKER_MULTIPROC_METHOD VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
+    ),
+    "how much memory, and which cores": (
+        "VLLM_CPU_KVCACHE_SPACE VLLM_CPU_NUM_OF_RESERVED_CPU VLLM_CPU_OMP_THREADS_BIND VLLM_ENABLE_STARTUP_PLAN "
+        "VLLM_FASTSAFETENSORS_QUEUE_SIZE VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE "
+        "VLLM_TRITON_JIT_WARMUP_NUM_THREADS VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY "
+        "VLLM_WEIGHT_OFFLOADING_DISABLE_UVA VLLM_WSL2_ENABLE_PIN_MEMORY"
+    ),
+    "caches and transfers of KV beside this one": (
+        "MOONCAKE_PREFERRED_SEGMENT MOONCAKE_REQUESTER_LOCAL_HOSTNAME VLLM_EC_SIDE_CHANNEL_HOST "
+        "VLLM_EC_SIDE_CHANNEL_PORT VLLM_GPU_NIC_PCIE_MAPPING VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES "
+        "VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT VLLM_MOONCAKE_BOOTSTRAP_PORT "
+        "VLLM_MOONCAKE_CONNECTOR_TIMEOUT VLLM_MOONCAKE_DISK_STAGING_USABLE_RATIO VLLM_MOONCAKE_LOAD_RECV_THREADS "
+        "VLLM_MOONCAKE_STORE_TIER_LOG VLLM_NIC_SELECTION_VARS VLLM_NIXL_SIDE_CHANNEL_HOST VLLM_NIXL_SIDE_CHANNEL_PORT "
+        "VLLM_P2P_HANDSHAKE_TIMEOUT_S VLLM_P2P_IDLE_TIMEOUT_S VLLM_P2P_MAX_PEERS VLLM_P2P_SIDE_CHANNEL_HOST "
+        "VLLM_P2P_SIDE_CHANNEL_PORT VLLM_USE_SIMPLE_KV_OFFLOAD"
+    ),
+    "what is observed and logged": (
+        "FORCE_COLOR NO_COLOR VLLM_CONFIGURE_LOGGING VLLM_CUSTOM_SCOPES_FOR_PROFILING VLLM_DEBUG_MFU_METRICS "
+        "VLLM_DEBUG_WORKSPACE VLLM_DISABLE_LOG_LOGO VLLM_DO_NOT_TRACK VLLM_GC_DEBUG VLLM_GPU_SYNC_CHECK "
+        "VLLM_LOGGING_COLOR VLLM_LOGGING_CONFIG_PATH VLLM_LOGGING_LEVEL VLLM_LOGGING_PREFIX VLLM_LOGGING_STREAM "
+        "VLLM_LOG_BATCHSIZE_INTERVAL VLLM_LOG_MODEL_INSPECTION VLLM_LOG_STATS_INTERVAL VLLM_NO_USAGE_STATS "
+        "VLLM_NVTX_SCOPES_FOR_PROFILING VLLM_PATTERN_MATCH_DEBUG VLLM_TRACE_FUNCTION VLLM_USAGE_SOURCE "
+        "VLLM_USAGE_STATS_SERVER"
+    ),
+}
