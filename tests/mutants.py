@@ -274,7 +274,7 @@ MUTANTS = (
     Mutant(
         "any-memory-is-believed",
         "kvtier_core/memo.py",
-        "if frame.check(found, namespace, key, payload_nbytes=self._length) is None:",
+        "if frame.check(found, self._namespace, self.key, payload_nbytes=self._length) is None:",
         "if True:",
         "tests/core/test_memo_on_disk.py::test_a_damaged_memory_is_a_cold_start",
     ),
