@@ -52,6 +52,7 @@ def test_check_shows_every_setting_and_its_origin(folder, capsys):
         ["$.token_database", "chained", "default"],
         ["$.load_wait", "0.5s", "kvtier.yaml:2"],
         ["$.save_decode", "false", "default"],
+        ["$.on_reset", "forget", "default"],
         ["$.record", "~", "default"],
     ]
 
