@@ -50,6 +50,9 @@ _KIND_OF = {family: word for word, kind in KINDS.items() for family in kind.fami
 #: Of any tier: how many requests must name a chunk before it is kept.
 _STORE_AFTER = {"default": 1, "validator": attrs.validators.ge(1)}
 
+#: Of a tier below the arenas. More threads than this wait for each other and for the GIL, whatever the store can do.
+_MOST_THREADS = 64
+
 
 @attrs.frozen
 class ArenaTier:
@@ -71,7 +74,7 @@ class BackendTier:
     capacity: Nbytes
     eviction: EvictionConfig = attrs.field(factory=GitConfig)
     serializer: SerializerConfig = attrs.field(factory=RawConfig)
-    threads: int = attrs.field(default=4, validator=attrs.validators.ge(1))
+    threads: int = attrs.field(default=4, validator=[attrs.validators.ge(1), attrs.validators.le(_MOST_THREADS)])
     inflight: Nbytes = attrs.field(default=Nbytes(1 << 30))  #: bytes of arena slots that calls to this tier may hold
     store_after: int = attrs.field(**_STORE_AFTER)
 
@@ -121,6 +124,9 @@ class StackConfig:
     load_wait: Seconds = attrs.field(default=Seconds(2))  #: how long a request waits for what lies below the arenas
     save_decode: bool = False
     identity: IdentityConfig = attrs.field(factory=IdentityConfig)
+    #: When vLLM resets its caches. It does so for new weights, a sleep and a pause, and does not say for which:
+    #: ``keep`` is for an engine whose weights never change while it runs.
+    on_reset: Literal["forget", "keep"] = "forget"
     record: RecordConfig | None = None
     _places: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)
 
@@ -270,17 +276,22 @@ class _Opened:
     store: AllocatorBackend | Backend
     residents: Residents
     door: Door
+    capacity: Nbytes  #: this engine's share
 
 
 def open_stack(config: StackConfig, ctx: OpenContext, world: World = _HERE) -> StorageManager:
-    """All tiers open, or none: then raises ConfigError with what is wrong with each."""
+    """All tiers open, or none: then raises ConfigError with what is wrong with each.
+
+    Capacities are those of the node: of several engines that share the configuration each gets an equal part.
+    """
     gather = Gather()
     opened: list[_Opened] = []
     levels: list[Arena | Tier] = []
     with contextlib.ExitStack() as closing:
         for i, tier in enumerate(config.tiers):
             with _blaming(config, i, gather):
-                opened.append(_open(tier, attrs.evolve(ctx, capacity=tier.capacity), world, closing))
+                share = Nbytes(tier.capacity // ctx.replicas)
+                opened.append(_open(tier, attrs.evolve(ctx, capacity=share), world, closing))
         gather.settle()  # a tier may evict from its store as it starts, so none starts before all are open
         for i, each in enumerate(opened):
             with _blaming(config, i, gather):
@@ -309,13 +320,13 @@ def _blaming(config: StackConfig, i: int, gather: Gather) -> Iterator[None]:
 def _open(tier: ArenaTier | BackendTier, ctx: OpenContext, world: World, closing: contextlib.ExitStack) -> _Opened:
     serializer = tier.serializer.open(ctx) if isinstance(tier, BackendTier) else None
     door = world.door(ctx.namespace, ctx.layout, serializer)
-    _check_room("$.capacity", tier.capacity, "holds", door.bound)
+    _check_room("$.capacity", tier.capacity, "holds", door.bound, ctx.replicas)
     if isinstance(tier, BackendTier):
         _check_room("$.inflight", tier.inflight, "lets through", ctx.layout.frame_nbytes)
     residents = Residents(tier.eviction.open(), tier.store_after)
     store = tier.config.open(ctx)
     closing.callback(_close, store)
-    return _Opened(tier, store, residents, door)
+    return _Opened(tier, store, residents, door, ctx.capacity)
 
 
 def _start(opened: _Opened, arenas: int, world: World, closing: contextlib.ExitStack) -> Arena | Tier:
@@ -328,17 +339,18 @@ def _start(opened: _Opened, arenas: int, world: World, closing: contextlib.ExitS
         pool=_pool(tier.name, tier.threads, world, closing),
         residents=opened.residents,
         door=opened.door,
-        capacity=tier.capacity,
+        capacity=opened.capacity,
         inflight=tier.inflight,
         clock=world.clock,
     )
 
 
-def _check_room(path: str, room: Nbytes, verb: str, chunk_nbytes: int) -> None:
-    if room < chunk_nbytes:
+def _check_room(path: str, room: Nbytes, verb: str, chunk_nbytes: int, replicas: int = 1) -> None:
+    if room // replicas < chunk_nbytes:
         kib = -(-chunk_nbytes // 1024)
-        why = f"{room} {verb} no chunk: one is {math.ceil(kib / 102.4) / 10:g}MiB"
-        raise ConfigError([Problem("", path, why, f"write at least {kib}KiB")])
+        divided = f", divided among {replicas} data parallel replicas," if replicas > 1 else ""
+        why = f"{room}{divided} {verb} no chunk: one is {math.ceil(kib / 102.4) / 10:g}MiB"
+        raise ConfigError([Problem("", path, why, f"write at least {kib * replicas}KiB")])
 
 
 def _pool(name: str, threads: int, world: World, closing: contextlib.ExitStack) -> Pool:

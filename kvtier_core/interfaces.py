@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import enum
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import ClassVar, NamedTuple
@@ -24,6 +25,14 @@ HOLE = -1
 PageList = Sequence[Sequence[int]]
 
 
+class Medium(enum.Enum):
+    """What a tier keeps chunks on, for an engine's metrics of where hits came from."""
+
+    HOST = "host"  #: memory of this node
+    DISK = "disk"  #: a disk of this node
+    UNSPECIFIED = "unspecified"  #: anything else, a remote store for instance
+
+
 @attrs.frozen
 class OpenContext:
     """What the stack knows and a plugin may need when it opens."""
@@ -31,7 +40,9 @@ class OpenContext:
     namespace: Namespace
     layout: ChunkLayout
     engine: str  #: names this engine among those alive on this node
-    capacity: Nbytes = Nbytes(0)  #: what the YAML grants this tier, in bytes of frames
+    capacity: Nbytes = Nbytes(0)  #: this engine's share of what the YAML grants this tier, in bytes of frames
+    replica: int = 0  #: which of the engines that share this configuration this is (data parallelism), from 0
+    replicas: int = 1  #: how many they are; none may touch what another one stores
 
 
 @attrs.frozen
@@ -270,6 +281,7 @@ class ArenaConfig(abc.ABC):
     type: ClassVar[str]
     #: Types of devices, in torch's words, for whose pages `attach` has a mover.
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
+    medium: ClassVar[Medium] = Medium.UNSPECIFIED
 
     @abc.abstractmethod
     def open(self, ctx: OpenContext) -> AllocatorBackend:
@@ -285,6 +297,7 @@ class BackendConfig(abc.ABC):
     """A tier that stores frames and borrows an arena's slots to read into."""
 
     type: ClassVar[str]
+    medium: ClassVar[Medium] = Medium.UNSPECIFIED
 
     @abc.abstractmethod
     def open(self, ctx: OpenContext) -> Backend:

@@ -7,13 +7,17 @@ from collections.abc import Iterable
 
 from kvtier_core.types import Event, EventKind, Nbytes
 
+#: Seconds between two looks at the counters while something happens. A server is seldom told that it ends.
+_EVERY = 600.0
+
 
 class Stats:
-    """Of each tier, since the stack was opened."""
+    """Of each tier, since the stack was opened at ``now``. Time is handed in."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: float = 0.0) -> None:
         self._chunks: dict[str, Counter[EventKind]] = {}
         self._nbytes: dict[str, Counter[EventKind]] = {}
+        self._next = now + _EVERY
 
     def take_in(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -24,6 +28,13 @@ class Stats:
     def count(self, tier: str, kind: EventKind) -> int:
         """Chunks of a tier to which this happened; for what happens to a whole tier, how often it did."""
         return self._chunks.get(tier, Counter())[kind]
+
+    def due(self, now: float) -> list[str]:
+        """Every ten minutes what `describe` says, and nothing in between."""
+        if now < self._next:
+            return []
+        self._next = now + _EVERY
+        return self.describe()
 
     def describe(self) -> list[str]:
         """A line a tier, in plain words."""

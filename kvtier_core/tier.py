@@ -17,7 +17,7 @@ from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.frame import Damage
 from kvtier_core.inquiries import Inquiries
 from kvtier_core.interfaces import Backend
-from kvtier_core.memo import Memo, key_of
+from kvtier_core.memo import Memo
 from kvtier_core.residents import Residents
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Usage
 from kvtier_core.workers import Outcome, Pool, run_within
@@ -81,7 +81,7 @@ class Tier:
         self._writes = Breaker()
         self._hangs = False
         self._inquiries = Inquiries(clock)
-        self._memo = Memo(backend, residents, capacity)
+        self._memo = Memo(backend, residents, door.namespace, capacity)
         self._take_stock()
 
     # -- what is here ------------------------------------------------------------------------------
@@ -117,11 +117,13 @@ class Tier:
         return self._inquiries.note(key)
 
     def catch_up(self) -> None:
-        """Ask what `wonder` noted, and delete again what could not be deleted before."""
+        """Ask what `wonder` noted, delete again what could not be deleted before, keep what the policy learned."""
         now = self._clock()
         self._look_for_hangs()
         if self._doomed and self._writes.allows(now):
             self._bury([key for key in self._doomed if key not in self._busy])
+        if self._memo.due(now) and self._writes.allows(now) and not self._hangs:
+            self._memo.keep_by(self.pool, now, lambda outcome: self._judge(self._writes, [], outcome))
         keys = [key for key in self._inquiries.take() if key not in self._busy]
         if not keys or not self._reads.allows(now):
             return
@@ -329,7 +331,7 @@ class Tier:
 
     def _close(self) -> None:
         try:
-            self._memo.keep(self._door.namespace)
+            self._memo.keep()
         finally:
             self.backend.close()
 
@@ -349,9 +351,9 @@ class Tier:
 
     def _take_stock(self) -> None:
         """What survived a restart, oldest first. What the capacity cannot hold leaves."""
-        self._memo.recall(self._door.namespace)
+        self._memo.recall()
         for key, nbytes in self.backend.scan():
-            if key != key_of(self._door.namespace) and key not in self.residents:
+            if key != self._memo.key and key not in self.residents:
                 self.residents.admit([key], [None], nbytes)
         self._evict(self._beyond_room())
 

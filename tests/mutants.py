@@ -206,6 +206,13 @@ MUTANTS = (
         SERVING + "test_a_frame_of_before_is_not_served_even_if_it_could_not_be_deleted",
     ),
     Mutant(
+        "sleeps-over-new-weights",
+        "kvtier_core/vllm/connector.py",
+        'if self.config.on_reset == "keep":',
+        "if True:",
+        "tests/vllm/test_sleep.py::test_weights_may_be_others_after_a_sleep_or_pause_that_resets",
+    ),
+    Mutant(
         "requests-go-on-over-an-epoch",
         SCHEDULER,
         'tracked.identity = tracked.bypass = "it began before the cache was reset"',
@@ -333,11 +340,61 @@ MUTANTS = (
     Mutant(
         "any-memory-is-believed",
         "kvtier_core/memo.py",
-        "if frame.check(found, namespace, key, payload_nbytes=self._length) is None:",
+        "if frame.check(found, self._namespace, self.key, payload_nbytes=self._length) is None:",
         "if True:",
         "tests/core/test_memo_on_disk.py::test_a_damaged_memory_is_a_cold_start",
     ),
+    Mutant(
+        "what-was-learned-waits-for-the-end",
+        TIER,
+        "if self._memo.due(now) and",
+        "if False and",
+        "tests/core/test_memo_on_disk.py::test_whoever_is_killed_leaves_what_it_knew_a_minute_ago",
+    ),
+    Mutant(
+        "a-memory-of-each-epoch",
+        "kvtier_core/memo.py",
+        "self._backend.write([self.key], [sealed])",
+        "self._backend.write([key_of(self._namespace.renewed())], [sealed])",
+        "tests/core/test_memo_on_disk.py::test_an_epoch_leaves_no_memory_of_its_own",
+    ),
+    # -- data parallelism
+    Mutant(
+        "replicas-share-a-folder",
+        DISK + "/config.py",
+        "if ctx.replicas > 1 else self.path",
+        "if False else self.path",
+        "plugins/kvtier_disk/tests/test_fsck.py::test_an_engine_alone_leaves_the_folders_of_several_alone",
+    ),
+    Mutant(
+        "each-replica-takes-all",
+        "kvtier_core/config.py",
+        "share = Nbytes(tier.capacity // ctx.replicas)",
+        "share = tier.capacity",
+        "tests/core/test_config.py::test_engines_that_share_a_configuration_share_the_capacities",
+    ),
     # -- faults
+    Mutant(
+        "any-number-of-threads",
+        "kvtier_core/config.py",
+        "validator=[attrs.validators.ge(1), attrs.validators.le(_MOST_THREADS)]",
+        "validator=attrs.validators.ge(1)",
+        "tests/core/test_config.py::test_threads_are_bounded",
+    ),
+    Mutant(
+        "copies-in-its-sleep",
+        WORKER,
+        "if arena < len(self._movers) and not self._away else None",
+        "if arena < len(self._movers) else None",
+        "tests/vllm/test_sleep.py::test_no_page_is_touched_while_the_engine_sleeps",
+    ),
+    Mutant(
+        "wakes-up-twice",
+        "kvtier_core/vllm/connector.py",
+        "if self._refusal or self.half is not None:",
+        "if self._refusal:",
+        "tests/vllm/test_sleep.py::test_a_stack_is_opened_once_though_vllm_tells_of_the_pages_again",
+    ),
     Mutant(
         "no-limit-in-flight",
         TIER,

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import attrs
 
 from kvtier_core.errors import BackendError
-from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, Mover, OpenContext, PageTable
+from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, Medium, Mover, OpenContext, PageTable
 from kvtier_core.mover import HostMover
 from kvtier_core.types import Nbytes
 
@@ -22,6 +22,7 @@ _OPEN: WeakValueDictionary[str, Heap] = WeakValueDictionary()
 @attrs.frozen
 class HeapConfig(ArenaConfig):
     type: ClassVar[str] = "heap"
+    medium: ClassVar[Medium] = Medium.HOST
 
     def open(self, ctx: OpenContext) -> Heap:
         return Heap(ctx)

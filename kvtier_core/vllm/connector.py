@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -26,16 +27,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvtier_core import native
 from kvtier_core.config import StackConfig, load_config, open_stack
+from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.interfaces import OpenContext
 from kvtier_core.plugins import Registry
 from kvtier_core.types import Namespace, Nbytes
-from kvtier_core.vllm import identity, layout, model_weights
+from kvtier_core.vllm import identity, layout, model_weights, versions
+from kvtier_core.vllm.hit_sources import as_vllm_says
 from kvtier_core.vllm.plan import Plan, Survey
 from kvtier_core.vllm.recorder import Recorder
 from kvtier_core.vllm.scheduler import SchedulerHalf
@@ -57,6 +59,9 @@ def configured(extra: Mapping[str, Any], registry: Registry) -> StackConfig:
     inline = {key: value for key, value in extra.items() if key != _CONFIG_KEY}
     path = extra.get(_CONFIG_KEY) or (None if inline else os.environ.get(_CONFIG_ENV))
     if path and not inline:
+        if not isinstance(path, str):
+            why = f"the path of a file must be text, not {path!r}"
+            raise ConfigError([Problem("kv_connector_extra_config", f"$.{_CONFIG_KEY}", why)])
         return load_config(path, registry)
     return load_config(dict(extra), registry, label="kv_connector_extra_config")
 
@@ -84,8 +89,6 @@ def guarded(neutral: Any = None) -> Callable:
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps the KV of prompts in a stack of tiers chosen in YAML, and gives it back."""
 
-    _cache_hit_source = CacheHitSource.HOST
-
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._registry = Registry.discover()
@@ -99,6 +102,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._refuse(refusal)
         else:
             self.config.check_engine(vllm_config.cache_config.block_size)
+        if role is KVConnectorRole.SCHEDULER and (doubt := versions.doubt()):
+            logger.warning("kvtier: %s", doubt)
         if role is KVConnectorRole.SCHEDULER and self._kv_transfer_config.kv_load_failure_policy != "recompute":
             logger.warning(
                 "kvtier: kv_load_failure_policy is %r: a request whose load fails will fail. Set it to 'recompute'.",
@@ -122,13 +127,22 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if table is not None:
             self.half = WorkerHalf(self.config.arenas, table, kv_caches)
 
+    @guarded()
+    def unregister_kv_caches(self) -> None:
+        """vLLM 0.33: before a sleep, until `restore_kv_caches`. The pages come back at the same addresses."""
+        self.half.leave_pages()
+
+    @guarded()
+    def restore_kv_caches(self) -> None:
+        self.half.return_to_pages()
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._survey
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        if self._refusal:
+        if self._refusal or self.half is not None:  # vLLM 0.33 tells again after a sleep
             return
         surveys = list(metadata.values())
         if refusal := layout.disagreement(surveys) or self._missing_mover(surveys[0].device):
@@ -157,20 +171,26 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def _open(self, survey: Survey, weights: str) -> SchedulerHalf:
         """Raises ConfigError: an engine does not start with half a stack."""
         config, chunk = layout.in_chunks(self.config, self._vllm_config, survey.page_nbytes)
+        replica, replicas = layout.replica_of(self._vllm_config.parallel_config)
         context = OpenContext(
             namespace=identity.namespace(self._vllm_config, weights, config.chunk_tokens, survey),
             layout=chunk,
             engine=self._kv_transfer_config.engine_id,
+            replica=replica,
+            replicas=replicas,
         )
-        recorder = Recorder(config) if config.record else None
+        recorder = Recorder(config, replicas) if config.record else None
         manager = open_stack(config, context)
+        if replicas > 1:
+            told = "kvtier: data parallel: replica %d of %d; capacities are divided by %d"
+            logger.info(told, replica, replicas, replicas)
         logger.info(
             "kvtier: chunk_tokens: %s -> %d, in frames of %s",
             self.config.chunk_tokens, config.chunk_tokens, Nbytes(chunk.frame_nbytes),
         )  # fmt: skip
         for line in manager.describe():
             logger.info("kvtier: %s", line)
-        logger.info("kvtier: %s", native.describe())
+        logger.info("kvtier: vLLM %s; %s", vllm.__version__, native.describe())
         before = Namespace.of(identity.facts_before_start(self._vllm_config, weights))
         logger.info("kvtier: identity %s, before the start %s", context.namespace.digest.hex(), before.digest.hex())
         for fact in context.namespace.facts:
@@ -206,6 +226,15 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def _admitted(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self.half.admitted(request, blocks.get_block_ids()[0], num_external_tokens)
 
+    @guarded({})
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[versions.CacheHitSource, int]:
+        if not num_external_tokens:
+            return {}
+        media = {tier.name: tier.config.medium for tier in self.config.tiers}
+        return as_vllm_says(self.half.sources(request.request_id), media)
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         plan = self._plan(scheduler_output) or Plan(unloadable=tuple(self._promised))
         self._promised.clear()
@@ -235,7 +264,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(True)
     def reset_cache(self) -> bool:
-        """The weights may be others now. False if a request still loads what was stored before."""
+        """The weights may be others now. False if a request still loads what was stored before.
+
+        vLLM calls this for new weights, and for each sleep and pause during which they may be changed.
+        """
+        if self.config.on_reset == "keep":
+            logger.info("kvtier: vLLM reset its caches; what is stored is kept: on_reset is keep")
+            return True
+        logger.info("kvtier: vLLM reset its caches; what is stored is forgotten, since weights may be others now")
         return self.half.renew()
 
     # -- a worker's half -----------------------------------------------------------------------------------

@@ -133,6 +133,7 @@ FIELDS: Mapping[str, Sequence[str]] = {
         "parallel_config.data_parallel_master_port",
         "parallel_config.data_parallel_rpc_port",
         "parallel_config.data_parallel_backend",
+        "parallel_config.elastic_ep_max_dp_size",  # the size that vLLM leaves to a rank of a dense model
         "parallel_config.data_parallel_external_lb",
         "parallel_config.data_parallel_hybrid_lb",
         "parallel_config._data_parallel_master_port_list",

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import attrs
 import torch
-from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
+from vllm.config import ParallelConfig, VllmConfig
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from kvtier_core.config import StackConfig
 from kvtier_core.interfaces import PageRun, PageTable
@@ -16,6 +23,8 @@ from kvtier_core.vllm import identity
 from kvtier_core.vllm.plan import Survey
 from kvtier_core.vllm.settings import UnidentifiedError
 
+_ONE_GROUP = "start vLLM with --disable-hybrid-kv-cache-manager, and it has one"
+
 
 def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     """Why this engine cannot be served, as far as its configuration tells; empty if it can."""
@@ -23,24 +32,48 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     if not vllm_config.model_config.is_prefix_caching_supported:
         return "vLLM itself does not reuse the prefixes of this model"
     groups = kv_cache_config.kv_cache_groups
+    specs = _specs(kv_cache_config)
     if len(groups) != 1:
-        return f"the model has {len(groups)} KV cache groups and kvtier restores one"
-    for name, spec in _specs(kv_cache_config).items():
+        why = f"the model has {len(groups)} KV cache groups and kvtier restores one"
+        return f"{why}; {_ONE_GROUP}" if _can_be_one_group(specs.values()) else why
+    for name, spec in specs.items():
         if not isinstance(spec, FullAttentionSpec):
             return f"layer {name} keeps {type(spec).__name__} state, not the KV of every token"
         if spec.non_causal:
             return f"layer {name} attends to later tokens, so that KV depends on more than its prefix"
     for what, size in (
         ("pipeline", parallel.pipeline_parallel_size),
-        ("data", parallel.data_parallel_size),
         ("prefill context", parallel.prefill_context_parallel_size),
         ("decode context", parallel.decode_context_parallel_size),
     ):
         if size > 1:
             return f"{what} parallelism is not served yet"
+    if parallel.enable_elastic_ep:
+        return "a number of ranks that may change (elastic expert parallelism) is not served"
+    if parallel.data_parallel_size > 1:  # the ranks of a dense model were told that there is one
+        return "data parallelism of a model with experts is not served yet"
+    replica, replicas = replica_of(parallel)
+    if replica >= replicas:
+        return f"vLLM says that this is data parallel rank {replica} and not how many there are"
     if vllm_config.speculative_config is not None:
         return "speculative decoding is not served yet"
     return ""
+
+
+def _can_be_one_group(specs: Iterable[KVCacheSpec]) -> bool:
+    """Would vLLM keep all layers as if they attended to all tokens, if it were asked to?"""
+    windows = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
+    kinds = {FullAttentionSpec if isinstance(spec, FullAttentionSpec) else type(spec) for spec in specs}
+    return FullAttentionSpec in kinds and kinds <= {FullAttentionSpec, *windows}
+
+
+def replica_of(parallel: ParallelConfig) -> tuple[int, int]:
+    """Which data parallel rank this engine is, and how many they are.
+
+    vLLM runs the ranks of a dense model as engines of their own, and sets their fields back to one rank of one. It
+    leaves the index, and the size in a field that is for elastic models. On several nodes that is the size of all.
+    """
+    return parallel.data_parallel_index, parallel.elastic_ep_max_dp_size
 
 
 def survey(

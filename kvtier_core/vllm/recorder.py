@@ -31,8 +31,8 @@ _PATIENCE = 1.0
 class Recorder:
     """Every method on the scheduler's thread; files are written on a thread of its own."""
 
-    def __init__(self, config: StackConfig, clock: Callable[[], float] = time.monotonic):
-        """Raises ConfigError."""
+    def __init__(self, config: StackConfig, replicas: int = 1, clock: Callable[[], float] = time.monotonic):
+        """``replicas`` engines write to this folder, each an equal part of what fits. Raises ConfigError."""
         self._chunk_tokens = config.chunk_tokens
         self._clock = clock
         self._began = clock()
@@ -41,7 +41,8 @@ class Recorder:
         folder = config.record.path
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._room = config.record.capacity - sum(file.stat().st_size for file in folder.glob("*.jsonl"))
+            taken = sum(file.stat().st_size for file in folder.glob("*.jsonl"))
+            self._room = (config.record.capacity - taken) // replicas
             self.path = folder / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(4)}.jsonl"
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:

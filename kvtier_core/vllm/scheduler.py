@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -20,6 +20,7 @@ from kvtier_core.manager import StorageManager
 from kvtier_core.stats import Stats
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Presence, Slot
 from kvtier_core.vllm.hints import hints_of
+from kvtier_core.vllm.hit_sources import tokens_by_tier
 from kvtier_core.vllm.plan import Plan, Progress, Transfer
 from kvtier_core.vllm.recorder import Recorder
 from kvtier_core.vllm.request_identity import Identifier, RequestIdentity
@@ -55,6 +56,7 @@ class _Tracked:
     preemptions: int = 0
     computed: int = 0  #: tokens that the engine had when it asked last
     ready: list[ChunkKey] = attrs.field(factory=list)  #: READY then, from the chunk in which ``computed`` lies
+    sources: Counter[str] = attrs.field(factory=Counter)  #: tokens of its last load, by tier
     waiting_since: float | None = None
     bypass: str = ""  #: why nothing is looked up for it
     reason: str = ""  #: of the last answer, for the log
@@ -86,7 +88,7 @@ class SchedulerHalf:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.manager = manager
-        self.stats = Stats()
+        self.stats = Stats(clock())
         self._config = config
         self._first_epoch = self._epoch = namespace
         self._database = config.token_database.open(namespace, config.chunk_tokens)
@@ -155,11 +157,17 @@ class SchedulerHalf:
             tuple(block_ids[block] if block in wanted else HOLE for block in self._blocks_of(chunk))
             for chunk in range(first, first + len(keys))
         )
-        origins = Counter(self.manager.origins(keys))
+        origins = self.manager.origins(keys)
+        tracked.sources = tokens_by_tier(origins, first, tracked.computed, tokens, self._chunk_tokens)
         slots = self.manager.pin(keys, _loader(tracked.request.request_id))
         self._loading[tracked.request.request_id] = slots
         self._planned.append((tracked.request.request_id, Transfer(tuple(slots), pages)))
-        tracked.reason = ", ".join(f"{tier} {chunks * self._chunk_tokens}" for tier, chunks in origins.items())
+        tracked.reason = ", ".join(f"{tier} {chunks * self._chunk_tokens}" for tier, chunks in Counter(origins).items())
+
+    def sources(self, request_id: str) -> Mapping[str, int]:
+        """Tokens of the load that was just admitted, by the tier that supplied them."""
+        tracked = self._tracked.get(request_id)
+        return tracked.sources if tracked else {}
 
     # -- a step ----------------------------------------------------------------------------------------
 
@@ -374,6 +382,8 @@ class SchedulerHalf:
             self._last_news, self._complained = self._clock(), False
             self.stats.take_in(events)
             self._observe(events)
+            for line in self.stats.due(self._clock()):
+                logger.info("kvtier: so far: %s", line)
 
 
 def _loader(request_id: str) -> str:

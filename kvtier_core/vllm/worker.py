@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -38,10 +39,20 @@ class WorkerHalf:
         self._ended: list[_Owner] = []
         self._tried: Counter[str] = Counter()
         self._jobs = 0
+        self._away = False
+
+    def leave_pages(self) -> None:
+        """Touch no page until `return_to_pages`. Waits for the copies under way."""
+        self._away = True
+        self._wait("store", math.inf)
+        self._wait("load", math.inf)
+
+    def return_to_pages(self) -> None:
+        self._away = False
 
     def attach(self, plan: Plan) -> None:
         """Reach the arenas that the plan names and try the copies, once. What is not as it should be is not used."""
-        if self._movers or not plan.arenas:
+        if self._movers or not plan.arenas or self._away:
             return
         outcome = run(lambda: self._attach(plan.arenas, plan.trial))
         problem = outcome.value if outcome.error is None else f"{type(outcome.error).__name__}: {outcome.error}"
@@ -129,7 +140,7 @@ class WorkerHalf:
             self._submit(owner, arena, [slot for slot, _ in pairs], [pages for _, pages in pairs])
 
     def _submit(self, owner: _Owner, arena: int, slots: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
-        mover = self._movers[arena] if arena < len(self._movers) else None
+        mover = self._movers[arena] if arena < len(self._movers) and not self._away else None
         if mover is None:
             return self._end_part(owner, ok=False)
         self._jobs += 1

@@ -53,6 +53,7 @@ def test_check_shows_every_setting_and_its_origin(folder, capsys):
         ["$.load_wait", "0.5s", "kvtier.yaml:2"],
         ["$.save_decode", "false", "default"],
         ["$.identity.weights", "full", "default"],
+        ["$.on_reset", "forget", "default"],
         ["$.record", "~", "default"],
     ]
 

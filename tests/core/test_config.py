@@ -378,6 +378,31 @@ def test_all_tiers_open_or_none_and_every_reason_is_told(write):
     assert journal == ["open cpu 8MiB", "open /a", "close /a", "close cpu"]
 
 
+def test_engines_that_share_a_configuration_share_the_capacities(write):
+    write("version: 1\ntiers: [{type: cpu, capacity: 8MiB}, {type: disk, path: /d, capacity: 1GiB}]")
+    manager = open_stack(load(), attrs.evolve(CTX, replica=1, replicas=3))
+    share = (8 << 20) // 3
+    assert [usage.capacity for usage in manager.usage()] == [
+        share // LAYOUT.frame_nbytes * LAYOUT.frame_nbytes,
+        (1 << 30) // 3,
+    ]
+    assert journal[0] == f"open cpu {share}B"
+    manager.close()
+
+
+def test_a_capacity_that_holds_no_chunk_when_it_is_divided(write):
+    write("version: 1\ntiers: [{type: cpu, capacity: 8MiB}, {type: disk, path: /d, capacity: 3MiB}]")
+    assert complaints(open_stack, load(), attrs.evolve(CTX, replica=0, replicas=3)) == [
+        "kvtier.yaml:2: $.tiers[1].capacity: 3MiB, divided among 3 data parallel replicas, holds no chunk: "
+        "one is 1.1MiB; write at least 3084KiB",
+    ]
+
+
+def test_threads_are_bounded(write):
+    write("version: 1\ntiers: [{type: cpu, capacity: 8MiB}, {type: disk, path: /d, capacity: 1GiB, threads: 100000}]")
+    assert complaints(load) == ["kvtier.yaml:2: $.tiers[1].threads: 'threads' must be <= 64: 100000"]
+
+
 def test_a_tier_that_cannot_start_closes_all(write):
     write("version: 1\ntiers: [{type: cpu, capacity: 8MiB}, {type: disk, path: /d, capacity: 1GiB, fails: scan}]")
     assert complaints(open_stack, load(), CTX) == ["kvtier.yaml:2: $.tiers[1]: the index cannot be read"]

@@ -14,6 +14,7 @@ from serving import FRAME, Serving, files
 from kvtier_core.builtin.git import GitConfig
 from kvtier_core.hookspecs import hookimpl
 from kvtier_core.memo import key_of
+from kvtier_core.residents import Residents
 from kvtier_core.testing.samples import make_keys, make_namespace
 from kvtier_core.types import PAGE_NBYTES
 
@@ -182,6 +183,22 @@ def _killed_while_it_writes_what_it_learned(folder):
     stack.close()
 
 
+def _killed_after_a_minute(folder):
+    """It leaves beside its store what its policy said of itself last: that is what was kept."""
+    stack = open_stack_at(folder)
+    save = Residents.save
+
+    def told(residents):
+        saved = save(residents)
+        (folder / "saved").write_bytes(saved)
+        return saved
+
+    Residents.save = told
+    for _ in range(7):  # a bit more than 60 requests, a second each
+        serve(stack, SECOND)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 KILLED = [_killed_at_work, _killed_while_it_writes_what_it_learned]
 
 
@@ -208,3 +225,22 @@ def test_whoever_is_killed_in_the_first_life_leaves_a_cold_start(tmp_path, life)
     with open_stack_at(tmp_path) as stack:
         assert knows() == COLD
         nothing_is_lost(stack, SECOND)
+
+
+def test_whoever_is_killed_leaves_what_it_knew_a_minute_ago(tmp_path):
+    killed_life(_killed_after_a_minute, tmp_path)
+    with open_stack_at(tmp_path) as stack:
+        assert knows() == warm((tmp_path / "saved").read_bytes()) != COLD
+        nothing_is_lost(stack, SECOND)
+
+
+def test_an_epoch_leaves_no_memory_of_its_own(tmp_path):
+    """The policy learned of requests, not of weights; and no other engine could ever find what an epoch named."""
+    with open_stack_at(tmp_path) as stack:
+        stack.manager.renew(make_namespace().renewed())
+        for _ in range(30):
+            serve(stack, FIRST[:1])
+        assert memo_in(tmp_path) in files(tmp_path / "kv")
+        stack.manager.renew(make_namespace())
+        stack.settle()
+    assert files(tmp_path / "kv") == [memo_in(tmp_path)]

@@ -16,3 +16,12 @@ def test_each_tier_is_counted_by_itself():
     assert stats.count("s3", EventKind.RESTING) == 1
     assert stats.count("s3", EventKind.DAMAGED) == stats.count("redis", EventKind.LOST) == 0
     assert stats.describe() == ["disk: written 2 (8KiB), damaged 2", "s3: resting 1"]
+
+
+def test_every_ten_minutes_it_is_time_to_tell():
+    stats = Stats(now=1000.0)
+    stats.take_in([Event(EventKind.WRITTEN, "disk", (A, B), 8192)])
+    assert stats.due(1599.0) == []
+    assert stats.due(1600.0) == stats.describe() == ["disk: written 2 (8KiB)"]
+    assert stats.due(1601.0) == stats.due(2199.0) == []
+    assert stats.due(5000.0) == ["disk: written 2 (8KiB)"]

@@ -60,6 +60,12 @@ def test_it_stays_within_its_capacity_over_all_starts(tmp_path):
     assert 1500 < sum(file.stat().st_size for file in tmp_path.iterdir()) <= 2048
 
 
+def test_so_do_several_engines_that_record_into_one_folder(tmp_path):
+    recorders = [Recorder(config(tmp_path, capacity="4KiB"), replicas=2) for _ in range(2)]
+    assert all(len(finished(recorder, 100)) > 5 for recorder in recorders)
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 4096
+
+
 def test_nobody_else_may_read_it(tmp_path):
     recorder = Recorder(config(tmp_path / "new"))
     recorder.close()

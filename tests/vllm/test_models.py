@@ -42,11 +42,35 @@ def test_a_model_with_several_kv_groups_is_refused_and_answered_right(engine, sa
         lines = said()
         answers = [served.ask(asked)[0], served.ask(asked)[0]]
         reasons = hits(said())
-    reason = "the model has 4 KV cache groups and kvtier restores one"
+    reason = (
+        "the model has 4 KV cache groups and kvtier restores one; "
+        "start vLLM with --disable-hybrid-kv-cache-manager, and it has one"
+    )
     assert lines[-1] == f"kvtier: this engine is not served: {reason}"
     assert reasons == [f"hit 0 of 530 tokens: {reason}"] * 2
     assert [answer.cached for answer in answers] == [0, 0]
     assert all(answer.differs(truth) == 0 for answer in answers)
+
+
+def test_it_is_served_in_the_way_that_the_refusal_names(engine, said, tmp_path):
+    import tiny_llama
+
+    tiny_llama.make_hybrid(tmp_path / "model")
+    asked = prompt(61, 530)
+    options = {"model": tmp_path / "model", "disable_hybrid_kv_cache_manager": True, "enable_prefix_caching": True}
+    with engine(cpu_and_disk(tmp_path / "store"), **options) as first:
+        first.ask(asked)
+        own = first.ask(asked)[0]
+        forget(first)
+        said()
+        warm = first.ask(asked)[0]
+        assert hits(said()) == ["hit 512 of 530 tokens: cpu 512"]
+    with engine(cpu_and_disk(tmp_path / "store"), **options) as second:
+        said()
+        again = second.ask(asked)[0]
+        assert hits(said()) == ["hit 512 of 530 tokens: disk 512"]
+    assert own.cached == warm.cached == again.cached == 512
+    assert warm.differs(own) == again.differs(own) == 0
 
 
 def test_another_dtype_or_longest_sequence_is_another_namespace(engine, model, tmp_path):

@@ -7,6 +7,8 @@ from conftest import cpu, prompt
 from test_serving import hits
 
 from kvtier_core.errors import ConfigError
+from kvtier_core.plugins import Registry
+from kvtier_core.stats import Stats
 
 BROKEN = """\
 version: 1
@@ -31,6 +33,17 @@ def test_every_problem_of_the_file_is_told_at_once(engine, tmp_path):
         "/kvtier.yaml:6: $.tiers[1].type: no backend 'disc' is installed (have: cpu, disk, heap); "
         "did you mean 'disk'?\n"
         "/kvtier.yaml:7: $.tiers[2].pth: unknown key 'pth'; did you mean 'path'?"
+    )
+
+
+@pytest.mark.parametrize("path", [["a"], {"a": 1}, 7, True])
+def test_a_path_that_is_no_text(path):
+    from kvtier_core.vllm.connector import configured
+
+    with pytest.raises(ConfigError) as caught:
+        configured({"kvtier.config": path}, Registry.discover())
+    assert str(caught.value) == (
+        f"kv_connector_extra_config: $.kvtier.config: the path of a file must be text, not {path!r}"
     )
 
 
@@ -88,3 +101,13 @@ def test_several_arenas(engine, said):
         assert hits(said()) == ["hit 384 of 400 tokens: cpu 64, heap 320"]
         assert again.differs(truth) < 1e-3
         served.assert_at_rest()
+
+
+def test_what_happened_is_told_while_it_happens(engine, said):
+    """A server that is stopped as usual is killed before it could tell."""
+    with engine(cpu()) as served:
+        served.connector.half.stats = Stats(now=-601.0)
+        said()
+        served.ask(prompt(73, 530))
+        served.settle()
+        assert "kvtier: so far: cpu: stored 8 (2MiB)" in said()

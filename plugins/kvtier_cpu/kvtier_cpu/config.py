@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 import attrs
 
-from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, Mover, OpenContext, PageTable
+from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, Medium, Mover, OpenContext, PageTable
 
 
 @attrs.frozen
@@ -15,6 +15,7 @@ class CpuConfig(ArenaConfig):
 
     type: ClassVar[str] = "cpu"
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    medium: ClassVar[Medium] = Medium.HOST
 
     huge_pages: Literal["auto", "on", "off"] = "auto"  #: "on" refuses to open without them
 

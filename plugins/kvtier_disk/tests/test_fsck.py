@@ -1,5 +1,8 @@
 """`kvtier fsck disk`, over a folder in which everything is wrong that can be."""
 
+from pathlib import Path
+
+import attrs
 import pytest
 
 from kvtier_core import frame
@@ -92,3 +95,28 @@ def test_no_folder(folder, capsys):
     assert main(["fsck", "disk", "--config", "kvtier.yaml"]) == 2
     assert "nowhere: no such folder" in capsys.readouterr().err
     assert not (folder / "nowhere").exists()
+
+
+def test_the_folders_of_several_engines_are_looked_at_too(tmp_path):
+    disk = DiskConfig(path=tmp_path / "store")
+    for replica in (0, 1):
+        engine = disk.open(attrs.evolve(make_context(), replica=replica, replicas=2))
+        engine.write([KEYS[replica]], [make_frame(KEYS[replica], nbytes=NBYTES)])
+        engine.close()
+    with disk.walk() as found:
+        assert sorted((each.key, Path(each.where).parents[2].name) for each in found) == sorted(
+            (KEYS[replica], f"replica-{replica}") for replica in (0, 1)
+        )
+
+
+def test_an_engine_alone_leaves_the_folders_of_several_alone(tmp_path):
+    disk = DiskConfig(path=tmp_path)
+    engines = [disk.open(attrs.evolve(make_context(), replica=replica, replicas=2)) for replica in (0, 1)]
+    for engine in engines:
+        engine.write([WHOLE], [make_frame(WHOLE, nbytes=NBYTES)])
+    alone = disk.open(make_context())
+    assert list(alone.scan()) == []
+    alone.close()
+    assert [list(engine.contains([WHOLE])) for engine in engines] == [[True], [True]]
+    for engine in engines:
+        engine.close()

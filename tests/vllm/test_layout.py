@@ -1,0 +1,100 @@
+"""Which engines are refused by their configuration alone, and what an operator is told to do about it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from test_identity import engine_config
+
+from kvtier_core.vllm import layout
+
+
+@pytest.fixture(scope="module")
+def base(model):
+    return engine_config(model)
+
+
+@pytest.fixture
+def config(base):
+    """One that a test may change."""
+    changed = copy.copy(base)
+    changed.parallel_config = copy.copy(base.parallel_config)
+    return changed
+
+
+def spec(kind, **more):
+    from vllm.v1 import kv_cache_interface
+
+    return getattr(kv_cache_interface, kind)(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32, **more)
+
+
+def groups(*specs):
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    return KVCacheConfig(
+        num_blocks=8,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec([f"layer {i}"], each) for i, each in enumerate(specs)],
+    )
+
+
+@pytest.fixture
+def specs():
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return {
+        "full": spec("FullAttentionSpec"),
+        "window": spec("SlidingWindowSpec", sliding_window=256),
+        "chunked": spec("ChunkedLocalAttentionSpec", attention_chunk_size=256),
+        "state": MambaSpec(block_size=32, shapes=((2, 4),), dtypes=(torch.float32,)),
+    }
+
+
+@pytest.mark.parametrize(
+    "kinds, helps",
+    [
+        ("full window", True),
+        ("full chunked", True),
+        ("full window chunked", True),
+        ("full state", False),
+        ("full window state", False),
+        ("window chunked", False),
+    ],
+)
+def test_the_way_out_of_several_groups_is_named_where_it_is_one(config, specs, kinds, helps):
+    why = layout.refusal(config, groups(*(specs[kind] for kind in kinds.split())))
+    count = len(kinds.split())
+    assert why.startswith(f"the model has {count} KV cache groups and kvtier restores one")
+    assert ("--disable-hybrid-kv-cache-manager" in why) is helps
+
+
+def test_an_engine_alone_is_one_replica(config, specs):
+    assert layout.replica_of(config.parallel_config) == (0, 1)
+    assert layout.refusal(config, groups(specs["full"])) == ""
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_of_a_dense_model_is_a_replica(model, specs, rank):
+    """As `EngineCoreProc.run_engine_core` leaves its configuration."""
+    config = engine_config(model, data_parallel_size=3)
+    config.parallel_config.data_parallel_index = rank
+    config.parallel_config.reconfigure_for_independent_dp_rank()
+    assert config.parallel_config.data_parallel_size == 1
+    assert layout.replica_of(config.parallel_config) == (rank, 3)
+    assert layout.refusal(config, groups(specs["full"])) == ""
+
+
+@pytest.mark.parametrize(
+    "field, value, why",
+    [
+        ("data_parallel_size", 2, "data parallelism of a model with experts is not served yet"),
+        ("data_parallel_index", 1, "vLLM says that this is data parallel rank 1 and not how many there are"),
+        ("enable_elastic_ep", True, "a number of ranks that may change (elastic expert parallelism) is not served"),
+        ("pipeline_parallel_size", 2, "pipeline parallelism is not served yet"),
+    ],
+)
+def test_what_else_is_parallel_is_refused(config, specs, field, value, why):
+    setattr(config.parallel_config, field, value)
+    assert layout.refusal(config, groups(specs["full"])) == why
