@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from kvtier_core.vllm.items import content
+from kvtier_core.vllm.request_fields import Unidentified
 from kvtier_core.vllm.request_identity import RequestIdentity
 
 #: So many names are remembered, in about 60 MB. What the engine cached under a later one is not trusted.
@@ -37,11 +40,9 @@ class Names:
         self._ever: dict[_Name, str | None] = {}  # what a name stood for, from the engine's first request on
         self._encoded: dict[str, str | None] = {}  # of what the encoder's output is that is cached now
 
-    def arrive(self, request: Request, identity: RequestIdentity | str) -> None:
-        """Before anything is computed for it."""
-        if request.lora_request:
-            known = isinstance(identity, RequestIdentity)
-            self._note(_adapter(request.lora_request.lora_name), identity.adapter if known else None)
+    def arrive(self, adapter: LoRARequest, content: str | None) -> None:
+        """A request with an adapter, before anything is computed for it."""
+        self._note(_adapter(adapter.lora_name), content)
 
     def load(self, identity: RequestIdentity, tokens: int) -> None:
         """KV up to ``tokens`` is loaded, and the engine may cache it."""
@@ -56,9 +57,7 @@ class Names:
         for request_id, numbers in output.scheduled_encoder_inputs.items():
             asker = askers[request_id]
             for number in numbers:
-                name, source = asker.request.mm_features[number].identifier, None
-                if isinstance(asker.identity, RequestIdentity):
-                    source = asker.identity.items[number].source
+                name, source = asker.request.mm_features[number].identifier, _source(asker, number)
                 self._encoded[name] = source
                 self._note(name, source)
 
@@ -86,6 +85,17 @@ class Names:
 
     def _vouch(self, name: _Name, content: str) -> bool:
         return self._ever.get(name) == content
+
+
+def _source(asker: Asker, number: int) -> str | None:
+    """What the encoder is given. A request that is bypassed for something else may have well-known items."""
+    if isinstance(asker.identity, RequestIdentity):
+        return asker.identity.items[number].source
+    feature = asker.request.mm_features[number]
+    try:
+        return content(feature) if feature.identifier == feature.mm_hash else None
+    except Unidentified:
+        return None
 
 
 def _adapter(name: str) -> _Name:

@@ -7,7 +7,8 @@ so, and the request is bypassed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Mapping
 
 import attrs
 import msgspec
@@ -128,16 +129,12 @@ def refuse_others(what: str, thing: object, table: Mapping[str, Meaning], of: ty
         raise Unidentified(meaning.why if meaning else f"vLLM's field {name!r} of {what} is not known to kvtier")
 
 
-def fields(kind: type) -> Iterator[tuple[str, object]]:
+@functools.cache
+def fields(kind: type) -> tuple[tuple[str, object], ...]:
     """Name and default of each field of a dataclass or a msgspec struct; None where there is no default."""
-    if dataclasses.is_dataclass(kind):
-        for field in dataclasses.fields(kind):
-            missing = field.default is dataclasses.MISSING
-            yield field.name, None if missing else field.default
-    else:
-        for field in msgspec.structs.fields(kind):
-            missing = field.default is msgspec.NODEFAULT
-            yield field.name, None if missing else field.default
+    found = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else msgspec.structs.fields(kind)
+    missing = (dataclasses.MISSING, msgspec.NODEFAULT)
+    return tuple((field.name, None if field.default in missing else field.default) for field in found)
 
 
 def _is(value: object, default: object) -> bool:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 
 import attrs
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
@@ -66,6 +67,13 @@ class Identifier:
             return self._identify(request)
         except Unidentified as why:
             return str(why)
+
+    def adapter(self, asked: LoRARequest) -> str | None:
+        """A digest of an adapter, whatever else a request has; None if it cannot be told."""
+        try:
+            return self._adapters.content(asked)
+        except Unidentified:
+            return None
 
     def _identify(self, request: Request) -> RequestIdentity:
         refuse_others("a request", request, REQUEST, EngineCoreRequest)

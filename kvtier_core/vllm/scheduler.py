@@ -336,7 +336,8 @@ class SchedulerHalf:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             identity = self._identifier.identify(request)
-            self._names.arrive(request, identity)
+            if request.lora_request:
+                self._names.arrive(request.lora_request, self._identifier.adapter(request.lora_request))
             tracked = self._tracked[request.request_id] = _Tracked(request, identity, self._clock())
             if isinstance(identity, str):
                 tracked.bypass = identity
