@@ -45,6 +45,10 @@ SETTINGS = "kvtier_core/vllm/settings.py"
 DIGEST_CACHE = "kvtier_core/vllm/digest_cache.py"
 MODEL_WEIGHTS = "kvtier_core/vllm/model_weights.py"
 REQUESTS = "kvtier_core/vllm/request_identity.py"
+FIELDS = "kvtier_core/vllm/request_fields.py"
+ITEMS = "kvtier_core/vllm/items.py"
+NAMES = "kvtier_core/vllm/names.py"
+ADAPTERS = "kvtier_core/vllm/adapters.py"
 WEIGHTS = "kvtier_core/vllm/weights.py"
 SCHEDULER = "kvtier_core/vllm/scheduler.py"
 WORKER = "kvtier_core/vllm/worker.py"
@@ -53,6 +57,7 @@ DISK = "plugins/kvtier_disk/kvtier_disk"
 ABOUT_IDENTITY = "tests/vllm/test_identity.py::"
 REQUEST_TESTS = "tests/vllm/test_request_identity.py::"
 WEIGHT_TESTS = "tests/vllm/test_weights.py::"
+MIXED_UP = "tests/vllm/test_images.py::test_what_the_engine_mixed_up_under_one_name_is_not_kept"
 SERVING = "tests/vllm/test_serving.py::"
 SELFTEST = "tests/vllm/test_selftest.py::"
 
@@ -124,36 +129,106 @@ MUTANTS = (
     Mutant(
         "adapters-by-name",
         REQUESTS,
-        'f"{digest} {asked.is_3d_lora_weight}", ""',
-        'asked.lora_name, ""',
+        "self._adapters.content(adapter)",
+        "adapter.lora_name",
         REQUEST_TESTS + "test_adapters_are_told_apart_by_content",
     ),
     Mutant(
         "adapters-may-change",
-        REQUESTS,
+        ADAPTERS,
+        "status.st_ctime_ns >= self._began.by_files - _MARGIN and",
+        "False and",
+        "tests/vllm/test_adapters.py::test_an_adapter_overwritten_after_it_was_loaded_leaves_nothing",
+    ),
+    Mutant(
+        "links-may-change",
+        ADAPTERS,
+        "        yield step, status\n",
+        "        if not stat.S_ISLNK(status.st_mode):\n            yield step, status\n",
+        REQUEST_TESTS + "test_whatever_may_put_other_files_in_place_is_seen",
+    ),
+    Mutant(
+        "folders-above-an-adapter-may-be-swapped",
+        ADAPTERS,
+        "return folder.st_ctime_ns == folder.st_mtime_ns",
+        "return True",
+        REQUEST_TESTS + "test_whatever_may_put_other_files_in_place_is_seen",
+    ),
+    Mutant(
+        "one-number-many-adapters",
+        ADAPTERS,
         "if state != before:",
         "if False:",
-        REQUEST_TESTS + "test_an_adapter_whose_files_change_under_the_engine_is_bypassed",
+        REQUEST_TESTS + "test_one_number_is_one_adapter",
+    ),
+    Mutant(
+        "any-clock",
+        ADAPTERS,
+        "now.by_files - now.by_boot < self._began.by_files - self._began.by_boot - _MARGIN",
+        "False",
+        REQUEST_TESTS + "test_a_clock_that_was_set_back_says_nothing",
+    ),
+    Mutant(
+        "any-file-system",
+        ADAPTERS,
+        "if kind not in _LOCAL:",
+        "if False:",
+        REQUEST_TESTS + "test_times_of_another_machine_say_nothing",
     ),
     Mutant(
         "images-by-position-alone",
         REQUESTS,
-        "(f.mm_position.offset, f.mm_position.length, f.identifier)",
-        '(f.mm_position.offset, f.mm_position.length, "")',
-        REQUEST_TESTS + "test_images_count_where_they_lie",
+        "length, item.content)",
+        'length, "")',
+        REQUEST_TESTS + "test_images_count_by_content_where_they_lie",
     ),
     Mutant(
-        "images-by-any-name",
+        "images-by-name",
         REQUESTS,
-        're.compile(r"[0-9a-f]{64,}")',
-        're.compile(r".*")',
+        "content = items.content(feature)",
+        "content = feature.identifier",
+        "tests/vllm/test_images.py::test_images_that_a_counter_names_are_told_apart_after_a_restart",
+    ),
+    Mutant(
+        "images-by-address",
+        ITEMS,
+        "or not any(_tensors(element.data) for element in feature.data.values())",
+        "",
+        REQUEST_TESTS + "test_an_item_without_readable_content_is_bypassed",
+    ),
+    Mutant(
+        "any-encoding-of-the-name",
+        NAMES,
+        "self._encoded.get(item.name) != item.source",
+        "False",
+        MIXED_UP,
+    ),
+    Mutant(
+        "any-cached-kv-of-the-name",
+        NAMES,
+        "return self._ever.get(name) == content",
+        "return True",
+        MIXED_UP,
+    ),
+    Mutant(
+        "sessions-as-they-began",
+        FIELDS,
+        'Refused("it is a session: more is added to its prompt later")',
+        'Harmless("")',
         REQUEST_TESTS + "test_what_cannot_be_identified_is_bypassed",
     ),
     Mutant(
+        "unknown-fields-are-harmless",
+        FIELDS,
+        "raise Unidentified(meaning.why if meaning else",
+        "if meaning:\n            raise Unidentified(meaning.why if meaning else",
+        REQUEST_TESTS + "test_a_field_of_another_vllm_counts_when_it_is_set",
+    ),
+    Mutant(
         "embeddings-as-tokens",
-        REQUESTS,
-        "request.prompt_embeds is not None",
-        "False",
+        FIELDS,
+        '"prompt_embeds": Refused("its prompt is given as embeddings")',
+        '"prompt_embeds": Harmless("")',
         REQUEST_TESTS + "test_what_cannot_be_identified_is_bypassed",
     ),
     Mutant(

@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
-from pathlib import Path
 
 import attrs
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
-from kvtier_core.vllm import weights
+from kvtier_core.vllm import items
+from kvtier_core.vllm.adapters import Adapters
+from kvtier_core.vllm.request_fields import POOLING, REQUEST, Unidentified, refuse_others
 
-#: A digest of an item's content, as vLLM makes it. Whatever else stands there, a caller thought of.
-_CONTENT = re.compile(r"[0-9a-f]{64,}")
+
+@attrs.frozen
+class Item:
+    """A multimodal item of a prompt."""
+
+    content: str  #: a digest
+    name: str = attrs.field(eq=False)  #: under which the engine caches what its encoder made of it
+    source: str = attrs.field(eq=False)  #: what the encoder makes that of: the content, and an adapter's if it has one
+    place: PlaceholderRange = attrs.field(eq=False)
+
+    @property
+    def offset(self) -> int:
+        return self.place.offset
+
+    def embeds(self, start: int, end: int) -> bool:
+        """Does one of the prompt's tokens from ``start`` to ``end`` get an embedding of the item?"""
+        start, end = (min(max(at - self.offset, 0), self.place.length) for at in (start, end))
+        first, last = self.place.get_embeds_indices_in_range(start, end)
+        return last > first
 
 
 @attrs.frozen
@@ -22,55 +41,61 @@ class RequestIdentity:
     """What the KV of a request depends on besides its tokens."""
 
     salt: bytes = b""
-    items: tuple[tuple[int, int, str], ...] = ()  #: multimodal: offset and length in tokens, digest
+    items: tuple[Item, ...] = ()
+    adapter: str = ""  #: a digest; part of the salt
+    adapter_name: str = attrs.field(default="", eq=False)
 
     def extra(self, chunk_tokens: int) -> Mapping[int, bytes]:
         """For each chunk that items lie in: which, and where in it."""
         touching: dict[int, list[tuple[int, int, str]]] = {}
-        for offset, length, digest in self.items:
+        for item in self.items:
+            offset, length = item.offset, item.place.length
             for chunk in range(offset // chunk_tokens, -(-(offset + length) // chunk_tokens)):
-                touching.setdefault(chunk, []).append((offset - chunk * chunk_tokens, length, digest))
+                touching.setdefault(chunk, []).append((offset - chunk * chunk_tokens, length, item.content))
         return {chunk: json.dumps(items).encode() for chunk, items in touching.items()}
 
 
 class Identifier:
-    """Remembers which files an adapter's id stood for: the engine loads them once, and they may change."""
+    """Made when the engine starts; see `Adapters`."""
 
-    def __init__(self) -> None:
-        self._adapters: dict[int, tuple[tuple, str]] = {}  # the state of its files when it was first seen; its digest
+    def __init__(self, adapters: Adapters | None = None) -> None:
+        self._adapters = adapters or Adapters()
 
     def identify(self, request: Request) -> RequestIdentity | str:
-        """Of a request, or why it cannot be told."""
-        if request.prompt_embeds is not None:
-            return "its prompt is given as embeddings"
-        if not all(_CONTENT.fullmatch(item.identifier.rpartition(":")[2]) for item in request.mm_features):
-            return "an item of its prompt is named by the caller, not by its content"
+        """Of a request that the engine has not computed anything of, or why it cannot be told."""
+        try:
+            return self._identify(request)
+        except Unidentified as why:
+            return str(why)
+
+    def adapter(self, asked: LoRARequest) -> str | None:
+        """A digest of an adapter, whatever else a request has; None if it cannot be told."""
+        try:
+            return self._adapters.content(asked)
+        except Unidentified:
+            return None
+
+    def _identify(self, request: Request) -> RequestIdentity:
+        refuse_others("a request", request, REQUEST, EngineCoreRequest)
+        if request.pooling_params:
+            refuse_others("a pooling request", request.pooling_params, POOLING)
+        adapter = request.lora_request
         ingredients: dict[str, str] = {}
         if request.cache_salt:
             ingredients["cache_salt"] = request.cache_salt
-        if adapter := request.lora_request:
-            ingredients["adapter"], problem = self._adapter(adapter)
-            if problem:
-                return f"LoRA adapter {adapter.lora_name!r}: {problem}"
+        if adapter:
+            ingredients["adapter"] = self._adapters.content(adapter)
+        salt = json.dumps(ingredients).encode() if ingredients else b""
         return RequestIdentity(
-            salt=json.dumps(ingredients).encode() if ingredients else b"",
-            items=tuple((f.mm_position.offset, f.mm_position.length, f.identifier) for f in request.mm_features),
+            salt,
+            tuple(_item(feature, salt) for feature in request.mm_features),
+            ingredients.get("adapter", ""),
+            adapter.lora_name if adapter else "",
         )
 
-    def _adapter(self, asked: LoRARequest) -> tuple[str, str]:
-        """A digest of the weights that the engine has under this id, or what is wrong with them."""
-        if asked.load_inplace:
-            return "", "it is loaded anew under its old id"
-        path = Path(asked.lora_path)
-        try:
-            state = (asked.lora_path, asked.is_3d_lora_weight, weights.state(sorted(path.iterdir())))
-            if asked.lora_int_id not in self._adapters:
-                self._adapters[asked.lora_int_id] = state, weights.digest(path) or ""
-        except (OSError, ValueError):
-            return "", "its weights cannot be read from disk"
-        before, digest = self._adapters[asked.lora_int_id]
-        if not digest:
-            return "", "there are no weights in its folder"
-        if state != before:
-            return "", "its files are not those that the engine saw first"
-        return f"{digest} {asked.is_3d_lora_weight}", ""
+
+def _item(feature: MultiModalFeatureSpec, salt: bytes) -> Item:
+    content = items.content(feature)
+    # vLLM puts the adapter's name in front where the encoder has adapters too.
+    source = content if feature.identifier == feature.mm_hash else f"{content} {salt.decode()}"
+    return Item(content, feature.identifier, source, feature.mm_position)

@@ -21,6 +21,7 @@ from kvtier_core.stats import Stats
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Presence, Slot
 from kvtier_core.vllm.hints import hints_of
 from kvtier_core.vllm.hit_sources import tokens_by_tier
+from kvtier_core.vllm.names import Names
 from kvtier_core.vllm.plan import Plan, Progress, Transfer
 from kvtier_core.vllm.recorder import Recorder
 from kvtier_core.vllm.request_identity import Identifier, RequestIdentity
@@ -62,6 +63,11 @@ class _Tracked:
     reason: str = ""  #: of the last answer, for the log
     told: bool = False
 
+    def doubt(self, why_not: Callable[..., str], *tokens: int) -> None:
+        """Bypass it from here on if its KV is not, or may not be, what its keys say."""
+        if not isinstance(self.identity, str) and (why := why_not(self.identity, *tokens)):
+            self.identity = self.bypass = why
+
 
 @attrs.define
 class _Store:
@@ -93,6 +99,7 @@ class SchedulerHalf:
         self._first_epoch = self._epoch = namespace
         self._database = config.token_database.open(namespace, config.chunk_tokens)
         self._identifier = Identifier()
+        self._names = Names()
         self._trial = tuple(manager.lend())  # until the self-test is over
         self._untried = ranks  # workers that have not said how their self-test went
         self._refusal = ""  # why nothing is stored or loaded any more
@@ -118,6 +125,7 @@ class SchedulerHalf:
         """How many tokens beyond ``computed`` can be loaded; None: ask again. Polled freely."""
         tracked = self._track(request)
         tracked.computed, tracked.ready = computed, []
+        tracked.doubt(self._names.why_not_cached, computed)
         if self._refusal or tracked.bypass or request.skip_reading_prefix_cache:
             tracked.reason = self._refusal or tracked.bypass or "it asks for no cached prefix"
             return 0, False
@@ -151,6 +159,7 @@ class SchedulerHalf:
     def _plan_load(self, tracked: _Tracked, block_ids: Sequence[int], tokens: int) -> None:
         first = tracked.computed // self._chunk_tokens
         end = tracked.computed + tokens
+        self._names.load(tracked.identity, end)
         keys = tracked.ready[: -(-end // self._chunk_tokens) - first]
         wanted = range(tracked.computed // self._block_tokens, -(-end // self._block_tokens))
         pages = tuple(
@@ -176,6 +185,7 @@ class SchedulerHalf:
         idle = not output.total_num_scheduled_tokens
         self._take_in(self.manager.drain(_A_LITTLE) if idle else self.manager.step())
         overtaken = self._overtaken(output)
+        self._names.follow(output, self._tracked)
         stores = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
             if tracked := self._tracked.get(request_id):
@@ -193,6 +203,9 @@ class SchedulerHalf:
     def _plan_store(self, tracked: _Tracked, scheduled: int, output: SchedulerOutput) -> list[tuple[int, Transfer]]:
         """The chunks that become whole in this step, if nobody keeps them yet."""
         request = tracked.request
+        tracked.doubt(
+            self._names.why_not_computed, request.num_computed_tokens, request.num_computed_tokens + scheduled
+        )
         end = min(request.num_computed_tokens + scheduled, request.num_tokens)
         if not self._config.save_decode:
             end = min(end, request.num_prompt_tokens)
@@ -331,6 +344,8 @@ class SchedulerHalf:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             identity = self._identifier.identify(request)
+            if request.lora_request:
+                self._names.arrive(request.lora_request, self._identifier.adapter(request.lora_request))
             tracked = self._tracked[request.request_id] = _Tracked(request, identity, self._clock())
             if isinstance(identity, str):
                 tracked.bypass = identity

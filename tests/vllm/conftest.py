@@ -84,11 +84,19 @@ class Engine:
         return self.connector.half.manager
 
     def ask(self, *prompts: Sequence[int], tokens: int = 4, salt: str | None = None) -> list[Answer]:
+        return self.generate(
+            *({"prompt_token_ids": list(prompt), **({"cache_salt": salt} if salt else {})} for prompt in prompts),
+            tokens=tokens,
+        )
+
+    def generate(self, *prompts: dict[str, Any], tokens: int = 4, adapter: Any = None) -> list[Answer]:
+        """Answers to prompts as vLLM takes them, with a LoRARequest or none."""
         from vllm import SamplingParams
 
         outputs = self.llm.generate(
-            [{"prompt_token_ids": list(prompt), **({"cache_salt": salt} if salt else {})} for prompt in prompts],
+            list(prompts),
             SamplingParams(temperature=0, max_tokens=tokens, logprobs=1, detokenize=False, ignore_eos=True),
+            lora_request=adapter,
             use_tqdm=False,
         )
         return [
