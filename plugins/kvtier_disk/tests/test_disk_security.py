@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import stat
 import threading
@@ -15,7 +16,7 @@ from kvtier_core.types import PAGE_NBYTES, Nbytes
 from kvtier_disk.config import DiskConfig
 
 NBYTES = 4 * PAGE_NBYTES
-KEY = make_key(0)
+KEY, MATE = make_key(0), make_key(1)
 STRANGER = 12345
 PATIENCE = 20.0
 
@@ -33,7 +34,7 @@ def write(disk):
 def read(disk):
     into = memoryview(bytearray(NBYTES))
     (count,) = disk.read([KEY], [into])
-    return bytes(into[:count])
+    return count if isinstance(count, BackendError) else bytes(into[:count])
 
 
 def mode(path):
@@ -205,8 +206,11 @@ def plant_socket(path, _):
         os.close(where)
 
 
-def plant_folder(path, _):
+def plant_folder(path, target):
+    """With something in it, and a way out."""
     path.mkdir()
+    (path / "file").touch()
+    (path / "link").symlink_to(target.parent)
 
 
 PLANTS = [
@@ -218,7 +222,7 @@ PLANTS = [
 ]
 
 
-@pytest.mark.parametrize("plant", PLANTS[:-1])
+@pytest.mark.parametrize("plant", PLANTS)
 def test_open_removes_what_stands_for_a_frame_and_follows_none(folder, elsewhere, plant):
     file_in(folder).parent.mkdir(parents=True)
     plant(file_in(folder), elsewhere / "precious")
@@ -231,17 +235,25 @@ def test_open_removes_what_stands_for_a_frame_and_follows_none(folder, elsewhere
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_what_stands_for_a_frame_is_no_frame(folder, elsewhere, plant):
-    """Planted while the tier is open: reading it is a miss or an error, never a wait, and never what it leads to."""
+@pytest.mark.parametrize("settle", ["write", "delete", "quarantine"])
+def test_what_stands_for_a_frame_is_no_frame(folder, elsewhere, plant, settle):
+    """Planted while the tier is open: that key alone cannot be read, nobody waits, and no link is followed."""
     disk = open_disk(folder)
     write(disk)
+    disk.write([MATE], [make_frame(MATE, nbytes=NBYTES)])
     file_in(folder).unlink()
     plant(file_in(folder), elsewhere / "precious")
     before = contents(elsewhere)
-    found = in_time(lambda: read(disk))
-    assert found == b"" or isinstance(found, BackendError)
-    in_time(lambda: write(disk))
-    in_time(lambda: disk.delete([KEY]))
+    into = [memoryview(bytearray(NBYTES)) for _ in range(2)]
+    failed, count = in_time(lambda: disk.read([KEY, MATE], into))
+    assert re.search(f"{KEY.hex()}.kv: a .* where only a file should be", str(failed))
+    assert (count, into[1]) == (NBYTES, make_frame(MATE, nbytes=NBYTES))
+    in_time(
+        {"write": lambda: write(disk), "delete": lambda: disk.delete([KEY])}.get(settle)
+        or (lambda: disk.quarantine([KEY]))
+    )
+    assert read(disk) == (make_frame(KEY, nbytes=NBYTES) if settle == "write" else b"")
+    assert os.path.lexists(file_in(folder)) == (settle == "write")
     assert contents(elsewhere) == before
     disk.close()
 

@@ -20,7 +20,7 @@ def folder(tmp_path, monkeypatch):
     )
     disk = DiskConfig(path=tmp_path / "store").open(make_context())
     disk.write(KEYS, [make_frame(key, nbytes=NBYTES) for key in KEYS])
-    files = {key: disk._home.file(key) for key in KEYS}
+    files = {key: next((tmp_path / "store").rglob(f"{key.hex()}.kv")) for key in KEYS}
     spoiled = bytearray(files[TORN].read_bytes())
     spoiled[-1] ^= 1
     files[TORN].write_bytes(spoiled)
@@ -60,7 +60,10 @@ def test_everything_is_told(folder, capsys):
 def test_repair_leaves_what_is_whole(folder, capsys):
     assert main(["fsck", "disk", "--config", "kvtier.yaml", "--repair"]) == 0
     assert capsys.readouterr().out.count(": removed\n") == 6
-    assert [file.stem for file in folder.rglob("store/**/*") if file.is_file()] == [WHOLE.hex()]
+    assert {file.name for file in folder.rglob("store/**/*") if file.is_file()} == {
+        f"{WHOLE.hex()}.kv",
+        "namespace.json",
+    }
     assert main(["fsck", "disk", "--config", "kvtier.yaml"]) == 0
     assert counts(capsys.readouterr().out) == {"whole": 1, "torn": 0, "foreign": 0, "orphaned": 0, "unreadable": 0}
 

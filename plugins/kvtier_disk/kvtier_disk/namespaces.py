@@ -1,0 +1,51 @@
+"""The facts of a namespace, beside its frames, so that an engine that finds none of its own can say why.
+
+``path/<namespace>/namespace.json``: a list of names and values. Raises OSError, and BackendError for a refusal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from kvtier_core.types import Namespace
+from kvtier_disk.folder import Folder, NoFile
+from kvtier_disk.frames import home_of
+
+_FACTS, _UNFINISHED = "namespace.json", "namespace.tmp"
+_LONGEST = 1 << 20
+
+
+def write_facts(root: Folder, namespace: Namespace) -> Folder:
+    """The folder of the namespace, made if it was not there, with its facts in it."""
+    home = root.inner(home_of(namespace), make=True)
+    home.remove(_UNFINISHED)
+    with open(home.open(_UNFINISHED, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="ascii") as file:
+        json.dump([list(fact) for fact in namespace.facts], file, indent=1)
+    home.rename(_UNFINISHED, home, _FACTS)
+    return home
+
+
+def read_facts(root: Folder, home: str) -> Namespace | None:
+    """None if they were not written, or are not those that gave the folder its name."""
+    try:
+        with open(root.inner(home).open(_FACTS, os.O_RDONLY), "rb") as file:
+            written = file.read(_LONGEST + 1)
+        facts = json.loads(written) if len(written) <= _LONGEST else None
+    except (OSError, NoFile, ValueError, RecursionError):
+        return None
+    if not isinstance(facts, list) or not all(map(_is_fact, facts)):
+        return None
+    namespace = Namespace(tuple((name, value) for name, value in facts))
+    return namespace if home_of(namespace) == home else None
+
+
+def remove_facts(root: Folder, home: str) -> None:
+    folder = root.inner(home)
+    folder.remove(_FACTS)
+    folder.remove(_UNFINISHED)
+
+
+def _is_fact(fact: Any) -> bool:
+    return isinstance(fact, list) and len(fact) == 2 and all(isinstance(word, str) for word in fact)
