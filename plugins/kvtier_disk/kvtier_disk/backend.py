@@ -5,38 +5,32 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 from kvtier_core.errors import BackendError, StoreFull
-from kvtier_core.files import ring_works
 from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.types import ChunkKey, Namespace, Nbytes
 from kvtier_disk.claim import Claim
 from kvtier_disk.config import DiskConfig
 from kvtier_disk.files import (
-    Access,
     discard,
     probe_device,
-    probe_direct,
     publish,
     read_frames,
-    remove_probes,
     write_unfinished,
 )
 from kvtier_disk.folder import Folder, NoFile
 from kvtier_disk.frames import (
     Found,
     Place,
-    everything,
     everything_of,
     home_of,
     homes,
     place_of,
     put_aside,
-    remove_if_empty,
     set_aside,
 )
-from kvtier_disk.namespaces import read_facts, remove_facts, write_facts
+from kvtier_disk.namespaces import read_facts, write_facts
+from kvtier_disk.opening import effective_access, sweep
 from kvtier_disk.room import Room, free_of
 
 #: What no second attempt changes; everything else (full, busy, stale, I/O error) may pass.
@@ -81,12 +75,12 @@ class DiskBackend(Backend):
             root = self._claim.take()
             try:
                 write_facts(root, ctx.namespace)  # at once, so that in a sticky folder nobody else is first
-                others = self._sweep(root)
+                others = sweep(root, self._name, self._fits)
                 used = sum(found.nbytes for found in [*others, *self._frames(root)])
                 self._room = Room(
                     ctx.capacity - used, ((found.place, found.nbytes) for found in others), self._remove_other
                 )
-                self._access = self._effective_access(root)
+                self._access = effective_access(config, root)
             except BaseException:
                 self._claim.release()
                 raise
@@ -212,22 +206,6 @@ class DiskBackend(Backend):
         if failures:
             raise failures[0]
 
-    def _sweep(self, root: Folder) -> list[Found]:
-        """Remove what is no frame, in every namespace; what is not this one's, oldest first."""
-        remove_probes(root)
-        others = []
-        for place, found in [*everything(root), *((found.place, found) for found in set_aside(root))]:
-            if found is None or not self._fits(found):
-                with contextlib.suppress(OSError):  # what cannot be removed is no frame all the same
-                    place.remove(root)
-            elif place.folders[0] != self._name:
-                others.append(found)
-        for home in set(homes(root)) - {self._name} - {found.place.folders[0] for found in others}:
-            with contextlib.suppress(OSError):
-                remove_facts(root, home)
-                remove_if_empty(root, home)
-        return sorted(others)
-
     def _frames(self, root: Folder) -> list[Found]:
         """Of this namespace."""
         found = [found for _, found in everything_of(root, self._name)]
@@ -240,10 +218,6 @@ class DiskBackend(Backend):
     def _nbytes(self, home: Folder, place: Place) -> int:
         """That the frame there takes."""
         return min(place.nbytes(home), self._longest)
-
-    def _path(self, place: Place) -> Path:
-        """Of one of this namespace's frames; for people."""
-        return place.under(self._config.path / self._name)
 
     def _remove_other(self, place: Place) -> None:
         if (root := self._claim.folder()) is not None:
@@ -261,34 +235,6 @@ class DiskBackend(Backend):
                 f"of which min_free keeps {self._config.min_free}",
                 missing=self._config.min_free + nbytes - free,
             )
-
-    def _effective_access(self, root: Folder) -> Access:
-        direct = self._effective_direct(root)
-        if self._config.io == "calls" or (self._config.io == "auto" and not direct):
-            return Access(direct, ring=False)  # through the page cache a ring only adds a thread of the kernel's
-        ring = ring_works()
-        if self._config.io == "io_uring" and not ring:
-            raise BackendError(
-                f"{self._config.path}: io is io_uring, and there is none here: kvtier was built without it, or the "
-                "kernel or a container's rules forbid it; with io: auto plain calls are used",
-                retryable=False,
-            )
-        return Access(direct, ring)
-
-    def _effective_direct(self, root: Folder) -> bool:
-        if self._config.direct == "off":
-            return False
-        try:
-            probe_direct(root)
-        except OSError as error:
-            if self._config.direct == "on":
-                raise BackendError(
-                    f"{self._config.path}: direct is on, but no page can be written past the page cache: "
-                    f"{error.strerror}; with direct: auto the page cache is used",
-                    retryable=False,
-                ) from error
-            return False
-        return True
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:

@@ -74,13 +74,13 @@ def _make(path: Path) -> None:
         if not folder.exists():
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
-    must_be_ours(path, path.lstat())
+    must_be_ours(path.lstat(), path)
     parents_must_be_safe(path)
 
 
 def _locked(path: Path) -> Folder:
     folder = Folder.at(path)
-    must_be_ours(path, os.fstat(folder.fd))
+    must_be_ours(os.fstat(folder.fd), path)
     try:
         fcntl.flock(folder.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

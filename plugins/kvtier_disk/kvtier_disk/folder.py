@@ -9,7 +9,6 @@ import contextlib
 import os
 import shutil
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier_core.errors import BackendError
@@ -22,15 +21,20 @@ class NoFile(BackendError):
 
 
 class Folder:
-    """Closes its descriptor when nobody refers to it any more, so that no thread finds another file under its number."""
+    """Closes its descriptor when nobody refers to it any more: no thread finds another file under its number."""
 
-    def __init__(self, fd: int, path: Path):
+    def __init__(self, fd: int, *called: Path | str):
         self.fd = fd
-        self.path = path  #: what it was called when it was opened; for people
+        self._called = called
 
     @classmethod
     def at(cls, path: Path) -> Folder:
         return cls(os.open(path, _FOLDER), path)
+
+    @property
+    def path(self) -> Path:
+        """What it was called when it was opened; for people."""
+        return Path(*self._called)
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -52,8 +56,8 @@ class Folder:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(name, 0o700, dir_fd=self.fd)
                 fd = os.open(name, _FOLDER, dir_fd=self.fd)
-        inner = Folder(fd, self.path / name)
-        must_be_ours(inner.path, os.fstat(fd))
+        inner = Folder(fd, *self._called, name)
+        must_be_ours(os.fstat(fd), *inner._called)
         return inner
 
     def open(self, name: str, flags: int) -> int:
@@ -102,14 +106,22 @@ class Folder:
                 to.remove(new)
                 os.replace(name, new, src_dir_fd=self.fd, dst_dir_fd=to.fd)
 
-    @contextlib.contextmanager
-    def _naming(self, name: str) -> Iterator[None]:
-        """An error tells the whole path."""
-        try:
-            yield
-        except OSError as error:
-            error.filename, error.filename2 = str(self.path / name), None
-            raise
+    def _naming(self, name: str) -> _Naming:
+        return _Naming((*self._called, name))
+
+
+class _Naming:
+    """An error tells the whole path."""
+
+    def __init__(self, called: tuple[Path | str, ...]):
+        self._called = called
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(Path(*self._called)), None
 
 
 def _kind_of(status: os.stat_result) -> str:
@@ -126,15 +138,17 @@ def _kind_of(status: os.stat_result) -> str:
     return "a device"
 
 
-def must_be_ours(path: Path, status: os.stat_result) -> None:
+def must_be_ours(status: os.stat_result, *called: Path | str) -> None:
     """Nobody else may put a frame there, or another folder in its place: a checksum is no signature."""
     if stat.S_ISLNK(status.st_mode):
-        raise BackendError(f"{path}: a link; name the folder itself", retryable=False)
+        raise BackendError(f"{Path(*called)}: a link; name the folder itself", retryable=False)
     if not stat.S_ISDIR(status.st_mode):
-        raise BackendError(f"{path}: not a folder", retryable=False)
+        raise BackendError(f"{Path(*called)}: not a folder", retryable=False)
     if status.st_uid != os.geteuid():
-        raise BackendError(f"{path}: belongs to user {status.st_uid}; kvtier keeps to its own", retryable=False)
-    _not_for_others(path, status)
+        raise BackendError(
+            f"{Path(*called)}: belongs to user {status.st_uid}; kvtier keeps to its own", retryable=False
+        )
+    _not_for_others(status, *called)
 
 
 def parents_must_be_safe(path: Path) -> None:
@@ -147,9 +161,9 @@ def parents_must_be_safe(path: Path) -> None:
         if status.st_uid not in (0, os.geteuid()):
             why = f"belongs to user {status.st_uid}, who may put another folder in the place of {path}"
             raise BackendError(f"{folder}: {why}; use a folder of this user's or of root's", retryable=False)
-        _not_for_others(folder, status)
+        _not_for_others(status, folder)
 
 
-def _not_for_others(path: Path, status: os.stat_result) -> None:
+def _not_for_others(status: os.stat_result, *called: Path | str) -> None:
     if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
-        raise BackendError(f"{path}: others may write to it; take that away with chmod go-w", retryable=False)
+        raise BackendError(f"{Path(*called)}: others may write to it; take that away with chmod go-w", retryable=False)

@@ -17,7 +17,7 @@ from kvtier_core import frame
 from kvtier_core.errors import BackendError
 from kvtier_core.testing.samples import Poisoned, make_context, make_frame, make_key, make_keys, make_namespace
 from kvtier_core.types import PAGE_NBYTES, Nbytes
-from kvtier_disk import backend, plugin
+from kvtier_disk import opening, plugin
 from kvtier_disk.config import DiskConfig
 
 NBYTES = 4 * PAGE_NBYTES
@@ -492,7 +492,7 @@ def test_of_a_batch_that_fails_nothing_unfinished_is_left(tmp_path, io):
 
 
 def test_without_a_ring_calls_do(tmp_path, monkeypatch):
-    monkeypatch.setattr(backend, "ring_works", lambda: False)
+    monkeypatch.setattr(opening, "ring_works", lambda: False)
     disk = open_disk(tmp_path)
     assert disk.facts()["io"] == "auto -> calls"
     disk.close()
