@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
+import attrs
+
 from kvtier_core.batches import as_many
 from kvtier_core.door import Door
 from kvtier_core.errors import BackendError
@@ -16,10 +18,19 @@ from kvtier_core.types import ChunkKey
 Verdict = bool | Damage | BackendError
 
 
-def write_frames(backend: Backend, door: Door, sealed: Sequence[tuple[ChunkKey, memoryview]]) -> list[int]:
+@attrs.frozen
+class Offer:
+    """A sealed frame that lies in an arena's slot."""
+
+    key: ChunkKey
+    parent: ChunkKey | None
+    view: memoryview
+
+
+def write_frames(backend: Backend, door: Door, offers: Sequence[Offer]) -> list[int]:
     """The bytes that each frame takes in the store."""
-    keys = [key for key, _ in sealed]
-    frames = [door.encode(key, view) for key, view in sealed]
+    keys = [offer.key for offer in offers]
+    frames = [door.encode(offer.key, offer.view) for offer in offers]
     try:
         backend.write(keys, frames)
     except BaseException:

@@ -7,12 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-import attrs
-
 from kvtier_core.batches import as_many, in_groups, leading
 from kvtier_core.breaker import Breaker
-from kvtier_core.calls import read_frames, write_frames
+from kvtier_core.calls import Offer, read_frames, write_frames
 from kvtier_core.ceiling import Ceiling
+from kvtier_core.doomed import Doomed
 from kvtier_core.door import Door
 from kvtier_core.errors import BackendError, ContractError, StoreFull
 from kvtier_core.frame import Damage
@@ -25,8 +24,6 @@ from kvtier_core.workers import Outcome, Pool, run_within
 
 #: A call that takes longer, in seconds, hangs: until it comes back nobody else shall wait for this store.
 _PATIENCE = 10.0
-#: Seconds after which it is tried again to delete what could not be deleted.
-_RETRY = 5.0
 
 
 class _Busy(enum.Enum):
@@ -35,15 +32,6 @@ class _Busy(enum.Enum):
     WRITING = 1
     READING = 2
     LEAVING = 3  # stays indexed until its delete lands
-
-
-@attrs.frozen
-class Offer:
-    """A sealed frame that lies in an arena's slot."""
-
-    key: ChunkKey
-    parent: ChunkKey | None
-    view: memoryview
 
 
 Release = Callable[[ChunkKey], None]
@@ -79,8 +67,7 @@ class Tier:
         self._waiting_nbytes = 0  # of what is admitted, and so in ``residents.used``, but not begun
         self._leaving_nbytes = 0  # of what is still in ``residents.used``, and being deleted
         self._busy: dict[ChunkKey, _Busy] = {}
-        self._doomed: set[ChunkKey] = set()
-        self._retry_at = 0.0  # when the doomed are tried again, by the clock
+        self._doomed = Doomed()
         self._ceiling = Ceiling(capacity)
         self._reads = Breaker()
         self._writes = Breaker()
@@ -128,9 +115,8 @@ class Tier:
         """Ask what `wonder` noted, and delete again what could not be deleted before."""
         now = self._clock()
         self._look_for_hangs()
-        if self._doomed and now >= self._retry_at and self._writes.allows(now):
-            for key in [key for key in self._doomed if key not in self._busy]:
-                self._bury([key])  # each by itself: one that can never be deleted keeps no other
+        if self._writes.allows(now):
+            self._delete_again([key for key in self._doomed.due(now) if key not in self._busy])
         keys = [key for key in self._inquiries.take() if key not in self._busy]
         if not keys or not self._reads.allows(now):
             return
@@ -203,14 +189,16 @@ class Tier:
         keys: Sequence[ChunkKey],
         remove: Callable[[Sequence[ChunkKey]], None],
         then: Callable[[], None] = lambda: None,
+        *,
+        again: bool = False,
     ) -> None:
-        """Take frames out of the store, and then out of the index."""
+        """Take frames out of the store, and then out of the index. What failed before does so unnoticed."""
         if not keys:
             return
         nbytes = sum(map(self.residents.held.nbytes, keys))
         self._leaving_nbytes += nbytes
         self.residents.leave(keys)
-        self._begin(self._writes, keys, _Busy.LEAVING)
+        self._begin(None if again else self._writes, keys, _Busy.LEAVING)
 
         def gone(outcome: Outcome) -> None:
             self._leaving_nbytes -= nbytes
@@ -220,8 +208,9 @@ class Tier:
                 self._doomed.difference_update(keys)
                 self.residents.remove(keys, evicted=True)
             else:
-                self._retry_at = self._clock() + _RETRY
-            self._judge(self._writes, keys, outcome)
+                self._doomed.failed(self._clock())
+            if not again:
+                self._judge(self._writes, keys, outcome)
             if outcome.error is None:
                 then()
             self._start_writes()
@@ -240,9 +229,7 @@ class Tier:
             self._waiting_nbytes -= nbytes
             if fits:
                 self.pool.submit_store(
-                    lambda group=group: write_frames(
-                        self.backend, self._door, [(each.key, each.view) for each in group]
-                    ),
+                    lambda group=group: write_frames(self.backend, self._door, group),
                     lambda outcome, group=group, release=release: self._written(group, release, outcome),
                 )
             elif self._ceiling.lowered(self._clock()):
@@ -352,6 +339,14 @@ class Tier:
         self._doomed.difference_update(set(keys) - set(present))
         self._evict(present)
 
+    def _delete_again(self, keys: Sequence[ChunkKey]) -> None:
+        """Each by itself: one that can never be deleted keeps no other, and the breaker was told of it once."""
+        for key in keys:
+            if key in self.residents:
+                self._remove([key], self.backend.delete, again=True)
+            else:
+                self._doomed.discard(key)
+
     def _take_stock(self) -> None:
         """What survived a restart, oldest first. What the capacity cannot hold leaves."""
         self._memo.recall(self._door.namespace)
@@ -372,12 +367,13 @@ class Tier:
         self.residents.admit(found, [None] * len(found), self._door.bound)
         self.residents.remove(self._beyond_room())  # only from the index: the frame may be another's
 
-    def _begin(self, breaker: Breaker, keys: Iterable[ChunkKey], busy: _Busy) -> None:
+    def _begin(self, breaker: Breaker | None, keys: Iterable[ChunkKey], busy: _Busy) -> None:
         for key in keys:
             if key in self._busy:
                 raise ContractError(f"{self.name}: two calls would name the same key")
             self._busy[key] = busy
-        breaker.begin(self._clock())
+        if breaker is not None:
+            breaker.begin(self._clock())
 
     def _judge(self, breaker: Breaker, keys: Sequence[ChunkKey], outcome: Outcome) -> None:
         """Tell the breaker how a call went, and everyone else if that changed something. A full store is no failure."""

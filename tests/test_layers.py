@@ -18,7 +18,7 @@ FLOORS = [
     {"interfaces", "pages", "checksum", "files", "workers", "nodes"},
     {"frame", "copier"},
     {"batches", "mover", "cuda", "door", "breaker", "inquiries", "sightings", "tree", "residents", "memo"}
-    | {"ceiling", "hookspecs"},
+    | {"ceiling", "doomed", "hookspecs"},
     {"arena", "tier", "descent", "calls"},
     {"manager", "structure", "builtin", "stats"},
     {"plugins"},
@@ -30,7 +30,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 #: The data plane does not know that plugins exist.
 DATA_PLANE = {"native", "pages", "checksum", "frame", "copier", "files", "workers", "batches", "mover", "cuda"}
-DATA_PLANE |= {"ceiling", "door", "breaker", "inquiries", "sightings", "tree", "residents", "memo"}
+DATA_PLANE |= {"ceiling", "doomed", "door", "breaker", "inquiries", "sightings", "tree", "residents", "memo"}
 DATA_PLANE |= {"arena", "tier", "descent", "calls", "manager"}
 PLUGIN_PLANE = {"hookspecs", "plugins", "structure", "nodes", "config", "builtin"}
 
