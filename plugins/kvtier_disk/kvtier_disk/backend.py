@@ -160,11 +160,12 @@ class DiskBackend(Backend):
             except OSError:
                 raise failures[0] from None
         return [
-            BackendError(f"{self._path(place_of(key))}: {outcome.strerror}")
-            if isinstance(outcome, OSError)
-            else outcome
+            self._of_one_frame(key, outcome) if isinstance(outcome, OSError) else outcome
             for key, outcome in zip(keys, outcomes, strict=True)
         ]
+
+    def _of_one_frame(self, key: ChunkKey, failure: OSError) -> BackendError:
+        return BackendError(f"{place_of(key).under(self._config.path / self._name)}: {failure.strerror}")
 
     def _write(self, home: Folder, places: Sequence[Place], frames: Sequence[memoryview]) -> None:
         growths = [len(frame) - self._nbytes(home, place) for place, frame in zip(places, frames, strict=True)]
