@@ -82,7 +82,7 @@ def _look(stored: Stored, capacity: Nbytes) -> tuple[Finding, str]:
     try:
         header = inspect(stored.nbytes, stored.read)
     except BackendError as error:
-        return Finding.UNREADABLE, str(error)
+        return Finding.UNREADABLE, str(error).removeprefix(f"{stored.where}: ")
     if isinstance(header, Damage):
         return Finding.TORN, header.value
     if header.key != stored.key:

@@ -24,7 +24,7 @@ def everything_in(path: Path) -> Iterator[Iterator[Stored]]:
     if not path.is_dir():
         raise BackendError(f"{path}: no such folder", retryable=False)
     claim = Claim(path)
-    root = _told(claim.take)
+    root = _told(path, claim.take)
     try:
         yield _walk(root)
     finally:
@@ -39,17 +39,18 @@ def _walk(root: Folder) -> Iterator[Stored]:
 
 
 def _stored(root: Folder, place: Place, found: Found | None) -> Stored:
+    path = place.under(root.path)
     return Stored(
-        where=str(place.under(root.path)),
+        where=str(path),
         nbytes=place.nbytes(root),
         home=bytes.fromhex(found.home) if found else None,
         key=found.key if found else None,
-        read=functools.partial(_read, root, place),
-        remove=functools.partial(_told, functools.partial(place.remove, root)),
+        read=functools.partial(_read, root, place, path),
+        remove=functools.partial(_told, path, functools.partial(place.remove, root)),
     )
 
 
-def _read(root: Folder, place: Place, offset: int, nbytes: int) -> bytes:
+def _read(root: Folder, place: Place, path: Path, offset: int, nbytes: int) -> bytes:
     def read() -> bytes:
         fd = place.folder(root).open(place.name, os.O_RDONLY)
         try:
@@ -57,11 +58,11 @@ def _read(root: Folder, place: Place, offset: int, nbytes: int) -> bytes:
         finally:
             os.close(fd)
 
-    return _told(read)
+    return _told(path, read)
 
 
-def _told(act: Callable[[], _T]) -> _T:
+def _told(path: Path, act: Callable[[], _T]) -> _T:
     try:
         return act()
     except OSError as error:
-        raise BackendError(f"{error.filename}: {error.strerror}") from error
+        raise BackendError(f"{error.filename or path}: {error.strerror}") from error

@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 
+import attrs
 import pytest
 
 from kvtier_core import frame
@@ -23,8 +24,9 @@ from kvtier_disk.config import DiskConfig
 NBYTES = 4 * PAGE_NBYTES
 
 
-def open_disk(path, *, model="tiny", capacity=1 << 30, min_free=0, quarantine=0, **settings):
+def open_disk(path, *, model="tiny", capacity=1 << 30, longest=0, min_free=0, quarantine=0, **settings):
     ctx = make_context(namespace=make_namespace(model), capacity=capacity)
+    ctx = attrs.evolve(ctx, max_frame_nbytes=Nbytes(longest))
     return DiskConfig(path=path, min_free=Nbytes(min_free), quarantine=Nbytes(quarantine), **settings).open(ctx)
 
 
@@ -183,6 +185,106 @@ def test_open_removes_what_is_no_frame(tmp_path):
     assert [(key.hex(), nbytes) for key, nbytes in disk.scan()] == [(whole.stem, NBYTES)]
     assert files(tmp_path) == sorted([whole, tmp_path / "README"])
     disk.close()
+
+
+def test_a_file_of_impossible_length_is_no_frame(tmp_path):
+    """It has holes and takes no room at all. Neither is it found, nor does any frame leave for it."""
+    keys = make_keys(4)
+    disk = open_disk(tmp_path, model="theirs")
+    write(disk, *keys[:3])
+    disk.close()
+    disk = open_disk(tmp_path, model="ours", quarantine=NBYTES)
+    write(disk, *keys)
+    disk.quarantine(keys[3:])
+    disk.close()
+    for file in (
+        file_of(tmp_path, keys[0], "theirs"),
+        file_of(tmp_path, keys[0], "ours"),
+        *tmp_path.glob("quarantine/*"),
+    ):
+        os.truncate(file, 4 << 40)
+    disk = open_disk(tmp_path, model="ours", capacity=8 * NBYTES, longest=NBYTES)
+    assert sorted(key for key, _ in disk.scan()) == sorted(keys[1:3])
+    assert [file.stat().st_size for file in files(tmp_path)] == [NBYTES] * 4
+    os.truncate(file_of(tmp_path, keys[1], "ours"), 4 << 40)
+    assert read(disk, keys[1]) == b""
+    disk.delete(keys[1:2])
+    for key in keys:
+        write(disk, key)
+    assert total(tmp_path) <= 8 * NBYTES
+    disk.close()
+
+
+def test_nothing_but_frames_counts_against_the_others(tmp_path):
+    disk = open_disk(tmp_path, model="theirs")
+    write(disk, *make_keys(2))
+    disk.close()
+    assert [len(files(tmp_path)), len(list(tmp_path.rglob("*.json")))] == [2, 1]
+    open_disk(tmp_path, model="ours", capacity=2 * NBYTES).close()
+    assert len(files(tmp_path)) == 2
+
+
+# -- namespaces ------------------------------------------------------------------------------------
+
+
+def facts_in(path, model):
+    return path / make_namespace(model).digest.hex()[:16] / "namespace.json"
+
+
+def test_the_namespaces_of_others_are_told(tmp_path):
+    for model in ("first", "second", "without frames"):
+        disk = open_disk(tmp_path, model=model)
+        if model != "without frames":
+            write(disk, make_key(0))
+        disk.close()
+    disk = open_disk(tmp_path, model="ours")
+    told = sorted(disk.namespaces(), key=lambda namespace: namespace.facts)
+    assert told == [make_namespace("first"), make_namespace("second")]
+    assert not facts_in(tmp_path, "without frames").parent.exists()
+    disk.close()
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b"",
+        b"{",
+        b"{}",
+        b'[["model", 7]]',
+        b'[["model"]]',
+        b'["ab", "cd"]',
+        b'[["model", "another"]]',
+        b"[" * 100_000,
+        b"\xff\xfe",
+        b" " * (2 << 20),
+    ],
+    ids=range(10),
+)
+def test_odd_facts_are_passed_over(tmp_path, odd):
+    disk = open_disk(tmp_path, model="theirs")
+    write(disk, make_key(0))
+    disk.close()
+    facts_in(tmp_path, "theirs").write_bytes(odd)
+    disk = open_disk(tmp_path, model="ours")
+    assert list(disk.namespaces()) == []
+    assert len(files(tmp_path)) == 1
+    disk.close()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_facts_that_are_no_file_are_passed_over(tmp_path, kind):
+    disk = open_disk(tmp_path, model="theirs")
+    write(disk, make_key(0))
+    disk.close()
+    facts = facts_in(tmp_path, "theirs")
+    facts.rename(tmp_path / "facts")
+    make = {"link": lambda: facts.symlink_to(tmp_path / "facts"), "pipe": lambda: os.mkfifo(facts)}
+    make.get(kind, facts.mkdir)()
+    for model in ("ours", "theirs"):
+        disk = open_disk(tmp_path, model=model)
+        assert list(disk.namespaces()) == []
+        disk.close()
+    assert facts.read_bytes() == (tmp_path / "facts").read_bytes() and not facts.is_symlink(), "written anew"
 
 
 def test_open_removes_what_a_kill_left_of_the_probe(tmp_path):

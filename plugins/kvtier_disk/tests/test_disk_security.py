@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 import stat
 import threading
@@ -157,6 +158,75 @@ def test_a_folder_that_somebody_else_made_inside_is_not_used(folder, whose):
         assert not file_in(folder).exists()
         return
     assert whose(folder).stat().st_uid == os.geteuid()
+    disk.close()
+
+
+@pytest.mark.parametrize("open_to", [0o770, 0o707, 0o777], ids=oct)
+def test_a_folder_above_that_others_may_write_to_is_refused(tmp_path, open_to):
+    """They could put another folder in its place, whoever it belongs to."""
+    (tmp_path / "above" / "between").mkdir(parents=True)
+    (tmp_path / "above").chmod(open_to)
+    with pytest.raises(BackendError, match=f"{tmp_path}/above: others may write to it; .*chmod go-w") as refusal:
+        open_disk(tmp_path / "above" / "between" / "kv")
+    assert not refusal.value.retryable
+    (tmp_path / "above").chmod(0o1777)
+    open_disk(tmp_path / "above" / "between" / "kv").close()
+
+
+@only_root
+def test_a_folder_above_that_is_somebody_elses_is_refused(tmp_path):
+    (tmp_path / "above").mkdir(mode=0o755)
+    os.chown(tmp_path / "above", STRANGER, STRANGER)
+    with pytest.raises(BackendError, match=f"{tmp_path}/above: belongs to user {STRANGER}, who may put another"):
+        open_disk(tmp_path / "above" / "kv")
+
+
+def test_the_way_through_a_link_counts_too(tmp_path):
+    """What a link on the way leads to is a folder above."""
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "link").symlink_to(tmp_path / "open")
+    with pytest.raises(BackendError, match=f"{tmp_path}/open: others may write to it"):
+        open_disk(tmp_path / "link" / "kv")
+
+
+@pytest.mark.parametrize("swap", ["path", "home", "shard"])
+def test_what_is_put_in_place_of_a_folder_is_never_read(folder, tmp_path, swap):
+    """Forged frames, as whole as any, while the tier is open. It goes on when its own folder is back."""
+    disk = open_disk(folder)
+    write(disk)
+    place = {"path": folder, "home": home_in(folder), "shard": file_in(folder).parent}[swap]
+    forged = tmp_path / "forged"
+    shutil.copytree(place, forged)
+    for file in forged.rglob("*.kv"):
+        file.write_bytes(make_frame(KEY, nbytes=NBYTES, seed=666))
+    forged.chmod(0o700 if swap == "path" else 0o707)
+    place.rename(tmp_path / "real")
+    forged.rename(place)
+    before = contents(place)
+    for use in (read, write, lambda disk: disk.delete([KEY]), lambda disk: disk.quarantine([KEY])):
+        for _ in range(3):
+            with pytest.raises(BackendError, match="another folder than the one|others may write to it"):
+                use(disk)
+    assert contents(place) == before
+    shutil.rmtree(place)
+    (tmp_path / "real").rename(place)
+    assert read(disk) == make_frame(KEY, nbytes=NBYTES)
+    disk.close()
+
+
+def test_an_empty_folder_in_its_place_is_claimed(folder, tmp_path):
+    """As an operator makes one; nothing can be forged in it."""
+    disk = open_disk(folder)
+    write(disk)
+    folder.rename(tmp_path / "real")
+    folder.mkdir(mode=0o700)
+    with pytest.raises(BackendError, match="another folder than the one that was opened"):
+        read(disk)
+    write(disk)
+    assert read(disk) == make_frame(KEY, nbytes=NBYTES)
+    with pytest.raises(BackendError, match="another live process"):
+        open_disk(folder)
     disk.close()
 
 
