@@ -142,10 +142,7 @@ def load_config(source: pathlib.Path | str | Mapping, registry: Registry, label:
         return registry.choose(_KIND_OF[family], name)
 
     gather = Gather()
-    if isinstance(source, Mapping):
-        root = nodes.from_plain(source, label, gather)
-    else:
-        root = nodes.from_file(pathlib.Path(source), gather)
+    root = nodes.from_plain(source, label, gather) if isinstance(source, Mapping) else nodes.from_file(source, gather)
     with gather:
         config = _read_stack(root, choose)
     gather.settle()

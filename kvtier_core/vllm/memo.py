@@ -6,6 +6,7 @@ One small file an answer, in a folder that nobody else may write to. Whatever is
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -45,7 +46,11 @@ def remember(state: tuple, answer: str) -> None:
 
 
 def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "kvtier" / "weights"
+    """Raises FileNotFoundError for a user without a home."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    if not cache.is_absolute():
+        raise FileNotFoundError(errno.ENOENT, "no home", str(cache))
+    return cache / "kvtier" / "weights"
 
 
 def _entry(folder: Path, state: tuple) -> Path:

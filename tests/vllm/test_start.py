@@ -19,6 +19,15 @@ tiers:
 """
 
 
+@pytest.mark.parametrize("path", [["a"], 7, {"a": 1}])
+def test_the_configuration_must_be_named_by_a_path(path):
+    from kvtier_core.plugins import Registry
+    from kvtier_core.vllm.connector import configured
+
+    with pytest.raises(ConfigError, match=r"kv_connector_extra_config: \$.kvtier.config: expected the path of a file"):
+        configured({"kvtier.config": path}, Registry.discover())
+
+
 def test_every_problem_of_the_file_is_told_at_once(engine, tmp_path):
     file = tmp_path / "kvtier.yaml"
     file.write_text(BROKEN)

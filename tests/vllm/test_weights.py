@@ -93,6 +93,17 @@ def test_a_memory_that_others_could_write_to_is_not_believed(tmp_path, monkeypat
     assert memo.recall(state) is None
 
 
+@pytest.mark.parametrize("cache", ["", "relative"])
+def test_without_a_home_nothing_is_remembered(tmp_path, monkeypatch, cache):
+    """And no folder is made where the engine happens to run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "~")
+    monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    memo.remember((("model.safetensors", 1),), "0" * 64)
+    assert memo.recall((("model.safetensors", 1),)) is None
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_files_that_have_just_changed_are_not_remembered(tmp_path, monkeypatch):
     """Another change might leave no trace in their time stamps."""
     import time
