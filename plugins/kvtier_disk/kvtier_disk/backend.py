@@ -29,7 +29,7 @@ from kvtier_disk.frames import (
     put_aside,
     set_aside,
 )
-from kvtier_disk.namespaces import read_facts, write_facts
+from kvtier_disk.namespaces import make_home, read_facts
 from kvtier_disk.opening import effective_access, sweep
 from kvtier_disk.room import Room, free_of
 
@@ -74,7 +74,7 @@ class DiskBackend(Backend):
         with self._errors():
             root = self._claim.take()
             try:
-                write_facts(root, ctx.namespace)  # at once, so that in a sticky folder nobody else is first
+                make_home(root, ctx.namespace)  # at once, so that in a sticky folder nobody else is first
                 others = sweep(root, self._name, self._fits)
                 used = sum(found.nbytes for found in [*others, *self._frames(root)])
                 self._room = Room(
@@ -100,7 +100,7 @@ class DiskBackend(Backend):
     def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> None:
         with self._errors():
             root = self._claim.folder_again()
-            home = self._home(root) or write_facts(root, self._namespace)
+            home = self._home(root) or make_home(root, self._namespace)
             self._check_free(root, sum(map(len, frames)))
             self._write(home, list(map(place_of, keys)), frames)
 

@@ -47,7 +47,7 @@ def read_frames(
             except FileNotFoundError:
                 continue
             except (OSError, NoFile) as error:
-                outcomes[i] = error
+                outcomes[i] = error.with_traceback(None)  # whose frames would keep the views
                 continue
             opened.callback(os.close, fd)
             nbytes = os.fstat(fd).st_size

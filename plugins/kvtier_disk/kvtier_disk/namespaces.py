@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from typing import Any
@@ -17,14 +18,24 @@ _FACTS, _UNFINISHED = "namespace.json", "namespace.tmp"
 _LONGEST = 1 << 20
 
 
-def write_facts(root: Folder, namespace: Namespace) -> Folder:
-    """The folder of the namespace, made if it was not there, with its facts in it."""
+def make_home(root: Folder, namespace: Namespace) -> Folder:
+    """The folder of the namespace, made if it was not there, with its facts in it unless the disk is full."""
     home = root.inner(home_of(namespace), make=True)
-    home.remove(_UNFINISHED)
-    with open(home.open(_UNFINISHED, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="ascii") as file:
-        json.dump([list(fact) for fact in namespace.facts], file, indent=1)
-    home.rename(_UNFINISHED, home, _FACTS)
+    if read_facts(root, home_of(namespace)) != namespace:
+        with contextlib.suppress(OSError):
+            _write_facts(home, namespace)
     return home
+
+
+def _write_facts(home: Folder, namespace: Namespace) -> None:
+    home.remove(_UNFINISHED)
+    try:
+        with open(home.open(_UNFINISHED, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="ascii") as file:
+            json.dump([list(fact) for fact in namespace.facts], file, indent=1)
+        home.rename(_UNFINISHED, home, _FACTS)
+    except OSError:
+        home.remove(_UNFINISHED)
+        raise
 
 
 def read_facts(root: Folder, home: str) -> Namespace | None:

@@ -170,6 +170,23 @@ def test_a_bad_sector_is_one_frames_alone(disk, direct, quarantine):
     again.close()
 
 
+@on(tmpfs, ext4)
+def test_a_start_on_a_full_disk(disk, backend, direct):
+    """The facts of the namespace have no room, and are left out."""
+    backend.close()
+    for facts in disk.folder.rglob("namespace.json"):
+        facts.unlink()
+    disk.fill()
+    again = open_disk(disk.folder / "kv", direct=direct)
+    assert reads(again, OLD) == {"hit": ALL}
+    assert [file.stat().st_size for file in disk.folder.rglob("namespace.*")] == []
+    again.close()
+    disk.make_room()
+    again = open_disk(disk.folder / "kv", direct=direct)
+    assert len(list(disk.folder.rglob("namespace.json"))) == 1
+    again.close()
+
+
 @on(ext4)
 def test_a_start_on_a_device_that_fails(disk, backend, direct):
     backend.close()
