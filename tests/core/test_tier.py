@@ -376,6 +376,7 @@ def test_one_that_can_never_be_deleted_keeps_no_other(bench, monkeypatch):
     assert set(bench.shelf.frames) == {A}
     assert bench.tier.usage().nbytes == FRAME, "what is left counts"
     assert len(asked) < 30, "it is not asked for all the time"
+    assert "resting" not in [kind for kind, _ in bench.events()]
     assert bench.tier.wanted([A, B, C]) == [B, C]
 
 
