@@ -20,6 +20,7 @@ from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.door import Door
 from kvtier_core.errors import BackendError, ConfigError, Problem
 from kvtier_core.interfaces import (
+    MAX_POLICY_STATE_NBYTES,
     AllocatorBackend,
     ArenaConfig,
     Backend,
@@ -35,7 +36,7 @@ from kvtier_core.plugins import KINDS, Registry
 from kvtier_core.residents import Residents
 from kvtier_core.structure import Choose, Setting, Unavailable
 from kvtier_core.tier import Tier
-from kvtier_core.types import Nbytes, Seconds
+from kvtier_core.types import PAGE_NBYTES, Nbytes, Seconds
 from kvtier_core.workers import IOPool, Pool
 
 #: `chunk_tokens: auto` puts at least so much into a frame: at 1 MiB a disk is as fast as at 32 (benchmarks/RESULTS.md),
@@ -172,10 +173,7 @@ def load_config(source: pathlib.Path | str | Mapping, registry: Registry, label:
         return registry.choose(_KIND_OF[family], name)
 
     gather = Gather()
-    if isinstance(source, Mapping):
-        root = nodes.from_plain(source, label, gather)
-    else:
-        root = nodes.from_file(pathlib.Path(source), gather)
+    root = nodes.from_plain(source, label, gather) if isinstance(source, Mapping) else nodes.from_file(source, gather)
     with gather:
         config = _read_stack(root, choose)
     gather.settle()
@@ -324,7 +322,8 @@ def _open(tier: ArenaTier | BackendTier, ctx: OpenContext, world: World, closing
     if isinstance(tier, BackendTier):
         _check_room("$.inflight", tier.inflight, "lets through", ctx.layout.frame_nbytes)
     residents = Residents(tier.eviction.open(), tier.store_after)
-    store = tier.config.open(ctx)
+    longest = max(door.bound, PAGE_NBYTES + MAX_POLICY_STATE_NBYTES)  # what a policy learned is kept as a frame, too
+    store = tier.config.open(attrs.evolve(ctx, max_frame_nbytes=Nbytes(longest)))
     closing.callback(_close, store)
     return _Opened(tier, store, residents, door, ctx.capacity)
 

@@ -49,5 +49,16 @@ class BackendError(KvtierError):
         super().__init__(why)
 
 
+class StoreFull(BackendError):
+    """A store has no room for what was to be written, whatever its tier was granted. It is not broken.
+
+    ``missing`` is how many bytes would have to be deleted before the same call can succeed, as far as it knows.
+    """
+
+    def __init__(self, why: str, *, missing: int):
+        self.missing = missing
+        super().__init__(why)
+
+
 class ContractError(KvtierError):
     """A caller or a plugin broke a promise of the interfaces."""

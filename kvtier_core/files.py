@@ -13,15 +13,15 @@ def ring_works() -> bool:
     return extension is not None and extension.ring_works()
 
 
-def read_files(fds: Sequence[int], into: Sequence[memoryview], *, ring: bool) -> list[int]:
-    """Bytes that each file filled of its view: all, unless the file ends before. Raises OSError for the first to fail.
+def read_files(fds: Sequence[int], into: Sequence[memoryview], *, ring: bool) -> list[int | OSError]:
+    """Bytes that each file filled of its view: all, unless the file ends before; or what kept it from being read.
 
     With O_DIRECT views begin and end at whole pages. The files do not have O_NONBLOCK set.
     """
     outcomes = extension.read_files(fds, into) if ring and extension else None
     if outcomes is None:
-        return [_all_of(os.preadv, fd, view) for fd, view in zip(fds, into, strict=True)]
-    return _raised(outcomes)
+        return [_caught(os.preadv, fd, view) for fd, view in zip(fds, into, strict=True)]
+    return [outcome if outcome >= 0 else _error(outcome) for outcome in outcomes]
 
 
 def write_files(fds: Sequence[int], views: Sequence[memoryview], *, ring: bool) -> None:
@@ -31,7 +31,9 @@ def write_files(fds: Sequence[int], views: Sequence[memoryview], *, ring: bool) 
         for fd, view in zip(fds, views, strict=True):
             _all_of(os.pwritev, fd, view)
     else:
-        _raised(outcomes)
+        for outcome in outcomes:
+            if outcome < 0:
+                raise _error(outcome)
 
 
 def _all_of(call: Callable[[int, list[memoryview], int], int], fd: int, view: memoryview) -> int:
@@ -44,8 +46,12 @@ def _all_of(call: Callable[[int, list[memoryview], int], int], fd: int, view: me
     return done
 
 
-def _raised(outcomes: list[int]) -> list[int]:
-    for outcome in outcomes:
-        if outcome < 0:
-            raise OSError(-outcome, os.strerror(-outcome))
-    return outcomes
+def _caught(call: Callable[[int, list[memoryview], int], int], fd: int, view: memoryview) -> int | OSError:
+    try:
+        return _all_of(call, fd, view)
+    except OSError as error:
+        return error.with_traceback(None)  # whose frames would keep the view
+
+
+def _error(outcome: int) -> OSError:
+    return OSError(-outcome, os.strerror(-outcome))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvtier_core.checksum import combine, crc32
@@ -21,6 +22,8 @@ _MAGIC = b"kvtier\r\n"
 _FIELDS = struct.Struct(f"<8sHHQ32s{KEY_NBYTES}s")
 _CHECKSUM = struct.Struct("<I")
 _FIELDS_END = _FIELDS.size + _CHECKSUM.size
+#: `inspect` reads a payload in pieces.
+_PIECE_NBYTES = 4 << 20
 
 
 class Damage(enum.Enum):
@@ -87,12 +90,30 @@ def check(
     return _unsound(frame, header)
 
 
-def inspect(frame: memoryview) -> Header | Damage:
-    """What a frame says of itself if it is whole, whoever may want it."""
-    header = _header(frame)
+def inspect(nbytes: int, read: Callable[[int, int], bytes]) -> Header | Damage:
+    """What a frame of ``nbytes`` says of itself if it is whole, whoever may want it.
+
+    ``read(offset, nbytes)`` returns bytes of it, fewer only at its end. What it raises escapes. It is asked for a
+    few MiB at a time, and for nothing beyond the header if the length is not that of the frame.
+    """
+    page = memoryview(read(0, PAGE_NBYTES))
+    header = _header(page)
     if isinstance(header, Damage):
         return header
-    return _unsound(frame, header) or header
+    whole = PAGE_NBYTES + header.payload_nbytes
+    if whole > nbytes:
+        return Damage.SHORT
+    if nbytes - whole >= PAGE_NBYTES:
+        return Damage.LENGTH
+    (checksum,) = _CHECKSUM.unpack_from(page, _FIELDS.size)
+    found = crc32(page[: _FIELDS.size])
+    for at in range(PAGE_NBYTES, whole, _PIECE_NBYTES):
+        asked = min(_PIECE_NBYTES, whole - at)
+        piece = read(at, asked)
+        if len(piece) != asked:
+            return Damage.SHORT
+        found = crc32(piece, found)
+    return header if found == checksum else Damage.CHECKSUM
 
 
 def payload_of(frame: memoryview) -> memoryview:

@@ -18,6 +18,9 @@ import attrs
 from kvtier_core.errors import BackendError
 from kvtier_core.types import ChunkKey, ChunkLayout, Namespace, Nbytes
 
+#: Of what an `EvictionPolicy` saves.
+MAX_POLICY_STATE_NBYTES = 64 << 10
+
 #: In a `PageList`: this page of the chunk is not wanted.
 HOLE = -1
 
@@ -43,6 +46,7 @@ class OpenContext:
     capacity: Nbytes = Nbytes(0)  #: this engine's share of what the YAML grants this tier, in bytes of frames
     replica: int = 0  #: which of the engines that share this configuration this is (data parallelism), from 0
     replicas: int = 1  #: how many they are; none may touch what another one stores
+    max_frame_nbytes: Nbytes = Nbytes(0)  #: no frame that this tier writes is longer; 0: not known
 
 
 @attrs.frozen
@@ -78,18 +82,25 @@ class Backend(abc.ABC):
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]: ...
 
     @abc.abstractmethod
-    def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int]:
+    def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
         """Fill ``into[i]`` with the frame of ``keys[i]`` and return its bytes; 0 is a miss.
 
         Touches nothing but ``into[i]`` up to the returned length and keeps no view. A frame that is
         longer than its view is a miss.
+
+        Returns for a key, instead of its bytes, the BackendError for which the frame of this key alone cannot be
+        read, now or ever: it is quarantined, and stored again when its chunk is. ``into[i]`` may hold anything then.
+
+        Raises BackendError when the store as a whole cannot be read: nothing is deleted, and a store that raises
+        again and again is left alone for a while.
         """
 
     @abc.abstractmethod
     def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> None:
         """Per key the whole frame or nothing, whatever happens to the process. Keeps no view.
 
-        Frames are whole multiples of `PAGE_NBYTES`.
+        Frames are whole multiples of `PAGE_NBYTES`. Raises StoreFull when there is no room though the tier keeps
+        within its capacity: then it keeps within less for a while, and evicts its own frames for newcomers.
         """
 
     @abc.abstractmethod
@@ -216,7 +227,10 @@ class EvictionPolicy(abc.ABC):
         """Each held key at most once, best victim first; forgets none."""
 
     def save(self) -> bytes:
-        """What was learned and may outlive a restart: always of one length, 64 KiB at most; nothing by default."""
+        """What was learned and may outlive a restart.
+
+        Always of one length, `MAX_POLICY_STATE_NBYTES` at most; nothing by default.
+        """
         return b""
 
     def restore(self, saved: bytes) -> None:
@@ -270,7 +284,7 @@ class Stored:
     nbytes: int
     home: bytes | None  #: how the digest of the namespace begins under which it is kept; None: it is no frame
     key: ChunkKey | None  #: under which it is kept; None: it is no frame
-    read: Callable[[], bytes]  #: raises BackendError
+    read: Callable[[int, int], bytes]  #: bytes from an offset on, fewer only at the end; raises BackendError
     remove: Callable[[], None]  #: raises BackendError
 
 

@@ -7,6 +7,7 @@ can be a word, and `1:30` is never ninety.
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import re
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,8 @@ from kvtier_core.errors import ConfigError, Problem
 
 #: Far deeper than any setting lies, far less deep than Python recurses.
 _DEEPEST = 16
+
+_VARIABLE = re.compile(r"\$[A-Za-z_{]")
 
 
 class Gather:
@@ -89,14 +92,30 @@ class Node:
         return str(self.value)
 
 
-def from_file(path: pathlib.Path, gather: Gather) -> Node:
+def path_of(text: str) -> pathlib.Path:
+    """A leading ``~`` is the user's home. Raises ValueError for what is not a path, or not the one it looks like."""
+    if not text or "\0" in text:
+        raise ValueError(f"{text!r} is not a path")
+    if _VARIABLE.search(text):
+        raise ValueError(f"{text!r} names an environment variable, and none is expanded; write the path itself")
+    try:
+        path = pathlib.Path(text).expanduser()
+        os.fsencode(path)
+    except (RuntimeError, UnicodeEncodeError) as error:
+        raise ValueError(f"{text!r} is not a path: {error}") from error
+    if text.startswith("~") and not os.path.isabs(os.environ.get("HOME", "/")):
+        raise ValueError(f"{text!r} is not a path: HOME is {os.environ['HOME']!r}")
+    return path
+
+
+def from_file(path: pathlib.Path | str, gather: Gather) -> Node:
     """The YAML file; `gather` gets what is wrong with single keys."""
     name = str(path)
     try:
-        text = path.expanduser().read_text(encoding="utf-8")
+        text = path_of(name).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError([Problem(name, "$", f"cannot be read: {error.strerror}")]) from error
-    except (ValueError, RuntimeError) as error:  # not UTF-8, NUL in the name, no such home
+    except ValueError as error:  # not UTF-8, or no path
         raise ConfigError([Problem(name, "$", f"cannot be read: {error}")]) from error
     return from_yaml(text, name, gather)
 

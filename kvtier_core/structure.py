@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import enum
-import os
 import pathlib
 import re
 import types
@@ -17,7 +16,7 @@ import attrs
 
 from kvtier_core.errors import ConfigError, ContractError
 from kvtier_core.interfaces import ArenaConfig, BackendConfig, EvictionConfig, SerializerConfig, TokenDatabaseConfig
-from kvtier_core.nodes import Gather, Node, Plain, shown
+from kvtier_core.nodes import Gather, Node, Plain, path_of, shown
 from kvtier_core.types import Nbytes, Seconds
 
 T = TypeVar("T")
@@ -85,15 +84,10 @@ def _read_text(node: Node, _: Choose) -> str:
 
 
 def _read_path(node: Node, choose: Choose) -> pathlib.Path:
-    text = _read_text(node, choose)
-    if not text or "\0" in text:
-        raise node.wrong(f"{text!r} is not a path")
     try:
-        path = pathlib.Path(text).expanduser()
-        os.fsencode(path)
-        return path
-    except (RuntimeError, UnicodeEncodeError) as error:
-        raise node.wrong(f"{text!r} is not a path: {error}") from error
+        return path_of(_read_text(node, choose))
+    except ValueError as error:
+        raise node.wrong(str(error)) from error
 
 
 def _number(kind: type[int | float], words: Collection[str] = ()) -> Read:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-import attrs
-
 from kvtier_core.batches import as_many, in_groups, leading
 from kvtier_core.breaker import Breaker
+from kvtier_core.calls import Offer, read_frames, write_frames
+from kvtier_core.ceiling import Ceiling
+from kvtier_core.doomed import Doomed
 from kvtier_core.door import Door
-from kvtier_core.errors import BackendError, ContractError
+from kvtier_core.errors import BackendError, ContractError, StoreFull
 from kvtier_core.frame import Damage
 from kvtier_core.inquiries import Inquiries
 from kvtier_core.interfaces import Backend
@@ -32,15 +32,6 @@ class _Busy(enum.Enum):
     WRITING = 1
     READING = 2
     LEAVING = 3  # stays indexed until its delete lands
-
-
-@attrs.frozen
-class Offer:
-    """A sealed frame that lies in an arena's slot."""
-
-    key: ChunkKey
-    parent: ChunkKey | None
-    view: memoryview
 
 
 Release = Callable[[ChunkKey], None]
@@ -76,7 +67,8 @@ class Tier:
         self._waiting_nbytes = 0  # of what is admitted, and so in ``residents.used``, but not begun
         self._leaving_nbytes = 0  # of what is still in ``residents.used``, and being deleted
         self._busy: dict[ChunkKey, _Busy] = {}
-        self._doomed: set[ChunkKey] = set()
+        self._doomed = Doomed()
+        self._ceiling = Ceiling(capacity)
         self._reads = Breaker()
         self._writes = Breaker()
         self._hangs = False
@@ -102,7 +94,10 @@ class Tier:
 
     def wanted(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Those of which a write would be considered now."""
-        if self._inflight >= self._inflight_limit or self._hangs or not self._writes.allows(self._clock()):
+        now = self._clock()
+        if self._inflight >= self._inflight_limit or self._hangs or not self._writes.allows(now):
+            return []
+        if not self._ceiling.open(now):
             return []
         return [key for key in self.residents.held.missing(keys) if key not in self._busy]
 
@@ -120,8 +115,8 @@ class Tier:
         """Ask what `wonder` noted, delete again what could not be deleted before, keep what the policy learned."""
         now = self._clock()
         self._look_for_hangs()
-        if self._doomed and self._writes.allows(now):
-            self._bury([key for key in self._doomed if key not in self._busy])
+        if self._writes.allows(now):
+            self._delete_again([key for key in self._doomed.due(now) if key not in self._busy])
         if self._memo.due(now) and self._writes.allows(now) and not self._hangs:
             self._memo.keep_by(self.pool, now, lambda outcome: self._judge(self._writes, [], outcome))
         keys = [key for key in self._inquiries.take() if key not in self._busy]
@@ -176,7 +171,12 @@ class Tier:
     @property
     def _room(self) -> int:
         """Bytes that will be free when those who are leaving are gone."""
-        return self.capacity - self._memo.nbytes - self.residents.used + self._leaving_nbytes
+        return self._allowed - self.residents.used + self._leaving_nbytes
+
+    @property
+    def _allowed(self) -> int:
+        """Bytes that all frames together may take now."""
+        return self._ceiling.at(self._clock()) - self._memo.nbytes
 
     def _beyond_room(self) -> list[ChunkKey]:
         """Who must leave because there is less room than what is here takes."""
@@ -191,14 +191,16 @@ class Tier:
         keys: Sequence[ChunkKey],
         remove: Callable[[Sequence[ChunkKey]], None],
         then: Callable[[], None] = lambda: None,
+        *,
+        again: bool = False,
     ) -> None:
-        """Take frames out of the store, and then out of the index."""
+        """Take frames out of the store, and then out of the index. What failed before does so unnoticed."""
         if not keys:
             return
         nbytes = sum(map(self.residents.held.nbytes, keys))
         self._leaving_nbytes += nbytes
         self.residents.leave(keys)
-        self._begin(self._writes, keys, _Busy.LEAVING)
+        self._begin(None if again else self._writes, keys, _Busy.LEAVING)
 
         def gone(outcome: Outcome) -> None:
             self._leaving_nbytes -= nbytes
@@ -207,7 +209,10 @@ class Tier:
             if outcome.error is None:
                 self._doomed.difference_update(keys)
                 self.residents.remove(keys, evicted=True)
-            self._judge(self._writes, keys, outcome)
+            else:
+                self._doomed.failed(self._clock())
+            if not again:
+                self._judge(self._writes, keys, outcome)
             if outcome.error is None:
                 then()
             self._start_writes()
@@ -219,31 +224,20 @@ class Tier:
         while self._waiting:
             group, release = self._waiting[0]
             nbytes = len(group) * self._door.bound
-            fits = self.residents.used - self._waiting_nbytes + nbytes <= self.capacity - self._memo.nbytes
+            fits = self.residents.used - self._waiting_nbytes + nbytes <= self._allowed
             if not fits and self._leaving_nbytes:
                 return
             self._waiting.popleft()
             self._waiting_nbytes -= nbytes
             if fits:
                 self.pool.submit_store(
-                    lambda group=group: self._write_frames(group),
+                    lambda group=group: write_frames(self.backend, self._door, group),
                     lambda outcome, group=group, release=release: self._written(group, release, outcome),
                 )
+            elif self._ceiling.lowered(self._clock()):
+                self._written(group, release, Outcome(error=StoreFull("no room: the store is full", missing=0)))
             else:
                 self._written(group, release, Outcome(error=BackendError("no room: a delete before it failed")))
-
-    def _write_frames(self, offers: Sequence[Offer]) -> list[int]:
-        """On a thread. The bytes that each frame takes in the store."""
-        keys = [offer.key for offer in offers]
-        frames = [self._door.encode(offer.key, offer.view) for offer in offers]
-        try:
-            self.backend.write(keys, frames)
-        except BaseException:
-            # Some may have been written before the failure; nothing may lie in the store unaccounted.
-            with contextlib.suppress(BackendError):
-                self.backend.delete(keys)
-            raise
-        return [len(encoded) for encoded in frames]
 
     def _written(self, offers: Sequence[Offer], release: Release, outcome: Outcome) -> None:
         keys = [offer.key for offer in offers]
@@ -255,9 +249,16 @@ class Tier:
                 self.residents.remove([offer.key])
             self._settle(offer.key)
             release(offer.key)
+        if isinstance(outcome.error, StoreFull):
+            self._make_do(outcome.error.missing)
         self._judge(self._writes, keys, outcome)
         if outcome.error is None:
             self._report(EventKind.WRITTEN, keys, nbytes=sum(outcome.value))
+
+    def _make_do(self, missing: int) -> None:
+        """The store is full before the tier is: keep less for a while."""
+        self._ceiling.full(self.residents.used - self._waiting_nbytes + self._memo.nbytes, missing, self._clock())
+        self._evict(self._beyond_room())
 
     # -- frames coming up --------------------------------------------------------------------------
 
@@ -273,20 +274,10 @@ class Tier:
         self._inflight += sum(len(view) for _, view in begun)
         for group in in_groups(begun, lambda pair: len(pair[1])):
             self.pool.submit_load(
-                lambda group=group: self._read_frames(group),
+                lambda group=group: read_frames(self.backend, self._door, group),
                 lambda outcome, group=group: self._arrive(group, arrived, outcome),
             )
         return [key for key, _ in begun]
-
-    def _read_frames(self, wanted: Sequence[tuple[ChunkKey, memoryview]]) -> list[Damage | bool]:
-        """On a thread. For each key True, False for a miss, or what is wrong with its frame."""
-        keys = [key for key, _ in wanted]
-        landings = [self._door.landing(slot) for _, slot in wanted]
-        counts = as_many(self.backend.read(keys, landings), keys)
-        return [
-            bool(count) and (self._door.check(key, landed, count, slot) or True)
-            for (key, slot), landed, count in zip(wanted, landings, counts, strict=True)
-        ]
 
     def _arrive(self, wanted: Sequence[tuple[ChunkKey, memoryview]], arrived: Arrived, outcome: Outcome) -> None:
         keys = [key for key, _ in wanted]
@@ -302,9 +293,10 @@ class Tier:
             elif verdict is False:
                 lost.append(key)
                 self._report(EventKind.LOST, [key])
-            elif isinstance(verdict, Damage):
+            elif verdict is not None:
                 damaged.append(key)
-                self._report(EventKind.DAMAGED, [key], why=verdict.value)
+                why = verdict.value if isinstance(verdict, Damage) else str(verdict)
+                self._report(EventKind.DAMAGED, [key], why=why)
         self._judge(self._reads, keys, outcome)
         self._bury([key for key in keys if key in self._doomed])
         if self.backend.shared:
@@ -349,6 +341,14 @@ class Tier:
         self._doomed.difference_update(set(keys) - set(present))
         self._evict(present)
 
+    def _delete_again(self, keys: Sequence[ChunkKey]) -> None:
+        """Each by itself: one that can never be deleted keeps no other, and the breaker was told of it once."""
+        for key in keys:
+            if key in self.residents:
+                self._remove([key], self.backend.delete, again=True)
+            else:
+                self._doomed.discard(key)
+
     def _take_stock(self) -> None:
         """What survived a restart, oldest first. What the capacity cannot hold leaves."""
         self._memo.recall()
@@ -369,21 +369,22 @@ class Tier:
         self.residents.admit(found, [None] * len(found), self._door.bound)
         self.residents.remove(self._beyond_room())  # only from the index: the frame may be another's
 
-    def _begin(self, breaker: Breaker, keys: Iterable[ChunkKey], busy: _Busy) -> None:
+    def _begin(self, breaker: Breaker | None, keys: Iterable[ChunkKey], busy: _Busy) -> None:
         for key in keys:
             if key in self._busy:
                 raise ContractError(f"{self.name}: two calls would name the same key")
             self._busy[key] = busy
-        breaker.begin(self._clock())
+        if breaker is not None:
+            breaker.begin(self._clock())
 
     def _judge(self, breaker: Breaker, keys: Sequence[ChunkKey], outcome: Outcome) -> None:
-        """Tell the breaker how a call went, and everyone else if that changed something."""
-        if outcome.error is None:
+        """Tell the breaker how a call went, and everyone else if that changed something. A full store is no failure."""
+        if outcome.error is not None:
+            self._report(EventKind.FAILED, keys, why=f"{type(outcome.error).__name__}: {outcome.error}")
+        if outcome.error is None or isinstance(outcome.error, StoreFull):
             if breaker.succeed():
                 self._report(EventKind.RESUMED, [])
-            return
-        self._report(EventKind.FAILED, keys, why=f"{type(outcome.error).__name__}: {outcome.error}")
-        if breaker.fail(self._clock()):
+        elif breaker.fail(self._clock()):
             self._report(EventKind.RESTING, [], why=f"for {breaker.rest:g}s")
 
     def _report(self, kind: EventKind, keys: Sequence[ChunkKey], *, nbytes: int = 0, why: str = "") -> None:

@@ -48,7 +48,7 @@ class Namespace:
         return cls(tuple(sorted((name, str(value)) for name, value in facts.items())))
 
     @classmethod
-    def from_json(cls, text: str) -> Namespace:
+    def from_json(cls, text: str | bytes) -> Namespace:
         """What `to_json` made. Raises ValueError for anything else."""
         facts = json.loads(text)
         if not isinstance(facts, dict) or not all(isinstance(fact, str) for fact in facts.values()):

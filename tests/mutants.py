@@ -59,6 +59,9 @@ REQUEST_TESTS = "tests/vllm/test_request_identity.py::"
 WEIGHT_TESTS = "tests/vllm/test_weights.py::"
 MIXED_UP = "tests/vllm/test_images.py::test_what_the_engine_mixed_up_under_one_name_is_not_kept"
 SERVING = "tests/vllm/test_serving.py::"
+DISK_TESTS = "plugins/kvtier_disk/tests/test_disk.py::"
+DISK_SECURITY = "plugins/kvtier_disk/tests/test_disk_security.py::"
+DISK_TROUBLE = "plugins/kvtier_disk/tests/test_disk_trouble.py::"
 SELFTEST = "tests/vllm/test_selftest.py::"
 
 MUTANTS = (
@@ -379,7 +382,7 @@ MUTANTS = (
     Mutant(
         "quarantine-without-end",
         DISK + "/backend.py",
-        "self._aside_nbytes() + nbytes <= self._config.quarantine",
+        "self._aside_nbytes(root) + nbytes <= self._config.quarantine",
         "True",
         "plugins/kvtier_disk/tests/test_disk.py::test_damaged_frames_are_kept_aside_until_there_are_too_many",
     ),
@@ -394,22 +397,22 @@ MUTANTS = (
     Mutant(
         "written-in-place",
         DISK + "/files.py",
-        "return path.with_suffix(_UNFINISHED)",
-        "return path",
+        'return place.name.removesuffix(".kv") + _UNFINISHED',
+        "return place.name",
         "plugins/kvtier_disk/tests/test_disk.py::test_a_writer_that_dies_half_way_leaves_nothing_under_the_name",
     ),
     Mutant(
         "no-sweep",
-        DISK + "/backend.py",
-        "                file.unlink()\n            elif",
-        "                pass\n            elif",
+        DISK + "/opening.py",
+        "                place.remove(root)\n        elif",
+        "                pass\n        elif",
         "plugins/kvtier_disk/tests/test_disk.py::test_open_removes_what_is_no_frame",
     ),
     Mutant(
         "forgets-a-file",
-        DISK + "/folder.py",
-        "if (found := _frame(entry)))",
-        "if (found := _frame(entry)))[1:]",
+        DISK + "/backend.py",
+        "[found for _, found in everything_of(root, self._name)]",
+        "[found for _, found in everything_of(root, self._name)][1:]",
         "plugins/kvtier_disk/tests/test_disk_laws.py",
     ),
     Mutant(
@@ -516,6 +519,76 @@ MUTANTS = (
         "tests/core/test_workers.py",
     ),
     Mutant(
+        "one-frames-failure-is-everybodys",
+        DISK + "/backend.py",
+        "if failure.errno not in _OF_ONE_FRAME:",
+        "if True:",
+        DISK_TROUBLE + "test_a_bad_sector_is_one_frames_alone",
+    ),
+    Mutant(
+        "a-dead-device-is-a-bad-frame",
+        DISK + "/backend.py",
+        "                probe_device(root)\n",
+        "                pass\n",
+        DISK_TROUBLE + "test_a_device_that_fails_and_comes_back",
+    ),
+    Mutant(
+        "one-key-fails-its-batch",
+        "kvtier_core/calls.py",
+        "        return count\n",
+        "        raise count\n",
+        "tests/core/test_tier.py::test_what_cannot_be_read_is_its_keys_alone",
+    ),
+    Mutant(
+        "one-that-stays-keeps-all",
+        TIER,
+        "            if not again:\n",
+        "            if True:\n",
+        "tests/core/test_tier.py::test_one_that_can_never_be_deleted_keeps_no_other",
+    ),
+    Mutant(
+        "any-length-is-a-frames",
+        DISK + "/backend.py",
+        "return found.nbytes <= (self._longest if found.home == self._name else self._capacity)",
+        "return True",
+        DISK_TESTS + "test_a_file_of_impossible_length_is_no_frame",
+    ),
+    Mutant(
+        "reads-whole-files",
+        FRAME,
+        "_PIECE_NBYTES = 4 << 20",
+        "_PIECE_NBYTES = 4 << 40",
+        "plugins/kvtier_disk/tests/test_fsck.py::test_a_large_frame_is_read_in_pieces",
+    ),
+    Mutant(
+        "what-cannot-be-read-stays",
+        "kvtier_core/cli/fsck.py",
+        "removed = repair and _remove(stored)",
+        "removed = repair and finding is not Finding.UNREADABLE and _remove(stored)",
+        "plugins/kvtier_disk/tests/test_fsck.py::test_what_cannot_be_read_is_removed",
+    ),
+    Mutant(
+        "a-full-store-is-a-broken-one",
+        TIER,
+        "if outcome.error is None or isinstance(outcome.error, StoreFull):",
+        "if outcome.error is None:",
+        "tests/core/test_tier.py::test_frames_that_wait_while_the_store_turns_out_to_be_full_are_no_failure",
+    ),
+    Mutant(
+        "the-granted-is-all-there",
+        "kvtier_core/ceiling.py",
+        "        self._lowered = min(",
+        "        min(",
+        "tests/core/test_full_disk.py::test_newcomers_come_in_though_the_file_system_is_full",
+    ),
+    Mutant(
+        "full-for-ever",
+        "kvtier_core/ceiling.py",
+        "if self._until is not None and now >= self._until:",
+        "if False:",
+        "tests/core/test_full_disk.py::test_other_files_come_and_go",
+    ),
+    Mutant(
         "errors-of-the-system-escape",
         DISK + "/backend.py",
         "raise BackendError(why, retryable=error.errno not in _LASTING) from error",
@@ -561,31 +634,73 @@ MUTANTS = (
     # -- security
     Mutant(
         "files-for-everyone",
-        DISK + "/files.py",
-        "0o600)",
-        "0o644)",
+        DISK + "/folder.py",
+        "flags, 0o600,",
+        "flags, 0o644,",
         "plugins/kvtier_disk/tests/test_disk.py::test_names_come_from_keys_and_nobody_else_may_look",
     ),
     Mutant(
         "follows-links",
-        DISK + "/claim.py",
+        DISK + "/folder.py",
         "if stat.S_ISLNK(status.st_mode):",
         "if False:",
         "plugins/kvtier_disk/tests/test_disk.py::test_a_link_is_refused",
     ),
     Mutant(
         "folders-of-others",
-        DISK + "/claim.py",
+        DISK + "/folder.py",
         "status.st_uid != os.geteuid()",
         "False",
         "plugins/kvtier_disk/tests/test_disk.py::test_a_folder_of_somebody_else_is_refused",
     ),
     Mutant(
         "folders-for-others",
-        DISK + "/claim.py",
+        DISK + "/folder.py",
         "status.st_mode & 0o022",
         "False",
         "plugins/kvtier_disk/tests/test_disk.py::test_a_folder_that_others_may_write_to_is_refused",
+    ),
+    Mutant(
+        "folders-above-are-anybodys",
+        DISK + "/claim.py",
+        "    parents_must_be_safe(path)\n",
+        "",
+        DISK_SECURITY + "test_a_folder_above_that_others_may_write_to_is_refused",
+    ),
+    Mutant(
+        "any-folder-at-the-path",
+        DISK + "/claim.py",
+        "if os.path.samestat(status, os.fstat(held.fd)):",
+        "if True:",
+        DISK_SECURITY + "test_what_is_put_in_place_of_a_folder_is_never_read",
+    ),
+    Mutant(
+        "any-folder-inside",
+        DISK + "/folder.py",
+        "        must_be_ours(os.fstat(fd), *inner._called)\n",
+        "",
+        DISK_SECURITY + "test_what_is_put_in_place_of_a_folder_is_never_read",
+    ),
+    Mutant(
+        "opens-before-it-looks",
+        DISK + "/folder.py",
+        "self._must_be_file(name, self.status(name))",
+        "pass",
+        DISK_SECURITY + "test_what_stands_for_a_frame_is_no_frame",
+    ),
+    Mutant(
+        "facts-of-any-namespace",
+        DISK + "/namespaces.py",
+        "return namespace if home_of(namespace) == home else None",
+        "return namespace",
+        DISK_TESTS + "test_odd_facts_are_passed_over",
+    ),
+    Mutant(
+        "variables-in-paths",
+        "kvtier_core/nodes.py",
+        "if _VARIABLE.search(text):",
+        "if False:",
+        "tests/core/test_config.py::test_no_path_is_taken_for_another",
     ),
     Mutant(
         "a-memory-for-others",

@@ -18,8 +18,8 @@ FLOORS = [
     {"interfaces", "pages", "checksum", "files", "workers", "nodes"},
     {"frame", "copier"},
     {"batches", "mover", "cuda", "door", "breaker", "inquiries", "sightings", "tree", "residents", "memo"}
-    | {"hookspecs"},
-    {"arena", "tier", "descent"},
+    | {"ceiling", "doomed", "hookspecs"},
+    {"arena", "tier", "descent", "calls"},
     {"manager", "structure", "builtin", "stats"},
     {"plugins"},
     {"config"},
@@ -30,8 +30,8 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 #: The data plane does not know that plugins exist.
 DATA_PLANE = {"native", "pages", "checksum", "frame", "copier", "files", "workers", "batches", "mover", "cuda"}
-DATA_PLANE |= {"door", "breaker", "inquiries", "sightings", "tree", "residents", "memo"}
-DATA_PLANE |= {"arena", "tier", "descent", "manager"}
+DATA_PLANE |= {"ceiling", "doomed", "door", "breaker", "inquiries", "sightings", "tree", "residents", "memo"}
+DATA_PLANE |= {"arena", "tier", "descent", "calls", "manager"}
 PLUGIN_PLANE = {"hookspecs", "plugins", "structure", "nodes", "config", "builtin"}
 
 #: What a plugin may use of the core. Its tests may also use `testing`.

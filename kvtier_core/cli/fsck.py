@@ -36,44 +36,53 @@ def run(options: argparse.Namespace) -> int:
     """0 if all is whole, or was made so; 1 if not; 2 if it could not be looked at."""
     try:
         config = load_config(options.config, Registry.discover())
-        tiers = {tier.name: tier.config for tier in config.tiers if isinstance(tier, BackendTier)}
+        tiers = {tier.name: tier for tier in config.tiers if isinstance(tier, BackendTier)}
         if options.tier not in tiers:
             have = ", ".join(tiers) or "none"
             raise BackendError(f"{options.config} has no tier {options.tier!r} below its arenas; it has: {have}")
-        with tiers[options.tier].walk() as found:
-            return _report(found, repair=options.repair)
+        tier = tiers[options.tier]
+        with tier.config.walk() as found:
+            return _report(found, tier.capacity, repair=options.repair)
     except (ConfigError, BackendError) as error:
         print(error, file=sys.stderr)
         return 2
 
 
-def _report(found: Iterator[Stored], *, repair: bool) -> int:
+def _report(found: Iterator[Stored], capacity: Nbytes, *, repair: bool) -> int:
     counts: Counter[Finding] = Counter()
     nbytes: Counter[Finding] = Counter()
     left = 0
     for stored in found:
-        finding, why = _look(stored)
+        finding, why = _look(stored, capacity)
         counts[finding] += 1
         nbytes[finding] += stored.nbytes
         if finding is not Finding.WHOLE:
-            removable = repair and finding is not Finding.UNREADABLE
-            print(f"{finding.value}: {stored.where}: {why}{': removed' if removable else ''}")
-            if removable:
-                stored.remove()
-            else:
-                left += 1
+            removed = repair and _remove(stored)
+            print(f"{finding.value}: {stored.where}: {why}{': removed' if removed else ''}")
+            left += not removed
     for finding in Finding:
         print(f"{finding.value.ljust(10)} {counts[finding]:>8}  {Nbytes(nbytes[finding])}")
     return 1 if left else 0
 
 
-def _look(stored: Stored) -> tuple[Finding, str]:
+def _remove(stored: Stored) -> bool:
+    try:
+        stored.remove()
+    except BackendError as error:
+        print(error, file=sys.stderr)
+        return False
+    return True
+
+
+def _look(stored: Stored, capacity: Nbytes) -> tuple[Finding, str]:
     if stored.key is None or stored.home is None:
         return Finding.FOREIGN, "not a frame by its name, place and length"
+    if stored.nbytes > capacity:
+        return Finding.FOREIGN, f"{Nbytes(stored.nbytes)}, and the tier's capacity is {capacity}"
     try:
-        header = inspect(memoryview(stored.read()))
+        header = inspect(stored.nbytes, stored.read)
     except BackendError as error:
-        return Finding.UNREADABLE, str(error)
+        return Finding.UNREADABLE, str(error).removeprefix(f"{stored.where}: ")
     if isinstance(header, Damage):
         return Finding.TORN, header.value
     if header.key != stored.key:

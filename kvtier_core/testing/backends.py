@@ -45,6 +45,10 @@ class BackendLaws(Laws):
     def config(self, folder: Path) -> BackendConfig:
         return super().config(folder)
 
+    def spoil(self, folder: Path, key: ChunkKey) -> bool:
+        """Make the frame of one key unreadable, as its medium might; False if that cannot be done."""
+        return False
+
     @contextlib.contextmanager
     def opened(self, folder: Path, ctx: OpenContext | None = None) -> Iterator[Backend]:
         """The backend under test, closed afterwards."""
@@ -168,6 +172,24 @@ class BackendLaws(Laws):
             backend.write([damaged], [self.frame(damaged)])
             assert same(_read(backend, damaged, self.layout.frame_nbytes), self.frame(damaged))
             assert same(_read(backend, kept, self.layout.frame_nbytes), self.frame(kept))
+
+    def test_what_cannot_be_read_is_its_keys_alone(self, tmp_path: Path):
+        """The others of its batch are served, and the next write puts it right."""
+        keys = first, spoiled, last = make_keys(3)
+        with self.opened(tmp_path) as backend:
+            backend.write(keys, [self.frame(key) for key in keys])
+            if not self.spoil(tmp_path, spoiled):
+                pytest.skip("this suite cannot make a frame unreadable")
+            into = [Poisoned(self.layout.frame_nbytes) for _ in keys]
+            counts = backend.read(keys, [room.view for room in into])
+            assert [counts[0], counts[2]] == [self.layout.frame_nbytes] * 2
+            assert same([into[0].view, into[2].view], [self.frame(first), self.frame(last)])
+            whole = isinstance(counts[1], int) and into[1].view[: counts[1]]
+            assert not whole or frame.check(whole, make_namespace(), spoiled) is not None
+            backend.quarantine([spoiled])
+            assert list(backend.contains(keys)) == [True, False, True]
+            backend.write([spoiled], [self.frame(spoiled)])
+            assert same(_read(backend, spoiled, self.layout.frame_nbytes), self.frame(spoiled))
 
     def test_an_empty_batch_is_nothing(self, tmp_path: Path):
         with self.opened(tmp_path) as backend:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import subprocess
 from collections.abc import Iterator
@@ -33,6 +34,14 @@ class Disk:
     def make_room(self) -> None:
         (self.folder / "ballast").unlink()
 
+    def forget(self) -> None:
+        """Let go of the cached pages of all files, so that they are read from the device."""
+        with contextlib.suppress(subprocess.CalledProcessError):  # a sync reports writes that were lost before
+            _run("sync", "--file-system", self.folder)
+        for file in self.folder.rglob("*"):
+            if file.is_file():
+                _forget(file)
+
 
 class DeviceDisk(Disk):
     """One on a block device, which can be told to fail."""
@@ -59,15 +68,33 @@ class DeviceDisk(Disk):
             image.write(self._tail)
         _run("losetup", "--set-capacity", self._device)
 
-    def forget(self) -> None:
-        """Let go of the cached pages of all files, so that they are read from the device."""
-        with contextlib.suppress(subprocess.CalledProcessError):  # a sync reports writes that were lost before
-            _run("sync", "--file-system", self.folder)
-        for file in self.folder.rglob("*"):
-            if file.is_file():
-                fd = os.open(file, os.O_RDONLY)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.close(fd)
+
+class ChecksummedDisk(Disk):
+    """One that knows the checksum of every block: a file whose bytes on the device are others cannot be read."""
+
+    def __init__(self, folder: Path, image: Path):
+        super().__init__(folder)
+        self._image = image
+
+    def spoil(self, file: Path) -> None:
+        """From now on each read of this file is an I/O error, and each read of any other works."""
+        _run("sync", "--file-system", self.folder)
+        page = file.read_bytes()[:4096]
+        _forget(file)
+        with open(self._image, "r+b") as image, mmap.mmap(image.fileno(), 0) as device:
+            at = device.find(page)
+            device[at : at + 8] = bytes(byte ^ 0xFF for byte in page[:8])
+
+
+@contextlib.contextmanager
+def btrfs(home: Path, nbytes: int) -> Iterator[ChecksummedDisk]:
+    """A disk in an image of at least 128 MiB with holes, under ``home``. Skips the test where there is no btrfs."""
+    image = home / "image"
+    with open(image, "wb") as file:
+        file.truncate(max(nbytes, 128 << 20))
+    _run_or_skip("mkfs.btrfs", "-q", "-m", "single", "-d", "single", image)
+    with _mounted(home, "-t", "btrfs", "-o", "loop", image) as folder:
+        yield ChecksummedDisk(folder, image)
 
 
 @contextlib.contextmanager
@@ -87,6 +114,12 @@ def ext4(home: Path, nbytes: int) -> Iterator[DeviceDisk]:
     _run_or_skip("mkfs.ext4", *plan, image)
     with _mounted(home, "-t", "ext4", "-o", "loop", image) as folder:
         yield DeviceDisk(folder, image)
+
+
+def _forget(file: Path) -> None:
+    fd = os.open(file, os.O_RDONLY)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
 
 
 @contextlib.contextmanager

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 
+from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Backend
-from kvtier_core.types import ChunkKey
+from kvtier_core.types import ChunkKey, Namespace
 
 
 @attrs.frozen
@@ -20,6 +21,7 @@ class Fault:
     """What goes wrong in one call. The fields know nothing of each other and go together in any way."""
 
     error: BaseException | None = None  #: raised instead of an answer
+    unreadable: BackendError | None = None  #: what a read returns for its first key
     delay: float = 0.0  #: seconds before the call
     until: threading.Event | None = None  #: the call begins when this is set; it hangs if nobody sets it
     surplus: int = 0  #: added to every length that a read reports, hits and misses alike; below zero it takes away
@@ -72,16 +74,19 @@ class FaultyBackend(Backend):
         self._end(fault, keys)
         return _miscounted(there, fault.answers)
 
-    def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int]:
+    def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
         fault = self._begin("read")
         asked = keys if fault.instead is None else [fault.instead] * len(keys)
         counts = [0] * len(keys) if fault.drop else self._inner.read(asked, into)
         if fault.damage:
             for view, count in zip(into, counts, strict=True):
-                if count:
+                if isinstance(count, int) and count:
                     view[count - 1] ^= 0xFF
         self._end(fault, keys)
-        return _miscounted([count + fault.surplus for count in counts], fault.answers)
+        counts = [count if isinstance(count, BackendError) else count + fault.surplus for count in counts]
+        if fault.unreadable is not None:
+            counts[:1] = [fault.unreadable]
+        return _miscounted(counts, fault.answers)
 
     def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> None:
         fault = self._begin("write")
@@ -100,6 +105,9 @@ class FaultyBackend(Backend):
 
     def scan(self) -> Iterator[tuple[ChunkKey, int]]:
         return iter(()) if self._begin("scan").drop else self._inner.scan()
+
+    def namespaces(self) -> Iterator[Namespace]:
+        return self._inner.namespaces()
 
     def facts(self) -> Mapping[str, str]:
         return self._inner.facts()

@@ -34,6 +34,7 @@ from kvtier_core import native
 from kvtier_core.config import StackConfig, load_config, open_stack
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.interfaces import OpenContext
+from kvtier_core.nodes import shown
 from kvtier_core.plugins import Registry
 from kvtier_core.types import Namespace, Nbytes
 from kvtier_core.vllm import identity, layout, model_weights, versions
@@ -58,10 +59,10 @@ def configured(extra: Mapping[str, Any], registry: Registry) -> StackConfig:
     """
     inline = {key: value for key, value in extra.items() if key != _CONFIG_KEY}
     path = extra.get(_CONFIG_KEY) or (None if inline else os.environ.get(_CONFIG_ENV))
+    if path and not isinstance(path, str):
+        why = f"expected the path of a file, found {shown(path)}"
+        raise ConfigError([Problem("kv_connector_extra_config", f"$.{_CONFIG_KEY}", why)])
     if path and not inline:
-        if not isinstance(path, str):
-            why = f"the path of a file must be text, not {path!r}"
-            raise ConfigError([Problem("kv_connector_extra_config", f"$.{_CONFIG_KEY}", why)])
         return load_config(path, registry)
     return load_config(dict(extra), registry, label="kv_connector_extra_config")
 

@@ -72,10 +72,8 @@ class Entry:
 
 
 def _folder() -> Path | None:
-    if cache := os.environ.get("XDG_CACHE_HOME"):
-        return Path(cache) / "kvtier" / "digests"
-    home = os.path.expanduser("~")
-    return Path(home) / ".cache" / "kvtier" / "digests" if os.path.isabs(home) else None
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    return cache / "kvtier" / "digests" if cache.is_absolute() else None
 
 
 def _is_ours(folder: Path) -> bool:

@@ -94,7 +94,8 @@ class Serving:
 
 
 def files(folder):
-    return sorted(file for file in folder.rglob("*") if file.is_file())
+    """All, but those that hold the facts of namespaces."""
+    return sorted(file for file in folder.rglob("*") if file.is_file() and file.name != "namespace.json")
 
 
 def _pages():

@@ -185,6 +185,26 @@ def test_a_name_for_weights_is_told_from_a_slip_of_the_pen(write, weights):
     assert complaints(load) == [f"kvtier.yaml:3: $.identity.weights: {weights!r} is none of full, sampled, name:…"]
 
 
+NO_PATHS = {
+    "$STORE/kv": "'$STORE/kv' names an environment variable, and none is expanded; write the path itself",
+    "/a/${STORE}": "'/a/${STORE}' names an environment variable, and none is expanded; write the path itself",
+    "~/kv": "'~/kv' is not a path: HOME is ''",
+    "~nobody-of-that-name/kv": "'~nobody-of-that-name/kv' is not a path: ",
+}
+
+
+@pytest.mark.parametrize(("path", "why"), NO_PATHS.items())
+def test_no_path_is_taken_for_another(write, monkeypatch, path, why):
+    """Of a tier, of a recording, and of the configuration itself: no folder is ever named `~` or `$STORE`."""
+    monkeypatch.setenv("HOME", "")
+    with pytest.raises(ConfigError) as refused:
+        load({"version": 1, "record": {"path": path}, "tiers": [{"type": "cpu", "capacity": "8GiB"}]})
+    assert why in str(refused.value) and "$.record.path" in str(refused.value)
+    with pytest.raises(ConfigError) as refused:
+        load(path)
+    assert f"{path}: $: cannot be read: {why}" in str(refused.value)
+
+
 def test_every_problem_of_a_file_is_told(write):
     write("""\
         version: 2

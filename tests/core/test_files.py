@@ -79,12 +79,22 @@ def test_past_the_page_cache(tmp_path, opened, ring):
 
 
 @each_way
-def test_one_that_fails_is_raised_when_all_have_ended(tmp_path, opened, ring):
+def test_one_that_cannot_be_read_is_told_beside_the_others(tmp_path, opened, ring):
+    for i, name in enumerate("ab"):
+        (tmp_path / name).write_bytes(noise(2 * PIECE, i))
+    good = [opened(tmp_path / name, os.O_RDONLY) for name in "ab"]
+    folder = opened(tmp_path, os.O_RDONLY)
+    views = [memoryview(bytearray(2 * PIECE)) for _ in range(3)]
+    first, failed, last = read_files([good[0], folder, good[1]], views, ring=ring)
+    assert (first, last) == (2 * PIECE, 2 * PIECE)
+    assert isinstance(failed, IsADirectoryError)
+    assert [views[0], views[2]] == [noise(2 * PIECE, 0), noise(2 * PIECE, 1)]
+
+
+@each_way
+def test_one_that_cannot_be_written_is_raised_when_all_have_ended(tmp_path, opened, ring):
     good = [opened(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in "ab"]
     views = [noise(2 * PIECE, i) for i in range(3)]
-    folder = opened(tmp_path, os.O_RDONLY)
-    with pytest.raises(IsADirectoryError):
-        read_files([good[0], folder, good[1]], views, ring=ring)
     with pytest.raises(OSError) as failure:
         write_files([good[0], opened("/dev/full", os.O_WRONLY), good[1]], views, ring=ring)
     assert failure.value.errno == errno.ENOSPC

@@ -383,7 +383,7 @@ def digest(path, content):
     path = path.with_name("model.safetensors")
     path.write_bytes(content)
     try:
-        return weights.digest(path)
+        return weights.digest(path, sampled=True)
     except (OSError, ValueError):
         return None
 
@@ -438,7 +438,7 @@ def test_no_length_makes_it_read_half_a_gigabyte(path, content):
     tracemalloc.start()
     try:
         with pytest.raises(ValueError):
-            weights.digest(file)
+            weights.digest(file, sampled=True)
         assert tracemalloc.get_traced_memory()[1] < 200 << 20
     finally:
         tracemalloc.stop()

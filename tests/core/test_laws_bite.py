@@ -76,19 +76,24 @@ class PlantedConfig(BackendConfig):
         return self.backend(self.folder, ctx)
 
 
-def laws_for(backend):
-    class PlantedLaws(BackendLaws):
-        persistent = True
+class SpoiltLaws(BackendLaws):
+    persistent = True
 
+    def spoil(self, folder, key):
+        (file,) = folder.rglob(key.hex())
+        file.write_bytes(b"")
+        return True
+
+
+def laws_for(backend):
+    class PlantedLaws(SpoiltLaws):
         def config(self, folder):
             return PlantedConfig(folder, backend)
 
     return PlantedLaws()
 
 
-class TestReference(BackendLaws):
-    persistent = True
-
+class TestReference(SpoiltLaws):
     def config(self, folder):
         return PlantedConfig(folder, Reference)
 
@@ -192,6 +197,13 @@ class LooksAwayFromDamage(Reference):
         pass
 
 
+class FailsTheWholeBatch(Reference):
+    def read_one(self, key, view):
+        if self.file(key).exists() and not self.file(key).stat().st_size:
+            raise BackendError("one of them cannot be read")
+        return super().read_one(key, view)
+
+
 class ChokesOnAnEmptyBatch(Reference):
     def read(self, keys, into):
         keys[0]
@@ -272,6 +284,7 @@ BUGS = [
     (WantsKeysToDelete, "test_deleted_is_gone"),
     (DeletesNothing, "test_deleted_is_gone"),
     (LooksAwayFromDamage, "test_what_is_quarantined_is_gone"),
+    (FailsTheWholeBatch, "test_what_cannot_be_read_is_its_keys_alone"),
     (ChokesOnAnEmptyBatch, "test_an_empty_batch_is_nothing"),
     (IgnoresTheNamespace, "test_two_namespaces_never_meet"),
     (ForgetsAtClose, "test_two_namespaces_never_meet"),
@@ -374,6 +387,8 @@ def test_what_needs_persistence_is_passed_over_without_it(tmp_path):
         def config(self, folder):
             return PlantedConfig(folder, ForgetsAtClose)
 
+    with pytest.raises(pytest.skip.Exception, match="this suite cannot make a frame unreadable"):
+        Forgetful().test_what_cannot_be_read_is_its_keys_alone(tmp_path)
     for law in (Forgetful().test_scan_finds_what_survived, Forgetful().test_a_killed_writer_leaves_no_torn_frame):
         with pytest.raises(pytest.skip.Exception, match="nothing survives by design"):
             law(tmp_path)

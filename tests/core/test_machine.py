@@ -12,6 +12,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvtier_core.arena import Arena
 from kvtier_core.builtin.plugin import kvtier_eviction_policies
+from kvtier_core.ceiling import Ceiling
 from kvtier_core.descent import Descent
 from kvtier_core.door import Door
 from kvtier_core.errors import BackendError, ContractError
@@ -140,9 +141,9 @@ def writes_beside_its_victims(monkeypatch):
     start = Tier._start_writes
 
     def start_all(self):
-        capacity, self.capacity = self.capacity, 1 << 60
+        ceiling, self._ceiling = self._ceiling, Ceiling(1 << 60)
         start(self)
-        self.capacity = capacity
+        self._ceiling = ceiling
 
     monkeypatch.setattr(Tier, "_start_writes", start_all)
 

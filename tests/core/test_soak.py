@@ -240,7 +240,7 @@ def test_a_soak_over_files(tmp_path, eviction):
     assert not soak.seen & {"failed", "lost", "damaged", "resting"}
     assert soak.loaded > 200
     soak.books_balance()
-    files = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    files = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.suffix == ".kv")
     assert files == soak.manager.usage()[1].nbytes > 0
     soak.what_is_stored_is_found()
     soak.close()

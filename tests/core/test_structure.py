@@ -278,9 +278,8 @@ def test_files_that_cannot_be_read(tmp_path):
     assert complaint(from_file, missing, Gather()) == f"{missing}: $: cannot be read: No such file or directory"
     assert complaint(from_file, tmp_path, Gather()) == f"{tmp_path}: $: cannot be read: Is a directory"
     nowhere = pathlib.Path("~nobody-here/kvtier.yaml")
-    assert (
-        complaint(from_file, nowhere, Gather()) == f"{nowhere}: $: cannot be read: Could not determine home directory."
-    )
+    why = f"'{nowhere}' is not a path: Could not determine home directory."
+    assert complaint(from_file, nowhere, Gather()) == f"{nowhere}: $: cannot be read: {why}"
     latin = tmp_path / "latin.yaml"
     latin.write_bytes(b"text: caf\xe9")
     assert complaint(from_file, latin, Gather()) == (

@@ -14,7 +14,7 @@ from kvtier_core.builtin.lfu import LfuConfig
 from kvtier_core.builtin.lru import Lru, LruConfig
 from kvtier_core.builtin.mru import MruConfig
 from kvtier_core.door import Door
-from kvtier_core.errors import BackendError
+from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.residents import Residents
 from kvtier_core.testing.machine import LAYOUT, NAMESPACE, SharedShelf, Shelf, payload
 from kvtier_core.testing.pool import ManualPool
@@ -315,6 +315,145 @@ def test_what_is_left_of_a_lost_frame_leaves_too(bench, monkeypatch):
     bench.read(A)
     bench.settle()
     assert (bench.shelf.frames, bench.tier.usage().nbytes) == ({}, 0)
+
+
+def test_what_cannot_be_read_is_its_keys_alone(bench, monkeypatch):
+    """However often it happens: nobody else misses, and the breaker is not told."""
+    bench.write(B, C)
+    bench.settle()
+    read = bench.shelf.read
+    bad_sector = BackendError("sdb: Input/output error")
+
+    def read_all_but_one(keys, into):
+        return [bad_sector if key == A else count for key, count in zip(keys, read(keys, into), strict=True)]
+
+    monkeypatch.setattr(bench.shelf, "read", read_all_but_one)
+    for _ in range(5):
+        bench.write(A)
+        bench.settle()
+        bench.tier.events.clear()
+        bench.good, bench.bad = [], []
+        slots = bench.read(A, B, C)
+        bench.settle()
+        assert (bench.good, bench.bad) == ([B, C], [A])
+        assert (slots[B], slots[C]) == (sealed(B), sealed(C))
+        assert bench.tier.events == [Event(EventKind.DAMAGED, "disk", (A,), why="sdb: Input/output error")]
+        assert set(bench.shelf.frames) == {B, C}
+        assert bench.tier.wanted([A]) == [A]
+
+
+def test_an_error_is_told_from_a_miss_and_from_a_length(bench, monkeypatch):
+    """Only a BackendError is an answer; what else is returned is a plugin's mistake, and fails the call."""
+    bench.write(A)
+    bench.settle()
+    bench.tier.events.clear()
+    monkeypatch.setattr(bench.shelf, "read", lambda keys, into: [OSError(5, "no BackendError")])
+    bench.read(A)
+    bench.settle()
+    assert [event.kind for event in bench.tier.events] == [EventKind.FAILED]
+    assert bench.has(A) == [True]
+
+
+def test_one_that_can_never_be_deleted_keeps_no_other(bench, monkeypatch):
+    """Neither the others that are to go with it, nor those that are to be written."""
+    bench.write(A, B, C)
+    bench.settle()
+    delete, asked = bench.shelf.delete, []
+
+    def stubborn(keys):
+        asked.append(list(keys))
+        if A in keys:
+            raise BackendError("immutable")
+        delete(keys)
+
+    monkeypatch.setattr(bench.shelf, "delete", stubborn)
+    bench.tier.renew(NAMESPACE.renewed())
+    bench.settle()
+    for _ in range(100):
+        bench.now += 1.0
+        bench.tier.catch_up()
+        bench.settle()
+    assert set(bench.shelf.frames) == {A}
+    assert bench.tier.usage().nbytes == FRAME, "what is left counts"
+    assert len(asked) < 30, "it is not asked for all the time"
+    assert "resting" not in [kind for kind, _ in bench.events()]
+    assert bench.tier.wanted([A, B, C]) == [B, C]
+
+
+# -- a store that is full before its tier ------------------------------------------------------------
+
+
+class Cramped(Shelf):
+    """Has room for so many frames, whatever its tier was granted."""
+
+    def __init__(self, frames, missing=FRAME):
+        super().__init__()
+        self.room = frames
+        self.missing = missing
+
+    def write(self, keys, frames):
+        if len(self.frames.keys() | set(keys)) > self.room:
+            raise StoreFull("no room", missing=self.missing)
+        super().write(keys, frames)
+
+
+def test_a_full_store_takes_newcomers_and_evicts_its_own():
+    bench = Bench(frames=100, shelf=Cramped(3))
+    for _ in range(10):
+        for key in (A, B, C, D, E, F):
+            bench.tier.residents.request([key], bench.now, {})
+            bench.write(key)
+            bench.settle()
+    kinds = [kind for kind, _ in bench.events()]
+    assert "resting" not in kinds
+    assert kinds.count("failed") == 1, "it is learned once"
+    assert kinds.count("written") > 50
+    assert F in bench.shelf.frames, "the newest is there"
+    assert bench.tier.usage().nbytes == FRAME * len(bench.shelf.frames)
+
+
+def test_a_store_with_room_again_is_filled_again():
+    bench = Bench(frames=5, shelf=Cramped(3))
+    for key in (A, B, C, D, E):
+        bench.write(key)
+        bench.settle()
+    assert len(bench.shelf.frames) < 4
+    bench.shelf.room = 5
+    bench.now += 61.0
+    for key in (A, B, C, D, E):
+        bench.write(key)
+        bench.settle()
+    assert set(bench.shelf.frames) == {A, B, C, D, E}
+
+
+def test_what_lacks_more_than_all_there_is_evicts_nobody():
+    """Somebody else filled the store: to delete the own frames would change nothing."""
+    bench = Bench(frames=5, shelf=Cramped(2, missing=2 * FRAME))
+    for key in (A, B, C, D):
+        bench.write(key)
+        bench.settle()
+    assert bench.has(A, B, C, D) == [True, True, False, False]
+    assert bench.tier.wanted([C]) == []
+    kinds = [kind for kind, _ in bench.events()]
+    assert "resting" not in kinds and "evicted" not in kinds
+    bench.shelf.room = 5
+    bench.now += 61.0
+    bench.write(C)
+    bench.settle()
+    assert bench.has(A, B, C) == [True] * 3
+
+
+def test_frames_that_wait_while_the_store_turns_out_to_be_full_are_no_failure():
+    bench = Bench(frames=100, shelf=Cramped(2))
+    for key in (A, B, C, D, E, F):
+        bench.write(key)
+    bench.settle()
+    assert "resting" not in [kind for kind, _ in bench.events()]
+    assert sorted(bench.released) == sorted([A, B, C, D, E, F])
+    assert bench.tier.usage().nbytes == FRAME * len(bench.shelf.frames) <= 2 * FRAME
+    bench.write(F)
+    bench.settle()
+    assert bench.has(F) == [True]
 
 
 class Lazy:

@@ -12,7 +12,7 @@ from test_serving import NOISE, hits
 
 from kvtier_core.errors import BackendError
 from kvtier_core.testing import Fault, FaultyBackend, always, every
-from kvtier_core.testing.disks import ext4
+from kvtier_core.testing.disks import btrfs, ext4
 from kvtier_core.testing.faults import FINE
 from kvtier_core.testing.samples import make_keys
 from kvtier_disk.config import DiskConfig
@@ -138,6 +138,7 @@ PLANNED = BackendError("planned")
 LOSSES = [Fault(error=PLANNED), Fault(surplus=9), Fault(damage=True), Fault(lose=True)]
 CASES = {
     "reads raise": (always(Fault(error=PLANNED), "read"), "failed: 6 chunks: BackendError: planned"),
+    "one key cannot be read": (always(Fault(unreadable=PLANNED), "read"), "damaged: 1 chunks: planned"),
     "reads raise what they may not": (
         always(Fault(error=ZeroDivisionError("planned")), "read"),
         "failed: 6 chunks: ZeroDivisionError: planned",
@@ -326,7 +327,8 @@ def test_a_real_disk_that_is_full_and_then_broken(start, said, tmp_path):
         served.crowd_out()
         assert served.ask(KEPT) == [384]
         told = said()
-        assert any("failed: 6 chunks: BackendError: " in line and "0B free" in line for line in told), "\n".join(told)
+        assert any("failed: 6 chunks: StoreFull: " in line and "0B free" in line for line in told), "\n".join(told)
+        assert not any("resting" in line for line in told), "a full disk is not broken"
         assert hits(told)[-1] == FROM_DISK, "a full disk can be read"
         served.crowd_out()
         disk.make_room()
@@ -345,3 +347,29 @@ def test_a_real_disk_that_is_full_and_then_broken(start, said, tmp_path):
         assert served.ask(KEPT) == [384]
         assert hits(said()) == [FROM_DISK], "what was there before is there again"
         served.keep(said)
+
+
+def test_a_bad_sector_costs_one_prompt_once(start, said, tmp_path):
+    """The disk goes on for everybody else, and what could not be read is stored anew."""
+    with btrfs(tmp_path, 128 << 20) as disk:
+        with start(stack(disk.folder / "kv")) as served:
+            served.ask(KEPT)
+            served.ask(FRESH[0])
+            served.crowd_out()
+            first = served.half._database.keys(KEPT)[0]
+            (file,) = disk.folder.rglob(f"{first.hex()}.kv")
+            disk.spoil(file)
+            said()
+            assert served.ask(FRESH[0], KEPT) == [384, 0], "the other prompt comes up beside the frame that cannot"
+            told = said()
+            assert any("damaged: 1 chunks: " in line and "Input/output error" in line for line in told)
+            for _ in range(3):
+                served.crowd_out()
+                assert served.ask(FRESH[0], KEPT)[0] == 384
+            served.crowd_out()
+            told += said()
+            served.engine.assert_at_rest()
+        with start(stack(disk.folder / "kv")) as served:
+            assert served.ask(KEPT, FRESH[0]) == [384, 384]
+            told += said()
+    assert not any("resting" in line or "failed" in line for line in told), "\n".join(told)

@@ -154,22 +154,24 @@ def test_a_memory_that_others_could_write_to_is_not_believed(tmp_path, monkeypat
     assert entry.recall() is None
 
 
+@pytest.mark.parametrize("cache", ["", "relative"])
+def test_without_a_home_nothing_is_remembered(tmp_path, monkeypatch, cache):
+    """And no folder is made where the engine happens to run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "~")
+    monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    entry = Entry("weights", (("model.safetensors", 1),))
+    with entry.alone():
+        entry.remember("0" * 64)
+    assert entry.recall() is None
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_files_that_have_just_changed_are_not_remembered(tmp_path, monkeypatch):
     """Another change might leave no trace in their time stamps."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     Entry("weights", (("model.safetensors", 1, 2, 3, 4, time.time_ns()),)).remember("0" * 64)
     assert not (tmp_path / "kvtier").exists()
-
-
-def test_without_a_home_nothing_is_remembered_and_no_folder_is_made(tmp_path, monkeypatch):
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without a home, with HOME unset
-    entry = Entry("weights", (("model.safetensors", 1, 2, 3, 4, 5),))
-    with entry.alone():
-        entry.remember("0" * 64)
-    assert entry.recall() is None
-    assert not list(tmp_path.iterdir())
 
 
 def test_of_two_that_ask_at_once_one_reads(tmp_path, monkeypatch):

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from kvtier_core.errors import BackendError
-from kvtier_core.files import ring_works
+from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.interfaces import Backend, OpenContext
-from kvtier_core.types import ChunkKey, Nbytes
+from kvtier_core.types import ChunkKey, Namespace, Nbytes
 from kvtier_disk.claim import Claim
 from kvtier_disk.config import DiskConfig
 from kvtier_disk.files import (
-    Access,
     discard,
-    nbytes_of,
-    probe_direct,
+    probe_device,
     publish,
     read_frames,
-    remove_probe,
     write_unfinished,
 )
-from kvtier_disk.folder import Found, Home, everything, set_aside
+from kvtier_disk.folder import Folder, NoFile
+from kvtier_disk.frames import (
+    Found,
+    Place,
+    everything_of,
+    home_of,
+    homes,
+    place_of,
+    put_aside,
+    set_aside,
+)
+from kvtier_disk.namespaces import make_home, read_facts
+from kvtier_disk.opening import effective_access, sweep
 from kvtier_disk.room import Room, free_of
 
 #: What no second attempt changes; everything else (full, busy, stale, I/O error) may pass.
@@ -39,65 +46,88 @@ _LASTING = {
     errno.EROFS,
 }
 
+#: What the file of one frame may be to blame for, if the device still answers. Anything else is everybody's trouble.
+_OF_ONE_FRAME = {
+    errno.EACCES,
+    errno.EBADMSG,  # its checksum in the filesystem is wrong
+    errno.EILSEQ,  # so is what protects it in the device
+    errno.EIO,
+    errno.ELOOP,
+    errno.ENODATA,  # a bad sector
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EREMOTEIO,
+    errno.EUCLEAN,  # the filesystem's own structures are damaged
+}
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
 
 class DiskBackend(Backend):
     def __init__(self, config: DiskConfig, ctx: OpenContext):
         self._config = config
+        self._namespace = ctx.namespace
+        self._name = home_of(ctx.namespace)
+        self._capacity = ctx.capacity
+        self._longest = ctx.max_frame_nbytes or ctx.capacity
         self._claim = Claim(config.path)
-        self._home = Home(config.path, ctx.namespace)
         with self._errors():
-            self._claim.take()
+            root = self._claim.take()
             try:
-                self._home.make()
-                others = self._sweep()
-                used = sum(found.nbytes for found in [*others, *self._home.frames()])
-                self._room = Room(ctx.capacity - used, ((found.path, found.nbytes) for found in others))
-                self._access = self._effective_access()
+                make_home(root, ctx.namespace)  # at once, so that in a sticky folder nobody else is first
+                others = sweep(root, self._name, self._fits)
+                used = sum(found.nbytes for found in [*others, *self._frames(root)])
+                self._room = Room(
+                    ctx.capacity - used, ((found.place, found.nbytes) for found in others), self._remove_other
+                )
+                self._access = effective_access(config, root)
             except BaseException:
                 self._claim.release()
                 raise
 
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         with self._errors():
-            return [nbytes_of(self._home.file(key)) > 0 for key in keys]
+            home = self._home(self._claim.folder())
+            return [home is not None and place_of(key).nbytes(home) > 0 for key in keys]
 
-    def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int]:
+    def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
         with self._errors():
-            return read_frames([self._home.file(key) for key in keys], into, self._access)
+            home = self._home(root := self._claim.folder())
+            if root is None or home is None:
+                return [0] * len(keys)
+            return self._told_apart(root, keys, read_frames(home, list(map(place_of, keys)), into, self._access))
 
     def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> None:
         with self._errors():
-            self._check_open()
-            if not self._claim.still_there():
-                self._claim.take()
-            self._check_free(sum(map(len, frames)))
-            self._write([self._home.file(key) for key in keys], frames)
+            root = self._claim.folder_again()
+            home = self._home(root) or make_home(root, self._namespace)
+            self._check_free(root, sum(map(len, frames)))
+            self._write(home, list(map(place_of, keys)), frames)
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         with self._errors():
-            self._check_open()
-            for key in keys:
-                file = self._home.file(key)
-                nbytes = nbytes_of(file)
-                file.unlink(missing_ok=True)
-                self._room.give(nbytes)
+            home = self._home(self._claim.folder())
+            if home is not None:
+                self._each(keys, lambda key: self._remove(home, place_of(key)))
 
     def quarantine(self, keys: Sequence[ChunkKey]) -> None:
         """Damaged frames are moved aside as long as there is room for them, and count as others' from then on."""
         with self._errors():
-            self._check_open()
-            for key in keys:
-                file = self._home.file(key)
-                nbytes = nbytes_of(file)
-                if nbytes and self._aside_nbytes() + nbytes <= self._config.quarantine:
-                    self._room.leave(self._home.put_aside(key), nbytes)
-                else:
-                    file.unlink(missing_ok=True)
-                    self._room.give(nbytes)
+            home = self._home(root := self._claim.folder())
+            if root is not None and home is not None:
+                self._each(keys, lambda key: self._quarantine(root, home, key))
 
     def scan(self) -> Iterator[tuple[ChunkKey, int]]:
         with self._errors():
-            return iter([(found.key, found.nbytes) for found in self._home.frames()])
+            root = self._claim.folder()
+            found = [] if root is None else sorted(self._frames(root))
+            return iter([(each.key, each.nbytes) for each in found])
+
+    def namespaces(self) -> Iterator[Namespace]:
+        with self._errors():
+            root = self._claim.folder()
+            others = [] if root is None else [home for home in homes(root) if home != self._name]
+            return iter([facts for home in others if (facts := read_facts(root, home)) is not None])
 
     def facts(self) -> Mapping[str, str]:
         return {
@@ -109,79 +139,103 @@ class DiskBackend(Backend):
         with self._errors():
             self._claim.release()
 
-    def _write(self, files: Sequence[Path], frames: Sequence[memoryview]) -> None:
-        growths = [len(frame) - nbytes_of(file) for file, frame in zip(files, frames, strict=True)]
+    def _home(self, root: Folder | None) -> Folder | None:
+        """The folder of this namespace's frames; None if it was removed."""
+        try:
+            return root and root.inner(self._name)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def _told_apart(
+        self, root: Folder, keys: Sequence[ChunkKey], outcomes: Sequence[int | OSError | NoFile]
+    ) -> list[int | BackendError]:
+        """Is a failure a frame's own, or the store's? That of the store is raised."""
+        failures = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
+        for failure in failures:
+            if failure.errno not in _OF_ONE_FRAME:
+                raise failure
+        if failures:
+            try:
+                probe_device(root)
+            except OSError:
+                raise failures[0] from None
+        return [
+            self._of_one_frame(key, outcome) if isinstance(outcome, OSError) else outcome
+            for key, outcome in zip(keys, outcomes, strict=True)
+        ]
+
+    def _of_one_frame(self, key: ChunkKey, failure: OSError) -> BackendError:
+        return BackendError(f"{place_of(key).under(self._config.path / self._name)}: {failure.strerror}")
+
+    def _write(self, home: Folder, places: Sequence[Place], frames: Sequence[memoryview]) -> None:
+        growths = [len(frame) - self._nbytes(home, place) for place, frame in zip(places, frames, strict=True)]
         self._room.take(sum(growths))
         published = 0
         try:
-            try:
-                write_unfinished(files, frames, self._access)
-            except FileNotFoundError:
-                self._home.make_places(files)
-                write_unfinished(files, frames, self._access)
-            for file in files:
-                publish(file)
+            write_unfinished(home, places, frames, self._access)
+            for place in places:
+                publish(home, place)
                 published += 1
-        except OSError:
-            discard(files[published:])
+        except OSError as error:
+            discard(home, places[published:])
             self._room.give(sum(growths[published:]))
+            if error.errno in _FULL:
+                raise StoreFull(f"{self._config.path}: {error.strerror}", missing=sum(map(len, frames))) from error
             raise
 
-    def _sweep(self) -> list[Found]:
-        """Remove what is no frame, in every namespace; what is not this one's, oldest first."""
-        remove_probe(self._config.path)
-        others = set_aside(self._config.path)
-        for file, found in everything(self._config.path):
-            if found is None:
-                file.unlink()
-            elif found.home != self._home.name:
-                others.append(found)
-        return sorted(others)
+    def _remove(self, home: Folder, place: Place) -> None:
+        nbytes = self._nbytes(home, place)
+        place.remove(home)
+        self._room.give(nbytes)
 
-    def _aside_nbytes(self) -> int:
+    def _quarantine(self, root: Folder, home: Folder, key: ChunkKey) -> None:
+        nbytes = self._nbytes(home, place_of(key))
+        if nbytes and self._aside_nbytes(root) + nbytes <= self._config.quarantine:
+            with contextlib.suppress(OSError):
+                self._room.leave(put_aside(root, self._name, key), nbytes)
+                return
+        self._remove(home, place_of(key))
+
+    def _each(self, keys: Sequence[ChunkKey], act: Callable[[ChunkKey], None]) -> None:
+        """What fails for one key keeps no other; then the first failure is raised."""
+        failures = []
+        for key in keys:
+            try:
+                act(key)
+            except OSError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    def _frames(self, root: Folder) -> list[Found]:
+        """Of this namespace."""
+        found = [found for _, found in everything_of(root, self._name)]
+        return [each for each in found if each is not None and self._fits(each)]
+
+    def _fits(self, found: Found) -> bool:
+        """Can a frame be as long? A file full of holes may claim any length."""
+        return found.nbytes <= (self._longest if found.home == self._name else self._capacity)
+
+    def _nbytes(self, home: Folder, place: Place) -> int:
+        """That the frame there takes."""
+        return min(place.nbytes(home), self._longest)
+
+    def _remove_other(self, place: Place) -> None:
+        if (root := self._claim.folder()) is not None:
+            place.remove(root)
+
+    def _aside_nbytes(self, root: Folder) -> int:
         """Of the damaged frames that are kept."""
-        return sum(found.nbytes for found in set_aside(self._config.path))
+        return sum(found.nbytes for found in set_aside(root))
 
-    def _check_open(self) -> None:
-        """What is closed may already be another process's."""
-        if not self._claim.held:
-            raise BackendError(f"{self._config.path}: the tier is closed", retryable=False)
-
-    def _check_free(self, nbytes: int) -> None:
-        free = free_of(self._config.path)
+    def _check_free(self, root: Folder, nbytes: int) -> None:
+        free = free_of(root)
         if free - nbytes < self._config.min_free:
-            raise BackendError(
+            raise StoreFull(
                 f"{self._config.path}: {Nbytes(nbytes)} to write and {Nbytes(free)} free, "
-                f"of which min_free keeps {self._config.min_free}"
+                f"of which min_free keeps {self._config.min_free}",
+                missing=self._config.min_free + nbytes - free,
             )
-
-    def _effective_access(self) -> Access:
-        direct = self._effective_direct()
-        if self._config.io == "calls" or (self._config.io == "auto" and not direct):
-            return Access(direct, ring=False)  # through the page cache a ring only adds a thread of the kernel's
-        ring = ring_works()
-        if self._config.io == "io_uring" and not ring:
-            raise BackendError(
-                f"{self._config.path}: io is io_uring, and there is none here: kvtier was built without it, or the "
-                "kernel or a container's rules forbid it; with io: auto plain calls are used",
-                retryable=False,
-            )
-        return Access(direct, ring)
-
-    def _effective_direct(self) -> bool:
-        if self._config.direct == "off":
-            return False
-        try:
-            probe_direct(self._config.path)
-        except OSError as error:
-            if self._config.direct == "on":
-                raise BackendError(
-                    f"{self._config.path}: direct is on, but no page can be written past the page cache: "
-                    f"{error.strerror}; with direct: auto the page cache is used",
-                    retryable=False,
-                ) from error
-            return False
-        return True
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
 from pathlib import Path
 
 from kvtier_core.errors import BackendError
+from kvtier_disk.folder import Folder, must_be_ours, parents_must_be_safe
 
 
 class Claim:
@@ -16,72 +18,78 @@ class Claim:
 
     def __init__(self, path: Path):
         self.path = path
-        self._lock: int | None = None
+        self._folder: Folder | None = None
 
-    @property
-    def held(self) -> bool:
-        return self._lock is not None
-
-    def take(self) -> None:
-        """Make the folder if it is not there. One that was removed and made again is claimed anew."""
-        make_ours(self.path)
+    def take(self) -> Folder:
+        """Make the folder if it is not there, and hold it from now on."""
+        _make(self.path)
         if not os.access(self.path, os.R_OK | os.W_OK | os.X_OK):
             raise BackendError(f"{self.path}: this user may not write here", retryable=False)
-        before, self._lock = self._lock, _lock(self.path)
+        before, self._folder = self._folder, _locked(self.path)
         if before is not None:
             _unlock(before)
+        return self._folder
 
     def release(self) -> None:
-        if self._lock is not None:
-            lock, self._lock = self._lock, None
-            _unlock(lock)
+        if self._folder is not None:
+            folder, self._folder = self._folder, None
+            _unlock(folder)
 
-    def still_there(self) -> bool:
-        """Is the path still the folder that was claimed?"""
+    def folder(self) -> Folder | None:
+        """The folder that was claimed; None if nothing has its path any more. Raises if something else has."""
+        held = self._held()
         try:
-            return os.path.samestat(os.stat(self.path), os.fstat(self._lock))
+            status = os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
-            return False
+            return None
+        if os.path.samestat(status, os.fstat(held.fd)):
+            return held
+        if not stat.S_ISDIR(status.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self.path))
+        raise BackendError(f"{self.path}: another folder than the one that was opened; nothing in it is believed")
+
+    def folder_again(self) -> Folder:
+        """The same; one that was removed is made, and an empty one in its place, on the same device, is claimed."""
+        held = self._held()
+        try:
+            return self.folder() or self.take()
+        except NotADirectoryError:
+            return self.take()  # which says what is there
+        except BackendError:
+            other = Folder.at(self.path)
+            if os.fstat(other.fd).st_dev != os.fstat(held.fd).st_dev or other.entries():
+                raise
+            return self.take()
+
+    def _held(self) -> Folder:
+        """What is closed may already be another process's."""
+        if (held := self._folder) is None:
+            raise BackendError(f"{self.path}: the tier is closed", retryable=False)
+        return held
 
 
-def make_ours(path: Path) -> None:
+def _make(path: Path) -> None:
     """Make a folder if it is not there, and those above it."""
     for folder in reversed((path, *path.parents)):  # mkdir would leave those above as open as the umask does
         if not folder.exists():
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
-    must_be_ours(path)
+    must_be_ours(path.lstat(), path)
+    parents_must_be_safe(path)
 
 
-def must_be_ours(path: Path) -> None:
-    """Nobody else may put a frame there, or another folder in its place: a checksum is no signature."""
-    status = path.lstat()
-    if stat.S_ISLNK(status.st_mode):
-        raise BackendError(f"{path}: a link; name the folder itself", retryable=False)
-    if not stat.S_ISDIR(status.st_mode):
-        raise BackendError(f"{path}: not a folder", retryable=False)
-    if status.st_uid != os.geteuid():
-        raise BackendError(f"{path}: belongs to user {status.st_uid}; kvtier keeps to its own", retryable=False)
-    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
-        raise BackendError(f"{path}: others may write to it; take that away with chmod go-w", retryable=False)
-
-
-def _lock(folder: Path) -> int:
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _locked(path: Path) -> Folder:
+    folder = Folder.at(path)
+    must_be_ours(os.fstat(folder.fd), path)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        if not isinstance(error, BlockingIOError):
-            raise
+        fcntl.flock(folder.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         raise BackendError(
-            f"{folder}: another live process keeps its frames here; give each engine a path of its own",
-            retryable=False,
+            f"{path}: another live process keeps its frames here; give each engine a path of its own", retryable=False
         ) from None
-    return lock
+    return folder
 
 
-def _unlock(lock: int) -> None:
+def _unlock(folder: Folder) -> None:
     # A process forked from this one has the lock too; closing alone would leave it there.
-    fcntl.flock(lock, fcntl.LOCK_UN)
-    os.close(lock)
+    fcntl.flock(folder.fd, fcntl.LOCK_UN)

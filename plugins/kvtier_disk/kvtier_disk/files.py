@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
-from collections.abc import Sequence
-from pathlib import Path
+import threading
+from collections.abc import Iterator, Sequence
 
 import attrs
 
 from kvtier_core.files import read_files, write_files
 from kvtier_core.types import PAGE_NBYTES
+from kvtier_disk.folder import Folder, NoFile
+from kvtier_disk.frames import Place
 
 _PROBE = ".kvtier-probe"
 _UNFINISHED = ".tmp"
-
-
-def nbytes_of(path: Path) -> int:
-    """The length of a file; 0 if there is none.
-
-    The length, not the blocks: a frame has no holes, and the tier counts bytes of frames.
-    """
-    try:
-        return path.stat(follow_symlinks=False).st_size
-    except FileNotFoundError:
-        return 0
 
 
 @attrs.frozen
@@ -36,34 +28,43 @@ class Access:
     direct: bool  #: past the page cache
     ring: bool  #: all of a batch at once
 
+    @property
+    def flags(self) -> int:
+        return os.O_DIRECT if self.direct else 0
 
-def read_frames(paths: Sequence[Path], into: Sequence[memoryview], access: Access) -> list[int]:
-    """Bytes read of each; 0 if there is no file, or it does not fit, or its length is no frame's."""
-    counts = [0] * len(paths)
+
+def read_frames(
+    home: Folder, places: Sequence[Place], into: Sequence[memoryview], access: Access
+) -> list[int | OSError | NoFile]:
+    """Bytes read of each; 0 if there is no file, or it does not fit, or its length is no frame's; or what failed."""
+    outcomes: list[int | OSError | NoFile] = [0] * len(places)
     with contextlib.ExitStack() as opened:
         whole: list[tuple[int, int, memoryview]] = []  # the number of a frame, its file, and where it is read to
         bounces: dict[int, memoryview] = {}
-        for i, (path, view) in enumerate(zip(paths, into, strict=True)):
+        for i, (place, view) in enumerate(zip(places, into, strict=True)):
             try:
-                fd = _open(path, os.O_RDONLY, access.direct)
+                fd = place.folder(home).open(place.name, os.O_RDONLY | access.flags)
             except FileNotFoundError:
+                continue
+            except (OSError, NoFile) as error:
+                outcomes[i] = error.with_traceback(None)  # whose frames would keep the views
                 continue
             opened.callback(os.close, fd)
             nbytes = os.fstat(fd).st_size
             if 0 < nbytes <= len(view) and not nbytes % PAGE_NBYTES:
-                os.set_blocking(fd, True)
                 if access.direct and not _aligned(view):
                     bounces[i] = _bounce(nbytes)
                 whole.append((i, fd, bounces.get(i, view)[:nbytes]))
         filled = read_files([fd for _, fd, _ in whole], [view for _, _, view in whole], ring=access.ring)
-        for (i, _, _), count in zip(whole, filled, strict=True):
-            counts[i] = count
+        for (i, _, _), outcome in zip(whole, filled, strict=True):
+            outcomes[i] = outcome
     for i, bounce in bounces.items():
-        into[i][: counts[i]] = bounce[: counts[i]]
-    return counts
+        if isinstance(count := outcomes[i], int):
+            into[i][:count] = bounce[:count]
+    return outcomes
 
 
-def write_unfinished(paths: Sequence[Path], frames: Sequence[memoryview], access: Access) -> None:
+def write_unfinished(home: Folder, places: Sequence[Place], frames: Sequence[memoryview], access: Access) -> None:
     """All of the frames or none, under temporary names: `publish` makes them whole files, `discard` nothing.
 
     Not synced: what a power cut tears is refused by its length or its checksum, and a cache that waited
@@ -72,46 +73,87 @@ def write_unfinished(paths: Sequence[Path], frames: Sequence[memoryview], access
     try:
         with contextlib.ExitStack() as opened:
             fds = []
-            for path in paths:
-                fds.append(_open(_unfinished(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, access.direct))
+            for place in places:
+                fds.append(_new(place.folder(home, make=True), _unfinished(place), os.O_WRONLY | access.flags))
                 opened.callback(os.close, fds[-1])
-                os.set_blocking(fds[-1], True)
             bounced = [_bounce_of(frame) if access.direct and not _aligned(frame) else frame for frame in frames]
             write_files(fds, bounced, ring=access.ring)
-    except OSError:
-        discard(paths)  # even an open that was refused may have made the file
+    except BaseException:
+        discard(home, places)  # even an open that was refused may have made the file
         raise
 
 
-def publish(path: Path) -> None:
-    os.replace(_unfinished(path), path)
+def publish(home: Folder, place: Place) -> None:
+    folder = place.folder(home)
+    folder.rename(_unfinished(place), folder, place.name)
 
 
-def discard(paths: Sequence[Path]) -> None:
-    for path in paths:
+def discard(home: Folder, places: Sequence[Place]) -> None:
+    for place in places:
         with contextlib.suppress(OSError):
-            _unfinished(path).unlink()
+            place.folder(home).remove(_unfinished(place))
 
 
-def probe_direct(folder: Path) -> None:
+def probe_direct(folder: Folder) -> None:
     """Write a page past the page cache, for an open alone may succeed where a write does not."""
-    write_unfinished([folder / _PROBE], [_bounce(PAGE_NBYTES)], Access(direct=True, ring=False))
-    discard([folder / _PROBE])
+    with _probe(folder, os.O_DIRECT) as fd:
+        os.pwritev(fd, [_bounce(PAGE_NBYTES)], 0)
 
 
-def remove_probe(folder: Path) -> None:
-    """What a kill in the middle of `probe_direct` left."""
-    _unfinished(folder / _PROBE).unlink(missing_ok=True)
+def probe_device(folder: Folder) -> None:
+    """Does what the folder lies on still answer? A page goes there and comes back, past all caches if that can be."""
+    try:
+        _there_and_back(folder, os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        _there_and_back(folder, 0)
 
 
-def _open(path: Path, flags: int, direct: bool) -> int:
-    # NONBLOCK: the open of a pipe would wait for its other end. Of files it means nothing.
-    flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_DIRECT if direct else 0)
-    return os.open(path, flags, 0o600)
+def remove_probes(folder: Folder) -> None:
+    """What a kill in the middle of a probe left."""
+    for entry in folder.entries():
+        if entry.name.startswith(_PROBE):
+            folder.remove(entry.name)
 
 
-def _unfinished(path: Path) -> Path:
-    return path.with_suffix(_UNFINISHED)
+def _there_and_back(folder: Folder, flags: int) -> None:
+    page, found = _bounce(PAGE_NBYTES), _bounce(PAGE_NBYTES)
+    page[:] = os.urandom(PAGE_NBYTES)
+    with _probe(folder, flags) as fd:
+        os.pwritev(fd, [page], 0)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if os.preadv(fd, [found], 0) != PAGE_NBYTES or found != page:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@contextlib.contextmanager
+def _probe(folder: Folder, flags: int) -> Iterator[int]:
+    """A new file, for as long as it lasts; each thread has its own."""
+    name = f"{_PROBE}-{threading.get_native_id()}"
+    try:
+        fd = _new(folder, name, os.O_RDWR | flags)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+    finally:
+        with contextlib.suppress(OSError):
+            folder.remove(name)
+
+
+def _new(folder: Folder, name: str, flags: int) -> int:
+    """A file that was not there before: nothing that somebody left under its name is written to."""
+    try:
+        return folder.open(name, flags | os.O_CREAT | os.O_EXCL)
+    except FileExistsError:
+        folder.remove(name)
+        return folder.open(name, flags | os.O_CREAT | os.O_EXCL)
+
+
+def _unfinished(place: Place) -> str:
+    return place.name.removesuffix(".kv") + _UNFINISHED
 
 
 def _bounce(nbytes: int) -> memoryview:

@@ -1,117 +1,169 @@
-"""Which frames lie in a folder, and where. Raises OSError, and BackendError for a refusal.
+"""A folder by its descriptor: whatever its path comes to mean, this is what is reached. Raises OSError.
 
-``path/<namespace>/<first byte of key>/<key>.kv``, all in hex; damaged frames lie in ``path/quarantine``.
+Nothing here follows a link, and nothing waits for the other end of a pipe.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
+import shutil
 import stat
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import attrs
+from kvtier_core.errors import BackendError
 
-from kvtier_core.types import KEY_NBYTES, PAGE_NBYTES, ChunkKey, Namespace
-from kvtier_disk.claim import make_ours, must_be_ours
-
-_ASIDE = "quarantine"
-_NAMESPACE = re.compile(r"[0-9a-f]{16}")
-_SHARD = re.compile(r"[0-9a-f]{2}")
-_SET_ASIDE = re.compile(rf"([0-9a-f]{{16}})-([0-9a-f]{{{2 * KEY_NBYTES}}})")
-_FRAME = re.compile(rf"([0-9a-f]{{{2 * KEY_NBYTES}}})\.kv")
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-@attrs.frozen(order=True)
-class Found:
-    """A frame on the disk. Sorts by age, oldest first."""
-
-    mtime_ns: int
-    path: Path
-    nbytes: int
-    home: str  #: how the digest of its namespace begins, in hex
-    key: ChunkKey
+class NoFile(BackendError):
+    """A folder, a link, a pipe, a socket or a device has the name of a file."""
 
 
-class Home:
-    """The frames of one namespace."""
+class Folder:
+    """Closes its descriptor when nobody refers to it any more: no thread finds another file under its number."""
 
-    def __init__(self, path: Path, namespace: Namespace):
-        self.name = namespace.digest.hex()[:16]
-        self.path = path / self.name
-        self._aside = path / _ASIDE
+    def __init__(self, fd: int, *called: Path | str):
+        self.fd = fd
+        self._called = called
 
-    def make(self) -> None:
-        """At once, so that in a sticky folder nobody else is first."""
-        make_ours(self.path)
+    @classmethod
+    def at(cls, path: Path) -> Folder:
+        return cls(os.open(path, _FOLDER), path)
 
-    def file(self, key: ChunkKey) -> Path:
-        name = key.hex()
-        return self.path / name[:2] / f"{name}.kv"
+    @property
+    def path(self) -> Path:
+        """What it was called when it was opened; for people."""
+        return Path(*self._called)
 
-    def make_places(self, files: Iterable[Path]) -> None:
-        """The folders above these files."""
-        for place in {file.parent for file in files}:
-            make_ours(place)
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
 
-    def put_aside(self, key: ChunkKey) -> Path:
-        """Move the file of a damaged frame to where no reader looks; its new name."""
-        make_ours(self._aside)
-        file = self._aside / f"{self.name}-{key.hex()}"
-        os.replace(self.file(key), file)
-        return file
+    def inner(self, name: str, *, make: bool = False) -> Folder:
+        """The folder of that name in this one. Raises BackendError if it is not this user's alone.
 
-    def frames(self) -> list[Found]:
-        """Oldest first."""
-        return sorted(found for entry in _files(self.path) if (found := _frame(entry)))
+        With ``make`` it is made if there is none, and takes the place of what is there and no folder.
+        """
+        with self._naming(name):
+            try:
+                fd = os.open(name, _FOLDER, dir_fd=self.fd)
+            except (FileNotFoundError, NotADirectoryError):
+                if not make:
+                    raise
+                self.remove(name)
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name, 0o700, dir_fd=self.fd)
+                fd = os.open(name, _FOLDER, dir_fd=self.fd)
+        inner = Folder(fd, *self._called, name)
+        must_be_ours(os.fstat(fd), *inner._called)
+        return inner
+
+    def open(self, name: str, flags: int) -> int:
+        """A descriptor of a regular file, or of one that is made, for this user alone. Raises NoFile."""
+        if not flags & os.O_CREAT:
+            self._must_be_file(name, self.status(name))  # before it is opened: that alone may start something
+        # NONBLOCK: the open of a pipe would wait for its other end. Of files it means nothing.
+        flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with self._naming(name):
+            fd = os.open(name, flags, 0o600, dir_fd=self.fd)
+        try:
+            self._must_be_file(name, os.fstat(fd))
+            os.set_blocking(fd, True)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _must_be_file(self, name: str, status: os.stat_result) -> None:
+        if not stat.S_ISREG(status.st_mode):
+            raise NoFile(f"{self.path / name}: {_kind_of(status)} where only a file should be")
+
+    def status(self, name: str) -> os.stat_result:
+        """Of the name itself, not of what a link leads to."""
+        with self._naming(name):
+            return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+
+    def entries(self) -> list[os.DirEntry[str]]:
+        with os.scandir(self.fd) as entries:
+            return list(entries)
+
+    def remove(self, name: str) -> None:
+        """Whatever has that name, a folder with all that is in it; nothing if there is none."""
+        with self._naming(name), contextlib.suppress(FileNotFoundError):
+            if stat.S_ISDIR(self.status(name).st_mode):
+                shutil.rmtree(name, dir_fd=self.fd)
+            else:
+                os.unlink(name, dir_fd=self.fd)
+
+    def rename(self, name: str, to: Folder, new: str) -> None:
+        """Takes the place of a file of that name; what is there and no file is removed."""
+        with self._naming(name):
+            try:
+                os.replace(name, new, src_dir_fd=self.fd, dst_dir_fd=to.fd)
+            except IsADirectoryError:
+                to.remove(new)
+                os.replace(name, new, src_dir_fd=self.fd, dst_dir_fd=to.fd)
+
+    def _naming(self, name: str) -> _Naming:
+        return _Naming((*self._called, name))
 
 
-def everything(path: Path) -> Iterator[tuple[Path, Found | None]]:
-    """All files that lie where only frames should be, in every namespace; None for what is no frame."""
-    for home in _folders(path, _NAMESPACE):
-        yield from ((Path(entry.path), _frame(entry)) for entry in _files(home))
+class _Naming:
+    """An error tells the whole path."""
 
+    def __init__(self, called: tuple[Path | str, ...]):
+        self._called = called
 
-def set_aside(path: Path) -> list[Found]:
-    """What lies in quarantine."""
-    try:
-        with os.scandir(path / _ASIDE) as entries:
-            named = [(entry, name) for entry in entries if (name := _SET_ASIDE.fullmatch(entry.name))]
-            return [_found(entry, *name.groups()) for entry, name in named]
-    except FileNotFoundError:
-        return []
-
-
-def _folders(parent: Path, name: re.Pattern[str]) -> Iterator[Path]:
-    try:
-        with os.scandir(parent) as entries:
-            for entry in entries:
-                if name.fullmatch(entry.name):
-                    must_be_ours(Path(entry.path))
-                    yield Path(entry.path)
-    except FileNotFoundError:
+    def __enter__(self) -> None:
         return
 
-
-def _files(home: Path) -> Iterator[os.DirEntry[str]]:
-    """Whatever is no folder, where only frames should be."""
-    for shard in _folders(home, _SHARD):
-        with os.scandir(shard) as entries:
-            yield from (entry for entry in entries if not entry.is_dir(follow_symlinks=False))
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(Path(*self._called)), None
 
 
-def _frame(entry: os.DirEntry[str]) -> Found | None:
-    """None for what cannot be a frame: another name, another place, a length that no frame has."""
-    name = _FRAME.fullmatch(entry.name)
-    status = entry.stat(follow_symlinks=False)
-    *_, home, shard, _ = Path(entry.path).parts
-    right_place = name and shard == entry.name[:2]
-    if not right_place or not stat.S_ISREG(status.st_mode) or not status.st_size or status.st_size % PAGE_NBYTES:
-        return None
-    return _found(entry, home, name[1])
+def _kind_of(status: os.stat_result) -> str:
+    """In words."""
+    for is_kind, word in (
+        (stat.S_ISREG, "a file"),
+        (stat.S_ISDIR, "a folder"),
+        (stat.S_ISLNK, "a link"),
+        (stat.S_ISFIFO, "a pipe"),
+        (stat.S_ISSOCK, "a socket"),
+    ):
+        if is_kind(status.st_mode):
+            return word
+    return "a device"
 
 
-def _found(entry: os.DirEntry[str], home: str, key: str) -> Found:
-    status = entry.stat(follow_symlinks=False)
-    return Found(status.st_mtime_ns, Path(entry.path), status.st_size, home, ChunkKey(bytes.fromhex(key)))
+def must_be_ours(status: os.stat_result, *called: Path | str) -> None:
+    """Nobody else may put a frame there, or another folder in its place: a checksum is no signature."""
+    if stat.S_ISLNK(status.st_mode):
+        raise BackendError(f"{Path(*called)}: a link; name the folder itself", retryable=False)
+    if not stat.S_ISDIR(status.st_mode):
+        raise BackendError(f"{Path(*called)}: not a folder", retryable=False)
+    if status.st_uid != os.geteuid():
+        raise BackendError(
+            f"{Path(*called)}: belongs to user {status.st_uid}; kvtier keeps to its own", retryable=False
+        )
+    _not_for_others(status, *called)
+
+
+def parents_must_be_safe(path: Path) -> None:
+    """Nobody else may rename a folder on the way to the path. The rule is that of sshd for authorized_keys.
+
+    Sticky folders are allowed here, as /tmp is: only its owner renames what lies in one.
+    """
+    for folder in Path(os.path.realpath(path.parent)).joinpath(path.name).parents:
+        status = os.stat(folder)
+        if status.st_uid not in (0, os.geteuid()):
+            why = f"belongs to user {status.st_uid}, who may put another folder in the place of {path}"
+            raise BackendError(f"{folder}: {why}; use a folder of this user's or of root's", retryable=False)
+        _not_for_others(status, folder)
+
+
+def _not_for_others(status: os.stat_result, *called: Path | str) -> None:
+    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+        raise BackendError(f"{Path(*called)}: others may write to it; take that away with chmod go-w", retryable=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -11,7 +12,8 @@ from typing import TypeVar
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Stored
 from kvtier_disk.claim import Claim
-from kvtier_disk.folder import Found, everything, set_aside
+from kvtier_disk.folder import Folder
+from kvtier_disk.frames import Found, Place, everything, set_aside
 
 _T = TypeVar("_T")
 
@@ -22,33 +24,45 @@ def everything_in(path: Path) -> Iterator[Iterator[Stored]]:
     if not path.is_dir():
         raise BackendError(f"{path}: no such folder", retryable=False)
     claim = Claim(path)
-    claim.take()
+    root = _told(path, claim.take)
     try:
-        yield _walk(path)
+        yield _walk(root)
     finally:
         claim.release()
 
 
-def _walk(path: Path) -> Iterator[Stored]:
-    for file, found in everything(path):
-        yield _stored(file, found)
-    for found in set_aside(path):
-        yield _stored(found.path, found)
+def _walk(root: Folder) -> Iterator[Stored]:
+    for place, found in everything(root):
+        yield _stored(root, place, found)
+    for found in set_aside(root):
+        yield _stored(root, found.place, found)
 
 
-def _stored(file: Path, found: Found | None) -> Stored:
+def _stored(root: Folder, place: Place, found: Found | None) -> Stored:
+    path = place.under(root.path)
     return Stored(
-        where=str(file),
-        nbytes=file.lstat().st_size,
+        where=str(path),
+        nbytes=place.nbytes(root),
         home=bytes.fromhex(found.home) if found else None,
         key=found.key if found else None,
-        read=functools.partial(_told, file.read_bytes),
-        remove=functools.partial(_told, file.unlink),
+        read=functools.partial(_read, root, place, path),
+        remove=functools.partial(_told, path, functools.partial(place.remove, root)),
     )
 
 
-def _told(act: Callable[[], _T]) -> _T:
+def _read(root: Folder, place: Place, path: Path, offset: int, nbytes: int) -> bytes:
+    def read() -> bytes:
+        fd = place.folder(root).open(place.name, os.O_RDONLY)
+        try:
+            return os.pread(fd, nbytes, offset)
+        finally:
+            os.close(fd)
+
+    return _told(path, read)
+
+
+def _told(path: Path, act: Callable[[], _T]) -> _T:
     try:
         return act()
     except OSError as error:
-        raise BackendError(f"{error.filename}: {error.strerror}") from error
+        raise BackendError(f"{error.filename or path}: {error.strerror}") from error

@@ -1,5 +1,6 @@
 """What is the disk's own, beyond the laws: its folder, its room, and disks that fail."""
 
+import contextlib
 import errno
 import multiprocessing
 import os
@@ -10,20 +11,22 @@ import signal
 import stat
 import subprocess
 
+import attrs
 import pytest
 
 from kvtier_core import frame
 from kvtier_core.errors import BackendError
 from kvtier_core.testing.samples import Poisoned, make_context, make_frame, make_key, make_keys, make_namespace
 from kvtier_core.types import PAGE_NBYTES, Nbytes
-from kvtier_disk import backend, plugin
+from kvtier_disk import opening, plugin
 from kvtier_disk.config import DiskConfig
 
 NBYTES = 4 * PAGE_NBYTES
 
 
-def open_disk(path, *, model="tiny", capacity=1 << 30, min_free=0, quarantine=0, **settings):
+def open_disk(path, *, model="tiny", capacity=1 << 30, longest=0, min_free=0, quarantine=0, **settings):
     ctx = make_context(namespace=make_namespace(model), capacity=capacity)
+    ctx = attrs.evolve(ctx, max_frame_nbytes=Nbytes(longest))
     return DiskConfig(path=path, min_free=Nbytes(min_free), quarantine=Nbytes(quarantine), **settings).open(ctx)
 
 
@@ -38,11 +41,29 @@ def read(backend, key):
 
 
 def files(path):
-    return sorted(found for found in path.rglob("*") if found.is_file())
+    """All, but those that hold the facts of namespaces."""
+    return sorted(found for found in path.rglob("*") if found.is_file() and found.name != "namespace.json")
+
+
+def file_of(path, key, model="tiny"):
+    name = key.hex()
+    return path / make_namespace(model).digest.hex()[:16] / name[:2] / f"{name}.kv"
 
 
 def total(path):
     return sum(file.stat().st_size for file in files(path))
+
+
+@contextlib.contextmanager
+def immutable(file):
+    """Nobody may change, rename or remove it. Skips the test where that cannot be."""
+    done = subprocess.run(["chattr", "+i", str(file)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot be made immutable: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["chattr", "-i", str(file)], check=True)
 
 
 @pytest.fixture
@@ -78,6 +99,7 @@ def test_names_come_from_keys_and_nobody_else_may_look(tmp_path):
     home = make_namespace().digest.hex()[:16]
     (file,) = files(tmp_path / "kv")
     assert file == tmp_path / "kv" / home / key.hex()[:2] / f"{key.hex()}.kv"
+    assert stat.S_IMODE((tmp_path / "kv" / home / "namespace.json").stat().st_mode) == 0o600
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert {stat.S_IMODE(parent.stat().st_mode) for parent in list(file.parents)[:3]} == {0o700}
     disk.close()
@@ -165,15 +187,116 @@ def test_open_removes_what_is_no_frame(tmp_path):
     disk.close()
 
 
+def test_a_file_of_impossible_length_is_no_frame(tmp_path):
+    """It has holes and takes no room at all. Neither is it found, nor does any frame leave for it."""
+    keys = make_keys(4)
+    disk = open_disk(tmp_path, model="theirs")
+    write(disk, *keys[:3])
+    disk.close()
+    disk = open_disk(tmp_path, model="ours", quarantine=NBYTES)
+    write(disk, *keys)
+    disk.quarantine(keys[3:])
+    disk.close()
+    for file in (
+        file_of(tmp_path, keys[0], "theirs"),
+        file_of(tmp_path, keys[0], "ours"),
+        *tmp_path.glob("quarantine/*"),
+    ):
+        os.truncate(file, 4 << 40)
+    disk = open_disk(tmp_path, model="ours", capacity=8 * NBYTES, longest=NBYTES)
+    assert sorted(key for key, _ in disk.scan()) == sorted(keys[1:3])
+    assert [file.stat().st_size for file in files(tmp_path)] == [NBYTES] * 4
+    os.truncate(file_of(tmp_path, keys[1], "ours"), 4 << 40)
+    assert read(disk, keys[1]) == b""
+    disk.delete(keys[1:2])
+    for key in keys:
+        write(disk, key)
+    assert total(tmp_path) <= 8 * NBYTES
+    disk.close()
+
+
+def test_nothing_but_frames_counts_against_the_others(tmp_path):
+    disk = open_disk(tmp_path, model="theirs")
+    write(disk, *make_keys(2))
+    disk.close()
+    assert [len(files(tmp_path)), len(list(tmp_path.rglob("*.json")))] == [2, 1]
+    open_disk(tmp_path, model="ours", capacity=2 * NBYTES).close()
+    assert len(files(tmp_path)) == 2
+
+
+# -- namespaces ------------------------------------------------------------------------------------
+
+
+def facts_in(path, model):
+    return path / make_namespace(model).digest.hex()[:16] / "namespace.json"
+
+
+def test_the_namespaces_of_others_are_told(tmp_path):
+    for model in ("first", "second", "without frames"):
+        disk = open_disk(tmp_path, model=model)
+        if model != "without frames":
+            write(disk, make_key(0))
+        disk.close()
+    disk = open_disk(tmp_path, model="ours")
+    told = sorted(disk.namespaces(), key=lambda namespace: namespace.facts)
+    assert told == [make_namespace("first"), make_namespace("second")]
+    assert not facts_in(tmp_path, "without frames").parent.exists()
+    disk.close()
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b"",
+        b"{",
+        b"{}",
+        b'{"model": 7}',
+        b'{"model": "another"}',
+        b'[["model", "theirs"]]',
+        b"7",
+        b"[" * 100_000,
+        b"\xff\xfe",
+        b" " * (2 << 20),
+    ],
+    ids=range(10),
+)
+def test_odd_facts_are_passed_over(tmp_path, odd):
+    disk = open_disk(tmp_path, model="theirs")
+    write(disk, make_key(0))
+    disk.close()
+    facts_in(tmp_path, "theirs").write_bytes(odd)
+    disk = open_disk(tmp_path, model="ours")
+    assert list(disk.namespaces()) == []
+    assert len(files(tmp_path)) == 1
+    disk.close()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_facts_that_are_no_file_are_passed_over(tmp_path, kind):
+    disk = open_disk(tmp_path, model="theirs")
+    write(disk, make_key(0))
+    disk.close()
+    facts = facts_in(tmp_path, "theirs")
+    facts.rename(tmp_path / "facts")
+    make = {"link": lambda: facts.symlink_to(tmp_path / "facts"), "pipe": lambda: os.mkfifo(facts)}
+    make.get(kind, facts.mkdir)()
+    for model in ("ours", "theirs"):
+        disk = open_disk(tmp_path, model=model)
+        assert list(disk.namespaces()) == []
+        disk.close()
+    assert facts.read_bytes() == (tmp_path / "facts").read_bytes() and not facts.is_symlink(), "written anew"
+
+
 def test_open_removes_what_a_kill_left_of_the_probe(tmp_path):
     child = os.fork()
     if not child:
-        os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
+        os.pwritev = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         try:
             open_disk(tmp_path, direct="auto")
         finally:
             os._exit(1)
     os.waitpid(child, 0)
+    assert files(tmp_path) != []
     open_disk(tmp_path, direct="off").close()
     assert files(tmp_path) == []
 
@@ -192,7 +315,7 @@ def test_a_damaged_file_is_a_miss_or_a_frame_that_check_refuses(tmp_path):
         disk.close()
 
 
-@pytest.mark.parametrize("gone", ["kv", "kv/*", "kv/*/*"])
+@pytest.mark.parametrize("gone", ["kv", "kv/*", "kv/*/??"])
 def test_a_removed_folder_is_made_again(tmp_path, gone):
     path = tmp_path / "kv"
     disk = open_disk(path)
@@ -283,7 +406,7 @@ def test_frames_of_others_leave_at_open_oldest_first(tmp_path):
     write(disk, *keys)
     disk.close()
     for i, key in enumerate(keys):
-        os.utime(disk._home.file(key), (i, i))
+        os.utime(file_of(tmp_path, key, "theirs"), (i, i))
     open_disk(tmp_path, model="ours", capacity=4 * NBYTES).close()
     disk = open_disk(tmp_path, model="theirs")
     assert [key for key, _ in disk.scan()] == keys[2:]
@@ -361,7 +484,9 @@ def test_a_vanished_mount(mounted):
     disk = open_disk(folder)
     write(disk, make_key(0))
     subprocess.run(["umount", "-l", str(folder)], check=True)
-    assert read(disk, make_key(0)) == b""
+    for use in (read, write):  # nothing is written where the mount was
+        with pytest.raises(BackendError, match="another folder than the one that was opened"):
+            use(disk, make_key(0))
     folder.rmdir()
     folder.touch()
     with pytest.raises(BackendError, match="not a folder"):
@@ -453,25 +578,23 @@ def test_a_batch_comes_back_however_it_is_moved(tmp_path, io, direct):
 
 @pytest.mark.parametrize("io", ["io_uring", "calls"])
 def test_of_a_batch_that_fails_nothing_unfinished_is_left(tmp_path, io):
-    """Something is in the way of the second of three."""
+    """The file of the second of three cannot be replaced."""
     disk = open_disk(tmp_path, io=io)
     keys = [make_key(i) for i in range(3)]
     write(disk, keys[1])
     (file,) = files(tmp_path)
-    disk.delete(keys[1:2])
-    file.mkdir()
-    with pytest.raises(BackendError):
-        disk.write(keys, [make_frame(key, nbytes=NBYTES) for key in keys])
-    whole = [key for key, found in zip(keys, disk.contains(keys), strict=True) if found and key != keys[1]]
-    assert [each.stat().st_size for each in files(tmp_path)] == [NBYTES] * len(whole)
-    file.rmdir()
+    with immutable(file):
+        with pytest.raises(BackendError, match="Operation not permitted"):
+            disk.write(keys, [make_frame(key, nbytes=NBYTES) for key in keys])
+        whole = [key for key, found in zip(keys, disk.contains(keys), strict=True) if found]
+        assert [each.stat().st_size for each in files(tmp_path)] == [NBYTES] * len(whole)
     disk.write(keys, [make_frame(key, nbytes=NBYTES) for key in keys])
     assert all(read(disk, key) == make_frame(key, nbytes=NBYTES) for key in keys)
     disk.close()
 
 
 def test_without_a_ring_calls_do(tmp_path, monkeypatch):
-    monkeypatch.setattr(backend, "ring_works", lambda: False)
+    monkeypatch.setattr(opening, "ring_works", lambda: False)
     disk = open_disk(tmp_path)
     assert disk.facts()["io"] == "auto -> calls"
     disk.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import socket
 import stat
 import threading
@@ -15,7 +17,7 @@ from kvtier_core.types import PAGE_NBYTES, Nbytes
 from kvtier_disk.config import DiskConfig
 
 NBYTES = 4 * PAGE_NBYTES
-KEY = make_key(0)
+KEY, MATE = make_key(0), make_key(1)
 STRANGER = 12345
 PATIENCE = 20.0
 
@@ -33,7 +35,7 @@ def write(disk):
 def read(disk):
     into = memoryview(bytearray(NBYTES))
     (count,) = disk.read([KEY], [into])
-    return bytes(into[:count])
+    return count if isinstance(count, BackendError) else bytes(into[:count])
 
 
 def mode(path):
@@ -159,6 +161,75 @@ def test_a_folder_that_somebody_else_made_inside_is_not_used(folder, whose):
     disk.close()
 
 
+@pytest.mark.parametrize("open_to", [0o770, 0o707, 0o777], ids=oct)
+def test_a_folder_above_that_others_may_write_to_is_refused(tmp_path, open_to):
+    """They could put another folder in its place, whoever it belongs to."""
+    (tmp_path / "above" / "between").mkdir(parents=True)
+    (tmp_path / "above").chmod(open_to)
+    with pytest.raises(BackendError, match=f"{tmp_path}/above: others may write to it; .*chmod go-w") as refusal:
+        open_disk(tmp_path / "above" / "between" / "kv")
+    assert not refusal.value.retryable
+    (tmp_path / "above").chmod(0o1777)
+    open_disk(tmp_path / "above" / "between" / "kv").close()
+
+
+@only_root
+def test_a_folder_above_that_is_somebody_elses_is_refused(tmp_path):
+    (tmp_path / "above").mkdir(mode=0o755)
+    os.chown(tmp_path / "above", STRANGER, STRANGER)
+    with pytest.raises(BackendError, match=f"{tmp_path}/above: belongs to user {STRANGER}, who may put another"):
+        open_disk(tmp_path / "above" / "kv")
+
+
+def test_the_way_through_a_link_counts_too(tmp_path):
+    """What a link on the way leads to is a folder above."""
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "link").symlink_to(tmp_path / "open")
+    with pytest.raises(BackendError, match=f"{tmp_path}/open: others may write to it"):
+        open_disk(tmp_path / "link" / "kv")
+
+
+@pytest.mark.parametrize("swap", ["path", "home", "shard"])
+def test_what_is_put_in_place_of_a_folder_is_never_read(folder, tmp_path, swap):
+    """Forged frames, as whole as any, while the tier is open. It goes on when its own folder is back."""
+    disk = open_disk(folder)
+    write(disk)
+    place = {"path": folder, "home": home_in(folder), "shard": file_in(folder).parent}[swap]
+    forged = tmp_path / "forged"
+    shutil.copytree(place, forged)
+    for file in forged.rglob("*.kv"):
+        file.write_bytes(make_frame(KEY, nbytes=NBYTES, seed=666))
+    forged.chmod(0o700 if swap == "path" else 0o707)
+    place.rename(tmp_path / "real")
+    forged.rename(place)
+    before = contents(place)
+    for use in (read, write, lambda disk: disk.delete([KEY]), lambda disk: disk.quarantine([KEY])):
+        for _ in range(3):
+            with pytest.raises(BackendError, match="another folder than the one|others may write to it"):
+                use(disk)
+    assert contents(place) == before
+    shutil.rmtree(place)
+    (tmp_path / "real").rename(place)
+    assert read(disk) == make_frame(KEY, nbytes=NBYTES)
+    disk.close()
+
+
+def test_an_empty_folder_in_its_place_is_claimed(folder, tmp_path):
+    """As an operator makes one; nothing can be forged in it."""
+    disk = open_disk(folder)
+    write(disk)
+    folder.rename(tmp_path / "real")
+    folder.mkdir(mode=0o700)
+    with pytest.raises(BackendError, match="another folder than the one that was opened"):
+        read(disk)
+    write(disk)
+    assert read(disk) == make_frame(KEY, nbytes=NBYTES)
+    with pytest.raises(BackendError, match="another live process"):
+        open_disk(folder)
+    disk.close()
+
+
 # -- what lies in it -----------------------------------------------------------------------------------
 
 
@@ -205,8 +276,11 @@ def plant_socket(path, _):
         os.close(where)
 
 
-def plant_folder(path, _):
+def plant_folder(path, target):
+    """With something in it, and a way out."""
     path.mkdir()
+    (path / "file").touch()
+    (path / "link").symlink_to(target.parent)
 
 
 PLANTS = [
@@ -218,7 +292,7 @@ PLANTS = [
 ]
 
 
-@pytest.mark.parametrize("plant", PLANTS[:-1])
+@pytest.mark.parametrize("plant", PLANTS)
 def test_open_removes_what_stands_for_a_frame_and_follows_none(folder, elsewhere, plant):
     file_in(folder).parent.mkdir(parents=True)
     plant(file_in(folder), elsewhere / "precious")
@@ -231,17 +305,25 @@ def test_open_removes_what_stands_for_a_frame_and_follows_none(folder, elsewhere
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_what_stands_for_a_frame_is_no_frame(folder, elsewhere, plant):
-    """Planted while the tier is open: reading it is a miss or an error, never a wait, and never what it leads to."""
+@pytest.mark.parametrize("settle", ["write", "delete", "quarantine"])
+def test_what_stands_for_a_frame_is_no_frame(folder, elsewhere, plant, settle):
+    """Planted while the tier is open: that key alone cannot be read, nobody waits, and no link is followed."""
     disk = open_disk(folder)
     write(disk)
+    disk.write([MATE], [make_frame(MATE, nbytes=NBYTES)])
     file_in(folder).unlink()
     plant(file_in(folder), elsewhere / "precious")
     before = contents(elsewhere)
-    found = in_time(lambda: read(disk))
-    assert found == b"" or isinstance(found, BackendError)
-    in_time(lambda: write(disk))
-    in_time(lambda: disk.delete([KEY]))
+    into = [memoryview(bytearray(NBYTES)) for _ in range(2)]
+    failed, count = in_time(lambda: disk.read([KEY, MATE], into))
+    assert re.search(f"{KEY.hex()}.kv: a .* where only a file should be", str(failed))
+    assert (count, into[1]) == (NBYTES, make_frame(MATE, nbytes=NBYTES))
+    in_time(
+        {"write": lambda: write(disk), "delete": lambda: disk.delete([KEY])}.get(settle)
+        or (lambda: disk.quarantine([KEY]))
+    )
+    assert read(disk) == (make_frame(KEY, nbytes=NBYTES) if settle == "write" else b"")
+    assert os.path.lexists(file_in(folder)) == (settle == "write")
     assert contents(elsewhere) == before
     disk.close()
 

@@ -6,11 +6,11 @@ import shutil
 from collections import Counter
 
 import pytest
-from test_disk import NBYTES, files, open_disk, read, write
+from test_disk import NBYTES, file_of, files, open_disk, read, write
 
 from kvtier_core import frame
 from kvtier_core.errors import BackendError
-from kvtier_core.testing.disks import ext4, tmpfs
+from kvtier_core.testing.disks import btrfs, ext4, tmpfs
 from kvtier_core.testing.samples import make_frame, make_keys, make_namespace, same
 from kvtier_core.types import PAGE_NBYTES
 
@@ -142,6 +142,49 @@ def test_a_device_that_fails_and_comes_back(disk, backend, direct):
     found = reads(backend, OLD)
     assert direct == "off" or found == {"hit": ALL}
     works_again(disk, backend)
+
+
+@on(btrfs)
+@pytest.mark.parametrize("quarantine", [0, NBYTES])
+def test_a_bad_sector_is_one_frames_alone(disk, direct, quarantine):
+    """The rest of its batch is served; it leaves, and the next write puts it right."""
+    backend = open_disk(disk.folder / "kv", direct=direct, quarantine=quarantine)
+    write(backend, *OLD)
+    bad = OLD[3]
+    disk.spoil(file_of(disk.folder / "kv", bad))
+    into = [memoryview(bytearray(NBYTES)) for _ in OLD]
+    counts = backend.read(OLD, into)
+    assert str(counts[3]) == f"{file_of(disk.folder / 'kv', bad)}: Input/output error"
+    assert isinstance(counts[3], BackendError)
+    assert [count for key, count in zip(OLD, counts, strict=True) if key != bad] == [NBYTES] * (ALL - 1)
+    assert all(same(view, make_frame(key, nbytes=NBYTES)) for key, view in zip(OLD, into, strict=True) if key != bad)
+    backend.quarantine([bad])
+    assert reads(backend, [bad]) == {"miss": 1}
+    assert len(list((disk.folder / "kv").glob("quarantine/*"))) == (1 if quarantine else 0)
+    write(backend, bad)
+    disk.forget()
+    assert reads(backend, OLD) == {"hit": ALL}
+    backend.close()
+    again = open_disk(disk.folder / "kv", direct=direct, quarantine=quarantine)
+    assert reads(again, OLD) == {"hit": ALL}
+    again.close()
+
+
+@on(tmpfs, ext4)
+def test_a_start_on_a_full_disk(disk, backend, direct):
+    """The facts of the namespace have no room, and are left out."""
+    backend.close()
+    for facts in disk.folder.rglob("namespace.json"):
+        facts.unlink()
+    disk.fill()
+    again = open_disk(disk.folder / "kv", direct=direct)
+    assert reads(again, OLD) == {"hit": ALL}
+    assert [file.stat().st_size for file in disk.folder.rglob("namespace.*")] == []
+    again.close()
+    disk.make_room()
+    again = open_disk(disk.folder / "kv", direct=direct)
+    assert len(list(disk.folder.rglob("namespace.json"))) == 1
+    again.close()
 
 
 @on(ext4)
