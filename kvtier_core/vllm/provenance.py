@@ -4,7 +4,7 @@ A block is ours if this engine's forward computed it, on KV that was ours up to 
 is another connector's: vLLM lets several load, learns of a bad load later or never, and keeps the blocks in its own
 prefix cache, where further requests find them. Nothing that is not ours is stored, nor anything computed on it.
 
-A block is written by a load or by a forward, and before that the engine gave it to a request: `given`, `extended`.
+A block is written by a load or by a forward: `given` comes before every load, `computed` before every forward.
 """
 
 from __future__ import annotations
@@ -31,15 +31,8 @@ class Provenance:
         """kvtier fills these blocks. If that fails, they are freed, and nobody gets them but by being given them."""
         self._ours.update(blocks)
 
-    def extended(self, output: SchedulerOutput) -> None:
-        """This step gives more blocks to requests that were admitted before."""
-        cached = output.scheduled_cached_reqs
-        for request_id, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if added and request_id not in cached.resumed_req_ids:
-                self._ours.difference_update(added[0])
-
     def computed(self, known: int | None, request: Request, scheduled: int, output: SchedulerOutput) -> int:
-        """This step's forward computes ``scheduled`` more tokens of a request.
+        """This step's forward computes ``scheduled`` more tokens of a request; asked in the order of scheduling.
 
         ``known`` are the tokens, from the first one on, whose KV was ours before; None asks the blocks themselves.
         Returns how many it is now: all, or those of before if not all that the forward stands on is ours.

@@ -169,7 +169,6 @@ class SchedulerHalf:
         idle = not output.total_num_scheduled_tokens
         self._take_in(self.manager.drain(_A_LITTLE) if idle else self.manager.step())
         overtaken = self._storing.overtaken(output, self._block_tokens)
-        self._provenance.extended(output)
         stores = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
             if tracked := self._tracked.get(request_id):
@@ -269,10 +268,10 @@ class SchedulerHalf:
         self._epoch = self._first_epoch.renewed()
         self._database = self._config.token_database.open(self._epoch, self._chunk_tokens)
         self.manager.renew(self._epoch)
-        self._disown()
         for tracked in self._tracked.values():
             # What it has computed is the old epoch's, and what it will compute stands on that.
             tracked.identity = tracked.bypass = "it began before the cache was reset"
+        self._disown()
         return not self._loading
 
     def close(self) -> None:
