@@ -63,7 +63,10 @@ class Neighbour(KVConnectorBase_V1, SupportsHMA):
         if num_external_tokens:
             self.asked.add(request.request_id)
             self.loads.blocks[request.request_id] = ids[: CLAIMED // BLOCK][-num_external_tokens // BLOCK :]
-        elif request.prompt_token_ids[0] == self.mark and self.kind == "accuser":
+        elif (
+            request.prompt_token_ids[0] == self.mark and self.kind == "accuser" and request.request_id not in self.asked
+        ):
+            self.asked.add(request.request_id)
             self.loads.accused.update(ids[:1])
 
     def build_connector_meta(self, scheduler_output):
