@@ -53,6 +53,10 @@ WEIGHTS = "kvtier_core/vllm/weights.py"
 SCHEDULER = "kvtier_core/vllm/scheduler.py"
 WORKER = "kvtier_core/vllm/worker.py"
 RECORDER = "kvtier_core/vllm/recorder.py"
+CONNECTOR = "kvtier_core/vllm/connector.py"
+PROVENANCE = "kvtier_core/vllm/provenance.py"
+REPORTS = "kvtier_core/vllm/reports.py"
+STORES = "kvtier_core/vllm/stores.py"
 DISK = "plugins/kvtier_disk/kvtier_disk"
 ABOUT_IDENTITY = "tests/vllm/test_identity.py::"
 REQUEST_TESTS = "tests/vllm/test_request_identity.py::"
@@ -63,6 +67,7 @@ DISK_TESTS = "plugins/kvtier_disk/tests/test_disk.py::"
 DISK_SECURITY = "plugins/kvtier_disk/tests/test_disk_security.py::"
 DISK_TROUBLE = "plugins/kvtier_disk/tests/test_disk_trouble.py::"
 SELFTEST = "tests/vllm/test_selftest.py::"
+BESIDE = "tests/vllm/test_beside_others.py::"
 
 MUTANTS = (
     # -- identity
@@ -293,9 +298,80 @@ MUTANTS = (
     Mutant(
         "requests-go-on-over-an-epoch",
         SCHEDULER,
-        'tracked.identity = tracked.bypass = "it began before the cache was reset"',
+        'tracked.identity = tracked.bypass = "it began before the cache was reset"\n        self._disown()',
         "pass",
         SERVING + "test_a_request_under_way_when_the_weights_change_is_not_kept",
+    ),
+    Mutant(
+        "the-engines-own-cache-outlives-an-epoch",
+        SCHEDULER,
+        "self._disown()\n        return not self._loading",
+        "return not self._loading",
+        BESIDE + "test_what_the_engine_held_when_the_cache_was_reset_is_not_stored",
+    ),
+    Mutant(
+        "what-others-loaded-is-ours",
+        PROVENANCE,
+        "return end if known >= start else known",
+        "return end",
+        BESIDE + "test_what_others_loaded_is_not_stored_nor_what_stands_on_it[False-True]",
+    ),
+    Mutant(
+        "blocks-are-ours-for-ever",
+        PROVENANCE,
+        "self._ours.difference_update(blocks[-(-computed // self._block_tokens) :])",
+        "pass",
+        BESIDE + "test_what_others_loaded_is_not_stored_nor_what_stands_on_it[True-False]",
+    ),
+    Mutant(
+        "made-up-kv-is-ours",
+        PROVENANCE,
+        "known = size * sum(1 for _ in takewhile(self._ours.__contains__, blocks[: -(-start // size)]))",
+        "known = start",
+        BESIDE + "test_what_another_connector_made_up_is_not_stored",
+    ),
+    Mutant(
+        "bad-blocks-go-unheard",
+        SCHEDULER,
+        "if self._provenance.holds_any(output.invalid_block_ids):",
+        "if False:",
+        BESIDE + "test_what_others_loaded_is_not_stored_nor_what_stands_on_it[True-False]",
+    ),
+    Mutant(
+        "others-load-before-the-self-test",
+        CONNECTOR,
+        "self.half.attach(kv_connector_metadata)",
+        "self.start_load_kv = lambda *args: (\n"
+        "            self.half.attach(kv_connector_metadata), type(self).start_load_kv(self, *args))",
+        BESIDE + "test_another_connector_may_exchange_handshakes_in_front_of_kvtier",
+    ),
+    Mutant(
+        "others-handshakes-matter",
+        CONNECTOR,
+        '"""It is that of a connector beside this one."""',
+        "super().set_xfer_handshake_metadata_pp_aware(metadata)",
+        BESIDE + "test_or_behind_it",
+    ),
+    Mutant(
+        "the-policy-inside-counts",
+        CONNECTOR,
+        "survey.failure_policy or ",
+        "",
+        BESIDE + "test_or_behind_it",
+    ),
+    Mutant(
+        "producers-load",
+        CONNECTOR,
+        "loads=self._kv_transfer_config.is_kv_consumer",
+        "loads=True",
+        BESIDE + "test_a_role_means_what_it_says",
+    ),
+    Mutant(
+        "consumers-store",
+        CONNECTOR,
+        "stores=self._kv_transfer_config.is_kv_producer",
+        "stores=True",
+        BESIDE + "test_a_role_means_what_it_says",
     ),
     Mutant(
         "keys-by-the-hash-of-the-process",
@@ -322,7 +398,7 @@ MUTANTS = (
     # -- frames
     Mutant(
         "no-fence",
-        "kvtier_core/vllm/scheduler.py",
+        STORES,
         "if not store.blocks.isdisjoint(given))",
         "if False)",
         "tests/vllm/test_overtaken.py::test_the_engine_overtakes_no_store",
@@ -465,13 +541,6 @@ MUTANTS = (
         "if arena < len(self._movers) and not self._away else None",
         "if arena < len(self._movers) else None",
         "tests/vllm/test_sleep.py::test_no_page_is_touched_while_the_engine_sleeps",
-    ),
-    Mutant(
-        "wakes-up-twice",
-        "kvtier_core/vllm/connector.py",
-        "if self._refusal or self.half is not None:",
-        "if self._refusal:",
-        "tests/vllm/test_sleep.py::test_a_stack_is_opened_once_though_vllm_tells_of_the_pages_again",
     ),
     Mutant(
         "no-limit-in-flight",
@@ -708,6 +777,27 @@ MUTANTS = (
         " and not status.st_mode & 0o022",
         "",
         WEIGHT_TESTS + "test_a_memory_that_others_could_write_to_is_not_believed",
+    ),
+    Mutant(
+        "reports-of-others",
+        REPORTS,
+        " and status.st_uid == os.geteuid()",
+        "",
+        BESIDE + "test_a_folder_that_others_could_write_to_is_not_believed",
+    ),
+    Mutant(
+        "reports-for-others",
+        REPORTS,
+        " and not status.st_mode & 0o022",
+        "",
+        BESIDE + "test_a_folder_that_others_could_write_to_is_not_believed",
+    ),
+    Mutant(
+        "reports-behind-a-link",
+        REPORTS,
+        "folder.lstat()",
+        "folder.stat()",
+        BESIDE + "test_a_folder_that_others_could_write_to_is_not_believed",
     ),
     Mutant(
         "one-salt-for-all-recordings",

@@ -12,9 +12,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import attrs
 import torch
 import vllm
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -24,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
@@ -37,7 +38,7 @@ from kvtier_core.interfaces import OpenContext
 from kvtier_core.nodes import shown
 from kvtier_core.plugins import Registry
 from kvtier_core.types import Namespace, Nbytes
-from kvtier_core.vllm import identity, layout, model_weights, versions
+from kvtier_core.vllm import identity, layout, model_weights, reports, versions
 from kvtier_core.vllm.hit_sources import as_vllm_says
 from kvtier_core.vllm.plan import Plan, Survey
 from kvtier_core.vllm.recorder import Recorder
@@ -95,7 +96,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._registry = Registry.discover()
         self.config = configured(self._kv_transfer_config.kv_connector_extra_config or {}, self._registry)
         self.half: SchedulerHalf | WorkerHalf | None = None
-        self._survey: Survey | None = None
+        self._surveys: list[Survey] | str = []
         self._promised: list[str] = []  # scheduler: loads that the engine waits for and no worker was told of
         self._awaited: set[str] = set()  # worker: loads that the engine waits for
         self._refusal = ""
@@ -105,11 +106,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self.config.check_engine(vllm_config.cache_config.block_size)
         if role is KVConnectorRole.SCHEDULER and (doubt := versions.doubt()):
             logger.warning("kvtier: %s", doubt)
-        if role is KVConnectorRole.SCHEDULER and self._kv_transfer_config.kv_load_failure_policy != "recompute":
-            logger.warning(
-                "kvtier: kv_load_failure_policy is %r: a request whose load fails will fail. Set it to 'recompute'.",
-                self._kv_transfer_config.kv_load_failure_policy,
-            )
+        # Two connectors of one engine, beside each other, share its name; and they find the same.
+        self._engine = f"{self._kv_transfer_config.engine_id} {vllm_config.instance_id}"
+        self._ranks = vllm_config.parallel_config.world_size
+        if role is KVConnectorRole.SCHEDULER and not self._refusal:
+            self._surveys = reports.collect(self._engine, self._ranks)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -124,7 +125,15 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             model_weights.identify_ahead(
                 self._vllm_config.model_config, self._vllm_config.load_config, self.config.identity
             )
-        table, self._survey = layout.survey(self._vllm_config, self._kv_cache_config, kv_caches, self.config)
+        table, survey = layout.survey(self._vllm_config, self._kv_cache_config, kv_caches, self.config)
+        # Inside a MultiConnector its settings count, and vLLM shows them to workers alone.
+        whole = get_current_vllm_config_or_none()
+        if whole and whole.kv_transfer_config:
+            survey = attrs.evolve(survey, failure_policy=whole.kv_transfer_config.kv_load_failure_policy)
+        try:
+            reports.leave(self._engine, self._vllm_config.parallel_config.rank, survey)
+        except OSError as error:
+            logger.warning("kvtier: this worker cannot report what it found: %s", error)
         if table is not None:
             self.half = WorkerHalf(self.config.arenas, table, kv_caches)
 
@@ -137,16 +146,21 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def restore_kv_caches(self) -> None:
         self.half.return_to_pages()
 
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._survey
-
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        if self._refusal or self.half is not None:  # vLLM 0.33 tells again after a sleep
+        """It is that of a connector beside this one."""
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """The last step of vLLM's start-up: now every connector has read what the workers reported."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        reports.remove(self._engine, self._ranks)
+        if self._refusal:
             return
-        surveys = list(metadata.values())
-        if refusal := layout.disagreement(surveys) or self._missing_mover(surveys[0].device):
+        if isinstance(self._surveys, str):
+            return self._refuse(self._surveys)
+        survey = self._surveys[0]
+        if refusal := layout.disagreement(self._surveys) or self._missing_mover(survey.device):
             return self._refuse(refusal)
         weights = model_weights.identify(
             self._vllm_config.model_config, self._vllm_config.load_config, self.config.identity
@@ -155,10 +169,19 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             return self._refuse(weights.reason)
         if weights.warning:
             logger.warning("kvtier: %s", weights.warning)
+        self._warn_of(survey.failure_policy or self._kv_transfer_config.kv_load_failure_policy)
         try:
-            self.half = self._open(surveys[0], weights.fact)
+            self.half = self._open(survey, weights.fact)
         except UnidentifiedError as error:
             self._refuse(str(error))
+
+    def _warn_of(self, failure_policy: str) -> None:
+        if failure_policy != "recompute":
+            logger.warning(
+                "kvtier: kv_load_failure_policy is %r: a request whose load fails will fail. Set it to 'recompute'"
+                " (around a MultiConnector, not inside it).",
+                failure_policy,
+            )
 
     def _missing_mover(self, device: str) -> str:
         lacking = [tier.name for tier in self.config.arenas if device not in tier.config.devices]
@@ -204,6 +227,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             context.namespace,
             block_tokens=self._vllm_config.cache_config.block_size,
             ranks=chunk.ranks,
+            loads=self._kv_transfer_config.is_kv_consumer,
+            stores=self._kv_transfer_config.is_kv_producer,
             observe=self._registry.observe,
             recorder=recorder,
         )
@@ -285,12 +310,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded()
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Called before the step touches a page."""
+        """Called before the step touches a page, and before any connector does."""
+        self.half.attach(kv_connector_metadata)
         self.half.fence(kv_connector_metadata)
 
     @guarded()
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self.half.attach(self._connector_metadata)
         # vLLM's second model runner has no such context any more, and says in kwargs what it computed.
         idle = not kwargs and forward_context.attn_metadata is None
         self.half.load(self._connector_metadata, idle=idle)

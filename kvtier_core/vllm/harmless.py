@@ -26,6 +26,7 @@ FIELDS: Mapping[str, Sequence[str]] = {
     "applied to or read from other fields, which count": (
         "model_config.hf_overrides",  # to hf_config
         "quant_config",  # from model_config.quantization, quantization_config and files beside the weights
+        "scheduler_config.disable_hybrid_kv_cache_manager",  # shows in the specs of the layers' caches
         "cache_config.user_specified_block_size",
         "cache_config._block_size_resolved",
         "parallel_config._allow_auto_resolve_cp_interleave_size",

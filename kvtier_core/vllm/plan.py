@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import attrs
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvtier_core.types import Slot
 
 
-@attrs.frozen(slots=False)
-class Survey(KVConnectorHandshakeMetadata):
-    """What a worker found when it saw the engine's pages. From each worker to the scheduler, once."""
+def _pairs(rows: Iterable[Iterable[str]]) -> tuple[tuple[str, str], ...]:
+    return tuple((name, fact) for name, fact in rows)
+
+
+@attrs.frozen
+class Survey:
+    """What a worker found when it saw the engine's pages. From each worker to the scheduler, once, as JSON."""
 
     device: str  #: its type, in torch's words
-    page_nbytes: tuple[int, ...]  #: of each layer, in the order in which they lie in a shard
-    facts: tuple[tuple[str, str], ...]  #: what else decides whether two engines' pages are interchangeable
+    page_nbytes: tuple[int, ...] = attrs.field(converter=tuple)  #: of each layer, in the order of a shard
+    facts: tuple[tuple[str, str], ...] = attrs.field(converter=_pairs)  #: what else makes pages interchangeable
     refusal: str = ""  #: why these pages cannot be moved, in plain words
+    failure_policy: str = ""  #: ``kv_load_failure_policy`` of the engine's own connector; empty: not known
 
 
 @attrs.frozen

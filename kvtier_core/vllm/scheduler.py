@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections import Counter
@@ -23,8 +22,10 @@ from kvtier_core.vllm.hints import hints_of
 from kvtier_core.vllm.hit_sources import tokens_by_tier
 from kvtier_core.vllm.names import Names
 from kvtier_core.vllm.plan import Plan, Progress, Transfer
+from kvtier_core.vllm.provenance import Provenance, table_of
 from kvtier_core.vllm.recorder import Recorder
 from kvtier_core.vllm.request_identity import Identifier, RequestIdentity
+from kvtier_core.vllm.stores import Stores
 
 logger = logging.getLogger("vllm.kvtier")
 
@@ -56,6 +57,7 @@ class _Tracked:
     saved: int = 0  #: chunks that were stored, or found stored
     preemptions: int = 0
     computed: int = 0  #: tokens that the engine had when it asked last
+    known: int | None = None  #: tokens, from the first one on, whose KV is ours; None: not asked yet
     ready: list[ChunkKey] = attrs.field(factory=list)  #: READY then, from the chunk in which ``computed`` lies
     sources: Counter[str] = attrs.field(factory=Counter)  #: tokens of its last load, by tier
     waiting_since: float | None = None
@@ -69,15 +71,6 @@ class _Tracked:
             self.identity = self.bypass = why
 
 
-@attrs.define
-class _Store:
-    keys: list[ChunkKey]
-    blocks: frozenset[int]  #: whose pages are read
-    waiting: int  #: workers that have not reported
-    failed: bool = False
-    sums: dict[int, Sequence[int]] = attrs.field(factory=dict)  #: of the shards, by rank
-
-
 class SchedulerHalf:
     """Every method on the scheduler's thread. That thread is the owner of the stack."""
 
@@ -89,6 +82,8 @@ class SchedulerHalf:
         *,
         block_tokens: int,
         ranks: int,
+        loads: bool,
+        stores: bool,
         observe: Callable[[Sequence[Event]], None],
         recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -100,6 +95,8 @@ class SchedulerHalf:
         self._database = config.token_database.open(namespace, config.chunk_tokens)
         self._identifier = Identifier()
         self._names = Names()
+        self._provenance = Provenance(block_tokens)
+        self._loads, self._stores = loads, stores
         self._trial = tuple(manager.lend())  # until the self-test is over
         self._untried = ranks  # workers that have not said how their self-test went
         self._refusal = ""  # why nothing is stored or loaded any more
@@ -114,8 +111,7 @@ class SchedulerHalf:
         self._tracked: dict[str, _Tracked] = {}
         self._planned: list[tuple[str, Transfer]] = []
         self._loading: dict[str, list[Slot]] = {}
-        self._storing: dict[int, _Store] = {}
-        self._jobs = 0
+        self._storing = Stores(manager, ranks)
         self._last_news = clock()
         self._complained = False  # that there is none
 
@@ -126,8 +122,9 @@ class SchedulerHalf:
         tracked = self._track(request)
         tracked.computed, tracked.ready = computed, []
         tracked.doubt(self._names.why_not_cached, computed)
-        if self._refusal or tracked.bypass or request.skip_reading_prefix_cache:
-            tracked.reason = self._refusal or tracked.bypass or "it asks for no cached prefix"
+        no_role = "" if self._loads else "this engine only stores, says its kv_role"
+        if no_role or self._refusal or tracked.bypass or request.skip_reading_prefix_cache:
+            tracked.reason = no_role or self._refusal or tracked.bypass or "it asks for no cached prefix"
             return 0, False
         first = computed // self._chunk_tokens
         keys = self._keys(tracked, request.num_tokens)[first:]
@@ -146,6 +143,9 @@ class SchedulerHalf:
         """The engine gave the request its blocks, and takes ``tokens`` of what was proposed."""
         tracked = self._track(request)
         tracked.waiting_since = None
+        if not request.num_computed_tokens:  # it does not come back from a load
+            tracked.known = None
+        self._provenance.given(block_ids, request.num_computed_tokens or tracked.computed)
         if tokens:
             self._plan_load(tracked, block_ids, tokens)
         if not tracked.told:
@@ -166,6 +166,7 @@ class SchedulerHalf:
             tuple(block_ids[block] if block in wanted else HOLE for block in self._blocks_of(chunk))
             for chunk in range(first, first + len(keys))
         )
+        self._provenance.loaded(block_ids[block] for block in wanted)
         origins = self.manager.origins(keys)
         tracked.sources = tokens_by_tier(origins, first, tracked.computed, tokens, self._chunk_tokens)
         slots = self.manager.pin(keys, _loader(tracked.request.request_id))
@@ -184,7 +185,7 @@ class SchedulerHalf:
         """What the workers shall do in this step."""
         idle = not output.total_num_scheduled_tokens
         self._take_in(self.manager.drain(_A_LITTLE) if idle else self.manager.step())
-        overtaken = self._overtaken(output)
+        overtaken = self._storing.overtaken(output, self._block_tokens)
         self._names.follow(output, self._tracked)
         stores = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
@@ -201,63 +202,47 @@ class SchedulerHalf:
         return plan
 
     def _plan_store(self, tracked: _Tracked, scheduled: int, output: SchedulerOutput) -> list[tuple[int, Transfer]]:
-        """The chunks that become whole in this step, if nobody keeps them yet."""
+        """The chunks that become whole in this step, as far as they are ours, if nobody keeps them yet."""
         request = tracked.request
         tracked.doubt(
             self._names.why_not_computed, request.num_computed_tokens, request.num_computed_tokens + scheduled
         )
-        end = min(request.num_computed_tokens + scheduled, request.num_tokens)
+        tracked.known = self._provenance.computed(tracked.known, request, scheduled, output)
+        end = min(tracked.known, request.num_tokens)
         if not self._config.save_decode:
             end = min(end, request.num_prompt_tokens)
         whole = end // self._chunk_tokens
-        if whole <= tracked.saved or isinstance(tracked.identity, str) or self._refusal:
-            return []
-        blocks = output.kv_connector_block_state and output.kv_connector_block_state.get_block_ids(request.request_id)
-        if not blocks:
+        if whole <= tracked.saved or isinstance(tracked.identity, str) or self._refusal or not self._stores:
             return []
         # With its last saved chunk in front, so that the first new one is known to be its child.
         first = max(0, tracked.saved - 1)
-        path = self._keys(tracked, end)[first:whole]
-        slots = self.manager.reserve(path)
         tracked.saved = whole
-        if not slots:
-            return []
-        pages = tuple(
-            tuple(blocks[0][block] for block in self._blocks_of(chunk))
-            for chunk, key in enumerate(path, start=first)
-            if key in slots
-        )
-        self._jobs += 1
-        self._storing[self._jobs] = _Store(list(slots), frozenset(itertools.chain(*pages)), self._ranks)
-        return [(self._jobs, Transfer(tuple(slots.values()), pages))]
-
-    def _overtaken(self, output: SchedulerOutput) -> tuple[int, ...]:
-        """Stores under way of blocks that were freed meanwhile and that this step gives to a request, to be written."""
-        if not self._storing:
-            return ()
-        given = {
-            block
-            for new in output.scheduled_new_reqs
-            for block in new.block_ids[0][new.num_computed_tokens // self._block_tokens :]
-        }
-        given.update(block for ids in output.scheduled_cached_reqs.new_block_ids if ids for block in ids[0])
-        return tuple(job for job, store in self._storing.items() if not store.blocks.isdisjoint(given))
+        blocks = table_of(request, output)
+        pages = ([blocks[block] for block in self._blocks_of(chunk)] for chunk in range(first, whole))
+        return self._storing.begin(self._keys(tracked, end)[first:whole], pages)
 
     def progress(self, output: KVConnectorOutput) -> None:
         """What the workers did."""
+        if self._provenance.holds_any(output.invalid_block_ids):
+            self._disown()
         report = output.kv_connector_worker_meta
         if isinstance(report, Progress):
             self._end_trial(report.tried)
-            for (job, rank), sums in report.sums.items():
-                self._storing[job].sums[rank] = sums
-            for job, workers in report.ended.items():
-                self._end_store(job, workers, failed=bool(report.failed[job]))
+            self._storing.take_in(report)
+        failed = self._loading.keys() & (output.failed_recving or ())
         for request_id in output.finished_recving or ():
             self.manager.unpin(self._loading.pop(request_id, ()), _loader(request_id))
-        for request_id in output.failed_recving or ():
+        for request_id in failed:
             if tracked := self._tracked.get(request_id):
                 tracked.bypass = "its load failed"
                 tracked.told = False
+
+    def _disown(self) -> None:
+        """Nobody knows any more what of all that the engine holds is right, and nothing that stands on it is kept."""
+        self._provenance.forget()
+        for tracked in self._tracked.values():
+            tracked.known = tracked.known and 0
+        self._storing.fail()
 
     def _end_trial(self, tried: Counter[str]) -> None:
         """Nothing is loaded before every rank has seen its bytes come back; nothing ever if one has not."""
@@ -272,21 +257,6 @@ class SchedulerHalf:
             self._trial = ()
             if not self._refusal:
                 logger.info("kvtier: self-test: every byte came back")
-
-    def _end_store(self, job: int, workers: int, *, failed: bool) -> None:
-        """A chunk is READY when every rank has stored its shard; a slot is free when none writes to it."""
-        store = self._storing[job]
-        store.waiting -= workers
-        store.failed |= failed
-        if store.waiting:
-            return
-        del self._storing[job]
-        if store.failed:
-            self.manager.abort(store.keys)
-        else:
-            summed = len(store.sums) == self._ranks
-            by_chunk = zip(*(store.sums[rank] for rank in range(self._ranks)), strict=True) if summed else ()
-            self.manager.commit(store.keys, dict(zip(store.keys, by_chunk, strict=summed)))
 
     # -- endings ---------------------------------------------------------------------------------------
 
@@ -322,6 +292,7 @@ class SchedulerHalf:
         for tracked in self._tracked.values():
             # What it has computed is the old epoch's, and what it will compute stands on that.
             tracked.identity = tracked.bypass = "it began before the cache was reset"
+        self._disown()
         return not self._loading
 
     def close(self) -> None:

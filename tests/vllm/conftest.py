@@ -68,7 +68,8 @@ class Engine:
             "enable_prefix_caching": False,
             "seed": 0,
         }
-        self.llm = LLM(str(model), **{**defaults, **options}, kv_transfer_config=None if kvtier is None else transfer)
+        defaults["kv_transfer_config"] = None if kvtier is None else transfer
+        self.llm = LLM(str(model), **{**defaults, **options})
 
     @property
     def scheduler(self):
@@ -76,8 +77,11 @@ class Engine:
 
     @property
     def connector(self):
-        """The scheduler's KVTierConnector."""
-        return self.scheduler.connector
+        """The scheduler's KVTierConnector; the first one of a MultiConnector."""
+        from kvtier_core.vllm.connector import KVTierConnector
+
+        connectors = getattr(self.scheduler.connector, "sub_connectors", [self.scheduler.connector])
+        return next(each for each in connectors if isinstance(each, KVTierConnector))
 
     @property
     def manager(self):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import cpu, cpu_and_disk, prompt
+from conftest import cpu, prompt
 from test_serving import NOISE, forget, hits
 
 from kvtier_core.vllm.plan import Plan, Transfer
@@ -71,16 +71,6 @@ def test_an_operator_may_say_that_weights_never_change(engine, said):
 
 
 # -- vLLM 0.33 tells a connector of its sleep; these calls are made as that version makes them -----------
-
-
-def test_a_stack_is_opened_once_though_vllm_tells_of_the_pages_again(engine, tmp_path):
-    asked = prompt(123, 530)
-    with engine(cpu_and_disk(tmp_path)) as served:
-        served.ask(asked)
-        half = served.connector.half
-        served.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): worker().get_handshake_metadata()})
-        assert served.connector.half is half
-        assert served.ask(asked)[0].cached == 512
 
 
 def test_no_page_is_touched_while_the_engine_sleeps(engine, said):
