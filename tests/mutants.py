@@ -240,6 +240,13 @@ MUTANTS = (
         REQUEST_TESTS + "test_what_cannot_be_identified_is_bypassed",
     ),
     Mutant(
+        "embeddings-from-anywhere",
+        "kvtier_core/vllm/layout.py",
+        "if vllm_config.ec_transfer_config is not None or vllm_config.ec_manager_config.encoder_cache_manager_cls:",
+        "if False:",
+        "tests/vllm/test_layout.py::test_an_engine_whose_embeddings_come_from_elsewhere_is_refused",
+    ),
+    Mutant(
         "weights-are-sampled",
         MODEL_WEIGHTS,
         "found = weights.digest(folder, sampled=sampled)",

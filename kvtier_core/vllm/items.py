@@ -20,7 +20,7 @@ _Update = Callable[[Any], object]
 
 
 def content(feature: MultiModalFeatureSpec) -> str:
-    """A digest of all that shapes an item's embeddings, as hex: 2 GB/s. Raises Unidentified."""
+    """A digest of all that shapes an item's embeddings, as hex. Raises Unidentified."""
     refuse_others("an item", feature, FEATURE)
     refuse_others("the place of an item", feature.mm_position, PLACE)
     if not feature.data or not any(_tensors(element.data) for element in feature.data.values()):

@@ -55,6 +55,8 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     replica, replicas = replica_of(parallel)
     if replica >= replicas:
         return f"vLLM says that this is data parallel rank {replica} and not how many there are"
+    if vllm_config.ec_transfer_config is not None or vllm_config.ec_manager_config.encoder_cache_manager_cls:
+        return "embeddings of items may come from where kvtier cannot see what they were made of"
     if vllm_config.speculative_config is not None:
         return "speculative decoding is not served yet"
     return ""

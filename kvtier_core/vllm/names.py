@@ -18,9 +18,8 @@ from kvtier_core.vllm.items import content
 from kvtier_core.vllm.request_fields import Unidentified
 from kvtier_core.vllm.request_identity import RequestIdentity
 
-#: So many names are remembered, in about 60 MB. What the engine cached under a later one is not trusted.
+#: So many names are remembered. What the engine cached under a later one is not trusted.
 _REMEMBERED = 1 << 18
-
 
 _Name = str | tuple[str, str]  # an item's, or ("adapter", its name)
 

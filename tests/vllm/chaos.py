@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import select
 import signal
 import subprocess
@@ -33,6 +34,8 @@ from kvtier_core.builtin.chained import Chained, ChainedConfig
 from kvtier_core.hookspecs import hookimpl
 from kvtier_core.memo import key_of
 from kvtier_core.types import PAGE_NBYTES, Event, Namespace
+
+_UNFINISHED = re.compile(r"[0-9a-f]{64}\.tmp")
 
 POOL = 24
 _FAMILIES = 6
@@ -79,14 +82,15 @@ def witness() -> None:
 
     def watch(event: str, arguments: tuple) -> None:
         match event, arguments:
-            case "open", (path, _, int(flags)) if flags & (os.O_WRONLY | os.O_RDWR):
-                what = "writing"
-            case "os.rename", (_, path, *_):
+            case "open", (str(name), _, int(flags)) if flags & os.O_CREAT and _UNFINISHED.fullmatch(name):
+                return tell("writing", name)  # of the folder that it is in nothing is told
+            case "os.rename", (_, name, _, folder):
                 what = "placing"
-            case "os.remove", (path, *_):
+            case "os.remove", (name, folder):
                 what = "removing"
             case _:
                 return
+        path = name if folder == -1 else os.path.join(os.readlink(f"/proc/self/fd/{folder}"), name)
         if str(path).startswith(store):
             tell(what, str(path).removeprefix(store))
 
@@ -101,7 +105,7 @@ class ToldConfig(ChainedConfig):
     type: ClassVar[str] = "told"
 
     def open(self, namespace: Namespace, chunk_tokens: int) -> Chained:
-        tell("namespace", namespace.facts)
+        tell("namespace", namespace.digest.hex())
         return super().open(namespace, chunk_tokens)
 
 
@@ -197,9 +201,9 @@ def _die_in(engine: Any, name: str, calls: int) -> None:
     """After so many calls of this function of ``os``, a `kill -9` comes in the middle of one."""
     function, left = getattr(os, name), itertools.count(calls, -1)
 
-    def dying(*arguments: Any) -> Any:
+    def dying(*arguments: Any, **options: Any) -> Any:
         if next(left) > 0:
-            return function(*arguments)
+            return function(*arguments, **options)
         if name == "pwritev":
             fd, (view,), offset = arguments
             function(fd, [view[: len(view) // 2 // PAGE_NBYTES * PAGE_NBYTES]], offset)

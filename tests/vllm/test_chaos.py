@@ -58,8 +58,9 @@ CAPACITY = 16 << 20
 class Ledger:
     """What was told of a store, and so what must lie in it. Keys are in hex; no two namespaces have one in common."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Path) -> None:
         self.namespaces: dict[str, Namespace] = {}  # by the names of their folders
+        self._store = store
         self.home = ""  # that of the engine alive
         self.promised: set[str] = set()
         self.removed: set[str] = set()
@@ -73,9 +74,10 @@ class Ledger:
 
     def hear(self, *words: Any) -> None:
         match words:
-            case "namespace", facts:
-                namespace = Namespace.of(dict(facts))
-                self.home = namespace.digest.hex()[:16]
+            case "namespace", digest:
+                self.home = digest[:16]
+                namespace = Namespace.from_json((self._store / self.home / "namespace.json").read_text())
+                assert namespace.digest.hex() == digest
                 self.namespaces[self.home] = namespace
             case "placing", path:
                 self.removed.discard(key_of(path))
@@ -121,7 +123,7 @@ class Campaign:
 
     def _begin_anew(self) -> None:
         self._store = self._folder / f"store-{self.rounds}"
-        self._ledger = Ledger()
+        self._ledger = Ledger(self._store)
         self._homes: dict[tuple[int, int], str] = {}  # ranks and longest sequence -> namespace
 
     def _round(self, number: int, moment: str, drawn: random.Random) -> None:

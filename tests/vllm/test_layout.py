@@ -98,3 +98,14 @@ def test_a_rank_of_a_dense_model_is_a_replica(model, specs, rank):
 def test_what_else_is_parallel_is_refused(config, specs, field, value, why):
     setattr(config.parallel_config, field, value)
     assert layout.refusal(config, groups(specs["full"])) == why
+
+
+def test_an_engine_whose_embeddings_come_from_elsewhere_is_refused(config, specs):
+    from vllm.config import ECTransferConfig
+
+    why = "embeddings of items may come from where kvtier cannot see what they were made of"
+    config.ec_manager_config.encoder_cache_manager_cls = "acme.Cache"
+    assert layout.refusal(config, groups(specs["full"])) == why
+    config.ec_manager_config.encoder_cache_manager_cls = None
+    config.ec_transfer_config = ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_consumer")
+    assert layout.refusal(config, groups(specs["full"])) == why
