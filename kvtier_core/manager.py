@@ -309,8 +309,9 @@ class StorageManager:
         self._wishes.clear()
         for tier in self._tiers:
             here = [key for key in wishes if tier.has(key)]
-            self._make_room(self._hot, len(here), ())
-            granted = here[: self._hot.free]
+            now = here[: tier.may_read(self._layout.frame_nbytes)]  # the others are asked for again
+            self._make_room(self._hot, len(now), ())
+            granted = now[: self._hot.free]
             self._hot.reserve(granted)
             begun = tier.read(
                 [(key, self._hot.view(key)) for key in granted],
@@ -318,7 +319,7 @@ class StorageManager:
             )
             self._parents.update((key, wishes[key]) for key in begun)
             self.abort(_but(granted, begun))
-            self._denied.update(here[len(granted) :])
+            self._denied.update(now[len(granted) :])
             for key in here:
                 del wishes[key]
 

@@ -262,6 +262,10 @@ class Tier:
 
     # -- frames coming up --------------------------------------------------------------------------
 
+    def may_read(self, view_nbytes: int) -> int:
+        """How many views of so many bytes further calls may hold now."""
+        return max(0, self._inflight_limit - self._inflight) // view_nbytes
+
     def read(self, wanted: Sequence[tuple[ChunkKey, memoryview]], arrived: Arrived) -> list[ChunkKey]:
         """Begin to fill views with verified raw frames; the keys for which it began.
 
@@ -283,13 +287,14 @@ class Tier:
         keys = [key for key, _ in wanted]
         self._inflight -= sum(len(view) for _, view in wanted)
         verdicts = outcome.value or [None] * len(keys)  # None: nothing is known, the frames stay indexed
-        good, lost, damaged = [], [], []
+        good: dict[ChunkKey, None] = {}
+        lost, damaged = [], []
         for key, verdict in zip(keys, verdicts, strict=True):
             del self._busy[key]
             if key in self._doomed:
                 continue  # by `renew`: whatever was read, nobody wants it
             if verdict is True:
-                good.append(key)
+                good[key] = None
             elif verdict is False:
                 lost.append(key)
                 self._report(EventKind.LOST, [key])
@@ -305,7 +310,7 @@ class Tier:
         self._doomed.update(lost, damaged)  # and deleted by and by, should it fail now
         self._remove(lost, self.backend.delete)  # a part of it may be left
         self._remove(damaged, self.backend.quarantine)
-        arrived(good, [key for key in keys if key not in set(good)])
+        arrived(list(good), [key for key in keys if key not in good])
 
     # -- endings -----------------------------------------------------------------------------------
 

@@ -393,6 +393,21 @@ def test_reserve_spares_its_own_path(bench):
     assert list(bench.manager.reserve([*OURS[:3], *THEIRS])) == THEIRS[:1]
 
 
+def test_no_room_is_made_for_more_than_may_be_in_flight():
+    """A long prompt that lies below does not flush the arena for chunks that are not read yet."""
+    bench = Bench(arenas=(4,), inflight=2)
+    bench.store(THEIRS[:2])
+    bench.store(THEIRS)
+    bench.store(OURS)
+    assert bench.manager.lookup(THEIRS) == [PENDING] * 4
+    bench.manager.step()
+    assert sum(bench.arenas[0].has(key) for key in OURS) == 2
+    bench.settle()
+    assert bench.manager.lookup(THEIRS) == [READY] * 2 + [PENDING] * 2
+    bench.settle()
+    assert bench.manager.lookup(THEIRS) == [READY] * 4
+
+
 def test_pin_takes_all_or_nothing(bench):
     bench.store(OURS)
     with pytest.raises(ContractError) as caught:
