@@ -557,6 +557,13 @@ MUTANTS = (
         "tests/core/test_tier.py",
     ),
     Mutant(
+        "room-for-what-is-not-read",
+        "kvtier_core/manager.py",
+        "now = here[: tier.may_read(self._layout.frame_nbytes)]",
+        "now = here",
+        "tests/core/test_manager.py::test_no_room_is_made_for_more_than_may_be_in_flight",
+    ),
+    Mutant(
         "no-breaker",
         "kvtier_core/breaker.py",
         "elif self._failures < _FAILURES:",
