@@ -1,8 +1,8 @@
 """Which weights the engine has under a LoRA adapter's number.
 
-Workers read an adapter's files when they like: before the first request, when the server is told to, and again after
-they dropped it for lack of room. Nobody tells the connector. So only files that cannot have changed since the engine
-began count: then whatever was read, at whatever time, is what lies there now.
+Workers read an adapter's files at times that no connector is told of: before the first request, when the server is
+asked to load it, and again after it was dropped for lack of room. So only files that cannot have changed since the
+engine started count: then what was read, at any time, is what lies there now.
 """
 
 from __future__ import annotations

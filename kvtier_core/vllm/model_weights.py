@@ -12,9 +12,9 @@ from kvtier_core.config import NAMED, IdentityConfig
 from kvtier_core.vllm import weights
 from kvtier_core.workers import run, run_aside
 
-#: Load what lies in the model's folder, and nothing else. Of other loaders, whoever registered them, nobody knows.
+#: Loaders that read the model's folder and nothing else. What any other loader reads is not known.
 _FROM_THE_FOLDER = (DefaultModelLoader, ShardedStateLoader)
-#: But this format reads a cache that it made of the files once, and does not look at them again.
+#: Except in this format: it reads a cache that was made of the files once, and not the files again.
 _FROM_A_CACHE = "npcache"
 
 
@@ -38,8 +38,8 @@ def identify(model: ModelConfig, load: LoadConfig, asked: IdentityConfig) -> Mod
     if asked.named:
         return ModelWeights(
             asked.weights,
-            "the weights are whatever identity.weights names; nobody checks that. Another model under this name, "
-            "or the next version of this one, would be given wrong KV",
+            "the weights are taken to be what identity.weights names; nobody checks that. Another model under this "
+            "name, or the next version of this one, would be given wrong KV",
         )
     if load.load_format == "dummy":
         return ModelWeights(f"dummy, seed {model.seed}")
@@ -68,7 +68,7 @@ def identify_ahead(model: ModelConfig, load: LoadConfig, asked: IdentityConfig) 
 
 
 def _not_from_the_folder(model: ModelConfig, load: LoadConfig) -> str:
-    loader = run(lambda: get_model_loader(load)).value  # None: a loader of whom the engine alone knows how it is made
+    loader = run(lambda: get_model_loader(load)).value  # None if it cannot be made in this process
     if type(loader) not in _FROM_THE_FOLDER or load.load_format == _FROM_A_CACHE:
         return f"load_format {load.load_format!r} takes the weights from where they cannot be identified"
     return f"the weights are in {model.model_weights}, not on this disk" if model.model_weights else ""

@@ -238,7 +238,7 @@ class SchedulerHalf:
                 tracked.told = False
 
     def _disown(self) -> None:
-        """Nobody knows any more what of all that the engine holds is right, and nothing that stands on it is kept."""
+        """Trust nothing that the engine holds now: it is not stored, nor is anything that is computed on it."""
         self._provenance.forget()
         for tracked in self._tracked.values():
             tracked.known = tracked.known and 0
@@ -261,7 +261,7 @@ class SchedulerHalf:
     # -- endings ---------------------------------------------------------------------------------------
 
     def finished(self, request: Request) -> None:
-        """Nothing is waited for: who is given its blocks comes behind the stores of them, see `_overtaken`."""
+        """Nothing is waited for: who is given its blocks comes behind the stores of them, see `Stores.overtaken`."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked and self._recorder:
             known = not isinstance(tracked.identity, str)

@@ -1,4 +1,4 @@
-"""The settings of an engine as facts: all of vLLM's configuration and environment, but what is known to be harmless."""
+"""The settings of an engine as facts: all of vLLM's configuration and environment that is not known to be harmless."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Stores:
         return tuple(job for job, store in self._under_way.items() if not store.blocks.isdisjoint(given))
 
     def fail(self) -> None:
-        """Whatever is under way is not to be kept."""
+        """Keep nothing of what is under way."""
         for store in self._under_way.values():
             store.failed = True
 

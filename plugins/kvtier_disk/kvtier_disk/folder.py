@@ -90,7 +90,7 @@ class Folder:
             return list(entries)
 
     def remove(self, name: str) -> None:
-        """Whatever has that name, a folder with all that is in it; nothing if there is none."""
+        """Remove what has that name, a folder with all that is in it, if there is anything."""
         with self._naming(name), contextlib.suppress(FileNotFoundError):
             if stat.S_ISDIR(self.status(name).st_mode):
                 shutil.rmtree(name, dir_fd=self.fd)

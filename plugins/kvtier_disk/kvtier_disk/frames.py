@@ -52,7 +52,7 @@ class Place:
         return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
     def remove(self, base: Folder) -> None:
-        """Whatever is there; nothing if there is nothing."""
+        """Remove what is there, a file or not, if there is anything."""
         try:
             self.folder(base).remove(self.name)
         except (FileNotFoundError, NotADirectoryError):
