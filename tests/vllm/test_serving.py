@@ -176,15 +176,18 @@ def test_other_weights_in_the_same_folder_do_not_hit(engine, said, tmp_path):
     tiny_llama.make(folder)
     file = folder / "model.safetensors"
     tensors, sampled = load_file(file), weights.digest(folder, sampled=True)
-    cached = []
+    cached, cold = [], []
     for scale in (1, 2, 1):
         embedding = tensors["model.embed_tokens.weight"].clone()
         embedding[971] *= scale
         save_file({**tensors, "model.embed_tokens.weight": embedding}, file, metadata={"format": "pt"})
         assert weights.digest(folder, sampled=True) == sampled
+        said()
         with engine(cpu_and_disk(store), model=folder) as served:
             cached.append(served.ask(asked)[0].cached)
+        cold.append([line for line in said() if line.startswith("kvtier: cold because disk holds another namespace: ")])
     assert cached == [0, 0, 512]
+    assert [[line.split()[7] for line in lines] for lines in cold] == [[], ["weights"], []]
 
 
 def test_an_arena_smaller_than_the_prompt(engine):
