@@ -131,7 +131,9 @@ class Campaign:
         longest = drawn.choice([2048, 2048, 1024])  # in other words: one of two namespaces
         self._ledger.turn_to(self._homes.get((ranks, longest), ""))
         harmed = self._cut_power(drawn, short=number % 4 == 3) if number % 2 else []
-        stack = self._stack(direct=drawn.choice(["auto", "off"]))
+        # A ring writes without any function of ``os`` in which the engine could die.
+        io = "calls" if moment == "torn" else "auto"
+        stack = self._stack(direct=drawn.choice(["auto", "off"]), io=io)
         arenas: set[int] = set()
         with self._life(stack, moment, tensor_parallel_size=ranks, max_model_len=longest) as life:
             if moment == "start":
@@ -153,11 +155,11 @@ class Campaign:
         assert not holders, f"{holders} have the memory of the dead"
         self._inspect()
 
-    def _stack(self, direct: str) -> dict[str, Any]:
+    def _stack(self, **access: str) -> dict[str, Any]:
         told = {"type": "told"}
         # As long as it takes: on a busy machine, too, what lies there is a hit.
         stack = cpu_and_disk(self._store, f"{CAPACITY // 3}B", load_wait="60s", token_database=told)
-        stack["tiers"][1] |= {"capacity": f"{CAPACITY}B", "direct": direct}
+        stack["tiers"][1] |= {"capacity": f"{CAPACITY}B", **access}
         return stack
 
     @contextlib.contextmanager
