@@ -91,7 +91,7 @@ def check(
 
 
 def inspect(nbytes: int, read: Callable[[int, int], bytes]) -> Header | Damage:
-    """What a frame of ``nbytes`` says of itself if it is whole, whoever may want it.
+    """What a frame of ``nbytes`` says of itself if it is whole, under any namespace and key.
 
     ``read(offset, nbytes)`` returns bytes of it, fewer only at its end. What it raises escapes. It is asked for a
     few MiB at a time, and for nothing beyond the header if the length is not that of the frame.

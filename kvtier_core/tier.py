@@ -307,7 +307,7 @@ class Tier:
         if self.backend.shared:
             self.residents.remove(lost)
             lost = []
-        self._doomed.update(lost, damaged)  # and deleted by and by, should it fail now
+        self._doomed.update(lost, damaged)  # and deleted later, should it fail now
         self._remove(lost, self.backend.delete)  # a part of it may be left
         self._remove(damaged, self.backend.quarantine)
         arrived(list(good), [key for key in keys if key not in good])

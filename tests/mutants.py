@@ -102,9 +102,23 @@ MUTANTS = (
     Mutant(
         "credentials-are-shown",
         SETTINGS,
-        "_digest(json.dumps(value)) if name.startswith(_NOT_SHOWN) else json.dumps(value)",
-        "json.dumps(value)",
+        "return name.startswith(_NOT_SHOWN) or (",
+        "return (",
         ABOUT_IDENTITY + "test_credentials_in_free_settings_count_and_are_not_shown",
+    ),
+    Mutant(
+        "credentials-by-a-list",
+        SETTINGS,
+        "bool(_LIKE_A_CREDENTIAL.search(name))",
+        "False",
+        ABOUT_IDENTITY + "test_what_may_be_a_credential_is_not_shown_whatever_it_is_called",
+    ),
+    Mutant(
+        "one-lock-for-all-files",
+        DIGEST_CACHE,
+        'f"{self._name}.lock"',
+        '"lock"',
+        WEIGHT_TESTS + "test_nobody_waits_for_what_is_read_of_other_files",
     ),
     Mutant(
         "code-by-name",

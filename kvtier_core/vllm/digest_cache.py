@@ -53,12 +53,12 @@ class Entry:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """One process at a time, so that others can recall what it found. Where nothing is kept, all at once."""
+        """One process at a time for these files: the others can then recall what it found."""
         with contextlib.ExitStack() as held:
             with contextlib.suppress(OSError):
                 if self._make_folder():
                     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-                    lock = os.open(self._folder / "lock", flags, 0o600)
+                    lock = os.open(self._folder / f"{self._name}.lock", flags, 0o600)
                     held.callback(os.close, lock)
                     fcntl.flock(lock, fcntl.LOCK_EX)
             yield

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
@@ -28,6 +29,8 @@ _NOT_SHOWN = (
     "ec_transfer_config.ec_connector_extra_config",
     "load_config.model_loader_extra_config",
 )
+#: So may any text under such a name, in settings and variables that nobody here has heard of.
+_LIKE_A_CREDENTIAL = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
 #: Set by vLLM while an engine starts; `kvtier identity` cannot know them before.
 _KNOWN_LATE = (
     "cache_config.block_size",
@@ -63,7 +66,7 @@ def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     from vllm.envs import environment_variables
 
     return {
-        f"environment {name}": text if name in environment_variables else _digest(text)
+        f"environment {name}": _digest(text) if name not in environment_variables or _hidden(name, text) else text
         for name, text in environment.items()
         if (name in environment_variables or name.startswith("VLLM_")) and name not in _HARMLESS_VARIABLES
     }
@@ -73,9 +76,12 @@ def _facts(config: VllmConfig) -> dict[str, str]:
     pairs = itertools.chain.from_iterable(
         _flat(getattr(config, field.name, None), field.name) for field in dataclasses.fields(config)
     )
-    return {
-        name: _digest(json.dumps(value)) if name.startswith(_NOT_SHOWN) else json.dumps(value) for name, value in pairs
-    }
+    return {name: _digest(json.dumps(value)) if _hidden(name, value) else json.dumps(value) for name, value in pairs}
+
+
+def _hidden(name: str, value: object) -> bool:
+    """May it be a credential?"""
+    return name.startswith(_NOT_SHOWN) or (isinstance(value, str) and bool(_LIKE_A_CREDENTIAL.search(name)))
 
 
 def _flat(value: object, name: str) -> Iterator[tuple[str, object]]:

@@ -24,7 +24,7 @@ from kvtier_core.workers import IOPool, Outcome
 _PIECE_NBYTES = 16 << 20
 _MOST_THREADS = 16
 #: No loader of weights reads these.
-_NEVER_LOADED = re.compile(r"(.*/)?(\..*|LICENSE.*|.*\.md|.*\.png|.*\.jpe?g|.*\.gif|.*\.svg)|.*/\..*", re.DOTALL)
+_NEVER_LOADED = re.compile(r"(.*/)?(\..*|LICENSE(\.txt)?|.*\.md|.*\.png|.*\.jpe?g|.*\.gif|.*\.svg)|.*/\..*", re.DOTALL)
 #: What a model is without weights: its configuration and its code.
 _NO_TENSORS = (".json", ".py", ".txt", ".model", ".jinja")
 _CODE = (".py", ".so")

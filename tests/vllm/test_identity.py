@@ -151,6 +151,19 @@ def test_credentials_in_free_settings_count_and_are_not_shown(model):
     assert "sesame" not in str(of("sesame"))
 
 
+def test_what_may_be_a_credential_is_not_shown_whatever_it_is_called(model, monkeypatch):
+    from vllm.envs import environment_variables
+
+    monkeypatch.setitem(environment_variables, "VLLM_NEW_STORE_TOKEN", lambda: None)
+    found = settings.variables({"VLLM_NEW_STORE_TOKEN": "sesame"})
+    assert found != settings.variables({"VLLM_NEW_STORE_TOKEN": "other"})
+    assert "sesame" not in str(found)
+    told = facts(engine_config(model, hf_overrides={"store_api_key": "sesame"}))
+    assert "model_config.hf_config.store_api_key" in dict(told.facts)
+    assert "sesame" not in str(told)
+    assert dict(told.facts)["model_config.hf_config.num_key_value_heads"] == "2"
+
+
 # -- what was found to give wrong answers ------------------------------------------------------------------
 
 

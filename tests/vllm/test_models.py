@@ -8,14 +8,9 @@ from conftest import cpu, cpu_and_disk, prompt
 from test_serving import forget, hits
 
 
-def test_latent_attention(engine, said, tmp_path):
-    """MLA: one page a layer, no heads. Its backend's own prefix hit is the only fair oracle."""
-    import tiny_llama
-
-    tiny_llama.make_mla(tmp_path / "model")
-    asked = prompt(60, 530)
-    options = {"model": tmp_path / "model", "dtype": "bfloat16", "enable_prefix_caching": True}
-    with engine(cpu_and_disk(tmp_path / "store"), **options) as first:
+def hits_as_the_engines_own(engine, said, store, asked, options):
+    """From memory, and from disk in a new engine: bit-equal to the engine's own prefix hit."""
+    with engine(cpu_and_disk(store), **options) as first:
         first.ask(asked)
         own = first.ask(asked)[0]
         forget(first)
@@ -23,12 +18,22 @@ def test_latent_attention(engine, said, tmp_path):
         warm = first.ask(asked)[0]
         assert hits(said()) == ["hit 512 of 530 tokens: cpu 512"]
         first.assert_at_rest()
-    with engine(cpu_and_disk(tmp_path / "store"), **options) as second:
+    with engine(cpu_and_disk(store), **options) as second:
         said()
         again = second.ask(asked)[0]
         assert hits(said()) == ["hit 512 of 530 tokens: disk 512"]
     assert own.cached == warm.cached == again.cached == 512
     assert warm.differs(own) == again.differs(own) == 0
+
+
+def test_latent_attention(engine, said, tmp_path):
+    """MLA: one page a layer, no heads. Its backend's own prefix hit is the only fair oracle."""
+    import tiny_llama
+
+    tiny_llama.make_mla(tmp_path / "model")
+    asked = prompt(60, 530)
+    options = {"model": tmp_path / "model", "dtype": "bfloat16", "enable_prefix_caching": True}
+    hits_as_the_engines_own(engine, said, tmp_path / "store", asked, options)
 
 
 def test_a_model_with_several_kv_groups_is_refused_and_answered_right(engine, said, tmp_path):
@@ -58,19 +63,7 @@ def test_it_is_served_in_the_way_that_the_refusal_names(engine, said, tmp_path):
     tiny_llama.make_hybrid(tmp_path / "model")
     asked = prompt(61, 530)
     options = {"model": tmp_path / "model", "disable_hybrid_kv_cache_manager": True, "enable_prefix_caching": True}
-    with engine(cpu_and_disk(tmp_path / "store"), **options) as first:
-        first.ask(asked)
-        own = first.ask(asked)[0]
-        forget(first)
-        said()
-        warm = first.ask(asked)[0]
-        assert hits(said()) == ["hit 512 of 530 tokens: cpu 512"]
-    with engine(cpu_and_disk(tmp_path / "store"), **options) as second:
-        said()
-        again = second.ask(asked)[0]
-        assert hits(said()) == ["hit 512 of 530 tokens: disk 512"]
-    assert own.cached == warm.cached == again.cached == 512
-    assert warm.differs(own) == again.differs(own) == 0
+    hits_as_the_engines_own(engine, said, tmp_path / "store", asked, options)
 
 
 def test_another_dtype_or_longest_sequence_is_another_namespace(engine, model, tmp_path):

@@ -66,7 +66,16 @@ def test_sampling_reads_a_large_tensor_from_its_first_byte_to_its_last(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "name", ["adapter_config.json", "modeling.py", "extra.bin", "extra.gguf", "second.safetensors", "w.pt"]
+    "name",
+    [
+        "adapter_config.json",
+        "modeling.py",
+        "extra.bin",
+        "extra.gguf",
+        "second.safetensors",
+        "w.pt",
+        "LICENSE-2.safetensors",
+    ],
 )
 def test_whatever_lies_beside_the_weights_counts(tmp_path, name):
     save_file({"w": torch.zeros(4)}, tmp_path / "model.safetensors")
@@ -195,6 +204,20 @@ def test_of_two_that_ask_at_once_one_reads(tmp_path, monkeypatch):
         thread.join()
     assert len(set(found)) == 1 and len(found) == 2
     assert len(reads) == 1
+
+
+def test_nobody_waits_for_what_is_read_of_other_files(tmp_path, monkeypatch):
+    """A request with an adapter does not stand still while another engine reads its model."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    entered = threading.Event()
+
+    def read_others():
+        with Entry("weights", (("adapter.safetensors", 1),)).alone():
+            entered.set()
+
+    with Entry("weights", (("model.safetensors", 1),)).alone():
+        threading.Thread(target=read_others, daemon=True).start()
+        assert entered.wait(10)
 
 
 # -- of an engine ------------------------------------------------------------------------------------------
