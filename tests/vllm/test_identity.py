@@ -145,7 +145,7 @@ def test_variables_of_plugins_count_and_are_not_shown():
 
 def test_credentials_in_free_settings_count_and_are_not_shown(model):
     def of(key):
-        return facts(engine_config(model, additional_config={"store": {"secret_key": key}}))
+        return facts(engine_config(model, additional_config={"store": {"url": f"redis://:{key}@store"}}))
 
     assert of("one") != of("two")
     assert "sesame" not in str(of("sesame"))
