@@ -12,7 +12,8 @@ from pathlib import Path
 import attrs
 
 from benchmarks.measure import GIB, Case, Table, interleaved, progress
-from kvtier_core import frame, native
+from kvtier_core import native
+from kvtier_core.frames import format as frame
 from kvtier_core.interfaces import Mover, OpenContext, PageRun, PageTable
 from kvtier_core.types import PAGE_NBYTES, ChunkKey, ChunkLayout, Namespace, Nbytes
 from kvtier_cpu.config import CpuConfig

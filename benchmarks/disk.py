@@ -12,15 +12,15 @@ from pathlib import Path
 
 from benchmarks.bare import RawFiles, RingFiles, must
 from benchmarks.measure import GIB, Case, Table, Times, interleaved, progress, scratch
-from kvtier_core import frame
-from kvtier_core.builtin.lru import LruConfig
-from kvtier_core.door import Door
-from kvtier_core.files import ring_works
+from kvtier_core.frames import format as frame
+from kvtier_core.frames.codec import Door
 from kvtier_core.interfaces import Backend, OpenContext
-from kvtier_core.residents import Residents
-from kvtier_core.tier import Offer, Tier
+from kvtier_core.policies.lru import LruConfig
+from kvtier_core.stack.index.cache_index import Residents
+from kvtier_core.stack.store_tier.tier import Offer, Tier
+from kvtier_core.transfer.files import ring_works
+from kvtier_core.transfer.io_pool import IOPool
 from kvtier_core.types import KEY_NBYTES, PAGE_NBYTES, ChunkKey, ChunkLayout, Namespace, Nbytes
-from kvtier_core.workers import IOPool
 from kvtier_disk.config import DiskConfig
 
 ROUNDS = 7

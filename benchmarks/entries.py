@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.measure import Table, progress
-from kvtier_core.builtin.git import GitConfig
-from kvtier_core.builtin.lru import LruConfig
 from kvtier_core.interfaces import EvictionConfig
-from kvtier_core.residents import Residents
+from kvtier_core.policies.gittins import GitConfig
+from kvtier_core.policies.lru import LruConfig
+from kvtier_core.stack.index.cache_index import Residents
 from kvtier_core.types import KEY_NBYTES, ChunkKey
 
 ENTRIES = 1_000_000

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from benchmarks.measure import Case, Table, interleaved, progress
-from kvtier_core.cuda.library import load
-from kvtier_core.cuda.mover import open_mover
-from kvtier_core.cuda.race import DMA, KERNEL, decided
 from kvtier_core.interfaces import Mover, PageRun, PageTable
+from kvtier_core.transfer.cuda.autotune import DMA, KERNEL, decided
+from kvtier_core.transfer.cuda.library import load
+from kvtier_core.transfer.cuda.mover import open_mover
 from kvtier_core.types import ChunkLayout, Nbytes
 
 ROUNDS, REPEATS = 7, 3

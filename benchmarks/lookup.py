@@ -12,10 +12,10 @@ from pathlib import Path
 
 from benchmarks.measure import Case, Spread, Table, interleaved, progress, scratch
 from kvtier_core.builtin.chained import ChainedConfig
-from kvtier_core.config import load_config, open_stack
+from kvtier_core.config.model import load_config, open_stack
+from kvtier_core.config.registry import Registry
 from kvtier_core.interfaces import OpenContext
-from kvtier_core.manager import StorageManager
-from kvtier_core.plugins import Registry
+from kvtier_core.stack.manager import StorageManager
 from kvtier_core.types import KEY_NBYTES, ChunkKey, ChunkLayout, Namespace, Presence
 
 ROUNDS = 21

@@ -1,7 +1,7 @@
 #include "bind.h"
 
 #include "../keys.h"
-#include "git.h"
+#include "gittins.h"
 #include "lru.h"
 
 namespace nb = nanobind;

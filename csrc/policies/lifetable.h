@@ -1,4 +1,4 @@
-// The odds that a chunk comes back, by its class and age: kvtier_core/builtin/lifetable.py, to the last bit.
+// The odds that a chunk comes back, by its class and age: kvtier_core/policies/lifetable.py, to the last bit.
 #pragma once
 
 #include <array>

@@ -13,7 +13,7 @@ import attrs
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, Medium, Mover, OpenContext, PageTable
-from kvtier_core.mover import HostMover
+from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.types import Nbytes
 
 _OPEN: WeakValueDictionary[str, Heap] = WeakValueDictionary()

@@ -10,9 +10,9 @@ from typing import Any
 
 import attrs
 
-from kvtier_core.config import ArenaTier, BackendTier, StackConfig, load_config
+from kvtier_core.config.model import ArenaTier, BackendTier, StackConfig, load_config
+from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError
-from kvtier_core.plugins import Registry
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:

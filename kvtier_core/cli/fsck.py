@@ -8,11 +8,11 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 
-from kvtier_core.config import BackendTier, load_config
+from kvtier_core.config.model import BackendTier, load_config
+from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError, ConfigError
-from kvtier_core.frame import Damage, inspect
+from kvtier_core.frames.format import Damage, inspect
 from kvtier_core.interfaces import Stored
-from kvtier_core.plugins import Registry
 from kvtier_core.types import Nbytes
 
 

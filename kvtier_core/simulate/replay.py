@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
-from kvtier_core.batches import ready_run
-from kvtier_core.config import StackConfig
-from kvtier_core.manager import StorageManager
+from kvtier_core.config.model import StackConfig
 from kvtier_core.simulate.costs import Costs
+from kvtier_core.simulate.dry_run import Clock, open_weightless
 from kvtier_core.simulate.traces import Prompt, Trace
-from kvtier_core.simulate.weightless import Clock, open_weightless
+from kvtier_core.stack.batches import ready_run
+from kvtier_core.stack.manager import StorageManager
 from kvtier_core.types import ChunkKey, ChunkLayout, EventKind, Presence
 
 #: In which bytes enter a tier.

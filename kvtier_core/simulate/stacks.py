@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import attrs
 
-from kvtier_core.config import ArenaTier, BackendTier, StackConfig
+from kvtier_core.config.decode import Unavailable
+from kvtier_core.config.model import ArenaTier, BackendTier, StackConfig
+from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.interfaces import EvictionConfig
-from kvtier_core.plugins import Registry
+from kvtier_core.simulate.dry_run import MirageConfig, VoidConfig
 from kvtier_core.simulate.traces import Trace
-from kvtier_core.simulate.weightless import MirageConfig, VoidConfig
-from kvtier_core.structure import Unavailable
 from kvtier_core.types import ChunkLayout, Nbytes
 
 #: What tiers are called if no file names them.

@@ -7,12 +7,12 @@ from functools import cached_property
 
 import attrs
 
-from kvtier_core.config import ArenaTier, StackConfig
+from kvtier_core.config.model import ArenaTier, StackConfig
 from kvtier_core.simulate.costs import Costs, Speed
+from kvtier_core.simulate.dry_run import chunks_in
 from kvtier_core.simulate.optimum import Optimum
 from kvtier_core.simulate.replay import Tally, replay
 from kvtier_core.simulate.traces import Trace
-from kvtier_core.simulate.weightless import chunks_in
 from kvtier_core.types import ChunkLayout
 
 #: Of reading, if nobody says otherwise: a copy between host memory and a GPU, and a good local disk.

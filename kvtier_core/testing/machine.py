@@ -14,15 +14,15 @@ from typing import ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier_core.arena import Arena
-from kvtier_core.builtin.lru import LruConfig
-from kvtier_core.door import Door
 from kvtier_core.errors import BackendError
+from kvtier_core.frames.codec import Door
 from kvtier_core.interfaces import AllocatorBackend, Backend, EvictionConfig, Serializer
-from kvtier_core.manager import StorageManager
-from kvtier_core.residents import Residents
+from kvtier_core.policies.lru import LruConfig
+from kvtier_core.stack.arena import Arena
+from kvtier_core.stack.index.cache_index import Residents
+from kvtier_core.stack.manager import StorageManager
+from kvtier_core.stack.store_tier.tier import Tier
 from kvtier_core.testing.pool import ManualPool
-from kvtier_core.tier import Tier
 from kvtier_core.types import PAGE_NBYTES, ChunkKey, ChunkLayout, Namespace, Presence, Slot
 
 LAYOUT = ChunkLayout((24,), 2, 2)

@@ -6,7 +6,7 @@ import ctypes
 import random
 from collections.abc import Sequence
 
-from kvtier_core import frame
+from kvtier_core.frames import format as frame
 from kvtier_core.interfaces import OpenContext, PageRun, PageTable
 from kvtier_core.types import KEY_NBYTES, PAGE_NBYTES, ChunkKey, ChunkLayout, Namespace, Nbytes
 

@@ -32,20 +32,23 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvtier_core import native
-from kvtier_core.config import StackConfig, load_config, open_stack
+from kvtier_core.config.model import StackConfig, load_config, open_stack
+from kvtier_core.config.registry import Registry
+from kvtier_core.config.yaml_nodes import shown
+from kvtier_core.engine import worker_reports as reports
+from kvtier_core.engine.messages import Plan, Survey
+from kvtier_core.engine.recorder import Recorder
+from kvtier_core.engine.scheduler_side import SchedulerHalf
+from kvtier_core.engine.worker_side import WorkerHalf
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.interfaces import OpenContext
-from kvtier_core.nodes import shown
-from kvtier_core.plugins import Registry
+from kvtier_core.transfer.io_pool import run
 from kvtier_core.types import Namespace, Nbytes
-from kvtier_core.vllm import identity, layout, model_weights, reports, versions
+from kvtier_core.vllm import layout, versions
 from kvtier_core.vllm.hit_sources import as_vllm_says
-from kvtier_core.vllm.plan import Plan, Survey
-from kvtier_core.vllm.recorder import Recorder
-from kvtier_core.vllm.scheduler import SchedulerHalf
-from kvtier_core.vllm.settings import UnidentifiedError
-from kvtier_core.vllm.worker import WorkerHalf
-from kvtier_core.workers import run
+from kvtier_core.vllm.identity import model_weights
+from kvtier_core.vllm.identity import namespace as identity
+from kvtier_core.vllm.identity.settings import UnidentifiedError
 
 logger = logging.getLogger("vllm.kvtier")
 

@@ -16,12 +16,12 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvtier_core.config import StackConfig
+from kvtier_core.config.model import StackConfig
+from kvtier_core.engine.messages import Survey
 from kvtier_core.interfaces import PageRun, PageTable
 from kvtier_core.types import ChunkLayout
-from kvtier_core.vllm import identity
-from kvtier_core.vllm.plan import Survey
-from kvtier_core.vllm.settings import UnidentifiedError
+from kvtier_core.vllm.identity import namespace as identity
+from kvtier_core.vllm.identity.settings import UnidentifiedError
 
 _ONE_GROUP = "start vLLM with --disable-hybrid-kv-cache-manager, and it has one"
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import attrs
 
-from kvtier_core.builtin.git import Git
-from kvtier_core.builtin.lru import Lru
 from kvtier_core.interfaces import EvictionConfig, EvictionPolicy
+from kvtier_core.policies.gittins import Git
+from kvtier_core.policies.lru import Lru
 
 
 @attrs.frozen

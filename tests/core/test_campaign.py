@@ -23,16 +23,16 @@ import attrs
 import pytest
 from test_machine import Zip
 
-from kvtier_core import frame
-from kvtier_core.builtin.lru import LruConfig
-from kvtier_core.door import Door
-from kvtier_core.frame import Damage
+from kvtier_core.frames import format as frame
+from kvtier_core.frames.codec import Door
+from kvtier_core.frames.format import Damage
 from kvtier_core.interfaces import Serializer
-from kvtier_core.residents import Residents
+from kvtier_core.policies.lru import LruConfig
+from kvtier_core.stack.index.cache_index import Residents
+from kvtier_core.stack.store_tier.tier import Offer, Tier
 from kvtier_core.testing.samples import make_context, make_keys, make_namespace, same
-from kvtier_core.tier import Offer, Tier
+from kvtier_core.transfer.io_pool import IOPool
 from kvtier_core.types import KEY_NBYTES, PAGE_NBYTES, ChunkKey, ChunkLayout, Event, EventKind, Namespace, Nbytes
-from kvtier_core.workers import IOPool
 from kvtier_disk.config import DiskConfig
 
 ROUNDS = int(os.environ.get("CAMPAIGN_ROUNDS", "3000"))

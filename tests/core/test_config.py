@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier_core.builtin.chained import ChainedConfig
-from kvtier_core.builtin.fifo import FifoConfig
-from kvtier_core.builtin.git import GitConfig
 from kvtier_core.builtin.raw import RawConfig
-from kvtier_core.config import ArenaTier, BackendTier, StackConfig, load_config, open_stack
+from kvtier_core.config.decode import settings
+from kvtier_core.config.model import ArenaTier, BackendTier, StackConfig, load_config, open_stack
+from kvtier_core.config.registry import KINDS, Registry
 from kvtier_core.errors import BackendError, ConfigError, Problem
 from kvtier_core.hookspecs import hookimpl
 from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, Backend, BackendConfig, OpenContext
-from kvtier_core.plugins import KINDS, Registry
-from kvtier_core.structure import settings
+from kvtier_core.policies.fifo import FifoConfig
+from kvtier_core.policies.gittins import GitConfig
 from kvtier_core.types import ChunkLayout, Namespace, Nbytes, Seconds
 
 LAYOUT = ChunkLayout((65536,), 16)

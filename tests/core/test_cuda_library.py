@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from test_mover import World, jobs
 
-from kvtier_core.cuda.copiers import _pieces
-from kvtier_core.cuda.library import FILE, Library
 from kvtier_core.errors import BackendError
-from kvtier_core.pages import layers_of
+from kvtier_core.transfer.cuda.copiers import _pieces
+from kvtier_core.transfer.cuda.library import FILE, Library
+from kvtier_core.transfer.page_lists import layers_of
 from kvtier_core.types import ChunkLayout
 
 SOURCE = Path(__file__).parents[2] / "csrc/cuda"

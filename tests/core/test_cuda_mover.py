@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_mover import World, jobs
 
-from kvtier_core.cuda.copiers import TorchCopier
-from kvtier_core.cuda.lock import NoLock, PageLock
-from kvtier_core.cuda.mover import DeviceMover
-from kvtier_core.cuda.race import DMA, KERNEL, choose
 from kvtier_core.errors import BackendError, ContractError
+from kvtier_core.transfer.cuda.autotune import DMA, KERNEL, choose
+from kvtier_core.transfer.cuda.copiers import TorchCopier
+from kvtier_core.transfer.cuda.host_registration import NoLock, PageLock
+from kvtier_core.transfer.cuda.mover import DeviceMover
 from kvtier_core.types import ChunkLayout
 
 ROW = [0, 1, 2, 3]

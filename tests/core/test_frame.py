@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier_core import frame
-from kvtier_core.frame import Damage
+from kvtier_core.frames import format as frame
+from kvtier_core.frames.format import Damage
 from kvtier_core.types import PAGE_NBYTES, Namespace
 
 NAMESPACE = Namespace.of({"model": "golden", "block": 16})

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 
 import kvtier_cpu.plugin
 import kvtier_disk.plugin
-from kvtier_core import frame
-from kvtier_core.config import StackConfig, load_config, open_stack
+from kvtier_core.config.model import StackConfig, load_config, open_stack
+from kvtier_core.config.registry import Registry
+from kvtier_core.engine import weights
 from kvtier_core.errors import ConfigError
+from kvtier_core.frames import format as frame
 from kvtier_core.hookspecs import hookimpl
 from kvtier_core.interfaces import BackendConfig
-from kvtier_core.plugins import Registry
 from kvtier_core.testing.samples import make_context, make_key, make_namespace, same
 from kvtier_core.types import PAGE_NBYTES
-from kvtier_core.vllm import weights
 
 #: The same examples at every run; `make fuzz` is where new ones are looked for.
 FIXED = settings(derandomize=True, deadline=None, max_examples=400)

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from kvtier_core.arena import Arena
 from kvtier_core.builtin.plugin import kvtier_eviction_policies
-from kvtier_core.ceiling import Ceiling
-from kvtier_core.descent import Descent
-from kvtier_core.door import Door
 from kvtier_core.errors import BackendError, ContractError
+from kvtier_core.frames.codec import Door
 from kvtier_core.interfaces import Serializer
-from kvtier_core.manager import StorageManager
-from kvtier_core.residents import Residents
+from kvtier_core.stack.arena import Arena
+from kvtier_core.stack.index.cache_index import Residents
+from kvtier_core.stack.manager import StorageManager
+from kvtier_core.stack.store_tier.capacity_limit import Ceiling
+from kvtier_core.stack.store_tier.tier import Tier
+from kvtier_core.stack.write_through import Descent
 from kvtier_core.testing.machine import SharedShelf, Shelf, StackMachine
-from kvtier_core.tier import Tier
 from kvtier_core.types import Presence
 
 #: Together about half a minute, most of it for the shapes: what goes wrong there is not a policy's fault.

@@ -6,19 +6,19 @@ import threading
 
 import pytest
 
-from kvtier_core import frame
-from kvtier_core.arena import Arena
-from kvtier_core.builtin.lru import Lru
-from kvtier_core.door import Door
 from kvtier_core.errors import ContractError
-from kvtier_core.manager import StorageManager
-from kvtier_core.residents import Residents
+from kvtier_core.frames import format as frame
+from kvtier_core.frames.codec import Door
+from kvtier_core.policies.lru import Lru
+from kvtier_core.stack.arena import Arena
+from kvtier_core.stack.index.cache_index import Residents
+from kvtier_core.stack.manager import StorageManager
+from kvtier_core.stack.store_tier.tier import Tier
 from kvtier_core.testing.machine import LAYOUT, NAMESPACE, Shelf, Slots, payload
 from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_keys
-from kvtier_core.tier import Tier
+from kvtier_core.transfer.io_pool import IOPool
 from kvtier_core.types import PAGE_NBYTES, EventKind, Namespace, Presence
-from kvtier_core.workers import IOPool
 
 MISS, READY, PENDING = Presence
 

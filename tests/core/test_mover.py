@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_core import copier as module
-from kvtier_core.copier import Copier, PlainCopier
 from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.interfaces import HOLE, PageRun, PageTable
-from kvtier_core.mover import HostMover
+from kvtier_core.transfer import copier as module
+from kvtier_core.transfer.copier import Copier, PlainCopier
+from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.types import ChunkLayout
 
 LAYOUT = ChunkLayout(page_nbytes=(48, 96), blocks=4)

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_core.builtin.git import Git, GitConfig
-from kvtier_core.builtin.lru import Lru, LruConfig
 from kvtier_core.interfaces import EvictionPolicy
 from kvtier_core.native import extension
+from kvtier_core.policies.gittins import Git, GitConfig
+from kvtier_core.policies.lru import Lru, LruConfig
 from kvtier_core.testing.samples import make_key, make_keys
 
 pytestmark = pytest.mark.skipif(extension is None, reason="nothing was compiled here: there is one of each, in Python")

@@ -13,11 +13,11 @@ import pytest
 
 import kvtier_disk.plugin
 from kvtier_core.builtin.heap import HeapConfig
-from kvtier_core.config import load_config, open_stack
+from kvtier_core.config.model import load_config, open_stack
+from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError
 from kvtier_core.hookspecs import hookimpl
 from kvtier_core.interfaces import Backend, BackendConfig, OpenContext
-from kvtier_core.plugins import Registry
 from kvtier_core.testing import Fault, FaultyBackend, always, now_and_then
 from kvtier_core.testing.faults import FINE
 from kvtier_core.testing.samples import PagedBuffer, make_context, make_key, make_namespace

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier_core.stats import Stats
+from kvtier_core.stack.stats import Stats
 from kvtier_core.types import ChunkKey, Event, EventKind
 
 A, B = ChunkKey(b"a" * 32), ChunkKey(b"b" * 32)

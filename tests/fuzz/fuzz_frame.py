@@ -9,7 +9,7 @@ import atheris
 import harness
 
 with atheris.instrument_imports(include=["kvtier_core"]):
-    from kvtier_core import frame
+    from kvtier_core.frames import format as frame
     from kvtier_core.types import PAGE_NBYTES, Namespace
 
 NAMESPACE, OTHER = Namespace.of({"model": "fuzz"}), Namespace.of({"model": "other"})

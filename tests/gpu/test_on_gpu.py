@@ -8,13 +8,13 @@ import attrs
 import pytest
 import torch
 
-from kvtier_core.config import load_config, open_stack
-from kvtier_core.cuda.mover import open_mover
-from kvtier_core.cuda.race import DMA, KERNEL, decided
+from kvtier_core.config.model import load_config, open_stack
+from kvtier_core.config.registry import Registry
 from kvtier_core.interfaces import HOLE
-from kvtier_core.plugins import Registry
 from kvtier_core.testing.arenas import ArenaLaws, settle, shard_of
 from kvtier_core.testing.samples import PagedBuffer, make_context, make_keys, poison
+from kvtier_core.transfer.cuda.autotune import DMA, KERNEL, decided
+from kvtier_core.transfer.cuda.mover import open_mover
 from kvtier_core.types import PAGE_NBYTES, ChunkLayout, Presence
 from kvtier_cpu import plugin
 from kvtier_cpu.config import CpuConfig

@@ -12,8 +12,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from kvtier_core.cli import main
-from kvtier_core.config import load_config
-from kvtier_core.plugins import Registry
+from kvtier_core.config.model import load_config
+from kvtier_core.config.registry import Registry
 from kvtier_core.simulate.bar import Bar
 from kvtier_core.simulate.stacks import all_policies
 from kvtier_core.simulate.traces import read_trace

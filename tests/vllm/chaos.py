@@ -32,7 +32,7 @@ import attrs
 
 from kvtier_core.builtin.chained import Chained, ChainedConfig
 from kvtier_core.hookspecs import hookimpl
-from kvtier_core.memo import key_of
+from kvtier_core.stack.store_tier.policy_state import key_of
 from kvtier_core.types import PAGE_NBYTES, Event, Namespace
 
 _UNFINISHED = re.compile(r"[0-9a-f]{64}\.tmp")

@@ -19,8 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvtier_core.vllm import reports, worker
-from kvtier_core.vllm.plan import Survey
+from kvtier_core.engine import worker_reports as reports
+from kvtier_core.engine import worker_side as worker
+from kvtier_core.engine.messages import Survey
 
 #: What a neighbour claims to have of its prompts.
 CLAIMED = 256

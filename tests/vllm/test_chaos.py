@@ -21,8 +21,8 @@ from chaos import HANG, POOL, Life, Nursery, arenas_of, asked, pids
 from conftest import CHUNK, Answer, cpu_and_disk
 from test_serving import NOISE
 
-from kvtier_core import frame
 from kvtier_core.builtin.chained import Chained
+from kvtier_core.frames import format as frame
 from kvtier_core.types import PAGE_NBYTES, Namespace
 
 ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "20"))

@@ -14,11 +14,12 @@ import typing
 import attrs
 import pytest
 
-from kvtier_core.config import IdentityConfig
+from kvtier_core.config.model import IdentityConfig
+from kvtier_core.engine.messages import Survey
 from kvtier_core.types import Namespace
-from kvtier_core.vllm import harmless, identity, settings
-from kvtier_core.vllm.plan import Survey
-from kvtier_core.vllm.settings import UnidentifiedError
+from kvtier_core.vllm.identity import harmless, settings
+from kvtier_core.vllm.identity import namespace as identity
+from kvtier_core.vllm.identity.settings import UnidentifiedError
 
 CHUNK = 64
 SURVEY = Survey("cpu", (4096, 4096), (("page layout", "NHD"), ("attention backend", "CPU_ATTN"), ("cpu isa", "amx")))

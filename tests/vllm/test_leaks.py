@@ -14,8 +14,8 @@ from conftest import BLOCK, Engine, cpu_and_disk, prompt
 from test_serving import NOISE
 
 from kvtier_core.errors import BackendError
-from kvtier_core.mover import HostMover
 from kvtier_core.testing.faults import Fault, FaultyBackend, now_and_then
+from kvtier_core.transfer.host_mover import HostMover
 from kvtier_disk.config import DiskConfig
 
 REQUESTS = 1000

@@ -8,8 +8,8 @@ import random
 from conftest import BLOCK, CHUNK, cpu_and_disk, prompt
 
 from kvtier_core.cli import main
-from kvtier_core.config import load_config
-from kvtier_core.plugins import Registry
+from kvtier_core.config.model import load_config
+from kvtier_core.config.registry import Registry
 from kvtier_core.simulate.stacks import layout_of
 from kvtier_core.simulate.study import Study
 from kvtier_core.simulate.traces import read_trace

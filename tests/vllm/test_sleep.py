@@ -6,7 +6,7 @@ import pytest
 from conftest import cpu, prompt
 from test_serving import NOISE, forget, hits
 
-from kvtier_core.vllm.plan import Plan, Transfer
+from kvtier_core.engine.messages import Plan, Transfer
 
 FORGOTTEN = "kvtier: vLLM reset its caches; what is stored is forgotten, since weights may be others now"
 KEPT = "kvtier: vLLM reset its caches; what is stored is kept: on_reset is keep"

@@ -6,9 +6,9 @@ import pytest
 from conftest import cpu, prompt
 from test_serving import hits
 
+from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError
-from kvtier_core.plugins import Registry
-from kvtier_core.stats import Stats
+from kvtier_core.stack.stats import Stats
 
 BROKEN = """\
 version: 1

@@ -9,9 +9,9 @@ import pytest
 from conftest import cpu, cpu_and_disk, prompt
 from test_serving import NOISE, hits
 
-from kvtier_core.mover import HostMover
-from kvtier_core.vllm.scheduler import SchedulerHalf
-from kvtier_core.vllm.worker import WorkerHalf
+from kvtier_core.engine.scheduler_side import SchedulerHalf
+from kvtier_core.engine.worker_side import WorkerHalf
+from kvtier_core.transfer.host_mover import HostMover
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,10 @@ import pytest
 
 from kvtier_core.errors import BackendError
 from kvtier_core.testing.samples import PagedBuffer, make_context, make_layout
-from kvtier_cpu import available, plugin, segment
-from kvtier_cpu.available import Room, rooms
+from kvtier_cpu import memory_limit as available
+from kvtier_cpu import plugin, segment
 from kvtier_cpu.config import CpuConfig
+from kvtier_cpu.memory_limit import Room, rooms
 
 LAYOUT = make_layout()
 OWNER = """

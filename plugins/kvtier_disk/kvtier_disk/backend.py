@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.types import ChunkKey, Namespace, Nbytes
-from kvtier_disk.claim import Claim
 from kvtier_disk.config import DiskConfig
 from kvtier_disk.files import (
     discard,
@@ -19,6 +18,7 @@ from kvtier_disk.files import (
     write_unfinished,
 )
 from kvtier_disk.folder import Folder, NoFile
+from kvtier_disk.folder_lock import Claim
 from kvtier_disk.frames import (
     Found,
     Place,
@@ -31,7 +31,7 @@ from kvtier_disk.frames import (
 )
 from kvtier_disk.namespaces import make_home, read_facts
 from kvtier_disk.opening import effective_access, sweep
-from kvtier_disk.room import Room, free_of
+from kvtier_disk.space_account import Room, free_of
 
 #: What no second attempt changes; everything else (full, busy, stale, I/O error) may pass.
 _LASTING = {

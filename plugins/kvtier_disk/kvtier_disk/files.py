@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
-from kvtier_core.files import read_files, write_files
+from kvtier_core.transfer.files import read_files, write_files
 from kvtier_core.types import PAGE_NBYTES
 from kvtier_disk.folder import Folder, NoFile
 from kvtier_disk.frames import Place

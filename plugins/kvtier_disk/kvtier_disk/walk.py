@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Stored
-from kvtier_disk.claim import Claim
 from kvtier_disk.folder import Folder
+from kvtier_disk.folder_lock import Claim
 from kvtier_disk.frames import Found, Place, everything, set_aside
 
 _T = TypeVar("_T")

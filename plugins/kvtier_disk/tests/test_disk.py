@@ -14,8 +14,8 @@ import subprocess
 import attrs
 import pytest
 
-from kvtier_core import frame
 from kvtier_core.errors import BackendError
+from kvtier_core.frames import format as frame
 from kvtier_core.testing.samples import Poisoned, make_context, make_frame, make_key, make_keys, make_namespace
 from kvtier_core.types import PAGE_NBYTES, Nbytes
 from kvtier_disk import opening, plugin

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 from test_disk import NBYTES, file_of, files, open_disk, read, write
 
-from kvtier_core import frame
 from kvtier_core.errors import BackendError
+from kvtier_core.frames import format as frame
 from kvtier_core.testing.disks import btrfs, ext4, tmpfs
 from kvtier_core.testing.samples import make_frame, make_keys, make_namespace, same
 from kvtier_core.types import PAGE_NBYTES

@@ -10,8 +10,8 @@ from pathlib import Path
 import attrs
 import pytest
 
-from kvtier_core import frame
 from kvtier_core.cli import main
+from kvtier_core.frames import format as frame
 from kvtier_core.testing.disks import btrfs
 from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_namespace
 from kvtier_core.types import PAGE_NBYTES, Nbytes
