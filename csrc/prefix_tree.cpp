@@ -5,7 +5,7 @@ using namespace nb::literals;
 
 namespace kvtier {
 
-nb::object Tree::iter() const {
+nb::object PrefixTree::iter() const {
   nb::list keys;
   nodes_.each([&](const Node& node) {
     if (node.held) keys.append(bytes_of(node.key));
@@ -13,27 +13,27 @@ nb::object Tree::iter() const {
   return nb::iter(keys);
 }
 
-nb::object Tree::parent(nb::handle key) const {
+nb::object PrefixTree::parent(nb::handle key) const {
   const Number node = held(key_of(key));
   if (node == kNone || nodes_[node].parent == kNone) return nb::none();
   return bytes_of(nodes_[nodes_[node].parent].key);
 }
 
-nb::list Tree::places(nb::handle keys) const {
+nb::list PrefixTree::places(nb::handle keys) const {
   const Items items(keys);
   nb::list places;
   for (size_t i = 0; i < items.size(); i++) places.append(nb::int_(nodes_[must_hold(items[i])].place));
   return places;
 }
 
-size_t Tree::run(nb::handle keys, size_t start) const {
+size_t PrefixTree::run(nb::handle keys, size_t start) const {
   const Items items(keys);
   size_t end = start;
   while (end < items.size() && held(key_of(items[end])) != kNone) end++;
   return end - start;
 }
 
-nb::list Tree::missing(nb::handle keys) const {
+nb::list PrefixTree::missing(nb::handle keys) const {
   const Items items(keys);
   nb::list missing;
   for (size_t i = 0; i < items.size(); i++) {
@@ -42,7 +42,7 @@ nb::list Tree::missing(nb::handle keys) const {
   return missing;
 }
 
-void Tree::add(nb::handle keys, nb::handle parents, int64_t nbytes, nb::handle places) {
+void PrefixTree::add(nb::handle keys, nb::handle parents, int64_t nbytes, nb::handle places) {
   const std::vector<Key> own = keys_of(keys);
   const Items parent_items(parents), place_items(places);
   if (parent_items.size() != own.size() || place_items.size() != own.size()) throw nb::value_error("as many of each");
@@ -64,7 +64,7 @@ void Tree::add(nb::handle keys, nb::handle parents, int64_t nbytes, nb::handle p
 }
 
 // Nodes that are held from now on; none of them, if one was held before.
-std::vector<Number> Tree::take(const std::vector<Key>& keys) {
+std::vector<Number> PrefixTree::take(const std::vector<Key>& keys) {
   std::vector<Number> nodes;
   for (const Key& key : keys) {
     const Number node = node_of(key);
@@ -81,7 +81,7 @@ std::vector<Number> Tree::take(const std::vector<Key>& keys) {
   return nodes;
 }
 
-void Tree::adopt(nb::handle path) {
+void PrefixTree::adopt(nb::handle path) {
   const Items items(path);
   if (!items.size()) return;
   Key before = key_of(items[0]);
@@ -96,13 +96,13 @@ void Tree::adopt(nb::handle path) {
   }
 }
 
-void Tree::resize(nb::handle key, int64_t nbytes) {
+void PrefixTree::resize(nb::handle key, int64_t nbytes) {
   Node& node = nodes_[must_hold(key)];
   used_ += nbytes - node.nbytes;
   node.nbytes = nbytes;
 }
 
-nb::list Tree::remove(nb::handle keys) {
+nb::list PrefixTree::remove(nb::handle keys) {
   const Items items(keys);
   const nb::list noted = places(keys);
   changes_++;
@@ -118,7 +118,7 @@ nb::list Tree::remove(nb::handle keys) {
   return noted;
 }
 
-void Tree::detach(nb::handle keys) {
+void PrefixTree::detach(nb::handle keys) {
   const Items items(keys);
   changes_++;
   for (size_t i = 0; i < items.size(); i++) {
@@ -126,45 +126,45 @@ void Tree::detach(nb::handle keys) {
   }
 }
 
-Number Tree::held(const Key& key) const {
+Number PrefixTree::held(const Key& key) const {
   const Number node = nodes_.find(key);
   return node != kNone && nodes_[node].held ? node : kNone;
 }
 
-Number Tree::must_hold(nb::handle key) const {
+Number PrefixTree::must_hold(nb::handle key) const {
   const Number node = held(key_of(key));
   if (node == kNone) throw nb::key_error("it is not held");
   return node;
 }
 
-Number Tree::node_of(const Key& key) {
+Number PrefixTree::node_of(const Key& key) {
   const Number node = nodes_.find(key);
   return node != kNone ? node : nodes_.insert({.key = key});
 }
 
-void Tree::hang(Number node, Number parent) {
+void PrefixTree::hang(Number node, Number parent) {
   if (node == parent) return;
   nodes_[node].parent = parent;
   nodes_[parent].children++;
 }
 
-void Tree::unhang(Number node) {
+void PrefixTree::unhang(Number node) {
   const Number parent = std::exchange(nodes_[node].parent, kNone);
   if (parent == kNone) return;
   nodes_[parent].children--;
   drop_if_unused(parent);
 }
 
-void Tree::drop_if_unused(Number node) {
+void PrefixTree::drop_if_unused(Number node) {
   if (!nodes_[node].held && !nodes_[node].children) nodes_.erase(node);
 }
 
-bool Leavers::is_leaf(Number node) const {
+bool EvictionCandidates::is_leaf(Number node) const {
   const auto named = leaving_.find(node);
   return tree_.nodes_[node].children <= (named == leaving_.end() ? 0 : named->second);
 }
 
-bool Leavers::may_leave(const nb::object& key, Number node) const {
+bool EvictionCandidates::may_leave(const nb::object& key, Number node) const {
   const auto in = [](nb::handle collection, nb::handle item) {
     const int found = PySequence_Contains(collection.ptr(), item.ptr());
     if (found < 0) throw nb::python_error();
@@ -176,15 +176,15 @@ bool Leavers::may_leave(const nb::object& key, Number node) const {
   return !in(pinned_, nb::int_(tree_.nodes_[node].place));
 }
 
-void Leavers::follow(Number leaver) {
+void EvictionCandidates::follow(Number leaver) {
   const Number parent = tree_.nodes_[leaver].parent;
   if (parent == kNone) return;
   leaving_[parent]++;
   if (passed_.contains(parent) && is_leaf(parent)) follower_ = parent;
 }
 
-nb::object Leavers::next() {
-  if (changes_ != tree_.changes_) throw std::runtime_error("the tree changed while its leavers were named");
+nb::object EvictionCandidates::next() {
+  if (changes_ != tree_.changes_) throw std::runtime_error("the tree changed while its eviction_candidates were named");
   if (const Number leaver = std::exchange(follower_, kNone); leaver != kNone) {
     const nb::object key = bytes_of(tree_.nodes_[leaver].key);
     if (may_leave(key, leaver)) {
@@ -209,30 +209,30 @@ nb::object Leavers::next() {
 }
 
 void bind_tree(nb::module_& m) {
-  nb::class_<Leavers>(m, "Leavers")
+  nb::class_<EvictionCandidates>(m, "EvictionCandidates")
       .def("__iter__", [](nb::handle self) { return self; })
-      .def("__next__", &Leavers::next);
-  nb::class_<Tree>(m, "Tree")
+      .def("__next__", &EvictionCandidates::next);
+  nb::class_<PrefixTree>(m, "PrefixTree")
       .def(nb::init<>())
-      .def("__contains__", &Tree::contains)
-      .def("__len__", &Tree::size)
-      .def_prop_ro("used", &Tree::used)
-      .def("__iter__", &Tree::iter)
-      .def("nbytes", &Tree::nbytes, "key"_a)
-      .def("parent", &Tree::parent, "key"_a)
-      .def("place", &Tree::place, "key"_a)
-      .def("places", &Tree::places, "keys"_a)
-      .def("run", &Tree::run, "keys"_a, "start"_a = 0)
-      .def("missing", &Tree::missing, "keys"_a)
-      .def("add", &Tree::add, "keys"_a, "parents"_a, "nbytes"_a, "places"_a)
-      .def("adopt", &Tree::adopt, "path"_a)
-      .def("resize", &Tree::resize, "key"_a, "nbytes"_a)
-      .def("remove", &Tree::remove, "keys"_a)
-      .def("detach", &Tree::detach, "keys"_a)
+      .def("__contains__", &PrefixTree::contains)
+      .def("__len__", &PrefixTree::size)
+      .def_prop_ro("used", &PrefixTree::used)
+      .def("__iter__", &PrefixTree::iter)
+      .def("nbytes", &PrefixTree::nbytes, "key"_a)
+      .def("parent", &PrefixTree::parent, "key"_a)
+      .def("place", &PrefixTree::place, "key"_a)
+      .def("places", &PrefixTree::places, "keys"_a)
+      .def("run", &PrefixTree::run, "keys"_a, "start"_a = 0)
+      .def("missing", &PrefixTree::missing, "keys"_a)
+      .def("add", &PrefixTree::add, "keys"_a, "parents"_a, "nbytes"_a, "places"_a)
+      .def("adopt", &PrefixTree::adopt, "path"_a)
+      .def("resize", &PrefixTree::resize, "key"_a, "nbytes"_a)
+      .def("remove", &PrefixTree::remove, "keys"_a)
+      .def("detach", &PrefixTree::detach, "keys"_a)
       .def(
-          "leavers",
-          [](const Tree& tree, nb::handle victims, nb::handle spared, nb::object pinned, bool leaf_first) {
-            return Leavers(tree, victims, spared, std::move(pinned), leaf_first);
+          "eviction_candidates",
+          [](const PrefixTree& tree, nb::handle victims, nb::handle spared, nb::object pinned, bool leaf_first) {
+            return EvictionCandidates(tree, victims, spared, std::move(pinned), leaf_first);
           },
           nb::keep_alive<0, 1>(), "victims"_a, "spared"_a, "pinned"_a, "leaf_first"_a);
 }

@@ -13,7 +13,7 @@
 
 namespace kvtier {
 
-class Tree {
+class PrefixTree {
  public:
   bool contains(nanobind::handle key) const { return held(key_of(key)) != kNone; }
   size_t size() const { return held_; }
@@ -33,7 +33,7 @@ class Tree {
   void detach(nanobind::handle keys);
 
  private:
-  friend class Leavers;
+  friend class EvictionCandidates;
   struct Node {
     Key key;
     int64_t nbytes = 0;
@@ -58,9 +58,9 @@ class Tree {
 };
 
 // An iterator; it ends with an exception when the tree has changed.
-class Leavers {
+class EvictionCandidates {
  public:
-  Leavers(const Tree& tree, nanobind::handle victims, nanobind::handle spared, nanobind::object pinned, bool leaf_first)
+  EvictionCandidates(const PrefixTree& tree, nanobind::handle victims, nanobind::handle spared, nanobind::object pinned, bool leaf_first)
       : tree_(tree), changes_(tree.changes_), victims_(nanobind::iter(victims)), spared_(spared),
         pinned_(std::move(pinned)), leaf_first_(leaf_first) {}
 
@@ -71,7 +71,7 @@ class Leavers {
   bool may_leave(const nanobind::object& key, Number node) const;
   void follow(Number leaver);
 
-  const Tree& tree_;
+  const PrefixTree& tree_;
   const uint64_t changes_;
   nanobind::object victims_;
   Items spared_;  // collections of keys

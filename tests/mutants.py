@@ -137,7 +137,7 @@ MUTANTS = (
     Mutant(
         "no-page-facts-in-the-namespace",
         IDENTITY,
-        "**dict(survey.facts),",
+        "**dict(report.facts),",
         "",
         ABOUT_IDENTITY + "test_every_fact_of_the_pages_counts",
     ),
@@ -361,9 +361,9 @@ MUTANTS = (
     Mutant(
         "others-load-before-the-self-test",
         CONNECTOR,
-        "self.half.attach(kv_connector_metadata)",
+        "self.side.attach(kv_connector_metadata)",
         "self.start_load_kv = lambda *args: (\n"
-        "            self.half.attach(kv_connector_metadata), type(self).start_load_kv(self, *args))",
+        "            self.side.attach(kv_connector_metadata), type(self).start_load_kv(self, *args))",
         BESIDE + "test_another_connector_may_exchange_handshakes_in_front_of_kvtier",
     ),
     Mutant(
@@ -376,7 +376,7 @@ MUTANTS = (
     Mutant(
         "the-policy-inside-counts",
         CONNECTOR,
-        "survey.failure_policy or ",
+        "report.failure_policy or ",
         "",
         BESIDE + "test_or_behind_it",
     ),
@@ -464,7 +464,7 @@ MUTANTS = (
     Mutant(
         "believes-the-length",
         FRAME,
-        "header.payload_nbytes > len(frame) - PAGE_NBYTES",
+        "header.payload_nbytes > len(frame) - FRAME_ALIGNMENT",
         "False",
         "tests/core/test_frame.py",
     ),
@@ -487,7 +487,7 @@ MUTANTS = (
         "lost-frames-are-left",
         TIER,
         "self._remove(lost, self.backend.delete)",
-        "[self.residents.remove(key) for key in lost]",
+        "[self.index.remove(key) for key in lost]",
         "tests/core/test_store_tier.py::test_what_is_left_of_a_lost_frame_leaves_too",
     ),
     # -- crash

@@ -8,9 +8,9 @@
 
 namespace kvtier {
 
-class Marks {
+class Bitmap {
  public:
-  explicit Marks(size_t count) : count_(count), words_((count + 63) / 64) {}
+  explicit Bitmap(size_t count) : count_(count), words_((count + 63) / 64) {}
 
   size_t end() const { return count_; }
   void clear() { words_.assign(words_.size(), 0); }

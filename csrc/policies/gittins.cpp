@@ -15,13 +15,13 @@ constexpr double fraction(uint64_t votes) { return static_cast<double>(votes) / 
 
 }  // namespace
 
-Git::Git(size_t sizes)
+Gittins::Gittins(size_t sizes)
     : sizes_(sizes),
       table_(kReuses, sizes),
       cells_(kReuses * sizes * kAges),
       live_(cells_.size()) {}
 
-void Git::request(std::span<const Key> path, double now) {
+void Gittins::request(std::span<const Key> path, double now) {
   changes_++;
   grow_older(now);
   found_.clear();
@@ -44,15 +44,15 @@ void Git::request(std::span<const Key> path, double now) {
       const Number before = group_of(who);
       if (is_fresh(before)) continue;  // named twice in one path
       const Group& group = groups_[before];
-      table_.returned(group.spot, 1.0 / group.named);
-      reuses = std::min<size_t>(group.spot.cls / sizes_ + 1, kReuses - 1);
+      table_.returned(group.class_age, 1.0 / group.named);
+      reuses = std::min<size_t>(group.class_age.cls / sizes_ + 1, kReuses - 1);
       leave(who);
       drop_if_empty(before);
     } else {
       who = {remember(path[i]), false};
     }
     const auto cls = static_cast<uint8_t>(reuses * sizes_ + size);
-    Number* group = std::find_if(fresh, fresh + count, [&](Number each) { return groups_[each].spot.cls == cls; });
+    Number* group = std::find_if(fresh, fresh + count, [&](Number each) { return groups_[each].class_age.cls == cls; });
     if (group == fresh + count) fresh[count++] = new_group(cls, now);
     join(*group, who);
   }
@@ -64,7 +64,7 @@ void Git::request(std::span<const Key> path, double now) {
   if (++requests_ % kRanking == 0) rank();
 }
 
-bool Git::admit(const Key& key) {
+bool Gittins::admit(const Key& key) {
   Found who = find(key);
   if (who.held) return false;
   changes_++;
@@ -81,14 +81,14 @@ bool Git::admit(const Key& key) {
   return true;
 }
 
-std::optional<bool> Git::prefers(const Key& newcomer, const Key& victim) const {
+std::optional<bool> Gittins::prefers(const Key& newcomer, const Key& victim) const {
   const Found one = find(newcomer), other = find(victim);
   if (other.number == kNone) return std::nullopt;
   if (one.number == kNone) return true;
-  return table_.index(groups_[group_of(one)].spot) >= table_.index(groups_[group_of(other)].spot);
+  return table_.index(groups_[group_of(one)].class_age) >= table_.index(groups_[group_of(other)].class_age);
 }
 
-bool Git::forget(const Key& key, bool evicted) {
+bool Gittins::forget(const Key& key, bool evicted) {
   const Found who = find(key);
   if (!who.held) return false;
   changes_++;
@@ -105,21 +105,21 @@ bool Git::forget(const Key& key, bool evicted) {
   return true;
 }
 
-void Git::restore(std::string_view saved) {
+void Gittins::restore(std::string_view saved) {
   changes_++;
   if (table_.restore(saved)) rank();
 }
 
-Git::Found Git::find(const Key& key) const {
+Gittins::Found Gittins::find(const Key& key) const {
   if (const Number number = held_.find(key); number != kNone) return {number, true};
-  return {ghosts_.find(imprint_of(key)), false};
+  return {ghosts_.find(fingerprint_of(key)), false};
 }
 
-Number Git::new_group(uint8_t cls, double since) { return groups_.add({.spot = {cls, 0}, .since = since}); }
+Number Gittins::new_group(uint8_t cls, double since) { return groups_.add({.class_age = {cls, 0}, .since = since}); }
 
-uint64_t Git::Group::votes() const { return kVote * members / named; }
+uint64_t Gittins::Group::votes() const { return kVote * members / named; }
 
-void Git::join(Number number, Found who) {
+void Gittins::join(Number number, Found who) {
   Group& group = groups_[number];
   const uint64_t before = group.votes();
   if (who.held) {
@@ -130,14 +130,14 @@ void Git::join(Number number, Found who) {
     remembered_.append(ghosts_, who.number);
   }
   group.members++;
-  if (group.in_cell) cell_of(group.spot).votes += group.votes() - before;
+  if (group.in_cell) cell_of(group.class_age).votes += group.votes() - before;
 }
 
 // Its entry and its group, which may be empty then, are left to the caller.
-void Git::leave(Found who) {
+void Gittins::leave(Found who) {
   const Number number = group_of(who);
   Group& group = groups_[number];
-  Cell& cell = cell_of(group.spot);
+  Cell& cell = cell_of(group.class_age);
   const uint64_t before = group.votes();
   if (who.held) {
     group.held.remove(held_, who.number);
@@ -148,7 +148,7 @@ void Git::leave(Found who) {
   if (group.held.empty() && group.holding) {
     cell.holding.remove(groups_, number);
     group.holding = false;
-    if (cell.holding.empty()) live_.unset(table_.rank_of(group.spot));
+    if (cell.holding.empty()) live_.unset(table_.rank_of(group.class_age));
   }
   if (!group.in_cell) return;
   cell.votes += group.votes() - before;
@@ -158,11 +158,11 @@ void Git::leave(Found who) {
   }
 }
 
-void Git::drop_if_empty(Number group) {
+void Gittins::drop_if_empty(Number group) {
   if (groups_[group].members == 0) groups_.drop(group);
 }
 
-void Git::forget_ghost(Number number) {
+void Gittins::forget_ghost(Number number) {
   const Number group = ghosts_[number].group;
   leave({number, false});
   ghosts_.erase(number);
@@ -170,40 +170,40 @@ void Git::forget_ghost(Number number) {
 }
 
 // As a ghost, of no group yet.
-Number Git::remember(const Key& key) { return ghosts_.insert({imprint_of(key), {}, kNone}); }
+Number Gittins::remember(const Key& key) { return ghosts_.insert({fingerprint_of(key), {}, kNone}); }
 
 // Into its cell, if it is not there.
-void Git::place(Number number) {
+void Gittins::place(Number number) {
   Group& group = groups_[number];
-  Cell& cell = cell_of(group.spot);
+  Cell& cell = cell_of(group.class_age);
   if (!group.in_cell) {
     cell.groups.append(groups_, number);
     group.in_cell = true;
     cell.votes += group.votes();
-    if (group.spot.age + 1u < kAges && !cell.awaited) await(cell, group);
+    if (group.class_age.age + 1u < kAges && !cell.awaited) await(cell, group);
   }
   if (!group.held.empty() && !group.holding) {
-    if (cell.holding.empty()) live_.set(table_.rank_of(group.spot));
+    if (cell.holding.empty()) live_.set(table_.rank_of(group.class_age));
     cell.holding.append(groups_, number);
     group.holding = true;
   }
 }
 
-void Git::await(Cell& cell, const Group& group) {
-  due_.push({group.since + kEdges[group.spot.age + 1], group.spot.cls, group.spot.age});
+void Gittins::await(Cell& cell, const Group& group) {
+  due_.push({group.since + kEdges[group.class_age.age + 1], group.class_age.cls, group.class_age.age});
   cell.awaited = true;
 }
 
-void Git::grow_older(double now) {
+void Gittins::grow_older(double now) {
   now_ = now;
   while (!due_.empty() && due_.top().when <= now) {
-    const Spot spot{due_.top().cls, due_.top().age};
+    const ClassAge class_age{due_.top().cls, due_.top().age};
     due_.pop();
-    Cell& cell = cell_of(spot);
+    Cell& cell = cell_of(class_age);
     cell.awaited = false;
     while (!cell.groups.empty()) {
       const Number oldest = cell.groups.first();
-      if (groups_[oldest].since + kEdges[spot.age + 1u] > now) {
+      if (groups_[oldest].since + kEdges[class_age.age + 1u] > now) {
         await(cell, groups_[oldest]);
         break;
       }
@@ -212,41 +212,41 @@ void Git::grow_older(double now) {
   }
 }
 
-void Git::move_on(Cell& cell, Number number) {
+void Gittins::move_on(Cell& cell, Number number) {
   Group& group = groups_[number];
-  table_.went_on(group.spot, fraction(group.votes()));
+  table_.went_on(group.class_age, fraction(group.votes()));
   cell.groups.remove(groups_, number);
   group.in_cell = false;
   cell.votes -= group.votes();
   if (group.holding) {
     cell.holding.remove(groups_, number);
     group.holding = false;
-    if (cell.holding.empty()) live_.unset(table_.rank_of(group.spot));
+    if (cell.holding.empty()) live_.unset(table_.rank_of(group.class_age));
   }
-  group.spot.age++;
+  group.class_age.age++;
   place(number);
 }
 
-void Git::bound_ghosts() {
+void Gittins::bound_ghosts() {
   const size_t most = std::max(kFew, kGhosts * held_.size());
   while (ghosts_.size() > most) forget_ghost(remembered_.first());
 }
 
-void Git::rank() {
+void Gittins::rank() {
   table_.fade(kFade);
   std::vector<LifeTable::Row> waiting(kReuses * sizes_);
   for (size_t i = 0; i < cells_.size(); i++) waiting[i / kAges][i % kAges] = fraction(cells_[i].votes);
   table_.rank(waiting);
   live_.clear();
   for (size_t i = 0; i < cells_.size(); i++) {
-    const Spot spot{static_cast<uint8_t>(i / kAges), static_cast<uint8_t>(i % kAges)};
-    if (!cells_[i].holding.empty()) live_.set(table_.rank_of(spot));
+    const ClassAge class_age{static_cast<uint8_t>(i / kAges), static_cast<uint8_t>(i % kAges)};
+    if (!cells_[i].holding.empty()) live_.set(table_.rank_of(class_age));
   }
 }
 
-Git::Victims::Victims(const Git& policy) : policy_(policy), changes_(policy.changes_) { enter_cell(0); }
+Gittins::Victims::Victims(const Gittins& policy) : policy_(policy), changes_(policy.changes_) { enter_cell(0); }
 
-const Key* Git::Victims::next() {
+const Key* Gittins::Victims::next() {
   if (next_ == kNone) return nullptr;
   if (changes_ != policy_.changes_) throw std::runtime_error("the policy changed while its victims were told");
   const Held& held = policy_.held_[next_];
@@ -263,11 +263,11 @@ const Key* Git::Victims::next() {
 }
 
 // The best that is marked from this rank on; if there is none, that was all.
-void Git::Victims::enter_cell(size_t rank) {
+void Gittins::Victims::enter_cell(size_t rank) {
   rank_ = policy_.live_.from(rank);
   if (rank_ == policy_.live_.end()) return;
-  const Spot spot = policy_.table_.order()[rank_];
-  group_ = policy_.cells_[spot.cls * kAges + spot.age].holding.first();
+  const ClassAge class_age = policy_.table_.order()[rank_];
+  group_ = policy_.cells_[class_age.cls * kAges + class_age.age].holding.first();
   next_ = policy_.groups_[group_].held.first();
 }
 

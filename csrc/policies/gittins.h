@@ -18,23 +18,23 @@ namespace kvtier {
 // What is left of a key that is no longer held. Two keys may leave the same, once in 2^64 pairs if they are digests:
 // then one is taken for the other, and its request for a return. So somebody leaves sooner or later than he should;
 // nothing that is held can be lost or named twice for it.
-struct Imprint {
+struct Fingerprint {
   uint32_t high, low;  // two halves, so that ghosts are packed
-  bool operator==(const Imprint&) const = default;
+  bool operator==(const Fingerprint&) const = default;
 };
 
-inline Imprint imprint_of(const Key& key) {
+inline Fingerprint fingerprint_of(const Key& key) {
   const uint64_t hash = hash_of(key);
   return {static_cast<uint32_t>(hash >> 32), static_cast<uint32_t>(hash)};
 }
 
-inline uint64_t hash_of(Imprint imprint) { return uint64_t{imprint.high} << 32 | imprint.low; }
+inline uint64_t hash_of(Fingerprint fingerprint) { return uint64_t{fingerprint.high} << 32 | fingerprint.low; }
 
-class Git {
+class Gittins {
  public:
   class Victims;
 
-  explicit Git(size_t sizes);
+  explicit Gittins(size_t sizes);
 
   void request(std::span<const Key> path, double now);
   bool admit(const Key& key);                  // false: it is held
@@ -52,14 +52,14 @@ class Git {
   };
 
   struct Ghost {
-    Imprint key;
+    Fingerprint key;
     Links order;
     Number group;
   };
 
   // What one request named last, of one class. Its keys share one vote.
   struct Group {
-    Spot spot;
+    ClassAge class_age;
     bool in_cell = false, holding = false;
     uint32_t named = 1;    // among how many the vote is shared
     uint32_t members = 0;  // held, and ghosts
@@ -93,7 +93,7 @@ class Git {
 
   Found find(const Key& key) const;
   Number group_of(Found found) const { return found.held ? held_[found.number].group : ghosts_[found.number].group; }
-  Cell& cell_of(Spot spot) { return cells_[spot.cls * kAges + spot.age]; }
+  Cell& cell_of(ClassAge class_age) { return cells_[class_age.cls * kAges + class_age.age]; }
   Number new_group(uint8_t cls, double since);
 
   void join(Number group, Found who);
@@ -116,7 +116,7 @@ class Git {
   LifeTable table_;
   std::vector<Cell> cells_;
   std::priority_queue<Due, std::vector<Due>, std::greater<>> due_;
-  Marks live_;  // ranks of the cells in which something is held
+  Bitmap live_;  // ranks of the cells in which something is held
   uint64_t requests_ = 0;
   double now_ = 0;
   uint64_t changes_ = 0;
@@ -124,16 +124,16 @@ class Git {
 };
 
 // Best victim first. Lives no longer than its policy.
-class Git::Victims {
+class Gittins::Victims {
  public:
-  explicit Victims(const Git& policy);
+  explicit Victims(const Gittins& policy);
 
   const Key* next();  // nullptr: that was the last. Throws runtime_error if the policy has changed since.
 
  private:
   void enter_cell(size_t rank);
 
-  const Git& policy_;
+  const Gittins& policy_;
   const uint64_t changes_;
   size_t rank_ = 0;
   Number group_ = kNone, next_ = kNone;

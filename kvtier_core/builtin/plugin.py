@@ -8,13 +8,13 @@ from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.hookspecs import hookimpl
 from kvtier_core.policies.arc import ArcConfig
 from kvtier_core.policies.fifo import FifoConfig
-from kvtier_core.policies.gittins import GitConfig
+from kvtier_core.policies.gittins import GittinsConfig
 from kvtier_core.policies.lfu import LfuConfig
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.policies.lru2 import Lru2Config
 from kvtier_core.policies.mru import MruConfig
 from kvtier_core.policies.s3fifo import S3FifoConfig
-from kvtier_core.policies.tournament import TourConfig
+from kvtier_core.policies.tournament import TournamentConfig
 
 
 @hookimpl
@@ -27,13 +27,13 @@ def kvtier_eviction_policies():
     return [
         ArcConfig,
         FifoConfig,
-        GitConfig,
+        GittinsConfig,
         LfuConfig,
         Lru2Config,
         LruConfig,
         MruConfig,
         S3FifoConfig,
-        TourConfig,
+        TournamentConfig,
     ]
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, Union
 
 import attrs
 
-from kvtier_core.config.yaml_nodes import Gather, Node, Plain, path_of, shown
+from kvtier_core.config.yaml_nodes import Node, Plain, ProblemCollector, path_of, shown
 from kvtier_core.errors import ConfigError, ContractError
 from kvtier_core.interfaces import ArenaConfig, BackendConfig, EvictionConfig, SerializerConfig, TokenDatabaseConfig
 from kvtier_core.types import Nbytes, Seconds
@@ -135,12 +135,12 @@ def _optional(read: Read) -> Read:
 
 def _several(read: Read) -> Read:
     def read_all(node: Node, choose: Choose) -> tuple:
-        gather = Gather()
+        collector = ProblemCollector()
         values = []
         for item in node.items():
-            with gather:
+            with collector:
                 values.append(read(item, choose))
-        gather.settle()
+        collector.raise_if_any()
         return tuple(values)
 
     return read_all
@@ -165,10 +165,10 @@ def _choice(family: type) -> Read:
         if not issubclass(config, family):
             raise node.wrong(f"'{config.type}' is no {family.__name__}")
         known = {"type": Setting(_read_text, required=True), **settings(config)}
-        gather = Gather()
-        values = read_keys(written, known, choose, gather)
-        validate(config, written, values, gather)
-        gather.settle()
+        collector = ProblemCollector()
+        values = read_keys(written, known, choose, collector)
+        validate(config, written, values, collector)
+        collector.raise_if_any()
         del values["type"]
         return construct(config, written, values)
 
@@ -179,10 +179,10 @@ def _group(cls: type) -> Read:
     """The settings of one class, in a mapping of their own."""
 
     def read(node: Node, choose: Choose) -> Any:
-        gather = Gather()
-        values = read_keys(node, settings(cls), choose, gather)
-        validate(cls, node, values, gather)
-        gather.settle()
+        collector = ProblemCollector()
+        values = read_keys(node, settings(cls), choose, collector)
+        validate(cls, node, values, collector)
+        collector.raise_if_any()
         return construct(cls, node, values)
 
     return read
@@ -246,29 +246,29 @@ def _discreet(field: attrs.Attribute, read: Read) -> Read:
     return read if field.repr else read_hidden
 
 
-def read_keys(node: Node, known: Mapping[str, Setting], choose: Choose, gather: Gather) -> dict[str, Any]:
-    """The values of the keys that are written; all must be known. What is wrong goes to ``gather``."""
-    values = read_known(node, known, choose, gather)
+def read_keys(node: Node, known: Mapping[str, Setting], choose: Choose, collector: ProblemCollector) -> dict[str, Any]:
+    """The values of the keys that are written; all must be known. What is wrong goes to ``collector``."""
+    values = read_known(node, known, choose, collector)
     for key, below in node.entries().items():
         if key not in known:
             hint = guess(key, known) or f"known here: {', '.join(known)}"
-            gather.problems.append(below.problem(f"unknown key {key!r}", hint))
+            collector.problems.append(below.problem(f"unknown key {key!r}", hint))
     return values
 
 
-def read_known(node: Node, known: Mapping[str, Setting], choose: Choose, gather: Gather) -> dict[str, Any]:
+def read_known(node: Node, known: Mapping[str, Setting], choose: Choose, collector: ProblemCollector) -> dict[str, Any]:
     """The values of the known keys that are written; other keys are somebody else's."""
     entries, values = node.entries(), {}
     for key, setting in known.items():
         if key in entries:
-            with gather:
+            with collector:
                 values[key] = setting.read(entries[key], choose)
         elif setting.required:
-            gather.problems.append(node.problem(f"'{key}' is missing"))
+            collector.problems.append(node.problem(f"'{key}' is missing"))
     return values
 
 
-def validate(cls: type, node: Node, values: Mapping[str, Any], gather: Gather) -> None:
+def validate(cls: type, node: Node, values: Mapping[str, Any], collector: ProblemCollector) -> None:
     """Ask each validator of the class by itself: attrs would stop at the first complaint and not say whose it is."""
     fields = [field for field in attrs.fields(cls) if field.init]
     constant = [f for f in fields if f.default is not attrs.NOTHING and not isinstance(f.default, attrs.Factory)]
@@ -277,7 +277,7 @@ def validate(cls: type, node: Node, values: Mapping[str, Any], gather: Gather) -
     instance = types.SimpleNamespace(**{**defaults, **given})
     for field in fields:
         if field.validator is not None and field.name in given:
-            with gather:
+            with collector:
                 _validate(field, instance, node.entries()[field.alias])
 
 

@@ -18,9 +18,9 @@ from kvtier_core.config import decode as structure
 from kvtier_core.config import yaml_nodes as nodes
 from kvtier_core.config.decode import Choose, Setting, Unavailable
 from kvtier_core.config.registry import KINDS, Registry
-from kvtier_core.config.yaml_nodes import Gather, Node
+from kvtier_core.config.yaml_nodes import Node, ProblemCollector
 from kvtier_core.errors import BackendError, ConfigError, Problem
-from kvtier_core.frames.codec import Door
+from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import (
     MAX_POLICY_STATE_NBYTES,
     AllocatorBackend,
@@ -32,13 +32,13 @@ from kvtier_core.interfaces import (
     SerializerConfig,
     TokenDatabaseConfig,
 )
-from kvtier_core.policies.gittins import GitConfig
+from kvtier_core.policies.gittins import GittinsConfig
 from kvtier_core.stack.arena import Arena
-from kvtier_core.stack.index.cache_index import Residents
+from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.manager import StorageManager
-from kvtier_core.stack.store_tier.tier import Tier
+from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.transfer.io_pool import IOPool, Pool
-from kvtier_core.types import PAGE_NBYTES, Nbytes, Seconds
+from kvtier_core.types import FRAME_ALIGNMENT, Nbytes, Seconds
 
 #: `chunk_tokens: auto` puts at least so much into a frame: at 1 MiB a disk is as fast as at 32 (benchmarks/RESULTS.md),
 #: and at 256 KiB it was seen to write a third less, for a frame costs a file or a request besides its bytes.
@@ -57,24 +57,24 @@ _MOST_THREADS = 64
 
 
 @attrs.frozen
-class ArenaTier:
+class ArenaTierConfig:
     """One entry of ``tiers``: the core's own keys, and in ``config`` those of the plugin."""
 
     name: str
     config: ArenaConfig
     capacity: Nbytes
-    eviction: EvictionConfig = attrs.field(factory=GitConfig)
+    eviction: EvictionConfig = attrs.field(factory=GittinsConfig)
     store_after: int = attrs.field(**_STORE_AFTER)
 
 
 @attrs.frozen
-class BackendTier:
+class StoreTierConfig:
     """One entry of ``tiers``: the core's own keys, and in ``config`` those of the plugin."""
 
     name: str
     config: BackendConfig
     capacity: Nbytes
-    eviction: EvictionConfig = attrs.field(factory=GitConfig)
+    eviction: EvictionConfig = attrs.field(factory=GittinsConfig)
     serializer: SerializerConfig = attrs.field(factory=RawConfig)
     threads: int = attrs.field(default=4, validator=[attrs.validators.ge(1), attrs.validators.le(_MOST_THREADS)])
     inflight: Nbytes = attrs.field(default=Nbytes(1 << 30))  #: bytes of arena slots that calls to this tier may hold
@@ -120,7 +120,7 @@ def _one_or_more(config: object, field: attrs.Attribute, tokens: int | str) -> N
 
 @attrs.frozen
 class StackConfig:
-    tiers: tuple[ArenaTier | BackendTier, ...]  #: hottest first
+    tiers: tuple[ArenaTierConfig | StoreTierConfig, ...]  #: hottest first
     chunk_tokens: int | Literal["auto"] = attrs.field(default="auto", validator=_one_or_more)
     token_database: TokenDatabaseConfig = attrs.field(factory=ChainedConfig)
     load_wait: Seconds = attrs.field(default=Seconds(2))  #: how long a request waits for what lies below the arenas
@@ -133,8 +133,8 @@ class StackConfig:
     _places: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)
 
     @property
-    def arenas(self) -> tuple[ArenaTier, ...]:
-        return tuple(tier for tier in self.tiers if isinstance(tier, ArenaTier))
+    def arenas(self) -> tuple[ArenaTierConfig, ...]:
+        return tuple(tier for tier in self.tiers if isinstance(tier, ArenaTierConfig))
 
     def origin(self, path: str) -> str:
         """Where this setting was written, or ``default``."""
@@ -173,11 +173,15 @@ def load_config(source: pathlib.Path | str | Mapping, registry: Registry, label:
     def choose(family: type, name: str) -> type | Unavailable:
         return registry.choose(_KIND_OF[family], name)
 
-    gather = Gather()
-    root = nodes.from_plain(source, label, gather) if isinstance(source, Mapping) else nodes.from_file(source, gather)
-    with gather:
+    collector = ProblemCollector()
+    root = (
+        nodes.from_plain(source, label, collector)
+        if isinstance(source, Mapping)
+        else nodes.from_file(source, collector)
+    )
+    with collector:
         config = _read_stack(root, choose)
-    gather.settle()
+    collector.raise_if_any()
     return config
 
 
@@ -187,51 +191,51 @@ def _read_stack(root: Node, choose: Choose) -> StackConfig:
         "tiers": Setting(_read_tiers, required=True),
         **structure.settings(StackConfig, but=("tiers", "_places")),
     }
-    gather = Gather()
-    values = structure.read_keys(root, known, choose, gather)
-    structure.validate(StackConfig, root, values, gather)
-    gather.settle()
+    collector = ProblemCollector()
+    values = structure.read_keys(root, known, choose, collector)
+    structure.validate(StackConfig, root, values, collector)
+    collector.raise_if_any()
     del values["version"]
     places = {node.path: node.where for node in root.walk()}
     return structure.construct(StackConfig, root, {**values, "places": places})
 
 
-def _read_tiers(node: Node, choose: Choose) -> tuple[ArenaTier | BackendTier, ...]:
+def _read_tiers(node: Node, choose: Choose) -> tuple[ArenaTierConfig | StoreTierConfig, ...]:
     items = node.items()
     if not items:
         raise node.wrong("a stack needs at least one tier")
-    gather = Gather()
-    plugins = [_plugin_of(item, choose, gather) for item in items]
+    collector = ProblemCollector()
+    plugins = [_plugin_of(item, choose, collector) for item in items]
     if plugins[0] is not None and not issubclass(plugins[0], ArenaConfig):
         why = f"the first tier must be an arena, and '{plugins[0].type}' is none: no engine can reach its memory"
-        gather.problems.append(items[0].entries()["type"].problem(why, "put an arena first, cpu for instance"))
+        collector.problems.append(items[0].entries()["type"].problem(why, "put an arena first, cpu for instance"))
     tiers = []
     for item, plugin, name in zip(items, plugins, _names(plugins), strict=True):
         if plugin is not None:
-            with gather:
+            with collector:
                 tiers.append(_read_tier(item, plugin, name, choose))
-    gather.settle()
+    collector.raise_if_any()
     return tuple(tiers)
 
 
-def _plugin_of(node: Node, choose: Choose, gather: Gather) -> type | None:
-    """None if nothing more can be said of this tier; then all that is wrong is in ``gather``."""
-    with gather:
+def _plugin_of(node: Node, choose: Choose, collector: ProblemCollector) -> type | None:
+    """None if nothing more can be said of this tier; then all that is wrong is in ``collector``."""
+    with collector:
         return structure.chosen(node, BackendConfig, choose)
     if isinstance(node.value, dict):
-        structure.read_known(node, _own_settings(BackendTier), choose, gather)
+        structure.read_known(node, _own_settings(StoreTierConfig), choose, collector)
     return None
 
 
-def _read_tier(node: Node, plugin: type, name: str, choose: Choose) -> ArenaTier | BackendTier:
-    shape = ArenaTier if issubclass(plugin, ArenaConfig) else BackendTier
+def _read_tier(node: Node, plugin: type, name: str, choose: Choose) -> ArenaTierConfig | StoreTierConfig:
+    shape = ArenaTierConfig if issubclass(plugin, ArenaConfig) else StoreTierConfig
     own, its = _own_settings(shape), structure.settings(plugin)
     known = {"type": Setting(structure.reader(str), required=True), **own, **its}
-    gather = Gather()
-    values = structure.read_keys(node, known, choose, gather)
-    structure.validate(plugin, node, values, gather)
-    structure.validate(shape, node, values, gather)
-    gather.settle()
+    collector = ProblemCollector()
+    values = structure.read_keys(node, known, choose, collector)
+    structure.validate(plugin, node, values, collector)
+    structure.validate(shape, node, values, collector)
+    collector.raise_if_any()
     config = structure.construct(plugin, node, {key: values[key] for key in its if key in values})
     core = {key: values[key] for key in own if key in values}
     return structure.construct(shape, node, {"name": name, "config": config, **core})
@@ -256,92 +260,96 @@ def _names(plugins: Sequence[type | None]) -> list[str]:
 
 
 @attrs.frozen
-class World:
+class Runtime:
     """What a stack has around it: threads, time, and what frames go through. The simulator has its own."""
 
     pool: Callable[[str, int], Pool] = IOPool
     clock: Callable[[], float] = time.monotonic
-    door: type[Door] = Door
+    codec: type[FrameCodec] = FrameCodec
 
 
-_HERE = World()
+_HERE = Runtime()
 
 
 @attrs.frozen
 class _Opened:
     """A tier whose plugins are open."""
 
-    tier: ArenaTier | BackendTier
+    tier: ArenaTierConfig | StoreTierConfig
     store: AllocatorBackend | Backend
-    residents: Residents
-    door: Door
+    index: CacheIndex
+    codec: FrameCodec
     capacity: Nbytes  #: this engine's share
 
 
-def open_stack(config: StackConfig, ctx: OpenContext, world: World = _HERE) -> StorageManager:
+def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _HERE) -> StorageManager:
     """All tiers open, or none: then raises ConfigError with what is wrong with each.
 
     Capacities are those of the node: of several engines that share the configuration each gets an equal part.
     """
-    gather = Gather()
+    collector = ProblemCollector()
     opened: list[_Opened] = []
-    levels: list[Arena | Tier] = []
+    levels: list[Arena | StoreTier] = []
     with contextlib.ExitStack() as closing:
         for i, tier in enumerate(config.tiers):
-            with _blaming(config, i, gather):
+            with _blaming(config, i, collector):
                 share = Nbytes(tier.capacity // ctx.replicas)
-                opened.append(_open(tier, attrs.evolve(ctx, capacity=share), world, closing))
-        gather.settle()  # a tier may evict from its store as it starts, so none starts before all are open
+                opened.append(_open(tier, attrs.evolve(ctx, capacity=share), runtime, closing))
+        collector.raise_if_any()  # a tier may evict from its store as it starts, so none starts before all are open
         for i, each in enumerate(opened):
-            with _blaming(config, i, gather):
-                levels.append(_start(each, sum(isinstance(level, Arena) for level in levels), world, closing))
-        gather.settle()
-        pool = _pool("seal", 1, world, closing)
-        manager = StorageManager(levels, namespace=ctx.namespace, layout=ctx.layout, pool=pool, clock=world.clock)
+            with _blaming(config, i, collector):
+                levels.append(_start(each, sum(isinstance(level, Arena) for level in levels), runtime, closing))
+        collector.raise_if_any()
+        pool = _pool("seal", 1, runtime, closing)
+        manager = StorageManager(levels, namespace=ctx.namespace, layout=ctx.layout, pool=pool, clock=runtime.clock)
         closing.pop_all()
     return manager
 
 
 @contextlib.contextmanager
-def _blaming(config: StackConfig, i: int, gather: Gather) -> Iterator[None]:
+def _blaming(config: StackConfig, i: int, collector: ProblemCollector) -> Iterator[None]:
     """Whatever speaks against opening tier ``i`` is a problem there. Of a ConfigError, `$` is the tier."""
     path = f"$.tiers[{i}]"
     try:
         yield
     except ConfigError as error:
-        gather.problems += [
+        collector.problems += [
             config.problem(path + each.path.removeprefix("$"), each.why, each.hint) for each in error.problems
         ]
     except (BackendError, ImportError) as error:
-        gather.problems.append(config.problem(path, str(error)))
+        collector.problems.append(config.problem(path, str(error)))
 
 
-def _open(tier: ArenaTier | BackendTier, ctx: OpenContext, world: World, closing: contextlib.ExitStack) -> _Opened:
-    serializer = tier.serializer.open(ctx) if isinstance(tier, BackendTier) else None
-    door = world.door(ctx.namespace, ctx.layout, serializer)
-    _check_room("$.capacity", tier.capacity, "holds", door.bound, ctx.replicas)
-    if isinstance(tier, BackendTier):
+def _open(
+    tier: ArenaTierConfig | StoreTierConfig, ctx: OpenContext, runtime: Runtime, closing: contextlib.ExitStack
+) -> _Opened:
+    serializer = tier.serializer.open(ctx) if isinstance(tier, StoreTierConfig) else None
+    codec = runtime.codec(ctx.namespace, ctx.layout, serializer)
+    _check_room("$.capacity", tier.capacity, "holds", codec.bound, ctx.replicas)
+    if isinstance(tier, StoreTierConfig):
         _check_room("$.inflight", tier.inflight, "lets through", ctx.layout.frame_nbytes)
-    residents = Residents(tier.eviction.open(), tier.store_after)
-    longest = max(door.bound, PAGE_NBYTES + MAX_POLICY_STATE_NBYTES)  # what a policy learned is kept as a frame, too
+    index = CacheIndex(tier.eviction.open(), tier.store_after)
+    longest = max(
+        codec.bound, FRAME_ALIGNMENT + MAX_POLICY_STATE_NBYTES
+    )  # what a policy learned is kept as a frame, too
     store = tier.config.open(attrs.evolve(ctx, max_frame_nbytes=Nbytes(longest)))
     closing.callback(_close, store)
-    return _Opened(tier, store, residents, door, ctx.capacity)
+    return _Opened(tier, store, index, codec, ctx.capacity)
 
 
-def _start(opened: _Opened, arenas: int, world: World, closing: contextlib.ExitStack) -> Arena | Tier:
+def _start(opened: _Opened, arenas: int, runtime: Runtime, closing: contextlib.ExitStack) -> Arena | StoreTier:
     tier = opened.tier
-    if isinstance(tier, ArenaTier):
-        return Arena(tier.name, arenas, opened.store, opened.residents)
-    return Tier(
+    if isinstance(tier, ArenaTierConfig):
+        return Arena(tier.name, arenas, opened.store, opened.index)
+    return StoreTier(
         tier.name,
         opened.store,
-        pool=_pool(tier.name, tier.threads, world, closing),
-        residents=opened.residents,
-        door=opened.door,
+        pool=_pool(tier.name, tier.threads, runtime, closing),
+        index=opened.index,
+        codec=opened.codec,
         capacity=opened.capacity,
         inflight=tier.inflight,
-        clock=world.clock,
+        clock=runtime.clock,
     )
 
 
@@ -353,8 +361,8 @@ def _check_room(path: str, room: Nbytes, verb: str, chunk_nbytes: int, replicas:
         raise ConfigError([Problem("", path, why, f"write at least {kib * replicas}KiB")])
 
 
-def _pool(name: str, threads: int, world: World, closing: contextlib.ExitStack) -> Pool:
-    pool = world.pool(name, threads)
+def _pool(name: str, threads: int, runtime: Runtime, closing: contextlib.ExitStack) -> Pool:
+    pool = runtime.pool(name, threads)
     closing.callback(pool.close, 1.0)
     return pool
 

@@ -50,6 +50,11 @@ class Offer:
     version: str
     config: type
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names by which a user may choose it, its own first."""
+        return self.name, *getattr(self.config, "aliases", ())
+
 
 @attrs.frozen
 class Broken:
@@ -123,7 +128,7 @@ class Registry:
                 self._observers.remove((plugin, hook))
 
     def _find(self, kind: str, name: str) -> list[Offer]:
-        return [offer for offer in self._offers if (offer.kind, offer.name) == (kind, name)]
+        return [offer for offer in self._offers if offer.kind == kind and name in offer.names]
 
     def _add(self, plugin: str, version: str, load: Callable[[], Any]) -> None:
         outcome = run(lambda: _examine(plugin, version, load()))

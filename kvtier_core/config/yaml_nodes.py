@@ -24,8 +24,8 @@ _DEEPEST = 16
 _VARIABLE = re.compile(r"\$[A-Za-z_{]")
 
 
-class Gather:
-    """`with gather:` goes on after a ConfigError, so that all problems are told at once."""
+class ProblemCollector:
+    """`with collector:` goes on after a ConfigError, so that all problems are told at once."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
@@ -39,7 +39,7 @@ class Gather:
         self.problems += error.problems
         return True
 
-    def settle(self) -> None:
+    def raise_if_any(self) -> None:
         """Raise them all, if there are any; those of a file by line."""
         if self.problems:
             raise ConfigError(sorted(self.problems, key=lambda problem: _line(problem.where)))
@@ -108,8 +108,8 @@ def path_of(text: str) -> pathlib.Path:
     return path
 
 
-def from_file(path: pathlib.Path | str, gather: Gather) -> Node:
-    """The YAML file; `gather` gets what is wrong with single keys."""
+def from_file(path: pathlib.Path | str, collector: ProblemCollector) -> Node:
+    """The YAML file; `collector` gets what is wrong with single keys."""
     name = str(path)
     try:
         text = path_of(name).read_text(encoding="utf-8")
@@ -117,10 +117,10 @@ def from_file(path: pathlib.Path | str, gather: Gather) -> Node:
         raise ConfigError([Problem(name, "$", f"cannot be read: {error.strerror}")]) from error
     except ValueError as error:  # not UTF-8, or no path
         raise ConfigError([Problem(name, "$", f"cannot be read: {error}")]) from error
-    return from_yaml(text, name, gather)
+    return from_yaml(text, name, collector)
 
 
-def from_yaml(text: str, name: str, gather: Gather) -> Node:
+def from_yaml(text: str, name: str, collector: ProblemCollector) -> Node:
     try:
         composed = yaml.compose(text, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -134,26 +134,26 @@ def from_yaml(text: str, name: str, gather: Gather) -> Node:
         raise ConfigError([Problem(name, "$", f"not YAML: {error}")]) from error
     if composed is None:
         raise ConfigError([Problem(f"{name}:1", "$", "the file is empty")])
-    return _from_composed(composed, name, composed.start_mark.line + 1, "$", gather)
+    return _from_composed(composed, name, composed.start_mark.line + 1, "$", collector)
 
 
-def from_plain(value: object, where: str, gather: Gather, path: str = "$", depth: int = 0) -> Node:
+def from_plain(value: object, where: str, collector: ProblemCollector, path: str = "$", depth: int = 0) -> Node:
     """Values as JSON knows them."""
     if depth > _DEEPEST:
         raise ConfigError([Problem(where, path, "nested too deeply")])
     if isinstance(value, Mapping):
         entries = {}
         for key, below in value.items():
-            with gather:
+            with collector:
                 if not isinstance(key, str):
                     raise ConfigError([Problem(where, path, f"a key must be text, not {key!r}")])
-                entries[key] = from_plain(below, where, gather, _below(path, key), depth + 1)
+                entries[key] = from_plain(below, where, collector, _below(path, key), depth + 1)
         return Node(where, path, entries)
     if isinstance(value, list | tuple):
         items = []
         for i, below in enumerate(value):
-            with gather:
-                items.append(from_plain(below, where, gather, f"{path}[{i}]", depth + 1))
+            with collector:
+                items.append(from_plain(below, where, collector, f"{path}[{i}]", depth + 1))
         return Node(where, path, items)
     if isinstance(value, bool | int | float | str | None):
         return Node(where, path, value)
@@ -179,32 +179,32 @@ class _Loader(yaml.BaseLoader):
         return node
 
 
-def _from_composed(composed: yaml.Node, name: str, line: int, path: str, gather: Gather) -> Node:
+def _from_composed(composed: yaml.Node, name: str, line: int, path: str, collector: ProblemCollector) -> Node:
     where = f"{name}:{line}"
     if isinstance(composed, yaml.MappingNode):
-        return Node(where, path, _entries(composed, name, path, gather))
+        return Node(where, path, _entries(composed, name, path, collector))
     if isinstance(composed, yaml.SequenceNode):
         items = enumerate(composed.value)
         return Node(
-            where, path, [_from_composed(v, name, v.start_mark.line + 1, f"{path}[{i}]", gather) for i, v in items]
+            where, path, [_from_composed(v, name, v.start_mark.line + 1, f"{path}[{i}]", collector) for i, v in items]
         )
     if composed.style is not None:
         return Node(where, path, composed.value)
     return Node(where, path, None if composed.value in ("", "~", "null") else Plain(composed.value))
 
 
-def _entries(composed: yaml.MappingNode, name: str, path: str, gather: Gather) -> dict[str, Node]:
+def _entries(composed: yaml.MappingNode, name: str, path: str, collector: ProblemCollector) -> dict[str, Node]:
     entries: dict[str, Node] = {}
     for key, value in composed.value:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode):
-            gather.problems.append(Problem(f"{name}:{line}", path, "a key must be text"))
+            collector.problems.append(Problem(f"{name}:{line}", path, "a key must be text"))
             continue
-        node = _from_composed(value, name, line, _below(path, key.value), gather)
+        node = _from_composed(value, name, line, _below(path, key.value), collector)
         if key.value == "<<":
-            gather.problems.append(node.problem("merge keys are not allowed", "write the settings out"))
+            collector.problems.append(node.problem("merge keys are not allowed", "write the settings out"))
         elif key.value in entries:
-            gather.problems.append(node.problem(f"written twice, first at {entries[key.value].where}"))
+            collector.problems.append(node.problem(f"written twice, first at {entries[key.value].where}"))
         else:
             entries[key.value] = node
     return entries

@@ -16,7 +16,7 @@ def _pairs(rows: Iterable[Iterable[str]]) -> tuple[tuple[str, str], ...]:
 
 
 @attrs.frozen
-class Survey:
+class WorkerReport:
     """What a worker found when it saw the engine's pages. From each worker to the scheduler, once, as JSON."""
 
     device: str  #: its type, in torch's words
@@ -28,22 +28,22 @@ class Survey:
 
 @attrs.frozen
 class Transfer:
-    """Chunks between slots and pages. ``pages[i]`` are the block ids of the chunk in ``slots[i]``, or HOLE."""
+    """Chunks between slots and pages. ``pages[i]`` are the block ids of the chunk in ``slots[i]``, or NO_BLOCK."""
 
     slots: tuple[Slot, ...]
     pages: tuple[tuple[int, ...], ...]
 
 
 @attrs.frozen(slots=False)
-class Plan(KVConnectorMetadata):
+class StepPlan(KVConnectorMetadata):
     """One step's work. From the scheduler to every worker."""
 
     arenas: tuple[str, ...] = ()  #: handles, by the number of the arena
     trial: tuple[Slot, ...] = ()  #: an empty slot of each arena, for the self-test
     loads: tuple[tuple[str, Transfer], ...] = ()  #: by request id
     stores: tuple[tuple[int, Transfer], ...] = ()  #: by job
-    overtaken: tuple[int, ...] = ()  #: store jobs not known to have ended, whose pages the engine gave away again
-    unloadable: tuple[str, ...] = ()  #: requests that were promised a load which cannot begin
+    stores_to_fence: tuple[int, ...] = ()  #: store jobs not known to have ended, whose pages the engine gave away again
+    failed_loads: tuple[str, ...] = ()  #: requests that were promised a load which cannot begin
 
 
 @attrs.frozen(slots=False)
@@ -53,9 +53,12 @@ class Progress(KVConnectorWorkerMetadata):
     ended: Counter[int] = attrs.field(factory=Counter)
     failed: Counter[int] = attrs.field(factory=Counter)
     tried: Counter[str] = attrs.field(factory=Counter)  #: what self-tests found wrong; empty: nothing
-    sums: dict[tuple[int, int], tuple[int, ...]] = attrs.field(factory=dict)  #: of shards, by job and rank
+    checksums: dict[tuple[int, int], tuple[int, ...]] = attrs.field(factory=dict)  #: of shards, by job and rank
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Progress:
         return Progress(
-            self.ended + other.ended, self.failed + other.failed, self.tried + other.tried, self.sums | other.sums
+            self.ended + other.ended,
+            self.failed + other.failed,
+            self.tried + other.tried,
+            self.checksums | other.checksums,
         )

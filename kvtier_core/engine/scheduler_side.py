@@ -14,11 +14,11 @@ from vllm.v1.request import Request
 
 from kvtier_core.config.model import StackConfig
 from kvtier_core.engine.hints import hints_of
-from kvtier_core.engine.messages import Plan, Progress, Transfer
+from kvtier_core.engine.messages import Progress, StepPlan, Transfer
 from kvtier_core.engine.provenance import Provenance, table_of
 from kvtier_core.engine.recorder import Recorder
 from kvtier_core.engine.stores import Stores
-from kvtier_core.interfaces import HOLE
+from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.stack.batches import ready_run
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.stats import Stats
@@ -38,11 +38,11 @@ _A_LITTLE = 1e-3
 
 #: Events that an operator wants to read about; the others are for counting.
 _NEWS = {
-    EventKind.DAMAGED: logging.WARNING,
-    EventKind.FAILED: logging.WARNING,
-    EventKind.RESTING: logging.WARNING,
-    EventKind.LOST: logging.INFO,
-    EventKind.RESUMED: logging.INFO,
+    EventKind.CORRUPT: logging.WARNING,
+    EventKind.IO_ERROR: logging.WARNING,
+    EventKind.BREAKER_OPEN: logging.WARNING,
+    EventKind.MISSING: logging.INFO,
+    EventKind.BREAKER_CLOSED: logging.INFO,
 }
 
 
@@ -71,7 +71,7 @@ class _Tracked:
             self.identity = self.bypass = why
 
 
-class SchedulerHalf:
+class SchedulerSide:
     """Every method on the scheduler's thread. That thread is the owner of the stack."""
 
     def __init__(
@@ -97,7 +97,7 @@ class SchedulerHalf:
         self._names = Names()
         self._provenance = Provenance(block_tokens)
         self._loads, self._stores = loads, stores
-        self._trial = tuple(manager.lend())  # until the self-test is over
+        self._trial = tuple(manager.reserve_self_test_slots())  # until the self-test is over
         self._untried = ranks  # workers that have not said how their self-test went
         self._refusal = ""  # why nothing is stored or loaded any more
         self._chunk_tokens = config.chunk_tokens
@@ -163,16 +163,18 @@ class SchedulerHalf:
         keys = tracked.ready[: -(-end // self._chunk_tokens) - first]
         wanted = range(tracked.computed // self._block_tokens, -(-end // self._block_tokens))
         pages = tuple(
-            tuple(block_ids[block] if block in wanted else HOLE for block in self._blocks_of(chunk))
+            tuple(block_ids[block] if block in wanted else NO_BLOCK for block in self._blocks_of(chunk))
             for chunk in range(first, first + len(keys))
         )
         self._provenance.loaded(block_ids[block] for block in wanted)
-        origins = self.manager.origins(keys)
-        tracked.sources = tokens_by_tier(origins, first, tracked.computed, tokens, self._chunk_tokens)
+        hit_sources = self.manager.hit_sources(keys)
+        tracked.sources = tokens_by_tier(hit_sources, first, tracked.computed, tokens, self._chunk_tokens)
         slots = self.manager.pin(keys, _loader(tracked.request.request_id))
         self._loading[tracked.request.request_id] = slots
         self._planned.append((tracked.request.request_id, Transfer(tuple(slots), pages)))
-        tracked.reason = ", ".join(f"{tier} {chunks * self._chunk_tokens}" for tier, chunks in Counter(origins).items())
+        tracked.reason = ", ".join(
+            f"{tier} {chunks * self._chunk_tokens}" for tier, chunks in Counter(hit_sources).items()
+        )
 
     def sources(self, request_id: str) -> Mapping[str, int]:
         """Tokens of the load that was just admitted, by the tier that supplied them."""
@@ -181,22 +183,22 @@ class SchedulerHalf:
 
     # -- a step ----------------------------------------------------------------------------------------
 
-    def plan(self, output: SchedulerOutput) -> Plan:
+    def plan(self, output: SchedulerOutput) -> StepPlan:
         """What the workers shall do in this step."""
         idle = not output.total_num_scheduled_tokens
         self._take_in(self.manager.drain(_A_LITTLE) if idle else self.manager.step())
-        overtaken = self._storing.overtaken(output, self._block_tokens)
+        stores_to_fence = self._storing.stores_to_fence(output, self._block_tokens)
         self._names.follow(output, self._tracked)
         stores = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
             if tracked := self._tracked.get(request_id):
                 stores += self._plan_store(tracked, scheduled, output)
-        plan = Plan(
+        plan = StepPlan(
             arenas=self._handles,
             trial=self._trial,
             loads=tuple(self._planned),
             stores=tuple(stores),
-            overtaken=overtaken,
+            stores_to_fence=stores_to_fence,
         )
         self._planned = []
         return plan
@@ -253,7 +255,7 @@ class SchedulerHalf:
             self._refusal = f"the self-test failed: {wrong[0]}"
             logger.error("kvtier: %s. Nothing is stored or loaded.", self._refusal)
         if not self._untried:
-            self.manager.take_back()
+            self.manager.release_self_test_slots()
             self._trial = ()
             if not self._refusal:
                 logger.info("kvtier: self-test: every byte came back")
@@ -261,7 +263,9 @@ class SchedulerHalf:
     # -- endings ---------------------------------------------------------------------------------------
 
     def finished(self, request: Request) -> None:
-        """Nothing is waited for: who is given its blocks comes behind the stores of them, see `Stores.overtaken`."""
+        """Nothing is waited for: who is given its blocks comes behind the stores of them, see
+        `Stores.stores_to_fence`.
+        """
         tracked = self._tracked.pop(request.request_id, None)
         if tracked and self._recorder:
             known = not isinstance(tracked.identity, str)
@@ -284,11 +288,11 @@ class SchedulerHalf:
             self._name_holders()
         return False
 
-    def renew(self) -> bool:
+    def invalidate_all(self) -> bool:
         """Open a new epoch: nothing stored so far is found again. False if a load of it is under way."""
         self._epoch = self._first_epoch.renewed()
         self._database = self._config.token_database.open(self._epoch, self._chunk_tokens)
-        self.manager.renew(self._epoch)
+        self.manager.invalidate_all(self._epoch)
         for tracked in self._tracked.values():
             # What it has computed is the old epoch's, and what it will compute stands on that.
             tracked.identity = tracked.bypass = "it began before the cache was reset"
@@ -297,7 +301,7 @@ class SchedulerHalf:
 
     def close(self) -> None:
         if self._epoch is not self._first_epoch:
-            self.manager.renew(self._first_epoch)  # no other process could find what a later epoch stored
+            self.manager.invalidate_all(self._first_epoch)  # no other process could find what a later epoch stored
         self._take_in(self.manager.close())
         if self._recorder:
             self._recorder.close()
@@ -306,7 +310,7 @@ class SchedulerHalf:
         self._name_holders()
 
     def _name_holders(self) -> None:
-        for holder, pins in self.manager.holders().items():
+        for holder, pins in self.manager.pins_by_holder().items():
             logger.warning("kvtier: %s still holds %d slots", holder, pins)
 
     # -- inside ----------------------------------------------------------------------------------------
@@ -321,7 +325,7 @@ class SchedulerHalf:
             if isinstance(identity, str):
                 tracked.bypass = identity
             else:
-                self.manager.touch(self._keys(tracked, request.num_tokens), hints_of(request))
+                self.manager.on_request(self._keys(tracked, request.num_tokens), hints_of(request))
         if tracked.preemptions != request.num_preemptions:
             tracked.preemptions = request.num_preemptions
             tracked.saved, tracked.told = 0, False
@@ -353,7 +357,7 @@ class SchedulerHalf:
         if not keys:
             return f"nothing left that fills a chunk of {self._chunk_tokens}"
         if found[0] is Presence.MISS:
-            return self.manager.why_missing(keys[0])
+            return self.manager.miss_reason(keys[0])
         if self._untried:
             return "the self-test is not over"
         return f"it did not come up within {self._config.load_wait}"

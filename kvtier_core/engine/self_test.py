@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kvtier_core.interfaces import HOLE, Mover, PageTable
+from kvtier_core.interfaces import NO_BLOCK, Mover, PagedKVCache
 
 #: So many pages of each layer are tried, of those that a chunk has.
 _TRIED = 4
@@ -23,7 +23,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STORE, _LOAD = -1, -2  # jobs
 
 
-def try_copies(mover: Mover, table: PageTable, caches: Mapping[str, torch.Tensor], slot: int) -> str:
+def try_copies(mover: Mover, table: PagedKVCache, caches: Mapping[str, torch.Tensor], slot: int) -> str:
     """What came back wrong from ``slot``, an empty one, in plain words; empty if nothing did."""
     pages = {name: _pages(cache, table.blocks) for name, cache in caches.items()}
     drawn = random.sample(range(table.blocks), min(table.blocks, _TRIED + _WITNESSES))
@@ -64,7 +64,7 @@ def _scattered(blocks: Sequence[int], places: int) -> list[int]:
     """Blocks at the first place of a chunk, at the last, and anywhere between."""
     between = random.sample(range(1, places - 1), max(0, len(blocks) - 2))
     at = dict(zip(sorted({0, places - 1, *between}), blocks, strict=False))
-    return [at.get(place, HOLE) for place in range(places)]
+    return [at.get(place, NO_BLOCK) for place in range(places)]
 
 
 def _noise(like: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ class _Store:
     blocks: frozenset[int]  #: whose pages are read
     waiting: int  #: workers that have not reported
     failed: bool = False
-    sums: dict[int, Sequence[int]] = attrs.field(factory=dict)  #: of the shards, by rank
+    checksums: dict[int, Sequence[int]] = attrs.field(factory=dict)  #: of the shards, by rank
 
 
 class Stores:
@@ -44,7 +44,7 @@ class Stores:
         self._under_way[self._jobs] = _Store(list(slots), frozenset(itertools.chain(*wanted)), self._ranks)
         return [(self._jobs, Transfer(tuple(slots.values()), wanted))]
 
-    def overtaken(self, output: SchedulerOutput, block_tokens: int) -> tuple[int, ...]:
+    def stores_to_fence(self, output: SchedulerOutput, block_tokens: int) -> tuple[int, ...]:
         """Jobs whose blocks were freed meanwhile, and which this step gives to a request, to be written."""
         if not self._under_way:
             return ()
@@ -63,8 +63,8 @@ class Stores:
 
     def take_in(self, report: Progress) -> None:
         """What the workers did."""
-        for (job, rank), sums in report.sums.items():
-            self._under_way[job].sums[rank] = sums
+        for (job, rank), checksums in report.checksums.items():
+            self._under_way[job].checksums[rank] = checksums
         for job, workers in report.ended.items():
             self._end(job, workers, failed=bool(report.failed[job]))
 
@@ -79,6 +79,6 @@ class Stores:
         if store.failed:
             self._manager.abort(store.keys)
         else:
-            summed = len(store.sums) == self._ranks
-            by_chunk = zip(*(store.sums[rank] for rank in range(self._ranks)), strict=True) if summed else ()
+            summed = len(store.checksums) == self._ranks
+            by_chunk = zip(*(store.checksums[rank] for rank in range(self._ranks)), strict=True) if summed else ()
             self._manager.commit(store.keys, dict(zip(store.keys, by_chunk, strict=summed)))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import attrs
 
-from kvtier_core.engine.messages import Survey
+from kvtier_core.engine.messages import WorkerReport
 
 _SUFFIX = ".report"
 #: Seconds. Then the engine that left a report is long past its start.
@@ -26,17 +26,17 @@ _STALE = 24 * 3600.0
 _MOST_NBYTES = 16 << 20
 
 
-def leave(engine: str, rank: int, survey: Survey) -> None:
+def leave(engine: str, rank: int, report: WorkerReport) -> None:
     """Write a worker's report, over an older one of the same engine and rank. Raises OSError."""
     folder = _folder()
     _sweep(folder)
     handle, unfinished = tempfile.mkstemp(dir=folder, suffix=_SUFFIX)  # 0600
     with open(handle, "w") as file:
-        json.dump(attrs.asdict(survey), file)
+        json.dump(attrs.asdict(report), file)
     os.replace(unfinished, folder / _name(engine, rank))
 
 
-def collect(engine: str, ranks: int) -> list[Survey] | str:
+def collect(engine: str, ranks: int) -> list[WorkerReport] | str:
     """The reports of all ranks, or why there are none to be believed."""
     try:
         folder = _folder()
@@ -81,10 +81,10 @@ def _is_ours(folder: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
-def _read(path: Path) -> Survey:
+def _read(path: Path) -> WorkerReport:
     """Raises OSError, ValueError and TypeError."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        return Survey(**json.loads(file.read(_MOST_NBYTES)))
+        return WorkerReport(**json.loads(file.read(_MOST_NBYTES)))
 
 
 def _sweep(folder: Path) -> None:

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kvtier_core.config.model import ArenaTier
-from kvtier_core.engine.messages import Plan, Progress, Transfer
+from kvtier_core.config.model import ArenaTierConfig
+from kvtier_core.engine.messages import Progress, StepPlan, Transfer
 from kvtier_core.engine.self_test import try_copies
-from kvtier_core.interfaces import Mover, PageTable
+from kvtier_core.interfaces import Mover, PagedKVCache
 from kvtier_core.transfer.io_pool import run
 from kvtier_core.types import Slot
 
@@ -24,10 +24,10 @@ _A_LITTLE = 2e-3
 _Owner = tuple[str, str | int]  # ("load", request id) or ("store", job)
 
 
-class WorkerHalf:
+class WorkerSide:
     """Carries out plans through one mover per arena. Whatever goes wrong is a job that failed."""
 
-    def __init__(self, arenas: Sequence[ArenaTier], table: PageTable, caches: Mapping[str, torch.Tensor]):
+    def __init__(self, arenas: Sequence[ArenaTierConfig], table: PagedKVCache, caches: Mapping[str, torch.Tensor]):
         self._arenas = arenas
         self._table = table
         self._caches = caches
@@ -50,7 +50,7 @@ class WorkerHalf:
     def return_to_pages(self) -> None:
         self._away = False
 
-    def attach(self, plan: Plan) -> None:
+    def attach(self, plan: StepPlan) -> None:
         """Reach the arenas that the plan names and try the copies, once. What is not as it should be is not used."""
         if self._movers or not plan.arenas or self._away:
             return
@@ -71,25 +71,25 @@ class WorkerHalf:
                 return f"arena {tier.name}: {wrong}"
         return ""
 
-    def load(self, plan: Plan, *, idle: bool) -> None:
+    def load(self, plan: StepPlan, *, idle: bool) -> None:
         """Begin the plan's loads. In an ``idle`` step, which computes nothing, wait a little for those under way."""
         for request_id, transfer in plan.loads:
             self._begin(("load", request_id), transfer)
         if idle:
             self._wait("load", _A_LITTLE)
-        for request_id in plan.unloadable:
+        for request_id in plan.failed_loads:
             self._failed.add(("load", request_id))
             self._ended.append(("load", request_id))
 
-    def store(self, plan: Plan) -> None:
+    def store(self, plan: StepPlan) -> None:
         """Begin the plan's stores. What the engine does with their pages later is kept behind them by `fence`."""
         for job, transfer in plan.stores:
             self._begin(("store", job), transfer)
 
-    def fence(self, plan: Plan) -> None:
+    def fence(self, plan: StepPlan) -> None:
         """Before the step: pages that it may overwrite are read first."""
-        overtaken = {("store", job) for job in plan.overtaken}
-        if jobs := {job for job, owner in self._owners.items() if owner in overtaken}:
+        stores_to_fence = {("store", job) for job in plan.stores_to_fence}
+        if jobs := {job for job, owner in self._owners.items() if owner in stores_to_fence}:
             for mover in self._movers:
                 if mover is not None:
                     mover.fence(jobs)
@@ -113,8 +113,8 @@ class WorkerHalf:
         failed = [owner for owner in ended if owner in self._failed]
         self._ended = [owner for owner in self._ended if owner[0] != "store"]
         self._failed.difference_update(failed)
-        sums, self._sums = self._sums, {}
-        return Progress(Counter(job for _, job in ended), Counter(job for _, job in failed), tried, sums)
+        checksums, self._sums = self._sums, {}
+        return Progress(Counter(job for _, job in ended), Counter(job for _, job in failed), tried, checksums)
 
     def close(self) -> None:
         for mover in self._movers:
@@ -154,10 +154,10 @@ class WorkerHalf:
 
     def _collect(self) -> None:
         for mover in self._movers:
-            for job, ok, sums in mover.finished() if mover is not None else ():
+            for job, ok, checksums in mover.finished() if mover is not None else ():
                 what, number = owner = self._owners.pop(job)
-                if what == "store" and sums:
-                    self._sums[number, self._table.rank] = tuple(sums)
+                if what == "store" and checksums:
+                    self._sums[number, self._table.rank] = tuple(checksums)
                 self._end_part(owner, ok=ok)
 
     def _end_part(self, owner: _Owner, *, ok: bool) -> None:

@@ -42,9 +42,9 @@ crc32 = getattr(extension, "crc32", zlib.crc32)
 combine = getattr(extension, "crc32_combine", plain_combine)
 
 
-def join(sums: Sequence[int], nbytes: int) -> int:
+def join(checksums: Sequence[int], nbytes: int) -> int:
     """The checksum of pieces one after the other, each of ``nbytes``."""
-    joined, *others = sums
+    joined, *others = checksums
     for each in others:
         joined = combine(joined, each, nbytes)
     return joined

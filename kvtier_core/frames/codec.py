@@ -6,10 +6,10 @@ from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.frames import format as frame
 from kvtier_core.frames.format import Damage
 from kvtier_core.interfaces import Serializer
-from kvtier_core.types import PAGE_NBYTES, ChunkKey, ChunkLayout, Namespace
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, ChunkLayout, Namespace
 
 
-class Door:
+class FrameCodec:
     """Used on a tier's threads; it has no state. Without a serializer nothing is copied."""
 
     def __init__(self, namespace: Namespace, layout: ChunkLayout, serializer: Serializer | None):
@@ -19,7 +19,7 @@ class Door:
         #: the most bytes that a frame takes in the store
         self.bound = layout.frame_nbytes if serializer is None else _whole_pages(serializer.bound(layout))
 
-    def of(self, namespace: Namespace) -> Door:
+    def of(self, namespace: Namespace) -> FrameCodec:
         """The same door for another namespace."""
         return type(self)(namespace, self._layout, self._serializer)
 
@@ -28,7 +28,7 @@ class Door:
         if self._serializer is None:
             return sealed
         encoded = memoryview(bytearray(self.bound))
-        nbytes = self._serializer.encode(frame.payload_of(sealed), encoded[PAGE_NBYTES:])
+        nbytes = self._serializer.encode(frame.payload_of(sealed), encoded[FRAME_ALIGNMENT:])
         frame.seal(encoded, self.namespace, key, nbytes, self._serializer.code)
         return encoded[: _whole_pages(nbytes)]
 
@@ -48,7 +48,7 @@ class Door:
             return damage
         try:
             decoded = self._serializer.decode(
-                frame.payload_of(landed[:count]), slot[PAGE_NBYTES : PAGE_NBYTES + nbytes]
+                frame.payload_of(landed[:count]), slot[FRAME_ALIGNMENT : FRAME_ALIGNMENT + nbytes]
             )
         except BackendError:
             return Damage.CODEC
@@ -59,4 +59,4 @@ class Door:
 
 
 def _whole_pages(payload_nbytes: int) -> int:
-    return PAGE_NBYTES + -(-payload_nbytes // PAGE_NBYTES) * PAGE_NBYTES
+    return FRAME_ALIGNMENT + -(-payload_nbytes // FRAME_ALIGNMENT) * FRAME_ALIGNMENT

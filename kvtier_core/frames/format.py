@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvtier_core.frames.checksum import combine, crc32
-from kvtier_core.types import KEY_NBYTES, PAGE_NBYTES, ChunkKey, Namespace
+from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace
 
 FORMAT_VERSION = 1
 RAW = 0  #: the codec of a payload that no serializer touched
@@ -62,11 +62,11 @@ def seal(
     """Write the header of ``frame``, whose payload is already in place; ``summed`` is its CRC-32 if that is known."""
     fields = _FIELDS.pack(_MAGIC, FORMAT_VERSION, codec, payload_nbytes, namespace.digest, key)
     if summed is None:
-        checksum = crc32(frame[PAGE_NBYTES : PAGE_NBYTES + payload_nbytes], crc32(fields))
+        checksum = crc32(frame[FRAME_ALIGNMENT : FRAME_ALIGNMENT + payload_nbytes], crc32(fields))
     else:
         checksum = combine(crc32(fields), summed, payload_nbytes)
     frame[:_FIELDS_END] = fields + _CHECKSUM.pack(checksum)
-    frame[_FIELDS_END:PAGE_NBYTES] = bytes(PAGE_NBYTES - _FIELDS_END)
+    frame[_FIELDS_END:FRAME_ALIGNMENT] = bytes(FRAME_ALIGNMENT - _FIELDS_END)
 
 
 def check(
@@ -96,18 +96,18 @@ def inspect(nbytes: int, read: Callable[[int, int], bytes]) -> Header | Damage:
     ``read(offset, nbytes)`` returns bytes of it, fewer only at its end. What it raises escapes. It is asked for a
     few MiB at a time, and for nothing beyond the header if the length is not that of the frame.
     """
-    page = memoryview(read(0, PAGE_NBYTES))
+    page = memoryview(read(0, FRAME_ALIGNMENT))
     header = _header(page)
     if isinstance(header, Damage):
         return header
-    whole = PAGE_NBYTES + header.payload_nbytes
+    whole = FRAME_ALIGNMENT + header.payload_nbytes
     if whole > nbytes:
         return Damage.SHORT
-    if nbytes - whole >= PAGE_NBYTES:
+    if nbytes - whole >= FRAME_ALIGNMENT:
         return Damage.LENGTH
     (checksum,) = _CHECKSUM.unpack_from(page, _FIELDS.size)
     found = crc32(page[: _FIELDS.size])
-    for at in range(PAGE_NBYTES, whole, _PIECE_NBYTES):
+    for at in range(FRAME_ALIGNMENT, whole, _PIECE_NBYTES):
         asked = min(_PIECE_NBYTES, whole - at)
         piece = read(at, asked)
         if len(piece) != asked:
@@ -119,11 +119,11 @@ def inspect(nbytes: int, read: Callable[[int, int], bytes]) -> Header | Damage:
 def payload_of(frame: memoryview) -> memoryview:
     """The payload of a frame that `check` found whole."""
     nbytes = Header._make(_FIELDS.unpack_from(frame)).payload_nbytes
-    return frame[PAGE_NBYTES : PAGE_NBYTES + nbytes]
+    return frame[FRAME_ALIGNMENT : FRAME_ALIGNMENT + nbytes]
 
 
 def _header(frame: memoryview) -> Header | Damage:
-    if len(frame) < PAGE_NBYTES:
+    if len(frame) < FRAME_ALIGNMENT:
         return Damage.SHORT
     header = Header._make(_FIELDS.unpack_from(frame))
     if header.magic != _MAGIC:
@@ -132,8 +132,8 @@ def _header(frame: memoryview) -> Header | Damage:
 
 
 def _unsound(frame: memoryview, header: Header) -> Damage | None:
-    if header.payload_nbytes > len(frame) - PAGE_NBYTES:
+    if header.payload_nbytes > len(frame) - FRAME_ALIGNMENT:
         return Damage.SHORT
     (checksum,) = _CHECKSUM.unpack_from(frame, _FIELDS.size)
-    payload = frame[PAGE_NBYTES : PAGE_NBYTES + header.payload_nbytes]
+    payload = frame[FRAME_ALIGNMENT : FRAME_ALIGNMENT + header.payload_nbytes]
     return None if crc32(payload, crc32(frame[: _FIELDS.size])) == checksum else Damage.CHECKSUM

@@ -26,7 +26,7 @@ import attrs
 
 from kvtier_core.interfaces import EvictionConfig, EvictionPolicy
 from kvtier_core.policies.lifetable import AGES, EDGES, LifeTable
-from kvtier_core.policies.native_counterpart import twin
+from kvtier_core.policies.native_counterpart import native_counterpart
 from kvtier_core.types import ChunkKey
 
 _REUSES = 3
@@ -44,12 +44,13 @@ _VOTE = 720_720 << 12
 
 
 @attrs.frozen
-class GitConfig(EvictionConfig):
-    type: ClassVar[str] = "git"
+class GittinsConfig(EvictionConfig):
+    type: ClassVar[str] = "gittins"
+    aliases: ClassVar[tuple[str, ...]] = ("git",)
     classes: Literal["simple", "full"] = "full"  #: simple: only how often a chunk was named
 
     def open(self) -> EvictionPolicy:
-        return Twin(sizes=1 if self.classes == "simple" else _SIZES)
+        return Implementation(sizes=1 if self.classes == "simple" else _SIZES)
 
 
 class _Group:
@@ -82,7 +83,7 @@ class _Cell:
         self.awaited = False  # somebody waits for its oldest group to come of the next age
 
 
-class Git(EvictionPolicy):
+class Gittins(EvictionPolicy):
     def __init__(self, sizes: int) -> None:
         self._sizes = sizes
         self._group: dict[ChunkKey, _Group] = {}  # of what is held, and of ghosts
@@ -240,4 +241,4 @@ class Git(EvictionPolicy):
         self._live = [rank for rank, (cls, age) in enumerate(self._table.order) if self._cells[cls][age].holding]
 
 
-Twin = twin(Git)
+Implementation = native_counterpart(Gittins)

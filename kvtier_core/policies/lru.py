@@ -14,7 +14,7 @@ from typing import ClassVar
 import attrs
 
 from kvtier_core.interfaces import EvictionConfig, EvictionPolicy
-from kvtier_core.policies.native_counterpart import twin
+from kvtier_core.policies.native_counterpart import native_counterpart
 from kvtier_core.types import ChunkKey
 
 
@@ -23,7 +23,7 @@ class LruConfig(EvictionConfig):
     type: ClassVar[str] = "lru"
 
     def open(self) -> EvictionPolicy:
-        return Twin()
+        return Implementation()
 
 
 class Lru(EvictionPolicy):
@@ -46,4 +46,4 @@ class Lru(EvictionPolicy):
         return iter(self._order)
 
 
-Twin = twin(Lru)
+Implementation = native_counterpart(Lru)

@@ -8,6 +8,6 @@ from kvtier_core.interfaces import EvictionPolicy
 from kvtier_core.native import extension
 
 
-def twin(plain: type[EvictionPolicy]) -> Callable[..., EvictionPolicy]:
+def native_counterpart(plain: type[EvictionPolicy]) -> Callable[..., EvictionPolicy]:
     """Who answers as this one does, to the last bit, and sooner; itself, where nothing could be compiled."""
     return EvictionPolicy.register(getattr(extension, plain.__name__, plain))

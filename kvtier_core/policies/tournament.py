@@ -25,11 +25,12 @@ _MEMBERS = (LruConfig(), Lru2Config())
 
 
 @attrs.frozen
-class TourConfig(EvictionConfig):
-    type: ClassVar[str] = "tour"
+class TournamentConfig(EvictionConfig):
+    type: ClassVar[str] = "tournament"
+    aliases: ClassVar[tuple[str, ...]] = ("tour",)
 
-    def open(self) -> Tour:
-        return Tour([member.open() for member in _MEMBERS])
+    def open(self) -> Tournament:
+        return Tournament([member.open() for member in _MEMBERS])
 
 
 class _Shadow:
@@ -60,7 +61,7 @@ class _Shadow:
                 self.surplus[victim] = None
 
 
-class Tour(EvictionPolicy):
+class Tournament(EvictionPolicy):
     def __init__(self, members: Sequence[EvictionPolicy]) -> None:
         self._shadows = [_Shadow(policy) for policy in members]
         self._leader = self._shadows[0]

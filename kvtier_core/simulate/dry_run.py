@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import attrs
 
-from kvtier_core.config.model import ArenaTier, BackendTier, StackConfig, World, open_stack
-from kvtier_core.frames.codec import Door
+from kvtier_core.config.model import ArenaTierConfig, Runtime, StackConfig, StoreTierConfig, open_stack
+from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import Damage
 from kvtier_core.interfaces import (
     AllocatorBackend,
@@ -19,7 +19,7 @@ from kvtier_core.interfaces import (
     BackendConfig,
     Mover,
     OpenContext,
-    PageTable,
+    PagedKVCache,
 )
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.transfer.io_pool import Outcome, Then, Work, run
@@ -42,22 +42,22 @@ class Clock:
 def open_weightless(config: StackConfig, layout: ChunkLayout, clock: Clock) -> StorageManager:
     """The stack of a configuration with nothing behind its tiers. Raises ConfigError."""
     tiers = tuple(_weightless(tier) for tier in config.tiers)
-    return open_stack(attrs.evolve(config, tiers=tiers), _context(layout), World(_pool, clock, OpenDoor))
+    return open_stack(attrs.evolve(config, tiers=tiers), _context(layout), Runtime(_pool, clock, PassthroughCodec))
 
 
-def chunks_in(tier: ArenaTier | BackendTier, layout: ChunkLayout) -> int:
+def chunks_in(tier: ArenaTierConfig | StoreTierConfig, layout: ChunkLayout) -> int:
     """How many a tier has room for."""
     context = _context(layout)
-    serializer = tier.serializer.open(context) if isinstance(tier, BackendTier) else None
-    return tier.capacity // Door(context.namespace, layout, serializer).bound
+    serializer = tier.serializer.open(context) if isinstance(tier, StoreTierConfig) else None
+    return tier.capacity // FrameCodec(context.namespace, layout, serializer).bound
 
 
 def _context(layout: ChunkLayout) -> OpenContext:
     return OpenContext(Namespace.of({"engine": "simulated"}), layout, "simulated")
 
 
-def _weightless(tier: ArenaTier | BackendTier) -> ArenaTier | BackendTier:
-    if isinstance(tier, ArenaTier):
+def _weightless(tier: ArenaTierConfig | StoreTierConfig) -> ArenaTierConfig | StoreTierConfig:
+    if isinstance(tier, ArenaTierConfig):
         return attrs.evolve(tier, config=MirageConfig())
     return attrs.evolve(tier, config=VoidConfig(), inflight=_NO_LIMIT)
 
@@ -66,14 +66,14 @@ def _weightless(tier: ArenaTier | BackendTier) -> ArenaTier | BackendTier:
 class MirageConfig(ArenaConfig):
     type: ClassVar[str] = "mirage"
 
-    def open(self, ctx: OpenContext) -> Mirage:
-        return Mirage(ctx)
+    def open(self, ctx: OpenContext) -> NullArena:
+        return NullArena(ctx)
 
-    def attach(self, handle: str, table: PageTable) -> Mover:
+    def attach(self, handle: str, table: PagedKVCache) -> Mover:
         raise NotImplementedError("no engine reaches a simulated arena")
 
 
-class Mirage(AllocatorBackend):
+class NullArena(AllocatorBackend):
     """Every slot is the same memory, which nobody touches and which therefore takes none."""
 
     handle = ""
@@ -94,11 +94,11 @@ class Mirage(AllocatorBackend):
 class VoidConfig(BackendConfig):
     type: ClassVar[str] = "void"
 
-    def open(self, ctx: OpenContext) -> Void:
-        return Void()
+    def open(self, ctx: OpenContext) -> NullBackend:
+        return NullBackend()
 
 
-class Void(Backend):
+class NullBackend(Backend):
     """Has whatever the tier's index says it has."""
 
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
@@ -114,7 +114,7 @@ class Void(Backend):
         pass
 
 
-class OpenDoor(Door):
+class PassthroughCodec(FrameCodec):
     """Frames go through unread. A serializer gets its way with their length: each is as long as it may become."""
 
     def encode(self, key: ChunkKey, sealed: memoryview) -> memoryview:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from kvtier_core.errors import ContractError
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.batches import leading_run
-from kvtier_core.stack.store_tier.tier import Tier
-from kvtier_core.stack.write_through import Descent
+from kvtier_core.stack.store_tier.tier import StoreTier
+from kvtier_core.stack.write_through import WriteThrough
 from kvtier_core.transfer.io_pool import Pool, run
 from kvtier_core.types import (
     KEY_NBYTES,
@@ -36,7 +36,7 @@ class StorageManager:
 
     def __init__(
         self,
-        levels: Sequence[Arena | Tier],
+        levels: Sequence[Arena | StoreTier],
         *,
         namespace: Namespace,
         layout: ChunkLayout,
@@ -45,14 +45,14 @@ class StorageManager:
     ):
         self._levels = tuple(levels)
         self._arenas = [level for level in levels if isinstance(level, Arena)]
-        self._tiers = [level for level in levels if isinstance(level, Tier)]
+        self._tiers = [level for level in levels if isinstance(level, StoreTier)]
         if not self._arenas or self._levels[0] is not self._arenas[0]:
             raise ContractError("a stack begins with an arena")
         self._hot = self._arenas[0]
         self._layout = layout
         self._pool = pool  # seals frames, and copies them from arena to arena
         self._clock = clock
-        self._descent = Descent(
+        self._write_through = WriteThrough(
             self._hot,
             self._levels[1:],
             namespace=namespace,
@@ -66,10 +66,10 @@ class StorageManager:
         self._events: list[Event] = []
         self._parents: dict[ChunkKey, ChunkKey | None] = {}  # of what is reserved
         self._origin: dict[ChunkKey, str] = {}  # tiers from which READY chunks came, until they are first used
-        self._wishes: dict[ChunkKey, ChunkKey | None] = {}  # to its parent
-        self._denied: set[ChunkKey] = set()  # wishes of the last step that found no room
-        self._wanted: set[ChunkKey] = set()  # looked up since the last step
-        self._spared: set[ChunkKey] = set()  # looked up between the two steps before
+        self._promotion_requests: dict[ChunkKey, ChunkKey | None] = {}  # to its parent
+        self._rejected: set[ChunkKey] = set()  # requests of the last step that found no room
+        self._recent_lookups: set[ChunkKey] = set()  # looked up since the last step
+        self._earlier_lookups: set[ChunkKey] = set()  # looked up between the two steps before
 
     # -- looking -----------------------------------------------------------------------------------
 
@@ -83,29 +83,29 @@ class StorageManager:
         while (at := len(found)) < len(keys):
             if run := max(arena.ready(keys, at) for arena in self._arenas):
                 found += [Presence.READY] * run
-            elif run := self._coming(keys, at):
+            elif run := self._pending_run(keys, at):
                 found += [Presence.PENDING] * run
             else:
                 break
-        self._wanted.update(keys[: len(found)])
+        self._recent_lookups.update(keys[: len(found)])
         return found + [Presence.MISS] * (len(keys) - len(found))
 
-    def why_missing(self, key: ChunkKey) -> str:
+    def miss_reason(self, key: ChunkKey) -> str:
         """In words, for a key that was a MISS just now."""
-        if key in self._denied:
+        if key in self._rejected:
             return f"no room in {self._hot.name} to bring it up"
-        resting = [tier.name for tier in self._tiers if key in tier.residents]
+        resting = [tier.name for tier in self._tiers if key in tier.index]
         return f"{resting[0]} cannot be asked now" if resting else "not stored"
 
-    def origins(self, keys: Sequence[ChunkKey]) -> list[str]:
+    def hit_sources(self, keys: Sequence[ChunkKey]) -> list[str]:
         """For READY keys the tier that saved their recompute: the one below if it came up for this."""
         return [self._origin.get(key) or self._arena_of(key).name for key in keys]
 
-    def touch(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None) -> None:
+    def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None) -> None:
         """A request names this path: tell the policies, once a request. What a tier had to refuse is offered again."""
         for level in self._levels:
-            level.residents.request(path, self._clock(), hints or {})
-        self._descent.begin(path, sums={})
+            level.index.request(path, self._clock(), hints or {})
+        self._write_through.begin(path, checksums={})
 
     # -- the engine's stores and loads ---------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class StorageManager:
         """
         absent = self._without_slot(keys)
         parents = dict(zip(keys, (None, *keys), strict=False))
-        passing = leading_run(absent, self._descent.wanted(absent).__contains__)
+        passing = leading_run(absent, self._write_through.writable(absent).__contains__)
         self._make_room(self._hot, len(passing), keys)
         granted = passing[: self._hot.free]
         self._hot.reserve(granted)
@@ -127,7 +127,7 @@ class StorageManager:
         self._parents.update((key, parents[key]) for key in granted)
         return dict(zip(granted, self._hot.slots(granted), strict=True))
 
-    def commit(self, keys: Sequence[ChunkKey], sums: Mapping[ChunkKey, Sequence[int]] | None = None) -> None:
+    def commit(self, keys: Sequence[ChunkKey], checksums: Mapping[ChunkKey, Sequence[int]] | None = None) -> None:
         """The slots of these keys are filled: READY at once, and on their way down.
 
         ``sums`` are the CRC-32 of each rank's shard, for the chunks that were summed on the way.
@@ -135,7 +135,7 @@ class StorageManager:
         kept = self._commit(keys)
         if kept:
             self._report(EventKind.STORED, kept, nbytes=len(kept) * self._layout.payload_nbytes)
-            self._descent.begin(kept, sums or {})
+            self._write_through.begin(kept, checksums or {})
 
     def abort(self, keys: Sequence[ChunkKey]) -> None:
         """The slots of these keys will not be filled."""
@@ -157,18 +157,18 @@ class StorageManager:
         for arena in self._arenas:
             arena.unpin([slot for slot in slots if slot.arena == arena.number], owner)
 
-    def holders(self) -> Counter[str]:
+    def pins_by_holder(self) -> Counter[str]:
         """Who has pins, and how many: requests, and tiers that read a slot. Empty at rest."""
-        return sum((arena.holders() for arena in self._arenas), Counter())
+        return sum((arena.pins_by_holder() for arena in self._arenas), Counter())
 
-    def lend(self) -> list[Slot]:
-        """An empty slot of each arena, until `take_back`, for a trial of the copies."""
+    def reserve_self_test_slots(self) -> list[Slot]:
+        """An empty slot of each arena, until `release_self_test_slots`, for a trial of the copies."""
         self._lent = ChunkKey(secrets.token_bytes(KEY_NBYTES))
         for arena in self._arenas:
             arena.reserve([self._lent])
         return [slot for arena in self._arenas for slot in arena.slots([self._lent])]
 
-    def take_back(self) -> None:
+    def release_self_test_slots(self) -> None:
         """Of all that was lent."""
         for arena in self._arenas:
             arena.abort([self._lent])
@@ -176,15 +176,15 @@ class StorageManager:
     # -- the turn of the wheel -----------------------------------------------------------------------
 
     def step(self) -> list[Event]:
-        """Take in what the threads finished, grant wishes, and tell what happened since the last step."""
+        """Take in what the threads finished, grant requests, and tell what happened since the last step."""
         for pool in self._pools():
             pool.step()
-        self._grant()
+        self._start_promotions()
         for tier in self._tiers:
-            tier.catch_up()
+            tier.poll()
             self._events += tier.events
             tier.events.clear()
-        self._spared, self._wanted = self._wanted, set()
+        self._earlier_lookups, self._recent_lookups = self._recent_lookups, set()
         events, self._events = self._events, []
         return events
 
@@ -200,15 +200,15 @@ class StorageManager:
             events += self.step()
         return events
 
-    def renew(self, namespace: Namespace) -> None:
+    def invalidate_all(self, namespace: Namespace) -> None:
         """Never find again what was stored so far. What is in use goes when it is not; new frames are sealed anew."""
-        self._descent.namespace = namespace
+        self._write_through.namespace = namespace
         for arena in self._arenas:
             arena.clear()
         for tier in self._tiers:
-            tier.renew(namespace)
+            tier.invalidate_all(namespace)
         self._origin.clear()
-        self._wishes.clear()
+        self._promotion_requests.clear()
 
     def close(self, timeout: float = 5.0) -> list[Event]:
         """Give stores on their way down ``timeout`` seconds, then let go of everything. May be called twice.
@@ -261,9 +261,9 @@ class StorageManager:
 
         Asks the stores, on this thread: for once, when the stack was opened.
         """
-        if any(len(tier.residents) for tier in self._tiers):
+        if any(len(tier.index) for tier in self._tiers):
             return ""
-        mine = self._descent.namespace
+        mine = self._write_through.namespace
         others = [
             (len(mine.differences(other)), tier.name, mine.differences(other))
             for tier in self._tiers
@@ -282,7 +282,7 @@ class StorageManager:
 
     # -- inside --------------------------------------------------------------------------------------
 
-    def _coming(self, keys: Sequence[ChunkKey], at: int) -> int:
+    def _pending_run(self, keys: Sequence[ChunkKey], at: int) -> int:
         """How many of a path, from one on that is not READY, are on their way to an arena, or may be from now on."""
         key = keys[at]
         if any(arena.expects(key) for arena in self._arenas):
@@ -291,24 +291,24 @@ class StorageManager:
             return 0
         for tier in self._tiers:
             if run := tier.readable(keys, at):
-                wishes = leading_run(keys[at : at + run], lambda key: not self._stays_below(key))
-                self._wishes.update(zip(wishes, [keys[at - 1] if at else None, *wishes], strict=False))
-                return len(wishes)
-            if tier.wonder(key):
+                requests = leading_run(keys[at : at + run], lambda key: not self._stays_below(key))
+                self._promotion_requests.update(zip(requests, [keys[at - 1] if at else None, *requests], strict=False))
+                return len(requests)
+            if tier.request_lookup(key):
                 return 1
         return 0
 
     def _stays_below(self, key: ChunkKey) -> bool:
         """Was there no room for it just now, or does a slot bear its name that nobody may look into?"""
-        return key in self._denied or self._has_a_slot(key)
+        return key in self._rejected or self._has_a_slot(key)
 
-    def _grant(self) -> None:
+    def _start_promotions(self) -> None:
         """Begin to read what was wished for, as far as there is room that nobody else looks at."""
-        self._denied.clear()
-        wishes = {key: parent for key, parent in self._wishes.items() if not self._has_a_slot(key)}
-        self._wishes.clear()
+        self._rejected.clear()
+        requests = {key: parent for key, parent in self._promotion_requests.items() if not self._has_a_slot(key)}
+        self._promotion_requests.clear()
         for tier in self._tiers:
-            here = [key for key in wishes if tier.has(key)]
+            here = [key for key in requests if tier.has(key)]
             now = here[: tier.may_read(self._layout.frame_nbytes)]  # the others are asked for again
             self._make_room(self._hot, len(now), ())
             granted = now[: self._hot.free]
@@ -317,20 +317,20 @@ class StorageManager:
                 [(key, self._hot.view(key)) for key in granted],
                 lambda good, bad, tier=tier: self._arrived(tier, good, bad),
             )
-            self._parents.update((key, wishes[key]) for key in begun)
+            self._parents.update((key, requests[key]) for key in begun)
             self.abort(_but(granted, begun))
-            self._denied.update(now[len(granted) :])
+            self._rejected.update(now[len(granted) :])
             for key in here:
-                del wishes[key]
+                del requests[key]
 
-    def _arrived(self, tier: Tier, good: Sequence[ChunkKey], bad: Sequence[ChunkKey]) -> None:
+    def _arrived(self, tier: StoreTier, good: Sequence[ChunkKey], bad: Sequence[ChunkKey]) -> None:
         self.abort(bad)
         kept = self._commit(good)
         if not kept:
             return
         self._report(EventKind.PROMOTED, kept, nbytes=len(kept) * self._layout.payload_nbytes, why=f"from {tier.name}")
         self._origin.update(dict.fromkeys(kept, tier.name))
-        self._descent.offer(kept, self._levels[1 : self._levels.index(tier)])
+        self._write_through.offer(kept, self._levels[1 : self._levels.index(tier)])
 
     def _commit(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         return self._hot.commit(keys, [self._parents.pop(key, None) for key in keys])
@@ -347,7 +347,7 @@ class StorageManager:
 
     def _needed(self, path: Sequence[ChunkKey]) -> Sequence[Container[ChunkKey]]:
         """The path itself, and what somebody was just told is READY or on its way."""
-        return set(path), self._wanted, self._spared
+        return set(path), self._recent_lookups, self._earlier_lookups
 
     def _evicted(self, arena: Arena, keys: Sequence[ChunkKey]) -> None:
         for key in keys if self._origin else ():

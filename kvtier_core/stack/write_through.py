@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kvtier_core.frames import format as frame
 from kvtier_core.frames.checksum import join
 from kvtier_core.stack.arena import Arena
-from kvtier_core.stack.store_tier.tier import Offer, Tier
+from kvtier_core.stack.store_tier.tier import FrameWrite, StoreTier
 from kvtier_core.transfer.io_pool import Outcome, Pool
 from kvtier_core.types import ChunkKey, ChunkLayout, Event, EventKind, Namespace, Slot
 
@@ -20,13 +20,13 @@ _SEALER = "sealing"
 Trade = Callable[[Arena, Sequence[ChunkKey], Sequence[ChunkKey]], list[ChunkKey]]
 
 
-class Descent:
+class WriteThrough:
     """Every method on the owner's thread, but `_seal`."""
 
     def __init__(
         self,
         hot: Arena,
-        below: Sequence[Arena | Tier],
+        below: Sequence[Arena | StoreTier],
         *,
         namespace: Namespace,
         layout: ChunkLayout,
@@ -43,22 +43,22 @@ class Descent:
         self._report = report
         self._descending: set[ChunkKey] = set()
 
-    def wanted(self, path: Sequence[ChunkKey]) -> set[ChunkKey]:
+    def writable(self, path: Sequence[ChunkKey]) -> set[ChunkKey]:
         """Those of a path, root first, that a level below would take in now."""
-        return set().union(*(level.welcome(path) for level in self._below))
+        return set().union(*(level.would_admit(path) for level in self._below))
 
-    def begin(self, keys: Sequence[ChunkKey], sums: Mapping[ChunkKey, Sequence[int]]) -> None:
+    def begin(self, keys: Sequence[ChunkKey], checksums: Mapping[ChunkKey, Sequence[int]]) -> None:
         """Seal what a level below would like to have, then offer it to all of them. ``sums``: see `commit`."""
         if not self._below:
             return
         held = [key for key in keys if self._hot.has(key) and key not in self._descending]
-        welcome = self.wanted(held)
+        welcome = self.writable(held)
         wanted = [key for key in held if key in welcome]
         per_group = max(1, _SEAL_NBYTES // self._layout.frame_nbytes)
         for start in range(0, len(wanted), per_group):
             group = wanted[start : start + per_group]
             slots = self._hot.pin(group, _SEALER)
-            work = [(key, self._hot.view(key), sums.get(key, ())) for key in group]
+            work = [(key, self._hot.view(key), checksums.get(key, ())) for key in group]
             self._descending.update(group)
             self._pool.submit_store(
                 lambda work=work, namespace=self.namespace: self._seal(work, namespace),
@@ -67,8 +67,8 @@ class Descent:
 
     def _seal(self, work: Sequence[tuple[ChunkKey, memoryview, Sequence[int]]], namespace: Namespace) -> None:
         """On a thread."""
-        for key, view, sums in work:
-            summed = join(sums, self._layout.shard_nbytes) if sums else None
+        for key, view, checksums in work:
+            summed = join(checksums, self._layout.shard_nbytes) if checksums else None
             frame.seal(view, namespace, key, self._layout.payload_nbytes, summed=summed)
 
     def _sealed(self, keys: Sequence[ChunkKey], slots: Sequence[Slot], outcome: Outcome) -> None:
@@ -76,20 +76,20 @@ class Descent:
         if outcome.error is None:
             self.offer(keys, self._below)
         else:
-            self._report(Event(EventKind.FAILED, self._hot.name, tuple(keys), 0, str(outcome.error)))
+            self._report(Event(EventKind.IO_ERROR, self._hot.name, tuple(keys), 0, str(outcome.error)))
         self._hot.unpin(slots, _SEALER)
 
-    def offer(self, keys: Sequence[ChunkKey], levels: Sequence[Arena | Tier]) -> None:
-        """Offer sealed frames to levels below the hottest. Each offer holds a pin of its own."""
+    def offer(self, keys: Sequence[ChunkKey], levels: Sequence[Arena | StoreTier]) -> None:
+        """FrameWrite sealed frames to levels below the hottest. Each offer holds a pin of its own."""
         for level in levels:
             held = [key for key in keys if self._hot.has(key)]
             if isinstance(level, Arena):
                 self._copy_down(level.without_slot(held), level)
-            elif offered := level.residents.seen_enough(level.wanted(held)):
+            elif offered := level.index.meets_frequency(level.writable(held)):
                 pins = dict(zip(offered, self._hot.pin(offered, level.name), strict=True))
-                parent = self._hot.residents.held.parent
+                parent = self._hot.index.held.parent
                 level.write(
-                    [Offer(key, parent(key), self._hot.view(key)) for key in offered],
+                    [FrameWrite(key, parent(key), self._hot.view(key)) for key in offered],
                     lambda key, pins=pins, level=level: self._hot.unpin([pins[key]], level.name),
                 )
 
@@ -100,7 +100,7 @@ class Descent:
         arena.reserve(keys)
         slots = self._hot.pin(keys, arena.name)
         copies = [(arena.view(key), self._hot.view(key)) for key in keys]
-        parents = [self._hot.residents.held.parent(key) for key in keys]
+        parents = [self._hot.index.held.parent(key) for key in keys]
 
         def copy() -> None:
             for into, source in copies:

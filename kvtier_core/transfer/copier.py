@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 
-from kvtier_core.interfaces import HOLE
+from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.native import extension
 from kvtier_core.transfer.page_lists import Layer
 
@@ -40,7 +40,7 @@ class PlainCopier:
         for row, slot in zip(rows, slots, strict=True):
             shard = self._shard + slot * self._slot_nbytes
             runs = _runs(row)
-            singles = [(place, block, 1) for place, block in enumerate(row) if block != HOLE]
+            singles = [(place, block, 1) for place, block in enumerate(row) if block != NO_BLOCK]
             for (stride, nbytes), layers in self._layers.items():
                 spans = [
                     (block * stride, place * nbytes, count * nbytes)
@@ -56,7 +56,7 @@ def _runs(row: Sequence[int]) -> list[tuple[int, int, int]]:
     """Place in the chunk, first block and length of each run of consecutive blocks."""
     runs: list[tuple[int, int, int]] = []
     for place, block in enumerate(row):
-        if block == HOLE:
+        if block == NO_BLOCK:
             continue
         if runs:
             begin, first, count = runs[-1]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from kvtier_core.errors import BackendError, ContractError
-from kvtier_core.interfaces import Ended, Mover, PageList, PageTable
+from kvtier_core.interfaces import JobResult, Mover, PagedKVCache, PageList
 from kvtier_core.transfer.copier import Copier, PlainCopier
 from kvtier_core.transfer.io_pool import IOPool, Outcome, run
 from kvtier_core.transfer.page_lists import check_table, checked, layers_of
@@ -27,7 +27,7 @@ class HostMover(Mover):
 
     def __init__(
         self,
-        table: PageTable,
+        table: PagedKVCache,
         memory: mmap.mmap | memoryview,
         slot_nbytes: int,
         copier: type[PlainCopier] = Copier,
@@ -45,7 +45,7 @@ class HostMover(Mover):
         self._copier = copier(list(layers_of(table)), table.layout.blocks, shard, slot_nbytes)
         self._pool = IOPool("mover")
         self._jobs: set[int] = set()
-        self._ended: list[Ended] = []
+        self._ended: list[JobResult] = []
 
     def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
         rows, slots = self._checked(job, pages, slots)
@@ -57,7 +57,7 @@ class HostMover(Mover):
         self._pool.submit_load(lambda: self._copier.scatter(rows, slots), lambda outcome: self._end(job, outcome))
         self._jobs.add(job)
 
-    def finished(self) -> Sequence[Ended]:
+    def finished(self) -> Sequence[JobResult]:
         self._pool.step()
         ended, self._ended = self._ended, []
         return ended
@@ -73,13 +73,13 @@ class HostMover(Mover):
         """Jobs that have not begun are reported as failed."""
         self._pool.close(_FOREVER)
         self._pool.step()
-        self._ended += [Ended(job, ok=False) for job in sorted(self._jobs)]
+        self._ended += [JobResult(job, ok=False) for job in sorted(self._jobs)]
         self._jobs.clear()
         self._memory = None
 
     def _end(self, job: int, outcome: Outcome) -> None:
         self._jobs.remove(job)
-        self._ended.append(Ended(job, ok=outcome.error is None, sums=outcome.value or ()))
+        self._ended.append(JobResult(job, ok=outcome.error is None, checksums=outcome.value or ()))
 
     def _checked(self, job: int, pages: PageList, slots: Sequence[int]) -> tuple[list[list[int]], list[int]]:
         """Rows of blocks and their slots, as the plain ints that addresses are computed from."""

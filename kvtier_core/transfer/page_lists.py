@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from operator import index
 
 from kvtier_core.errors import ContractError
-from kvtier_core.interfaces import HOLE, PageList, PageTable
+from kvtier_core.interfaces import NO_BLOCK, PagedKVCache, PageList
 
 #: Of each layer in the order of a shard: address of block 0, bytes from block to block, bytes of a page, offset in the
 #: shard of its first page. The others follow it side by side, one for each place in a chunk.
 Layer = tuple[int, int, int, int]
 
 
-def check_table(table: PageTable, slot_nbytes: int) -> None:
+def check_table(table: PagedKVCache, slot_nbytes: int) -> None:
     """Raises ContractError unless the pages of the table are those of its layout."""
     layout = table.layout
     if tuple(run.nbytes for run in table.layers) != layout.page_nbytes:
@@ -26,7 +26,9 @@ def check_table(table: PageTable, slot_nbytes: int) -> None:
         raise ContractError(f"slots of {slot_nbytes} bytes for frames of {layout.frame_nbytes}")
 
 
-def checked(table: PageTable, slots: int, pages: PageList, wanted: Sequence[int]) -> tuple[list[list[int]], list[int]]:
+def checked(
+    table: PagedKVCache, slots: int, pages: PageList, wanted: Sequence[int]
+) -> tuple[list[list[int]], list[int]]:
     """The rows of blocks and the wanted of ``slots`` slots, as plain ints. Raises ContractError."""
     if len(pages) != len(wanted):
         raise ContractError(f"{len(pages)} chunks of pages for {len(wanted)} slots")
@@ -36,12 +38,12 @@ def checked(table: PageTable, slots: int, pages: PageList, wanted: Sequence[int]
             raise ContractError(f"slot {slot} is not one of {slots}")
         if len(row) != table.layout.blocks:
             raise ContractError(f"{len(row)} block ids for a chunk of {table.layout.blocks}")
-        if min(row) < HOLE or max(row) >= table.blocks:
-            raise ContractError(f"block ids {row} are not all HOLE or one of {table.blocks}")
+        if min(row) < NO_BLOCK or max(row) >= table.blocks:
+            raise ContractError(f"block ids {row} are not all NO_BLOCK or one of {table.blocks}")
     return rows, numbers
 
 
-def layers_of(table: PageTable) -> Iterator[Layer]:
+def layers_of(table: PagedKVCache) -> Iterator[Layer]:
     offset = 0
     for run in table.layers:
         yield run.base, run.stride, run.nbytes, offset

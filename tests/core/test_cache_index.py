@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from kvtier_core.interfaces import EvictionPolicy
 from kvtier_core.stack.index import cache_index as module
-from kvtier_core.stack.index.cache_index import Residents
-from kvtier_core.stack.index.prefix_tree import PlainTree, Tree
+from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.stack.index.prefix_tree import PlainPrefixTree, PrefixTree
 from kvtier_core.types import KEY_NBYTES
 
 
-@pytest.fixture(params=[PlainTree, Tree], ids=["plain", "best"], autouse=True, scope="module")
+@pytest.fixture(params=[PlainPrefixTree, PrefixTree], ids=["plain", "best"], autouse=True, scope="module")
 def tree(request):
     """Each test with the one in Python, and with the one that is used here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "Tree", request.param)
+        patch.setattr(module, "PrefixTree", request.param)
         yield
 
 
@@ -63,27 +63,27 @@ class Indifferent(Listed):
 
 
 def held(order, *paths, policy=Listed, nbytes=1):
-    """Residents that took in these paths, leaves first, as tiers do."""
-    residents = Residents(policy(order))
+    """CacheIndex that took in these paths, leaves first, as tiers do."""
+    index = CacheIndex(policy(order))
     for path in paths:
         for i in reversed(range(len(path))):
-            if letters(residents.held.missing(keys(path[i]))):
-                admit(residents, path[i], path[i - 1] if i else None, nbytes)
-        residents.request(keys(path), 0.0, {})
-    return residents
+            if letters(index.held.missing(keys(path[i]))):
+                admit(index, path[i], path[i - 1] if i else None, nbytes)
+        index.request(keys(path), 0.0, {})
+    return index
 
 
-def admit(residents, key, parent, nbytes):
-    residents.admit(keys(key), [keys(parent)[0] if parent else None], nbytes)
+def admit(index, key, parent, nbytes):
+    index.admit(keys(key), [keys(parent)[0] if parent else None], nbytes)
 
 
-def parent(residents, key):
-    found = residents.held.parent(*keys(key))
+def parent(index, key):
+    found = index.held.parent(*keys(key))
     return found and letters([found])
 
 
-def choose(residents, amount, spared=""):
-    return letters(residents.choose(amount, residents.held.nbytes, [keys(spared)]))
+def choose(index, amount, spared=""):
+    return letters(index.select_victims(amount, index.held.nbytes, [keys(spared)]))
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ def choose(residents, amount, spared=""):
     ],
 )
 def test_a_parent_leaves_with_or_after_its_last_child(order, paths, chosen):
-    residents = held(order, *paths)
+    index = held(order, *paths)
     for amount in range(len(chosen) + 1):
-        assert choose(residents, amount) == chosen[:amount]
+        assert choose(index, amount) == chosen[:amount]
 
 
 def test_a_policy_may_have_no_opinion_on_trees():
@@ -111,10 +111,10 @@ def test_a_policy_may_have_no_opinion_on_trees():
 
 
 def test_whoever_may_not_leave_keeps_its_parents():
-    residents = held("abcx", "abc", "x")
-    assert choose(residents, 9, spared="c") == "x"
-    assert choose(residents, 9, spared="b") == "cx"
-    assert choose(residents, 9, spared="a") == "cbx"
+    index = held("abcx", "abc", "x")
+    assert choose(index, 9, spared="c") == "x"
+    assert choose(index, 9, spared="b") == "cx"
+    assert choose(index, 9, spared="a") == "cbx"
 
 
 def test_less_is_chosen_when_there_is_no_more():
@@ -128,44 +128,44 @@ def test_nobody_need_leave_for_nothing(amount):
 
 
 def test_victims_are_weighed():
-    residents = held("abc", "abc", nbytes=10)
-    assert choose(residents, 10) == "c"
-    assert choose(residents, 11) == "cb"
-    assert letters(residents.choose(2, lambda key: 1)) == "cb"
+    index = held("abc", "abc", nbytes=10)
+    assert choose(index, 10) == "c"
+    assert choose(index, 11) == "cb"
+    assert letters(index.select_victims(2, lambda key: 1)) == "cb"
 
 
 def test_choosing_removes_nobody():
-    residents = held("abc", "abc")
-    assert choose(residents, 2) == choose(residents, 2)
-    assert (len(residents), residents.used) == (3, 3)
+    index = held("abc", "abc")
+    assert choose(index, 2) == choose(index, 2)
+    assert (len(index), index.used) == (3, 3)
 
 
 def test_a_parent_is_free_when_its_children_are_gone():
-    residents = held("abc", "ab", "ac")
-    residents.remove(keys("b"))
-    assert choose(residents, 1) == "c"
-    residents.remove(keys("c"))
-    assert choose(residents, 1) == "a"
+    index = held("abc", "ab", "ac")
+    index.remove(keys("b"))
+    assert choose(index, 1) == "c"
+    index.remove(keys("c"))
+    assert choose(index, 1) == "a"
 
 
 def test_bytes_are_accounted():
-    residents = Residents(Listed("ab"))
-    admit(residents, "a", None, 10)
-    admit(residents, "b", "a", 20)
-    assert (residents.used, len(residents), sorted(residents.held)) == (30, 2, keys("ab"))
+    index = CacheIndex(Listed("ab"))
+    admit(index, "a", None, 10)
+    admit(index, "b", "a", 20)
+    assert (index.used, len(index), sorted(index.held)) == (30, 2, keys("ab"))
     a, b = keys("ab")
-    residents.resize(b, 5)
-    assert (residents.used, residents.held.nbytes(b)) == (15, 5)
-    residents.resize(a, 11)
-    assert residents.used == 16
-    residents.remove(keys("b"))
-    assert (residents.used, list(residents.held)) == (11, [a])
-    assert a in residents
-    assert b not in residents
+    index.resize(b, 5)
+    assert (index.used, index.held.nbytes(b)) == (15, 5)
+    index.resize(a, 11)
+    assert index.used == 16
+    index.remove(keys("b"))
+    assert (index.used, list(index.held)) == (11, [a])
+    assert a in index
+    assert b not in index
 
 
-def trade(residents, newcomers, room, spared=""):
-    welcome, victims = residents.trade(keys(newcomers), 1, room, residents.held.nbytes, [keys(spared)])
+def trade(index, newcomers, room, spared=""):
+    welcome, victims = index.plan_admission(keys(newcomers), 1, room, index.held.nbytes, [keys(spared)])
     return letters(welcome), letters(victims)
 
 
@@ -184,92 +184,92 @@ def test_newcomers_are_traded_for_victims_root_first(room, spared, traded):
 
 
 def test_whoever_hangs_on_a_newcomer_that_was_refused_is_refused():
-    residents = Residents(Listed("ab", refuses="y"))
+    index = CacheIndex(Listed("ab", refuses="y"))
     for key in "ab":
-        admit(residents, key, None, 1)
-    assert trade(residents, "xyz", 0) == ("x", "a")
-    assert trade(residents, "xyz", 2) == ("xyz", "a"), "there is room for whom it refuses"
+        admit(index, key, None, 1)
+    assert trade(index, "xyz", 0) == ("x", "a")
+    assert trade(index, "xyz", 2) == ("xyz", "a"), "there is room for whom it refuses"
 
 
 def test_trading_changes_nothing():
-    residents = held("abc", "abc")
-    assert trade(residents, "xy", 0) == trade(residents, "xy", 0)
-    assert (len(residents), residents.used) == (3, 3)
+    index = held("abc", "abc")
+    assert trade(index, "xy", 0) == trade(index, "xy", 0)
+    assert (len(index), index.used) == (3, 3)
 
 
 def test_a_newcomer_may_cost_several_victims():
-    residents = held("abc", "abc")
-    assert residents.trade(keys("xy"), 2, 0, residents.held.nbytes) == (keys("x"), keys("cb"))
+    index = held("abc", "abc")
+    assert index.plan_admission(keys("xy"), 2, 0, index.held.nbytes) == (keys("x"), keys("cb"))
 
 
 def test_a_newcomer_is_due_when_enough_requests_named_it():
-    residents = Residents(Listed("a"), store_after=2)
-    residents.request(keys("ab"), 0.0, {})
-    assert not residents.seen_enough(keys("abc"))
-    residents.request(keys("ac"), 1.0, {})
-    assert residents.seen_enough(keys("abc")) == keys("a")
-    assert residents.seen_enough(keys("ba")) == [], "whoever hangs on one that is not due is not due"
+    index = CacheIndex(Listed("a"), store_after=2)
+    index.request(keys("ab"), 0.0, {})
+    assert not index.meets_frequency(keys("abc"))
+    index.request(keys("ac"), 1.0, {})
+    assert index.meets_frequency(keys("abc")) == keys("a")
+    assert index.meets_frequency(keys("ba")) == [], "whoever hangs on one that is not due is not due"
 
 
 def test_one_sighting_is_enough_by_default():
-    assert Residents(Listed("a")).seen_enough(keys("a")) == keys("a")
+    assert CacheIndex(Listed("a")).meets_frequency(keys("a")) == keys("a")
 
 
 def test_the_policy_is_told_of_requests_and_ends():
     policy = Listed("ab")
-    residents = Residents(policy)
-    admit(residents, "a", None, 1)
-    admit(residents, "b", "a", 1)
-    residents.request(keys("abc"), 3.0, {"priority": "low"})
-    residents.remove(keys("b"), evicted=True)
-    residents.remove(keys("a"))
+    index = CacheIndex(policy)
+    admit(index, "a", None, 1)
+    admit(index, "b", "a", 1)
+    index.request(keys("abc"), 3.0, {"priority": "low"})
+    index.remove(keys("b"), evicted=True)
+    index.remove(keys("a"))
     assert policy.told == [("abc", 3.0, {"priority": "low"}), ("b", True), ("a", False)]
 
 
 def test_a_parent_that_is_not_known_is_told_by_the_next_request():
     """As after a restart."""
-    residents = Residents(Listed("abc"))
+    index = CacheIndex(Listed("abc"))
     for key in "abc":
-        admit(residents, key, None, 1)
-    assert parent(residents, "c") is None
-    assert choose(residents, 3) == "abc"
-    residents.request(keys("abc"), 0.0, {})
-    assert [parent(residents, key) for key in "abc"] == [None, "a", "b"]
-    assert choose(residents, 3) == "cba"
+        admit(index, key, None, 1)
+    assert parent(index, "c") is None
+    assert choose(index, 3) == "abc"
+    index.request(keys("abc"), 0.0, {})
+    assert [parent(index, key) for key in "abc"] == [None, "a", "b"]
+    assert choose(index, 3) == "cba"
 
 
 def test_a_parent_that_comes_later_has_its_children():
-    residents = Residents(Listed("ab"))
-    admit(residents, "b", "a", 1)
-    assert parent(residents, "b") == "a"
-    admit(residents, "a", None, 1)
-    assert choose(residents, 1) == "b"
+    index = CacheIndex(Listed("ab"))
+    admit(index, "b", "a", 1)
+    assert parent(index, "b") == "a"
+    admit(index, "a", None, 1)
+    assert choose(index, 1) == "b"
 
 
 def test_a_parent_that_left_and_came_back_has_its_children():
-    residents = held("ab", "ab")
-    residents.remove(keys("a"))
-    admit(residents, "a", None, 1)
-    assert choose(residents, 1) == "b"
+    index = held("ab", "ab")
+    index.remove(keys("a"))
+    admit(index, "a", None, 1)
+    assert choose(index, 1) == "b"
 
 
 def test_whoever_is_leaving_holds_nobody():
-    residents = held("abc", "abc")
-    residents.leave(keys("cb"))
-    assert choose(residents, 3, spared="bc") == "a"
-    residents.request(keys("abc"), 0.0, {})
-    assert choose(residents, 3, spared="bc") == "", "they stayed"
-    residents.remove(keys("cb"))
-    assert choose(residents, 3) == "a"
+    index = held("abc", "abc")
+    index.leave(keys("cb"))
+    assert choose(index, 3, spared="bc") == "a"
+    index.request(keys("abc"), 0.0, {})
+    assert choose(index, 3, spared="bc") == "", "they stayed"
+    index.remove(keys("cb"))
+    assert choose(index, 3) == "a"
 
 
 def test_whoever_left_is_remembered_nowhere():
-    residents = held("abc", "abc")
-    residents.remove(keys("cab"))
-    assert residents.used == 0
-    assert not any(parent(residents, key) for key in "abc")
-    admit(residents, "b", None, 1)
-    assert choose(residents, 1) == "b"
+    index = held("abc", "abc")
+    index.remove(keys("cab"))
+    assert index.used == 0
+    assert not any(parent(index, key) for key in "abc")
+    admit(index, "b", None, 1)
+    assert choose(index, 1) == "b"
 
 
 @given(st.integers(0, 1000), st.integers(1, 12), st.integers(0, 12))
@@ -278,10 +278,10 @@ def test_what_remains_can_be_reached(seed, count, amount):
     rng = random.Random(seed)
     all_of_them = "abcdefghijkl"[:count]
     parents = {key: rng.choice([None, *all_of_them[:i]]) for i, key in enumerate(all_of_them)}
-    residents = Residents(Listed("".join(rng.sample(all_of_them, count))))
+    index = CacheIndex(Listed("".join(rng.sample(all_of_them, count))))
     for key in rng.sample(all_of_them, count):
-        admit(residents, key, parents[key], 1)
-    chosen = choose(residents, amount)
+        admit(index, key, parents[key], 1)
+    chosen = choose(index, amount)
     assert len(set(chosen)) == len(chosen) == min(amount, count)
     for i, key in enumerate(chosen):
         assert all(child in chosen[:i] for child in all_of_them if parents[child] == key)

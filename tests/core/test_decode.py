@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier_core.config.decode import Unavailable, construct, read_keys, reader, settings, validate
-from kvtier_core.config.yaml_nodes import Gather, from_file, from_plain, from_yaml
+from kvtier_core.config.yaml_nodes import ProblemCollector, from_file, from_plain, from_yaml
 from kvtier_core.errors import ConfigError, ContractError
 from kvtier_core.interfaces import ArenaConfig, EvictionConfig
 from kvtier_core.policies.lru import LruConfig
@@ -58,22 +58,22 @@ def choose(family, name):
     return configs.get(name) or Unavailable(f"no '{name}'", "take another")
 
 
-def read(node, cls, gather):
-    with gather:
-        values = read_keys(node, settings(cls), choose, gather)
-        validate(cls, node, values, gather)
-    gather.settle()
+def read(node, cls, collector):
+    with collector:
+        values = read_keys(node, settings(cls), choose, collector)
+        validate(cls, node, values, collector)
+    collector.raise_if_any()
     return construct(cls, node, values)
 
 
 def of_yaml(text, cls=Everything):
-    gather = Gather()
-    return read(from_yaml(text, "f.yaml", gather), cls, gather)
+    collector = ProblemCollector()
+    return read(from_yaml(text, "f.yaml", collector), cls, collector)
 
 
 def of_plain(value, cls=Everything):
-    gather = Gather()
-    return read(from_plain(value, "inline", gather), cls, gather)
+    collector = ProblemCollector()
+    return read(from_plain(value, "inline", collector), cls, collector)
 
 
 def complaint(read, what, *args):
@@ -275,14 +275,16 @@ def test_deep_and_endless_values_are_refused():
 
 def test_files_that_cannot_be_read(tmp_path):
     missing = tmp_path / "missing.yaml"
-    assert complaint(from_file, missing, Gather()) == f"{missing}: $: cannot be read: No such file or directory"
-    assert complaint(from_file, tmp_path, Gather()) == f"{tmp_path}: $: cannot be read: Is a directory"
+    assert (
+        complaint(from_file, missing, ProblemCollector()) == f"{missing}: $: cannot be read: No such file or directory"
+    )
+    assert complaint(from_file, tmp_path, ProblemCollector()) == f"{tmp_path}: $: cannot be read: Is a directory"
     nowhere = pathlib.Path("~nobody-here/kvtier.yaml")
     why = f"'{nowhere}' is not a path: Could not determine home directory."
-    assert complaint(from_file, nowhere, Gather()) == f"{nowhere}: $: cannot be read: {why}"
+    assert complaint(from_file, nowhere, ProblemCollector()) == f"{nowhere}: $: cannot be read: {why}"
     latin = tmp_path / "latin.yaml"
     latin.write_bytes(b"text: caf\xe9")
-    assert complaint(from_file, latin, Gather()) == (
+    assert complaint(from_file, latin, ProblemCollector()) == (
         f"{latin}: $: cannot be read: 'utf-8' codec can't decode byte 0xe9 in position 9: unexpected end of data"
     )
 

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain_policies import PLAIN_GIT, PLAIN_SIMPLE_GIT
 
-from kvtier_core.policies.gittins import Git, GitConfig
+from kvtier_core.policies.gittins import Gittins, GittinsConfig
 from kvtier_core.policies.lifetable import _WIDTHS, AGES, EDGES, LifeTable, _gittins
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.testing.samples import make_key
 
 #: As it is opened here, and in Python.
-both = pytest.mark.parametrize("full", [GitConfig(), PLAIN_GIT])
-both_simple = pytest.mark.parametrize("simple", [GitConfig(classes="simple"), PLAIN_SIMPLE_GIT])
+both = pytest.mark.parametrize("full", [GittinsConfig(), PLAIN_GIT])
+both_simple = pytest.mark.parametrize("simple", [GittinsConfig(classes="simple"), PLAIN_SIMPLE_GIT])
 
 
 def empty(classes):
@@ -146,7 +146,7 @@ def test_a_key_that_stands_twice_in_a_path_was_named_once(simple):
 
 def test_what_is_named_again_and_again_leaves_nothing_behind():
     """Its cell lies empty each time, and is waited for only once."""
-    policy = Git(sizes=1)
+    policy = Gittins(sizes=1)
     for now in range(1000):
         policy.request([LOVED], now / 1000, {})
     assert len(policy._due) <= 3

@@ -90,12 +90,12 @@ def test_copies_small_and_large(nbytes, gap, skew):
     mine, plain = (Pages(copier, nbytes, gap=gap, skew=skew) for copier in (Copier, PlainCopier))
     rows = [[0, 1, 2], [9, -1, 8], [-1, 39, -1], [20, 21, 35]]
     for each in (mine, plain):
-        sums = each.copier.gather(rows, [5, 0, 3, 2])
+        checksums = each.copier.gather(rows, [5, 0, 3, 2])
     assert mine.slots == plain.slots
     assert mine.pages == plain.pages
     shards = (slot * mine.slot_nbytes + skew for slot in (5, 0, 3, 2))
     in_slots = [zlib.crc32(memoryview(mine.slots)[at : at + 2 * nbytes * mine.ROW]) for at in shards]
-    assert mine.copier.gather(rows, [5, 0, 3, 2]) == in_slots and not sums
+    assert mine.copier.gather(rows, [5, 0, 3, 2]) == in_slots and not checksums
     for each in (mine, plain):
         each.copier.scatter([[3, 4, 5], [30, -1, 31]], [0, 5])
     assert mine.pages == plain.pages
@@ -111,7 +111,7 @@ def test_without_it_everything_is_there_in_python(tmp_path):
         "from kvtier_core.policies import gittins, lru;"
         "assert checksum.crc32 is zlib.crc32 and checksum.combine is checksum.plain_combine;"
         "assert copier.Copier is copier.PlainCopier;"
-        "assert type(lru.LruConfig().open()) is lru.Lru and type(gittins.GitConfig().open()) is gittins.Git;"
+        "assert type(lru.LruConfig().open()) is lru.Lru and type(gittins.GittinsConfig().open()) is gittins.Gittins;"
         "print(native.describe())"
     )
     env = os.environ | {"PYTHONPATH": str(tmp_path)}

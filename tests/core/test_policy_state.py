@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvtier_core.errors import BackendError
-from kvtier_core.policies.gittins import GitConfig
+from kvtier_core.policies.gittins import GittinsConfig
 from kvtier_core.policies.lru import LruConfig
-from kvtier_core.stack.index.cache_index import Residents
-from kvtier_core.stack.store_tier.policy_state import Memo, key_of
+from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.stack.store_tier.policy_state import PolicyState, key_of
 from kvtier_core.testing.machine import NAMESPACE, Shelf
 from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_keys
@@ -18,32 +18,32 @@ PLENTY = 1 << 30
 LOVED = make_keys(1)
 
 
-def learned(residents):
+def learned(index):
     for now in range(1, 200):
-        residents.request(LOVED, float(now), {})
-    return residents
+        index.request(LOVED, float(now), {})
+    return index
 
 
 def kept():
     """A store in which a policy left what it had learned."""
     shelf = Shelf()
-    residents = learned(Residents(GitConfig().open()))
-    Memo(shelf, residents, NAMESPACE, PLENTY).keep()
-    return shelf, residents.save()
+    index = learned(CacheIndex(GittinsConfig().open()))
+    PolicyState(shelf, index, NAMESPACE, PLENTY).keep()
+    return shelf, index.save()
 
 
 def recalled(shelf, namespace=NAMESPACE, capacity=PLENTY):
-    residents = Residents(GitConfig().open())
-    Memo(shelf, residents, namespace, capacity).recall()
-    return residents.save()
+    index = CacheIndex(GittinsConfig().open())
+    PolicyState(shelf, index, namespace, capacity).recall()
+    return index.save()
 
 
-COLD = GitConfig().open().save()
+COLD = GittinsConfig().open().save()
 
 
 def warm(saved):
     """What a policy knows that was given this."""
-    policy = GitConfig().open()
+    policy = GittinsConfig().open()
     policy.restore(saved)
     return policy.save()
 
@@ -77,12 +77,12 @@ def test_another_namespace_has_another_memo():
 def test_a_small_tier_keeps_none():
     shelf, _ = kept()
     assert recalled(shelf, capacity=1 << 16) == COLD
-    memo = Memo(Shelf(), Residents(GitConfig().open()), NAMESPACE, 1 << 16)
+    memo = PolicyState(Shelf(), CacheIndex(GittinsConfig().open()), NAMESPACE, 1 << 16)
     assert memo.nbytes == 0
 
 
 def test_a_policy_that_learns_nothing_takes_no_room():
-    assert Memo(Shelf(), Residents(LruConfig().open()), NAMESPACE, PLENTY).nbytes == 0
+    assert PolicyState(Shelf(), CacheIndex(LruConfig().open()), NAMESPACE, PLENTY).nbytes == 0
 
 
 # -- now and then ----------------------------------------------------------------------------------
@@ -93,8 +93,8 @@ class Now:
 
     def __init__(self, shelf=None):
         self.shelf = shelf or Shelf()
-        self.residents = Residents(GitConfig().open())
-        self.memo = Memo(self.shelf, self.residents, NAMESPACE, PLENTY)
+        self.index = CacheIndex(GittinsConfig().open())
+        self.memo = PolicyState(self.shelf, self.index, NAMESPACE, PLENTY)
         self.pool = ManualPool()
         self.outcomes = []
 
@@ -113,10 +113,10 @@ class Now:
 def test_what_was_learned_is_kept_once_a_minute():
     each = Now()
     assert not each.at(1000.0)
-    learned(each.residents)
+    learned(each.index)
     assert [each.at(now) for now in (1001.0, 1059.9, 1060.0)] == [False, False, True]
-    saved = each.residents.save()
-    each.residents.request(LOVED, 500.0, {})  # what a thread writes is what was known when it was told to
+    saved = each.index.save()
+    each.index.request(LOVED, 500.0, {})  # what a thread writes is what was known when it was told to
     each.keep()
     assert recalled(each.shelf) == warm(saved)
     assert [each.at(now) for now in (1100.0, 1120.0)] == [False, True]
@@ -124,7 +124,7 @@ def test_what_was_learned_is_kept_once_a_minute():
 
 def test_nothing_is_written_if_nothing_was_learned():
     each = Now()
-    learned(each.residents)
+    learned(each.index)
     assert [each.at(now) for now in (0.0, 60.0)] == [False, True]
     each.keep()
     assert [each.at(now) for now in (120.0, 180.0, 240.0)] == [False] * 3
@@ -133,9 +133,9 @@ def test_nothing_is_written_if_nothing_was_learned():
 def test_it_never_overlaps_itself():
     each = Now()
     each.at(0.0)
-    learned(each.residents)
+    learned(each.index)
     assert each.at(60.0)
-    each.residents.request(LOVED, 500.0, {})
+    each.index.request(LOVED, 500.0, {})
     assert not each.at(600.0)
     each.keep()
     assert each.at(601.0)
@@ -144,7 +144,7 @@ def test_it_never_overlaps_itself():
 def test_what_could_not_be_kept_is_tried_again():
     each = Now()
     each.at(0.0)
-    learned(each.residents)
+    learned(each.index)
     each.shelf.fails = True
     assert each.at(60.0)
     each.keep()
@@ -152,7 +152,7 @@ def test_what_could_not_be_kept_is_tried_again():
     each.shelf.fails = False
     assert [each.at(now) for now in (61.0, 120.0)] == [False, True]
     each.keep()
-    assert recalled(each.shelf) == warm(each.residents.save())
+    assert recalled(each.shelf) == warm(each.index.save())
 
 
 def test_engines_that_share_a_store_do_not_overwrite_each_other():
@@ -160,5 +160,5 @@ def test_engines_that_share_a_store_do_not_overwrite_each_other():
         shared = True
 
     each = Now(Shared())
-    learned(each.residents)
+    learned(each.index)
     assert [each.at(now) for now in (0.0, 60.0, 120.0)] == [False] * 3

@@ -12,21 +12,21 @@ import pytest
 from serving import FRAME, Serving, files
 
 from kvtier_core.hookspecs import hookimpl
-from kvtier_core.policies.gittins import GitConfig
-from kvtier_core.stack.index.cache_index import Residents
+from kvtier_core.policies.gittins import GittinsConfig
+from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.store_tier.policy_state import key_of
 from kvtier_core.testing.samples import make_keys, make_namespace
-from kvtier_core.types import PAGE_NBYTES
+from kvtier_core.types import FRAME_ALIGNMENT
 
 KEYS = make_keys(24)
 #: Paths that share nothing; memory has room for one of them.
 PATHS = [KEYS[i : i + 4] for i in range(0, len(KEYS), 4)]
 FIRST, SECOND = PATHS[:3], PATHS[3:]
-COLD = GitConfig().open().save()
+COLD = GittinsConfig().open().save()
 
 
 @attrs.frozen
-class WatchedConfig(GitConfig):
+class WatchedConfig(GittinsConfig):
     """`git`, and whoever opened a stack last can ask it what it knows."""
 
     type: ClassVar[str] = "watched"
@@ -49,7 +49,7 @@ def knows():
 
 def warm(learned):
     """What a policy knows that was given this."""
-    policy = GitConfig().open()
+    policy = GittinsConfig().open()
     policy.restore(learned)
     return policy.save()
 
@@ -83,7 +83,7 @@ def memo_in(folder):
 
 def nothing_is_lost(stack, paths):
     assert [stack.ask(path) for path in paths] == [len(path) for path in paths]
-    assert not stack.seen & {"failed", "lost", "damaged", "resting", "refused"}
+    assert not stack.seen & {"io_error", "missing", "corrupt", "breaker_open", "rejected"}
 
 
 def test_a_restart_is_warm(tmp_path):
@@ -117,14 +117,14 @@ def flipped(at):
 DAMAGE = {
     "a byte of its magic": flipped(0),
     "a byte of its key": flipped(60),
-    "a byte of what was learned": flipped(PAGE_NBYTES + 100),
-    "the last byte of it": flipped(PAGE_NBYTES + len(COLD) - 1),
+    "a byte of what was learned": flipped(FRAME_ALIGNMENT + 100),
+    "the last byte of it": flipped(FRAME_ALIGNMENT + len(COLD) - 1),
     "nothing is left of it": lambda frame: b"",
     "half of the header": lambda frame: frame[:2048],
-    "the header alone": lambda frame: frame[:PAGE_NBYTES],
-    "without its last page": lambda frame: frame[:-PAGE_NBYTES],
+    "the header alone": lambda frame: frame[:FRAME_ALIGNMENT],
+    "without its last page": lambda frame: frame[:-FRAME_ALIGNMENT],
     "a byte short": lambda frame: frame[:-1],
-    "a page too long": lambda frame: frame + bytes(PAGE_NBYTES),
+    "a page too long": lambda frame: frame + bytes(FRAME_ALIGNMENT),
     "zeros": lambda frame: bytes(len(frame)),
 }
 
@@ -176,7 +176,7 @@ def _killed_while_it_writes_what_it_learned(folder):
     pwritev = os.pwritev
 
     def half(fd, views, at):
-        pwritev(fd, [views[0][: len(views[0]) // 2 // PAGE_NBYTES * PAGE_NBYTES]], at)
+        pwritev(fd, [views[0][: len(views[0]) // 2 // FRAME_ALIGNMENT * FRAME_ALIGNMENT]], at)
         os.kill(os.getpid(), signal.SIGKILL)
 
     os.pwritev = half
@@ -186,14 +186,14 @@ def _killed_while_it_writes_what_it_learned(folder):
 def _killed_after_a_minute(folder):
     """It leaves beside its store what its policy said of itself last: that is what was kept."""
     stack = open_stack_at(folder)
-    save = Residents.save
+    save = CacheIndex.save
 
-    def told(residents):
-        saved = save(residents)
+    def told(index):
+        saved = save(index)
         (folder / "saved").write_bytes(saved)
         return saved
 
-    Residents.save = told
+    CacheIndex.save = told
     for _ in range(7):  # a bit more than 60 requests, a second each
         serve(stack, SECOND)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -237,10 +237,10 @@ def test_whoever_is_killed_leaves_what_it_knew_a_minute_ago(tmp_path):
 def test_an_epoch_leaves_no_memory_of_its_own(tmp_path):
     """The policy learned of requests, not of weights; and no other engine could ever find what an epoch named."""
     with open_stack_at(tmp_path) as stack:
-        stack.manager.renew(make_namespace().renewed())
+        stack.manager.invalidate_all(make_namespace().renewed())
         for _ in range(30):
             serve(stack, FIRST[:1])
         assert memo_in(tmp_path) in files(tmp_path / "kv")
-        stack.manager.renew(make_namespace())
+        stack.manager.invalidate_all(make_namespace())
         stack.settle()
     assert files(tmp_path / "kv") == [memo_in(tmp_path)]

@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from kvtier_core.stack.index.prefix_tree import PlainTree, Tree
+from kvtier_core.stack.index.prefix_tree import PlainPrefixTree, PrefixTree
 from kvtier_core.testing.samples import make_key, make_keys
 
 KEYS = make_keys(40)
 A, B, C = KEYS[:3]
 
 
-@pytest.fixture(params=[PlainTree, Tree], ids=["plain", "best"])
+@pytest.fixture(params=[PlainPrefixTree, PrefixTree], ids=["plain", "best"])
 def tree(request):
     return request.param()
 
@@ -39,7 +39,7 @@ class Pair:
 
     def __init__(self, seed):
         self.rng = random.Random(seed)
-        self.trees = PlainTree(), Tree()
+        self.trees = PlainPrefixTree(), PrefixTree()
 
     def some(self, most=8):
         return self.rng.sample(KEYS, self.rng.randrange(most))
@@ -89,8 +89,8 @@ class Pair:
 
 
 def some_leavers(tree, order, spared, pinned, leaf_first, amount):
-    leavers = tree.leavers(iter(order), spared, pinned, leaf_first)
-    return [key for key, _ in zip(leavers, range(amount), strict=False)]
+    eviction_candidates = tree.eviction_candidates(iter(order), spared, pinned, leaf_first)
+    return [key for key, _ in zip(eviction_candidates, range(amount), strict=False)]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -141,11 +141,11 @@ def test_what_is_not_held_has_no_size(tree):
 )
 def test_whoever_names_leavers_sees_no_changed_tree(tree, change):
     tree.add([A, B], [None, None], 1, [0, 1])
-    leavers = tree.leavers(iter([A, B]), (), (), True)
-    assert next(leavers) == A
+    eviction_candidates = tree.eviction_candidates(iter([A, B]), (), (), True)
+    assert next(eviction_candidates) == A
     change(tree)
     with pytest.raises(RuntimeError, match="the tree changed"):
-        next(leavers)
+        next(eviction_candidates)
 
 
 def test_whoever_asks_in_vain_is_told_why(tree):
@@ -156,4 +156,4 @@ def test_whoever_asks_in_vain_is_told_why(tree):
     tree.add([A], [None], 1, [0])
     for spared, pinned in (([Wrong()], ()), ((), Wrong())):
         with pytest.raises(LookupError, match="not this way"):
-            next(tree.leavers(iter([A]), spared, pinned, True))
+            next(tree.eviction_candidates(iter([A]), spared, pinned, True))

@@ -25,6 +25,8 @@ class Offered(BackendConfig):
     def open(self, ctx): ...
 """
 
+POLICIES = ("arc", "fifo", "gittins", "lfu", "lru", "lru2", "mru", "s3fifo", "tournament")
+
 
 def backend(fields, name="disk"):
     """The source of a plugin that offers one backend."""
@@ -72,7 +74,7 @@ def test_the_core_offers_what_it_ships_through_the_same_door():
     registry = Registry.of()
     assert [(offer.kind, offer.name) for offer in registry.offers()] == [
         ("backend", "heap"),
-        *(("eviction policy", name) for name in ("arc", "fifo", "git", "lfu", "lru", "lru2", "mru", "s3fifo", "tour")),
+        *(("eviction policy", name) for name in POLICIES),
         ("serializer", "raw"),
         ("token database", "chained"),
     ]
@@ -168,7 +170,7 @@ def test_names_that_nobody_offers():
         "no backend 's3' is installed (have: heap)", "pip install 'kvtier[s3]'"
     )
     assert registry.choose("eviction policy", "s3") == Unavailable(
-        "no eviction policy 's3' is installed (have: arc, fifo, git, lfu, lru, lru2, mru, s3fifo, tour)"
+        "no eviction policy 's3' is installed (have: arc, fifo, gittins, lfu, lru, lru2, mru, s3fifo, tournament)"
     )
     assert registry.choose("backend", "haep") == Unavailable(
         "no backend 'haep' is installed (have: heap)", "did you mean 'heap'?"

@@ -10,18 +10,18 @@ import pytest
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.frames import format as frame
-from kvtier_core.frames.codec import Door
+from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.policies.fifo import FifoConfig
 from kvtier_core.policies.lfu import LfuConfig
 from kvtier_core.policies.lru import Lru, LruConfig
 from kvtier_core.policies.mru import MruConfig
-from kvtier_core.stack.index.cache_index import Residents
-from kvtier_core.stack.store_tier.tier import Offer, Tier
+from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.stack.store_tier.tier import FrameWrite, StoreTier
 from kvtier_core.testing.machine import LAYOUT, NAMESPACE, SharedShelf, Shelf, payload
 from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_keys
 from kvtier_core.transfer.io_pool import IOPool
-from kvtier_core.types import PAGE_NBYTES, Event, EventKind, Usage
+from kvtier_core.types import FRAME_ALIGNMENT, Event, EventKind, Usage
 
 KEYS = A, B, C, D, E, F = make_keys(6)
 FRAME = LAYOUT.frame_nbytes
@@ -29,7 +29,7 @@ FRAME = LAYOUT.frame_nbytes
 
 def sealed(key):
     view = memoryview(bytearray(FRAME))
-    view[PAGE_NBYTES : PAGE_NBYTES + LAYOUT.payload_nbytes] = payload(key, 0)
+    view[FRAME_ALIGNMENT : FRAME_ALIGNMENT + LAYOUT.payload_nbytes] = payload(key, 0)
     frame.seal(view, NAMESPACE, key, LAYOUT.payload_nbytes)
     return view
 
@@ -53,12 +53,12 @@ class Bench:
         self.pool = pool or ManualPool()
         self.shelf = shelf or Shelf()
         self.released, self.good, self.bad = [], [], []
-        self.tier = Tier(
+        self.tier = StoreTier(
             "disk",
             self.shelf,
             pool=self.pool,
-            residents=Residents(policy or LruConfig().open()),
-            door=Door(NAMESPACE, LAYOUT, None),
+            index=CacheIndex(policy or LruConfig().open()),
+            codec=FrameCodec(NAMESPACE, LAYOUT, None),
             capacity=frames * FRAME,
             inflight=inflight * FRAME,
             clock=lambda: self.now,
@@ -67,7 +67,7 @@ class Bench:
     def write(self, *keys):
         """Begin to write the frames of one path."""
         parents = (None, *keys)
-        offers = [Offer(key, parent, sealed(key)) for parent, key in zip(parents, keys, strict=False)]
+        offers = [FrameWrite(key, parent, sealed(key)) for parent, key in zip(parents, keys, strict=False)]
         self.tier.write(offers, self.released.append)
 
     def read(self, *keys):
@@ -150,13 +150,13 @@ def test_what_is_not_there_is_not_read(bench):
 def test_a_write_beyond_what_may_be_in_flight_is_refused():
     bench = Bench(inflight=2)
     bench.write(A, B, C)
-    assert bench.events() == [("refused", [C])]
+    assert bench.events() == [("rejected", [C])]
     assert bench.released == [C]
-    assert not bench.tier.wanted([D])
+    assert not bench.tier.writable([D])
     bench.write(D)
-    assert bench.events() == [("refused", [D])]
+    assert bench.events() == [("rejected", [D])]
     bench.settle()
-    assert bench.tier.wanted([C])
+    assert bench.tier.writable([C])
     assert bench.has(A, B, C, D) == [True, True, False, False]
     assert bench.tier.usage().inflight == 0
 
@@ -184,7 +184,7 @@ def test_a_write_waits_until_its_victim_is_gone():
     bench.write(C)
     assert len(bench.pool.queue) == 1, "the delete alone"
     assert bench.has(A, B) == [False, True], "a victim stays indexed until its delete lands, and is not read"
-    assert not bench.tier.wanted([A])
+    assert not bench.tier.writable([A])
     bench.turn()
     assert set(bench.shelf.frames) == {B}
     bench.turn()
@@ -205,8 +205,8 @@ def test_a_delete_that_fails_keeps_the_victim_and_refuses_the_newcomer():
     assert bench.has(A, B) == [True, False]
     assert bench.released == [A, B]
     assert bench.tier.events[1:] == [
-        Event(EventKind.FAILED, "disk", (A,), why="BackendError: told to fail"),
-        Event(EventKind.FAILED, "disk", (B,), why="BackendError: no room: a delete before it failed"),
+        Event(EventKind.IO_ERROR, "disk", (A,), why="BackendError: told to fail"),
+        Event(EventKind.IO_ERROR, "disk", (B,), why="BackendError: no room: a delete before it failed"),
     ]
     assert bench.tier.usage() == Usage("disk", chunks=1, nbytes=FRAME, capacity=FRAME)
     bench.write(B)
@@ -221,7 +221,7 @@ def test_nobody_leaves_to_make_room_for_his_own_child(policy):
     for path in ([A, B], [D]):
         bench.write(*path)
         bench.settle()
-    bench.tier.residents.request([A, B, C], 1.0, {})
+    bench.tier.index.request([A, B, C], 1.0, {})
     bench.write(A, B, C)
     bench.settle()
     assert bench.has(A, B, C, D) == [True, True, True, False]
@@ -230,7 +230,7 @@ def test_nobody_leaves_to_make_room_for_his_own_child(policy):
 def test_more_than_the_capacity_is_refused_and_evicts_nobody_for_it():
     bench = Bench(frames=2)
     bench.write(A, B, C)
-    assert bench.events() == [("refused", [C])]
+    assert bench.events() == [("rejected", [C])]
     bench.settle()
     assert bench.has(A, B, C) == [True, True, False]
 
@@ -241,7 +241,7 @@ def test_whom_the_policy_refuses_is_refused_without_a_victim():
     bench.settle()
     bench.events()
     bench.write(B)
-    assert bench.events() == [("refused", [B])]
+    assert bench.events() == [("rejected", [B])]
     assert bench.released == [A, B]
     assert bench.pool.jobs == 0
     assert bench.has(A, B) == [True, False]
@@ -257,7 +257,7 @@ def test_a_write_that_fails_half_way_leaves_nothing_behind(bench, monkeypatch):
     bench.settle()
     assert bench.shelf.frames == {}
     assert bench.released == [A, B]
-    assert bench.tier.events == [Event(EventKind.FAILED, "disk", (A, B), why="BackendError: full")]
+    assert bench.tier.events == [Event(EventKind.IO_ERROR, "disk", (A, B), why="BackendError: full")]
     assert bench.tier.usage() == Usage("disk", chunks=0, nbytes=0, capacity=4 * FRAME)
 
 
@@ -272,10 +272,10 @@ def test_what_the_store_lost_is_forgotten(bench):
     bench.read(A, B)
     bench.settle()
     assert (bench.good, bench.bad) == ([B], [A])
-    assert bench.events() == [("lost", [A])]
+    assert bench.events() == [("missing", [A])]
     assert bench.has(A, B) == [False, True]
     assert bench.tier.usage().nbytes == FRAME
-    assert bench.tier.wanted([A])
+    assert bench.tier.writable([A])
 
 
 def test_what_is_damaged_is_never_served_and_deleted(bench):
@@ -286,13 +286,13 @@ def test_what_is_damaged_is_never_served_and_deleted(bench):
     bench.read(A, B)
     bench.turn()
     assert (bench.good, bench.bad) == ([B], [A])
-    assert bench.tier.events == [Event(EventKind.DAMAGED, "disk", (A,), why="a frame of another key")]
+    assert bench.tier.events == [Event(EventKind.CORRUPT, "disk", (A,), why="a frame of another key")]
     assert bench.has(A) == [False]
     bench.settle()
     assert set(bench.shelf.frames) == {B}
     assert bench.tier.events[1:] == []
     assert bench.tier.usage().nbytes == FRAME
-    assert bench.tier.wanted([A])
+    assert bench.tier.writable([A])
 
 
 def test_what_is_damaged_goes_where_the_backend_wants_it(bench, monkeypatch):
@@ -337,9 +337,9 @@ def test_what_cannot_be_read_is_its_keys_alone(bench, monkeypatch):
         bench.settle()
         assert (bench.good, bench.bad) == ([B, C], [A])
         assert (slots[B], slots[C]) == (sealed(B), sealed(C))
-        assert bench.tier.events == [Event(EventKind.DAMAGED, "disk", (A,), why="sdb: Input/output error")]
+        assert bench.tier.events == [Event(EventKind.CORRUPT, "disk", (A,), why="sdb: Input/output error")]
         assert set(bench.shelf.frames) == {B, C}
-        assert bench.tier.wanted([A]) == [A]
+        assert bench.tier.writable([A]) == [A]
 
 
 def test_an_error_is_told_from_a_miss_and_from_a_length(bench, monkeypatch):
@@ -350,7 +350,7 @@ def test_an_error_is_told_from_a_miss_and_from_a_length(bench, monkeypatch):
     monkeypatch.setattr(bench.shelf, "read", lambda keys, into: [OSError(5, "no BackendError")])
     bench.read(A)
     bench.settle()
-    assert [event.kind for event in bench.tier.events] == [EventKind.FAILED]
+    assert [event.kind for event in bench.tier.events] == [EventKind.IO_ERROR]
     assert bench.has(A) == [True]
 
 
@@ -367,17 +367,17 @@ def test_one_that_can_never_be_deleted_keeps_no_other(bench, monkeypatch):
         delete(keys)
 
     monkeypatch.setattr(bench.shelf, "delete", stubborn)
-    bench.tier.renew(NAMESPACE.renewed())
+    bench.tier.invalidate_all(NAMESPACE.renewed())
     bench.settle()
     for _ in range(100):
         bench.now += 1.0
-        bench.tier.catch_up()
+        bench.tier.poll()
         bench.settle()
     assert set(bench.shelf.frames) == {A}
     assert bench.tier.usage().nbytes == FRAME, "what is left counts"
     assert len(asked) < 30, "it is not asked for all the time"
-    assert "resting" not in [kind for kind, _ in bench.events()]
-    assert bench.tier.wanted([A, B, C]) == [B, C]
+    assert "breaker_open" not in [kind for kind, _ in bench.events()]
+    assert bench.tier.writable([A, B, C]) == [B, C]
 
 
 # -- a store that is full before its tier ------------------------------------------------------------
@@ -401,12 +401,12 @@ def test_a_full_store_takes_newcomers_and_evicts_its_own():
     bench = Bench(frames=100, shelf=Cramped(3))
     for _ in range(10):
         for key in (A, B, C, D, E, F):
-            bench.tier.residents.request([key], bench.now, {})
+            bench.tier.index.request([key], bench.now, {})
             bench.write(key)
             bench.settle()
     kinds = [kind for kind, _ in bench.events()]
-    assert "resting" not in kinds
-    assert kinds.count("failed") == 1, "it is learned once"
+    assert "breaker_open" not in kinds
+    assert kinds.count("io_error") == 1, "it is learned once"
     assert kinds.count("written") > 50
     assert F in bench.shelf.frames, "the newest is there"
     assert bench.tier.usage().nbytes == FRAME * len(bench.shelf.frames)
@@ -433,9 +433,9 @@ def test_what_lacks_more_than_all_there_is_evicts_nobody():
         bench.write(key)
         bench.settle()
     assert bench.has(A, B, C, D) == [True, True, False, False]
-    assert bench.tier.wanted([C]) == []
+    assert bench.tier.writable([C]) == []
     kinds = [kind for kind, _ in bench.events()]
-    assert "resting" not in kinds and "evicted" not in kinds
+    assert "breaker_open" not in kinds and "evicted" not in kinds
     bench.shelf.room = 5
     bench.now += 61.0
     bench.write(C)
@@ -448,7 +448,7 @@ def test_frames_that_wait_while_the_store_turns_out_to_be_full_are_no_failure():
     for key in (A, B, C, D, E, F):
         bench.write(key)
     bench.settle()
-    assert "resting" not in [kind for kind, _ in bench.events()]
+    assert "breaker_open" not in [kind for kind, _ in bench.events()]
     assert sorted(bench.released) == sorted([A, B, C, D, E, F])
     assert bench.tier.usage().nbytes == FRAME * len(bench.shelf.frames) <= 2 * FRAME
     bench.write(F)
@@ -495,7 +495,7 @@ def test_a_wrong_answer_to_a_read_is_a_failure(bench, monkeypatch, answer, why):
     bench.read(A, B)
     bench.settle()
     assert (bench.good, bench.bad) == ([], [A, B])
-    assert bench.tier.events == [Event(EventKind.FAILED, "disk", (A, B), why=why)]
+    assert bench.tier.events == [Event(EventKind.IO_ERROR, "disk", (A, B), why=why)]
     assert bench.has(A, B) == [True, True], "nothing is known of the frames"
 
 
@@ -503,11 +503,11 @@ def test_a_wrong_answer_to_a_read_is_a_failure(bench, monkeypatch, answer, why):
 def test_a_wrong_answer_to_a_question_is_a_failure(monkeypatch, answer, why):
     bench = Bench(shelf=SharedShelf())
     monkeypatch.setattr(bench.shelf, "contains", lambda keys: answer)
-    assert bench.tier.wonder(A)
-    assert bench.tier.wonder(B)
-    bench.tier.catch_up()
+    assert bench.tier.request_lookup(A)
+    assert bench.tier.request_lookup(B)
+    bench.tier.poll()
     bench.settle()
-    assert bench.tier.events == [Event(EventKind.FAILED, "disk", (A, B), why=why)]
+    assert bench.tier.events == [Event(EventKind.IO_ERROR, "disk", (A, B), why=why)]
     assert bench.has(A, B) == [False, False]
 
 
@@ -517,8 +517,8 @@ def test_answers_need_not_be_a_list(monkeypatch):
     monkeypatch.setattr(bench.shelf, "contains", lambda keys: Torn(key in bench.shelf.frames for key in keys))
     monkeypatch.setattr(bench.shelf, "read", lambda keys, into: Torn(Shelf.read(bench.shelf, keys, into)))
     for key in (A, B):
-        assert bench.tier.wonder(key)
-    bench.tier.catch_up()
+        assert bench.tier.request_lookup(key)
+    bench.tier.poll()
     bench.settle()
     assert bench.has(A, B) == [True, False]
     assert bench.read(A)
@@ -535,7 +535,7 @@ def test_a_length_that_cannot_be_is_a_failure(bench, monkeypatch, count):
     bench.read(A)
     bench.settle()
     why = f"ContractError: read returned {count} bytes for a view of {FRAME}"
-    assert bench.tier.events == [Event(EventKind.FAILED, "disk", (A,), why=why)]
+    assert bench.tier.events == [Event(EventKind.IO_ERROR, "disk", (A,), why=why)]
     assert bench.bad == [A]
 
 
@@ -548,25 +548,25 @@ def test_writes_rest_and_one_probe_decides(bench):
         bench.write(key)
         bench.settle()
     assert bench.whys() == ["BackendError: told to fail"] * 3 + ["for 1s"]
-    assert not bench.tier.wanted([D])
+    assert not bench.tier.writable([D])
     bench.write(D)
-    assert bench.events() == [("refused", [D])]
+    assert bench.events() == [("rejected", [D])]
 
     bench.now = 1.0
-    assert bench.tier.wanted([D])
+    assert bench.tier.writable([D])
     bench.write(D)
-    assert not bench.tier.wanted([E]), "one probe at a time"
+    assert not bench.tier.writable([E]), "one probe at a time"
     bench.settle()
-    assert bench.events() == [("failed", [D]), ("resting", [])]
+    assert bench.events() == [("io_error", [D]), ("breaker_open", [])]
 
     bench.now = 2.9
-    assert not bench.tier.wanted([D])
+    assert not bench.tier.writable([D])
     bench.now = 3.0
     bench.shelf.fails = False
     bench.write(D)
     bench.settle()
-    assert bench.events() == [("resumed", []), ("written", [D])]
-    assert bench.tier.wanted([E])
+    assert bench.events() == [("breaker_closed", []), ("written", [D])]
+    assert bench.tier.writable([E])
 
 
 def test_reads_rest_while_writes_go_on(bench, monkeypatch):
@@ -578,7 +578,7 @@ def test_reads_rest_while_writes_go_on(bench, monkeypatch):
         for _ in range(3):
             assert bench.read(A)
             bench.settle()
-    assert bench.events()[-1] == ("resting", [])
+    assert bench.events()[-1] == ("breaker_open", [])
     assert bench.has(A) == [False]
     assert bench.read(A) == {}
     bench.write(B)
@@ -590,7 +590,7 @@ def test_reads_rest_while_writes_go_on(bench, monkeypatch):
     assert bench.read(A)
     assert bench.has(B) == [False], "one probe at a time"
     bench.settle()
-    assert bench.events() == [("resumed", [])]
+    assert bench.events() == [("breaker_closed", [])]
     assert bench.has(A, B) == [True, True]
 
 
@@ -653,49 +653,49 @@ def shared():
 def test_presence_is_asked(shared):
     shared.shelf.frames[A] = bytes(sealed(A))
     assert shared.has(A) == [False]
-    assert shared.tier.wonder(A)
+    assert shared.tier.request_lookup(A)
     assert shared.pool.jobs == 0, "a query moves nothing"
-    shared.tier.catch_up()
+    shared.tier.poll()
     assert shared.pool.jobs == 1
-    assert not shared.tier.wanted([A]), "named by a call in flight"
+    assert not shared.tier.writable([A]), "named by a call in flight"
     shared.settle()
     assert shared.has(A) == [True]
-    assert not shared.tier.wonder(A)
+    assert not shared.tier.request_lookup(A)
     slots = shared.read(A)
     shared.settle()
     assert slots == {A: sealed(A)}
 
 
 def test_absence_is_believed_for_a_second(shared):
-    assert shared.tier.wonder(A)
-    shared.tier.catch_up()
+    assert shared.tier.request_lookup(A)
+    shared.tier.poll()
     shared.settle()
-    assert not shared.tier.wonder(A)
+    assert not shared.tier.request_lookup(A)
     shared.now = 0.99
-    assert not shared.tier.wonder(A)
-    shared.tier.catch_up()
+    assert not shared.tier.request_lookup(A)
+    shared.tier.poll()
     assert shared.pool.jobs == 0
     shared.now = 1.0
     shared.shelf.frames[A] = bytes(sealed(A))
-    assert shared.tier.wonder(A)
-    shared.tier.catch_up()
+    assert shared.tier.request_lookup(A)
+    shared.tier.poll()
     shared.settle()
     assert shared.has(A) == [True]
 
 
 def test_a_question_is_asked_once(shared):
     for _ in range(3):
-        assert shared.tier.wonder(A)
-    shared.tier.catch_up()
-    assert shared.tier.wonder(A), "still on its way"
-    shared.tier.catch_up()
+        assert shared.tier.request_lookup(A)
+    shared.tier.poll()
+    assert shared.tier.request_lookup(A), "still on its way"
+    shared.tier.poll()
     assert shared.pool.jobs == 1
 
 
 def test_what_is_written_meanwhile_is_not_asked(shared):
-    assert shared.tier.wonder(A)
+    assert shared.tier.request_lookup(A)
     shared.write(A)
-    shared.tier.catch_up()
+    shared.tier.poll()
     assert shared.pool.jobs == 1
     shared.settle()
     assert shared.has(A) == [True]
@@ -703,27 +703,27 @@ def test_what_is_written_meanwhile_is_not_asked(shared):
 
 def test_nobody_wonders_about_a_store_of_ones_own(bench):
     bench.shelf.frames[A] = bytes(sealed(A))
-    assert not bench.tier.wonder(A)
+    assert not bench.tier.request_lookup(A)
 
 
 def test_nobody_wonders_about_a_store_at_rest(shared):
     shared.shelf.fails = True
     for key in (A, B, C):
-        assert shared.tier.wonder(key)
-        shared.tier.catch_up()
+        assert shared.tier.request_lookup(key)
+        shared.tier.poll()
         shared.settle()
-    assert shared.events()[-1] == ("resting", [])
-    assert not shared.tier.wonder(D)
+    assert shared.events()[-1] == ("breaker_open", [])
+    assert not shared.tier.request_lookup(D)
     shared.now = 1.0
-    assert shared.tier.wonder(D)
+    assert shared.tier.request_lookup(D)
 
 
 def test_what_others_stored_is_within_the_capacity_too():
     bench = Bench(frames=2, shelf=SharedShelf())
     bench.shelf.frames = {key: bytes(sealed(key)) for key in KEYS}
     for key in KEYS:
-        bench.tier.wonder(key)
-    bench.tier.catch_up()
+        bench.tier.request_lookup(key)
+    bench.tier.poll()
     bench.settle()
     assert bench.tier.usage().nbytes <= bench.tier.usage().capacity
 
@@ -734,7 +734,7 @@ def test_what_others_stored_is_within_the_capacity_too():
 def test_clear_deletes_what_is_here(bench):
     bench.write(A, B)
     bench.settle()
-    bench.tier.renew(NAMESPACE.renewed())
+    bench.tier.invalidate_all(NAMESPACE.renewed())
     assert bench.has(A, B) == [False, False]
     bench.settle()
     assert bench.shelf.frames == {}
@@ -743,7 +743,7 @@ def test_clear_deletes_what_is_here(bench):
 
 def test_what_is_written_during_a_clear_goes_when_it_is_whole(bench):
     bench.write(A)
-    bench.tier.renew(NAMESPACE.renewed())
+    bench.tier.invalidate_all(NAMESPACE.renewed())
     assert len(bench.pool.queue) == 1, "no delete beside the write"
     bench.turn()
     assert bench.released == [A]
@@ -759,7 +759,7 @@ def test_what_is_read_during_a_clear_is_not_served(bench):
     bench.write(A)
     bench.settle()
     bench.read(A)
-    bench.tier.renew(NAMESPACE.renewed())
+    bench.tier.invalidate_all(NAMESPACE.renewed())
     bench.turn()
     assert (bench.good, bench.bad) == ([], [A])
     bench.settle()
@@ -771,7 +771,7 @@ def test_a_delete_that_fails_does_not_bring_back_what_was_cleared(bench):
     bench.write(A)
     bench.settle()
     bench.shelf.fails = True
-    bench.tier.renew(NAMESPACE.renewed())
+    bench.tier.invalidate_all(NAMESPACE.renewed())
     bench.settle()
     bench.shelf.fails = False
     assert bench.has(A) == [False]
@@ -783,14 +783,14 @@ def test_a_delete_that_failed_does_not_bar_its_key_for_ever(bench):
     bench.write(A)
     bench.settle()
     bench.shelf.fails = True
-    bench.tier.renew(NAMESPACE.renewed())
+    bench.tier.invalidate_all(NAMESPACE.renewed())
     bench.settle()
     bench.shelf.fails = False
     for _ in range(10):
         bench.now += 100.0
-        bench.tier.catch_up()  # what a manager does in each step
+        bench.tier.poll()  # what a manager does in each step
         bench.settle()
-        if bench.tier.wanted([A]):
+        if bench.tier.writable([A]):
             bench.write(A)
             bench.settle()
     assert bench.has(A) == [True]
@@ -863,8 +863,8 @@ def test_no_two_calls_in_flight_name_the_same_key(seed):
     moves = {
         "write": lambda keys: bench.write(*keys),
         "read": lambda keys: bench.read(*keys),
-        "ask": lambda keys: [[bench.tier.wonder(key) for key in keys], bench.tier.catch_up()],
-        "renew": lambda keys: bench.tier.renew(NAMESPACE),
+        "ask": lambda keys: [[bench.tier.request_lookup(key) for key in keys], bench.tier.poll()],
+        "renew": lambda keys: bench.tier.invalidate_all(NAMESPACE),
         "pass time": lambda keys: setattr(bench, "now", bench.now + 0.5),
         "wait": lambda keys: bench.pool.wait(0.01),
     }
@@ -885,12 +885,12 @@ def test_while_a_call_hangs_nobody_else_waits_for_the_store(bench):
     bench.settle()
     bench.events()
     bench.pool.oldest = 10.1
-    bench.tier.catch_up()
-    assert (bench.has(A), bench.tier.wanted([B]), bench.tier.wonder(B)) == ([False], [], False)
+    bench.tier.poll()
+    assert (bench.has(A), bench.tier.writable([B]), bench.tier.request_lookup(B)) == ([False], [], False)
     assert bench.read(A) == {}
-    bench.tier.catch_up()
-    assert bench.events() == [("resting", [])]
+    bench.tier.poll()
+    assert bench.events() == [("breaker_open", [])]
     bench.pool.oldest = 0.0
-    bench.tier.catch_up()
-    assert (bench.has(A), bench.tier.wanted([B])) == ([True], [B])
-    assert bench.events() == [("resumed", [])]
+    bench.tier.poll()
+    assert (bench.has(A), bench.tier.writable([B])) == ([True], [B])
+    assert bench.events() == [("breaker_closed", [])]

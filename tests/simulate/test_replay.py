@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier_core.builtin.heap import HeapConfig
-from kvtier_core.config.model import ArenaTier, World, open_stack
+from kvtier_core.config.model import ArenaTierConfig, Runtime, open_stack
 from kvtier_core.config.registry import Registry
 from kvtier_core.interfaces import EvictionConfig, OpenContext
 from kvtier_core.policies.fifo import FifoConfig
@@ -100,9 +100,9 @@ def test_real_memory_would_have_had_the_same_hits(policy):
     trace = trace_of(traffic(1))
     (config,) = read_policies(policy, 1, Registry())
     simulated = stack_of([Nbytes(40 * FRAME)], [config], TOKENS)
-    real = attrs.evolve(simulated, tiers=(ArenaTier("cpu", HeapConfig(), Nbytes(40 * FRAME), config),))
+    real = attrs.evolve(simulated, tiers=(ArenaTierConfig("cpu", HeapConfig(), Nbytes(40 * FRAME), config),))
     clock = Clock()
-    manager = open_stack(real, OpenContext(Namespace.of({"test": "replay"}), LAYOUT, "test"), World(clock=clock))
+    manager = open_stack(real, OpenContext(Namespace.of({"test": "replay"}), LAYOUT, "test"), Runtime(clock=clock))
     hits = []
     for prompt in trace.prompts:
         clock.now = prompt.at

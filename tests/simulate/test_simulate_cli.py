@@ -89,7 +89,7 @@ def test_the_stack_of_a_file(folder, capsys):
         "  - {type: disk, path: /nowhere, capacity: 8GiB, eviction: fifo}\n"
     )
     assert main(["simulate", "trace.jsonl", "--config", "kvtier.yaml"]) == 0
-    assert [row["policy"] for row in table(capsys.readouterr().out)] == ["min", "git+fifo"]
+    assert [row["policy"] for row in table(capsys.readouterr().out)] == ["min", "gittins+fifo"]
     assert main(["simulate", "trace.jsonl", "--config", "kvtier.yaml", "--policy", "lru,min,mru"]) == 0
     assert {row["policy"] for row in table(capsys.readouterr().out)} == {"min", "lru", "mru"}
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 from conftest import cpu_and_disk, prompt
 
-from kvtier_core.stack.index.cache_index import Residents
+from kvtier_core.stack.index.cache_index import CacheIndex
 
 
 @pytest.fixture
 def heard(monkeypatch):
     """The hints of each request, once for each tier."""
     heard = []
-    request = Residents.request
+    request = CacheIndex.request
     monkeypatch.setattr(
-        Residents,
+        CacheIndex,
         "request",
         lambda self, path, now, hints: (heard.append(dict(hints)), request(self, path, now, hints)),
     )

@@ -9,7 +9,7 @@ from conftest import cpu, cpu_and_disk, prompt
 from test_serving import NOISE, hits
 
 from kvtier_core.engine.self_test import try_copies
-from kvtier_core.interfaces import PageRun, PageTable
+from kvtier_core.interfaces import PagedKVCache, PageRun
 from kvtier_core.transfer.copier import PlainCopier
 from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.types import ChunkLayout
@@ -37,7 +37,7 @@ class Rig:
             PageRun(self.padded.data_ptr(), 80, 64),
             PageRun(self.cut.data_ptr(), 32, 32),
         )
-        return PageTable(
+        return PagedKVCache(
             **{"layers": layers, "blocks": self.blocks, "device": "cpu", "rank": 0, "layout": LAYOUT, **changes}
         )
 

@@ -103,7 +103,7 @@ def test_several_arenas(engine, said):
 def test_what_happened_is_told_while_it_happens(engine, said):
     """A server that is stopped as usual is killed before it could tell."""
     with engine(cpu()) as served:
-        served.connector.half.stats = Stats(now=-601.0)
+        served.connector.side.stats = Stats(now=-601.0)
         said()
         served.ask(prompt(73, 530))
         served.settle()

@@ -6,12 +6,12 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
 from kvtier_core.interfaces import EvictionPolicy
 from kvtier_core.stack.batches import leading_run
-from kvtier_core.stack.index.frequency_filter import Sightings
-from kvtier_core.stack.index.prefix_tree import Tree
+from kvtier_core.stack.index.frequency_filter import FrequencyFilter
+from kvtier_core.stack.index.prefix_tree import PrefixTree
 from kvtier_core.types import ChunkKey
 
 
-class Residents:
+class CacheIndex:
     """The held keys of one level, and a policy.
 
     The policy has an opinion about order; this class keeps it honest: a chunk whose child is still held
@@ -19,10 +19,10 @@ class Residents:
     """
 
     def __init__(self, policy: EvictionPolicy, store_after: int = 1):
-        self.held = Tree()  #: who, with sizes, places and parents; to be read, changes are made here
+        self.held = PrefixTree()  #: who, with sizes, places and parents; to be read, changes are made here
         self._policy = policy
         self._store_after = store_after
-        self._sightings = Sightings() if store_after > 1 else None
+        self._sightings = FrequencyFilter() if store_after > 1 else None
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self.held
@@ -42,7 +42,7 @@ class Residents:
         self.held.adopt(path)
         self._policy.request(path, now, hints)
 
-    def seen_enough(self, path: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
+    def meets_frequency(self, path: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
         """Those, root first, that were named by as many requests as a newcomer needs."""
         if self._sightings is None:
             return path
@@ -74,7 +74,7 @@ class Residents:
             self._policy.forget(key, evicted=evicted)
         return places
 
-    def choose(
+    def select_victims(
         self,
         amount: int,
         weigh: Callable[[ChunkKey], int],
@@ -86,13 +86,13 @@ class Residents:
         None that one of the ``spared`` holds, or whose place is ``pinned``.
         """
         chosen: list[ChunkKey] = []
-        leavers = self._leavers(spared, pinned)
-        while amount > 0 and (key := next(leavers, None)) is not None:
+        eviction_candidates = self._eviction_candidates(spared, pinned)
+        while amount > 0 and (key := next(eviction_candidates, None)) is not None:
             chosen.append(key)
             amount -= weigh(key)
         return chosen
 
-    def trade(
+    def plan_admission(
         self,
         newcomers: Sequence[ChunkKey],
         nbytes: int,
@@ -108,11 +108,11 @@ class Residents:
         free = min(len(newcomers), max(room, 0) // nbytes)
         welcome, victims = list(newcomers[:free]), []
         room -= free * nbytes
-        leavers = self._leavers(spared, pinned)
+        eviction_candidates = self._eviction_candidates(spared, pinned)
         for newcomer in newcomers[free:]:
             price: list[ChunkKey] = []
             while room < nbytes:
-                victim = next(leavers, None)
+                victim = next(eviction_candidates, None)
                 if victim is None or not self._policy.prefers(newcomer, victim):
                     return welcome, victims
                 price.append(victim)
@@ -129,5 +129,5 @@ class Residents:
     def restore(self, saved: bytes) -> None:
         self._policy.restore(saved)
 
-    def _leavers(self, spared: Sequence[Container[ChunkKey]], pinned: Container[int]) -> Iterator[ChunkKey]:
-        return self.held.leavers(self._policy.victims(), spared, pinned, self._policy.leaf_first)
+    def _eviction_candidates(self, spared: Sequence[Container[ChunkKey]], pinned: Container[int]) -> Iterator[ChunkKey]:
+        return self.held.eviction_candidates(self._policy.victims(), spared, pinned, self._policy.leaf_first)

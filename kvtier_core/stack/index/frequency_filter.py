@@ -12,7 +12,7 @@ _ENOUGH = 1 << 17
 _PREFIX_NBYTES = 8
 
 
-class Sightings:
+class FrequencyFilter:
     """Two generations: when the younger is full it becomes the older, and what was older is forgotten."""
 
     def __init__(self, enough: int = _ENOUGH):

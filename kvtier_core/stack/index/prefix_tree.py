@@ -10,7 +10,7 @@ from kvtier_core.native import extension
 from kvtier_core.types import ChunkKey
 
 
-class PlainTree:
+class PlainPrefixTree:
     """A prefix tree. A parent is known by its key, held or not; a key that is not held has no parent."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class PlainTree:
                 if not self._children[parent]:
                     del self._children[parent]
 
-    def leavers(
+    def eviction_candidates(
         self,
         victims: Iterator[ChunkKey],
         spared: Sequence[Container[ChunkKey]],
@@ -137,4 +137,4 @@ class PlainTree:
         self._children[parent] += 1
 
 
-Tree = getattr(extension, "Tree", PlainTree)
+PrefixTree = getattr(extension, "PrefixTree", PlainPrefixTree)

@@ -6,7 +6,7 @@ from __future__ import annotations
 _REST = 60.0
 
 
-class Ceiling:
+class CapacityLimit:
     """Time is handed in."""
 
     def __init__(self, granted: int):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import attrs
 
 from kvtier_core.errors import BackendError
-from kvtier_core.frames.codec import Door
+from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import Damage
 from kvtier_core.interfaces import Backend
 from kvtier_core.stack.batches import as_many
@@ -19,7 +19,7 @@ Verdict = bool | Damage | BackendError
 
 
 @attrs.frozen
-class Offer:
+class FrameWrite:
     """A sealed frame that lies in an arena's slot."""
 
     key: ChunkKey
@@ -27,10 +27,10 @@ class Offer:
     view: memoryview
 
 
-def write_frames(backend: Backend, door: Door, offers: Sequence[Offer]) -> list[int]:
+def write_frames(backend: Backend, codec: FrameCodec, offers: Sequence[FrameWrite]) -> list[int]:
     """The bytes that each frame takes in the store."""
     keys = [offer.key for offer in offers]
-    frames = [door.encode(offer.key, offer.view) for offer in offers]
+    frames = [codec.encode(offer.key, offer.view) for offer in offers]
     try:
         backend.write(keys, frames)
     except BaseException:
@@ -41,18 +41,20 @@ def write_frames(backend: Backend, door: Door, offers: Sequence[Offer]) -> list[
     return [len(encoded) for encoded in frames]
 
 
-def read_frames(backend: Backend, door: Door, wanted: Sequence[tuple[ChunkKey, memoryview]]) -> list[Verdict]:
+def read_frames(backend: Backend, codec: FrameCodec, wanted: Sequence[tuple[ChunkKey, memoryview]]) -> list[Verdict]:
     """Fill slots; what became of each."""
     keys = [key for key, _ in wanted]
-    landings = [door.landing(slot) for _, slot in wanted]
+    landings = [codec.landing(slot) for _, slot in wanted]
     counts = as_many(backend.read(keys, landings), keys)
     return [
-        _verdict(door, key, landed, count, slot)
+        _verdict(codec, key, landed, count, slot)
         for (key, slot), landed, count in zip(wanted, landings, counts, strict=True)
     ]
 
 
-def _verdict(door: Door, key: ChunkKey, landed: memoryview, count: int | BackendError, slot: memoryview) -> Verdict:
+def _verdict(
+    codec: FrameCodec, key: ChunkKey, landed: memoryview, count: int | BackendError, slot: memoryview
+) -> Verdict:
     if isinstance(count, BackendError):
         return count
-    return bool(count) and (door.check(key, landed, count, slot) or True)
+    return bool(count) and (codec.check(key, landed, count, slot) or True)

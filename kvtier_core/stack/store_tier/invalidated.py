@@ -8,7 +8,7 @@ from kvtier_core.types import ChunkKey
 _FIRST_RETRY, _LAST_RETRY = 5.0, 60.0
 
 
-class Doomed(set[ChunkKey]):
+class InvalidatedKeys(set[ChunkKey]):
     """A set that knows when to try again. Time is handed in."""
 
     def __init__(self) -> None:

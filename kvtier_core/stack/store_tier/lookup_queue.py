@@ -10,7 +10,7 @@ from kvtier_core.types import ChunkKey
 _ABSENCE_HOLDS = 1.0
 
 
-class Inquiries:
+class LookupQueue:
     """Keys that are to be asked for, and those that were not there a moment ago."""
 
     def __init__(self, clock: Callable[[], float]):

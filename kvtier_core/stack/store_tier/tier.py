@@ -8,17 +8,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from kvtier_core.errors import BackendError, ContractError, StoreFull
-from kvtier_core.frames.codec import Door
+from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import Damage
 from kvtier_core.interfaces import Backend
 from kvtier_core.stack.batches import as_many, in_groups, leading
-from kvtier_core.stack.index.cache_index import Residents
+from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.store_tier.breaker import Breaker
-from kvtier_core.stack.store_tier.capacity_limit import Ceiling
-from kvtier_core.stack.store_tier.frame_io import Offer, read_frames, write_frames
-from kvtier_core.stack.store_tier.invalidated import Doomed
-from kvtier_core.stack.store_tier.lookup_queue import Inquiries
-from kvtier_core.stack.store_tier.policy_state import Memo
+from kvtier_core.stack.store_tier.capacity_limit import CapacityLimit
+from kvtier_core.stack.store_tier.frame_io import FrameWrite, read_frames, write_frames
+from kvtier_core.stack.store_tier.invalidated import InvalidatedKeys
+from kvtier_core.stack.store_tier.lookup_queue import LookupQueue
+from kvtier_core.stack.store_tier.policy_state import PolicyState
 from kvtier_core.transfer.io_pool import Outcome, Pool, run_within
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Usage
 
@@ -38,7 +38,7 @@ Release = Callable[[ChunkKey], None]
 Arrived = Callable[[Sequence[ChunkKey], Sequence[ChunkKey]], None]
 
 
-class Tier:
+class StoreTier:
     """Every method on the owner's thread. Nothing a backend does raises here: it becomes an Event."""
 
     def __init__(
@@ -47,8 +47,8 @@ class Tier:
         backend: Backend,
         *,
         pool: Pool,
-        residents: Residents,
-        door: Door,
+        index: CacheIndex,
+        codec: FrameCodec,
         capacity: int,
         inflight: int,
         clock: Callable[[], float] = time.monotonic,
@@ -56,122 +56,124 @@ class Tier:
         self.name = name
         self.backend = backend
         self.pool = pool
-        self.residents = residents
+        self.index = index
         self.capacity = capacity
         self.events: list[Event] = []
-        self._door = door
+        self._codec = codec
         self._inflight_limit = inflight
         self._inflight = 0  # bytes of arena slots that calls in flight hold
         self._clock = clock
-        self._waiting: deque[tuple[list[Offer], Release]] = deque()  # writes, until their victims are gone
+        self._waiting: deque[tuple[list[FrameWrite], Release]] = deque()  # writes, until their victims are gone
         self._waiting_nbytes = 0  # of what is admitted, and so in ``residents.used``, but not begun
         self._leaving_nbytes = 0  # of what is still in ``residents.used``, and being deleted
         self._busy: dict[ChunkKey, _Busy] = {}
-        self._doomed = Doomed()
-        self._ceiling = Ceiling(capacity)
+        self._invalidated = InvalidatedKeys()
+        self._ceiling = CapacityLimit(capacity)
         self._reads = Breaker()
         self._writes = Breaker()
         self._hangs = False
-        self._inquiries = Inquiries(clock)
-        self._memo = Memo(backend, residents, door.namespace, capacity)
-        self._take_stock()
+        self._inquiries = LookupQueue(clock)
+        self._memo = PolicyState(backend, index, codec.namespace, capacity)
+        self._recover()
 
     # -- what is here ------------------------------------------------------------------------------
 
     def usage(self) -> Usage:
-        return Usage(self.name, len(self.residents), self.residents.used, self.capacity, inflight=self._inflight)
+        return Usage(self.name, len(self.index), self.index.used, self.capacity, inflight=self._inflight)
 
     def readable(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
         """Of how many, from ``start`` on, could a read begin now, before the first of which it could not?"""
         if self._hangs or not self._reads.allows(self._clock()):
             return 0
-        run = self.residents.held.run(keys, start)
-        in_use = (i for i in range(run) if keys[start + i] in self._busy or keys[start + i] in self._doomed)
+        run = self.index.held.run(keys, start)
+        in_use = (i for i in range(run) if keys[start + i] in self._busy or keys[start + i] in self._invalidated)
         return next(in_use, run)
 
     def has(self, key: ChunkKey) -> bool:
         return self.readable([key]) == 1
 
-    def wanted(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+    def writable(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Those of which a write would be considered now."""
         now = self._clock()
         if self._inflight >= self._inflight_limit or self._hangs or not self._writes.allows(now):
             return []
         if not self._ceiling.open(now):
             return []
-        return [key for key in self.residents.held.missing(keys) if key not in self._busy]
+        return [key for key in self.index.held.missing(keys) if key not in self._busy]
 
-    def welcome(self, path: Sequence[ChunkKey]) -> list[ChunkKey]:
+    def would_admit(self, path: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Those of a path, root first, that are wanted and preferred to whoever would leave for them."""
-        return self._bargain(self.residents.seen_enough(self.wanted(path)), spared=path)[0]
+        return self._plan_admission(self.index.meets_frequency(self.writable(path)), spared=path)[0]
 
-    def wonder(self, key: ChunkKey) -> bool:
-        """May a key that is not in the index be in the store all the same? Then it is asked in `catch_up`."""
-        if not self.backend.shared or self._hangs or key in self.residents or not self._reads.allows(self._clock()):
+    def request_lookup(self, key: ChunkKey) -> bool:
+        """May a key that is not in the index be in the store all the same? Then it is asked in `poll`."""
+        if not self.backend.shared or self._hangs or key in self.index or not self._reads.allows(self._clock()):
             return False
         return self._inquiries.note(key)
 
-    def catch_up(self) -> None:
+    def poll(self) -> None:
         """Ask what `wonder` noted, delete again what could not be deleted before, keep what the policy learned."""
         now = self._clock()
         self._look_for_hangs()
         if self._writes.allows(now):
-            self._delete_again([key for key in self._doomed.due(now) if key not in self._busy])
+            self._delete_again([key for key in self._invalidated.due(now) if key not in self._busy])
         if self._memo.due(now) and self._writes.allows(now) and not self._hangs:
-            self._memo.keep_by(self.pool, now, lambda outcome: self._judge(self._writes, [], outcome))
+            self._memo.keep_by(self.pool, now, lambda outcome: self._record_outcome(self._writes, [], outcome))
         keys = [key for key in self._inquiries.take() if key not in self._busy]
         if not keys or not self._reads.allows(now):
             return
         self._begin(self._reads, keys, _Busy.READING)
         self.pool.submit_load(
-            lambda: as_many(self.backend.contains(keys), keys), lambda outcome: self._told(keys, outcome)
+            lambda: as_many(self.backend.contains(keys), keys), lambda outcome: self._on_contains(keys, outcome)
         )
 
     def _look_for_hangs(self) -> None:
         hangs = self.pool.longest() > _PATIENCE
         if hangs and not self._hangs:
-            self._report(EventKind.RESTING, [], why=f"until a call comes back that has taken {_PATIENCE:g}s")
+            self._report(EventKind.BREAKER_OPEN, [], why=f"until a call comes back that has taken {_PATIENCE:g}s")
         elif self._hangs and not hangs:
-            self._report(EventKind.RESUMED, [])
+            self._report(EventKind.BREAKER_CLOSED, [])
         self._hangs = hangs
 
     # -- frames going down -------------------------------------------------------------------------
 
-    def write(self, offers: Sequence[Offer], release: Release) -> None:
+    def write(self, offers: Sequence[FrameWrite], release: Release) -> None:
         """Store frames of one path, root first. ``release(key)`` for each, once, when its view is free again."""
-        wanted = set(self.wanted([offer.key for offer in offers]))
+        wanted = set(self.writable([offer.key for offer in offers]))
         fresh = [offer for offer in offers if offer.key in wanted]
         accepted = leading(fresh, self._inflight_limit - self._inflight, lambda offer: len(offer.view))
-        welcome, victims = self._bargain([offer.key for offer in accepted], spared=[offer.parent for offer in accepted])
+        welcome, victims = self._plan_admission(
+            [offer.key for offer in accepted], spared=[offer.parent for offer in accepted]
+        )
         accepted = accepted[: len(welcome)]
-        self.residents.admit(welcome, [offer.parent for offer in accepted], self._door.bound)
+        self.index.admit(welcome, [offer.parent for offer in accepted], self._codec.bound)
 
         taken = {offer.key for offer in accepted}
         turned_away = [offer for offer in offers if offer.key not in taken]
-        if refused := [offer.key for offer in turned_away if offer.key not in self.residents]:
-            self._report(EventKind.REFUSED, refused)
+        if refused := [offer.key for offer in turned_away if offer.key not in self.index]:
+            self._report(EventKind.REJECTED, refused)
         for offer in turned_away:
             release(offer.key)
         if accepted:
             self._begin(self._writes, taken, _Busy.WRITING)
             self._inflight += sum(len(offer.view) for offer in accepted)
             self._waiting.extend((group, release) for group in in_groups(accepted, lambda offer: len(offer.view)))
-            self._waiting_nbytes += len(accepted) * self._door.bound
+            self._waiting_nbytes += len(accepted) * self._codec.bound
             self._evict(victims)
             self._start_writes()
 
-    def _bargain(
+    def _plan_admission(
         self, path: Sequence[ChunkKey], spared: Sequence[ChunkKey | None]
     ) -> tuple[list[ChunkKey], list[ChunkKey]]:
         """Who may come in, and who leaves for them. Changes nothing."""
-        return self.residents.trade(
-            path, self._door.bound, self._room, self.residents.held.nbytes, spared=(self._busy, set(spared))
+        return self.index.plan_admission(
+            path, self._codec.bound, self._room, self.index.held.nbytes, spared=(self._busy, set(spared))
         )
 
     @property
     def _room(self) -> int:
         """Bytes that will be free when those who are leaving are gone."""
-        return self._allowed - self.residents.used + self._leaving_nbytes
+        return self._allowed - self.index.used + self._leaving_nbytes
 
     @property
     def _allowed(self) -> int:
@@ -180,10 +182,10 @@ class Tier:
 
     def _beyond_room(self) -> list[ChunkKey]:
         """Who must leave because there is less room than what is here takes."""
-        return self.residents.choose(-self._room, self.residents.held.nbytes, spared=(self._busy,))
+        return self.index.select_victims(-self._room, self.index.held.nbytes, spared=(self._busy,))
 
     def _evict(self, victims: Sequence[ChunkKey]) -> None:
-        nbytes = sum(map(self.residents.held.nbytes, victims))
+        nbytes = sum(map(self.index.held.nbytes, victims))
         self._remove(victims, self.backend.delete, lambda: self._report(EventKind.EVICTED, victims, nbytes=nbytes))
 
     def _remove(
@@ -197,9 +199,9 @@ class Tier:
         """Take frames out of the store, and then out of the index. What failed before does so unnoticed."""
         if not keys:
             return
-        nbytes = sum(map(self.residents.held.nbytes, keys))
+        nbytes = sum(map(self.index.held.nbytes, keys))
         self._leaving_nbytes += nbytes
-        self.residents.leave(keys)
+        self.index.leave(keys)
         self._begin(None if again else self._writes, keys, _Busy.LEAVING)
 
         def gone(outcome: Outcome) -> None:
@@ -207,12 +209,12 @@ class Tier:
             for key in keys:
                 del self._busy[key]
             if outcome.error is None:
-                self._doomed.difference_update(keys)
-                self.residents.remove(keys, evicted=True)
+                self._invalidated.difference_update(keys)
+                self.index.remove(keys, evicted=True)
             else:
-                self._doomed.failed(self._clock())
+                self._invalidated.failed(self._clock())
             if not again:
-                self._judge(self._writes, keys, outcome)
+                self._record_outcome(self._writes, keys, outcome)
             if outcome.error is None:
                 then()
             self._start_writes()
@@ -223,15 +225,15 @@ class Tier:
         """Begin those that there is room for: the bytes of a newcomer never lie beside those of its victim."""
         while self._waiting:
             group, release = self._waiting[0]
-            nbytes = len(group) * self._door.bound
-            fits = self.residents.used - self._waiting_nbytes + nbytes <= self._allowed
+            nbytes = len(group) * self._codec.bound
+            fits = self.index.used - self._waiting_nbytes + nbytes <= self._allowed
             if not fits and self._leaving_nbytes:
                 return
             self._waiting.popleft()
             self._waiting_nbytes -= nbytes
             if fits:
                 self.pool.submit_store(
-                    lambda group=group: write_frames(self.backend, self._door, group),
+                    lambda group=group: write_frames(self.backend, self._codec, group),
                     lambda outcome, group=group, release=release: self._written(group, release, outcome),
                 )
             elif self._ceiling.lowered(self._clock()):
@@ -239,25 +241,25 @@ class Tier:
             else:
                 self._written(group, release, Outcome(error=BackendError("no room: a delete before it failed")))
 
-    def _written(self, offers: Sequence[Offer], release: Release, outcome: Outcome) -> None:
+    def _written(self, offers: Sequence[FrameWrite], release: Release, outcome: Outcome) -> None:
         keys = [offer.key for offer in offers]
         for i, offer in enumerate(offers):
             self._inflight -= len(offer.view)
             if outcome.error is None:
-                self.residents.resize(offer.key, outcome.value[i])
+                self.index.resize(offer.key, outcome.value[i])
             else:
-                self.residents.remove([offer.key])
+                self.index.remove([offer.key])
             self._settle(offer.key)
             release(offer.key)
         if isinstance(outcome.error, StoreFull):
             self._make_do(outcome.error.missing)
-        self._judge(self._writes, keys, outcome)
+        self._record_outcome(self._writes, keys, outcome)
         if outcome.error is None:
             self._report(EventKind.WRITTEN, keys, nbytes=sum(outcome.value))
 
     def _make_do(self, missing: int) -> None:
         """The store is full before the tier is: keep less for a while."""
-        self._ceiling.full(self.residents.used - self._waiting_nbytes + self._memo.nbytes, missing, self._clock())
+        self._ceiling.full(self.index.used - self._waiting_nbytes + self._memo.nbytes, missing, self._clock())
         self._evict(self._beyond_room())
 
     # -- frames coming up --------------------------------------------------------------------------
@@ -278,7 +280,7 @@ class Tier:
         self._inflight += sum(len(view) for _, view in begun)
         for group in in_groups(begun, lambda pair: len(pair[1])):
             self.pool.submit_load(
-                lambda group=group: read_frames(self.backend, self._door, group),
+                lambda group=group: read_frames(self.backend, self._codec, group),
                 lambda outcome, group=group: self._arrive(group, arrived, outcome),
             )
         return [key for key, _ in begun]
@@ -291,34 +293,34 @@ class Tier:
         lost, damaged = [], []
         for key, verdict in zip(keys, verdicts, strict=True):
             del self._busy[key]
-            if key in self._doomed:
+            if key in self._invalidated:
                 continue  # by `renew`: whatever was read, nobody wants it
             if verdict is True:
                 good[key] = None
             elif verdict is False:
                 lost.append(key)
-                self._report(EventKind.LOST, [key])
+                self._report(EventKind.MISSING, [key])
             elif verdict is not None:
                 damaged.append(key)
                 why = verdict.value if isinstance(verdict, Damage) else str(verdict)
-                self._report(EventKind.DAMAGED, [key], why=why)
-        self._judge(self._reads, keys, outcome)
-        self._bury([key for key in keys if key in self._doomed])
+                self._report(EventKind.CORRUPT, [key], why=why)
+        self._record_outcome(self._reads, keys, outcome)
+        self._delete_invalidated([key for key in keys if key in self._invalidated])
         if self.backend.shared:
-            self.residents.remove(lost)
+            self.index.remove(lost)
             lost = []
-        self._doomed.update(lost, damaged)  # and deleted later, should it fail now
+        self._invalidated.update(lost, damaged)  # and deleted later, should it fail now
         self._remove(lost, self.backend.delete)  # a part of it may be left
         self._remove(damaged, self.backend.quarantine)
         arrived(list(good), [key for key in keys if key not in good])
 
     # -- endings -----------------------------------------------------------------------------------
 
-    def renew(self, namespace: Namespace) -> None:
+    def invalidate_all(self, namespace: Namespace) -> None:
         """Never find any of these frames again. What is in use is deleted as soon as it is not."""
-        self._door = self._door.of(namespace)
-        self._doomed.update(self.residents.held)
-        self._bury([key for key in self._doomed if key not in self._busy])
+        self._codec = self._codec.of(namespace)
+        self._invalidated.update(self.index.held)
+        self._delete_invalidated([key for key in self._invalidated if key not in self._busy])
 
     def close(self, timeout: float) -> bool:
         """False if a call still hangs after ``timeout`` seconds; then the backend is left alone."""
@@ -335,44 +337,44 @@ class Tier:
     def _settle(self, key: ChunkKey) -> None:
         """A thread is done with a key; if it was doomed meanwhile, it goes now."""
         del self._busy[key]
-        if key in self._doomed:
-            if key in self.residents:
-                self._bury([key])
+        if key in self._invalidated:
+            if key in self.index:
+                self._delete_invalidated([key])
             else:
-                self._doomed.discard(key)
+                self._invalidated.discard(key)
 
-    def _bury(self, keys: Sequence[ChunkKey]) -> None:
-        present = [key for key in keys if key in self.residents]
-        self._doomed.difference_update(set(keys) - set(present))
+    def _delete_invalidated(self, keys: Sequence[ChunkKey]) -> None:
+        present = [key for key in keys if key in self.index]
+        self._invalidated.difference_update(set(keys) - set(present))
         self._evict(present)
 
     def _delete_again(self, keys: Sequence[ChunkKey]) -> None:
         """Each by itself: one that can never be deleted keeps no other, and the breaker was told of it once."""
         for key in keys:
-            if key in self.residents:
+            if key in self.index:
                 self._remove([key], self.backend.delete, again=True)
             else:
-                self._doomed.discard(key)
+                self._invalidated.discard(key)
 
-    def _take_stock(self) -> None:
+    def _recover(self) -> None:
         """What survived a restart, oldest first. What the capacity cannot hold leaves."""
         self._memo.recall()
         for key, nbytes in self.backend.scan():
-            if key != self._memo.key and key not in self.residents:
-                self.residents.admit([key], [None], nbytes)
+            if key != self._memo.key and key not in self.index:
+                self.index.admit([key], [None], nbytes)
         self._evict(self._beyond_room())
 
     # -- small print -------------------------------------------------------------------------------
 
-    def _told(self, keys: Sequence[ChunkKey], outcome: Outcome) -> None:
+    def _on_contains(self, keys: Sequence[ChunkKey], outcome: Outcome) -> None:
         for key in keys:
             del self._busy[key]
-        self._judge(self._reads, keys, outcome)
+        self._record_outcome(self._reads, keys, outcome)
         answers = dict(zip(keys, outcome.value or [False] * len(keys), strict=True))
         self._inquiries.not_there(key for key in keys if not answers[key])
-        found = self.residents.held.missing([key for key in keys if answers[key]])
-        self.residents.admit(found, [None] * len(found), self._door.bound)
-        self.residents.remove(self._beyond_room())  # only from the index: the frame may be another's
+        found = self.index.held.missing([key for key in keys if answers[key]])
+        self.index.admit(found, [None] * len(found), self._codec.bound)
+        self.index.remove(self._beyond_room())  # only from the index: the frame may be another's
 
     def _begin(self, breaker: Breaker | None, keys: Iterable[ChunkKey], busy: _Busy) -> None:
         for key in keys:
@@ -382,15 +384,15 @@ class Tier:
         if breaker is not None:
             breaker.begin(self._clock())
 
-    def _judge(self, breaker: Breaker, keys: Sequence[ChunkKey], outcome: Outcome) -> None:
+    def _record_outcome(self, breaker: Breaker, keys: Sequence[ChunkKey], outcome: Outcome) -> None:
         """Tell the breaker how a call went, and everyone else if that changed something. A full store is no failure."""
         if outcome.error is not None:
-            self._report(EventKind.FAILED, keys, why=f"{type(outcome.error).__name__}: {outcome.error}")
+            self._report(EventKind.IO_ERROR, keys, why=f"{type(outcome.error).__name__}: {outcome.error}")
         if outcome.error is None or isinstance(outcome.error, StoreFull):
             if breaker.succeed():
-                self._report(EventKind.RESUMED, [])
+                self._report(EventKind.BREAKER_CLOSED, [])
         elif breaker.fail(self._clock()):
-            self._report(EventKind.RESTING, [], why=f"for {breaker.rest:g}s")
+            self._report(EventKind.BREAKER_OPEN, [], why=f"for {breaker.rest:g}s")
 
     def _report(self, kind: EventKind, keys: Sequence[ChunkKey], *, nbytes: int = 0, why: str = "") -> None:
         self.events.append(Event(kind, self.name, tuple(keys), nbytes, why))

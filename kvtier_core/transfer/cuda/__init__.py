@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import mmap
 
-from kvtier_core.interfaces import Mover, PageTable
+from kvtier_core.interfaces import Mover, PagedKVCache
 
 
-def attach(table: PageTable, memory: mmap.mmap | memoryview, slot_nbytes: int) -> Mover:
+def attach(table: PagedKVCache, memory: mmap.mmap | memoryview, slot_nbytes: int) -> Mover:
     """A mover between the pages and ``memory``, which holds the slots side by side. Raises BackendError."""
     from kvtier_core.transfer.cuda.mover import open_mover
 

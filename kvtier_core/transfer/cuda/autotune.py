@@ -13,7 +13,7 @@ from kvtier_core.errors import BackendError
 from kvtier_core.transfer.cuda.library import Library, NativePages
 
 #: ``pages, to_slots, pieces, count`` and how long that took, in seconds; None: this device cannot.
-Race = Callable[[int, bool, str], float | None]
+Autotune = Callable[[int, bool, str], float | None]
 
 KERNEL, DMA = "kernel", "dma"
 
@@ -24,20 +24,20 @@ _PAGES = range(8, 1025)
 _ROUNDS = 5
 
 
-def choose(race: Race, nbytes: int, to_slots: bool) -> str:
+def choose(autotune: Autotune, nbytes: int, to_slots: bool) -> str:
     """The method for pages of ``nbytes``."""
-    kernel, dma = race(nbytes, to_slots, KERNEL), race(nbytes, to_slots, DMA)
+    kernel, dma = autotune(nbytes, to_slots, KERNEL), autotune(nbytes, to_slots, DMA)
     if dma is None:
         raise BackendError(f"pages of {nbytes} bytes cannot be copied by the device", retryable=False)
     return KERNEL if kernel is not None and kernel * _WORTH_IT < dma else DMA
 
 
-def decided(method: str) -> Race:
-    """A race that this method has won."""
+def decided(method: str) -> Autotune:
+    """A autotune that this method has won."""
     return lambda nbytes, to_slots, each: 1.0 if each == method else 10.0
 
 
-class ScratchRace:
+class ScratchAutotune:
     """On scratch memory of its own, given back at the end."""
 
     def __init__(self, library: Library, device: torch.device):

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from kvtier_core.interfaces import HOLE, PageTable
-from kvtier_core.transfer.cuda.autotune import DMA, KERNEL, Race, choose
+from kvtier_core.interfaces import NO_BLOCK, PagedKVCache
+from kvtier_core.transfer.cuda.autotune import DMA, KERNEL, Autotune, choose
 from kvtier_core.transfer.cuda.library import Library
 from kvtier_core.transfer.page_lists import Layer, layers_of
 from kvtier_core.types import Nbytes
@@ -40,7 +40,13 @@ class TorchCopier:
     """
 
     def __init__(
-        self, streams: ModuleType, table: PageTable, shards: int, slots: int, slot_nbytes: int, why: str = "asked for"
+        self,
+        streams: ModuleType,
+        table: PagedKVCache,
+        shards: int,
+        slots: int,
+        slot_nbytes: int,
+        why: str = "asked for",
     ):
         self._streams = streams
         self._device = torch.device(table.device)
@@ -85,12 +91,12 @@ class TorchCopier:
 class NativeCopier:
     """By copy engine or by kernel, whichever was faster for pages of this size and in this direction."""
 
-    def __init__(self, library: Library, race: Race, table: PageTable, shards: int, slot_nbytes: int):
+    def __init__(self, library: Library, autotune: Autotune, table: PagedKVCache, shards: int, slot_nbytes: int):
         sizes = {layer[2]: [each for each in layers_of(table) if each[2] == layer[2]] for layer in layers_of(table)}
         device = torch.device(table.device).index or 0
         self._parts = {nbytes: library.open(device, layers, shards, slot_nbytes) for nbytes, layers in sizes.items()}
         self._method = {
-            (nbytes, to_slots): choose(race, nbytes, to_slots) for nbytes in sizes for to_slots in (True, False)
+            (nbytes, to_slots): choose(autotune, nbytes, to_slots) for nbytes in sizes for to_slots in (True, False)
         }
 
     def gather(self, rows: Sequence[Sequence[int]], slots: Sequence[int], stream: Any) -> None:
@@ -127,7 +133,7 @@ def _pieces(rows: Sequence[Sequence[int]], slots: Sequence[int]) -> array[int]:
             number
             for row, slot in zip(rows, slots, strict=True)
             for place, block in enumerate(row)
-            if block != HOLE
+            if block != NO_BLOCK
             for number in (block, slot, place)
         ],
     )
@@ -135,11 +141,11 @@ def _pieces(rows: Sequence[Sequence[int]], slots: Sequence[int]) -> array[int]:
 
 def _between_holes(row: Sequence[int]) -> Iterator[slice]:
     begin = None
-    for place, block in enumerate([*row, HOLE]):
-        if block == HOLE and begin is not None:
+    for place, block in enumerate([*row, NO_BLOCK]):
+        if block == NO_BLOCK and begin is not None:
             yield slice(begin, place)
             begin = None
-        elif block != HOLE and begin is None:
+        elif block != NO_BLOCK and begin is None:
             begin = place
 
 

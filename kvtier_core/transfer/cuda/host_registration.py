@@ -35,7 +35,7 @@ class NoLock:
     def close(self) -> None: ...
 
 
-class PageLock:
+class HostRegistration:
     """Raises BackendError if not even the first piece can be locked.
 
     A piece is whole slots, so that no copy ever reaches from one piece into another. ``register`` and ``unregister``
@@ -93,7 +93,7 @@ class PageLock:
             self._problem = str(outcome.error)
 
 
-def cuda_lock(address: int, slots: int, slot_nbytes: int, device: torch.device) -> PageLock:
+def cuda_lock(address: int, slots: int, slot_nbytes: int, device: torch.device) -> HostRegistration:
     cudart = torch.cuda.cudart()  # the engine's own runtime
 
     def register(address: int, nbytes: int) -> None:
@@ -106,4 +106,4 @@ def cuda_lock(address: int, slots: int, slot_nbytes: int, device: torch.device) 
                 retryable=False,
             )
 
-    return PageLock(address, slots, slot_nbytes, register, cudart.cudaHostUnregister)
+    return HostRegistration(address, slots, slot_nbytes, register, cudart.cudaHostUnregister)

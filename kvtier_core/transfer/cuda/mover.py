@@ -21,8 +21,8 @@ import attrs
 import torch
 
 from kvtier_core.errors import BackendError, ContractError
-from kvtier_core.interfaces import HOLE, Ended, Mover, PageList, PageTable
-from kvtier_core.transfer.cuda.autotune import Race, ScratchRace
+from kvtier_core.interfaces import NO_BLOCK, JobResult, Mover, PagedKVCache, PageList
+from kvtier_core.transfer.cuda.autotune import Autotune, ScratchAutotune
 from kvtier_core.transfer.cuda.copiers import Copier, NativeCopier, TorchCopier
 from kvtier_core.transfer.cuda.host_registration import Lock, cuda_lock
 from kvtier_core.transfer.cuda.library import Library, load
@@ -46,7 +46,7 @@ class DeviceMover(Mover):
     a slot that is not page-locked yet is reported as failed, which is a miss: its copy would hold up the host.
     """
 
-    def __init__(self, table: PageTable, slots: int, copier: Copier, streams: Any, lock: Lock, keep: object = None):
+    def __init__(self, table: PagedKVCache, slots: int, copier: Copier, streams: Any, lock: Lock, keep: object = None):
         self._table = table
         self._slots = slots
         self._copier = copier
@@ -56,7 +56,7 @@ class DeviceMover(Mover):
         self._device = torch.device(table.device)
         self._stores, self._loads = streams.Stream(self._device), streams.Stream(self._device)
         self._jobs: dict[int, _Job] = {}
-        self._ended: list[Ended] = []
+        self._ended: list[JobResult] = []
         self._closed = False
 
     def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
@@ -71,12 +71,12 @@ class DeviceMover(Mover):
                 self._loads.wait_event(other.done)
         self._begin(job, self._loads, self._copier.scatter, rows, slots, read=frozenset())
 
-    def finished(self) -> Sequence[Ended]:
+    def finished(self) -> Sequence[JobResult]:
         for job, begun in list(self._jobs.items()):
             outcome = run(begun.done.query)
             if outcome.error is not None or outcome.value:
                 del self._jobs[job]
-                self._ended.append(Ended(job, ok=begun.ok and outcome.error is None))
+                self._ended.append(JobResult(job, ok=begun.ok and outcome.error is None))
         ended, self._ended = self._ended, []
         return ended
 
@@ -115,7 +115,7 @@ class DeviceMover(Mover):
         read: frozenset[int],
     ) -> None:
         if not self._lock.covers(slots):
-            self._ended.append(Ended(job, ok=False))
+            self._ended.append(JobResult(job, ok=False))
             return
         stream.wait_event(self._now(self._streams.current_stream(self._device)))
         outcome = run(lambda: copy(rows, slots, stream))
@@ -137,16 +137,16 @@ class DeviceMover(Mover):
 
 
 def open_mover(
-    table: PageTable,
+    table: PagedKVCache,
     memory: mmap.mmap | memoryview,
     slot_nbytes: int,
     *,
     library: Library | str | None = None,
-    race: Race | None = None,
+    autotune: Autotune | None = None,
 ) -> DeviceMover:
     """With our own kernels where they were built and run here, else with torch's operators.
 
-    A ``library`` that is a reason why there is none, or a ``race`` whose outcome is known, decides that beforehand.
+    A ``library`` that is a reason why there is none, or a ``autotune`` whose outcome is known, decides that beforehand.
     """
     device = torch.device(table.device)
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -164,7 +164,7 @@ def open_mover(
         if isinstance(library, str):
             copier = TorchCopier(torch.cuda, table, shards, slots, slot_nbytes, library)
         else:
-            copier = NativeCopier(library, race or ScratchRace(library, device), table, shards, slot_nbytes)
+            copier = NativeCopier(library, autotune or ScratchAutotune(library, device), table, shards, slot_nbytes)
         undo.callback(copier.close)
         mover = DeviceMover(table, slots, copier, torch.cuda, lock, keep)
         undo.pop_all()
@@ -172,4 +172,4 @@ def open_mover(
 
 
 def _blocks(rows: Sequence[Sequence[int]]) -> frozenset[int]:
-    return frozenset(block for row in rows for block in row if block != HOLE)
+    return frozenset(block for row in rows for block in row if block != NO_BLOCK)

@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 
 from kvtier_core.config.model import NAMED, IdentityConfig
 from kvtier_core.engine import weights
-from kvtier_core.engine.messages import Survey
+from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.frames.format import FORMAT_VERSION
 from kvtier_core.types import Namespace
 from kvtier_core.vllm.identity import settings
@@ -38,20 +38,20 @@ def facts_before_start(config: VllmConfig, weights_fact: str) -> dict[str, objec
     }
 
 
-def facts_of_the_engine(config: VllmConfig, chunk_tokens: int, survey: Survey) -> dict[str, object]:
+def facts_of_the_engine(config: VllmConfig, chunk_tokens: int, report: WorkerReport) -> dict[str, object]:
     """What only the running engine knows. Raises UnidentifiedError."""
     return {
         **settings.after_start(config),
-        **dict(survey.facts),
-        "page bytes": " ".join(map(str, survey.page_nbytes)),
+        **dict(report.facts),
+        "page bytes": " ".join(map(str, report.page_nbytes)),
         "chunk tokens": chunk_tokens,
     }
 
 
-def namespace(config: VllmConfig, weights_fact: str, chunk_tokens: int, survey: Survey) -> Namespace:
+def namespace(config: VllmConfig, weights_fact: str, chunk_tokens: int, report: WorkerReport) -> Namespace:
     """Everything that makes the pages of two engines interchangeable. Raises UnidentifiedError."""
     return Namespace.of(
-        {**facts_before_start(config, weights_fact), **facts_of_the_engine(config, chunk_tokens, survey)}
+        {**facts_before_start(config, weights_fact), **facts_of_the_engine(config, chunk_tokens, report)}
     )
 
 

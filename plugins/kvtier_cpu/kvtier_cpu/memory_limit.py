@@ -10,14 +10,14 @@ from kvtier_core.errors import BackendError
 from kvtier_core.types import Nbytes
 
 
-class Room(NamedTuple):
+class MemoryLimit(NamedTuple):
     nbytes: int
     where: str
 
 
 def must_be_available(nbytes: int) -> None:
     """Too much would not fail at open: the kernel would kill something later."""
-    room = min(rooms())
+    room = min(memory_limits())
     if nbytes > room.nbytes:
         raise BackendError(
             f"cpu: capacity needs {in_mib(nbytes)} of memory and {room.where} has {in_mib(room.nbytes)} available; "
@@ -26,17 +26,17 @@ def must_be_available(nbytes: int) -> None:
         )
 
 
-def rooms(root: Path = Path("/")) -> Iterator[Room]:
+def memory_limits(root: Path = Path("/")) -> Iterator[MemoryLimit]:
     """Each bound on what this process can take."""
     for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            yield Room(int(line.split()[1]) << 10, "this node")
+            yield MemoryLimit(int(line.split()[1]) << 10, "this node")
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            yield from _rooms_of_groups(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
+            yield from _limits_of_groups(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            yield from _rooms_of_groups(
+            yield from _limits_of_groups(
                 root / "sys/fs/cgroup/memory",
                 path,
                 "memory.limit_in_bytes",
@@ -50,14 +50,14 @@ def in_mib(nbytes: int) -> Nbytes:
     return Nbytes(-(-nbytes >> 20) << 20)
 
 
-def _rooms_of_groups(mount: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[Room]:
+def _limits_of_groups(mount: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[MemoryLimit]:
     """Of a group and its ancestors. A container may see only the inner ones, mounted as if they were the root."""
     group = PurePosixPath(path)
     for name in (group, *group.parents):
         folder = mount / name.relative_to("/")
         try:
             left = int((folder / limit).read_text()) - int((folder / usage).read_text())
-            yield Room(left + int(_stat(folder)[reclaimable]), f"control group {name}")
+            yield MemoryLimit(left + int(_stat(folder)[reclaimable]), f"control group {name}")
         except (OSError, ValueError):  # no such file, or the word max: no bound here
             continue
 

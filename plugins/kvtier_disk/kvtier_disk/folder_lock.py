@@ -13,7 +13,7 @@ from kvtier_core.errors import BackendError
 from kvtier_disk.folder import Folder, must_be_ours, parents_must_be_safe
 
 
-class Claim:
+class FolderLock:
     """A folder that belongs to this user, and to this process alone from `take` to `release`."""
 
     def __init__(self, path: Path):

@@ -1,4 +1,4 @@
-"""Room under the tier's capacity, and the frames of other namespaces that lie in it."""
+"""SpaceAccount under the tier's capacity, and the frames of other namespaces that lie in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvtier_disk.folder import Folder
 from kvtier_disk.frames import Place
 
 
-class Room:
+class SpaceAccount:
     """What may be written before frames of others must go, and which of them go first.
 
     The tier keeps its own frames within the capacity and knows nothing of the others. One queue holds what
