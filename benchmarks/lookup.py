@@ -16,7 +16,7 @@ from kvtier_core.config.model import load_config, open_stack
 from kvtier_core.config.registry import Registry
 from kvtier_core.interfaces import OpenContext
 from kvtier_core.stack.manager import StorageManager
-from kvtier_core.types import KEY_NBYTES, ChunkKey, ChunkLayout, Namespace, Presence
+from kvtier_core.types import KEY_NBYTES, ChunkKey, ChunkLayout, Namespace
 
 ROUNDS = 21
 CHUNK_TOKENS = 256
@@ -83,15 +83,15 @@ def _long_prompt() -> Table:
     path = database.keys(tokens)
     with contextlib.ExitStack() as stack:
         manager = _open(stack, held=LONG)
-        _must(len(manager.reserve(path)) == LONG)
-        manager.commit(path)
-        _must(set(manager.lookup(path)) == {Presence.READY})
+        _must(len(manager.reserve(path, "store")) == LONG)
+        manager.commit("store")
+        _must(len(manager.lookup(path, "waiting").slots) == LONG)
         cases = [
             Case("keys", lambda: database.keys(tokens)),
-            Case("lookup, all READY", lambda: manager.lookup(path)),
-            Case("keys and lookup", lambda: manager.lookup(database.keys(tokens))),
-            Case("touch, once a request", lambda: manager.on_request(path)),
-            Case("pin and unpin", lambda: manager.unpin(manager.pin(path, "benchmark"), "benchmark")),
+            Case("lookup and release, all READY", lambda: _look(manager, path)),
+            Case("keys, lookup and release", lambda: _look(manager, database.keys(tokens))),
+            Case("lookup again, all READY", lambda: manager.lookup(path, "waiting")),
+            Case("on_request, once a request", lambda: manager.on_request(path)),
         ]
         times = interleaved(cases, ROUNDS, repeats=3)
     return Table(
@@ -112,15 +112,16 @@ def _looking(manager: StorageManager) -> list[Case]:
     for path in (below, *(_path() for _ in range(HELD // CHUNKS)), ready):
         _store(manager, path)
         manager.drain(10.0)
-    for path, presence in ((ready, Presence.READY), (below, Presence.PENDING), (never, Presence.MISS)):
-        _must(set(manager.lookup(path)) == {presence})
+    for path, expected in ((below, (0, CHUNKS)), (never, (0, 0)), (ready, (CHUNKS, 0))):
+        found = manager.lookup(path, "waiting")
+        _must((len(found.slots), found.pending) == expected)
     return [
-        Case("lookup, all READY", lambda: manager.lookup(ready)),
-        Case("lookup, half READY, half absent", lambda: manager.lookup(half)),
-        Case("lookup, all absent", lambda: manager.lookup(never)),
-        Case("lookup, all in the tier below", lambda: manager.lookup(below)),
-        Case("touch, once a request", lambda: manager.on_request(ready)),
-        Case("pin and unpin", lambda: manager.unpin(manager.pin(ready, "benchmark"), "benchmark")),
+        Case("lookup and release, all READY", lambda: _look(manager, ready)),
+        Case("lookup and release, half READY, half absent", lambda: _look(manager, half)),
+        Case("lookup, all absent", lambda: _look(manager, never)),
+        Case("lookup, all in the tier below", lambda: _look(manager, below)),
+        Case("lookup again, all READY", lambda: manager.lookup(ready, "waiting")),
+        Case("on_request, once a request", lambda: manager.on_request(ready)),
     ]
 
 
@@ -143,8 +144,13 @@ def _storing(alone: StorageManager, both: StorageManager) -> list[Case]:
 
 
 def _store(manager: StorageManager, path: Sequence[ChunkKey]) -> None:
-    _must(len(manager.reserve(path)) == CHUNKS)
-    manager.commit(path)
+    _must(len(manager.reserve(path, "store")) == CHUNKS)
+    manager.commit("store")
+
+
+def _look(manager: StorageManager, path: Sequence[ChunkKey]) -> None:
+    manager.lookup(path, "request")
+    manager.release("request")
 
 
 def _path() -> list[ChunkKey]:

@@ -18,7 +18,6 @@ _HOMES = {
     "Nbytes": "types",
     "OpenContext": "interfaces",
     "PluginError": "errors",
-    "Presence": "types",
     "Problem": "errors",
     "Registry": "config.registry",
     "Seconds": "types",

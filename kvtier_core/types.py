@@ -21,12 +21,6 @@ KEY_NBYTES = 32
 FRAME_ALIGNMENT = 4096
 
 
-class Presence(enum.Enum):
-    MISS = "miss"
-    READY = "ready"
-    PENDING = "pending"  #: on its way: ask again after step()
-
-
 class Slot(NamedTuple):
     """Room for one chunk: which arena of the stack, and its number there."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import Counter
@@ -19,10 +20,9 @@ from kvtier_core.engine.provenance import Provenance, table_of
 from kvtier_core.engine.recorder import Recorder
 from kvtier_core.engine.stores import Stores
 from kvtier_core.interfaces import NO_BLOCK
-from kvtier_core.stack.batches import ready_run
-from kvtier_core.stack.manager import StorageManager
+from kvtier_core.stack.interface import Lookup, Stack
 from kvtier_core.stack.stats import Stats
-from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Presence, Slot
+from kvtier_core.types import ChunkKey, Event, EventKind, Namespace
 from kvtier_core.vllm.hit_sources import tokens_by_tier
 from kvtier_core.vllm.requests.identity import Identifier, RequestIdentity
 from kvtier_core.vllm.requests.names import Names
@@ -35,6 +35,9 @@ _PATIENCE = 5.0
 #: How long a step that schedules nothing waits for the threads, in seconds. The engine would only come back at
 #: once and ask again, and take the GIL from them.
 _A_LITTLE = 1e-3
+
+#: Steps for which a waiting request keeps what it looked up, if the engine does not ask again.
+_LEASE_STEPS = 2
 
 #: Events that an operator wants to read about; the others are for counting.
 _NEWS = {
@@ -53,12 +56,13 @@ class _Tracked:
     request: Request
     identity: RequestIdentity | str
     since: float
+    holder: str  #: of what the stack pins for it; never the one of an earlier request of the same name
     keys: list[ChunkKey] = attrs.field(factory=list)
     saved: int = 0  #: chunks that were stored, or found stored
     preemptions: int = 0
     computed: int = 0  #: tokens that the engine had when it asked last
     known: int | None = None  #: tokens, from the first one on, whose KV is ours; None: not asked yet
-    ready: list[ChunkKey] = attrs.field(factory=list)  #: READY then, from the chunk in which ``computed`` lies
+    found: Lookup = attrs.field(factory=Lookup)  #: then, from the chunk on in which ``computed`` lies
     sources: Counter[str] = attrs.field(factory=Counter)  #: tokens of its last load, by tier
     waiting_since: float | None = None
     bypass: str = ""  #: why nothing is looked up for it
@@ -77,7 +81,7 @@ class SchedulerSide:
     def __init__(
         self,
         config: StackConfig,
-        manager: StorageManager,
+        manager: Stack,
         namespace: Namespace,
         *,
         block_tokens: int,
@@ -110,7 +114,9 @@ class SchedulerSide:
         self._clock = clock
         self._tracked: dict[str, _Tracked] = {}
         self._planned: list[tuple[str, Transfer]] = []
-        self._loading: dict[str, list[Slot]] = {}
+        self._loading: dict[str, str] = {}  # requests whose load is under way, and the holders of their slots
+        self._leases: dict[str, int] = {}  # of waiting requests: holders, and the steps since their last lookup
+        self._arrivals = itertools.count(1)
         self._storing = Stores(manager, ranks)
         self._last_news = clock()
         self._complained = False  # that there is none
@@ -120,24 +126,24 @@ class SchedulerSide:
     def match(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """How many tokens beyond ``computed`` can be loaded; None: ask again. Polled freely."""
         tracked = self._track(request)
-        tracked.computed, tracked.ready = computed, []
+        tracked.computed, tracked.found = computed, Lookup()
         tracked.doubt(self._names.why_not_cached, computed)
         no_role = "" if self._loads else "this engine only stores, says its kv_role"
         if no_role or self._refusal or tracked.bypass or request.skip_reading_prefix_cache:
             tracked.reason = no_role or self._refusal or tracked.bypass or "it asks for no cached prefix"
+            self._end_lease(tracked)
             return 0, False
         first = computed // self._chunk_tokens
         keys = self._keys(tracked, request.num_tokens)[first:]
-        found = self.manager.lookup(keys)
-        pending = Presence.PENDING in found or (Presence.READY in found and self._untried)
-        if pending and self._may_wait(tracked):
+        found = self.manager.lookup(keys, tracked.holder)
+        self._leases[tracked.holder] = 0
+        if (found.pending or (found.slots and self._untried)) and self._may_wait(tracked):
             return None, False
-        ready = ready_run(found)
-        if not ready or self._untried:
+        if not found.slots or self._untried:
             tracked.reason = self._why_not(keys, found)
             return 0, False
-        tracked.ready = keys[:ready]
-        return (first + ready) * self._chunk_tokens - computed, True
+        tracked.found = found
+        return (first + len(found.slots)) * self._chunk_tokens - computed, True
 
     def admitted(self, request: Request, block_ids: Sequence[int], tokens: int) -> None:
         """The engine gave the request its blocks, and takes ``tokens`` of what was proposed."""
@@ -148,6 +154,8 @@ class SchedulerSide:
         self._provenance.given(block_ids, request.num_computed_tokens or tracked.computed)
         if tokens:
             self._plan_load(tracked, block_ids, tokens)
+        else:
+            self._end_lease(tracked)
         if not tracked.told:
             tracked.told = True
             had = f" (the engine had {tracked.computed})" if tracked.computed else ""
@@ -160,21 +168,19 @@ class SchedulerSide:
         first = tracked.computed // self._chunk_tokens
         end = tracked.computed + tokens
         self._names.load(tracked.identity, end)
-        keys = tracked.ready[: -(-end // self._chunk_tokens) - first]
+        slots = tracked.found.slots[: -(-end // self._chunk_tokens) - first]
+        sources = tracked.found.sources[: len(slots)]
         wanted = range(tracked.computed // self._block_tokens, -(-end // self._block_tokens))
         pages = tuple(
             tuple(block_ids[block] if block in wanted else NO_BLOCK for block in self._blocks_of(chunk))
-            for chunk in range(first, first + len(keys))
+            for chunk in range(first, first + len(slots))
         )
         self._provenance.loaded(block_ids[block] for block in wanted)
-        hit_sources = self.manager.hit_sources(keys)
-        tracked.sources = tokens_by_tier(hit_sources, first, tracked.computed, tokens, self._chunk_tokens)
-        slots = self.manager.pin(keys, _loader(tracked.request.request_id))
-        self._loading[tracked.request.request_id] = slots
+        tracked.sources = tokens_by_tier(sources, first, tracked.computed, tokens, self._chunk_tokens)
+        del self._leases[tracked.holder]  # it lasts until the load has ended
+        self._loading[tracked.request.request_id] = tracked.holder
         self._planned.append((tracked.request.request_id, Transfer(tuple(slots), pages)))
-        tracked.reason = ", ".join(
-            f"{tier} {chunks * self._chunk_tokens}" for tier, chunks in Counter(hit_sources).items()
-        )
+        tracked.reason = ", ".join(f"{tier} {chunks * self._chunk_tokens}" for tier, chunks in Counter(sources).items())
 
     def sources(self, request_id: str) -> Mapping[str, int]:
         """Tokens of the load that was just admitted, by the tier that supplied them."""
@@ -187,6 +193,7 @@ class SchedulerSide:
         """What the workers shall do in this step."""
         idle = not output.total_num_scheduled_tokens
         self._take_in(self.manager.drain(_A_LITTLE) if idle else self.manager.step())
+        self._expire_leases()
         stores_to_fence = self._storing.stores_to_fence(output, self._block_tokens)
         self._names.follow(output, self._tracked)
         stores = []
@@ -233,7 +240,8 @@ class SchedulerSide:
             self._storing.take_in(report)
         failed = self._loading.keys() & (output.failed_recving or ())
         for request_id in output.finished_recving or ():
-            self.manager.unpin(self._loading.pop(request_id, ()), _loader(request_id))
+            if holder := self._loading.pop(request_id, None):
+                self.manager.release(holder)
         for request_id in failed:
             if tracked := self._tracked.get(request_id):
                 tracked.bypass = "its load failed"
@@ -267,6 +275,8 @@ class SchedulerSide:
         `Stores.stores_to_fence`.
         """
         tracked = self._tracked.pop(request.request_id, None)
+        if tracked:
+            self._end_lease(tracked)
         if tracked and self._recorder:
             known = not isinstance(tracked.identity, str)
             self._recorder.record(
@@ -321,7 +331,9 @@ class SchedulerSide:
             identity = self._identifier.identify(request)
             if request.lora_request:
                 self._names.arrive(request.lora_request, self._identifier.adapter(request.lora_request))
-            tracked = self._tracked[request.request_id] = _Tracked(request, identity, self._clock())
+            tracked = self._tracked[request.request_id] = _Tracked(
+                request, identity, self._clock(), f"request {request.request_id} ({next(self._arrivals)})"
+            )
             if isinstance(identity, str):
                 tracked.bypass = identity
             else:
@@ -347,17 +359,31 @@ class SchedulerSide:
             )
         return tracked.keys[:chunks]
 
+    def _end_lease(self, tracked: _Tracked) -> None:
+        """The stack need not keep what it found for a request, unless that is being loaded."""
+        if self._leases.pop(tracked.holder, None) is not None:
+            self.manager.release(tracked.holder)
+
+    def _expire_leases(self) -> None:
+        """Release what waiting requests looked up, if the engine has not asked again: it may not for long."""
+        for holder, steps in list(self._leases.items()):
+            if steps < _LEASE_STEPS:
+                self._leases[holder] = steps + 1
+            else:
+                del self._leases[holder]
+                self.manager.release(holder)
+
     def _may_wait(self, tracked: _Tracked) -> bool:
         now = self._clock()
         if tracked.waiting_since is None:
             tracked.waiting_since = now
         return now - tracked.waiting_since < self._config.load_wait
 
-    def _why_not(self, keys: Sequence[ChunkKey], found: Sequence[Presence]) -> str:
+    def _why_not(self, keys: Sequence[ChunkKey], found: Lookup) -> str:
         if not keys:
             return f"nothing left that fills a chunk of {self._chunk_tokens}"
-        if found[0] is Presence.MISS:
-            return self.manager.miss_reason(keys[0])
+        if not found.slots and not found.pending:
+            return found.miss_reason
         if self._untried:
             return "the self-test is not over"
         return f"it did not come up within {self._config.load_wait}"
@@ -374,8 +400,3 @@ class SchedulerSide:
             self._observe(events)
             for line in self.stats.due(self._clock()):
                 logger.info("kvtier: so far: %s", line)
-
-
-def _loader(request_id: str) -> str:
-    """The owner of the pins of a load."""
-    return f"request {request_id}"

@@ -9,7 +9,7 @@ import attrs
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvtier_core.engine.messages import Progress, Transfer
-from kvtier_core.stack.manager import StorageManager
+from kvtier_core.stack.interface import Stack
 from kvtier_core.types import ChunkKey
 
 
@@ -25,7 +25,7 @@ class _Store:
 class Stores:
     """By job, as the workers know them."""
 
-    def __init__(self, manager: StorageManager, ranks: int):
+    def __init__(self, manager: Stack, ranks: int):
         self._manager = manager
         self._ranks = ranks
         self._under_way: dict[int, _Store] = {}
@@ -36,7 +36,7 @@ class Stores:
 
     def begin(self, path: Sequence[ChunkKey], pages: Iterable[Sequence[int]]) -> list[tuple[int, Transfer]]:
         """Store what nobody keeps yet of a path whose chunks lie in ``pages``, the block ids of each."""
-        slots = self._manager.reserve(path)
+        slots = self._manager.reserve(path, _holder(self._jobs + 1))
         if not slots:
             return []
         wanted = tuple(tuple(row) for key, row in zip(path, pages, strict=True) if key in slots)
@@ -77,8 +77,12 @@ class Stores:
             return
         del self._under_way[job]
         if store.failed:
-            self._manager.abort(store.keys)
+            self._manager.release(_holder(job))
         else:
             summed = len(store.checksums) == self._ranks
             by_chunk = zip(*(store.checksums[rank] for rank in range(self._ranks)), strict=True) if summed else ()
-            self._manager.commit(store.keys, dict(zip(store.keys, by_chunk, strict=summed)))
+            self._manager.commit(_holder(job), dict(zip(store.keys, by_chunk, strict=summed)))
+
+
+def _holder(job: int) -> str:
+    return f"store {job}"

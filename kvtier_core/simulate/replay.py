@@ -12,14 +12,15 @@ from kvtier_core.config.model import StackConfig
 from kvtier_core.simulate.costs import Costs
 from kvtier_core.simulate.dry_run import Clock, open_weightless
 from kvtier_core.simulate.traces import Prompt, Trace
-from kvtier_core.stack.batches import ready_run
 from kvtier_core.stack.manager import StorageManager
-from kvtier_core.types import ChunkKey, ChunkLayout, EventKind, Presence
+from kvtier_core.types import ChunkKey, ChunkLayout, EventKind
 
 #: In which bytes enter a tier.
 _ARRIVALS = (EventKind.STORED, EventKind.PROMOTED, EventKind.WRITTEN)
 #: For how many rounds without news a prompt waits for chunks that are said to be on their way.
 _PATIENCE = 3
+#: The holder of what is pinned and reserved; prompts come one after the other.
+_PROMPT = "prompt"
 
 
 @attrs.define
@@ -73,29 +74,28 @@ def replay(
     return tally
 
 
-def serve(manager: StorageManager, path: Sequence[ChunkKey], written: Counter[str]) -> list[str]:
-    """What the scheduler's half does with a prompt; the tiers from which its leading chunks came."""
+def serve(manager: StorageManager, path: Sequence[ChunkKey], written: Counter[str]) -> Sequence[str]:
+    """Do with a prompt what the scheduler side does; the tiers from which its leading chunks came."""
     manager.on_request(path)
-    ready = _look_up(manager, path, written)
-    hit_sources = manager.hit_sources(ready)
-    slots = manager.pin(ready, "prompt")
+    sources = _look_up(manager, path, written)
     _account(manager.step(), written)  # as an engine does before each forward
-    manager.unpin(slots, "prompt")
-    manager.commit(list(manager.reserve(path)))
+    manager.release(_PROMPT)
+    if manager.reserve(path, _PROMPT):
+        manager.commit(_PROMPT)
     _account(manager.step(), written)
     _account(manager.drain(timeout=60), written)
-    return hit_sources
+    return sources
 
 
-def _look_up(manager: StorageManager, path: Sequence[ChunkKey], written: Counter[str]) -> Sequence[ChunkKey]:
-    """The leading chunks that are READY when nothing is on its way any more."""
+def _look_up(manager: StorageManager, path: Sequence[ChunkKey], written: Counter[str]) -> Sequence[str]:
+    """The tiers from which the leading chunks came that are READY when nothing is on its way any more."""
     patience, most = _PATIENCE, 0
     while True:
-        found = manager.lookup(path)
-        ready = ready_run(found)
+        found = manager.lookup(path, _PROMPT)
+        ready = len(found.slots)
         patience, most = (patience - 1, most) if ready <= most else (_PATIENCE, ready)
-        if Presence.PENDING not in found or not patience:
-            return path[:ready]
+        if not found.pending or not patience:
+            return found.sources
         _account(manager.step(), written)
 
 

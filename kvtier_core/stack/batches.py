@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvtier_core.errors import ContractError
-from kvtier_core.types import ChunkKey, Presence
+from kvtier_core.types import ChunkKey
 
 #: Frames are moved in groups of about this size: small frames share a call, large ones share the threads.
 _GROUP_NBYTES = 4 << 20
@@ -35,12 +35,6 @@ def in_groups(items: Sequence, nbytes: Callable[..., int]) -> Iterator[list]:
             group, total = [], 0
     if group:
         yield group
-
-
-def ready_run(found: Sequence[Presence]) -> int:
-    """How many are READY before the first that is not."""
-    others = [presence for presence in Presence if presence is not Presence.READY and presence in found]
-    return min(map(found.index, others), default=len(found))
 
 
 def leading_run(items: Iterable[ChunkKey], holds: Callable[[ChunkKey], bool]) -> list[ChunkKey]:

@@ -1,15 +1,20 @@
-"""The ordered stack: arenas that the engine loads from, and tiers below that keep what left."""
+"""The ordered stack: arenas that the engine loads from, and store tiers below that keep what left them."""
 
 from __future__ import annotations
 
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvtier_core.errors import ContractError
+from kvtier_core.stack.admission import AdmissionPlan
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.batches import leading_run
+from kvtier_core.stack.interface import Lookup, Stack
+from kvtier_core.stack.leases import Lease
+from kvtier_core.stack.promotion import Promotions
+from kvtier_core.stack.reservations import Reservations
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.write_through import WriteThrough
 from kvtier_core.transfer.io_pool import Pool, run
@@ -21,17 +26,16 @@ from kvtier_core.types import (
     EventKind,
     Namespace,
     Nbytes,
-    Presence,
     Slot,
     Usage,
 )
 
 
-class StorageManager:
-    """Every method on the owner's thread; none of them blocks but `drain` and `close`.
+class StorageManager(Stack):
+    """The stack in this process. Only `drain` and `close` wait.
 
-    ``levels`` are hottest first and begin with an arena. Engines store into that one, and what lies in a
-    tier comes up to it; from any other arena a chunk goes to the device as it lies.
+    ``levels`` are hottest first and begin with an arena. Engines store into that one, and what a store tier has is
+    promoted to it; from any other arena a chunk goes to the device as it lies.
     """
 
     def __init__(
@@ -52,144 +56,111 @@ class StorageManager:
         self._layout = layout
         self._pool = pool  # seals frames, and copies them from arena to arena
         self._clock = clock
+        self._events: list[Event] = []
         self._write_through = WriteThrough(
             self._hot,
             self._levels[1:],
             namespace=namespace,
             layout=layout,
             pool=pool,
-            trade=self._trade,
+            make_room=self._make_room,
             report=lambda event: self._events.append(event),
         )
+        self._promotions = Promotions(
+            self._hot, self._tiers, layout.frame_nbytes, make_room=self._make_room, arrived=self._promoted
+        )
+        self._reservations = Reservations()
+        self._leases: dict[str, Lease] = {}
+        self._promoted_from: dict[ChunkKey, str] = {}  # READY chunks that nobody has used since they came up
+        self._self_test_key: ChunkKey | None = None
         self._closed = False
-        self._lent = ChunkKey(b"")  # the key of what was lent
-        self._events: list[Event] = []
-        self._parents: dict[ChunkKey, ChunkKey | None] = {}  # of what is reserved
-        self._origin: dict[ChunkKey, str] = {}  # tiers from which READY chunks came, until they are first used
-        self._promotion_requests: dict[ChunkKey, ChunkKey | None] = {}  # to its parent
-        self._rejected: set[ChunkKey] = set()  # requests of the last step that found no room
-        self._recent_lookups: set[ChunkKey] = set()  # looked up since the last step
-        self._earlier_lookups: set[ChunkKey] = set()  # looked up between the two steps before
 
-    # -- looking -----------------------------------------------------------------------------------
-
-    def lookup(self, keys: Sequence[ChunkKey]) -> list[Presence]:
-        """For a path, root first, what could be loaded. Behind a MISS everything is a MISS.
-
-        Moves nothing: what lies below the arenas is noted as a wish, which `step` grants. READY holds
-        until the next `reserve` or `step`.
-        """
-        found: list[Presence] = []
-        while (at := len(found)) < len(keys):
-            if run := max(arena.ready(keys, at) for arena in self._arenas):
-                found += [Presence.READY] * run
-            elif run := self._pending_run(keys, at):
-                found += [Presence.PENDING] * run
-            else:
-                break
-        self._recent_lookups.update(keys[: len(found)])
-        return found + [Presence.MISS] * (len(keys) - len(found))
-
-    def miss_reason(self, key: ChunkKey) -> str:
-        """In words, for a key that was a MISS just now."""
-        if key in self._rejected:
-            return f"no room in {self._hot.name} to bring it up"
-        resting = [tier.name for tier in self._tiers if key in tier.index]
-        return f"{resting[0]} cannot be asked now" if resting else "not stored"
-
-    def hit_sources(self, keys: Sequence[ChunkKey]) -> list[str]:
-        """For READY keys the tier that saved their recompute: the one below if it came up for this."""
-        return [self._origin.get(key) or self._arena_of(key).name for key in keys]
+    # -- requests ----------------------------------------------------------------------------------
 
     def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None) -> None:
-        """A request names this path: tell the policies, once a request. What a tier had to refuse is offered again."""
         for level in self._levels:
             level.index.request(path, self._clock(), hints or {})
-        self._write_through.begin(path, checksums={})
+        self._write_through.offer_again(path)
 
-    # -- the engine's stores and loads ---------------------------------------------------------------
+    def lookup(self, path: Sequence[ChunkKey], holder: str) -> Lookup:
+        lease = self._lease_for(path, holder)
+        lease.awaited.clear()
+        at = len(lease.slots)
+        while at < len(path):
+            if run := max(arena.ready_run(path, at) for arena in self._arenas):
+                self._pin(path[at : at + run], lease, holder, leading=at == len(lease.slots))
+            elif run := self._pending_run(path, at):
+                lease.awaited.update(path[at : at + run])
+            else:
+                break
+            at += run
+        if not (lease.slots or lease.beyond or lease.awaited):
+            del self._leases[holder]
+        reason = self._miss_reason(path[at]) if at < len(path) else ""
+        return Lookup(tuple(lease.slots), tuple(lease.sources), at - len(lease.slots), reason)
 
-    def reserve(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Slot]:
-        """Slots for the leading absent keys of a path that are wanted and that there is room for. Evicts who may leave.
+    def release(self, holder: str) -> None:
+        if lease := self._leases.pop(holder, None):
+            self._unpin(lease.pinned(), holder)
+        self._hot.abort(self._reservations.drop(holder))
 
-        What a level below wants passes through the hottest arena, whatever that one's policy thinks of it.
-        """
-        absent = self._without_slot(keys)
-        parents = dict(zip(keys, (None, *keys), strict=False))
-        passing = leading_run(absent, self._write_through.writable(absent).__contains__)
-        self._make_room(self._hot, len(passing), keys)
+    # -- stores ------------------------------------------------------------------------------------
+
+    def reserve(self, path: Sequence[ChunkKey], holder: str) -> dict[ChunkKey, Slot]:
+        """Chunks that a tier below admits get a slot of the hottest arena, whatever that one's own policy says."""
+        absent = list(path)
+        for arena in self._arenas:
+            absent = arena.without_slot(absent)
+        plan = self._write_through.plan(absent)
+        passing = leading_run(absent, plan.__contains__)
+        self._make_room(self._hot, len(passing), path)
         granted = passing[: self._hot.free]
         self._hot.reserve(granted)
         if len(granted) == len(passing):
-            welcome = self._trade(self._hot, absent[len(passing) :], keys)
-            self._hot.reserve(welcome)
-            granted += welcome
-        self._parents.update((key, parents[key]) for key in granted)
+            admitted, evicted = self._hot.admit(absent[len(passing) :], [set(path)])
+            self._evicted(self._hot, evicted)
+            self._hot.reserve(admitted)
+            granted += admitted
+        parents = dict(zip(path, (None, *path), strict=False))
+        self._reservations.add(holder, {key: parents[key] for key in granted}, plan)
         return dict(zip(granted, self._hot.slots(granted), strict=True))
 
-    def commit(self, keys: Sequence[ChunkKey], checksums: Mapping[ChunkKey, Sequence[int]] | None = None) -> None:
-        """The slots of these keys are filled: READY at once, and on their way down.
-
-        ``sums`` are the CRC-32 of each rank's shard, for the chunks that were summed on the way.
-        """
-        kept = self._commit(keys)
+    def commit(self, holder: str, checksums: Mapping[ChunkKey, Sequence[int]] | None = None) -> None:
+        parents, plan = self._reservations.take(holder)
+        kept = self._hot.commit(list(parents), list(parents.values()))
         if kept:
-            self._report(EventKind.STORED, kept, nbytes=len(kept) * self._layout.payload_nbytes)
-            self._write_through.begin(kept, checksums or {})
+            self._report(EventKind.STORED, self._hot, kept)
+            self._write_through.begin(kept, checksums or {}, plan)
 
-    def abort(self, keys: Sequence[ChunkKey]) -> None:
-        """The slots of these keys will not be filled."""
-        self._hot.abort(keys)
-        for key in keys:
-            self._parents.pop(key, None)
-
-    def pin(self, keys: Sequence[ChunkKey], owner: str) -> list[Slot]:
-        """Hold READY chunks in their slots until ``owner``, a request for instance, unpins them."""
-        slots: dict[ChunkKey, Slot] = {}
-        for arena, here in self._by_arena(keys).items():
-            slots.update(zip(here, arena.pin(here, owner), strict=True))
-        for key in keys if self._origin else ():
-            self._origin.pop(key, None)
-        return [slots[key] for key in keys]
-
-    def unpin(self, slots: Sequence[Slot], owner: str) -> None:
-        """Once for each slot that `pin` returned to this owner."""
-        for arena in self._arenas:
-            arena.unpin([slot for slot in slots if slot.arena == arena.number], owner)
-
-    def pins_by_holder(self) -> Counter[str]:
-        """Who has pins, and how many: requests, and tiers that read a slot. Empty at rest."""
-        return sum((arena.pins_by_holder() for arena in self._arenas), Counter())
+    # -- self-test ---------------------------------------------------------------------------------
 
     def reserve_self_test_slots(self) -> list[Slot]:
-        """An empty slot of each arena, until `release_self_test_slots`, for a trial of the copies."""
-        self._lent = ChunkKey(secrets.token_bytes(KEY_NBYTES))
-        for arena in self._arenas:
-            arena.reserve([self._lent])
-        return [slot for arena in self._arenas for slot in arena.slots([self._lent])]
+        if self._self_test_key is None:
+            self._self_test_key = ChunkKey(secrets.token_bytes(KEY_NBYTES))
+            for arena in self._arenas:
+                arena.reserve([self._self_test_key])
+        return [slot for arena in self._arenas for slot in arena.slots([self._self_test_key])]
 
     def release_self_test_slots(self) -> None:
-        """Of all that was lent."""
-        for arena in self._arenas:
-            arena.abort([self._lent])
+        if self._self_test_key is not None:
+            for arena in self._arenas:
+                arena.abort([self._self_test_key])
+            self._self_test_key = None
 
-    # -- the turn of the wheel -----------------------------------------------------------------------
+    # -- time passes -------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
-        """Take in what the threads finished, grant requests, and tell what happened since the last step."""
         for pool in self._pools():
             pool.step()
-        self._start_promotions()
+        self._promotions.start(self._has_slot)
         for tier in self._tiers:
             tier.poll()
             self._events += tier.events
             tier.events.clear()
-        self._earlier_lookups, self._recent_lookups = self._recent_lookups, set()
         events, self._events = self._events, []
         return events
 
     def drain(self, timeout: float) -> list[Event]:
-        """Step until nothing is in flight, or ``timeout`` seconds have passed."""
         deadline = time.monotonic() + timeout
         events = self.step()
         while busy := [pool for pool in self._pools() if pool.jobs]:
@@ -201,20 +172,18 @@ class StorageManager:
         return events
 
     def invalidate_all(self, namespace: Namespace) -> None:
-        """Never find again what was stored so far. What is in use goes when it is not; new frames are sealed anew."""
         self._write_through.namespace = namespace
         for arena in self._arenas:
-            arena.clear()
+            arena.invalidate_all()
         for tier in self._tiers:
             tier.invalidate_all(namespace)
-        self._origin.clear()
-        self._promotion_requests.clear()
+        for lease in self._leases.values():
+            lease.awaited.clear()
+        self._promoted_from.clear()
+        self._promotions.forget_requests()
 
     def close(self, timeout: float = 5.0) -> list[Event]:
-        """Give stores on their way down ``timeout`` seconds, then let go of everything. May be called twice.
-
-        What hangs is left behind, after a second more for each tier.
-        """
+        """A store that hangs is left alone, after a second more for each tier."""
         if self._closed:
             return []
         self._closed = True
@@ -227,40 +196,38 @@ class StorageManager:
         idle = self._pool.close(left())
         for tier in self._tiers:
             idle = tier.close(left()) and idle
-        if idle:  # else a thread may still write to a slot: better leave the memory to the end of the process
+        if idle:  # else a thread may still write to a slot: leave the memory to the end of the process
             for arena in self._arenas:
                 arena.memory.close()
         return events
 
+    # -- what there is to know ---------------------------------------------------------------------
+
     @property
     def jobs(self) -> int:
-        """Pieces of work on the threads."""
         return sum(pool.jobs for pool in self._pools())
 
     @property
     def handles(self) -> list[str]:
-        """With which a worker reaches the arenas, by their numbers."""
         return [arena.memory.handle for arena in self._arenas]
 
     def describe(self) -> list[str]:
-        """For each level what it holds and how it really works, in plain words."""
         lines = []
         for level in self._levels:
             facts = (level.memory if isinstance(level, Arena) else level.backend).facts()
             usage = level.usage()
-            words = [
-                f"{Nbytes(usage.capacity)}",
-                f"{usage.chunks} chunks held",
-                *(f"{k}: {v}" for k, v in facts.items()),
-            ]
+            words = [f"{Nbytes(usage.capacity)}", f"{usage.chunks} chunks held"]
+            words += [f"{name}: {fact}" for name, fact in facts.items()]
             lines.append(f"{level.name}: {', '.join(words)}")
         return lines
 
-    def why_cold(self) -> str:
-        """If only other namespaces have frames below the arenas: in what the most similar one differs. Else empty.
+    def usage(self) -> list[Usage]:
+        return [level.usage() for level in self._levels]
 
-        Asks the stores, on this thread: for once, when the stack was opened.
-        """
+    def pins_by_holder(self) -> Counter[str]:
+        return sum((arena.pins_by_holder() for arena in self._arenas), Counter())
+
+    def why_cold(self) -> str:
         if any(len(tier.index) for tier in self._tiers):
             return ""
         mine = self._write_through.namespace
@@ -276,115 +243,85 @@ class StorageManager:
         more = f", and {count - 1} more facts differ" if count > 1 else ""
         return f"{tier} holds another namespace: {name} was {there or 'not there'}, is {here or 'not there'}{more}"
 
-    def usage(self) -> list[Usage]:
-        """What each level holds now."""
-        return [level.usage() for level in self._levels]
+    # -- inside ------------------------------------------------------------------------------------
 
-    # -- inside --------------------------------------------------------------------------------------
+    def _lease_for(self, path: Sequence[ChunkKey], holder: str) -> Lease:
+        lease = self._leases.get(holder)
+        if lease is not None and not lease.follows(path):
+            self._unpin(lease.pinned(), holder)
+            lease = None
+        if lease is None:
+            lease = self._leases[holder] = Lease()
+        return lease
 
-    def _pending_run(self, keys: Sequence[ChunkKey], at: int) -> int:
-        """How many of a path, from one on that is not READY, are on their way to an arena, or may be from now on."""
-        key = keys[at]
-        if any(arena.expects(key) for arena in self._arenas):
-            return 1
-        if self._stays_below(key):
-            return 0
-        for tier in self._tiers:
-            if run := tier.readable(keys, at):
-                requests = leading_run(keys[at : at + run], lambda key: not self._stays_below(key))
-                self._promotion_requests.update(zip(requests, [keys[at - 1] if at else None, *requests], strict=False))
-                return len(requests)
-            if tier.request_lookup(key):
-                return 1
-        return 0
+    def _pin(self, keys: Sequence[ChunkKey], lease: Lease, holder: str, *, leading: bool) -> None:
+        """Pin READY chunks that the lease does not hold yet; ``leading`` ones are the next of its leading run."""
+        fresh = [key for key in keys if key not in lease.beyond] if lease.beyond else keys
+        for arena, here in self._by_arena(fresh).items():
+            slots = arena.pin(here, holder)
+            if self._promoted_from:
+                sources = [self._promoted_from.pop(key, arena.name) for key in here]
+            else:
+                sources = [arena.name] * len(here)
+            if leading and here is keys:
+                return lease.extend(keys, slots, sources)
+            lease.beyond.update(zip(here, zip(slots, sources, strict=True), strict=True))
+        if leading:
+            pinned = [lease.beyond.pop(key) for key in keys]
+            lease.extend(keys, [slot for slot, _ in pinned], [source for _, source in pinned])
 
-    def _stays_below(self, key: ChunkKey) -> bool:
-        """Was there no room for it just now, or does a slot bear its name that nobody may look into?"""
-        return key in self._rejected or self._has_a_slot(key)
-
-    def _start_promotions(self) -> None:
-        """Begin to read what was wished for, as far as there is room that nobody else looks at."""
-        self._rejected.clear()
-        requests = {key: parent for key, parent in self._promotion_requests.items() if not self._has_a_slot(key)}
-        self._promotion_requests.clear()
-        for tier in self._tiers:
-            here = [key for key in requests if tier.has(key)]
-            now = here[: tier.may_read(self._layout.frame_nbytes)]  # the others are asked for again
-            self._make_room(self._hot, len(now), ())
-            granted = now[: self._hot.free]
-            self._hot.reserve(granted)
-            begun = tier.read(
-                [(key, self._hot.view(key)) for key in granted],
-                lambda good, bad, tier=tier: self._arrived(tier, good, bad),
-            )
-            self._parents.update((key, requests[key]) for key in begun)
-            self.abort(_but(granted, begun))
-            self._rejected.update(now[len(granted) :])
-            for key in here:
-                del requests[key]
-
-    def _arrived(self, tier: StoreTier, good: Sequence[ChunkKey], bad: Sequence[ChunkKey]) -> None:
-        self.abort(bad)
-        kept = self._commit(good)
-        if not kept:
-            return
-        self._report(EventKind.PROMOTED, kept, nbytes=len(kept) * self._layout.payload_nbytes, why=f"from {tier.name}")
-        self._origin.update(dict.fromkeys(kept, tier.name))
-        self._write_through.offer(kept, self._levels[1 : self._levels.index(tier)])
-
-    def _commit(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        return self._hot.commit(keys, [self._parents.pop(key, None) for key in keys])
-
-    def _make_room(self, arena: Arena, slots: int, path: Sequence[ChunkKey]) -> None:
-        if slots > arena.free:
-            self._evicted(arena, arena.make_room(slots, self._needed(path)))
-
-    def _trade(self, arena: Arena, newcomers: Sequence[ChunkKey], path: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Those of the newcomers for whom there is room now."""
-        welcome, evicted = arena.trade(newcomers, self._needed(path))
-        self._evicted(arena, evicted)
-        return welcome
-
-    def _needed(self, path: Sequence[ChunkKey]) -> Sequence[Container[ChunkKey]]:
-        """The path itself, and what somebody was just told is READY or on its way."""
-        return set(path), self._recent_lookups, self._earlier_lookups
-
-    def _evicted(self, arena: Arena, keys: Sequence[ChunkKey]) -> None:
-        for key in keys if self._origin else ():
-            self._origin.pop(key, None)
-        if keys:
-            self._events.append(Event(EventKind.EVICTED, arena.name, tuple(keys)))
-
-    def _has_a_slot(self, key: ChunkKey) -> bool:
-        return any(arena.taken(key) for arena in self._arenas)
-
-    def _without_slot(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+    def _unpin(self, slots: Sequence[Slot], holder: str) -> None:
+        slots = list(slots)
         for arena in self._arenas:
-            keys = arena.without_slot(keys)
-        return keys
+            arena.unpin([slot for slot in slots if slot.arena == arena.number], holder)
 
     def _by_arena(self, keys: Sequence[ChunkKey]) -> dict[Arena, Sequence[ChunkKey]]:
-        """ContractError if one is not READY."""
-        if self._hot.ready(keys) == len(keys):
+        """READY chunks, by the hottest arena that has each."""
+        if self._hot.ready_run(keys) == len(keys):
             return {self._hot: keys}
         homes: dict[Arena, list[ChunkKey]] = {}
         for key in keys:
-            homes.setdefault(self._arena_of(key), []).append(key)
+            homes.setdefault(next(arena for arena in self._arenas if arena.has(key)), []).append(key)
         return homes
 
-    def _arena_of(self, key: ChunkKey) -> Arena:
-        for arena in self._arenas:
-            if arena.has(key):
-                return arena
-        raise ContractError("pin of a chunk that is not READY")
+    def _pending_run(self, path: Sequence[ChunkKey], at: int) -> int:
+        """How many chunks of a path, from one on that is not READY, are on their way or are requested now."""
+        if any(arena.is_reserved(path[at]) for arena in self._arenas):
+            return 1
+        return self._promotions.request(path, at, self._has_slot)
+
+    def _miss_reason(self, key: ChunkKey) -> str:
+        if key in self._promotions.rejected:
+            return f"no room in {self._hot.name} to bring it up"
+        reasons = (tier.miss_reason(key) for tier in self._tiers)
+        return next(filter(None, reasons), "not stored")
+
+    def _promoted(self, tier: StoreTier, keys: Sequence[ChunkKey]) -> None:
+        """Chunks came up from a tier: pin them for those who await them, write them to the tiers that they passed."""
+        self._report(EventKind.PROMOTED, self._hot, keys, why=f"from {tier.name}")
+        self._promoted_from.update(dict.fromkeys(keys, tier.name))
+        for holder, lease in self._leases.items():
+            if awaited := [key for key in keys if key in lease.awaited]:
+                self._pin(awaited, lease, holder, leading=False)
+                lease.awaited.difference_update(awaited)
+        passed = self._levels[1 : self._levels.index(tier)]
+        self._write_through.write(keys, AdmissionPlan(passed, keys))
+
+    def _make_room(self, arena: Arena, slots: int, path: Sequence[ChunkKey]) -> None:
+        if slots > arena.free:
+            self._evicted(arena, arena.make_room(slots, [set(path)]))
+
+    def _evicted(self, arena: Arena, keys: Sequence[ChunkKey]) -> None:
+        for key in keys if self._promoted_from else ():
+            self._promoted_from.pop(key, None)
+        if keys:
+            self._report(EventKind.EVICTED, arena, keys)
+
+    def _has_slot(self, key: ChunkKey) -> bool:
+        return any(arena.has_slot(key) for arena in self._arenas)
 
     def _pools(self) -> list[Pool]:
         return [self._pool, *(tier.pool for tier in self._tiers)]
 
-    def _report(self, kind: EventKind, keys: Sequence[ChunkKey], *, nbytes: int = 0, why: str = "") -> None:
-        self._events.append(Event(kind, self._hot.name, tuple(keys), nbytes, why))
-
-
-def _but(keys: Sequence[ChunkKey], others: Collection[ChunkKey]) -> list[ChunkKey]:
-    others = set(others)
-    return [key for key in keys if key not in others]
+    def _report(self, kind: EventKind, arena: Arena, keys: Sequence[ChunkKey], why: str = "") -> None:
+        self._events.append(Event(kind, arena.name, tuple(keys), len(keys) * self._layout.payload_nbytes, why))

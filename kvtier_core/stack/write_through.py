@@ -1,4 +1,4 @@
-"""The way down: frames are sealed in the hottest arena, and offered to every level below it."""
+"""From the hottest arena to the tiers below: a frame is sealed once, then written to each tier that admitted it."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvtier_core.frames import format as frame
 from kvtier_core.frames.checksum import join
+from kvtier_core.stack.admission import AdmissionPlan
 from kvtier_core.stack.arena import Arena
-from kvtier_core.stack.store_tier.tier import FrameWrite, StoreTier
+from kvtier_core.stack.store_tier.frame_io import FrameWrite
+from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.transfer.io_pool import Outcome, Pool
 from kvtier_core.types import ChunkKey, ChunkLayout, Event, EventKind, Namespace, Slot
 
 #: Headers are written for groups of about this many bytes at a time.
 _SEAL_NBYTES = 16 << 20
-#: Who holds a slot while its header is written.
+#: The holder of a slot while its header is written.
 _SEALER = "sealing"
 
-#: Who of these may come into an arena, where there is room for them then.
-Trade = Callable[[Arena, Sequence[ChunkKey], Sequence[ChunkKey]], list[ChunkKey]]
+#: Free this many slots of an arena for chunks of a path, as far as it goes.
+MakeRoom = Callable[[Arena, int, Sequence[ChunkKey]], None]
 
 
 class WriteThrough:
@@ -31,39 +33,55 @@ class WriteThrough:
         namespace: Namespace,
         layout: ChunkLayout,
         pool: Pool,
-        trade: Trade,
+        make_room: MakeRoom,
         report: Callable[[Event], None],
     ):
-        self.namespace = namespace
+        self.namespace = namespace  #: under which frames are sealed from now on
         self._hot = hot
         self._below = below
         self._layout = layout
         self._pool = pool
-        self._trade = trade
+        self._make_room = make_room
         self._report = report
-        self._descending: set[ChunkKey] = set()
+        self._sealing: set[ChunkKey] = set()
 
-    def writable(self, path: Sequence[ChunkKey]) -> set[ChunkKey]:
-        """Those of a path, root first, that a level below would take in now."""
-        return set().union(*(level.would_admit(path) for level in self._below))
+    def plan(self, path: Sequence[ChunkKey]) -> AdmissionPlan:
+        """Which tiers below would take which chunks of a path now."""
+        return AdmissionPlan(self._below, path)
 
-    def begin(self, keys: Sequence[ChunkKey], checksums: Mapping[ChunkKey, Sequence[int]]) -> None:
-        """Seal what a level below would like to have, then offer it to all of them. ``sums``: see `commit`."""
-        if not self._below:
-            return
-        held = [key for key in keys if self._hot.has(key) and key not in self._descending]
-        welcome = self.writable(held)
-        wanted = [key for key in held if key in welcome]
+    def offer_again(self, path: Sequence[ChunkKey]) -> None:
+        """Write those READY chunks of a path that a tier below lacks and would take now."""
+        if self._below:
+            held = [key for key in path if self._hot.has(key) and key not in self._sealing]
+            self.begin(held, {}, self.plan(held))
+
+    def begin(self, keys: Sequence[ChunkKey], checksums: Mapping[ChunkKey, Sequence[int]], plan: AdmissionPlan) -> None:
+        """Seal READY chunks that are not being sealed, then write them to the tiers that ``plan`` names for each.
+
+        ``checksums``: see `Stack.commit`.
+        """
+        admitted = [key for key in keys if key in plan]
         per_group = max(1, _SEAL_NBYTES // self._layout.frame_nbytes)
-        for start in range(0, len(wanted), per_group):
-            group = wanted[start : start + per_group]
+        for start in range(0, len(admitted), per_group):
+            group = admitted[start : start + per_group]
             slots = self._hot.pin(group, _SEALER)
             work = [(key, self._hot.view(key), checksums.get(key, ())) for key in group]
-            self._descending.update(group)
+            self._sealing.update(group)
             self._pool.submit_store(
                 lambda work=work, namespace=self.namespace: self._seal(work, namespace),
-                lambda outcome, group=group, slots=slots: self._sealed(group, slots, outcome),
+                lambda outcome, group=group, slots=slots: self._sealed(group, slots, plan, outcome),
             )
+
+    def write(self, keys: Sequence[ChunkKey], plan: AdmissionPlan) -> None:
+        """Write sealed chunks to the tiers that ``plan`` names for each. Every write holds a pin of its own."""
+        for level in self._below:
+            admitted = plan.keys_for(level, [key for key in keys if self._hot.has(key)])
+            if not admitted:
+                continue
+            if isinstance(level, Arena):
+                self._copy(admitted, level)
+            else:
+                self._write(admitted, level)
 
     def _seal(self, work: Sequence[tuple[ChunkKey, memoryview, Sequence[int]]], namespace: Namespace) -> None:
         """On a thread."""
@@ -71,30 +89,27 @@ class WriteThrough:
             summed = join(checksums, self._layout.shard_nbytes) if checksums else None
             frame.seal(view, namespace, key, self._layout.payload_nbytes, summed=summed)
 
-    def _sealed(self, keys: Sequence[ChunkKey], slots: Sequence[Slot], outcome: Outcome) -> None:
-        self._descending.difference_update(keys)
+    def _sealed(self, keys: Sequence[ChunkKey], slots: Sequence[Slot], plan: AdmissionPlan, outcome: Outcome) -> None:
+        self._sealing.difference_update(keys)
         if outcome.error is None:
-            self.offer(keys, self._below)
+            self.write(keys, plan)
         else:
             self._report(Event(EventKind.IO_ERROR, self._hot.name, tuple(keys), 0, str(outcome.error)))
         self._hot.unpin(slots, _SEALER)
 
-    def offer(self, keys: Sequence[ChunkKey], levels: Sequence[Arena | StoreTier]) -> None:
-        """FrameWrite sealed frames to levels below the hottest. Each offer holds a pin of its own."""
-        for level in levels:
-            held = [key for key in keys if self._hot.has(key)]
-            if isinstance(level, Arena):
-                self._copy_down(level.without_slot(held), level)
-            elif offered := level.index.meets_frequency(level.writable(held)):
-                pins = dict(zip(offered, self._hot.pin(offered, level.name), strict=True))
-                parent = self._hot.index.held.parent
-                level.write(
-                    [FrameWrite(key, parent(key), self._hot.view(key)) for key in offered],
-                    lambda key, pins=pins, level=level: self._hot.unpin([pins[key]], level.name),
-                )
+    def _write(self, keys: Sequence[ChunkKey], tier: StoreTier) -> None:
+        pins = dict(zip(keys, self._hot.pin(keys, tier.name), strict=True))
+        parent = self._hot.index.held.parent
+        tier.write(
+            [FrameWrite(key, parent(key), self._hot.view(key)) for key in keys],
+            lambda key: self._hot.unpin([pins[key]], tier.name),
+        )
 
-    def _copy_down(self, keys: Sequence[ChunkKey], arena: Arena) -> None:
-        keys = self._trade(arena, keys, keys)
+    def _copy(self, keys: Sequence[ChunkKey], arena: Arena) -> None:
+        """From the hottest arena to another one."""
+        keys = arena.without_slot(keys)
+        self._make_room(arena, len(keys), keys)
+        keys = keys[: arena.free]
         if not keys:
             return
         arena.reserve(keys)
@@ -108,9 +123,11 @@ class WriteThrough:
 
         def copied(outcome: Outcome) -> None:
             self._hot.unpin(slots, arena.name)
-            if outcome.error is None:
-                arena.commit(keys, parents)
-            else:
+            if outcome.error is not None:
                 arena.abort(keys)
+                self._report(Event(EventKind.IO_ERROR, arena.name, tuple(keys), 0, str(outcome.error)))
+            elif kept := arena.commit(keys, parents):
+                nbytes = len(kept) * self._layout.payload_nbytes
+                self._report(Event(EventKind.WRITTEN, arena.name, tuple(kept), nbytes))
 
         self._pool.submit_store(copy, copied)

@@ -1,6 +1,6 @@
 """A hypothesis state machine over StorageManager: chosen interleavings, failing stores, no threads.
 
-The bytes of a chunk follow from its key and from the number of `renew` calls before it was stored, so
+The bytes of a chunk follow from its key and from the number of `invalidate_all` calls before it was stored, so
 a chunk that is served to the wrong reader, from the wrong time, or half filled, is seen at once.
 Subclass `StackMachine` to try a policy, a serializer or another shape of stack.
 """
@@ -23,7 +23,7 @@ from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.testing.pool import ManualPool
-from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, ChunkLayout, Namespace, Presence, Slot
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, ChunkLayout, Namespace, Slot
 
 LAYOUT = ChunkLayout((24,), 2, 2)
 NAMESPACE = Namespace.of({"model": "machine"})
@@ -115,8 +115,9 @@ class StackMachine(RuleBasedStateMachine):
     def open(self) -> None:
         self.now = 0.0
         self.epoch = 0
-        self.storing: list[list[ChunkKey]] = []
-        self.loading: list[tuple[list[ChunkKey], list[Slot], int]] = []
+        self.holders = 0
+        self.storing: list[str] = []  # holders of reservations
+        self.loading: list[tuple[str, list[ChunkKey], Sequence[Slot], int]] = []  # leases: holder, chunks, epoch
         self.codec = FrameCodec(NAMESPACE, LAYOUT, self.serializer)
         self.sealer = ManualPool()
         self.memories = [Slots(slots) for slots in self.arenas]
@@ -147,14 +148,18 @@ class StackMachine(RuleBasedStateMachine):
 
     # -- what an engine does -------------------------------------------------------------------------
 
+    def new_holder(self) -> str:
+        self.holders += 1
+        return f"holder {self.holders}"
+
     @rule(name=st.sampled_from(sorted(PATHS)), length=st.integers(1, 6))
     def store(self, name: str, length: int) -> None:
-        slots = self.manager.reserve(PATHS[name][:length])
+        slots = self.manager.reserve(PATHS[name][:length], holder := self.new_holder())
         for key, slot in slots.items():
             view = self.memories[slot.arena].view(slot.index)
             view[FRAME_ALIGNMENT : FRAME_ALIGNMENT + LAYOUT.payload_nbytes] = payload(key, self.epoch)
         if slots:
-            self.storing.append(list(slots))
+            self.storing.append(holder)
 
     @rule(name=st.sampled_from(sorted(PATHS)))
     def serve(self, name: str) -> None:
@@ -168,50 +173,58 @@ class StackMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.storing)
     @rule(which=_WHICH, ok=st.booleans())
     def finish_store(self, which: int, ok: bool) -> None:
-        keys = self.storing.pop(which % len(self.storing))
+        holder = self.storing.pop(which % len(self.storing))
         if ok:
-            self.manager.commit(keys)
+            self.manager.commit(holder)
         else:
-            self.manager.abort(keys)
+            self.manager.release(holder)
 
-    @rule(name=st.sampled_from(sorted(PATHS)), touch=st.booleans())
-    def load(self, name: str, touch: bool) -> None:
+    @rule(name=st.sampled_from(sorted(PATHS)), known=st.booleans())
+    def load(self, name: str, known: bool) -> None:
         path = PATHS[name]
-        if touch:
+        if not known:
             self.manager.on_request(path)
-        found = self.manager.lookup(path)
-        assert found == sorted(found, key=lambda presence: presence is Presence.MISS), "found behind a MISS"
-        ready = [key for key, presence in zip(path, found, strict=True) if presence is Presence.READY]
-        ready = ready[: found.index(Presence.PENDING)] if Presence.PENDING in found else ready
-        if ready:
-            assert len(self.manager.hit_sources(ready)) == len(ready)
-            self.loading.append((ready, self.manager.pin(ready, "machine"), self.epoch))
+        found = self.manager.lookup(path, holder := self.new_holder())
+        assert len(found.slots) == len(found.sources) and len(found.slots) + found.pending <= len(path)
+        assert bool(found.miss_reason) == (len(found.slots) + found.pending < len(path))
+        self.loading.append((holder, path[: len(found.slots)], found.slots, self.epoch))
 
     @precondition(lambda self: self.loading)
     @rule(which=_WHICH)
     def finish_load(self, which: int) -> None:
-        keys, slots, epoch = self.loading.pop(which % len(self.loading))
+        holder, keys, slots, epoch = self.loading.pop(which % len(self.loading))
         for key, slot in zip(keys, slots, strict=True):
             view = self.memories[slot.arena].view(slot.index)
             held = bytes(view[FRAME_ALIGNMENT : FRAME_ALIGNMENT + LAYOUT.payload_nbytes])
             assert held == payload(key, epoch), "a pinned slot does not hold its chunk"
-        self.manager.unpin(slots, "machine")
+        self.manager.release(holder)
+
+    @precondition(lambda self: self.loading)
+    @rule(which=_WHICH)
+    def look_again(self, which: int) -> None:
+        """The same holder, later: what it was given stays, what came up meanwhile is added."""
+        holder, keys, slots, epoch = self.loading[which % len(self.loading)]
+        if epoch == self.epoch and keys:
+            path = next(path for path in PATHS.values() if path[: len(keys)] == keys)
+            found = self.manager.lookup(path, holder)
+            assert list(found.slots[: len(slots)]) == list(slots), "a slot was taken from its holder"
+            self.loading[which % len(self.loading)] = holder, path[: len(found.slots)], found.slots, epoch
 
     @rule(name=st.sampled_from(sorted(PATHS)))
     def come_back(self, name: str) -> None:
         """A whole request that waits for what comes up from below."""
-        self.manager.lookup(PATHS[name])
-        self.manager.drain(timeout=10.0)
         before = len(self.loading)
-        self.load(name, touch=False)
-        if len(self.loading) > before:
-            self.finish_load(before)
+        self.load(name, known=True)
+        self.manager.drain(timeout=10.0)
+        self.manager.release(self.loading.pop(before)[0])
+        self.load(name, known=True)
+        self.finish_load(before)
 
     @rule()
     def invalidate_all(self) -> None:
-        self._renew()
+        self._new_epoch()
 
-    def _renew(self) -> None:
+    def _new_epoch(self) -> None:
         self.epoch += 1
         self.manager.invalidate_all(Namespace.of({"model": "machine", "epoch": self.epoch}))
 
@@ -267,7 +280,7 @@ class StackMachine(RuleBasedStateMachine):
         for arena in self.arena_levels:
             taken = arena.free + arena.reserved + len(arena.index)
             assert taken == arena.memory.slots, f"{arena.name}: {taken} slots of {arena.memory.slots} accounted for"
-            assert arena.pins >= sum(slot.arena == arena.number for _, slots, _ in self.loading for slot in slots)
+            assert arena.pins >= sum(slot.arena == arena.number for _, _, slots, _ in self.loading for slot in slots)
         for tier in self.tier_levels:
             assert tier.index.used == sum(map(tier.index.held.nbytes, tier.index.held))
             if not tier.backend.shared:
@@ -292,26 +305,30 @@ class StackMachine(RuleBasedStateMachine):
             self.finish_load(0)
         self.manager.drain(timeout=10.0)
         self.books_balance()
-        assert not any(usage.pins for usage in self.manager.usage()), "pinned at rest"
+        assert self.manager.pins_by_holder().keys() <= {"requester"}, "pinned at rest"
         assert not any(usage.inflight for usage in self.manager.usage()), "in flight at rest"
         assert all(usage.nbytes <= usage.capacity for usage in self.manager.usage()), "beyond capacity at rest"
         assert not any(arena.reserved for arena in self.arena_levels), "reserved at rest"
 
     def _what_is_stored_is_found(self) -> None:
         """Liveness: a cache that never hits is never wrong, and useless."""
-        self._renew()
+        self._new_epoch()
         self.manager.drain(timeout=10.0)
         path = PATHS["abcdef"][:3]
         self.store("abcdef", len(path))
         self._come_to_rest()
-        assert self.manager.lookup(path) == [Presence.READY] * len(path), "stored, and not found"
+        self._must_find(path, "stored, and not found")
         if max(self.tiers, default=0) >= len(path) + len("mnop"):
-            self.manager.step()
-            self.manager.step()  # nobody waits for the path any more
             self.store("mnop", len("mnop"))  # crowds it out of the arena
             self._come_to_rest()
-            self.manager.lookup(path)
+            self.manager.lookup(path, "requester")
             self._come_to_rest()
-            assert self.manager.lookup(path) == [Presence.READY] * len(path), "written down, and not found again"
-            self.load("abcdef", touch=False)
+            self.manager.release("requester")
+            self._must_find(path, "written down, and not found again")
+            self.load("abcdef", known=True)
             self.finish_load(0)
+
+    def _must_find(self, path: Sequence[ChunkKey], otherwise: str) -> None:
+        found = self.manager.lookup(path, "finder")
+        self.manager.release("finder")
+        assert len(found.slots) == len(path), otherwise

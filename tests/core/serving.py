@@ -11,7 +11,7 @@ import kvtier_disk.plugin
 from kvtier_core.config.model import Runtime, load_config, open_stack
 from kvtier_core.config.registry import Registry
 from kvtier_core.testing.samples import PagedBuffer, make_context
-from kvtier_core.types import ChunkLayout, Presence
+from kvtier_core.types import ChunkLayout
 
 #: Payloads of whole pages, so that no byte of a frame is mere padding.
 LAYOUT = ChunkLayout((1024, 3072), blocks=4)
@@ -42,24 +42,22 @@ class Serving:
         """One request, until all of it has come to rest. How many of its chunks came back, each with its bytes."""
         self._now += 1.0
         self.manager.on_request(path)
-        found = self.look_up(path)
-        slots = self.manager.pin(path[:found], "request")
+        slots = self.look_up(path)
         for key, slot in zip(path, slots, strict=False):
             self._check(key, slot)
-        self.manager.unpin(slots, "request")
-        slots = self.manager.reserve(path)
-        for key, slot in slots.items():
-            self._fill(key, slot)
-        self.manager.commit(list(slots))
+        self.manager.release("request")
+        if reserved := self.manager.reserve(path, "request"):
+            for key, slot in reserved.items():
+                self._fill(key, slot)
+            self.manager.commit("request")
         self.settle()
-        self._note(self.manager.step() + self.manager.step())  # what was looked up is spared for two steps
-        return found
+        return len(slots)
 
     def look_up(self, path):
-        """How many leading chunks are READY when nothing is on its way any more."""
-        while Presence.PENDING in (found := self.manager.lookup(path)):
+        """The slots of the leading chunks that are READY when nothing is on its way any more."""
+        while (found := self.manager.lookup(path, "request")).pending:
             self.settle()
-        return found.count(Presence.READY)
+        return found.slots
 
     def settle(self):
         self._note(self.manager.drain(LONG))

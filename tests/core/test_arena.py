@@ -47,13 +47,13 @@ def test_from_free_to_ready(arena):
     assert counts(arena) == (3, 0, 0, 0)
     arena.reserve([A, B])
     assert counts(arena) == (1, 2, 0, 0)
-    assert (arena.expects(A), arena.has(A), arena.taken(A)) == (True, False, True)
+    assert (arena.is_reserved(A), arena.has(A), arena.has_slot(A)) == (True, False, True)
     assert arena.commit([A], [None]) == [A]
     assert counts(arena) == (1, 1, 1, 0)
-    assert (arena.expects(A), arena.has(A), arena.taken(A)) == (False, True, True)
+    assert (arena.is_reserved(A), arena.has(A), arena.has_slot(A)) == (False, True, True)
     arena.abort([B])
     assert counts(arena) == (2, 0, 1, 0)
-    assert (arena.expects(B), arena.has(B), arena.taken(B)) == (False, False, False)
+    assert (arena.is_reserved(B), arena.has(B), arena.has_slot(B)) == (False, False, False)
 
 
 def test_a_chunk_stays_in_its_slot(arena):
@@ -78,9 +78,9 @@ def test_reserve_needs_keys_without_a_slot(arena, state):
     if state == "ready":
         arena.commit([A], [None])
     if state == "doomed":
-        arena.clear()
+        arena.invalidate_all()
     assert refusal(arena.reserve, [B, A]) == "cpu: reserve needs 2 free slots and keys that have none"
-    assert not arena.taken(B), "all or nothing"
+    assert not arena.has_slot(B), "all or nothing"
 
 
 def test_commit_and_abort_need_a_reservation(arena):
@@ -102,7 +102,7 @@ def test_pin_needs_a_ready_chunk(arena):
     assert refusal(arena.pin, [A], "test") == NOT_READY
     arena.commit([A], [None])
     slots = arena.pin([A], "test")
-    arena.clear()
+    arena.invalidate_all()
     assert refusal(arena.pin, [A], "test") == NOT_READY
     arena.unpin(slots, "test")
     assert refusal(arena.pin, [A], "test") == NOT_READY
@@ -160,13 +160,13 @@ def test_a_policy_may_refuse_before_anything_is_copied():
     arena = open_arena(Content())
     fill(arena, A, B)
     assert arena.would_admit([C, D]) == [C], "there is room for one"
-    assert arena.trade([C, D]) == ([C], [])
+    assert arena.admit([C, D]) == ([C], [])
     assert counts(arena) == (1, 0, 2, 0)
 
 
 def test_clear_frees_what_nobody_uses(arena):
     fill(arena, A, B)
-    arena.clear()
+    arena.invalidate_all()
     assert counts(arena) == (3, 0, 0, 0)
     assert not arena.has(A)
 
@@ -175,21 +175,21 @@ def test_a_pinned_chunk_is_gone_at_once_and_its_slot_later(arena):
     fill(arena, A)
     slots = [*arena.pin([A], "test"), *arena.pin([A], "test")]
     arena.view(A)[:4] = b"here"
-    arena.clear()
-    assert (arena.has(A), arena.taken(A)) == (False, True)
+    arena.invalidate_all()
+    assert (arena.has(A), arena.has_slot(A)) == (False, True)
     arena.unpin(slots[:1], "test")
-    assert (arena.free, arena.taken(A)) == (2, True)
+    assert (arena.free, arena.has_slot(A)) == (2, True)
     assert bytes(arena.memory.view(slots[0].index)[:4]) == b"here"
     assert arena.make_room(3) == []
     arena.unpin(slots[1:], "test")
-    assert (arena.free, arena.taken(A)) == (3, False)
+    assert (arena.free, arena.has_slot(A)) == (3, False)
 
 
 @pytest.mark.parametrize("ending", ["commit", "abort"])
 def test_what_was_being_filled_at_a_clear_is_never_found(arena, ending):
     arena.reserve([A])
-    arena.clear()
-    assert (arena.expects(A), arena.has(A), arena.taken(A)) == (False, False, True)
+    arena.invalidate_all()
+    assert (arena.is_reserved(A), arena.has(A), arena.has_slot(A)) == (False, False, True)
     if ending == "commit":
         assert not arena.commit([A], [None])
     else:
@@ -202,7 +202,7 @@ def test_a_slot_that_was_doomed_is_as_good_as_new(arena):
     fill(arena, A)
     slots = arena.pin([A], "test")
     arena.reserve([B, C])
-    arena.clear()
+    arena.invalidate_all()
     arena.unpin(slots, "test")
     arena.abort([B])
     arena.commit([C], [None])
@@ -216,8 +216,8 @@ def test_clear_twice_while_all_is_in_use(arena):
     fill(arena, A)
     slots = arena.pin([A], "test")
     arena.reserve([B])
-    arena.clear()
-    arena.clear()
+    arena.invalidate_all()
+    arena.invalidate_all()
     arena.unpin(slots, "test")
     assert not arena.commit([B], [None])
     assert counts(arena) == (3, 0, 0, 0)

@@ -255,7 +255,7 @@ def test_a_parent_that_left_and_came_back_has_its_children():
 
 def test_whoever_is_leaving_holds_nobody():
     index = held("abc", "abc")
-    index.leave(keys("cb"))
+    index.detach(keys("cb"))
     assert choose(index, 3, spared="bc") == "a"
     index.request(keys("abc"), 0.0, {})
     assert choose(index, 3, spared="bc") == "", "they stayed"

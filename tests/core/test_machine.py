@@ -16,12 +16,11 @@ from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import Serializer
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
-from kvtier_core.stack.manager import StorageManager
-from kvtier_core.stack.store_tier.capacity_limit import CapacityLimit
+from kvtier_core.stack.promotion import Promotions
+from kvtier_core.stack.store_tier.space import Space
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.write_through import WriteThrough
 from kvtier_core.testing.machine import SharedShelf, Shelf, StackMachine
-from kvtier_core.types import Presence
 
 #: Together about half a minute, most of it for the shapes: what goes wrong there is not a policy's fault.
 THOROUGH = settings(
@@ -99,17 +98,17 @@ def believes_every_frame(monkeypatch):
 
 
 def serves_what_is_still_being_filled(monkeypatch):
-    def ready(self, keys, start=0):
-        return len(list(itertools.takewhile(self.taken, keys[start:])))
+    def ready_run(self, keys, start=0):
+        return len(list(itertools.takewhile(self.has_slot, keys[start:])))
 
-    def pin(self, keys, owner):
+    def pin(self, keys, holder):
         slots = self.slots(keys)
         self._pinned.update(place for _, place in slots)
-        self._pins.setdefault(owner, Counter()).update(place for _, place in slots)
+        self._pins.setdefault(holder, Counter()).update(place for _, place in slots)
         return slots
 
-    monkeypatch.setattr(Arena, "has", Arena.taken)
-    monkeypatch.setattr(Arena, "ready", ready)
+    monkeypatch.setattr(Arena, "has", Arena.has_slot)
+    monkeypatch.setattr(Arena, "ready_run", ready_run)
     monkeypatch.setattr(Arena, "pin", pin)
 
 
@@ -118,19 +117,19 @@ def forgets_to_free_an_aborted_slot(monkeypatch):
 
 
 def forgets_a_pin(monkeypatch):
-    monkeypatch.setattr(WriteThrough, "_sealed", lambda self, keys, slots, outcome: self.offer(keys, self._below))
+    monkeypatch.setattr(WriteThrough, "_sealed", lambda self, keys, slots, plan, outcome: self.write(keys, plan))
 
 
 def renews_only_the_arena(monkeypatch):
     monkeypatch.setattr(StoreTier, "invalidate_all", lambda self, namespace: None)
 
 
-def clears_only_what_nobody_uses(monkeypatch):
-    def clear(self):
+def invalidates_only_what_nobody_uses(monkeypatch):
+    def invalidate_all(self):
         held = self.index.held
         self._release([key for key in held if held.place(key) not in self._pinned], evicted=False)
 
-    monkeypatch.setattr(Arena, "clear", clear)
+    monkeypatch.setattr(Arena, "invalidate_all", invalidate_all)
 
 
 def reads_what_is_leaving(monkeypatch):
@@ -138,33 +137,23 @@ def reads_what_is_leaving(monkeypatch):
 
 
 def writes_beside_its_victims(monkeypatch):
-    start = StoreTier._start_writes
-
-    def start_all(self):
-        ceiling, self._ceiling = self._ceiling, CapacityLimit(1 << 60)
-        start(self)
-        self._ceiling = ceiling
-
-    monkeypatch.setattr(StoreTier, "_start_writes", start_all)
+    monkeypatch.setattr(Space, "fits", lambda self, nbytes: True)
 
 
 def never_writes_down(monkeypatch):
-    monkeypatch.setattr(WriteThrough, "begin", lambda self, keys, checksums: None)
+    monkeypatch.setattr(WriteThrough, "begin", lambda self, keys, checksums, plan: None)
 
 
-def never_grants(monkeypatch):
-    monkeypatch.setattr(StorageManager, "_start_promotions", lambda self: self._promotion_requests.clear())
+def never_promotes(monkeypatch):
+    monkeypatch.setattr(Promotions, "start", lambda self, taken: self.forget_requests())
 
 
-def promises_what_is_only_wished_for(monkeypatch):
-    lookup = StorageManager.lookup
-    monkeypatch.setattr(
-        StorageManager,
-        "lookup",
-        lambda self, keys: [
-            Presence.READY if presence is Presence.PENDING else presence for presence in lookup(self, keys)
-        ],
-    )
+def evicts_what_somebody_looked_up(monkeypatch):
+    def pin(self, keys, holder):
+        return self.slots(keys)
+
+    monkeypatch.setattr(Arena, "pin", pin)
+    monkeypatch.setattr(Arena, "unpin", lambda self, slots, holder: None)
 
 
 def keeps_what_was_never_written(monkeypatch):
@@ -181,12 +170,12 @@ MUTANTS = [
     forgets_to_free_an_aborted_slot,
     forgets_a_pin,
     renews_only_the_arena,
-    clears_only_what_nobody_uses,
+    invalidates_only_what_nobody_uses,
     reads_what_is_leaving,
     writes_beside_its_victims,
     never_writes_down,
-    never_grants,
-    promises_what_is_only_wished_for,
+    never_promotes,
+    evicts_what_somebody_looked_up,
     keeps_what_was_never_written,
 ]
 

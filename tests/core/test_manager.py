@@ -18,9 +18,10 @@ from kvtier_core.testing.machine import LAYOUT, NAMESPACE, Shelf, Slots, payload
 from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_keys
 from kvtier_core.transfer.io_pool import IOPool
-from kvtier_core.types import FRAME_ALIGNMENT, EventKind, Namespace, Presence
+from kvtier_core.types import FRAME_ALIGNMENT, EventKind, Namespace
 
-MISS, READY, PENDING = Presence
+#: What `Bench.look` says of a chunk.
+MISS, READY, PENDING = "miss", "ready", "pending"
 
 #: Paths that share nothing.
 KEYS = make_keys(12)
@@ -71,42 +72,53 @@ class Bench:
             clock=lambda: self.now,
         )
 
-    def fill(self, path):
+    def fill(self, path, holder="store"):
         """Reserve and fill slots; the keys that got one."""
-        slots = self.manager.reserve(path)
+        slots = self.manager.reserve(path, holder)
         for key, slot in slots.items():
             self._payload(slot)[:] = payload(key, 0)
         return list(slots)
 
     def store(self, path):
-        """Until it is everywhere, and nobody waits for it any more."""
-        self.manager.commit(self.fill(path))
-        events = self.settle()
-        self.forget()
-        return events
+        """Until it is everywhere."""
+        if self.fill(path):
+            self.manager.commit("store")
+        return self.settle()
 
     def settle(self):
         events = self.manager.drain(LONG)
         assert not self.manager.jobs
         return events
 
-    def forget(self):
-        """What was looked up is spared for two steps."""
-        self.manager.step()
-        self.manager.step()
+    def look(self, path, keep=""):
+        """What an engine would be told of each chunk; whoever is to ``keep`` it holds it from then on."""
+        found = self.manager.lookup(path, keep or "a look")
+        if not keep:
+            self.manager.release("a look")
+        ready, pending = len(found.slots), found.pending
+        return [READY] * ready + [PENDING] * pending + [MISS] * (len(path) - ready - pending)
+
+    def why(self, path):
+        """Why the first chunk that is not there is not."""
+        reason = self.manager.lookup(path, "a look").miss_reason
+        self.manager.release("a look")
+        return reason
 
     def bring_up(self, path):
-        assert PENDING in self.manager.lookup(path)
+        """The events meanwhile, and the tiers that the chunks are said to be from."""
+        assert self.manager.lookup(path, "waiting").pending
         events = self.settle()
-        assert self.manager.lookup(path) == [READY] * len(path)
-        return events
+        found = self.manager.lookup(path, "waiting")
+        assert len(found.slots) == len(path) and not found.pending
+        self.manager.release("waiting")
+        return events, list(found.sources)
 
     def load(self, path):
-        """The arenas from which the bytes came, which were the right ones."""
-        slots = self.manager.pin(path, "test")
-        assert [bytes(self._payload(slot)) for slot in slots] == [payload(key, 0) for key in path]
-        self.manager.unpin(slots, "test")
-        return [slot.arena for slot in slots]
+        """The arenas from which the bytes came, which were the right ones, and the tiers they are said to be from."""
+        found = self.manager.lookup(path, "load")
+        assert [bytes(self._payload(slot)) for slot in found.slots] == [payload(key, 0) for key in path]
+        self.manager.release("load")
+        return [slot.arena for slot in found.slots], list(found.sources)
 
     def work(self, pieces):
         """So many pieces of work, each followed by a step; returns whether there were so many."""
@@ -148,13 +160,13 @@ def test_what_is_stored_comes_back(pool):
     bench = Bench(pool=pool)
     assert told(bench.store(OURS)) == [(EventKind.STORED, "cpu", OURS), (EventKind.WRITTEN, "disk", OURS)]
     assert told(bench.store(THEIRS))[0] == (EventKind.EVICTED, "cpu", OURS[::-1])
-    assert bench.manager.lookup(OURS) == [PENDING] * 4
+    assert bench.look(OURS) == [PENDING] * 4
     assert told(bench.settle()) == [
         (EventKind.EVICTED, "cpu", THEIRS[::-1]),
         (EventKind.PROMOTED, "cpu", OURS),
     ]
-    assert bench.manager.lookup(OURS) == [READY] * 4
-    assert bench.load(OURS) == [0] * 4
+    assert bench.look(OURS) == [READY] * 4
+    assert bench.load(OURS) == ([0] * 4, ["cpu"] * 4)
     bench.at_rest()
     bench.manager.close()
 
@@ -164,14 +176,15 @@ def test_events_count_bytes(bench):
     assert stored.nbytes == 4 * LAYOUT.payload_nbytes
     assert written.nbytes == 4 * LAYOUT.frame_nbytes
     bench.store(THEIRS)
-    promoted = bench.bring_up(OURS)[-1]
+    (evicted, promoted), _ = bench.bring_up(OURS)
     assert (promoted.nbytes, promoted.why) == (4 * LAYOUT.payload_nbytes, "from disk")
+    assert (evicted.kind, evicted.nbytes) == (EventKind.EVICTED, 4 * LAYOUT.payload_nbytes)
 
 
 def test_an_eviction_is_free(bench):
     """It was written down when it was stored."""
     bench.store(OURS)
-    assert bench.manager.reserve(THEIRS).keys() == set(THEIRS)
+    assert bench.manager.reserve(THEIRS, "test").keys() == set(THEIRS)
     assert bench.manager.jobs == 0
 
 
@@ -180,7 +193,7 @@ def test_what_comes_up_is_offered_to_the_tiers_it_passed():
     bench.store(OURS)
     bench.store(THEIRS)
     assert set(bench.shelves[0].frames) == set(THEIRS)
-    events = bench.bring_up(OURS)
+    events, _ = bench.bring_up(OURS)
     assert (EventKind.PROMOTED, "cpu", OURS) in told(events)
     assert (EventKind.WRITTEN, "disk", OURS) in told(events)
     assert not any(event.tier == "disk1" for event in events)
@@ -192,10 +205,10 @@ def test_a_damaged_frame_is_a_miss(bench):
     bench.store(OURS)
     bench.store(THEIRS)
     bench.shelves[0].frames[OURS[1]] = bench.shelves[0].frames[OURS[2]]
-    assert bench.manager.lookup(OURS) == [PENDING] * 4
+    assert bench.look(OURS) == [PENDING] * 4
     assert (EventKind.CORRUPT, "disk", [OURS[1]]) in told(bench.settle())
-    assert bench.manager.lookup(OURS) == [READY, MISS, MISS, MISS]
-    assert bench.load(OURS[:1]) == [0]
+    assert bench.look(OURS) == [READY, MISS, MISS, MISS]
+    assert bench.load(OURS[:1])[0] == [0]
     bench.at_rest()
 
 
@@ -205,29 +218,26 @@ def test_a_frame_that_cannot_be_sealed_stays_where_it_is(bench, monkeypatch):
 
     monkeypatch.setattr(frame, "seal", seal)
     assert told(bench.store(OURS)) == [(EventKind.STORED, "cpu", OURS), (EventKind.IO_ERROR, "cpu", OURS)]
-    assert bench.manager.lookup(OURS) == [READY] * 4
+    assert bench.look(OURS) == [READY] * 4
     bench.at_rest()
 
 
-def test_origins_name_the_tier_that_saved_the_recompute(bench):
+def test_sources_name_the_tier_that_saved_the_recompute(bench):
     bench.store(OURS)
-    assert bench.manager.hit_sources(OURS) == ["cpu"] * 4
+    assert bench.load(OURS)[1] == ["cpu"] * 4
     bench.store(THEIRS)
-    bench.bring_up(OURS)
-    assert bench.manager.hit_sources(OURS) == ["disk"] * 4
-    bench.load(OURS[:2])
-    assert bench.manager.hit_sources(OURS) == ["cpu", "cpu", "disk", "disk"]
+    assert bench.bring_up(OURS)[1] == ["disk"] * 4
+    assert bench.load(OURS)[1] == ["cpu"] * 4, "the second time it saved nothing"
 
 
-def test_an_origin_does_not_outlive_the_chunk(bench):
+def test_a_source_does_not_outlive_the_chunk(bench):
     bench.store(OURS)
     bench.store(THEIRS)
-    bench.bring_up(OURS)
-    bench.forget()
+    bench.look(OURS)
+    bench.settle()
     bench.store(THEIRS)  # crowds it out, before it was ever used
-    bench.forget()
     bench.store(OURS)
-    assert bench.manager.hit_sources(OURS) == ["cpu"] * 4
+    assert bench.load(OURS)[1] == ["cpu"] * 4
 
 
 def test_a_lower_arena_is_served_as_it_lies():
@@ -235,11 +245,10 @@ def test_a_lower_arena_is_served_as_it_lies():
     bench.store(OURS)
     bench.store(THEIRS)
     assert not any(bench.arenas[0].has(key) for key in OURS)
-    assert bench.manager.lookup(OURS) == [READY] * 4
-    assert bench.manager.hit_sources(OURS) == ["cpu1"] * 4
-    assert bench.load(OURS) == [1] * 4
+    assert bench.look(OURS) == [READY] * 4
+    assert bench.load(OURS) == ([1] * 4, ["cpu1"] * 4)
     assert told(bench.settle()) == [], "copied, or brought up"
-    assert bench.load(THEIRS) == [0] * 4
+    assert bench.load(THEIRS)[0] == [0] * 4
     bench.at_rest()
 
 
@@ -248,15 +257,15 @@ def test_a_lower_arena_is_served_as_it_lies():
 
 def test_behind_a_miss_everything_is_a_miss(bench):
     bench.store(OURS)
-    assert bench.manager.lookup([OURS[0], THEIRS[0], OURS[1]]) == [READY, MISS, MISS]
-    assert bench.manager.lookup([]) == []
+    assert bench.look([OURS[0], THEIRS[0], OURS[1]]) == [READY, MISS, MISS]
+    assert bench.look([]) == []
 
 
 def test_what_is_being_stored_is_on_its_way(bench):
     bench.fill(OURS[:2])
-    assert bench.manager.lookup(OURS) == [PENDING, PENDING, MISS, MISS]
-    bench.manager.abort(OURS[:2])
-    assert bench.manager.lookup(OURS) == [MISS] * 4
+    assert bench.look(OURS) == [PENDING, PENDING, MISS, MISS]
+    bench.manager.release("store")
+    assert bench.look(OURS) == [MISS] * 4
     bench.at_rest()
 
 
@@ -265,76 +274,142 @@ def test_a_lookup_moves_nothing(bench):
     bench.store(THEIRS)
     before = bench.manager.usage()
     for _ in range(3):
-        assert bench.manager.lookup(OURS) == [PENDING] * 4
+        assert bench.look(OURS) == [PENDING] * 4
     assert bench.manager.usage() == before
     assert bench.manager.jobs == 0
 
 
-def test_ready_holds_while_others_reserve(bench):
+def test_what_was_found_stays_until_its_holder_is_released(bench):
     bench.store(OURS[:2])
-    assert bench.manager.lookup(OURS[:2]) == [READY] * 2
-    for _ in range(2):
-        assert list(bench.manager.reserve(THEIRS)) == THEIRS[:2], "at the expense of what was just found"
-        bench.manager.abort(THEIRS[:2])
-        assert bench.manager.lookup(OURS[:2]) == [READY] * 2
+    assert bench.look(OURS[:2], keep="reader") == [READY] * 2
+    for _ in range(5):
+        assert list(bench.manager.reserve(THEIRS, "writer")) == THEIRS[:2], "at the expense of what was found"
+        bench.manager.release("writer")
         bench.manager.step()
-    bench.manager.step()
-    assert list(bench.manager.reserve(THEIRS)) == THEIRS, "nobody looked at the others for two steps"
+    bench.manager.release("reader")
+    assert list(bench.manager.reserve(THEIRS, "writer")) == THEIRS
 
 
-def test_a_wish_is_not_granted_at_the_expense_of_what_was_just_found(bench):
+def test_each_holder_has_a_lease_of_its_own(bench):
+    bench.store(OURS)
+    for holder in ("one", "other"):
+        assert bench.look(OURS, keep=holder) == [READY] * 4
+    assert bench.manager.pins_by_holder() == {"one": 4, "other": 4}
+    bench.manager.release("one")
+    bench.manager.release("one")
+    assert bench.manager.pins_by_holder() == {"other": 4}
+    assert bench.manager.reserve(THEIRS, "writer") == {}
+
+
+def test_a_holder_that_asks_again_pins_nothing_twice(bench):
+    bench.store(OURS[:2])
+    assert bench.look(OURS, keep="reader") == [READY, READY, MISS, MISS]
+    bench.fill(OURS)
+    assert bench.look(OURS, keep="reader") == [READY, READY, PENDING, PENDING]
+    bench.manager.commit("store")
+    for _ in range(2):
+        assert bench.look(OURS, keep="reader") == [READY] * 4
+    assert bench.manager.pins_by_holder()["reader"] == 4
+
+
+def test_another_path_of_a_holder_ends_what_it_had_found(bench):
+    bench.store(OURS[:2])
+    bench.store(THEIRS[:2])
+    bench.look(OURS, keep="reader")
+    assert bench.look(THEIRS[:2], keep="reader") == [READY] * 2
+    assert bench.manager.pins_by_holder() == {"reader": 2}
+
+
+def test_what_comes_up_is_kept_for_whom_asked(bench):
+    """It is pinned as it arrives, so that nothing that happens before the next look can evict it."""
     bench.store(OURS)
     bench.store(THEIRS)
-    assert bench.manager.lookup(THEIRS) == [READY] * 4
-    assert bench.manager.lookup(OURS) == [PENDING] * 4
+    assert bench.look(OURS, keep="reader") == [PENDING] * 4
+    bench.settle()
+    assert bench.manager.reserve(THEIRS, "writer") == {}
+    assert bench.look(OURS, keep="reader") == [READY] * 4
+    bench.manager.release("reader")
+    bench.at_rest()
+
+
+def test_what_lies_behind_a_gap_is_kept_while_the_gap_is_filled():
+    bench = Bench(arenas=(6,))
+    bench.store(OURS)
+    bench.store([*THEIRS, *OTHERS[:2]])  # crowds them out
+    bench.store(OURS[2:])
+    assert bench.look(OURS, keep="reader")[0] is PENDING
+    assert bench.manager.pins_by_holder()["reader"] == 2, "those behind the gap"
+    bench.settle()
+    assert bench.look(OURS, keep="reader") == [READY] * 4
+    assert bench.manager.pins_by_holder() == {"reader": 4}
+    assert bench.load(OURS)[0] == [0] * 4
+    bench.manager.release("reader")
+    bench.at_rest()
+
+
+def test_nothing_is_promoted_at_the_expense_of_what_somebody_holds(bench):
+    bench.store(OURS)
+    bench.store(THEIRS)
+    assert bench.look(THEIRS, keep="reader") == [READY] * 4
+    assert bench.look(OURS) == [PENDING] * 4
     bench.manager.step()
-    assert bench.manager.lookup(THEIRS) == [READY] * 4
-    assert bench.manager.lookup(OURS) == [MISS] * 4
+    assert bench.look(THEIRS) == [READY] * 4
+    assert bench.look(OURS) == [MISS] * 4
     assert bench.manager.jobs == 0
 
 
-def test_a_wish_without_room_is_a_miss_with_a_reason():
-    bench = Bench(arenas=(4,))
+def test_a_promotion_without_room_is_a_miss_with_a_reason(bench):
     bench.store(OURS)
     bench.store(THEIRS)
-    pins = bench.manager.pin(THEIRS, "test")
-    assert bench.manager.lookup(OURS) == [PENDING] * 4
+    bench.look(THEIRS, keep="reader")
+    assert bench.look(OURS) == [PENDING] * 4
     bench.manager.step()
-    assert bench.manager.lookup(OURS) == [MISS] * 4
-    assert bench.manager.miss_reason(OURS[0]) == "no room in cpu to bring it up"
-    assert bench.manager.miss_reason(OTHERS[0]) == "not stored"
-    bench.manager.unpin(pins, "test")
+    assert bench.look(OURS) == [MISS] * 4
+    assert bench.why(OURS) == "no room in cpu to bring it up"
+    assert bench.why(OTHERS) == "not stored"
+    bench.manager.release("reader")
     bench.manager.step()
     bench.bring_up(OURS)
-    assert bench.load(OURS) == [0] * 4
+    assert bench.load(OURS)[0] == [0] * 4
 
 
-def test_a_wish_is_granted_as_far_as_there_is_room(bench):
+def test_a_frame_that_is_being_deleted_is_a_miss_with_a_reason():
+    bench = Bench(tiers=(4,))
+    bench.store(OURS)
+    bench.fill(THEIRS)
+    bench.manager.commit("store")
+    assert bench.work(1), "sealed: the deletes of their victims are under way"
+    assert bench.why(OURS) == "its frame in disk is still being deleted"
+    bench.settle()
+    assert bench.why(OURS) == "not stored"
+
+
+def test_promotion_goes_as_far_as_there_is_room(bench):
     bench.store(OURS)
     bench.store(THEIRS)
-    pins = bench.manager.pin(THEIRS[:2], "test")
-    bench.manager.lookup(OURS)
+    bench.look(THEIRS[:2], keep="reader")
+    bench.look(OURS)
     bench.settle()
-    assert bench.manager.lookup(OURS)[:2] == [READY] * 2, "the root first"
-    bench.manager.unpin(pins, "test")
+    assert bench.look(OURS)[:2] == [READY] * 2, "the root first"
 
 
-def test_a_wish_beyond_what_may_be_in_flight_stays_one():
+def test_a_promotion_beyond_what_may_be_in_flight_waits():
     bench = Bench(inflight=2)
     for path in (OURS, THEIRS):
         bench.store(path[:2])
         bench.store(path)
         bench.manager.on_request(path)
         bench.store(path)
-    bench.manager.lookup(OURS)
+    bench.look(OURS, keep="reader")
     bench.settle()
-    assert bench.manager.lookup(OURS) == [READY, READY, PENDING, PENDING]
+    assert bench.look(OURS, keep="reader") == [READY, READY, PENDING, PENDING]
     bench.settle()
-    assert bench.manager.lookup(OURS) == [READY] * 4
+    assert bench.look(OURS, keep="reader") == [READY] * 4
+    bench.manager.release("reader")
     bench.at_rest()
 
 
-def test_a_touch_offers_again_what_a_tier_had_refused():
+def test_a_request_offers_again_what_a_tier_had_rejected():
     bench = Bench(inflight=2)
     assert (EventKind.REJECTED, "disk", OURS[2:]) in told(bench.store(OURS))
     assert set(bench.shelves[0].frames) == set(OURS[:2])
@@ -353,11 +428,12 @@ class Content(Lru):
         return False
 
 
-def test_what_a_tier_would_refuse_is_neither_sealed_nor_offered():
+def test_what_a_tier_would_refuse_is_neither_sealed_nor_written():
     bench = Bench(tiers=(4,), below=Content)
     bench.store(OURS)
     bench.manager.on_request(THEIRS)
-    bench.manager.commit(bench.fill(THEIRS))
+    bench.fill(THEIRS)
+    bench.manager.commit("store")
     assert bench.manager.jobs == 0
     assert [event.kind for event in bench.manager.step()] == [EventKind.EVICTED, EventKind.STORED]
     assert set(bench.shelves[0].frames) == set(OURS)
@@ -369,11 +445,11 @@ def test_what_every_level_would_refuse_gets_no_slot():
     for arena in bench.arenas:
         arena.index = CacheIndex(Content())
     bench.store(OURS)
-    assert bench.manager.reserve(THEIRS) == {}
+    assert bench.manager.reserve(THEIRS, "test") == {}
     bench.at_rest()
 
 
-def test_a_touch_keeps_a_path(bench):
+def test_a_request_keeps_a_path(bench):
     bench.store(OURS[:2])
     bench.store(THEIRS[:2])
     bench.manager.on_request(OURS[:2])
@@ -383,14 +459,14 @@ def test_a_touch_keeps_a_path(bench):
 
 def test_reserve_gives_slots_to_absent_keys_alone(bench):
     bench.store(OURS[:2])
-    assert list(bench.manager.reserve(OURS)) == OURS[2:]
-    assert bench.manager.reserve(OURS) == {}
+    assert list(bench.manager.reserve(OURS, "test")) == OURS[2:]
+    assert bench.manager.reserve(OURS, "test") == {}
 
 
 def test_reserve_spares_its_own_path(bench):
     """The leading part of a path is of no use without what comes before it."""
     bench.store(OURS[:3])
-    assert list(bench.manager.reserve([*OURS[:3], *THEIRS])) == THEIRS[:1]
+    assert list(bench.manager.reserve([*OURS[:3], *THEIRS], "test")) == THEIRS[:1]
 
 
 def test_no_room_is_made_for_more_than_may_be_in_flight():
@@ -399,21 +475,49 @@ def test_no_room_is_made_for_more_than_may_be_in_flight():
     bench.store(THEIRS[:2])
     bench.store(THEIRS)
     bench.store(OURS)
-    assert bench.manager.lookup(THEIRS) == [PENDING] * 4
+    assert bench.look(THEIRS) == [PENDING] * 4
     bench.manager.step()
     assert sum(bench.arenas[0].has(key) for key in OURS) == 2
     bench.settle()
-    assert bench.manager.lookup(THEIRS) == [READY] * 2 + [PENDING] * 2
+    assert bench.look(THEIRS) == [READY] * 2 + [PENDING] * 2
     bench.settle()
-    assert bench.manager.lookup(THEIRS) == [READY] * 4
+    assert bench.look(THEIRS) == [READY] * 4
 
 
-def test_pin_takes_all_or_nothing(bench):
-    bench.store(OURS)
+def test_what_was_not_reserved_cannot_be_committed(bench):
     with pytest.raises(ContractError) as caught:
-        bench.manager.pin([OURS[0], THEIRS[0]], "test")
-    assert str(caught.value) == "pin of a chunk that is not READY"
+        bench.manager.commit("nobody")
+    assert str(caught.value) == "nobody has reserved nothing"
+
+
+def test_self_test_slots_are_reserved_once(bench):
+    slots = bench.manager.reserve_self_test_slots()
+    assert bench.manager.reserve_self_test_slots() == slots
+    bench.manager.release_self_test_slots()
+    bench.manager.release_self_test_slots()
     bench.at_rest()
+
+
+class Asked(Lru):
+    """Counts how often it is asked about each newcomer."""
+
+    def __init__(self):
+        super().__init__()
+        self.newcomers = []
+
+    def prefers(self, newcomer, victim):
+        self.newcomers.append(newcomer)
+        return True
+
+
+def test_a_policy_is_asked_once_about_a_chunk():
+    """Before its slot is reserved; the decision travels with the chunk to its write."""
+    policy = Asked()
+    bench = Bench(tiers=(4,), below=lambda: policy)
+    bench.store(OURS)
+    bench.store(THEIRS)
+    assert policy.newcomers == THEIRS
+    assert set(bench.shelves[0].frames) == set(THEIRS)
 
 
 def test_a_stack_begins_with_an_arena(bench):
@@ -448,13 +552,13 @@ def test_a_store_that_cannot_tell_its_namespaces_explains_nothing(bench, monkeyp
     assert bench.manager.why_cold() == ""
 
 
-# -- clear ---------------------------------------------------------------------------------------------
+# -- invalidate -----------------------------------------------------------------------------------------
 
 
 def gone(bench, path):
     """Is nothing of the path left, anywhere, and everything as it was at the start?"""
     bench.settle()
-    assert bench.manager.lookup(path) == [MISS] * len(path)
+    assert bench.look(path) == [MISS] * len(path)
     bench.at_rest()
     assert not any(level.chunks for level in bench.manager.usage())
     assert not any(shelf.frames for shelf in bench.shelves)
@@ -462,41 +566,42 @@ def gone(bench, path):
 
 @pytest.mark.parametrize("pieces", range(4))
 @pytest.mark.parametrize("arenas", [(4,), (4, 6)])
-def test_a_clear_during_a_store(arenas, pieces):
+def test_an_invalidation_during_a_store(arenas, pieces):
     bench = Bench(arenas=arenas)
-    bench.manager.commit(bench.fill(OURS))
+    bench.fill(OURS)
+    bench.manager.commit("store")
     assert bench.work(pieces) == (pieces <= len(arenas) + 1)
     bench.manager.invalidate_all(NAMESPACE.renewed())
-    assert bench.manager.lookup(OURS) == [MISS] * 4
+    assert bench.look(OURS) == [MISS] * 4
     gone(bench, OURS)
 
 
-def test_a_clear_while_the_engine_fills_a_slot(bench):
-    filled = bench.fill(OURS)
+def test_an_invalidation_while_the_engine_fills_a_slot(bench):
+    bench.fill(OURS)
     bench.manager.invalidate_all(NAMESPACE.renewed())
-    assert bench.manager.lookup(OURS) == [MISS] * 4
-    bench.manager.commit(filled)
+    assert bench.look(OURS) == [MISS] * 4
+    bench.manager.commit("store")
     assert told(bench.settle()) == []
     gone(bench, OURS)
 
 
-def test_a_clear_while_the_engine_loads(bench):
+def test_an_invalidation_while_the_engine_loads(bench):
     bench.store(OURS)
-    pins = bench.manager.pin(OURS, "test")
+    bench.look(OURS, keep="reader")
     bench.manager.invalidate_all(NAMESPACE.renewed())
     bench.settle()
-    assert bench.manager.lookup(OURS) == [MISS] * 4
-    assert bench.manager.reserve(THEIRS) == {}, "the slots are still being read"
-    bench.manager.unpin(pins, "test")
+    assert bench.look(OURS) == [MISS] * 4
+    assert bench.manager.reserve(THEIRS, "writer") == {}, "the slots are still being read"
+    bench.manager.release("reader")
     gone(bench, OURS)
 
 
-@pytest.mark.parametrize("moment", ["wished", "granted", "read", "arrived"])
-def test_a_clear_while_a_chunk_comes_up(bench, moment):
+@pytest.mark.parametrize("moment", ["requested", "begun", "read", "arrived"])
+def test_an_invalidation_while_a_chunk_comes_up(bench, moment):
     bench.store(OURS)
     bench.store(THEIRS)
-    bench.manager.lookup(OURS)
-    if moment != "wished":
+    bench.look(OURS, keep="reader")
+    if moment != "requested":
         bench.manager.step()
         assert bench.manager.jobs == 1
     if moment in ("read", "arrived"):
@@ -504,19 +609,20 @@ def test_a_clear_while_a_chunk_comes_up(bench, moment):
     if moment == "arrived":
         bench.manager.step()
     bench.manager.invalidate_all(NAMESPACE.renewed())
-    assert bench.manager.lookup(OURS) == [MISS] * 4
+    assert bench.look(OURS) == [MISS] * 4
     assert not any(event.kind is EventKind.PROMOTED for event in bench.settle())
+    bench.manager.release("reader")
     gone(bench, OURS)
 
 
-def test_what_is_stored_after_a_clear_is_found(bench):
+def test_what_is_stored_after_an_invalidation_is_found(bench):
     bench.store(OURS)
     bench.manager.invalidate_all(NAMESPACE.renewed())
     bench.settle()
     bench.store(OURS)
     bench.store(THEIRS)
     bench.bring_up(OURS)
-    assert bench.load(OURS) == [0] * 4
+    assert bench.load(OURS)[0] == [0] * 4
 
 
 # -- the end -------------------------------------------------------------------------------------------
@@ -562,7 +668,8 @@ def hanging():
 
 def start_to_hang(bench, path):
     """Store a path, and step until the call below has begun."""
-    bench.manager.commit(bench.fill(path))
+    bench.fill(path)
+    bench.manager.commit("store")
     for _ in range(1000):
         bench.manager.step()
         if bench.shelves[0].begun.wait(0.01):
@@ -571,7 +678,8 @@ def start_to_hang(bench, path):
 
 
 def test_close_lets_stores_on_their_way_finish(bench):
-    bench.manager.commit(bench.fill(OURS))
+    bench.fill(OURS)
+    bench.manager.commit("store")
     events = bench.manager.close()
     assert (EventKind.WRITTEN, "disk", OURS) in told(events)
     assert set(bench.shelves[0].frames) == set(OURS)

@@ -21,7 +21,7 @@ from kvtier_core.interfaces import Backend, BackendConfig, OpenContext
 from kvtier_core.testing import Fault, FaultyBackend, always, now_and_then
 from kvtier_core.testing.faults import FINE
 from kvtier_core.testing.samples import PagedBuffer, make_context, make_key, make_namespace
-from kvtier_core.types import ChunkLayout, Presence
+from kvtier_core.types import ChunkLayout
 
 #: Payloads of whole pages, so that no byte of a frame is mere padding.
 LAYOUT = ChunkLayout((1024, 3072), blocks=4)
@@ -97,6 +97,7 @@ class Soak:
         self.loaded = 0
         self.seen = set()
         self._fresh = map(make_key, itertools.count(3000))
+        self._numbers = itertools.count()
 
     def run(self, moves):
         named = {
@@ -118,34 +119,34 @@ class Soak:
 
     def store(self):
         path = [KEYS[i] for i in self.rng.choice(PATHS)]
-        slots = self.manager.reserve(path)
+        slots = self.manager.reserve(path, holder := f"store {next(self._numbers)}")
         for key, slot in slots.items():
             self.engine.fill(slot, (key, self.epoch))
         if slots:
-            self.storing.append(list(slots))
+            self.storing.append(holder)
 
     def end_a_store(self):
         if self.storing:
-            keys = self.storing.pop(self.rng.randrange(len(self.storing)))
-            (self.manager.abort if self.rng.random() < 0.1 else self.manager.commit)(keys)
+            holder = self.storing.pop(self.rng.randrange(len(self.storing)))
+            (self.manager.release if self.rng.random() < 0.1 else self.manager.commit)(holder)
 
     def load(self):
         path = [KEYS[i] for i in self.rng.choice(PATHS)]
         if self.rng.random() < 0.7:
             self.manager.on_request(path)
-        found = self.manager.lookup(path)
-        ready = [key for key, presence in zip(path, found, strict=True) if presence is Presence.READY]
-        ready = ready[: found.index(Presence.PENDING)] if Presence.PENDING in found else ready
-        if ready and len(self.loading) < 3:
-            self.loading.append((ready, self.manager.pin(ready, "test"), self.epoch))
+        found = self.manager.lookup(path, holder := f"load {next(self._numbers)}")
+        if found.slots and len(self.loading) < 3:
+            self.loading.append((holder, path, found.slots, self.epoch))
+        else:
+            self.manager.release(holder)
 
     def end_a_load(self):
         if self.loading:
-            keys, slots, epoch = self.loading.pop(self.rng.randrange(len(self.loading)))
-            for key, slot in zip(keys, slots, strict=True):
+            holder, path, slots, epoch = self.loading.pop(self.rng.randrange(len(self.loading)))
+            for key, slot in zip(path, slots, strict=False):
                 self.engine.check(slot, (key, epoch))
-            self.loaded += len(keys)
-            self.manager.unpin(slots, "test")
+            self.loaded += len(slots)
+            self.manager.release(holder)
 
     def step(self):
         self.note(self.manager.step())
@@ -183,42 +184,42 @@ class Soak:
         self.settle()
         path = max(PATHS, key=len)
         for chunks in (path, *PATHS[:8]):
-            slots = self.manager.reserve([KEYS[i] for i in chunks])
+            slots = self.manager.reserve([KEYS[i] for i in chunks], "audit")
             for key, slot in slots.items():
                 self.engine.fill(slot, (key, self.epoch))
-            self.manager.commit(list(slots))
+            if slots:
+                self.manager.commit("audit")
             self.settle()
         self.crowd_out()
         keys = [KEYS[i] for i in path]
-        assert self.manager.lookup(keys) == [Presence.PENDING] * len(keys)
+        assert self.manager.lookup(keys, "audit").pending == len(keys)
         self.settle()
-        assert self.manager.lookup(keys) == [Presence.READY] * len(keys)
-        slots = self.manager.pin(keys, "test")
-        for key, slot in zip(keys, slots, strict=True):
+        found = self.manager.lookup(keys, "audit")
+        for key, slot in zip(keys, found.slots, strict=True):
             self.engine.check(slot, (key, self.epoch))
-        self.manager.unpin(slots, "test")
+        self.manager.release("audit")
 
     def wake(self):
         """Store and load until no breaker rests."""
         for key in itertools.islice(self._fresh, 400):
-            ((_, slot),) = self.manager.reserve([key]).items()
+            ((_, slot),) = self.manager.reserve([key], "audit").items()
             self.engine.fill(slot, (key, self.epoch))
-            self.manager.commit([key])
+            self.manager.commit("audit")
             self.settle()
             self.crowd_out()
-            if self.manager.lookup([key]) == [Presence.PENDING]:
-                self.settle()
+            pending = self.manager.lookup([key], "audit").pending
+            self.settle()
+            self.manager.release("audit")
+            if pending:
                 return
             time.sleep(0.05)
         pytest.fail("a breaker never closed")
 
     def crowd_out(self):
         """Every chunk of the arena, if the slots are all there."""
-        self.step()
-        self.step()  # what was looked up is spared for two steps
         fresh = [make_key(1000 + i) for i in range(SLOTS + 1)]
-        assert len(self.manager.reserve(fresh)) == SLOTS, "slots that are neither free nor held by a chunk"
-        self.manager.abort(fresh[:SLOTS])
+        assert len(self.manager.reserve(fresh, "crowd")) == SLOTS, "slots that are neither free nor held by a chunk"
+        self.manager.release("crowd")
         assert self.manager.usage()[0].chunks == 0
 
 

@@ -83,8 +83,8 @@ def test_a_request_that_looks_again_and_again_is_one(serving, kv):
     with serving(memory=2, disk=2) as stack:
         stack.ask(PATH)
         for _ in range(5):
-            assert stack.look_up(PATH) == 0
-            assert stack.manager.reserve(PATH) == {}
+            assert not stack.look_up(PATH)
+            assert stack.manager.reserve(PATH, "test") == {}
         stack.settle()
         assert (stack.copies, chunks(stack), files(kv)) == (0, [0, 0], [])
 

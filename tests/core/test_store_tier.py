@@ -152,11 +152,11 @@ def test_a_write_beyond_what_may_be_in_flight_is_refused():
     bench.write(A, B, C)
     assert bench.events() == [("rejected", [C])]
     assert bench.released == [C]
-    assert not bench.tier.writable([D])
+    assert not bench.tier.would_admit([D])
     bench.write(D)
     assert bench.events() == [("rejected", [D])]
     bench.settle()
-    assert bench.tier.writable([C])
+    assert bench.tier.would_admit([C])
     assert bench.has(A, B, C, D) == [True, True, False, False]
     assert bench.tier.usage().inflight == 0
 
@@ -184,7 +184,7 @@ def test_a_write_waits_until_its_victim_is_gone():
     bench.write(C)
     assert len(bench.pool.queue) == 1, "the delete alone"
     assert bench.has(A, B) == [False, True], "a victim stays indexed until its delete lands, and is not read"
-    assert not bench.tier.writable([A])
+    assert not bench.tier.would_admit([A])
     bench.turn()
     assert set(bench.shelf.frames) == {B}
     bench.turn()
@@ -235,16 +235,42 @@ def test_more_than_the_capacity_is_refused_and_evicts_nobody_for_it():
     assert bench.has(A, B, C) == [True, True, False]
 
 
-def test_whom_the_policy_refuses_is_refused_without_a_victim():
+def test_what_the_policy_does_not_prefer_is_not_admitted():
     bench = Bench(frames=1, policy=Fussy(B))
+    assert bench.tier.would_admit([A]) == [A]
     bench.write(A)
     bench.settle()
-    bench.events()
-    bench.write(B)
-    assert bench.events() == [("rejected", [B])]
-    assert bench.released == [A, B]
+    assert bench.tier.would_admit([B]) == []
+    assert bench.tier.would_admit([C]) == [C]
     assert bench.pool.jobs == 0
     assert bench.has(A, B) == [True, False]
+
+
+def test_a_rejection_says_why():
+    bench = Bench(frames=2, inflight=2)
+    bench.write(A, B, C)
+    assert bench.whys() == ["too much is in flight"]
+    bench.write(D)
+    assert bench.whys() == ["too much is in flight"]
+    bench.settle()
+    bench.read(A, B)
+    bench.tier._inflight_limit = 100 * FRAME
+    bench.write(C)
+    assert bench.whys() == ["", "no room, and nothing can be evicted"]
+    bench.settle()
+    bench.write(C)  # evicts another one
+    (leaving,) = {A, B} - {key for key in (A, B) if bench.tier.has(key)}
+    bench.tier.events.clear()
+    bench.write(leaving)
+    assert bench.whys() == ["its last frame is still being deleted"]
+    bench.settle()
+    bench.shelf.fails = True
+    for key in (D, E, F):
+        bench.write(key)
+        bench.settle()
+    bench.whys()
+    bench.write(D)
+    assert bench.whys() == ["the store cannot be written now"]
 
 
 def test_a_write_that_fails_half_way_leaves_nothing_behind(bench, monkeypatch):
@@ -275,7 +301,7 @@ def test_what_the_store_lost_is_forgotten(bench):
     assert bench.events() == [("missing", [A])]
     assert bench.has(A, B) == [False, True]
     assert bench.tier.usage().nbytes == FRAME
-    assert bench.tier.writable([A])
+    assert bench.tier.would_admit([A])
 
 
 def test_what_is_damaged_is_never_served_and_deleted(bench):
@@ -292,7 +318,7 @@ def test_what_is_damaged_is_never_served_and_deleted(bench):
     assert set(bench.shelf.frames) == {B}
     assert bench.tier.events[1:] == []
     assert bench.tier.usage().nbytes == FRAME
-    assert bench.tier.writable([A])
+    assert bench.tier.would_admit([A])
 
 
 def test_what_is_damaged_goes_where_the_backend_wants_it(bench, monkeypatch):
@@ -339,7 +365,7 @@ def test_what_cannot_be_read_is_its_keys_alone(bench, monkeypatch):
         assert (slots[B], slots[C]) == (sealed(B), sealed(C))
         assert bench.tier.events == [Event(EventKind.CORRUPT, "disk", (A,), why="sdb: Input/output error")]
         assert set(bench.shelf.frames) == {B, C}
-        assert bench.tier.writable([A]) == [A]
+        assert bench.tier.would_admit([A]) == [A]
 
 
 def test_an_error_is_told_from_a_miss_and_from_a_length(bench, monkeypatch):
@@ -377,7 +403,7 @@ def test_one_that_can_never_be_deleted_keeps_no_other(bench, monkeypatch):
     assert bench.tier.usage().nbytes == FRAME, "what is left counts"
     assert len(asked) < 30, "it is not asked for all the time"
     assert "breaker_open" not in [kind for kind, _ in bench.events()]
-    assert bench.tier.writable([A, B, C]) == [B, C]
+    assert bench.tier.would_admit([A, B, C]) == [B, C]
 
 
 # -- a store that is full before its tier ------------------------------------------------------------
@@ -433,7 +459,7 @@ def test_what_lacks_more_than_all_there_is_evicts_nobody():
         bench.write(key)
         bench.settle()
     assert bench.has(A, B, C, D) == [True, True, False, False]
-    assert bench.tier.writable([C]) == []
+    assert bench.tier.would_admit([C]) == []
     kinds = [kind for kind, _ in bench.events()]
     assert "breaker_open" not in kinds and "evicted" not in kinds
     bench.shelf.room = 5
@@ -548,25 +574,25 @@ def test_writes_rest_and_one_probe_decides(bench):
         bench.write(key)
         bench.settle()
     assert bench.whys() == ["BackendError: told to fail"] * 3 + ["for 1s"]
-    assert not bench.tier.writable([D])
+    assert not bench.tier.would_admit([D])
     bench.write(D)
     assert bench.events() == [("rejected", [D])]
 
     bench.now = 1.0
-    assert bench.tier.writable([D])
+    assert bench.tier.would_admit([D])
     bench.write(D)
-    assert not bench.tier.writable([E]), "one probe at a time"
+    assert not bench.tier.would_admit([E]), "one probe at a time"
     bench.settle()
     assert bench.events() == [("io_error", [D]), ("breaker_open", [])]
 
     bench.now = 2.9
-    assert not bench.tier.writable([D])
+    assert not bench.tier.would_admit([D])
     bench.now = 3.0
     bench.shelf.fails = False
     bench.write(D)
     bench.settle()
     assert bench.events() == [("breaker_closed", []), ("written", [D])]
-    assert bench.tier.writable([E])
+    assert bench.tier.would_admit([E])
 
 
 def test_reads_rest_while_writes_go_on(bench, monkeypatch):
@@ -657,7 +683,7 @@ def test_presence_is_asked(shared):
     assert shared.pool.jobs == 0, "a query moves nothing"
     shared.tier.poll()
     assert shared.pool.jobs == 1
-    assert not shared.tier.writable([A]), "named by a call in flight"
+    assert not shared.tier.would_admit([A]), "named by a call in flight"
     shared.settle()
     assert shared.has(A) == [True]
     assert not shared.tier.request_lookup(A)
@@ -728,6 +754,35 @@ def test_what_others_stored_is_within_the_capacity_too():
     assert bench.tier.usage().nbytes <= bench.tier.usage().capacity
 
 
+def test_nothing_of_a_shared_store_is_deleted_to_make_room():
+    """Whoever has less room, or another epoch, knows less of the store; the others find all that they stored."""
+    shelf = SharedShelf()
+    others = {key: bytes(sealed(key)) for key in KEYS}
+    shelf.frames = dict(others)
+    shelf.scan = lambda: pytest.fail("nobody lists a shared store")
+    bench = Bench(frames=2, shelf=shelf)
+    for key in KEYS:
+        bench.tier.request_lookup(key)
+    bench.tier.poll()
+    bench.settle()
+    bench.write(A)
+    bench.settle()
+    bench.tier.invalidate_all(NAMESPACE.renewed())
+    bench.settle()
+    assert bench.tier.usage().nbytes == 0
+    assert shelf.frames == others
+
+
+def test_what_another_engine_deleted_is_only_forgotten(shared):
+    shared.write(A)
+    shared.settle()
+    del shared.shelf.frames[A]
+    shared.read(A)
+    shared.settle()
+    assert (shared.bad, shared.has(A)) == ([A], [False])
+    assert shared.tier.request_lookup(A), "and asked for again"
+
+
 # -- endings -------------------------------------------------------------------------------------------
 
 
@@ -753,6 +808,28 @@ def test_what_is_written_during_a_clear_goes_when_it_is_whole(bench):
     bench.write(A)
     bench.settle()
     assert bench.has(A) == [True]
+
+
+class Marked(FrameCodec):
+    """Encodes to a frame that says under which namespace."""
+
+    def encode(self, key, frame):
+        marked = memoryview(bytearray(frame))
+        marked[-32:] = self.namespace.digest
+        return marked
+
+
+def test_what_waits_for_its_write_is_encoded_under_the_namespace_of_its_key():
+    bench = Bench(frames=1)
+    bench.tier._codec = Marked(NAMESPACE, LAYOUT, None)
+    bench.write(A)
+    bench.settle()
+    written = []
+    bench.shelf.write = lambda keys, frames: written.extend(bytes(frame[-32:]) for frame in frames)
+    bench.write(B)  # waits for the delete of the first one
+    bench.tier.invalidate_all(NAMESPACE.renewed())
+    bench.settle()
+    assert written == [NAMESPACE.digest]
 
 
 def test_what_is_read_during_a_clear_is_not_served(bench):
@@ -790,7 +867,7 @@ def test_a_delete_that_failed_does_not_bar_its_key_for_ever(bench):
         bench.now += 100.0
         bench.tier.poll()  # what a manager does in each step
         bench.settle()
-        if bench.tier.writable([A]):
+        if bench.tier.would_admit([A]):
             bench.write(A)
             bench.settle()
     assert bench.has(A) == [True]
@@ -820,11 +897,12 @@ def test_close_leaves_a_store_alone_that_is_still_at_work(monkeypatch):
 # -- the promise to a backend, on real threads ---------------------------------------------------------
 
 
-class Jealous(SharedShelf):
+class Jealous(Shelf):
     """Notes whoever names a key that another call in flight names."""
 
-    def __init__(self):
+    def __init__(self, shared):
         super().__init__()
+        self.shared = shared
         self.clashes = []
         self.calls = 0
         self._lock = threading.Lock()
@@ -856,10 +934,11 @@ class Jealous(SharedShelf):
         return self._during("delete", keys)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_no_two_calls_in_flight_name_the_same_key(seed):
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("seed", range(2))
+def test_no_two_calls_in_flight_name_the_same_key(seed, shared):
     rng = random.Random(seed)
-    bench = Bench(frames=4, shelf=Jealous(), pool=IOPool("test", threads=4))
+    bench = Bench(frames=4, shelf=Jealous(shared), pool=IOPool("test", threads=4))
     moves = {
         "write": lambda keys: bench.write(*keys),
         "read": lambda keys: bench.read(*keys),
@@ -876,7 +955,8 @@ def test_no_two_calls_in_flight_name_the_same_key(seed):
     assert bench.shelf.clashes == []
     assert bench.shelf.calls > 100
     assert bench.good, "nothing was ever read"
-    assert sum(map(len, bench.shelf.frames.values())) == bench.tier.usage().nbytes
+    if not shared:
+        assert sum(map(len, bench.shelf.frames.values())) == bench.tier.usage().nbytes
     assert bench.tier.close(10.0)
 
 
@@ -886,11 +966,11 @@ def test_while_a_call_hangs_nobody_else_waits_for_the_store(bench):
     bench.events()
     bench.pool.oldest = 10.1
     bench.tier.poll()
-    assert (bench.has(A), bench.tier.writable([B]), bench.tier.request_lookup(B)) == ([False], [], False)
+    assert (bench.has(A), bench.tier.would_admit([B]), bench.tier.request_lookup(B)) == ([False], [], False)
     assert bench.read(A) == {}
     bench.tier.poll()
     assert bench.events() == [("breaker_open", [])]
     bench.pool.oldest = 0.0
     bench.tier.poll()
-    assert (bench.has(A), bench.tier.writable([B])) == ([True], [B])
+    assert (bench.has(A), bench.tier.would_admit([B])) == ([True], [B])
     assert bench.events() == [("breaker_closed", [])]

@@ -15,7 +15,7 @@ from kvtier_core.testing.arenas import ArenaLaws, settle, shard_of
 from kvtier_core.testing.samples import PagedBuffer, make_context, make_keys, poison
 from kvtier_core.transfer.cuda.autotune import DMA, KERNEL, decided
 from kvtier_core.transfer.cuda.mover import open_mover
-from kvtier_core.types import FRAME_ALIGNMENT, ChunkLayout, Presence
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkLayout
 from kvtier_cpu import plugin
 from kvtier_cpu.config import CpuConfig
 
@@ -201,15 +201,15 @@ def test_what_a_stack_keeps_comes_back(model):
     movers = [config.arenas[0].config.attach(manager.handles[0], each.table()) for each in (pages, other)]
     rows = [list(row) for row in torch.randperm(blocks).view(chunks, -1).tolist()]
     keys = make_keys(chunks)
-    slots = [slot.index for slot in manager.reserve(keys).values()]
+    slots = [slot.index for slot in manager.reserve(keys, "store").values()]
     movers[0].store(1, rows, slots)
     assert settle(movers[0], [1]) == {1: True}
-    manager.commit(keys)
-    assert manager.lookup(keys) == [Presence.READY] * chunks
-    pinned = manager.pin(keys, "request")
+    manager.commit("store")
+    pinned = manager.lookup(keys, "request").slots
+    assert len(pinned) == chunks
     movers[1].load(2, [slot.index for slot in pinned], rows)
     assert settle(movers[1], [2]) == {2: True}
-    manager.unpin(pinned, "request")
+    manager.release("request")
     for row in rows:
         assert shard_of(other, layout, row) == shard_of(pages, layout, row)
     for mover in movers:

@@ -1,4 +1,4 @@
-"""Whom a level holds, and in which order they may leave."""
+"""Which chunks a tier holds, and in which order they may be evicted."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from kvtier_core.types import ChunkKey
 
 
 class CacheIndex:
-    """The held keys of one level, and a policy.
+    """The held keys of one tier, and its eviction policy.
 
-    The policy has an opinion about order; this class keeps it honest: a chunk whose child is still held
-    is passed over when the policy is ``leaf_first``, because without its parent a child is unreachable.
+    The policy says in which order chunks should be evicted. This class passes over a chunk whose child in the prefix
+    tree is still held, if the policy is ``leaf_first``: without its parent a child could not be reached.
     """
 
     def __init__(self, policy: EvictionPolicy, store_after: int = 1):
-        self.held = PrefixTree()  #: who, with sizes, places and parents; to be read, changes are made here
+        """A chunk is admitted once ``store_after`` requests have named it."""
+        self.held = PrefixTree()  #: the keys with sizes, places and parents; read it, and make changes here
         self._policy = policy
         self._store_after = store_after
-        self._sightings = FrequencyFilter() if store_after > 1 else None
+        self._frequency = FrequencyFilter() if store_after > 1 else None
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self.held
@@ -36,17 +37,17 @@ class CacheIndex:
         return self.held.used
 
     def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
-        """One prompt's chunks, root first, held or not."""
-        if self._sightings:
-            self._sightings.note(path)
+        """A request names these chunks, root first, held or not."""
+        if self._frequency:
+            self._frequency.note(path)
         self.held.adopt(path)
         self._policy.request(path, now, hints)
 
     def meets_frequency(self, path: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
-        """Those, root first, that were named by as many requests as a newcomer needs."""
-        if self._sightings is None:
+        """The leading chunks of a path that enough requests have named."""
+        if self._frequency is None:
             return path
-        return leading_run(path, lambda key: self._sightings.of(key) >= self._store_after)
+        return leading_run(path, lambda key: self._frequency.of(key) >= self._store_after)
 
     def admit(
         self,
@@ -55,20 +56,21 @@ class CacheIndex:
         nbytes: int,
         places: Sequence[int] | None = None,
     ) -> None:
-        """Take in keys of a path, root first, of ``nbytes`` each. Each may have a number noted, its place."""
+        """Hold keys of a path, root first, of ``nbytes`` each. ``places`` are numbers to be noted with them."""
         self.held.add(keys, parents, nbytes, [0] * len(keys) if places is None else places)
         for key in reversed(keys):  # leaves come before their root
             self._policy.admit(key, nbytes)
 
     def resize(self, key: ChunkKey, nbytes: int) -> None:
+        """A held key takes ``nbytes`` from now on."""
         self.held.resize(key, nbytes)
 
-    def leave(self, keys: Sequence[ChunkKey]) -> None:
-        """Whom these hang on need not wait until they are removed. Should they stay, the next request tells again."""
+    def detach(self, keys: Sequence[ChunkKey]) -> None:
+        """These no longer keep their parents from being evicted. If they stay, the next request attaches them again."""
         self.held.detach(keys)
 
     def remove(self, keys: Sequence[ChunkKey], *, evicted: bool = False) -> list[int]:
-        """Their places."""
+        """No longer hold these keys; returns their places. The policy may remember the ``evicted`` ones."""
         places = self.held.remove(keys)
         for key in keys:
             self._policy.forget(key, evicted=evicted)
@@ -81,13 +83,13 @@ class CacheIndex:
         spared: Sequence[Container[ChunkKey]] = (),
         pinned: Container[int] = (),
     ) -> list[ChunkKey]:
-        """The best victims, in order, until they weigh ``amount``; less when there are no more. Removes none.
+        """The best victims, in order, until they weigh ``amount``; fewer if there are no more. Changes nothing.
 
-        None that one of the ``spared`` holds, or whose place is ``pinned``.
+        Passes over keys that one of the ``spared`` contains, and keys whose place is ``pinned``.
         """
         chosen: list[ChunkKey] = []
-        eviction_candidates = self._eviction_candidates(spared, pinned)
-        while amount > 0 and (key := next(eviction_candidates, None)) is not None:
+        candidates = self._eviction_candidates(spared, pinned)
+        while amount > 0 and (key := next(candidates, None)) is not None:
             chosen.append(key)
             amount -= weigh(key)
         return chosen
@@ -101,32 +103,33 @@ class CacheIndex:
         spared: Sequence[Container[ChunkKey]] = (),
         pinned: Container[int] = (),
     ) -> tuple[list[ChunkKey], list[ChunkKey]]:
-        """Who of a path, root first, may come in at ``nbytes`` each, and who leaves for them. Changes nothing.
+        """The leading newcomers of a path to admit at ``nbytes`` each, and the victims they need. Changes nothing.
 
-        A newcomer that the policy does not prefer to its victims is refused, and so are those that hang on it.
+        A newcomer is refused if the policy does not prefer it to each of its victims; then all behind it are, too.
         """
         free = min(len(newcomers), max(room, 0) // nbytes)
-        welcome, victims = list(newcomers[:free]), []
+        admitted, victims = list(newcomers[:free]), []
         room -= free * nbytes
-        eviction_candidates = self._eviction_candidates(spared, pinned)
+        candidates = self._eviction_candidates(spared, pinned)
         for newcomer in newcomers[free:]:
-            price: list[ChunkKey] = []
+            needed: list[ChunkKey] = []
             while room < nbytes:
-                victim = next(eviction_candidates, None)
+                victim = next(candidates, None)
                 if victim is None or not self._policy.prefers(newcomer, victim):
-                    return welcome, victims
-                price.append(victim)
+                    return admitted, victims
+                needed.append(victim)
                 room += weigh(victim)
             room -= nbytes
-            welcome.append(newcomer)
-            victims += price
-        return welcome, victims
+            admitted.append(newcomer)
+            victims += needed
+        return admitted, victims
 
     def save(self) -> bytes:
         """What the policy learned; empty if it learns nothing."""
         return self._policy.save()
 
     def restore(self, saved: bytes) -> None:
+        """Give the policy what `save` returned in an earlier process."""
         self._policy.restore(saved)
 
     def _eviction_candidates(self, spared: Sequence[Container[ChunkKey]], pinned: Container[int]) -> Iterator[ChunkKey]:

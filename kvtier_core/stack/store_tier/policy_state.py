@@ -40,7 +40,7 @@ class PolicyState:
         self._busy = False
         pages = -(-self._length // FRAME_ALIGNMENT)
         self.nbytes = FRAME_ALIGNMENT * (1 + pages) if pages else 0  #: that the frame takes in the store
-        if self.nbytes * _FITS > capacity:
+        if self.nbytes * _FITS > capacity or backend.shared:  # other engines learn, too
             self.nbytes = 0
 
     def recall(self) -> None:
@@ -62,11 +62,8 @@ class PolicyState:
             self._write(self._index.save())
 
     def due(self, now: float) -> bool:
-        """Is it time to look for something new? Once a minute, and not while a thread still keeps what was.
-
-        Never for a store that other engines share: they learn, too.
-        """
-        if not self.nbytes or self._backend.shared or self._busy:
+        """Is it time to look for something new? Once a minute, and not while a thread still keeps what was."""
+        if not self.nbytes or self._busy:
             return False
         if self._next is None:
             self._next = now + _EVERY

@@ -1,0 +1,42 @@
+"""Which tiers take a chunk, decided once: before its slot is reserved, before it is read up, or when it is named again.
+
+The decision travels with the chunk to every write; a policy is asked once a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvtier_core.types import ChunkKey
+
+
+class Level(Protocol):
+    """An arena or a store tier."""
+
+    name: str
+
+    def would_admit(self, path: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
+        """The chunks of a path, root first, that this tier would take in now. Changes nothing."""
+        ...
+
+
+class AdmissionPlan:
+    """The chunks that each of some tiers will be given."""
+
+    def __init__(self, levels: Sequence[Level] = (), path: Sequence[ChunkKey] = ()):
+        """Ask each tier which chunks of a path it would take."""
+        self._admitted = {level: admitted for level in levels if (admitted := set(level.would_admit(path)))}
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return any(key in admitted for admitted in self._admitted.values())
+
+    def keys_for(self, level: Level, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Those of ``keys`` that this tier will be given."""
+        admitted = self._admitted.get(level, ())
+        return [key for key in keys if key in admitted]
+
+    def add(self, other: AdmissionPlan, keys: Sequence[ChunkKey]) -> None:
+        """Take over what another plan says about ``keys``."""
+        for level, admitted in other._admitted.items():
+            self._admitted.setdefault(level, set()).update(admitted.intersection(keys))

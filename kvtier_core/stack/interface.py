@@ -1,0 +1,118 @@
+"""What the scheduler side of an engine needs of a stack, wherever the stack lives."""
+
+from __future__ import annotations
+
+import abc
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from kvtier_core.types import ChunkKey, Event, Namespace, Slot, Usage
+
+
+@attrs.frozen
+class Lookup:
+    """What a stack has of a path.
+
+    The slots are pinned for the holder who asked, until `Stack.release`.
+    """
+
+    slots: Sequence[Slot] = ()  #: of the leading chunks that can be loaded now
+    sources: Sequence[str] = ()  #: for each slot, the tier that saved computing the chunk again
+    pending: int = 0  #: chunks behind them of which some are still on their way into an arena: look again after a step
+    miss_reason: str = ""  #: why the first chunk behind all these is not found; empty if the whole path is
+
+
+class Stack(abc.ABC):
+    """An ordered stack of tiers. All methods are called on one thread, the owner's, and return without waiting for I/O.
+
+    A *path* is the chunk keys of a prompt, root first. A *holder* is a name that the caller chooses, one for each
+    request or job; everything that is pinned or reserved belongs to a holder and stays until that holder is released.
+    """
+
+    @abc.abstractmethod
+    def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None) -> None:
+        """A request names this path. Call it once a request: eviction policies learn from it."""
+
+    @abc.abstractmethod
+    def lookup(self, path: Sequence[ChunkKey], holder: str) -> Lookup:
+        """Find the leading chunks of a path and pin those that are READY for ``holder``.
+
+        Chunks that lie below the arenas are requested; `step` begins to read them, and they are pinned for the holder
+        as they arrive. A holder has one path at a time: another path releases what was found for the one before.
+        """
+
+    @abc.abstractmethod
+    def reserve(self, path: Sequence[ChunkKey], holder: str) -> dict[ChunkKey, Slot]:
+        """Empty slots for leading chunks of a path that have none and are worth storing, evicting others as needed.
+
+        Fill them, then `commit`; or `release` the holder, and they are free again.
+        """
+
+    @abc.abstractmethod
+    def commit(self, holder: str, checksums: Mapping[ChunkKey, Sequence[int]] | None = None) -> None:
+        """All slots that the holder reserved are filled: their chunks are READY, and are written to the tiers below.
+
+        ``checksums`` holds the CRC-32 of each rank's shard, for the chunks whose bytes were summed while copying.
+        """
+
+    @abc.abstractmethod
+    def release(self, holder: str) -> None:
+        """Unpin all that the holder looked up and free all that it reserved. Nothing happens if there is none."""
+
+    @abc.abstractmethod
+    def reserve_self_test_slots(self) -> list[Slot]:
+        """An empty slot of each arena, kept free until `release_self_test_slots`. The same ones if called again."""
+
+    @abc.abstractmethod
+    def release_self_test_slots(self) -> None:
+        """Return the slots of `reserve_self_test_slots`."""
+
+    @abc.abstractmethod
+    def step(self) -> list[Event]:
+        """Take in what the I/O threads finished and begin what was requested; what happened since the last call."""
+
+    @abc.abstractmethod
+    def drain(self, timeout: float) -> list[Event]:
+        """Step until nothing is in flight, or ``timeout`` seconds have passed."""
+
+    @abc.abstractmethod
+    def invalidate_all(self, namespace: Namespace) -> None:
+        """Never find again what was stored so far. New frames are sealed under ``namespace``.
+
+        Slots in use stay as they are until their holders are released.
+        """
+
+    @property
+    @abc.abstractmethod
+    def jobs(self) -> int:
+        """Pieces of work that are queued or running on the I/O threads."""
+
+    @property
+    @abc.abstractmethod
+    def handles(self) -> list[str]:
+        """How a worker process reaches each arena, by the number of the arena."""
+
+    @abc.abstractmethod
+    def describe(self) -> list[str]:
+        """A line a tier: what it holds, and its effective settings."""
+
+    @abc.abstractmethod
+    def usage(self) -> list[Usage]:
+        """What each tier holds now."""
+
+    @abc.abstractmethod
+    def pins_by_holder(self) -> Counter[str]:
+        """How many slots each holder has pinned, store tiers that read a slot among them. Empty at rest."""
+
+    @abc.abstractmethod
+    def why_cold(self) -> str:
+        """If the tiers below hold frames of other namespaces only: how the most similar one differs. Else empty.
+
+        Asks the stores on this thread. Call it once, when the stack was opened.
+        """
+
+    @abc.abstractmethod
+    def close(self, timeout: float = 5.0) -> list[Event]:
+        """Give writes under way ``timeout`` seconds, then close every tier. May be called twice."""

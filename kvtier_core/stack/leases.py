@@ -1,0 +1,35 @@
+"""What lookups pinned for their holders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import attrs
+
+from kvtier_core.types import ChunkKey, Slot
+
+
+@attrs.define
+class Lease:
+    """READY chunks of one path that are pinned for one holder."""
+
+    path: list[ChunkKey] = attrs.field(factory=list)  #: the leading chunks that are pinned
+    slots: list[Slot] = attrs.field(factory=list)  #: of each of them
+    sources: list[str] = attrs.field(factory=list)  #: for each of them the tier that saved its recompute
+    beyond: dict[ChunkKey, tuple[Slot, str]] = attrs.field(factory=dict)  #: pinned chunks behind one that is missing
+    awaited: set[ChunkKey] = attrs.field(factory=set)  #: on their way: to be pinned when they arrive
+
+    def follows(self, path: Sequence[ChunkKey]) -> bool:
+        """Is what is pinned the beginning of this path?"""
+        return list(path[: len(self.path)]) == self.path
+
+    def extend(self, keys: Sequence[ChunkKey], slots: Sequence[Slot], sources: Sequence[str]) -> None:
+        """These chunks are the next ones of the leading run."""
+        self.path += keys
+        self.slots += slots
+        self.sources += sources
+
+    def pinned(self) -> Iterator[Slot]:
+        """All slots, once each."""
+        yield from self.slots
+        yield from (slot for slot, _ in self.beyond.values())

@@ -1,0 +1,122 @@
+"""How frames leave a store: evicted, quarantined, or invalidated. All stay indexed until their delete has landed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from kvtier_core.interfaces import Backend
+from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.stack.store_tier.health import StoreHealth
+from kvtier_core.stack.store_tier.invalidated import InvalidatedKeys
+from kvtier_core.stack.store_tier.keys_in_use import KeysInUse, Use
+from kvtier_core.stack.store_tier.space import Space
+from kvtier_core.transfer.io_pool import Outcome, Pool
+from kvtier_core.types import ChunkKey, EventKind
+
+_Delete = Callable[[Sequence[ChunkKey]], None]
+
+
+class Deletes:
+    """Of one store tier. What other engines share is never deleted to make room: it only leaves this tier's index."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        index: CacheIndex,
+        *,
+        pool: Pool,
+        health: StoreHealth,
+        space: Space,
+        in_use: KeysInUse,
+        clock: Callable[[], float],
+        landed: Callable[[], None],
+    ):
+        """``landed`` is called when a delete has ended, well or not."""
+        self.invalidated = InvalidatedKeys()
+        self._backend = backend
+        self._index = index
+        self._pool = pool
+        self._health = health
+        self._space = space
+        self._in_use = in_use
+        self._clock = clock
+        self._landed = landed
+
+    def evict(self, victims: Sequence[ChunkKey]) -> None:
+        """Make room. The victims are not in use."""
+        if self._backend.shared:
+            self._index.remove(victims, evicted=True)
+            self.invalidated.difference_update(victims)
+            return
+        nbytes = sum(map(self._index.held.nbytes, victims))
+        self._delete(
+            victims,
+            self._backend.delete,
+            lambda: self._health.report(EventKind.EVICTED, victims, nbytes=nbytes),
+        )
+
+    def discard(self, missing: Sequence[ChunkKey], corrupt: Sequence[ChunkKey]) -> None:
+        """Frames that cannot be served: of a ``missing`` one a part may be left, a ``corrupt`` one is quarantined."""
+        if self._backend.shared:
+            self._index.remove(missing)
+            missing = []
+        self.invalidated.update(missing, corrupt)  # and deleted later, should it fail now
+        self._delete(missing, self._backend.delete)
+        self._delete(corrupt, self._backend.quarantine)
+
+    def invalidate(self, keys: Iterable[ChunkKey]) -> None:
+        """Nobody may find these frames again; those in use are deleted when they no longer are."""
+        self.invalidated.update(keys)
+        self.delete_invalidated([key for key in self.invalidated if key not in self._in_use])
+
+    def delete_invalidated(self, keys: Sequence[ChunkKey]) -> None:
+        """Those of ``keys`` that are invalidated and no longer in use."""
+        invalidated = [key for key in keys if key in self.invalidated]
+        present = [key for key in invalidated if key in self._index]
+        self.invalidated.difference_update(set(invalidated) - set(present))
+        self.evict(present)
+
+    def retry(self) -> None:
+        """Delete again what could not be deleted before.
+
+        Each frame by itself: one that can never be deleted does not keep others, and the breaker heard of it before.
+        """
+        if not self._health.writes.allows(self._clock()):
+            return
+        for key in self.invalidated.due(self._clock()):
+            if key in self._in_use:
+                continue
+            if key in self._index:
+                self._delete([key], self._backend.delete, again=True)
+            else:
+                self.invalidated.discard(key)
+
+    def _delete(
+        self, keys: Sequence[ChunkKey], delete: _Delete, then: Callable[[], None] = lambda: None, *, again: bool = False
+    ) -> None:
+        """Take frames out of the store, then out of the index. ``again``: a failure is neither counted nor reported."""
+        if not keys:
+            return
+        nbytes = sum(map(self._index.held.nbytes, keys))
+        self._space.leaving_nbytes += nbytes
+        self._index.detach(keys)
+        self._in_use.begin(keys, Use.DELETING)
+        if not again:
+            self._health.begin(self._health.writes)
+
+        def deleted(outcome: Outcome) -> None:
+            self._space.leaving_nbytes -= nbytes
+            for key in keys:
+                del self._in_use[key]
+            if outcome.error is None:
+                self.invalidated.difference_update(keys)
+                self._index.remove(keys, evicted=True)
+            else:
+                self.invalidated.failed(self._clock())
+            if not again:
+                self._health.record_outcome(self._health.writes, keys, outcome)
+            if outcome.error is None:
+                then()
+            self._landed()
+
+        self._pool.submit_store(lambda: delete(keys), deleted)

@@ -1,0 +1,63 @@
+"""Whether a store may be called now: a circuit breaker each for reads and writes, and a watch for calls that hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvtier_core.errors import StoreFull
+from kvtier_core.stack.store_tier.breaker import Breaker
+from kvtier_core.transfer.io_pool import Outcome, Pool
+from kvtier_core.types import ChunkKey, Event, EventKind
+
+#: A call that takes longer, in seconds, hangs: until it returns, nobody else waits for this store.
+_HANGS_AFTER = 10.0
+
+
+class StoreHealth:
+    """Reports what happens to a tier as events, which somebody collects from ``events``."""
+
+    def __init__(self, name: str, pool: Pool, clock: Callable[[], float]):
+        self.events: list[Event] = []
+        self.reads = Breaker()
+        self.writes = Breaker()
+        self._name = name
+        self._pool = pool
+        self._clock = clock
+        self._hangs = False
+
+    @property
+    def can_read(self) -> bool:
+        """May a read begin now?"""
+        return not self._hangs and self.reads.allows(self._clock())
+
+    @property
+    def can_write(self) -> bool:
+        """May a write begin now?"""
+        return not self._hangs and self.writes.allows(self._clock())
+
+    def begin(self, breaker: Breaker) -> None:
+        """A call goes out that counts for ``breaker``: `reads` or `writes`."""
+        breaker.begin(self._clock())
+
+    def record_outcome(self, breaker: Breaker, keys: Sequence[ChunkKey], outcome: Outcome) -> None:
+        """A call returned. An error counts for its breaker, unless the store is merely full."""
+        if outcome.error is not None:
+            self.report(EventKind.IO_ERROR, keys, why=f"{type(outcome.error).__name__}: {outcome.error}")
+        if outcome.error is None or isinstance(outcome.error, StoreFull):
+            if breaker.succeed():
+                self.report(EventKind.BREAKER_CLOSED, [])
+        elif breaker.fail(self._clock()):
+            self.report(EventKind.BREAKER_OPEN, [], why=f"for {breaker.rest:g}s")
+
+    def watch_for_hangs(self) -> None:
+        """Call it now and then: neither reads nor writes begin while the oldest call hangs."""
+        hangs = self._pool.longest() > _HANGS_AFTER
+        if hangs and not self._hangs:
+            self.report(EventKind.BREAKER_OPEN, [], why=f"until a call returns that has taken {_HANGS_AFTER:g}s")
+        elif self._hangs and not hangs:
+            self.report(EventKind.BREAKER_CLOSED, [])
+        self._hangs = hangs
+
+    def report(self, kind: EventKind, keys: Sequence[ChunkKey], *, nbytes: int = 0, why: str = "") -> None:
+        """Add an event of this tier."""
+        self.events.append(Event(kind, self._name, tuple(keys), nbytes, why))

@@ -1,0 +1,28 @@
+"""The keys that calls to a backend name at this moment."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+from kvtier_core.errors import ContractError
+from kvtier_core.types import ChunkKey
+
+
+class Use(enum.Enum):
+    """What a call does with a key."""
+
+    WRITING = "is being written"
+    READING = "is being read"
+    DELETING = "is still being deleted"  # and stays in the index until that has landed
+
+
+class KeysInUse(dict[ChunkKey, Use]):
+    """No two calls in flight name the same key: that is promised to every backend."""
+
+    def begin(self, keys: Iterable[ChunkKey], use: Use) -> None:
+        """A call names these keys until each is deleted from this dict. Raises ContractError if one is in use."""
+        for key in keys:
+            if key in self:
+                raise ContractError("two calls in flight would name the same key")
+            self[key] = use

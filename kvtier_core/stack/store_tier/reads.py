@@ -1,0 +1,70 @@
+"""Frames on their way from a store into arena slots: read in groups, verified on the threads, sorted by outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvtier_core.frames.codec import FrameCodec
+from kvtier_core.frames.format import Damage
+from kvtier_core.interfaces import Backend
+from kvtier_core.stack.batches import in_groups
+from kvtier_core.stack.store_tier.deletes import Deletes
+from kvtier_core.stack.store_tier.frame_io import read_frames
+from kvtier_core.stack.store_tier.health import StoreHealth
+from kvtier_core.stack.store_tier.keys_in_use import KeysInUse, Use
+from kvtier_core.transfer.io_pool import Outcome, Pool
+from kvtier_core.types import ChunkKey, EventKind
+
+#: ``arrived(good, bad)``: the views of ``good`` hold verified frames.
+Arrived = Callable[[Sequence[ChunkKey], Sequence[ChunkKey]], None]
+
+_Read = tuple[ChunkKey, memoryview]
+
+
+class Reads:
+    """Of one store tier. Every method on the owner's thread."""
+
+    def __init__(self, backend: Backend, *, pool: Pool, health: StoreHealth, in_use: KeysInUse, deletes: Deletes):
+        self.inflight_nbytes = 0  #: of views that reads fill
+        self._backend = backend
+        self._pool = pool
+        self._health = health
+        self._in_use = in_use
+        self._deletes = deletes
+
+    def begin(self, wanted: Sequence[_Read], codec: FrameCodec, arrived: Arrived) -> None:
+        """Fill views with verified raw frames. ``arrived`` is called once a group; each key is in one of its two."""
+        if not wanted:
+            return
+        self._in_use.begin([key for key, _ in wanted], Use.READING)
+        self._health.begin(self._health.reads)
+        self.inflight_nbytes += sum(len(view) for _, view in wanted)
+        for group in in_groups(wanted, lambda pair: len(pair[1])):
+            self._pool.submit_load(
+                lambda group=group: read_frames(self._backend, codec, group),
+                lambda outcome, group=group: self._arrive(group, arrived, outcome),
+            )
+
+    def _arrive(self, wanted: Sequence[_Read], arrived: Arrived, outcome: Outcome) -> None:
+        keys = [key for key, _ in wanted]
+        self.inflight_nbytes -= sum(len(view) for _, view in wanted)
+        verdicts = outcome.value or [None] * len(keys)  # None: nothing is known, the frames stay in the index
+        good: dict[ChunkKey, None] = {}
+        missing, corrupt = [], []
+        for key, verdict in zip(keys, verdicts, strict=True):
+            del self._in_use[key]
+            if key in self._deletes.invalidated:
+                continue  # whatever was read, nobody may use it
+            if verdict is True:
+                good[key] = None
+            elif verdict is False:
+                missing.append(key)
+                self._health.report(EventKind.MISSING, [key])
+            elif verdict is not None:
+                corrupt.append(key)
+                why = verdict.value if isinstance(verdict, Damage) else str(verdict)
+                self._health.report(EventKind.CORRUPT, [key], why=why)
+        self._health.record_outcome(self._health.reads, keys, outcome)
+        self._deletes.delete_invalidated(keys)
+        self._deletes.discard(missing, corrupt)
+        arrived(list(good), [key for key in keys if key not in good])

@@ -1,0 +1,45 @@
+"""The bytes of a store tier: what its frames may take, what they take, and what they will take soon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+
+from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.stack.store_tier.capacity_limit import CapacityLimit
+from kvtier_core.types import ChunkKey
+
+
+class Space:
+    """All frames in the index count, those whose write has not begun and those whose delete has not landed too."""
+
+    def __init__(self, index: CacheIndex, limit: CapacityLimit, kept_nbytes: int, clock: Callable[[], float]):
+        """``kept_nbytes`` are set aside for what is stored beside the frames."""
+        self.limit = limit
+        self.waiting_nbytes = 0  #: of frames in the index whose write waits for room
+        self.leaving_nbytes = 0  #: of frames in the index that are being deleted
+        self._index = index
+        self._kept_nbytes = kept_nbytes
+        self._clock = clock
+
+    @property
+    def allowed(self) -> int:
+        """Bytes that all frames together may take now."""
+        return self.limit.at(self._clock()) - self._kept_nbytes
+
+    @property
+    def room(self) -> int:
+        """Bytes that will be free once everything that is leaving has gone; negative if too much is held."""
+        return self.allowed - self._index.used + self.leaving_nbytes
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes in the store now, at most."""
+        return self._index.used - self.waiting_nbytes + self._kept_nbytes
+
+    def fits(self, nbytes: int) -> bool:
+        """May a write of this many bytes begin now, beside all that is in the store?"""
+        return self._index.used - self.waiting_nbytes + nbytes <= self.allowed
+
+    def excess(self, in_use: Container[ChunkKey]) -> list[ChunkKey]:
+        """The frames to evict because less is allowed than is held."""
+        return self._index.select_victims(-self.room, self._index.held.nbytes, spared=(in_use,))
