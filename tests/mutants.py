@@ -39,7 +39,8 @@ class Mutant:
 
 
 FRAME = "kvtier_core/frames/format.py"
-TIER = "kvtier_core/stack/store_tier/tier.py"
+STORE_TIER = "kvtier_core/stack/store_tier"
+MANAGER = "kvtier_core/stack/manager.py"
 IDENTITY = "kvtier_core/vllm/identity/namespace.py"
 SETTINGS = "kvtier_core/vllm/identity/settings.py"
 DIGEST_CACHE = "kvtier_core/engine/digest_cache.py"
@@ -468,12 +469,18 @@ MUTANTS = (
         "False",
         "tests/core/test_frame.py",
     ),
-    Mutant("damage-is-good", TIER, "if verdict is True:", "if verdict:", "tests/core/test_store_tier.py"),
+    Mutant(
+        "damage-is-good",
+        STORE_TIER + "/reads.py",
+        "if verdict is True:",
+        "if verdict:",
+        "tests/core/test_store_tier.py",
+    ),
     Mutant(
         "no-quarantine",
-        TIER,
-        "self._remove(damaged, self.backend.quarantine)",
-        "self._remove(damaged, self.backend.delete)",
+        STORE_TIER + "/deletes.py",
+        "self._delete(corrupt, self._backend.quarantine)",
+        "self._delete(corrupt, self._backend.delete)",
         "tests/core/test_store_tier.py",
     ),
     Mutant(
@@ -485,9 +492,9 @@ MUTANTS = (
     ),
     Mutant(
         "lost-frames-are-left",
-        TIER,
-        "self._remove(lost, self.backend.delete)",
-        "[self.index.remove(key) for key in lost]",
+        STORE_TIER + "/deletes.py",
+        "self._delete(missing, self._backend.delete)",
+        "self._index.remove(missing)",
         "tests/core/test_store_tier.py::test_what_is_left_of_a_lost_frame_leaves_too",
     ),
     # -- crash
@@ -521,8 +528,8 @@ MUTANTS = (
     ),
     Mutant(
         "what-was-learned-waits-for-the-end",
-        TIER,
-        "if self._memo.due(now) and",
+        STORE_TIER + "/tier.py",
+        "if self._policy_state.due(now) and",
         "if False and",
         "tests/core/test_policy_state_on_disk.py::test_whoever_is_killed_leaves_what_it_knew_a_minute_ago",
     ),
@@ -565,15 +572,15 @@ MUTANTS = (
     ),
     Mutant(
         "no-limit-in-flight",
-        TIER,
+        STORE_TIER + "/tier.py",
         "room = self._inflight_limit - self._inflight",
         "room = 1 << 60",
         "tests/core/test_store_tier.py",
     ),
     Mutant(
         "room-for-what-is-not-read",
-        "kvtier_core/stack/manager.py",
-        "now = here[: tier.may_read(self._layout.frame_nbytes)]",
+        "kvtier_core/stack/promotion.py",
+        "now = here[: tier.may_read(self._frame_nbytes)]",
         "now = here",
         "tests/core/test_manager.py::test_no_room_is_made_for_more_than_may_be_in_flight",
     ),
@@ -607,7 +614,7 @@ MUTANTS = (
     ),
     Mutant(
         "closes-without-a-deadline",
-        TIER,
+        STORE_TIER + "/tier.py",
         "run_within(self._close, timeout) is not None",
         "self.backend.close() is None",
         "tests/core/test_faults.py::test_a_store_that_hangs_in_close_keeps_nobody",
@@ -642,9 +649,9 @@ MUTANTS = (
     ),
     Mutant(
         "one-that-stays-keeps-all",
-        TIER,
-        "            if not again:\n",
-        "            if True:\n",
+        STORE_TIER + "/deletes.py",
+        "            if not again:\n                self._health.record",
+        "            if True:\n                self._health.record",
         "tests/core/test_store_tier.py::test_one_that_can_never_be_deleted_keeps_no_other",
     ),
     Mutant(
@@ -670,7 +677,7 @@ MUTANTS = (
     ),
     Mutant(
         "a-full-store-is-a-broken-one",
-        TIER,
+        STORE_TIER + "/health.py",
         "if outcome.error is None or isinstance(outcome.error, StoreFull):",
         "if outcome.error is None:",
         "tests/core/test_store_tier.py::test_frames_that_wait_while_the_store_turns_out_to_be_full_are_no_failure",
@@ -698,17 +705,67 @@ MUTANTS = (
     ),
     Mutant(
         "hangs-go-unnoticed",
-        TIER,
-        "hangs = self.pool.longest() > _PATIENCE",
+        STORE_TIER + "/health.py",
+        "hangs = self._pool.longest() > _HANGS_AFTER",
         "hangs = False",
         "tests/core/test_store_tier.py::test_while_a_call_hangs_nobody_else_waits_for_the_store",
+    ),
+    # -- leases, admission, shared stores
+    Mutant(
+        "what-comes-up-is-anybodys",
+        MANAGER,
+        "self._pin(awaited, lease, holder, leading=False)",
+        "pass",
+        "tests/core/test_manager.py::test_what_comes_up_is_kept_for_whom_asked",
+    ),
+    Mutant(
+        "another-path-keeps-the-old-lease",
+        MANAGER,
+        "            self._unpin(lease.pinned(), holder)\n            lease = None",
+        "            lease = None",
+        "tests/core/test_manager.py::test_another_path_of_a_holder_ends_what_it_had_found",
+    ),
+    Mutant(
+        "a-slot-for-each-self-test",
+        MANAGER,
+        "        if self._self_test_key is None:",
+        "        if True:",
+        "tests/core/test_manager.py::test_self_test_slots_are_reserved_once",
+    ),
+    Mutant(
+        "policies-are-asked-again-to-write",
+        STORE_TIER + "/tier.py",
+        "        writable = set(self._writable([frame.key for frame in frames]))",
+        "        writable = set(self.would_admit([frame.key for frame in frames]))",
+        "tests/core/test_manager.py::test_a_policy_is_asked_once_about_a_chunk",
+    ),
+    Mutant(
+        "a-late-namespace-for-early-keys",
+        STORE_TIER + "/writes.py",
+        "self._waiting.extend((group, codec, release) for",
+        "self._waiting.extend((group, codec.of(codec.namespace.renewed()), release) for",
+        "tests/core/test_store_tier.py::test_what_waits_for_its_write_is_encoded_under_the_namespace_of_its_key",
+    ),
+    Mutant(
+        "room-is-made-in-a-shared-store",
+        STORE_TIER + "/deletes.py",
+        "        if self._backend.shared:\n            self._index.remove(victims",
+        "        if False:\n            self._index.remove(victims",
+        "tests/core/test_store_tier.py::test_nothing_of_a_shared_store_is_deleted_to_make_room",
+    ),
+    Mutant(
+        "a-shared-store-is-listed",
+        STORE_TIER + "/tier.py",
+        "        if self.backend.shared:\n            return",
+        "        if False:\n            return",
+        "tests/core/test_store_tier.py::test_nothing_of_a_shared_store_is_deleted_to_make_room",
     ),
     # -- leaks
     Mutant(
         "pins-are-forgotten",
         SCHEDULER,
-        "self.manager.unpin(self._loading.pop(request_id, ()), _loader(request_id))",
-        "self._loading.pop(request_id, ())",
+        "            if holder := self._loading.pop(request_id, None):",
+        "            if False and (holder := self._loading.pop(request_id, None)):",
         "tests/vllm/test_leaks.py",
     ),
     Mutant(

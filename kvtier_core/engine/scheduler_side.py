@@ -396,7 +396,7 @@ class SchedulerSide:
                 )
         if events:
             self._last_news, self._complained = self._clock(), False
-            self.stats.take_in(events)
+            self.stats.count_events(events)
             self._observe(events)
             for line in self.stats.due(self._clock()):
                 logger.info("kvtier: so far: %s", line)

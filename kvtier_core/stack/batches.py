@@ -1,4 +1,4 @@
-"""How many of a batch fit, in which groups they go, and whether as many answers came back."""
+"""Splitting batches of chunks: by bytes, by a condition, and in groups that share a call."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ _GROUP_NBYTES = 4 << 20
 
 
 def as_many(answers: Sequence, keys: Sequence[ChunkKey]) -> Sequence:
+    """The answers as a list. Raises ContractError unless there is one for each key."""
     if len(answers) != len(keys):
         raise ContractError(f"{len(answers)} answers for {len(keys)} keys")
     return list(answers)
@@ -38,5 +39,5 @@ def in_groups(items: Sequence, nbytes: Callable[..., int]) -> Iterator[list]:
 
 
 def leading_run(items: Iterable[ChunkKey], holds: Callable[[ChunkKey], bool]) -> list[ChunkKey]:
-    """Those before the first for which it does not hold."""
+    """The items before the first for which ``holds`` is false."""
     return list(itertools.takewhile(holds, items))

@@ -10,17 +10,17 @@ A, B = ChunkKey(b"a" * 32), ChunkKey(b"b" * 32)
 
 def test_each_tier_is_counted_by_itself():
     stats = Stats()
-    stats.take_in([Event(EventKind.WRITTEN, "disk", (A, B), 8192), Event(EventKind.CORRUPT, "disk", (A,))])
-    stats.take_in([Event(EventKind.CORRUPT, "disk", (B,)), Event(EventKind.BREAKER_OPEN, "s3")])
-    assert stats.count("disk", EventKind.CORRUPT) == 2
-    assert stats.count("s3", EventKind.BREAKER_OPEN) == 1
-    assert stats.count("s3", EventKind.CORRUPT) == stats.count("redis", EventKind.MISSING) == 0
+    stats.count_events([Event(EventKind.WRITTEN, "disk", (A, B), 8192), Event(EventKind.CORRUPT, "disk", (A,))])
+    stats.count_events([Event(EventKind.CORRUPT, "disk", (B,)), Event(EventKind.BREAKER_OPEN, "s3")])
+    assert stats.of("disk", EventKind.CORRUPT) == 2
+    assert stats.of("s3", EventKind.BREAKER_OPEN) == 1
+    assert stats.of("s3", EventKind.CORRUPT) == stats.of("redis", EventKind.MISSING) == 0
     assert stats.describe() == ["disk: written 2 (8KiB), corrupt 2", "s3: breaker_open 1"]
 
 
 def test_every_ten_minutes_it_is_time_to_tell():
     stats = Stats(now=1000.0)
-    stats.take_in([Event(EventKind.WRITTEN, "disk", (A, B), 8192)])
+    stats.count_events([Event(EventKind.WRITTEN, "disk", (A, B), 8192)])
     assert stats.due(1599.0) == []
     assert stats.due(1600.0) == stats.describe() == ["disk: written 2 (8KiB)"]
     assert stats.due(1601.0) == stats.due(2199.0) == []

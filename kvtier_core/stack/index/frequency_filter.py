@@ -1,4 +1,4 @@
-"""How often keys were named lately, as far as a bounded memory goes."""
+"""How often keys were named lately, in bounded memory."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterable
 
 from kvtier_core.types import ChunkKey
 
-#: Keys that are remembered, at least; twice as many at most.
+#: Keys that are remembered: at least this many, at most twice as many.
 _ENOUGH = 1 << 17
-#: What is kept of a key. Two keys that begin alike are counted as one, which stores a chunk too soon at worst.
+#: Bytes of each key that are kept. Two keys that begin alike count as one: at worst a chunk is stored too early.
 _PREFIX_NBYTES = 8
 
 
 class FrequencyFilter:
-    """Two generations: when the younger is full it becomes the older, and what was older is forgotten."""
+    """Two generations of counts: when the younger is full it replaces the older one, which is dropped."""
 
     def __init__(self, enough: int = _ENOUGH):
         self._enough = enough
@@ -21,6 +21,7 @@ class FrequencyFilter:
         self._older: dict[bytes, int] = {}
 
     def note(self, keys: Iterable[ChunkKey]) -> None:
+        """A request names these keys."""
         for key in keys:
             short = key[:_PREFIX_NBYTES]
             seen = self._younger.get(short) or self._older.get(short, 0)
@@ -29,5 +30,6 @@ class FrequencyFilter:
                 self._older, self._younger = self._younger, {}
 
     def of(self, key: ChunkKey) -> int:
+        """How many requests named this key, as far as is remembered."""
         short = key[:_PREFIX_NBYTES]
         return self._younger.get(short) or self._older.get(short, 0)

@@ -1,4 +1,4 @@
-"""The held keys of one level, what is noted of each, and how they hang on one another."""
+"""The held keys of one tier: the size and the place of each, and its parent in the prefix tree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from kvtier_core.types import ChunkKey
 
 
 class PlainPrefixTree:
-    """A prefix tree. A parent is known by its key, held or not; a key that is not held has no parent."""
+    """A prefix tree over keys. A parent may be a key that is not held; a key that is not held has no known parent.
+
+    csrc/prefix_tree.cpp answers the same, faster and in less memory; this is what it is tested against.
+    """
 
     def __init__(self) -> None:
         self._nbytes: dict[ChunkKey, int] = {}
@@ -28,21 +31,23 @@ class PlainPrefixTree:
         return len(self._nbytes)
 
     def __iter__(self) -> Iterator[ChunkKey]:
-        """In no order; who leaves meanwhile is named all the same."""
+        """A snapshot, in no order."""
         return iter(list(self._nbytes))
 
     def nbytes(self, key: ChunkKey) -> int:
+        """Bytes of a held key."""
         return self._nbytes[key]
 
     def parent(self, key: ChunkKey) -> ChunkKey | None:
-        """As far as it is known."""
+        """The parent of a key, if it is known."""
         return self._parent.get(key)
 
     def place(self, key: ChunkKey) -> int:
-        """What was noted of a held key."""
+        """The number that was noted with a held key: its slot, in an arena."""
         return self._place[key]
 
     def places(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """`place` of each key."""
         return [self._place[key] for key in keys]
 
     def run(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
@@ -50,13 +55,13 @@ class PlainPrefixTree:
         return next((i - start for i in range(start, len(keys)) if keys[i] not in self._nbytes), len(keys) - start)
 
     def missing(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Those that are not held."""
+        """The keys that are not held."""
         return [key for key in keys if key not in self._nbytes]
 
     def add(
         self, keys: Sequence[ChunkKey], parents: Sequence[ChunkKey | None], nbytes: int, places: Sequence[int]
     ) -> None:
-        """Hold keys of ``nbytes`` each. ValueError, before the first, if one is held."""
+        """Hold keys of ``nbytes`` each. Raises ValueError, and changes nothing, if one is held already."""
         if len(set(keys)) < len(keys) or any(key in self._nbytes for key in keys):
             raise ValueError("a key is held already")
         self._changes += 1
@@ -68,24 +73,25 @@ class PlainPrefixTree:
                 self._adopt(key, parent)
 
     def adopt(self, path: Sequence[ChunkKey]) -> None:
-        """Each key of a path hangs on the one before it, unless it is known to hang on another."""
+        """Each held key of a path gets the one before it as its parent, unless its parent is known."""
         for parent, key in itertools.pairwise(path):
             if key in self._nbytes and key not in self._parent:
                 self._adopt(key, parent)
 
     def resize(self, key: ChunkKey, nbytes: int) -> None:
+        """A held key takes ``nbytes`` from now on."""
         self.used += nbytes - self._nbytes[key]
         self._nbytes[key] = nbytes
 
     def remove(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """Hold these no more; what was noted of them."""
+        """No longer hold these keys; returns their places."""
         self.detach(keys)
         for key in keys:
             self.used -= self._nbytes.pop(key)
         return [self._place.pop(key) for key in keys]
 
     def detach(self, keys: Sequence[ChunkKey]) -> None:
-        """These hang on nobody any more."""
+        """These keys have no parent any more."""
         self._changes += 1
         for key in keys:
             parent = self._parent.pop(key, None)
@@ -101,36 +107,36 @@ class PlainPrefixTree:
         pinned: Container[int],
         leaf_first: bool,
     ) -> Iterator[ChunkKey]:
-        """Of ``victims`` those who may leave, best first, as if all before were gone.
+        """The ``victims`` that may be evicted, best first, each as if all before it were gone.
 
-        Not whoever is in one of the ``spared``, or whose place is ``pinned``. ``leaf_first`` passes over a key on which
-        another hangs that is still held; it follows its last child. RuntimeError once the tree has changed.
+        Passes over keys that one of the ``spared`` contains, and keys whose place is ``pinned``. With ``leaf_first`` a
+        key with a held child comes after its last child. Raises RuntimeError once the tree has changed.
         """
         changes = self._changes
-        leaving: Counter[ChunkKey | None] = Counter()  # how many children of a key were named
-        passed: set[ChunkKey] = set()  # named by the policy, spared for the sake of a child
+        gone: Counter[ChunkKey | None] = Counter()  # how many children of a key came before
+        passed: set[ChunkKey] = set()  # named by the policy, but a child is still held
 
         def is_leaf(key: ChunkKey) -> bool:
-            return self._children.get(key, 0) <= leaving.get(key, 0)
+            return self._children.get(key, 0) <= gone.get(key, 0)
 
-        def may_leave(key: ChunkKey) -> bool:
+        def may_be_evicted(key: ChunkKey) -> bool:
             return self._place[key] not in pinned and not any(key in each for each in spared)
 
         for key in victims:
             if leaf_first and not is_leaf(key):
                 passed.add(key)
                 continue
-            leaver: ChunkKey | None = key
-            while leaver is not None and may_leave(leaver):
-                yield leaver
+            candidate: ChunkKey | None = key
+            while candidate is not None and may_be_evicted(candidate):
+                yield candidate
                 if self._changes != changes:
-                    raise RuntimeError("the tree changed while its leavers were named")
-                parent = self._parent.get(leaver)
-                leaving[parent] += 1
-                leaver = parent if parent in passed and is_leaf(parent) else None
+                    raise RuntimeError("the tree changed while its candidates were named")
+                parent = self._parent.get(candidate)
+                gone[parent] += 1
+                candidate = parent if parent in passed and is_leaf(parent) else None
 
     def _adopt(self, key: ChunkKey, parent: ChunkKey) -> None:
-        if key == parent:  # of a path that names it twice
+        if key == parent:  # a path that names a key twice
             return
         self._changes += 1
         self._parent[key] = parent

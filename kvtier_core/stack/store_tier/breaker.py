@@ -1,4 +1,4 @@
-"""A circuit breaker: who fails again and again is left alone for a while, then tried once."""
+"""A circuit breaker: a store that fails several times in a row is not called for a while, then tried once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _LONGEST_REST = 60.0
 
 
 class Breaker:
-    """Closed (calls go through), open (none does), half open (one does, and decides). Time is handed in."""
+    """Closed: calls go through. Open: none does. Half open: one does, and decides. ``now`` is seconds of any clock."""
 
     def __init__(self) -> None:
         self.rest = _FIRST_REST  #: seconds of the current or next pause
@@ -17,6 +17,7 @@ class Breaker:
         self._probing = False
 
     def allows(self, now: float) -> bool:
+        """May a call go out?"""
         if self._until is None:
             return True
         return now >= self._until and not self._probing
@@ -26,17 +27,17 @@ class Breaker:
         self._probing = self._until is not None and now >= self._until
 
     def succeed(self) -> bool:
-        """True if this ends a rest."""
+        """A call succeeded. True if this closes the breaker."""
         rested = self._until is not None
         self.__init__()
         return rested
 
     def fail(self, now: float) -> bool:
-        """True if this begins a rest."""
+        """A call failed. True if this opens the breaker."""
         self._failures += 1
         if self._until is not None:
             if not self._probing:
-                return False  # a straggler from before the rest
+                return False  # a call from before the breaker opened
             self.rest = min(self.rest * 2, _LONGEST_REST)
         elif self._failures < _FAILURES:
             return False

@@ -1,13 +1,13 @@
-"""How many bytes a tier may keep: what it was granted, or less while its store says that it is full."""
+"""How many bytes a tier may keep: its capacity, or less while its store says that it is full."""
 
 from __future__ import annotations
 
-#: Seconds after which more is tried again than the store had room for.
+#: Seconds after which the full capacity is tried again.
 _REST = 60.0
 
 
 class CapacityLimit:
-    """Time is handed in."""
+    """Lowered by `full`, restored by time. ``now`` is in seconds, of any clock."""
 
     def __init__(self, granted: int):
         self._granted = granted
@@ -21,11 +21,12 @@ class CapacityLimit:
         return self._lowered
 
     def open(self, now: float) -> bool:
-        """May anything be written? Not while all that is kept is less than what the store lacks."""
+        """May anything be written? Not while evicting everything would not give the store the room it lacks."""
         self._rise(now)
         return not self._shut
 
     def lowered(self, now: float) -> bool:
+        """Is less allowed now than was granted?"""
         return self.at(now) < self._granted
 
     def full(self, held: int, missing: int, now: float) -> None:

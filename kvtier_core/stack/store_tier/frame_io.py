@@ -28,15 +28,16 @@ class FrameWrite:
 
 
 def write_frames(backend: Backend, codec: FrameCodec, offers: Sequence[FrameWrite]) -> list[int]:
-    """The bytes that each frame takes in the store."""
+    """Encode and write frames; returns the bytes that each takes in the store."""
     keys = [offer.key for offer in offers]
     frames = [codec.encode(offer.key, offer.view) for offer in offers]
     try:
         backend.write(keys, frames)
     except BaseException:
-        # Some may have been written before the failure; nothing may lie in the store unaccounted.
-        with contextlib.suppress(BackendError):
-            backend.delete(keys)
+        # Some may have been written before the failure, and nobody would account for them.
+        if not backend.shared:  # else they may be others'
+            with contextlib.suppress(BackendError):
+                backend.delete(keys)
         raise
     return [len(encoded) for encoded in frames]
 

@@ -1,15 +1,15 @@
-"""Keys whose frames nobody may find again, until they are deleted."""
+"""Keys whose frames may not be found again, until they are deleted."""
 
 from __future__ import annotations
 
 from kvtier_core.types import ChunkKey
 
-#: Seconds after which a delete that failed is tried again; each time twice as many, up to the last.
+#: Seconds before a failed delete is retried: at first, and at most after doubling each time.
 _FIRST_RETRY, _LAST_RETRY = 5.0, 60.0
 
 
 class InvalidatedKeys(set[ChunkKey]):
-    """A set that knows when to try again. Time is handed in."""
+    """A set that also knows when to retry deletes. ``now`` is in seconds, of any clock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -17,11 +17,11 @@ class InvalidatedKeys(set[ChunkKey]):
         self._next = 0.0
 
     def failed(self, now: float) -> None:
-        """Some of them could not be deleted."""
+        """Deleting some of them failed."""
         self._next = max(self._next, now + _FIRST_RETRY)
 
     def due(self, now: float) -> list[ChunkKey]:
-        """Those to delete again now."""
+        """The keys whose delete is to be retried now, in a fixed order."""
         if now < self._next:
             return []
         if not self:

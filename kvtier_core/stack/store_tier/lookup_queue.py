@@ -1,4 +1,4 @@
-"""What a shared store may have although the index does not say so."""
+"""Keys that a shared store may have although the index does not, and that it is to be asked for."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 
 from kvtier_core.types import ChunkKey
 
-#: How long the answer "not there" is believed, in seconds.
+#: Seconds for which the answer "not there" is believed.
 _ABSENCE_HOLDS = 1.0
 
 
 class LookupQueue:
-    """Keys that are to be asked for, and those that were not there a moment ago."""
+    """Collects keys between two polls, and remembers for a moment which ones the store did not have."""
 
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
@@ -26,12 +26,13 @@ class LookupQueue:
         return True
 
     def take(self) -> list[ChunkKey]:
-        """All that are to be asked for now."""
+        """The keys to ask for now; the queue is empty then."""
         keys = list(self._open)
         self._open.clear()
         return keys
 
     def not_there(self, keys: Iterable[ChunkKey]) -> None:
+        """The store did not have these keys just now."""
         now = self._clock()
         self._absent = {key: since for key, since in self._absent.items() if now - since < _ABSENCE_HOLDS}
         self._absent.update(dict.fromkeys(keys, now))

@@ -1,4 +1,4 @@
-"""What a tier's policy learned, kept in the tier's own store as one more frame: sealed, and verified."""
+"""What a tier's eviction policy learned, stored as one more frame of the tier: sealed, and verified when read."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.transfer.io_pool import Outcome, Pool, Then, run
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace
 
-#: The tier must be this many times larger, else nothing is kept.
+#: A tier that is not this many times larger keeps no policy state.
 _FITS = 64
 
-#: Seconds from one look for something new to the next. A server is killed, and not closed.
+#: Seconds between two looks for something new: servers are often killed, not closed.
 _EVERY = 60.0
 
 
 def key_of(namespace: Namespace) -> ChunkKey:
-    """No chunk has this key: the digests of chunks cover tokens."""
+    """The key of a namespace's policy state. No chunk has it: the digests of chunks cover tokens."""
     return ChunkKey(hashlib.blake2b(b"what the policy learned" + namespace.digest, digest_size=KEY_NBYTES).digest())
 
 
 class PolicyState:
-    """Room for it is set aside from the start, so that writing it evicts nobody.
+    """Its bytes are set aside from the start, so that storing it evicts no chunk.
 
-    It is no KV: under the ``namespace`` that the store was opened with it outlives every epoch.
+    It is no KV: it is kept under the ``namespace`` that the store was opened with, whatever epochs come later.
     """
 
     def __init__(self, backend: Backend, index: CacheIndex, namespace: Namespace, capacity: int):
@@ -34,17 +34,19 @@ class PolicyState:
         self._backend = backend
         self._index = index
         self._namespace = namespace
-        self._kept = index.save()  # what the store has, or what need not be kept
+        self._kept = index.save()  # what the store has, or what need not be stored
         self._length = len(self._kept)
-        self._next: float | None = None  # when to look for something new
+        self._next: float | None = None  # when to look again
         self._busy = False
         pages = -(-self._length // FRAME_ALIGNMENT)
-        self.nbytes = FRAME_ALIGNMENT * (1 + pages) if pages else 0  #: that the frame takes in the store
-        if self.nbytes * _FITS > capacity or backend.shared:  # other engines learn, too
+        self.nbytes = (
+            FRAME_ALIGNMENT * (1 + pages) if pages else 0
+        )  #: bytes that the frame takes in the store; 0: nothing is stored
+        if self.nbytes * _FITS > capacity or backend.shared:  # engines that share a store learn different things
             self.nbytes = 0
 
     def recall(self) -> None:
-        """Give the policy what was kept, if it is whole; else it starts cold. Blocks."""
+        """Give the policy what was stored, if it is whole; else it starts cold. Waits for the store."""
         if not self.nbytes:
             return
         landed = memoryview(bytearray(self.nbytes))
@@ -57,12 +59,12 @@ class PolicyState:
                 self._kept = self._index.save()
 
     def keep(self) -> None:
-        """Blocks. Raises BackendError."""
+        """Store what the policy knows now. Waits for the store; raises BackendError."""
         if self.nbytes:
             self._write(self._index.save())
 
     def due(self, now: float) -> bool:
-        """Is it time to look for something new? Once a minute, and not while a thread still keeps what was."""
+        """Is it time to look for something new? Once a minute, and not while the last write is under way."""
         if not self.nbytes or self._busy:
             return False
         if self._next is None:
@@ -70,7 +72,7 @@ class PolicyState:
         return now >= self._next
 
     def keep_by(self, pool: Pool, now: float, then: Then) -> None:
-        """If something was learned since it was kept last, a thread keeps it; ``then`` is told how it went."""
+        """Store on a thread what was learned since the last time, if anything was; ``then`` gets the outcome."""
         self._next = now + _EVERY
         saved = self._index.save()
         if saved == self._kept:
