@@ -1,7 +1,18 @@
-"""What a plugin implements. Each heavy thing has a light, frozen Config that opens it.
+"""What a plugin implements.
 
-A Config is an attrs class that names itself in ``type`` and whose fields are the keys a user may write
-in YAML. It imports nothing heavy; its ``open`` does. See `kvtier_core.hookspecs` for how to offer it.
+    to write                                   implement
+    a tier that stores frames (disk, remote)   BackendConfig, Backend
+    a tier of memory that a device reaches     ArenaConfig, AllocatorBackend, Mover
+    an eviction policy                         EvictionConfig, EvictionPolicy
+    an encoding of stored payloads             SerializerConfig, Serializer
+    other names for chunks                     TokenDatabaseConfig, TokenDatabase
+
+Each of them is opened by a Config: a frozen attrs class that names itself in ``type`` and whose fields are the keys a
+user may write in YAML. The module of a Config imports nothing heavy; its ``open`` does. `kvtier_core.hookspecs` says
+how to offer it, and `kvtier_core.testing` has tests that every implementation must pass.
+
+The owner's thread is the one that calls the stack; with vLLM it is the scheduler's. A call on it must be short: the
+engine waits. ``keys`` are opaque and at most a few thousand a call. What a method promises nothing about, it may do.
 """
 
 from kvtier_core.interfaces.arena import (

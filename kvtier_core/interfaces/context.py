@@ -1,4 +1,4 @@
-"""What every Config gets to know when it opens its tier."""
+"""What a Config is told when it opens a tier."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Medium(enum.Enum):
 
 @attrs.frozen
 class OpenContext:
-    """What the stack knows and a plugin may need when it opens."""
+    """What the stack tells a plugin that it opens."""
 
     namespace: Namespace
     layout: ChunkLayout
     engine: str  #: names this engine among those alive on this node
     capacity: Nbytes = Nbytes(0)  #: this engine's share of what the YAML grants this tier, in bytes of frames
     replica: int = 0  #: which of the engines that share this configuration this is (data parallelism), from 0
-    replicas: int = 1  #: how many they are; none may touch what another one stores
+    replicas: int = 1  #: how many such engines there are; none may touch what another one stores
     max_frame_nbytes: Nbytes = Nbytes(0)  #: no frame that this tier writes is longer; 0: not known

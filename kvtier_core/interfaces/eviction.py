@@ -1,4 +1,4 @@
-"""An eviction policy."""
+"""An eviction policy, and the Config that opens it."""
 
 from __future__ import annotations
 
@@ -10,51 +10,71 @@ import attrs
 
 from kvtier_core.types import ChunkKey
 
-#: Of what an `EvictionPolicy` saves.
+#: The most bytes that `EvictionPolicy.save` may return.
 MAX_POLICY_STATE_NBYTES = 64 << 10
 
 
 class EvictionPolicy(abc.ABC):
-    """An opinion about order: no bytes, no pins, no lock; time is handed in, in seconds that never run backwards."""
+    """Decides in which order a tier evicts its chunks, and whether a new chunk is worth another's room.
 
-    #: The tier then passes over a chunk whose child in the prefix tree is still held.
+    Called on the owner's thread. It sees keys, not bytes, and no pins: the tier passes over a victim that is in use.
+    ``now`` is in seconds and never decreases. Its memory is bounded, also that for keys it no longer holds. The same
+    calls give the same answers in every process.
+    """
+
+    #: Does the tier keep a chunk while it holds one that continues it? Without the first the second is useless.
     leaf_first: ClassVar[bool] = True
 
     @abc.abstractmethod
     def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
-        """One prompt's chunks, root first, held or not. It comes before the path's newcomers are admitted."""
+        """A prompt has arrived. ``path`` are its chunks, the first one first, held or not.
+
+        Comes once a request, before any chunk of the path is admitted. ``hints`` are what the client said of it.
+        """
 
     @abc.abstractmethod
     def admit(self, key: ChunkKey, nbytes: int) -> None:
-        """Take in a newcomer. Of one path, leaves come before roots."""
+        """The tier holds this chunk from now on. Of one path, later chunks are admitted before earlier ones."""
 
     def prefers(self, newcomer: ChunkKey, victim: ChunkKey) -> bool:
-        """Is this newcomer worth the room of a held key? Asked before anything is copied; changes nothing."""
+        """Whether ``newcomer``, a chunk not held, is worth the room of ``victim``, a held one.
+
+        Asked before anything is copied. Changes nothing.
+        """
         return True
 
     @abc.abstractmethod
     def forget(self, key: ChunkKey, *, evicted: bool) -> None:
-        """The key is gone; ``evicted`` may leave a ghost. Ghosts are bounded."""
+        """The tier no longer holds this chunk. ``evicted``: for lack of room, so that the policy may remember it."""
 
     @abc.abstractmethod
     def victims(self) -> Iterator[ChunkKey]:
-        """Each held key at most once, best victim first; forgets none."""
+        """Held keys, each at most once, the one to evict first first. Changes nothing; `forget` says what was evicted.
+
+        The policy is not called while the iterator is in use.
+        """
 
     def save(self) -> bytes:
-        """What was learned and may outlive a restart.
+        """What was learned and may outlive a restart; by default nothing.
 
-        Always of one length, `MAX_POLICY_STATE_NBYTES` at most; nothing by default.
+        Always of the same length, at most `MAX_POLICY_STATE_NBYTES`.
         """
         return b""
 
     def restore(self, saved: bytes) -> None:
-        """What `save` returned once, or anything else: then nothing is learned from it. Comes first of all calls."""
+        """Take up what `save` returned in another process. Called at most once, before the first request or admission.
+
+        ``saved`` may be anything: what cannot be understood is ignored.
+        """
 
 
 @attrs.frozen
 class EvictionConfig(abc.ABC):
-    type: ClassVar[str]
-    aliases: ClassVar[tuple[str, ...]] = ()  #: other names by which a user may choose it
+    """An eviction policy and its settings."""
+
+    type: ClassVar[str]  #: what users write in ``tiers[].eviction``
+    aliases: ClassVar[tuple[str, ...]] = ()  #: other names for it
 
     @abc.abstractmethod
-    def open(self) -> EvictionPolicy: ...
+    def open(self) -> EvictionPolicy:
+        """A policy that holds nothing, for one tier."""

@@ -15,90 +15,109 @@ from kvtier_core.types import ChunkKey, Namespace
 
 
 class Backend(abc.ABC):
-    """Stores frames under keys. Called on its tier's I/O threads, several at once.
+    """Stores frames under keys.
 
-    Promise to the backend: no two calls in flight name the same key. Only BackendError may escape.
+    Called on its tier's I/O threads, several at once, but never for the same key at once. `scan`, `namespaces` and
+    `facts` are called on the owner's thread, while the tier opens. Methods raise BackendError and nothing else. A call
+    may block; a tier whose call hangs is not asked again until the call returns.
     """
 
-    #: May other processes add or drop keys? Then absence is asked, never assumed.
+    #: May other processes add or delete keys? Then a key that the tier does not know is asked for, not taken as absent.
     shared: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]: ...
+    def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        """Whether the store has a frame of each key. Raises BackendError."""
 
     @abc.abstractmethod
     def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
-        """Fill ``into[i]`` with the frame of ``keys[i]`` and return its bytes; 0 is a miss.
+        """Read the frame of ``keys[i]`` into ``into[i]``, from its beginning.
 
-        Touches nothing but ``into[i]`` up to the returned length and keeps no view. A frame that is
-        longer than its view is a miss.
+        A view is at least one frame long, contiguous and writable; one that lies in an arena's slot begins at a
+        multiple of `FRAME_ALIGNMENT` in memory. Nothing beyond the returned length is written, and no view is kept.
 
-        Returns for a key, instead of its bytes, the BackendError for which the frame of this key alone cannot be
-        read, now or ever: it is quarantined, and stored again when its chunk is. ``into[i]`` may hold anything then.
+        Returns for each key the bytes of its frame; 0 if there is none, or if it is longer than its view; or the
+        BackendError for which the frame of this key alone cannot be read, now or ever. Such a frame is quarantined, and
+        stored again with its chunk; its view may hold anything. The stack verifies every frame that was read.
 
-        Raises BackendError when the store as a whole cannot be read: nothing is deleted, and a store that raises
-        again and again is left alone for a while.
+        Raises BackendError if the store as a whole cannot be read: nothing is deleted, and a store that raises again
+        and again is not asked for a while.
         """
 
     @abc.abstractmethod
     def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> None:
-        """Per key the whole frame or nothing, whatever happens to the process. Keeps no view.
+        """Store ``frames[i]`` under ``keys[i]``, in place of what was there.
 
-        Frames are whole multiples of `FRAME_ALIGNMENT`. Raises StoreFull when there is no room though the tier keeps
-        within its capacity: then it keeps within less for a while, and evicts its own frames for newcomers.
+        Of each key readers find the whole frame or none, whatever happens to the process. A frame is a multiple of
+        `FRAME_ALIGNMENT` bytes long. No view is kept.
+
+        Raises StoreFull if there is no room although the tier keeps within its capacity: for a while it then keeps
+        within less, and evicts its own frames for new ones. Raises BackendError if the store failed; after either, the
+        tier deletes all of ``keys``.
         """
 
     @abc.abstractmethod
     def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """A key that is not there is no error."""
+        """Remove frames. A key that is not there is no error. Raises BackendError."""
 
     def quarantine(self, keys: Sequence[ChunkKey]) -> None:
-        """These frames failed verification: nobody may find them again. They may be kept aside to be looked at."""
+        """Make frames that failed verification unfindable. A store may keep them aside to be examined; by default they
+        are deleted. Raises BackendError.
+        """
         self.delete(keys)
 
     def scan(self) -> Iterator[tuple[ChunkKey, int]]:
-        """What survived a restart: keys of this namespace and bytes of their frames, oldest first."""
+        """The keys of this namespace that the store already has, and the bytes of their frames, oldest first.
+
+        Called once, when the tier opens. A store that returns nothing here starts cold.
+        """
         return iter(())
 
     def namespaces(self) -> Iterator[Namespace]:
         """Other namespaces that have frames in this store, as far as it knows their facts.
 
-        Called once, when the tier is opened, so that a cold start can be explained.
+        Called once, when the tier opens, so that the log can say why an engine starts cold.
         """
         return iter(())
 
     def facts(self) -> Mapping[str, str]:
-        """Settings whose effective value may differ from what was asked, in plain words."""
+        """Settings whose effective value may differ from what was asked, as ``name: asked -> effective``."""
         return {}
 
     def close(self) -> None:
-        """May be called twice."""
+        """Release everything. May be called twice. No call is under way, unless one hangs."""
 
 
 @attrs.frozen
 class BackendConfig(abc.ABC):
-    """A tier that stores frames and borrows an arena's slots to read into."""
+    """A tier that stores frames, and reads them into an arena's slots."""
 
-    type: ClassVar[str]
+    type: ClassVar[str]  #: what users write in ``tiers[].type``
     medium: ClassVar[Medium] = Medium.UNSPECIFIED
 
     @abc.abstractmethod
     def open(self, ctx: OpenContext) -> Backend:
-        """Raises BackendError, or ConfigError with problems whose path begins at ``$``, the tier."""
+        """Open the store. Called once, on the owner's thread, before the engine serves.
+
+        Raises BackendError, or ConfigError with problems whose path begins at ``$``, the tier.
+        """
 
     @contextlib.contextmanager
     def walk(self) -> Iterator[Iterator[Stored]]:
-        """All that lies in the store, of every namespace, while no engine uses it. Raises BackendError."""
+        """Everything in the store, of every namespace, for `kvtier fsck`. No engine uses the store until the end.
+
+        Raises BackendError, by default always.
+        """
         raise BackendError(f"a tier of type {self.type} cannot be walked", retryable=False)
 
 
 @attrs.frozen
 class Stored:
-    """Something that lies in a store, for `kvtier fsck` to look at."""
+    """One thing that lies in a store, for `kvtier fsck` to examine."""
 
     where: str  #: for people: a path, a URL
     nbytes: int
-    home: bytes | None  #: how the digest of the namespace begins under which it is kept; None: it is no frame
-    key: ChunkKey | None  #: under which it is kept; None: it is no frame
-    read: Callable[[int, int], bytes]  #: bytes from an offset on, fewer only at the end; raises BackendError
-    remove: Callable[[], None]  #: raises BackendError
+    home: bytes | None  #: the first bytes of the digest of the namespace that it is stored under; None: it is no frame
+    key: ChunkKey | None  #: that it is stored under; None: it is no frame
+    read: Callable[[int, int], bytes]  #: ``read(offset, nbytes)``, fewer bytes only at its end; raises BackendError
+    remove: Callable[[], None]  #: deletes it; raises BackendError

@@ -48,10 +48,10 @@ class Copier(interfaces.Mover):
 
     def pairs(self, pages, slots):
         """Of each wanted page: its memory in the engine, and in the slot."""
-        for blocks, slot in zip(pages, slots, strict=True):
+        for chunk, slot in zip(pages, slots, strict=True):
             at = self.table.layout.shard_offset(self.table.rank)
-            for run in self.table.layers:
-                for block in blocks:
+            for run, place in zip(self.table.layers, self.table.layout.layers, strict=True):
+                for block in chunk[place.group]:
                     if block != interfaces.NO_BLOCK:
                         page = (ctypes.c_char * run.nbytes).from_address(run.base + block * run.stride)
                         yield memoryview(page).cast("B"), self.memory.view(slot)[at : at + run.nbytes]
@@ -121,9 +121,14 @@ class SkipsHoles(Copier):
     """Packs what is wanted, as if a hole had no place."""
 
     def pairs(self, pages, slots):
-        for blocks, slot in zip(pages, slots, strict=True):
-            wanted = [block for block in blocks if block != interfaces.NO_BLOCK]
+        for chunk, slot in zip(pages, slots, strict=True):
+            wanted = [[block for block in blocks if block != interfaces.NO_BLOCK] for blocks in chunk]
             yield from super().pairs([wanted], [slot])
+
+
+class TakesEveryGroupForTheFirst(Copier):
+    def pairs(self, pages, slots):
+        return super().pairs([[chunk[0][: len(blocks)] for blocks in chunk] for chunk in pages], slots)
 
 
 class ForgetsTheStride(Copier):
@@ -148,7 +153,7 @@ class Transposes(Copier):
     """Consistent with itself, and with nobody else."""
 
     def pairs(self, pages, slots):
-        return super().pairs([list(reversed(blocks)) for blocks in pages], slots)
+        return super().pairs([[blocks[::-1] for blocks in chunk] for chunk in pages], slots)
 
 
 class LoadsNothing(Copier):
@@ -162,7 +167,7 @@ class SumsThePages(Copier):
     def store(self, job, pages, slots):
         super().store(job, pages, slots)
         chunks = zip(pages, slots, strict=True)
-        parts = [b"".join(bytes(page) for page, _ in self.pairs([row], [slot])) for row, slot in chunks]
+        parts = [b"".join(bytes(page) for page, _ in self.pairs([chunk], [slot])) for chunk, slot in chunks]
         self.done[-1] = self.done[-1]._replace(checksums=[zlib.crc32(part) for part in parts])
 
 
@@ -227,6 +232,7 @@ BUGS = [
     (PlantedArena(mover=SkipsHoles), "test_load_scatters_exact_bytes"),
     (PlantedArena(mover=CopiesOneByteTooMany), "test_load_scatters_exact_bytes"),
     (PlantedArena(mover=LoadsNothing), "test_what_is_stored_is_loaded"),
+    (PlantedArena(mover=TakesEveryGroupForTheFirst), "test_each_group_has_its_own_blocks"),
     (PlantedArena(mover=ForgetsTheRank), "test_ranks_do_not_meet"),
     (PlantedArena(mover=ReportsTwice), "test_every_job_is_reported_once"),
     (PlantedArena(mover=Lazy), "test_wait_frees_the_pages"),

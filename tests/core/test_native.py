@@ -78,8 +78,9 @@ class Pages:
         self.slot_nbytes = 2 * nbytes * self.ROW + 4096
         self.slots = bytearray(b"\xa5" * (self.SLOTS * self.slot_nbytes + skew))
         base, shard = (ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in (self.pages, self.slots))
-        layers = [(base, stride, nbytes, 0), (base + stride * self.BLOCKS, stride, nbytes, nbytes * self.ROW)]
-        self.copier = copier(layers, self.ROW, shard + skew, self.slot_nbytes)
+        second = base + stride * self.BLOCKS
+        layers = [(base, stride, nbytes, 0, 0, self.ROW), (second, stride, nbytes, nbytes * self.ROW, 0, self.ROW)]
+        self.copier = copier(layers, shard + skew, self.slot_nbytes)
 
 
 @pytest.mark.parametrize("gap", [0, 64], ids=["dense", "padded"])

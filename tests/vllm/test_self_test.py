@@ -10,13 +10,13 @@ from test_serving import NOISE, hits
 
 from kvtier_core.engine.self_test import try_copies
 from kvtier_core.interfaces import PagedKVCache, PageRun
+from kvtier_core.testing.samples import make_layout
 from kvtier_core.transfer.copier import PlainCopier
 from kvtier_core.transfer.host_mover import HostMover
-from kvtier_core.types import ChunkLayout
 from kvtier_core.vllm import layout
 
 BLOCKS, CHUNK_BLOCKS = 9, 3
-LAYOUT = ChunkLayout((64, 64, 32), CHUNK_BLOCKS)
+LAYOUT = make_layout((64, 64, 32), CHUNK_BLOCKS)
 
 
 class Rig:
@@ -72,7 +72,7 @@ def test_pages_that_lie_otherwise_are_found(layer, change):
     moved = {"base": wrong[layer].base + change.pop("base", 0), **change}
     wrong[layer] = attrs.evolve(wrong[layer], **moved)
     nbytes = tuple(run.nbytes for run in wrong)
-    table = rig.table(layers=tuple(wrong), layout=ChunkLayout(nbytes, CHUNK_BLOCKS))
+    table = rig.table(layers=tuple(wrong), layout=make_layout(nbytes, CHUNK_BLOCKS))
     assert "of layer" in rig.verdict(table)
 
 
