@@ -72,7 +72,7 @@ class _Bench:
         capacity, nbytes = Nbytes(CHUNKS * shape.layout.frame_nbytes), CHUNKS * shape.layout.payload_nbytes
         self.arena = CpuConfig().open(OpenContext(self.namespace, shape.layout, "benchmark", capacity))
         self.pages, self.plain = _warm(nbytes), _warm(nbytes)
-        self.mover = CpuConfig().attach(self.arena.handle, self._page_table())
+        self.mover = CpuConfig().attach(self.arena.handle, self._kv_cache())
         self.jobs = itertools.count()
 
     def cases(self) -> list[Case]:
@@ -128,7 +128,7 @@ class _Bench:
         self.mover.close()
         self.arena.close()
 
-    def _page_table(self) -> PagedKVCache:
+    def _kv_cache(self) -> PagedKVCache:
         page_nbytes, blocks = self.shape.page_nbytes, CHUNKS * self.shape.blocks
         base = _address(self.pages)
         runs = (PageRun(base + layer * blocks * page_nbytes, page_nbytes, page_nbytes) for layer in range(LAYERS))

@@ -100,7 +100,7 @@ class _Bench:
         self.plain = torch.empty(self.nbytes, dtype=torch.uint8, device="cuda:0")
         self.pinned = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
         runs = tuple(PageRun(layer.data_ptr(), page_nbytes, page_nbytes) for layer in self.pages)
-        self.table = PagedKVCache(runs, blocks, "cuda:0", 0, layout)
+        self.kv_cache = PagedKVCache(runs, blocks, "cuda:0", 0, layout)
         self.slots = mmap.mmap(-1, self.chunks * layout.frame_nbytes)
         drawn = random.Random(0).sample(range(blocks), blocks)
         self.block_ids = [[drawn[first : first + BLOCKS]] for first in range(0, blocks, BLOCKS)]
@@ -133,10 +133,12 @@ class _Bench:
             mover.close()
 
     def _mover(self, method: str) -> Mover:
-        nbytes = self.table.layout.frame_nbytes
+        nbytes = self.kv_cache.layout.frame_nbytes
         if method == "torch":
-            return open_mover(self.table, self.slots, nbytes, library="asked for")
-        return open_mover(self.table, self.slots, nbytes, autotune=decided(method) if method in (KERNEL, DMA) else None)
+            return open_mover(self.kv_cache, self.slots, nbytes, library="asked for")
+        return open_mover(
+            self.kv_cache, self.slots, nbytes, autotune=decided(method) if method in (KERNEL, DMA) else None
+        )
 
 
 class _Matrices:

@@ -20,7 +20,7 @@ using namespace nb::literals;
 
 namespace {
 
-// The bytes of a Python buffer; released when it goes.
+// The bytes of a Python buffer, released by the destructor.
 class Bytes {
  public:
   explicit Bytes(nb::handle object, int flags = PyBUF_SIMPLE) {

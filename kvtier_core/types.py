@@ -1,4 +1,4 @@
-"""The words of kvtier as types: keys, namespaces, layouts, slots, sizes, events."""
+"""The vocabulary of kvtier as types: keys, namespaces, layouts, slots, events, sizes and times."""
 
 from __future__ import annotations
 
@@ -13,54 +13,59 @@ from typing import NamedTuple, NewType
 
 import attrs
 
-#: 32 opaque bytes that name a chunk; a digest chained over the whole prefix. Never parsed.
+#: Opaque bytes that name a chunk. It depends on the namespace, on the chunk's tokens and on all before them, so equal
+#: keys mean interchangeable KV. Nothing parses it.
 ChunkKey = NewType("ChunkKey", bytes)
 
+#: Bytes of a key.
 KEY_NBYTES = 32
-#: Frames, their headers and arena slots are multiples of this, so that O_DIRECT can move them.
+#: In bytes. Frames, their headers and arena slots are multiples of it, so that O_DIRECT can move them.
 FRAME_ALIGNMENT = 4096
 
 
 class Presence(enum.Enum):
-    MISS = "miss"
-    READY = "ready"
-    PENDING = "pending"  #: on its way: ask again after step()
+    """What a stack answers for a chunk."""
+
+    MISS = "miss"  #: not here, as far as is known
+    READY = "ready"  #: verified, in an arena
+    PENDING = "pending"  #: on its way to an arena: ask again after step()
 
 
 class Slot(NamedTuple):
-    """Room for one chunk: which arena of the stack, and its number there."""
+    """Room for one chunk in an arena."""
 
-    arena: int
-    index: int
+    arena: int  #: number of the arena in the stack, from 0
+    index: int  #: number of the slot in the arena, from 0
 
 
 @attrs.frozen
 class Namespace:
-    """What makes the KV of two engines interchangeable, as named facts in plain words.
+    """Everything that must be equal for two engines to share KV, as named facts in plain words.
 
-    Constant for a stack. Two namespaces with one differing fact never share a byte.
+    Two namespaces that differ in one fact share no key and no frame.
     """
 
-    facts: tuple[tuple[str, str], ...]
+    facts: tuple[tuple[str, str], ...]  #: names and values, sorted by name
 
     @classmethod
     def of(cls, facts: Mapping[str, object]) -> Namespace:
+        """The namespace of these facts, whose values are told as text."""
         return cls(tuple(sorted((name, str(value)) for name, value in facts.items())))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Namespace:
-        """What `to_json` made. Raises ValueError for anything else."""
+        """Read the text that `to_json` made. Raises ValueError for anything else."""
         facts = json.loads(text)
         if not isinstance(facts, dict) or not all(isinstance(fact, str) for fact in facts.values()):
             raise ValueError("not the facts of a namespace")
         return cls.of(facts)
 
     def to_json(self) -> str:
-        """For people and for `from_json`."""
+        """All facts, for people and for `from_json`."""
         return json.dumps(dict(self.facts), indent=1) + "\n"
 
     def differences(self, other: Namespace) -> list[tuple[str, str, str]]:
-        """Facts that are not the same: the name, its value here and in ``other``, or an empty text."""
+        """Facts that are not equal: the name, the value here and the value in ``other``; empty where there is none."""
         here, there = dict(self.facts), dict(other.facts)
         return [
             (name, here.get(name, ""), there.get(name, ""))
@@ -69,12 +74,12 @@ class Namespace:
         ]
 
     def renewed(self) -> Namespace:
-        """All these facts in another epoch, which shares nothing with this one or any other."""
+        """The same facts in a new epoch, which shares nothing with this one or any other."""
         return Namespace.of({**dict(self.facts), "epoch": secrets.token_hex(16)})
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes, the same on every machine."""
+        """32 bytes that depend on every fact, the same on every machine."""
         plain = json.dumps(self.facts, ensure_ascii=True, separators=(",", ":"))
         return hashlib.blake2b(plain.encode(), digest_size=32, person=b"kvtier-ns").digest()
 
@@ -182,16 +187,18 @@ class ChunkLayout:
 
 
 class EventKind(enum.Enum):
-    STORED = "stored"  #: an engine's chunk became READY in an arena
-    PROMOTED = "promoted"  #: a chunk came up from a tier below, verified
-    WRITTEN = "written"  #: a frame is whole in a tier below
-    EVICTED = "evicted"
-    REJECTED = "rejected"  #: a tier would not take a frame: no room, too much in flight, policy
-    MISSING = "missing"  #: the index said yes, the store said no
-    CORRUPT = "corrupt"  #: bytes that failed verification; never served
+    """What can happen to chunks of a tier."""
+
+    STORED = "stored"  #: a chunk of the engine became READY in an arena
+    PROMOTED = "promoted"  #: a chunk was read from a tier below, verified, and is READY in an arena
+    WRITTEN = "written"  #: a tier has stored a frame
+    EVICTED = "evicted"  #: a tier gave up a chunk for lack of room
+    REJECTED = "rejected"  #: a tier did not take a chunk: no room, too much in flight, or its policy
+    MISSING = "missing"  #: a frame was gone from a store whose index had it
+    CORRUPT = "corrupt"  #: a frame failed verification; it is not served
     IO_ERROR = "io_error"  #: a store raised
-    BREAKER_OPEN = "breaker_open"  #: a breaker opened: the tier is left alone for a while
-    BREAKER_CLOSED = "breaker_closed"
+    BREAKER_OPEN = "breaker_open"  #: a tier failed repeatedly and is not asked for a while
+    BREAKER_CLOSED = "breaker_closed"  #: it works again
 
 
 @attrs.frozen
@@ -199,22 +206,22 @@ class Event:
     """Something that happened to chunks of one tier."""
 
     kind: EventKind
-    tier: str
+    tier: str  #: its name
     keys: tuple[ChunkKey, ...] = ()
-    nbytes: int = 0
-    why: str = ""
+    nbytes: int = 0  #: of their frames, in all
+    why: str = ""  #: in plain words
 
 
 @attrs.frozen
 class Usage:
-    """What one level of a stack holds now."""
+    """What a tier holds now."""
 
-    tier: str
+    tier: str  #: its name
     chunks: int
-    nbytes: int
-    capacity: int
-    pins: int = 0  #: of an arena
-    inflight: int = 0  #: bytes on their way to or from a tier
+    nbytes: int  #: of their frames
+    capacity: int  #: in bytes
+    pins: int = 0  #: of an arena: slots in use by requests and tiers, counted once for each use
+    inflight: int = 0  #: of a store tier: bytes on their way to it or from it
 
 
 _SIZE = re.compile(r"([0-9]+)\s*(B|KiB|MiB|GiB|TiB|PiB)")
@@ -224,11 +231,11 @@ _TIME_UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0}
 
 
 class Nbytes(int):
-    """A number of bytes that is written with a binary unit: ``8GiB``."""
+    """A number of bytes, written with a binary unit: ``8GiB``."""
 
     @classmethod
     def parse(cls, text: str) -> Nbytes:
-        """Raises ValueError for anything but a whole number and B, KiB, MiB, GiB, TiB or PiB."""
+        """Read a whole number and B, KiB, MiB, GiB, TiB or PiB. Raises ValueError for anything else."""
         match = _SIZE.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"{text!r} is not a size; write a whole number and B, KiB, MiB, GiB, TiB or PiB")
@@ -242,11 +249,11 @@ class Nbytes(int):
 
 
 class Seconds(float):
-    """A length of time that is written with its unit: ``500ms``, ``2s``, ``1min``."""
+    """A length of time in seconds, written with a unit: ``500ms``, ``2s``, ``1min``."""
 
     @classmethod
     def parse(cls, text: str) -> Seconds:
-        """Raises ValueError for anything but a number and ms, s or min."""
+        """Read a number and ms, s or min. Raises ValueError for anything else."""
         match = _TIME.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"{text!r} is not a length of time; write a number and ms, s or min")

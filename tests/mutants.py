@@ -463,7 +463,7 @@ MUTANTS = (
     Mutant(
         "block-ids-of-any-number",
         PAGE_LISTS,
-        "if len(chunk[number]) != count:",
+        "if tuple(map(len, chunk)) != cache.layout.blocks:",
         "if False:",
         "tests/core/test_mover.py::test_wrong_numbers_touch_no_memory",
     ),

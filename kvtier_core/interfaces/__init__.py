@@ -11,8 +11,8 @@ Each of them is opened by a Config: a frozen attrs class that names itself in ``
 user may write in YAML. The module of a Config imports nothing heavy; its ``open`` does. `kvtier_core.hookspecs` says
 how to offer it, and `kvtier_core.testing` has tests that every implementation must pass.
 
-The owner's thread is the one that calls the stack; with vLLM it is the scheduler's. A call on it must be short: the
-engine waits. ``keys`` are opaque and at most a few thousand a call. What a method promises nothing about, it may do.
+The owner's thread is the one that calls the stack; with vLLM it is the scheduler's. A call on it must be short, for the
+engine waits. Keys are opaque bytes. No method changes the sequences that it is given.
 """
 
 from kvtier_core.interfaces.arena import (

@@ -62,7 +62,7 @@ class AllocatorBackend(abc.ABC):
         """Plain text with which `ArenaConfig.attach` reaches this memory from a worker process."""
 
     def facts(self) -> Mapping[str, str]:
-        """Settings whose effective value may differ from what was asked, as ``name: asked -> effective``."""
+        """Settings whose effective value may differ from what was asked: ``{"huge_pages": "auto -> no"}``."""
         return {}
 
     @abc.abstractmethod
@@ -84,8 +84,8 @@ class Mover(abc.ABC):
 
     Every method is called on one thread, the one that enqueues the engine's work on its device. Each job has a number
     that no other job under way has. `store` and `load` return at once if they can, and `finished` reports the job
-    later. The slots of a job are used by nothing else until it was reported. A job whose numbers are wrong raises
-    ContractError, copies nothing and is not reported.
+    later. The slots of a job are used by nothing else until it was reported. A job that cannot begin raises, copies
+    nothing and is not reported.
     """
 
     @abc.abstractmethod
@@ -123,7 +123,7 @@ class Mover(abc.ABC):
         self.wait(jobs)
 
     def facts(self) -> Mapping[str, str]:
-        """Settings whose effective value may differ from what was asked, as ``name: asked -> effective``."""
+        """Settings whose effective value may differ from what was asked: ``{"huge_pages": "auto -> no"}``."""
         return {}
 
     @abc.abstractmethod

@@ -17,9 +17,9 @@ from kvtier_core.types import ChunkKey, Namespace
 class Backend(abc.ABC):
     """Stores frames under keys.
 
-    Called on its tier's I/O threads, several at once, but never for the same key at once. `scan`, `namespaces` and
-    `facts` are called on the owner's thread, while the tier opens. Methods raise BackendError and nothing else. A call
-    may block; a tier whose call hangs is not asked again until the call returns.
+    Called on its tier's I/O threads, several at once, but never twice at once for the same key. While the tier opens,
+    the owner's thread calls, too. Methods raise BackendError and nothing else. A call may block. If one hangs, the tier
+    makes no other until it returns.
     """
 
     #: May other processes add or delete keys? Then a key that the tier does not know is asked for, not taken as absent.
@@ -33,8 +33,8 @@ class Backend(abc.ABC):
     def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
         """Read the frame of ``keys[i]`` into ``into[i]``, from its beginning.
 
-        A view is at least one frame long, contiguous and writable; one that lies in an arena's slot begins at a
-        multiple of `FRAME_ALIGNMENT` in memory. Nothing beyond the returned length is written, and no view is kept.
+        A view is contiguous and writable; one that lies in an arena's slot begins at a multiple of `FRAME_ALIGNMENT` in
+        memory. Nothing beyond the returned length is written, and no view is kept.
 
         Returns for each key the bytes of its frame; 0 if there is none, or if it is longer than its view; or the
         BackendError for which the frame of this key alone cannot be read, now or ever. Such a frame is quarantined, and
@@ -81,11 +81,11 @@ class Backend(abc.ABC):
         return iter(())
 
     def facts(self) -> Mapping[str, str]:
-        """Settings whose effective value may differ from what was asked, as ``name: asked -> effective``."""
+        """Settings whose effective value may differ from what was asked: ``{"huge_pages": "auto -> no"}``."""
         return {}
 
     def close(self) -> None:
-        """Release everything. May be called twice. No call is under way, unless one hangs."""
+        """Release everything. May be called twice, on any thread; no other call is under way."""
 
 
 @attrs.frozen

@@ -61,7 +61,7 @@ class ArenaLaws(Laws):
         with self.opened(folder, layout) as memory:
             pages = self.paged_buffer(layout, _BLOCKS, rng)
             pages.fill(rng)
-            mover = self.config(folder).attach(memory.handle, pages.table())
+            mover = self.config(folder).attach(memory.handle, pages.kv_cache())
             try:
                 yield _Engine(memory, mover, pages, layout, rng)
             finally:
@@ -157,7 +157,7 @@ class ArenaLaws(Laws):
             engine.mover.store(1, [chunk], [0])
             settle(engine.mover, [1])
             other = self.paged_buffer(engine.layout, _BLOCKS, engine.rng)
-            mover = self.config(tmp_path).attach(engine.memory.handle, other.table())
+            mover = self.config(tmp_path).attach(engine.memory.handle, other.kv_cache())
             elsewhere = engine.draw()
             mover.load(1, [0], [elsewhere])
             assert settle(mover, [1]) == {1: True}
@@ -194,7 +194,7 @@ class ArenaLaws(Laws):
             for rank in (1, 0, 2):
                 pages = self.paged_buffer(layout, _BLOCKS, rng)
                 pages.fill(rng)
-                mover = self.config(tmp_path).attach(memory.handle, pages.table(rank))
+                mover = self.config(tmp_path).attach(memory.handle, pages.kv_cache(rank))
                 mover.store(1, [chunk], [0])
                 assert settle(mover, [1]) == {1: True}
                 mover.close()

@@ -114,7 +114,7 @@ class PagedBuffer:
         for layer in self._layers:
             poison(layer)
 
-    def table(self, rank: int = 0) -> PagedKVCache:
+    def kv_cache(self, rank: int = 0) -> PagedKVCache:
         runs = tuple(
             PageRun(address_of(layer) + start, stride, nbytes)
             for layer, start, stride, nbytes in zip(

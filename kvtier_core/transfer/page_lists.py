@@ -46,26 +46,26 @@ def flat_rows(
     """
     if len(pages) != len(wanted):
         raise ContractError(f"{len(pages)} chunks of pages for {len(wanted)} slots")
-    rows, numbers = [], list(map(index, wanted))
-    for chunk, slot in zip(pages, numbers, strict=True):
+    rows, numbers = [list(map(index, chain(*chunk))) for chunk in pages], list(map(index, wanted))
+    for chunk, row, slot in zip(pages, rows, numbers, strict=True):
         if not 0 <= slot < slots:
             raise ContractError(f"slot {slot} is not one of {slots}")
-        _check_lengths(cache, chunk)
-        row = list(map(index, chain.from_iterable(chunk)))
+        if tuple(map(len, chunk)) != cache.layout.blocks:
+            raise ContractError(_wrong_lengths(cache, chunk))
         if min(row) < NO_BLOCK or max(row) >= cache.blocks:
             raise ContractError(f"block ids {row} are not all NO_BLOCK or one of {cache.blocks}")
-        rows.append(row)
     return rows, numbers
 
 
-def _check_lengths(cache: PagedKVCache, chunk: Sequence[Sequence[int]]) -> None:
-    blocks = cache.layout.blocks
-    if len(chunk) != len(blocks):
-        raise ContractError(f"block ids of {len(chunk)} groups for a layout of {len(blocks)}")
-    for number, count in enumerate(blocks):
-        if len(chunk[number]) != count:
-            name = cache.layout.groups[number].name
-            raise ContractError(f"{len(chunk[number])} block ids for a chunk of {count} ({name})")
+def _wrong_lengths(cache: PagedKVCache, chunk: Sequence[Sequence[int]]) -> str:
+    groups = cache.layout.groups
+    if len(chunk) != len(groups):
+        return f"block ids of {len(chunk)} groups for a layout of {len(groups)}"
+    return "; ".join(
+        f"{len(row)} block ids for a chunk of {count} ({group.name})"
+        for group, row, count in zip(groups, chunk, cache.layout.blocks, strict=True)
+        if len(row) != count
+    )
 
 
 def layers_of(cache: PagedKVCache) -> Iterator[Layer]:

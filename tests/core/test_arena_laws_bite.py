@@ -42,15 +42,15 @@ class Memory(interfaces.AllocatorBackend):
 class Copier(interfaces.Mover):
     """Correct, and done before it returns."""
 
-    def __init__(self, memory, table):
-        self.memory, self.table = memory, table
+    def __init__(self, memory, cache):
+        self.memory, self.kv_cache = memory, cache
         self.done = []
 
     def pairs(self, pages, slots):
         """Of each wanted page: its memory in the engine, and in the slot."""
         for chunk, slot in zip(pages, slots, strict=True):
-            at = self.table.layout.shard_offset(self.table.rank)
-            for run, place in zip(self.table.layers, self.table.layout.layers, strict=True):
+            at = self.kv_cache.layout.shard_offset(self.kv_cache.rank)
+            for run, place in zip(self.kv_cache.layers, self.kv_cache.layout.layers, strict=True):
                 for block in chunk[place.group]:
                     if block != interfaces.NO_BLOCK:
                         page = (ctypes.c_char * run.nbytes).from_address(run.base + block * run.stride)
@@ -132,21 +132,21 @@ class TakesEveryGroupForTheFirst(Copier):
 
 
 class ForgetsTheStride(Copier):
-    def __init__(self, memory, table):
-        dense = tuple(attrs.evolve(run, stride=run.nbytes) for run in table.layers)
-        super().__init__(memory, attrs.evolve(table, layers=dense))
+    def __init__(self, memory, cache):
+        dense = tuple(attrs.evolve(run, stride=run.nbytes) for run in cache.layers)
+        super().__init__(memory, attrs.evolve(cache, layers=dense))
 
 
 class ForgetsTheRank(Copier):
-    def __init__(self, memory, table):
-        super().__init__(memory, attrs.evolve(table, rank=0))
+    def __init__(self, memory, cache):
+        super().__init__(memory, attrs.evolve(cache, rank=0))
 
 
 class CopiesOneByteTooMany(Copier):
     def load(self, job, slots, pages):
         super().load(job, slots, pages)
-        run = self.table.layers[0]
-        ctypes.memset(run.base + run.nbytes + run.stride * (self.table.blocks - 1), 0, 1)
+        run = self.kv_cache.layers[0]
+        ctypes.memset(run.base + run.nbytes + run.stride * (self.kv_cache.blocks - 1), 0, 1)
 
 
 class Transposes(Copier):
@@ -179,8 +179,8 @@ class ReportsTwice(Copier):
 class Lazy(Copier):
     """Begins when it is asked whether it has ended; `wait` is not that."""
 
-    def __init__(self, memory, table):
-        super().__init__(memory, table)
+    def __init__(self, memory, cache):
+        super().__init__(memory, cache)
         self.todo = []
 
     def store(self, job, pages, slots):
@@ -194,7 +194,7 @@ class Lazy(Copier):
 
 class MoverClosesOnce(Copier):
     def close(self):
-        del self.table
+        del self.kv_cache
 
 
 @attrs.frozen
@@ -206,8 +206,8 @@ class PlantedArena(interfaces.ArenaConfig):
     def open(self, ctx):
         return self.memory(ctx)
 
-    def attach(self, handle, table):
-        return self.mover(_MEMORY[handle], table)
+    def attach(self, handle, cache):
+        return self.mover(_MEMORY[handle], cache)
 
 
 class TestReference(ArenaLaws):

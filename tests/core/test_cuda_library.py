@@ -78,7 +78,7 @@ def on_host(tmp_path_factory):
 
 def arguments(runtime, to_slots, pages, slots):
     """What both take, of each group of a job; and what must be kept until they return."""
-    layers = list(layers_of(runtime.table))
+    layers = list(layers_of(runtime.kv_cache))
     memory = ctypes.addressof(ctypes.c_char.from_buffer(runtime.slots))
     shards = memory + runtime.layout.shard_offset(runtime.rank)
     for number, first in enumerate(itertools.accumulate(runtime.layout.blocks[:-1], initial=0)):

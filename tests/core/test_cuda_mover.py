@@ -26,12 +26,12 @@ def torch_copier(runtime):
     memory = ctypes.addressof(ctypes.c_char.from_buffer(runtime.slots))
     nbytes = runtime.layout.frame_nbytes
     shards = memory + runtime.layout.shard_offset(runtime.rank)
-    return TorchCopier(torch.cpu, runtime.table, shards, len(runtime.slots) // nbytes, nbytes)
+    return TorchCopier(torch.cpu, runtime.kv_cache, shards, len(runtime.slots) // nbytes, nbytes)
 
 
 def mover_of(runtime, *, copier=None, streams=torch.cpu, registration=None, kind=DeviceMover):
     slots = len(runtime.slots) // runtime.layout.frame_nbytes
-    return kind(runtime.table, slots, copier or torch_copier(runtime), streams, registration or NoRegistration())
+    return kind(runtime.kv_cache, slots, copier or torch_copier(runtime), streams, registration or NoRegistration())
 
 
 def ended(mover):
@@ -149,7 +149,7 @@ class LaterCopier:
 
 def write(runtime, row, byte):
     """What a forward does to the pages of these blocks."""
-    for start, run in zip(runtime.starts, runtime.table.layers, strict=True):
+    for start, run in zip(runtime.starts, runtime.kv_cache.layers, strict=True):
         for block in row:
             begin = start + block * run.stride
             runtime.pages[begin : begin + run.nbytes] = bytes([byte]) * run.nbytes
@@ -159,7 +159,7 @@ def read(runtime, row):
     """The pages of these blocks as they lie in a shard."""
     return b"".join(
         runtime.pages[start + block * run.stride :][: run.nbytes]
-        for start, run in zip(runtime.starts, runtime.table.layers, strict=True)
+        for start, run in zip(runtime.starts, runtime.kv_cache.layers, strict=True)
         for block in row
     )
 
@@ -174,7 +174,7 @@ def engine_with_few_blocks(runtime, mover, device, rounds=12):
     under_way, computed, reported = {}, {}, set()
     for job in range(rounds):
         slot = job % 3
-        row = device.rng.sample(range(runtime.table.blocks), 4)
+        row = device.rng.sample(range(runtime.kv_cache.blocks), 4)
         if under_way.get(slot) is not None:  # the owner gives a slot to nobody before its job was reported
             settle(mover, device, under_way.pop(slot)[0], reported)
             assert payload(runtime, slot) == computed[slot]

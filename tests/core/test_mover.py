@@ -43,20 +43,20 @@ class World:
             PageRun(base + start, stride, nbytes)
             for start, stride, nbytes in zip(self.starts, strides, sizes, strict=True)
         ]
-        self.table = PagedKVCache(tuple(runs), blocks, "cpu", rank, layout)
+        self.kv_cache = PagedKVCache(tuple(runs), blocks, "cpu", rank, layout)
         self.copier = copier
 
     @functools.cached_property
     def mover(self):
         """With a thread of its own, until it is closed."""
-        return HostMover(self.table, memoryview(self.slots), self.layout.frame_nbytes, self.copier)
+        return HostMover(self.kv_cache, memoryview(self.slots), self.layout.frame_nbytes, self.copier)
 
     def bytes_of(self, pages, slots):
         """Index in the buffer and in the slots of every byte that a job moves."""
         for chunk, slot in zip(pages, slots, strict=True):
             place = slot * self.layout.frame_nbytes + self.layout.shard_offset(self.rank)
             rows = [row for group, row in zip(self.layout.groups, chunk, strict=True) for _ in group.page_nbytes]
-            for start, run, row in zip(self.starts, self.table.layers, rows, strict=True):
+            for start, run, row in zip(self.starts, self.kv_cache.layers, rows, strict=True):
                 for block in row:
                     if block != NO_BLOCK:
                         page = start + block * run.stride
@@ -131,7 +131,7 @@ def jobs(draw):
 
 def blocks_of(draw, runtime, number, count):
     """Block ids of one group of a chunk, no other chunk's: in order, so that runs are long, or not; some not wanted."""
-    ids = list(range(runtime.table.blocks))[number * count :][:count]
+    ids = list(range(runtime.kv_cache.blocks))[number * count :][:count]
     ids = draw(st.one_of(st.just(ids), st.permutations(ids)))
     wanted = draw(st.lists(st.booleans(), min_size=count, max_size=count))
     return [block if want else NO_BLOCK for block, want in zip(ids, wanted, strict=True)]
@@ -274,15 +274,15 @@ def test_wrong_numbers_touch_no_memory(runtime, pages, slots, why):
         ({"layout": attrs.evolve(LAYOUT, tokens=99 * 16)}, ContractError, "slots of 8192 bytes for frames of 20480"),
     ],
 )
-def test_a_wrong_table_is_refused(runtime, change, error, why):
+def test_a_kv_cache_that_does_not_fit_its_layout_is_refused(runtime, change, error, why):
     with pytest.raises(error) as caught:
-        HostMover(attrs.evolve(runtime.table, **change), memoryview(runtime.slots), LAYOUT.frame_nbytes)
+        HostMover(attrs.evolve(runtime.kv_cache, **change), memoryview(runtime.slots), LAYOUT.frame_nbytes)
     assert str(caught.value) == why
 
 
 def test_the_memory_lives_until_close(runtime):
     memory = mmap.mmap(-1, LAYOUT.frame_nbytes)
-    mover = HostMover(runtime.table, memory, LAYOUT.frame_nbytes)
+    mover = HostMover(runtime.kv_cache, memory, LAYOUT.frame_nbytes)
     with pytest.raises(BufferError):
         memory.close()
     mover.close()

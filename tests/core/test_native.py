@@ -87,7 +87,7 @@ class Pages:
 @pytest.mark.parametrize("skew", [0, 1, 4096], ids="skewed by {}".format)
 @pytest.mark.parametrize("nbytes", [256, 4096, 40_000, 262_144 + 16], ids="pages of {}".format)
 def test_copies_small_and_large(nbytes, gap, skew):
-    """Large jobs go past the caches, and only what is aligned does; small pages are not summed 256 bytes at a time."""
+    """Aligned pieces of large jobs go past the caches; small pages are not checksummed 256 bytes at a time."""
     mine, plain = (Pages(copier, nbytes, gap=gap, skew=skew) for copier in (Copier, PlainCopier))
     rows = [[0, 1, 2], [9, -1, 8], [-1, 39, -1], [20, 21, 35]]
     for each in (mine, plain):

@@ -50,7 +50,7 @@ class Engine:
 
     def __init__(self, manager):
         self._buffer = PagedBuffer(LAYOUT, BLOCKS, random.Random(0))
-        self._mover = HeapConfig().attach(manager.handles[0], self._buffer.table())
+        self._mover = HeapConfig().attach(manager.handles[0], self._buffer.kv_cache())
         self._pages = [[list(range(BLOCKS))]]
         self._jobs = 0
 

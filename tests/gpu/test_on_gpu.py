@@ -41,13 +41,13 @@ class GpuPages(PagedBuffer):
             for start, stride in zip(self._starts, self._strides, strict=True)
         ]
 
-    def table(self, rank=0):
-        table = super().table(rank)
+    def kv_cache(self, rank=0):
+        cache = super().kv_cache(rank)
         runs = [
             attrs.evolve(run, base=tensor.data_ptr() + start)
-            for run, tensor, start in zip(table.layers, self.tensors, self._starts, strict=True)
+            for run, tensor, start in zip(cache.layers, self.tensors, self._starts, strict=True)
         ]
-        return attrs.evolve(table, layers=tuple(runs))
+        return attrs.evolve(cache, layers=tuple(runs))
 
     def page(self, layer, block):
         return self._bytes(self._on_device(layer, block))
@@ -86,10 +86,10 @@ class Slots:
     def view(self, slot):
         return memoryview(self.memory)[slot * self.nbytes : (slot + 1) * self.nbytes]
 
-    def mover(self, table, method):
+    def mover(self, cache, method):
         if method == "torch":
-            return open_mover(table, self.memory, self.nbytes, library="asked for")
-        mover = open_mover(table, self.memory, self.nbytes, autotune=decided(method))
+            return open_mover(cache, self.memory, self.nbytes, library="asked for")
+        mover = open_mover(cache, self.memory, self.nbytes, autotune=decided(method))
         assert any("by " in fact for fact in mover.facts().values()), "the library of our own is not used"
         return mover
 
@@ -114,7 +114,7 @@ def test_every_method_copies_each_byte_that_is_wanted_and_no_other(method, shape
     pages = GpuPages(layout, blocks, rng, align=align)
     pages.fill(rng)
     memory = Slots(layout, 4)
-    mover = memory.mover(pages.table(rank), method)
+    mover = memory.mover(pages.kv_cache(rank), method)
     drawn = [rng.sample(range(blocks), 3 * count) for count in layout.blocks]
     drawn = [[NO_BLOCK if rng.random() < 0.2 else block for block in group] for group in drawn]
     chunks, slots = [[group[i::3] for group in drawn] for i in range(3)], [3, 0, 2]
@@ -130,7 +130,7 @@ def test_every_method_copies_each_byte_that_is_wanted_and_no_other(method, shape
     assert all(memory.view(slot) == expected[slot] for slot in range(4)), "not what a store should leave"
 
     other = GpuPages(layout, blocks, rng, align=align)
-    loader = memory.mover(other.table(rank), method)
+    loader = memory.mover(other.kv_cache(rank), method)
     untouched = [tensor.clone() for tensor in other.tensors]
     for chunk in chunks:
         for layer, block, _, _ in wanted(layout, rank, chunk):
@@ -161,7 +161,7 @@ def test_stores_come_after_the_forward_and_before_the_next(method):
     layout = make_layout((64 << 10,) * 8, 16)
     pages = GpuPages(layout, 16, random.Random(0), align=16)
     memory = Slots(layout, 1)
-    mover = memory.mover(pages.table(), method)
+    mover = memory.mover(pages.kv_cache(), method)
     matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     for byte in range(5):
         for _ in range(20):
@@ -197,7 +197,7 @@ def test_what_a_stack_keeps_comes_back(model):
     pages, other = (GpuPages(layout, blocks, rng, align=16) for _ in range(2))
     for tensor in pages.tensors:
         tensor.random_()
-    movers = [config.arenas[0].config.attach(manager.handles[0], each.table()) for each in (pages, other)]
+    movers = [config.arenas[0].config.attach(manager.handles[0], each.kv_cache()) for each in (pages, other)]
     held = [[list(row)] for row in torch.randperm(blocks).view(chunks, -1).tolist()]
     keys = make_keys(chunks)
     slots = [slot.index for slot in manager.reserve(keys).values()]

@@ -38,7 +38,7 @@ def open_cpu(capacity=1 << 20, **settings):
 
 def attach(handle, buffer=None):
     buffer = buffer or PagedBuffer(LAYOUT, BLOCKS, random.Random(0))
-    return CpuConfig().attach(handle, buffer.table())
+    return CpuConfig().attach(handle, buffer.kv_cache())
 
 
 def why_not(handle):
@@ -333,6 +333,6 @@ def test_memory_is_present_at_open():
 
 
 def test_a_gpu_that_is_not_there_is_refused(arena):
-    table = attrs.evolve(PagedBuffer(LAYOUT, BLOCKS, random.Random(0)).table(), device="cuda:0")
+    kv_cache = attrs.evolve(PagedBuffer(LAYOUT, BLOCKS, random.Random(0)).kv_cache(), device="cuda:0")
     with pytest.raises(BackendError, match="^no mover for device 'cuda:0': torch finds no such"):
-        CpuConfig().attach(arena.handle, table)
+        CpuConfig().attach(arena.handle, kv_cache)
