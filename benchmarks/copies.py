@@ -15,6 +15,7 @@ from benchmarks.measure import GIB, Case, Table, interleaved, progress
 from kvtier_core import native
 from kvtier_core.frames import format as frame
 from kvtier_core.interfaces import Mover, OpenContext, PagedKVCache, PageRun
+from kvtier_core.testing.samples import make_layout
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, ChunkLayout, Namespace, Nbytes
 from kvtier_cpu.config import CpuConfig
 
@@ -33,7 +34,7 @@ class Shape:
 
     @property
     def layout(self) -> ChunkLayout:
-        return ChunkLayout((self.page_nbytes,) * LAYERS, self.blocks)
+        return make_layout((self.page_nbytes,) * LAYERS, self.blocks)
 
 
 SHAPES = (Shape(64 << 10, 16), Shape(16 << 10, 64))
@@ -71,7 +72,7 @@ class _Bench:
         capacity, nbytes = Nbytes(CHUNKS * shape.layout.frame_nbytes), CHUNKS * shape.layout.payload_nbytes
         self.arena = CpuConfig().open(OpenContext(self.namespace, shape.layout, "benchmark", capacity))
         self.pages, self.plain = _warm(nbytes), _warm(nbytes)
-        self.mover = CpuConfig().attach(self.arena.handle, self._page_table())
+        self.mover = CpuConfig().attach(self.arena.handle, self._kv_cache())
         self.jobs = itertools.count()
 
     def cases(self) -> list[Case]:
@@ -99,7 +100,7 @@ class _Bench:
 
     def store(self, row: list[int], slot: int) -> Sequence[int]:
         job = next(self.jobs)
-        self.mover.store(job, [row], [slot])
+        self.mover.store(job, [[row]], [slot])
         return _end(self.mover, job)
 
     def store_and_seal(self, row: list[int], slot: int) -> None:
@@ -108,7 +109,7 @@ class _Bench:
 
     def load(self, slot: int, row: list[int]) -> None:
         job = next(self.jobs)
-        self.mover.load(job, [slot], [row])
+        self.mover.load(job, [slot], [[row]])
         _end(self.mover, job)
 
     def seal(self, slot: int) -> None:
@@ -127,7 +128,7 @@ class _Bench:
         self.mover.close()
         self.arena.close()
 
-    def _page_table(self) -> PagedKVCache:
+    def _kv_cache(self) -> PagedKVCache:
         page_nbytes, blocks = self.shape.page_nbytes, CHUNKS * self.shape.blocks
         base = _address(self.pages)
         runs = (PageRun(base + layer * blocks * page_nbytes, page_nbytes, page_nbytes) for layer in range(LAYERS))

@@ -14,10 +14,11 @@ import torch
 
 from benchmarks.measure import Case, Table, interleaved, progress
 from kvtier_core.interfaces import Mover, PagedKVCache, PageRun
+from kvtier_core.testing.samples import make_layout
 from kvtier_core.transfer.cuda.autotune import DMA, KERNEL, decided
 from kvtier_core.transfer.cuda.library import load
 from kvtier_core.transfer.cuda.mover import open_mover
-from kvtier_core.types import ChunkLayout, Nbytes
+from kvtier_core.types import Nbytes
 
 ROUNDS, REPEATS = 7, 3
 PAGES = [2 << 10, 8 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20]
@@ -91,7 +92,7 @@ class _Bench:
 
     def __init__(self, page_nbytes: int):
         self.page_nbytes = page_nbytes
-        layout = ChunkLayout((page_nbytes,) * LAYERS, BLOCKS)
+        layout = make_layout((page_nbytes,) * LAYERS, BLOCKS)
         self.chunks = NBYTES // layout.payload_nbytes
         self.nbytes = self.chunks * layout.payload_nbytes
         blocks = self.chunks * BLOCKS
@@ -99,10 +100,10 @@ class _Bench:
         self.plain = torch.empty(self.nbytes, dtype=torch.uint8, device="cuda:0")
         self.pinned = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
         runs = tuple(PageRun(layer.data_ptr(), page_nbytes, page_nbytes) for layer in self.pages)
-        self.table = PagedKVCache(runs, blocks, "cuda:0", 0, layout)
+        self.kv_cache = PagedKVCache(runs, blocks, "cuda:0", 0, layout)
         self.slots = mmap.mmap(-1, self.chunks * layout.frame_nbytes)
         drawn = random.Random(0).sample(range(blocks), blocks)
-        self.rows = [drawn[first : first + BLOCKS] for first in range(0, blocks, BLOCKS)]
+        self.block_ids = [[drawn[first : first + BLOCKS]] for first in range(0, blocks, BLOCKS)]
         self.movers = {method: self._mover(method) for method in METHODS}
         self.chosen = "; ".join(self.movers["chosen"].facts().values())
         self.jobs = itertools.count()
@@ -117,9 +118,9 @@ class _Bench:
         mover, job, slots = self.movers[method], next(self.jobs), range(self.chunks)
         begin = time.perf_counter()
         if direction == "store":
-            mover.store(job, self.rows, slots)
+            mover.store(job, self.block_ids, slots)
         else:
-            mover.load(job, slots, self.rows)
+            mover.load(job, slots, self.block_ids)
         if method == "chosen":
             self.host[direction].append(time.perf_counter() - begin)
         while not (ended := mover.finished()):
@@ -132,10 +133,12 @@ class _Bench:
             mover.close()
 
     def _mover(self, method: str) -> Mover:
-        nbytes = self.table.layout.frame_nbytes
+        nbytes = self.kv_cache.layout.frame_nbytes
         if method == "torch":
-            return open_mover(self.table, self.slots, nbytes, library="asked for")
-        return open_mover(self.table, self.slots, nbytes, autotune=decided(method) if method in (KERNEL, DMA) else None)
+            return open_mover(self.kv_cache, self.slots, nbytes, library="asked for")
+        return open_mover(
+            self.kv_cache, self.slots, nbytes, autotune=decided(method) if method in (KERNEL, DMA) else None
+        )
 
 
 class _Matrices:

@@ -16,13 +16,14 @@ from kvtier_core.config.model import load_config, open_stack
 from kvtier_core.config.registry import Registry
 from kvtier_core.interfaces import OpenContext
 from kvtier_core.stack.manager import StorageManager
-from kvtier_core.types import KEY_NBYTES, ChunkKey, ChunkLayout, Namespace
+from kvtier_core.testing.samples import make_layout
+from kvtier_core.types import KEY_NBYTES, ChunkKey, Namespace
 
 ROUNDS = 21
 CHUNK_TOKENS = 256
 CHUNKS = 128
 NAMESPACE = Namespace.of({"benchmark": "lookup"})
-LAYOUT = ChunkLayout((60 << 10,), 1)  # small: bytes are not the matter here
+LAYOUT = make_layout((60 << 10,), 1)  # small: bytes are not the matter here
 HELD = 1024  # chunks that the arena holds when it is full
 LONG, BLOCK = 8192, 16
 HASH = "one blake2b over the packed tokens"

@@ -1,4 +1,4 @@
-// BLAKE2b with 32 bytes of digest and a person, as hashlib.blake2b has it (RFC 7693).
+// BLAKE2b with a digest of 32 bytes and a personalization, as hashlib.blake2b computes it (RFC 7693).
 #pragma once
 
 #include <array>
@@ -12,7 +12,7 @@ namespace kvtier {
 
 constexpr size_t kPersonNbytes = 16;
 
-// ``person`` has so many bytes at most.
+// ``person`` has at most kPersonNbytes bytes.
 Key blake2b(const std::byte* data, size_t nbytes, std::string_view person);
 
 }  // namespace kvtier

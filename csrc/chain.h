@@ -7,8 +7,8 @@
 
 namespace kvtier {
 
-// One key per full chunk from number ``first`` on, each the digest of the one before it, the chunk's tokens and its
-// extra bytes. ``parent`` is the key before. A ValueError where a token is none of 32 bits.
+// The key of each whole chunk from number ``first`` on: the digest of the key before it, the chunk's tokens and its
+// extra bytes. ``parent`` is the key before the first. Raises ValueError if a token is no whole number of 32 bits.
 nanobind::list chain(nanobind::handle parent, nanobind::handle tokens, size_t chunk_tokens, size_t first,
                      nanobind::dict extra, std::string_view person);
 

@@ -8,48 +8,50 @@
 namespace kvtier {
 namespace {
 
-// Of jobs of this size and above nothing is left in the caches when somebody comes to read it.
+// Jobs of this size or more would push each other out of the caches before anybody reads what they copied.
 constexpr size_t kLarge = size_t{4} << 20;
 
 std::byte* at(uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
 }  // namespace
 
-Copier::Copier(std::vector<Layer> layers, size_t row, uintptr_t shard, size_t slot_nbytes)
-    : layers_(std::move(layers)), row_(row), shard_(shard), slot_nbytes_(slot_nbytes) {
-  for (const Layer& layer : layers_) chunk_nbytes_ += layer.nbytes * row_;
+Copier::Copier(std::vector<Layer> layers, uintptr_t shard, size_t slot_nbytes)
+    : layers_(std::move(layers)), shard_(shard), slot_nbytes_(slot_nbytes) {
+  for (const Layer& layer : layers_) chunk_nbytes_ += layer.nbytes * layer.blocks;
 }
 
 Destination Copier::destination_of(size_t chunks) const {
   return chunks * chunk_nbytes_ < kLarge ? Destination::kCached : Destination::kStreamed;
 }
 
-// Calls visit(page, place, nbytes) in the order of the slot; `page` is null for a hole. Pages that lie side by side in
-// the engine too are one piece.
+// Calls visit(page, place, nbytes) in the order of the slot; `page` is null where no block is wanted. Pages that lie
+// side by side in the engine too are one piece.
 template <typename Visit>
 void Copier::each_piece(const Row& row, int64_t slot, Visit visit) const {
   for (const Layer& layer : layers_) {
     const uintptr_t begin = shard_ + static_cast<size_t>(slot) * slot_nbytes_ + layer.offset;
     const bool dense = layer.stride == layer.nbytes;
-    for (size_t i = 0, end; i < row_; i = end) {
+    const int64_t* const blocks = row.data() + layer.first;
+    for (size_t i = 0, end; i < layer.blocks; i = end) {
       end = i + 1;
-      const bool hole = row[i] < 0;
-      while (dense && !hole && end < row_ && row[end] == row[end - 1] + 1) end++;
-      visit(hole ? nullptr : at(layer.base + static_cast<size_t>(row[i]) * layer.stride), at(begin + i * layer.nbytes),
-            (end - i) * layer.nbytes);
+      const bool wanted = blocks[i] >= 0;
+      while (dense && wanted && end < layer.blocks && blocks[end] == blocks[end - 1] + 1) end++;
+      visit(wanted ? at(layer.base + static_cast<size_t>(blocks[i]) * layer.stride) : nullptr,
+            at(begin + i * layer.nbytes), (end - i) * layer.nbytes);
     }
   }
 }
 
 std::vector<uint32_t> Copier::gather(const std::vector<Row>& rows, const std::vector<int64_t>& slots) const {
   const Destination destination = destination_of(rows.size());
-  std::vector<uint32_t> sums(rows.size());
+  std::vector<uint32_t> checksums(rows.size());
   for (size_t i = 0; i < rows.size(); i++)
     each_piece(rows[i], slots[i], [&](std::byte* page, std::byte* place, size_t nbytes) {
-      sums[i] = page ? crc32_copy(sums[i], place, page, nbytes, destination) : crc32(sums[i], place, nbytes);
+      checksums[i] = page ? crc32_copy(checksums[i], place, page, nbytes, destination)
+                          : crc32(checksums[i], place, nbytes);
     });
   store_fence();
-  return sums;
+  return checksums;
 }
 
 void Copier::scatter(const std::vector<Row>& rows, const std::vector<int64_t>& slots) const {

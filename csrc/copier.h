@@ -1,4 +1,4 @@
-// Pages of an engine to slots of an arena and back, both in host memory.
+// Copies an engine's pages to slots of an arena and back, both in host memory.
 #pragma once
 
 #include <cstddef>
@@ -9,24 +9,31 @@
 
 namespace kvtier {
 
-// The pages of one layer: block b lies at base + b * stride. In a slot its `row` pages lie side by side from `offset` on.
+// The pages of one layer. Block b lies at base + b * stride. The layer's block ids are `blocks` entries of a chunk's
+// row, from entry `first` on; in a slot its pages lie side by side from `offset` on.
 struct Layer {
   uintptr_t base;
   size_t stride;
   size_t nbytes;
   size_t offset;
+  size_t first;
+  size_t blocks;
 };
 
-using Row = std::vector<int64_t>;  // block ids of one chunk; a negative one is a hole, which is not copied
+// The block ids of one chunk, group after group. No page is copied for a negative one.
+using Row = std::vector<int64_t>;
 
-// Addresses are raw: whoever calls has checked that every block and every slot exists, and keeps the memory alive.
+// Addresses are raw: the caller has checked that every block and every slot exists, and keeps the memory alive. Any
+// thread may call, several at once.
 class Copier {
  public:
-  // `shard` is where the pages of slot 0 begin, `slot_nbytes` the way from one slot to the next.
-  Copier(std::vector<Layer> layers, size_t row, uintptr_t shard, size_t slot_nbytes);
+  // `shard` is the address of this rank's shard in slot 0; the next slot's is `slot_nbytes` behind it.
+  Copier(std::vector<Layer> layers, uintptr_t shard, size_t slot_nbytes);
 
-  // The CRC-32 of what then lies in each slot's shard, holes included: summed in the same pass.
+  // Pages to slots. Returns the CRC-32 of what then lies in each slot's shard, places without a page included; it is
+  // computed in the same pass.
   std::vector<uint32_t> gather(const std::vector<Row>& rows, const std::vector<int64_t>& slots) const;
+  // Slots to pages.
   void scatter(const std::vector<Row>& rows, const std::vector<int64_t>& slots) const;
 
  private:
@@ -35,7 +42,6 @@ class Copier {
   void each_piece(const Row& row, int64_t slot, Visit visit) const;
 
   std::vector<Layer> layers_;
-  size_t row_;
   size_t chunk_nbytes_ = 0;
   uintptr_t shard_;
   size_t slot_nbytes_;

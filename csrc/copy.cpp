@@ -12,8 +12,9 @@ namespace kvtier {
 
 #if defined(__SSE2__)
 
-// Memory is read in blocks, which are written out again from the first-level cache. Streaming stores alone are slower
-// than memcpy: reads and writes that take turns line by line are what hurts.
+// Reads memory in blocks and writes each out again from the first-level cache. Streaming stores alone are slower than
+// memcpy, because memory then alternates between reads and writes line by line. Returns the bytes copied; fewer than 64
+// may be left.
 static size_t stream(std::byte* to, const std::byte* from, size_t nbytes) {
   constexpr size_t kBlock = 8192;
   size_t done = 0;

@@ -5,13 +5,14 @@
 
 namespace kvtier {
 
-// Where the destination goes: into the caches, for somebody who reads it at once, or past them, which is faster when
-// what is copied in all is larger than they are.
+// Whether what is written stays in the caches, for a reader that comes at once, or goes past them, which is faster
+// when all that is copied is larger than they are.
 enum class Destination { kCached, kStreamed };
 
+// `to` and `from` do not overlap.
 void copy(std::byte* to, const std::byte* from, size_t nbytes, Destination destination);
 
-// Nobody may be told of a streamed copy before this has been called.
+// Makes streamed copies visible to other threads. To be called before one is told that the copy is done.
 void store_fence();
 
 }  // namespace kvtier

@@ -1,6 +1,6 @@
 // Folding with carry-less multiplication: V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using
 // PCLMULQDQ Instruction", Intel, 2009. A register of the message is moved forward over n bits by multiplying it with
-// x^n modulo the polynomial and added to what stands there; what is left in the end is short, and goes by table.
+// x^n modulo the polynomial and added to what stands there. The short rest goes by table.
 #include "crc32.h"
 
 #include <algorithm>
@@ -31,7 +31,7 @@ constexpr auto kTables = [] {  // [n][b]: the checksum of byte b with n zero byt
   return tables;
 }();
 
-// Eight bytes at a time; `crc` without the inversions at both ends, as in all that follows.
+// Eight bytes at a time. Here and below `crc` is without the inversions at both ends.
 uint32_t by_table(uint32_t crc, const std::byte* data, size_t nbytes) {
   for (; nbytes >= 8; data += 8, nbytes -= 8) {
     uint64_t word;
@@ -46,7 +46,7 @@ uint32_t by_table(uint32_t crc, const std::byte* data, size_t nbytes) {
 
 #if defined(__x86_64__)
 
-// x^n as the multiplication of reflected operands wants it: one bit up.
+// x^n for the multiplication of reflected operands: shifted up by one bit.
 constexpr uint64_t power(int n) {
   uint32_t a = kOne;
   while (n--) a = times_x(a);
@@ -120,7 +120,7 @@ struct Copied {
   void take(const std::byte* data, size_t nbytes) { std::memcpy(to, data, nbytes); }
 };
 
-// At least 256 bytes. `sink` takes all of them on the way.
+// For at least 256 bytes; hands all of them to `sink` on the way.
 template <typename Sink>
 KVTIER_WIDE uint32_t by_512(uint32_t crc, const std::byte* data, size_t nbytes, Sink sink) {
   __m512i a = wide(data, 0), b = wide(data, 1), c = wide(data, 2), d = wide(data, 3);
@@ -183,7 +183,7 @@ uint32_t crc32_copy(uint32_t crc, std::byte* to, const std::byte* from, size_t n
       return ~by_512(~crc, from, nbytes, Copied<Destination::kStreamed>{to});
   }
 #endif
-  constexpr size_t kBlock = 8192;  // what was summed is copied from the first-level cache
+  constexpr size_t kBlock = 8192;  // what was checksummed is copied from the first-level cache
   for (size_t done = 0; done < nbytes; done += kBlock) {
     const size_t some = std::min(kBlock, nbytes - done);
     crc = crc32(crc, from + done, some);

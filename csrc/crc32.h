@@ -8,16 +8,16 @@
 
 namespace kvtier {
 
-// Of `crc`, the checksum of what came before (0 at the start), and `nbytes` more.
+// The checksum of `nbytes` more after data whose checksum is `crc`, which is 0 at the start.
 uint32_t crc32(uint32_t crc, const std::byte* data, size_t nbytes);
 
-// The same of what is copied, in one pass.
+// The same, while copying the data in one pass.
 uint32_t crc32_copy(uint32_t crc, std::byte* to, const std::byte* from, size_t nbytes, Destination destination);
 
 // The checksum of two pieces one after the other, from the checksum of each and the length of the second.
 uint32_t crc32_combine(uint32_t first, uint32_t second, uint64_t second_nbytes);
 
-// What computes it here: "vpclmulqdq", "pclmulqdq" or "table".
+// The method in use on this processor: "vpclmulqdq", "pclmulqdq" or "table".
 const char* crc32_method();
 
 }  // namespace kvtier

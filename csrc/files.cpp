@@ -16,8 +16,8 @@ namespace kvtier {
 namespace {
 
 constexpr unsigned kDepth = 32;
-// Reads in pieces of this size, several under way, reach what a disk can do; a single large one does not. A file that
-// grows takes one write at a time, and the larger the better.
+// Several reads of this size at once reach the speed of a disk; a single large one does not. A file that grows takes
+// one write at a time, so writes are large.
 constexpr size_t kPieceOfRead = size_t{512} << 10, kPieceOfWrite = size_t{32} << 20;
 
 // The part of a move that one request asks for.
@@ -54,7 +54,8 @@ struct Descriptor {
   }
 };
 
-// The two queues of an io_uring, used by one thread. The kernel's side is read and written with acquire and release.
+// The two queues of an io_uring, used by one thread. What the kernel also reads or writes is accessed with acquire and
+// release.
 class Ring {
  public:
   static std::unique_ptr<Ring> open() {
@@ -62,7 +63,7 @@ class Ring {
     const int fd = static_cast<int>(syscall(__NR_io_uring_setup, kDepth, &params));
     if (fd < 0) return nullptr;
     auto ring = std::unique_ptr<Ring>(new Ring(fd, params));
-    // From Linux 5.6 on: plain reads and writes, and no completion is ever dropped.
+    // Linux 5.6 has all three: plain reads and writes, and no completion is ever dropped.
     constexpr unsigned kNeeded = IORING_FEAT_SINGLE_MMAP | IORING_FEAT_NODROP | IORING_FEAT_RW_CUR_POS;
     return (params.features & kNeeded) == kNeeded && ring->queues_ && ring->entries_ ? std::move(ring) : nullptr;
   }
@@ -82,20 +83,20 @@ class Ring {
     unsubmitted_++;
   }
 
-  // Submits what was pushed and waits for at least one result; ended(tag, result) for each.
-  template <typename Ended>
-  void turn(Ended ended) {
+  // Submits what was pushed and waits for at least one result; calls on_result(tag, result) for each.
+  template <typename OnResult>
+  void turn(OnResult on_result) {
     const long taken = syscall(__NR_io_uring_enter, ring_.fd, unsubmitted_, 1, IORING_ENTER_GETEVENTS, nullptr, 0);
     if (taken >= 0) {
       unsubmitted_ -= static_cast<unsigned>(taken);
-    } else if (errno != EINTR) {  // short of memory, for instance; what is under way cannot be left alone
+    } else if (errno != EINTR) {  // short of memory, for instance; requests under way must be waited for
       const timespec moment{0, 1'000'000};
       nanosleep(&moment, nullptr);
     }
     unsigned head = *cq_head_;
     for (; head != std::atomic_ref(*cq_tail_).load(std::memory_order_acquire); head++) {
       const io_uring_cqe& event = events_[head & cq_mask_];
-      ended(static_cast<unsigned>(event.user_data), event.res);
+      on_result(static_cast<unsigned>(event.user_data), event.res);
     }
     std::atomic_ref(*cq_head_).store(head, std::memory_order_release);
   }
@@ -131,7 +132,7 @@ Ring* ring_of_this_thread() {
   return ring.get();
 }
 
-// How far each move has come. The outcome is the first error, or else where the file ended.
+// The outcomes of moves: the first error, or else where the file ended.
 class Tally {
  public:
   explicit Tally(const std::vector<Move>& moves) : outcomes_(moves.size()) {

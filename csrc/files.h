@@ -1,4 +1,5 @@
-// Many files at once, each from its beginning, to and from memory: io_uring (J. Axboe, "Efficient IO with io_uring", 2019).
+// Reads or writes many files at once, each from its beginning, with io_uring (J. Axboe, "Efficient IO with io_uring",
+// 2019).
 #pragma once
 
 #include <cstddef>
@@ -12,15 +13,15 @@ enum class Direction { kRead, kWrite };
 
 struct Move {
   int fd;
-  std::byte* memory;  // only read from where it is written to the file
+  std::byte* memory;  // only read from if the direction is kWrite
   size_t nbytes;
 };
 
-// Of each the bytes that were moved, or -errno. Fewer than asked for only where a file that is read ends before.
-// Nothing if this thread gets no ring.
+// Returns for each move the bytes moved, or -errno; fewer bytes than asked for only where a file that is read ends
+// before. Returns nothing if this thread gets no ring. When it returns, no request is under way any more.
 std::optional<std::vector<int64_t>> move_all(const std::vector<Move>& moves, Direction direction);
 
-// Do this kernel, and whoever guards it, give this thread a ring?
+// Do this kernel and its security policy give this thread a ring?
 bool ring_works();
 
 }  // namespace kvtier

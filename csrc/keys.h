@@ -1,4 +1,4 @@
-// Keys as Python hands them in and takes them back, by calls of the stable ABI.
+// Keys to and from Python, by calls of the stable ABI.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -22,7 +22,7 @@ inline Key key_of(nanobind::handle object) {
 
 inline nanobind::bytes bytes_of(const Key& key) { return nanobind::bytes(&key, sizeof key); }
 
-// What Python may hand in for many: a list as it is, anything else as a list.
+// The items of a Python sequence: of a list in place, of anything else copied to a list.
 class Items {
  public:
   explicit Items(nanobind::handle object)
@@ -36,7 +36,7 @@ class Items {
   nanobind::object list_;
 };
 
-// All of them, before anything is done with one: a key that is none changes nothing.
+// Converts all before the caller uses one, so that an invalid key changes nothing.
 inline std::vector<Key> keys_of(nanobind::handle object) {
   const Items items(object);
   std::vector<Key> keys(items.size());

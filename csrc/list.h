@@ -1,4 +1,4 @@
-// A list of entries that are numbered. Its links lie in the entries, so that whoever has a number can take it out.
+// A list of numbered entries. Its links lie in the entries, so that an entry is removed by its number in constant time.
 #pragma once
 
 #include "pool.h"
@@ -9,7 +9,7 @@ struct Links {
   Number before = kNone, after = kNone;
 };
 
-// ``kLinks`` is the member of the entries with which they hang in lists of this kind, in one at a time.
+// ``kLinks`` is the member of an entry that holds its links; an entry is in one list of this kind at a time.
 template <auto kLinks>
 class List {
  public:

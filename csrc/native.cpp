@@ -20,7 +20,7 @@ using namespace nb::literals;
 
 namespace {
 
-// The bytes of a Python buffer; released when it goes.
+// The bytes of a Python buffer, released by the destructor.
 class Bytes {
  public:
   explicit Bytes(nb::handle object, int flags = PyBUF_SIMPLE) {
@@ -65,12 +65,13 @@ Outcomes write_files(const std::vector<int>& fds, const std::vector<nb::object>&
   return move_all(fds, from, kvtier::Direction::kWrite);
 }
 
-using LayerTuple = std::tuple<uintptr_t, size_t, size_t, size_t>;
+using LayerTuple = std::tuple<uintptr_t, size_t, size_t, size_t, size_t, size_t>;
 
-kvtier::Copier copier(const std::vector<LayerTuple>& layers, size_t row, uintptr_t shard, size_t slot_nbytes) {
+kvtier::Copier copier(const std::vector<LayerTuple>& layers, uintptr_t shard, size_t slot_nbytes) {
   std::vector<kvtier::Layer> plain;
-  for (const auto& [base, stride, nbytes, offset] : layers) plain.push_back({base, stride, nbytes, offset});
-  return {std::move(plain), row, shard, slot_nbytes};
+  for (const auto& [base, stride, nbytes, offset, first, blocks] : layers)
+    plain.push_back({base, stride, nbytes, offset, first, blocks});
+  return {std::move(plain), shard, slot_nbytes};
 }
 
 }  // namespace
@@ -89,7 +90,7 @@ NB_MODULE(_native, m) {
 
   const nb::call_guard<nb::gil_scoped_release> released;
   nb::class_<kvtier::Copier>(m, "Copier")
-      .def(nb::new_(&copier), "layers"_a, "row"_a, "shard"_a, "slot_nbytes"_a)
+      .def(nb::new_(&copier), "layers"_a, "shard"_a, "slot_nbytes"_a)
       .def("gather", &kvtier::Copier::gather, "rows"_a, "slots"_a, released)
       .def("scatter", &kvtier::Copier::scatter, "rows"_a, "slots"_a, released);
 

@@ -1,4 +1,4 @@
-// Numbered entries. A number is free again when its entry is dropped, and is given to the next.
+// Numbered entries. The number of a dropped entry is given to the next one.
 #pragma once
 
 #include <cstddef>
@@ -34,7 +34,7 @@ class Pool {
   void drop(Number number) { free_.push_back(number); }
 
  private:
-  std::deque<Entry> entries_;  // which doubles nothing as it grows
+  std::deque<Entry> entries_;  // never copies its entries as it grows
   std::vector<Number> free_;
 };
 

@@ -58,12 +58,12 @@ void PrefixTree::add(nb::handle keys, nb::handle parents, int64_t nbytes, nb::ha
     nodes_[nodes[i]].nbytes = nbytes;
     nodes_[nodes[i]].place = noted[i];
     used_ += nbytes;
-    if (above[i]) hang(nodes[i], node_of(*above[i]));
+    if (above[i]) set_parent(nodes[i], node_of(*above[i]));
   }
   held_ += own.size();
 }
 
-// Nodes that are held from now on; none of them, if one was held before.
+// Marks all keys as held, or throws and marks none if one is held already.
 std::vector<Number> PrefixTree::take(const std::vector<Key>& keys) {
   std::vector<Number> nodes;
   for (const Key& key : keys) {
@@ -90,7 +90,7 @@ void PrefixTree::adopt(nb::handle path) {
     const Number node = held(key);
     if (node != kNone && nodes_[node].parent == kNone) {
       changes_++;
-      hang(node, node_of(before));
+      set_parent(node, node_of(before));
     }
     before = key;
   }
@@ -112,7 +112,7 @@ nb::list PrefixTree::remove(nb::handle keys) {
     used_ -= node.nbytes;
     held_--;
     node.held = false;
-    unhang(number);
+    clear_parent(number);
     drop_if_unused(number);
   }
   return noted;
@@ -122,7 +122,7 @@ void PrefixTree::detach(nb::handle keys) {
   const Items items(keys);
   changes_++;
   for (size_t i = 0; i < items.size(); i++) {
-    if (const Number node = held(key_of(items[i])); node != kNone) unhang(node);
+    if (const Number node = held(key_of(items[i])); node != kNone) clear_parent(node);
   }
 }
 
@@ -142,13 +142,13 @@ Number PrefixTree::node_of(const Key& key) {
   return node != kNone ? node : nodes_.insert({.key = key});
 }
 
-void PrefixTree::hang(Number node, Number parent) {
+void PrefixTree::set_parent(Number node, Number parent) {
   if (node == parent) return;
   nodes_[node].parent = parent;
   nodes_[parent].children++;
 }
 
-void PrefixTree::unhang(Number node) {
+void PrefixTree::clear_parent(Number node) {
   const Number parent = std::exchange(nodes_[node].parent, kNone);
   if (parent == kNone) return;
   nodes_[parent].children--;
@@ -160,11 +160,11 @@ void PrefixTree::drop_if_unused(Number node) {
 }
 
 bool EvictionCandidates::is_leaf(Number node) const {
-  const auto named = leaving_.find(node);
-  return tree_.nodes_[node].children <= (named == leaving_.end() ? 0 : named->second);
+  const auto named = returned_children_.find(node);
+  return tree_.nodes_[node].children <= (named == returned_children_.end() ? 0 : named->second);
 }
 
-bool EvictionCandidates::may_leave(const nb::object& key, Number node) const {
+bool EvictionCandidates::may_be_evicted(const nb::object& key, Number node) const {
   const auto in = [](nb::handle collection, nb::handle item) {
     const int found = PySequence_Contains(collection.ptr(), item.ptr());
     if (found < 0) throw nb::python_error();
@@ -176,19 +176,19 @@ bool EvictionCandidates::may_leave(const nb::object& key, Number node) const {
   return !in(pinned_, nb::int_(tree_.nodes_[node].place));
 }
 
-void EvictionCandidates::follow(Number leaver) {
-  const Number parent = tree_.nodes_[leaver].parent;
+void EvictionCandidates::note_returned(Number candidate) {
+  const Number parent = tree_.nodes_[candidate].parent;
   if (parent == kNone) return;
-  leaving_[parent]++;
-  if (passed_.contains(parent) && is_leaf(parent)) follower_ = parent;
+  returned_children_[parent]++;
+  if (passed_.contains(parent) && is_leaf(parent)) next_parent_ = parent;
 }
 
 nb::object EvictionCandidates::next() {
   if (changes_ != tree_.changes_) throw std::runtime_error("the tree changed while its eviction_candidates were named");
-  if (const Number leaver = std::exchange(follower_, kNone); leaver != kNone) {
-    const nb::object key = bytes_of(tree_.nodes_[leaver].key);
-    if (may_leave(key, leaver)) {
-      follow(leaver);
+  if (const Number candidate = std::exchange(next_parent_, kNone); candidate != kNone) {
+    const nb::object key = bytes_of(tree_.nodes_[candidate].key);
+    if (may_be_evicted(key, candidate)) {
+      note_returned(candidate);
       return key;
     }
   }
@@ -201,8 +201,8 @@ nb::object EvictionCandidates::next() {
     const Number node = tree_.must_hold(key);
     if (leaf_first_ && !is_leaf(node)) {
       passed_.insert(node);
-    } else if (may_leave(key, node)) {
-      follow(node);
+    } else if (may_be_evicted(key, node)) {
+      note_returned(node);
       return key;
     }
   }

@@ -1,4 +1,4 @@
-// The held keys of one level, what is noted of each, and how they hang on one another; see kvtier_core/stack/index/prefix_tree.py.
+// The keys that a tier holds, with sizes, places and parents; see kvtier_core/stack/index/prefix_tree.py.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -47,20 +47,21 @@ class PrefixTree {
   Number must_hold(nanobind::handle key) const;
   Number node_of(const Key& key);
   std::vector<Number> take(const std::vector<Key>& keys);
-  void hang(Number node, Number parent);
-  void unhang(Number node);
+  void set_parent(Number node, Number parent);
+  void clear_parent(Number node);
   void drop_if_unused(Number node);
 
-  Table<Node> nodes_;  // of what is held, and of parents that are not
+  Table<Node> nodes_;  // held keys, and parents that are not held
   size_t held_ = 0;
   int64_t used_ = 0;
   uint64_t changes_ = 0;
 };
 
-// An iterator; it ends with an exception when the tree has changed.
+// An iterator over the keys that may be evicted, in the order of the policy. It raises when the tree has changed.
 class EvictionCandidates {
  public:
-  EvictionCandidates(const PrefixTree& tree, nanobind::handle victims, nanobind::handle spared, nanobind::object pinned, bool leaf_first)
+  EvictionCandidates(const PrefixTree& tree, nanobind::handle victims, nanobind::handle spared,
+                     nanobind::object pinned, bool leaf_first)
       : tree_(tree), changes_(tree.changes_), victims_(nanobind::iter(victims)), spared_(spared),
         pinned_(std::move(pinned)), leaf_first_(leaf_first) {}
 
@@ -68,18 +69,18 @@ class EvictionCandidates {
 
  private:
   bool is_leaf(Number node) const;
-  bool may_leave(const nanobind::object& key, Number node) const;
-  void follow(Number leaver);
+  bool may_be_evicted(const nanobind::object& key, Number node) const;
+  void note_returned(Number candidate);
 
   const PrefixTree& tree_;
   const uint64_t changes_;
   nanobind::object victims_;
-  Items spared_;  // collections of keys
-  nanobind::object pinned_;  // and one of places
+  Items spared_;  // collections of keys that are not evicted
+  nanobind::object pinned_;  // places that are not
   const bool leaf_first_;
-  std::unordered_map<Number, uint32_t> leaving_;  // how many children of a node were named
-  std::unordered_set<Number> passed_;             // named by the policy, spared for the sake of a child
-  Number follower_ = kNone;                       // a parent whose last child was named just now
+  std::unordered_map<Number, uint32_t> returned_children_;  // children of a node that this iterator has returned
+  std::unordered_set<Number> passed_;             // named by the policy, passed over because of a child
+  Number next_parent_ = kNone;                       // one of these, whose last child was returned just now
 };
 
 void bind_tree(nanobind::module_& m);

@@ -1,4 +1,4 @@
-// What is held, found by its key: some bytes an entry beside the entry itself, and no pointers.
+// A hash table of entries by key, which costs some bytes for each entry and has no pointers.
 #pragma once
 
 #include <array>
@@ -19,14 +19,14 @@ struct Key {
   bool operator==(const Key&) const = default;
 };
 
-// Keys are digests mostly, but nobody promises it: every bit counts.
+// Keys are mostly digests, but this is not promised, so every bit counts.
 inline uint64_t hash_of(const Key& key) {
   uint64_t hash = 0;
   for (const uint64_t word : key.words) hash = std::rotl(hash ^ word, 23) * 0x9E3779B97F4A7C15u;
   return hash ^ hash >> 32;
 }
 
-// Entries keep their numbers until they are erased. ``Entry`` has a member ``key`` that hash_of() knows.
+// An entry keeps its number until it is erased. ``Entry`` has a member ``key``, for which there is a hash_of().
 template <class Entry>
 class Table {
  public:
@@ -37,7 +37,7 @@ class Table {
   Entry& operator[](Number number) { return entries_[number]; }
   const Entry& operator[](Number number) const { return entries_[number]; }
 
-  // In no order.
+  // Calls visit(entry) for each, in no order.
   template <class Visit>
   void each(Visit visit) const {
     for (size_t at = 0; at < cells_.size(); at++) {
@@ -54,7 +54,7 @@ class Table {
     return kNone;
   }
 
-  // Of two with one key, find() knows one; their numbers tell them apart.
+  // Returns the number of the entry. If two have the same key, find() finds one of them.
   Number insert(Entry entry) {
     if (size() + 1 > cells_.size() / 4 * 3) grow();
     const Number number = entries_.add(std::move(entry));
@@ -66,9 +66,9 @@ class Table {
     size_t hole = home_of(hash_of(entries_[number].key));
     while (number_in(hole) != number) hole = next(hole);
     entries_.drop(number);
-    // Their keys lie anywhere, and are fetched from there at once.
+    // The keys that follow lie anywhere in memory; fetch them all at once.
     for (size_t at = next(hole); cells_[at] != kEmpty; at = next(at)) __builtin_prefetch(&entries_[number_in(at)].key);
-    // Whoever was pushed on by the one that leaves moves up (D. E. Knuth, The Art of Computer Programming 3, 6.4,
+    // Move up what was displaced by the erased entry (D. E. Knuth, The Art of Computer Programming 3, 6.4,
     // algorithm R).
     for (size_t at = next(hole); cells_[at] != kEmpty; at = next(at)) {
       const size_t home = home_of(hash_of(entries_[number_in(at)].key));
@@ -81,10 +81,10 @@ class Table {
   }
 
  private:
-  // A number, which is smaller than there are cells, and in the bits that it leaves some of the hash: whoever looks
-  // for a key looks at few entries but that one.
+  // A number, which is less than the number of cells, and in the remaining bits some of the hash, so that find()
+  // rarely looks at other entries than the right one.
   using Cell = uint32_t;
-  static constexpr Cell kEmpty = UINT32_MAX;  // whose number would be that of the last cell, and a quarter are free
+  static constexpr Cell kEmpty = UINT32_MAX;  // no number: it would be that of the last cell, but a quarter are free
 
   Cell mask() const { return static_cast<Cell>(cells_.size() - 1); }
   Number number_in(size_t at) const { return cells_[at] & mask(); }

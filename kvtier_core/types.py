@@ -1,4 +1,4 @@
-"""The words of kvtier as types: keys, namespaces, layouts, slots, sizes, events."""
+"""The vocabulary of kvtier as types: keys, namespaces, layouts, slots, events, sizes and times."""
 
 from __future__ import annotations
 
@@ -13,48 +13,51 @@ from typing import NamedTuple, NewType
 
 import attrs
 
-#: 32 opaque bytes that name a chunk; a digest chained over the whole prefix. Never parsed.
+#: Opaque bytes that name a chunk. It depends on the namespace, on the chunk's tokens and on all before them, so equal
+#: keys mean interchangeable KV. Nothing parses it.
 ChunkKey = NewType("ChunkKey", bytes)
 
+#: Bytes of a key.
 KEY_NBYTES = 32
-#: Frames, their headers and arena slots are multiples of this, so that O_DIRECT can move them.
+#: In bytes. Frames, their headers and arena slots are multiples of it, so that O_DIRECT can move them.
 FRAME_ALIGNMENT = 4096
 
 
 class Slot(NamedTuple):
-    """Room for one chunk: which arena of the stack, and its number there."""
+    """Room for one chunk in an arena."""
 
-    arena: int
-    index: int
+    arena: int  #: number of the arena in the stack, from 0
+    index: int  #: number of the slot in the arena, from 0
 
 
 @attrs.frozen
 class Namespace:
-    """What makes the KV of two engines interchangeable, as named facts in plain words.
+    """Everything that must be equal for two engines to share KV, as named facts in plain words.
 
-    Constant for a stack. Two namespaces with one differing fact never share a byte.
+    Two namespaces that differ in one fact share no key and no frame.
     """
 
-    facts: tuple[tuple[str, str], ...]
+    facts: tuple[tuple[str, str], ...]  #: names and values, sorted by name
 
     @classmethod
     def of(cls, facts: Mapping[str, object]) -> Namespace:
+        """The namespace of these facts, whose values are told as text."""
         return cls(tuple(sorted((name, str(value)) for name, value in facts.items())))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Namespace:
-        """What `to_json` made. Raises ValueError for anything else."""
+        """Read the text that `to_json` made. Raises ValueError for anything else."""
         facts = json.loads(text)
         if not isinstance(facts, dict) or not all(isinstance(fact, str) for fact in facts.values()):
             raise ValueError("not the facts of a namespace")
         return cls.of(facts)
 
     def to_json(self) -> str:
-        """For people and for `from_json`."""
+        """All facts, for people and for `from_json`."""
         return json.dumps(dict(self.facts), indent=1) + "\n"
 
     def differences(self, other: Namespace) -> list[tuple[str, str, str]]:
-        """Facts that are not the same: the name, its value here and in ``other``, or an empty text."""
+        """Facts that are not equal: the name, the value here and the value in ``other``; empty where there is none."""
         here, there = dict(self.facts), dict(other.facts)
         return [
             (name, here.get(name, ""), there.get(name, ""))
@@ -63,34 +66,106 @@ class Namespace:
         ]
 
     def renewed(self) -> Namespace:
-        """All these facts in another epoch, which shares nothing with this one or any other."""
+        """The same facts in a new epoch, which shares nothing with this one or any other."""
         return Namespace.of({**dict(self.facts), "epoch": secrets.token_hex(16)})
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes, the same on every machine."""
+        """32 bytes that depend on every fact, the same on every machine."""
         plain = json.dumps(self.facts, ensure_ascii=True, separators=(",", ":"))
         return hashlib.blake2b(plain.encode(), digest_size=32, person=b"kvtier-ns").digest()
+
+
+class KVKind(enum.StrEnum):
+    """What a request must have of a group of layers to continue behind a prefix."""
+
+    FULL_ATTENTION = "full attention"  #: the KV of every token of the prefix
+
+
+class KVStructure(enum.StrEnum):
+    """What the elements of a page are, as far as the engine's side can tell a serializer."""
+
+    KEYS_AND_VALUES = "keys and values"  #: one number an element; their order is the engine's, a fact of the namespace
+    MLA_LATENT = "MLA latent"  #: one number an element: the compressed KV of multi-head latent attention
+    OPAQUE = "opaque"  #: anything else, quantized KV with its scales for instance: bytes to be kept as they are
+
+
+@attrs.frozen
+class KVGroup:
+    """Layers that share a block table: the engine keeps a request's block ``b`` in page ``b`` of each of them."""
+
+    name: str  #: for logs, errors and facts; no other group of the layout has it
+    kind: KVKind = attrs.field(converter=KVKind)
+    page_nbytes: tuple[int, ...] = attrs.field(converter=tuple)  #: of a page of each layer, as one rank holds it
+    block_tokens: int  #: tokens of one block
+    dtype: str  #: of the elements of a page, in torch's words: ``bfloat16``; several if layers differ, with spaces
+    structure: KVStructure = attrs.field(converter=KVStructure)
+
+    @property
+    def fact(self) -> str:
+        """All of it in plain words, as a fact of a namespace."""
+        pages = " ".join(map(str, self.page_nbytes))
+        tokens = f"{self.block_tokens} tokens a block"
+        return f"{self.name}: {self.kind}, {tokens}, {self.dtype}, {self.structure}, pages of {pages} bytes"
+
+
+class LayerPlace(NamedTuple):
+    """Where the pages of one layer lie in a shard."""
+
+    group: int  #: number of its group in the layout
+    page_nbytes: int
+    offset: int  #: bytes from the start of the shard to the layer's first page; the others follow side by side
+    blocks: int  #: pages of this layer in a chunk
 
 
 @attrs.frozen
 class ChunkLayout:
     """Where the bytes of a chunk lie in its frame.
 
-    A frame is a header page, then one shard per rank, then zeros up to a multiple of `FRAME_ALIGNMENT`.
-    A shard is, layer after layer, the chunk's pages of that layer in token order.
+    A frame is a header of 4 KiB, then one shard per rank, then zeros up to a multiple of `FRAME_ALIGNMENT`. A shard is
+    group after group; a group is layer after layer; a layer is the chunk's pages in token order, side by side.
+
+    The groups of a layout are stored, loaded and evicted together: one key names the chunk with all of them. The groups
+    are facts of the namespace, and the namespace is part of every key, so no key ever names a chunk of other groups.
+    Groups that are worth keeping at different places of a prompt (every chunk of full attention, but of a sliding
+    window only the last ones before a boundary) do not belong in one layout: its slots would be mostly empty. They are
+    separate layouts, each with its own arena, frames and key for the same chunk; an arena, a backend and a mover
+    serve one layout and need not know of the others.
     """
 
-    page_nbytes: tuple[int, ...]  #: of one page of each layer, as one rank holds it
-    blocks: int  #: pages of one layer in a chunk
+    groups: tuple[KVGroup, ...] = attrs.field(converter=tuple)
+    tokens: int = attrs.field()  #: of a chunk: a multiple of every group's ``block_tokens``, else ValueError
     ranks: int = 1
+
+    @tokens.validator
+    def _check_tokens(self, attribute: attrs.Attribute, tokens: int) -> None:
+        for group in self.groups:
+            if tokens < 1 or tokens % group.block_tokens:
+                raise ValueError(f"{tokens} tokens are no whole blocks of {group.block_tokens} ({group.name})")
+
+    @cached_property
+    def blocks(self) -> tuple[int, ...]:
+        """Of each group, the pages of one layer in a chunk."""
+        return tuple(self.tokens // group.block_tokens for group in self.groups)
+
+    @cached_property
+    def layers(self) -> tuple[LayerPlace, ...]:
+        """All layers of all groups, in the order of a shard."""
+        layers, offset = [], 0
+        for number, (group, blocks) in enumerate(zip(self.groups, self.blocks, strict=True)):
+            for nbytes in group.page_nbytes:
+                layers.append(LayerPlace(number, nbytes, offset, blocks))
+                offset += nbytes * blocks
+        return tuple(layers)
 
     @cached_property
     def shard_nbytes(self) -> int:
-        return sum(self.page_nbytes) * self.blocks
+        """Bytes of one rank's part of a payload."""
+        return sum(layer.page_nbytes * layer.blocks for layer in self.layers)
 
     @cached_property
     def payload_nbytes(self) -> int:
+        """Bytes of all ranks' shards."""
         return self.shard_nbytes * self.ranks
 
     @cached_property
@@ -99,21 +174,23 @@ class ChunkLayout:
         return FRAME_ALIGNMENT + -(-self.payload_nbytes // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
 
     def shard_offset(self, rank: int) -> int:
-        """Of rank's shard, in bytes from the start of the frame."""
+        """Bytes from the start of the frame to the shard of ``rank``."""
         return FRAME_ALIGNMENT + rank * self.shard_nbytes
 
 
 class EventKind(enum.Enum):
-    STORED = "stored"  #: an engine's chunk became READY in an arena
-    PROMOTED = "promoted"  #: a chunk came up from a tier below, verified
-    WRITTEN = "written"  #: a frame is whole in a tier below
-    EVICTED = "evicted"
-    REJECTED = "rejected"  #: a tier would not take a frame: no room, too much in flight, policy
-    MISSING = "missing"  #: the index said yes, the store said no
-    CORRUPT = "corrupt"  #: bytes that failed verification; never served
+    """What can happen to chunks of a tier."""
+
+    STORED = "stored"  #: a chunk of the engine became READY in an arena
+    PROMOTED = "promoted"  #: a chunk was read from a tier below, verified, and is READY in an arena
+    WRITTEN = "written"  #: a tier has stored a frame
+    EVICTED = "evicted"  #: a tier gave up a chunk for lack of room
+    REJECTED = "rejected"  #: a tier did not take a chunk: no room, too much in flight, or its policy
+    MISSING = "missing"  #: a frame was gone from a store whose index had it
+    CORRUPT = "corrupt"  #: a frame failed verification; it is not served
     IO_ERROR = "io_error"  #: a store raised
-    BREAKER_OPEN = "breaker_open"  #: a breaker opened: the tier is left alone for a while
-    BREAKER_CLOSED = "breaker_closed"
+    BREAKER_OPEN = "breaker_open"  #: a tier failed repeatedly and is not asked for a while
+    BREAKER_CLOSED = "breaker_closed"  #: it works again
 
 
 @attrs.frozen
@@ -121,22 +198,22 @@ class Event:
     """Something that happened to chunks of one tier."""
 
     kind: EventKind
-    tier: str
+    tier: str  #: its name
     keys: tuple[ChunkKey, ...] = ()
-    nbytes: int = 0
-    why: str = ""
+    nbytes: int = 0  #: of their frames, in all
+    why: str = ""  #: in plain words
 
 
 @attrs.frozen
 class Usage:
-    """What one level of a stack holds now."""
+    """What a tier holds now."""
 
-    tier: str
+    tier: str  #: its name
     chunks: int
-    nbytes: int
-    capacity: int
-    pins: int = 0  #: of an arena
-    inflight: int = 0  #: bytes on their way to or from a tier
+    nbytes: int  #: of their frames
+    capacity: int  #: in bytes
+    pins: int = 0  #: of an arena: slots in use by requests and tiers, counted once for each use
+    inflight: int = 0  #: of a store tier: bytes on their way to it or from it
 
 
 _SIZE = re.compile(r"([0-9]+)\s*(B|KiB|MiB|GiB|TiB|PiB)")
@@ -146,11 +223,11 @@ _TIME_UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0}
 
 
 class Nbytes(int):
-    """A number of bytes that is written with a binary unit: ``8GiB``."""
+    """A number of bytes, written with a binary unit: ``8GiB``."""
 
     @classmethod
     def parse(cls, text: str) -> Nbytes:
-        """Raises ValueError for anything but a whole number and B, KiB, MiB, GiB, TiB or PiB."""
+        """Read a whole number and B, KiB, MiB, GiB, TiB or PiB. Raises ValueError for anything else."""
         match = _SIZE.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"{text!r} is not a size; write a whole number and B, KiB, MiB, GiB, TiB or PiB")
@@ -164,11 +241,11 @@ class Nbytes(int):
 
 
 class Seconds(float):
-    """A length of time that is written with its unit: ``500ms``, ``2s``, ``1min``."""
+    """A length of time in seconds, written with a unit: ``500ms``, ``2s``, ``1min``."""
 
     @classmethod
     def parse(cls, text: str) -> Seconds:
-        """Raises ValueError for anything but a number and ms, s or min."""
+        """Read a number and ms, s or min. Raises ValueError for anything else."""
         match = _TIME.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"{text!r} is not a length of time; write a number and ms, s or min")

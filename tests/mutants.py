@@ -58,6 +58,7 @@ CONNECTOR = "kvtier_core/vllm/connector.py"
 PROVENANCE = "kvtier_core/engine/provenance.py"
 REPORTS = "kvtier_core/engine/worker_reports.py"
 STORES = "kvtier_core/engine/stores.py"
+PAGE_LISTS = "kvtier_core/transfer/page_lists.py"
 DISK = "plugins/kvtier_disk/kvtier_disk"
 ABOUT_IDENTITY = "tests/vllm/test_identity.py::"
 REQUEST_TESTS = "tests/vllm/test_request_identity.py::"
@@ -255,6 +256,20 @@ MUTANTS = (
         REQUEST_TESTS + "test_what_cannot_be_identified_is_bypassed",
     ),
     Mutant(
+        "no-groups-in-the-namespace",
+        IDENTITY,
+        '"; ".join(group.fact for group in report.groups)',
+        "len(report.groups)",
+        "tests/vllm/test_identity.py::test_what_an_engine_reports_changes_the_namespace",
+    ),
+    Mutant(
+        "whatever-is-derived-from-full-attention",
+        "kvtier_core/vllm/layout.py",
+        "if type(spec) not in _STRUCTURES:",
+        "if not isinstance(spec, FullAttentionSpec):",
+        "tests/vllm/test_layout.py::test_one_group_of_another_kind_is_refused",
+    ),
+    Mutant(
         "embeddings-from-anywhere",
         "kvtier_core/vllm/layout.py",
         "if vllm_config.ec_transfer_config is not None or vllm_config.ec_manager_config.encoder_cache_manager_cls:",
@@ -442,9 +457,23 @@ MUTANTS = (
     Mutant(
         "any-slot-at-any-time",
         "kvtier_core/transfer/cuda/mover.py",
-        "if not self._lock.covers(slots):",
+        "if not self._registration.covers(slots):",
         "if False:",
         "tests/core/test_cuda_mover.py::test_a_job_with_a_slot_that_is_not_locked_yet_is_a_miss",
+    ),
+    Mutant(
+        "block-ids-of-any-number",
+        PAGE_LISTS,
+        "if tuple(map(len, chunk)) != cache.layout.blocks:",
+        "if False:",
+        "tests/core/test_mover.py::test_wrong_numbers_touch_no_memory",
+    ),
+    Mutant(
+        "one-block-table-for-all-groups",
+        PAGE_LISTS,
+        "place.offset, firsts[place.group], place.blocks",
+        "place.offset, 0, place.blocks",
+        "tests/core/test_mover.py::test_store",
     ),
     Mutant(
         "no-checksum",

@@ -1,4 +1,4 @@
-// What the host does with the pieces of a job before it calls CUDA. Apart from it, so that the tests can look at it.
+// What the host does with the pieces of a job before it calls CUDA. It needs no CUDA, so the tests can run it.
 #pragma once
 
 #include <algorithm>
@@ -15,13 +15,13 @@ struct Copies {
   std::vector<size_t> nbytes;
 };
 
-// Is `next` the page after `piece` on both sides, so that one copy can move the two?
+// Does the page of `next` follow that of `piece` on both sides, so that one copy can move both?
 inline bool follows(const Layer& layer, const Piece& piece, const Piece& next) {
   return layer.stride == layer.nbytes && next.slot == piece.slot && next.place == piece.place + 1 &&
          next.block == piece.block + 1;
 }
 
-// For the copy engines: pages that lie side by side on both sides are one copy.
+// The copies of a job for the copy engines. Pages that lie side by side on both sides are one copy.
 inline Copies copies_of(const std::vector<Layer>& layers, const Shards& shards, bool to_slots, const Piece* pieces,
                         uint32_t count) {
   Copies copies;
@@ -41,7 +41,7 @@ inline Copies copies_of(const std::vector<Layer>& layers, const Shards& shards, 
   return copies;
 }
 
-// For one launch of the kernel: the pieces from `first` on, as many as go with it.
+// The pieces of one launch of the kernel, from `first` on.
 inline Batch batch_at(const Piece* pieces, uint32_t count, uint32_t first) {
   Batch batch;
   batch.count = static_cast<int32_t>(std::min<uint32_t>(kBatch, count - first));

@@ -17,15 +17,15 @@ struct KvtierPages {
   Shards shards;
   std::vector<Layer> layers;
   Layer* on_device = nullptr;
-  bool reaches_host = false;  // a kernel may use the host's addresses of page-locked memory
-  bool batched = true;        // as far as we know
+  bool reaches_host = false;  // a kernel may use host addresses of page-locked memory
+  bool batched = true;        // assumed until the driver says otherwise
 };
 
 namespace {
 
 constexpr uint32_t kWarp = 32;
 constexpr uint32_t kThreads = 512;
-// A few: enough to fill the bus to the host, and the others stay with the engine.
+// Few: enough to fill the bus to the host, so that the other multiprocessors stay with the engine.
 constexpr uint32_t kBlocks = 16;
 
 __global__ void __launch_bounds__(kThreads)
@@ -58,7 +58,7 @@ cudaError_t enqueue_each(const Copies& copies, bool to_slots, cudaStream_t strea
   return cudaSuccess;
 }
 
-// Also takes the error out of the runtime, where the next caller would find it and think it its own.
+// Also clears the error in the runtime, where the next caller would find it and take it for its own.
 int told(cudaError_t error) {
   if (error != cudaSuccess) cudaGetLastError();
   return error;

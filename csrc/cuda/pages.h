@@ -1,5 +1,5 @@
-// Which byte goes where when pages are copied to slots and back. Compiled for the GPU and for the host, where the tests
-// can look at it: a kernel that runs this with one lane after the other copies what it copies with all at once.
+// Which byte goes where when pages are copied to slots and back. Compiled for the GPU, and for the host, where tests
+// run it: with one lane after the other it copies the same bytes as with all lanes at once.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace kvtier {
 
-// The pages of one layer: block b lies at base + b * stride. In a shard they begin at `offset`, side by side.
+// The pages of one layer. Block b lies at base + b * stride. In a shard they lie side by side from `offset` on.
 struct Layer {
   uint64_t base;
   uint64_t stride;
@@ -26,14 +26,14 @@ struct Shards {
   uint64_t slot_nbytes;
 };
 
-// One page of every layer: block `block` of the engine is the one at `place` of the chunk in `slot`.
+// One page of every layer of a group: the engine's block `block` has place `place` in the chunk in `slot`.
 struct Piece {
   int32_t block;
   int32_t slot;
   int32_t place;
 };
 
-// So many pieces go with one launch, as its argument: nothing needs to outlive the call. An argument has 4 KiB at most.
+// The most pieces of one launch. They are its argument, of 4 KiB at most, so that nothing need outlive the call.
 constexpr int32_t kBatch = 256;
 
 struct Batch {
@@ -54,7 +54,7 @@ KVTIER_BOTH uint64_t place_of(const Shards& shards, const Layer& layer, const Pi
          static_cast<uint64_t>(piece.place) * layer.nbytes;
 }
 
-// One lane's share of a copy: every lanes-th word. Neighbouring lanes touch neighbouring words.
+// Copies one lane's share: every lanes-th word, so that neighbouring lanes touch neighbouring words.
 template <typename Word>
 KVTIER_BOTH void copy_words(uint64_t to, uint64_t from, uint64_t nbytes, uint32_t lane, uint32_t lanes) {
   Word* __restrict__ target = reinterpret_cast<Word*>(to);
@@ -66,7 +66,7 @@ KVTIER_BOTH void copy_words(uint64_t to, uint64_t from, uint64_t nbytes, uint32_
   for (uint64_t i = lane; i < words; i += lanes) target[i] = source[i];
 }
 
-// In the widest words into which both addresses and the length divide.
+// Copies in the widest words that divide both addresses and the length.
 KVTIER_BOTH void copy_page(uint64_t to, uint64_t from, uint64_t nbytes, uint32_t lane, uint32_t lanes) {
   const uint64_t all = to | from | nbytes;
   if (all % sizeof(Wide) == 0) {
@@ -78,8 +78,8 @@ KVTIER_BOTH void copy_page(uint64_t to, uint64_t from, uint64_t nbytes, uint32_t
   }
 }
 
-// One lane's share of a batch. A worker (a warp) copies whole pages, every workers-th of them; pages of one layer that
-// are neighbours in a slot go to neighbouring workers.
+// Copies one lane's share of a batch. A worker (a warp) copies whole pages, every workers-th of them; pages of one
+// layer that are neighbours in a slot go to neighbouring workers.
 KVTIER_BOTH void copy_batch(const Batch& batch, const Shards& shards, const Layer* layers, uint32_t layer_count,
                             bool to_slots, uint32_t worker, uint32_t workers, uint32_t lane, uint32_t lanes) {
   const uint32_t count = static_cast<uint32_t>(batch.count);

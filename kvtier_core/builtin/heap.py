@@ -27,11 +27,11 @@ class HeapConfig(ArenaConfig):
     def open(self, ctx: OpenContext) -> Heap:
         return Heap(ctx)
 
-    def attach(self, handle: str, table: PagedKVCache) -> Mover:
+    def attach(self, handle: str, cache: PagedKVCache) -> Mover:
         heap = _OPEN.get(handle)
         if heap is None or json.loads(handle)["pid"] != os.getpid():
             raise BackendError(f"heap {handle} is not open in process {os.getpid()}", retryable=False)
-        return HostMover(table, heap.memory, heap.slot_nbytes)
+        return HostMover(cache, heap.memory, heap.slot_nbytes)
 
 
 class Heap(AllocatorBackend):

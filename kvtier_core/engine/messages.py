@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import attrs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvtier_core.types import Slot
+from kvtier_core.types import KVGroup, Slot
 
 
 def _pairs(rows: Iterable[Iterable[str]]) -> tuple[tuple[str, str], ...]:
     return tuple((name, fact) for name, fact in rows)
+
+
+def _groups(rows: Iterable[KVGroup | Mapping[str, Any]]) -> tuple[KVGroup, ...]:
+    return tuple(row if isinstance(row, KVGroup) else KVGroup(**row) for row in rows)
 
 
 @attrs.frozen
@@ -20,18 +25,22 @@ class WorkerReport:
     """What a worker found when it saw the engine's pages. From each worker to the scheduler, once, as JSON."""
 
     device: str  #: its type, in torch's words
-    page_nbytes: tuple[int, ...] = attrs.field(converter=tuple)  #: of each layer, in the order of a shard
+    groups: tuple[KVGroup, ...] = attrs.field(converter=_groups)  #: in the order of a shard
     facts: tuple[tuple[str, str], ...] = attrs.field(converter=_pairs)  #: what else makes pages interchangeable
     refusal: str = ""  #: why these pages cannot be moved, in plain words
     failure_policy: str = ""  #: ``kv_load_failure_policy`` of the engine's own connector; empty: not known
 
 
+#: Of one chunk, the engine's block ids of each group, in token order, or NO_BLOCK.
+ChunkPages = tuple[tuple[int, ...], ...]
+
+
 @attrs.frozen
 class Transfer:
-    """Chunks between slots and pages. ``pages[i]`` are the block ids of the chunk in ``slots[i]``, or NO_BLOCK."""
+    """Chunks to be copied between ``slots[i]`` and ``pages[i]``."""
 
     slots: tuple[Slot, ...]
-    pages: tuple[tuple[int, ...], ...]
+    pages: tuple[ChunkPages, ...]
 
 
 @attrs.frozen(slots=False)

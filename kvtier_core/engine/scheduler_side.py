@@ -172,7 +172,7 @@ class SchedulerSide:
         sources = tracked.found.sources[: len(slots)]
         wanted = range(tracked.computed // self._block_tokens, -(-end // self._block_tokens))
         pages = tuple(
-            tuple(block_ids[block] if block in wanted else NO_BLOCK for block in self._blocks_of(chunk))
+            (tuple(block_ids[block] if block in wanted else NO_BLOCK for block in self._blocks_of(chunk)),)
             for chunk in range(first, first + len(slots))
         )
         self._provenance.loaded(block_ids[block] for block in wanted)
@@ -227,7 +227,7 @@ class SchedulerSide:
         first = max(0, tracked.saved - 1)
         tracked.saved = whole
         blocks = table_of(request, output)
-        pages = ([blocks[block] for block in self._blocks_of(chunk)] for chunk in range(first, whole))
+        pages = ((tuple(blocks[block] for block in self._blocks_of(chunk)),) for chunk in range(first, whole))
         return self._storing.begin(self._keys(tracked, end)[first:whole], pages)
 
     def progress(self, output: KVConnectorOutput) -> None:

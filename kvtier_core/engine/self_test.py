@@ -27,20 +27,20 @@ def try_copies(mover: Mover, table: PagedKVCache, caches: Mapping[str, torch.Ten
     """What came back wrong from ``slot``, an empty one, in plain words; empty if nothing did."""
     pages = {name: _pages(cache, table.blocks) for name, cache in caches.items()}
     drawn = random.sample(range(table.blocks), min(table.blocks, _TRIED + _WITNESSES))
-    tried = drawn[: min(_TRIED, table.layout.blocks, max(1, len(drawn) - _WITNESSES))]
-    row = _scattered(tried, table.layout.blocks)
+    tried = drawn[: min(_TRIED, *table.layout.blocks, max(1, len(drawn) - _WITNESSES))]
+    chunk = [_scattered(tried, places) for places in table.layout.blocks]  # the same blocks of every group
     before = {name: cache[drawn] for name, cache in pages.items()}  # a list of indices copies
     try:
         for name in _one_of_each(pages):
             pages[name][drawn] = _noise(before[name])
         written = {name: cache[drawn] for name, cache in pages.items()}
-        mover.store(_STORE, [row], [slot])
+        mover.store(_STORE, [chunk], [slot])
         mover.wait([_STORE])
         if where := _difference(pages, drawn, written):
             return f"a store changed {where}"
         for cache in pages.values():
             cache[tried] = 0
-        mover.load(_LOAD, [slot], [row])
+        mover.load(_LOAD, [slot], [chunk])
         mover.wait([_LOAD])
         if where := _difference(pages, drawn, written):
             return f"a load did not restore {where}"

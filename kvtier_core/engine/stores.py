@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import attrs
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from kvtier_core.engine.messages import Progress, Transfer
+from kvtier_core.engine.messages import ChunkPages, Progress, Transfer
 from kvtier_core.stack.interface import Stack
 from kvtier_core.types import ChunkKey
 
@@ -34,14 +34,15 @@ class Stores:
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def begin(self, path: Sequence[ChunkKey], pages: Iterable[Sequence[int]]) -> list[tuple[int, Transfer]]:
-        """Store what nobody keeps yet of a path whose chunks lie in ``pages``, the block ids of each."""
+    def begin(self, path: Sequence[ChunkKey], pages: Iterable[ChunkPages]) -> list[tuple[int, Transfer]]:
+        """Store what nobody keeps yet of a path whose chunks lie in ``pages``."""
         slots = self._manager.reserve(path, _holder(self._jobs + 1))
         if not slots:
             return []
-        wanted = tuple(tuple(row) for key, row in zip(path, pages, strict=True) if key in slots)
+        wanted = tuple(chunk for key, chunk in zip(path, pages, strict=True) if key in slots)
+        blocks = frozenset(itertools.chain.from_iterable(itertools.chain.from_iterable(wanted)))
         self._jobs += 1
-        self._under_way[self._jobs] = _Store(list(slots), frozenset(itertools.chain(*wanted)), self._ranks)
+        self._under_way[self._jobs] = _Store(list(slots), blocks, self._ranks)
         return [(self._jobs, Transfer(tuple(slots.values()), wanted))]
 
     def stores_to_fence(self, output: SchedulerOutput, block_tokens: int) -> tuple[int, ...]:

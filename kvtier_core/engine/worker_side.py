@@ -12,7 +12,7 @@ import torch
 from kvtier_core.config.model import ArenaTierConfig
 from kvtier_core.engine.messages import Progress, StepPlan, Transfer
 from kvtier_core.engine.self_test import try_copies
-from kvtier_core.interfaces import Mover, PagedKVCache
+from kvtier_core.interfaces import Mover, PagedKVCache, PageList
 from kvtier_core.transfer.io_pool import run
 from kvtier_core.types import Slot
 
@@ -139,7 +139,7 @@ class WorkerSide:
             ]
             self._submit(owner, arena, [slot for slot, _ in pairs], [pages for _, pages in pairs])
 
-    def _submit(self, owner: _Owner, arena: int, slots: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
+    def _submit(self, owner: _Owner, arena: int, slots: Sequence[int], pages: PageList) -> None:
         mover = self._movers[arena] if arena < len(self._movers) and not self._away else None
         if mover is None:
             return self._end_part(owner, ok=False)

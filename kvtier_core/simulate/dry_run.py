@@ -69,7 +69,7 @@ class MirageConfig(ArenaConfig):
     def open(self, ctx: OpenContext) -> NullArena:
         return NullArena(ctx)
 
-    def attach(self, handle: str, table: PagedKVCache) -> Mover:
+    def attach(self, handle: str, cache: PagedKVCache) -> Mover:
         raise NotImplementedError("no engine reaches a simulated arena")
 
 

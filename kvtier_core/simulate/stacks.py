@@ -14,7 +14,7 @@ from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.interfaces import EvictionConfig
 from kvtier_core.simulate.dry_run import MirageConfig, VoidConfig
 from kvtier_core.simulate.traces import Trace
-from kvtier_core.types import ChunkLayout, Nbytes
+from kvtier_core.types import ChunkLayout, KVGroup, KVKind, KVStructure, Nbytes
 
 #: What tiers are called if no file names them.
 _NAMES = ("cpu", "disk", "remote")
@@ -22,7 +22,10 @@ _KIND = "eviction policy"
 
 
 def layout_of(chunk_tokens: int, bytes_per_token: int) -> ChunkLayout:
-    return ChunkLayout((chunk_tokens * bytes_per_token,), blocks=1)
+    """Chunks of one page, of a model of which only the bytes are known."""
+    page_nbytes = (chunk_tokens * bytes_per_token,)
+    group = KVGroup("group 0", KVKind.FULL_ATTENTION, page_nbytes, chunk_tokens, "unknown", KVStructure.OPAQUE)
+    return ChunkLayout((group,), chunk_tokens)
 
 
 def read_capacities(text: str, trace: Trace, layout: ChunkLayout) -> tuple[Nbytes, ...]:

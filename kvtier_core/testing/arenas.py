@@ -15,7 +15,16 @@ import pytest
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import NO_BLOCK, AllocatorBackend, ArenaConfig, JobResult, Mover, PageList
 from kvtier_core.testing.laws import Laws
-from kvtier_core.testing.samples import PagedBuffer, address_of, is_poison, make_context, make_layout, poison, same
+from kvtier_core.testing.samples import (
+    PagedBuffer,
+    address_of,
+    is_poison,
+    make_context,
+    make_group,
+    make_layout,
+    poison,
+    same,
+)
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkLayout
 
 _SLOTS = 6
@@ -52,7 +61,7 @@ class ArenaLaws(Laws):
         with self.opened(folder, layout) as memory:
             pages = self.paged_buffer(layout, _BLOCKS, rng)
             pages.fill(rng)
-            mover = self.config(folder).attach(memory.handle, pages.table())
+            mover = self.config(folder).attach(memory.handle, pages.kv_cache())
             try:
                 yield _Engine(memory, mover, pages, layout, rng)
             finally:
@@ -113,8 +122,8 @@ class ArenaLaws(Laws):
             engine.mover.store(1, pages, slots)
             assert settle(engine.mover, [1]) == {1: True}
             assert same(engine.pages.everything(), before), "a store changed the pages"
-            for slot, blocks in zip(slots, pages, strict=True):
-                assert same(engine.memory.view(slot), engine.expected_slot(blocks))
+            for slot, chunk in zip(slots, pages, strict=True):
+                assert same(engine.memory.view(slot), engine.expected_slot(chunk))
             assert all(is_poison(engine.memory.view(slot)) for slot in engine.others(slots)), "another slot changed"
 
     @pytest.mark.parametrize("seed", _SEEDS)
@@ -144,50 +153,69 @@ class ArenaLaws(Laws):
     def test_what_is_stored_is_loaded(self, tmp_path: Path):
         """Through a second mover, to other pages."""
         with self.engine(tmp_path, seed=1) as engine:
-            blocks = engine.rng.sample(range(_BLOCKS), engine.layout.blocks)
-            engine.mover.store(1, [blocks], [0])
+            chunk = engine.draw()
+            engine.mover.store(1, [chunk], [0])
             settle(engine.mover, [1])
             other = self.paged_buffer(engine.layout, _BLOCKS, engine.rng)
-            mover = self.config(tmp_path).attach(engine.memory.handle, other.table())
-            elsewhere = engine.rng.sample(range(_BLOCKS), engine.layout.blocks)
+            mover = self.config(tmp_path).attach(engine.memory.handle, other.kv_cache())
+            elsewhere = engine.draw()
             mover.load(1, [0], [elsewhere])
             assert settle(mover, [1]) == {1: True}
             mover.close()
-            for layer in range(len(engine.layout.page_nbytes)):
-                for source, target in zip(blocks, elsewhere, strict=True):
-                    assert same(other.page(layer, target), engine.pages.page(layer, source))
+            for number, layer in enumerate(engine.layout.layers):
+                for source, target in zip(chunk[layer.group], elsewhere[layer.group], strict=True):
+                    assert same(other.page(number, target), engine.pages.page(number, source))
+
+    def test_each_group_has_its_own_blocks(self, tmp_path: Path):
+        """Of two groups with blocks of other lengths, each layer gets the pages of its own group."""
+        groups = [make_group((512, 1024)), make_group((768,), name="group 1", block_tokens=8)]
+        with self.engine(tmp_path, seed=5, layout=ChunkLayout(groups, 32)) as engine:
+            slots, pages = engine.choose()
+            for slot in slots:
+                poison(engine.memory.view(slot))
+            engine.mover.store(1, pages, slots)
+            assert settle(engine.mover, [1]) == {1: True}
+            for slot, chunk in zip(slots, pages, strict=True):
+                assert same(engine.memory.view(slot), engine.expected_slot(chunk))
+            for slot in slots:
+                engine.memory.view(slot)[:] = engine.rng.randbytes(engine.memory.slot_nbytes)
+            expected = engine.expected_pages(slots, pages)
+            engine.mover.load(2, slots, pages)
+            assert settle(engine.mover, [2]) == {2: True}
+            assert same(engine.pages.everything(), expected)
 
     def test_ranks_do_not_meet(self, tmp_path: Path):
         layout = make_layout(ranks=3)
         rng = random.Random(7)
-        blocks = rng.sample(range(_BLOCKS), layout.blocks)
+        chunk = [rng.sample(range(_BLOCKS), blocks) for blocks in layout.blocks]
         with self.opened(tmp_path, layout) as memory:
             poison(memory.view(0))
             expected = bytearray(memory.view(0))
             for rank in (1, 0, 2):
                 pages = self.paged_buffer(layout, _BLOCKS, rng)
                 pages.fill(rng)
-                mover = self.config(tmp_path).attach(memory.handle, pages.table(rank))
-                mover.store(1, [blocks], [0])
+                mover = self.config(tmp_path).attach(memory.handle, pages.kv_cache(rank))
+                mover.store(1, [chunk], [0])
                 assert settle(mover, [1]) == {1: True}
                 mover.close()
                 begin = layout.shard_offset(rank)
-                expected[begin : begin + layout.shard_nbytes] = shard_of(pages, layout, blocks)
+                expected[begin : begin + layout.shard_nbytes] = shard_of(pages, layout, chunk)
                 assert same(memory.view(0), expected), f"rank {rank} did not write its own shard and nothing else"
 
     # -- jobs --------------------------------------------------------------------------------------
 
     def test_every_job_is_reported_once(self, tmp_path: Path):
         with self.engine(tmp_path, seed=2) as engine:
-            blocks = list(range(engine.layout.blocks))
+            chunk = [list(range(blocks)) for blocks in engine.layout.blocks]
+            behind = [[block + len(row) for block in row] for row in chunk]
             jobs = engine.rng.sample(range(1000), 40)
             reports: list[JobResult] = []
             for i, job in enumerate(jobs):
                 slot = i % engine.memory.slots
                 if i % 2:
-                    engine.mover.load(job, [slot], [[block + engine.layout.blocks for block in blocks]])
+                    engine.mover.load(job, [slot], [behind])
                 else:
-                    engine.mover.store(job, [blocks], [slot])
+                    engine.mover.store(job, [chunk], [slot])
                 reports += engine.mover.finished()
                 engine.mover.wait([job])
             reports += engine.mover.finished()
@@ -198,7 +226,7 @@ class ArenaLaws(Laws):
         """After it the engine may overwrite the pages; the job is still to be reported."""
         with self.engine(tmp_path, seed=3) as engine:
             slots, pages = engine.choose(holes=False)
-            expected = [engine.expected_slot(blocks)[FRAME_ALIGNMENT:] for blocks in pages]
+            expected = [engine.expected_slot(chunk)[FRAME_ALIGNMENT:] for chunk in pages]
             for slot in slots:
                 poison(engine.memory.view(slot))
             engine.mover.store(5, pages, slots)
@@ -232,9 +260,11 @@ def reports_of(mover: Mover, jobs: Collection[int]) -> dict[int, JobResult]:
     return reports
 
 
-def shard_of(pages: PagedBuffer, layout: ChunkLayout, blocks: Sequence[int]) -> bytes:
-    """What a rank's shard of a chunk must be."""
-    return b"".join(pages.page(layer, block) for layer in range(len(layout.page_nbytes)) for block in blocks)
+def shard_of(pages: PagedBuffer, layout: ChunkLayout, chunk: Sequence[Sequence[int]]) -> bytes:
+    """What a rank's shard of a chunk with these block ids, group by group, must be."""
+    return b"".join(
+        pages.page(number, block) for number, layer in enumerate(layout.layers) for block in chunk[layer.group]
+    )
 
 
 @attrs.frozen
@@ -248,25 +278,34 @@ class _Engine:
     def choose(self, *, holes: bool = True) -> tuple[list[int], PageList]:
         """Some slots, and for each the blocks of one chunk, a few of them not wanted."""
         slots = self.rng.sample(range(self.memory.slots), self.rng.randint(1, min(3, self.memory.slots)))
-        blocks = self.rng.sample(range(_BLOCKS), len(slots) * self.layout.blocks)
+        chunks = list(zip(*(self._rows(blocks, len(slots), holes) for blocks in self.layout.blocks), strict=True))
+        return slots, chunks
+
+    def draw(self) -> list[list[int]]:
+        """The block ids of one chunk, group by group."""
+        return [self.rng.sample(range(_BLOCKS), blocks) for blocks in self.layout.blocks]
+
+    def _rows(self, blocks: int, chunks: int, holes: bool) -> list[list[int]]:
+        """Of one group, the block ids of each chunk."""
+        drawn = self.rng.sample(range(_BLOCKS), chunks * blocks)
         if holes:
-            blocks = [NO_BLOCK if self.rng.random() < 0.3 else block for block in blocks]
-        return slots, [blocks[i * self.layout.blocks :][: self.layout.blocks] for i in range(len(slots))]
+            drawn = [NO_BLOCK if self.rng.random() < 0.3 else block for block in drawn]
+        return [drawn[i * blocks :][:blocks] for i in range(chunks)]
 
     def others(self, slots: Collection[int]) -> list[int]:
         return [slot for slot in range(self.memory.slots) if slot not in slots]
 
-    def expected_slot(self, blocks: Sequence[int]) -> bytes:
+    def expected_slot(self, chunk: Sequence[Sequence[int]]) -> bytes:
         """A poisoned slot after the store of a chunk."""
         slot = memoryview(bytearray(self.memory.slot_nbytes))
         poison(slot)
-        for layer, block, begin, nbytes in self._pieces(blocks):
+        for layer, block, begin, nbytes in self._pieces(chunk):
             slot[begin : begin + nbytes] = self.pages.page(layer, block)
         return bytes(slot)
 
     def expected_pages(self, slots: Sequence[int], pages: PageList) -> list[bytes]:
         """The whole paged buffer after the load of these slots; the buffer itself is left as it was."""
-        pieces = [(slot, piece) for slot, blocks in zip(slots, pages, strict=True) for piece in self._pieces(blocks)]
+        pieces = [(slot, piece) for slot, chunk in zip(slots, pages, strict=True) for piece in self._pieces(chunk)]
         originals = [self.pages.page(layer, block) for _, (layer, block, _, _) in pieces]
         for slot, (layer, block, begin, nbytes) in pieces:
             self.pages.put(layer, block, bytes(self.memory.view(slot)[begin : begin + nbytes]))
@@ -275,11 +314,11 @@ class _Engine:
             self.pages.put(layer, block, page)
         return expected
 
-    def _pieces(self, blocks: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    def _pieces(self, chunk: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int, int]]:
         """Layer, block, place in the slot and bytes of each page that is wanted, of rank 0."""
         begin = self.layout.shard_offset(0)
-        for layer, nbytes in enumerate(self.layout.page_nbytes):
-            for block in blocks:
+        for number, layer in enumerate(self.layout.layers):
+            for block in chunk[layer.group]:
                 if block != NO_BLOCK:
-                    yield layer, block, begin, nbytes
-                begin += nbytes
+                    yield number, block, begin, layer.page_nbytes
+                begin += layer.page_nbytes

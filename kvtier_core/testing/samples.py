@@ -8,14 +8,32 @@ from collections.abc import Sequence
 
 from kvtier_core.frames import format as frame
 from kvtier_core.interfaces import OpenContext, PagedKVCache, PageRun
-from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, ChunkLayout, Namespace, Nbytes
+from kvtier_core.types import (
+    FRAME_ALIGNMENT,
+    KEY_NBYTES,
+    ChunkKey,
+    ChunkLayout,
+    KVGroup,
+    KVKind,
+    KVStructure,
+    Namespace,
+    Nbytes,
+)
 
 _POISON = 0xA5
+_BLOCK_TOKENS = 16
 
 
-def make_layout(*, page_nbytes: Sequence[int] = (4608, 1536, 4608), blocks: int = 4, ranks: int = 1) -> ChunkLayout:
-    """Small, with layers of two sizes, and a payload that is no multiple of a page."""
-    return ChunkLayout(tuple(page_nbytes), blocks, ranks)
+def make_group(
+    page_nbytes: Sequence[int] = (4608, 1536, 4608), *, name: str = "group 0", block_tokens: int = _BLOCK_TOKENS
+) -> KVGroup:
+    """Layers of these page sizes, of which nothing else is known."""
+    return KVGroup(name, KVKind.FULL_ATTENTION, page_nbytes, block_tokens, "uint8", KVStructure.OPAQUE)
+
+
+def make_layout(page_nbytes: Sequence[int] = (4608, 1536, 4608), blocks: int = 4, ranks: int = 1) -> ChunkLayout:
+    """One group, by default small, with layers of two sizes, and a payload that is no multiple of FRAME_ALIGNMENT."""
+    return ChunkLayout([make_group(page_nbytes)], blocks * _BLOCK_TOKENS, ranks)
 
 
 def make_namespace(model: str = "tiny") -> Namespace:
@@ -76,15 +94,19 @@ def address_of(view: memoryview) -> int:
 
 
 class PagedBuffer:
-    """An engine's paged buffer in host memory: random strides, padding, an odd start; all of it poisoned."""
+    """An engine's KV cache in host memory: random strides, padding, an odd start; all of it poisoned.
+
+    Layers are numbered as in ``layout.layers``.
+    """
 
     device = "cpu"
 
     def __init__(self, layout: ChunkLayout, blocks: int, rng: random.Random):
         self.blocks = blocks
         self._layout = layout
-        self._strides = [nbytes + rng.choice((0, 64, 512)) for nbytes in layout.page_nbytes]
-        self._starts = [rng.randrange(256) for _ in layout.page_nbytes]
+        self._page_nbytes = [layer.page_nbytes for layer in layout.layers]
+        self._strides = [nbytes + rng.choice((0, 64, 512)) for nbytes in self._page_nbytes]
+        self._starts = [rng.randrange(256) for _ in self._page_nbytes]
         self._layers = [
             memoryview(bytearray(start + stride * blocks))
             for start, stride in zip(self._starts, self._strides, strict=True)
@@ -92,11 +114,11 @@ class PagedBuffer:
         for layer in self._layers:
             poison(layer)
 
-    def table(self, rank: int = 0) -> PagedKVCache:
+    def kv_cache(self, rank: int = 0) -> PagedKVCache:
         runs = tuple(
             PageRun(address_of(layer) + start, stride, nbytes)
             for layer, start, stride, nbytes in zip(
-                self._layers, self._starts, self._strides, self._layout.page_nbytes, strict=True
+                self._layers, self._starts, self._strides, self._page_nbytes, strict=True
             )
         )
         return PagedKVCache(runs, self.blocks, self.device, rank, self._layout)
@@ -109,7 +131,7 @@ class PagedBuffer:
 
     def fill(self, rng: random.Random) -> None:
         """Other bytes in every page; the padding stays as it is."""
-        for layer, nbytes in enumerate(self._layout.page_nbytes):
+        for layer, nbytes in enumerate(self._page_nbytes):
             for block in range(self.blocks):
                 self.put(layer, block, rng.randbytes(nbytes))
 
@@ -119,7 +141,7 @@ class PagedBuffer:
 
     def _page(self, layer: int, block: int) -> memoryview:
         begin = self._starts[layer] + block * self._strides[layer]
-        return self._layers[layer][begin : begin + self._layout.page_nbytes[layer]]
+        return self._layers[layer][begin : begin + self._page_nbytes[layer]]
 
 
 def same(found: object, expected: object) -> bool:

@@ -13,43 +13,57 @@ _Piece = tuple[int, int, int]  # address of pages, address in a slot, bytes
 
 
 class PlainCopier:
-    """Chunks have ``row`` blocks; the shard of slot 0 begins at address ``shard``, the next ``slot_nbytes`` behind it.
+    """The copies in Python, where nothing compiled is there, and what `_native.Copier` is tested against.
 
-    Whoever calls has seen to it that all blocks and slots exist.
+    ``shard`` is the address of this rank's shard in slot 0; the next slot's is ``slot_nbytes`` behind it. Each row
+    holds the block ids of one chunk, or NO_BLOCK, group after group. The caller has checked that every block and slot
+    exists and keeps the memory alive. Any thread may call, several at once.
     """
 
-    def __init__(self, layers: Sequence[Layer], row: int, shard: int, slot_nbytes: int):
+    def __init__(self, layers: Sequence[Layer], shard: int, slot_nbytes: int):
         self._shard = shard
         self._slot_nbytes = slot_nbytes
-        self._layers: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by shape, for which spans are shared
-        for base, stride, nbytes, offset in layers:
-            self._layers.setdefault((stride, nbytes), []).append((base, offset))
+        # By group and shape, which share their spans.
+        self._layers: dict[tuple[int, int], dict[tuple[int, int], list[tuple[int, int]]]] = {}
+        for base, stride, nbytes, offset, first, blocks in layers:
+            shapes = self._layers.setdefault((first, first + blocks), {})
+            shapes.setdefault((stride, nbytes), []).append((base, offset))
 
     def gather(self, rows: Sequence[Sequence[int]], slots: Sequence[int]) -> Sequence[int]:
-        """Pages to slots. The CRC-32 of each slot's shard if it was summed in the same pass; empty: it was not."""
+        """Copy pages to slots.
+
+        Returns the CRC-32 of what then lies in each slot's shard, places of NO_BLOCK included, if it was computed in
+        the same pass; else nothing.
+        """
         for page, place, nbytes in self._pieces(rows, slots):
             ctypes.memmove(place, page, nbytes)
         return ()
 
     def scatter(self, rows: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
-        """Slots to pages."""
+        """Copy slots to pages."""
         for page, place, nbytes in self._pieces(rows, slots):
             ctypes.memmove(page, place, nbytes)
 
     def _pieces(self, rows: Sequence[Sequence[int]], slots: Sequence[int]) -> Iterator[_Piece]:
         for row, slot in zip(rows, slots, strict=True):
             shard = self._shard + slot * self._slot_nbytes
-            runs = _runs(row)
-            singles = [(place, block, 1) for place, block in enumerate(row) if block != NO_BLOCK]
-            for (stride, nbytes), layers in self._layers.items():
-                spans = [
-                    (block * stride, place * nbytes, count * nbytes)
-                    for place, block, count in (runs if stride == nbytes else singles)
-                ]
-                for base, offset in layers:
-                    begin = shard + offset
-                    for page, place, length in spans:
-                        yield base + page, begin + place, length
+            for (first, end), shapes in self._layers.items():
+                runs = _runs(row[first:end])
+                singles = _singles(row[first:end])
+                for (stride, nbytes), layers in shapes.items():
+                    spans = [
+                        (block * stride, place * nbytes, count * nbytes)
+                        for place, block, count in (runs if stride == nbytes else singles)
+                    ]
+                    for base, offset in layers:
+                        begin = shard + offset
+                        for page, place, length in spans:
+                            yield base + page, begin + place, length
+
+
+def _singles(row: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Place in the chunk and block of each page that is wanted, as runs of one block."""
+    return [(place, block, 1) for place, block in enumerate(row) if block != NO_BLOCK]
 
 
 def _runs(row: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -1,4 +1,4 @@
-"""Many files, each from its beginning, to and from memory: with io_uring all at once, else one call after the other."""
+"""Reads and writes many files, each from its beginning: with io_uring all at once, else one after the other."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from kvtier_core.native import extension
 
 
 def ring_works() -> bool:
-    """Is io_uring built in, and do this kernel and whoever guards it give it to us?"""
+    """Is io_uring compiled in, and do this kernel and its security policy allow it?"""
     return extension is not None and extension.ring_works()
 
 
 def read_files(fds: Sequence[int], into: Sequence[memoryview], *, ring: bool) -> list[int | OSError]:
-    """Bytes that each file filled of its view: all, unless the file ends before; or what kept it from being read.
+    """Read each file of ``fds`` from its beginning into the view with the same number.
 
-    With O_DIRECT views begin and end at whole pages. The files do not have O_NONBLOCK set.
+    With O_DIRECT, views begin and end at multiples of `FRAME_ALIGNMENT`. The files must not have O_NONBLOCK set.
+    ``ring``: with io_uring, where the calling thread gets a ring.
+
+    Returns for each file the bytes read, fewer than its view only where the file ends before, or the OSError.
     """
     outcomes = extension.read_files(fds, into) if ring and extension else None
     if outcomes is None:
@@ -25,7 +28,10 @@ def read_files(fds: Sequence[int], into: Sequence[memoryview], *, ring: bool) ->
 
 
 def write_files(fds: Sequence[int], views: Sequence[memoryview], *, ring: bool) -> None:
-    """Every byte of every view. Raises OSError for the first that failed, when nothing is under way any more."""
+    """Write every byte of each view to the file with the same number, from its beginning; see `read_files`.
+
+    Raises the OSError of the first file that failed, after all requests under way have ended.
+    """
     outcomes = extension.write_files(fds, views) if ring and extension else None
     if outcomes is None:
         for fd, view in zip(fds, views, strict=True):
@@ -50,7 +56,7 @@ def _caught(call: Callable[[int, list[memoryview], int], int], fd: int, view: me
     try:
         return _all_of(call, fd, view)
     except OSError as error:
-        return error.with_traceback(None)  # whose frames would keep the view
+        return error.with_traceback(None)  # its traceback would keep the view
 
 
 def _error(outcome: int) -> OSError:

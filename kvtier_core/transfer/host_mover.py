@@ -12,40 +12,44 @@ from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.interfaces import JobResult, Mover, PagedKVCache, PageList
 from kvtier_core.transfer.copier import Copier, PlainCopier
 from kvtier_core.transfer.io_pool import IOPool, Outcome, run
-from kvtier_core.transfer.page_lists import check_table, checked, layers_of
+from kvtier_core.transfer.page_lists import check_cache, flat_rows, layers_of
 
 _FOREVER = 1e6  # seconds
 
 
 class HostMover(Mover):
-    """``memory`` holds slots of ``slot_nbytes`` side by side, and lives as long as the mover.
+    """A mover for an arena in host memory and an engine on the CPU.
 
-    Stores are copied at once, so that the engine comes after them, and they not behind loads. Loads are copied by a
-    thread, while other requests compute. Addresses are raw, so a job is refused with a ContractError before
-    any of it is copied, or it is right.
+    ``memory`` holds the arena's slots of ``slot_nbytes`` side by side. The mover keeps it open until `close`.
+
+    A store has copied its pages when `store` returns, so it never waits behind loads and `fence` has nothing to wait
+    for. A thread copies loads, while other requests compute. Addresses are raw: a job with a wrong block id or slot
+    raises ContractError before any of it is copied.
+
+    Raises BackendError for a device other than ``cpu``, ContractError if ``cache`` does not fit its layout.
     """
 
     def __init__(
         self,
-        table: PagedKVCache,
+        cache: PagedKVCache,
         memory: mmap.mmap | memoryview,
         slot_nbytes: int,
         copier: type[PlainCopier] = Copier,
     ):
-        if table.device != "cpu":
+        if cache.device != "cpu":
             raise BackendError(
-                f"no mover for device {table.device!r}; the host mover reaches only cpu", retryable=False
+                f"no mover for device {cache.device!r}; the host mover reaches only cpu", retryable=False
             )
-        check_table(table, slot_nbytes)
-        self._table = table
+        check_cache(cache, slot_nbytes)
+        self._cache = cache
         self._slots = len(memory) // slot_nbytes
-        # The export forbids to close an mmap while the mover may copy.
+        # While it is exported an mmap cannot be closed.
         self._memory: ctypes.c_char | None = ctypes.c_char.from_buffer(memory)
-        shard = ctypes.addressof(self._memory) + table.layout.shard_offset(table.rank)
-        self._copier = copier(list(layers_of(table)), table.layout.blocks, shard, slot_nbytes)
+        shard = ctypes.addressof(self._memory) + cache.layout.shard_offset(cache.rank)
+        self._copier = copier(list(layers_of(cache)), shard, slot_nbytes)
         self._pool = IOPool("mover")
         self._jobs: set[int] = set()
-        self._ended: list[JobResult] = []
+        self._results: list[JobResult] = []
 
     def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
         rows, slots = self._checked(job, pages, slots)
@@ -59,8 +63,8 @@ class HostMover(Mover):
 
     def finished(self) -> Sequence[JobResult]:
         self._pool.step()
-        ended, self._ended = self._ended, []
-        return ended
+        results, self._results = self._results, []
+        return results
 
     def wait(self, jobs: Collection[int], timeout: float = math.inf) -> None:
         deadline = time.monotonic() + timeout
@@ -73,18 +77,17 @@ class HostMover(Mover):
         """Jobs that have not begun are reported as failed."""
         self._pool.close(_FOREVER)
         self._pool.step()
-        self._ended += [JobResult(job, ok=False) for job in sorted(self._jobs)]
+        self._results += [JobResult(job, ok=False) for job in sorted(self._jobs)]
         self._jobs.clear()
         self._memory = None
 
     def _end(self, job: int, outcome: Outcome) -> None:
         self._jobs.remove(job)
-        self._ended.append(JobResult(job, ok=outcome.error is None, checksums=outcome.value or ()))
+        self._results.append(JobResult(job, ok=outcome.error is None, checksums=outcome.value or ()))
 
     def _checked(self, job: int, pages: PageList, slots: Sequence[int]) -> tuple[list[list[int]], list[int]]:
-        """Rows of blocks and their slots, as the plain ints that addresses are computed from."""
         if job in self._jobs:
             raise ContractError(f"job {job} has not ended")
         if self._memory is None:
             raise ContractError("the mover is closed")
-        return checked(self._table, self._slots, pages, slots)
+        return flat_rows(self._cache, self._slots, pages, slots)

@@ -1,7 +1,7 @@
-"""Threads that carry bytes. The only file of the core that starts a thread, and the only lock.
+"""Threads that move bytes. The only file of the core that starts a thread, and the only one with a lock.
 
-Work runs on a thread of the pool and touches only pinned or reserved frames; what follows from it (its
-continuation) runs on the owner's thread, in `step`.
+Work runs on a thread of the pool and touches only pinned or reserved frames. Its continuation, which does the
+bookkeeping, runs on the thread that calls `step`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvtier_core.errors import KvtierError
 
 @attrs.frozen
 class Outcome:
-    """What became of a piece of work: a value, or the error it raised."""
+    """The result of a piece of work: a value, or the error it raised."""
 
     value: Any = None
     error: BaseException | None = None
@@ -30,20 +30,33 @@ Then = Callable[[Outcome], None]
 
 
 class Pool(Protocol):
-    """Where a tier sends its work. The tests choose the order with one of their own."""
+    """Runs work for one thread, its user, which calls every method. Tests choose the order with a pool of their own."""
 
-    def submit_load(self, work: Work, then: Then) -> None: ...
-    def submit_store(self, work: Work, then: Then) -> None: ...
-    def step(self) -> int: ...
-    def wait(self, timeout: float) -> None: ...
-    def longest(self) -> float: ...
     @property
-    def jobs(self) -> int: ...
-    def close(self, timeout: float) -> bool: ...
+    def jobs(self) -> int:
+        """Pieces of work whose continuation has not run."""
+
+    def submit_load(self, work: Work, then: Then) -> None:
+        """Run ``work`` on a thread, before any store that has not begun, and ``then(outcome)`` in `step`."""
+
+    def submit_store(self, work: Work, then: Then) -> None:
+        """Run ``work`` on a thread when no load is waiting, and ``then(outcome)`` in `step`."""
+
+    def step(self) -> int:
+        """Run the continuations of work that has ended. Returns how many."""
+
+    def wait(self, timeout: float) -> None:
+        """Return when a continuation can be run, or no work is left, or after ``timeout`` seconds."""
+
+    def longest(self) -> float:
+        """For how many seconds the oldest work has been on a thread; 0 if all are idle."""
+
+    def close(self, timeout: float) -> bool:
+        """Drop work that has not begun and wait for the rest. False if some still runs after ``timeout`` seconds."""
 
 
 def run(work: Work) -> Outcome:
-    """Do the work. The one place where a plugin's exception, whatever it is, becomes a value."""
+    """Do the work here. Whatever it raises, but KeyboardInterrupt, becomes a value."""
     try:
         return Outcome(value=work())
     except KeyboardInterrupt:
@@ -53,30 +66,30 @@ def run(work: Work) -> Outcome:
 
 
 def run_within(work: Work, timeout: float) -> Outcome | None:
-    """Do the work on a thread of its own; None if it hangs, and is left behind, after ``timeout`` seconds."""
+    """Do the work on a thread of its own. None if it still runs after ``timeout`` seconds; it is then left running."""
     outcomes: list[Outcome] = []
     run_aside(lambda: outcomes.append(run(work)), "last").join(timeout)
     return outcomes[0] if outcomes else None
 
 
 def run_aside(work: Work, name: str) -> threading.Thread:
-    """Begin the work on a daemon thread of its own. What it raises is lost."""
+    """Begin the work on a daemon thread of its own, and return that. What the work raises is lost."""
     thread = threading.Thread(target=lambda: run(work), name=f"kvtier-{name}", daemon=True)
     thread.start()
     return thread
 
 
 class IOPool:
-    """A few daemon threads and one queue, in which loads come before stores."""
+    """A `Pool` of ``threads`` daemon threads. Loads go before stores."""
 
     def __init__(self, name: str, threads: int = 1):
         self._loads: deque[tuple[Work, Then]] = deque()
         self._stores: deque[tuple[Work, Then]] = deque()
         self._done: deque[tuple[Then, Outcome]] = deque()
         self._changed = threading.Condition()
-        self._jobs = 0  # submitted, continuation not yet run; the owner's alone
+        self._jobs = 0  # submitted, continuation not yet run; only the user's thread changes it
         self._closed = False
-        self._begun: list[float | None] = [None] * threads  # when each thread began what it does now
+        self._begun: list[float | None] = [None] * threads  # when each thread began its work; None: idle
         self._threads = [
             threading.Thread(target=self._serve, args=(i,), name=f"kvtier-{name}-{i}", daemon=True)
             for i in range(threads)
@@ -86,7 +99,6 @@ class IOPool:
 
     @property
     def jobs(self) -> int:
-        """Pieces of work whose continuation has not run."""
         return self._jobs
 
     def submit_load(self, work: Work, then: Then) -> None:
@@ -96,7 +108,6 @@ class IOPool:
         self._submit(self._stores, work, then)
 
     def step(self) -> int:
-        """Run the continuations of what has ended; returns how many."""
         ran = 0
         while self._done:
             then, outcome = self._done.popleft()
@@ -106,17 +117,14 @@ class IOPool:
         return ran
 
     def wait(self, timeout: float) -> None:
-        """Return when a continuation is due, or after ``timeout`` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._done or not self._jobs, timeout)
 
     def longest(self) -> float:
-        """For how many seconds the oldest piece of work has been on a thread."""
         now = time.monotonic()
         return max((now - begun for begun in self._begun if begun is not None), default=0.0)
 
     def close(self, timeout: float) -> bool:
-        """Drop what has not begun, wait for what has; False if a thread still hangs after ``timeout`` seconds."""
         with self._changed:
             self._closed = True
             self._jobs -= len(self._loads) + len(self._stores)

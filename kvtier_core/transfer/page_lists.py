@@ -1,50 +1,75 @@
-"""Are the numbers of a job those of pages and slots? Addresses are computed from them, and nobody checks those."""
+"""Checks the numbers of a job before addresses are computed from them: a copy itself checks nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain
 from operator import index
+from typing import NamedTuple
 
 from kvtier_core.errors import ContractError
 from kvtier_core.interfaces import NO_BLOCK, PagedKVCache, PageList
 
-#: Of each layer in the order of a shard: address of block 0, bytes from block to block, bytes of a page, offset in the
-#: shard of its first page. The others follow it side by side, one for each place in a chunk.
-Layer = tuple[int, int, int, int]
+
+class Layer(NamedTuple):
+    """One layer as a copier sees it. A copier gets the block ids of a chunk in one flat row, group after group."""
+
+    base: int  #: address of the page of block 0
+    stride: int  #: bytes from one page to the next
+    nbytes: int  #: bytes of a page
+    offset: int  #: bytes from the start of the shard to the layer's first page; the others follow side by side
+    first: int  #: where the block ids of its group begin in the row
+    blocks: int  #: how many they are
 
 
-def check_table(table: PagedKVCache, slot_nbytes: int) -> None:
-    """Raises ContractError unless the pages of the table are those of its layout."""
-    layout = table.layout
-    if tuple(run.nbytes for run in table.layers) != layout.page_nbytes:
-        raise ContractError(f"pages of {[run.nbytes for run in table.layers]} bytes for {list(layout.page_nbytes)}")
-    if any(run.stride < run.nbytes for run in table.layers):
+def check_cache(cache: PagedKVCache, slot_nbytes: int) -> None:
+    """Raises ContractError unless the pages and the rank are those of the layout, and its frames fit the slots."""
+    layout = cache.layout
+    expected = [layer.page_nbytes for layer in layout.layers]
+    if [run.nbytes for run in cache.layers] != expected:
+        raise ContractError(f"pages of {[run.nbytes for run in cache.layers]} bytes for {expected}")
+    if any(run.stride < run.nbytes for run in cache.layers):
         raise ContractError("pages of a layer overlap: a stride is less than its nbytes")
-    if not 0 <= table.rank < layout.ranks:
-        raise ContractError(f"rank {table.rank} is not one of {layout.ranks}")
+    if not 0 <= cache.rank < layout.ranks:
+        raise ContractError(f"rank {cache.rank} is not one of {layout.ranks}")
     if slot_nbytes != layout.frame_nbytes:
         raise ContractError(f"slots of {slot_nbytes} bytes for frames of {layout.frame_nbytes}")
 
 
-def checked(
-    table: PagedKVCache, slots: int, pages: PageList, wanted: Sequence[int]
+def flat_rows(
+    cache: PagedKVCache, slots: int, pages: PageList, wanted: Sequence[int]
 ) -> tuple[list[list[int]], list[int]]:
-    """The rows of blocks and the wanted of ``slots`` slots, as plain ints. Raises ContractError."""
+    """The block ids of each chunk in one flat row, and its slot, as plain ints.
+
+    ``wanted`` are the slots of the job, of ``slots`` that there are. Raises ContractError unless every block and every
+    slot exists and each chunk has as many block ids of each group as the layout says.
+    """
     if len(pages) != len(wanted):
         raise ContractError(f"{len(pages)} chunks of pages for {len(wanted)} slots")
-    rows, numbers = [list(map(index, row)) for row in pages], list(map(index, wanted))
-    for row, slot in zip(rows, numbers, strict=True):
+    rows, numbers = [list(map(index, chain(*chunk))) for chunk in pages], list(map(index, wanted))
+    for chunk, row, slot in zip(pages, rows, numbers, strict=True):
         if not 0 <= slot < slots:
             raise ContractError(f"slot {slot} is not one of {slots}")
-        if len(row) != table.layout.blocks:
-            raise ContractError(f"{len(row)} block ids for a chunk of {table.layout.blocks}")
-        if min(row) < NO_BLOCK or max(row) >= table.blocks:
-            raise ContractError(f"block ids {row} are not all NO_BLOCK or one of {table.blocks}")
+        if tuple(map(len, chunk)) != cache.layout.blocks:
+            raise ContractError(_wrong_lengths(cache, chunk))
+        if min(row) < NO_BLOCK or max(row) >= cache.blocks:
+            raise ContractError(f"block ids {row} are not all NO_BLOCK or one of {cache.blocks}")
     return rows, numbers
 
 
-def layers_of(table: PagedKVCache) -> Iterator[Layer]:
-    offset = 0
-    for run in table.layers:
-        yield run.base, run.stride, run.nbytes, offset
-        offset += run.nbytes * table.layout.blocks
+def _wrong_lengths(cache: PagedKVCache, chunk: Sequence[Sequence[int]]) -> str:
+    groups = cache.layout.groups
+    if len(chunk) != len(groups):
+        return f"block ids of {len(chunk)} groups for a layout of {len(groups)}"
+    return "; ".join(
+        f"{len(row)} block ids for a chunk of {count} ({group.name})"
+        for group, row, count in zip(groups, chunk, cache.layout.blocks, strict=True)
+        if len(row) != count
+    )
+
+
+def layers_of(cache: PagedKVCache) -> Iterator[Layer]:
+    """All layers of all groups, in the order of a shard."""
+    firsts = list(accumulate(cache.layout.blocks, initial=0))
+    for run, place in zip(cache.layers, cache.layout.layers, strict=True):
+        yield Layer(run.base, run.stride, run.nbytes, place.offset, firsts[place.group], place.blocks)

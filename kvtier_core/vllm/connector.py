@@ -197,7 +197,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _open(self, report: WorkerReport, weights: str) -> SchedulerSide:
         """Raises ConfigError: an engine does not start with half a stack."""
-        config, chunk = layout.in_chunks(self.config, self._vllm_config, report.page_nbytes)
+        config, chunk = layout.in_chunks(self.config, self._vllm_config, report.groups)
         replica, replicas = layout.replica_of(self._vllm_config.parallel_config)
         context = OpenContext(
             namespace=identity.namespace(self._vllm_config, weights, config.chunk_tokens, report),
@@ -228,7 +228,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             config,
             manager,
             context.namespace,
-            block_tokens=self._vllm_config.cache_config.block_size,
+            block_tokens=chunk.groups[0].block_tokens,
             ranks=chunk.ranks,
             loads=self._kv_transfer_config.is_kv_consumer,
             stores=self._kv_transfer_config.is_kv_producer,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 import torch
@@ -12,17 +13,25 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
     SlidingWindowSpec,
+    SparseCacheRole,
     UniformTypeKVCacheSpecs,
 )
 
 from kvtier_core.config.model import StackConfig
 from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.interfaces import PagedKVCache, PageRun
-from kvtier_core.types import ChunkLayout
+from kvtier_core.types import ChunkLayout, KVGroup, KVKind, KVStructure
 from kvtier_core.vllm.identity import namespace as identity
 from kvtier_core.vllm.identity.settings import UnidentifiedError
 
+#: What keeps the KV of every token, and what it keeps. By exact type: a subclass may keep something else.
+_STRUCTURES = {
+    FullAttentionSpec: KVStructure.KEYS_AND_VALUES,
+    MLAAttentionSpec: KVStructure.MLA_LATENT,
+}
 _ONE_GROUP = "start vLLM with --disable-hybrid-kv-cache-manager, and it has one"
 
 
@@ -37,7 +46,7 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         why = f"the model has {len(groups)} KV cache groups and kvtier restores one"
         return f"{why}; {_ONE_GROUP}" if _can_be_one_group(specs.values()) else why
     for name, spec in specs.items():
-        if not isinstance(spec, FullAttentionSpec):
+        if type(spec) not in _STRUCTURES:
             return f"layer {name} keeps {type(spec).__name__} state, not the KV of every token"
         if spec.non_causal:
             return f"layer {name} attends to later tokens, so that KV depends on more than its prefix"
@@ -81,7 +90,10 @@ def replica_of(parallel: ParallelConfig) -> tuple[int, int]:
 def inspect_pages(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor], config: StackConfig
 ) -> tuple[PagedKVCache | None, WorkerReport]:
-    """Look at the pages that vLLM hands over at start-up; the table is None if they cannot be moved."""
+    """Look at the pages that vLLM hands over at start-up.
+
+    Returns them for the movers, or None if they cannot be moved, and what this worker reports to the scheduler.
+    """
     device = next(iter(kv_caches.values())).device
     try:
         of_the_worker = identity.facts_of_the_worker(vllm_config.model_config, config.identity)
@@ -93,9 +105,9 @@ def inspect_pages(
         if run is None:
             return None, WorkerReport(device.type, (), (), f"the pages of layer {name} do not lie block after block")
         runs.setdefault((run.base, run.stride), run)
-    page_nbytes = tuple(run.nbytes for run in runs.values())
-    _, layout = in_chunks(config, vllm_config, page_nbytes)
-    table = PagedKVCache(
+    groups = (_group(kv_cache_config, kv_caches, [run.nbytes for run in runs.values()]),)
+    _, layout = in_chunks(config, vllm_config, groups)
+    cache = PagedKVCache(
         layers=tuple(runs.values()),
         blocks=kv_cache_config.num_blocks,
         device=str(device),
@@ -112,17 +124,17 @@ def inspect_pages(
         "attention backend": _attention_backends(vllm_config, kv_caches),
         "cpu isa": _cpu_isa(vllm_config, kv_cache_config) if device.type == "cpu" else "none",
     }
-    return table, WorkerReport(device.type, page_nbytes, tuple((name, str(fact)) for name, fact in facts.items()))
+    return cache, WorkerReport(device.type, groups, tuple((name, str(fact)) for name, fact in facts.items()))
 
 
 def in_chunks(
-    config: StackConfig, vllm_config: VllmConfig, page_nbytes: tuple[int, ...]
+    config: StackConfig, vllm_config: VllmConfig, groups: Sequence[KVGroup]
 ) -> tuple[StackConfig, ChunkLayout]:
-    """The stack with ``chunk_tokens`` as a number, and its chunks. Scheduler and workers find the same here."""
-    block_size = vllm_config.cache_config.block_size
-    block = ChunkLayout(page_nbytes, 1, vllm_config.parallel_config.world_size)
-    config = config.sized(block_size, block.payload_nbytes)
-    return config, attrs.evolve(block, blocks=config.chunk_tokens // block_size)
+    """The stack with ``chunk_tokens`` as a number, and its chunks. Scheduler and workers compute the same here."""
+    tokens = math.lcm(*(group.block_tokens for group in groups))
+    smallest = ChunkLayout(groups, tokens, vllm_config.parallel_config.world_size)
+    config = config.sized(tokens, smallest.payload_nbytes)
+    return config, attrs.evolve(smallest, tokens=config.chunk_tokens)
 
 
 def disagreement(reports: Sequence[WorkerReport]) -> str:
@@ -139,6 +151,29 @@ def _specs(kv_cache_config: KVCacheConfig) -> dict[str, KVCacheSpec]:
         inner = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
         specs.update((name, inner.get(name, spec)) for name in group.layer_names)
     return specs
+
+
+def _group(
+    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor], page_nbytes: Sequence[int]
+) -> KVGroup:
+    """The only group of an engine that is served."""
+    (group,) = kv_cache_config.kv_cache_groups
+    structures = {_structure(spec) for spec in _specs(kv_cache_config).values()}
+    return KVGroup(
+        name="group 0",
+        kind=KVKind.FULL_ATTENTION,
+        page_nbytes=page_nbytes,
+        block_tokens=group.kv_cache_spec.block_size,
+        dtype=" ".join(sorted({str(cache.dtype).removeprefix("torch.") for cache in kv_caches.values()})),
+        structure=structures.pop() if len(structures) == 1 else KVStructure.OPAQUE,
+    )
+
+
+def _structure(spec: KVCacheSpec) -> KVStructure:
+    """What the elements of this layer's pages are: OPAQUE unless they are plain numbers, one for each of the KV's."""
+    plain = spec.kv_quant_mode == KVQuantMode.NONE and spec.dtype.is_floating_point and spec.tokens_per_state == 1
+    indexer = isinstance(spec, MLAAttentionSpec) and spec.cache_role == SparseCacheRole.INDEXER
+    return _STRUCTURES[type(spec)] if plain and not indexer else KVStructure.OPAQUE
 
 
 def _page_run(cache: torch.Tensor, blocks: int) -> PageRun | None:

@@ -10,11 +10,11 @@ import kvtier_cpu.plugin
 import kvtier_disk.plugin
 from kvtier_core.config.model import Runtime, load_config, open_stack
 from kvtier_core.config.registry import Registry
-from kvtier_core.testing.samples import PagedBuffer, make_context
-from kvtier_core.types import ChunkLayout
+from kvtier_core.testing.samples import PagedBuffer, make_context, make_layout
 
 #: Payloads of whole pages, so that no byte of a frame is mere padding.
-LAYOUT = ChunkLayout((1024, 3072), blocks=4)
+BLOCKS = 4
+LAYOUT = make_layout((1024, 3072), BLOCKS)
 FRAME = LAYOUT.frame_nbytes
 LONG = 30.0
 
@@ -26,9 +26,9 @@ class Serving:
         config = load_config(file, Registry.of(kvtier_cpu.plugin, kvtier_disk.plugin, *plugins))
         self._now = 0.0
         self.manager = open_stack(config, make_context(layout=LAYOUT), Runtime(clock=lambda: self._now))
-        self._buffer = PagedBuffer(LAYOUT, LAYOUT.blocks, random.Random(0))
-        self._mover = config.arenas[0].config.attach(self.manager.handles[0], self._buffer.table())
-        self._rows = [list(range(LAYOUT.blocks))]
+        self._buffer = PagedBuffer(LAYOUT, BLOCKS, random.Random(0))
+        self._mover = config.arenas[0].config.attach(self.manager.handles[0], self._buffer.kv_cache())
+        self._pages = [[list(range(BLOCKS))]]
         self.copies = 0  # of chunks, from pages to slots or back
         self.seen = set()  # kinds of events
 
@@ -73,11 +73,11 @@ class Serving:
     def _fill(self, key, slot):
         for layer, block, nbytes in _pages():
             self._buffer.put(layer, block, _page(key, layer, block, nbytes))
-        self._mover.store(self._job(), self._rows, [slot.index])
+        self._mover.store(self._job(), self._pages, [slot.index])
         self._end()
 
     def _check(self, key, slot):
-        self._mover.load(self._job(), [slot.index], self._rows)
+        self._mover.load(self._job(), [slot.index], self._pages)
         self._end()
         for layer, block, nbytes in _pages():
             assert self._buffer.page(layer, block) == _page(key, layer, block, nbytes), "other bytes came back"
@@ -97,7 +97,7 @@ def files(folder):
 
 
 def _pages():
-    return [(i, block, nbytes) for i, nbytes in enumerate(LAYOUT.page_nbytes) for block in range(LAYOUT.blocks)]
+    return [(i, block, layer.page_nbytes) for i, layer in enumerate(LAYOUT.layers) for block in range(BLOCKS)]
 
 
 def _page(key, layer, block, nbytes):

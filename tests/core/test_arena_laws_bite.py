@@ -42,16 +42,16 @@ class Memory(interfaces.AllocatorBackend):
 class Copier(interfaces.Mover):
     """Correct, and done before it returns."""
 
-    def __init__(self, memory, table):
-        self.memory, self.table = memory, table
+    def __init__(self, memory, cache):
+        self.memory, self.kv_cache = memory, cache
         self.done = []
 
     def pairs(self, pages, slots):
         """Of each wanted page: its memory in the engine, and in the slot."""
-        for blocks, slot in zip(pages, slots, strict=True):
-            at = self.table.layout.shard_offset(self.table.rank)
-            for run in self.table.layers:
-                for block in blocks:
+        for chunk, slot in zip(pages, slots, strict=True):
+            at = self.kv_cache.layout.shard_offset(self.kv_cache.rank)
+            for run, place in zip(self.kv_cache.layers, self.kv_cache.layout.layers, strict=True):
+                for block in chunk[place.group]:
                     if block != interfaces.NO_BLOCK:
                         page = (ctypes.c_char * run.nbytes).from_address(run.base + block * run.stride)
                         yield memoryview(page).cast("B"), self.memory.view(slot)[at : at + run.nbytes]
@@ -121,34 +121,39 @@ class SkipsHoles(Copier):
     """Packs what is wanted, as if a hole had no place."""
 
     def pairs(self, pages, slots):
-        for blocks, slot in zip(pages, slots, strict=True):
-            wanted = [block for block in blocks if block != interfaces.NO_BLOCK]
+        for chunk, slot in zip(pages, slots, strict=True):
+            wanted = [[block for block in blocks if block != interfaces.NO_BLOCK] for blocks in chunk]
             yield from super().pairs([wanted], [slot])
 
 
+class TakesEveryGroupForTheFirst(Copier):
+    def pairs(self, pages, slots):
+        return super().pairs([[chunk[0][: len(blocks)] for blocks in chunk] for chunk in pages], slots)
+
+
 class ForgetsTheStride(Copier):
-    def __init__(self, memory, table):
-        dense = tuple(attrs.evolve(run, stride=run.nbytes) for run in table.layers)
-        super().__init__(memory, attrs.evolve(table, layers=dense))
+    def __init__(self, memory, cache):
+        dense = tuple(attrs.evolve(run, stride=run.nbytes) for run in cache.layers)
+        super().__init__(memory, attrs.evolve(cache, layers=dense))
 
 
 class ForgetsTheRank(Copier):
-    def __init__(self, memory, table):
-        super().__init__(memory, attrs.evolve(table, rank=0))
+    def __init__(self, memory, cache):
+        super().__init__(memory, attrs.evolve(cache, rank=0))
 
 
 class CopiesOneByteTooMany(Copier):
     def load(self, job, slots, pages):
         super().load(job, slots, pages)
-        run = self.table.layers[0]
-        ctypes.memset(run.base + run.nbytes + run.stride * (self.table.blocks - 1), 0, 1)
+        run = self.kv_cache.layers[0]
+        ctypes.memset(run.base + run.nbytes + run.stride * (self.kv_cache.blocks - 1), 0, 1)
 
 
 class Transposes(Copier):
     """Consistent with itself, and with nobody else."""
 
     def pairs(self, pages, slots):
-        return super().pairs([list(reversed(blocks)) for blocks in pages], slots)
+        return super().pairs([[blocks[::-1] for blocks in chunk] for chunk in pages], slots)
 
 
 class LoadsNothing(Copier):
@@ -162,7 +167,7 @@ class SumsThePages(Copier):
     def store(self, job, pages, slots):
         super().store(job, pages, slots)
         chunks = zip(pages, slots, strict=True)
-        parts = [b"".join(bytes(page) for page, _ in self.pairs([row], [slot])) for row, slot in chunks]
+        parts = [b"".join(bytes(page) for page, _ in self.pairs([chunk], [slot])) for chunk, slot in chunks]
         self.done[-1] = self.done[-1]._replace(checksums=[zlib.crc32(part) for part in parts])
 
 
@@ -174,8 +179,8 @@ class ReportsTwice(Copier):
 class Lazy(Copier):
     """Begins when it is asked whether it has ended; `wait` is not that."""
 
-    def __init__(self, memory, table):
-        super().__init__(memory, table)
+    def __init__(self, memory, cache):
+        super().__init__(memory, cache)
         self.todo = []
 
     def store(self, job, pages, slots):
@@ -189,7 +194,7 @@ class Lazy(Copier):
 
 class MoverClosesOnce(Copier):
     def close(self):
-        del self.table
+        del self.kv_cache
 
 
 @attrs.frozen
@@ -201,8 +206,8 @@ class PlantedArena(interfaces.ArenaConfig):
     def open(self, ctx):
         return self.memory(ctx)
 
-    def attach(self, handle, table):
-        return self.mover(_MEMORY[handle], table)
+    def attach(self, handle, cache):
+        return self.mover(_MEMORY[handle], cache)
 
 
 class TestReference(ArenaLaws):
@@ -227,6 +232,7 @@ BUGS = [
     (PlantedArena(mover=SkipsHoles), "test_load_scatters_exact_bytes"),
     (PlantedArena(mover=CopiesOneByteTooMany), "test_load_scatters_exact_bytes"),
     (PlantedArena(mover=LoadsNothing), "test_what_is_stored_is_loaded"),
+    (PlantedArena(mover=TakesEveryGroupForTheFirst), "test_each_group_has_its_own_blocks"),
     (PlantedArena(mover=ForgetsTheRank), "test_ranks_do_not_meet"),
     (PlantedArena(mover=ReportsTwice), "test_every_job_is_reported_once"),
     (PlantedArena(mover=Lazy), "test_wait_frees_the_pages"),

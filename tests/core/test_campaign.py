@@ -30,7 +30,7 @@ from kvtier_core.interfaces import Serializer
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.store_tier.tier import FrameWrite, StoreTier
-from kvtier_core.testing.samples import make_context, make_keys, make_namespace, same
+from kvtier_core.testing.samples import make_context, make_keys, make_layout, make_namespace, same
 from kvtier_core.transfer.io_pool import IOPool
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, ChunkLayout, Event, EventKind, Namespace, Nbytes
 from kvtier_disk.config import DiskConfig
@@ -41,7 +41,7 @@ SEED = int(os.environ.get("CAMPAIGN_SEED", "0"))
 OURS, THEIRS = make_namespace("today's weights"), make_namespace("yesterday's weights")
 KEYS = make_keys(6)
 #: Three pages of payload, and one that ends in the middle of a page.
-LAYOUTS = [ChunkLayout((2048, 1024), blocks=4), ChunkLayout((1500, 700), blocks=3)]
+LAYOUTS = [make_layout((2048, 1024), blocks=4), make_layout((1500, 700), blocks=3)]
 
 HEADER_NBYTES = 88
 CHECKSUM_AT = 84

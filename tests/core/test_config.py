@@ -22,9 +22,10 @@ from kvtier_core.hookspecs import hookimpl
 from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, Backend, BackendConfig, OpenContext
 from kvtier_core.policies.fifo import FifoConfig
 from kvtier_core.policies.gittins import GittinsConfig
-from kvtier_core.types import ChunkLayout, Namespace, Nbytes, Seconds
+from kvtier_core.testing.samples import make_layout
+from kvtier_core.types import Namespace, Nbytes, Seconds
 
-LAYOUT = ChunkLayout((65536,), 16)
+LAYOUT = make_layout((65536,), 16)
 CTX = OpenContext(Namespace.of({"model": "m"}), LAYOUT, "engine")
 
 #: What the plugins of this file did, in order.

@@ -1,6 +1,7 @@
 """The CUDA library without a GPU: it builds, it loads, it says so; and its arithmetic on the CPU."""
 
 import ctypes
+import itertools
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,10 +12,10 @@ from hypothesis import given, settings
 from test_mover import World, jobs
 
 from kvtier_core.errors import BackendError
-from kvtier_core.transfer.cuda.copiers import _pieces
+from kvtier_core.testing.samples import make_layout
+from kvtier_core.transfer.cuda.copiers import pieces_of
 from kvtier_core.transfer.cuda.library import FILE, Library
 from kvtier_core.transfer.page_lists import layers_of
-from kvtier_core.types import ChunkLayout
 
 SOURCE = Path(__file__).parents[2] / "csrc/cuda"
 
@@ -76,14 +77,16 @@ def on_host(tmp_path_factory):
 
 
 def arguments(runtime, to_slots, pages, slots):
-    """What both take, of a job; and what must be kept until they return."""
-    layers = list(layers_of(runtime.table))
-    flat = (ctypes.c_uint64 * (4 * len(layers)))(*(number for layer in layers for number in layer))
-    pieces = _pieces(pages, slots)
+    """What both take, of each group of a job; and what must be kept until they return."""
+    layers = list(layers_of(runtime.kv_cache))
     memory = ctypes.addressof(ctypes.c_char.from_buffer(runtime.slots))
     shards = memory + runtime.layout.shard_offset(runtime.rank)
-    numbers = [len(layers), shards, runtime.layout.frame_nbytes, to_slots, pieces.buffer_info()[0], len(pieces) // 3]
-    return [flat, *(ctypes.c_uint64(number) for number in numbers)], pieces
+    for number, first in enumerate(itertools.accumulate(runtime.layout.blocks[:-1], initial=0)):
+        own = [layer for layer in layers if layer.first == first]
+        flat = (ctypes.c_uint64 * (4 * len(own)))(*(number for layer in own for number in layer[:4]))
+        pieces = pieces_of([chunk[number] for chunk in pages], slots)
+        numbers = [len(own), shards, runtime.layout.frame_nbytes, to_slots, pieces.buffer_info()[0], len(pieces) // 3]
+        yield [flat, *(ctypes.c_uint64(number) for number in numbers)], pieces
 
 
 @pytest.mark.parametrize("workers, lanes", [(1, 1), (5, 32), (256, 32)])
@@ -93,9 +96,9 @@ def arguments(runtime, to_slots, pages, slots):
 def test_the_lanes_of_the_kernel_copy_each_byte_that_is_wanted_and_no_other(on_host, to_slots, workers, lanes, job):
     runtime, pages, slots = job
     expected = runtime.after_store(pages, slots) if to_slots else runtime.after_load(slots, pages)
-    given, pieces = arguments(runtime, to_slots, pages, slots)
-    on_host.kernel_on_host(*given, workers, lanes)
-    assert pieces is not None
+    for handed, pieces in arguments(runtime, to_slots, pages, slots):
+        on_host.kernel_on_host(*handed, workers, lanes)
+        assert pieces is not None
     assert runtime.state() == expected
 
 
@@ -105,9 +108,9 @@ def test_the_lanes_of_the_kernel_copy_each_byte_that_is_wanted_and_no_other(on_h
 def test_the_list_of_copies_is_each_byte_that_is_wanted_and_no_other(on_host, to_slots, job):
     runtime, pages, slots = job
     expected = runtime.after_store(pages, slots) if to_slots else runtime.after_load(slots, pages)
-    given, pieces = arguments(runtime, to_slots, pages, slots)
-    on_host.copies_on_host(*given)
-    assert pieces is not None
+    for handed, pieces in arguments(runtime, to_slots, pages, slots):
+        on_host.copies_on_host(*handed)
+        assert pieces is not None
     assert runtime.state() == expected
 
 
@@ -125,18 +128,18 @@ def test_a_page_is_copied_in_words_of_any_width(on_host, nbytes, at, from_):
 
 
 def test_more_pieces_than_go_with_one_launch(on_host):
-    layout = ChunkLayout(page_nbytes=(16, 32), blocks=300)
+    layout = make_layout(page_nbytes=(16, 32), blocks=300)
     runtime = World(layout, blocks=600, slots=2)
-    pages, slots = [list(range(300, 600)), list(range(299, -1, -1))], [1, 0]
+    pages, slots = [[list(range(300, 600))], [list(range(299, -1, -1))]], [1, 0]
     expected = runtime.after_store(pages, slots)
-    given, pieces = arguments(runtime, True, pages, slots)
+    ((given, pieces),) = arguments(runtime, True, pages, slots)
     on_host.kernel_on_host(*given, 7, 32)
     assert pieces is not None
     assert runtime.state() == expected
 
 
 def test_neighbours_on_both_sides_are_one_copy(on_host):
-    runtime = World(ChunkLayout(page_nbytes=(48, 96), blocks=4), gaps=[0, 8])
-    given, pieces = arguments(runtime, True, [[2, 3, 4, 0]], [0])
+    runtime = World(make_layout(page_nbytes=(48, 96), blocks=4), gaps=[0, 8])
+    ((given, pieces),) = arguments(runtime, True, [[[2, 3, 4, 0]]], [0])
     assert on_host.copies_on_host(*given) == 2 + 4, "runs of the dense layer, pages of the padded one"
     assert pieces is not None

@@ -13,25 +13,25 @@ from hypothesis import strategies as st
 from test_mover import World, jobs
 
 from kvtier_core.errors import BackendError, ContractError
+from kvtier_core.testing.samples import make_layout
 from kvtier_core.transfer.cuda.autotune import DMA, KERNEL, choose
 from kvtier_core.transfer.cuda.copiers import TorchCopier
-from kvtier_core.transfer.cuda.host_registration import HostRegistration, NoLock
+from kvtier_core.transfer.cuda.host_registration import HostRegistration, NoRegistration
 from kvtier_core.transfer.cuda.mover import DeviceMover
-from kvtier_core.types import ChunkLayout
 
-ROW = [0, 1, 2, 3]
+CHUNK = [[0, 1, 2, 3]]
 
 
 def torch_copier(runtime):
     memory = ctypes.addressof(ctypes.c_char.from_buffer(runtime.slots))
     nbytes = runtime.layout.frame_nbytes
     shards = memory + runtime.layout.shard_offset(runtime.rank)
-    return TorchCopier(torch.cpu, runtime.table, shards, len(runtime.slots) // nbytes, nbytes)
+    return TorchCopier(torch.cpu, runtime.kv_cache, shards, len(runtime.slots) // nbytes, nbytes)
 
 
-def mover_of(runtime, *, copier=None, streams=torch.cpu, lock=None, kind=DeviceMover):
+def mover_of(runtime, *, copier=None, streams=torch.cpu, registration=None, kind=DeviceMover):
     slots = len(runtime.slots) // runtime.layout.frame_nbytes
-    return kind(runtime.table, slots, copier or torch_copier(runtime), streams, lock or NoLock())
+    return kind(runtime.kv_cache, slots, copier or torch_copier(runtime), streams, registration or NoRegistration())
 
 
 def ended(mover):
@@ -41,7 +41,7 @@ def ended(mover):
 
 @pytest.fixture
 def runtime():
-    return World(ChunkLayout(page_nbytes=(48, 96), blocks=4), gaps=[0, 16])
+    return World(make_layout(page_nbytes=(48, 96), blocks=4), gaps=[0, 16])
 
 
 # -- torch's operators -----------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class LaterCopier:
 
 def write(runtime, row, byte):
     """What a forward does to the pages of these blocks."""
-    for start, run in zip(runtime.starts, runtime.table.layers, strict=True):
+    for start, run in zip(runtime.starts, runtime.kv_cache.layers, strict=True):
         for block in row:
             begin = start + block * run.stride
             runtime.pages[begin : begin + run.nbytes] = bytes([byte]) * run.nbytes
@@ -159,7 +159,7 @@ def read(runtime, row):
     """The pages of these blocks as they lie in a shard."""
     return b"".join(
         runtime.pages[start + block * run.stride :][: run.nbytes]
-        for start, run in zip(runtime.starts, runtime.table.layers, strict=True)
+        for start, run in zip(runtime.starts, runtime.kv_cache.layers, strict=True)
         for block in row
     )
 
@@ -174,20 +174,20 @@ def engine_with_few_blocks(runtime, mover, device, rounds=12):
     under_way, computed, reported = {}, {}, set()
     for job in range(rounds):
         slot = job % 3
-        row = device.rng.sample(range(runtime.table.blocks), 4)
+        row = device.rng.sample(range(runtime.kv_cache.blocks), 4)
         if under_way.get(slot) is not None:  # the owner gives a slot to nobody before its job was reported
             settle(mover, device, under_way.pop(slot)[0], reported)
             assert payload(runtime, slot) == computed[slot]
         stores_to_fence = [other for other, blocks in under_way.values() if not set(blocks).isdisjoint(row)]
         if slot in computed and device.rng.random() < 0.4:
-            mover.load(job, [slot], [row])
+            mover.load(job, [slot], [[row]])
             settle(mover, device, job, reported)
             assert read(runtime, row) == computed[slot], "the engine reads what was not loaded"
             continue
         mover.fence(stores_to_fence)
         byte = device.rng.randrange(256)
         device.engine.run(lambda row=row, byte=byte: write(runtime, row, byte))
-        mover.store(job, [row], [slot])
+        mover.store(job, [[row]], [slot])
         under_way[slot] = job, row
         computed[slot] = bytes([byte]) * runtime.layout.shard_nbytes
         for _ in range(device.rng.randrange(4)):
@@ -208,7 +208,7 @@ def settle(mover, device, job, reported):
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 1 << 32))
 def test_whatever_the_streams_do_first(seed):
-    runtime, device = World(ChunkLayout(page_nbytes=(48, 96), blocks=4), gaps=[0, 16]), Device(seed)
+    runtime, device = World(make_layout(page_nbytes=(48, 96), blocks=4), gaps=[0, 16]), Device(seed)
     engine_with_few_blocks(runtime, mover_of(runtime, copier=LaterCopier(runtime), streams=device), device)
 
 
@@ -237,7 +237,7 @@ class LoadsOvertakeStores(DeviceMover):
 @pytest.mark.parametrize("kind", [WithoutFence, BeforeTheForward, LoadsOvertakeStores])
 def test_the_test_of_order_would_see(kind):
     def found(seed):
-        runtime, device = World(ChunkLayout(page_nbytes=(48, 96), blocks=4), gaps=[0, 16]), Device(seed)
+        runtime, device = World(make_layout(page_nbytes=(48, 96), blocks=4), gaps=[0, 16]), Device(seed)
         try:
             engine_with_few_blocks(
                 runtime, mover_of(runtime, copier=LaterCopier(runtime), streams=device, kind=kind), device
@@ -254,8 +254,8 @@ def test_nobody_is_held_up(runtime):
     device = Device()
     mover = mover_of(runtime, copier=LaterCopier(runtime), streams=device)
     before = runtime.state()
-    mover.store(1, [ROW], [0])
-    mover.load(2, [1], [[4, 5, 6, 7]])
+    mover.store(1, [CHUNK], [0])
+    mover.load(2, [1], [[[4, 5, 6, 7]]])
     mover.fence([1])
     mover.wait([1, 2], timeout=0)
     assert (ended(mover), runtime.state()) == ([], before)
@@ -267,7 +267,7 @@ def test_nobody_is_held_up(runtime):
 def test_a_fence_for_a_job_that_was_reported_is_none(runtime):
     device = Device()
     mover = mover_of(runtime, copier=LaterCopier(runtime), streams=device)
-    mover.store(1, [ROW], [0])
+    mover.store(1, [CHUNK], [0])
     device.finish()
     mover.finished()
     mover.fence([1, 17])
@@ -279,7 +279,7 @@ def test_a_copy_that_fails_has_ended_before_that_is_said(runtime):
     copier = LaterCopier(runtime)
     copier.gather = lambda rows, slots, stream: 1 / 0
     mover = mover_of(runtime, copier=copier, streams=device)
-    mover.store(1, [ROW], [0])
+    mover.store(1, [CHUNK], [0])
     assert ended(mover) == []
     device.finish()
     assert ended(mover) == [(1, False)]
@@ -288,24 +288,24 @@ def test_a_copy_that_fails_has_ended_before_that_is_said(runtime):
 def test_close_waits_and_then_refuses(runtime):
     device = Device()
     mover = mover_of(runtime, copier=LaterCopier(runtime), streams=device)
-    mover.store(1, [ROW], [0])
+    mover.store(1, [CHUNK], [0])
     threading.Timer(0.05, device.finish).start()
     mover.close()
     mover.close()
     assert ended(mover) == [(1, True)]
     with pytest.raises(ContractError, match="^the mover is closed$"):
-        mover.store(2, [ROW], [0])
+        mover.store(2, [CHUNK], [0])
 
 
 @pytest.mark.parametrize(
     "pages, slots, why",
     [
-        ([[0, 1, 2, 8]], [0], "block ids [0, 1, 2, 8] are not all NO_BLOCK or one of 8"),
-        ([[0, 1, 2, -2]], [0], "block ids [0, 1, 2, -2] are not all NO_BLOCK or one of 8"),
-        ([[0, 1, 2]], [0], "3 block ids for a chunk of 4"),
-        ([ROW], [3], "slot 3 is not one of 3"),
-        ([ROW], [-1], "slot -1 is not one of 3"),
-        ([ROW], [0, 1], "1 chunks of pages for 2 slots"),
+        ([[[0, 1, 2, 8]]], [0], "block ids [0, 1, 2, 8] are not all NO_BLOCK or one of 8"),
+        ([[[0, 1, 2, -2]]], [0], "block ids [0, 1, 2, -2] are not all NO_BLOCK or one of 8"),
+        ([[[0, 1, 2]]], [0], "3 block ids for a chunk of 4 (group 0)"),
+        ([CHUNK], [3], "slot 3 is not one of 3"),
+        ([CHUNK], [-1], "slot -1 is not one of 3"),
+        ([CHUNK], [0, 1], "1 chunks of pages for 2 slots"),
     ],
 )
 def test_wrong_numbers_begin_no_copy(runtime, pages, slots, why):
@@ -319,9 +319,9 @@ def test_wrong_numbers_begin_no_copy(runtime, pages, slots, why):
 
 def test_a_job_under_way_is_not_begun_again(runtime):
     mover = mover_of(runtime, copier=LaterCopier(runtime), streams=Device())
-    mover.store(1, [ROW], [0])
+    mover.store(1, [CHUNK], [0])
     with pytest.raises(ContractError, match="^job 1 has not ended$"):
-        mover.load(1, [0], [ROW])
+        mover.load(1, [0], [CHUNK])
 
 
 # -- page-locking ----------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ class Kernel:
         del self.locked[address]
 
 
-def page_lock(kernel, slots=10):
+def registered(kernel, slots=10):
     return HostRegistration(1 << 20, slots, 4096, kernel.register, kernel.unregister, piece_nbytes=3 * 4096 + 100)
 
 
@@ -359,37 +359,37 @@ def eventually(done):
 
 def test_pieces_are_whole_slots_and_are_all_given_back():
     kernel = Kernel()
-    lock = page_lock(kernel)
-    assert eventually(lambda: lock.covers([9]))
+    registration = registered(kernel)
+    assert eventually(lambda: registration.covers([9]))
     assert kernel.locked == {
         (1 << 20) + first * 4096: count * 4096 for first, count in ((0, 3), (3, 3), (6, 3), (9, 1))
     }
-    assert lock.facts() == {"page-locked": "40KiB -> 40KiB"}
-    lock.close()
-    lock.close()
+    assert registration.facts() == {"page-locked": "40KiB -> 40KiB"}
+    registration.close()
+    registration.close()
     assert kernel.locked == {}
 
 
 def test_a_slot_is_used_when_it_is_locked_and_not_before(runtime):
     kernel = Kernel(pieces=1)
-    lock = page_lock(kernel)
-    mover = mover_of(runtime, lock=lock)
-    assert (lock.covers([2]), lock.covers([3])) == (True, False)
+    registration = registered(kernel)
+    mover = mover_of(runtime, registration=registration)
+    assert (registration.covers([2]), registration.covers([3])) == (True, False)
     kernel.may.release()
-    assert eventually(lambda: lock.covers([5]))
-    assert not lock.covers([0, 6])
+    assert eventually(lambda: registration.covers([5]))
+    assert not registration.covers([0, 6])
     kernel.may.release(2)
     mover.close()
     assert kernel.locked == {}
 
 
 def test_a_job_with_a_slot_that_is_not_locked_yet_is_a_miss():
-    runtime = World(ChunkLayout(page_nbytes=(48, 96), blocks=4), slots=5)
+    runtime = World(make_layout(page_nbytes=(48, 96), blocks=4), slots=5)
     kernel = Kernel(pieces=1)
-    mover = mover_of(runtime, lock=page_lock(kernel, slots=5))
+    mover = mover_of(runtime, registration=registered(kernel, slots=5))
     before = runtime.state()
-    mover.store(1, [ROW], [4])
-    mover.load(2, [0, 3], [ROW, [4, 5, 6, 7]])
+    mover.store(1, [CHUNK], [4])
+    mover.load(2, [0, 3], [CHUNK, [[4, 5, 6, 7]]])
     assert (ended(mover), runtime.state()) == ([(1, False), (2, False)], before)
     kernel.may.release()
     mover.close()
@@ -397,23 +397,23 @@ def test_a_job_with_a_slot_that_is_not_locked_yet_is_a_miss():
 
 def test_what_cannot_be_locked_is_not_used_and_says_why():
     kernel = Kernel(pieces=1)
-    lock = page_lock(kernel)
+    registration = registered(kernel)
     kernel.refusing = True
     kernel.may.release()
-    assert eventually(lambda: "no more" in lock.facts()["page-locked"])
-    assert lock.facts() == {"page-locked": "40KiB -> 12KiB (no more)"}
-    assert (lock.covers([2]), lock.covers([3])) == (True, False)
-    lock.close()
+    assert eventually(lambda: "no more" in registration.facts()["page-locked"])
+    assert registration.facts() == {"page-locked": "40KiB -> 12KiB (no more)"}
+    assert (registration.covers([2]), registration.covers([3])) == (True, False)
+    registration.close()
 
 
 def test_an_arena_of_which_nothing_can_be_locked_is_refused():
     kernel = Kernel()
     kernel.refusing = True
     with pytest.raises(BackendError, match="^no more$"):
-        page_lock(kernel)
+        registered(kernel)
 
 
-# -- the race --------------------------------------------------------------------------------------------
+# -- copy engine or kernel --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

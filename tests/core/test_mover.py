@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.interfaces import NO_BLOCK, PagedKVCache, PageRun
+from kvtier_core.testing.samples import make_group, make_layout
 from kvtier_core.transfer import copier as module
 from kvtier_core.transfer.copier import Copier, PlainCopier
 from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.types import ChunkLayout
 
-LAYOUT = ChunkLayout(page_nbytes=(48, 96), blocks=4)
+LAYOUT = make_layout(page_nbytes=(48, 96), blocks=4)
 
 
 class World:
@@ -27,8 +28,9 @@ class World:
 
     def __init__(self, layout, *, rank=0, blocks=8, slots=3, gaps=None, seed=0, copier=PlainCopier):
         rng = random.Random(seed)
-        gaps = gaps or [0] * len(layout.page_nbytes)
-        strides = [nbytes + gap for nbytes, gap in zip(layout.page_nbytes, gaps, strict=True)]
+        sizes = [layer.page_nbytes for layer in layout.layers]
+        gaps = gaps or [0] * len(sizes)
+        strides = [nbytes + gap for nbytes, gap in zip(sizes, gaps, strict=True)]
         self.layout, self.rank = layout, rank
         self.starts, end = [], 7
         for stride in strides:
@@ -39,21 +41,22 @@ class World:
         base = ctypes.addressof(ctypes.c_char.from_buffer(self.pages))
         runs = [
             PageRun(base + start, stride, nbytes)
-            for start, stride, nbytes in zip(self.starts, strides, layout.page_nbytes, strict=True)
+            for start, stride, nbytes in zip(self.starts, strides, sizes, strict=True)
         ]
-        self.table = PagedKVCache(tuple(runs), blocks, "cpu", rank, layout)
+        self.kv_cache = PagedKVCache(tuple(runs), blocks, "cpu", rank, layout)
         self.copier = copier
 
     @functools.cached_property
     def mover(self):
         """With a thread of its own, until it is closed."""
-        return HostMover(self.table, memoryview(self.slots), self.layout.frame_nbytes, self.copier)
+        return HostMover(self.kv_cache, memoryview(self.slots), self.layout.frame_nbytes, self.copier)
 
     def bytes_of(self, pages, slots):
         """Index in the buffer and in the slots of every byte that a job moves."""
-        for row, slot in zip(pages, slots, strict=True):
+        for chunk, slot in zip(pages, slots, strict=True):
             place = slot * self.layout.frame_nbytes + self.layout.shard_offset(self.rank)
-            for start, run in zip(self.starts, self.table.layers, strict=True):
+            rows = [row for group, row in zip(self.layout.groups, chunk, strict=True) for _ in group.page_nbytes]
+            for start, run, row in zip(self.starts, self.kv_cache.layers, rows, strict=True):
                 for block in row:
                     if block != NO_BLOCK:
                         page = start + block * run.stride
@@ -99,29 +102,39 @@ def gate(monkeypatch):
 
 
 @st.composite
+def layouts(draw):
+    """Of one group or two, whose blocks may have other lengths."""
+    sizes = st.lists(st.sampled_from([1, 16, 40]), min_size=1, max_size=4)
+    groups = [
+        make_group(draw(sizes), name=f"group {number}", block_tokens=draw(st.sampled_from([8, 16])))
+        for number in range(draw(st.integers(1, 2)))
+    ]
+    return ChunkLayout(groups, 16 * draw(st.integers(1, 5)), draw(st.integers(1, 3)))
+
+
+@st.composite
 def jobs(draw):
-    layout = ChunkLayout(
-        page_nbytes=tuple(draw(st.lists(st.sampled_from([1, 16, 40]), min_size=1, max_size=4))),
-        blocks=draw(st.integers(1, 5)),
-        ranks=draw(st.integers(1, 3)),
-    )
-    gaps = draw(
-        st.lists(st.sampled_from([0, 0, 1, 24]), min_size=len(layout.page_nbytes), max_size=len(layout.page_nbytes))
-    )
+    layout = draw(layouts())
+    layers = len(layout.layers)
     runtime = World(
         layout,
         rank=draw(st.integers(0, layout.ranks - 1)),
-        blocks=draw(st.integers(15, 20)),
-        gaps=gaps,
+        blocks=draw(st.integers(30, 35)),
+        gaps=draw(st.lists(st.sampled_from([0, 0, 1, 24]), min_size=layers, max_size=layers)),
         seed=draw(st.integers(0, 9)),
         copier=draw(st.sampled_from([PlainCopier, Copier])),
     )
     slots = draw(st.lists(st.integers(0, 2), unique=True, max_size=3))
-    ids = list(range(runtime.table.blocks))
-    ids = draw(st.one_of(st.just(ids), st.permutations(ids)))  # in order, so that runs are long, or not
-    wanted = draw(st.lists(st.booleans(), min_size=15, max_size=15))
-    ids = [block if want else NO_BLOCK for block, want in zip(ids, wanted, strict=False)]
-    return runtime, [ids[i * layout.blocks :][: layout.blocks] for i in range(len(slots))], slots
+    pages = [[blocks_of(draw, runtime, number, count) for count in layout.blocks] for number in range(len(slots))]
+    return runtime, pages, slots
+
+
+def blocks_of(draw, runtime, number, count):
+    """Block ids of one group of a chunk, no other chunk's: in order, so that runs are long, or not; some not wanted."""
+    ids = list(range(runtime.kv_cache.blocks))[number * count :][:count]
+    ids = draw(st.one_of(st.just(ids), st.permutations(ids)))
+    wanted = draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    return [block if want else NO_BLOCK for block, want in zip(ids, wanted, strict=True)]
 
 
 @settings(max_examples=150, deadline=None)
@@ -155,14 +168,14 @@ def test_load(job):
 def test_consecutive_blocks_are_one_copy(runtime, monkeypatch):
     copies = []
     monkeypatch.setattr(module.ctypes, "memmove", lambda *args: copies.append(args[2]))
-    runtime.mover.store(1, [[2, 3, 4, 0]], [0])
+    runtime.mover.store(1, [[[2, 3, 4, 0]]], [0])
     runtime.mover.wait([1])
     assert copies == [3 * 48, 48, 3 * 96, 96]
 
 
 def test_each_job_is_reported_once(runtime):
     for job in range(5):
-        runtime.mover.store(job, [[job] * 4], [0])
+        runtime.mover.store(job, [[[job] * 4]], [0])
     runtime.mover.wait(range(5))
     assert runtime.ended() == [(job, True) for job in range(5)]
     assert runtime.ended() == []
@@ -174,49 +187,49 @@ def test_a_job_that_fails_is_reported(runtime, monkeypatch):
         raise OSError("no")
 
     monkeypatch.setattr(module.ctypes, "memmove", fail)
-    runtime.mover.store(1, [[0] * 4], [0])
+    runtime.mover.store(1, [[[0] * 4]], [0])
     runtime.mover.wait([1])
     assert runtime.ended() == [(1, False)]
 
 
 def test_close_reports_what_it_dropped(runtime, gate):
-    row = [0, 1, 2, 3]
-    runtime.mover.load(1, [0], [row])
-    runtime.mover.load(2, [1], [row])
+    chunk = [[0, 1, 2, 3]]
+    runtime.mover.load(1, [0], [chunk])
+    runtime.mover.load(2, [1], [chunk])
     threading.Timer(0.05, gate.set).start()
     runtime.mover.close()
     runtime.mover.wait([1, 2])
     assert {job for job, _ in runtime.ended()} == {1, 2}
-    for begin in (lambda: runtime.mover.store(3, [row], [0]), lambda: runtime.mover.load(3, [0], [row])):
+    for begin in (lambda: runtime.mover.store(3, [chunk], [0]), lambda: runtime.mover.load(3, [0], [chunk])):
         with pytest.raises(ContractError, match="^the mover is closed$"):
             begin()
 
 
 def test_a_job_in_flight_is_not_begun_again(runtime, gate):
-    runtime.mover.load(1, [0], [[0, 1, 2, 3]])
+    runtime.mover.load(1, [0], [[[0, 1, 2, 3]]])
     for begin in (
-        lambda: runtime.mover.store(1, [[0] * 4], [0]),
-        lambda: runtime.mover.load(1, [0], [[0] * 4]),
+        lambda: runtime.mover.store(1, [[[0] * 4]], [0]),
+        lambda: runtime.mover.load(1, [0], [[[0] * 4]]),
     ):
         with pytest.raises(ContractError, match="^job 1 has not ended$"):
             begin()
 
 
 def test_a_store_does_not_wait_behind_loads(runtime, gate):
-    row = [0, 1, 2, 3]
-    runtime.mover.load(1, [0], [row])
-    expected = runtime.after_store([row], [1])
-    runtime.mover.store(2, [row], [1])
+    chunk = [[0, 1, 2, 3]]
+    runtime.mover.load(1, [0], [chunk])
+    expected = runtime.after_store([chunk], [1])
+    runtime.mover.store(2, [chunk], [1])
     assert runtime.ended() == [(2, True)]
     assert runtime.state() == expected
     gate.set()
 
 
 def test_the_caller_may_change_its_lists(runtime, gate):
-    row = [0, 1, 2, 3]
-    expected = runtime.after_load([0], [row])
-    runtime.mover.load(1, [0], [row])
-    row[:] = [7, 7, 7, 7]
+    chunk = [[0, 1, 2, 3]]
+    expected = runtime.after_load([0], [chunk])
+    runtime.mover.load(1, [0], [chunk])
+    chunk[0][:] = [7, 7, 7, 7]
     gate.set()
     runtime.mover.wait([1])
     assert runtime.state() == expected
@@ -225,13 +238,15 @@ def test_the_caller_may_change_its_lists(runtime, gate):
 @pytest.mark.parametrize(
     "pages, slots, why",
     [
-        ([[0, 1, 2, 8]], [0], r"block ids [0, 1, 2, 8] are not all NO_BLOCK or one of 8"),
-        ([[0, 1, 2, -2]], [0], r"block ids [0, 1, 2, -2] are not all NO_BLOCK or one of 8"),
-        ([[0, 1, 2, 1 << 70]], [0], f"block ids [0, 1, 2, {1 << 70}] are not all NO_BLOCK or one of 8"),
-        ([[0, 1, 2]], [0], "3 block ids for a chunk of 4"),
-        ([[0, 1, 2, 3]], [3], "slot 3 is not one of 3"),
-        ([[0, 1, 2, 3]], [-1], "slot -1 is not one of 3"),
-        ([[0, 1, 2, 3]], [0, 1], "1 chunks of pages for 2 slots"),
+        ([[[0, 1, 2, 8]]], [0], r"block ids [0, 1, 2, 8] are not all NO_BLOCK or one of 8"),
+        ([[[0, 1, 2, -2]]], [0], r"block ids [0, 1, 2, -2] are not all NO_BLOCK or one of 8"),
+        ([[[0, 1, 2, 1 << 70]]], [0], f"block ids [0, 1, 2, {1 << 70}] are not all NO_BLOCK or one of 8"),
+        ([[[0, 1, 2]]], [0], "3 block ids for a chunk of 4 (group 0)"),
+        ([[[0, 1, 2, 3], []]], [0], "block ids of 2 groups for a layout of 1"),
+        ([[]], [0], "block ids of 0 groups for a layout of 1"),
+        ([[[0, 1, 2, 3]]], [3], "slot 3 is not one of 3"),
+        ([[[0, 1, 2, 3]]], [-1], "slot -1 is not one of 3"),
+        ([[[0, 1, 2, 3]]], [0, 1], "1 chunks of pages for 2 slots"),
     ],
 )
 def test_wrong_numbers_touch_no_memory(runtime, pages, slots, why):
@@ -256,18 +271,18 @@ def test_wrong_numbers_touch_no_memory(runtime, pages, slots, why):
             ContractError,
             "pages of a layer overlap: a stride is less than its nbytes",
         ),
-        ({"layout": attrs.evolve(LAYOUT, blocks=99)}, ContractError, "slots of 8192 bytes for frames of 20480"),
+        ({"layout": attrs.evolve(LAYOUT, tokens=99 * 16)}, ContractError, "slots of 8192 bytes for frames of 20480"),
     ],
 )
-def test_a_wrong_table_is_refused(runtime, change, error, why):
+def test_a_kv_cache_that_does_not_fit_its_layout_is_refused(runtime, change, error, why):
     with pytest.raises(error) as caught:
-        HostMover(attrs.evolve(runtime.table, **change), memoryview(runtime.slots), LAYOUT.frame_nbytes)
+        HostMover(attrs.evolve(runtime.kv_cache, **change), memoryview(runtime.slots), LAYOUT.frame_nbytes)
     assert str(caught.value) == why
 
 
 def test_the_memory_lives_until_close(runtime):
     memory = mmap.mmap(-1, LAYOUT.frame_nbytes)
-    mover = HostMover(runtime.table, memory, LAYOUT.frame_nbytes)
+    mover = HostMover(runtime.kv_cache, memory, LAYOUT.frame_nbytes)
     with pytest.raises(BufferError):
         memory.close()
     mover.close()

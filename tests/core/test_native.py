@@ -78,15 +78,16 @@ class Pages:
         self.slot_nbytes = 2 * nbytes * self.ROW + 4096
         self.slots = bytearray(b"\xa5" * (self.SLOTS * self.slot_nbytes + skew))
         base, shard = (ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in (self.pages, self.slots))
-        layers = [(base, stride, nbytes, 0), (base + stride * self.BLOCKS, stride, nbytes, nbytes * self.ROW)]
-        self.copier = copier(layers, self.ROW, shard + skew, self.slot_nbytes)
+        second = base + stride * self.BLOCKS
+        layers = [(base, stride, nbytes, 0, 0, self.ROW), (second, stride, nbytes, nbytes * self.ROW, 0, self.ROW)]
+        self.copier = copier(layers, shard + skew, self.slot_nbytes)
 
 
 @pytest.mark.parametrize("gap", [0, 64], ids=["dense", "padded"])
 @pytest.mark.parametrize("skew", [0, 1, 4096], ids="skewed by {}".format)
 @pytest.mark.parametrize("nbytes", [256, 4096, 40_000, 262_144 + 16], ids="pages of {}".format)
 def test_copies_small_and_large(nbytes, gap, skew):
-    """Large jobs go past the caches, and only what is aligned does; small pages are not summed 256 bytes at a time."""
+    """Aligned pieces of large jobs go past the caches; small pages are not checksummed 256 bytes at a time."""
     mine, plain = (Pages(copier, nbytes, gap=gap, skew=skew) for copier in (Copier, PlainCopier))
     rows = [[0, 1, 2], [9, -1, 8], [-1, 39, -1], [20, 21, 35]]
     for each in (mine, plain):

@@ -20,11 +20,11 @@ from kvtier_core.hookspecs import hookimpl
 from kvtier_core.interfaces import Backend, BackendConfig, OpenContext
 from kvtier_core.testing import Fault, FaultyBackend, always, now_and_then
 from kvtier_core.testing.faults import FINE
-from kvtier_core.testing.samples import PagedBuffer, make_context, make_key, make_namespace
-from kvtier_core.types import ChunkLayout
+from kvtier_core.testing.samples import PagedBuffer, make_context, make_key, make_layout, make_namespace
 
 #: Payloads of whole pages, so that no byte of a frame is mere padding.
-LAYOUT = ChunkLayout((1024, 3072), blocks=4)
+BLOCKS = 4
+LAYOUT = make_layout((1024, 3072), BLOCKS)
 FRAME = LAYOUT.frame_nbytes
 SLOTS = 12
 TIER_FRAMES = 30
@@ -48,19 +48,19 @@ class Engine:
     """Moves pages of its own buffer to slots and back, as a worker does."""
 
     def __init__(self, manager):
-        self._buffer = PagedBuffer(LAYOUT, LAYOUT.blocks, random.Random(0))
-        self._mover = HeapConfig().attach(manager.handles[0], self._buffer.table())
-        self._rows = [list(range(LAYOUT.blocks))]
+        self._buffer = PagedBuffer(LAYOUT, BLOCKS, random.Random(0))
+        self._mover = HeapConfig().attach(manager.handles[0], self._buffer.kv_cache())
+        self._pages = [[list(range(BLOCKS))]]
         self._jobs = 0
 
     def fill(self, slot, seed):
         for layer, block, nbytes in self._pages():
             self._buffer.put(layer, block, page(seed, layer, block, nbytes))
-        self._mover.store(self._job(), self._rows, [slot.index])
+        self._mover.store(self._job(), self._pages, [slot.index])
         self._wait()
 
     def check(self, slot, seed):
-        self._mover.load(self._job(), [slot.index], self._rows)
+        self._mover.load(self._job(), [slot.index], self._pages)
         self._wait()
         for layer, block, nbytes in self._pages():
             assert self._buffer.page(layer, block) == page(seed, layer, block, nbytes), "other bytes came back"
@@ -69,7 +69,7 @@ class Engine:
         self._mover.close()
 
     def _pages(self):
-        return [(i, block, nbytes) for i, nbytes in enumerate(LAYOUT.page_nbytes) for block in range(LAYOUT.blocks)]
+        return [(i, block, layer.page_nbytes) for i, layer in enumerate(LAYOUT.layers) for block in range(BLOCKS)]
 
     def _job(self):
         self._jobs += 1

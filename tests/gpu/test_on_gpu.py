@@ -12,7 +12,7 @@ from kvtier_core.config.model import load_config, open_stack
 from kvtier_core.config.registry import Registry
 from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.testing.arenas import ArenaLaws, settle, shard_of
-from kvtier_core.testing.samples import PagedBuffer, make_context, make_keys, poison
+from kvtier_core.testing.samples import PagedBuffer, make_context, make_group, make_keys, make_layout, poison
 from kvtier_core.transfer.cuda.autotune import DMA, KERNEL, decided
 from kvtier_core.transfer.cuda.mover import open_mover
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkLayout
@@ -41,13 +41,13 @@ class GpuPages(PagedBuffer):
             for start, stride in zip(self._starts, self._strides, strict=True)
         ]
 
-    def table(self, rank=0):
-        table = super().table(rank)
+    def kv_cache(self, rank=0):
+        cache = super().kv_cache(rank)
         runs = [
             attrs.evolve(run, base=tensor.data_ptr() + start)
-            for run, tensor, start in zip(table.layers, self.tensors, self._starts, strict=True)
+            for run, tensor, start in zip(cache.layers, self.tensors, self._starts, strict=True)
         ]
-        return attrs.evolve(table, layers=tuple(runs))
+        return attrs.evolve(cache, layers=tuple(runs))
 
     def page(self, layer, block):
         return self._bytes(self._on_device(layer, block))
@@ -60,7 +60,7 @@ class GpuPages(PagedBuffer):
 
     def _on_device(self, layer, block):
         begin = self._starts[layer] + block * self._strides[layer]
-        return self.tensors[layer][begin : begin + self._layout.page_nbytes[layer]]
+        return self.tensors[layer][begin : begin + self._page_nbytes[layer]]
 
     @staticmethod
     def _bytes(tensor):
@@ -86,20 +86,21 @@ class Slots:
     def view(self, slot):
         return memoryview(self.memory)[slot * self.nbytes : (slot + 1) * self.nbytes]
 
-    def mover(self, table, method):
+    def mover(self, cache, method):
         if method == "torch":
-            return open_mover(table, self.memory, self.nbytes, library="asked for")
-        mover = open_mover(table, self.memory, self.nbytes, autotune=decided(method))
+            return open_mover(cache, self.memory, self.nbytes, library="asked for")
+        mover = open_mover(cache, self.memory, self.nbytes, autotune=decided(method))
         assert any("by " in fact for fact in mover.facts().values()), "the library of our own is not used"
         return mover
 
 
 SHAPES = {
-    "one odd byte": ChunkLayout((1, 3, 17), 5),
-    "words": ChunkLayout((2052, 20), 3),
-    "several ranks": ChunkLayout((4096, 512), 4, 3),
-    "2 KiB to 2 MiB": ChunkLayout((2 << 10, 8 << 10, 32 << 10, 128 << 10, 2 << 20), 2),
-    "more pieces than one launch takes": ChunkLayout((2048, 2048), 400),
+    "one odd byte": make_layout((1, 3, 17), 5),
+    "words": make_layout((2052, 20), 3),
+    "several ranks": make_layout((4096, 512), 4, 3),
+    "2 KiB to 2 MiB": make_layout((2 << 10, 8 << 10, 32 << 10, 128 << 10, 2 << 20), 2),
+    "two groups": ChunkLayout([make_group((2048, 512)), make_group((1024, 2048), name="group 1", block_tokens=8)], 64),
+    "more pieces than one launch takes": make_layout((2048, 2048), 400),
 }
 
 
@@ -109,67 +110,65 @@ SHAPES = {
 def test_every_method_copies_each_byte_that_is_wanted_and_no_other(method, shape, align):
     layout, rng = SHAPES[shape], random.Random(shape)
     rank = layout.ranks - 1
-    blocks = 3 * layout.blocks + 2
+    blocks = 3 * max(layout.blocks) + 2
     pages = GpuPages(layout, blocks, rng, align=align)
     pages.fill(rng)
     memory = Slots(layout, 4)
-    mover = memory.mover(pages.table(rank), method)
-    drawn = rng.sample(range(blocks), 3 * layout.blocks)
-    drawn = [NO_BLOCK if rng.random() < 0.2 else block for block in drawn]
-    rows, slots = [drawn[i::3] for i in range(3)], [3, 0, 2]
+    mover = memory.mover(pages.kv_cache(rank), method)
+    drawn = [rng.sample(range(blocks), 3 * count) for count in layout.blocks]
+    drawn = [[NO_BLOCK if rng.random() < 0.2 else block for block in group] for group in drawn]
+    chunks, slots = [[group[i::3] for group in drawn] for i in range(3)], [3, 0, 2]
 
     for slot in range(4):
         poison(memory.view(slot))
     expected = {slot: bytearray(memory.view(slot)) for slot in range(4)}
-    for row, slot in zip(rows, slots, strict=True):
-        for layer, place, begin, nbytes in places(layout, rank):
-            if row[place] != NO_BLOCK:
-                expected[slot][begin : begin + nbytes] = pages.page(layer, row[place])
-    mover.store(1, rows, slots)
+    for chunk, slot in zip(chunks, slots, strict=True):
+        for layer, block, begin, nbytes in wanted(layout, rank, chunk):
+            expected[slot][begin : begin + nbytes] = pages.page(layer, block)
+    mover.store(1, chunks, slots)
     assert settle(mover, [1]) == {1: True}
     assert all(memory.view(slot) == expected[slot] for slot in range(4)), "not what a store should leave"
 
     other = GpuPages(layout, blocks, rng, align=align)
-    loader = memory.mover(other.table(rank), method)
+    loader = memory.mover(other.kv_cache(rank), method)
     untouched = [tensor.clone() for tensor in other.tensors]
-    for row in rows:
-        for layer in range(len(layout.page_nbytes)):
-            for block in row:
-                if block != NO_BLOCK:
-                    other.put(layer, block, pages.page(layer, block))
+    for chunk in chunks:
+        for layer, block, _, _ in wanted(layout, rank, chunk):
+            other.put(layer, block, pages.page(layer, block))
     expected = other.everything()
     for tensor, poisoned in zip(other.tensors, untouched, strict=True):
         tensor.copy_(poisoned)
-    loader.load(2, slots, rows)
+    loader.load(2, slots, chunks)
     assert settle(loader, [2]) == {2: True}
     assert other.everything() == expected, "not what a load should leave"
     mover.close()
     loader.close()
 
 
-def places(layout, rank):
-    """Layer, place in the chunk, place in the slot and bytes of each page."""
+def wanted(layout, rank, chunk):
+    """Layer, block, place in the slot and bytes of each page that is wanted."""
     begin = layout.shard_offset(rank)
-    for layer, nbytes in enumerate(layout.page_nbytes):
-        for place in range(layout.blocks):
-            yield layer, place, begin, nbytes
-            begin += nbytes
+    for number, layer in enumerate(layout.layers):
+        for block in chunk[layer.group]:
+            if block != NO_BLOCK:
+                yield number, block, begin, layer.page_nbytes
+            begin += layer.page_nbytes
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_stores_come_after_the_forward_and_before_the_next(method):
     """A forward that takes long writes the pages; the next, which overwrites them, is enqueued at once."""
-    layout = ChunkLayout((64 << 10,) * 8, 16)
+    layout = make_layout((64 << 10,) * 8, 16)
     pages = GpuPages(layout, 16, random.Random(0), align=16)
     memory = Slots(layout, 1)
-    mover = memory.mover(pages.table(), method)
+    mover = memory.mover(pages.kv_cache(), method)
     matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     for byte in range(5):
         for _ in range(20):
             matrix @ matrix
         for tensor in pages.tensors:
             tensor.fill_(byte)
-        mover.store(byte, [list(range(16))], [0])
+        mover.store(byte, [[list(range(16))]], [0])
         assert not mover.finished(), "the host waited for the device"
         mover.fence([byte])
         for tensor in pages.tensors:
@@ -180,9 +179,9 @@ def test_stores_come_after_the_forward_and_before_the_next(method):
 
 
 MODELS = {
-    "Llama-3.1-8B": ChunkLayout((64 << 10,) * 32, 16),
-    "Llama-3.1-70B, one of 8 ranks": ChunkLayout((8 << 10,) * 80, 16),
-    "DeepSeek MLA": ChunkLayout((18432,) * 61, 16),
+    "Llama-3.1-8B": make_layout((64 << 10,) * 32, 16),
+    "Llama-3.1-70B, one of 8 ranks": make_layout((8 << 10,) * 80, 16),
+    "DeepSeek MLA": make_layout((18432,) * 61, 16),
 }
 
 
@@ -194,24 +193,24 @@ def test_what_a_stack_keeps_comes_back(model):
         {"version": 1, "chunk_tokens": 256, "tiers": [{"type": "cpu", "capacity": "256MiB"}]}, Registry.of(plugin)
     )
     manager = open_stack(config, make_context(layout=layout))
-    blocks = chunks * layout.blocks
+    blocks = chunks * layout.blocks[0]
     pages, other = (GpuPages(layout, blocks, rng, align=16) for _ in range(2))
     for tensor in pages.tensors:
         tensor.random_()
-    movers = [config.arenas[0].config.attach(manager.handles[0], each.table()) for each in (pages, other)]
-    rows = [list(row) for row in torch.randperm(blocks).view(chunks, -1).tolist()]
+    movers = [config.arenas[0].config.attach(manager.handles[0], each.kv_cache()) for each in (pages, other)]
+    held = [[list(row)] for row in torch.randperm(blocks).view(chunks, -1).tolist()]
     keys = make_keys(chunks)
     slots = [slot.index for slot in manager.reserve(keys, "store").values()]
-    movers[0].store(1, rows, slots)
+    movers[0].store(1, held, slots)
     assert settle(movers[0], [1]) == {1: True}
     manager.commit("store")
     pinned = manager.lookup(keys, "request").slots
     assert len(pinned) == chunks
-    movers[1].load(2, [slot.index for slot in pinned], rows)
+    movers[1].load(2, [slot.index for slot in pinned], held)
     assert settle(movers[1], [2]) == {2: True}
     manager.release("request")
-    for row in rows:
-        assert shard_of(other, layout, row) == shard_of(pages, layout, row)
+    for chunk in held:
+        assert shard_of(other, layout, chunk) == shard_of(pages, layout, chunk)
     for mover in movers:
         mover.close()
     manager.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvtier_core.engine import worker_reports as reports
 from kvtier_core.engine import worker_side as worker
 from kvtier_core.engine.messages import WorkerReport
+from kvtier_core.testing.samples import make_group
 
 #: What a neighbour claims to have of its prompts.
 CLAIMED = 256
@@ -333,7 +335,8 @@ def test_what_the_engine_held_when_the_cache_was_reset_is_not_stored(engine):
 
 # -- the workers' reports
 
-SURVEY = WorkerReport("cpu", (4096, 8192), (("page layout", "NHD"), ("cpu isa", "amx")), failure_policy="recompute")
+GROUPS = (make_group((4096, 8192)), make_group((512,), name="group 1", block_tokens=8))
+SURVEY = WorkerReport("cpu", GROUPS, (("page layout", "NHD"), ("cpu isa", "amx")), failure_policy="recompute")
 
 
 def test_reports_of_all_ranks_arrive_as_they_were_and_are_removed(runtime):
@@ -358,7 +361,11 @@ def test_a_missing_report_is_a_refusal(engine, said, monkeypatch):
 def test_a_report_that_is_none_is_a_refusal(runtime):
     reports.leave("engine", 0, SURVEY)
     (file,) = runtime.iterdir()
-    for text in ("", "{", "[]", '{"device": "cpu"}', '{"device": "cpu", "page_nbytes": 1, "facts": [], "more": 1}'):
+    whole = json.loads(file.read_text())
+    group = whole["groups"][0]
+    parts = ([], {"device": "cpu"}, {**whole, "more": 1}, {**whole, "groups": 1}, {**whole, "groups": [1]})
+    kinds = ({**whole, "groups": [{**group, "kind": "half attention"}]}, {**whole, "groups": [{**group, "more": 1}]})
+    for text in ("", "{", *map(json.dumps, [*parts, *kinds])):
         file.write_text(text)
         assert "cannot be read" in reports.collect("engine", 1)
     target = file.with_name("elsewhere")

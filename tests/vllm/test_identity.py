@@ -16,6 +16,7 @@ import pytest
 
 from kvtier_core.config.model import IdentityConfig
 from kvtier_core.engine.messages import WorkerReport
+from kvtier_core.testing.samples import make_group
 from kvtier_core.types import Namespace
 from kvtier_core.vllm.identity import harmless, settings
 from kvtier_core.vllm.identity import namespace as identity
@@ -23,7 +24,7 @@ from kvtier_core.vllm.identity.settings import UnidentifiedError
 
 CHUNK = 64
 SURVEY = WorkerReport(
-    "cpu", (4096, 4096), (("page layout", "NHD"), ("attention backend", "CPU_ATTN"), ("cpu isa", "amx"))
+    "cpu", (make_group((4096, 4096)),), (("page layout", "NHD"), ("attention backend", "CPU_ATTN"), ("cpu isa", "amx"))
 )
 HARMLESS = frozenset(itertools.chain(*harmless.FIELDS.values()))
 HARMLESS_VARIABLES = " ".join(harmless.VARIABLES.values()).split()
@@ -250,7 +251,17 @@ def test_a_setting_that_cannot_be_compared_is_not_guessed(base):
     [
         {"weights": "other"},
         {"chunk_tokens": 128},
-        {"survey": attrs.evolve(SURVEY, page_nbytes=(4096, 8192))},
+        *(
+            {"survey": attrs.evolve(SURVEY, groups=(attrs.evolve(SURVEY.groups[0], **change),))}
+            for change in (
+                {"name": "group 1"},
+                {"page_nbytes": (4096, 8192)},
+                {"block_tokens": 32},
+                {"dtype": "bfloat16"},
+                {"structure": "keys and values"},
+            )
+        ),
+        {"survey": attrs.evolve(SURVEY, groups=SURVEY.groups * 2)},
     ],
     ids=str,
 )

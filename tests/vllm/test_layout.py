@@ -27,7 +27,8 @@ def config(base):
 def spec(kind, **more):
     from vllm.v1 import kv_cache_interface
 
-    return getattr(kv_cache_interface, kind)(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32, **more)
+    options = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32, **more}
+    return getattr(kv_cache_interface, kind)(**options)
 
 
 def groups(*specs):
@@ -68,6 +69,37 @@ def test_the_way_out_of_several_groups_is_named_where_it_is_one(config, specs, k
     count = len(kinds.split())
     assert why.startswith(f"the model has {count} KV cache groups and kvtier restores one")
     assert ("--disable-hybrid-kv-cache-manager" in why) is helps
+
+
+@pytest.mark.parametrize(
+    "kind, more",
+    [
+        ("SlidingWindowSpec", {"sliding_window": 256}),
+        ("RSWASpec", {"rswa_window": 256}),
+        ("SinkFullAttentionSpec", {"sink_len": 4}),
+        ("HiddenStateCacheSpec", {}),
+    ],
+)
+def test_one_group_of_another_kind_is_refused(config, kind, more):
+    """Also a kind that is derived from full attention: what it keeps and drops is its own."""
+    why = f"layer layer 0 keeps {kind} state, not the KV of every token"
+    assert layout.refusal(config, groups(spec(kind, **more))) == why
+
+
+@pytest.mark.parametrize(
+    "kind, more, structure",
+    [
+        ("FullAttentionSpec", {}, "keys and values"),
+        ("FullAttentionSpec", {"dtype": torch.uint8}, "opaque"),
+        ("FullAttentionSpec", {"kv_quant_mode": 1}, "opaque"),
+        ("MLAAttentionSpec", {}, "MLA latent"),
+        ("MLAAttentionSpec", {"dtype": torch.uint8, "cache_dtype_str": "fp8_ds_mla"}, "opaque"),
+        ("MLAAttentionSpec", {"cache_role": "indexer"}, "opaque"),
+        ("MLAAttentionSpec", {"tokens_per_state": 4}, "opaque"),
+    ],
+)
+def test_what_a_page_holds_is_said_only_where_it_is_known(kind, more, structure):
+    assert layout._structure(spec(kind, **more)) == structure
 
 
 def test_an_engine_alone_is_one_replica(config, specs):

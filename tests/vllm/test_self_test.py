@@ -10,13 +10,13 @@ from test_serving import NOISE, hits
 
 from kvtier_core.engine.self_test import try_copies
 from kvtier_core.interfaces import PagedKVCache, PageRun
+from kvtier_core.testing.samples import make_layout
 from kvtier_core.transfer.copier import PlainCopier
 from kvtier_core.transfer.host_mover import HostMover
-from kvtier_core.types import ChunkLayout
 from kvtier_core.vllm import layout
 
 BLOCKS, CHUNK_BLOCKS = 9, 3
-LAYOUT = ChunkLayout((64, 64, 32), CHUNK_BLOCKS)
+LAYOUT = make_layout((64, 64, 32), CHUNK_BLOCKS)
 
 
 class Rig:
@@ -24,14 +24,14 @@ class Rig:
 
     def __init__(self, blocks=BLOCKS):
         self.blocks = blocks
-        # With a page to spare at the end, so that a wrong table does not lead out of the memory.
+        # With a page to spare at the end, so that a wrong address does not lead out of the memory.
         self.first = torch.rand(blocks + 1, 2, 8)[:-1]  # pages of 64 bytes
         self.padded = torch.rand(blocks + 1, 20)[:-1, :16]
         self.cut = torch.rand(2 * blocks + 2, 8).to(torch.bfloat16)[:-2]  # 2 rows of 16 bytes a block
         self.caches = {"a": self.first, "b": self.padded, "c": self.cut, "d": self.first}
         self.slots = memoryview(bytearray(2 * LAYOUT.frame_nbytes))
 
-    def table(self, **changes):
+    def kv_cache(self, **changes):
         layers = (
             PageRun(self.first.data_ptr(), 64, 64),
             PageRun(self.padded.data_ptr(), 80, 64),
@@ -41,10 +41,10 @@ class Rig:
             **{"layers": layers, "blocks": self.blocks, "device": "cpu", "rank": 0, "layout": LAYOUT, **changes}
         )
 
-    def verdict(self, table=None):
-        mover = HostMover(table or self.table(), self.slots, LAYOUT.frame_nbytes, PlainCopier)
+    def verdict(self, kv_cache=None):
+        mover = HostMover(kv_cache or self.kv_cache(), self.slots, LAYOUT.frame_nbytes, PlainCopier)
         try:
-            return try_copies(mover, self.table(), self.caches, slot=1)
+            return try_copies(mover, self.kv_cache(), self.caches, slot=1)
         finally:
             mover.close()
 
@@ -68,12 +68,12 @@ def test_pages_that_lie_as_we_think_pass_and_are_put_back(blocks):
 )
 def test_pages_that_lie_otherwise_are_found(layer, change):
     rig = Rig()
-    wrong = list(rig.table().layers)
+    wrong = list(rig.kv_cache().layers)
     moved = {"base": wrong[layer].base + change.pop("base", 0), **change}
     wrong[layer] = attrs.evolve(wrong[layer], **moved)
     nbytes = tuple(run.nbytes for run in wrong)
-    table = rig.table(layers=tuple(wrong), layout=ChunkLayout(nbytes, CHUNK_BLOCKS))
-    assert "of layer" in rig.verdict(table)
+    kv_cache = rig.kv_cache(layers=tuple(wrong), layout=make_layout(nbytes, CHUNK_BLOCKS))
+    assert "of layer" in rig.verdict(kv_cache)
 
 
 def test_a_mover_that_does_nothing_is_found(monkeypatch):
@@ -91,7 +91,7 @@ def test_a_store_that_writes_into_pages_is_found(monkeypatch):
 
 
 def test_an_engine_with_another_layout_is_caught_before_traffic(engine, said, monkeypatch, tmp_path):
-    """As if a minor release had put something between the pages: the table is wrong, nothing else notices."""
+    """As if a minor release had put something between the pages: the addresses are wrong, nothing else notices."""
     asked = prompt(90, 530)
     stack = cpu_and_disk(tmp_path)
     stack["tiers"][1]["eviction"] = "lru"  # it learns nothing, so that there are frames of chunks and no others

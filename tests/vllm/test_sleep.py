@@ -86,7 +86,7 @@ def test_no_page_is_touched_while_the_engine_sleeps(engine, said):
         assert "kvtier: self-test: every byte came back" in said()
         worker().unregister_kv_caches()
         slot = served.manager.reserve_self_test_slots()[0]
-        worker().side.load(StepPlan(loads=(("a request", Transfer((slot,), ((0, 1),))),)), idle=False)
+        worker().side.load(StepPlan(loads=(("a request", Transfer((slot,), (((0, 1),),))),)), idle=False)
         served.manager.release_self_test_slots()
         assert worker().side.loaded() == ({"a request"}, {"a request"})
         worker().restore_kv_caches()

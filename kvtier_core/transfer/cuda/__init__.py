@@ -1,4 +1,4 @@
-"""Pages in a GPU's memory to page-locked slots and back. Imports nothing heavy before a mover is wanted."""
+"""Copies between pages in a GPU's memory and page-locked slots. Imports nothing heavy before a mover is opened."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import mmap
 from kvtier_core.interfaces import Mover, PagedKVCache
 
 
-def attach(table: PagedKVCache, memory: mmap.mmap | memoryview, slot_nbytes: int) -> Mover:
-    """A mover between the pages and ``memory``, which holds the slots side by side. Raises BackendError."""
+def attach(cache: PagedKVCache, memory: mmap.mmap | memoryview, slot_nbytes: int) -> Mover:
+    """A mover between ``cache``, on a CUDA device, and ``memory``, an arena's slots of ``slot_nbytes`` side by side.
+
+    Raises BackendError if torch finds no such device or the memory cannot be page-locked, and ContractError if
+    ``cache`` does not fit its layout.
+    """
     from kvtier_core.transfer.cuda.mover import open_mover
 
-    return open_mover(table, memory, slot_nbytes)
+    return open_mover(cache, memory, slot_nbytes)

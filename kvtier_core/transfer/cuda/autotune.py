@@ -1,4 +1,4 @@
-"""Copy engine or kernel? Both copy the same pages to page-locked memory and back, before anything is served."""
+"""Copy engine or kernel? Both copy the same pages between the device and page-locked memory, and the faster serves."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ import torch
 from kvtier_core.errors import BackendError
 from kvtier_core.transfer.cuda.library import Library, NativePages
 
-#: ``pages, to_slots, pieces, count`` and how long that took, in seconds; None: this device cannot.
+#: Called with the bytes of a page, whether to copy to slots, and KERNEL or DMA. Returns the seconds that a job took,
+#: or None if this device cannot copy that way.
 Autotune = Callable[[int, bool, str], float | None]
 
 KERNEL, DMA = "kernel", "dma"
 
-#: A kernel takes multiprocessors from the engine, a copy engine does not: it must be so much faster.
+#: A kernel takes multiprocessors from the engine, a copy engine does not: it must be faster by this factor.
 _WORTH_IT = 1.2
+#: A job of about this size is measured, within these limits of its pages, and the best of so many rounds counts.
 _NBYTES = 4 << 20
 _PAGES = range(8, 1025)
 _ROUNDS = 5
 
 
 def choose(autotune: Autotune, nbytes: int, to_slots: bool) -> str:
-    """The method for pages of ``nbytes``."""
+    """KERNEL or DMA, for pages of ``nbytes`` in this direction. Raises BackendError if the device can do neither."""
     kernel, dma = autotune(nbytes, to_slots, KERNEL), autotune(nbytes, to_slots, DMA)
     if dma is None:
         raise BackendError(f"pages of {nbytes} bytes cannot be copied by the device", retryable=False)
@@ -33,12 +35,12 @@ def choose(autotune: Autotune, nbytes: int, to_slots: bool) -> str:
 
 
 def decided(method: str) -> Autotune:
-    """A autotune that this method has won."""
+    """Measures nothing and lets ``method`` win."""
     return lambda nbytes, to_slots, each: 1.0 if each == method else 10.0
 
 
 class ScratchAutotune:
-    """On scratch memory of its own, given back at the end."""
+    """Measures copies between scratch memory of its own on both sides, which it frees after each."""
 
     def __init__(self, library: Library, device: torch.device):
         self._library = library
@@ -51,7 +53,7 @@ class ScratchAutotune:
         slot = torch.zeros(count * nbytes, dtype=torch.uint8, pin_memory=True)
         layer = (pages.data_ptr(), nbytes, nbytes, 0)
         native = self._library.open(self._device.index or 0, [layer], slot.data_ptr(), slot.nbytes)
-        # No two pages are neighbours on both sides: the engine's blocks are seldom.
+        # Random blocks, so that no two pages are neighbours on both sides: the engine's seldom are.
         blocks = random.Random(0).sample(range(count), count)
         pieces = array("i", [number for place, block in enumerate(blocks) for number in (block, 0, place)])
         torch.cuda.synchronize(self._device)

@@ -1,6 +1,6 @@
-"""Two ways to copy whole pages to slots and back on a stream: torch's operators, and the kernels of our own.
+"""Two ways to copy whole pages to slots and back on a stream: torch's operators, and kvtier's own CUDA library.
 
-Both have the same verbs. Whoever calls has seen to it that all blocks and slots exist.
+Rows are flat, see `page_lists.Layer`. The caller has checked that all blocks and slots exist.
 """
 
 from __future__ import annotations
@@ -21,82 +21,99 @@ from kvtier_core.types import Nbytes
 
 
 class Copier(Protocol):
-    """Enqueues copies and returns; nothing has been copied then, or some of it."""
+    """Enqueues copies on a stream and returns at once. Called on the thread that enqueues the engine's work."""
 
     def gather(self, rows: Sequence[Sequence[int]], slots: Sequence[int], stream: Any) -> None:
-        """Pages to slots."""
+        """Copy pages to slots."""
 
     def scatter(self, rows: Sequence[Sequence[int]], slots: Sequence[int], stream: Any) -> None:
-        """Slots to pages."""
+        """Copy slots to pages."""
 
-    def facts(self) -> Mapping[str, str]: ...
-    def close(self) -> None: ...
+    def facts(self) -> Mapping[str, str]:
+        """How it copies, in plain words."""
+
+    def close(self) -> None:
+        """Called after all copies have ended."""
 
 
 class TorchCopier:
-    """For any device that torch knows, and what the kernels are compared with.
+    """For any device that torch knows, and what our own kernels are tested against.
 
-    ``streams`` is torch's module for the device; ``shards`` the address of this rank's shard in slot 0.
+    ``streams`` is torch's module for the device; ``shards`` the address of this rank's shard in slot 0; ``why`` the
+    reason for `facts` why our own library is not used.
     """
 
     def __init__(
         self,
         streams: ModuleType,
-        table: PagedKVCache,
+        cache: PagedKVCache,
         shards: int,
         slots: int,
         slot_nbytes: int,
         why: str = "asked for",
     ):
         self._streams = streams
-        self._device = torch.device(table.device)
+        self._device = torch.device(cache.device)
         self._why = why
-        self._layers = [
-            (
-                _pages(layer, table.blocks, self._device),
-                _host(shards + layer[3], (slots, table.layout.blocks, layer[2]), (slot_nbytes, layer[2], 1)),
-            )
-            for layer in layers_of(table)
-        ]
+        # Pages and places of each layer, by where the block ids of its group begin and end in a row.
+        self._groups: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for layer in layers_of(cache):
+            pages = _pages(layer, cache.blocks, self._device)
+            shape, strides = (slots, layer.blocks, layer.nbytes), (slot_nbytes, layer.nbytes, 1)
+            places = _host(shards + layer.offset, shape, strides)
+            self._groups.setdefault((layer.first, layer.first + layer.blocks), []).append((pages, places))
 
     def gather(self, rows: Sequence[Sequence[int]], slots: Sequence[int], stream: Any) -> None:
         with self._streams.stream(stream):
-            for slot, places, blocks in self._runs(rows, slots):
-                for pages, shard in self._layers:
-                    shard[slot, places].copy_(pages.index_select(0, blocks), non_blocking=True)
+            for slot, span, blocks, layers in self._runs(rows, slots):
+                for pages, places in layers:
+                    places[slot, span].copy_(pages.index_select(0, blocks), non_blocking=True)
 
     def scatter(self, rows: Sequence[Sequence[int]], slots: Sequence[int], stream: Any) -> None:
         with self._streams.stream(stream):
-            for slot, places, blocks in self._runs(rows, slots):
-                for pages, shard in self._layers:
-                    pages.index_copy_(0, blocks, shard[slot, places].to(self._device, non_blocking=True))
+            for slot, span, blocks, layers in self._runs(rows, slots):
+                for pages, places in layers:
+                    pages.index_copy_(0, blocks, places[slot, span].to(self._device, non_blocking=True))
 
     def facts(self) -> Mapping[str, str]:
         return {"copies": f"torch's operators, slower ({self._why})"}
 
     def close(self) -> None:
-        self._layers = []
+        self._groups = {}
 
-    def _runs(self, rows: Sequence[Sequence[int]], slots: Sequence[int]) -> Iterator[tuple[int, slice, torch.Tensor]]:
-        """Slot, places side by side, and the blocks that belong there."""
+    def _runs(
+        self, rows: Sequence[Sequence[int]], slots: Sequence[int]
+    ) -> Iterator[tuple[int, slice, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]]:
+        """A slot, places side by side, the blocks that belong there, and the layers of their group."""
         for row, slot in zip(rows, slots, strict=True):
-            for places in _between_holes(row):
-                yield slot, places, self._to_device(torch.tensor(row[places]))
+            for (first, end), layers in self._groups.items():
+                blocks = row[first:end]
+                for span in _wanted_spans(blocks):
+                    yield slot, span, self._to_device(torch.tensor(blocks[span])), layers
 
     def _to_device(self, numbers: torch.Tensor) -> torch.Tensor:
-        # From pageable memory torch would wait for the stream, and the engine for torch.
+        # A copy from pageable memory would make torch wait for the stream, and the engine for torch.
         return numbers if self._device.type == "cpu" else numbers.pin_memory().to(self._device, non_blocking=True)
 
 
 class NativeCopier:
-    """By copy engine or by kernel, whichever was faster for pages of this size and in this direction."""
+    """Copies by copy engine or by kernel, whichever ``autotune`` finds faster for each page size and direction."""
 
-    def __init__(self, library: Library, autotune: Autotune, table: PagedKVCache, shards: int, slot_nbytes: int):
-        sizes = {layer[2]: [each for each in layers_of(table) if each[2] == layer[2]] for layer in layers_of(table)}
-        device = torch.device(table.device).index or 0
-        self._parts = {nbytes: library.open(device, layers, shards, slot_nbytes) for nbytes, layers in sizes.items()}
+    def __init__(self, library: Library, autotune: Autotune, cache: PagedKVCache, shards: int, slot_nbytes: int):
+        layers: dict[tuple[int, int], dict[int, list[Layer]]] = {}
+        for layer in layers_of(cache):
+            sizes = layers.setdefault((layer.first, layer.first + layer.blocks), {})
+            sizes.setdefault(layer.nbytes, []).append(layer)
+        device = torch.device(cache.device).index or 0
+        # By where the block ids of a group begin and end in a row, and by page size.
+        self._groups = {
+            span: {nbytes: library.open(device, each, shards, slot_nbytes) for nbytes, each in sizes.items()}
+            for span, sizes in layers.items()
+        }
         self._method = {
-            (nbytes, to_slots): choose(autotune, nbytes, to_slots) for nbytes in sizes for to_slots in (True, False)
+            (nbytes, to_slots): choose(autotune, nbytes, to_slots)
+            for nbytes in dict.fromkeys(nbytes for sizes in layers.values() for nbytes in sizes)
+            for to_slots in (True, False)
         }
 
     def gather(self, rows: Sequence[Sequence[int]], slots: Sequence[int], stream: Any) -> None:
@@ -110,23 +127,26 @@ class NativeCopier:
         return {
             f"pages of {Nbytes(nbytes)}": f"stores by {names[self._method[nbytes, True]]}, "
             f"loads by {names[self._method[nbytes, False]]}, {'batches' if part.batched else 'copy by copy'}"
-            for nbytes, part in self._parts.items()
+            for parts in self._groups.values()
+            for nbytes, part in parts.items()
         }
 
     def close(self) -> None:
-        for part in self._parts.values():
-            part.close()
+        for parts in self._groups.values():
+            for part in parts.values():
+                part.close()
 
     def _copy(self, to_slots: bool, rows: Sequence[Sequence[int]], slots: Sequence[int], stream: Any) -> None:
-        pieces = _pieces(rows, slots)
-        address, count = pieces.buffer_info()[0], len(pieces) // 3
-        for nbytes, part in self._parts.items():
-            copy = part.kernel if self._method[nbytes, to_slots] == KERNEL else part.dma
-            copy(to_slots, address, count, stream.cuda_stream)
+        for (first, end), parts in self._groups.items():
+            pieces = pieces_of([row[first:end] for row in rows], slots)
+            address, count = pieces.buffer_info()[0], len(pieces) // 3
+            for nbytes, part in parts.items():
+                copy = part.kernel if self._method[nbytes, to_slots] == KERNEL else part.dma
+                copy(to_slots, address, count, stream.cuda_stream)
 
 
-def _pieces(rows: Sequence[Sequence[int]], slots: Sequence[int]) -> array[int]:
-    """Block, slot and place of every page that is wanted, one after the other."""
+def pieces_of(rows: Sequence[Sequence[int]], slots: Sequence[int]) -> array[int]:
+    """Block, slot and place of every page that is wanted of one group, one after the other."""
     return array(
         "i",
         [
@@ -139,7 +159,8 @@ def _pieces(rows: Sequence[Sequence[int]], slots: Sequence[int]) -> array[int]:
     )
 
 
-def _between_holes(row: Sequence[int]) -> Iterator[slice]:
+def _wanted_spans(row: Sequence[int]) -> Iterator[slice]:
+    """The places between those of NO_BLOCK."""
     begin = None
     for place, block in enumerate([*row, NO_BLOCK]):
         if block == NO_BLOCK and begin is not None:
@@ -150,21 +171,22 @@ def _between_holes(row: Sequence[int]) -> Iterator[slice]:
 
 
 def _pages(layer: Layer, blocks: int, device: torch.device) -> torch.Tensor:
-    base, stride, nbytes, _ = layer
+    """The pages of a layer, one a row, as bytes."""
+    shape, strides = (blocks, layer.nbytes), (layer.stride, 1)
     if device.type == "cpu":
-        return _host(base, (blocks, nbytes), (stride, 1))
-    return torch.as_tensor(_OnDevice(base, (blocks, nbytes), (stride, 1)), device=device)
+        return _host(layer.base, shape, strides)
+    return torch.as_tensor(_OnDevice(layer.base, shape, strides), device=device)
 
 
 def _host(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """Memory that somebody else keeps, as bytes."""
+    """Bytes at an address as a tensor, which does not keep the memory alive."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     flat = torch.frombuffer((ctypes.c_char * span).from_address(address), dtype=torch.uint8)
     return flat.as_strided(shape, strides)
 
 
 class _OnDevice:
-    """Memory of the device that somebody else keeps, as bytes, in the words that torch understands."""
+    """Bytes at an address of the device, as torch imports them; does not keep the memory alive."""
 
     def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]):
         self.__cuda_array_interface__ = {

@@ -1,4 +1,4 @@
-"""Page-locking of an arena behind the engine's back: piece after piece, on a thread, from the first slot on."""
+"""Page-locks an arena's slots for CUDA in the background: piece after piece, on a thread, from the first slot on."""
 
 from __future__ import annotations
 
@@ -11,20 +11,27 @@ from kvtier_core.errors import BackendError
 from kvtier_core.transfer.io_pool import IOPool, Outcome, run
 from kvtier_core.types import Nbytes
 
-#: What is locked at a time, about: CUDA lets nobody else in meanwhile.
-_PIECE = 256 << 20
+#: Bytes registered at a time, about: meanwhile CUDA blocks every other call of the process.
+_PIECE_NBYTES = 256 << 20
 _FOREVER = 1e6  # seconds
 _PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 
 
-class Lock(Protocol):
-    def covers(self, slots: Collection[int]) -> bool: ...
-    def facts(self) -> Mapping[str, str]: ...
-    def close(self) -> None: ...
+class Registration(Protocol):
+    """Which slots are page-locked. Called on the thread that enqueues the engine's work."""
+
+    def covers(self, slots: Collection[int]) -> bool:
+        """Are all of these slots page-locked?"""
+
+    def facts(self) -> Mapping[str, str]:
+        """How much is page-locked, in plain words."""
+
+    def close(self) -> None:
+        """Undo it all. May be called twice; nothing is copied any more."""
 
 
-class NoLock:
-    """Where the device reads host memory as it is."""
+class NoRegistration:
+    """For a device that reads host memory as it is."""
 
     def covers(self, slots: Collection[int]) -> bool:
         return True
@@ -36,10 +43,12 @@ class NoLock:
 
 
 class HostRegistration:
-    """Raises BackendError if not even the first piece can be locked.
+    """Registers ``slots`` slots of ``slot_nbytes`` from ``address`` on.
 
-    A piece is whole slots, so that no copy ever reaches from one piece into another. ``register`` and ``unregister``
-    take an address (and bytes) and raise BackendError.
+    The first piece is registered before the constructor returns, which raises BackendError if that fails; a thread
+    registers the rest. A piece is whole slots, so that no copy reaches from one piece into another. ``register`` takes
+    an address and bytes, ``unregister`` an address; both raise BackendError. ``piece_nbytes`` is about the size of a
+    piece.
     """
 
     def __init__(
@@ -49,55 +58,55 @@ class HostRegistration:
         slot_nbytes: int,
         register: Callable[[int, int], object],
         unregister: Callable[[int], object],
-        piece_nbytes: int = _PIECE,
+        piece_nbytes: int = _PIECE_NBYTES,
     ):
         self._address, self._slots, self._slot_nbytes = address, slots, slot_nbytes
         self._register, self._unregister = register, unregister
         self._per_piece = max(1, piece_nbytes // slot_nbytes)
-        self._locked = 0  # slots; after the first piece the thread's alone to change
+        self._registered = 0  # slots; after the first piece only the thread changes it
         self._closing = False
         self._problem = ""
-        self._lock_next()
-        self._pool = IOPool("lock")
-        self._pool.submit_store(self._lock_rest, self._ended)
+        self._register_next()
+        self._pool = IOPool("register")
+        self._pool.submit_store(self._register_rest, self._note_problem)
 
     def covers(self, slots: Collection[int]) -> bool:
-        return max(slots, default=-1) < self._locked
+        return max(slots, default=-1) < self._registered
 
     def facts(self) -> Mapping[str, str]:
         self._pool.step()
-        whole, done = (Nbytes(count * self._slot_nbytes) for count in (self._slots, self._locked))
+        whole, done = (Nbytes(count * self._slot_nbytes) for count in (self._slots, self._registered))
         return {"page-locked": f"{whole} -> {done}" + (f" ({self._problem})" if self._problem else "")}
 
     def close(self) -> None:
-        """May be called twice. Nobody copies any more."""
         self._closing = True
         self._pool.close(_FOREVER)
         self._pool.step()
-        for first in range(0, self._locked, self._per_piece):
+        for first in range(0, self._registered, self._per_piece):
             run(lambda first=first: self._unregister(self._address + first * self._slot_nbytes))
-        self._locked = 0
+        self._registered = 0
 
-    def _lock_rest(self) -> None:
+    def _register_rest(self) -> None:
         """On the thread."""
-        while self._locked < self._slots and not self._closing:
-            self._lock_next()
+        while self._registered < self._slots and not self._closing:
+            self._register_next()
 
-    def _lock_next(self) -> None:
-        first, end = self._locked, min(self._slots, self._locked + self._per_piece)
+    def _register_next(self) -> None:
+        first, end = self._registered, min(self._slots, self._registered + self._per_piece)
         self._register(self._address + first * self._slot_nbytes, (end - first) * self._slot_nbytes)
-        self._locked = end
+        self._registered = end
 
-    def _ended(self, outcome: Outcome) -> None:
+    def _note_problem(self, outcome: Outcome) -> None:
         if outcome.error is not None:
             self._problem = str(outcome.error)
 
 
-def cuda_lock(address: int, slots: int, slot_nbytes: int, device: torch.device) -> HostRegistration:
-    cudart = torch.cuda.cudart()  # the engine's own runtime
+def register_with_cuda(address: int, slots: int, slot_nbytes: int, device: torch.device) -> HostRegistration:
+    """Registers slots by the engine's own CUDA runtime. Raises BackendError if not even the first piece can be."""
+    cudart = torch.cuda.cudart()
 
     def register(address: int, nbytes: int) -> None:
-        torch.cuda.set_device(device)  # of this thread, which else would wake up another GPU
+        torch.cuda.set_device(device)  # of this thread; without it CUDA would start up another GPU
         error = cudart.cudaHostRegister(address, nbytes, _PORTABLE_MAPPED)
         if int(error):
             raise BackendError(

@@ -1,4 +1,4 @@
-"""``libkvtier_cuda``: plain C, loaded when a GPU is to be served and not before. It may not be there."""
+"""Loads ``libkvtier_cuda``, a plain C interface, when the first GPU is served. It may not have been built."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import kvtier_core
 from kvtier_core.errors import BackendError
-from kvtier_core.transfer.page_lists import Layer
 
 FILE = "libkvtier_cuda.so"
 
@@ -26,7 +25,10 @@ _ARGUMENTS = {
 
 
 class Library:
-    """Raises OSError if it cannot be loaded; afterwards BackendError with what CUDA says."""
+    """The library of this path, loaded. Raises OSError if it cannot be; every method raises BackendError.
+
+    Each method is called on the thread that enqueues the engine's work.
+    """
 
     def __init__(self, path: Path):
         self.c = ctypes.CDLL(str(path))
@@ -37,37 +39,44 @@ class Library:
         self.c.kvtier_cuda_close.restype = None
 
     def devices(self) -> int:
+        """How many CUDA devices there are."""
         count = _INT()
         self.must(self.c.kvtier_cuda_devices(ctypes.byref(count)))
         return count.value
 
-    def open(self, device: int, layers: Sequence[Layer], shards: int, slot_nbytes: int) -> NativePages:
+    def open(self, device: int, layers: Sequence[Sequence[int]], shards: int, slot_nbytes: int) -> NativePages:
+        """The pages of these layers of one group, ready to be copied; see `NativePages`."""
         return NativePages(self, device, layers, shards, slot_nbytes)
 
     def must(self, error: int) -> None:
+        """Raises BackendError unless ``error`` is cudaSuccess."""
         if error:
             raise BackendError(f"CUDA: {self.c.kvtier_cuda_error(error).decode()} ({error})", retryable=False)
 
 
 class NativePages:
-    """Layers whose pages are copied by one method or the other.
+    """Layers of one group, whose pages are copied by kernel or by copy engine.
 
-    ``pieces`` is the address of ``count`` triples of int32: block, slot, place. It is read before a call returns.
+    ``layers`` begin with the four numbers of `csrc/cuda/pages.h`: base, stride, nbytes, offset. ``shards`` is the
+    address of this rank's shard in slot 0. ``pieces`` is the address of ``count`` triples of int32: block, slot and
+    place in the chunk; it is read before a call returns.
     """
 
-    def __init__(self, library: Library, device: int, layers: Sequence[Layer], shards: int, slot_nbytes: int):
+    def __init__(self, library: Library, device: int, layers: Sequence[Sequence[int]], shards: int, slot_nbytes: int):
         self._library = library
         self._handle = _POINTER()
-        self.batched = True  #: may the copy engines be given many copies at once? Known after the first
-        flat = (_U64 * (4 * len(layers)))(*(number for layer in layers for number in layer))
+        self.batched = True  #: does the driver take many copies in one call? Known after the first
+        flat = (_U64 * (4 * len(layers)))(*(number for layer in layers for number in layer[:4]))
         library.must(
             library.c.kvtier_cuda_open(device, flat, len(layers), shards, slot_nbytes, ctypes.byref(self._handle))
         )
 
     def kernel(self, to_slots: bool, pieces: int, count: int, stream: int) -> None:
+        """Enqueue one kernel for all pieces, or a few. Raises BackendError if the device cannot reach host memory."""
         self._library.must(self._library.c.kvtier_cuda_kernel(self._handle, to_slots, pieces, count, stream))
 
     def dma(self, to_slots: bool, pieces: int, count: int, stream: int) -> None:
+        """Enqueue copies by the device's copy engines."""
         batched = _INT(self.batched)
         self._library.must(
             self._library.c.kvtier_cuda_dma(self._handle, to_slots, pieces, count, stream, ctypes.byref(batched))
@@ -82,7 +91,7 @@ class NativePages:
 
 @functools.cache
 def load() -> Library | str:
-    """The library if it finds a device, else why not."""
+    """The library if it finds a device, else why it is not used."""
     path = next((each for folder in kvtier_core.__path__ if (each := Path(folder) / FILE).exists()), None)
     if path is None:
         return f"{FILE} was not built"

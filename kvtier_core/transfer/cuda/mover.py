@@ -1,10 +1,10 @@
-"""The jobs of a mover whose pages lie on a device: two streams, one a direction, ordered by events. No thread waits.
+"""Jobs of a mover whose pages lie on a device: one stream for each direction, ordered by events. No thread waits.
 
     engine's stream   … forward ──● store() ……… forward ………………… fence() ○ forward (overwrites the pages)
     stores' stream                └─○ gather ────────────────────────●─┘
     loads' stream                                  └─○ scatter ──● finished() says so, then the engine computes on it
 
-● an event is recorded, ○ a stream waits for it. The host only asks, in `finished`, whether an event has come to pass.
+● an event is recorded, ○ a stream waits for it. The host only asks, in `finished`, whether an event has occurred.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.interfaces import NO_BLOCK, JobResult, Mover, PagedKVCache, PageList
 from kvtier_core.transfer.cuda.autotune import Autotune, ScratchAutotune
 from kvtier_core.transfer.cuda.copiers import Copier, NativeCopier, TorchCopier
-from kvtier_core.transfer.cuda.host_registration import Lock, cuda_lock
+from kvtier_core.transfer.cuda.host_registration import Registration, register_with_cuda
 from kvtier_core.transfer.cuda.library import Library, load
 from kvtier_core.transfer.io_pool import run
-from kvtier_core.transfer.page_lists import check_table, checked
+from kvtier_core.transfer.page_lists import check_cache, flat_rows
 
 _POLL = 5e-5  # seconds
 
@@ -40,23 +40,33 @@ class _Job:
 
 
 class DeviceMover(Mover):
-    """``streams`` is torch's module for the device. Every method on the thread that enqueues the engine's work.
+    """Copies between pages of ``cache`` and ``slots`` slots through ``copier``. See `open_mover`.
 
-    Addresses are raw, so a job is refused with a ContractError before any of it is copied, or it is right. A job with
-    a slot that is not page-locked yet is reported as failed, which is a miss: its copy would hold up the host.
+    ``streams`` is torch's module for the device; ``keep`` an object that keeps the slots' memory, held until `close`.
+    Every method is called on the thread that enqueues the engine's work, and only `wait` and `close` wait for the
+    device. Addresses are raw: a job with a wrong block id or slot raises ContractError before any of it is copied. A
+    job with a slot that is not page-locked yet is reported as failed, because its copy would block the host.
     """
 
-    def __init__(self, table: PagedKVCache, slots: int, copier: Copier, streams: Any, lock: Lock, keep: object = None):
-        self._table = table
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        slots: int,
+        copier: Copier,
+        streams: Any,
+        registration: Registration,
+        keep: object = None,
+    ):
+        self._cache = cache
         self._slots = slots
         self._copier = copier
         self._streams = streams
-        self._lock = lock
-        self._keep = keep  # the memory of the slots
-        self._device = torch.device(table.device)
+        self._registration = registration
+        self._keep = keep
+        self._device = torch.device(cache.device)
         self._stores, self._loads = streams.Stream(self._device), streams.Stream(self._device)
         self._jobs: dict[int, _Job] = {}
-        self._ended: list[JobResult] = []
+        self._results: list[JobResult] = []
         self._closed = False
 
     def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
@@ -76,9 +86,9 @@ class DeviceMover(Mover):
             outcome = run(begun.done.query)
             if outcome.error is not None or outcome.value:
                 del self._jobs[job]
-                self._ended.append(JobResult(job, ok=begun.ok and outcome.error is None))
-        ended, self._ended = self._ended, []
-        return ended
+                self._results.append(JobResult(job, ok=begun.ok and outcome.error is None))
+        results, self._results = self._results, []
+        return results
 
     def wait(self, jobs: Collection[int], timeout: float = math.inf) -> None:
         deadline = time.monotonic() + timeout
@@ -93,16 +103,16 @@ class DeviceMover(Mover):
                 engine.wait_event(self._jobs[job].done)
 
     def facts(self) -> Mapping[str, str]:
-        return {**self._copier.facts(), **self._lock.facts()}
+        return {**self._copier.facts(), **self._registration.facts()}
 
     def close(self) -> None:
         if self._closed:
             return
         self.wait(list(self._jobs))
-        self._ended = list(self.finished())
+        self._results = list(self.finished())
         self._closed = True
         self._copier.close()
-        self._lock.close()
+        self._registration.close()
         self._keep = None
 
     def _begin(
@@ -114,16 +124,16 @@ class DeviceMover(Mover):
         slots: Sequence[int],
         read: frozenset[int],
     ) -> None:
-        if not self._lock.covers(slots):
-            self._ended.append(JobResult(job, ok=False))
+        if not self._registration.covers(slots):
+            self._results.append(JobResult(job, ok=False))
             return
         stream.wait_event(self._now(self._streams.current_stream(self._device)))
         outcome = run(lambda: copy(rows, slots, stream))
-        # What failed may have begun: it has ended when the stream is behind it.
+        # A job that failed may have copied something: it has ended when the stream has passed it.
         self._jobs[job] = _Job(self._now(stream), outcome.error is None, read)
 
     def _now(self, stream: Any) -> Any:
-        """An event that comes to pass when the stream has done what it was given so far."""
+        """An event that occurs when the stream has done everything enqueued on it so far."""
         event = self._streams.Event()
         event.record(stream)
         return event
@@ -133,43 +143,46 @@ class DeviceMover(Mover):
             raise ContractError(f"job {job} has not ended")
         if self._closed:
             raise ContractError("the mover is closed")
-        return checked(self._table, self._slots, pages, slots)
+        return flat_rows(self._cache, self._slots, pages, slots)
 
 
 def open_mover(
-    table: PagedKVCache,
+    cache: PagedKVCache,
     memory: mmap.mmap | memoryview,
     slot_nbytes: int,
     *,
     library: Library | str | None = None,
     autotune: Autotune | None = None,
 ) -> DeviceMover:
-    """With our own kernels where they were built and run here, else with torch's operators.
+    """A mover for an engine on a CUDA device, with our own library where it was built and runs, else torch's operators.
 
-    A ``library`` that is a reason why there is none, or a ``autotune`` whose outcome is known, decides that beforehand.
+    ``memory`` holds the arena's slots of ``slot_nbytes`` side by side; they are page-locked in the background.
+    ``library``: the one to use, or a reason to use none; by default what `load` finds. ``autotune``: see `choose`.
+    Raises BackendError and ContractError, see `attach`.
     """
-    device = torch.device(table.device)
+    device = torch.device(cache.device)
     if device.type != "cuda" or not torch.cuda.is_available():
-        raise BackendError(f"no mover for device {table.device!r}: torch finds no such device here", retryable=False)
-    check_table(table, slot_nbytes)
+        raise BackendError(f"no mover for device {cache.device!r}: torch finds no such device here", retryable=False)
+    check_cache(cache, slot_nbytes)
     slots = len(memory) // slot_nbytes
-    keep = ctypes.c_char.from_buffer(memory)  # forbids to close an mmap while the mover may copy
+    keep = ctypes.c_char.from_buffer(memory)  # while it is exported an mmap cannot be closed
     address = ctypes.addressof(keep)
-    shards = address + table.layout.shard_offset(table.rank)
+    shards = address + cache.layout.shard_offset(cache.rank)
     with contextlib.ExitStack() as undo:
-        lock = cuda_lock(address, slots, slot_nbytes, device)
-        undo.callback(lock.close)
+        registration = register_with_cuda(address, slots, slot_nbytes, device)
+        undo.callback(registration.close)
         library = library or load()
         copier: Copier
         if isinstance(library, str):
-            copier = TorchCopier(torch.cuda, table, shards, slots, slot_nbytes, library)
+            copier = TorchCopier(torch.cuda, cache, shards, slots, slot_nbytes, library)
         else:
-            copier = NativeCopier(library, autotune or ScratchAutotune(library, device), table, shards, slot_nbytes)
+            copier = NativeCopier(library, autotune or ScratchAutotune(library, device), cache, shards, slot_nbytes)
         undo.callback(copier.close)
-        mover = DeviceMover(table, slots, copier, torch.cuda, lock, keep)
+        mover = DeviceMover(cache, slots, copier, torch.cuda, registration, keep)
         undo.pop_all()
     return mover
 
 
 def _blocks(rows: Sequence[Sequence[int]]) -> frozenset[int]:
+    """Of all groups together: a load may wait for a store of another group's page, which only costs time."""
     return frozenset(block for row in rows for block in row if block != NO_BLOCK)

@@ -43,7 +43,7 @@ def facts_of_the_engine(config: VllmConfig, chunk_tokens: int, report: WorkerRep
     return {
         **settings.after_start(config),
         **dict(report.facts),
-        "page bytes": " ".join(map(str, report.page_nbytes)),
+        "KV groups": "; ".join(group.fact for group in report.groups),
         "chunk tokens": chunk_tokens,
     }
 

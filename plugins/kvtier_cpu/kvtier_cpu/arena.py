@@ -39,10 +39,10 @@ class CpuArena(AllocatorBackend):
         self._segment.close()
 
 
-def attach(handle: str, table: PagedKVCache) -> Mover:
+def attach(handle: str, cache: PagedKVCache) -> Mover:
     fields = json.loads(handle)
     slot_nbytes = fields.pop("slot_nbytes")
     memory = reach(Address(**fields))
-    if table.device == "cpu":
-        return HostMover(table, memory, slot_nbytes)
-    return cuda.attach(table, memory, slot_nbytes)
+    if cache.device == "cpu":
+        return HostMover(cache, memory, slot_nbytes)
+    return cuda.attach(cache, memory, slot_nbytes)

@@ -24,7 +24,7 @@ class CpuConfig(ArenaConfig):
 
         return CpuArena(self, ctx)
 
-    def attach(self, handle: str, table: PagedKVCache) -> Mover:
+    def attach(self, handle: str, cache: PagedKVCache) -> Mover:
         from kvtier_cpu.arena import attach
 
-        return attach(handle, table)
+        return attach(handle, cache)

@@ -17,7 +17,8 @@ from kvtier_cpu import plugin, segment
 from kvtier_cpu.config import CpuConfig
 from kvtier_cpu.memory_limit import MemoryLimit, memory_limits
 
-LAYOUT = make_layout()
+BLOCKS = 4
+LAYOUT = make_layout(blocks=BLOCKS)
 OWNER = """
 import sys
 from kvtier_core.testing.samples import make_context
@@ -36,8 +37,8 @@ def open_cpu(capacity=1 << 20, **settings):
 
 
 def attach(handle, buffer=None):
-    buffer = buffer or PagedBuffer(LAYOUT, LAYOUT.blocks, random.Random(0))
-    return CpuConfig().attach(handle, buffer.table())
+    buffer = buffer or PagedBuffer(LAYOUT, BLOCKS, random.Random(0))
+    return CpuConfig().attach(handle, buffer.kv_cache())
 
 
 def why_not(handle):
@@ -80,15 +81,15 @@ def test_plugin_offers_it():
 
 
 def test_two_processes_see_each_other(owner):
-    buffer = PagedBuffer(LAYOUT, LAYOUT.blocks, random.Random(0))
+    buffer = PagedBuffer(LAYOUT, BLOCKS, random.Random(0))
     mover = attach(owner.stdout.readline(), buffer)
-    blocks = list(range(LAYOUT.blocks))
-    mover.load(1, [1], [blocks])
+    blocks = list(range(BLOCKS))
+    mover.load(1, [1], [[blocks]])
     mover.wait([1])
     assert {byte for layer in range(3) for block in blocks for byte in buffer.page(layer, block)} == {7}
     for block in blocks:
-        buffer.put(0, block, bytes([9]) * LAYOUT.page_nbytes[0])
-    mover.store(2, [blocks], [0])
+        buffer.put(0, block, bytes([9]) * LAYOUT.layers[0].page_nbytes)
+    mover.store(2, [[blocks]], [0])
     mover.wait([2])
     owner.stdin.write("look\n")
     owner.stdin.flush()
@@ -117,7 +118,7 @@ def test_nothing_is_left_of_a_killed_owner(owner):
     owner.kill()
     owner.wait()
     assert holders(inode) == {os.getpid()}
-    mover.load(1, [1], [list(range(LAYOUT.blocks))])
+    mover.load(1, [1], [[list(range(BLOCKS))]])
     mover.wait([1])
     assert [ended.ok for ended in mover.finished()] == [True], "a worker that outlives the owner reads what it mapped"
     mover.close()
@@ -332,6 +333,6 @@ def test_memory_is_present_at_open():
 
 
 def test_a_gpu_that_is_not_there_is_refused(arena):
-    table = attrs.evolve(PagedBuffer(LAYOUT, LAYOUT.blocks, random.Random(0)).table(), device="cuda:0")
+    kv_cache = attrs.evolve(PagedBuffer(LAYOUT, BLOCKS, random.Random(0)).kv_cache(), device="cuda:0")
     with pytest.raises(BackendError, match="^no mover for device 'cuda:0': torch finds no such"):
-        CpuConfig().attach(arena.handle, table)
+        CpuConfig().attach(arena.handle, kv_cache)

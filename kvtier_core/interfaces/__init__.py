@@ -1,0 +1,55 @@
+"""What a plugin implements.
+
+    to write                                   implement
+    a tier that stores frames (disk, remote)   BackendConfig, Backend
+    a tier of memory that a device reaches     ArenaConfig, AllocatorBackend, Mover
+    an eviction policy                         EvictionConfig, EvictionPolicy
+    an encoding of stored payloads             SerializerConfig, Serializer
+    other names for chunks                     TokenDatabaseConfig, TokenDatabase
+
+Each of them is opened by a Config: a frozen attrs class that names itself in ``type`` and whose fields are the keys a
+user may write in YAML. The module of a Config imports nothing heavy; its ``open`` does. `kvtier_core.hookspecs` says
+how to offer it, and `kvtier_core.testing` has tests that every implementation must pass.
+
+The owner's thread is the one that calls the stack; with vLLM it is the scheduler's. A call on it must be short, for the
+engine waits. Keys are opaque bytes. No method changes the sequences that it is given.
+"""
+
+from kvtier_core.interfaces.arena import (
+    NO_BLOCK,
+    AllocatorBackend,
+    ArenaConfig,
+    JobResult,
+    Mover,
+    PagedKVCache,
+    PageList,
+    PageRun,
+)
+from kvtier_core.interfaces.context import Medium, OpenContext
+from kvtier_core.interfaces.eviction import MAX_POLICY_STATE_NBYTES, EvictionConfig, EvictionPolicy
+from kvtier_core.interfaces.serializer import Serializer, SerializerConfig
+from kvtier_core.interfaces.store_tier import Backend, BackendConfig, Stored
+from kvtier_core.interfaces.token_database import TokenDatabase, TokenDatabaseConfig
+
+__all__ = [
+    "MAX_POLICY_STATE_NBYTES",
+    "NO_BLOCK",
+    "AllocatorBackend",
+    "ArenaConfig",
+    "Backend",
+    "BackendConfig",
+    "EvictionConfig",
+    "EvictionPolicy",
+    "JobResult",
+    "Medium",
+    "Mover",
+    "OpenContext",
+    "PageList",
+    "PageRun",
+    "PagedKVCache",
+    "Serializer",
+    "SerializerConfig",
+    "Stored",
+    "TokenDatabase",
+    "TokenDatabaseConfig",
+]

@@ -1,0 +1,30 @@
+"""What a Config is told when it opens a tier."""
+
+from __future__ import annotations
+
+import enum
+
+import attrs
+
+from kvtier_core.types import ChunkLayout, Namespace, Nbytes
+
+
+class Medium(enum.Enum):
+    """What a tier keeps chunks on, for an engine's metrics of where hits came from."""
+
+    HOST = "host"  #: memory of this node
+    DISK = "disk"  #: a disk of this node
+    UNSPECIFIED = "unspecified"  #: anything else, a remote store for instance
+
+
+@attrs.frozen
+class OpenContext:
+    """What the stack tells a plugin that it opens."""
+
+    namespace: Namespace
+    layout: ChunkLayout
+    engine: str  #: names this engine among those alive on this node
+    capacity: Nbytes = Nbytes(0)  #: this engine's share of what the YAML grants this tier, in bytes of frames
+    replica: int = 0  #: which of the engines that share this configuration this is (data parallelism), from 0
+    replicas: int = 1  #: how many such engines there are; none may touch what another one stores
+    max_frame_nbytes: Nbytes = Nbytes(0)  #: no frame that this tier writes is longer; 0: not known

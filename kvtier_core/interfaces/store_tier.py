@@ -1,0 +1,123 @@
+"""A tier that stores frames: on a disk, or on another machine."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ClassVar
+
+import attrs
+
+from kvtier_core.errors import BackendError
+from kvtier_core.interfaces.context import Medium, OpenContext
+from kvtier_core.types import ChunkKey, Namespace
+
+
+class Backend(abc.ABC):
+    """Stores frames under keys.
+
+    Called on its tier's I/O threads, several at once, but never twice at once for the same key. While the tier opens,
+    the owner's thread calls, too. Methods raise BackendError and nothing else. A call may block. If one hangs, the tier
+    makes no other until it returns.
+    """
+
+    #: May other processes add or delete keys? Then a key that the tier does not know is asked for, not taken as absent.
+    shared: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        """Whether the store has a frame of each key. Raises BackendError."""
+
+    @abc.abstractmethod
+    def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
+        """Read the frame of ``keys[i]`` into ``into[i]``, from its beginning.
+
+        A view is contiguous and writable; one that lies in an arena's slot begins at a multiple of `FRAME_ALIGNMENT` in
+        memory. Nothing beyond the returned length is written, and no view is kept.
+
+        Returns for each key the bytes of its frame; 0 if there is none, or if it is longer than its view; or the
+        BackendError for which the frame of this key alone cannot be read, now or ever. Such a frame is quarantined, and
+        stored again with its chunk; its view may hold anything. The stack verifies every frame that was read.
+
+        Raises BackendError if the store as a whole cannot be read: nothing is deleted, and a store that raises again
+        and again is not asked for a while.
+        """
+
+    @abc.abstractmethod
+    def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> None:
+        """Store ``frames[i]`` under ``keys[i]``, in place of what was there.
+
+        Of each key readers find the whole frame or none, whatever happens to the process. A frame is a multiple of
+        `FRAME_ALIGNMENT` bytes long. No view is kept.
+
+        Raises StoreFull if there is no room although the tier keeps within its capacity: for a while it then keeps
+        within less, and evicts its own frames for new ones. Raises BackendError if the store failed; after either, the
+        tier deletes all of ``keys``.
+        """
+
+    @abc.abstractmethod
+    def delete(self, keys: Sequence[ChunkKey]) -> None:
+        """Remove frames. A key that is not there is no error. Raises BackendError."""
+
+    def quarantine(self, keys: Sequence[ChunkKey]) -> None:
+        """Make frames that failed verification unfindable. A store may keep them aside to be examined; by default they
+        are deleted. Raises BackendError.
+        """
+        self.delete(keys)
+
+    def scan(self) -> Iterator[tuple[ChunkKey, int]]:
+        """The keys of this namespace that the store already has, and the bytes of their frames, oldest first.
+
+        Called once, when the tier opens. A store that returns nothing here starts cold.
+        """
+        return iter(())
+
+    def namespaces(self) -> Iterator[Namespace]:
+        """Other namespaces that have frames in this store, as far as it knows their facts.
+
+        Called once, when the tier opens, so that the log can say why an engine starts cold.
+        """
+        return iter(())
+
+    def facts(self) -> Mapping[str, str]:
+        """Settings whose effective value may differ from what was asked: ``{"huge_pages": "auto -> no"}``."""
+        return {}
+
+    def close(self) -> None:
+        """Release everything. May be called twice, on any thread; no other call is under way."""
+
+
+@attrs.frozen
+class BackendConfig(abc.ABC):
+    """A tier that stores frames, and reads them into an arena's slots."""
+
+    type: ClassVar[str]  #: what users write in ``tiers[].type``
+    medium: ClassVar[Medium] = Medium.UNSPECIFIED
+
+    @abc.abstractmethod
+    def open(self, ctx: OpenContext) -> Backend:
+        """Open the store. Called once, on the owner's thread, before the engine serves.
+
+        Raises BackendError, or ConfigError with problems whose path begins at ``$``, the tier.
+        """
+
+    @contextlib.contextmanager
+    def walk(self) -> Iterator[Iterator[Stored]]:
+        """Everything in the store, of every namespace, for `kvtier fsck`. No engine uses the store until the end.
+
+        Raises BackendError, by default always.
+        """
+        raise BackendError(f"a tier of type {self.type} cannot be walked", retryable=False)
+
+
+@attrs.frozen
+class Stored:
+    """One thing that lies in a store, for `kvtier fsck` to examine."""
+
+    where: str  #: for people: a path, a URL
+    nbytes: int
+    home: bytes | None  #: the first bytes of the digest of the namespace that it is stored under; None: it is no frame
+    key: ChunkKey | None  #: that it is stored under; None: it is no frame
+    read: Callable[[int, int], bytes]  #: ``read(offset, nbytes)``, fewer bytes only at its end; raises BackendError
+    remove: Callable[[], None]  #: deletes it; raises BackendError
