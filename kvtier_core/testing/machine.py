@@ -23,9 +23,10 @@ from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.testing.pool import ManualPool
-from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, ChunkLayout, Namespace, Slot
+from kvtier_core.testing.samples import make_layout
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace, Slot
 
-LAYOUT = ChunkLayout((24,), 2, 2)
+LAYOUT = make_layout((24,), blocks=2, ranks=2)
 NAMESPACE = Namespace.of({"model": "machine"})
 
 #: A small forest: three prompts' paths that share prefixes, and one that shares nothing.
