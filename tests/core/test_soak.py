@@ -50,17 +50,17 @@ class Engine:
     def __init__(self, manager):
         self._buffer = PagedBuffer(LAYOUT, BLOCKS, random.Random(0))
         self._mover = HeapConfig().attach(manager.handles[0], self._buffer.kv_cache())
-        self._pages = [[list(range(BLOCKS))]]
+        self._page_list = [[list(range(BLOCKS))]]
         self._jobs = 0
 
     def fill(self, slot, seed):
         for layer, block, nbytes in self._pages():
             self._buffer.put(layer, block, page(seed, layer, block, nbytes))
-        self._mover.store(self._job(), self._pages, [slot.index])
+        self._mover.store(self._job(), self._page_list, [slot.index])
         self._wait()
 
     def check(self, slot, seed):
-        self._mover.load(self._job(), [slot.index], self._pages)
+        self._mover.load(self._job(), [slot.index], self._page_list)
         self._wait()
         for layer, block, nbytes in self._pages():
             assert self._buffer.page(layer, block) == page(seed, layer, block, nbytes), "other bytes came back"
