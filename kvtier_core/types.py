@@ -117,6 +117,7 @@ class EventKind(enum.Enum):
     REJECTED = "rejected"  #: a tier would not take a frame: no room, too much in flight, policy
     MISSING = "missing"  #: the index said yes, the store said no
     CORRUPT = "corrupt"  #: bytes that failed verification; never served
+    INCOMPATIBLE = "incompatible"  #: a frame of another codec or format version; never served, and not deleted
     IO_ERROR = "io_error"  #: a store raised
     BREAKER_OPEN = "breaker_open"  #: a breaker opened: the tier is left alone for a while
     BREAKER_CLOSED = "breaker_closed"

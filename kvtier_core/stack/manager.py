@@ -101,6 +101,10 @@ class StorageManager:
         """For READY keys the tier that saved their recompute: the one below if it came up for this."""
         return [self._origin.get(key) or self._arena_of(key).name for key in keys]
 
+    def inexact(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Those of READY keys that came through a lossy codec. KV computed on them is not exact either."""
+        return [key for key in keys if not self._arena_of(key).has_exact(key)]
+
     def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None) -> None:
         """A request names this path: tell the policies, once a request. What a tier had to refuse is offered again."""
         for level in self._levels:
@@ -325,15 +329,15 @@ class StorageManager:
 
     def _arrived(self, tier: StoreTier, good: Sequence[ChunkKey], bad: Sequence[ChunkKey]) -> None:
         self.abort(bad)
-        kept = self._commit(good)
+        kept = self._commit(good, exact=tier.lossless)
         if not kept:
             return
         self._report(EventKind.PROMOTED, kept, nbytes=len(kept) * self._layout.payload_nbytes, why=f"from {tier.name}")
         self._origin.update(dict.fromkeys(kept, tier.name))
         self._write_through.offer(kept, self._levels[1 : self._levels.index(tier)])
 
-    def _commit(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        return self._hot.commit(keys, [self._parents.pop(key, None) for key in keys])
+    def _commit(self, keys: Sequence[ChunkKey], *, exact: bool = True) -> list[ChunkKey]:
+        return self._hot.commit(keys, [self._parents.pop(key, None) for key in keys], exact=exact)
 
     def _make_room(self, arena: Arena, slots: int, path: Sequence[ChunkKey]) -> None:
         if slots > arena.free:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from kvtier_core.frames import format as frame
 from kvtier_core.frames.checksum import join
+from kvtier_core.frames.format import seal
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.store_tier.tier import FrameWrite, StoreTier
 from kvtier_core.transfer.io_pool import Outcome, Pool
@@ -51,7 +51,7 @@ class WriteThrough:
         """Seal what a level below would like to have, then offer it to all of them. ``sums``: see `commit`."""
         if not self._below:
             return
-        held = [key for key in keys if self._hot.has(key) and key not in self._descending]
+        held = [key for key in keys if self._hot.has_exact(key) and key not in self._descending]
         welcome = self.writable(held)
         wanted = [key for key in held if key in welcome]
         per_group = max(1, _SEAL_NBYTES // self._layout.frame_nbytes)
@@ -68,8 +68,8 @@ class WriteThrough:
     def _seal(self, work: Sequence[tuple[ChunkKey, memoryview, Sequence[int]]], namespace: Namespace) -> None:
         """On a thread."""
         for key, view, checksums in work:
-            summed = join(checksums, self._layout.shard_nbytes) if checksums else None
-            frame.seal(view, namespace, key, self._layout.payload_nbytes, summed=summed)
+            checksum = join(checksums, self._layout.shard_nbytes) if checksums else None
+            seal(view, namespace, key, self._layout.payload_nbytes, payload_checksum=checksum)
 
     def _sealed(self, keys: Sequence[ChunkKey], slots: Sequence[Slot], outcome: Outcome) -> None:
         self._descending.difference_update(keys)
@@ -82,7 +82,7 @@ class WriteThrough:
     def offer(self, keys: Sequence[ChunkKey], levels: Sequence[Arena | StoreTier]) -> None:
         """FrameWrite sealed frames to levels below the hottest. Each offer holds a pin of its own."""
         for level in levels:
-            held = [key for key in keys if self._hot.has(key)]
+            held = [key for key in keys if self._hot.has_exact(key)]
             if isinstance(level, Arena):
                 self._copy_down(level.without_slot(held), level)
             elif offered := level.index.meets_frequency(level.writable(held)):

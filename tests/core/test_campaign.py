@@ -23,9 +23,9 @@ import attrs
 import pytest
 from test_machine import Zip
 
-from kvtier_core.frames import format as frame
 from kvtier_core.frames.codec import FrameCodec
-from kvtier_core.frames.format import Damage
+from kvtier_core.frames.format import FrameError, payload_of, seal, verify
+from kvtier_core.frames.identity import RAW
 from kvtier_core.interfaces import Serializer
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.stack.index.cache_index import CacheIndex
@@ -63,7 +63,7 @@ class Stored:
 
     key: ChunkKey
     whole: bytes
-    codec: int = frame.RAW
+    codec: int = RAW
 
     @property
     def payload_nbytes(self) -> int:
@@ -80,7 +80,7 @@ class Stored:
 
     def sealed_again(self, *, namespace: Namespace = OURS, key: ChunkKey | None = None, payload: bytes) -> bytes:
         again = bytearray(whole_pages(payload))
-        frame.seal(memoryview(again), namespace, key or self.key, len(payload), self.codec)
+        seal(memoryview(again), namespace, key or self.key, len(payload), self.codec)
         return bytes(again)
 
 
@@ -272,7 +272,7 @@ def a_payload(rng: random.Random, nbytes: int) -> bytes:
 
 
 def test_no_harmed_frame_passes_the_check():
-    """`frame.check`, as a tier without a serializer calls it."""
+    """`verify`, as a tier without a serializer calls it."""
     kinds, tally = [*ACCIDENTS, *LIES], Tally()
     content = random.Random(SEED)
     shelves = [
@@ -285,12 +285,12 @@ def test_no_harmed_frame_passes_the_check():
         shelf = rng.choice(shelves)
         stored = rng.choice(shelf)
         found = kind(rng, stored, [other.whole for other in shelf if other is not stored])
-        damage = frame.check(memoryview(found), OURS, stored.key, payload_nbytes=stored.payload_nbytes)
+        damage = verify(memoryview(found), OURS, stored.key, payload_nbytes=stored.payload_nbytes)
         intact = stored.is_meant_by(found)
         tally.count(kind, intact=intact, accepted=damage is None)
         assert (damage is None) == intact, f"seed {SEED}, round {i}: {kind.__name__}: {damage}"
         if damage is None:
-            assert same(frame.payload_of(memoryview(found)), stored.payload)
+            assert same(payload_of(memoryview(found)), stored.payload)
     tally.settle(kinds)
 
 
@@ -344,7 +344,7 @@ class Bench:
         for event in self.told():
             assert event.kind in keys, event
             keys[event.kind] += event.keys
-            assert event.kind is not EventKind.CORRUPT or event.why in {damage.value for damage in Damage}
+            assert event.kind is not EventKind.CORRUPT or event.why in {damage.value for damage in FrameError}
         damaged, lost = keys[EventKind.CORRUPT], keys[EventKind.MISSING]
         assert len({*damaged, *lost}) == len(damaged) + len(lost)
         return set(damaged), set(lost)
@@ -382,7 +382,7 @@ def test_no_harmed_file_is_served(tmp_path, layout, serializer):
         payloads = {key: a_payload(rng, layout.payload_nbytes) for key in keys}
         with opened(tmp_path, layout, serializer) as bench:
             bench.write({key: seal(key, payloads[key]) for key in keys})
-            code = serializer.code if serializer else frame.RAW
+            code = serializer.code if serializer else RAW
             stored = {key: Stored(key, bench.file(key).read_bytes(), code) for key in keys}
             harmed = {}
             for key, kind in keys.items():
@@ -402,8 +402,8 @@ def test_no_harmed_file_is_served(tmp_path, layout, serializer):
                 assert bench.tier.has(key) == (key in bench.good), f"{where}: is found again"
                 assert bench.file(key).exists() == (key not in damaged | lost), where
             for key in bench.good:
-                assert frame.check(slots[key], OURS, key, payload_nbytes=layout.payload_nbytes) is None
-                assert same(frame.payload_of(slots[key]), payloads[key]), "a slot holds other bytes than were stored"
+                assert verify(slots[key], OURS, key, payload_nbytes=layout.payload_nbytes) is None
+                assert same(payload_of(slots[key]), payloads[key]), "a slot holds other bytes than were stored"
             assert not bench.read(bench.bad), "a miss is read again"
         with opened(tmp_path, layout, serializer) as bench:
             assert not any(map(bench.tier.has, damaged)), "a damaged frame is found again after a restart"

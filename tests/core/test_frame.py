@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier_core.frames import format as frame
-from kvtier_core.frames.format import Damage
+from kvtier_core.frames.format import FrameError, payload_of, seal, verify
+from kvtier_core.frames.identity import RAW
 from kvtier_core.types import FRAME_ALIGNMENT, Namespace
 
 NAMESPACE = Namespace.of({"model": "golden", "block": 16})
@@ -32,16 +32,16 @@ HEADER_NBYTES = len(GOLDEN) // 2
 LENGTH_AT = 12
 
 
-def sealed(payload=PAYLOAD, codec=frame.RAW, spare=0):
+def sealed(payload=PAYLOAD, codec=RAW, spare=0):
     """A frame with ``spare`` bytes behind its payload. The header page was full of rubbish before."""
     view = memoryview(bytearray(b"\xa5" * FRAME_ALIGNMENT + payload + b"\xa5" * spare))
-    frame.seal(view, NAMESPACE, KEY, len(payload), codec)
+    seal(view, NAMESPACE, KEY, len(payload), codec)
     return view
 
 
 def check(view, **asked):
     asked = {"namespace": NAMESPACE, "key": KEY, "payload_nbytes": len(PAYLOAD), **asked}
-    return frame.check(view, asked.pop("namespace"), asked.pop("key"), **asked)
+    return verify(view, asked.pop("namespace"), asked.pop("key"), **asked)
 
 
 def flipped(view, place, bit=0):
@@ -66,19 +66,19 @@ def test_a_whole_frame_is_whole():
 
 
 def test_a_frame_without_a_header_page_is_short():
-    assert check(memoryview(b"")) is Damage.SHORT
-    assert check(sealed()[: FRAME_ALIGNMENT - 1]) is Damage.SHORT
+    assert check(memoryview(b"")) is FrameError.SHORT
+    assert check(sealed()[: FRAME_ALIGNMENT - 1]) is FrameError.SHORT
 
 
 DAMAGES = [
-    (Damage.SHORT, lambda: sealed()[:-1], {}),
-    (Damage.MAGIC, lambda: flipped(sealed(), 0), {}),
-    (Damage.VERSION, lambda: flipped(sealed(), 8), {}),
-    (Damage.CODEC, lambda: sealed(codec=CODEC), {}),
-    (Damage.LENGTH, sealed, {"payload_nbytes": len(PAYLOAD) + 1}),
-    (Damage.NAMESPACE, sealed, {"namespace": Namespace.of({"model": "golden", "block": 32})}),
-    (Damage.KEY, sealed, {"key": bytes(32)}),
-    (Damage.CHECKSUM, lambda: flipped(sealed(), FRAME_ALIGNMENT), {}),
+    (FrameError.SHORT, lambda: sealed()[:-1], {}),
+    (FrameError.MAGIC, lambda: flipped(sealed(), 0), {}),
+    (FrameError.VERSION, lambda: flipped(sealed(), 8), {}),
+    (FrameError.CODEC, lambda: sealed(codec=CODEC), {}),
+    (FrameError.LENGTH, sealed, {"payload_nbytes": len(PAYLOAD) + 1}),
+    (FrameError.NAMESPACE, sealed, {"namespace": Namespace.of({"model": "golden", "block": 32})}),
+    (FrameError.KEY, sealed, {"key": bytes(32)}),
+    (FrameError.CHECKSUM, lambda: flipped(sealed(), FRAME_ALIGNMENT), {}),
 ]
 
 
@@ -88,7 +88,7 @@ def test_each_damage_has_its_name(damage, spoil, asked):
 
 
 def test_every_damage_was_seen():
-    assert {damage for damage, _, _ in DAMAGES} == set(Damage)
+    assert {damage for damage, _, _ in DAMAGES} == set(FrameError)
 
 
 @pytest.mark.parametrize("nbytes", [1 << 50, (1 << 64) - 1])
@@ -97,23 +97,23 @@ def test_a_header_that_claims_petabytes_is_refused(nbytes):
     view = sealed()
     struct.pack_into("<Q", view, LENGTH_AT, nbytes)
     struct.pack_into("<I", view, HEADER_NBYTES - 4, zlib.crc32(PAYLOAD, zlib.crc32(view[: HEADER_NBYTES - 4])))
-    assert check(view) is Damage.LENGTH
-    assert check(view, payload_nbytes=None) is Damage.SHORT
+    assert check(view) is FrameError.LENGTH
+    assert check(view, payload_nbytes=None) is FrameError.SHORT
 
 
-@pytest.mark.parametrize("codec", [frame.RAW, CODEC])
+@pytest.mark.parametrize("codec", [RAW, CODEC])
 @given(st.binary(min_size=1, max_size=200), st.data())
 def test_one_flipped_bit_is_seen(codec, payload, data):
     place = data.draw(st.integers(0, HEADER_NBYTES + len(payload) - 1))
     place += (FRAME_ALIGNMENT - HEADER_NBYTES) * (place >= HEADER_NBYTES)
     view = flipped(sealed(payload, codec, spare=20), place, data.draw(st.integers(0, 7)))
-    assert check(view, codec=codec, payload_nbytes=len(payload) if codec == frame.RAW else None) is not None
+    assert check(view, codec=codec, payload_nbytes=len(payload) if codec == RAW else None) is not None
 
 
 def test_a_frame_of_a_codec_is_not_a_raw_one():
     assert check(sealed(codec=CODEC), codec=CODEC) is None
-    assert check(sealed(codec=CODEC), codec=CODEC + 1) is Damage.CODEC
-    assert check(sealed(), codec=CODEC) is Damage.CODEC
+    assert check(sealed(codec=CODEC), codec=CODEC + 1) is FrameError.CODEC
+    assert check(sealed(), codec=CODEC) is FrameError.CODEC
 
 
 def test_the_lengths_of_a_codec_vary():
@@ -123,7 +123,7 @@ def test_the_lengths_of_a_codec_vary():
 
 def test_the_payload_is_a_view_of_what_was_sealed():
     view = sealed(spare=10)
-    payload = frame.payload_of(view)
+    payload = payload_of(view)
     assert bytes(payload) == PAYLOAD
     payload[0] = 0
     assert view[FRAME_ALIGNMENT] == 0, "a copy"

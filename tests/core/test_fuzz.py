@@ -21,7 +21,8 @@ from kvtier_core.config.model import StackConfig, load_config, open_stack
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine import weights
 from kvtier_core.errors import ConfigError
-from kvtier_core.frames import format as frame
+from kvtier_core.frames.format import payload_of, verify
+from kvtier_core.frames.identity import RAW
 from kvtier_core.hookspecs import hookimpl
 from kvtier_core.interfaces import BackendConfig
 from kvtier_core.testing.samples import make_context, make_key, make_namespace, same
@@ -102,22 +103,22 @@ def test_no_claim_is_believed(claim, payload, asked_nbytes, fits, cut):
     checksum = zlib.crc32(payload[: claim["nbytes"]], zlib.crc32(fields)) if fits else 0
     whole = (fields + struct.pack("<I", checksum)).ljust(FRAME_ALIGNMENT, b"\0") + payload
     found = memoryview(whole)[:cut]
-    damage = frame.check(found, NAMESPACE, KEY, payload_nbytes=asked_nbytes)
+    damage = verify(found, NAMESPACE, KEY, payload_nbytes=asked_nbytes)
     assert (damage is None) == (len(found) >= FRAME_ALIGNMENT and is_true(claim, bytes(found), asked_nbytes))
     if damage is None:
-        assert same(frame.payload_of(found), payload[: claim["nbytes"]])
+        assert same(payload_of(found), payload[: claim["nbytes"]])
     # What lies behind the view, here the rest of the frame, has no say.
-    assert frame.check(memoryview(bytes(found)), NAMESPACE, KEY, payload_nbytes=asked_nbytes) is damage
+    assert verify(memoryview(bytes(found)), NAMESPACE, KEY, payload_nbytes=asked_nbytes) is damage
 
 
 @FIXED
 @given(st.binary(max_size=300), st.integers(0, 2 * FRAME_ALIGNMENT))
 def test_no_garbage_is_a_frame(garbage, nbytes):
     found = memoryview((garbage * (nbytes // max(1, len(garbage)) + 1))[:nbytes])
-    for codec, payload_nbytes in ((frame.RAW, len(PAYLOAD)), (frame.RAW, None), (77, None)):
-        assert frame.check(found, NAMESPACE, KEY, codec=codec, payload_nbytes=payload_nbytes) is not None
+    for codec, payload_nbytes in ((RAW, len(PAYLOAD)), (RAW, None), (77, None)):
+        assert verify(found, NAMESPACE, KEY, codec=codec, payload_nbytes=payload_nbytes) is not None
     if len(found) >= FRAME_ALIGNMENT:
-        assert len(frame.payload_of(found)) <= len(found) - FRAME_ALIGNMENT
+        assert len(payload_of(found)) <= len(found) - FRAME_ALIGNMENT
 
 
 # -- configuration files -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Frames of any bytes: `frame.check` takes none but the one that its format allows, and reads nothing beyond it."""
+"""Frames of any bytes: `verify` takes none but the one that its format allows, and reads nothing beyond it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import atheris
 import harness
 
 with atheris.instrument_imports(include=["kvtier_core"]):
-    from kvtier_core.frames import format as frame
+    from kvtier_core.frames.format import payload_of, seal, verify
+    from kvtier_core.frames.identity import RAW
     from kvtier_core.types import FRAME_ALIGNMENT, Namespace
 
 NAMESPACE, OTHER = Namespace.of({"model": "fuzz"}), Namespace.of({"model": "other"})
@@ -28,16 +29,16 @@ def one_input(data: bytes) -> None:
         found = found[:HEADER_NBYTES].ljust(FRAME_ALIGNMENT, b"\0") + found[HEADER_NBYTES:]
     if how & FITTING and len(found) >= FRAME_ALIGNMENT:
         found = found[: FIELDS.size] + _checksum(found) + found[HEADER_NBYTES:]
-    codec = 7 if how & OTHER_CODEC else frame.RAW
+    codec = 7 if how & OTHER_CODEC else RAW
     asked = None if how & ANY_LENGTH else len(PAYLOAD)
     behind = bytearray(found + PAYLOAD)  # would make a frame that was cut whole again
     view = memoryview(behind)[: len(found)]
-    damage = frame.check(view, NAMESPACE, KEY, codec=codec, payload_nbytes=asked)
+    damage = verify(view, NAMESPACE, KEY, codec=codec, payload_nbytes=asked)
     right = len(found) >= FRAME_ALIGNMENT and _is_right(found, codec, asked)
     assert (damage is None) == right, f"{damage} for a frame that is {'right' if right else 'wrong'}"
     if right:
         nbytes = FIELDS.unpack_from(found)[3]
-        assert bytes(frame.payload_of(view)) == found[FRAME_ALIGNMENT : FRAME_ALIGNMENT + nbytes]
+        assert bytes(payload_of(view)) == found[FRAME_ALIGNMENT : FRAME_ALIGNMENT + nbytes]
     assert bytes(view) == found, "a check changes nothing"
 
 
@@ -57,7 +58,7 @@ def _checksum(found: bytes) -> bytes:
 def seeds():
     for namespace, key, codec in ((NAMESPACE, KEY, 0), (NAMESPACE, KEY, 7), (OTHER, KEY, 0), (NAMESPACE, OTHER_KEY, 0)):
         whole = memoryview(bytearray(FRAME_ALIGNMENT) + PAYLOAD)
-        frame.seal(whole, namespace, key, len(PAYLOAD), codec)
+        seal(whole, namespace, key, len(PAYLOAD), codec)
         compact = bytes(whole[:HEADER_NBYTES]) + PAYLOAD
         for how in range(16):
             yield bytes([how]) + (bytes(whole) if how & WHOLE else compact)

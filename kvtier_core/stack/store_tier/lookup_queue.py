@@ -9,6 +9,9 @@ from kvtier_core.types import ChunkKey
 #: How long the answer "not there" is believed, in seconds.
 _ABSENCE_HOLDS = 1.0
 
+#: How long nobody asks again for a frame that the tier cannot read, in seconds.
+_INCOMPATIBLE_HOLDS = 600.0
+
 
 class LookupQueue:
     """Keys that are to be asked for, and those that were not there a moment ago."""
@@ -16,11 +19,11 @@ class LookupQueue:
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
         self._open: dict[ChunkKey, None] = {}
-        self._absent: dict[ChunkKey, float] = {}
+        self._absent: dict[ChunkKey, float] = {}  # until when that is believed
 
     def note(self, key: ChunkKey) -> bool:
         """Ask for this key, soon; False if the answer is known."""
-        if self._clock() - self._absent.get(key, float("-inf")) < _ABSENCE_HOLDS:
+        if self._clock() < self._absent.get(key, float("-inf")):
             return False
         self._open[key] = None
         return True
@@ -31,7 +34,12 @@ class LookupQueue:
         self._open.clear()
         return keys
 
-    def not_there(self, keys: Iterable[ChunkKey]) -> None:
+    def not_there(self, keys: Iterable[ChunkKey], seconds: float = _ABSENCE_HOLDS) -> None:
+        """Do not ask for these keys for so long."""
         now = self._clock()
-        self._absent = {key: since for key, since in self._absent.items() if now - since < _ABSENCE_HOLDS}
-        self._absent.update(dict.fromkeys(keys, now))
+        self._absent = {key: until for key, until in self._absent.items() if now < until}
+        self._absent.update(dict.fromkeys(keys, now + seconds))
+
+    def cannot_read(self, keys: Iterable[ChunkKey]) -> None:
+        """These are there, written with another codec. Another engine may replace them, so ask again some time."""
+        self.not_there(keys, _INCOMPATIBLE_HOLDS)

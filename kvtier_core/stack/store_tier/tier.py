@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import enum
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from kvtier_core.errors import BackendError, ContractError, StoreFull
 from kvtier_core.frames.codec import FrameCodec
-from kvtier_core.frames.format import Damage
 from kvtier_core.interfaces import Backend
 from kvtier_core.stack.batches import as_many, in_groups, leading
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.store_tier.breaker import Breaker
 from kvtier_core.stack.store_tier.capacity_limit import CapacityLimit
-from kvtier_core.stack.store_tier.frame_io import FrameWrite, read_frames, write_frames
+from kvtier_core.stack.store_tier.frame_io import (
+    Arrived,
+    Busy,
+    Delete,
+    FrameWrite,
+    ReadStatus,
+    Release,
+    read_frames,
+    write_frames,
+)
+from kvtier_core.stack.store_tier.incompatible import IncompatibleFrames
 from kvtier_core.stack.store_tier.invalidated import InvalidatedKeys
 from kvtier_core.stack.store_tier.lookup_queue import LookupQueue
 from kvtier_core.stack.store_tier.policy_state import PolicyState
@@ -24,18 +32,6 @@ from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Usage
 
 #: A call that takes longer, in seconds, hangs: until it comes back nobody else shall wait for this store.
 _PATIENCE = 10.0
-
-
-class _Busy(enum.Enum):
-    """What a thread is doing with a key. No two calls in flight name the same key."""
-
-    WRITING = 1
-    READING = 2
-    LEAVING = 3  # stays indexed until its delete lands
-
-
-Release = Callable[[ChunkKey], None]
-Arrived = Callable[[Sequence[ChunkKey], Sequence[ChunkKey]], None]
 
 
 class StoreTier:
@@ -58,6 +54,7 @@ class StoreTier:
         self.pool = pool
         self.index = index
         self.capacity = capacity
+        self.lossless = codec.lossless  #: False if chunks that come up from here may have other bits than they had
         self.events: list[Event] = []
         self._codec = codec
         self._inflight_limit = inflight
@@ -66,8 +63,9 @@ class StoreTier:
         self._waiting: deque[tuple[list[FrameWrite], Release]] = deque()  # writes, until their victims are gone
         self._waiting_nbytes = 0  # of what is admitted, and so in ``residents.used``, but not begun
         self._leaving_nbytes = 0  # of what is still in ``residents.used``, and being deleted
-        self._busy: dict[ChunkKey, _Busy] = {}
+        self._busy: dict[ChunkKey, Busy] = {}
         self._invalidated = InvalidatedKeys()
+        self.incompatible = IncompatibleFrames()
         self._ceiling = CapacityLimit(capacity)
         self._reads = Breaker()
         self._writes = Breaker()
@@ -122,7 +120,7 @@ class StoreTier:
         keys = [key for key in self._inquiries.take() if key not in self._busy]
         if not keys or not self._reads.allows(now):
             return
-        self._begin(self._reads, keys, _Busy.READING)
+        self._begin(self._reads, keys, Busy.READING)
         self.pool.submit_load(
             lambda: as_many(self.backend.contains(keys), keys), lambda outcome: self._on_contains(keys, outcome)
         )
@@ -146,7 +144,7 @@ class StoreTier:
             [offer.key for offer in accepted], spared=[offer.parent for offer in accepted]
         )
         accepted = accepted[: len(welcome)]
-        self.index.admit(welcome, [offer.parent for offer in accepted], self._codec.bound)
+        self.index.admit(welcome, [offer.parent for offer in accepted], self._codec.max_frame_nbytes)
 
         taken = {offer.key for offer in accepted}
         turned_away = [offer for offer in offers if offer.key not in taken]
@@ -155,19 +153,22 @@ class StoreTier:
         for offer in turned_away:
             release(offer.key)
         if accepted:
-            self._begin(self._writes, taken, _Busy.WRITING)
+            self._begin(self._writes, taken, Busy.WRITING)
             self._inflight += sum(len(offer.view) for offer in accepted)
             self._waiting.extend((group, release) for group in in_groups(accepted, lambda offer: len(offer.view)))
-            self._waiting_nbytes += len(accepted) * self._codec.bound
+            self._waiting_nbytes += len(accepted) * self._codec.max_frame_nbytes
+            self.incompatible.begin_write(taken)
             self._evict(victims)
+            self._evict_incompatible(-self._room)
             self._start_writes()
 
     def _plan_admission(
         self, path: Sequence[ChunkKey], spared: Sequence[ChunkKey | None]
     ) -> tuple[list[ChunkKey], list[ChunkKey]]:
         """Who may come in, and who leaves for them. Changes nothing."""
+        room = self._room + self.incompatible.evictable(path)
         return self.index.plan_admission(
-            path, self._codec.bound, self._room, self.index.held.nbytes, spared=(self._busy, set(spared))
+            path, self._codec.max_frame_nbytes, room, self.index.held.nbytes, spared=(self._busy, set(spared))
         )
 
     @property
@@ -178,31 +179,30 @@ class StoreTier:
     @property
     def _allowed(self) -> int:
         """Bytes that all frames together may take now."""
-        return self._ceiling.at(self._clock()) - self._memo.nbytes
+        return self._ceiling.at(self._clock()) - self._memo.nbytes - self.incompatible.nbytes
 
     def _beyond_room(self) -> list[ChunkKey]:
         """Who must leave because there is less room than what is here takes."""
         return self.index.select_victims(-self._room, self.index.held.nbytes, spared=(self._busy,))
 
     def _evict(self, victims: Sequence[ChunkKey]) -> None:
-        nbytes = sum(map(self.index.held.nbytes, victims))
-        self._remove(victims, self.backend.delete, lambda: self._report(EventKind.EVICTED, victims, nbytes=nbytes))
+        self._remove(victims, self.backend.delete, evicting=True)
 
-    def _remove(
-        self,
-        keys: Sequence[ChunkKey],
-        remove: Callable[[Sequence[ChunkKey]], None],
-        then: Callable[[], None] = lambda: None,
-        *,
-        again: bool = False,
-    ) -> None:
+    def _evict_incompatible(self, nbytes: int) -> None:
+        """Delete frames that this tier cannot read: they count as its own again, and leave at once."""
+        frames = self.incompatible.take(nbytes)
+        for key, taken in frames.items():
+            self.index.admit([key], [None], taken)
+        self._evict(list(frames))
+
+    def _remove(self, keys: Sequence[ChunkKey], delete: Delete, *, evicting: bool = False, again: bool = False) -> None:
         """Take frames out of the store, and then out of the index. What failed before does so unnoticed."""
         if not keys:
             return
         nbytes = sum(map(self.index.held.nbytes, keys))
         self._leaving_nbytes += nbytes
         self.index.leave(keys)
-        self._begin(None if again else self._writes, keys, _Busy.LEAVING)
+        self._begin(None if again else self._writes, keys, Busy.LEAVING)
 
         def gone(outcome: Outcome) -> None:
             self._leaving_nbytes -= nbytes
@@ -215,17 +215,17 @@ class StoreTier:
                 self._invalidated.failed(self._clock())
             if not again:
                 self._record_outcome(self._writes, keys, outcome)
-            if outcome.error is None:
-                then()
+            if evicting and outcome.error is None:
+                self._report(EventKind.EVICTED, keys, nbytes=nbytes)
             self._start_writes()
 
-        self.pool.submit_store(lambda: remove(keys), gone)
+        self.pool.submit_store(lambda: delete(keys), gone)
 
     def _start_writes(self) -> None:
         """Begin those that there is room for: the bytes of a newcomer never lie beside those of its victim."""
         while self._waiting:
             group, release = self._waiting[0]
-            nbytes = len(group) * self._codec.bound
+            nbytes = len(group) * self._codec.max_frame_nbytes
             fits = self.index.used - self._waiting_nbytes + nbytes <= self._allowed
             if not fits and self._leaving_nbytes:
                 return
@@ -234,15 +234,16 @@ class StoreTier:
             if fits:
                 self.pool.submit_store(
                     lambda group=group: write_frames(self.backend, self._codec, group),
-                    lambda outcome, group=group, release=release: self._written(group, release, outcome),
+                    lambda outcome, group=group, release=release: self._written(group, release, outcome, begun=True),
                 )
             elif self._ceiling.lowered(self._clock()):
                 self._written(group, release, Outcome(error=StoreFull("no room: the store is full", missing=0)))
             else:
                 self._written(group, release, Outcome(error=BackendError("no room: a delete before it failed")))
 
-    def _written(self, offers: Sequence[FrameWrite], release: Release, outcome: Outcome) -> None:
+    def _written(self, offers: Sequence[FrameWrite], release: Release, outcome: Outcome, begun: bool = False) -> None:
         keys = [offer.key for offer in offers]
+        self.incompatible.end_write(keys, begun)
         for i, offer in enumerate(offers):
             self._inflight -= len(offer.view)
             if outcome.error is None:
@@ -259,7 +260,9 @@ class StoreTier:
 
     def _make_do(self, missing: int) -> None:
         """The store is full before the tier is: keep less for a while."""
-        self._ceiling.full(self.index.used - self._waiting_nbytes + self._memo.nbytes, missing, self._clock())
+        held = self.index.used - self._waiting_nbytes + self._memo.nbytes + self.incompatible.nbytes
+        self._ceiling.full(held, missing, self._clock())
+        self._evict_incompatible(-self._room)
         self._evict(self._beyond_room())
 
     # -- frames coming up --------------------------------------------------------------------------
@@ -276,7 +279,7 @@ class StoreTier:
         room = self._inflight_limit - self._inflight
         begun = leading([pair for pair in wanted if self.has(pair[0])], room, lambda pair: len(pair[1]))
         if begun:
-            self._begin(self._reads, [key for key, _ in begun], _Busy.READING)
+            self._begin(self._reads, [key for key, _ in begun], Busy.READING)
         self._inflight += sum(len(view) for _, view in begun)
         for group in in_groups(begun, lambda pair: len(pair[1])):
             self.pool.submit_load(
@@ -288,37 +291,36 @@ class StoreTier:
     def _arrive(self, wanted: Sequence[tuple[ChunkKey, memoryview]], arrived: Arrived, outcome: Outcome) -> None:
         keys = [key for key, _ in wanted]
         self._inflight -= sum(len(view) for _, view in wanted)
-        verdicts = outcome.value or [None] * len(keys)  # None: nothing is known, the frames stay indexed
-        good: dict[ChunkKey, None] = {}
-        lost, damaged = [], []
-        for key, verdict in zip(keys, verdicts, strict=True):
+        reads = outcome.value or [None] * len(keys)  # None: the frames stay indexed
+        found: dict[ReadStatus, list[ChunkKey]] = {status: [] for status in ReadStatus}
+        for key, read in zip(keys, reads, strict=True):
             del self._busy[key]
-            if key in self._invalidated:
-                continue  # by `renew`: whatever was read, nobody wants it
-            if verdict is True:
-                good[key] = None
-            elif verdict is False:
-                lost.append(key)
-                self._report(EventKind.MISSING, [key])
-            elif verdict is not None:
-                damaged.append(key)
-                why = verdict.value if isinstance(verdict, Damage) else str(verdict)
-                self._report(EventKind.CORRUPT, [key], why=why)
+            if read is None or key in self._invalidated:  # by `invalidate_all` while it was read
+                continue
+            found[read.status].append(key)
+            if read.status.event is not None:
+                self._report(read.status.event, [key], why=read.why)
+        good, missing, corrupt, incompatible = (found[status] for status in ReadStatus)
         self._record_outcome(self._reads, keys, outcome)
         self._delete_invalidated([key for key in keys if key in self._invalidated])
         if self.backend.shared:
-            self.index.remove(lost)
-            lost = []
-        self._invalidated.update(lost, damaged)  # and deleted later, should it fail now
-        self._remove(lost, self.backend.delete)  # a part of it may be left
-        self._remove(damaged, self.backend.quarantine)
-        arrived(list(good), [key for key in keys if key not in good])
+            self._inquiries.cannot_read(incompatible)
+            self.index.remove(missing)
+            missing = []
+        else:
+            self.incompatible.add(incompatible, self.index.held.nbytes)
+        self.index.remove(incompatible)  # and left in the store
+        self._invalidated.update(missing, corrupt)  # and deleted later, should it fail now
+        self._remove(missing, self.backend.delete)  # a part of it may be left
+        self._remove(corrupt, self.backend.quarantine)
+        served = set(good)
+        arrived(good, [key for key in keys if key not in served])
 
     # -- endings -----------------------------------------------------------------------------------
 
     def invalidate_all(self, namespace: Namespace) -> None:
         """Never find any of these frames again. What is in use is deleted as soon as it is not."""
-        self._codec = self._codec.of(namespace)
+        self._codec = self._codec.with_namespace(namespace)
         self._invalidated.update(self.index.held)
         self._delete_invalidated([key for key in self._invalidated if key not in self._busy])
 
@@ -373,10 +375,10 @@ class StoreTier:
         answers = dict(zip(keys, outcome.value or [False] * len(keys), strict=True))
         self._inquiries.not_there(key for key in keys if not answers[key])
         found = self.index.held.missing([key for key in keys if answers[key]])
-        self.index.admit(found, [None] * len(found), self._codec.bound)
+        self.index.admit(found, [None] * len(found), self._codec.max_frame_nbytes)
         self.index.remove(self._beyond_room())  # only from the index: the frame may be another's
 
-    def _begin(self, breaker: Breaker | None, keys: Iterable[ChunkKey], busy: _Busy) -> None:
+    def _begin(self, breaker: Breaker | None, keys: Iterable[ChunkKey], busy: Busy) -> None:
         for key in keys:
             if key in self._busy:
                 raise ContractError(f"{self.name}: two calls would name the same key")

@@ -11,7 +11,7 @@ import attrs
 import pytest
 
 from kvtier_core.cli import main
-from kvtier_core.frames import format as frame
+from kvtier_core.frames.format import seal
 from kvtier_core.testing.disks import btrfs
 from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT, Nbytes
@@ -35,7 +35,7 @@ def folder(tmp_path, monkeypatch):
     files[TORN].write_bytes(spoiled)
     files[SWAPPED].write_bytes(files[WHOLE].read_bytes())
     old = bytearray(files[OLD].read_bytes())
-    frame.seal(memoryview(old), make_namespace().renewed(), OLD, NBYTES - FRAME_ALIGNMENT)
+    seal(memoryview(old), make_namespace().renewed(), OLD, NBYTES - FRAME_ALIGNMENT)
     files[OLD].write_bytes(old)
     files[CUT].write_bytes(files[CUT].read_bytes()[:5000])
     spoiled = bytearray(files[ASIDE].read_bytes())
