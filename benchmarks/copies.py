@@ -119,9 +119,9 @@ class _Bench:
             self.seal(slot)
 
     def check(self, slot: int) -> None:
-        damage = verify(self.arena.view(slot), self.namespace, KEY)
-        if damage is not None:
-            raise RuntimeError(f"the frame is {damage.value}")
+        error = verify(self.arena.view(slot), self.namespace, KEY)
+        if error is not None:
+            raise RuntimeError(f"the frame is {error.value}")
 
     def close(self) -> None:
         self.mover.close()

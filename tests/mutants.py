@@ -571,6 +571,13 @@ MUTANTS = (
         INCOMPATIBLE_TESTS + "::test_it_is_written_to_no_other_tier",
     ),
     Mutant(
+        "lossy-loads-are-exact",
+        SCHEDULER,
+        " if key not in inexact)",
+        ")",
+        "tests/vllm/test_lossy.py::test_what_is_computed_on_lossy_kv_is_not_stored",
+    ),
+    Mutant(
         "inexact-for-ever",
         ARENA,
         "self._inexact.difference_update(keys)",

@@ -41,6 +41,7 @@ _NEWS = {
     EventKind.CORRUPT: logging.WARNING,
     EventKind.IO_ERROR: logging.WARNING,
     EventKind.BREAKER_OPEN: logging.WARNING,
+    EventKind.INCOMPATIBLE: logging.INFO,
     EventKind.MISSING: logging.INFO,
     EventKind.BREAKER_CLOSED: logging.INFO,
 }
@@ -166,7 +167,9 @@ class SchedulerSide:
             tuple(block_ids[block] if block in wanted else NO_BLOCK for block in self._blocks_of(chunk))
             for chunk in range(first, first + len(keys))
         )
-        self._provenance.loaded(block_ids[block] for block in wanted)
+        inexact = set(self.manager.inexact(keys))  # KV that is computed on these is not kept
+        exact = (row for key, row in zip(keys, pages, strict=True) if key not in inexact)
+        self._provenance.loaded(block for row in exact for block in row if block != NO_BLOCK)
         hit_sources = self.manager.hit_sources(keys)
         tracked.sources = tokens_by_tier(hit_sources, first, tracked.computed, tokens, self._chunk_tokens)
         slots = self.manager.pin(keys, _loader(tracked.request.request_id))

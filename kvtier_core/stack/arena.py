@@ -62,6 +62,10 @@ class Arena:
         """Is the chunk READY here, bit for bit as an engine computed it? Only then may it be written elsewhere."""
         return self.has(key) and key not in self._inexact
 
+    def inexact(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Those that are held here, and not bit for bit as an engine computed them."""
+        return [key for key in keys if key in self._inexact] if self._inexact else []
+
     def ready(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
         """How many of a path are READY here from ``start`` on, before the first that is not."""
         run = self.index.held.run(keys, start)

@@ -103,7 +103,7 @@ class StorageManager:
 
     def inexact(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Those of READY keys that came through a lossy codec. KV computed on them is not exact either."""
-        return [key for key in keys if not self._arena_of(key).has_exact(key)]
+        return self._hot.inexact(keys)
 
     def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None) -> None:
         """A request names this path: tell the policies, once a request. What a tier had to refuse is offered again."""

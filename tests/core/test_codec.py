@@ -11,7 +11,9 @@ import attrs
 import pytest
 from serializing import CONTEXT, LossyConfig, UpperBits, Xor, XorConfig
 
+from kvtier_core.builtin.heap import HeapConfig
 from kvtier_core.builtin.raw import RawConfig
+from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig, open_stack
 from kvtier_core.errors import BackendError, ConfigError, ContractError
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import FrameError, header_of, payload_of, seal, verify
@@ -20,6 +22,7 @@ from kvtier_core.interfaces import SerializerConfig
 from kvtier_core.testing.machine import LAYOUT, NAMESPACE, payload
 from kvtier_core.testing.samples import make_key
 from kvtier_core.types import FRAME_ALIGNMENT, Namespace, Nbytes, Seconds
+from kvtier_disk.config import DiskConfig
 
 KEY = make_key(0)
 PAYLOAD = payload(KEY, 0)
@@ -164,6 +167,16 @@ class HasAVersionOfWords(XorConfig):
 def test_a_codec_that_cannot_be_named_is_not_opened(config, why):
     with pytest.raises(ConfigError, match=why):
         identity_of(config)
+
+
+def test_the_problem_is_told_at_the_serializer(tmp_path):
+    tiers = (
+        ArenaTierConfig("heap", HeapConfig(), Nbytes(1 << 20)),
+        StoreTierConfig("disk", DiskConfig(path=tmp_path), Nbytes(1 << 20), serializer=SaysNothing()),
+    )
+    with pytest.raises(ConfigError) as raised:
+        open_stack(StackConfig(tiers), CONTEXT)
+    assert [problem.path for problem in raised.value.problems] == ["$.tiers[1].serializer"]
 
 
 # -- other codecs' frames ------------------------------------------------------------------------------
