@@ -237,6 +237,40 @@ def test_whatever_decode_does_is_its_frames_alone(monkeypatch, serializer, error
     assert read(XorConfig(), stored)[0] is error
 
 
+class DisturbedByAnotherThread(Xor):
+    """Its encoder shares a buffer, and another thread's payload came in between."""
+
+    def encode(self, payload, into):
+        return super().encode(bytes(len(payload)), into)
+
+    def decode(self, encoded, into):
+        return super().encode(encoded, into)
+
+
+class Remembers(Xor):
+    """Decodes only what this instance encoded."""
+
+    payload = None
+
+    def encode(self, payload, into):
+        self.payload = bytes(payload)
+        return len(payload)
+
+    def decode(self, encoded, into):
+        into[:] = self.payload
+        return len(into)
+
+
+@pytest.mark.parametrize(
+    ("serializer", "error"), [(DisturbedByAnotherThread, FrameError.DECODED), (Remembers, FrameError.UNDECODABLE)]
+)
+def test_an_encoder_that_breaks_the_contract_serves_nothing(monkeypatch, serializer, error):
+    """Though every checksum of the stored bytes fits."""
+    monkeypatch.setattr(XorConfig, "open", lambda self, ctx: serializer(self.mask))
+    stored = codec_of(XorConfig()).encode(KEY, sealed())
+    assert read(XorConfig(), stored)[0] is error
+
+
 # -- lossy codecs --------------------------------------------------------------------------------------
 
 
