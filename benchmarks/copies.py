@@ -13,7 +13,7 @@ import attrs
 
 from benchmarks.measure import GIB, Case, Table, interleaved, progress
 from kvtier_core import native
-from kvtier_core.frames import format as frame
+from kvtier_core.frames.format import seal, verify
 from kvtier_core.interfaces import Mover, OpenContext, PagedKVCache, PageRun
 from kvtier_core.testing.samples import make_layout
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, ChunkLayout, Namespace, Nbytes
@@ -105,7 +105,7 @@ class _Bench:
 
     def store_and_seal(self, row: list[int], slot: int) -> None:
         summed = next(iter(self.store(row, slot)), None)
-        frame.seal(self.arena.view(slot), self.namespace, KEY, self.shape.layout.payload_nbytes, summed=summed)
+        seal(self.arena.view(slot), self.namespace, KEY, self.shape.layout.payload_nbytes, payload_checksum=summed)
 
     def load(self, slot: int, row: list[int]) -> None:
         job = next(self.jobs)
@@ -113,16 +113,16 @@ class _Bench:
         _end(self.mover, job)
 
     def seal(self, slot: int) -> None:
-        frame.seal(self.arena.view(slot), self.namespace, KEY, self.shape.layout.payload_nbytes)
+        seal(self.arena.view(slot), self.namespace, KEY, self.shape.layout.payload_nbytes)
 
     def seal_all(self) -> None:
         for slot in range(CHUNKS):
             self.seal(slot)
 
     def check(self, slot: int) -> None:
-        damage = frame.check(self.arena.view(slot), self.namespace, KEY)
-        if damage is not None:
-            raise RuntimeError(f"the frame is {damage.value}")
+        error = verify(self.arena.view(slot), self.namespace, KEY)
+        if error is not None:
+            raise RuntimeError(f"the frame is {error.value}")
 
     def close(self) -> None:
         self.mover.close()

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from benchmarks.bare import RawFiles, RingFiles, must
 from benchmarks.measure import GIB, Case, Table, Times, interleaved, progress, scratch
-from kvtier_core.frames import format as frame
 from kvtier_core.frames.codec import FrameCodec
+from kvtier_core.frames.format import seal
 from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.stack.index.cache_index import CacheIndex
@@ -103,8 +103,8 @@ class _Bench:
         self.frames, self.landings = _views(frame_nbytes), _views(frame_nbytes)
         for key, view in zip(self.keys, self.frames, strict=True):
             view[:] = os.urandom(1 << 16) * (frame_nbytes >> 16)
-            frame.seal(view, namespace, key, layout.payload_nbytes)
-        self.codec = FrameCodec(namespace, layout, None)
+            seal(view, namespace, key, layout.payload_nbytes)
+        self.codec = FrameCodec(namespace, layout)
         context = OpenContext(namespace, layout, "benchmark", Nbytes(2 * TOTAL))
         self.raw = RawFiles(place / "raw")
         self.ring = RingFiles(place / "ring", len(self.keys))
@@ -178,7 +178,7 @@ class _Bench:
 
     def seal(self, offers: Sequence[FrameWrite]) -> Sequence[FrameWrite]:
         for offer in offers:
-            frame.seal(offer.view, self.namespace, offer.key, self.layout.payload_nbytes)
+            seal(offer.view, self.namespace, offer.key, self.layout.payload_nbytes)
         return offers
 
     def believe(self, tier: StoreTier) -> None:

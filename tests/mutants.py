@@ -41,6 +41,11 @@ class Mutant:
 FRAME = "kvtier_core/frames/format.py"
 STORE_TIER = "kvtier_core/stack/store_tier"
 MANAGER = "kvtier_core/stack/manager.py"
+CODEC = "kvtier_core/frames/codec.py"
+CODEC_IDENTITY = "kvtier_core/frames/identity.py"
+ARENA = "kvtier_core/stack/arena.py"
+CODEC_TESTS = "tests/core/test_codec.py::"
+INCOMPATIBLE_TESTS = "tests/core/test_incompatible.py"
 IDENTITY = "kvtier_core/vllm/identity/namespace.py"
 SETTINGS = "kvtier_core/vllm/identity/settings.py"
 DIGEST_CACHE = "kvtier_core/engine/digest_cache.py"
@@ -478,9 +483,150 @@ MUTANTS = (
     Mutant(
         "no-checksum",
         FRAME,
-        "crc32(payload, crc32(frame[: _FIELDS.size])) == checksum",
-        "True",
+        "header.payload_checksum != payload_checksum",
+        "False",
         "tests/core/test_frame.py",
+    ),
+    Mutant(
+        "no-checksum-of-the-header",
+        FRAME,
+        "crc32(frame[: _FIELDS.size]) != checksum",
+        "False",
+        "tests/core/test_frame.py",
+    ),
+    Mutant("any-codec", FRAME, "header.codec != codec", "False", INCOMPATIBLE_TESTS),
+    Mutant(
+        "version-1-is-damage",
+        FRAME,
+        "{FrameError.VERSION, FrameError.CODEC,",
+        "{FrameError.CODEC,",
+        "tests/core/test_frame.py::test_a_frame_of_version_1_is_incompatible",
+    ),
+    Mutant(
+        "options-do-not-count",
+        CODEC_IDENTITY,
+        "[name, version, _fields(config)]",
+        "[name, version]",
+        CODEC_TESTS + "test_every_option_counts",
+    ),
+    Mutant(
+        "versions-of-plugins-do-not-count",
+        CODEC_IDENTITY,
+        "[name, version, _fields(config)]",
+        "[name, _fields(config)]",
+        CODEC_TESTS + "test_the_format_version_of_a_plugin_counts",
+    ),
+    Mutant(
+        "options-are-guessed",
+        CODEC_IDENTITY,
+        '    raise _unusable(f"its option',
+        '    return str(value)\n    raise _unusable(f"its option',
+        CODEC_TESTS + "test_a_codec_that_cannot_be_named_is_not_opened",
+    ),
+    Mutant(
+        "any-serializer-may-be-raw",
+        CODEC_IDENTITY,
+        "return CodecIdentity(name, digest, lossless)",
+        'return RAW if name == "raw" else CodecIdentity(name, digest, lossless)',
+        CODEC_TESTS + "test_no_serializer_passes_for_raw",
+    ),
+    Mutant(
+        "decoders-are-believed",
+        CODEC,
+        " or header_of(frame).decoded_checksum != checksum",
+        "",
+        CODEC_TESTS + "test_what_another_codec_wrote_is_incompatible",
+    ),
+    Mutant(
+        "one-decode-fails-its-batch",
+        CODEC,
+        "contextlib.suppress(Exception)",
+        "contextlib.suppress(BackendError)",
+        CODEC_TESTS + "test_whatever_decode_does_is_its_frames_alone",
+    ),
+    Mutant(
+        "incompatible-is-damage",
+        "kvtier_core/stack/store_tier/frame_io.py",
+        "ReadStatus.INCOMPATIBLE if error.incompatible else ReadStatus.CORRUPT",
+        "ReadStatus.CORRUPT",
+        INCOMPATIBLE_TESTS + "::test_what_another_codec_wrote_is_a_miss_and_stays",
+    ),
+    Mutant(
+        "incompatible-takes-no-room",
+        STORE_TIER + "/space.py",
+        "return self.limit.at(self._clock()) - self._kept_nbytes - self.incompatible.nbytes",
+        "return self.limit.at(self._clock()) - self._kept_nbytes",
+        INCOMPATIBLE_TESTS + "::test_its_room_is_counted_until_it_is_gone",
+    ),
+    Mutant(
+        "incompatible-takes-room-for-ever",
+        STORE_TIER + "/writes.py",
+        "        self._deletes.evict_incompatible(-self._space.room)\n        self.start()",
+        "        self.start()",
+        INCOMPATIBLE_TESTS + "::test_its_room_is_counted_until_it_is_gone",
+    ),
+    Mutant(
+        "evicts-what-is-written-over",
+        STORE_TIER + "/writes.py",
+        "self._space.incompatible.begin_write(keys)",
+        "pass",
+        INCOMPATIBLE_TESTS + "::test_what_is_being_written_over_is_not_evicted_for_it",
+    ),
+    Mutant(
+        "asks-for-incompatible-frames-again-and-again",
+        STORE_TIER + "/reads.py",
+        "self._lookup_queue.cannot_read(keys)",
+        "pass",
+        INCOMPATIBLE_TESTS + "::test_in_a_shared_store_nothing_of_others_is_deleted_or_asked_for_again_and_again",
+    ),
+    Mutant(
+        "decoded-is-exact",
+        CODEC,
+        "RAW if self.identity.lossless else DECODED_LOSSY",
+        "RAW",
+        CODEC_TESTS + "test_what_a_lossy_codec_decoded_says_so",
+    ),
+    Mutant(
+        "inexact-frames-are-written",
+        CODEC,
+        "if header.codec != RAW:",
+        "if False:",
+        CODEC_TESTS + "test_what_a_lossy_codec_decoded_says_so",
+    ),
+    Mutant(
+        "inexact-chunks-go-down",
+        ARENA,
+        "return self.has(key) and key not in self._inexact",
+        "return self.has(key)",
+        INCOMPATIBLE_TESTS + "::test_it_is_written_to_no_other_tier",
+    ),
+    Mutant(
+        "lossy-loads-are-exact",
+        SCHEDULER,
+        "pages[: tracked.found.exact]",
+        "pages",
+        "tests/vllm/test_lossy.py::test_what_is_computed_on_lossy_kv_is_not_stored",
+    ),
+    Mutant(
+        "inexact-for-ever",
+        ARENA,
+        "self._inexact.difference_update(keys)",
+        "pass",
+        INCOMPATIBLE_TESTS + "::test_what_is_computed_anew_is_exact_again",
+    ),
+    Mutant(
+        "lossy-decoders-are-not-tried",
+        CODEC,
+        "return crc32(decoded)",
+        "return 0",
+        CODEC_TESTS + "test_the_checksum_of_a_lossy_frame_is_of_what_it_decodes_to",
+    ),
+    Mutant(
+        "fsck-removes-what-others-can-read",
+        "kvtier_core/cli/fsck.py",
+        "_HARMLESS = {Finding.WHOLE, Finding.INCOMPATIBLE}",
+        "_HARMLESS = {Finding.WHOLE}",
+        "plugins/kvtier_disk/tests/test_fsck.py::test_what_another_codec_or_version_wrote_is_told_and_left",
     ),
     Mutant("any-namespace", FRAME, "header.namespace != namespace.digest", "False", "tests/core/test_frame.py"),
     Mutant("any-key", FRAME, "header.key != key", "False", "tests/core/test_frame.py"),
@@ -500,9 +646,9 @@ MUTANTS = (
     ),
     Mutant(
         "damage-is-good",
-        STORE_TIER + "/reads.py",
-        "if verdict is True:",
-        "if verdict:",
+        STORE_TIER + "/frame_io.py",
+        "    if error is None:\n",
+        "    if True:\n",
         "tests/core/test_store_tier.py",
     ),
     Mutant(
@@ -551,7 +697,7 @@ MUTANTS = (
     Mutant(
         "any-memory-is-believed",
         "kvtier_core/stack/store_tier/policy_state.py",
-        "if frame.check(found, self._namespace, self.key, payload_nbytes=self._length) is None:",
+        "if verify(found, self._namespace, self.key, payload_nbytes=self._length) is None:",
         "if True:",
         "tests/core/test_policy_state_on_disk.py::test_a_damaged_memory_is_a_cold_start",
     ),
@@ -622,8 +768,8 @@ MUTANTS = (
     ),
     Mutant(
         "any-count",
-        "kvtier_core/frames/codec.py",
-        "if not 0 < count <= len(landed):",
+        CODEC,
+        "if not 0 < count <= len(buffer):",
         "if False:",
         "tests/core/test_store_tier.py",
     ),
@@ -672,8 +818,8 @@ MUTANTS = (
     Mutant(
         "one-key-fails-its-batch",
         "kvtier_core/stack/store_tier/frame_io.py",
-        "        return count\n",
-        "        raise count\n",
+        "return FrameRead(ReadStatus.CORRUPT, str(count))",
+        "raise count",
         "tests/core/test_store_tier.py::test_what_cannot_be_read_is_its_keys_alone",
     ),
     Mutant(
@@ -700,8 +846,8 @@ MUTANTS = (
     Mutant(
         "what-cannot-be-read-stays",
         "kvtier_core/cli/fsck.py",
-        "removed = repair and _remove(stored)",
-        "removed = repair and finding is not Finding.UNREADABLE and _remove(stored)",
+        "removed = finding in self.removable and",
+        "removed = finding in self.removable - {Finding.UNREADABLE} and",
         "plugins/kvtier_disk/tests/test_fsck.py::test_what_cannot_be_read_is_removed",
     ),
     Mutant(

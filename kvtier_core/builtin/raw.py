@@ -1,4 +1,4 @@
-"""No serializer: a tier stores the arena's own bytes, and nothing is copied on the way."""
+"""No serializer: a tier stores the bytes of the arena, and nothing is copied on the way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from kvtier_core.interfaces import OpenContext, SerializerConfig
 
 @attrs.frozen
 class RawConfig(SerializerConfig):
+    """The default: payloads are stored as they are."""
+
     type: ClassVar[str] = "raw"
+    lossless: ClassVar[bool] = True
 
     def open(self, ctx: OpenContext) -> None:
-        """Codec 0 of a frame is the absence of a serializer, so there is none to open."""
+        """There is no serializer to open."""

@@ -1,4 +1,4 @@
-"""`kvtier fsck`: what lies in a tier, and whether it can ever be served."""
+"""`kvtier fsck`: reads everything in a store tier and reports what cannot be served."""
 
 from __future__ import annotations
 
@@ -8,32 +8,47 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 
+import attrs
+
+from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.config.model import StoreTierConfig, load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError, ConfigError
-from kvtier_core.frames.format import Damage, inspect
-from kvtier_core.interfaces import Stored
+from kvtier_core.frames.format import FrameError, Header, inspect
+from kvtier_core.frames.identity import RAW, CodecIdentity, identity_of
+from kvtier_core.interfaces import SerializerConfig, Stored
+from kvtier_core.stack.store_tier.policy_state import key_under
 from kvtier_core.types import Nbytes
 
 
 class Finding(enum.Enum):
-    WHOLE = "whole"
+    """What something in a store is."""
+
+    WHOLE = "whole"  #: a frame that the tier can serve
     TORN = "torn"  #: a frame whose bytes are not those that were written
-    FOREIGN = "foreign"  #: where only frames should be, and none
-    ORPHANED = "orphaned"  #: a whole frame where nobody looks for it: of another key, namespace or epoch
+    INCOMPATIBLE = "incompatible"  #: of another codec or format version: of use to another engine, perhaps
+    FOREIGN = "foreign"  #: no frame, though only frames should be there
+    ORPHANED = "orphaned"  #: a whole frame that nobody looks for: of another key, namespace or epoch
     UNREADABLE = "unreadable"
 
 
+#: Served, or left for an engine that can read it.
+_HARMLESS = {Finding.WHOLE, Finding.INCOMPATIBLE}
+
+
 def add_to(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("fsck", help="read all of a tier that no engine uses, and tell what is damaged")
+    parser = commands.add_parser("fsck", help="read all of a tier that no engine uses, and report what is damaged")
     parser.add_argument("tier", help="the name of a tier: its type, or disk#2 for the second of that type")
     parser.add_argument("--config", required=True, help="the configuration file that names the tier")
-    parser.add_argument("--repair", action="store_true", help="remove what can never be served")
+    parser.add_argument("--repair", action="store_true", help="remove what can never be served by any engine")
+    parser.add_argument(
+        "--remove-incompatible", action="store_true", help="remove frames of other codecs and format versions as well"
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """0 if all is whole, or was made so; 1 if not; 2 if it could not be looked at."""
+    """0 if nothing is damaged, or what was is removed; 1 if something damaged is left; 2 if the tier cannot be read."""
     try:
         config = load_config(options.config, Registry.discover())
         tiers = {tier.name: tier for tier in config.tiers if isinstance(tier, StoreTierConfig)}
@@ -41,28 +56,76 @@ def run(options: argparse.Namespace) -> int:
             have = ", ".join(tiers) or "none"
             raise BackendError(f"{options.config} has no tier {options.tier!r} below its arenas; it has: {have}")
         tier = tiers[options.tier]
+        removable = set(Finding) - _HARMLESS if options.repair else set()
+        if options.remove_incompatible:
+            removable.add(Finding.INCOMPATIBLE)
+        report = _Report(tier.capacity, _identity(tier.serializer), removable)
         with tier.config.walk() as found:
-            return _report(found, tier.capacity, repair=options.repair)
+            report.take_in(found)
+        report.print_totals()
+        return 1 if report.left else 0
     except (ConfigError, BackendError) as error:
         print(error, file=sys.stderr)
         return 2
 
 
-def _report(found: Iterator[Stored], capacity: Nbytes, *, repair: bool) -> int:
-    counts: Counter[Finding] = Counter()
-    nbytes: Counter[Finding] = Counter()
-    left = 0
-    for stored in found:
-        finding, why = _look(stored, capacity)
-        counts[finding] += 1
-        nbytes[finding] += stored.nbytes
-        if finding is not Finding.WHOLE:
-            removed = repair and _remove(stored)
-            print(f"{finding.value}: {stored.where}: {why}{': removed' if removed else ''}")
-            left += not removed
-    for finding in Finding:
-        print(f"{finding.value.ljust(10)} {counts[finding]:>8}  {Nbytes(nbytes[finding])}")
-    return 1 if left else 0
+def _identity(serializer: SerializerConfig) -> CodecIdentity:
+    return RAW if isinstance(serializer, RawConfig) else identity_of(serializer)
+
+
+@attrs.define
+class _Report:
+    """Counts what lies in a tier with this capacity and codec, and removes what is ``removable``."""
+
+    capacity: Nbytes
+    codec: CodecIdentity
+    removable: set[Finding]
+    left: int = 0  #: damaged, and not removed
+    counts: Counter[Finding] = attrs.field(factory=Counter)
+    nbytes: Counter[Finding] = attrs.field(factory=Counter)
+    codecs: Counter[str] = attrs.field(factory=Counter)  #: whole frames of each
+
+    def take_in(self, found: Iterator[Stored]) -> None:
+        """Print a line for each thing that cannot be served."""
+        for stored in found:
+            finding, why = self._look(stored)
+            self.counts[finding] += 1
+            self.nbytes[finding] += stored.nbytes
+            if finding is not Finding.WHOLE:
+                removed = finding in self.removable and _remove(stored)
+                print(f"{finding.value}: {stored.where}: {why}{': removed' if removed else ''}")
+                self.left += finding not in _HARMLESS and not removed
+
+    def print_totals(self) -> None:
+        """A line for each finding, and one for each codec of whole frames."""
+        for finding in Finding:
+            print(f"{finding.value.ljust(12)} {self.counts[finding]:>8}  {Nbytes(self.nbytes[finding])}")
+        for codec, count in sorted(self.codecs.items()):
+            print(f"codec: {codec}: {count}")
+
+    def _look(self, stored: Stored) -> tuple[Finding, str]:
+        if stored.key is None or stored.home is None:
+            return Finding.FOREIGN, "not a frame by its name, place and length"
+        if stored.nbytes > self.capacity:
+            return Finding.FOREIGN, f"{Nbytes(stored.nbytes)}, and the tier's capacity is {self.capacity}"
+        try:
+            header = inspect(stored.nbytes, stored.read)
+        except BackendError as error:
+            return Finding.UNREADABLE, str(error).removeprefix(f"{stored.where}: ")
+        if isinstance(header, FrameError):
+            return Finding.INCOMPATIBLE if header.incompatible else Finding.TORN, header.value
+        if header.key != stored.key:
+            return Finding.ORPHANED, "a frame of another key"
+        if not header.namespace.startswith(stored.home):
+            return Finding.ORPHANED, "a frame of another namespace or epoch"
+        self.codecs[str(header.codec)] += 1
+        if header.codec != self._expected(header):
+            return Finding.INCOMPATIBLE, f"written with the codec {header.codec}; the tier's is {self.codec}"
+        return Finding.WHOLE, ""
+
+    def _expected(self, header: Header) -> CodecIdentity:
+        """What a policy learned is stored raw, whatever the tier's serializer is."""
+        return RAW if header.key == key_under(header.namespace) else self.codec
 
 
 def _remove(stored: Stored) -> bool:
@@ -72,21 +135,3 @@ def _remove(stored: Stored) -> bool:
         print(error, file=sys.stderr)
         return False
     return True
-
-
-def _look(stored: Stored, capacity: Nbytes) -> tuple[Finding, str]:
-    if stored.key is None or stored.home is None:
-        return Finding.FOREIGN, "not a frame by its name, place and length"
-    if stored.nbytes > capacity:
-        return Finding.FOREIGN, f"{Nbytes(stored.nbytes)}, and the tier's capacity is {capacity}"
-    try:
-        header = inspect(stored.nbytes, stored.read)
-    except BackendError as error:
-        return Finding.UNREADABLE, str(error).removeprefix(f"{stored.where}: ")
-    if isinstance(header, Damage):
-        return Finding.TORN, header.value
-    if header.key != stored.key:
-        return Finding.ORPHANED, "a frame of another key"
-    if not header.namespace.startswith(stored.home):
-        return Finding.ORPHANED, "a frame of another namespace or epoch"
-    return Finding.WHOLE, ""

@@ -323,14 +323,17 @@ def _blaming(config: StackConfig, i: int, collector: ProblemCollector) -> Iterat
 def _open(
     tier: ArenaTierConfig | StoreTierConfig, ctx: OpenContext, runtime: Runtime, closing: contextlib.ExitStack
 ) -> _Opened:
-    serializer = tier.serializer.open(ctx) if isinstance(tier, StoreTierConfig) else None
-    codec = runtime.codec(ctx.namespace, ctx.layout, serializer)
-    _check_room("$.capacity", tier.capacity, "holds", codec.bound, ctx.replicas)
+    codec = (
+        runtime.codec.open(tier.serializer, ctx)
+        if isinstance(tier, StoreTierConfig)
+        else runtime.codec(ctx.namespace, ctx.layout)
+    )
+    _check_room("$.capacity", tier.capacity, "holds", codec.max_frame_nbytes, ctx.replicas)
     if isinstance(tier, StoreTierConfig):
         _check_room("$.inflight", tier.inflight, "lets through", ctx.layout.frame_nbytes)
     index = CacheIndex(tier.eviction.open(), tier.store_after)
     longest = max(
-        codec.bound, FRAME_ALIGNMENT + MAX_POLICY_STATE_NBYTES
+        codec.max_frame_nbytes, FRAME_ALIGNMENT + MAX_POLICY_STATE_NBYTES
     )  # what a policy learned is kept as a frame, too
     store = tier.config.open(attrs.evolve(ctx, max_frame_nbytes=Nbytes(longest)))
     closing.callback(_close, store)

@@ -44,6 +44,7 @@ _NEWS = {
     EventKind.CORRUPT: logging.WARNING,
     EventKind.IO_ERROR: logging.WARNING,
     EventKind.BREAKER_OPEN: logging.WARNING,
+    EventKind.INCOMPATIBLE: logging.INFO,
     EventKind.MISSING: logging.INFO,
     EventKind.BREAKER_CLOSED: logging.INFO,
 }
@@ -175,7 +176,8 @@ class SchedulerSide:
             (tuple(block_ids[block] if block in wanted else NO_BLOCK for block in self._blocks_of(chunk)),)
             for chunk in range(first, first + len(slots))
         )
-        self._provenance.loaded(block_ids[block] for block in wanted)
+        exact = (row for (row,) in pages[: tracked.found.exact])  # KV computed on the others is not kept
+        self._provenance.loaded(block for row in exact for block in row if block != NO_BLOCK)
         tracked.sources = tokens_by_tier(sources, first, tracked.computed, tokens, self._chunk_tokens)
         del self._leases[tracked.holder]  # it lasts until the load has ended
         self._loading[tracked.request.request_id] = tracked.holder

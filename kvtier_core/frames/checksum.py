@@ -1,4 +1,4 @@
-"""CRC-32 as zlib computes it, whole or put together from pieces. Releases the GIL."""
+"""CRC-32 as zlib computes it, over bytes or from the checksums of their parts. Releases the GIL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _ONE = 0x80000000
 
 
 def plain_combine(first: int, second: int, second_nbytes: int) -> int:
-    """The checksum of two pieces one after the other: ``first`` times x^(8 second_nbytes), and ``second``."""
+    """The checksum of two parts in sequence, from the checksum of each and the length of the second in bytes.
+
+    This is ``first`` times x^(8 second_nbytes), plus ``second``, over GF(2).
+    """
     power = second_nbytes * 8
     square = _times_x(_ONE)
     while power:
@@ -24,7 +27,7 @@ def plain_combine(first: int, second: int, second_nbytes: int) -> int:
 
 
 def _times(a: int, b: int) -> int:
-    """The product of two polynomials, modulo that of the checksum."""
+    """The product of two polynomials modulo the polynomial of CRC-32."""
     product = 0
     for i in range(31, -1, -1):
         if a >> i & 1:
@@ -37,14 +40,15 @@ def _times_x(a: int) -> int:
     return a >> 1 ^ (_POLYNOMIAL if a & 1 else 0)
 
 
-#: ``crc32(data, crc=0)``
+#: ``crc32(data, crc=0)``: the checksum of ``data``, or of what has the checksum ``crc`` with ``data`` behind it.
 crc32 = getattr(extension, "crc32", zlib.crc32)
+#: `plain_combine`, compiled where the extension could be built.
 combine = getattr(extension, "crc32_combine", plain_combine)
 
 
 def join(checksums: Sequence[int], nbytes: int) -> int:
-    """The checksum of pieces one after the other, each of ``nbytes``."""
+    """The checksum of parts in sequence, from the checksum of each; at least one part, all of ``nbytes``."""
     joined, *others = checksums
-    for each in others:
-        joined = combine(joined, each, nbytes)
+    for checksum in others:
+        joined = combine(joined, checksum, nbytes)
     return joined

@@ -1,62 +1,117 @@
-"""What happens to a frame at a tier's door: encoded going down; checked and decoded coming up."""
+"""Encodes frames on their way into a store tier, and verifies and decodes those that come back."""
 
 from __future__ import annotations
 
+import contextlib
+from typing import Self
+
 from kvtier_core.errors import BackendError, ContractError
-from kvtier_core.frames import format as frame
-from kvtier_core.frames.format import Damage
-from kvtier_core.interfaces import Serializer
+from kvtier_core.frames.checksum import crc32
+from kvtier_core.frames.format import FrameError, header_of, payload_of, read_header, seal, verify
+from kvtier_core.frames.identity import DECODED_LOSSY, RAW, CodecIdentity, identity_of
+from kvtier_core.interfaces import OpenContext, Serializer, SerializerConfig
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, ChunkLayout, Namespace
 
 
 class FrameCodec:
-    """Used on a tier's threads; it has no state. Without a serializer nothing is copied."""
+    """The codec of one tier: its serializer if it has one, and the identity that goes into every frame.
 
-    def __init__(self, namespace: Namespace, layout: ChunkLayout, serializer: Serializer | None):
+    A tier opens one serializer. All of the tier's threads use it at the same time; this class has no other state.
+    Without a serializer nothing is copied: a frame is stored from the arena's slot and read into one.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        layout: ChunkLayout,
+        serializer: Serializer | None = None,
+        identity: CodecIdentity = RAW,
+    ):
+        if (serializer is None) != (identity == RAW):
+            raise ContractError(f"{identity} is not the identity of {serializer}")
         self.namespace = namespace
+        self.identity = identity
         self._layout = layout
         self._serializer = serializer
-        #: the most bytes that a frame takes in the store
-        self.bound = layout.frame_nbytes if serializer is None else _whole_pages(serializer.bound(layout))
+        #: Bytes of the longest frame that the tier writes.
+        self.max_frame_nbytes = layout.frame_nbytes if serializer is None else _frame_nbytes(serializer.bound(layout))
 
-    def of(self, namespace: Namespace) -> FrameCodec:
-        """The same door for another namespace."""
-        return type(self)(namespace, self._layout, self._serializer)
+    @classmethod
+    def open(cls, config: SerializerConfig, ctx: OpenContext) -> Self:
+        """Open the serializer of a tier. Raises ConfigError if its codec cannot be named."""
+        serializer = config.open(ctx)
+        return cls(ctx.namespace, ctx.layout, serializer, RAW if serializer is None else identity_of(config))
+
+    @property
+    def lossless(self) -> bool:
+        """False if a payload may come back with other bits than it had."""
+        return self.identity.lossless
+
+    def with_namespace(self, namespace: Namespace) -> Self:
+        """The same codec, with the same serializer, for frames of another namespace."""
+        return type(self)(namespace, self._layout, self._serializer, self.identity)
 
     def encode(self, key: ChunkKey, sealed: memoryview) -> memoryview:
-        """The frame as the store keeps it; whole pages, so that it can be written directly."""
+        """The frame to store for a raw frame that lies sealed in a slot; a multiple of `FRAME_ALIGNMENT` long.
+
+        Raises ContractError if the payload has been through a lossy codec: it must not be stored as if it were exact.
+        Raises BackendError if a lossy serializer cannot decode what it encoded.
+        """
+        header = read_header(sealed)
+        if isinstance(header, FrameError):
+            raise ContractError(f"a slot that is to be written is not sealed: {header.value}")
+        if header.codec != RAW:
+            raise ContractError(f"a slot that is to be written holds a frame that is {header.codec}")
         if self._serializer is None:
             return sealed
-        encoded = memoryview(bytearray(self.bound))
-        nbytes = self._serializer.encode(frame.payload_of(sealed), encoded[FRAME_ALIGNMENT:])
-        frame.seal(encoded, self.namespace, key, nbytes, self._serializer.code)
-        return encoded[: _whole_pages(nbytes)]
+        encoded = memoryview(bytearray(self.max_frame_nbytes))
+        nbytes = self._serializer.encode(payload_of(sealed), encoded[FRAME_ALIGNMENT:])
+        if self.identity.lossless:
+            decoded_checksum = header.payload_checksum
+        else:
+            decoded_checksum = self._decoded_checksum(encoded[FRAME_ALIGNMENT : FRAME_ALIGNMENT + nbytes])
+        seal(encoded, self.namespace, key, nbytes, codec=self.identity, decoded_checksum=decoded_checksum)
+        return encoded[: _frame_nbytes(nbytes)]
 
-    def landing(self, slot: memoryview) -> memoryview:
-        """Where a frame from the store is read to: the slot itself if nothing need be decoded."""
-        return slot if self._serializer is None else memoryview(bytearray(self.bound))
+    def read_buffer(self, slot: memoryview) -> memoryview:
+        """The buffer that a frame is read into: the slot itself if nothing needs to be decoded."""
+        return slot if self._serializer is None else memoryview(bytearray(self.max_frame_nbytes))
 
-    def check(self, key: ChunkKey, landed: memoryview, count: int, slot: memoryview) -> Damage | None:
-        """None if ``count`` bytes of ``landed`` are this key's frame; then ``slot`` holds it, sealed and raw."""
-        if not 0 < count <= len(landed):
-            raise ContractError(f"read returned {count} bytes for a view of {len(landed)}")
+    def decode_verified(self, key: ChunkKey, buffer: memoryview, count: int, slot: memoryview) -> FrameError | None:
+        """Verify the frame of ``key`` in the first ``count`` bytes of ``buffer``, and decode it into ``slot``.
+
+        Returns None if all is as it was written; ``slot`` then holds a sealed raw frame. Otherwise ``slot`` may hold
+        anything. Raises ContractError if ``count`` is no length that a read of ``buffer`` can have.
+        """
+        if not 0 < count <= len(buffer):
+            raise ContractError(f"read returned {count} bytes for a view of {len(buffer)}")
+        frame = buffer[:count]
         nbytes = self._layout.payload_nbytes
         if self._serializer is None:
-            return frame.check(landed[:count], self.namespace, key, payload_nbytes=nbytes)
-        damage = frame.check(landed[:count], self.namespace, key, codec=self._serializer.code)
-        if damage is not None:
-            return damage
-        try:
-            decoded = self._serializer.decode(
-                frame.payload_of(landed[:count]), slot[FRAME_ALIGNMENT : FRAME_ALIGNMENT + nbytes]
-            )
-        except BackendError:
-            return Damage.CODEC
-        if decoded != nbytes:
-            return Damage.LENGTH
-        frame.seal(slot, self.namespace, key, nbytes)
+            return verify(frame, self.namespace, key, payload_nbytes=nbytes)
+        if error := verify(frame, self.namespace, key, codec=self.identity):
+            return error
+        payload = slot[FRAME_ALIGNMENT : FRAME_ALIGNMENT + nbytes]
+        decoded = None
+        with contextlib.suppress(Exception):  # whatever a plugin raises, the other frames of the batch are good
+            decoded = self._serializer.decode(payload_of(frame), payload)
+        if decoded is None:
+            return FrameError.UNDECODABLE
+        checksum = crc32(payload)
+        if decoded != nbytes or header_of(frame).decoded_checksum != checksum:
+            return FrameError.DECODED
+        codec = RAW if self.identity.lossless else DECODED_LOSSY
+        seal(slot, self.namespace, key, nbytes, codec=codec, payload_checksum=checksum)
         return None
 
+    def _decoded_checksum(self, encoded: memoryview) -> int:
+        """The checksum of what a lossy serializer makes of its own encoding."""
+        nbytes = self._layout.payload_nbytes
+        decoded = memoryview(bytearray(nbytes))
+        if self._serializer.decode(encoded, decoded) != nbytes:
+            raise BackendError(f"{self.identity} decodes what it encoded to another length")
+        return crc32(decoded)
 
-def _whole_pages(payload_nbytes: int) -> int:
+
+def _frame_nbytes(payload_nbytes: int) -> int:
     return FRAME_ALIGNMENT + -(-payload_nbytes // FRAME_ALIGNMENT) * FRAME_ALIGNMENT

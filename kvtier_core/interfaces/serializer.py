@@ -1,4 +1,4 @@
-"""An encoding of the payloads that a tier stores."""
+"""An encoding of the payloads that a store tier keeps."""
 
 from __future__ import annotations
 
@@ -12,28 +12,52 @@ from kvtier_core.types import ChunkLayout
 
 
 class Serializer(abc.ABC):
-    """Encodes payloads at a tier's door. Its code is written in every frame."""
+    """Encodes the payloads of frames for one store tier, and decodes them.
 
-    code: ClassVar[int]  #: 1 … 65535, stable for ever; 0 is raw
-    lossless: ClassVar[bool]
+    A tier opens one serializer. All of the tier's I/O threads call ``encode`` and ``decode`` on it at the same time, so
+    neither may keep anything in the instance between calls, or share a buffer or a library's context, without a lock.
+    What one instance encoded, any other decodes: opened from an equal config, in another process, after a restart.
+    ``decode`` returns the same bytes for the same input, every time.
+
+    Every frame carries the identity of its codec, which the core derives from the `SerializerConfig`, and checksums of
+    the payload before and after decoding. A decoder that disagrees with them is found, and its output is not served.
+    """
 
     @abc.abstractmethod
     def bound(self, layout: ChunkLayout) -> int:
-        """The most bytes that an encoded payload can have."""
+        """The most bytes that an encoded payload can have, for any payload of this layout."""
 
     @abc.abstractmethod
     def encode(self, payload: memoryview, into: memoryview) -> int:
-        """Bytes written to ``into``."""
+        """Encode ``payload`` to the beginning of ``into`` and return how many bytes that took.
+
+        ``into`` has at least `bound` bytes. Changes nothing else and keeps no view. Raises BackendError.
+        """
 
     @abc.abstractmethod
     def decode(self, encoded: memoryview, into: memoryview) -> int:
-        """Bytes written to ``into``; raises BackendError on what it cannot decode."""
+        """Decode to the beginning of ``into``, which is as long as the payload, and return how many bytes that took.
+
+        Keeps no view. Raises BackendError for input that it cannot decode; any bytes may come in.
+        """
 
 
 @attrs.frozen
 class SerializerConfig(abc.ABC):
+    """Names a codec and its options, and opens its serializer.
+
+    Type, ``format_version`` and the values of all fields are the codec's identity: frames that were written under
+    another identity are a miss. So whatever changes the encoding must be a field, or change ``format_version``.
+    """
+
+    #: The name that users write; at most 64 bytes. It goes into every frame and never changes.
     type: ClassVar[str]
+    #: True if decoding always returns the very bits that were encoded, NaN payloads included. If False, chunks that
+    #: come up from the tier are served, and never written to another tier. A property where it depends on the options.
+    lossless: ClassVar[bool]
+    #: To be raised by each release that encodes otherwise with the same options, or reads old encodings otherwise.
+    format_version: ClassVar[int] = 1
 
     @abc.abstractmethod
     def open(self, ctx: OpenContext) -> Serializer | None:
-        """None: frames are stored as they are."""
+        """The serializer of one tier, or None to store payloads as they are. Raises BackendError or ConfigError."""

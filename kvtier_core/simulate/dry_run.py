@@ -11,7 +11,7 @@ import attrs
 
 from kvtier_core.config.model import ArenaTierConfig, Runtime, StackConfig, StoreTierConfig, open_stack
 from kvtier_core.frames.codec import FrameCodec
-from kvtier_core.frames.format import Damage
+from kvtier_core.frames.format import FrameError
 from kvtier_core.interfaces import (
     AllocatorBackend,
     ArenaConfig,
@@ -48,8 +48,9 @@ def open_weightless(config: StackConfig, layout: ChunkLayout, clock: Clock) -> S
 def chunks_in(tier: ArenaTierConfig | StoreTierConfig, layout: ChunkLayout) -> int:
     """How many a tier has room for."""
     context = _context(layout)
-    serializer = tier.serializer.open(context) if isinstance(tier, StoreTierConfig) else None
-    return tier.capacity // FrameCodec(context.namespace, layout, serializer).bound
+    if isinstance(tier, StoreTierConfig):
+        return tier.capacity // FrameCodec.open(tier.serializer, context).max_frame_nbytes
+    return tier.capacity // layout.frame_nbytes
 
 
 def _context(layout: ChunkLayout) -> OpenContext:
@@ -118,12 +119,12 @@ class PassthroughCodec(FrameCodec):
     """Frames go through unread. A serializer gets its way with their length: each is as long as it may become."""
 
     def encode(self, key: ChunkKey, sealed: memoryview) -> memoryview:
-        return sealed[: self.bound]
+        return sealed[: self.max_frame_nbytes]
 
-    def landing(self, slot: memoryview) -> memoryview:
+    def read_buffer(self, slot: memoryview) -> memoryview:
         return slot
 
-    def check(self, key: ChunkKey, landed: memoryview, count: int, slot: memoryview) -> Damage | None:
+    def decode_verified(self, key: ChunkKey, buffer: memoryview, count: int, slot: memoryview) -> FrameError | None:
         return None
 
 

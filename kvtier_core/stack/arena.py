@@ -28,6 +28,7 @@ class Arena:
         self._pinned: Counter[int] = Counter()  # how often each slot is pinned
         self._pins: dict[str, Counter[int]] = {}  # the same, for each holder
         self._invalidated: dict[int, ChunkKey] = {}
+        self._inexact: set[ChunkKey] = set()  # held, and not bit for bit as an engine computed them
 
     @property
     def free(self) -> int:
@@ -58,6 +59,16 @@ class Arena:
     def has(self, key: ChunkKey) -> bool:
         """Is the chunk READY here?"""
         return key in self.index and not (self._invalidated and self.index.held.place(key) in self._invalidated)
+
+    def has_exact(self, key: ChunkKey) -> bool:
+        """Is the chunk READY here, bit for bit as an engine computed it? Only then may it be written elsewhere."""
+        return self.has(key) and key not in self._inexact
+
+    def exact_run(self, keys: Sequence[ChunkKey]) -> int:
+        """How many of these chunks are bit for bit as an engine computed them, before the first that is not."""
+        if not self._inexact:
+            return len(keys)
+        return next((i for i, key in enumerate(keys) if key in self._inexact), len(keys))
 
     def ready_run(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
         """How many chunks of a path are READY here from ``start`` on, before the first that is not."""
@@ -128,8 +139,13 @@ class Arena:
         for key in keys:
             self._reserved[key] = self._free.pop()
 
-    def commit(self, keys: Sequence[ChunkKey], parents: Sequence[ChunkKey | None]) -> list[ChunkKey]:
-        """The slots of a path, root first, are filled. Returns those that are READY now, all but invalidated ones."""
+    def commit(
+        self, keys: Sequence[ChunkKey], parents: Sequence[ChunkKey | None], *, exact: bool = True
+    ) -> list[ChunkKey]:
+        """The slots of a path, root first, are filled. Returns those that are READY now, all but invalidated ones.
+
+        ``exact`` is False if the chunks came through a lossy codec.
+        """
         self._must_be_reserved(keys)
         if self._invalidated:
             self.abort([key for key in keys if not self.is_reserved(key)])
@@ -137,6 +153,8 @@ class Arena:
             keys, parents = [key for key, _ in pairs], [parent for _, parent in pairs]
         places = [self._reserved.pop(key) for key in keys]
         self.index.admit(keys, parents, self.memory.slot_nbytes, places)
+        if not exact:
+            self._inexact.update(keys)
         return list(keys)
 
     def abort(self, keys: Sequence[ChunkKey]) -> None:
@@ -179,6 +197,7 @@ class Arena:
 
     def _release(self, keys: Sequence[ChunkKey], *, evicted: bool) -> None:
         places = self.index.remove(keys, evicted=evicted)
+        self._inexact.difference_update(keys)
         for place in places if self._invalidated else ():
             self._invalidated.pop(place, None)
         self._free += places

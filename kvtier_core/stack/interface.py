@@ -20,6 +20,7 @@ class Lookup:
 
     slots: Sequence[Slot] = ()  #: of the leading chunks that can be loaded now
     sources: Sequence[str] = ()  #: for each slot, the tier that saved computing the chunk again
+    exact: int = 0  #: so many of the leading chunks are as an engine computed them; others came through a lossy codec
     pending: int = 0  #: chunks behind them of which some are still on their way into an arena: look again after a step
     miss_reason: str = ""  #: why the first chunk behind all these is not found; empty if the whole path is
 

@@ -97,7 +97,8 @@ class StorageManager(Stack):
         if not (lease.slots or lease.beyond or lease.awaited):
             del self._leases[holder]
         reason = self._miss_reason(path[at]) if at < len(path) else ""
-        return Lookup(tuple(lease.slots), tuple(lease.sources), at - len(lease.slots), reason)
+        exact = self._hot.exact_run(lease.path)
+        return Lookup(tuple(lease.slots), tuple(lease.sources), exact, at - len(lease.slots), reason)
 
     def release(self, holder: str) -> None:
         if lease := self._leases.pop(holder, None):

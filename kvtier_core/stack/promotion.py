@@ -78,7 +78,7 @@ class Promotions:
         self._hot.abort(bad)
         for key in bad:
             del self._parents[key]
-        if kept := self._hot.commit(good, [self._parents.pop(key) for key in good]):
+        if kept := self._hot.commit(good, [self._parents.pop(key) for key in good], exact=tier.lossless):
             self._arrived(tier, kept)
 
 

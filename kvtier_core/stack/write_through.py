@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from kvtier_core.frames import format as frame
 from kvtier_core.frames.checksum import join
+from kvtier_core.frames.format import seal
 from kvtier_core.stack.admission import AdmissionPlan
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.store_tier.frame_io import FrameWrite
@@ -52,7 +52,7 @@ class WriteThrough:
     def offer_again(self, path: Sequence[ChunkKey]) -> None:
         """Write those READY chunks of a path that a tier below lacks and would take now."""
         if self._below:
-            held = [key for key in path if self._hot.has(key) and key not in self._sealing]
+            held = [key for key in path if self._hot.has_exact(key) and key not in self._sealing]
             self.begin(held, {}, self.plan(held))
 
     def begin(self, keys: Sequence[ChunkKey], checksums: Mapping[ChunkKey, Sequence[int]], plan: AdmissionPlan) -> None:
@@ -73,9 +73,12 @@ class WriteThrough:
             )
 
     def write(self, keys: Sequence[ChunkKey], plan: AdmissionPlan) -> None:
-        """Write sealed chunks to the tiers that ``plan`` names for each. Every write holds a pin of its own."""
+        """Write sealed chunks to the tiers that ``plan`` names for each. Every write holds a pin of its own.
+
+        Chunks that came through a lossy codec are not written anywhere: they would pass for exact ones.
+        """
         for level in self._below:
-            admitted = plan.keys_for(level, [key for key in keys if self._hot.has(key)])
+            admitted = plan.keys_for(level, [key for key in keys if self._hot.has_exact(key)])
             if not admitted:
                 continue
             if isinstance(level, Arena):
@@ -86,8 +89,8 @@ class WriteThrough:
     def _seal(self, work: Sequence[tuple[ChunkKey, memoryview, Sequence[int]]], namespace: Namespace) -> None:
         """On a thread."""
         for key, view, checksums in work:
-            summed = join(checksums, self._layout.shard_nbytes) if checksums else None
-            frame.seal(view, namespace, key, self._layout.payload_nbytes, summed=summed)
+            checksum = join(checksums, self._layout.shard_nbytes) if checksums else None
+            seal(view, namespace, key, self._layout.payload_nbytes, payload_checksum=checksum)
 
     def _sealed(self, keys: Sequence[ChunkKey], slots: Sequence[Slot], plan: AdmissionPlan, outcome: Outcome) -> None:
         self._sealing.difference_update(keys)

@@ -15,7 +15,7 @@ from typing import ClassVar
 import pytest
 
 from kvtier_core.errors import BackendError
-from kvtier_core.frames import format as frame
+from kvtier_core.frames.format import verify
 from kvtier_core.interfaces import Backend, BackendConfig, OpenContext
 from kvtier_core.testing.laws import Laws
 from kvtier_core.testing.samples import Poisoned, make_context, make_frame, make_key, make_keys, make_namespace, same
@@ -105,7 +105,7 @@ class BackendLaws(Laws):
             assert list(backend.contains(keys)) == present
             for key, room, count in zip(keys, into, counts, strict=True):
                 assert room.untouched_beyond(count)
-                assert not count or frame.check(room.view, make_namespace(), key) is None
+                assert not count or verify(room.view, make_namespace(), key) is None
 
     def test_a_view_too_small_is_a_miss(self, tmp_path: Path):
         key = make_key(0)
@@ -185,7 +185,7 @@ class BackendLaws(Laws):
             assert [counts[0], counts[2]] == [self.layout.frame_nbytes] * 2
             assert same([into[0].view, into[2].view], [self.frame(first), self.frame(last)])
             whole = isinstance(counts[1], int) and into[1].view[: counts[1]]
-            assert not whole or frame.check(whole, make_namespace(), spoiled) is not None
+            assert not whole or verify(whole, make_namespace(), spoiled) is not None
             backend.quarantine([spoiled])
             assert list(backend.contains(keys)) == [True, False, True]
             backend.write([spoiled], [self.frame(spoiled)])
@@ -244,7 +244,7 @@ class BackendLaws(Laws):
                 for key, nbytes in survivors.items():
                     whole = _read(backend, key, nbytes)
                     assert len(whole) == nbytes, "scan names a frame that cannot be read"
-                    damage = frame.check(memoryview(whole), make_namespace(), key)
+                    damage = verify(memoryview(whole), make_namespace(), key)
                     assert damage is None, f"a torn frame: {damage.value}"
 
     def test_only_backend_error_escapes(self, tmp_path: Path):

@@ -14,9 +14,12 @@ from typing import ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.codec import FrameCodec
-from kvtier_core.interfaces import AllocatorBackend, Backend, EvictionConfig, Serializer
+from kvtier_core.frames.format import seal
+from kvtier_core.frames.identity import CodecIdentity
+from kvtier_core.interfaces import AllocatorBackend, Backend, EvictionConfig, OpenContext, SerializerConfig
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
@@ -28,6 +31,7 @@ from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace, Slot
 
 LAYOUT = make_layout((24,), blocks=2, ranks=2)
 NAMESPACE = Namespace.of({"model": "machine"})
+OTHER_CODEC = CodecIdentity("machine", bytes(range(32)), lossless=True)
 
 #: A small forest: three prompts' paths that share prefixes, and one that shares nothing.
 PATHS = {
@@ -107,7 +111,7 @@ class StackMachine(RuleBasedStateMachine):
     """Stores, loads, evicts, fails and recovers in an order that hypothesis chooses."""
 
     policy: ClassVar[EvictionConfig] = LruConfig()
-    serializer: ClassVar[Serializer | None] = None
+    serializer: ClassVar[SerializerConfig] = RawConfig()
     arenas: ClassVar[Sequence[int]] = (5,)  #: slots of each
     tiers: ClassVar[Sequence[int]] = (8,)  #: capacity of each, in frames
     shelf: ClassVar[type[Shelf]] = Shelf
@@ -116,10 +120,11 @@ class StackMachine(RuleBasedStateMachine):
     def open(self) -> None:
         self.now = 0.0
         self.epoch = 0
+        self.namespace = NAMESPACE
         self.holders = 0
         self.storing: list[str] = []  # holders of reservations
         self.loading: list[tuple[str, list[ChunkKey], Sequence[Slot], int]] = []  # leases: holder, chunks, epoch
-        self.codec = FrameCodec(NAMESPACE, LAYOUT, self.serializer)
+        self.codec = FrameCodec.open(self.serializer, OpenContext(NAMESPACE, LAYOUT, "machine"))
         self.sealer = ManualPool()
         self.memories = [Slots(slots) for slots in self.arenas]
         self.arena_levels = [
@@ -142,7 +147,7 @@ class StackMachine(RuleBasedStateMachine):
             pool=ManualPool(),
             index=CacheIndex(self.policy.open()),
             codec=self.codec,
-            capacity=frames * self.codec.bound,
+            capacity=frames * self.codec.max_frame_nbytes,
             inflight=4 * LAYOUT.frame_nbytes,
             clock=lambda: self.now,
         )
@@ -227,7 +232,8 @@ class StackMachine(RuleBasedStateMachine):
 
     def _new_epoch(self) -> None:
         self.epoch += 1
-        self.manager.invalidate_all(Namespace.of({"model": "machine", "epoch": self.epoch}))
+        self.namespace = Namespace.of({"model": "machine", "epoch": self.epoch})
+        self.manager.invalidate_all(self.namespace)
 
     # -- what time and stores do -----------------------------------------------------------------------
 
@@ -256,7 +262,7 @@ class StackMachine(RuleBasedStateMachine):
         shelf.fails = not shelf.fails
 
     @precondition(lambda self: any(tier.backend.frames for tier in self.tier_levels))
-    @rule(tier=_WHICH, which=_WHICH, how=st.sampled_from(["drop", "swap", "cut", "flip"]), at=_WHICH)
+    @rule(tier=_WHICH, which=_WHICH, how=st.sampled_from(["drop", "swap", "cut", "flip", "codec"]), at=_WHICH)
     def spoil(self, tier: int, which: int, how: str, at: int) -> None:
         """Every other frame of a store."""
         shelves = [tier.backend.frames for tier in self.tier_levels if tier.backend.frames]
@@ -268,11 +274,21 @@ class StackMachine(RuleBasedStateMachine):
                 del frames[key]
             elif how == "swap":
                 frames[key] = frames[max(frames)]
+            elif how == "codec":
+                self._write_with_another_codec(frames, key)
             elif how == "cut":
                 frames[key] = bytes(spoiled[: (1, 50, FRAME_ALIGNMENT, end - 1)[at % 4]])
             elif spoiled:
                 spoiled[(0, 20, 60, FRAME_ALIGNMENT, end - 1)[at % 5] % len(spoiled)] ^= 1
                 frames[key] = bytes(spoiled)
+
+    def _write_with_another_codec(self, frames: dict[ChunkKey, bytes], key: ChunkKey) -> None:
+        """As an engine with other options of the serializer does, whose frames decode to other bytes here."""
+        other = bytearray(frames[key])
+        if len(other) > FRAME_ALIGNMENT:
+            other[FRAME_ALIGNMENT:] = bytes(len(other) - FRAME_ALIGNMENT)
+            seal(memoryview(other), self.namespace, key, len(other) - FRAME_ALIGNMENT, codec=OTHER_CODEC)
+            frames[key] = bytes(other)
 
     # -- what must always hold -------------------------------------------------------------------------
 
@@ -287,7 +303,9 @@ class StackMachine(RuleBasedStateMachine):
             if not tier.backend.shared:
                 held = sum(map(len, tier.backend.frames.values()))
                 assert tier.backend.most <= tier.capacity, f"{tier.name} was beyond its capacity"
-                assert held <= tier.index.used, f"{tier.name} holds bytes that nobody accounts for"
+                assert held <= tier.index.used + tier.incompatible.nbytes, (
+                    f"{tier.name} holds bytes that nobody accounts for"
+                )
 
     def teardown(self) -> None:
         if not hasattr(self, "manager"):

@@ -6,7 +6,7 @@ import ctypes
 import random
 from collections.abc import Sequence
 
-from kvtier_core.frames import format as frame
+from kvtier_core.frames.format import seal
 from kvtier_core.interfaces import OpenContext, PagedKVCache, PageRun
 from kvtier_core.types import (
     FRAME_ALIGNMENT,
@@ -61,7 +61,7 @@ def make_frame(
     """A sealed frame of ``nbytes``, by default that of `make_layout`, with a random payload."""
     nbytes = make_layout().frame_nbytes if nbytes is None else nbytes
     sealed = memoryview(bytearray(FRAME_ALIGNMENT) + random.Random(seed).randbytes(nbytes - FRAME_ALIGNMENT))
-    frame.seal(sealed, namespace or make_namespace(), key, nbytes - FRAME_ALIGNMENT)
+    seal(sealed, namespace or make_namespace(), key, nbytes - FRAME_ALIGNMENT)
     return sealed
 
 

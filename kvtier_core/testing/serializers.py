@@ -3,25 +3,61 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
-from collections.abc import Iterator
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
+from typing import Any
 
+import attrs
 import pytest
 
 from kvtier_core.errors import BackendError
+from kvtier_core.frames.identity import RAW, identity_of
 from kvtier_core.interfaces import Serializer, SerializerConfig
-from kvtier_core.testing.laws import Laws
+from kvtier_core.testing.laws import Laws, in_new_process
 from kvtier_core.testing.samples import Poisoned, make_context, same
+from kvtier_core.types import ChunkLayout
 
 _GARBAGE_ROUNDS = 100
 
+#: Threads that use one instance at the same time, and how often each of them encodes and decodes.
+_THREADS, _ROUNDS = 4, 20
+#: Other threads run between two lines of Python for so many seconds, in each of so many lines of a call.
+_PAUSE_SECONDS, _PAUSES = 2e-5, 30
+
+#: Bit patterns of 16 bits that arithmetic would change or merge: both zeros, subnormals, infinities, and quiet and
+#: signalling NaNs with payloads, as float16 and as bfloat16.
+_HARD_PATTERNS = (
+    *(0x0000, 0x8000, 0x0001, 0x8001, 0x03FF, 0x007F),
+    *(0x7C00, 0xFC00, 0x7E00, 0x7C01, 0xFE55, 0x7D55),
+    *(0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFC5, 0x7FA5),
+)
+
 
 class SerializerLaws(Laws):
-    """Subclass, and implement `config`; and `payloads` if some bytes are no payload at all."""
+    """Subclass, and implement `config`. Where these apply, also implement:
+
+    - `others`, if the config has fields;
+    - `is_close`, if the codec is lossy;
+    - `payloads`, if some bytes cannot be a payload at all.
+    """
 
     def config(self, folder: Path) -> SerializerConfig:
         return super().config(folder)
+
+    def others(self, folder: Path) -> Sequence[SerializerConfig]:
+        """Configs of the same type with other options: at least one for each field."""
+        return []
+
+    def is_close(self, payload: bytes, decoded: bytes) -> bool:
+        """Is ``decoded`` within the error that a lossy codec states, for this payload?"""
+        raise NotImplementedError(f"{type(self).__name__} must say how close a lossy codec comes")
 
     def payloads(self) -> Iterator[bytes]:
         """Easy and hard ones, each as long as the layout says."""
@@ -32,15 +68,29 @@ class SerializerLaws(Laws):
         yield rng.randbytes(nbytes)
         yield rng.randbytes(64) * (nbytes // 64) + bytes(nbytes % 64)
         yield bytes(rng.choice((0, 0, 0, 63, 191)) for _ in range(nbytes))
+        yield self._patterns(nbytes)
 
     def open(self, folder: Path) -> Serializer:
-        return self.config(folder).open(make_context(layout=self.layout))
+        """A new instance."""
+        return open_serializer(self.config(folder), self.layout)
 
-    def test_code_and_kind_are_stated(self, tmp_path: Path):
-        serializer = self.open(tmp_path)
-        assert type(serializer.code) is int
-        assert 0 <= serializer.code <= 65535
-        assert type(serializer.lossless) is bool
+    def test_the_codec_is_named(self, tmp_path: Path):
+        """An instance was opened, so its frames have an identity: the same for every equal config, and not raw's."""
+        assert isinstance(self.open(tmp_path), Serializer)
+        identity = identity_of(self.config(tmp_path))
+        assert identity == identity_of(self.config(tmp_path)) == in_new_process(identity_of, self.config(tmp_path))
+        assert identity.type != RAW.type, "raw is the name of the codec that does nothing"
+
+    def test_other_options_are_another_codec(self, tmp_path: Path):
+        """Else frames that were written with one are decoded with the other."""
+        config, others = self.config(tmp_path), self.others(tmp_path)
+        fields = {field.name for field in attrs.fields(type(config))}
+        varied = {name for other in others for name in fields if getattr(other, name) != getattr(config, name)}
+        assert varied == fields, f"others() varies {sorted(varied)} of the options {sorted(fields)}"
+        for one, other in itertools.combinations([config, *others], 2):
+            assert one.type == other.type
+            encodings = [self._encodings(each) for each in (one, other)]
+            assert same(*encodings) or identity_of(one) != identity_of(other), "encodes otherwise under one identity"
 
     def test_the_bound_is_a_bound(self, tmp_path: Path):
         serializer = self.open(tmp_path)
@@ -52,14 +102,62 @@ class SerializerLaws(Laws):
             assert into.untouched_beyond(nbytes), "encode wrote more than it says"
 
     def test_a_payload_comes_back_in_full(self, tmp_path: Path):
-        """And bit for bit where that is promised."""
+        """Bit for bit if the codec is lossless, and otherwise within the error that it states."""
         serializer = self.open(tmp_path)
         for payload in self.payloads():
             encoded = encode(serializer, payload, serializer.bound(self.layout))
             into = Poisoned(len(payload))
             assert serializer.decode(memoryview(encoded), into.view) == len(payload)
             assert into.untouched_beyond(len(payload))
-            assert not serializer.lossless or same(into.view, payload), "lossless means bit-equal"
+            assert self._comes_back(tmp_path, payload, bytes(into.view))
+
+    def test_an_error_that_is_stated_tells_payloads_apart(self, tmp_path: Path):
+        """A lossy codec must not be allowed to return zeros for everything."""
+        if not self.config(tmp_path).lossless:
+            random_payload = random.Random(1).randbytes(self.layout.payload_nbytes)
+            telling = [payload for payload in (random_payload, *self.payloads()) if any(payload)]
+            assert not any(self.is_close(payload, bytes(len(payload))) for payload in telling), "zeros are close"
+
+    def test_one_instance_serves_several_threads(self, tmp_path: Path):
+        """Each thread has payloads of its own, and what it encodes is decoded again by itself and by a new instance."""
+        serializer, payloads = self.open(tmp_path), [payload for payload in self.payloads() if any(payload)]
+        bound, together = serializer.bound(self.layout), Barrier(_THREADS)
+
+        def work(thread: int) -> list[tuple[bytes, bytes, bytes]]:
+            together.wait(timeout=60.0)
+            sys.settrace(_pausing())
+            seen = []
+            for i in range(_ROUNDS):
+                payload = payloads[(thread + i) % len(payloads)]
+                encoded = encode(serializer, payload, bound)
+                seen.append((payload, encoded, decode(serializer, encoded, len(payload))))
+            return seen
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            seen = [each for share in pool.map(work, range(_THREADS)) for each in share]
+        alone = self.open(tmp_path)
+        for payload, encoded, decoded in seen:
+            assert self._comes_back(tmp_path, payload, decoded), "wrong while other threads used the instance"
+            assert same(decode(alone, encoded, len(payload)), decoded), "another instance decodes it otherwise"
+
+    def test_any_instance_decodes(self, tmp_path: Path):
+        """Also one that encoded nothing, or something else."""
+        payloads = list(self.payloads())
+        first = self.open(tmp_path)
+        encodings = [encode(first, payload, first.bound(self.layout)) for payload in payloads]
+        busy = self.open(tmp_path)
+        encode(busy, payloads[2], busy.bound(self.layout))
+        for payload, encoded in zip(payloads, encodings, strict=True):
+            here = decode(first, encoded, len(payload))
+            assert same(decode(self.open(tmp_path), encoded, len(payload)), here)
+            assert same(decode(busy, encoded, len(payload)), here)
+
+    def test_any_process_decodes(self, tmp_path: Path):
+        payloads, serializer = list(self.payloads()), self.open(tmp_path)
+        encodings = [encode(serializer, payload, serializer.bound(self.layout)) for payload in payloads]
+        here = [decode(serializer, encoded, self.layout.payload_nbytes) for encoded in encodings]
+        there = in_new_process(decode_all, self.config(tmp_path), self.layout, encodings)
+        assert same(there, here), "another process decodes it otherwise"
 
     def test_no_view_is_kept(self, tmp_path: Path):
         serializer = self.open(tmp_path)
@@ -78,7 +176,7 @@ class SerializerLaws(Laws):
         serializer = self.open(tmp_path)
         rng = random.Random(seed)
         nbytes = self.layout.payload_nbytes
-        encodings = [encode(serializer, payload, serializer.bound(self.layout)) for payload in self.payloads()]
+        encodings = self._encodings(self.config(tmp_path))
         for _ in range(_GARBAGE_ROUNDS):
             garbage = bytearray(rng.choice(encodings))
             match rng.choice(("random", "flipped", "short", "long")):
@@ -95,7 +193,53 @@ class SerializerLaws(Laws):
                 assert 0 <= serializer.decode(memoryview(garbage), into.view) <= nbytes
             assert into.untouched_beyond(nbytes), "decode wrote outside"
 
+    def _encodings(self, config: SerializerConfig) -> list[bytes]:
+        serializer = open_serializer(config, self.layout)
+        return [encode(serializer, payload, serializer.bound(self.layout)) for payload in self.payloads()]
+
+    def _comes_back(self, folder: Path, payload: bytes, decoded: bytes) -> bool:
+        return same(decoded, payload) if self.config(folder).lossless else self.is_close(payload, decoded)
+
+    @staticmethod
+    def _patterns(nbytes: int) -> bytes:
+        pattern = struct.pack(f"<{len(_HARD_PATTERNS)}H", *_HARD_PATTERNS)
+        return (pattern * (nbytes // len(pattern) + 1))[:nbytes]
+
+
+def open_serializer(config: SerializerConfig, layout: ChunkLayout) -> Serializer:
+    """A new instance for chunks of this layout."""
+    return config.open(make_context(layout=layout))
+
+
+def _pausing() -> Callable[..., Any]:
+    """A trace function of a thread, which lets others run between the lines of what the thread calls."""
+    lines = itertools.count()
+
+    def trace(frame: object, event: str, argument: object) -> Any:
+        if event == "call":
+            return _pausing()
+        if event == "line":
+            if next(lines) >= _PAUSES:
+                return None
+            time.sleep(_PAUSE_SECONDS)
+        return trace
+
+    return trace
+
 
 def encode(serializer: Serializer, payload: bytes, bound: int) -> bytes:
+    """The encoding of a payload, in a buffer of ``bound`` bytes."""
     into = memoryview(bytearray(bound))
     return bytes(into[: serializer.encode(memoryview(payload), into)])
+
+
+def decode(serializer: Serializer, encoded: bytes, payload_nbytes: int) -> bytes:
+    """The payload of an encoding."""
+    into = memoryview(bytearray(payload_nbytes))
+    return bytes(into[: serializer.decode(memoryview(encoded), into)])
+
+
+def decode_all(config: SerializerConfig, layout: ChunkLayout, encodings: Sequence[bytes]) -> list[bytes]:
+    """The payloads of encodings, by a new instance."""
+    serializer = open_serializer(config, layout)
+    return [decode(serializer, encoded, layout.payload_nbytes) for encoded in encodings]

@@ -1,9 +1,10 @@
 """Frames are harmed at random, as disks, bugs and strangers harm them, and not one wrong byte may be served.
 
-What must be right are a frame's meaning bytes: the 88 bytes of header fields and checksum, and the payload, as long
+What must be right are a frame's meaning bytes: the 192 bytes of header fields and checksums, and the payload, as long
 as the header says. The rest of the header page, the rest of the last page and whatever follows are nobody's bytes:
 no reader looks at them. So the verdict is known exactly, both ways: a frame is good if, and only if, its meaning
-bytes are the very ones that were stored.
+bytes are the very ones that were stored. One that names another codec or format version in a header that is otherwise
+whole is incompatible: it is not served, and it is not deleted either.
 
 CAMPAIGN_ROUNDS says how many frames are harmed, CAMPAIGN_SEED how. Of ``pytest -s`` each test prints what it did.
 """
@@ -21,12 +22,13 @@ from pathlib import Path
 
 import attrs
 import pytest
-from test_machine import Zip
+from test_machine import ZipConfig
 
-from kvtier_core.frames import format as frame
+from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.frames.codec import FrameCodec
-from kvtier_core.frames.format import Damage
-from kvtier_core.interfaces import Serializer
+from kvtier_core.frames.format import FrameError, payload_of, seal, verify
+from kvtier_core.frames.identity import RAW, CodecIdentity, identity_of
+from kvtier_core.interfaces import SerializerConfig
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.store_tier.tier import FrameWrite, StoreTier
@@ -38,21 +40,27 @@ from kvtier_disk.config import DiskConfig
 ROUNDS = int(os.environ.get("CAMPAIGN_ROUNDS", "3000"))
 SEED = int(os.environ.get("CAMPAIGN_SEED", "0"))
 
+ZIP = identity_of(ZipConfig())
 OURS, THEIRS = make_namespace("today's weights"), make_namespace("yesterday's weights")
 KEYS = make_keys(6)
 #: Three pages of payload, and one that ends in the middle of a page.
 LAYOUTS = [make_layout((2048, 1024), blocks=4), make_layout((1500, 700), blocks=3)]
 
-HEADER_NBYTES = 88
-CHECKSUM_AT = 84
+HEADER_NBYTES = 192
+CODEC_AT, CODEC_END = 84, 180
+CHECKSUM_AT = 188
 #: Name of a field, its place and format, and values that a reader could fall for.
 FIELDS = [
     ("magic", 0, "8s", [b"kvtier\n\n", b"KVTIER\r\n", bytes(8)]),
-    ("version", 8, "<H", [0, 2, 0xFFFF]),
-    ("codec", 10, "<H", [0, 1, 77, 0xFFFF]),
+    ("version", 8, "<H", [0, 1, 3, 0xFFFF]),
+    ("flags", 10, "<H", [0, 2, 3, 0xFFFF]),
     ("length", 12, "<Q", [0, 1, FRAME_ALIGNMENT, 1 << 50, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]),
     ("namespace", 20, "32s", [THEIRS.digest, bytes(32)]),
     ("key", 52, "32s", [*KEYS, bytes(KEY_NBYTES)]),
+    ("codec type", CODEC_AT, "64s", [b"raw".ljust(64, b"\0"), b"zip".ljust(64, b"\0"), bytes(64)]),
+    ("codec options", 148, "32s", [bytes(32), ZIP.digest]),
+    ("checksum of the payload", CODEC_END, "<I", [0, 0xFFFFFFFF]),
+    ("checksum of the decoded", 184, "<I", [0, 0xFFFFFFFF]),
     ("checksum", CHECKSUM_AT, "<I", [0, 0xFFFFFFFF]),
 ]
 
@@ -63,7 +71,7 @@ class Stored:
 
     key: ChunkKey
     whole: bytes
-    codec: int = frame.RAW
+    codec: CodecIdentity = RAW
 
     @property
     def payload_nbytes(self) -> int:
@@ -78,9 +86,22 @@ class Stored:
         end = FRAME_ALIGNMENT + self.payload_nbytes
         return found[:HEADER_NBYTES] == self.whole[:HEADER_NBYTES] and found[FRAME_ALIGNMENT:end] == self.payload
 
+    def is_incompatible(self, found: bytes) -> bool:
+        """Is it a frame of this key that another codec or version wrote? From the format, not from the code."""
+        if len(found) < FRAME_ALIGNMENT or found[:8] != self.whole[:8]:
+            return False
+        version, flags = struct.unpack_from("<HH", found, 8)
+        if version != 2:
+            return True
+        if found[CHECKSUM_AT:HEADER_NBYTES] != struct.pack("<I", zlib.crc32(found[:CHECKSUM_AT])):
+            return False
+        ours = found[20:CODEC_AT] == self.whole[20:CODEC_AT]
+        same_codec = found[10:12] + found[CODEC_AT:CODEC_END] == self.whole[10:12] + self.whole[CODEC_AT:CODEC_END]
+        return flags > 1 or (ours and not same_codec)
+
     def sealed_again(self, *, namespace: Namespace = OURS, key: ChunkKey | None = None, payload: bytes) -> bytes:
         again = bytearray(whole_pages(payload))
-        frame.seal(memoryview(again), namespace, key or self.key, len(payload), self.codec)
+        seal(memoryview(again), namespace, key or self.key, len(payload), codec=self.codec)
         return bytes(again)
 
 
@@ -88,7 +109,7 @@ def whole_pages(payload: bytes) -> bytes:
     return bytes(FRAME_ALIGNMENT) + payload + bytes(-len(payload) % FRAME_ALIGNMENT)
 
 
-def seal(key: ChunkKey, payload: bytes) -> bytes:
+def raw_frame(key: ChunkKey, payload: bytes) -> bytes:
     return Stored(key, b"").sealed_again(payload=payload)
 
 
@@ -184,8 +205,10 @@ def a_field_rewritten_and_the_checksum_too(rng, stored, others):
     """Each field must be refused for its own sake: this is what a bug in whoever seals would write."""
     found = rewritten(rng, stored, FIELDS[:-1])
     (claimed,) = struct.unpack_from("<Q", found, 12)
-    checksum = zlib.crc32(found[FRAME_ALIGNMENT:][:claimed], zlib.crc32(found[:CHECKSUM_AT]))
-    return put(found, CHECKSUM_AT, struct.pack("<I", checksum))
+    if claimed != stored.payload_nbytes:
+        checksum = zlib.crc32(found[FRAME_ALIGNMENT:][:claimed])
+        found = put(found, CODEC_END, struct.pack("<II", checksum, checksum))
+    return put(found, CHECKSUM_AT, struct.pack("<I", zlib.crc32(found[:CHECKSUM_AT])))
 
 
 def a_payload_of_another_length(rng, stored, others):
@@ -272,11 +295,11 @@ def a_payload(rng: random.Random, nbytes: int) -> bytes:
 
 
 def test_no_harmed_frame_passes_the_check():
-    """`frame.check`, as a tier without a serializer calls it."""
+    """`verify`, as a tier without a serializer calls it."""
     kinds, tally = [*ACCIDENTS, *LIES], Tally()
     content = random.Random(SEED)
     shelves = [
-        [Stored(key, seal(key, a_payload(content, layout.payload_nbytes))) for key in KEYS for _ in range(2)]
+        [Stored(key, raw_frame(key, a_payload(content, layout.payload_nbytes))) for key in KEYS for _ in range(2)]
         for layout in LAYOUTS
     ]
     for i in range(max(ROUNDS, 10 * len(kinds))):
@@ -285,12 +308,16 @@ def test_no_harmed_frame_passes_the_check():
         shelf = rng.choice(shelves)
         stored = rng.choice(shelf)
         found = kind(rng, stored, [other.whole for other in shelf if other is not stored])
-        damage = frame.check(memoryview(found), OURS, stored.key, payload_nbytes=stored.payload_nbytes)
+        error = verify(memoryview(found), OURS, stored.key, payload_nbytes=stored.payload_nbytes)
         intact = stored.is_meant_by(found)
-        tally.count(kind, intact=intact, accepted=damage is None)
-        assert (damage is None) == intact, f"seed {SEED}, round {i}: {kind.__name__}: {damage}"
-        if damage is None:
-            assert same(frame.payload_of(memoryview(found)), stored.payload)
+        tally.count(kind, intact=intact, accepted=error is None)
+        assert (error is None) == intact, f"seed {SEED}, round {i}: {kind.__name__}: {error}"
+        if error is not None:
+            assert error.incompatible == stored.is_incompatible(found), (
+                f"seed {SEED}, round {i}: {kind.__name__}: {error}"
+            )
+        else:
+            assert same(payload_of(memoryview(found)), stored.payload)
     tally.settle(kinds)
 
 
@@ -338,27 +365,30 @@ class Bench:
         events, self.tier.events[:] = list(self.tier.events), []
         return events
 
-    def told_of_misses(self) -> tuple[set[ChunkKey], set[ChunkKey]]:
-        """The keys that were told to be damaged, and why, and those that were told to be lost; each once."""
-        keys: dict[EventKind, list[ChunkKey]] = {EventKind.CORRUPT: [], EventKind.MISSING: []}
+    def told_of_misses(self) -> tuple[set[ChunkKey], set[ChunkKey], set[ChunkKey]]:
+        """The keys that were told to be corrupt, incompatible and missing; each once, and why."""
+        kinds = (EventKind.CORRUPT, EventKind.INCOMPATIBLE, EventKind.MISSING)
+        keys: dict[EventKind, list[ChunkKey]] = {kind: [] for kind in kinds}
         for event in self.told():
             assert event.kind in keys, event
             keys[event.kind] += event.keys
-            assert event.kind is not EventKind.CORRUPT or event.why in {damage.value for damage in Damage}
-        damaged, lost = keys[EventKind.CORRUPT], keys[EventKind.MISSING]
-        assert len({*damaged, *lost}) == len(damaged) + len(lost)
-        return set(damaged), set(lost)
+            incompatible = event.kind is EventKind.INCOMPATIBLE
+            whys = {error.value for error in FrameError if error.incompatible is incompatible}
+            assert event.kind is EventKind.MISSING or event.why in whys
+        told = [set(keys[kind]) for kind in kinds]
+        assert len(set().union(*told)) == sum(map(len, keys.values()))
+        return tuple(told)
 
 
 @contextlib.contextmanager
-def opened(folder: Path, layout: ChunkLayout, serializer: Serializer | None) -> Iterator[Bench]:
+def opened(folder: Path, layout: ChunkLayout, serializer: SerializerConfig) -> Iterator[Bench]:
     ctx = make_context(namespace=OURS, layout=layout)
     tier = StoreTier(
         "disk",
         DiskConfig(path=folder, min_free=Nbytes(0)).open(ctx),
         pool=IOPool("campaign", 2),
         index=CacheIndex(LruConfig().open()),
-        codec=FrameCodec(OURS, layout, serializer),
+        codec=FrameCodec.open(serializer, ctx),
         capacity=ctx.capacity,
         inflight=1 << 30,
     )
@@ -370,20 +400,20 @@ def opened(folder: Path, layout: ChunkLayout, serializer: Serializer | None) -> 
         assert tier.close(10.0)
 
 
-@pytest.mark.parametrize("serializer", [None, Zip()], ids=["raw", "zip"])
+@pytest.mark.parametrize("serializer", [RawConfig(), ZipConfig()], ids=["raw", "zip"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["whole pages", "half a page"])
 def test_no_harmed_file_is_served(tmp_path, layout, serializer):
     """A tier, its door and a disk: a harmed frame is a miss, is told of, and is not found again."""
-    kinds = ACCIDENTS if serializer else [*ACCIDENTS, *LIES]
-    tally, before = Tally(), [seal(make_keys(9)[8], bytes(layout.payload_nbytes))]
+    kinds = [*ACCIDENTS, *LIES] if serializer == RawConfig() else ACCIDENTS
+    tally, before = Tally(), [raw_frame(make_keys(9)[8], bytes(layout.payload_nbytes))]
     for batch in range(max(10, ROUNDS // 10 // len(kinds))):
-        rng = random.Random(f"{SEED} {layout} {bool(serializer)} {batch}")
+        rng = random.Random(f"{SEED} {layout} {serializer.type} {batch}")
         keys = {ChunkKey(rng.randbytes(KEY_NBYTES)): kind for kind in kinds}
         payloads = {key: a_payload(rng, layout.payload_nbytes) for key in keys}
         with opened(tmp_path, layout, serializer) as bench:
-            bench.write({key: seal(key, payloads[key]) for key in keys})
-            code = serializer.code if serializer else frame.RAW
-            stored = {key: Stored(key, bench.file(key).read_bytes(), code) for key in keys}
+            bench.write({key: raw_frame(key, payloads[key]) for key in keys})
+            codec = RAW if serializer == RawConfig() else ZIP
+            stored = {key: Stored(key, bench.file(key).read_bytes(), codec) for key in keys}
             harmed = {}
             for key, kind in keys.items():
                 others = [*before, *(other.whole for other in stored.values() if other.key != key)]
@@ -391,43 +421,45 @@ def test_no_harmed_file_is_served(tmp_path, layout, serializer):
                 bench.file(key).write_bytes(harmed[key])
             slots = bench.read(list(keys))
             assert list(slots) == list(keys)
-            damaged, lost = bench.told_of_misses()
+            corrupt, incompatible, lost = bench.told_of_misses()
             for key, kind in keys.items():
                 where = f"seed {SEED}, batch {batch}: {kind.__name__}"
                 intact, readable = stored[key].is_meant_by(harmed[key]), _can_be_read(harmed[key], bench, serializer)
                 tally.count(kind, intact=intact, accepted=key in bench.good)
                 assert (key in bench.good) == (intact and readable) == (key not in bench.bad), where
-                assert (key in damaged) == (readable and not intact), where
+                other = stored[key].is_incompatible(harmed[key])
+                assert (key in corrupt) == (readable and not intact and not other), where
+                assert (key in incompatible) == (readable and other), where
                 assert (key in lost) == (not readable), where
                 assert bench.tier.has(key) == (key in bench.good), f"{where}: is found again"
-                assert bench.file(key).exists() == (key not in damaged | lost), where
+                assert bench.file(key).exists() == (key not in corrupt | lost), where
             for key in bench.good:
-                assert frame.check(slots[key], OURS, key, payload_nbytes=layout.payload_nbytes) is None
-                assert same(frame.payload_of(slots[key]), payloads[key]), "a slot holds other bytes than were stored"
+                assert verify(slots[key], OURS, key, payload_nbytes=layout.payload_nbytes) is None
+                assert same(payload_of(slots[key]), payloads[key]), "a slot holds other bytes than were stored"
             assert not bench.read(bench.bad), "a miss is read again"
         with opened(tmp_path, layout, serializer) as bench:
-            assert not any(map(bench.tier.has, damaged)), "a damaged frame is found again after a restart"
+            assert not any(map(bench.tier.has, corrupt)), "a damaged frame is found again after a restart"
             bench.tier.invalidate_all(OURS)
             bench.settle()
         before = [other.whole for other in stored.values()]
     tally.settle(kinds)
 
 
-def _can_be_read(found: bytes, bench: Bench, serializer: Serializer | None) -> bool:
+def _can_be_read(found: bytes, bench: Bench, serializer: SerializerConfig) -> bool:
     """What has no frame's length, or fits into no slot, is lost before anybody looks at it."""
-    bound = FrameCodec(OURS, bench.layout, serializer).bound
-    return 0 < len(found) <= bound and len(found) % FRAME_ALIGNMENT == 0
+    codec = FrameCodec.open(serializer, make_context(namespace=OURS, layout=bench.layout))
+    return 0 < len(found) <= codec.max_frame_nbytes and len(found) % FRAME_ALIGNMENT == 0
 
 
-def test_a_frame_that_cannot_be_decoded_is_damaged(tmp_path):
-    """Its checksum fits: another release of the serializer wrote it, or nobody's did. Its neighbours are served."""
+def test_a_frame_that_cannot_be_decoded_is_incompatible(tmp_path):
+    """Its checksums fit: another release of the serializer wrote it. Its neighbours are served."""
     layout = LAYOUTS[0]
-    with opened(tmp_path, layout, Zip()) as bench:
-        bench.write({key: seal(key, bytes(layout.payload_nbytes)) for key in KEYS})
-        odd = Stored(KEYS[0], bench.file(KEYS[0]).read_bytes(), Zip.code)
+    with opened(tmp_path, layout, ZipConfig()) as bench:
+        bench.write({key: raw_frame(key, bytes(layout.payload_nbytes)) for key in KEYS})
+        odd = Stored(KEYS[0], bench.file(KEYS[0]).read_bytes(), ZIP)
         bench.file(KEYS[0]).write_bytes(odd.sealed_again(payload=b"not zlib's"))
         bench.read(KEYS)
-        damaged, lost = bench.told_of_misses()
-        assert (damaged, lost) == ({KEYS[0]}, set())
+        assert bench.told_of_misses() == (set(), {KEYS[0]}, set())
         assert (bench.good, bench.bad) == (list(KEYS[1:]), [KEYS[0]])
         assert not bench.tier.has(KEYS[0])
+        assert bench.file(KEYS[0]).exists()

@@ -232,7 +232,7 @@ def open_over(*stores):
             store,
             pool=IOPool(f"test{i}"),
             index=CacheIndex(LruConfig().open()),
-            codec=FrameCodec(NAMESPACE, LAYOUT, None),
+            codec=FrameCodec(NAMESPACE, LAYOUT),
             capacity=LAYOUT.frame_nbytes,
             inflight=LAYOUT.frame_nbytes,
         )

@@ -21,7 +21,8 @@ from kvtier_core.config.model import StackConfig, load_config, open_stack
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine import weights
 from kvtier_core.errors import ConfigError
-from kvtier_core.frames import format as frame
+from kvtier_core.frames.format import payload_of, verify
+from kvtier_core.frames.identity import RAW, CodecIdentity
 from kvtier_core.hookspecs import hookimpl
 from kvtier_core.interfaces import BackendConfig
 from kvtier_core.testing.samples import make_context, make_key, make_namespace, same
@@ -50,24 +51,33 @@ NAMESPACE, KEY = make_namespace(), make_key(0)
 PAYLOAD = bytes(range(200))
 TRUE = {
     "magic": b"kvtier\r\n",
-    "version": 1,
-    "codec": 0,
+    "version": 2,
+    "flags": 1,
     "nbytes": len(PAYLOAD),
     "namespace": NAMESPACE.digest,
     "key": KEY,
+    "codec": b"raw".ljust(64, b"\0"),
+    "options": bytes(32),
+    "payload": zlib.crc32(PAYLOAD),
+    "decoded": zlib.crc32(PAYLOAD),
 }
-FIELDS = struct.Struct("<8sHHQ32s32s")
+OTHER_CODEC = CodecIdentity("zip", bytes(range(32)), lossless=True)
+FIELDS = struct.Struct("<8sHHQ32s32s64s32sII")
 HEADER_NBYTES = FIELDS.size + 4
 
-u16, u64 = st.integers(0, (1 << 16) - 1), st.integers(0, (1 << 64) - 1)
+u16, u32, u64 = (st.integers(0, (1 << bits) - 1) for bits in (16, 32, 64))
 digests = st.binary(min_size=32, max_size=32)
 LIES = {
     "magic": st.binary(min_size=8, max_size=8),
     "version": u16,
-    "codec": u16,
+    "flags": u16,
     "nbytes": st.integers(0, 300) | u64,
     "namespace": st.just(make_namespace("other").digest) | digests,
     "key": st.just(make_key(1)) | digests,
+    "codec": st.just(b"zip".ljust(64, b"\0")) | st.binary(min_size=64, max_size=64),
+    "options": digests,
+    "payload": u32,
+    "decoded": u32,
 }
 #: Two lies at most, so that each field stands alone between a frame and its reader often enough.
 lies = st.just({}) | st.sampled_from(list(LIES)).flatmap(lambda name: LIES[name].map(lambda value: {name: value}))
@@ -76,11 +86,12 @@ claims = st.builds(lambda one, other: TRUE | one | other, lies, lies)
 
 def is_true(claim, found, asked_nbytes):
     """Is this the frame asked for? Written from the format, not from the code."""
-    if {**claim, "nbytes": len(PAYLOAD)} != TRUE or asked_nbytes not in (None, claim["nbytes"]):
+    free = {"nbytes": len(PAYLOAD), "payload": TRUE["payload"], "decoded": TRUE["decoded"]}
+    if {**claim, **free} != TRUE or asked_nbytes not in (None, claim["nbytes"]):
         return False
     payload = found[FRAME_ALIGNMENT:][: claim["nbytes"]]
-    checksum = struct.pack("<I", zlib.crc32(payload, zlib.crc32(found[: FIELDS.size])))
-    return len(payload) == claim["nbytes"] and found[FIELDS.size : HEADER_NBYTES] == checksum
+    whole = len(payload) == claim["nbytes"] and claim["payload"] == claim["decoded"] == zlib.crc32(payload)
+    return whole and found[FIELDS.size : HEADER_NBYTES] == struct.pack("<I", zlib.crc32(found[: FIELDS.size]))
 
 
 @FIXED
@@ -98,26 +109,28 @@ def is_true(claim, found, asked_nbytes):
 @example(claim=TRUE | {"nbytes": (1 << 64) - 1}, payload=PAYLOAD, asked_nbytes=None, fits=True, cut=None)
 @example(claim=TRUE | {"nbytes": 0}, payload=b"", asked_nbytes=None, fits=True, cut=None)
 def test_no_claim_is_believed(claim, payload, asked_nbytes, fits, cut):
+    if fits and (claim["payload"], claim["decoded"]) == (TRUE["payload"], TRUE["decoded"]):
+        claim = claim | dict.fromkeys(("payload", "decoded"), zlib.crc32(payload[: claim["nbytes"]]))
     fields = FIELDS.pack(*claim.values())
-    checksum = zlib.crc32(payload[: claim["nbytes"]], zlib.crc32(fields)) if fits else 0
+    checksum = zlib.crc32(fields) if fits else 0
     whole = (fields + struct.pack("<I", checksum)).ljust(FRAME_ALIGNMENT, b"\0") + payload
     found = memoryview(whole)[:cut]
-    damage = frame.check(found, NAMESPACE, KEY, payload_nbytes=asked_nbytes)
-    assert (damage is None) == (len(found) >= FRAME_ALIGNMENT and is_true(claim, bytes(found), asked_nbytes))
-    if damage is None:
-        assert same(frame.payload_of(found), payload[: claim["nbytes"]])
+    error = verify(found, NAMESPACE, KEY, payload_nbytes=asked_nbytes)
+    assert (error is None) == (len(found) >= FRAME_ALIGNMENT and is_true(claim, bytes(found), asked_nbytes))
+    if error is None:
+        assert same(payload_of(found), payload[: claim["nbytes"]])
     # What lies behind the view, here the rest of the frame, has no say.
-    assert frame.check(memoryview(bytes(found)), NAMESPACE, KEY, payload_nbytes=asked_nbytes) is damage
+    assert verify(memoryview(bytes(found)), NAMESPACE, KEY, payload_nbytes=asked_nbytes) is error
 
 
 @FIXED
 @given(st.binary(max_size=300), st.integers(0, 2 * FRAME_ALIGNMENT))
 def test_no_garbage_is_a_frame(garbage, nbytes):
     found = memoryview((garbage * (nbytes // max(1, len(garbage)) + 1))[:nbytes])
-    for codec, payload_nbytes in ((frame.RAW, len(PAYLOAD)), (frame.RAW, None), (77, None)):
-        assert frame.check(found, NAMESPACE, KEY, codec=codec, payload_nbytes=payload_nbytes) is not None
+    for codec, payload_nbytes in ((RAW, len(PAYLOAD)), (RAW, None), (OTHER_CODEC, None)):
+        assert verify(found, NAMESPACE, KEY, codec=codec, payload_nbytes=payload_nbytes) is not None
     if len(found) >= FRAME_ALIGNMENT:
-        assert len(frame.payload_of(found)) <= len(found) - FRAME_ALIGNMENT
+        assert len(payload_of(found)) <= len(found) - FRAME_ALIGNMENT
 
 
 # -- configuration files -------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections import Counter
+from typing import ClassVar
 
+import attrs
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -13,7 +15,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from kvtier_core.builtin.plugin import kvtier_eviction_policies
 from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.frames.codec import FrameCodec
-from kvtier_core.interfaces import Serializer
+from kvtier_core.interfaces import Serializer, SerializerConfig
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.promotion import Promotions
@@ -33,9 +35,6 @@ HUNT = settings(
 
 
 class Zip(Serializer):
-    code = 77
-    lossless = True
-
     def bound(self, layout):
         return layout.payload_nbytes + 64
 
@@ -52,13 +51,22 @@ class Zip(Serializer):
         return len(into)
 
 
+@attrs.frozen
+class ZipConfig(SerializerConfig):
+    type: ClassVar[str] = "zip"
+    lossless: ClassVar[bool] = True
+
+    def open(self, ctx):
+        return Zip()
+
+
 SHAPES = {
     "arena alone": {"tiers": ()},
     "arena and tier": {},
     "tier smaller than the arena": {"tiers": (4,)},
     "two arenas": {"arenas": (5, 7), "tiers": ()},
     "two arenas, two tiers": {"arenas": (4, 5), "tiers": (4, 12)},
-    "a serializer": {"serializer": Zip()},
+    "a serializer": {"serializer": ZipConfig()},
     "a shared store": {"shelf": SharedShelf},
 }
 POLICIES = [config() for config in kvtier_eviction_policies()]
@@ -94,7 +102,7 @@ def evicts_what_is_pinned(monkeypatch):
 
 
 def believes_every_frame(monkeypatch):
-    monkeypatch.setattr(FrameCodec, "check", lambda self, key, landed, count, slot: None)
+    monkeypatch.setattr(FrameCodec, "decode_verified", lambda self, key, buffer, count, slot: None)
 
 
 def serves_what_is_still_being_filled(monkeypatch):

@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from kvtier_core.errors import ContractError
-from kvtier_core.frames import format as frame
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.policies.lru import Lru
+from kvtier_core.stack import write_through
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.manager import StorageManager
@@ -56,7 +56,7 @@ class Bench:
                 shelf,
                 pool=pool(),
                 index=CacheIndex(below()),
-                codec=FrameCodec(NAMESPACE, LAYOUT, None),
+                codec=FrameCodec(NAMESPACE, LAYOUT),
                 capacity=frames * LAYOUT.frame_nbytes,
                 inflight=inflight * LAYOUT.frame_nbytes,
                 clock=lambda: self.now,
@@ -216,7 +216,7 @@ def test_a_frame_that_cannot_be_sealed_stays_where_it_is(bench, monkeypatch):
     def seal(*arguments):
         raise OSError("planned")
 
-    monkeypatch.setattr(frame, "seal", seal)
+    monkeypatch.setattr(write_through, "seal", seal)
     assert told(bench.store(OURS)) == [(EventKind.STORED, "cpu", OURS), (EventKind.IO_ERROR, "cpu", OURS)]
     assert bench.look(OURS) == [READY] * 4
     bench.at_rest()

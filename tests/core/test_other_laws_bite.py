@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+import struct
+import time
 import zlib
 from typing import ClassVar
 
@@ -11,7 +13,7 @@ import attrs
 import pytest
 
 from kvtier_core import interfaces
-from kvtier_core.errors import BackendError
+from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.testing import PolicyLaws, SerializerLaws, TokenDatabaseLaws, laws_of
 
 
@@ -240,14 +242,13 @@ class PlantedDatabase(interfaces.TokenDatabaseConfig):
 class Codec(interfaces.Serializer):
     """Correct: zlib."""
 
-    code = 1
-    lossless = True
+    level = 1
 
     def bound(self, layout):
         return layout.payload_nbytes + layout.payload_nbytes // 1000 + 64
 
     def encode(self, payload, into):
-        encoded = zlib.compress(payload, 1)
+        encoded = zlib.compress(payload, self.level)
         into[: len(encoded)] = encoded
         return len(encoded)
 
@@ -262,8 +263,22 @@ class Codec(interfaces.Serializer):
         return len(payload)
 
 
-class HasALargeCode(Codec):
-    code = 1 << 16
+class Stronger(Codec):
+    level = 9
+
+
+class UpperBytes(Codec):
+    """Correct and lossy: of each two bytes the first is gone."""
+
+    def encode(self, payload, into):
+        return super().encode(bytes(payload[1::2]), into)
+
+    def decode(self, encoded, into):
+        upper = memoryview(bytearray(len(into) // 2))
+        nbytes = super().decode(encoded, upper)
+        into[1 : 2 * nbytes : 2] = upper[:nbytes]
+        into[: 2 * nbytes : 2] = bytes(nbytes)
+        return 2 * nbytes
 
 
 class BoundIsNone(Codec):
@@ -285,6 +300,76 @@ class LosesBits(Codec):
         return nbytes
 
 
+class MergesNans(Codec):
+    """As arithmetic on bfloat16 does: every NaN becomes the one NaN."""
+
+    def encode(self, payload, into):
+        patterns = struct.unpack(f"<{len(payload) // 2}H", payload)
+        merged = [0x7FC0 if each & 0x7F80 == 0x7F80 and each & 0x7F else each for each in patterns]
+        return super().encode(struct.pack(f"<{len(merged)}H", *merged), into)
+
+
+class ReturnsZeros(UpperBytes):
+    def decode(self, encoded, into):
+        into[:] = bytes(len(into))
+        return len(into)
+
+
+class SharesABuffer(Codec):
+    """Among the threads that encode."""
+
+    def __init__(self):
+        self.buffer = bytearray()
+
+    def encode(self, payload, into):
+        self.buffer[:] = payload
+        return super().encode(self.buffer, into)
+
+
+class SharesABufferToDecode(Codec):
+    """Among the threads that decode."""
+
+    def __init__(self):
+        self.buffer = bytearray()
+
+    def decode(self, encoded, into):
+        nbytes = super().decode(encoded, into)
+        self.buffer[:] = into[:nbytes]
+        time.sleep(0)
+        into[:nbytes] = self.buffer
+        return nbytes
+
+
+class RemembersWhatItEncoded(Codec):
+    """Decodes only in the instance that encoded."""
+
+    def __init__(self):
+        self.payloads = []
+
+    def encode(self, payload, into):
+        self.payloads.append(bytes(payload))
+        into[:4] = struct.pack("<I", len(self.payloads) - 1)
+        return 4
+
+    def decode(self, encoded, into):
+        try:
+            payload = self.payloads[struct.unpack("<I", encoded)[0]]
+        except (struct.error, IndexError) as error:
+            raise BackendError(str(error)) from error
+        into[: len(payload)] = payload
+        return len(payload)
+
+
+IN_THIS_PROCESS = []
+
+
+class RemembersInItsProcess(RemembersWhatItEncoded):
+    """Decodes only in the process that encoded."""
+
+    def __init__(self):
+        self.payloads = IN_THIS_PROCESS
+
+
 class KeepsThePayload(Codec):
     def encode(self, payload, into):
         self.kept = payload[:]
@@ -301,10 +386,57 @@ class Crashes(Codec):
 @attrs.frozen
 class PlantedSerializer(interfaces.SerializerConfig):
     type: ClassVar[str] = "planted"
-    codec: type = Codec
+    lossless: ClassVar[bool] = True
+    codec: str = "Codec"
 
     def open(self, ctx):
-        return self.codec()
+        return globals()[self.codec]()
+
+    def others(self):
+        return [attrs.evolve(self, codec="Stronger")]
+
+    def is_close(self, payload, decoded):
+        return decoded[1::2] == payload[1::2]
+
+
+class PlantedLossy(PlantedSerializer):
+    lossless: ClassVar[bool] = False
+
+
+class EverythingIsClose(PlantedLossy):
+    def is_close(self, payload, decoded):
+        return True
+
+
+class PassesForRaw(PlantedSerializer):
+    type: ClassVar[str] = "raw"
+
+
+class DoesNotSayWhetherItLoses(PlantedSerializer):
+    lossless: ClassVar[None] = None
+
+
+class HidesAnOption(PlantedSerializer):
+    """What changes the encoding is no field."""
+
+    level: ClassVar[int] = 1
+
+    def open(self, ctx):
+        codec = Codec()
+        codec.level = self.level
+        return codec
+
+    def others(self):
+        return [*super().others(), HidesAnOtherOption()]
+
+
+class HidesAnOtherOption(HidesAnOption):
+    level: ClassVar[int] = 9
+
+
+class NamesNoOtherOptions(PlantedSerializer):
+    def others(self):
+        return []
 
 
 class TestPolicy(PolicyLaws):
@@ -326,6 +458,16 @@ class TestSerializer(SerializerLaws):
 
     def config(self, folder):
         return self.planted
+
+    def others(self, folder):
+        return self.planted.others()
+
+    def is_close(self, payload, decoded):
+        return self.planted.is_close(payload, decoded)
+
+
+class TestLossySerializer(TestSerializer):
+    planted = PlantedLossy("UpperBytes")
 
 
 BUGS = {
@@ -357,12 +499,23 @@ BUGS = {
         (PlantedDatabase(UsesPythonsHash), "test_every_process_has_the_same_keys"),
     ],
     TestSerializer: [
-        (PlantedSerializer(HasALargeCode), "test_code_and_kind_are_stated"),
-        (PlantedSerializer(BoundIsNone), "test_the_bound_is_a_bound"),
-        (PlantedSerializer(ScribblesBehind), "test_the_bound_is_a_bound"),
-        (PlantedSerializer(LosesBits), "test_a_payload_comes_back_in_full"),
-        (PlantedSerializer(KeepsThePayload), "test_no_view_is_kept"),
-        (PlantedSerializer(Crashes), "test_garbage_does_no_harm"),
+        (PassesForRaw(), "test_the_codec_is_named"),
+        (DoesNotSayWhetherItLoses(), "test_the_codec_is_named"),
+        (HidesAnOption(), "test_other_options_are_another_codec"),
+        (NamesNoOtherOptions(), "test_other_options_are_another_codec"),
+        (PlantedSerializer("BoundIsNone"), "test_the_bound_is_a_bound"),
+        (PlantedSerializer("ScribblesBehind"), "test_the_bound_is_a_bound"),
+        (PlantedSerializer("LosesBits"), "test_a_payload_comes_back_in_full"),
+        (PlantedSerializer("UpperBytes"), "test_a_payload_comes_back_in_full"),
+        (PlantedSerializer("MergesNans"), "test_a_payload_comes_back_in_full"),
+        (PlantedLossy("ReturnsZeros"), "test_a_payload_comes_back_in_full"),
+        (EverythingIsClose("ReturnsZeros"), "test_an_error_that_is_stated_tells_payloads_apart"),
+        (PlantedSerializer("SharesABuffer"), "test_one_instance_serves_several_threads"),
+        (PlantedSerializer("SharesABufferToDecode"), "test_one_instance_serves_several_threads"),
+        (PlantedSerializer("RemembersWhatItEncoded"), "test_any_instance_decodes"),
+        (PlantedSerializer("RemembersInItsProcess"), "test_any_process_decodes"),
+        (PlantedSerializer("KeepsThePayload"), "test_no_view_is_kept"),
+        (PlantedSerializer("Crashes"), "test_garbage_does_no_harm"),
     ],
 }
 
@@ -378,7 +531,7 @@ def test_a_planted_bug_breaks_its_law(tmp_path, monkeypatch, suite, planted, law
         "test_known_keys_change_nothing": {"extra": None},
         "test_garbage_does_no_harm": {"seed": 0},
     }
-    with pytest.raises((AssertionError, BufferError, ValueError, zlib.error)):
+    with pytest.raises((AssertionError, BackendError, BufferError, ConfigError, ValueError, zlib.error)):
         getattr(suite(), law)(tmp_path, **more.get(law, {}))
 
 

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from kvtier_core.errors import BackendError, StoreFull
-from kvtier_core.frames import format as frame
 from kvtier_core.frames.codec import FrameCodec
+from kvtier_core.frames.format import seal
 from kvtier_core.policies.fifo import FifoConfig
 from kvtier_core.policies.lfu import LfuConfig
 from kvtier_core.policies.lru import Lru, LruConfig
@@ -30,7 +30,7 @@ FRAME = LAYOUT.frame_nbytes
 def sealed(key):
     view = memoryview(bytearray(FRAME))
     view[FRAME_ALIGNMENT : FRAME_ALIGNMENT + LAYOUT.payload_nbytes] = payload(key, 0)
-    frame.seal(view, NAMESPACE, key, LAYOUT.payload_nbytes)
+    seal(view, NAMESPACE, key, LAYOUT.payload_nbytes)
     return view
 
 
@@ -58,7 +58,7 @@ class Bench:
             self.shelf,
             pool=self.pool,
             index=CacheIndex(policy or LruConfig().open()),
-            codec=FrameCodec(NAMESPACE, LAYOUT, None),
+            codec=FrameCodec(NAMESPACE, LAYOUT),
             capacity=frames * FRAME,
             inflight=inflight * FRAME,
             clock=lambda: self.now,

@@ -22,7 +22,7 @@ from conftest import CHUNK, Answer, cpu_and_disk
 from test_serving import NOISE
 
 from kvtier_core.builtin.chained import Chained
-from kvtier_core.frames import format as frame
+from kvtier_core.frames.format import verify
 from kvtier_core.types import FRAME_ALIGNMENT, Namespace
 
 ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "20"))
@@ -275,7 +275,7 @@ class Campaign:
         good = frames.keys() - self._ledger.harmed
         for key in good:
             whole = memoryview(frames[key].read_bytes())
-            damage = frame.check(whole, self._ledger.namespaces[home_of(frames[key])], bytes.fromhex(key))
+            damage = verify(whole, self._ledger.namespaces[home_of(frames[key])], bytes.fromhex(key))
             assert damage is None, f"{frames[key]}: {damage.value}"
         assert nbytes_of(frames) <= CAPACITY
         self._ledger.promised |= good  # of some the report did not come through; from now on they are owed, too

@@ -55,6 +55,13 @@ class Deletes:
             lambda: self._health.report(EventKind.EVICTED, victims, nbytes=nbytes),
         )
 
+    def evict_incompatible(self, nbytes: int) -> None:
+        """Delete frames that this tier cannot read until ``nbytes`` more are free, as far as there are any."""
+        frames = self._space.incompatible.take(nbytes)
+        for key, taken in frames.items():
+            self._index.admit([key], [None], taken)
+        self.evict(list(frames))
+
     def discard(self, missing: Sequence[ChunkKey], corrupt: Sequence[ChunkKey]) -> None:
         """Frames that cannot be served: of a ``missing`` one a part may be left, a ``corrupt`` one is quarantined."""
         if self._backend.shared:

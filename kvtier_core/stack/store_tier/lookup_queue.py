@@ -9,6 +9,9 @@ from kvtier_core.types import ChunkKey
 #: Seconds for which the answer "not there" is believed.
 _ABSENCE_HOLDS = 1.0
 
+#: Seconds for which a frame that this tier cannot read is not asked for again.
+_INCOMPATIBLE_HOLDS = 600.0
+
 
 class LookupQueue:
     """Collects keys between two polls, and remembers for a moment which ones the store did not have."""
@@ -16,11 +19,11 @@ class LookupQueue:
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
         self._open: dict[ChunkKey, None] = {}
-        self._absent: dict[ChunkKey, float] = {}
+        self._absent: dict[ChunkKey, float] = {}  # until when that is believed
 
     def note(self, key: ChunkKey) -> bool:
         """Ask for this key, soon; False if the answer is known."""
-        if self._clock() - self._absent.get(key, float("-inf")) < _ABSENCE_HOLDS:
+        if self._clock() < self._absent.get(key, float("-inf")):
             return False
         self._open[key] = None
         return True
@@ -31,8 +34,12 @@ class LookupQueue:
         self._open.clear()
         return keys
 
-    def not_there(self, keys: Iterable[ChunkKey]) -> None:
-        """The store did not have these keys just now."""
+    def not_there(self, keys: Iterable[ChunkKey], seconds: float = _ABSENCE_HOLDS) -> None:
+        """The store did not have these keys just now: they are not asked for again for so many ``seconds``."""
         now = self._clock()
-        self._absent = {key: since for key, since in self._absent.items() if now - since < _ABSENCE_HOLDS}
-        self._absent.update(dict.fromkeys(keys, now))
+        self._absent = {key: until for key, until in self._absent.items() if now < until}
+        self._absent.update(dict.fromkeys(keys, now + seconds))
+
+    def cannot_read(self, keys: Iterable[ChunkKey]) -> None:
+        """The store has these frames in another codec. They are asked for again later: others may replace them."""
+        self.not_there(keys, _INCOMPATIBLE_HOLDS)

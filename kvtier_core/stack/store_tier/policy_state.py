@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from kvtier_core.frames import format as frame
+from kvtier_core.frames.format import payload_of, seal, verify
 from kvtier_core.interfaces import Backend
 from kvtier_core.stack.batches import as_many
 from kvtier_core.stack.index.cache_index import CacheIndex
@@ -20,7 +20,12 @@ _EVERY = 60.0
 
 def key_of(namespace: Namespace) -> ChunkKey:
     """The key of a namespace's policy state. No chunk has it: the digests of chunks cover tokens."""
-    return ChunkKey(hashlib.blake2b(b"what the policy learned" + namespace.digest, digest_size=KEY_NBYTES).digest())
+    return key_under(namespace.digest)
+
+
+def key_under(digest: bytes) -> ChunkKey:
+    """The same, for the namespace with this digest."""
+    return ChunkKey(hashlib.blake2b(b"what the policy learned" + digest, digest_size=KEY_NBYTES).digest())
 
 
 class PolicyState:
@@ -54,8 +59,8 @@ class PolicyState:
         count = outcome.value[0] if outcome.error is None else 0
         if 0 < count <= len(landed):
             found = landed[:count]
-            if frame.check(found, self._namespace, self.key, payload_nbytes=self._length) is None:
-                self._index.restore(bytes(frame.payload_of(found)))
+            if verify(found, self._namespace, self.key, payload_nbytes=self._length) is None:
+                self._index.restore(bytes(payload_of(found)))
                 self._kept = self._index.save()
 
     def keep(self) -> None:
@@ -90,5 +95,5 @@ class PolicyState:
     def _write(self, saved: bytes) -> None:
         sealed = memoryview(bytearray(self.nbytes))
         sealed[FRAME_ALIGNMENT : FRAME_ALIGNMENT + self._length] = saved
-        frame.seal(sealed, self._namespace, self.key, self._length)
+        seal(sealed, self._namespace, self.key, self._length)
         self._backend.write([self.key], [sealed])

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvtier_core.frames.codec import FrameCodec
-from kvtier_core.frames.format import Damage
 from kvtier_core.interfaces import Backend
 from kvtier_core.stack.batches import in_groups
+from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.store_tier.deletes import Deletes
-from kvtier_core.stack.store_tier.frame_io import read_frames
+from kvtier_core.stack.store_tier.frame_io import ReadStatus, read_frames
 from kvtier_core.stack.store_tier.health import StoreHealth
 from kvtier_core.stack.store_tier.keys_in_use import KeysInUse, Use
+from kvtier_core.stack.store_tier.lookup_queue import LookupQueue
+from kvtier_core.stack.store_tier.space import Space
 from kvtier_core.transfer.io_pool import Outcome, Pool
-from kvtier_core.types import ChunkKey, EventKind
+from kvtier_core.types import ChunkKey
 
 #: ``arrived(good, bad)``: the views of ``good`` hold verified frames.
 Arrived = Callable[[Sequence[ChunkKey], Sequence[ChunkKey]], None]
@@ -24,9 +26,23 @@ _Read = tuple[ChunkKey, memoryview]
 class Reads:
     """Of one store tier. Every method on the owner's thread."""
 
-    def __init__(self, backend: Backend, *, pool: Pool, health: StoreHealth, in_use: KeysInUse, deletes: Deletes):
+    def __init__(
+        self,
+        backend: Backend,
+        index: CacheIndex,
+        *,
+        pool: Pool,
+        health: StoreHealth,
+        space: Space,
+        in_use: KeysInUse,
+        deletes: Deletes,
+        lookup_queue: LookupQueue,
+    ):
         self.inflight_nbytes = 0  #: of views that reads fill
         self._backend = backend
+        self._index = index
+        self._space = space
+        self._lookup_queue = lookup_queue
         self._pool = pool
         self._health = health
         self._in_use = in_use
@@ -48,23 +64,26 @@ class Reads:
     def _arrive(self, wanted: Sequence[_Read], arrived: Arrived, outcome: Outcome) -> None:
         keys = [key for key, _ in wanted]
         self.inflight_nbytes -= sum(len(view) for _, view in wanted)
-        verdicts = outcome.value or [None] * len(keys)  # None: nothing is known, the frames stay in the index
-        good: dict[ChunkKey, None] = {}
-        missing, corrupt = [], []
-        for key, verdict in zip(keys, verdicts, strict=True):
+        reads = outcome.value or [None] * len(keys)  # None: nothing is known, the frames stay in the index
+        found: dict[ReadStatus, list[ChunkKey]] = {status: [] for status in ReadStatus}
+        for key, read in zip(keys, reads, strict=True):
             del self._in_use[key]
-            if key in self._deletes.invalidated:
-                continue  # whatever was read, nobody may use it
-            if verdict is True:
-                good[key] = None
-            elif verdict is False:
-                missing.append(key)
-                self._health.report(EventKind.MISSING, [key])
-            elif verdict is not None:
-                corrupt.append(key)
-                why = verdict.value if isinstance(verdict, Damage) else str(verdict)
-                self._health.report(EventKind.CORRUPT, [key], why=why)
+            if read is None or key in self._deletes.invalidated:
+                continue
+            found[read.status].append(key)
+            if read.status.event is not None:
+                self._health.report(read.status.event, [key], why=read.why)
         self._health.record_outcome(self._health.reads, keys, outcome)
         self._deletes.delete_invalidated(keys)
-        self._deletes.discard(missing, corrupt)
-        arrived(list(good), [key for key in keys if key not in good])
+        self._forget_incompatible(found[ReadStatus.INCOMPATIBLE])
+        self._deletes.discard(found[ReadStatus.MISSING], found[ReadStatus.CORRUPT])
+        good = set(found[ReadStatus.VERIFIED])
+        arrived(found[ReadStatus.VERIFIED], [key for key in keys if key not in good])
+
+    def _forget_incompatible(self, keys: Sequence[ChunkKey]) -> None:
+        """Frames of another codec leave the index and stay in the store, for an engine that can read them."""
+        if self._backend.shared:
+            self._lookup_queue.cannot_read(keys)
+        else:
+            self._space.incompatible.add(keys, self._index.held.nbytes)
+        self._index.remove(keys)

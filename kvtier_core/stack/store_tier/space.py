@@ -6,6 +6,7 @@ from collections.abc import Callable, Container
 
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.store_tier.capacity_limit import CapacityLimit
+from kvtier_core.stack.store_tier.incompatible import IncompatibleFrames
 from kvtier_core.types import ChunkKey
 
 
@@ -15,6 +16,7 @@ class Space:
     def __init__(self, index: CacheIndex, limit: CapacityLimit, kept_nbytes: int, clock: Callable[[], float]):
         """``kept_nbytes`` are set aside for what is stored beside the frames."""
         self.limit = limit
+        self.incompatible = IncompatibleFrames()  #: in the store, and not in the index
         self.waiting_nbytes = 0  #: of frames in the index whose write waits for room
         self.leaving_nbytes = 0  #: of frames in the index that are being deleted
         self._index = index
@@ -23,8 +25,8 @@ class Space:
 
     @property
     def allowed(self) -> int:
-        """Bytes that all frames together may take now."""
-        return self.limit.at(self._clock()) - self._kept_nbytes
+        """Bytes that the frames in the index may take now."""
+        return self.limit.at(self._clock()) - self._kept_nbytes - self.incompatible.nbytes
 
     @property
     def room(self) -> int:
@@ -34,7 +36,7 @@ class Space:
     @property
     def stored_nbytes(self) -> int:
         """Bytes in the store now, at most."""
-        return self._index.used - self.waiting_nbytes + self._kept_nbytes
+        return self._index.used - self.waiting_nbytes + self._kept_nbytes + self.incompatible.nbytes
 
     def fits(self, nbytes: int) -> bool:
         """May a write of this many bytes begin now, beside all that is in the store?"""

@@ -13,6 +13,7 @@ from kvtier_core.stack.store_tier.capacity_limit import CapacityLimit
 from kvtier_core.stack.store_tier.deletes import Deletes
 from kvtier_core.stack.store_tier.frame_io import FrameWrite
 from kvtier_core.stack.store_tier.health import StoreHealth
+from kvtier_core.stack.store_tier.incompatible import IncompatibleFrames
 from kvtier_core.stack.store_tier.keys_in_use import KeysInUse, Use
 from kvtier_core.stack.store_tier.lookup_queue import LookupQueue
 from kvtier_core.stack.store_tier.policy_state import PolicyState
@@ -44,6 +45,7 @@ class StoreTier:
         self.pool = pool
         self.index = index
         self.capacity = capacity
+        self.lossless = codec.lossless  #: False if chunks that come up from here may have other bits than they had
         self._codec = codec
         self._inflight_limit = inflight
         self._clock = clock
@@ -52,13 +54,16 @@ class StoreTier:
         self._lookup_queue = LookupQueue(clock)
         self._policy_state = PolicyState(backend, index, codec.namespace, capacity)
         self._space = Space(index, CapacityLimit(capacity), self._policy_state.nbytes, clock)
-        shared = {"pool": pool, "health": self._health, "in_use": self._in_use}
-        self._deletes = Deletes(
-            backend, index, space=self._space, clock=clock, landed=lambda: self._writes.start(), **shared
-        )
-        self._writes = Writes(backend, index, space=self._space, deletes=self._deletes, clock=clock, **shared)
-        self._reads = Reads(backend, deletes=self._deletes, **shared)
+        shared = {"pool": pool, "health": self._health, "space": self._space, "in_use": self._in_use}
+        self._deletes = Deletes(backend, index, clock=clock, landed=lambda: self._writes.start(), **shared)
+        self._writes = Writes(backend, index, deletes=self._deletes, clock=clock, **shared)
+        self._reads = Reads(backend, index, deletes=self._deletes, lookup_queue=self._lookup_queue, **shared)
         self._recover()
+
+    @property
+    def incompatible(self) -> IncompatibleFrames:
+        """Frames in the store that this tier's codec cannot read."""
+        return self._space.incompatible
 
     @property
     def events(self) -> list[Event]:
@@ -122,8 +127,9 @@ class StoreTier:
     def would_admit(self, path: Sequence[ChunkKey]) -> list[ChunkKey]:
         """The chunks of a path, root first, that are writable and preferred to the victims they would need."""
         frequent = self.index.meets_frequency(self._writable(path))
+        room = self._space.room + self.incompatible.evictable(path)
         admitted, _ = self.index.plan_admission(
-            frequent, self._codec.bound, self._space.room, self.index.held.nbytes, spared=(self._in_use, set(path))
+            frequent, self._codec.max_frame_nbytes, room, self.index.held.nbytes, spared=(self._in_use, set(path))
         )
         return admitted
 
@@ -147,7 +153,8 @@ class StoreTier:
         self, frames: Sequence[FrameWrite], parents: set[ChunkKey | None]
     ) -> tuple[Sequence[FrameWrite], list[ChunkKey]]:
         """The leading frames that can be stored, and the victims that must leave for them."""
-        weigh, room, bound = self.index.held.nbytes, self._space.room, self._codec.bound
+        weigh, bound = self.index.held.nbytes, self._codec.max_frame_nbytes
+        room = self._space.room + self.incompatible.evictable([frame.key for frame in frames])
         victims = self.index.select_victims(len(frames) * bound - room, weigh, spared=(self._in_use, parents))
         freed = sum(map(weigh, victims))
         fitting = frames[: max(0, room + freed) // bound]
@@ -209,7 +216,7 @@ class StoreTier:
 
     def invalidate_all(self, namespace: Namespace) -> None:
         """Never find any of these frames again; new ones are encoded under ``namespace``."""
-        self._codec = self._codec.of(namespace)
+        self._codec = self._codec.with_namespace(namespace)
         self._deletes.invalidate(self.index.held)
 
     def close(self, timeout: float) -> bool:
@@ -247,5 +254,5 @@ class StoreTier:
         answers = dict(zip(keys, outcome.value or [False] * len(keys), strict=True))
         self._lookup_queue.not_there(key for key in keys if not answers[key])
         found = self.index.held.missing([key for key in keys if answers[key]])
-        self.index.admit(found, [None] * len(found), self._codec.bound)
+        self.index.admit(found, [None] * len(found), self._codec.max_frame_nbytes)
         self._deletes.evict(self._space.excess(self._in_use))

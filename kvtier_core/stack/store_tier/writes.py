@@ -58,20 +58,22 @@ class Writes:
         The codec is the one of this moment: a later namespace does not change what is written under these keys.
         """
         keys = [frame.key for frame in frames]
-        self._index.admit(keys, [frame.parent for frame in frames], codec.bound)
+        self._index.admit(keys, [frame.parent for frame in frames], codec.max_frame_nbytes)
         self._in_use.begin(keys, Use.WRITING)
         self._health.begin(self._health.writes)
         self.inflight_nbytes += sum(len(frame.view) for frame in frames)
         self._waiting.extend((group, codec, release) for group in in_groups(frames, lambda frame: len(frame.view)))
-        self._space.waiting_nbytes += len(frames) * codec.bound
+        self._space.waiting_nbytes += len(frames) * codec.max_frame_nbytes
+        self._space.incompatible.begin_write(keys)
         self._deletes.evict(victims)
+        self._deletes.evict_incompatible(-self._space.room)
         self.start()
 
     def start(self) -> None:
         """Begin the writes that there is room for now."""
         while self._waiting:
             group, codec, release = self._waiting[0]
-            nbytes = len(group) * codec.bound
+            nbytes = len(group) * codec.max_frame_nbytes
             fits = self._space.fits(nbytes)
             if not fits and self._space.leaving_nbytes:
                 return
@@ -80,15 +82,19 @@ class Writes:
             if fits:
                 self._pool.submit_store(
                     lambda group=group, codec=codec: write_frames(self._backend, codec, group),
-                    lambda outcome, group=group, release=release: self._written(group, release, outcome),
+                    lambda outcome, group=group, release=release: self._written(group, release, outcome, begun=True),
                 )
             elif self._space.limit.lowered(self._clock()):
                 self._written(group, release, Outcome(error=StoreFull("no room: the store is full", missing=0)))
             else:
                 self._written(group, release, Outcome(error=BackendError("no room: a delete before it failed")))
 
-    def _written(self, frames: Sequence[FrameWrite], release: Release, outcome: Outcome) -> None:
+    def _written(
+        self, frames: Sequence[FrameWrite], release: Release, outcome: Outcome, *, begun: bool = False
+    ) -> None:
+        """A write has ended, or has not ``begun`` for lack of room."""
         keys = [frame.key for frame in frames]
+        self._space.incompatible.end_write(keys, begun)
         for i, frame in enumerate(frames):
             self.inflight_nbytes -= len(frame.view)
             if outcome.error is None:
@@ -107,4 +113,5 @@ class Writes:
     def _lower_capacity(self, missing: int) -> None:
         """The store is full before the tier is: keep less for a while."""
         self._space.limit.full(self._space.stored_nbytes, missing, self._clock())
+        self._deletes.evict_incompatible(-self._space.room)
         self._deletes.evict(self._space.excess(self._in_use))

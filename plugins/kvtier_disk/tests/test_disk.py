@@ -15,7 +15,7 @@ import attrs
 import pytest
 
 from kvtier_core.errors import BackendError
-from kvtier_core.frames import format as frame
+from kvtier_core.frames.format import FrameError, verify
 from kvtier_core.testing.samples import Poisoned, make_context, make_frame, make_key, make_keys, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT, Nbytes
 from kvtier_disk import opening, plugin
@@ -308,7 +308,7 @@ def test_a_damaged_file_is_a_miss_or_a_frame_that_check_refuses(tmp_path):
         write(disk, key)
         (file,) = files(tmp_path)
         os.truncate(file, 2 * FRAME_ALIGNMENT)
-        assert frame.check(memoryview(read(disk, key)), make_namespace(), key) is frame.Damage.SHORT
+        assert verify(memoryview(read(disk, key)), make_namespace(), key) is FrameError.SHORT
         for nbytes in (FRAME_ALIGNMENT + 7, 0):
             os.truncate(file, nbytes)
             assert read(disk, key) == b""

@@ -9,7 +9,7 @@ import pytest
 from test_disk import NBYTES, file_of, files, open_disk, read, write
 
 from kvtier_core.errors import BackendError
-from kvtier_core.frames import format as frame
+from kvtier_core.frames.format import verify
 from kvtier_core.testing.disks import btrfs, ext4, tmpfs
 from kvtier_core.testing.samples import make_frame, make_keys, make_namespace, same
 from kvtier_core.types import FRAME_ALIGNMENT
@@ -40,7 +40,7 @@ def on(*kinds):
 
 
 def reads(backend, keys):
-    """How often there was a hit, a miss, bytes that `frame.check` refuses, or a BackendError and which."""
+    """How often there was a hit, a miss, bytes that `verify` refuses, or a BackendError and which."""
     counted = Counter()
     for key in keys:
         try:
@@ -50,7 +50,7 @@ def reads(backend, keys):
             continue
         if not found:
             counted["miss"] += 1
-        elif frame.check(found, make_namespace(), key, payload_nbytes=NBYTES - FRAME_ALIGNMENT) is not None:
+        elif verify(found, make_namespace(), key, payload_nbytes=NBYTES - FRAME_ALIGNMENT) is not None:
             counted["rejected"] += 1
         else:
             assert same(found, make_frame(key, nbytes=NBYTES)), "other bytes, under a checksum that is right"

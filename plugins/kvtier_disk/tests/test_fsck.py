@@ -5,19 +5,22 @@ import shutil
 import socket
 import stat
 import subprocess
+import zlib
 from pathlib import Path
 
 import attrs
 import pytest
 
 from kvtier_core.cli import main
-from kvtier_core.frames import format as frame
+from kvtier_core.frames.format import seal
+from kvtier_core.frames.identity import CodecIdentity
 from kvtier_core.testing.disks import btrfs
 from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT, Nbytes
 from kvtier_disk.config import DiskConfig
 
 NBYTES = 4 * FRAME_ALIGNMENT
+OTHER = CodecIdentity("zip", bytes(range(32)), lossless=True)
 WHOLE, TORN, SWAPPED, OLD, CUT, ASIDE = KEYS = make_keys(6)
 
 
@@ -35,7 +38,7 @@ def folder(tmp_path, monkeypatch):
     files[TORN].write_bytes(spoiled)
     files[SWAPPED].write_bytes(files[WHOLE].read_bytes())
     old = bytearray(files[OLD].read_bytes())
-    frame.seal(memoryview(old), make_namespace().renewed(), OLD, NBYTES - FRAME_ALIGNMENT)
+    seal(memoryview(old), make_namespace().renewed(), OLD, NBYTES - FRAME_ALIGNMENT)
     files[OLD].write_bytes(old)
     files[CUT].write_bytes(files[CUT].read_bytes()[:5000])
     spoiled = bytearray(files[ASIDE].read_bytes())
@@ -55,7 +58,15 @@ def counts(out):
 def test_everything_is_told(folder, capsys):
     assert main(["fsck", "disk", "--config", "kvtier.yaml"]) == 1
     out = capsys.readouterr().out
-    assert counts(out) == {"whole": 1, "torn": 2, "foreign": 2, "orphaned": 2, "unreadable": 0}
+    assert counts(out) == {
+        "whole": 1,
+        "torn": 2,
+        "incompatible": 0,
+        "foreign": 2,
+        "orphaned": 2,
+        "unreadable": 0,
+    }
+    assert "codec: raw: 1\n" in out
     for key, told in (
         (TORN, "torn: {}: the checksum does not match"),
         (SWAPPED, "orphaned: {}: a frame of another key"),
@@ -74,7 +85,40 @@ def test_repair_leaves_what_is_whole(folder, capsys):
         "namespace.json",
     }
     assert main(["fsck", "disk", "--config", "kvtier.yaml"]) == 0
-    assert counts(capsys.readouterr().out) == {"whole": 1, "torn": 0, "foreign": 0, "orphaned": 0, "unreadable": 0}
+    left = counts(capsys.readouterr().out)
+    assert left == {"whole": 1, "torn": 0, "incompatible": 0, "foreign": 0, "orphaned": 0, "unreadable": 0}
+
+
+@pytest.fixture
+def taken_over(folder, capsys):
+    """Repaired, with a frame of another codec and one of format version 1 beside the whole one; their files."""
+    assert main(["fsck", "disk", "--config", "kvtier.yaml", "--repair"]) == 0
+    disk = DiskConfig(path=folder / "store").open(make_context())
+    frames = [make_frame(key, nbytes=NBYTES) for key in (TORN, OLD)]
+    seal(frames[0], make_namespace(), TORN, NBYTES - FRAME_ALIGNMENT, codec=OTHER)
+    frames[1][8:10] = (1).to_bytes(2, "little")
+    disk.write([TORN, OLD], frames)
+    disk.close()
+    capsys.readouterr()
+    return [next(folder.rglob(f"{key.hex()}.kv")) for key in (TORN, OLD)]
+
+
+def test_what_another_codec_or_version_wrote_is_told_and_left(folder, capsys, taken_over):
+    """It is not damaged, and another engine may be able to read it."""
+    for arguments in ([], ["--repair"]):
+        assert main(["fsck", "disk", "--config", "kvtier.yaml", *arguments]) == 0
+        out = capsys.readouterr().out
+        other, old = (file.relative_to(folder) for file in taken_over)
+        assert f"incompatible: {other}: written with the codec {OTHER}; the tier's is raw\n" in out
+        assert f"incompatible: {old}: a frame of another format version\n" in out
+        assert f"codec: {OTHER}: 1\n" in out
+        assert all(file.exists() for file in taken_over)
+
+
+def test_it_is_removed_if_that_is_asked_for(capsys, taken_over):
+    assert main(["fsck", "disk", "--config", "kvtier.yaml", "--remove-incompatible"]) == 0
+    assert not any(file.exists() for file in taken_over)
+    assert counts(capsys.readouterr().out)["whole"] == 1
 
 
 def plant(kind, path):
@@ -141,6 +185,7 @@ def test_a_large_frame_is_read_in_pieces(folder, capsys, asked):
     with open(whole, "r+b") as file:
         head = bytearray(file.read(FRAME_ALIGNMENT))
         head[12:20] = (nbytes - FRAME_ALIGNMENT).to_bytes(8, "little")
+        head[188:192] = zlib.crc32(head[:188]).to_bytes(4, "little")
         file.seek(0)
         file.write(head)
     assert main(["fsck", "disk", "--config", "kvtier.yaml"]) == 1

@@ -1,0 +1,86 @@
+"""What names a codec in a frame: its type, a digest over its options, and whether it is lossless."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import pathlib
+
+import attrs
+
+from kvtier_core.errors import ConfigError, Problem
+from kvtier_core.interfaces import SerializerConfig
+
+#: The name of a codec has at most this many bytes in UTF-8.
+MAX_TYPE_NBYTES = 64
+
+DIGEST_NBYTES = 32
+
+
+@attrs.frozen
+class CodecIdentity:
+    """Two frames with equal identities are decoded in the same way, in every process and on every machine."""
+
+    type: str  #: the name of the serializer, ``raw`` without one
+    digest: bytes  #: `DIGEST_NBYTES` over the type, its format version and all of its options
+    lossless: bool  #: the decoded payload is, bit for bit, the one that was encoded
+
+    def __str__(self) -> str:
+        if self.type == RAW.type and self.digest == RAW.digest:
+            return "raw" if self.lossless else "raw after a lossy codec"
+        return f"{self.type} {self.digest.hex()[:8]}{'' if self.lossless else ', lossy'}"
+
+
+#: Payloads that no serializer touched. No digest of options is zero, so no serializer can pass for it.
+RAW = CodecIdentity("raw", bytes(DIGEST_NBYTES), lossless=True)
+
+#: Payloads that a lossy codec decoded. They are served from memory, and never written to a store.
+DECODED_LOSSY = attrs.evolve(RAW, lossless=False)
+
+
+def identity_of(config: SerializerConfig) -> CodecIdentity:
+    """The identity that the core gives to the codec which ``config`` opens.
+
+    All fields of the config enter it, because nobody knows which of them change what is written. Raises ConfigError
+    if the plugin does not state what it must, or if a field has a value that cannot be compared between processes.
+    """
+    name, lossless, version = config.type, getattr(config, "lossless", None), config.format_version
+    if not 0 < len(name.encode()) <= MAX_TYPE_NBYTES or "\0" in name:
+        raise _unusable(f"the name {name!r} is not of 1 to {MAX_TYPE_NBYTES} bytes without a NUL")
+    if type(lossless) is not bool:
+        raise _unusable(f"{name} does not state whether it is lossless")
+    if type(version) is not int:
+        raise _unusable(f"the format version of {name} is not an int")
+    described = json.dumps([name, version, _fields(config)], ensure_ascii=True, separators=(",", ":"))
+    digest = hashlib.blake2b(described.encode(), digest_size=DIGEST_NBYTES, person=b"kvtier-codec").digest()
+    return CodecIdentity(name, digest, lossless)
+
+
+def _fields(options: object) -> list:
+    return [[field.name, _canonical(getattr(options, field.name), field.name)] for field in attrs.fields(type(options))]
+
+
+def _canonical(value: object, name: str) -> object:
+    """As JSON. What has no equal of its own there carries the name of its type."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, enum.Enum):
+        return ["enum", type(value).__name__, value.name]
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return ["float", float(value).hex()]
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, pathlib.PurePath):
+        return ["path", str(value)]
+    if isinstance(value, tuple | list):
+        return ["list", [_canonical(each, name) for each in value]]
+    if attrs.has(type(value)):
+        return ["group", getattr(value, "type", type(value).__name__), _fields(value)]
+    raise _unusable(f"its option {name} is a {type(value).__name__}, which cannot be compared between processes")
+
+
+def _unusable(why: str) -> ConfigError:
+    return ConfigError([Problem("", "$.serializer", why)])
