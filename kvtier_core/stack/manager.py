@@ -94,6 +94,8 @@ class StorageManager:
         """In words, for a key that was a MISS just now."""
         if key in self._rejected:
             return f"no room in {self._hot.name} to bring it up"
+        if others := [tier.name for tier in self._tiers if key in tier.incompatible]:
+            return f"{others[0]} has it from another codec"
         resting = [tier.name for tier in self._tiers if key in tier.index]
         return f"{resting[0]} cannot be asked now" if resting else "not stored"
 

@@ -14,7 +14,7 @@ from kvtier_core.testing.laws import in_new_process
 from kvtier_core.testing.machine import LAYOUT, NAMESPACE, SharedShelf, Slots, payload
 from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_keys
-from kvtier_core.types import Namespace, Nbytes
+from kvtier_core.types import Namespace, Nbytes, Presence
 from kvtier_disk.config import DiskConfig
 
 KEYS = A, B, C, D, E, F = make_keys(6)
@@ -62,6 +62,8 @@ def test_the_reason_is_told():
     stack = Stack(tier)
     stack.manager.lookup(PATH)
     assert {event.why for event in stack.manager.drain(timeout=10.0)} == {"a frame of another codec"}
+    assert stack.manager.lookup(PATH) == [Presence.MISS] * len(PATH)
+    assert stack.manager.miss_reason(A) == "tier has it from another codec"
 
 
 def test_the_breaker_is_not_told():
