@@ -90,7 +90,9 @@ class StoreTier:
         return self.readable([key]) == 1
 
     def miss_reason(self, key: ChunkKey) -> str:
-        """Why a frame that is in the index cannot be read now; empty if it is not in the index."""
+        """Why a frame that is in the store cannot be read now; empty if it is not there, as far as is known."""
+        if key in self.incompatible:
+            return f"{self.name} has it from another codec"
         if key not in self.index:
             return ""
         if not self._health.can_read:
