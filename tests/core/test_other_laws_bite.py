@@ -136,6 +136,54 @@ class BelievesGarbage(Policy):
         self.learned = saved[:8].ljust(8, b"!")
 
 
+class IsUpsetByGarbage(Policy):
+    """Saves nothing, and goes the other way round after a restore."""
+
+    upset = False
+
+    def restore(self, saved):
+        self.upset = bool(saved)
+
+    def victims(self):
+        return iter(list(self.order)[::-1] if self.upset else list(self.order))
+
+
+class FollowsASet(Policy):
+    def victims(self):
+        return iter(set(self.order))
+
+
+class SearchesForEachVictim(Policy):
+    def victims(self):
+        place = {key: i for i, key in enumerate(self.order)}
+        left = list(place)
+        while left:
+            key = min(left, key=place.__getitem__)
+            left.remove(key)
+            yield key
+
+
+class SearchesInPlainPython(Policy):
+    """Looks at no key, but at each number before it, in a loop."""
+
+    def victims(self):
+        for i, key in enumerate(list(self.order)):
+            for _ in range(i):
+                pass
+            yield key
+
+
+class SortsForTheFirstVictim(Policy):
+    def victims(self):
+        place = {key: i for i, key in enumerate(self.order)}
+        return iter(sorted(self.order, key=place.__getitem__))
+
+
+class NeverPrefers(Policy):
+    def prefers(self, newcomer, victim):
+        return False
+
+
 @attrs.frozen
 class PlantedPolicy(interfaces.EvictionConfig):
     type: ClassVar[str] = "planted"
@@ -226,6 +274,57 @@ class DropsKnown(Database):
 class UsesPythonsHash(Database):
     def link(self, before, chunk, extra):
         return super().link(before, chunk, str(hash(extra)).encode())
+
+
+class CutsTokensTo16Bits(Database):
+    def link(self, before, chunk, extra):
+        return super().link(before, [token & 0xFFFF for token in chunk], extra)
+
+
+class AppendsToKnown(Database):
+    def keys(self, tokens, *, known=(), **kwargs):
+        keys = super().keys(tokens, known=known, **kwargs)
+        if isinstance(known, list):
+            known[:] = keys
+        return keys
+
+
+class HandsOutItsOwnList(Database):
+    def __init__(self, namespace, chunk_tokens):
+        super().__init__(namespace, chunk_tokens)
+        self.made = {}
+
+    def keys(self, tokens, **kwargs):
+        return self.made.setdefault((*tokens, repr(kwargs.get("extra"))), super().keys(tokens, **kwargs))
+
+
+class HasChunksOf16(Database):
+    def __init__(self, namespace, chunk_tokens):
+        super().__init__(namespace, 16)
+
+
+class NamesTheBeginningOfAPrompt(Database):
+    """A digest token by token: where two chunks of different sizes end at the same token, they have one key."""
+
+    def link(self, before, chunk, extra):
+        for token in chunk:
+            before = super().link(before, [token], b"")
+        return super().link(before, [], extra) if extra else before
+
+
+class CutsTheSalt(Database):
+    def first(self, salt):
+        return super().first(salt[:16])
+
+
+class CutsExtra(Database):
+    def link(self, before, chunk, extra):
+        return super().link(before, chunk, extra[:16])
+
+
+class TakesOneExtra(Database):
+    def keys(self, tokens, *, extra=None, **kwargs):
+        return super().keys(tokens, extra=dict(sorted((extra or {}).items())[:1]), **kwargs)
 
 
 @attrs.frozen
@@ -328,6 +427,7 @@ class TestSerializer(SerializerLaws):
         return self.planted
 
 
+SQUARE = "test_the_work_of_telling_victims_does_not_grow_with_the_square"
 BUGS = {
     TestPolicy: [
         (PlantedPolicy(NamesTheDead), "test_victims_are_the_held_keys_each_once"),
@@ -340,7 +440,13 @@ BUGS = {
         (PlantedPolicy(SavesAll), "test_what_is_saved_is_small_and_changes_no_promise"),
         (PlantedPolicy(SavesMoreAndMore), "test_what_is_saved_is_small_and_changes_no_promise"),
         (PlantedPolicy(ChokesOnGarbage), "test_what_is_saved_is_small_and_changes_no_promise"),
-        (PlantedPolicy(BelievesGarbage), "test_what_is_saved_is_small_and_changes_no_promise"),
+        (PlantedPolicy(BelievesGarbage), "test_garbage_teaches_nothing"),
+        (PlantedPolicy(IsUpsetByGarbage), "test_garbage_teaches_nothing"),
+        (PlantedPolicy(FollowsASet), "test_every_process_has_the_same_victims"),
+        (PlantedPolicy(SearchesForEachVictim), SQUARE),
+        (PlantedPolicy(SearchesInPlainPython), SQUARE),
+        (PlantedPolicy(SortsForTheFirstVictim), SQUARE),
+        (PlantedPolicy(NeverPrefers), "test_a_full_tier_does_not_stay_closed"),
         (PlantedPolicy(RemembersAllGhosts), "test_memory_is_bounded"),
     ],
     TestDatabase: [
@@ -353,6 +459,14 @@ BUGS = {
         (PlantedDatabase(IgnoresNamespace), "test_namespaces_share_nothing"),
         (PlantedDatabase(IgnoresExtra), "test_extra_changes_its_chunk_and_all_that_follow"),
         (PlantedDatabase(MixesSaltAndExtra), "test_salt_and_extra_are_not_confused"),
+        (PlantedDatabase(CutsTokensTo16Bits), "test_every_bit_of_a_token_counts"),
+        (PlantedDatabase(AppendsToKnown), "test_what_is_handed_in_stays_as_it_is"),
+        (PlantedDatabase(HandsOutItsOwnList), "test_what_is_handed_in_stays_as_it_is"),
+        (PlantedDatabase(HasChunksOf16), "test_chunk_sizes_share_nothing"),
+        (PlantedDatabase(NamesTheBeginningOfAPrompt), "test_chunk_sizes_share_nothing"),
+        (PlantedDatabase(CutsTheSalt), "test_salts_share_nothing"),
+        (PlantedDatabase(CutsExtra), "test_extra_changes_its_chunk_and_all_that_follow"),
+        (PlantedDatabase(TakesOneExtra), "test_extra_changes_its_chunk_and_all_that_follow"),
         (PlantedDatabase(DropsKnown), "test_known_keys_change_nothing"),
         (PlantedDatabase(UsesPythonsHash), "test_every_process_has_the_same_keys"),
     ],
@@ -374,7 +488,6 @@ CASES = [(suite, planted, law) for suite, bugs in BUGS.items() for planted, law 
 def test_a_planted_bug_breaks_its_law(tmp_path, monkeypatch, suite, planted, law):
     monkeypatch.setattr(suite, "planted", planted)
     more = {
-        "test_every_process_has_the_same_keys": {"monkeypatch": monkeypatch},
         "test_known_keys_change_nothing": {"extra": None},
         "test_garbage_does_no_harm": {"seed": 0},
     }
