@@ -16,8 +16,11 @@ from typing import Any
 
 import pytest
 
-for _suite in ("laws", "arenas", "backends", "policies", "serializers", "token_databases"):
-    pytest.register_assert_rewrite(f"{__name__}.{_suite}")
+for _module in (
+    "arena_memory", "arenas", "attached", "backend_frames", "backends", "histories", "laws", "policies",
+    "serializers", "shared_backends", "token_databases",
+):  # fmt: skip
+    pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
 _ROOMS = {
     "ArenaLaws": "arenas",

@@ -69,9 +69,7 @@ class TokenDatabaseLaws(Laws):
         assert known == keys[:2], f"keys() changed the list `known`: it had 2 keys and now has {len(known)}"
         assert tokens == self.tokens(), "keys() changed the list of tokens"
         assert extra == {1: b"cat"}, f"keys() changed `extra`: it is {extra} now"
-        assert database.keys(tokens, known=tuple(known), extra=extra) == keys, (
-            "`known` may be any sequence, a tuple too"
-        )
+        assert database.keys(tokens, known=tuple(known), extra=extra) == keys, "`known` may be a tuple too"
         result.clear()
         assert database.keys(tokens, extra=extra) == keys, "a caller changed a returned list, and later results with it"
 

@@ -43,6 +43,6 @@ def attach(handle: str, table: PagedKVCache) -> Mover:
     fields = json.loads(handle)
     slot_nbytes = fields.pop("slot_nbytes")
     memory = reach(Address(**fields))
-    if table.device == "cpu":
-        return HostMover(table, memory, slot_nbytes)
-    return cuda.attach(table, memory, slot_nbytes)
+    if table.device.startswith("cuda"):
+        return cuda.attach(table, memory, slot_nbytes)
+    return HostMover(table, memory, slot_nbytes)  # which refuses any other device than the CPU
