@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 for _module in (
-    "arena_memory", "arenas", "attached", "backend_frames", "backends", "histories", "laws", "policies",
-    "serializers", "shared_backends", "token_databases",
+    "arena_memory", "arenas", "attached", "backend_calls", "backend_frames", "backends", "histories", "laws",
+    "policies", "serializers", "shared_backends", "token_databases",
 ):  # fmt: skip
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
@@ -30,6 +30,7 @@ _ROOMS = {
     "Laws": "laws",
     "PolicyLaws": "policies",
     "SerializerLaws": "serializers",
+    "SharedBackendLaws": "shared_backends",
     "TokenDatabaseLaws": "token_databases",
     "always": "faults",
     "every": "faults",
