@@ -25,7 +25,7 @@ PATIENCE = 20.0
 
 _KILLS = 6
 _LIVES = 3
-_ROUNDS = 60
+_ROUNDS = 40
 _HEAD_START = 0.1  # seconds
 
 
@@ -67,7 +67,7 @@ class BackendLaws(BackendCallLaws):
 
     def test_a_scan_may_race_with_a_delete(self, tmp_path: Path):
         """A frame that goes away while `scan` looks around may be named or not; it makes nothing fail."""
-        keys, nbytes = make_keys(24), 2 * FRAME_ALIGNMENT
+        keys, nbytes = make_keys(12), 2 * FRAME_ALIGNMENT
         with self.opened(tmp_path) as backend:
             backend.write(keys, [make_frame(key, nbytes=nbytes) for key in keys])
             begun = iter(backend.scan())

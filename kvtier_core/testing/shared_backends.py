@@ -13,7 +13,7 @@ from kvtier_core.testing.laws import in_new_process
 from kvtier_core.testing.samples import make_key, make_keys, make_namespace, same
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey
 
-_WRITES = 200
+_WRITES = 120
 _LARGEST = 16 * FRAME_ALIGNMENT
 
 
