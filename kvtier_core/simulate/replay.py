@@ -10,7 +10,7 @@ import attrs
 
 from kvtier_core.config.model import StackConfig
 from kvtier_core.simulate.costs import Costs
-from kvtier_core.simulate.dry_run import Clock, open_weightless
+from kvtier_core.simulate.dry_run import Clock, open_dry_run
 from kvtier_core.simulate.traces import Prompt, Trace
 from kvtier_core.stack.batches import ready_run
 from kvtier_core.stack.manager import StorageManager
@@ -62,7 +62,7 @@ def replay(
 ) -> Tally:
     """One prompt after the other, each computed and stored before the next one comes. Raises ConfigError."""
     clock = Clock()
-    manager = open_weightless(config, layout, clock)
+    manager = open_dry_run(config, layout, clock)
     tally = Tally()
     for prompt in trace.prompts:
         clock.now = prompt.at
