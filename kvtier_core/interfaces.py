@@ -43,7 +43,9 @@ class OpenContext:
     namespace: Namespace
     layout: ChunkLayout
     engine: str  #: names this engine among those alive on this node
-    capacity: Nbytes = Nbytes(0)  #: this engine's share of what the YAML grants this tier, in bytes of frames
+    #: This engine's share of what the YAML grants this tier, in bytes of frames. The tier keeps its own frames within it;
+    #: a store that is not shared makes room where frames of other namespaces would exceed it.
+    capacity: Nbytes = Nbytes(0)
     replica: int = 0  #: which of the engines that share this configuration this is (data parallelism), from 0
     replicas: int = 1  #: how many they are; none may touch what another one stores
     max_frame_nbytes: Nbytes = Nbytes(0)  #: no frame that this tier writes is longer; 0: not known
@@ -75,7 +77,7 @@ class Backend(abc.ABC):
     Promise to the backend: no two calls in flight name the same key. Only BackendError may escape.
     """
 
-    #: May other processes add or drop keys? Then absence is asked, never assumed.
+    #: May other processes add or drop keys? Then absence is asked, never assumed, and nothing is deleted to make room.
     shared: ClassVar[bool] = False
 
     @abc.abstractmethod
@@ -112,7 +114,10 @@ class Backend(abc.ABC):
         self.delete(keys)
 
     def scan(self) -> Iterator[tuple[ChunkKey, int]]:
-        """What survived a restart: keys of this namespace and bytes of their frames, oldest first."""
+        """What survived a restart: keys of this namespace and bytes of their frames, oldest first.
+
+        A frame that is deleted meanwhile may be named or not, and makes nothing fail.
+        """
         return iter(())
 
     def namespaces(self) -> Iterator[Namespace]:
@@ -127,11 +132,14 @@ class Backend(abc.ABC):
         return {}
 
     def close(self) -> None:
-        """May be called twice."""
+        """May be called twice. Leaves no thread, descriptor or child process behind."""
 
 
 class AllocatorBackend(abc.ABC):
-    """The memory of an arena: numbered slots that the engine's device can reach."""
+    """The memory of an arena: numbered slots that the engine's device can reach.
+
+    All of it is there when `ArenaConfig.open` returns: no later touch of a slot may find that there is no memory.
+    """
 
     slots: int
     slot_nbytes: int
@@ -151,7 +159,7 @@ class AllocatorBackend(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """May be called twice. Views are dead afterwards."""
+        """May be called twice. Views are dead afterwards, and nothing that was opened or made for the arena is left."""
 
 
 class JobResult(NamedTuple):
@@ -224,7 +232,7 @@ class EvictionPolicy(abc.ABC):
 
     @abc.abstractmethod
     def victims(self) -> Iterator[ChunkKey]:
-        """Each held key at most once, best victim first; forgets none."""
+        """Each held key once, best victim first; forgets none. The work does not grow with the square of their number."""
 
     def save(self) -> bytes:
         """What was learned and may outlive a restart.

@@ -167,7 +167,7 @@ class BackendLaws(BackendCallLaws):
             for one in [threads.submit(soak, backend, seed) for seed in range(4)]:
                 one.result()
 
-    def test_a_slow_read_keeps_no_other(self, tmp_path: Path):
+    def test_a_slow_read_does_not_block_others(self, tmp_path: Path):
         """One frame lies on a bad sector, or behind a slow link; those of other keys are served meanwhile."""
         slow, quick = make_keys(2)
         with self.opened(tmp_path) as backend, ThreadPoolExecutor(2) as threads:

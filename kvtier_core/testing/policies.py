@@ -67,7 +67,7 @@ class PolicyLaws(Laws):
 
         holds()
 
-    def test_victims_forgets_none(self, tmp_path: Path):
+    def test_asking_for_victims_changes_nothing(self, tmp_path: Path):
         """The same question has the same answer."""
 
         @_EXAMPLES
@@ -110,7 +110,7 @@ class PolicyLaws(Laws):
                 "after an iterator over victims was dropped, victims() names others than the held keys"
             )
 
-    def test_the_work_of_telling_victims_does_not_grow_with_the_square(self, tmp_path: Path):
+    def test_victims_take_no_quadratic_work(self, tmp_path: Path):
         """Counted are operations on keys and lines of Python, not seconds. A tier may hold a million chunks."""
         for task, action in {
             "telling all victims once": tell_all,
@@ -125,7 +125,7 @@ class PolicyLaws(Laws):
                 f"{_MORE // _SOME} times the keys it may be {_FACTOR} times as many"
             )
 
-    def test_preferring_is_no_deed(self, tmp_path: Path):
+    def test_prefers_changes_nothing(self, tmp_path: Path):
         """The same question has the same answer, and the same victims follow."""
         for seed in _SEEDS:
             asked, other = (after(self.config(tmp_path).open(), seed) for _ in range(2))
@@ -152,7 +152,7 @@ class PolicyLaws(Laws):
             "them named: once a tier is full, nothing is ever admitted"
         )
 
-    def test_what_is_saved_is_small_and_changes_no_promise(self, tmp_path: Path):
+    def test_saved_state_is_small_and_safe_to_restore(self, tmp_path: Path):
         """What another policy has learned is taken in, and the victims are still the held keys."""
         saved = self._after(tmp_path, 0).save()
         assert isinstance(saved, bytes), f"save() returns bytes; it returned {type(saved).__name__}"

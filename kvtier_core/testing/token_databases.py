@@ -60,7 +60,7 @@ class TokenDatabaseLaws(Laws):
         assert database.keys(tuple(self.tokens())) == keys, "the same tokens, as a tuple, have other keys"
         assert self.open(tmp_path).keys(self.tokens()) == keys, "a second instance has other keys for the same tokens"
 
-    def test_what_is_handed_in_stays_as_it_is(self, tmp_path: Path):
+    def test_arguments_stay_as_they_are(self, tmp_path: Path):
         """The caller goes on using its lists, and what it does to a result changes no later one."""
         database, tokens, extra = self.open(tmp_path), self.tokens(), {1: b"cat"}
         keys = list(database.keys(tokens, extra=extra))

@@ -427,19 +427,19 @@ class TestSerializer(SerializerLaws):
         return self.planted
 
 
-SQUARE = "test_the_work_of_telling_victims_does_not_grow_with_the_square"
+SQUARE = "test_victims_take_no_quadratic_work"
 BUGS = {
     TestPolicy: [
         (PlantedPolicy(NamesTheDead), "test_victims_are_the_held_keys_each_once"),
         (PlantedPolicy(SparesTheNewest), "test_victims_are_the_held_keys_each_once"),
-        (PlantedPolicy(ForgetsWhomItNames), "test_victims_forgets_none"),
+        (PlantedPolicy(ForgetsWhomItNames), "test_asking_for_victims_changes_nothing"),
         (PlantedPolicy(Shuffles), "test_the_same_history_has_the_same_victims"),
         (PlantedPolicy(CannotBeLeft), "test_victims_may_be_left_halfway"),
-        (PlantedPolicy(PrefersOnce), "test_preferring_is_no_deed"),
-        (PlantedPolicy(ReordersOnBeingAsked), "test_preferring_is_no_deed"),
-        (PlantedPolicy(SavesAll), "test_what_is_saved_is_small_and_changes_no_promise"),
-        (PlantedPolicy(SavesMoreAndMore), "test_what_is_saved_is_small_and_changes_no_promise"),
-        (PlantedPolicy(ChokesOnGarbage), "test_what_is_saved_is_small_and_changes_no_promise"),
+        (PlantedPolicy(PrefersOnce), "test_prefers_changes_nothing"),
+        (PlantedPolicy(ReordersOnBeingAsked), "test_prefers_changes_nothing"),
+        (PlantedPolicy(SavesAll), "test_saved_state_is_small_and_safe_to_restore"),
+        (PlantedPolicy(SavesMoreAndMore), "test_saved_state_is_small_and_safe_to_restore"),
+        (PlantedPolicy(ChokesOnGarbage), "test_saved_state_is_small_and_safe_to_restore"),
         (PlantedPolicy(BelievesGarbage), "test_garbage_teaches_nothing"),
         (PlantedPolicy(IsUpsetByGarbage), "test_garbage_teaches_nothing"),
         (PlantedPolicy(FollowsASet), "test_every_process_has_the_same_victims"),
@@ -460,8 +460,8 @@ BUGS = {
         (PlantedDatabase(IgnoresExtra), "test_extra_changes_its_chunk_and_all_that_follow"),
         (PlantedDatabase(MixesSaltAndExtra), "test_salt_and_extra_are_not_confused"),
         (PlantedDatabase(CutsTokensTo16Bits), "test_every_bit_of_a_token_counts"),
-        (PlantedDatabase(AppendsToKnown), "test_what_is_handed_in_stays_as_it_is"),
-        (PlantedDatabase(HandsOutItsOwnList), "test_what_is_handed_in_stays_as_it_is"),
+        (PlantedDatabase(AppendsToKnown), "test_arguments_stay_as_they_are"),
+        (PlantedDatabase(HandsOutItsOwnList), "test_arguments_stay_as_they_are"),
         (PlantedDatabase(HasChunksOf16), "test_chunk_sizes_share_nothing"),
         (PlantedDatabase(NamesTheBeginningOfAPrompt), "test_chunk_sizes_share_nothing"),
         (PlantedDatabase(CutsTheSalt), "test_salts_share_nothing"),
