@@ -43,8 +43,8 @@ class OpenContext:
     namespace: Namespace
     layout: ChunkLayout
     engine: str  #: names this engine among those alive on this node
-    #: This engine's share of what the YAML grants this tier, in bytes of frames. The tier keeps its own frames within it;
-    #: a store that is not shared makes room where frames of other namespaces would exceed it.
+    #: This engine's share of what the YAML grants this tier, in bytes of frames. The tier keeps its own frames within
+    #: it; a store that is not shared deletes frames of other namespaces that would exceed it.
     capacity: Nbytes = Nbytes(0)
     replica: int = 0  #: which of the engines that share this configuration this is (data parallelism), from 0
     replicas: int = 1  #: how many they are; none may touch what another one stores
@@ -232,7 +232,7 @@ class EvictionPolicy(abc.ABC):
 
     @abc.abstractmethod
     def victims(self) -> Iterator[ChunkKey]:
-        """Each held key once, best victim first; forgets none. The work does not grow with the square of their number."""
+        """Each held key once, best victim first; forgets none. Its work is not quadratic in their number."""
 
     def save(self) -> bytes:
         """What was learned and may outlive a restart.

@@ -6,7 +6,9 @@ import multiprocessing
 import random
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
 
 from kvtier_core.errors import BackendError
 from kvtier_core.frames import format as frame
@@ -15,6 +17,7 @@ from kvtier_core.testing.samples import make_frame, make_key, same
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace
 
 _SOAK_SECONDS = 1.0
+_PATIENCE = 60.0  # seconds for a process to start
 
 
 def read(backend: Backend, key: ChunkKey, nbytes: int) -> bytes:
@@ -87,7 +90,7 @@ def write_and_die(config: BackendConfig, ctx: OpenContext, seed: int, after: flo
     writer.start()
     theirs.close()
     try:
-        assert ours.poll(60), "a process that opens the store does not get as far as a first write in 60 seconds"
+        assert ours.poll(_PATIENCE), f"a process that opens the store writes nothing for {_PATIENCE:.0f} seconds"
         ours.recv()
         time.sleep(after)
     finally:
@@ -116,10 +119,24 @@ def write_one(config: BackendConfig, ctx: OpenContext, key: ChunkKey, sealed: by
     backend.close()
 
 
+def writers(count: int) -> ProcessPoolExecutor:
+    """Processes for `write_many`, which begin to write when all of them have opened the store."""
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(count, mp_context=spawn, initializer=_wait_for, initargs=(spawn.Barrier(count),))
+
+
+_started: list[Barrier] = []  # in a process of `writers`: where it waits for the others
+
+
+def _wait_for(others: Barrier) -> None:
+    _started.append(others)
+
+
 def write_many(config: BackendConfig, ctx: OpenContext, keys: Sequence[ChunkKey], seed: int) -> list[str]:
-    """In a process of its own: write each key once, in frames of several sizes; what went wrong."""
+    """In a process of its own: write each key in turn, in frames of several sizes; what went wrong."""
     rng = random.Random(seed)
     backend = config.open(ctx)
+    _started[0].wait(_PATIENCE)
     wrong = []
     for number, key in enumerate(keys):
         nbytes = rng.randint(2, 9) * FRAME_ALIGNMENT

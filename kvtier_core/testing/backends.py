@@ -177,6 +177,8 @@ class BackendLaws(BackendCallLaws):
                     pytest.skip("this suite cannot make a read wait")
                 into = [memoryview(bytearray(self.layout.frame_nbytes)) for _ in range(2)]
                 held = threads.submit(backend.read, [slow], into[:1])
+                while not (held.running() or held.done()):
+                    time.sleep(0.001)
                 time.sleep(_HEAD_START)  # without it the law may miss a fault; it never sees one that is not there
                 other = threads.submit(backend.read, [quick], into[1:])
                 wait([other], timeout=PATIENCE)

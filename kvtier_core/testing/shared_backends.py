@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from kvtier_core.interfaces import Backend
-from kvtier_core.testing.backend_frames import damage_of, read, write_many, write_one
+from kvtier_core.testing.backend_frames import damage_of, read, write_many, write_one, writers
 from kvtier_core.testing.backends import BackendLaws
 from kvtier_core.testing.laws import in_new_process
 from kvtier_core.testing.samples import make_key, make_keys, make_namespace, same
@@ -80,7 +78,7 @@ class SharedBackendLaws(BackendLaws):
     def test_an_open_leaves_the_writes_of_others_alone(self, tmp_path: Path):
         """What another process has not finished writing is no rubbish."""
         keys = make_keys(_WRITES)
-        with self._processes(1) as processes:
+        with writers(1) as processes:
             writer = processes.submit(write_many, self.config(tmp_path), self.context(), keys, 0)
             while not writer.done():
                 self.config(tmp_path).open(self.context()).close()
@@ -98,18 +96,15 @@ class SharedBackendLaws(BackendLaws):
     def test_two_writers_of_one_key_leave_a_whole_frame(self, tmp_path: Path):
         """One of the two, and a reader sees neither half of it nor a part of both."""
         keys = make_keys(2) * (_WRITES // 2)
-        with self.opened(tmp_path) as backend, self._processes(2) as processes:
-            writers = [processes.submit(write_many, self.config(tmp_path), self.context(), keys, i) for i in range(2)]
-            while not all(writer.done() for writer in writers):
+        with self.opened(tmp_path) as backend, writers(2) as processes:
+            both = [processes.submit(write_many, self.config(tmp_path), self.context(), keys, i) for i in range(2)]
+            while not all(writer.done() for writer in both):
                 for key in keys[:2]:
                     found = read(backend, key, _LARGEST)
                     damage = damage_of(found, key, make_namespace()) if found else ""
                     assert not damage, f"while two processes write one key, read() returns a frame that is {damage}"
-            wrong = [each for writer in writers for each in writer.result()]
+            wrong = [each for writer in both for each in writer.result()]
             assert not wrong, f"two processes wrote the same keys; {len(wrong)} writes failed, the first: {wrong[0]}"
-
-    def _processes(self, count: int) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
 
     def _must_find(self, backend: Backend, key: ChunkKey, what: str) -> None:
         assert list(backend.contains([key])) == [True], f"{what}; contains() does not find it"

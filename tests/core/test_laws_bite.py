@@ -207,6 +207,7 @@ class SaysThatItIsShared(Reference):
 class LooksTwiceWhileItScans(Reference):
     def scan(self):
         files = [file for file in self.home.iterdir() if not file.suffix]
+        time.sleep(0.001)
         return iter([(bytes.fromhex(file.name), file.stat().st_size) for file in files])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 
 import pytest
@@ -97,11 +98,18 @@ class SweepsAtOpen(SharedFolder):
         for file in self.home.glob("*.*"):
             file.unlink(missing_ok=True)
 
+    def write_one(self, key, frame):
+        unfinished = self.home / f"{key.hex()}.{secrets.token_hex(8)}"
+        unfinished.write_bytes(frame)
+        time.sleep(0.001)
+        unfinished.replace(self.file(key))
+
 
 class HasOneNameForTheUnfinished(SharedFolder):
     def write_one(self, key, frame):
         unfinished = self.home / f"{key.hex()}.tmp"
         unfinished.write_bytes(frame)
+        time.sleep(0.001)
         unfinished.replace(self.file(key))
 
 
