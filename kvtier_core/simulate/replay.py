@@ -33,7 +33,7 @@ class Tally:
     written: Counter[str] = attrs.field(factory=Counter)  #: bytes that went into each tier
 
     def add(self, trace: Trace, prompt: Prompt, hit_sources: Sequence[str], costs: Costs) -> None:
-        """A prompt, and the tiers from which its leading chunks came."""
+        """Count a prompt; ``hit_sources`` are the tiers from which its leading chunks came."""
         chunks = Counter(hit_sources)
         known = 0
         for tier, count in chunks.items():
@@ -45,15 +45,17 @@ class Tally:
 
     @property
     def hit_rate(self) -> float:
-        """Of tokens: those that need not be computed."""
+        """The share of tokens that need not be computed."""
         return self.hits.total() / self.tokens
 
     @property
     def mean(self) -> float:
+        """Seconds until a prompt's prefill was over, on average."""
         return statistics.fmean(self.seconds)
 
     @property
     def p95(self) -> float:
+        """Seconds that one prompt in twenty exceeded."""
         return sorted(self.seconds)[(len(self.seconds) * 95 - 1) // 100]
 
 

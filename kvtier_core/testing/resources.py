@@ -33,6 +33,7 @@ class Resources:
 
     @classmethod
     def now(cls) -> Resources:
+        """Look at this process."""
         gc.collect()  # what is only waiting to be collected is not held
         return cls(dict(_descriptors()), dict(_threads()), dict(_children()), dict(_shared_mappings()))
 
