@@ -823,6 +823,14 @@ MUTANTS = (
         "tests/core/test_store_tier.py::test_what_cannot_be_read_is_its_keys_alone",
     ),
     Mutant(
+        "a-frame-that-goes-stops-the-scan",
+        f"{DISK}/frames.py",
+        "except FileNotFoundError:  # deleted, or written whole, since it was listed",
+        "except NotImplementedError:",
+        "plugins/kvtier_disk/tests/test_disk_laws.py::"
+        "test_a_frame_that_is_deleted_while_the_folder_is_listed_stops_no_scan",
+    ),
+    Mutant(
         "one-that-stays-keeps-all",
         STORE_TIER + "/deletes.py",
         "            if not again:\n                self._health.record",

@@ -15,7 +15,7 @@ namespace {
   throw nb::python_error();
 }
 
-// What is common to all. An iterator over victims keeps its policy alive, and finds out if it changed.
+// What all policies have in common. An iterator over victims keeps its policy alive and notices if it changes.
 template <class Policy>
 nb::class_<Policy> bind(nb::module_& m, const char* name) {
   using Victims = typename Policy::Victims;
@@ -47,7 +47,7 @@ void bind_lru(nb::module_& m) {
       .def("restore", [](Lru&, nb::handle) {}, "saved"_a);
 }
 
-void bind_git(nb::module_& m) {
+void bind_gittins(nb::module_& m) {
   bind<Gittins>(m, "Gittins")
       .def("__init__", [](Gittins* self, size_t sizes) {
              if (sizes < 1 || sizes > 64) throw nb::value_error("sizes: 1 to 64 can be told apart");
@@ -83,7 +83,7 @@ void bind_git(nb::module_& m) {
 
 void bind_policies(nb::module_& m) {
   bind_lru(m);
-  bind_git(m);
+  bind_gittins(m);
 }
 
 }  // namespace kvtier

@@ -1,4 +1,4 @@
-// Which of some small numbers are marked; told in order.
+// A set of small numbers, visited in ascending order.
 #pragma once
 
 #include <bit>
@@ -12,12 +12,13 @@ class Bitmap {
  public:
   explicit Bitmap(size_t count) : count_(count), words_((count + 63) / 64) {}
 
+  // One more than the largest number there can be.
   size_t end() const { return count_; }
   void clear() { words_.assign(words_.size(), 0); }
   void set(size_t i) { words_[i / 64] |= uint64_t{1} << i % 64; }
   void unset(size_t i) { words_[i / 64] &= ~(uint64_t{1} << i % 64); }
 
-  // The first that is marked from here on, or end().
+  // The first number in the set from i on, or end().
   size_t from(size_t i) const {
     if (i >= count_) return count_;
     uint64_t word = words_[i / 64] >> i % 64 << i % 64;

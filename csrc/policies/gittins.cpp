@@ -25,36 +25,36 @@ void Gittins::request(std::span<const Key> path, double now) {
   changes_++;
   grow_older(now);
   found_.clear();
-  size_t strangers = 0;
+  size_t unknown = 0;
   for (const Key& key : path) {
     found_.push_back(find(key));
-    strangers += found_.back().number == kNone;
+    unknown += found_.back().number == kNone;
   }
-  const size_t size = std::min<size_t>(static_cast<size_t>(std::bit_width(strangers)), sizes_ - 1);
-  // One for each count of reuses, in the order in which they are met.
+  const size_t size = std::min<size_t>(static_cast<size_t>(std::bit_width(unknown)), sizes_ - 1);
+  // The new groups, one for each count of reuses, in the order in which they are needed.
   Number fresh[kReuses];
   size_t count = 0;
   const auto is_fresh = [&](Number group) { return std::find(fresh, fresh + count, group) != fresh + count; };
-  // Leaf before root: a prefix that others may share is the last of its group to go.
+  // Leaf before root, so that a prefix is evicted last of its group.
   for (size_t i = path.size(); i-- > 0;) {
-    Found who = found_[i];
-    if (who.number == kNone) who = find(path[i]);
+    Found found = found_[i];
+    if (found.number == kNone) found = find(path[i]);  // it may stand in the path twice
     size_t reuses = 0;
-    if (who.number != kNone) {
-      const Number before = group_of(who);
+    if (found.number != kNone) {
+      const Number before = group_of(found);
       if (is_fresh(before)) continue;  // named twice in one path
       const Group& group = groups_[before];
       table_.returned(group.class_age, 1.0 / group.named);
       reuses = std::min<size_t>(group.class_age.cls / sizes_ + 1, kReuses - 1);
-      leave(who);
+      leave(found);
       drop_if_empty(before);
     } else {
-      who = {remember(path[i]), false};
+      found = {remember(path[i]), false};
     }
     const auto cls = static_cast<uint8_t>(reuses * sizes_ + size);
     Number* group = std::find_if(fresh, fresh + count, [&](Number each) { return groups_[each].class_age.cls == cls; });
     if (group == fresh + count) fresh[count++] = new_group(cls, now);
-    join(*group, who);
+    join(*group, found);
   }
   for (size_t i = 0; i < count; i++) {
     groups_[fresh[i]].named = groups_[fresh[i]].members;
@@ -65,16 +65,16 @@ void Gittins::request(std::span<const Key> path, double now) {
 }
 
 bool Gittins::admit(const Key& key) {
-  Found who = find(key);
-  if (who.held) return false;
+  const Found found = find(key);
+  if (found.held) return false;
   changes_++;
   Number group;
-  if (who.number == kNone) {  // nobody asked for it, as after a restart
+  if (found.number == kNone) {  // no request named it, as after a restart
     group = new_group(0, now_);
   } else {
-    group = group_of(who);
-    leave(who);
-    ghosts_.erase(who.number);
+    group = group_of(found);
+    leave(found);
+    ghosts_.erase(found.number);
   }
   join(group, {held_.insert({key, {}, group}), true});
   place(group);
@@ -89,12 +89,12 @@ std::optional<bool> Gittins::prefers(const Key& newcomer, const Key& victim) con
 }
 
 bool Gittins::forget(const Key& key, bool evicted) {
-  const Found who = find(key);
-  if (!who.held) return false;
+  const Found found = find(key);
+  if (!found.held) return false;
   changes_++;
-  const Number group = group_of(who);
-  leave(who);
-  held_.erase(who.number);
+  const Number group = group_of(found);
+  leave(found);
+  held_.erase(found.number);
   if (evicted) {
     join(group, {remember(key), false});
     place(group);
@@ -119,30 +119,30 @@ Number Gittins::new_group(uint8_t cls, double since) { return groups_.add({.clas
 
 uint64_t Gittins::Group::votes() const { return kVote * members / named; }
 
-void Gittins::join(Number number, Found who) {
+void Gittins::join(Number number, Found key) {
   Group& group = groups_[number];
   const uint64_t before = group.votes();
-  if (who.held) {
-    held_[who.number].group = number;
-    group.held.append(held_, who.number);
+  if (key.held) {
+    held_[key.number].group = number;
+    group.held.append(held_, key.number);
   } else {
-    ghosts_[who.number].group = number;
-    remembered_.append(ghosts_, who.number);
+    ghosts_[key.number].group = number;
+    remembered_.append(ghosts_, key.number);
   }
   group.members++;
   if (group.in_cell) cell_of(group.class_age).votes += group.votes() - before;
 }
 
-// Its entry and its group, which may be empty then, are left to the caller.
-void Gittins::leave(Found who) {
-  const Number number = group_of(who);
+// The caller removes the key's entry, and its group if that is empty then.
+void Gittins::leave(Found key) {
+  const Number number = group_of(key);
   Group& group = groups_[number];
   Cell& cell = cell_of(group.class_age);
   const uint64_t before = group.votes();
-  if (who.held) {
-    group.held.remove(held_, who.number);
+  if (key.held) {
+    group.held.remove(held_, key.number);
   } else {
-    remembered_.remove(ghosts_, who.number);
+    remembered_.remove(ghosts_, key.number);
   }
   group.members--;
   if (group.held.empty() && group.holding) {
@@ -169,10 +169,10 @@ void Gittins::forget_ghost(Number number) {
   drop_if_empty(group);
 }
 
-// As a ghost, of no group yet.
+// Makes the key a ghost, of no group yet.
 Number Gittins::remember(const Key& key) { return ghosts_.insert({fingerprint_of(key), {}, kNone}); }
 
-// Into its cell, if it is not there.
+// Puts a group into its cell if it is not there.
 void Gittins::place(Number number) {
   Group& group = groups_[number];
   Cell& cell = cell_of(group.class_age);
@@ -248,7 +248,7 @@ Gittins::Victims::Victims(const Gittins& policy) : policy_(policy), changes_(pol
 
 const Key* Gittins::Victims::next() {
   if (next_ == kNone) return nullptr;
-  if (changes_ != policy_.changes_) throw std::runtime_error("the policy changed while its victims were told");
+  if (changes_ != policy_.changes_) throw std::runtime_error("the policy changed while its victims were iterated");
   const Held& held = policy_.held_[next_];
   next_ = held.order.after;
   if (next_ == kNone) {
@@ -262,7 +262,7 @@ const Key* Gittins::Victims::next() {
   return &held.key;
 }
 
-// The best that is marked from this rank on; if there is none, that was all.
+// Goes to the first cell with a held key from this rank on; without one the iteration is over.
 void Gittins::Victims::enter_cell(size_t rank) {
   rank_ = policy_.live_.from(rank);
   if (rank_ == policy_.live_.end()) return;

@@ -1,4 +1,5 @@
-// Evict what is least likely to come back soon for its room: kvtier_core/policies/gittins.py, in every answer.
+// Evicts the chunk that is least likely to return soon for the room it takes. Gives the same answers as
+// kvtier_core/policies/gittins.py.
 #pragma once
 
 #include <optional>
@@ -15,11 +16,11 @@
 
 namespace kvtier {
 
-// What is left of a key that is no longer held. Two keys may leave the same, once in 2^64 pairs if they are digests:
-// then one is taken for the other, and its request for a return. So somebody leaves sooner or later than he should;
-// nothing that is held can be lost or named twice for it.
+// Half of a ghost's key. Two keys that are digests have the same fingerprint once in 2^64 pairs: then a request for the
+// one counts as a return of the other, and some chunk is evicted earlier or later than it should be. No held key is lost
+// or becomes a victim twice.
 struct Fingerprint {
-  uint32_t high, low;  // two halves, so that ghosts are packed
+  uint32_t high, low;  // two words of four bytes, so that a ghost needs no padding
   bool operator==(const Fingerprint&) const = default;
 };
 
@@ -37,9 +38,9 @@ class Gittins {
   explicit Gittins(size_t sizes);
 
   void request(std::span<const Key> path, double now);
-  bool admit(const Key& key);                  // false: it is held
-  bool forget(const Key& key, bool evicted);   // false: it is not held
-  std::optional<bool> prefers(const Key& newcomer, const Key& victim) const;  // nothing: the victim is not known
+  bool admit(const Key& key);                  // false if it is held
+  bool forget(const Key& key, bool evicted);   // false if it is not held
+  std::optional<bool> prefers(const Key& newcomer, const Key& victim) const;  // nullopt if the victim is not known
   std::string save() const { return table_.save(); }
   void restore(std::string_view saved);
   size_t nbytes() const { return held_.nbytes() + ghosts_.nbytes() + groups_.nbytes(); }
@@ -57,12 +58,12 @@ class Gittins {
     Number group;
   };
 
-  // What one request named last, of one class. Its keys share one vote.
+  // Keys of one class that the same request named last. They share one vote.
   struct Group {
     ClassAge class_age;
     bool in_cell = false, holding = false;
-    uint32_t named = 1;    // among how many the vote is shared
-    uint32_t members = 0;  // held, and ghosts
+    uint32_t named = 1;    // the vote is shared among so many keys
+    uint32_t members = 0;  // held keys and ghosts
     double since;
     List<&Held::order> held{};  // leaf first
     Links among_all{}, among_holding{};
@@ -70,22 +71,22 @@ class Gittins {
     uint64_t votes() const;
   };
 
-  // The groups of one class and age, the oldest first.
+  // The groups of one class and step of age, the oldest first.
   struct Cell {
     List<&Group::among_all> groups;
-    List<&Group::among_holding> holding;  // those of which something is held
+    List<&Group::among_holding> holding;  // those with a held key
     uint64_t votes = 0;
-    bool awaited = false;  // somebody waits for its oldest group to come of the next age
+    bool awaited = false;  // due_ has an entry for its oldest group
   };
 
-  // When a cell's oldest group comes of the next age.
+  // When a cell's oldest group reaches the next step of age.
   struct Due {
     double when;
     uint8_t cls, age;
     auto operator<=>(const Due&) const = default;
   };
 
-  // Where a key was found.
+  // Where a key was found, if it was.
   struct Found {
     Number number = kNone;
     bool held = false;
@@ -96,8 +97,8 @@ class Gittins {
   Cell& cell_of(ClassAge class_age) { return cells_[class_age.cls * kAges + class_age.age]; }
   Number new_group(uint8_t cls, double since);
 
-  void join(Number group, Found who);
-  void leave(Found who);
+  void join(Number group, Found key);
+  void leave(Found key);
   void drop_if_empty(Number group);
   void forget_ghost(Number number);
   Number remember(const Key& key);
@@ -116,19 +117,19 @@ class Gittins {
   LifeTable table_;
   std::vector<Cell> cells_;
   std::priority_queue<Due, std::vector<Due>, std::greater<>> due_;
-  Bitmap live_;  // ranks of the cells in which something is held
+  Bitmap live_;  // ranks of the cells with a held key
   uint64_t requests_ = 0;
   double now_ = 0;
   uint64_t changes_ = 0;
-  std::vector<Found> found_;  // in a request, for each key of its path; kept for its room
+  std::vector<Found> found_;  // where request() found each key of its path; kept so that its memory is reused
 };
 
-// Best victim first. Lives no longer than its policy.
+// The victims, best first. Must not outlive its policy.
 class Gittins::Victims {
  public:
   explicit Victims(const Gittins& policy);
 
-  const Key* next();  // nullptr: that was the last. Throws runtime_error if the policy has changed since.
+  const Key* next();  // nullptr at the end. Throws runtime_error if the policy has changed since.
 
  private:
   void enter_cell(size_t rank);

@@ -1,5 +1,5 @@
-// The same floating-point operations in the same order as lifetable.py: what is learned in one place and saved is
-// restored in the other, and no victim depends on which of the two chose it. Comments on why are there.
+// The same floating-point operations in the same order as in lifetable.py, so that either restores what the other saved,
+// and both choose the same victims. The comments that say why are there.
 #include "lifetable.h"
 
 #include <algorithm>

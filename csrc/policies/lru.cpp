@@ -7,7 +7,7 @@ namespace kvtier {
 
 void Lru::request(std::span<const Key> path) {
   changes_++;
-  // Leaf before root: a prefix that others may share outlives what hangs on it.
+  // Leaf before root, so that a prefix, which others may share, outlives its continuations.
   for (const Key& key : std::views::reverse(path)) {
     const Number number = held_.find(key);
     if (number == kNone) continue;
@@ -32,7 +32,7 @@ bool Lru::forget(const Key& key) {
 
 const Key* Lru::Victims::next() {
   if (next_ == kNone) return nullptr;
-  if (changes_ != policy_.changes_) throw std::runtime_error("the policy changed while its victims were told");
+  if (changes_ != policy_.changes_) throw std::runtime_error("the policy changed while its victims were iterated");
   const Held& held = policy_.held_[next_];
   next_ = held.order.after;
   return &held.key;

@@ -1,4 +1,4 @@
-// Least recently used: kvtier_core/policies/lru.py, in every answer.
+// Least recently used. Gives the same answers as kvtier_core/policies/lru.py.
 #pragma once
 
 #include <span>
@@ -14,7 +14,7 @@ class Lru {
 
   void request(std::span<const Key> path);
   void admit(const Key& key);
-  bool forget(const Key& key);  // false: it is not held
+  bool forget(const Key& key);  // false if it is not held
   size_t nbytes() const { return held_.nbytes(); }
 
  private:
@@ -28,12 +28,12 @@ class Lru {
   uint64_t changes_ = 0;
 };
 
-// Best victim first. Lives no longer than its policy.
+// The victims, best first. Must not outlive its policy.
 class Lru::Victims {
  public:
   explicit Victims(const Lru& policy) : policy_(policy), changes_(policy.changes_), next_(policy.order_.first()) {}
 
-  const Key* next();  // nullptr: that was the last. Throws runtime_error if the policy has changed since.
+  const Key* next();  // nullptr at the end. Throws runtime_error if the policy has changed since.
 
  private:
   const Lru& policy_;

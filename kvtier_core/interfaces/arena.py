@@ -43,7 +43,8 @@ class PagedKVCache:
 class AllocatorBackend(abc.ABC):
     """The memory of an arena: numbered slots that the engine's device can reach. Opened in the stack's process.
 
-    The stack decides which slot holds what; an arena only owns the bytes.
+    The stack decides which slot holds what; an arena only owns the bytes. All of them are there when
+    `ArenaConfig.open` returns: no later touch of a slot may find that there is no memory.
     """
 
     slots: int  #: how many fit into ``OpenContext.capacity``; at least one
@@ -67,7 +68,7 @@ class AllocatorBackend(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Release the memory. May be called twice. No view is used afterwards."""
+        """Release the memory and all that was made for it. May be called twice. No view is used afterwards."""
 
 
 class JobResult(NamedTuple):

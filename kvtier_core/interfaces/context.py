@@ -24,7 +24,9 @@ class OpenContext:
     namespace: Namespace
     layout: ChunkLayout
     engine: str  #: names this engine among those alive on this node
-    capacity: Nbytes = Nbytes(0)  #: this engine's share of what the YAML grants this tier, in bytes of frames
+    #: This engine's share of what the YAML grants this tier, in bytes of frames. The tier keeps its own frames within
+    #: it; a store that is not shared deletes frames of other namespaces that would exceed it.
+    capacity: Nbytes = Nbytes(0)
     replica: int = 0  #: which of the engines that share this configuration this is (data parallelism), from 0
     replicas: int = 1  #: how many such engines there are; none may touch what another one stores
     max_frame_nbytes: Nbytes = Nbytes(0)  #: no frame that this tier writes is longer; 0: not known

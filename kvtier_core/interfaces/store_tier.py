@@ -22,7 +22,8 @@ class Backend(abc.ABC):
     makes no other until it returns.
     """
 
-    #: May other processes add or delete keys? Then a key that the tier does not know is asked for, not taken as absent.
+    #: May other processes add or delete keys? Then a key that the tier does not know is asked for, not taken as absent,
+    #: and the tier deletes nothing to make room.
     shared: ClassVar[bool] = False
 
     @abc.abstractmethod
@@ -69,7 +70,8 @@ class Backend(abc.ABC):
     def scan(self) -> Iterator[tuple[ChunkKey, int]]:
         """The keys of this namespace that the store already has, and the bytes of their frames, oldest first.
 
-        Called once, when the tier opens. A store that returns nothing here starts cold.
+        Called once, when the tier opens. A store that returns nothing here starts cold. A frame that is deleted
+        meanwhile may be named or not, and makes nothing fail.
         """
         return iter(())
 
@@ -85,7 +87,7 @@ class Backend(abc.ABC):
         return {}
 
     def close(self) -> None:
-        """Release everything. May be called twice, on any thread; no other call is under way."""
+        """Release threads, descriptors, child processes: everything. May be called twice; no other call is under way."""
 
 
 @attrs.frozen

@@ -1,8 +1,8 @@
-"""Adaptive replacement: what was used once and what was used more often share the room as their ghosts demand.
+"""Adaptive replacement cache: chunks used once and chunks used more often share the capacity as their ghosts demand.
 
-N. Megiddo and D. S. Modha, "ARC: a self-tuning, low overhead replacement cache" (FAST 2003). As many ghosts as keys are
-held. A tier names its victims before it admits, so the room that the two lists share is what is held.
-O(1) for each key named, admitted or forgotten, and for each victim.
+N. Megiddo and D. S. Modha, "ARC: a self-tuning, low overhead replacement cache" (FAST 2003). There are as many ghosts
+as held keys. A tier asks for victims before it admits, so the capacity that the two lists share is what is held.
+O(1) for each key requested, admitted or forgotten, and for each victim.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from kvtier_core.types import ChunkKey
 
 @attrs.frozen
 class ArcConfig(EvictionConfig):
+    """Evicts by ARC, as published."""
+
     type: ClassVar[str] = "arc"
 
     def open(self) -> Arc:
@@ -26,15 +28,17 @@ class ArcConfig(EvictionConfig):
 
 
 class Arc(EvictionPolicy):
+    """The four lists of ARC: T1, T2, B1 and B2 of the paper, in this order."""
+
     def __init__(self) -> None:
-        self._once: OrderedDict[ChunkKey, None] = OrderedDict()  # the least recently used first, as all four
+        self._once: OrderedDict[ChunkKey, None] = OrderedDict()  # the least recently used first, as in all four
         self._often: OrderedDict[ChunkKey, None] = OrderedDict()
         self._once_ghosts: OrderedDict[ChunkKey, None] = OrderedDict()
         self._often_ghosts: OrderedDict[ChunkKey, None] = OrderedDict()
-        self._target = 0.0  # keys that ``once`` may hold
+        self._target = 0.0  # how many keys ``_once`` should hold: p of the paper
 
     def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
-        for key in reversed(path):  # leaf before root: a prefix that others may share outlives what hangs on it
+        for key in reversed(path):  # leaf before root, so that a prefix outlives its continuations
             if key in self._once:
                 del self._once[key]
                 self._often[key] = None
@@ -65,7 +69,7 @@ class Arc(EvictionPolicy):
             (self._often_ghosts or self._once_ghosts).popitem(last=False)
 
     def victims(self) -> Iterator[ChunkKey]:
-        """Whichever list is beyond its share gives its oldest; as if what was named before were gone."""
+        """The oldest of the list that is beyond its share, each time as if the victims before had left."""
         once, often = iter(self._once), iter(self._often)
         left = len(self._once)
         while left > self._target and left:

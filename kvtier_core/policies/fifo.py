@@ -1,4 +1,4 @@
-"""First in, first out: what was admitted first goes first, however often it was used since.
+"""First in, first out: the chunk that was admitted first is evicted first, however often it was used since.
 
 L. A. Belady, "A study of replacement algorithms for a virtual-storage computer" (IBM Systems Journal 5(2), 1966).
 O(1) for each key admitted or forgotten, and for each victim; a request costs nothing.
@@ -18,6 +18,8 @@ from kvtier_core.types import ChunkKey
 
 @attrs.frozen
 class FifoConfig(EvictionConfig):
+    """Evicts the chunk that was admitted first."""
+
     type: ClassVar[str] = "fifo"
 
     def open(self) -> Fifo:
@@ -25,8 +27,10 @@ class FifoConfig(EvictionConfig):
 
 
 class Fifo(EvictionPolicy):
+    """Held keys in the order of their admission."""
+
     def __init__(self) -> None:
-        # A plain dict finds its first key behind all that were deleted before it, step by step.
+        # Not a plain dict: that finds its first key by stepping over all that were deleted before it.
         self._order: OrderedDict[ChunkKey, None] = OrderedDict()
 
     def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:

@@ -1,16 +1,17 @@
-"""Evict what is least likely to come back soon for the room it takes: a table of return odds, and Gittins' index.
+"""Evicts the chunk that is least likely to return soon for the room it takes, by learned odds and Gittins' index.
 
-A chunk's class is how often it was named so far (once, twice, more) and how many chunks were new in the request that
-named it last, by powers of two. For each class a life table tells how many of those that were idle for so long came
-back within the next step of ages; it learns from what is held and from four ghosts for each of them. The index of a
-class at an age is the best rate, over all horizons, of returns for a second of room. The lowest goes first, and a
-newcomer whose index is lower yet is not worth its room. While little is known, odds fall with age, as in `lru`.
+A chunk's class is how often it was requested so far (once, twice, more) and how many chunks were new in the last
+request that named it, by powers of two. For each class a life table says what share of the chunks that were idle for
+a given time returned within the next step of age; it learns from held chunks and from four ghosts for each of them.
+The index of a class at an age is the best rate, over all horizons, of returns for a second of room. The lowest index is
+evicted first, and a newcomer whose index is lower still is not worth the room. While little is known, odds fall with
+age, as in `lru`.
 
 J. C. Gittins, "Bandit processes and dynamic allocation indices" (J. R. Stat. Soc. B 41(2), 1979); E. L. Kaplan and
 P. Meier (J. Am. Stat. Assoc. 53, 1958) for the table. N. Beckmann, H. Chen and A. Cidon, "LHD" (NSDI 2018) rank by
-whole remaining lives instead. O(1) for each key named, admitted, forgotten or evicted; the keys that one request named
-move together from age to age, and after each 64 requests all ranks are computed anew, in about two milliseconds.
-csrc/policies/gittins.cpp answers alike in every detail, sooner and in less room; this is what it is tested against.
+whole remaining lives instead. O(1) for each key requested, admitted, forgotten or evicted: the keys that one request
+named move from age to age together. After each 64 requests all ranks are computed anew, in about two milliseconds.
+csrc/policies/gittins.cpp gives the same answers in every detail, faster and in less memory; it is tested against this.
 """
 
 from __future__ import annotations
@@ -30,31 +31,35 @@ from kvtier_core.policies.native_counterpart import native_counterpart
 from kvtier_core.types import ChunkKey
 
 _REUSES = 3
-#: Powers of two of new chunks in a request that are told apart.
+#: How many powers of two of new chunks in a request are told apart.
 _SIZES = 10
-#: Ghosts for each key that is held, and how many at least.
+#: Ghosts for each held key, and the least number of them that are kept.
 _GHOSTS = 4
 _FEW = 64
-#: Requests after which the ranks are computed anew, and what a vote then still counts: half after 50 000 requests.
+#: Requests after which the ranks are computed anew, and the factor by which old votes then count less: half after
+#: 50 000 requests.
 _RANKING = 64
 _FADE = 0.9991131650796176
-#: In how many parts a vote is counted: whole ones, so that what joined a cell leaves it to the last one, and a number
-#: that all up to 16 divide, so that as much is as much, however it was shared.
+#: A vote is counted in this many whole parts, so that a cell loses exactly what was added to it. All numbers up to 16
+#: divide it, so that equal shares are equal.
 _VOTE = 720_720 << 12
 
 
 @attrs.frozen
 class GittinsConfig(EvictionConfig):
+    """Evicts by learned odds of return: the default."""
+
     type: ClassVar[str] = "gittins"
     aliases: ClassVar[tuple[str, ...]] = ("git",)
-    classes: Literal["simple", "full"] = "full"  #: simple: only how often a chunk was named
+    classes: Literal["simple", "full"] = "full"  #: simple: by the number of requests alone
 
     def open(self) -> EvictionPolicy:
-        return Implementation(sizes=1 if self.classes == "simple" else _SIZES)
+        """In C++ where that could be built."""
+        return native_counterpart(Gittins)(sizes=1 if self.classes == "simple" else _SIZES)
 
 
 class _Group:
-    """What one request named last, of one class. Its keys share one vote."""
+    """Keys of one class that the same request named last. They share one vote."""
 
     __slots__ = ("age", "cls", "ghosts", "held", "named", "since")
 
@@ -64,7 +69,7 @@ class _Group:
         self.age = 0  # a step of the life table
         self.held: OrderedDict[ChunkKey, None] = OrderedDict()  # leaf first
         self.ghosts = 0
-        self.named = 1  # keys at first, among whom the vote is shared
+        self.named = 1  # how many keys it had at first: the vote is shared among so many
 
     @property
     def votes(self) -> int:
@@ -72,26 +77,28 @@ class _Group:
 
 
 class _Cell:
-    """The groups of one class and age, the oldest first."""
+    """The groups of one class and step of age, the oldest first."""
 
     __slots__ = ("awaited", "groups", "holding", "votes")
 
     def __init__(self) -> None:
         self.groups: OrderedDict[_Group, None] = OrderedDict()
-        self.holding: OrderedDict[_Group, None] = OrderedDict()  # those of which something is held
+        self.holding: OrderedDict[_Group, None] = OrderedDict()  # those with a held key
         self.votes = 0
-        self.awaited = False  # somebody waits for its oldest group to come of the next age
+        self.awaited = False  # `_due` has an entry for its oldest group
 
 
 class Gittins(EvictionPolicy):
+    """The policy; ``sizes`` is how many powers of two of new chunks in a request are told apart, 1 to 64."""
+
     def __init__(self, sizes: int) -> None:
         self._sizes = sizes
-        self._group: dict[ChunkKey, _Group] = {}  # of what is held, and of ghosts
+        self._group: dict[ChunkKey, _Group] = {}  # of held keys and of ghosts
         self._ghosts: OrderedDict[ChunkKey, None] = OrderedDict()  # the oldest first
         self._table = LifeTable(_REUSES, sizes)
         self._cells = [[_Cell() for _ in range(AGES)] for _ in range(_REUSES * sizes)]
-        self._due: list[tuple[float, int, int]] = []  # when the oldest group of a cell comes of the next age
-        self._live: list[int] = []  # ranks of the cells in which something is held
+        self._due: list[tuple[float, int, int]] = []  # when the oldest group of a cell reaches the next step of age
+        self._live: list[int] = []  # ranks of the cells with a held key, ascending
         self._requests = itertools.count(1)
         self._now = 0.0
 
@@ -99,7 +106,7 @@ class Gittins(EvictionPolicy):
         self._grow_older(now)
         size = min(sum(key not in self._group for key in path).bit_length(), self._sizes - 1)
         fresh: dict[int, _Group] = {}
-        for key in reversed(path):  # leaf before root: a prefix that others may share is the last of its group to go
+        for key in reversed(path):  # leaf before root, so that a prefix is evicted last of its group
             before = self._group.get(key)
             if before is not None and before is fresh.get(before.cls):
                 continue  # named twice in one path
@@ -123,7 +130,7 @@ class Gittins(EvictionPolicy):
 
     def admit(self, key: ChunkKey, nbytes: int) -> None:
         group = self._group.get(key)
-        if group is None:  # nobody asked for it, as after a restart
+        if group is None:  # no request named it, as after a restart
             group = _Group(0, self._now)
         else:
             self._leave(group, key, held=False)
@@ -188,7 +195,7 @@ class Gittins(EvictionPolicy):
                 del cell.groups[group]
 
     def _place(self, group: _Group) -> None:
-        """Into its cell, if it is not there."""
+        """Put a group into its cell if it is not there."""
         cell = self._cells[group.cls][group.age]
         if group not in cell.groups:
             cell.groups[group] = None
@@ -201,11 +208,12 @@ class Gittins(EvictionPolicy):
             cell.holding[group] = None
 
     def _await(self, cell: _Cell, group: _Group) -> None:
-        """Once for each cell, however often it lies empty in between: then it is looked at too early, no more."""
+        """One entry a cell, even if the cell is empty for a while: then it is only looked at too early."""
         heapq.heappush(self._due, (group.since + EDGES[group.age + 1], group.cls, group.age))
         cell.awaited = True
 
     def _grow_older(self, now: float) -> None:
+        """Move the groups that have reached the next step of age."""
         self._now = now
         while self._due and self._due[0][0] <= now:
             _, cls, age = heapq.heappop(self._due)
@@ -239,6 +247,3 @@ class Gittins(EvictionPolicy):
         self._table.fade(_FADE)
         self._table.rank([[float(cell.votes) / _VOTE for cell in row] for row in self._cells])
         self._live = [rank for rank, (cls, age) in enumerate(self._table.order) if self._cells[cls][age].holding]
-
-
-Implementation = native_counterpart(Gittins)

@@ -1,7 +1,7 @@
-"""Least frequently used; of equally frequent ones the least recently used.
+"""Least frequently used; of equally frequent chunks the least recently used.
 
 Buckets by count, after K. Shah, A. Mitra and D. Matani, "An O(1) algorithm for implementing the LFU cache eviction
-scheme" (2010). O(1) for each key named, admitted or forgotten; victims are told after one sort of the distinct counts.
+scheme" (2010). O(1) for each key requested, admitted or forgotten; `victims` first sorts the distinct counts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from kvtier_core.types import ChunkKey
 
 @attrs.frozen
 class LfuConfig(EvictionConfig):
+    """Evicts the chunk that the fewest requests named since its admission."""
+
     type: ClassVar[str] = "lfu"
 
     def open(self) -> Lfu:
@@ -25,12 +27,14 @@ class LfuConfig(EvictionConfig):
 
 
 class Lfu(EvictionPolicy):
+    """Held keys in buckets, one for each number of uses."""
+
     def __init__(self) -> None:
         self._counts: dict[ChunkKey, int] = {}
         self._buckets: dict[int, OrderedDict[ChunkKey, None]] = {}  # by count; the least recently used first
 
     def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
-        # Leaf before root: of equally frequent chunks the one that others hang on is the last to go.
+        # Leaf before root, so that of equally frequent chunks a prefix outlives its continuations.
         for key in reversed(path):
             if key in self._counts:
                 self._put(key, self._take(key) + 1)

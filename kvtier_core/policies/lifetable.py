@@ -1,7 +1,7 @@
 """The odds that a chunk comes back, by its class and by how long it was idle, and the order that follows from them.
 
-csrc/policies/lifetable.cpp computes the same to the last bit. So nothing here leaves open in which order or how
-exactly it adds: no ``sum`` of floats, which is compensated from Python 3.12 on, and no power but of two.
+csrc/policies/lifetable.cpp computes the same to the last bit. So the order and precision of each addition are fixed:
+no ``sum`` of floats, which is compensated from Python 3.12 on, and no powers other than of two.
 """
 
 from __future__ import annotations
@@ -12,50 +12,53 @@ import math
 import operator
 import struct
 
-#: Ages in seconds at which a step begins: half octaves, from a moment to days.
+#: Ages in seconds at which a step begins: factors of the square root of two, from half a second to days.
 EDGES = [0.0, *(math.ldexp(math.sqrt(1 + i % 2), i // 2 - 1) for i in range(39)), math.inf]
 AGES = len(EDGES) - 1
 
 _WIDTHS = [end - begin for begin, end in itertools.pairwise(EDGES[:-1])] + [EDGES[-2]]
 _HEADER = struct.Struct("<8sII")
 _MAGIC = b"kvlives1"
-#: Returns that a restored table may have seen: enough to know the traffic, few enough to learn that it is another.
+#: Returns that a restored table counts for at most: enough to know the traffic, few enough to learn that it changed.
 _TRUSTED = 1000.0
-#: How many votes the family has in the table of a class, all classes in that of a family, and a guess in that of all.
+#: How many votes the odds of its family count for in a class, those of all classes in a family, and `_GUESS` in all.
 _SHRINK = 20.0
-#: Odds of a return within a step while nothing is known: the rate falls as the age grows.
+#: Odds of a return within a step while nothing is known: the rate falls with age.
 _GUESS = [0.17 * width / (begin + width) for begin, width in zip(EDGES, _WIDTHS, strict=False)]
 
 
 class LifeTable:
-    """Votes on lives that ended with a return in some step of age, or went on into the next.
+    """Votes on lives that ended with a return in some step of age, or went on into the next step.
 
-    Classes lie in families of one size. Where a class saw few lives, its odds lean on its family's, and those on all.
+    There are ``families`` times ``size`` classes. Where a class saw few lives, its odds are pulled towards those of its
+    family, and these towards those of all classes.
     """
 
     def __init__(self, families: int, size: int):
         self._size = size
         self._returns = [[0.0] * AGES for _ in range(families * size)]
-        self._lives = [[0.0] * AGES for _ in range(families * size)]  # that a step saw to its end
-        self.index: list[list[float]] = []  # for each class and age the best rate of returns, a second of room
+        self._lives = [[0.0] * AGES for _ in range(families * size)]  # that a step saw end, or pass into the next one
+        self.index: list[list[float]] = []  # for each class and age the best rate of returns a second
         self.order: list[tuple[int, int]] = []  # classes and ages, the lowest index first
         self.rank_of: list[list[int]] = []
         self.rank([[0.0] * AGES for _ in self._lives])
 
     def returned(self, cls: int, age: int, votes: float) -> None:
+        """Lives of a class ended with a return in this step of age."""
         self._returns[cls][age] += votes
         self._lives[cls][age] += votes
 
     def went_on(self, cls: int, age: int, votes: float) -> None:
+        """Lives of a class passed this step of age without a return."""
         self._lives[cls][age] += votes
 
     def fade(self, factor: float) -> None:
-        """What was long ago counts less."""
+        """Make old votes count less."""
         for row in (*self._returns, *self._lives):
             row[:] = [votes * factor for votes in row]
 
     def rank(self, waiting: list[list[float]]) -> None:
-        """Take the votes into the index and the order. Those ``waiting`` within a step count half, as actuaries do."""
+        """Compute index and order from the votes. Lives ``waiting`` within a step count half, as actuaries do."""
         lives = [
             [seen + still / 2 for seen, still in zip(*rows, strict=True)]
             for rows in zip(self._lives, waiting, strict=True)
@@ -74,12 +77,12 @@ class LifeTable:
             self.rank_of[cls][age] = rank
 
     def save(self) -> bytes:
-        """The votes, in a form of fixed length."""
+        """The votes, always in the same number of bytes."""
         votes = [each for row in (*self._returns, *self._lives) for each in row]
         return _HEADER.pack(_MAGIC, len(self._lives), AGES) + struct.pack(f"<{len(votes)}f", *votes)
 
     def restore(self, saved: bytes) -> bool:
-        """Take in what was saved, as no more than `_TRUSTED` votes; False if it is not that."""
+        """Take over saved votes, as `_TRUSTED` returns at most; False, without any change, for any other bytes."""
         count = len(self._lives) * AGES
         if len(saved) != _HEADER.size + 8 * count or saved[: _HEADER.size] != _HEADER.pack(
             _MAGIC, len(self._lives), AGES
@@ -87,7 +90,7 @@ class LifeTable:
             return False
         votes = struct.unpack_from(f"<{2 * count}f", saved, _HEADER.size)
         returns, lives = votes[:count], votes[count:]
-        # Floats are rounded as they are saved; a NaN fails this comparison.
+        # Votes were rounded when they were saved. A NaN fails this comparison.
         if not all(0 <= came <= seen * 1.001 < 1e30 for came, seen in zip(returns, lives, strict=True)):
             return False
         factor = min(1.0, _TRUSTED / max(1.0, functools.reduce(operator.add, returns)))
@@ -112,8 +115,8 @@ def _shrunk(returns: list[float], lives: list[float], towards: list[float]) -> l
 def _gittins(odds: list[float]) -> list[float]:
     """For each age the best rate of returns over all horizons.
 
-    Drawn over the time a chunk of age 0 spends idle, its chance to have returned is a curve; from any point of it the
-    steepest line to a later one is an edge of the curve's upper hull from there on.
+    A chunk's chance to have returned, drawn over the time it was idle, is a curve. The best rate at an age is the slope
+    of the steepest line from that point to a later one: an edge of the upper hull of the rest of the curve.
     """
     points = [(0.0, 0.0)]
     alive = 1.0

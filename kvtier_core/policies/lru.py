@@ -1,8 +1,8 @@
 """Least recently used.
 
 The rule is folklore of the 1960s; P. J. Denning, "The working set model for program behavior" (CACM 11(5), 1968)
-says why it works. O(1) for each key named, admitted or forgotten, and for each victim. csrc/policies/lru.cpp answers
-alike, sooner and in less room; this is what it is tested against.
+says why it works. O(1) for each key requested, admitted or forgotten, and for each victim. csrc/policies/lru.cpp gives
+the same answers faster and in less memory; it is tested against this.
 """
 
 from __future__ import annotations
@@ -20,18 +20,23 @@ from kvtier_core.types import ChunkKey
 
 @attrs.frozen
 class LruConfig(EvictionConfig):
+    """Evicts the least recently used chunk first."""
+
     type: ClassVar[str] = "lru"
 
     def open(self) -> EvictionPolicy:
-        return Implementation()
+        """In C++ where that could be built."""
+        return native_counterpart(Lru)()
 
 
 class Lru(EvictionPolicy):
+    """Held keys in the order of their last use."""
+
     def __init__(self) -> None:
         self._order: OrderedDict[ChunkKey, None] = OrderedDict()  # the least recently used first
 
     def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
-        # Leaf before root: a prefix that others may share outlives what hangs on it.
+        # Leaf before root, so that a prefix, which others may share, outlives its continuations.
         for key in reversed(path):
             if key in self._order:
                 self._order.move_to_end(key)
@@ -44,6 +49,3 @@ class Lru(EvictionPolicy):
 
     def victims(self) -> Iterator[ChunkKey]:
         return iter(self._order)
-
-
-Implementation = native_counterpart(Lru)

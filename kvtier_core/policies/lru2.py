@@ -1,8 +1,8 @@
-"""Least recently used but one: the first to go had one use only, or its last use but one longest ago.
+"""LRU-2: evicts first what was used only once, then the chunk whose second-to-last use is longest ago.
 
 E. J. O'Neil, P. E. O'Neil and G. Weikum, "The LRU-K page replacement algorithm for database disk buffering" (SIGMOD
-1993), for K = 2, with four ghosts for each key that is held. O(1) for each key forgotten, O(log n) for each one named,
-admitted, or told as a victim.
+1993), for K = 2, with four ghosts for each held key. O(1) for each key forgotten, O(log n) for each key requested or
+admitted, and for each victim.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ import attrs
 from kvtier_core.interfaces import EvictionConfig, EvictionPolicy
 from kvtier_core.types import ChunkKey
 
-#: Ghosts for each key that is held, and how many at least.
+#: Ghosts for each held key, and the least number of them that are kept.
 _GHOSTS = 4
 _FEW = 64
 
-#: The last but one and the last, as numbers of a clock that counts uses; 0 is never. After `_UNUSED` comes when it was
-#: admitted, and no request has named it yet.
+#: Second-to-last and last use, as readings of a clock that counts uses; 0 is never. `_UNUSED` in the first place says
+#: that no request has named the key since its admission, which is then in the second place.
 _Uses = tuple[int, int]
 _UNUSED = -1
 
 
 @attrs.frozen
 class Lru2Config(EvictionConfig):
+    """Evicts by the second-to-last use."""
+
     type: ClassVar[str] = "lru2"
 
     def open(self) -> Lru2:
@@ -36,14 +38,16 @@ class Lru2Config(EvictionConfig):
 
 
 class Lru2(EvictionPolicy):
+    """A heap of the last two uses of each held key, and the uses of ghosts."""
+
     def __init__(self) -> None:
         self._uses: dict[ChunkKey, _Uses] = {}  # of what is held
         self._ghosts: OrderedDict[ChunkKey, _Uses] = OrderedDict()  # the oldest first
-        self._heap: list[tuple[_Uses, ChunkKey]] = []  # of what is held; an entry of other uses is out of date
+        self._heap: list[tuple[_Uses, ChunkKey]] = []  # an entry that `_uses` contradicts is stale
         self._clock = 0
 
     def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
-        for key in reversed(path):  # leaf before root: a prefix that others may share outlives what hangs on it
+        for key in reversed(path):  # leaf before root, so that a prefix outlives its continuations
             self._clock += 1
             first, last = self._uses.get(key) or self._ghosts.pop(key, (0, 0))
             uses = (0 if first == _UNUSED else last, self._clock)
@@ -64,10 +68,10 @@ class Lru2(EvictionPolicy):
         self._bound()
 
     def victims(self) -> Iterator[ChunkKey]:
-        """The heap in order, and as it was: the next one is the least of those whose parent in it was named."""
+        """The heap in ascending order, without changing it: the next is the least whose parent was visited."""
         heap = self._heap
         front = [(heap[0], 0)] if heap else []
-        named = None  # who came back from the ghosts is in the heap twice, side by side
+        named = None  # a key that came back from the ghosts is in the heap twice, with equal uses
         while front:
             (uses, key), i = heapq.heappop(front)
             if self._uses.get(key) == uses and key != named:

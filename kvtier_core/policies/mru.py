@@ -1,7 +1,7 @@
-"""Most recently used first: right for a loop over more than fits, wrong for almost all else.
+"""Most recently used first: right for a loop over more than fits, wrong for almost everything else.
 
 H.-T. Chou and D. J. DeWitt, "An evaluation of buffer management strategies for relational database systems"
-(VLDB 1985). O(1) for each key named, admitted or forgotten, and for each victim.
+(VLDB 1985). O(1) for each key requested, admitted or forgotten, and for each victim.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from kvtier_core.types import ChunkKey
 
 @attrs.frozen
 class MruConfig(EvictionConfig):
+    """Evicts the most recently used chunk first."""
+
     type: ClassVar[str] = "mru"
 
     def open(self) -> Mru:
@@ -25,6 +27,8 @@ class MruConfig(EvictionConfig):
 
 
 class Mru(EvictionPolicy):
+    """Held keys in the order of their last use."""
+
     def __init__(self) -> None:
         self._order: OrderedDict[ChunkKey, None] = OrderedDict()  # the most recently used last
 

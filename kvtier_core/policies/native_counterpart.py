@@ -1,4 +1,4 @@
-"""Which policies are there in C++ too."""
+"""Which policies exist in C++ too."""
 
 from __future__ import annotations
 
@@ -9,5 +9,8 @@ from kvtier_core.native import extension
 
 
 def native_counterpart(plain: type[EvictionPolicy]) -> Callable[..., EvictionPolicy]:
-    """Who answers as this one does, to the last bit, and sooner; itself, where nothing could be compiled."""
+    """The class of this name in C++, which gives the same answers faster; ``plain`` itself if nothing was compiled.
+
+    It is registered as an `EvictionPolicy`, so that `isinstance` knows it.
+    """
     return EvictionPolicy.register(getattr(extension, plain.__name__, plain))

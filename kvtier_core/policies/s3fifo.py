@@ -1,9 +1,9 @@
-"""Three simple queues: a small one that newcomers pass through, a main one for what was used again, and ghosts.
+"""S3-FIFO: a small queue that newcomers pass through, a main queue for chunks that were used again, and ghosts.
 
 J. Yang, Y. Zhang, Z. Qiu, Y. Yue and K. V. Rashmi, "FIFO queues are all you need for cache eviction" (SOSP 2023), with
-its constants: a tenth of the room for newcomers, counts up to three, two uses to be promoted, nine ghosts for ten keys
-held. The heads of both queues are settled after each change, so that telling victims changes nothing.
-O(1) for each key named or admitted, amortised O(1) for each one forgotten, and for each victim.
+its constants: a tenth of the capacity for newcomers, counts up to three, two uses to be promoted, nine ghosts for ten
+held keys. The heads of both queues are settled after each change, so that `victims` changes nothing.
+O(1) for each key requested or admitted, amortised O(1) for each key forgotten, and for each victim.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import attrs
 from kvtier_core.interfaces import EvictionConfig, EvictionPolicy
 from kvtier_core.types import ChunkKey
 
-_SMALL = 0.1  # of the room
+_SMALL = 0.1  # of the capacity
 _MOST = 3  # uses that are counted
 _PROMOTED = 2  # uses of a newcomer
 
 
 @attrs.frozen
 class S3FifoConfig(EvictionConfig):
+    """Evicts by S3-FIFO, as published."""
+
     type: ClassVar[str] = "s3fifo"
 
     def open(self) -> S3Fifo:
@@ -31,8 +33,10 @@ class S3FifoConfig(EvictionConfig):
 
 
 class S3Fifo(EvictionPolicy):
+    """The queues S, M and G of the paper."""
+
     def __init__(self) -> None:
-        self._small: OrderedDict[ChunkKey, int] = OrderedDict()  # to the uses since admission; the first in first
+        self._small: OrderedDict[ChunkKey, int] = OrderedDict()  # uses since admission, capped; the first in first
         self._main: OrderedDict[ChunkKey, int] = OrderedDict()
         self._ghosts: OrderedDict[ChunkKey, None] = OrderedDict()
 
@@ -62,7 +66,7 @@ class S3Fifo(EvictionPolicy):
         self._settle()
 
     def victims(self) -> Iterator[ChunkKey]:
-        """As if what was named before were gone."""
+        """Each as if the victims before had left."""
         room = len(self._small) + len(self._main)
         surplus = len(self._small) - int(_SMALL * room)
         once = (key for key, uses in self._small.items() if uses < _PROMOTED)
@@ -81,7 +85,7 @@ class S3Fifo(EvictionPolicy):
         yield from (each for each, uses in self._small.items() if uses >= _PROMOTED)
 
     def _settle(self) -> None:
-        """A newcomer that was used goes on to the main queue, and whatever was used there goes round again."""
+        """A newcomer at the head that was used moves to the main queue; a used head of that one goes to its end."""
         while self._small and (key := next(iter(self._small))) and self._small[key] >= _PROMOTED:
             del self._small[key]
             self._main[key] = 0

@@ -1,9 +1,10 @@
-"""A tournament: shadows of the whole cache, without bytes, try a policy each, and the best so far is followed.
+"""A tournament: simulated caches of keys alone, each with a policy of its own, and the best so far is followed.
 
-The members are `lru` and `lru2`. The score of a shadow is the chunks it would have given back, halved every 500
-requests; the leader changes when another is two hundredths better. What the leader does not hold goes first, then what
-it would evict. To follow the best of several simulated caches is the idea of I. Ari et al., "ACME: adaptive caching
-using multiple experts" (WDAS 2002). Costs what its members cost, and O(1) more for each key named.
+The members are `lru` and `lru2`. The score of a simulated cache is the number of hits it would have had, halved every
+500 requests; the leader changes when another one is 2 % better. Chunks that the leader's cache does not hold are
+evicted first, then what the leader would evict. To follow the best of several simulated caches is the idea of I. Ari et
+al., "ACME: adaptive caching using multiple experts" (WDAS 2002). Costs what its members cost, and O(1) more for each
+key requested.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _MEMBERS = (LruConfig(), Lru2Config())
 
 @attrs.frozen
 class TournamentConfig(EvictionConfig):
+    """Evicts as the better of LRU and LRU-2 would."""
+
     type: ClassVar[str] = "tournament"
     aliases: ClassVar[tuple[str, ...]] = ("tour",)
 
@@ -34,12 +37,12 @@ class TournamentConfig(EvictionConfig):
 
 
 class _Shadow:
-    """What a policy would hold had it always decided alone."""
+    """What a cache of the same size would hold if this policy had always decided."""
 
     def __init__(self, policy: EvictionPolicy):
         self.policy = policy
         self.held: dict[ChunkKey, None] = {}
-        self.surplus: OrderedDict[ChunkKey, None] = OrderedDict()  # what is really held, and not here
+        self.surplus: OrderedDict[ChunkKey, None] = OrderedDict()  # what the tier holds and this cache does not
         self.score = 0.0
 
     def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
@@ -62,6 +65,8 @@ class _Shadow:
 
 
 class Tournament(EvictionPolicy):
+    """Follows the member whose simulated cache has the best score."""
+
     def __init__(self, members: Sequence[EvictionPolicy]) -> None:
         self._shadows = [_Shadow(policy) for policy in members]
         self._leader = self._shadows[0]

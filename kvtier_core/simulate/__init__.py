@@ -1,1 +1,1 @@
-"""What a stack would have done with a trace of prompts: the code that serves, without its bytes."""
+"""What a stack would have done with a trace of prompts: a dry run of the code that serves."""

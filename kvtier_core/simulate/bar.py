@@ -1,4 +1,4 @@
-"""How far a long computation is, for whoever looks on."""
+"""A progress bar for long computations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _EVERY = 0.1  # seconds
 
 
 class Bar:
-    """A line on a terminal that is gone when the work is done; nothing where nobody looks."""
+    """A line on a terminal, erased when the work is done; nothing if ``stream`` (stderr) is no terminal.
+
+    ``total`` is how often `tick` will be called.
+    """
 
     def __init__(self, total: int, stream: TextIO | None = None):
         self._stream = stream or sys.stderr
@@ -22,6 +25,7 @@ class Bar:
         self.label = ""  #: what is being done
 
     def tick(self) -> None:
+        """One step of the work is done."""
         self._done += 1
         if self._shown and time.monotonic() - self._drawn > _EVERY:
             self._drawn = time.monotonic()

@@ -1,4 +1,4 @@
-"""What a prompt waits for: reads from the tiers, one after the other, and the prefill of the rest."""
+"""How long a prompt waits for its prefill: reads from the tiers, one after the other, and computing the rest."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from kvtier_core.types import Seconds
 
 @attrs.frozen
 class Speed:
-    """Of reading from a tier."""
+    """How fast a tier is read."""
 
-    gigabytes: float  #: 10^9 bytes a second
+    gigabytes: float  #: in 10^9 bytes a second
     latency: Seconds = Seconds(0)  #: of a prompt's first byte
 
     def seconds(self, nbytes: int) -> float:
+        """For reading so many bytes for one prompt; nothing for none."""
         return self.latency + nbytes / (self.gigabytes * 1e9) if nbytes else 0.0
 
 
 @attrs.frozen
 class Costs:
-    """Nothing overlaps, and a token costs the same at every depth: a comparison of caches, not a forecast."""
+    """Nothing overlaps, and every token costs the same: good for comparing caches, not for a forecast."""
 
-    speeds: Mapping[str, Speed]  #: of each tier, by its name
-    prefill: float  #: tokens a second
+    speeds: Mapping[str, Speed]  #: of each tier, by name
+    prefill: float  #: tokens computed in a second
     chunk_nbytes: int
 
     def seconds(self, tokens: int, chunks: Mapping[str, int]) -> float:
-        """For a prompt of which ``tokens`` are computed, and so many chunks come from each tier."""
+        """Until the prefill of a prompt is over: ``tokens`` are computed, ``chunks`` come from each tier."""
         reads = (self.speeds[tier].seconds(count * self.chunk_nbytes) for tier, count in chunks.items())
         return tokens / self.prefill + sum(reads)

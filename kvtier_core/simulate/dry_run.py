@@ -1,4 +1,7 @@
-"""A stack that decides as the one that serves, and holds no byte: its very code, opened into another world."""
+"""A dry run of a stack: the code that serves, with tiers that hold no bytes, no threads, and the clock of a trace.
+
+Every decision is therefore the one that a real stack would make; only the bytes are missing.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _NO_LIMIT = Nbytes(1 << 62)
 
 
 class Clock:
-    """Shows the time of the trace."""
+    """Shows the time of the trace, in seconds: whatever `now` was last set to."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -39,14 +42,14 @@ class Clock:
         return self.now
 
 
-def open_weightless(config: StackConfig, layout: ChunkLayout, clock: Clock) -> StorageManager:
-    """The stack of a configuration with nothing behind its tiers. Raises ConfigError."""
-    tiers = tuple(_weightless(tier) for tier in config.tiers)
+def open_dry_run(config: StackConfig, layout: ChunkLayout, clock: Clock) -> StorageManager:
+    """The stack of a configuration, with no bytes behind its tiers. Raises ConfigError."""
+    tiers = tuple(_without_bytes(tier) for tier in config.tiers)
     return open_stack(attrs.evolve(config, tiers=tiers), _context(layout), Runtime(_pool, clock, PassthroughCodec))
 
 
 def chunks_in(tier: ArenaTierConfig | StoreTierConfig, layout: ChunkLayout) -> int:
-    """How many a tier has room for."""
+    """How many chunks a tier has room for, if each is as long as it may become."""
     context = _context(layout)
     if isinstance(tier, StoreTierConfig):
         return tier.capacity // FrameCodec.open(tier.serializer, context).max_frame_nbytes
@@ -57,15 +60,17 @@ def _context(layout: ChunkLayout) -> OpenContext:
     return OpenContext(Namespace.of({"engine": "simulated"}), layout, "simulated")
 
 
-def _weightless(tier: ArenaTierConfig | StoreTierConfig) -> ArenaTierConfig | StoreTierConfig:
+def _without_bytes(tier: ArenaTierConfig | StoreTierConfig) -> ArenaTierConfig | StoreTierConfig:
     if isinstance(tier, ArenaTierConfig):
-        return attrs.evolve(tier, config=MirageConfig())
-    return attrs.evolve(tier, config=VoidConfig(), inflight=_NO_LIMIT)
+        return attrs.evolve(tier, config=NullArenaConfig())
+    return attrs.evolve(tier, config=NullBackendConfig(), inflight=_NO_LIMIT)
 
 
 @attrs.frozen
-class MirageConfig(ArenaConfig):
-    type: ClassVar[str] = "mirage"
+class NullArenaConfig(ArenaConfig):
+    """Opens a `NullArena`."""
+
+    type: ClassVar[str] = "null-arena"
 
     def open(self, ctx: OpenContext) -> NullArena:
         return NullArena(ctx)
@@ -75,7 +80,7 @@ class MirageConfig(ArenaConfig):
 
 
 class NullArena(AllocatorBackend):
-    """Every slot is the same memory, which nobody touches and which therefore takes none."""
+    """All slots are the same pages, which nobody touches, so they take no memory."""
 
     handle = ""
 
@@ -92,15 +97,17 @@ class NullArena(AllocatorBackend):
 
 
 @attrs.frozen
-class VoidConfig(BackendConfig):
-    type: ClassVar[str] = "void"
+class NullBackendConfig(BackendConfig):
+    """Opens a `NullBackend`."""
+
+    type: ClassVar[str] = "null-backend"
 
     def open(self, ctx: OpenContext) -> NullBackend:
         return NullBackend()
 
 
 class NullBackend(Backend):
-    """Has whatever the tier's index says it has."""
+    """Stores nothing. A read succeeds, so that the tier finds whatever its index says is there."""
 
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         return [False] * len(keys)
@@ -116,7 +123,7 @@ class NullBackend(Backend):
 
 
 class PassthroughCodec(FrameCodec):
-    """Frames go through unread. A serializer gets its way with their length: each is as long as it may become."""
+    """Neither seals nor verifies. With a serializer each frame counts as long as it may become."""
 
     def encode(self, key: ChunkKey, sealed: memoryview) -> memoryview:
         return sealed[: self.max_frame_nbytes]
@@ -129,7 +136,7 @@ class PassthroughCodec(FrameCodec):
 
 
 class InstantPool:
-    """No thread: work is done when it is submitted, and its continuation runs in `step`, as everywhere."""
+    """A pool without threads: work is done when it is submitted, and its continuation runs in `step`, as always."""
 
     def __init__(self) -> None:
         self._done: deque[tuple[Then, Outcome]] = deque()
@@ -164,7 +171,7 @@ class InstantPool:
 
 
 class IdlePool(InstantPool):
-    """Leaves its work undone: there is no frame to seal, and nothing to copy from arena to arena."""
+    """A pool that skips its work: there is no frame to seal, and nothing to copy from arena to arena."""
 
     def submit_store(self, work: Work, then: Then) -> None:
         self._done.append((then, Outcome()))

@@ -1,4 +1,4 @@
-"""The most that any tier of a size could have given, by one who knows the future."""
+"""The offline optimum: the most hits that any cache of a size could have had, if it had known the future."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from kvtier_core.types import ChunkKey
 
 
 class Optimum:
-    """Belady's rule on prefixes, which is exact for them: of all that is at hand after a request, keep what is
-    asked for again soonest, and of a path that comes back as a whole its beginning.
+    """Belady's rule (IBM Systems Journal 5(2), 1966) on prefixes: after each request keep what is needed again soonest,
+    and of a path that returns as a whole its beginning.
 
-    A parent comes back no later than its child, so what is kept is closed under parents, and each chunk that is
-    held when it is asked for is a hit. As policies may, it refuses newcomers. In tokens it is a bound: a chunk that
-    a prompt fills only in part counts as much as any other.
+    A parent returns no later than its child. So a kept chunk's parents are kept too, each chunk that is held when it is
+    requested is a hit, and the result is exact. Like policies, it may refuse newcomers. In tokens it is an upper bound:
+    a chunk that a prompt fills only in part counts as much as any other.
     """
 
     def __init__(self, trace: Trace):
         self._trace = trace
         self._never = len(trace.prompts)
-        self._next = self._look_ahead()  # for each chunk of each prompt, the prompt that asks for it next
+        self._next = self._look_ahead()  # for each chunk of each prompt, the number of the next prompt with it
 
     def hits(self, capacity: int) -> list[int]:
-        """Of each prompt, the chunks that a tier for ``capacity`` of them would have had."""
+        """For each prompt, how many of its leading chunks a cache of ``capacity`` chunks would have had."""
         hits = []
         held: set[ChunkKey] = set()
-        latest: list[tuple[int, int, ChunkKey]] = []  # a heap; what is out of date lies below all others
+        latest: list[tuple[int, int, ChunkKey]] = []  # a heap; stale entries lie below all current ones
         for prompt, nexts in zip(self._trace.prompts, self._next, strict=True):
             hits.append(next((i for i, key in enumerate(prompt.path) if key not in held), len(prompt.path)))
             for depth, (key, when) in enumerate(zip(prompt.path, nexts, strict=True)):

@@ -13,32 +13,36 @@ import attrs
 from kvtier_core.errors import ConfigError, Problem
 
 _WIDTH, _HEIGHT = 1200, 720
-_LEFT, _RIGHT, _TOP, _BOTTOM = 96, 984, 128, 616  # of the area in which curves are drawn
+_LEFT, _RIGHT, _TOP, _BOTTOM = 96, 984, 128, 616  # of the area with the curves
 _FONT = "Inter, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 _INK, _GREY, _GRID, _SHADE = "#111827", "#6b7280", "#e5e7eb", "#f3f4f6"
 _COLOURS = (
     "#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#db2777", "#65a30d", "#9a3412", "#475569",
 )  # fmt: skip
-_LABEL = 21  # from one label to the next
+_LABEL = 21  # least distance between two labels
 
 
 @attrs.frozen
 class Curve:
+    """One policy, or the bound."""
+
     name: str
-    rates: tuple[float, ...]  #: one for each capacity
+    rates: tuple[float, ...]  #: hit rates, one for each capacity of the picture
 
 
 @attrs.frozen
 class Picture:
+    """Curves over capacity, below the bound."""
+
     title: str
     subtitle: str
-    capacities: tuple[float, ...]  #: rising
-    ticks: tuple[tuple[str, str], ...]  #: for each capacity, what is written below it
+    capacities: tuple[float, ...]  #: ascending
+    ticks: tuple[tuple[str, str], ...]  #: for each capacity two labels, one below the other
     curves: tuple[Curve, ...]
     bound: Curve
 
     def save(self, path: pathlib.Path) -> None:
-        """Raises ConfigError."""
+        """Write the picture, as a PNG if the name ends so. Raises ConfigError."""
         drawn = self.svg()
         try:
             path.write_bytes(_png(drawn) if path.suffix == ".png" else drawn.encode())
@@ -46,13 +50,14 @@ class Picture:
             raise _wrong(path, f"cannot be written: {error.strerror}") from error
 
     def svg(self) -> str:
+        """The picture as the text of an SVG file."""
         parts = [*self._frame(), *self._shade(), *self._lines(), *self._labels()]
         size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
         body = "\n".join(parts)
         return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{_FONT}" font-size="16">\n{body}\n</svg>\n'
 
     def _x(self, i: int) -> float:
-        """Capacities lie as far apart as their ratio says."""
+        """A logarithmic scale."""
         first, last = math.log(self.capacities[0]), math.log(self.capacities[-1])
         return _LEFT + 28 + (math.log(self.capacities[i]) - first) / (last - first) * (_RIGHT - _LEFT - 28)
 
@@ -102,7 +107,7 @@ class Picture:
                 yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}" stroke="#ffffff"/>'
 
     def _labels(self) -> Iterator[str]:
-        """Each curve's name at its end, moved away from its neighbours."""
+        """Each curve's name at its right end, moved so that no two overlap."""
         ends = [(self._y(self.bound.rates[-1]), self.bound, _INK)]
         ends += [(self._y(curve.rates[-1]), curve, colour) for curve, colour in self._coloured()]
         ends.sort(key=lambda end: (end[0], -sum(end[1].rates)))
@@ -123,7 +128,7 @@ class Picture:
 
 
 def _spread(ys: Sequence[float]) -> list[float]:
-    """The same heights, from the top down, but nowhere closer than a label is high."""
+    """The same heights, from the top down, moved so far apart that labels do not overlap."""
     placed: list[float] = []
     for y in ys:
         placed.append(max(y, placed[-1] + _LABEL) if placed else y)
@@ -145,7 +150,7 @@ def _text(
 
 
 def check_name(path: pathlib.Path) -> None:
-    """Before long work: can a picture be written under this name? Raises ConfigError."""
+    """Raises ConfigError if no picture can be written under this name: asked before long work."""
     if path.suffix not in (".svg", ".png"):
         raise _wrong(path, "pictures are .svg or .png")
     if path.suffix == ".png":

@@ -10,7 +10,7 @@ import attrs
 
 from kvtier_core.config.model import StackConfig
 from kvtier_core.simulate.costs import Costs
-from kvtier_core.simulate.dry_run import Clock, open_weightless
+from kvtier_core.simulate.dry_run import Clock, open_dry_run
 from kvtier_core.simulate.traces import Prompt, Trace
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.types import ChunkKey, ChunkLayout, EventKind
@@ -34,7 +34,7 @@ class Tally:
     written: Counter[str] = attrs.field(factory=Counter)  #: bytes that went into each tier
 
     def add(self, trace: Trace, prompt: Prompt, hit_sources: Sequence[str], costs: Costs) -> None:
-        """A prompt, and the tiers from which its leading chunks came."""
+        """Count a prompt; ``hit_sources`` are the tiers from which its leading chunks came."""
         chunks = Counter(hit_sources)
         known = 0
         for tier, count in chunks.items():
@@ -46,15 +46,17 @@ class Tally:
 
     @property
     def hit_rate(self) -> float:
-        """Of tokens: those that need not be computed."""
+        """The share of tokens that need not be computed."""
         return self.hits.total() / self.tokens
 
     @property
     def mean(self) -> float:
+        """Seconds until a prompt's prefill was over, on average."""
         return statistics.fmean(self.seconds)
 
     @property
     def p95(self) -> float:
+        """Seconds that one prompt in twenty exceeded."""
         return sorted(self.seconds)[(len(self.seconds) * 95 - 1) // 100]
 
 
@@ -63,7 +65,7 @@ def replay(
 ) -> Tally:
     """One prompt after the other, each computed and stored before the next one comes. Raises ConfigError."""
     clock = Clock()
-    manager = open_weightless(config, layout, clock)
+    manager = open_dry_run(config, layout, clock)
     tally = Tally()
     for prompt in trace.prompts:
         clock.now = prompt.at

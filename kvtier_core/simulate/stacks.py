@@ -1,4 +1,4 @@
-"""The stacks that a command line asks for: capacities and policies in a few words."""
+"""The stacks that a command line asks for: it gives capacities and policies in a few words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConf
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.interfaces import EvictionConfig
-from kvtier_core.simulate.dry_run import MirageConfig, VoidConfig
+from kvtier_core.simulate.dry_run import NullArenaConfig, NullBackendConfig
 from kvtier_core.simulate.traces import Trace
 from kvtier_core.types import ChunkLayout, KVGroup, KVKind, KVStructure, Nbytes
 
@@ -29,7 +29,10 @@ def layout_of(chunk_tokens: int, bytes_per_token: int) -> ChunkLayout:
 
 
 def read_capacities(text: str, trace: Trace, layout: ChunkLayout) -> tuple[Nbytes, ...]:
-    """`10%`, of the trace's distinct chunks, or `200GiB`; and `1%+10%`: so much in one tier, so much in the next."""
+    """The capacity of each tier: `200GiB`, or `10%` of the trace's distinct chunks; `1%+10%` is two tiers.
+
+    Raises ConfigError.
+    """
     sizes = text.split("+")
     if len(sizes) > len(_NAMES):
         raise _wrong("--capacity", text, f"{len(sizes)} tiers; at most {len(_NAMES)} can be told apart without a file")
@@ -37,7 +40,7 @@ def read_capacities(text: str, trace: Trace, layout: ChunkLayout) -> tuple[Nbyte
 
 
 def read_size(text: str, trace: Trace, layout: ChunkLayout, option: str = "--capacity") -> Nbytes:
-    """Of one tier. Raises ConfigError that names the option."""
+    """The capacity of one tier. Raises ConfigError, which names ``option``."""
     if share := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*%", text):
         chunks = int(float(share[1]) * trace.distinct / 100)
         return Nbytes(max(1, chunks) * layout.frame_nbytes)
@@ -48,7 +51,7 @@ def read_size(text: str, trace: Trace, layout: ChunkLayout, option: str = "--cap
 
 
 def read_policies(text: str, tiers: int, registry: Registry) -> tuple[EvictionConfig, ...]:
-    """`lru`, for all tiers; or `git+lru`: one for each."""
+    """The policy of each tier: `lru` is for all, `gittins+lru` names one for each. Raises ConfigError."""
     names = [name.strip() for name in text.split("+")]
     if len(names) not in (1, tiers):
         raise _wrong("--policy", text, f"{len(names)} policies for {_tiers(tiers)}")
@@ -62,11 +65,11 @@ def _open_policy(name: str, registry: Registry) -> EvictionConfig:
     try:
         return found()
     except TypeError as error:
-        raise _wrong("--policy", name, "it cannot do without settings", "write them in a --config") from error
+        raise _wrong("--policy", name, "it needs settings", "write them in a --config") from error
 
 
 def all_policies(registry: Registry) -> list[str]:
-    """Those that need no settings."""
+    """The names of installed policies that need no settings."""
     names = sorted({offer.name for offer in registry.offers() if offer.kind == _KIND})
     return [name for name in names if _needs_nothing(registry.choose(_KIND, name))]
 
@@ -78,13 +81,15 @@ def _needs_nothing(config: type | Unavailable) -> bool:
 
 
 def stack_of(capacities: Sequence[Nbytes], policies: Sequence[EvictionConfig], chunk_tokens: int) -> StackConfig:
-    arena = ArenaTierConfig(_NAMES[0], MirageConfig(), capacities[0], policies[0])
+    """An arena and store tiers below it, with these capacities and policies, for a dry run."""
+    arena = ArenaTierConfig(_NAMES[0], NullArenaConfig(), capacities[0], policies[0])
     below = zip(_NAMES[1:], capacities[1:], policies[1:], strict=False)
-    tiers = [StoreTierConfig(name, VoidConfig(), capacity, policy) for name, capacity, policy in below]
+    tiers = [StoreTierConfig(name, NullBackendConfig(), capacity, policy) for name, capacity, policy in below]
     return StackConfig((arena, *tiers), chunk_tokens)
 
 
 def with_policies(config: StackConfig, policies: Sequence[EvictionConfig]) -> StackConfig:
+    """The same stack with another policy in each tier."""
     pairs = zip(config.tiers, policies, strict=True)
     return attrs.evolve(config, tiers=tuple(attrs.evolve(tier, eviction=policy) for tier, policy in pairs))
 

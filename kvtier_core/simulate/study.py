@@ -1,4 +1,4 @@
-"""One trace, and what stacks and the bound make of it."""
+"""One trace, and what stacks and the offline optimum would have made of it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from kvtier_core.simulate.replay import Tally, replay
 from kvtier_core.simulate.traces import Trace
 from kvtier_core.types import ChunkLayout
 
-#: Of reading, if nobody says otherwise: a copy between host memory and a GPU, and a good local disk.
+#: Speeds of reading where none is given: a copy between host memory and a GPU, and a good local disk.
 ARENA_SPEED, TIER_SPEED = Speed(20.0), Speed(3.0)
 
 
 @attrs.frozen
 class Study:
+    """A trace with all that is needed to say how long its prompts would have waited."""
+
     trace: Trace
     layout: ChunkLayout
     prefill: float = 8000.0  #: tokens a second
-    speeds: Mapping[str, Speed] = attrs.field(factory=dict)  #: of tiers, by name, where the usual ones do not hold
+    speeds: Mapping[str, Speed] = attrs.field(factory=dict)  #: of tiers, by name, that are not the usual ones
 
     def run(self, config: StackConfig, tick: Callable[[], object] = lambda: None) -> Tally:
-        """What the stack would have done. Raises ConfigError."""
+        """What the stack would have done; ``tick`` is called after each prompt. Raises ConfigError."""
         return replay(self.trace, config, self._costs(config), self.layout, tick)
 
     def bound(self, config: StackConfig) -> Tally:
-        """What tiers of these sizes could have done with each chunk in one of them, the soonest needed in the first."""
+        """The optimum for tiers of these sizes: each chunk in one of them, those needed soonest in the first."""
         names, hits, capacity = [], [[0] * len(self.trace.prompts)], 0
         for tier in config.tiers:
             capacity += chunks_in(tier, self.layout)
@@ -45,7 +47,7 @@ class Study:
         return tally
 
     def nothing(self) -> Tally:
-        """What it takes without any cache."""
+        """How long the prompts wait without any cache."""
         tally = Tally()
         for prompt in self.trace.prompts:
             tally.add(self.trace, prompt, (), Costs({}, self.prefill, self.layout.payload_nbytes))

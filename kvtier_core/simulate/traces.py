@@ -19,12 +19,14 @@ import attrs
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.types import KEY_NBYTES, ChunkKey
 
-#: Of a trace that does not say: Mooncake's.
+#: Tokens of a chunk where the trace does not say: those of Mooncake's traces.
 CHUNK_TOKENS = 512
 
 
 @attrs.frozen
 class Prompt:
+    """One request."""
+
     at: float  #: seconds since the trace began
     tokens: int
     path: tuple[ChunkKey, ...]
@@ -32,40 +34,46 @@ class Prompt:
 
 @attrs.frozen
 class Trace:
+    """Prompts, and how many tokens a chunk has."""
+
     name: str
     chunk_tokens: int
-    prompts: tuple[Prompt, ...]  #: by time
+    prompts: tuple[Prompt, ...]  #: in the order of time
 
     @cached_property
     def accesses(self) -> int:
-        """Chunks that were asked for."""
+        """How many chunks all prompts have together."""
         return sum(len(prompt.path) for prompt in self.prompts)
 
     @cached_property
     def distinct(self) -> int:
-        """Chunks that a cache without bounds would hold in the end."""
+        """How many distinct chunks there are."""
         return len({key for prompt in self.prompts for key in prompt.path})
 
     @cached_property
     def tokens(self) -> int:
+        """How many tokens all prompts have together."""
         return sum(prompt.tokens for prompt in self.prompts)
 
     def tokens_in(self, prompt: Prompt, chunks: int) -> int:
-        """In the first chunks of a prompt, whose last may be a part of one."""
+        """How many tokens are in the first ``chunks`` of a prompt; its last chunk may be a part of one."""
         return min(chunks * self.chunk_tokens, prompt.tokens)
 
     def in_chunks_of(self, tokens: int) -> Trace:
-        """The same prompts in longer chunks, if they are whole numbers of these; otherwise as it is."""
+        """The same prompts in chunks of ``tokens``, if that is a multiple of its own; otherwise the trace itself."""
         times, rest = divmod(tokens, self.chunk_tokens)
         if rest or times < 2:
             return self
-        # A key stands for all that is before it, so the last of a few stands for all of them.
+        # A key stands for the whole prefix, so the last of several stands for all of them.
         prompts = tuple(attrs.evolve(prompt, path=prompt.path[times - 1 :: times]) for prompt in self.prompts)
         return Trace(self.name, tokens, prompts)
 
 
 def read_trace(path: pathlib.Path | str, chunk_tokens: int | None = None) -> Trace:
-    """Raises ConfigError that names the line. ``chunk_tokens`` is for traces that do not say how long a chunk is."""
+    """Read a file. ``chunk_tokens`` is for traces that do not say how long a chunk is.
+
+    Raises ConfigError, which names the line.
+    """
     path = pathlib.Path(path)
     usual = CHUNK_TOKENS if chunk_tokens is None else chunk_tokens
     names = _Names()
@@ -84,7 +92,7 @@ def read_trace(path: pathlib.Path | str, chunk_tokens: int | None = None) -> Tra
 
 
 class _Names:
-    """The key of an id and all that stands before it: so ids that name mere content will do, too."""
+    """Gives an id a key together with all ids before it, so that ids of mere content will do too."""
 
     def __init__(self) -> None:
         self._keys: dict[tuple[ChunkKey | None, int], ChunkKey] = {}
@@ -133,7 +141,7 @@ def _lines(path: pathlib.Path) -> Iterator[_Line]:
 
 
 def _torn(text: str) -> bool:
-    """The last line of a recording whose engine was killed."""
+    """Is this the last line of a recording whose engine was killed?"""
     return not text.endswith(("}", "\n"))
 
 

@@ -1,12 +1,33 @@
-"""The conformance kit: how you prove that your plugin keeps the laws.
+"""The conformance kit: tests that show whether a plugin keeps the promises of its interface.
 
-Subclass the suite of its kind, say what is under test, and let pytest collect it::
+Each kind of plugin has a suite, whose tests are called laws. Subclass the suite, return your config, and let pytest
+collect the class::
 
     class TestMyBackend(BackendLaws):
         persistent = True
 
         def config(self, folder):
             return MyConfig(path=folder)
+
+==========================  ===========================================================================
+`ArenaLaws`                 an `ArenaConfig`, its memory and its mover
+`BackendLaws`               a `BackendConfig` whose store belongs to one engine at a time
+`SharedBackendLaws`         a `BackendConfig` whose store several processes use at once (`shared = True`)
+`PolicyLaws`                an `EvictionConfig`; needs hypothesis
+`SerializerLaws`            a `SerializerConfig`
+`TokenDatabaseLaws`         a `TokenDatabaseConfig`
+==========================  ===========================================================================
+
+A law that fails says what is promised and what it saw. A law cannot be overridden; one that your plugin cannot keep is
+excused, with a reason, and is then reported as skipped::
+
+        excused = {"test_scan_finds_what_survived": "the store has no listing"}
+
+Some laws need help to see a fault, a frame that cannot be read for instance (`BackendLaws.spoil`), and are skipped
+without it. What a process holds is read from Linux's /proc; elsewhere the laws about leaks are skipped.
+
+`FaultyBackend` wraps a backend and makes it go wrong by a plan (`always`, `every`, `now_and_then`) of each `Fault`, for
+tests of what stands above it.
 """
 
 from __future__ import annotations
@@ -16,8 +37,11 @@ from typing import Any
 
 import pytest
 
-for _suite in ("laws", "arenas", "backends", "policies", "serializers", "token_databases"):
-    pytest.register_assert_rewrite(f"{__name__}.{_suite}")
+for _module in (
+    "arena_memory", "arenas", "attached", "backend_calls", "backend_frames", "backends", "histories", "laws",
+    "policies", "serializers", "shared_backends", "token_databases",
+):  # fmt: skip
+    pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
 _ROOMS = {
     "ArenaLaws": "arenas",
@@ -27,6 +51,7 @@ _ROOMS = {
     "Laws": "laws",
     "PolicyLaws": "policies",
     "SerializerLaws": "serializers",
+    "SharedBackendLaws": "shared_backends",
     "TokenDatabaseLaws": "token_databases",
     "always": "faults",
     "every": "faults",

@@ -2,112 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
-import time
 import zlib
-from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import attrs
 import pytest
 
 from kvtier_core.errors import BackendError
-from kvtier_core.interfaces import NO_BLOCK, AllocatorBackend, ArenaConfig, JobResult, Mover, PageList
-from kvtier_core.testing.laws import Laws
-from kvtier_core.testing.samples import (
-    PagedBuffer,
-    address_of,
-    is_poison,
-    make_context,
-    make_group,
-    make_layout,
-    poison,
-    same,
-)
+from kvtier_core.interfaces import JobResult, PagedKVCache
+from kvtier_core.testing.arena_memory import ArenaMemoryLaws
+from kvtier_core.testing.attached import BLOCKS, AttachedEngine, reports_of, settle, shard_of
+from kvtier_core.testing.samples import is_poison, make_group, make_layout, poison, same
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkLayout
 
-_SLOTS = 6
-_BLOCKS = 24
 _SEEDS = range(4)
-_PATIENCE = 30.0  # seconds
 
 
-class ArenaLaws(Laws):
+class ArenaLaws(ArenaMemoryLaws):
     """Subclass, and implement `config`; and `paged_buffer` if the mover cannot reach host memory."""
 
-    def config(self, folder: Path) -> ArenaConfig:
-        return super().config(folder)
+    # -- reaching it -------------------------------------------------------------------------------
 
-    def paged_buffer(self, layout: ChunkLayout, blocks: int, rng: random.Random) -> PagedBuffer:
-        """An engine's paged buffer that the mover can reach."""
-        return PagedBuffer(layout, blocks, rng)
-
-    @contextlib.contextmanager
-    def opened(self, folder: Path, layout: ChunkLayout | None = None) -> Iterator[AllocatorBackend]:
-        """The arena under test with at least one slot and room for six, closed afterwards."""
-        layout = layout or self.layout
-        memory = self.config(folder).open(make_context(layout=layout, capacity=_SLOTS * layout.frame_nbytes))
-        try:
-            yield memory
-        finally:
-            memory.close()
-
-    @contextlib.contextmanager
-    def engine(self, folder: Path, seed: int, layout: ChunkLayout | None = None) -> Iterator[_Engine]:
-        """An arena, a worker attached to it, and pages full of random bytes."""
-        layout = layout or self.layout
-        rng = random.Random(seed)
-        with self.opened(folder, layout) as memory:
-            pages = self.paged_buffer(layout, _BLOCKS, rng)
-            pages.fill(rng)
-            mover = self.config(folder).attach(memory.handle, pages.kv_cache())
-            try:
-                yield _Engine(memory, mover, pages, layout, rng)
-            finally:
-                mover.close()
-
-    # -- slots -------------------------------------------------------------------------------------
-
-    def test_slots_are_as_promised(self, tmp_path: Path):
-        capacity = _SLOTS * self.layout.frame_nbytes + self.layout.frame_nbytes // 2
-        memory = self.config(tmp_path).open(make_context(layout=self.layout, capacity=capacity))
-        try:
-            assert memory.slots >= 1
-            assert memory.slot_nbytes == self.layout.frame_nbytes
-            assert memory.slots * memory.slot_nbytes <= capacity
-        finally:
-            memory.close()
-
-    def test_no_room_for_one_slot_is_an_error(self, tmp_path: Path):
-        with pytest.raises(BackendError):
-            self.config(tmp_path).open(make_context(layout=self.layout, capacity=self.layout.frame_nbytes - 1))
-
-    def test_views_are_writable_aligned_and_apart(self, tmp_path: Path):
+    def test_attach_raises_backend_error_when_it_cannot(self, tmp_path: Path):
+        """To an arena that was closed, and to pages of a device that the mover does not know."""
         with self.opened(tmp_path) as memory:
-            for slot in range(memory.slots):
-                view = memory.view(slot)
-                assert not view.readonly
-                assert len(view) == memory.slot_nbytes
-                assert address_of(view) % FRAME_ALIGNMENT == 0
-                view[:] = bytes([slot]) * len(view)
-            for slot in range(memory.slots):
-                assert same(memory.view(slot), bytes([slot]) * memory.slot_nbytes), "two slots share bytes"
-
-    def test_handle_is_plain_text(self, tmp_path: Path):
-        with self.opened(tmp_path) as memory:
-            assert isinstance(memory.handle, str)
-            assert memory.handle.isprintable()
-
-    def test_facts_are_plain_words(self, tmp_path: Path):
-        with self.opened(tmp_path) as memory:
-            assert all(isinstance(word, str) for fact in memory.facts().items() for word in fact)
-
-    def test_close_twice(self, tmp_path: Path):
-        with self.engine(tmp_path, seed=0) as engine:
-            engine.mover.close()
-            engine.memory.close()
-            engine.memory.close()
+            cache = self.paged_buffer(self.layout, BLOCKS, random.Random(0)).kv_cache()
+            handle = memory.handle
+            elsewhere = attrs.evolve(cache, device="nowhere:0")
+            self._must_refuse(tmp_path, handle, elsewhere, "pages on a device 'nowhere:0'")
+        self._must_refuse(tmp_path, handle, cache, "an arena that was closed")
 
     # -- pages -------------------------------------------------------------------------------------
 
@@ -120,11 +44,15 @@ class ArenaLaws(Laws):
                 poison(engine.memory.view(slot))
             before = engine.pages.everything()
             engine.mover.store(1, pages, slots)
-            assert settle(engine.mover, [1]) == {1: True}
+            _must_succeed(engine, 1)
             assert same(engine.pages.everything(), before), "a store changed the pages"
             for slot, chunk in zip(slots, pages, strict=True):
-                assert same(engine.memory.view(slot), engine.expected_slot(chunk))
-            assert all(is_poison(engine.memory.view(slot)) for slot in engine.others(slots)), "another slot changed"
+                assert same(engine.memory.view(slot), engine.expected_slot(chunk)), (
+                    f"after a store of blocks {chunk} slot {slot} holds other bytes than their pages, group after group "
+                    "and layer after layer from the rank's shard offset on, with unwanted places as they were"
+                )
+            others = [slot for slot in engine.others(slots) if not is_poison(engine.memory.view(slot))]
+            assert not others, f"a store into slots {slots} changed slots {others}"
 
     @pytest.mark.parametrize("seed", _SEEDS)
     def test_sums_are_of_what_was_stored(self, tmp_path: Path, seed: int):
@@ -132,9 +60,12 @@ class ArenaLaws(Laws):
         with self.engine(tmp_path, seed) as engine:
             slots, pages = engine.choose()
             engine.mover.store(1, pages, slots)
-            checksums = reports_of(engine.mover, [1])[1].checksums
+            checksums = list(reports_of(engine.mover, [1])[1].checksums)
             shards = [engine.memory.view(slot)[FRAME_ALIGNMENT:][: engine.layout.shard_nbytes] for slot in slots]
-            assert list(checksums) in ([], [zlib.crc32(shard) for shard in shards])
+            expected = [zlib.crc32(shard) for shard in shards]
+            assert checksums in ([], expected), (
+                f"checksums are the CRC-32 of each slot's shard, {expected}, or none at all; reported are {checksums}"
+            )
 
     @pytest.mark.parametrize("seed", _SEEDS)
     def test_load_scatters_exact_bytes(self, tmp_path: Path, seed: int):
@@ -146,9 +77,12 @@ class ArenaLaws(Laws):
             held = [bytes(engine.memory.view(slot)) for slot in slots]
             expected = engine.expected_pages(slots, pages)
             engine.mover.load(1, slots, pages)
-            assert settle(engine.mover, [1]) == {1: True}
+            _must_succeed(engine, 1)
             assert same([bytes(engine.memory.view(slot)) for slot in slots], held), "a load changed a slot"
-            assert same(engine.pages.everything(), expected)
+            assert same(engine.pages.everything(), expected), (
+                f"after a load of slots {slots} into blocks {[list(blocks) for blocks in pages]} a wanted page has "
+                "other bytes than its place in the shard, or something beside the wanted pages changed"
+            )
 
     def test_what_is_stored_is_loaded(self, tmp_path: Path):
         """Through a second mover, to other pages."""
@@ -156,15 +90,17 @@ class ArenaLaws(Laws):
             chunk = engine.draw()
             engine.mover.store(1, [chunk], [0])
             settle(engine.mover, [1])
-            other = self.paged_buffer(engine.layout, _BLOCKS, engine.rng)
+            other = self.paged_buffer(engine.layout, BLOCKS, engine.rng)
             mover = self.config(tmp_path).attach(engine.memory.handle, other.kv_cache())
             elsewhere = engine.draw()
             mover.load(1, [0], [elsewhere])
-            assert settle(mover, [1]) == {1: True}
+            assert settle(mover, [1]) == {1: True}, "a load through a second mover failed"
             mover.close()
             for number, layer in enumerate(engine.layout.layers):
                 for source, target in zip(chunk[layer.group], elsewhere[layer.group], strict=True):
-                    assert same(other.page(number, target), engine.pages.page(number, source))
+                    assert same(other.page(number, target), engine.pages.page(number, source)), (
+                        f"block {source} of layer {number} was stored; block {target} has other bytes after its load"
+                    )
 
     def test_each_group_has_its_own_blocks(self, tmp_path: Path):
         """Of two groups with blocks of other lengths, each layer gets the pages of its own group."""
@@ -174,29 +110,31 @@ class ArenaLaws(Laws):
             for slot in slots:
                 poison(engine.memory.view(slot))
             engine.mover.store(1, pages, slots)
-            assert settle(engine.mover, [1]) == {1: True}
+            _must_succeed(engine, 1)
             for slot, chunk in zip(slots, pages, strict=True):
-                assert same(engine.memory.view(slot), engine.expected_slot(chunk))
+                assert same(engine.memory.view(slot), engine.expected_slot(chunk)), (
+                    f"slot {slot} does not hold the pages of each group where the layout has them"
+                )
             for slot in slots:
                 engine.memory.view(slot)[:] = engine.rng.randbytes(engine.memory.slot_nbytes)
             expected = engine.expected_pages(slots, pages)
             engine.mover.load(2, slots, pages)
-            assert settle(engine.mover, [2]) == {2: True}
-            assert same(engine.pages.everything(), expected)
+            _must_succeed(engine, 2)
+            assert same(engine.pages.everything(), expected), "a load did not fill the pages of each group"
 
     def test_ranks_do_not_meet(self, tmp_path: Path):
         layout = make_layout(ranks=3)
         rng = random.Random(7)
-        chunk = [rng.sample(range(_BLOCKS), blocks) for blocks in layout.blocks]
+        chunk = [rng.sample(range(BLOCKS), blocks) for blocks in layout.blocks]
         with self.opened(tmp_path, layout) as memory:
             poison(memory.view(0))
             expected = bytearray(memory.view(0))
             for rank in (1, 0, 2):
-                pages = self.paged_buffer(layout, _BLOCKS, rng)
+                pages = self.paged_buffer(layout, BLOCKS, rng)
                 pages.fill(rng)
                 mover = self.config(tmp_path).attach(memory.handle, pages.kv_cache(rank))
                 mover.store(1, [chunk], [0])
-                assert settle(mover, [1]) == {1: True}
+                assert settle(mover, [1]) == {1: True}, f"the store of rank {rank} failed"
                 mover.close()
                 begin = layout.shard_offset(rank)
                 expected[begin : begin + layout.shard_nbytes] = shard_of(pages, layout, chunk)
@@ -219,8 +157,12 @@ class ArenaLaws(Laws):
                 reports += engine.mover.finished()
                 engine.mover.wait([job])
             reports += engine.mover.finished()
-            assert sorted(ended[:2] for ended in reports) == sorted((job, True) for job in jobs)
-            assert list(engine.mover.finished()) == []
+            told = sorted(ended[:2] for ended in reports)
+            assert told == sorted((job, True) for job in jobs), (
+                f"finished() reports each of the {len(jobs)} jobs once, as ok; it reported {told}"
+            )
+            again = list(engine.mover.finished())
+            assert again == [], f"finished() reports jobs again: {again}"
 
     def test_wait_frees_the_pages(self, tmp_path: Path):
         """After it the engine may overwrite the pages; the job is still to be reported."""
@@ -232,8 +174,10 @@ class ArenaLaws(Laws):
             engine.mover.store(5, pages, slots)
             engine.mover.wait([5])
             engine.pages.fill(engine.rng)
-            assert settle(engine.mover, [5]) == {5: True}
-            assert same([engine.memory.view(slot)[FRAME_ALIGNMENT:] for slot in slots], expected)
+            _must_succeed(engine, 5)
+            assert same([engine.memory.view(slot)[FRAME_ALIGNMENT:] for slot in slots], expected), (
+                "pages that were overwritten after wait() had returned are in the slots: the store still read them"
+            )
             engine.mover.wait([5])
 
     def test_mover_closes_twice(self, tmp_path: Path):
@@ -241,84 +185,17 @@ class ArenaLaws(Laws):
             engine.mover.close()
             engine.mover.close()
 
-
-def settle(mover: Mover, jobs: Collection[int]) -> dict[int, bool]:
-    """Poll until each job is reported; whether it succeeded."""
-    return {job: ended.ok for job, ended in reports_of(mover, jobs).items()}
-
-
-def reports_of(mover: Mover, jobs: Collection[int]) -> dict[int, JobResult]:
-    """Poll until each job is reported; what was reported."""
-    reports: dict[int, JobResult] = {}
-    deadline = time.monotonic() + _PATIENCE
-    while not reports.keys() >= set(jobs):
-        assert time.monotonic() < deadline, f"jobs {set(jobs) - reports.keys()} are never reported"
-        for ended in mover.finished():
-            assert ended.job not in reports, f"job {ended.job} is reported twice"
-            reports[ended.job] = ended
-        time.sleep(0.001)
-    return reports
+    def _must_refuse(self, folder: Path, handle: str, cache: PagedKVCache, what: str) -> None:
+        try:
+            mover = self.config(folder).attach(handle, cache)
+        except BackendError:
+            return
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise AssertionError(f"attach() to {what} raises BackendError; it raised {why}") from error
+        mover.close()
+        raise AssertionError(f"attach() to {what} raises BackendError; it returned a mover")
 
 
-def shard_of(pages: PagedBuffer, layout: ChunkLayout, chunk: Sequence[Sequence[int]]) -> bytes:
-    """What a rank's shard of a chunk with these block ids, group by group, must be."""
-    return b"".join(
-        pages.page(number, block) for number, layer in enumerate(layout.layers) for block in chunk[layer.group]
-    )
-
-
-@attrs.frozen
-class _Engine:
-    memory: AllocatorBackend
-    mover: Mover
-    pages: PagedBuffer
-    layout: ChunkLayout
-    rng: random.Random
-
-    def choose(self, *, holes: bool = True) -> tuple[list[int], PageList]:
-        """Some slots, and for each the blocks of one chunk, a few of them not wanted."""
-        slots = self.rng.sample(range(self.memory.slots), self.rng.randint(1, min(3, self.memory.slots)))
-        chunks = list(zip(*(self._rows(blocks, len(slots), holes) for blocks in self.layout.blocks), strict=True))
-        return slots, chunks
-
-    def draw(self) -> list[list[int]]:
-        """The block ids of one chunk, group by group."""
-        return [self.rng.sample(range(_BLOCKS), blocks) for blocks in self.layout.blocks]
-
-    def _rows(self, blocks: int, chunks: int, holes: bool) -> list[list[int]]:
-        """Of one group, the block ids of each chunk."""
-        drawn = self.rng.sample(range(_BLOCKS), chunks * blocks)
-        if holes:
-            drawn = [NO_BLOCK if self.rng.random() < 0.3 else block for block in drawn]
-        return [drawn[i * blocks :][:blocks] for i in range(chunks)]
-
-    def others(self, slots: Collection[int]) -> list[int]:
-        return [slot for slot in range(self.memory.slots) if slot not in slots]
-
-    def expected_slot(self, chunk: Sequence[Sequence[int]]) -> bytes:
-        """A poisoned slot after the store of a chunk."""
-        slot = memoryview(bytearray(self.memory.slot_nbytes))
-        poison(slot)
-        for layer, block, begin, nbytes in self._pieces(chunk):
-            slot[begin : begin + nbytes] = self.pages.page(layer, block)
-        return bytes(slot)
-
-    def expected_pages(self, slots: Sequence[int], pages: PageList) -> list[bytes]:
-        """The whole paged buffer after the load of these slots; the buffer itself is left as it was."""
-        pieces = [(slot, piece) for slot, chunk in zip(slots, pages, strict=True) for piece in self._pieces(chunk)]
-        originals = [self.pages.page(layer, block) for _, (layer, block, _, _) in pieces]
-        for slot, (layer, block, begin, nbytes) in pieces:
-            self.pages.put(layer, block, bytes(self.memory.view(slot)[begin : begin + nbytes]))
-        expected = self.pages.everything()
-        for (_, (layer, block, _, _)), page in zip(pieces, originals, strict=True):
-            self.pages.put(layer, block, page)
-        return expected
-
-    def _pieces(self, chunk: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int, int]]:
-        """Layer, block, place in the slot and bytes of each page that is wanted, of rank 0."""
-        begin = self.layout.shard_offset(0)
-        for number, layer in enumerate(self.layout.layers):
-            for block in chunk[layer.group]:
-                if block != NO_BLOCK:
-                    yield number, block, begin, layer.page_nbytes
-                begin += layer.page_nbytes
+def _must_succeed(engine: AttachedEngine, job: int) -> None:
+    assert settle(engine.mover, [job])[job], f"job {job}, whose pages and slots are as they should be, is not ok"

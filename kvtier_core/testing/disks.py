@@ -1,4 +1,4 @@
-"""Small real filesystems that become full, read-only or broken, for tests of what keeps files. Root may use them."""
+"""Small real filesystems that become full, read-only or broken, for tests of what keeps files. They need root."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-#: Of an image: what the filesystem keeps at its beginning, and so can still use when the device fails.
+#: The beginning of an image, where the filesystem keeps what it still needs when the device fails.
 _HEAD_NBYTES = 256 << 10
 
 
@@ -22,20 +22,21 @@ class Disk:
         self.folder = folder
 
     def remount(self, mode: str) -> None:
-        """``ro`` or ``rw``, under whoever has files open."""
+        """``ro`` or ``rw``, even while files are open."""
         _run("mount", "-o", f"remount,{mode}", self.folder)
 
     def fill(self) -> None:
-        """Leave no room for another byte, until `make_room`."""
+        """Leave no space for another byte, until `make_room`."""
         with open(self.folder / "ballast", "wb", buffering=0) as ballast, contextlib.suppress(OSError):
             while ballast.write(bytes(4096)):
                 pass
 
     def make_room(self) -> None:
+        """Give back what `fill` took."""
         (self.folder / "ballast").unlink()
 
     def forget(self) -> None:
-        """Let go of the cached pages of all files, so that they are read from the device."""
+        """Drop the cached pages of all files, so that the next read goes to the device."""
         with contextlib.suppress(subprocess.CalledProcessError):  # a sync reports writes that were lost before
             _run("sync", "--file-system", self.folder)
         for file in self.folder.rglob("*"):
@@ -44,7 +45,7 @@ class Disk:
 
 
 class DeviceDisk(Disk):
-    """One on a block device, which can be told to fail."""
+    """A filesystem on a block device that can be told to fail."""
 
     def __init__(self, folder: Path, image: Path):
         super().__init__(folder)
@@ -53,7 +54,7 @@ class DeviceDisk(Disk):
         self._tail = b""
 
     def fail(self) -> None:
-        """Until `heal`, nearly every read and write that reaches the device is an I/O error."""
+        """From now on, until `heal`, nearly every read and write that reaches the device is an I/O error."""
         _run("sync", "--file-system", self.folder)
         with open(self._image, "r+b") as image:
             image.seek(_HEAD_NBYTES)
@@ -62,7 +63,7 @@ class DeviceDisk(Disk):
         _run("losetup", "--set-capacity", self._device)
 
     def heal(self) -> None:
-        """What was on the device when it failed is there again; what was written since then is not."""
+        """End the failure: the device has what it had when it failed, and nothing that was written since."""
         with open(self._image, "r+b") as image:
             image.seek(_HEAD_NBYTES)
             image.write(self._tail)
@@ -70,14 +71,14 @@ class DeviceDisk(Disk):
 
 
 class ChecksummedDisk(Disk):
-    """One that knows the checksum of every block: a file whose bytes on the device are others cannot be read."""
+    """A filesystem with a checksum for every block: a file whose bytes changed on the device cannot be read."""
 
     def __init__(self, folder: Path, image: Path):
         super().__init__(folder)
         self._image = image
 
     def spoil(self, file: Path) -> None:
-        """From now on each read of this file is an I/O error, and each read of any other works."""
+        """From now on each read of this file is an I/O error; other files can be read."""
         _run("sync", "--file-system", self.folder)
         page = file.read_bytes()[:4096]
         _forget(file)
@@ -88,7 +89,7 @@ class ChecksummedDisk(Disk):
 
 @contextlib.contextmanager
 def btrfs(home: Path, nbytes: int) -> Iterator[ChecksummedDisk]:
-    """A disk in an image of at least 128 MiB with holes, under ``home``. Skips the test where there is no btrfs."""
+    """A disk in a sparse image of at least 128 MiB, under ``home``. Skips the test where there is no btrfs."""
     image = home / "image"
     with open(image, "wb") as file:
         file.truncate(max(nbytes, 128 << 20))

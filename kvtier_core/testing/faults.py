@@ -1,4 +1,4 @@
-"""A backend that goes wrong on purpose, to see what its tier makes of it."""
+"""A backend that goes wrong on purpose, for tests of what its tier does then."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from kvtier_core.types import ChunkKey, Namespace
 
 @attrs.frozen
 class Fault:
-    """What goes wrong in one call. The fields know nothing of each other and go together in any way."""
+    """What goes wrong in one call. The fields are independent of each other, and can be combined."""
 
     error: BaseException | None = None  #: raised instead of an answer
     unreadable: BackendError | None = None  #: what a read returns for its first key
     delay: float = 0.0  #: seconds before the call
-    until: threading.Event | None = None  #: the call begins when this is set; it hangs if nobody sets it
-    surplus: int = 0  #: added to every length that a read reports, hits and misses alike; below zero it takes away
-    answers: int = 0  #: how many more answers than keys a call gives; below zero, how many fewer
-    damage: bool = False  #: a read fills in other bytes
-    instead: ChunkKey | None = None  #: a read fills in the frame of this key, whichever it was asked for
-    drop: bool = False  #: every key of the call is lost: reads miss, writes vanish
-    lose: bool = False  #: the call does what it should, and then its keys are gone from the store
+    until: threading.Event | None = None  #: the call begins when this is set; until then it hangs
+    surplus: int = 0  #: added to every length that a read returns, of hits and misses; may be negative
+    answers: int = 0  #: how many more answers than keys a call returns; may be negative
+    damage: bool = False  #: a read returns other bytes than were written
+    instead: ChunkKey | None = None  #: a read returns the frame of this key, whichever it was asked for
+    drop: bool = False  #: the call does nothing: reads are misses, writes are lost
+    lose: bool = False  #: the call does what it should, and then its keys are deleted
 
 
-#: Says what goes wrong in call number n (from 0, over all methods) of the named method.
+#: Says what goes wrong, given the name of a method and the number of the call, from 0, over all methods.
 Plan = Callable[[str, int], Fault]
 
 FINE = Fault()
@@ -49,7 +49,7 @@ def every(nth: int, fault: Fault, *methods: str) -> Plan:
 
 
 def now_and_then(seed: int, rate: float, *faults: Fault) -> Plan:
-    """In a share of the calls, which are the same for the same seed."""
+    """In a share of the calls, one of these faults; the same calls for the same seed."""
 
     def plan(method: str, call: int) -> Fault:
         rng = random.Random(f"{seed} {call}")
@@ -59,7 +59,7 @@ def now_and_then(seed: int, rate: float, *faults: Fault) -> Plan:
 
 
 class FaultyBackend(Backend):
-    """Another backend, and a plan of what goes wrong."""
+    """Passes all calls to ``inner``, except for what goes wrong by ``plan``."""
 
     def __init__(self, inner: Backend, plan: Plan):
         self.shared = inner.shared
@@ -123,7 +123,7 @@ class FaultyBackend(Backend):
         if fault.until is not None:
             fault.until.wait()
         if fault.error is not None:
-            raise copy.copy(fault.error)  # one that was raised keeps frames alive, and they the views of an arena
+            raise copy.copy(fault.error)  # a raised exception keeps stack frames alive, and those the views of an arena
         return fault
 
     def _end(self, fault: Fault, keys: Sequence[ChunkKey]) -> None:

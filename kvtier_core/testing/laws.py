@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
 import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,29 +19,35 @@ import pytest
 from kvtier_core.testing.samples import make_layout
 from kvtier_core.types import ChunkLayout
 
-#: Nobody pays for these because a plugin is installed.
+#: An installed plugin must not cost every process of the engine the import of one of these.
 HEAVY = ("torch", "numpy", "vllm", "boto3", "redis")
 
 _IMPORT = """
-import importlib, sys
+import importlib, json, os, sys
 for module in {modules!r}:
     importlib.import_module(module)
-print(*(heavy for heavy in {heavy!r} if heavy in sys.modules))
+heavy = [module for module in {heavy!r} if module in sys.modules]
+print(json.dumps([heavy, len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1]))
 """
 
 
 class Laws:
-    """A subclass says what is under test; the laws are not its to change.
+    """The base of all suites. A subclass says what is under test; it cannot change a law.
 
-    A law that cannot hold is excused by name and reason, and is then shown as skipped. Overriding one is
-    a TypeError, and so is an excuse for a law that does not exist.
+    A law that cannot hold for a plugin is excused by name and reason in `excused`, and pytest then reports it as
+    skipped. Overriding a law raises TypeError, and so does an excuse for a law that does not exist. Further tests of
+    your own are welcome in the subclass.
     """
 
     excused: ClassVar[Mapping[str, str]] = {}  #: name of a law -> why it cannot hold
-    layout: ClassVar[ChunkLayout] = make_layout()  #: of the chunks that the laws use; a frame has at least 9 pages
+    layout: ClassVar[ChunkLayout] = make_layout()  #: of the chunks that the laws use; 9 pages of 4 KiB or more a frame
 
     def config(self, folder: Path) -> Any:
-        """The config under test. The same folder means the same store, another folder another one."""
+        """The config under test. The same folder means the same store, another folder another one.
+
+        It is called several times for one law, and some laws send its result to another process by pickle, so it must
+        be of a class at the top level of a module.
+        """
         raise NotImplementedError(f"{type(self).__name__} must say which config is under test")
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -55,22 +63,25 @@ class Laws:
                 raise TypeError(f"{cls.__name__} excuses {law} without a reason")
 
     @pytest.fixture(autouse=True)
-    def _skip_what_is_excused(self, request: pytest.FixtureRequest) -> None:
+    def _skip_excused_laws(self, request: pytest.FixtureRequest) -> None:
         reason = self.excused.get(request.node.originalname)
         if reason is not None:
             pytest.skip(reason)
 
     def test_import_is_light(self, tmp_path: Path):
+        """An installed plugin is imported by every process of the engine, used or not: no large module, no thread."""
         modules = _light_modules(type(self.config(tmp_path)))
-        script = _IMPORT.format(modules=modules, heavy=HEAVY)
         imported = subprocess.run(
-            [sys.executable, "-c", script],
+            [sys.executable, "-c", _IMPORT.format(modules=modules, heavy=HEAVY)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             capture_output=True,
             text=True,
         )
-        assert imported.returncode == 0, imported.stderr
-        assert imported.stdout.split() == [], f"importing {modules} imports {imported.stdout.strip()}"
+        names = " and ".join(modules)
+        assert imported.returncode == 0, f"importing {names} alone fails:\n{imported.stderr}"
+        heavy, threads = json.loads(imported.stdout.splitlines()[-1])
+        assert not heavy, f"importing {names} imports {', '.join(heavy)}; import it where `open` needs it"
+        assert threads == 1, f"importing {names} starts {threads - 1} threads; start them in `open`"
 
 
 def laws_of(suite: type[Laws]) -> list[str]:
@@ -78,10 +89,28 @@ def laws_of(suite: type[Laws]) -> list[str]:
     return [name for name in dir(suite) if name.startswith("test_")]
 
 
-def in_new_process(function: Callable[..., Any], *args: Any) -> Any:
-    """The result of ``function(*args)`` in a process that has nothing of this one but its environment."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+def in_new_process(function: Callable[..., Any], *args: Any, hash_seed: int | None = None) -> Any:
+    """The result of ``function(*args)`` in a process that shares nothing with this one but its environment.
+
+    ``hash_seed`` decides there, as PYTHONHASHSEED, in which order sets are iterated and what `hash` returns for bytes.
+    """
+    seed = {} if hash_seed is None else {"PYTHONHASHSEED": str(hash_seed)}
+    with _environment(seed), ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _light_modules(config_type: type) -> list[str]:

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
 import random
 import tracemalloc
-from collections.abc import Sequence
 from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_core.interfaces import EvictionConfig, EvictionPolicy
-from kvtier_core.testing.laws import Laws
+from kvtier_core.interfaces import MAX_POLICY_STATE_NBYTES, EvictionConfig, EvictionPolicy
+from kvtier_core.testing.histories import (
+    KEYS,
+    NBYTES,
+    after,
+    full_policy,
+    history,
+    live,
+    replace_all,
+    tell_all,
+    victims_after,
+    work_of,
+)
+from kvtier_core.testing.laws import Laws, in_new_process
 from kvtier_core.testing.samples import make_key, make_keys
 from kvtier_core.types import ChunkKey
 
-_KEYS = make_keys(12)
-_NBYTES = 4096
-#: What a policy may ask a tier to keep for it.
-_SAVED_NBYTES = 1 << 16
-_WHICH = st.integers(0, len(_KEYS) - 1)
+_SEEDS = range(50)
+_WHICH = st.integers(0, len(KEYS) - 1)
 _HISTORIES = st.lists(
     st.one_of(
         st.tuples(st.just("request"), st.lists(_WHICH, min_size=1, max_size=6, unique=True)),
@@ -30,8 +40,11 @@ _HISTORIES = st.lists(
     ),
     max_size=60,
 )
-Step = tuple[str, int | Sequence[int]]
 _EXAMPLES = settings(max_examples=150, deadline=None, database=None)
+
+#: Keys that are held when work is counted: four times as many may take eight times the work, for a sort or a heap
+#: takes a little more than its share. Work that grows with the square would be sixteen times as much.
+_SOME, _MORE, _FACTOR, _FREE = 64, 256, 8, 200
 
 
 class PolicyLaws(Laws):
@@ -43,82 +56,134 @@ class PolicyLaws(Laws):
     def test_victims_are_the_held_keys_each_once(self, tmp_path: Path):
         @_EXAMPLES
         @given(_HISTORIES)
-        def holds(history):
+        def holds(steps):
             policy, held = self.config(tmp_path).open(), set()
-            for now, step in enumerate(history):
+            for now, step in enumerate(steps):
                 live(policy, held, step, now)
                 victims = list(policy.victims())
-                assert len(victims) == len(set(victims)), "a key is a victim twice"
-                assert set(victims) == held, "victims() names other keys than those it was told of"
+                assert len(victims) == len(set(victims)), "victims() names a key twice"
+                assert not set(victims) - held, "victims() names a key that is not held"
+                assert not held - set(victims), "victims() leaves out a held key, which could then never be evicted"
 
         holds()
 
-    def test_victims_forgets_none(self, tmp_path: Path):
-        """Asking is no deed: the same question has the same answer."""
+    def test_asking_for_victims_changes_nothing(self, tmp_path: Path):
+        """The same question has the same answer."""
 
         @_EXAMPLES
         @given(_HISTORIES)
-        def holds(history):
+        def holds(steps):
             policy, held = self.config(tmp_path).open(), set()
-            for now, step in enumerate(history):
+            for now, step in enumerate(steps):
                 live(policy, held, step, now)
-            assert list(policy.victims()) == list(policy.victims())
+            assert list(policy.victims()) == list(policy.victims()), "a second call of victims() has another answer"
 
         holds()
 
     def test_the_same_history_has_the_same_victims(self, tmp_path: Path):
-        """No clock, no entropy, no order of a set."""
-        for seed in range(50):
-            first, second = ([*self._after(_history(seed), tmp_path).victims()] for _ in range(2))
-            assert first == second
+        """A policy reads no clock and draws no random numbers without a seed."""
+        first, second = (victims_after(self.config(tmp_path), _SEEDS) for _ in range(2))
+        assert first == second, "two policies that saw the same calls name other victims"
+
+    def test_every_process_has_the_same_victims(self, tmp_path: Path):
+        """With whatever PYTHONHASHSEED: the order of a set decides nothing."""
+        seed = 1 if os.environ.get("PYTHONHASHSEED") != "1" else 2
+        here = victims_after(self.config(tmp_path), _SEEDS)
+        there = in_new_process(victims_after, self.config(tmp_path), _SEEDS, hash_seed=seed)
+        assert there == here, (
+            f"after the same calls a process with PYTHONHASHSEED={seed} names other victims; "
+            "does something depend on the order of a set, or on hash()?"
+        )
 
     def test_victims_may_be_left_halfway(self, tmp_path: Path):
-        """A tier takes a few, drops the iterator, and changes what is held."""
+        """A tier takes a few victims, drops the iterator, and changes what is held."""
         policy, held = self.config(tmp_path).open(), set()
-        for key in _KEYS:
-            policy.admit(key, _NBYTES)
+        for key in KEYS:
+            policy.admit(key, NBYTES)
             held.add(key)
         for now in range(len(held)):
             chosen = next(policy.victims())
             policy.forget(chosen, evicted=bool(now % 2))
             held.discard(chosen)
-            policy.request(_KEYS[now % 4 :: 3], float(now), {})
-            assert set(policy.victims()) == held
+            policy.request(KEYS[now % 4 :: 3], float(now), {})
+            assert set(policy.victims()) == held, (
+                "after an iterator over victims was dropped, victims() names others than the held keys"
+            )
 
-    def test_preferring_is_no_deed(self, tmp_path: Path):
+    def test_victims_take_no_quadratic_work(self, tmp_path: Path):
+        """Counted are operations on keys and lines of Python, not seconds. A tier may hold a million chunks."""
+        for task, action in {
+            "telling all victims once": tell_all,
+            "replacing each held key, one by one, by a newcomer": replace_all,
+        }.items():
+            few, many = (
+                work_of(functools.partial(action, full_policy(self.config(tmp_path), count), count))
+                for count in (_SOME, _MORE)
+            )
+            assert many <= _FACTOR * few + _FREE, (
+                f"{task} takes {few} steps when {_SOME} keys are held and {many} when {_MORE} are: for "
+                f"{_MORE // _SOME} times the keys it may be {_FACTOR} times as many"
+            )
+
+    def test_prefers_changes_nothing(self, tmp_path: Path):
         """The same question has the same answer, and the same victims follow."""
-        for seed in range(50):
-            asked, other = (self._after(_history(seed), tmp_path) for _ in range(2))
+        for seed in _SEEDS:
+            asked, other = (after(self.config(tmp_path).open(), seed) for _ in range(2))
             victims = list(asked.victims())
-            answers = [[asked.prefers(key, victim) for key in _KEYS for victim in reversed(victims)] for _ in range(2)]
-            assert answers[0] == answers[1]
-            assert list(asked.victims()) == victims == list(other.victims())
+            answers = [[asked.prefers(key, victim) for key in KEYS for victim in reversed(victims)] for _ in range(2)]
+            assert answers[0] == answers[1], "prefers() answers the same questions otherwise the second time"
+            assert list(asked.victims()) == victims == list(other.victims()), "prefers() changed the victims"
             for policy in (asked, other):
-                policy.request(_KEYS[:5], 1000.0, {})
-            assert list(asked.victims()) == list(other.victims())
+                policy.request(KEYS[:5], 1000.0, {})
+            assert list(asked.victims()) == list(other.victims()), "prefers() changed what a later request leads to"
 
-    def test_what_is_saved_is_small_and_changes_no_promise(self, tmp_path: Path):
-        """What another has learned is taken in; garbage teaches nothing, and raises nothing."""
-        saved = self._after(_history(0), tmp_path).save()
-        assert isinstance(saved, bytes)
-        assert len(saved) <= _SAVED_NBYTES
-        others = [self.config(tmp_path).open(), *(self._after(_history(seed), tmp_path) for seed in range(1, 9))]
-        assert all(len(other.save()) == len(saved) for other in others), "its length depends on what was learned"
-        rng = random.Random(0)
-        garbage = [b"", b"\0", saved[:-1], saved + b"\0", b"\xff" * len(saved), rng.randbytes(len(saved))]
-        for memory in (saved, *garbage):
+    def test_a_full_tier_does_not_stay_closed(self, tmp_path: Path):
+        """A policy may refuse newcomers. One that is asked for all the time, where nothing held is, must get in."""
+        policy, (newcomer, *held) = self.config(tmp_path).open(), make_keys(9)
+        policy.request(held, 0.0, {})
+        for key in reversed(held):
+            policy.admit(key, NBYTES)
+        for now in range(10, 2000, 10):
+            policy.request([newcomer], float(now), {})
+            if policy.prefers(newcomer, next(iter(policy.victims()))):
+                return
+        raise AssertionError(
+            "a key that each of the last 199 requests named is never preferred to the first victim, which none of "
+            "them named: once a tier is full, nothing is ever admitted"
+        )
+
+    def test_saved_state_is_small_and_safe_to_restore(self, tmp_path: Path):
+        """What another policy has learned is taken in, and the victims are still the held keys."""
+        saved = self._after(tmp_path, 0).save()
+        assert isinstance(saved, bytes), f"save() returns bytes; it returned {type(saved).__name__}"
+        assert len(saved) <= MAX_POLICY_STATE_NBYTES, (
+            f"save() returns at most {MAX_POLICY_STATE_NBYTES} bytes; it returned {len(saved)}"
+        )
+        others = [self.config(tmp_path).open(), *(self._after(tmp_path, seed) for seed in range(1, 9))]
+        lengths = {len(saved), *(len(other.save()) for other in others)}
+        assert len(lengths) == 1, f"save() always returns the same number of bytes; it returned {sorted(lengths)}"
+        for memory in (saved, *_garbage(saved)):
             policy, held = self.config(tmp_path).open(), set()
             policy.restore(memory)
-            for now, step in enumerate(_history(1)):
+            for now, step in enumerate(history(1)):
                 live(policy, held, step, now)
-                assert sorted(policy.victims()) == sorted(held)
-        for memory in garbage:
+                assert sorted(policy.victims()) == sorted(held), "after restore() victims() are not the held keys"
+
+    def test_garbage_teaches_nothing(self, tmp_path: Path):
+        """What no policy of this kind ever saved: it raises nothing, and all is as if it had not come."""
+        saved = self._after(tmp_path, 0).save()
+        for garbage in _garbage(saved):
             taught, untaught = self.config(tmp_path).open(), self.config(tmp_path).open()
-            taught.restore(memory)
-            assert taught.save() == untaught.save(), "garbage was learned"
+            taught.restore(garbage)
+            seen = f"after restore() of {len(garbage)} bytes that save() never returned (save() returns {len(saved)})"
+            assert taught.save() == untaught.save(), f"{seen}, save() is not that of a new policy: it was learned"
+            for policy in (taught, untaught):
+                after(policy, 1)
+            assert list(taught.victims()) == list(untaught.victims()), f"{seen}, the same calls lead to other victims"
+            assert taught.save() == untaught.save(), f"{seen}, the same calls teach something else"
 
     def test_memory_is_bounded(self, tmp_path: Path):
-        """By what is held: ghosts and requests for strangers leave nothing that grows."""
+        """By what is held: neither ghosts nor requests for keys that are never admitted leave anything that grows."""
         policy = self.config(tmp_path).open()
         held: dict[ChunkKey, None] = {}
         numbers = itertools.count()
@@ -126,59 +191,32 @@ class PolicyLaws(Laws):
         _churn(policy, held, numbers, rounds=4000)
         before, _ = tracemalloc.get_traced_memory()
         _churn(policy, held, numbers, rounds=8000)
-        after, _ = tracemalloc.get_traced_memory()
+        now, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         # A key that is remembered takes 65 bytes and its entry some more; all of 8000 would be 1 MB.
-        assert after - before < 200_000, f"{after - before} bytes more after 8000 keys came and went"
-
-    def _after(self, history: Sequence[Step], folder: Path) -> EvictionPolicy:
-        policy, held = self.config(folder).open(), set()
-        for now, step in enumerate(history):
-            live(policy, held, step, now)
-        return policy
-
-
-def live(policy: EvictionPolicy, held: set[ChunkKey], step: Step, now: float) -> None:
-    """One step of a history, as a tier would take it: no key is admitted twice, no stranger is forgotten."""
-    match step:
-        case "request", which:
-            policy.request([_KEYS[i] for i in which], float(now), {})
-        case "admit", which if _KEYS[which] not in held:
-            policy.admit(_KEYS[which], _NBYTES)
-            held.add(_KEYS[which])
-        case "forget", which if _KEYS[which] in held:
-            held.remove(_KEYS[which])
-            policy.forget(_KEYS[which], evicted=False)
-        case "evict", count:
-            for key in list(itertools.islice(policy.victims(), count)):
-                held.remove(key)
-                policy.forget(key, evicted=True)
-
-
-def _history(seed: int) -> list[Step]:
-    """Chosen by a seed, for what is not deterministic cannot be shrunk."""
-    rng = random.Random(seed)
-    return [
-        rng.choice(
-            (
-                ("request", rng.sample(range(len(_KEYS)), rng.randint(1, 6))),
-                ("admit", rng.randrange(len(_KEYS))),
-                ("admit", rng.randrange(len(_KEYS))),
-                ("forget", rng.randrange(len(_KEYS))),
-                ("evict", rng.randint(1, 4)),
-            )
+        assert now - before < 200_000, (
+            f"the policy holds at most 33 keys all the time, and takes {now - before} bytes more after 8000 keys came "
+            "and went: something is remembered for ever"
         )
-        for _ in range(60)
-    ]
+
+    def _after(self, folder: Path, seed: int) -> EvictionPolicy:
+        return after(self.config(folder).open(), seed)
+
+
+def _garbage(saved: bytes) -> list[bytes]:
+    """What was never saved. Where nothing is saved, anything but nothing is garbage."""
+    rng = random.Random(0)
+    made = [b"", b"\0", saved[:-1], saved + b"\0", b"\xff" * len(saved), rng.randbytes(len(saved)), rng.randbytes(99)]
+    return [each for each in made if each != saved]
 
 
 def _churn(policy: EvictionPolicy, held: dict[ChunkKey, None], numbers: itertools.count, rounds: int) -> None:
-    """Keys come and go for good, requests name many that never come, and never more than 32 are held."""
+    """Keys come and go for good, requests name many that never come, and never more than 33 are held."""
     rng = random.Random(0)
     for now in range(rounds):
         key, stranger = make_key(next(numbers)), make_key(next(numbers))
         policy.request([key, stranger], float(now), {})
-        policy.admit(key, _NBYTES)
+        policy.admit(key, NBYTES)
         held[key] = None
         if len(held) > 32:
             chosen = next(policy.victims())

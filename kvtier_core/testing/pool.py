@@ -1,4 +1,4 @@
-"""A pool without threads: the test chooses what runs next, and so every interleaving can be had."""
+"""A pool without threads: the test chooses what runs next, so it can produce every interleaving."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from kvtier_core.transfer.io_pool import Outcome, Then, Work, run
 
 
 class ManualPool:
-    """Work waits in `queue` until `run`; its continuation waits until `step`."""
+    """Work waits in `queue` until `run` does it; its continuation waits until `step`."""
 
     def __init__(self) -> None:
         self.queue: list[tuple[Work, Then]] = []
-        self.oldest = 0.0  #: for how many seconds a piece of work is said to have been on a thread
+        self.oldest = 0.0  #: seconds that `longest` returns: how long a piece of work is said to have been on a thread
         self._done: list[tuple[Then, Outcome]] = []
 
     @property
@@ -24,7 +24,7 @@ class ManualPool:
         self.queue.append((work, then))
 
     def run(self, which: int = 0) -> None:
-        """Do one piece of the waiting work."""
+        """Do one piece of the waiting work, the oldest unless ``which`` says otherwise."""
         work, then = self.queue.pop(which)
         self._done.append((then, run(work)))
 
@@ -39,7 +39,7 @@ class ManualPool:
 
     def wait(self, timeout: float) -> None:
         while self.queue:
-            self.run(-1)  # several threads promise no order, so let it be the unlikely one
+            self.run(-1)  # several threads promise no order, so take the less likely one
 
     def close(self, timeout: float) -> bool:
         self.queue.clear()

@@ -43,6 +43,7 @@ def make_namespace(model: str = "tiny") -> Namespace:
 def make_context(
     *, layout: ChunkLayout | None = None, namespace: Namespace | None = None, capacity: int = 1 << 30
 ) -> OpenContext:
+    """What the stack would tell a plugin, ``capacity`` in bytes of frames."""
     return OpenContext(namespace or make_namespace(), layout or make_layout(), "engine-0", Nbytes(capacity))
 
 
@@ -52,6 +53,7 @@ def make_key(number: int) -> ChunkKey:
 
 
 def make_keys(count: int) -> list[ChunkKey]:
+    """The keys of the first numbers, the same at every run."""
     return [make_key(number) for number in range(count)]
 
 
@@ -85,6 +87,7 @@ def poison(view: memoryview) -> None:
 
 
 def is_poison(view: memoryview) -> bool:
+    """Is every byte as `poison` left it?"""
     return view == bytes([_POISON]) * len(view)
 
 

@@ -15,45 +15,71 @@ from kvtier_core.testing.samples import make_namespace
 from kvtier_core.types import KEY_NBYTES, ChunkKey
 
 _CHUNKS = 6
+_TOKEN_BITS = 31  # a token id is a whole number from 0 to 2^31 - 1
+_LONG = bytes(range(100))  # of a salt, and of an item that a chunk depends on
 
 
 class TokenDatabaseLaws(Laws):
-    """Subclass, and implement `config`."""
+    """Subclass, and implement `config`.
+
+    Two chunks may have one key only if the engine would compute the same KV for both. So whatever the KV depends on
+    enters the key: every token before, the salt, the items, the namespace, and how many tokens a chunk has.
+    """
 
     chunk_tokens: ClassVar[int] = 16
 
     def config(self, folder: Path) -> TokenDatabaseConfig:
         return super().config(folder)
 
-    def open(self, folder: Path, model: str = "tiny") -> TokenDatabase:
-        return self.config(folder).open(make_namespace(model), self.chunk_tokens)
+    def open(self, folder: Path, model: str = "tiny", chunk_tokens: int | None = None) -> TokenDatabase:
+        """The database under test, for the namespace of a model."""
+        return self.config(folder).open(make_namespace(model), chunk_tokens or self.chunk_tokens)
 
     def tokens(self, seed: int = 0) -> list[int]:
         """Six chunks and a part of one, of the whole range that a token id may have."""
         rng = random.Random(seed)
-        return [rng.randrange(1 << 31) for _ in range(_CHUNKS * self.chunk_tokens + self.chunk_tokens // 2)]
+        count = _CHUNKS * self.chunk_tokens + self.chunk_tokens // 2
+        return [rng.randrange(1 << _TOKEN_BITS) for _ in range(count)]
 
     def test_one_key_of_32_bytes_per_full_chunk(self, tmp_path: Path):
         database = self.open(tmp_path)
         for count in range(2 * self.chunk_tokens + 2):
-            assert len(database.keys(self.tokens()[:count])) == count // self.chunk_tokens
+            found, expected = len(database.keys(self.tokens()[:count])), count // self.chunk_tokens
+            assert found == expected, f"{count} tokens are {expected} full chunks; keys() returned {found} keys"
         keys = database.keys(self.tokens())
-        assert len(set(keys)) == _CHUNKS
-        assert {(type(key), len(key)) for key in keys} == {(bytes, KEY_NBYTES)}
+        assert len(set(keys)) == _CHUNKS, f"{_CHUNKS} chunks have {len(set(keys))} distinct keys"
+        kinds = {(type(key).__name__, len(key)) for key in keys}
+        assert kinds == {("bytes", KEY_NBYTES)}, f"a key is {KEY_NBYTES} bytes; keys() returned {sorted(kinds)}"
 
     def test_deterministic(self, tmp_path: Path):
+        """Whatever was asked before, and by whichever instance."""
         database = self.open(tmp_path)
         keys = database.keys(self.tokens())
         database.keys(self.tokens(seed=1))
-        assert database.keys(self.tokens()) == keys
-        assert database.keys(tuple(self.tokens())) == keys
-        assert self.open(tmp_path).keys(self.tokens()) == keys
+        assert database.keys(self.tokens()) == keys, "the same tokens have other keys after a call for other tokens"
+        assert database.keys(tuple(self.tokens())) == keys, "the same tokens, as a tuple, have other keys"
+        assert self.open(tmp_path).keys(self.tokens()) == keys, "a second instance has other keys for the same tokens"
+
+    def test_arguments_stay_as_they_are(self, tmp_path: Path):
+        """The caller goes on using its lists, and what it does to a result changes no later one."""
+        database, tokens, extra = self.open(tmp_path), self.tokens(), {1: b"cat"}
+        keys = list(database.keys(tokens, extra=extra))
+        known = keys[:2]
+        result = database.keys(tokens, known=known, extra=extra)
+        assert known == keys[:2], f"keys() changed the list `known`: it had 2 keys and now has {len(known)}"
+        assert tokens == self.tokens(), "keys() changed the list of tokens"
+        assert extra == {1: b"cat"}, f"keys() changed `extra`: it is {extra} now"
+        assert database.keys(tokens, known=tuple(known), extra=extra) == keys, "`known` may be a tuple too"
+        result.clear()
+        assert database.keys(tokens, extra=extra) == keys, "a caller changed a returned list, and later results with it"
 
     def test_a_prefix_has_the_prefix_of_the_keys(self, tmp_path: Path):
         database = self.open(tmp_path)
         keys = database.keys(self.tokens())
         for count in range(0, len(self.tokens()), 5):
-            assert database.keys(self.tokens()[:count]) == keys[: count // self.chunk_tokens]
+            assert database.keys(self.tokens()[:count]) == keys[: count // self.chunk_tokens], (
+                f"the first {count} tokens alone have other keys than as the beginning of a longer prompt"
+            )
 
     def test_a_token_changes_its_key_and_all_that_follow(self, tmp_path: Path):
         database = self.open(tmp_path)
@@ -61,56 +87,102 @@ class TokenDatabaseLaws(Laws):
         for place in range(_CHUNKS * self.chunk_tokens):
             others = self.tokens()
             others[place] ^= 1
-            assert parting(keys, database.keys(others)) == place // self.chunk_tokens
+            _must_part(keys, database.keys(others), place // self.chunk_tokens, f"token {place} is another one")
+
+    def test_every_bit_of_a_token_counts(self, tmp_path: Path):
+        """A vocabulary has more than 65 536 tokens."""
+        database = self.open(tmp_path)
+        keys = database.keys(self.tokens())
+        for bit in range(_TOKEN_BITS):
+            others = self.tokens()
+            others[0] ^= 1 << bit
+            _must_part(keys, database.keys(others), 0, f"two token ids differ in bit {bit} alone")
 
     def test_swapped_tokens_are_other_tokens(self, tmp_path: Path):
         database = self.open(tmp_path)
         others = self.tokens()
         others[0], others[1] = others[1], others[0]
-        assert parting(database.keys(self.tokens()), database.keys(others)) == 0
+        _must_part(database.keys(self.tokens()), database.keys(others), 0, "two tokens changed places")
+
+    def test_chunk_sizes_share_nothing(self, tmp_path: Path):
+        """A chunk of another size is another piece of KV, even if it ends at the same token."""
+        runs = {}
+        for size in (self.chunk_tokens, self.chunk_tokens // 2, 2 * self.chunk_tokens):
+            runs[size] = self.open(tmp_path, chunk_tokens=size).keys(self.tokens())
+            expected = len(self.tokens()) // size
+            assert len(runs[size]) == expected, (
+                f"{len(self.tokens())} tokens are {expected} full chunks of {size}; keys() returned {len(runs[size])}"
+            )
+        _must_share_nothing(runs, "chunk_tokens is")
 
     def test_salts_share_nothing(self, tmp_path: Path):
+        """Every byte of a salt counts, and its length does."""
         database = self.open(tmp_path)
-        runs = [database.keys(self.tokens(), salt=salt) for salt in (b"", b"a", b"b", b"ab", b"\0", b"a\0")]
-        assert len({key for run in runs for key in run}) == len(runs) * _CHUNKS
+        salts = [b"", b"a", b"b", b"ab", b"\0", b"a\0", _LONG, _LONG + b"\0", *_changed(_LONG)]
+        _must_share_nothing({salt: database.keys(self.tokens(), salt=salt) for salt in salts}, "the salt is")
 
     def test_namespaces_share_nothing(self, tmp_path: Path):
-        ours, theirs = (self.open(tmp_path, model).keys(self.tokens()) for model in ("ours", "theirs"))
-        assert not set(ours) & set(theirs)
+        models = ("ours", "theirs")
+        runs = {model: self.open(tmp_path, model).keys(self.tokens()) for model in models}
+        _must_share_nothing(runs, "the namespace is that of model")
 
     def test_extra_changes_its_chunk_and_all_that_follow(self, tmp_path: Path):
         database = self.open(tmp_path)
-        runs = [database.keys(self.tokens(), extra=extra) for extra in (None, {2: b"cat"}, {2: b"dog"}, {3: b"cat"})]
-        assert [parting(runs[0], run) for run in runs[1:]] == [2, 2, 3]
-        assert parting(runs[1], runs[2]) == 2
-        assert parting(runs[1], runs[3]) == 2
+        cat = {2: b"cat"}
+        for ours, theirs, parting in [
+            ({}, cat, 2),
+            (cat, {2: b"dog"}, 2),
+            (cat, {3: b"cat"}, 2),
+            (cat, {2: b"cat", 4: b"dog"}, 4),
+            ({2: b"cat", 4: b"dog"}, {2: b"cat", 4: b"cat"}, 4),
+            *(({1: _LONG}, {1: other}, 1) for other in [*_changed(_LONG), _LONG[:-1], _LONG + b"\0"]),
+        ]:
+            runs = [database.keys(self.tokens(), extra=extra) for extra in (ours, theirs)]
+            _must_part(*runs, parting, f"extra is {ours} in one call and {theirs} in another")
 
     def test_salt_and_extra_are_not_confused(self, tmp_path: Path):
         database = self.open(tmp_path)
-        salted = database.keys(self.tokens(), salt=b"cat")
-        assert parting(salted, database.keys(self.tokens(), extra={0: b"cat"})) == 0
+        salted, extra = database.keys(self.tokens(), salt=b"cat"), database.keys(self.tokens(), extra={0: b"cat"})
+        _must_part(salted, extra, 0, "the same bytes are the salt in one call and extra[0] in another")
 
     @pytest.mark.parametrize("extra", [None, {0: b"cat", 4: b"dog"}])
     def test_known_keys_change_nothing(self, tmp_path: Path, extra: Mapping[int, bytes] | None):
         database = self.open(tmp_path)
         keys = database.keys(self.tokens(), salt=b"salt", extra=extra)
         for count in range(_CHUNKS + 1):
-            assert database.keys(self.tokens(), known=keys[:count], salt=b"salt", extra=extra) == keys
+            assert database.keys(self.tokens(), known=keys[:count], salt=b"salt", extra=extra) == keys, (
+                f"the result is another one when the first {count} keys are handed in as `known`"
+            )
 
-    def test_every_process_has_the_same_keys(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def test_every_process_has_the_same_keys(self, tmp_path: Path):
+        """With whatever PYTHONHASHSEED: what one engine stored the next one must find."""
         here = keys_of(self.config(tmp_path), self.chunk_tokens, self.tokens())
-        for seed in ("1", "2"):
-            monkeypatch.setenv("PYTHONHASHSEED", seed)
-            assert in_new_process(keys_of, self.config(tmp_path), self.chunk_tokens, self.tokens()) == here
-
-
-def parting(ours: Sequence[ChunkKey], theirs: Sequence[ChunkKey]) -> int:
-    """Where two runs of keys part; after that they must share nothing."""
-    common = next((i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), len(ours))
-    assert not set(ours[common:]) & set(theirs[common:]), "runs that have parted share a key"
-    return common
+        for seed in (1, 2):
+            there = in_new_process(keys_of, self.config(tmp_path), self.chunk_tokens, self.tokens(), hash_seed=seed)
+            assert there == here, f"a new process, with PYTHONHASHSEED={seed}, has other keys for the same tokens"
 
 
 def keys_of(config: TokenDatabaseConfig, chunk_tokens: int, tokens: Sequence[int]) -> list[ChunkKey]:
     """The keys that the config makes, with all that may enter them."""
     return config.open(make_namespace(), chunk_tokens).keys(tokens, salt=b"salt", extra={1: b"cat", 3: b"dog"})
+
+
+def _changed(text: bytes) -> list[bytes]:
+    """The same bytes but for one, each of them once."""
+    return [text[:i] + bytes([text[i] ^ 0x80]) + text[i + 1 :] for i in range(len(text))]
+
+
+def _must_part(ours: Sequence[ChunkKey], theirs: Sequence[ChunkKey], chunk: int, why: str) -> None:
+    """Two runs must be equal before this chunk, and share no key from it on."""
+    found = next((i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), len(ours))
+    assert found == chunk, f"{why}: keys must differ from chunk {chunk} on, and they differ from chunk {found} on"
+    assert not set(ours[chunk:]) & set(theirs[chunk:]), f"{why}: after chunk {chunk} the two runs share a key again"
+
+
+def _must_share_nothing(runs: Mapping[object, Sequence[ChunkKey]], what: str) -> None:
+    """No key may be in two runs."""
+    owner: dict[ChunkKey, object] = {}
+    for name, keys in runs.items():
+        for key in keys:
+            other = owner.setdefault(key, name)
+            assert other == name, f"one key in two calls: {what} {other!r} in one and {name!r} in the other"

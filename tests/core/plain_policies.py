@@ -22,5 +22,5 @@ class Plain(EvictionConfig):
 
 
 PLAIN_LRU = Plain(Lru)
-PLAIN_GIT = Plain(functools.partial(Gittins, sizes=10))
-PLAIN_SIMPLE_GIT = Plain(functools.partial(Gittins, sizes=1))
+PLAIN_GITTINS = Plain(functools.partial(Gittins, sizes=10))
+PLAIN_SIMPLE_GITTINS = Plain(functools.partial(Gittins, sizes=1))

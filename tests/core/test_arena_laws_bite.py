@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import tempfile
+import threading
 import zlib
 from typing import ClassVar
 
@@ -11,8 +14,8 @@ import attrs
 import pytest
 
 from kvtier_core import interfaces
-from kvtier_core.errors import BackendError
-from kvtier_core.testing import ArenaLaws, laws_of
+from kvtier_core.errors import BackendError, ConfigError, Problem
+from kvtier_core.testing import ArenaLaws, laws_of, resources
 from kvtier_core.types import FRAME_ALIGNMENT
 
 _MEMORY = {}
@@ -37,12 +40,27 @@ class Memory(interfaces.AllocatorBackend):
 
     def close(self):
         _MEMORY.pop(self.handle, None)
+        self.bytes = memoryview(b"")
+
+
+class SaysWhatToChange(Memory):
+    """Correct: what is wrong with the configuration may be a ConfigError."""
+
+    path = "$.capacity"
+
+    def __init__(self, ctx):
+        try:
+            super().__init__(ctx)
+        except BackendError as error:
+            raise ConfigError([Problem("", self.path, str(error))]) from error
 
 
 class Copier(interfaces.Mover):
     """Correct, and done before it returns."""
 
     def __init__(self, memory, cache):
+        if cache.device != "cpu":
+            raise BackendError(f"no mover for {cache.device}")
         self.memory, self.kv_cache = memory, cache
         self.done = []
 
@@ -115,6 +133,73 @@ class CountsInFacts(Memory):
 class ClosesOnce(Memory):
     def close(self):
         del _MEMORY[self.handle]
+
+
+class SaysNotWhere(SaysWhatToChange):
+    path = "tiers[0].capacity"
+
+
+class CutsTheNumberOfASlot(Memory):
+    def view(self, slot):
+        return super().view(slot % 256)
+
+
+class HasOneMemoryForAll(Memory):
+    ever = None
+
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        HasOneMemoryForAll.ever = self.bytes = HasOneMemoryForAll.ever or self.bytes
+
+
+class WipesTheOther(Memory):
+    """Its memory is a file that the last one to close empties."""
+
+    def close(self):
+        for other in _MEMORY.values():
+            other.bytes[:] = bytes(len(other.bytes))
+        super().close()
+
+
+class IsFullOfHoles(Memory):
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        with tempfile.TemporaryFile() as file:
+            file.truncate(len(self.bytes))
+            self.bytes = memoryview(mmap.mmap(file.fileno(), 0))
+
+
+class HasAllItsBlocks(Memory):
+    """Correct: a file without holes, though none of it is in memory yet."""
+
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        with tempfile.TemporaryFile() as file:
+            os.posix_fallocate(file.fileno(), 0, len(self.bytes))
+            self.bytes = memoryview(mmap.mmap(file.fileno(), 0))
+
+
+class LeavesItsFile(Memory):
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        fd, self.path = tempfile.mkstemp()
+        os.posix_fallocate(fd, 0, len(self.bytes))
+        self.bytes = memoryview(mmap.mmap(fd, 0))
+        os.close(fd)
+
+
+class LeavesADescriptor(Memory):
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        self.fd = os.memfd_create("planted")
+
+
+class LeavesItsMemory(Memory):
+    ever: ClassVar = []
+
+    def close(self):
+        self.ever.append(self.bytes)
+        super().close()
 
 
 class SkipsHoles(Copier):
@@ -197,6 +282,17 @@ class MoverClosesOnce(Copier):
         del self.kv_cache
 
 
+class LeavesAThread(Copier):
+    def __init__(self, memory, cache):
+        super().__init__(memory, cache)
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+class ReachesAnyDevice(Copier):
+    def __init__(self, memory, cache):
+        super().__init__(memory, attrs.evolve(cache, device="cpu"))
+
+
 @attrs.frozen
 class PlantedArena(interfaces.ArenaConfig):
     type: ClassVar[str] = "planted"
@@ -207,7 +303,17 @@ class PlantedArena(interfaces.ArenaConfig):
         return self.memory(ctx)
 
     def attach(self, handle, cache):
+        if handle not in _MEMORY:
+            raise BackendError(f"{handle} is not open")
         return self.mover(_MEMORY[handle], cache)
+
+
+@attrs.frozen
+class LeaksOtherErrors(PlantedArena):
+    def attach(self, handle, cache):
+        if handle not in _MEMORY:
+            raise FileNotFoundError(handle)
+        return super().attach(handle, cache)
 
 
 class TestReference(ArenaLaws):
@@ -217,9 +323,21 @@ class TestReference(ArenaLaws):
         return self.planted
 
 
+GIVES_BACK = "test_close_gives_everything_back"
 BUGS = [
     (PlantedArena(memory=TakesTooMuch), "test_slots_are_as_promised"),
     (PlantedArena(memory=AlwaysHasASlot), "test_no_room_for_one_slot_is_an_error"),
+    (PlantedArena(memory=SaysNotWhere), "test_no_room_for_one_slot_is_an_error"),
+    (PlantedArena(memory=CutsTheNumberOfASlot), "test_many_slots_are_apart"),
+    (PlantedArena(memory=HasOneMemoryForAll), "test_two_arenas_share_nothing"),
+    (PlantedArena(memory=WipesTheOther), "test_two_arenas_share_nothing"),
+    (PlantedArena(memory=IsFullOfHoles), "test_memory_is_there_when_open_returns"),
+    (PlantedArena(memory=LeavesItsFile), GIVES_BACK),
+    (PlantedArena(memory=LeavesADescriptor), GIVES_BACK),
+    (PlantedArena(memory=LeavesItsMemory), GIVES_BACK),
+    (PlantedArena(mover=LeavesAThread), GIVES_BACK),
+    (LeaksOtherErrors(), "test_attach_raises_backend_error_when_it_cannot"),
+    (PlantedArena(mover=ReachesAnyDevice), "test_attach_raises_backend_error_when_it_cannot"),
     (PlantedArena(memory=SlotsOverlap), "test_views_are_writable_aligned_and_apart"),
     (PlantedArena(memory=Unaligned), "test_views_are_writable_aligned_and_apart"),
     (PlantedArena(memory=HandsOutAnObject), "test_handle_is_plain_text"),
@@ -245,10 +363,24 @@ _SEEDED = ("test_store_gathers_exact_bytes", "test_sums_are_of_what_was_stored",
 
 @pytest.mark.parametrize(("planted", "law"), BUGS)
 def test_a_planted_bug_breaks_its_law(tmp_path, monkeypatch, planted, law):
+    monkeypatch.setattr(resources, "PATIENCE", 0.2)
     monkeypatch.setattr(TestReference, "planted", planted)
     seed = {"seed": 0} if law in _SEEDED else {}
     with pytest.raises((AssertionError, AttributeError, KeyError, IndexError, pytest.fail.Exception)):
         getattr(TestReference(), law)(tmp_path, **seed)
+
+
+@pytest.mark.parametrize(
+    ("memory", "law"),
+    [
+        (SaysWhatToChange, "test_no_room_for_one_slot_is_an_error"),
+        (HasAllItsBlocks, "test_memory_is_there_when_open_returns"),
+        (HasAllItsBlocks, GIVES_BACK),
+    ],
+)
+def test_what_is_allowed_breaks_no_law(tmp_path, monkeypatch, memory, law):
+    monkeypatch.setattr(TestReference, "planted", PlantedArena(memory=memory))
+    getattr(TestReference(), law)(tmp_path)
 
 
 def test_every_law_has_a_planted_bug():

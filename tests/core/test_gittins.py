@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_policies import PLAIN_GIT, PLAIN_SIMPLE_GIT
+from plain_policies import PLAIN_GITTINS, PLAIN_SIMPLE_GITTINS
 
 from kvtier_core.policies.gittins import Gittins, GittinsConfig
 from kvtier_core.policies.lifetable import _WIDTHS, AGES, EDGES, LifeTable, _gittins
@@ -15,8 +15,8 @@ from kvtier_core.policies.lru import LruConfig
 from kvtier_core.testing.samples import make_key
 
 #: As it is opened here, and in Python.
-both = pytest.mark.parametrize("full", [GittinsConfig(), PLAIN_GIT])
-both_simple = pytest.mark.parametrize("simple", [GittinsConfig(classes="simple"), PLAIN_SIMPLE_GIT])
+both = pytest.mark.parametrize("full", [GittinsConfig(), PLAIN_GITTINS])
+both_simple = pytest.mark.parametrize("simple", [GittinsConfig(classes="simple"), PLAIN_SIMPLE_GITTINS])
 
 
 def empty(classes):
@@ -87,10 +87,10 @@ def numbered(numbers):
 @both
 def test_cold_it_evicts_as_lru_does(full):
     rng = random.Random(0)
-    git, lru = full.open(), LruConfig().open()
+    gittins, lru = full.open(), LruConfig().open()
     for now in range(40):
         path = numbered(rng.sample(range(50), 3))
-        for policy in (git, lru):
+        for policy in (gittins, lru):
             policy.request(path, float(now * 10), {})
             held = set(policy.victims())
             for key in reversed(path):
@@ -99,7 +99,7 @@ def test_cold_it_evicts_as_lru_does(full):
     ages = [now for now in EDGES if now <= 400]
     assert len(ages) > 10, "several steps of age were passed"
     oldest = list(lru.victims())[:10]
-    assert set(list(git.victims())[:15]) >= set(oldest[:5])
+    assert set(list(gittins.victims())[:15]) >= set(oldest[:5])
 
 
 LOVED, NEWCOMER, STRANGER = numbered([-1, -2, -3])

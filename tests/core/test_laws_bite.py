@@ -2,87 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 import sys
+import threading
 import time
-from pathlib import Path
 from typing import ClassVar
 
-import attrs
 import pytest
+from planted_backends import PlantedConfig, Reference, SpoiltLaws
 
 from kvtier_core.errors import BackendError
-from kvtier_core.interfaces import Backend, BackendConfig
-from kvtier_core.testing import BackendLaws, Laws, laws_of
+from kvtier_core.testing import BackendLaws, Laws, backends, laws_of, resources
 from kvtier_core.types import FRAME_ALIGNMENT
-
-
-class Reference(Backend):
-    """Correct, and a file per frame, for a dict would not outlive a killed process."""
-
-    def __init__(self, folder, ctx):
-        self.home = folder / ctx.namespace.digest.hex()
-        self.home.mkdir(parents=True, exist_ok=True)
-        self.closed = False
-
-    def file(self, key):
-        return self.home / key.hex()
-
-    def contains(self, keys):
-        return [self.file(key).exists() for key in keys]
-
-    def read(self, keys, into):
-        return [self.read_one(key, view) for key, view in zip(keys, into, strict=True)]
-
-    def read_one(self, key, view):
-        if self.closed:
-            raise BackendError("closed")
-        if not self.file(key).exists() or self.file(key).stat().st_size > len(view):
-            return 0
-        stored = self.file(key).read_bytes()
-        view[: len(stored)] = stored
-        return len(stored)
-
-    def write(self, keys, frames):
-        for key, frame in zip(keys, frames, strict=True):
-            self.write_one(key, frame)
-
-    def write_one(self, key, frame):
-        unfinished = self.home / f"{key.hex()}.tmp"
-        unfinished.write_bytes(frame)
-        unfinished.replace(self.file(key))
-
-    def delete(self, keys):
-        for key in keys:
-            self.file(key).unlink(missing_ok=True)
-
-    def scan(self):
-        files = [file for file in self.home.iterdir() if not file.suffix]
-        for file in sorted(files, key=lambda file: file.stat().st_mtime_ns):
-            yield bytes.fromhex(file.name), file.stat().st_size
-
-    def close(self):
-        self.closed = True
-
-
-@attrs.frozen
-class PlantedConfig(BackendConfig):
-    type: ClassVar[str] = "planted"
-
-    folder: Path
-    backend: type[Reference]
-
-    def open(self, ctx):
-        return self.backend(self.folder, ctx)
-
-
-class SpoiltLaws(BackendLaws):
-    persistent = True
-
-    def spoil(self, folder, key):
-        (file,) = folder.rglob(key.hex())
-        file.write_bytes(b"")
-        return True
 
 
 def laws_for(backend):
@@ -267,7 +200,74 @@ class SharesAScratchBuffer(Reference):
         return count
 
 
+class SaysThatItIsShared(Reference):
+    shared = True
+
+
+class LooksTwiceWhileItScans(Reference):
+    def scan(self):
+        files = [file for file in self.home.iterdir() if not file.suffix]
+        time.sleep(0.001)
+        return iter([(bytes.fromhex(file.name), file.stat().st_size) for file in files])
+
+
+class ScansLazily(Reference):
+    def scan(self):
+        for file in sorted(file for file in self.home.iterdir() if not file.suffix):
+            yield bytes.fromhex(file.name), file.stat().st_size
+
+
+class KeepsAllNamespaces(Reference):
+    def make_room(self, nbytes):
+        pass
+
+
+class ReadsOneAtATime(Reference):
+    def __init__(self, folder, ctx):
+        super().__init__(folder, ctx)
+        self.lock = threading.Lock()
+
+    def read(self, keys, into):
+        with self.lock:
+            return super().read(keys, into)
+
+
+class LeavesADescriptor(Reference):
+    def __init__(self, folder, ctx):
+        super().__init__(folder, ctx)
+        self.fd = os.open(folder, os.O_RDONLY)
+
+
+class LeavesAThread(Reference):
+    def __init__(self, folder, ctx):
+        super().__init__(folder, ctx)
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+class LeavesAChild(Reference):
+    children: ClassVar = []
+
+    def __init__(self, folder, ctx):
+        super().__init__(folder, ctx)
+        self.children.append(subprocess.Popen(["sleep", "600"]))
+
+
+class LeavesAZombie(LeavesAChild):
+    def close(self):
+        self.children[-1].kill()
+
+
+GIVES_BACK = "test_close_gives_everything_back"
 BUGS = [
+    (SaysThatItIsShared, "test_a_shared_backend_is_tried_as_one"),
+    (LooksTwiceWhileItScans, "test_a_scan_may_race_with_a_delete"),
+    (ScansLazily, "test_a_scan_may_race_with_a_delete"),
+    (KeepsAllNamespaces, "test_what_other_namespaces_left_counts_against_the_capacity"),
+    (ReadsOneAtATime, "test_a_slow_read_does_not_block_others"),
+    (LeavesADescriptor, GIVES_BACK),
+    (LeavesAThread, GIVES_BACK),
+    (LeavesAChild, GIVES_BACK),
+    (LeavesAZombie, GIVES_BACK),
     (SaysButDoesNotRead, "test_bytes_read_are_bytes_written"),
     (LosesTheLastByte, "test_bytes_read_are_bytes_written"),
     (WritesOneByteTooMany, "test_only_the_given_view_is_touched"),
@@ -300,9 +300,22 @@ BUGS = [
 
 
 @pytest.mark.parametrize(("bug", "law"), [pytest.param(*pair, id=f"{pair[0].__name__}-{pair[1]}") for pair in BUGS])
-def test_a_planted_bug_breaks_its_law(tmp_path, bug, law):
-    with pytest.raises((AssertionError, OSError, ValueError, IndexError, BackendError)):
+def test_a_planted_bug_breaks_its_law(tmp_path, monkeypatch, bug, law):
+    monkeypatch.setattr(resources, "PATIENCE", 0.2)
+    monkeypatch.setattr(backends, "PATIENCE", 0.5)
+    with (
+        contextlib.ExitStack() as afterwards,
+        pytest.raises((AssertionError, OSError, ValueError, IndexError, BackendError)),
+    ):
+        afterwards.callback(end_children)
         getattr(laws_for(bug), law)(tmp_path)
+
+
+def end_children():
+    while LeavesAChild.children:
+        child = LeavesAChild.children.pop()
+        child.kill()
+        child.wait()
 
 
 def test_every_backend_law_has_a_planted_bug():
@@ -326,6 +339,30 @@ def test_a_heavy_import_breaks_its_law(tmp_path, monkeypatch):
     with pytest.raises(AssertionError, match=r"imports torch"):
         HeavyLaws().test_import_is_light(tmp_path)
     assert "planted_heavy.plugin" not in sys.modules
+
+
+def test_a_thread_that_an_import_starts_breaks_its_law(tmp_path, monkeypatch):
+    (tmp_path / "planted_thread.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\nclass Config: pass"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = type("Config", (), {"__module__": "planted_thread"})
+
+    class ThreadLaws(BackendLaws):
+        def config(self, folder):
+            return config()
+
+    with pytest.raises(AssertionError, match=r"importing planted_thread starts 1 threads; start them in `open`"):
+        ThreadLaws().test_import_is_light(tmp_path)
+
+
+def test_the_laws_of_tiers_need_no_hypothesis():
+    """Authors of tiers need not install it."""
+    script = (
+        "import sys; sys.modules['hypothesis'] = None\n"
+        "from kvtier_core.testing import ArenaLaws, BackendLaws, FaultyBackend, SharedBackendLaws, TokenDatabaseLaws"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_a_law_cannot_be_overridden():

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(extension is None, reason="nothing was compiled 
 
 KINDS = {
     "lru": (Lru, "Lru", {}),
-    "git": (Gittins, "Gittins", {"sizes": 10}),
-    "simple git": (Gittins, "Gittins", {"sizes": 1}),
+    "gittins": (Gittins, "Gittins", {"sizes": 10}),
+    "simple gittins": (Gittins, "Gittins", {"sizes": 1}),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 KEYS = make_keys(90)
@@ -207,7 +207,7 @@ def test_garbage_teaches_neither(kind):
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("kind", ["git", "simple git"])
+@pytest.mark.parametrize("kind", ["gittins", "simple gittins"])
 def test_whatever_was_saved_is_understood_alike(kind, seed):
     """Also what no life teaches: odds that are as good as one, and ages that cannot be told apart any more."""
     both, rng = Both(kind), random.Random(seed)
@@ -250,16 +250,16 @@ def test_keys_of_one_hash_are_told_apart_while_they_are_held():
         lru.admit(key)
     lru.request(keys[10:20], 1.0)
     assert lru.victims() == [*keys[:10], *keys[20:], *reversed(keys[10:20])]
-    git, rng, held = compiled("git"), random.Random(0), set()
+    gittins, rng, held = compiled("gittins"), random.Random(0), set()
     for now in range(2000):
-        git.request(rng.sample(keys, 3), float(now), {})
+        gittins.request(rng.sample(keys, 3), float(now), {})
         key = rng.choice(keys)
         if key in held:
-            git.forget(key, evicted=rng.random() < 0.8)
+            gittins.forget(key, evicted=rng.random() < 0.8)
         else:
-            git.admit(key, 4096)
+            gittins.admit(key, 4096)
         held ^= {key}
-        assert sorted(git.victims()) == sorted(held)
+        assert sorted(gittins.victims()) == sorted(held)
 
 
 @every_kind

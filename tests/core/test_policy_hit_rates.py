@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
-from plain_policies import PLAIN_GIT, PLAIN_LRU, PLAIN_SIMPLE_GIT
+from plain_policies import PLAIN_GITTINS, PLAIN_LRU, PLAIN_SIMPLE_GITTINS
 
 from kvtier_core.policies.arc import ArcConfig
 from kvtier_core.policies.fifo import FifoConfig
@@ -82,7 +82,11 @@ def test_hit_rates_are_those_of_the_run_that_was_looked_at(trace, config, rates)
 
 @pytest.mark.parametrize(
     ("plain", "config"),
-    [(PLAIN_LRU, LruConfig()), (PLAIN_GIT, GittinsConfig()), (PLAIN_SIMPLE_GIT, GittinsConfig(classes="simple"))],
+    [
+        (PLAIN_LRU, LruConfig()),
+        (PLAIN_GITTINS, GittinsConfig()),
+        (PLAIN_SIMPLE_GITTINS, GittinsConfig(classes="simple")),
+    ],
 )
 def test_they_are_the_same_where_nothing_could_be_compiled(trace, plain, config):
     test_hit_rates_are_those_of_the_run_that_was_looked_at(trace, plain, dict(GOLDEN)[config])

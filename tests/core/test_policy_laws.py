@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from plain_policies import PLAIN_GIT, PLAIN_LRU, PLAIN_SIMPLE_GIT
+from plain_policies import PLAIN_GITTINS, PLAIN_LRU, PLAIN_SIMPLE_GITTINS
 
 from kvtier_core.builtin.plugin import kvtier_eviction_policies
+from kvtier_core.config.registry import Registry
 from kvtier_core.policies.arc import ArcConfig
 from kvtier_core.policies.fifo import FifoConfig
 from kvtier_core.policies.gittins import GittinsConfig
@@ -30,8 +31,8 @@ CONFIGS = [
     S3FifoConfig(),
     TournamentConfig(),
 ]
-#: Those of them that are compiled, as they are where they could not be.
-PLAIN = [PLAIN_GIT, PLAIN_LRU, PLAIN_SIMPLE_GIT]
+#: The Python versions of those that are compiled where that is possible.
+PLAIN = [PLAIN_GITTINS, PLAIN_LRU, PLAIN_SIMPLE_GITTINS]
 
 
 class TestPolicies(PolicyLaws):
@@ -43,8 +44,8 @@ class TestPolicies(PolicyLaws):
         return self.chosen
 
 
-def test_who_comes_back_from_the_ghosts_of_lru2_is_named_once():
-    """Its entry of before still stands in the heap, and is true again."""
+def test_a_key_that_comes_back_from_the_ghosts_of_lru2_is_a_victim_once():
+    """Its entry from before is still in the heap, and is valid again."""
     lru2, first, second = Lru2Config().open(), *make_keys(2)
     for key in (second, first):
         lru2.admit(key, 1)
@@ -55,3 +56,8 @@ def test_who_comes_back_from_the_ghosts_of_lru2_is_named_once():
 
 def test_every_policy_that_is_offered_is_tried():
     assert {type(config) for config in CONFIGS} == set(kvtier_eviction_policies())
+
+
+@pytest.mark.parametrize(("name", "config"), [("git", GittinsConfig), ("tour", TournamentConfig)])
+def test_a_policy_can_be_chosen_by_its_short_name(name, config):
+    assert Registry().choose("eviction policy", name) is config

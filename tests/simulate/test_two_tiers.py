@@ -46,7 +46,7 @@ def figures(policy):
 #: This file prints them when it is run.
 GOLDEN = [
     ("lru", (1642.5, 17717)),
-    ("git", (1621.3, 17355)),
+    ("gittins", (1621.3, 17355)),
 ]
 
 
@@ -55,7 +55,7 @@ def test_figures_are_those_of_the_run_that_was_looked_at(policy, seen):
     assert figures(policy) == seen
 
 
-@pytest.mark.parametrize("policy", ["lru", "git"])
+@pytest.mark.parametrize("policy", ["lru", "gittins"])
 def test_memory_above_a_disk_takes_no_hits_from_it(policy):
     """Whatever is written goes to both, so a disk alone, of the same size, would not have had more."""
     (both, _), (alone, _) = of_extract("1%+10%", policy), of_extract("10%", policy)

@@ -43,6 +43,6 @@ def attach(handle: str, cache: PagedKVCache) -> Mover:
     fields = json.loads(handle)
     slot_nbytes = fields.pop("slot_nbytes")
     memory = reach(Address(**fields))
-    if cache.device == "cpu":
-        return HostMover(cache, memory, slot_nbytes)
-    return cuda.attach(cache, memory, slot_nbytes)
+    if cache.device.startswith("cuda"):
+        return cuda.attach(cache, memory, slot_nbytes)
+    return HostMover(cache, memory, slot_nbytes)  # which refuses any other device than the CPU

@@ -117,7 +117,11 @@ def everything_of(root: Folder, home: str) -> Iterator[tuple[Place, Found | None
         inner = folder.inner(shard.name)
         for entry in inner.entries():
             place = Place((home, shard.name), entry.name)
-            yield place, _frame(place, entry)
+            try:
+                found = _frame(place, entry)
+            except FileNotFoundError:  # deleted, or written whole, since it was listed
+                continue
+            yield place, found
 
 
 def set_aside(root: Folder) -> list[Found]:

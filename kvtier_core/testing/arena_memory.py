@@ -1,0 +1,181 @@
+"""The laws of an arena's memory: its slots, and what is left of it when it is closed."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+
+from kvtier_core.errors import BackendError, ConfigError
+from kvtier_core.interfaces import AllocatorBackend, ArenaConfig
+from kvtier_core.testing import resources
+from kvtier_core.testing.attached import BLOCKS, AttachedEngine, settle
+from kvtier_core.testing.laws import Laws
+from kvtier_core.testing.resources import Resources
+from kvtier_core.testing.samples import PagedBuffer, address_of, is_poison, make_context, make_layout, poison, same
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkLayout
+
+_SLOTS = 6
+_MANY_SLOTS = 300
+_LIVES = 3
+
+
+class ArenaMemoryLaws(Laws):
+    """The half of `ArenaLaws` that is about slots."""
+
+    def config(self, folder: Path) -> ArenaConfig:
+        return super().config(folder)
+
+    def paged_buffer(self, layout: ChunkLayout, blocks: int, rng: random.Random) -> PagedBuffer:
+        """An engine's paged buffer that the mover can reach."""
+        return PagedBuffer(layout, blocks, rng)
+
+    @contextlib.contextmanager
+    def opened(
+        self, folder: Path, layout: ChunkLayout | None = None, slots: int = _SLOTS, engine: str = "engine-0"
+    ) -> Iterator[AllocatorBackend]:
+        """The arena under test with room for so many slots, closed afterwards."""
+        layout = layout or self.layout
+        ctx = make_context(layout=layout, capacity=slots * layout.frame_nbytes)
+        memory = self.config(folder).open(attrs.evolve(ctx, engine=engine))
+        try:
+            yield memory
+        finally:
+            memory.close()
+
+    @contextlib.contextmanager
+    def engine(self, folder: Path, seed: int, layout: ChunkLayout | None = None) -> Iterator[AttachedEngine]:
+        """An arena, a worker attached to it, and pages full of random bytes."""
+        layout = layout or self.layout
+        rng = random.Random(seed)
+        with self.opened(folder, layout) as memory:
+            pages = self.paged_buffer(layout, BLOCKS, rng)
+            pages.fill(rng)
+            mover = self.config(folder).attach(memory.handle, pages.kv_cache())
+            try:
+                yield AttachedEngine(memory, mover, pages, layout, rng)
+            finally:
+                mover.close()
+
+    # -- slots -------------------------------------------------------------------------------------
+
+    def test_slots_are_as_promised(self, tmp_path: Path):
+        capacity = _SLOTS * self.layout.frame_nbytes + self.layout.frame_nbytes // 2
+        memory = self.config(tmp_path).open(make_context(layout=self.layout, capacity=capacity))
+        try:
+            assert memory.slots >= 1, f"capacity has room for {_SLOTS} slots; slots is {memory.slots}"
+            assert memory.slot_nbytes == self.layout.frame_nbytes, (
+                f"a slot has room for one frame, {self.layout.frame_nbytes} bytes; slot_nbytes is {memory.slot_nbytes}"
+            )
+            taken = memory.slots * memory.slot_nbytes
+            assert taken <= capacity, f"all slots fit into the capacity of {capacity} bytes; they take {taken}"
+        finally:
+            memory.close()
+
+    def test_no_room_for_one_slot_is_an_error(self, tmp_path: Path):
+        """A BackendError, or a ConfigError that says by a path from ``$``, the tier, what to change."""
+        ctx = make_context(layout=self.layout, capacity=self.layout.frame_nbytes - 1)
+        try:
+            self.config(tmp_path).open(ctx).close()
+        except BackendError:
+            return
+        except ConfigError as error:
+            paths = [problem.path for problem in error.problems]
+            assert all(path == "$" or path.startswith(("$.", "$[")) for path in paths), (
+                f"the path of a problem begins at $, the tier; the ConfigError that open() raised has {paths}"
+            )
+            return
+        raise AssertionError("open() with less capacity than one slot takes raises BackendError or ConfigError")
+
+    def test_views_are_writable_aligned_and_apart(self, tmp_path: Path):
+        with self.opened(tmp_path) as memory:
+            for slot in range(memory.slots):
+                view = memory.view(slot)
+                assert not view.readonly, f"view({slot}) is read-only"
+                assert len(view) == memory.slot_nbytes, f"view({slot}) has {len(view)} of {memory.slot_nbytes} bytes"
+                assert address_of(view) % FRAME_ALIGNMENT == 0, (
+                    f"view({slot}) begins at {address_of(view):#x}, which is no multiple of {FRAME_ALIGNMENT}"
+                )
+                view[:] = bytes([slot]) * len(view)
+            for slot in range(memory.slots):
+                assert same(memory.view(slot), bytes([slot]) * memory.slot_nbytes), (
+                    f"slot {slot} has not the bytes that were written to it: two slots share memory"
+                )
+
+    def test_many_slots_are_apart(self, tmp_path: Path):
+        """More than fit a byte: a slot number that is cut gives the memory of another slot."""
+        layout = make_layout(page_nbytes=(64,), blocks=1)
+        with self.opened(tmp_path, layout, _MANY_SLOTS) as memory:
+            for slot in range(memory.slots):
+                memory.view(slot)[-4:] = memory.view(slot)[:4] = slot.to_bytes(4)
+            for slot in range(memory.slots):
+                found = [int.from_bytes(memory.view(slot)[:4]), int.from_bytes(memory.view(slot)[-4:])]
+                assert found == [slot, slot], f"slot {slot} of {memory.slots} shares memory with slots {found}"
+
+    def test_two_arenas_share_nothing(self, tmp_path: Path):
+        """Of two engines on one node with one configuration. That one of them ends does not concern the other."""
+        with self.opened(tmp_path, engine="engine-0") as ours, self.opened(tmp_path, engine="engine-1") as theirs:
+            assert ours.handle != theirs.handle, f"two arenas have one handle: {ours.handle}"
+            poison(ours.view(0))
+            view = theirs.view(0)
+            view[:] = bytes(len(view))
+            del view
+            assert is_poison(ours.view(0)), "what was written to an arena appears in another one"
+            theirs.close()
+            assert is_poison(ours.view(0)), "an arena changed when another one was closed"
+
+    def test_memory_is_there_when_open_returns(self, tmp_path: Path):
+        """In a file with holes the first touch of a page may find no room, which ends the process by SIGBUS."""
+        if not resources.READABLE:
+            pytest.skip("where memory lies is read from /proc, which is not there")
+        with self.opened(tmp_path) as memory:
+            sparse = [slot for slot in range(memory.slots) if resources.may_fail_when_touched(memory.view(slot))]
+            assert not sparse, (
+                f"the memory of slots {sparse} is in a file that has no blocks for it yet, so a later write may fail; "
+                "open() must have all memory, or raise"
+            )
+
+    def test_handle_is_plain_text(self, tmp_path: Path):
+        with self.opened(tmp_path) as memory:
+            assert isinstance(memory.handle, str), f"handle is text; it is of type {type(memory.handle).__name__}"
+            assert memory.handle.isprintable(), f"handle is plain text; it is {memory.handle!r}"
+
+    def test_facts_are_plain_words(self, tmp_path: Path):
+        with self.opened(tmp_path) as memory:
+            facts = dict(memory.facts())
+            assert all(isinstance(word, str) for fact in facts.items() for word in fact), (
+                f"facts() maps text to text; it returned {facts}"
+            )
+
+    def test_close_twice(self, tmp_path: Path):
+        with self.engine(tmp_path, seed=0) as engine:
+            engine.mover.close()
+            engine.memory.close()
+            engine.memory.close()
+
+    def test_close_gives_everything_back(self, tmp_path: Path):
+        """Descriptors, threads, child processes, shared memory, and the file that it lay in."""
+        if not resources.READABLE:
+            pytest.skip("what a process holds is read from /proc, which is not there")
+        files = self._live(tmp_path)  # what is started once and for all is started now
+        before = Resources.now()
+        for _ in range(_LIVES):
+            files |= self._live(tmp_path)
+        left = before.since()
+        assert not left, f"after {_LIVES} times open, attach and close there is more than before: {', '.join(left)}"
+        left = sorted(filter(resources.is_regular, files))
+        assert not left, f"close() leaves files that the arena or its mover wrote: {', '.join(left)}"
+
+    def _live(self, folder: Path) -> set[str]:
+        """Open, attach, store, load and close; the files that were written meanwhile and not before."""
+        before = resources.written_files()
+        with self.engine(folder, seed=0) as engine:
+            slots, pages = engine.choose(holes=False)
+            engine.mover.store(1, pages, slots)
+            engine.mover.load(2, slots, pages)
+            settle(engine.mover, [1, 2])
+            return resources.written_files() - before

@@ -1,0 +1,150 @@
+"""What the laws of backends do with one: read a frame, use it from several threads and processes, kill its writer."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
+
+from kvtier_core.errors import BackendError
+from kvtier_core.frames.format import verify
+from kvtier_core.interfaces import Backend, BackendConfig, OpenContext
+from kvtier_core.testing.samples import make_frame, make_key, same
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace
+
+_SOAK_SECONDS = 1.0
+_PATIENCE = 60.0  # seconds for a process to start
+
+
+def read(backend: Backend, key: ChunkKey, nbytes: int) -> bytes:
+    """The frame of a key, empty if it is a miss."""
+    into = memoryview(bytearray(nbytes))
+    (count,) = backend.read([key], [into])
+    if isinstance(count, BackendError):
+        raise AssertionError(f"a frame that was written whole cannot be read: {count}") from count
+    return bytes(into[:count])
+
+
+def damage_of(whole: bytes | memoryview, key: ChunkKey, namespace: Namespace) -> str:
+    """What is wrong with a frame; empty if it is whole and that of the key."""
+    damage = verify(memoryview(whole), namespace, key)
+    return "" if damage is None else damage.value
+
+
+def let_go(view: memoryview, buffer: bytearray) -> None:
+    """Fails if somebody else holds the view, or one made of it."""
+    try:
+        view.release()
+        buffer.clear()
+    except BufferError as error:
+        raise AssertionError(f"the backend keeps a view after the call has returned: {error}") from error
+
+
+def soak(backend: Backend, seed: int) -> None:
+    """Write, read and delete batches of this thread's own keys, and know what must come back."""
+    rng = random.Random(seed)
+    keys = [make_key(1000 * (seed + 1) + i) for i in range(12)]
+    held: dict[ChunkKey, memoryview] = {}
+    deadline = time.monotonic() + _SOAK_SECONDS
+    while time.monotonic() < deadline:
+        batch = rng.sample(keys, rng.randint(1, 4))
+        match rng.choice(("write", "read", "delete")):
+            case "write":
+                sizes = [rng.randint(1, 8) * FRAME_ALIGNMENT for _ in batch]
+                seeds = [rng.getrandbits(32) for _ in batch]
+                frames = [make_frame(*of) for of in zip(batch, sizes, seeds, strict=True)]
+                backend.write(batch, frames)
+                held.update(zip(batch, frames, strict=True))
+            case "read":
+                into = [memoryview(bytearray(8 * FRAME_ALIGNMENT)) for _ in batch]
+                counts = backend.read(batch, into)
+                got = [view[:count] for view, count in zip(into, counts, strict=True)]
+                assert same(got, [held.get(key, b"") for key in batch]), (
+                    "of four threads, each with keys of its own, one read other bytes than it had written"
+                )
+                there = [key in held for key in batch]
+                assert list(backend.contains(batch)) == there, "contains() does not say what this thread has written"
+            case "delete":
+                backend.delete(batch)
+                for key in batch:
+                    held.pop(key, None)
+
+
+def come_and_go(backend: Backend, keys: Sequence[ChunkKey], nbytes: int, rounds: int) -> None:
+    """Write all and delete all, again and again."""
+    frames = [make_frame(key, nbytes=nbytes) for key in keys]
+    for _ in range(rounds):
+        backend.write(keys, frames)
+        backend.delete(keys)
+
+
+def write_and_die(config: BackendConfig, ctx: OpenContext, seed: int, after: float) -> None:
+    """Run `_write_for_ever` in a process and kill it ``after`` seconds of writing."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    writer = spawn.Process(target=_write_for_ever, args=(config, ctx, seed, theirs), daemon=True)
+    writer.start()
+    theirs.close()
+    try:
+        assert ours.poll(_PATIENCE), f"a process that opens the store writes nothing for {_PATIENCE:.0f} seconds"
+        ours.recv()
+        time.sleep(after)
+    finally:
+        writer.kill()
+        writer.join()
+        ours.close()
+
+
+def _write_for_ever(config: BackendConfig, ctx: OpenContext, seed: int, started: Connection) -> None:
+    rng = random.Random(seed)
+    backend = config.open(ctx)
+    backend.write([make_key(0)], [make_frame(make_key(0))])
+    started.send("writing")
+    keys = [make_key(number) for number in range(1, 33)]
+    frames = [[make_frame(key, nbytes=pages * FRAME_ALIGNMENT) for pages in (2, 9)] for key in keys]
+    while True:
+        i, j = rng.sample(range(len(keys)), 2)
+        backend.write([keys[i], keys[j]], [rng.choice(frames[i]), rng.choice(frames[j])])
+        backend.delete([rng.choice(keys)])
+
+
+def write_one(config: BackendConfig, ctx: OpenContext, key: ChunkKey, sealed: bytes) -> None:
+    """In a process of its own: open, write one frame, close."""
+    backend = config.open(ctx)
+    backend.write([key], [memoryview(sealed)])
+    backend.close()
+
+
+def writers(count: int) -> ProcessPoolExecutor:
+    """Processes for `write_many`, which begin to write when all of them have opened the store."""
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(count, mp_context=spawn, initializer=_wait_for, initargs=(spawn.Barrier(count),))
+
+
+_started: list[Barrier] = []  # in a process of `writers`: where it waits for the others
+
+
+def _wait_for(others: Barrier) -> None:
+    _started.append(others)
+
+
+def write_many(config: BackendConfig, ctx: OpenContext, keys: Sequence[ChunkKey], seed: int) -> list[str]:
+    """In a process of its own: write each key in turn, in frames of several sizes; what went wrong."""
+    rng = random.Random(seed)
+    backend = config.open(ctx)
+    _started[0].wait(_PATIENCE)
+    wrong = []
+    for number, key in enumerate(keys):
+        nbytes = rng.randint(2, 9) * FRAME_ALIGNMENT
+        try:
+            backend.write([key], [make_frame(key, nbytes=nbytes, seed=rng.getrandbits(32))])
+        except BackendError as error:
+            wrong.append(f"write {number} raised BackendError: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, the law tells it
+            wrong.append(f"write {number} raised {type(error).__name__}: {error}")
+    backend.close()
+    return wrong

@@ -1,0 +1,147 @@
+"""What this process holds: descriptors, threads, child processes, shared memory, files. Read from Linux's /proc."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+
+#: Whether any of this can be read here.
+READABLE = Path("/proc/self/task").is_dir() and Path("/proc/self/maps").is_file()
+
+#: Seconds for threads and child processes that were told to end.
+PATIENCE = 5.0
+_SHARED_ANONYMOUS = "/dev/zero (deleted)"  # reserved by the kernel when it is mapped
+_SECTOR = 512  # in which `st_blocks` counts
+
+
+@attrs.frozen
+class Resources:
+    """What a process held at one moment, by what tells one thing from another, and in words."""
+
+    descriptors: dict[int, str]
+    threads: dict[int, str]
+    children: dict[int, str]
+    mappings: dict[tuple, str]
+
+    @classmethod
+    def now(cls) -> Resources:
+        """Look at this process."""
+        gc.collect()  # what is only waiting to be collected is not held
+        return cls(dict(_descriptors()), dict(_threads()), dict(_children()), dict(_shared_mappings()))
+
+    def since(self) -> list[str]:
+        """What is held now and was not held then, in words; waits a moment for what is about to end."""
+        deadline = time.monotonic() + PATIENCE
+        while (left := self._more_than(Resources.now())) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return left
+
+    def _more_than(self, now: Resources) -> list[str]:
+        return [
+            f"{kind} {held[each]}"
+            for kind, held, before in (
+                ("descriptor of", now.descriptors, self.descriptors),
+                ("thread", now.threads, self.threads),
+                ("child process", now.children, self.children),
+                ("shared memory of", now.mappings, self.mappings),
+            )
+            for each in held.keys() - before.keys()
+        ]
+
+
+def written_files() -> set[str]:
+    """Paths of regular files that this process has open for writing, or maps shared and writable."""
+    held = set()
+    for fd, path in _descriptors():
+        with contextlib.suppress(OSError):
+            flags = Path(f"/proc/self/fdinfo/{fd}").read_text().split("flags:")[1].split()[0]
+            if int(flags, 8) & os.O_ACCMODE != os.O_RDONLY:
+                held.add(path)
+    held |= {path for _, path in _shared_mappings()}
+    return {path for path in held if is_regular(path)}
+
+
+def is_regular(path: str) -> bool:
+    """Is there a regular file of this name?"""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except OSError:
+        return False
+
+
+def may_fail_when_touched(view: memoryview) -> bool:
+    """Does a writable view lie in a file with holes, so that a write may find no room, and end the process?
+
+    Memory of no file is not judged: when it is mapped the kernel answers for it.
+    """
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    for start, end, fields, path in _mappings():
+        if start <= begin < end:
+            shared_file = "s" in fields[1] and path and path != _SHARED_ANONYMOUS
+            return bool(shared_file) and not _is_resident(begin, len(view)) and not _is_allocated(fields[3], fields[4])
+    return False
+
+
+def _is_resident(begin: int, nbytes: int) -> bool:
+    """Are all pages of this range in memory?"""
+    page = os.sysconf("SC_PAGESIZE")
+    start = begin // page * page
+    count = -(-(begin + nbytes - start) // page)
+    pages = (ctypes.c_ubyte * count)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(count * page), pages):
+        raise OSError(ctypes.get_errno(), "mincore")
+    return all(each & 1 for each in pages)
+
+
+def _is_allocated(device: str, inode: str) -> bool:
+    """Has the file of this inode no holes? It is looked for among the open ones."""
+    major, minor = (int(part, 16) for part in device.split(":"))
+    for fd, _ in _descriptors():
+        with contextlib.suppress(OSError):
+            status = os.fstat(fd)
+            if (status.st_dev, status.st_ino) == (os.makedev(major, minor), int(inode)):
+                return status.st_blocks * _SECTOR >= status.st_size
+    return False
+
+
+def _descriptors() -> Iterator[tuple[int, str]]:
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # that of the listing itself is gone
+            yield fd, os.readlink(f"/proc/self/fd/{fd}")
+
+
+def _threads() -> Iterator[tuple[int, str]]:
+    for thread in map(int, os.listdir("/proc/self/task")):
+        with contextlib.suppress(OSError):
+            yield thread, Path(f"/proc/self/task/{thread}/comm").read_text().strip()
+
+
+def _children() -> Iterator[tuple[int, str]]:
+    for thread, _ in _threads():
+        with contextlib.suppress(OSError):  # not every kernel has this file
+            for child in map(int, Path(f"/proc/self/task/{thread}/children").read_text().split()):
+                with contextlib.suppress(OSError):
+                    yield child, f"{child} ({Path(f'/proc/{child}/comm').read_text().strip()})"
+
+
+def _shared_mappings() -> Iterator[tuple[tuple, str]]:
+    for start, end, fields, path in _mappings():
+        if fields[1].startswith("rw") and "s" in fields[1]:
+            yield (start, end, fields[3], fields[4]), path
+
+
+def _mappings() -> Iterator[tuple[int, int, list[str], str]]:
+    """Begin, end, the words of the line, and the path."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        start, end = (int(each, 16) for each in fields[0].split("-"))
+        yield start, end, fields, fields[5] if len(fields) > 5 else ""

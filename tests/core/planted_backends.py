@@ -1,0 +1,130 @@
+"""A backend that keeps the laws, for the planted bugs to differ from in one thing each: a file per frame."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+from typing import ClassVar
+
+import attrs
+
+from kvtier_core.errors import BackendError
+from kvtier_core.interfaces import Backend, BackendConfig, Stored
+from kvtier_core.testing import BackendLaws
+
+
+class Reference(Backend):
+    """Correct. A dict would not outlive a killed process."""
+
+    def __init__(self, folder, ctx):
+        self.folder = folder
+        self.home = folder / ctx.namespace.digest.hex()
+        self.home.mkdir(parents=True, exist_ok=True)
+        self.capacity = ctx.capacity
+        self.closed = False
+
+    def file(self, key):
+        return self.home / key.hex()
+
+    def contains(self, keys):
+        return [self.file(key).exists() for key in keys]
+
+    def read(self, keys, into):
+        return [self.read_one(key, view) for key, view in zip(keys, into, strict=True)]
+
+    def read_one(self, key, view):
+        if self.closed:
+            raise BackendError("closed")
+        if not self.file(key).exists() or self.file(key).stat().st_size > len(view):
+            return 0
+        stored = self.file(key).read_bytes()
+        view[: len(stored)] = stored
+        return len(stored)
+
+    def write(self, keys, frames):
+        self.make_room(sum(map(len, frames)))
+        for key, frame in zip(keys, frames, strict=True):
+            self.write_one(key, frame)
+
+    def make_room(self, nbytes):
+        """Frames of other namespaces go first; the tier sees to its own."""
+        others = [file for file in self.folder.glob("*/*") if file.parent != self.home]
+        while others and sum(file.stat().st_size for file in self.folder.glob("*/*")) + nbytes > self.capacity:
+            others.pop().unlink()
+
+    def write_one(self, key, frame):
+        unfinished = self.home / f"{key.hex()}.tmp"
+        unfinished.write_bytes(frame)
+        unfinished.replace(self.file(key))
+
+    def delete(self, keys):
+        for key in keys:
+            self.file(key).unlink(missing_ok=True)
+
+    def scan(self):
+        found = []
+        for file in self.home.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
+                if not file.suffix:
+                    found.append((file.stat().st_mtime_ns, bytes.fromhex(file.name), file.stat().st_size))
+        return iter([(key, nbytes) for _, key, nbytes in sorted(found)])
+
+    def close(self):
+        self.closed = True
+
+
+@attrs.frozen
+class PlantedConfig(BackendConfig):
+    type: ClassVar[str] = "planted"
+
+    folder: Path
+    backend: type[Reference]
+
+    def open(self, ctx):
+        return self.backend(self.folder, ctx)
+
+    @contextlib.contextmanager
+    def walk(self):
+        yield (Stored(str(file), file.stat().st_size, None, None, None, None) for file in self.folder.glob("*/*"))
+
+
+class SpoiltLaws(BackendLaws):
+    persistent = True
+
+    def spoil(self, folder, key):
+        (file,) = folder.rglob(key.hex())
+        file.write_bytes(b"")
+        return True
+
+    @contextlib.contextmanager
+    def stalled(self, folder, key):
+        """A pipe in place of the file: who opens it waits for one that writes."""
+        (file,) = folder.rglob(key.hex())
+        file.unlink()
+        os.mkfifo(file)
+        try:
+            yield True
+        finally:
+            os.close(os.open(file, os.O_RDWR | os.O_NONBLOCK))
+
+
+class SharedFolder(Reference):
+    """Correct where several processes have one folder: names of its own for what is unfinished, nothing remembered."""
+
+    shared = True
+
+    def make_room(self, nbytes):
+        """What other users of the folder wrote is theirs."""
+
+    def write_one(self, key, frame):
+        unfinished = self.home / f"{key.hex()}.{secrets.token_hex(8)}"
+        unfinished.write_bytes(frame)
+        unfinished.replace(self.file(key))
+
+    def read_one(self, key, view):
+        try:
+            return super().read_one(key, view)
+        except FileNotFoundError:  # deleted since it was looked for
+            return 0
