@@ -87,7 +87,7 @@ class Backend(abc.ABC):
         return {}
 
     def close(self) -> None:
-        """Release threads, descriptors, child processes: everything. May be called twice; no other call is under way."""
+        """Release threads, descriptors, processes: everything. May be called twice; no other call is under way."""
 
 
 @attrs.frozen

@@ -48,7 +48,7 @@ class ArenaLaws(ArenaMemoryLaws):
             assert same(engine.pages.everything(), before), "a store changed the pages"
             for slot, chunk in zip(slots, pages, strict=True):
                 assert same(engine.memory.view(slot), engine.expected_slot(chunk)), (
-                    f"after a store of blocks {chunk} slot {slot} holds other bytes than their pages, group after group "
+                    f"after a store of blocks {chunk} slot {slot} holds other bytes than their pages, group by group "
                     "and layer after layer from the rank's shard offset on, with unwanted places as they were"
                 )
             others = [slot for slot in engine.others(slots) if not is_poison(engine.memory.view(slot))]
