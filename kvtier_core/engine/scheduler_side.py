@@ -13,17 +13,17 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvtier_core.config.model import StackConfig
-from kvtier_core.engine.hints import hints_of
 from kvtier_core.engine.messages import Progress, StepPlan, Transfer
-from kvtier_core.engine.provenance import Provenance, table_of
 from kvtier_core.engine.recorder import Recorder
-from kvtier_core.engine.stores import Stores
+from kvtier_core.engine.scheduler.provenance import Provenance, table_of
+from kvtier_core.engine.scheduler.store_jobs import Stores
 from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.stack.batches import ready_run
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.stats import Stats
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Presence, Slot
 from kvtier_core.vllm.hit_sources import tokens_by_tier
+from kvtier_core.vllm.requests.hints import hints_of
 from kvtier_core.vllm.requests.identity import Identifier, RequestIdentity
 from kvtier_core.vllm.requests.names import Names
 
