@@ -19,7 +19,7 @@ def test_what_was_tried_is_not_doubted(version):
 
 @pytest.mark.parametrize("version", ["0.29.9", "0.34.0", "1.0.0", "0.3.30", "dev"])
 def test_anything_else_is(version):
-    assert versions.doubt(version) == f"vLLM {version} was not tried with this kvtier, which serves 0.30 to 0.33"
+    assert versions.doubt(version) == f"vLLM {version} was not tested with this kvtier, which serves 0.30 to 0.33"
 
 
 def test_the_doubt_is_in_the_log(engine, said, monkeypatch):

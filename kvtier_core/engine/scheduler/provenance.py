@@ -1,61 +1,58 @@
-"""Whose KV lies in the engine's blocks.
+"""Which of the engine's blocks hold KV that may be stored.
 
-A block is ours if this engine's forward computed it, on KV that was ours up to there, or if kvtier loaded it. All else
-is another connector's: vLLM lets several load, learns of a bad load later or never, and keeps the blocks in its own
-prefix cache, where further requests find them. Nothing that is not ours is stored, nor anything computed on it.
+A block is trusted if kvtier loaded it, or if this engine's forward computed it from KV that was trusted up to there.
+Everything else may come from another connector: an engine may have several, may learn late or never that a load was
+bad, and keeps loaded blocks in its own prefix cache, where later requests find them. What is not trusted is never
+stored, nor is anything that was computed from it.
 
-A block is written by a load or by a forward: `given` comes before every load, `computed` before every forward.
+A block is written by a load or by a forward: `allocated` is called before every load, `computed` before every forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import takewhile
 
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
+from kvtier_core.engine.step import ScheduledRequest
 
 
 class Provenance:
-    """The blocks that are ours. What is not known to be is not."""
+    """The trusted blocks. A block is not trusted unless it is known to be."""
 
     def __init__(self, block_tokens: int):
         self._block_tokens = block_tokens
-        self._ours: set[int] = set()
+        self._trusted: set[int] = set()
 
-    def given(self, blocks: Sequence[int], computed: int) -> None:
-        """A request was admitted with these blocks. All behind its ``computed`` tokens are overwritten, by whomever."""
-        self._ours.difference_update(blocks[-(-computed // self._block_tokens) :])
+    def allocated(self, blocks: Sequence[int], computed: int) -> None:
+        """A request was given these blocks. All behind its first ``computed`` tokens are about to be overwritten."""
+        self._trusted.difference_update(blocks[-(-computed // self._block_tokens) :])
 
     def loaded(self, blocks: Iterable[int]) -> None:
-        """kvtier fills these blocks. If that fails, they are freed, and nobody gets them but by being given them."""
-        self._ours.update(blocks)
+        """kvtier loads these blocks. If that fails the engine frees them, and `allocated` comes before their reuse."""
+        self._trusted.update(blocks)
 
-    def computed(self, known: int | None, request: Request, scheduled: int, output: SchedulerOutput) -> int:
-        """This step's forward computes ``scheduled`` more tokens of a request; asked in the order of scheduling.
+    def computed(
+        self, trusted: int | None, request: ScheduledRequest, block_table: Callable[[str], Sequence[int]]
+    ) -> int:
+        """This step's forward computes tokens of a request. Call it in the order of scheduling.
 
-        ``known`` are the tokens, from the first one on, whose KV was ours before; None asks the blocks themselves.
-        Returns how many it is now: all, or those of before if not all that the forward stands on is ours.
+        ``trusted`` is how many tokens, from the first one on, had trusted KV before the step; None finds out from the
+        blocks. Returns how many have it after the step: all, or ``trusted`` if the forward also reads other KV.
         """
-        size, start = self._block_tokens, request.num_computed_tokens
-        end = start + scheduled
-        if known is None or not start % size or start // size < end // size:  # else no block is begun or filled
-            blocks = table_of(request, output)
-            if known is None:
-                known = size * sum(1 for _ in takewhile(self._ours.__contains__, blocks[: -(-start // size)]))
-            self._ours.difference_update(blocks[start // size : -(-end // size)])
-            if known >= start:
-                self._ours.update(blocks[start // size : end // size])
-        return end if known >= start else known
+        size, start, end = self._block_tokens, request.computed, request.end
+        if trusted is None or not start % size or start // size < end // size:  # else no block is begun or filled
+            blocks = block_table(request.request_id)
+            if trusted is None:
+                trusted = size * sum(1 for _ in takewhile(self._trusted.__contains__, blocks[: -(-start // size)]))
+            self._trusted.difference_update(blocks[start // size : -(-end // size)])
+            if trusted >= start:
+                self._trusted.update(blocks[start // size : end // size])
+        return end if trusted >= start else trusted
 
-    def holds_any(self, blocks: set[int]) -> bool:
-        return not self._ours.isdisjoint(blocks)
+    def trusts_any(self, blocks: Collection[int]) -> bool:
+        """Is at least one of these blocks trusted?"""
+        return not self._trusted.isdisjoint(blocks)
 
-    def forget(self) -> None:
-        """Nothing that lies in any block is ours any more."""
-        self._ours.clear()
-
-
-def table_of(request: Request, output: SchedulerOutput) -> Sequence[int]:
-    """The blocks of a request that is scheduled in this step."""
-    return output.kv_connector_block_state.get_block_ids(request.request_id)[0]
+    def distrust_all(self) -> None:
+        """Trust none of the blocks as they are now."""
+        self._trusted.clear()

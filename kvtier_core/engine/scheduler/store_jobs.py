@@ -1,84 +1,83 @@
-"""The stores under way: from the slots that a step's chunks got until every rank has copied its pages to them."""
+"""Stores under way: from the reservation of slots until every rank has copied its pages to them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import attrs
-from vllm.v1.core.sched.output import SchedulerOutput
 
-from kvtier_core.engine.messages import Progress, Transfer
+from kvtier_core.engine.messages import Transfer, WorkerProgress
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.types import ChunkKey
 
 
 @attrs.define
-class _Store:
+class _StoreJob:
     keys: list[ChunkKey]
     blocks: frozenset[int]  #: whose pages are read
-    waiting: int  #: workers that have not reported
+    waiting: int  #: workers that have not reported its end
     failed: bool = False
     checksums: dict[int, Sequence[int]] = attrs.field(factory=dict)  #: of the shards, by rank
 
 
-class Stores:
-    """By job, as the workers know them."""
+class StoreJobs:
+    """The stores under way, by the job number that the workers know them by."""
 
     def __init__(self, manager: StorageManager, ranks: int):
         self._manager = manager
         self._ranks = ranks
-        self._under_way: dict[int, _Store] = {}
-        self._jobs = 0
+        self._jobs: dict[int, _StoreJob] = {}
+        self._last_job = 0
 
     def __len__(self) -> int:
-        return len(self._under_way)
+        return len(self._jobs)
 
-    def begin(self, path: Sequence[ChunkKey], pages: Iterable[Sequence[int]]) -> list[tuple[int, Transfer]]:
-        """Store what nobody keeps yet of a path whose chunks lie in ``pages``, the block ids of each."""
+    def begin(self, path: Sequence[ChunkKey], pages: Iterable[Sequence[int]]) -> tuple[tuple[int, Transfer], ...]:
+        """Store those chunks of a path that the stack wants. ``pages`` are the block ids of each chunk.
+
+        Returns the new job and its transfer, or nothing if the stack wants no chunk.
+        """
         slots = self._manager.reserve(path)
         if not slots:
-            return []
-        wanted = tuple(tuple(row) for key, row in zip(path, pages, strict=True) if key in slots)
-        self._jobs += 1
-        self._under_way[self._jobs] = _Store(list(slots), frozenset(itertools.chain(*wanted)), self._ranks)
-        return [(self._jobs, Transfer(tuple(slots.values()), wanted))]
-
-    def stores_to_fence(self, output: SchedulerOutput, block_tokens: int) -> tuple[int, ...]:
-        """Jobs whose blocks were freed meanwhile, and which this step gives to a request, to be written."""
-        if not self._under_way:
             return ()
-        given = {
-            block
-            for new in output.scheduled_new_reqs
-            for block in new.block_ids[0][new.num_computed_tokens // block_tokens :]
-        }
-        given.update(block for ids in output.scheduled_cached_reqs.new_block_ids if ids for block in ids[0])
-        return tuple(job for job, store in self._under_way.items() if not store.blocks.isdisjoint(given))
+        wanted = tuple(tuple(row) for key, row in zip(path, pages, strict=True) if key in slots)
+        self._last_job += 1
+        self._jobs[self._last_job] = _StoreJob(list(slots), frozenset(itertools.chain(*wanted)), self._ranks)
+        return ((self._last_job, Transfer(tuple(slots.values()), wanted)),)
 
-    def fail(self) -> None:
-        """Keep nothing of what is under way."""
-        for store in self._under_way.values():
+    def to_fence(self, new_blocks: Collection[int]) -> tuple[int, ...]:
+        """Jobs that may still read one of these blocks, which a step is about to overwrite."""
+        return tuple(job for job, store in self._jobs.items() if not store.blocks.isdisjoint(new_blocks))
+
+    def fail_all(self) -> None:
+        """Discard the chunks of every store under way as soon as the workers have ended it."""
+        for store in self._jobs.values():
             store.failed = True
 
-    def take_in(self, report: Progress) -> None:
-        """What the workers did."""
-        for (job, rank), checksums in report.checksums.items():
-            self._under_way[job].checksums[rank] = checksums
-        for job, workers in report.ended.items():
-            self._end(job, workers, failed=bool(report.failed[job]))
+    def record(self, progress: WorkerProgress) -> None:
+        """Take note of what the workers ended."""
+        for (job, rank), checksums in progress.checksums.items():
+            self._jobs[job].checksums[rank] = checksums
+        for job, workers in progress.ended.items():
+            self._end(job, workers, failed=bool(progress.failed[job]))
 
     def _end(self, job: int, workers: int, *, failed: bool) -> None:
-        """A chunk is READY when every rank has stored its shard; a slot is free when none writes to it."""
-        store = self._under_way[job]
+        """A chunk is READY when every rank has stored its shard; its slot is free when no rank writes to it."""
+        store = self._jobs[job]
         store.waiting -= workers
         store.failed |= failed
         if store.waiting:
             return
-        del self._under_way[job]
+        del self._jobs[job]
         if store.failed:
             self._manager.abort(store.keys)
         else:
-            summed = len(store.checksums) == self._ranks
-            by_chunk = zip(*(store.checksums[rank] for rank in range(self._ranks)), strict=True) if summed else ()
-            self._manager.commit(store.keys, dict(zip(store.keys, by_chunk, strict=summed)))
+            self._manager.commit(store.keys, self._checksums_by_chunk(store))
+
+    def _checksums_by_chunk(self, store: _StoreJob) -> dict[ChunkKey, Sequence[int]]:
+        """Of each chunk the checksums of its shards, by rank; empty unless every rank computed them."""
+        if len(store.checksums) != self._ranks:
+            return {}
+        by_chunk = zip(*(store.checksums[rank] for rank in range(self._ranks)), strict=True)
+        return dict(zip(store.keys, by_chunk, strict=True))

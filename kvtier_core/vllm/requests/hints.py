@@ -1,4 +1,4 @@
-"""What a client says of a request, for eviction policies: words in `kv_transfer_params`, which vLLM's API takes."""
+"""Hints that a client gives in vLLM's ``kv_transfer_params``, for eviction policies."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from vllm.v1.request import Request
 
 #: ``{"kvtier.turn": "tool"}`` is the hint ``turn``.
 _PREFIX = "kvtier."
-#: A client says what it likes; a policy is told so many hints at most, and of each so many characters.
-_MOST, _LONGEST = 16, 256
+#: Clients may send anything. Beyond these limits nothing is passed on to a policy.
+_MAX_HINTS = 16
+_MAX_CHARACTERS = 256  # of a hint's name and value together
 
 
 def hints_of(request: Request) -> Mapping[str, str]:
-    """Whatever else stands there is not meant for us, or not meant well, and is passed over."""
-    said = request.kv_transfer_params
-    if not isinstance(said, Mapping):
+    """The hints of a request, by name. Parameters that are not well-formed hints are ignored."""
+    parameters = request.kv_transfer_params
+    if not isinstance(parameters, Mapping):
         return {}
     hints = {
-        name.removeprefix(_PREFIX): word
-        for name, word in said.items()
+        name.removeprefix(_PREFIX): value
+        for name, value in parameters.items()
         if isinstance(name, str)
         and name.startswith(_PREFIX)
-        and isinstance(word, str)
-        and len(name) + len(word) <= _LONGEST
+        and isinstance(value, str)
+        and len(name) + len(value) <= _MAX_CHARACTERS
     }
-    return hints if len(hints) <= _MOST else {}
+    return hints if len(hints) <= _MAX_HINTS else {}
