@@ -75,13 +75,13 @@ def test_no_import_goes_round():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
-def importers(library: str, *but: str, at_module_level: bool = False) -> list[str]:
+def importers(library: str, *but: str) -> list[str]:
     """Where a library is imported, except in these packages or modules of the core."""
     return [
         f"{file.relative_to(ROOT)}:{line}: imports {name}"
         for module, file in MODULES.items()
         if not f"{module}.".startswith(tuple(f"{CORE}.{each}." for each in but))
-        for name, line in imports(file, at_module_level=at_module_level)
+        for name, line in imports(file)
         if name.split(".")[0] == library
     ]
 

@@ -59,6 +59,7 @@ class SchedulerSide:
         self.namespace = self._first_namespace = namespace
         self._config = config
         self._chunk_tokens = config.chunk_tokens
+        self._block_tokens = block_tokens
         self._chunk_blocks = config.chunk_tokens // block_tokens
         self._may_load, self._may_store = loads, stores
         self._recorder = recorder
@@ -69,6 +70,9 @@ class SchedulerSide:
         self._provenance = Provenance(block_tokens)
         self._loads = Loads(manager, chunk_tokens=config.chunk_tokens, block_tokens=block_tokens)
         self._stores = StoreJobs(manager, ranks)
+        # Blocks allocated since the last plan that a forward or another connector's load will write. Not those that
+        # kvtier loads: the mover's load waits by itself for the stores that still read them.
+        self._new_blocks: set[int] = set()
         self._logged_stall: float | None = None
 
     # -- a request arrives -----------------------------------------------------------------------------
@@ -111,9 +115,12 @@ class SchedulerSide:
         state.waiting_since = None
         if not view.computed_tokens:  # else it comes back from a load
             state.trusted = None
-        self._provenance.allocated(block_ids, view.computed_tokens or state.computed)
+        computed = view.computed_tokens or state.computed
+        self._provenance.allocated(block_ids, computed)
         if tokens:
             self._provenance.loaded(self._loads.begin(state, block_ids, tokens))
+        else:
+            self._new_blocks.update(block_ids[computed // self._block_tokens :])
         if not state.logged:
             state.logged = True
             had = f" (the engine had {state.computed})" if state.computed else ""
@@ -134,7 +141,8 @@ class SchedulerSide:
             self.drain(_IDLE_WAIT)
         else:
             self.events.record(self.manager.step())
-        stores_to_fence = self._stores.to_fence(step.new_blocks)
+        stores_to_fence = self._stores.to_fence(self._new_blocks.union(step.new_blocks))
+        self._new_blocks.clear()
         stores: list[tuple[int, Transfer]] = []
         for scheduled in step.requests:
             if state := self._requests.get(scheduled.request_id):

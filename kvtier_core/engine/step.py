@@ -28,7 +28,8 @@ class Step:
     """What the engine will do in its next step."""
 
     requests: Sequence[ScheduledRequest]  #: in the order in which they were scheduled
-    #: Blocks that the engine gave to requests since the last step, and which these will write to.
+    #: Blocks that the engine gave to running requests since the last step, and that the step may write to. What was
+    #: allocated for a request that was admitted meanwhile need not be among them.
     new_blocks: Collection[int]
     #: The block ids of a scheduled request, in token order. Called only where they are needed: engines copy them.
     block_table: Callable[[str], Sequence[int]]
