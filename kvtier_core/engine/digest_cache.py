@@ -1,7 +1,7 @@
 """A cache of digests on disk, so that unchanged files need not be read again at the next start.
 
-It has one small file a digest, in a folder that no other user may write to. An entry that looks odd is ignored. Without
-a home directory or XDG_CACHE_HOME nothing is kept.
+It has one small file a digest, in a folder that no other user may write to. An invalid entry is ignored. Without a
+home directory or XDG_CACHE_HOME nothing is kept.
 """
 
 from __future__ import annotations

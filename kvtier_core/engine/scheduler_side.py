@@ -36,7 +36,7 @@ class SchedulerSide:
     """Call every method on the scheduler's thread, which owns the stack.
 
     The engine calls `match` and `admitted` for each request that it is about to start, `plan` before and `progress`
-    after each step, and `finished` when a request has ended. Whatever is not certain is a miss.
+    after each step, and `finished` when a request has ended. What is not certain is a miss.
     """
 
     def __init__(

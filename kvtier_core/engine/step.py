@@ -46,5 +46,5 @@ class StepResult:
 
     ended_loads: Collection[str] = ()  #: requests whose load ended on all ranks, well or badly
     failed_loads: Collection[str] = ()  #: those of them of which some page was not loaded
-    invalid_blocks: Collection[int] = ()  #: blocks that somebody reports as not holding what they should
+    invalid_blocks: Collection[int] = ()  #: blocks that a connector reports as not loaded correctly
     progress: WorkerProgress | None = None  #: what the workers reported; None if nothing

@@ -59,7 +59,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self.side: SchedulerSide | WorkerSide | None = None
         self._requests: RequestTracker | None = None  # scheduler
         self._reports: Sequence[WorkerReport] | reports.NoReports = ()  # scheduler
-        self._promised: list[str] = []  # scheduler: requests whose load no worker was told of yet
+        self._promised: list[str] = []  # scheduler: requests whose load is in no plan yet
         self._awaited: set[str] = set()  # worker: requests whose load has not ended
         self._refusal = ""
         if refusal := layout.refusal(vllm_config, kv_cache_config):

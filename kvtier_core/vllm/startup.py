@@ -67,7 +67,7 @@ class Startup:
     def open(self, reports: Sequence[WorkerReport]) -> SchedulerSide | Refusal:
         """Open the stack for an engine whose workers sent these reports.
 
-        Raises ConfigError: an engine does not start with half a stack.
+        Raises ConfigError: an engine does not start with an incomplete stack.
         """
         report = reports[0]
         if refusal := layout.disagreement(reports) or self._missing_mover(report.device):
@@ -135,8 +135,8 @@ class Startup:
     ) -> None:
         """Log what was opened: sizes, tiers, versions and identity."""
         if (count := context.replicas) > 1:
-            told = "kvtier: data parallel: replica %d of %d; capacities are divided by %d"
-            logger.info(told, context.replica, count, count)
+            line = "kvtier: data parallel: replica %d of %d; capacities are divided by %d"
+            logger.info(line, context.replica, count, count)
         logger.info(
             "kvtier: chunk_tokens: %s -> %d, in frames of %s",
             self.config.chunk_tokens, config.chunk_tokens, Nbytes(chunk.frame_nbytes),

@@ -53,7 +53,7 @@ class Requests:
         return self._states.get(request_id)
 
     def track(self, view: RequestView) -> RequestState:
-        """Note the latest view of a request. The policies are told of its path the first time."""
+        """Note the latest view of a request. The first time, the stack's policies learn of its path."""
         state = self._states.get(view.request_id)
         if state is None:
             state = self._states[view.request_id] = RequestState(view, self._clock())

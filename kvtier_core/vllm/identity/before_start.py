@@ -15,7 +15,7 @@ from kvtier_core.vllm.identity.settings import UnidentifiedError
 
 
 def of_arguments(model: str, identity: IdentityConfig, arguments: Sequence[str]) -> Namespace | Unknown:
-    """What can be told of an engine with these arguments of vLLM's, or why it would not be served."""
+    """The facts of an engine with these vLLM arguments that are known before it runs, or why it would not be served."""
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm"))
     config = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *arguments])).create_engine_config()
     try:

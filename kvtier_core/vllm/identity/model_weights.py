@@ -28,7 +28,7 @@ class ModelWeights:
 
 @attrs.frozen
 class Unknown:
-    """It cannot be told which weights an engine has, or whether it may share KV at all."""
+    """An engine's weights, or another of its settings, cannot be identified: it would not be served."""
 
     reason: str  #: in plain words
 

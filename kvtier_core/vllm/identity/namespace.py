@@ -27,7 +27,7 @@ _OF_THE_ENGINE = ("vllm", "torch")
 
 
 def facts_before_start(config: VllmConfig, weights_fact: str) -> dict[str, object]:
-    """Facts that can be told before an engine runs. ``weights_fact`` identifies its weights.
+    """Facts that are known before an engine runs. ``weights_fact`` identifies its weights.
 
     Raises UnidentifiedError for a setting that cannot be compared between engines.
     """
