@@ -66,8 +66,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._refuse(refusal)
         else:
             self.config.check_engine(vllm_config.cache_config.block_size)
-        if role is KVConnectorRole.SCHEDULER and (doubt := versions.doubt()):
-            logger.warning("kvtier: %s", doubt)
+        if role is KVConnectorRole.SCHEDULER and (warning := versions.warning()):
+            logger.warning("kvtier: %s", warning)
         # Two connectors of one engine, beside each other, have the same name; and what they report is the same.
         self._engine = f"{self._kv_transfer_config.engine_id} {vllm_config.instance_id}"
         self._ranks = vllm_config.parallel_config.world_size

@@ -11,13 +11,13 @@ try:
 except ModuleNotFoundError:  # before 0.32, which does not ask where a hit came from
     CacheHitSource = None
 
-__all__ = ["FIRST", "LAST", "CacheHitSource", "doubt"]
+__all__ = ["FIRST", "LAST", "CacheHitSource", "warning"]
 
 #: The first and the last version that kvtier was tested with, as major and minor number.
 FIRST, LAST = (0, 30), (0, 33)
 
 
-def doubt(version: str = vllm.__version__) -> str:
+def warning(version: str = vllm.__version__) -> str:
     """A warning if kvtier was not tested with this version of vLLM; empty if it was."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers and FIRST <= tuple(map(int, numbers.groups())) <= LAST:
