@@ -60,10 +60,16 @@ SCHEDULER = "kvtier_core/engine/scheduler_side.py"
 WORKER = "kvtier_core/engine/worker_side.py"
 RECORDER = "kvtier_core/engine/recorder.py"
 CONNECTOR = "kvtier_core/vllm/connector.py"
-PROVENANCE = "kvtier_core/engine/provenance.py"
+PROVENANCE = "kvtier_core/engine/scheduler/provenance.py"
 REPORTS = "kvtier_core/engine/worker_reports.py"
-STORES = "kvtier_core/engine/stores.py"
 PAGE_LISTS = "kvtier_core/transfer/page_lists.py"
+STORES = "kvtier_core/engine/scheduler/store_jobs.py"
+LOADS = "kvtier_core/engine/scheduler/loads.py"
+TRACKED = "kvtier_core/engine/scheduler/requests.py"
+SELF_TEST_GATE = "kvtier_core/engine/scheduler/self_test_gate.py"
+REQUEST_VIEW = "kvtier_core/engine/request_view.py"
+SELF_TEST = "kvtier_core/engine/self_test.py"
+STARTUP = "kvtier_core/vllm/startup.py"
 DISK = "plugins/kvtier_disk/kvtier_disk"
 ABOUT_IDENTITY = "tests/vllm/test_identity.py::"
 REQUEST_TESTS = "tests/vllm/test_request_identity.py::"
@@ -74,6 +80,7 @@ DISK_TESTS = "plugins/kvtier_disk/tests/test_disk.py::"
 DISK_SECURITY = "plugins/kvtier_disk/tests/test_disk_security.py::"
 DISK_TROUBLE = "plugins/kvtier_disk/tests/test_disk_trouble.py::"
 SELFTEST = "tests/vllm/test_self_test.py::"
+SEAM = "tests/engine/test_scheduler_side.py::"
 BESIDE = "tests/vllm/test_beside_others.py::"
 
 MUTANTS = (
@@ -206,9 +213,9 @@ MUTANTS = (
     ),
     Mutant(
         "images-by-position-alone",
-        REQUESTS,
-        "length, item.content)",
-        'length, "")',
+        REQUEST_VIEW,
+        "item.length, item.content)",
+        'item.length, "")',
         REQUEST_TESTS + "test_images_count_by_content_where_they_lie",
     ),
     Mutant(
@@ -235,7 +242,7 @@ MUTANTS = (
     Mutant(
         "any-cached-kv-of-the-name",
         NAMES,
-        "return self._ever.get(name) == content",
+        "return self._contents.get(name) == content",
         "return True",
         MIXED_UP,
     ),
@@ -326,8 +333,8 @@ MUTANTS = (
     Mutant(
         "no-epoch",
         SCHEDULER,
-        "self._epoch = self._first_epoch.renewed()",
-        "self._epoch = self._first_epoch",
+        "self.namespace = self._first_namespace.renewed()",
+        "self.namespace = self._first_namespace",
         SERVING + "test_a_frame_of_before_is_not_served_even_if_it_could_not_be_deleted",
     ),
     Mutant(
@@ -340,78 +347,78 @@ MUTANTS = (
     Mutant(
         "requests-go-on-over-an-epoch",
         SCHEDULER,
-        'tracked.identity = tracked.bypass = "it began before the cache was reset"\n        self._disown()',
-        "pass",
+        'Bypass("it began before the cache was reset"))\n        self._distrust_all()',
+        "None)",
         SERVING + "test_a_request_under_way_when_the_weights_change_is_not_kept",
     ),
     Mutant(
         "the-engines-own-cache-outlives-an-epoch",
         SCHEDULER,
-        "self._disown()\n        return not self._loading",
-        "return not self._loading",
+        "self._distrust_all()\n        return not self._loads",
+        "return not self._loads",
         BESIDE + "test_what_the_engine_held_when_the_cache_was_reset_is_not_stored",
     ),
     Mutant(
         "what-others-loaded-is-ours",
         PROVENANCE,
-        "return end if known >= start else known",
+        "return end if trusted >= start else trusted",
         "return end",
         BESIDE + "test_what_others_loaded_is_not_stored_nor_what_stands_on_it[False-True]",
     ),
     Mutant(
         "blocks-are-ours-for-ever",
         PROVENANCE,
-        "self._ours.difference_update(blocks[-(-computed // self._block_tokens) :])",
+        "self._trusted.difference_update(blocks[-(-computed // self._block_tokens) :])",
         "pass",
         BESIDE + "test_what_others_loaded_is_not_stored_nor_what_stands_on_it[True-False]",
     ),
     Mutant(
         "made-up-kv-is-ours",
         PROVENANCE,
-        "known = size * sum(1 for _ in takewhile(self._ours.__contains__, blocks[: -(-start // size)]))",
-        "known = start",
+        "trusted = size * sum(1 for _ in takewhile(self._trusted.__contains__, blocks[: -(-start // size)]))",
+        "trusted = start",
         BESIDE + "test_what_another_connector_made_up_is_not_stored",
     ),
     Mutant(
         "bad-blocks-go-unheard",
         SCHEDULER,
-        "if self._provenance.holds_any(output.invalid_block_ids):",
+        "if self._provenance.trusts_any(result.invalid_blocks):",
         "if False:",
         BESIDE + "test_what_others_loaded_is_not_stored_nor_what_stands_on_it[True-False]",
     ),
     Mutant(
         "others-load-before-the-self-test",
         CONNECTOR,
-        "self.side.attach(kv_connector_metadata)",
+        "self.side.attach(kv_connector_metadata.plan)",
         "self.start_load_kv = lambda *args: (\n"
-        "            self.side.attach(kv_connector_metadata), type(self).start_load_kv(self, *args))",
+        "            self.side.attach(kv_connector_metadata.plan), type(self).start_load_kv(self, *args))",
         BESIDE + "test_another_connector_may_exchange_handshakes_in_front_of_kvtier",
     ),
     Mutant(
         "others-handshakes-matter",
         CONNECTOR,
-        '"""It is that of a connector beside this one."""',
+        '"""Ignored: the metadata is that of a connector beside this one."""',
         "super().set_xfer_handshake_metadata_pp_aware(metadata)",
         BESIDE + "test_or_behind_it",
     ),
     Mutant(
         "the-policy-inside-counts",
-        CONNECTOR,
+        STARTUP,
         "report.failure_policy or ",
         "",
         BESIDE + "test_or_behind_it",
     ),
     Mutant(
         "producers-load",
-        CONNECTOR,
-        "loads=self._kv_transfer_config.is_kv_consumer",
+        STARTUP,
+        "loads=self.transfer.is_kv_consumer",
         "loads=True",
         BESIDE + "test_a_role_means_what_it_says",
     ),
     Mutant(
         "consumers-store",
-        CONNECTOR,
-        "stores=self._kv_transfer_config.is_kv_producer",
+        STARTUP,
+        "stores=self.transfer.is_kv_producer",
         "stores=True",
         BESIDE + "test_a_role_means_what_it_says",
     ),
@@ -432,16 +439,37 @@ MUTANTS = (
     ),
     Mutant(
         "a-self-test-nobody-reads",
-        SCHEDULER,
-        "if wrong := [what for what in tried if what]:",
-        "if wrong := []:",
+        SELF_TEST_GATE,
+        "if failures := [outcome for outcome in outcomes if outcome]:",
+        "if failures := []:",
         SELFTEST + "test_an_arena_that_cannot_be_reached_is_told_and_not_used",
     ),
     # -- frames
     Mutant(
+        "the-self-test-shifts-sampling",
+        SELF_TEST,
+        "random_(generator=generator)",
+        "random_()",
+        SELFTEST + "test_it_draws_from_generators_of_its_own",
+    ),
+    Mutant(
+        "the-self-test-draws-from-pythons-generator",
+        SELF_TEST,
+        "drawn_from = random.Random()",
+        "drawn_from = random",
+        SELFTEST + "test_it_draws_from_generators_of_its_own",
+    ),
+    Mutant(
+        "others-overtake-stores",
+        SCHEDULER,
+        "self._new_blocks.union(step.new_blocks)",
+        "step.new_blocks",
+        SEAM + "test_nor_does_another_connector_overwrite_it",
+    ),
+    Mutant(
         "no-fence",
         STORES,
-        "if not store.blocks.isdisjoint(given))",
+        "if not store.blocks.isdisjoint(new_blocks))",
         "if False)",
         "tests/vllm/test_store_fence.py::test_the_engine_overtakes_no_store",
     ),
@@ -602,8 +630,8 @@ MUTANTS = (
     ),
     Mutant(
         "lossy-loads-are-exact",
-        SCHEDULER,
-        "pages[: tracked.found.exact]",
+        LOADS,
+        "pages[: state.found.exact]",
         "pages",
         "tests/vllm/test_lossy.py::test_what_is_computed_on_lossy_kv_is_not_stored",
     ),
@@ -741,7 +769,7 @@ MUTANTS = (
     Mutant(
         "copies-in-its-sleep",
         WORKER,
-        "if arena < len(self._movers) and not self._away else None",
+        "if arena < len(self._movers) and not self._suspended else None",
         "if arena < len(self._movers) else None",
         "tests/vllm/test_sleep.py::test_no_page_is_touched_while_the_engine_sleeps",
     ),
@@ -783,7 +811,7 @@ MUTANTS = (
     Mutant(
         "waits-for-ever",
         SCHEDULER,
-        "return now - tracked.waiting_since < self._config.load_wait",
+        "return now - state.waiting_since < self._config.load_wait",
         "return True",
         "tests/vllm/test_bad_disks.py::test_a_disk_that_hangs_stalls_nobody",
     ),
@@ -946,24 +974,32 @@ MUTANTS = (
     # -- leaks
     Mutant(
         "pins-are-forgotten",
-        SCHEDULER,
-        "            if holder := self._loading.pop(request_id, None):",
-        "            if False and (holder := self._loading.pop(request_id, None)):",
-        "tests/vllm/test_leaks.py",
+        LOADS,
+        "            if holder := self._holders.pop(request_id, None):",
+        "            if False and (holder := self._holders.pop(request_id, None)):",
+        SEAM + "test_a_busy_host_under_many_kinds_of_trouble",
     ),
     Mutant(
         "requests-are-remembered",
-        SCHEDULER,
-        "self._tracked.pop(request.request_id, None)",
-        "self._tracked.get(request.request_id)",
-        "tests/vllm/test_leaks.py",
+        TRACKED,
+        "return self._states.pop(request_id, None)",
+        "return self._states.get(request_id)",
+        SEAM + "test_a_busy_host_under_many_kinds_of_trouble",
     ),
     Mutant(
         "chunks-in-the-wrong-pages",
-        SCHEDULER,
+        LOADS,
         "Transfer(tuple(slots), pages)",
         "Transfer(tuple(reversed(slots)), pages)",
-        "tests/vllm/test_leaks.py",
+        SEAM + "test_a_busy_host_under_many_kinds_of_trouble",
+    ),
+    Mutant(
+        "loads-are-not-pinned",
+        LOADS,
+        "        del self._waiting[state.holder]\n",
+        "        self.release(state)\n",
+        "        self._manager.unpin(slots, _holder(request_id))\n        self._pinned[request_id] = []",
+        SEAM + "test_a_slot_stays_pinned_until_the_load_has_read_it",
     ),
     Mutant(
         "any-owner-unpins",

@@ -75,6 +75,35 @@ def test_no_import_goes_round():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
+def importers(library: str, *but: str) -> list[str]:
+    """Where a library is imported, except in these packages or modules of the core."""
+    return [
+        f"{file.relative_to(ROOT)}:{line}: imports {name}"
+        for module, file in MODULES.items()
+        if not f"{module}.".startswith(tuple(f"{CORE}.{each}." for each in but))
+        for name, line in imports(file)
+        if name.split(".")[0] == library
+    ]
+
+
+def test_only_one_package_knows_vllm():
+    assert not importers("vllm", "vllm")
+
+
+def test_an_engine_is_served_without_torch_but_for_the_pages_themselves():
+    """The self-test writes to the engine's tensors, and the worker side names their type."""
+    others = [room for rooms in FLOORS for room in rooms.split() if room != "engine"]
+    assert not importers("torch", *others, "engine.self_test", "engine.worker_side")
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module.startswith(f"{CORE}.engine")])
+def test_the_engine_package_loads_no_engine(module: str):
+    heavy = {"vllm"} if module.endswith((".self_test", ".worker_side")) else {"vllm", "torch"}
+    script = f"import sys, {module}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert not heavy & set(loaded)
+
+
 @pytest.mark.parametrize("module", ["errors", "types", "interfaces", "hookspecs"])
 def test_the_ground_floor_loads_nothing_above_it(module: str):
     script = f"import sys, kvtier_core.{module}; print(*[name for name in sys.modules if name.startswith('{CORE}.')])"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from kvtier_core.config.model import IdentityConfig
@@ -37,13 +36,13 @@ def run(options: argparse.Namespace) -> int:
     if options.diff:
         return _diff(*options.diff)
     try:
-        from vllm.engine.arg_utils import EngineArgs  # noqa: F401
+        from kvtier_core.vllm.identity import before_start
     except ImportError as error:
         print(f"vLLM is asked for the model's configuration, and cannot be imported: {error}", file=sys.stderr)
         return 2
-    facts = _facts(options.model, options.weights, options.engine)
-    if isinstance(facts, str):
-        print(f"an engine would not be served: {facts}", file=sys.stderr)
+    facts = before_start.of_arguments(options.model, IdentityConfig(options.weights), options.engine)
+    if isinstance(facts, before_start.Unknown):
+        print(f"an engine would not be served: {facts.reason}", file=sys.stderr)
         return 1
     if options.json:
         options.json.write_text(facts.to_json())
@@ -56,25 +55,6 @@ def run(options: argparse.Namespace) -> int:
     )
     print("size) and logs both digests at start. Requests add tokens, cache_salt, LoRA adapter and images.")
     return 0
-
-
-def _facts(model: str, weights: str, arguments: Sequence[str]) -> Namespace | str:
-    """Of an engine with these arguments, or why it would not be served."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from kvtier_core.vllm.identity import model_weights, settings
-    from kvtier_core.vllm.identity import namespace as identity
-
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm"))
-    config = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *arguments])).create_engine_config()
-    try:
-        found = model_weights.identify(config.model_config, config.load_config, IdentityConfig(weights))
-        if isinstance(found, model_weights.Unknown):
-            return found.reason
-        return Namespace.of(identity.facts_before_start(config, found.fact))
-    except (settings.UnidentifiedError, ValueError) as error:
-        return str(error)
 
 
 def _diff(first: Path, second: Path) -> int:

@@ -1,1 +1,5 @@
-"""What any inference engine needs of kvtier. Knows no engine's own classes."""
+"""What any inference engine needs of kvtier. Imports no engine.
+
+An engine's own package makes a `RequestView` of each request and a `Step` of each step for the `SchedulerSide`, and
+carries its `StepPlan` to a `WorkerSide` in each worker process.
+"""

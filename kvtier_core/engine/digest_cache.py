@@ -1,7 +1,7 @@
-"""Digests of files, remembered from start to start for as long as the files do not change.
+"""A cache of digests on disk, so that unchanged files need not be read again at the next start.
 
-One small file a digest, in a folder that nobody else may write to. What is odd is forgotten, never believed. Without a
-home directory or XDG_CACHE_HOME nothing is remembered.
+It has one small file a digest, in a folder that no other user may write to. An invalid entry is ignored. Without a
+home directory or XDG_CACHE_HOME nothing is kept.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-#: A file that changed less than so many seconds ago may change again without a new time stamp.
-_SETTLED = 2.0
+#: Seconds. A file that changed less than this ago may change again without a new time stamp.
+_SETTLE_TIME = 2.0
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class Entry:
-    """The digest of some kind of files that are in some state: rows that end with the time of a change, in ns."""
+    """The digest of files in one state."""
 
     def __init__(self, kind: str, state: tuple[tuple, ...]):
+        """``kind`` names what is digested and how. ``state`` has a row a file, with its change time in ns last."""
         self._newest = max((row[-1] for row in state), default=0)
         self._folder = _folder()
         self._name = hashlib.blake2b(repr((kind, state)).encode(), digest_size=32).hexdigest()
 
     def recall(self) -> str | None:
-        """The 64 hex digits that were computed when the files were in this state."""
+        """The digest that was kept for this state, as 64 hex digits; None if there is none."""
         if self._folder is None:
             return None
         try:
@@ -40,8 +41,8 @@ class Entry:
         return found if _DIGEST.fullmatch(found) else None
 
     def remember(self, digest: str) -> None:
-        """Keep it, unless a file has just changed."""
-        if self._newest > time.time_ns() - _SETTLED * 1e9:
+        """Keep a digest, unless a file has just changed."""
+        if self._newest > time.time_ns() - _SETTLE_TIME * 1e9:
             return
         with contextlib.suppress(OSError):  # then it is computed again
             if self._make_folder():
@@ -53,7 +54,7 @@ class Entry:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """One process at a time for these files: the others can then recall what it found."""
+        """Held by one process at a time for these files, so that the others can recall what it found."""
         with contextlib.ExitStack() as held:
             with contextlib.suppress(OSError):
                 if self._make_folder():
@@ -64,7 +65,7 @@ class Entry:
             yield
 
     def _make_folder(self) -> bool:
-        """Is there a folder of ours? Raises OSError."""
+        """Make the folder. False if there is none that this user alone may write to. Raises OSError."""
         if self._folder is None:
             return False
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What crosses the process boundary, both ways. Plain data: no tensors, no pointers, no views."""
+"""Messages between the scheduler side and the worker sides. Plain data: no tensors, no pointers, no views."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvtier_core.types import KVGroup, Slot
 
@@ -22,13 +21,13 @@ def _groups(rows: Iterable[KVGroup | Mapping[str, Any]]) -> tuple[KVGroup, ...]:
 
 @attrs.frozen
 class WorkerReport:
-    """What a worker found when it saw the engine's pages. From each worker to the scheduler, once, as JSON."""
+    """What a worker found when it inspected the engine's pages. Each worker sends one at start-up, as JSON."""
 
-    device: str  #: its type, in torch's words
+    device: str  #: its type, as torch names it
     groups: tuple[KVGroup, ...] = attrs.field(converter=_groups)  #: in the order of a shard
     facts: tuple[tuple[str, str], ...] = attrs.field(converter=_pairs)  #: what else makes pages interchangeable
-    refusal: str = ""  #: why these pages cannot be moved, in plain words
-    failure_policy: str = ""  #: ``kv_load_failure_policy`` of the engine's own connector; empty: not known
+    refusal: str = ""  #: why these pages cannot be moved, in plain words; empty if they can
+    failure_policy: str = ""  #: what the engine does when a load fails, in its own words; empty if not known
 
 
 #: Of one chunk, the engine's block ids of each group, in token order, or NO_BLOCK.
@@ -43,31 +42,32 @@ class Transfer:
     pages: tuple[ChunkPages, ...]
 
 
-@attrs.frozen(slots=False)
-class StepPlan(KVConnectorMetadata):
-    """One step's work. From the scheduler to every worker."""
+@attrs.frozen
+class StepPlan:
+    """What the workers shall do in one step. From the scheduler side to every worker side."""
 
-    arenas: tuple[str, ...] = ()  #: handles, by the number of the arena
-    trial: tuple[Slot, ...] = ()  #: an empty slot of each arena, for the self-test
+    arenas: tuple[str, ...] = ()  #: handles by which workers reach the arenas, by the number of the arena
+    self_test_slots: tuple[Slot, ...] = ()  #: an empty slot of each arena; none once the self-test is over
     loads: tuple[tuple[str, Transfer], ...] = ()  #: by request id
-    stores: tuple[tuple[int, Transfer], ...] = ()  #: by job
-    stores_to_fence: tuple[int, ...] = ()  #: store jobs not known to have ended, whose pages the engine gave away again
+    stores: tuple[tuple[int, Transfer], ...] = ()  #: by store job
+    stores_to_fence: tuple[int, ...] = ()  #: store jobs not known to have ended, whose pages this step overwrites
     failed_loads: tuple[str, ...] = ()  #: requests that were promised a load which cannot begin
 
 
-@attrs.frozen(slots=False)
-class Progress(KVConnectorWorkerMetadata):
-    """What workers ended, store jobs or the self-test, and what they summed. From the workers to the scheduler."""
+@attrs.frozen
+class WorkerProgress:
+    """What workers finished. From the worker sides, merged over the ranks, to the scheduler side."""
 
-    ended: Counter[int] = attrs.field(factory=Counter)
-    failed: Counter[int] = attrs.field(factory=Counter)
-    tried: Counter[str] = attrs.field(factory=Counter)  #: what self-tests found wrong; empty: nothing
+    ended: Counter[int] = attrs.field(factory=Counter)  #: by store job: how many workers ended it
+    failed: Counter[int] = attrs.field(factory=Counter)  #: by store job: how many of those failed
+    self_tests: Counter[str] = attrs.field(factory=Counter)  #: workers by what their self-test found wrong; "": nothing
     checksums: dict[tuple[int, int], tuple[int, ...]] = attrs.field(factory=dict)  #: of shards, by job and rank
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> Progress:
-        return Progress(
+    def merge(self, other: WorkerProgress) -> WorkerProgress:
+        """The progress of the workers of both."""
+        return WorkerProgress(
             self.ended + other.ended,
             self.failed + other.failed,
-            self.tried + other.tried,
+            self.self_tests + other.self_tests,
             self.checksums | other.checksums,
         )

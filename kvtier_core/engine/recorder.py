@@ -1,7 +1,8 @@
-"""Writes down a live server's traffic, for `kvtier simulate`: when, how long, and which chunks recur.
+"""Records a live server's traffic for `kvtier simulate`: when requests came, how long they were, which chunks recur.
 
-No text and no token. A chunk's id is a digest of its key under a salt that this process draws and tells nobody: it
-says that two prompts began alike, and not how, and it means nothing in the recording of another engine or start.
+A recording contains no text and no token. A chunk's id is a digest of its key under a random salt that never leaves
+this process: it shows that two prompts began alike but not how, and means nothing in the recording of another engine or
+of another start.
 """
 
 from __future__ import annotations
@@ -22,17 +23,20 @@ from kvtier_core.types import ChunkKey, Nbytes
 
 logger = logging.getLogger("vllm.kvtier")
 
-#: More lines than this do not wait for a slow disk; further ones are not recorded.
-_MOST_WAITING = 1000
-#: For how long the end of an engine waits for the last lines, in seconds.
-_PATIENCE = 1.0
+#: Lines that may wait for a slow disk; further ones are not recorded.
+_MAX_WAITING = 1000
+#: Seconds that `close` waits for the last lines to be written.
+_CLOSE_TIMEOUT = 1.0
 
 
 class Recorder:
-    """Every method on the scheduler's thread; files are written on a thread of its own."""
+    """One recording. Call every method on the scheduler's thread; the file is written on a thread of its own."""
 
     def __init__(self, config: StackConfig, replicas: int = 1, clock: Callable[[], float] = time.monotonic):
-        """``replicas`` engines write to this folder, each an equal part of what fits. Raises ConfigError."""
+        """Begin a new file in the configured folder. Raises ConfigError if that is not possible.
+
+        ``replicas`` engines write to the folder, and each may fill an equal part of what is left of its capacity.
+        """
         self._chunk_tokens = config.chunk_tokens
         self._clock = clock
         self._began = clock()
@@ -51,11 +55,14 @@ class Recorder:
         logger.info("kvtier: records this traffic in %s, at most %s", self.path, Nbytes(max(0, self._room)))
 
     def record(self, since: float, tokens: int, generated: int, keys: Sequence[ChunkKey], reason: str) -> None:
-        """A request that came at ``since``, and ended now."""
+        """Record a request that came at ``since``, by the recorder's clock, and has ended now.
+
+        ``tokens`` and ``generated`` count those of its prompt and of its answer; ``keys`` are those of the prompt.
+        """
         self._pool.step()
         if self._room <= 0:
             return
-        if self._pool.jobs >= _MOST_WAITING:
+        if self._pool.jobs >= _MAX_WAITING:
             self._dropped += 1
             return
         line = {
@@ -74,12 +81,12 @@ class Recorder:
         self._pool.submit_store(lambda: self._write(text), self._written)
 
     def close(self) -> None:
-        """May be called twice. A line that a disk holds up is left behind."""
-        deadline = self._clock() + _PATIENCE
+        """Write the last lines, within a second. May be called twice."""
+        deadline = self._clock() + _CLOSE_TIMEOUT
         while self._pool.jobs and self._clock() < deadline:
             self._pool.wait(0.1)
             self._pool.step()
-        if self._pool.close(_PATIENCE) and self._file >= 0:
+        if self._pool.close(_CLOSE_TIMEOUT) and self._file >= 0:
             with contextlib.suppress(OSError):
                 os.close(self._file)
             self._file = -1
@@ -88,11 +95,11 @@ class Recorder:
             self._dropped = 0
 
     def _id(self, key: ChunkKey) -> int:
-        """A positive number that fits into a signed word."""
+        """The id of a chunk: a number that fits into a signed 64-bit word, and is not negative."""
         return int.from_bytes(hashlib.blake2b(key, digest_size=8, key=self._salt).digest()) >> 1
 
     def _write(self, text: bytes) -> None:
-        """On a thread."""
+        """On the pool's thread."""
         while text:
             text = text[os.write(self._file, text) :]
 

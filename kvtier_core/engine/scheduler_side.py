@@ -1,83 +1,42 @@
-"""The scheduler's half: knows keys and requests, owns the stack, sees no bytes."""
+"""The scheduler's side of kvtier: knows keys and requests, owns the stack, sees no bytes and no engine's own class."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-import attrs
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
-
 from kvtier_core.config.model import StackConfig
-from kvtier_core.engine.hints import hints_of
-from kvtier_core.engine.messages import Progress, StepPlan, Transfer
-from kvtier_core.engine.provenance import Provenance, table_of
+from kvtier_core.engine.messages import StepPlan, Transfer
 from kvtier_core.engine.recorder import Recorder
-from kvtier_core.engine.stores import Stores
-from kvtier_core.interfaces import NO_BLOCK
+from kvtier_core.engine.request_view import Bypass, RequestView
+from kvtier_core.engine.scheduler.event_log import EventLog
+from kvtier_core.engine.scheduler.loads import Loads
+from kvtier_core.engine.scheduler.provenance import Provenance
+from kvtier_core.engine.scheduler.requests import Requests, RequestState
+from kvtier_core.engine.scheduler.self_test_gate import SelfTestGate
+from kvtier_core.engine.scheduler.store_jobs import StoreJobs
+from kvtier_core.engine.step import ScheduledRequest, Step, StepResult
+from kvtier_core.interfaces import TokenDatabase
 from kvtier_core.stack.interface import Lookup, Stack
-from kvtier_core.stack.stats import Stats
-from kvtier_core.types import ChunkKey, Event, EventKind, Namespace
-from kvtier_core.vllm.hit_sources import tokens_by_tier
-from kvtier_core.vllm.requests.identity import Identifier, RequestIdentity
-from kvtier_core.vllm.requests.names import Names
+from kvtier_core.types import ChunkKey, Event, Namespace
 
 logger = logging.getLogger("vllm.kvtier")
 
-#: For how long without any news the engine is kept stepping, in seconds.
-_PATIENCE = 5.0
+#: Seconds without any event after which the engine is no longer kept stepping for transfers: a tier may hang.
+_STALL_TIMEOUT = 5.0
 
-#: How long a step that schedules nothing waits for the threads, in seconds. The engine would only come back at
-#: once and ask again, and take the GIL from them.
-_A_LITTLE = 1e-3
-
-#: Steps for which a waiting request keeps what it looked up, if the engine does not ask again.
-_LEASE_STEPS = 2
-
-#: Events that an operator wants to read about; the others are for counting.
-_NEWS = {
-    EventKind.CORRUPT: logging.WARNING,
-    EventKind.IO_ERROR: logging.WARNING,
-    EventKind.BREAKER_OPEN: logging.WARNING,
-    EventKind.INCOMPATIBLE: logging.INFO,
-    EventKind.MISSING: logging.INFO,
-    EventKind.BREAKER_CLOSED: logging.INFO,
-}
-
-
-@attrs.define
-class _Tracked:
-    """What is known of a request that the engine has not finished."""
-
-    request: Request
-    identity: RequestIdentity | str
-    since: float
-    holder: str  #: of what the stack pins for it; never the one of an earlier request of the same name
-    keys: list[ChunkKey] = attrs.field(factory=list)
-    saved: int = 0  #: chunks that were stored, or found stored
-    preemptions: int = 0
-    computed: int = 0  #: tokens that the engine had when it asked last
-    known: int | None = None  #: tokens, from the first one on, whose KV is ours; None: not asked yet
-    found: Lookup = attrs.field(factory=Lookup)  #: then, from the chunk on in which ``computed`` lies
-    sources: Counter[str] = attrs.field(factory=Counter)  #: tokens of its last load, by tier
-    waiting_since: float | None = None
-    bypass: str = ""  #: why nothing is looked up for it
-    reason: str = ""  #: of the last answer, for the log
-    told: bool = False
-
-    def doubt(self, why_not: Callable[..., str], *tokens: int) -> None:
-        """Bypass it from here on if its KV is not, or may not be, what its keys say."""
-        if not isinstance(self.identity, str) and (why := why_not(self.identity, *tokens)):
-            self.identity = self.bypass = why
+#: Seconds that a step which computes nothing waits for the I/O threads. Without the wait the engine would step again at
+#: once and take the GIL from them.
+_IDLE_WAIT = 1e-3
 
 
 class SchedulerSide:
-    """Every method on the scheduler's thread. That thread is the owner of the stack."""
+    """Call every method on the scheduler's thread, which owns the stack.
+
+    The engine calls `match` and `admitted` for each request that it is about to start, `plan` before and `progress`
+    after each step, and `finished` when a request has ended. What is not certain is a miss.
+    """
 
     def __init__(
         self,
@@ -87,318 +46,240 @@ class SchedulerSide:
         *,
         block_tokens: int,
         ranks: int,
-        loads: bool,
-        stores: bool,
-        observe: Callable[[Sequence[Event]], None],
+        loads: bool = True,
+        stores: bool = True,
+        observe: Callable[[Sequence[Event]], None] = lambda events: None,
         recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
+        """``loads`` and ``stores`` say which of the two this engine does; ``clock`` counts seconds."""
         self.manager = manager
-        self.stats = Stats(clock())
+        self.events = EventLog(observe, clock)
+        self.namespace = self._first_namespace = namespace
         self._config = config
-        self._first_epoch = self._epoch = namespace
-        self._database = config.token_database.open(namespace, config.chunk_tokens)
-        self._identifier = Identifier()
-        self._names = Names()
-        self._provenance = Provenance(block_tokens)
-        self._loads, self._stores = loads, stores
-        self._trial = tuple(manager.reserve_self_test_slots())  # until the self-test is over
-        self._untried = ranks  # workers that have not said how their self-test went
-        self._refusal = ""  # why nothing is stored or loaded any more
         self._chunk_tokens = config.chunk_tokens
-        self._chunk_blocks = config.chunk_tokens // block_tokens
         self._block_tokens = block_tokens
-        self._ranks = ranks
-        self._handles = tuple(manager.handles)
-        self._observe = observe
+        self._chunk_blocks = config.chunk_tokens // block_tokens
+        self._may_load, self._may_store = loads, stores
         self._recorder = recorder
         self._clock = clock
-        self._tracked: dict[str, _Tracked] = {}
-        self._planned: list[tuple[str, Transfer]] = []
-        self._loading: dict[str, str] = {}  # requests whose load is under way, and the holders of their slots
-        self._leases: dict[str, int] = {}  # of waiting requests: holders, and the steps since their last lookup
-        self._arrivals = itertools.count(1)
-        self._storing = Stores(manager, ranks)
-        self._last_news = clock()
-        self._complained = False  # that there is none
+        self._arenas = tuple(manager.handles)
+        self._self_test = SelfTestGate(manager, ranks)
+        self._requests = Requests(manager, self._open_database(), config.chunk_tokens, clock)
+        self._provenance = Provenance(block_tokens)
+        self._loads = Loads(manager, chunk_tokens=config.chunk_tokens, block_tokens=block_tokens)
+        self._stores = StoreJobs(manager, ranks)
+        # Blocks allocated since the last plan that a forward or another connector's load will write. Not those that
+        # kvtier loads: the mover's load waits by itself for the stores that still read them.
+        self._new_blocks: set[int] = set()
+        self._logged_stall: float | None = None
 
     # -- a request arrives -----------------------------------------------------------------------------
 
-    def match(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """How many tokens beyond ``computed`` can be loaded; None: ask again. Polled freely."""
-        tracked = self._track(request)
-        tracked.computed, tracked.found = computed, Lookup()
-        tracked.doubt(self._names.why_not_cached, computed)
-        no_role = "" if self._loads else "this engine only stores, says its kv_role"
-        if no_role or self._refusal or tracked.bypass or request.skip_reading_prefix_cache:
-            tracked.reason = no_role or self._refusal or tracked.bypass or "it asks for no cached prefix"
-            self._end_lease(tracked)
-            return 0, False
+    def track(self, view: RequestView) -> None:
+        """Note a request, so that it can be bypassed before its first `match`. May be repeated."""
+        self._requests.track(view)
+
+    def bypass(self, request_id: str, bypass: Bypass) -> None:
+        """Look up and store nothing more for a request: its KV may not be what its keys say."""
+        if state := self._requests.get(request_id):
+            state.bypass = bypass
+
+    def match(self, view: RequestView, computed: int) -> int | None:
+        """How many tokens behind the first ``computed`` can be loaded. None: ask again in a later step.
+
+        The engine may ask as often as it likes, until it calls `admitted`.
+        """
+        state = self._requests.track(view)
+        state.computed, state.found = computed, Lookup()
+        if reason := self._why_no_lookup(state):
+            state.reason = reason
+            self._loads.release(state)
+            return 0
         first = computed // self._chunk_tokens
-        keys = self._keys(tracked, request.num_tokens)[first:]
-        found = self.manager.lookup(keys, tracked.holder)
-        self._leases[tracked.holder] = 0
-        if (found.pending or (found.slots and self._untried)) and self._may_wait(tracked):
-            return None, False
-        if not found.slots or self._untried:
-            tracked.reason = self._why_not(keys, found)
-            return 0, False
-        tracked.found = found
-        return (first + len(found.slots)) * self._chunk_tokens - computed, True
+        keys = self._requests.keys(state, view.tokens)[first:]
+        found = self._loads.find(state, keys)
+        if (found.pending or (found.slots and not self._self_test.is_open)) and self._may_wait(state):
+            return None
+        if not found.slots or not self._self_test.is_open:
+            state.reason = self._why_no_hit(keys, found)
+            return 0
+        state.found = found
+        return (first + len(found.slots)) * self._chunk_tokens - computed
 
-    def admitted(self, request: Request, block_ids: Sequence[int], tokens: int) -> None:
-        """The engine gave the request its blocks, and takes ``tokens`` of what was proposed."""
-        tracked = self._track(request)
-        tracked.waiting_since = None
-        if not request.num_computed_tokens:  # it does not come back from a load
-            tracked.known = None
-        self._provenance.given(block_ids, request.num_computed_tokens or tracked.computed)
+    def admitted(self, view: RequestView, block_ids: Sequence[int], tokens: int) -> None:
+        """The engine allocated the request's blocks, and wants ``tokens`` of those that `match` offered loaded."""
+        state = self._requests.track(view)
+        state.waiting_since = None
+        if not view.computed_tokens:  # else it comes back from a load
+            state.trusted = None
+        computed = view.computed_tokens or state.computed
+        self._provenance.allocated(block_ids, computed)
         if tokens:
-            self._plan_load(tracked, block_ids, tokens)
+            self._provenance.loaded(self._loads.begin(state, block_ids, tokens))
         else:
-            self._end_lease(tracked)
-        if not tracked.told:
-            tracked.told = True
-            had = f" (the engine had {tracked.computed})" if tracked.computed else ""
+            self._loads.release(state)
+            self._new_blocks.update(block_ids[computed // self._block_tokens :])
+        if not state.logged:
+            state.logged = True
+            had = f" (the engine had {state.computed})" if state.computed else ""
             logger.info(
-                "kvtier: %s: hit %d of %d tokens%s: %s",
-                request.request_id, tokens, request.num_tokens, had, tracked.reason,
-            )  # fmt: skip
-
-    def _plan_load(self, tracked: _Tracked, block_ids: Sequence[int], tokens: int) -> None:
-        first = tracked.computed // self._chunk_tokens
-        end = tracked.computed + tokens
-        self._names.load(tracked.identity, end)
-        slots = tracked.found.slots[: -(-end // self._chunk_tokens) - first]
-        sources = tracked.found.sources[: len(slots)]
-        wanted = range(tracked.computed // self._block_tokens, -(-end // self._block_tokens))
-        pages = tuple(
-            (tuple(block_ids[block] if block in wanted else NO_BLOCK for block in self._blocks_of(chunk)),)
-            for chunk in range(first, first + len(slots))
-        )
-        exact = (row for (row,) in pages[: tracked.found.exact])  # KV computed on the others is not kept
-        self._provenance.loaded(block for row in exact for block in row if block != NO_BLOCK)
-        tracked.sources = tokens_by_tier(sources, first, tracked.computed, tokens, self._chunk_tokens)
-        del self._leases[tracked.holder]  # it lasts until the load has ended
-        self._loading[tracked.request.request_id] = tracked.holder
-        self._planned.append((tracked.request.request_id, Transfer(tuple(slots), pages)))
-        tracked.reason = ", ".join(f"{tier} {chunks * self._chunk_tokens}" for tier, chunks in Counter(sources).items())
+                "kvtier: %s: hit %d of %d tokens%s: %s", view.request_id, tokens, view.tokens, had, state.reason
+            )
 
     def sources(self, request_id: str) -> Mapping[str, int]:
         """Tokens of the load that was just admitted, by the tier that supplied them."""
-        tracked = self._tracked.get(request_id)
-        return tracked.sources if tracked else {}
+        state = self._requests.get(request_id)
+        return state.sources if state else {}
 
     # -- a step ----------------------------------------------------------------------------------------
 
-    def plan(self, output: SchedulerOutput) -> StepPlan:
+    def plan(self, step: Step) -> StepPlan:
         """What the workers shall do in this step."""
-        idle = not output.total_num_scheduled_tokens
-        self._take_in(self.manager.drain(_A_LITTLE) if idle else self.manager.step())
-        self._expire_leases()
-        stores_to_fence = self._storing.stores_to_fence(output, self._block_tokens)
-        self._names.follow(output, self._tracked)
-        stores = []
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            if tracked := self._tracked.get(request_id):
-                stores += self._plan_store(tracked, scheduled, output)
-        plan = StepPlan(
-            arenas=self._handles,
-            trial=self._trial,
-            loads=tuple(self._planned),
+        if step.computes_nothing:
+            self.drain(_IDLE_WAIT)
+        else:
+            self.events.record(self.manager.step())
+        self._loads.release_forgotten()
+        stores_to_fence = self._stores.to_fence(self._new_blocks.union(step.new_blocks))
+        self._new_blocks.clear()
+        stores: list[tuple[int, Transfer]] = []
+        for scheduled in step.requests:
+            if state := self._requests.get(scheduled.request_id):
+                stores += self._plan_store(state, scheduled, step)
+        return StepPlan(
+            arenas=self._arenas,
+            self_test_slots=self._self_test.slots,
+            loads=self._loads.take_planned(),
             stores=tuple(stores),
             stores_to_fence=stores_to_fence,
         )
-        self._planned = []
-        return plan
 
-    def _plan_store(self, tracked: _Tracked, scheduled: int, output: SchedulerOutput) -> list[tuple[int, Transfer]]:
-        """The chunks that become whole in this step, as far as they are ours, if nobody keeps them yet."""
-        request = tracked.request
-        tracked.doubt(
-            self._names.why_not_computed, request.num_computed_tokens, request.num_computed_tokens + scheduled
-        )
-        tracked.known = self._provenance.computed(tracked.known, request, scheduled, output)
-        end = min(tracked.known, request.num_tokens)
-        if not self._config.save_decode:
-            end = min(end, request.num_prompt_tokens)
-        whole = end // self._chunk_tokens
-        if whole <= tracked.saved or isinstance(tracked.identity, str) or self._refusal or not self._stores:
-            return []
-        # With its last saved chunk in front, so that the first new one is known to be its child.
-        first = max(0, tracked.saved - 1)
-        tracked.saved = whole
-        blocks = table_of(request, output)
-        pages = ((tuple(blocks[block] for block in self._blocks_of(chunk)),) for chunk in range(first, whole))
-        return self._storing.begin(self._keys(tracked, end)[first:whole], pages)
-
-    def progress(self, output: KVConnectorOutput) -> None:
-        """What the workers did."""
-        if self._provenance.holds_any(output.invalid_block_ids):
-            self._disown()
-        report = output.kv_connector_worker_meta
-        if isinstance(report, Progress):
-            self._end_trial(report.tried)
-            self._storing.take_in(report)
-        failed = self._loading.keys() & (output.failed_recving or ())
-        for request_id in output.finished_recving or ():
-            if holder := self._loading.pop(request_id, None):
-                self.manager.release(holder)
+    def progress(self, result: StepResult) -> None:
+        """Take note of what the workers did."""
+        if self._provenance.trusts_any(result.invalid_blocks):
+            self._distrust_all()
+        if result.progress:
+            self._self_test.record(result.progress.self_tests)
+            self._stores.record(result.progress)
+        failed = self._loads.under_way(result.failed_loads)
+        self._loads.end(result.ended_loads)
         for request_id in failed:
-            if tracked := self._tracked.get(request_id):
-                tracked.bypass = "its load failed"
-                tracked.told = False
+            if state := self._requests.get(request_id):
+                state.load_failed, state.logged = True, False
 
-    def _disown(self) -> None:
-        """Trust nothing that the engine holds now: it is not stored, nor is anything that is computed on it."""
-        self._provenance.forget()
-        for tracked in self._tracked.values():
-            tracked.known = tracked.known and 0
-        self._storing.fail()
-
-    def _end_trial(self, tried: Counter[str]) -> None:
-        """Nothing is loaded before every rank has seen its bytes come back; nothing ever if one has not."""
-        if not tried or not self._untried:
-            return
-        self._untried -= tried.total()
-        if wrong := [what for what in tried if what]:
-            self._refusal = f"the self-test failed: {wrong[0]}"
-            logger.error("kvtier: %s. Nothing is stored or loaded.", self._refusal)
-        if not self._untried:
-            self.manager.release_self_test_slots()
-            self._trial = ()
-            if not self._refusal:
-                logger.info("kvtier: self-test: every byte came back")
+    def drain(self, timeout: float) -> None:
+        """Wait until nothing is in flight in the stack, at most ``timeout`` seconds."""
+        self.events.record(self.manager.drain(timeout))
 
     # -- endings ---------------------------------------------------------------------------------------
 
-    def finished(self, request: Request) -> None:
-        """Nothing is waited for: who is given its blocks comes behind the stores of them, see
-        `Stores.stores_to_fence`.
+    def finished(self, view: RequestView, reason: str) -> None:
+        """The request has ended, or was aborted, and its blocks are free. ``reason`` goes into the recording.
+
+        Stores of its blocks may be under way: a later step fences them before it overwrites the blocks.
         """
-        tracked = self._tracked.pop(request.request_id, None)
-        if tracked:
-            self._end_lease(tracked)
-        if tracked and self._recorder:
-            known = not isinstance(tracked.identity, str)
+        state = self._requests.finish(view.request_id)
+        if state:
+            self._loads.release(state)
+        if state and self._recorder:
             self._recorder.record(
-                tracked.since,
-                request.num_prompt_tokens,
-                request.num_output_tokens,
-                self._keys(tracked, request.num_prompt_tokens) if known else (),
-                str(request.get_finished_reason() or "abort"),
+                state.since,
+                view.prompt_tokens,
+                view.tokens - view.prompt_tokens,
+                () if state.bypass else self._requests.keys(state, view.prompt_tokens),
+                reason,
             )
 
     def busy(self) -> bool:
-        """Must the engine keep stepping for what is on its way down? Not for a tier that hangs."""
-        if not (self._storing or self._loading or self.manager.jobs):
+        """Must the engine keep stepping because transfers are under way? False when they seem to hang."""
+        if not (self._stores or self._loads or self.manager.jobs):
             return False
-        if self._clock() - self._last_news < _PATIENCE:
+        if self._clock() - self.events.last_event < _STALL_TIMEOUT:
             return True
-        if not self._complained:
-            self._complained = True
-            self._name_holders()
+        if self._logged_stall != self.events.last_event:  # each stall is logged once
+            self._logged_stall = self.events.last_event
+            self._log_pins()
         return False
 
     def invalidate_all(self) -> bool:
-        """Open a new epoch: nothing stored so far is found again. False if a load of it is under way."""
-        self._epoch = self._first_epoch.renewed()
-        self._database = self._config.token_database.open(self._epoch, self._chunk_tokens)
-        self.manager.invalidate_all(self._epoch)
-        for tracked in self._tracked.values():
-            # What it has computed is the old epoch's, and what it will compute stands on that.
-            tracked.identity = tracked.bypass = "it began before the cache was reset"
-        self._disown()
-        return not self._loading
+        """Open a new epoch, in which nothing that was stored before is found. False if a load of it is under way."""
+        self.namespace = self._first_namespace.renewed()
+        self.manager.invalidate_all(self.namespace)
+        # What these requests have computed is of the old epoch, and what they will compute stands on it.
+        self._requests.reset(self._open_database(), Bypass("it began before the cache was reset"))
+        self._distrust_all()
+        return not self._loads
 
     def close(self) -> None:
-        if self._epoch is not self._first_epoch:
-            self.manager.invalidate_all(self._first_epoch)  # no other process could find what a later epoch stored
-        self._take_in(self.manager.close())
+        """Let stores in flight finish for some seconds, then close the stack and log the totals."""
+        if self.namespace is not self._first_namespace:
+            self.manager.invalidate_all(self._first_namespace)  # no other process could find what a later epoch stored
+        self.events.record(self.manager.close())
         if self._recorder:
             self._recorder.close()
-        for line in self.stats.describe():
-            logger.info("kvtier: in all: %s", line)
-        self._name_holders()
-
-    def _name_holders(self) -> None:
-        for holder, pins in self.manager.pins_by_holder().items():
-            logger.warning("kvtier: %s still holds %d slots", holder, pins)
+        self.events.log_totals()
+        self._log_pins()
 
     # -- inside ----------------------------------------------------------------------------------------
 
-    def _track(self, request: Request) -> _Tracked:
-        tracked = self._tracked.get(request.request_id)
-        if tracked is None:
-            identity = self._identifier.identify(request)
-            if request.lora_request:
-                self._names.arrive(request.lora_request, self._identifier.adapter(request.lora_request))
-            tracked = self._tracked[request.request_id] = _Tracked(
-                request, identity, self._clock(), f"request {request.request_id} ({next(self._arrivals)})"
-            )
-            if isinstance(identity, str):
-                tracked.bypass = identity
-            else:
-                self.manager.on_request(self._keys(tracked, request.num_tokens), hints_of(request))
-        if tracked.preemptions != request.num_preemptions:
-            tracked.preemptions = request.num_preemptions
-            tracked.saved, tracked.told = 0, False
-        return tracked
+    def _open_database(self) -> TokenDatabase:
+        return self._config.token_database.open(self.namespace, self._chunk_tokens)
 
-    def _blocks_of(self, chunk: int) -> range:
-        return range(chunk * self._chunk_blocks, (chunk + 1) * self._chunk_blocks)
+    def _why_no_lookup(self, state: RequestState) -> str:
+        """Why nothing is looked up for a request; empty if something is."""
+        if not self._may_load:
+            return "this engine is configured to store only"
+        if self._self_test.failure:
+            return self._self_test.failure
+        if state.bypass:
+            return state.bypass.reason
+        if state.load_failed:
+            return "its load failed"
+        return "" if state.view.reads_cache else "it asked not to read cached prefixes"
 
-    def _keys(self, tracked: _Tracked, tokens: int) -> list[ChunkKey]:
-        """Keys of all chunks among the first ``tokens``; computed once and extended."""
-        chunks = tokens // self._chunk_tokens
-        if chunks > len(tracked.keys):
-            identity = tracked.identity
-            tracked.keys = self._database.keys(
-                tracked.request.all_token_ids[: chunks * self._chunk_tokens],
-                known=tracked.keys,
-                salt=identity.salt,
-                extra=identity.extra(self._chunk_tokens),
-            )
-        return tracked.keys[:chunks]
-
-    def _end_lease(self, tracked: _Tracked) -> None:
-        """The stack need not keep what it found for a request, unless that is being loaded."""
-        if self._leases.pop(tracked.holder, None) is not None:
-            self.manager.release(tracked.holder)
-
-    def _expire_leases(self) -> None:
-        """Release what waiting requests looked up, if the engine has not asked again: it may not for long."""
-        for holder, steps in list(self._leases.items()):
-            if steps < _LEASE_STEPS:
-                self._leases[holder] = steps + 1
-            else:
-                del self._leases[holder]
-                self.manager.release(holder)
-
-    def _may_wait(self, tracked: _Tracked) -> bool:
-        now = self._clock()
-        if tracked.waiting_since is None:
-            tracked.waiting_since = now
-        return now - tracked.waiting_since < self._config.load_wait
-
-    def _why_not(self, keys: Sequence[ChunkKey], found: Lookup) -> str:
+    def _why_no_hit(self, keys: Sequence[ChunkKey], found: Lookup) -> str:
+        """Why a lookup found nothing that can be loaded now."""
         if not keys:
             return f"nothing left that fills a chunk of {self._chunk_tokens}"
         if not found.slots and not found.pending:
             return found.miss_reason
-        if self._untried:
+        if not self._self_test.is_open:
             return "the self-test is not over"
-        return f"it did not come up within {self._config.load_wait}"
+        return f"it was not promoted within {self._config.load_wait}"
 
-    def _take_in(self, events: Sequence[Event]) -> None:
-        for event in events:
-            if level := _NEWS.get(event.kind):
-                logger.log(
-                    level, "kvtier: %s: %s: %d chunks: %s", event.tier, event.kind.value, len(event.keys), event.why
-                )
-        if events:
-            self._last_news, self._complained = self._clock(), False
-            self.stats.count_events(events)
-            self._observe(events)
-            for line in self.stats.due(self._clock()):
-                logger.info("kvtier: so far: %s", line)
+    def _may_wait(self, state: RequestState) -> bool:
+        """May the engine be asked to wait for this request's lower tiers? At most ``load_wait`` in all."""
+        now = self._clock()
+        if state.waiting_since is None:
+            state.waiting_since = now
+        return now - state.waiting_since < self._config.load_wait
+
+    def _plan_store(
+        self, state: RequestState, scheduled: ScheduledRequest, step: Step
+    ) -> tuple[tuple[int, Transfer], ...]:
+        """Store the chunks that become whole in this step, as far as their KV is trusted."""
+        state.trusted = self._provenance.computed(state.trusted, scheduled, step.block_table)
+        end = min(state.trusted, state.view.tokens)
+        if not self._config.save_decode:
+            end = min(end, state.view.prompt_tokens)
+        whole = end // self._chunk_tokens
+        if whole <= state.stored_chunks or state.bypass or self._self_test.failure or not self._may_store:
+            return ()
+        # With its last stored chunk in front, so that the first new one is known to be its child.
+        first = max(0, state.stored_chunks - 1)
+        state.stored_chunks = whole
+        blocks, size = step.block_table(scheduled.request_id), self._chunk_blocks
+        pages = ((tuple(blocks[chunk * size : (chunk + 1) * size]),) for chunk in range(first, whole))
+        return self._stores.begin(self._requests.keys(state, end)[first:whole], pages)
+
+    def _distrust_all(self) -> None:
+        """Store nothing that the engine's blocks hold now, nor anything that is computed from it."""
+        self._provenance.distrust_all()
+        for state in self._requests:
+            state.trusted = state.trusted and 0
+        self._stores.fail_all()
+
+    def _log_pins(self) -> None:
+        for holder, pins in self.manager.pins_by_holder().items():
+            logger.warning("kvtier: %s still holds %d slots", holder, pins)

@@ -1,8 +1,9 @@
-"""Random bytes through the very copies that will serve, before anything is trusted to them.
+"""The self-test: random bytes go through the very copies that will serve, before anything is trusted to them.
 
-Writes into the engine's real pages through the engine's own tensors, stores, wipes, loads and compares. An engine that
-changed the layout of its pages is caught here, before traffic. Runs before the first forward, while no page means
-anything; what was in the pages is put back.
+It writes to the engine's real pages through the engine's own tensors, stores, wipes, loads and compares. So an engine
+that changed the layout of its pages is caught before traffic. It runs before the first forward, while no page has a
+meaning, and puts back what was in the pages. Its random numbers come from generators of its own: those of Python and
+torch are the engine's, which samples from them.
 """
 
 from __future__ import annotations
@@ -14,66 +15,72 @@ import torch
 
 from kvtier_core.interfaces import NO_BLOCK, Mover, PagedKVCache
 
-#: So many pages of each layer are tried, of those that a chunk has.
-_TRIED = 4
-#: Pages beside them, in which nothing may change.
-_WITNESSES = 2
-#: Bits are compared, whatever number they are.
+#: Pages of each layer that are copied, at most; fewer if a chunk has fewer.
+_COPIED_PAGES = 4
+#: Pages beside them, which must not change.
+_UNTOUCHED_PAGES = 2
+#: Contents are compared as bits, whatever numbers they are. By bytes of an element.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STORE, _LOAD = -1, -2  # jobs
 
 
 def try_copies(mover: Mover, table: PagedKVCache, caches: Mapping[str, torch.Tensor], slot: int) -> str:
-    """What came back wrong from ``slot``, an empty one, in plain words; empty if nothing did."""
+    """Store pages to an empty slot and load them back. Returns what is wrong, in plain words; empty if nothing is.
+
+    ``caches`` are the engine's tensors by layer name, as they lie in ``table``.
+    """
+    drawn_from = random.Random()
     pages = {name: _pages(cache, table.blocks) for name, cache in caches.items()}
-    drawn = random.sample(range(table.blocks), min(table.blocks, _TRIED + _WITNESSES))
-    tried = drawn[: min(_TRIED, *table.layout.blocks, max(1, len(drawn) - _WITNESSES))]
-    chunk = [_scattered(tried, places) for places in table.layout.blocks]  # the same blocks of every group
+    drawn = drawn_from.sample(range(table.blocks), min(table.blocks, _COPIED_PAGES + _UNTOUCHED_PAGES))
+    copied = drawn[: min(_COPIED_PAGES, *table.layout.blocks, max(1, len(drawn) - _UNTOUCHED_PAGES))]
+    chunk = [_scattered(copied, places, drawn_from) for places in table.layout.blocks]  # the same blocks of every group
     before = {name: cache[drawn] for name, cache in pages.items()}  # a list of indices copies
     try:
         for name in _one_of_each(pages):
-            pages[name][drawn] = _noise(before[name])
+            pages[name][drawn] = _noise(before[name], drawn_from)
         written = {name: cache[drawn] for name, cache in pages.items()}
         mover.store(_STORE, [chunk], [slot])
         mover.wait([_STORE])
         if where := _difference(pages, drawn, written):
             return f"a store changed {where}"
         for cache in pages.values():
-            cache[tried] = 0
+            cache[copied] = 0
         mover.load(_LOAD, [slot], [chunk])
         mover.wait([_LOAD])
         if where := _difference(pages, drawn, written):
             return f"a load did not restore {where}"
-        return "" if all(ended.ok for ended in mover.finished()) else "a copy failed"
+        return "" if all(result.ok for result in mover.finished()) else "a copy failed"
     finally:
         for name, cache in pages.items():
             cache[drawn] = before[name]
 
 
 def _pages(cache: torch.Tensor, blocks: int) -> torch.Tensor:
-    """The bits of a layer by block; vLLM may cut a block into several."""
+    """The bits of a layer by block. The engine may have split a block into several rows."""
     return cache.view(_BITS[cache.element_size()]).unflatten(0, (blocks, -1))
 
 
 def _one_of_each(pages: Mapping[str, torch.Tensor]) -> Sequence[str]:
-    """Layers that share their pages are filled once."""
+    """Names of layers such that each page is named once: layers may share their pages."""
     return list({(cache.data_ptr(), cache.stride()): name for name, cache in pages.items()}.values())
 
 
-def _scattered(blocks: Sequence[int], places: int) -> list[int]:
-    """Blocks at the first place of a chunk, at the last, and anywhere between."""
-    between = random.sample(range(1, places - 1), max(0, len(blocks) - 2))
+def _scattered(blocks: Sequence[int], places: int, drawn_from: random.Random) -> list[int]:
+    """A chunk with the blocks at its first and last place and at random places between, and NO_BLOCK elsewhere."""
+    between = drawn_from.sample(range(1, places - 1), max(0, len(blocks) - 2))
     at = dict(zip(sorted({0, places - 1, *between}), blocks, strict=False))
     return [at.get(place, NO_BLOCK) for place in range(places)]
 
 
-def _noise(like: torch.Tensor) -> torch.Tensor:
-    words = torch.empty(-(-like.nbytes // 8), dtype=torch.int64, device=like.device).random_()
+def _noise(like: torch.Tensor, drawn_from: random.Random) -> torch.Tensor:
+    """Random bits in the shape of a tensor and on its device."""
+    generator = torch.Generator(like.device).manual_seed(drawn_from.getrandbits(63))
+    words = torch.empty(-(-like.nbytes // 8), dtype=torch.int64, device=like.device).random_(generator=generator)
     return words.view(like.dtype)[: like.numel()].view(like.shape)
 
 
 def _difference(pages: Mapping[str, torch.Tensor], blocks: Sequence[int], written: Mapping[str, torch.Tensor]) -> str:
-    """Where pages do not hold what was written."""
+    """Where pages do not hold what was written; empty if they all do."""
     for name, cache in pages.items():
         for block, content in zip(blocks, written[name], strict=True):
             if not torch.equal(cache[block], content):

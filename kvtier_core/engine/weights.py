@@ -1,8 +1,8 @@
-"""A digest of the weights in a folder, without torch.
+"""A digest of the weights in a folder. Needs no torch.
 
-By default every byte of every file counts: BLAKE3 over pieces that several threads read, and over the digests of the
-pieces. Sampling reads the header of each safetensors file, small tensors whole and large ones at places spread over
-them; it does not see a change between those places.
+By default it covers every byte of every file: several threads read pieces, and the digest is BLAKE3 over the BLAKE3
+digests of the pieces. Sampling reads the header of each safetensors file, small tensors completely, and large ones at
+places spread over them; it does not see a change between those places.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from kvtier_core.engine import digest_cache
 from kvtier_core.transfer.io_pool import IOPool, Outcome
 
 _PIECE_NBYTES = 16 << 20
-_MOST_THREADS = 16
-#: No loader of weights reads these.
+_MAX_THREADS = 16
+#: Files that no loader of weights reads.
 _NEVER_LOADED = re.compile(r"(.*/)?(\..*|LICENSE(\.txt)?|.*\.md|.*\.png|.*\.jpe?g|.*\.gif|.*\.svg)|.*/\..*", re.DOTALL)
-#: What a model is without weights: its configuration and its code.
+#: Files that hold no weights: a model's configuration and code.
 _NO_TENSORS = (".json", ".py", ".txt", ".model", ".jinja")
 _CODE = (".py", ".so")
 #: The hub's cache names a large file by the SHA-256 of its bytes.
 _HUB_BLOB = re.compile(r"[0-9a-f]{64}")
 
-#: When sampling, so many pieces of so many bytes of a large tensor are read; fewer where a file has very many tensors.
+#: Sampling reads this many pieces of this many bytes of a large tensor; fewer pieces in a file with very many tensors.
 _SAMPLE_NBYTES = 4 << 10
 _SAMPLES = 64
-_FEWEST_SAMPLES = 3
+_MIN_SAMPLES = 3
 _SAMPLES_OF_A_FILE = 1 << 15
-_LONGEST_HEADER = 100_000_000  # bytes; what safetensors itself allows
+_MAX_HEADER = 100_000_000  # bytes; what safetensors itself allows
 
 _Span = tuple[int, int]  # offset and bytes
 
@@ -48,7 +48,7 @@ class _Piece:
     nbytes: int
 
     def digest(self) -> bytes:
-        """On a thread. Raises OSError."""
+        """On a thread of the pool. Raises OSError."""
         buffer = bytearray(self.nbytes)
         with self.file.open("rb", buffering=0) as stream:
             stream.seek(self.offset)
@@ -61,9 +61,10 @@ class _Piece:
 
 
 def digest(path: Path, *, sampled: bool = False) -> str | None:
-    """Of a file or a folder of weights, as hex; None if there are none. Raises OSError, ValueError.
+    """The digest of a file or a folder of weights, as 64 hex digits; None if it holds no weights.
 
-    Remembered for as long as no file changes. A second process that asks meanwhile waits for the first.
+    It is cached until a file changes. A second process that asks for it meanwhile waits for the first. Raises OSError,
+    also if a file changes meanwhile, and ValueError for a file that cannot be sampled.
     """
     files = [path] if path.is_file() else _loadable(path)
     if all(file.suffix in _NO_TENSORS for file in files):
@@ -81,24 +82,24 @@ def digest(path: Path, *, sampled: bool = False) -> str | None:
 
 
 def code_digest(path: Path) -> str:
-    """Of a file of code, or of a folder of it, as hex. Raises OSError."""
+    """The digest of a file of code, or of all code in a folder, as 64 hex digits. Raises OSError."""
     files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.suffix in _CODE)
     return _digest(path, files, sampled=False)
 
 
 def file_digest(file: Path) -> str:
-    """Of the bytes of one file, as hex. Raises OSError."""
+    """The digest of the bytes of one file, as 64 hex digits. Raises OSError."""
     return _of_pieces([_pieces(file)])[0].hex()
 
 
 def state(files: Sequence[Path]) -> tuple[tuple[str | int, ...], ...]:
-    """Changes whenever one of the files does. Raises OSError."""
+    """A value that changes whenever one of the files does: a row a file, with its change time last. Raises OSError."""
     found = [(str(file), file.stat()) for file in files]
     return tuple((name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found)
 
 
 def _loadable(folder: Path) -> list[Path]:
-    """Every file of the folder and those below it, but those that are known never to be loaded."""
+    """Every file in the folder and below, except those that are known never to be loaded."""
     found = (file for file in folder.rglob("*") if not _NEVER_LOADED.fullmatch(str(file.relative_to(folder))))
     return sorted(file for file in found if file.is_file())
 
@@ -120,7 +121,7 @@ def _digest(path: Path, files: Sequence[Path], *, sampled: bool) -> str:
 
 
 def _hub_name(file: Path) -> str:
-    """The SHA-256 of a file in the hub's cache, by its name there; empty for other files."""
+    """The SHA-256 of a file in the hub's cache, which is its name there; empty for other files."""
     target = Path(os.readlink(file)) if file.is_symlink() else file
     return target.name if target.parent.name == "blobs" and _HUB_BLOB.fullmatch(target.name) else ""
 
@@ -131,10 +132,10 @@ def _pieces(file: Path) -> list[_Piece]:
 
 
 def _of_pieces(files: Sequence[Sequence[_Piece]]) -> list[bytes]:
-    """Of each file the digest of the digests of its pieces. Raises OSError."""
+    """For each file the digest of the digests of its pieces. Raises OSError."""
     found: dict[_Piece, Outcome] = {}
     pieces = [piece for file in files for piece in file]
-    pool = IOPool("weights", max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)), len(pieces))))
+    pool = IOPool("weights", max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(pieces))))
     for piece in pieces:
         pool.submit_load(piece.digest, lambda outcome, piece=piece: found.update({piece: outcome}))
     try:
@@ -153,7 +154,7 @@ def _of_pieces(files: Sequence[Sequence[_Piece]]) -> list[bytes]:
 
 
 def _sampled(file: Path) -> bytes:
-    """Raises OSError, and ValueError for what is no safetensors file."""
+    """A digest of the samples of a file. Raises OSError, and ValueError if it is not a safetensors file."""
     total = blake3()
     with file.open("rb") as stream:
         for piece in _samples(stream):
@@ -162,19 +163,19 @@ def _sampled(file: Path) -> bytes:
 
 
 def _samples(stream: BinaryIO) -> Iterator[bytes]:
-    """The header, and of each tensor what `_spans` says. Raises ValueError for what is no safetensors file."""
+    """The header of a file, then the samples of each tensor. Raises ValueError if it is not a safetensors file."""
     end = os.fstat(stream.fileno()).st_size
     begin = 8 + int.from_bytes(stream.read(8), "little")
-    if begin > min(end, _LONGEST_HEADER):
-        raise ValueError(f"a header that ends at byte {begin} of {end}")
+    if begin > min(end, _MAX_HEADER):
+        raise ValueError(f"its header ends at byte {begin} of {end}")
     header = stream.read(begin - 8)
     yield header
     tensors = [(begin + at, begin + to) for at, to in _offsets(header)]
     if any(not begin <= at <= to <= end for at, to in tensors):
-        raise ValueError("a tensor that does not lie in its file")
-    samples = max(_FEWEST_SAMPLES, min(_SAMPLES, _SAMPLES_OF_A_FILE // max(1, len(tensors))))
+        raise ValueError("a tensor lies outside its file")
+    samples = max(_MIN_SAMPLES, min(_SAMPLES, _SAMPLES_OF_A_FILE // max(1, len(tensors))))
     spans = [span for at, to in tensors for span in _spans(at, to - at, samples)]
-    for at, nbytes in spans:  # the disk may fetch them in the order that suits it
+    for at, nbytes in spans:  # the disk may then fetch them in any order
         os.posix_fadvise(stream.fileno(), at, nbytes, os.POSIX_FADV_WILLNEED)
     for at, nbytes in spans:
         stream.seek(at)
@@ -182,7 +183,7 @@ def _samples(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _offsets(header: bytes) -> list[_Span]:
-    """Of each tensor behind the header, by name."""
+    """Where each tensor lies behind the header, in the order of their names. Raises ValueError."""
     try:
         tensors = sorted(json.loads(header).items())
         offsets = [tensor["data_offsets"] for name, tensor in tensors if name != "__metadata__"]
@@ -192,7 +193,7 @@ def _offsets(header: bytes) -> list[_Span]:
 
 
 def _spans(at: int, nbytes: int, samples: int) -> list[_Span]:
-    """The whole tensor, or pieces from its first byte to its last."""
+    """What to read of a tensor: all of it, or pieces spread from its first byte to its last."""
     if nbytes <= samples * _SAMPLE_NBYTES:
         return [(at, nbytes)]
     step = (nbytes - _SAMPLE_NBYTES) / (samples - 1)

@@ -1,7 +1,7 @@
-"""What each worker found at start-up, left for the scheduler's side: one small file a rank, in a folder of this user's.
+"""The workers' reports to the scheduler side at start-up: one small file a rank, in a folder of this user's.
 
-Not vLLM's handshake metadata: a MultiConnector hands what its first connector found to all of them. vLLM makes the
-workers before the scheduler, so that a report lies there when it is asked for, or never will.
+vLLM's handshake metadata is not used: a MultiConnector hands that of its first connector to all of them. The engine
+starts its workers before its scheduler, so a report is there when the scheduler side looks for it, or never will be.
 """
 
 from __future__ import annotations
@@ -20,14 +20,21 @@ import attrs
 from kvtier_core.engine.messages import WorkerReport
 
 _SUFFIX = ".report"
-#: Seconds. Then the engine that left a report is long past its start.
-_STALE = 24 * 3600.0
-#: A report lists the names of all layers, and has never had a hundredth of this.
-_MOST_NBYTES = 16 << 20
+#: Seconds after which a report is removed: the engine that left it is long past its start.
+_MAX_AGE = 24 * 3600.0
+#: Bytes of a report that are read. A report lists the names of all layers, and has never had a hundredth of this.
+_MAX_NBYTES = 16 << 20
+
+
+@attrs.frozen
+class NoReports:
+    """The workers' reports are not there, or cannot be trusted."""
+
+    reason: str  #: in plain words
 
 
 def leave(engine: str, rank: int, report: WorkerReport) -> None:
-    """Write a worker's report, over an older one of the same engine and rank. Raises OSError."""
+    """Write a worker's report; one of the same engine and rank is replaced. Raises OSError."""
     folder = _folder()
     _sweep(folder)
     handle, unfinished = tempfile.mkstemp(dir=folder, suffix=_SUFFIX)  # 0600
@@ -36,19 +43,19 @@ def leave(engine: str, rank: int, report: WorkerReport) -> None:
     os.replace(unfinished, folder / _name(engine, rank))
 
 
-def collect(engine: str, ranks: int) -> list[WorkerReport] | str:
-    """The reports of all ranks, or why there are none to be believed."""
+def collect(engine: str, ranks: int) -> list[WorkerReport] | NoReports:
+    """The reports of all ranks of an engine, by rank."""
     try:
         folder = _folder()
         return [_read(folder / _name(engine, rank)) for rank in range(ranks)]
     except FileNotFoundError:
-        return "the workers did not report: do they run on another machine, or with another XDG_RUNTIME_DIR?"
+        return NoReports("the workers did not report: do they run on another machine, or with another XDG_RUNTIME_DIR?")
     except (OSError, ValueError, TypeError) as error:
-        return f"the reports of the workers cannot be read: {error}"
+        return NoReports(f"the reports of the workers cannot be read: {error}")
 
 
 def remove(engine: str, ranks: int) -> None:
-    """Every connector of this engine has read them."""
+    """Remove an engine's reports, once all who need them have read them."""
     with contextlib.suppress(OSError):
         folder = _folder()
         for rank in range(ranks):
@@ -60,7 +67,7 @@ def _name(engine: str, rank: int) -> str:
 
 
 def _folder() -> Path:
-    """Raises OSError if it cannot be made, or others could write to it."""
+    """The folder of the reports. Raises OSError if it cannot be made, or if another user could write to it."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and _is_ours(Path(runtime)):
         folder = Path(runtime) / "kvtier"
@@ -84,12 +91,12 @@ def _is_ours(folder: Path) -> bool:
 def _read(path: Path) -> WorkerReport:
     """Raises OSError, ValueError and TypeError."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        return WorkerReport(**json.loads(file.read(_MOST_NBYTES)))
+        return WorkerReport(**json.loads(file.read(_MAX_NBYTES)))
 
 
 def _sweep(folder: Path) -> None:
-    """What engines left that died before they had read it."""
+    """Remove the reports of engines that died before they had read them."""
     for file in folder.glob(f"*{_SUFFIX}"):
         with contextlib.suppress(OSError):
-            if file.lstat().st_mtime < time.time() - _STALE:
+            if file.lstat().st_mtime < time.time() - _MAX_AGE:
                 file.unlink()

@@ -1,68 +1,88 @@
-"""A worker's half: knows pages and slots, never keys."""
+"""A worker's side of kvtier: knows pages and slots, never keys."""
 
 from __future__ import annotations
 
+import enum
 import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier_core.config.model import ArenaTierConfig
-from kvtier_core.engine.messages import Progress, StepPlan, Transfer
+from kvtier_core.engine.messages import StepPlan, Transfer, WorkerProgress
 from kvtier_core.engine.self_test import try_copies
 from kvtier_core.interfaces import Mover, PagedKVCache, PageList
 from kvtier_core.transfer.io_pool import run
 from kvtier_core.types import Slot
 
+if TYPE_CHECKING:
+    import torch
+
 logger = logging.getLogger("vllm.kvtier")
 
-#: Seconds. The engine would only come back at once and ask again, and take the GIL from the thread that copies.
-_A_LITTLE = 2e-3
+#: Seconds that a step which computes nothing waits for loads. Without the wait the engine would step again at once and
+#: take the GIL from the thread that copies.
+_IDLE_WAIT = 2e-3
 
-_Owner = tuple[str, str | int]  # ("load", request id) or ("store", job)
+
+class _Direction(enum.Enum):
+    LOAD = "load"
+    STORE = "store"
+
+
+class _Task(NamedTuple):
+    """A transfer of a plan."""
+
+    direction: _Direction
+    id: str | int  #: the request of a load, the job of a store
 
 
 class WorkerSide:
-    """Carries out plans through one mover per arena. Whatever goes wrong is a job that failed."""
+    """Carries out step plans through one mover per arena. A transfer that cannot be carried out has failed.
+
+    Call every method on the thread that enqueues the engine's forwards.
+    """
 
     def __init__(self, arenas: Sequence[ArenaTierConfig], table: PagedKVCache, caches: Mapping[str, torch.Tensor]):
+        """``caches`` are the engine's own tensors by layer name, for the self-test; ``table`` is where they lie."""
         self._arenas = arenas
         self._table = table
         self._caches = caches
         self._movers: list[Mover | None] = []
-        self._owners: dict[int, _Owner] = {}  # of the movers' jobs; an arena's part of a transfer is a job
-        self._parts: Counter[_Owner] = Counter()  # jobs that have not ended
-        self._failed: set[_Owner] = set()
-        self._sums: dict[tuple[int, int], tuple[int, ...]] = {}  # by store job of the plan, and rank
-        self._ended: list[_Owner] = []
-        self._tried: Counter[str] = Counter()
-        self._jobs = 0
-        self._away = False
+        self._tasks: dict[int, _Task] = {}  # by the movers' jobs; a task has one job for each arena that it touches
+        self._parts: Counter[_Task] = Counter()  # jobs that have not ended
+        self._failed: set[_Task] = set()
+        self._checksums: dict[tuple[int, int], tuple[int, ...]] = {}  # by store job of the plan, and rank
+        self._ended: list[_Task] = []
+        self._self_tests: Counter[str] = Counter()  # outcomes that have not been reported
+        self._last_job = 0
+        self._suspended = False
 
-    def leave_pages(self) -> None:
-        """Touch no page until `return_to_pages`. Waits for the copies under way."""
-        self._away = True
-        self._wait("store", math.inf)
-        self._wait("load", math.inf)
+    def suspend(self) -> None:
+        """Wait for the copies under way, and touch no page until `resume`."""
+        self._suspended = True
+        self._wait(_Direction.STORE, math.inf)
+        self._wait(_Direction.LOAD, math.inf)
 
-    def return_to_pages(self) -> None:
-        self._away = False
+    def resume(self) -> None:
+        """The engine's pages may be touched again."""
+        self._suspended = False
 
     def attach(self, plan: StepPlan) -> None:
-        """Reach the arenas that the plan names and try the copies, once. What is not as it should be is not used."""
-        if self._movers or not plan.arenas or self._away:
+        """Attach the arenas that the plan names and run the self-test, once. If it fails, no arena is used."""
+        if self._movers or not plan.arenas or self._suspended:
             return
-        outcome = run(lambda: self._attach(plan.arenas, plan.trial))
+        outcome = run(lambda: self._attach(plan.arenas, plan.self_test_slots))
         problem = outcome.value if outcome.error is None else f"{type(outcome.error).__name__}: {outcome.error}"
-        self._tried[problem and f"rank {self._table.rank}: {problem}"] += 1
+        self._self_tests[problem and f"rank {self._table.rank}: {problem}"] += 1
         if problem:
             self.close()
             self._movers = [None] * len(plan.arenas)
 
-    def _attach(self, handles: Sequence[str], trial: Sequence[Slot]) -> str:
-        for tier, handle, slot in zip(self._arenas, handles, trial, strict=True):
+    def _attach(self, handles: Sequence[str], slots: Sequence[Slot]) -> str:
+        """What the self-test found wrong; empty if nothing."""
+        for tier, handle, slot in zip(self._arenas, handles, slots, strict=True):
             mover = tier.config.attach(handle, self._table)
             self._movers.append(mover)
             for fact in mover.facts().items():
@@ -72,98 +92,104 @@ class WorkerSide:
         return ""
 
     def load(self, plan: StepPlan, *, idle: bool) -> None:
-        """Begin the plan's loads. In an ``idle`` step, which computes nothing, wait a little for those under way."""
+        """Begin the plan's loads. In an ``idle`` step, which computes nothing, wait briefly for those under way."""
         for request_id, transfer in plan.loads:
-            self._begin(("load", request_id), transfer)
+            self._begin(_Task(_Direction.LOAD, request_id), transfer)
         if idle:
-            self._wait("load", _A_LITTLE)
+            self._wait(_Direction.LOAD, _IDLE_WAIT)
         for request_id in plan.failed_loads:
-            self._failed.add(("load", request_id))
-            self._ended.append(("load", request_id))
+            self._failed.add(_Task(_Direction.LOAD, request_id))
+            self._ended.append(_Task(_Direction.LOAD, request_id))
 
     def store(self, plan: StepPlan) -> None:
-        """Begin the plan's stores. What the engine does with their pages later is kept behind them by `fence`."""
+        """Begin the plan's stores, after the forward. `fence` keeps later forwards from overwriting their pages."""
         for job, transfer in plan.stores:
-            self._begin(("store", job), transfer)
+            self._begin(_Task(_Direction.STORE, job), transfer)
 
     def fence(self, plan: StepPlan) -> None:
-        """Before the step: pages that it may overwrite are read first."""
-        stores_to_fence = {("store", job) for job in plan.stores_to_fence}
-        if jobs := {job for job, owner in self._owners.items() if owner in stores_to_fence}:
+        """Before the forward: make it wait for the stores that still read pages which it may overwrite."""
+        to_fence = {_Task(_Direction.STORE, job) for job in plan.stores_to_fence}
+        if jobs := {job for job, task in self._tasks.items() if task in to_fence}:
             for mover in self._movers:
                 if mover is not None:
                     mover.fence(jobs)
 
     def loaded(self) -> tuple[set[str], set[str]]:
-        """Requests whose load ended since the last call, and those of them for which it failed."""
+        """Requests whose load ended since the last call, and those of them whose load failed."""
         self._collect()
-        ended = {owner for owner in self._ended if owner[0] == "load"}
+        ended = {task for task in self._ended if task.direction is _Direction.LOAD}
         failed = ended & self._failed
-        self._ended = [owner for owner in self._ended if owner not in ended]
+        self._ended = [task for task in self._ended if task not in ended]
         self._failed -= failed
-        return {name for _, name in ended}, {name for _, name in failed}
+        return {task.id for task in ended}, {task.id for task in failed}
 
-    def progress(self) -> Progress | None:
-        """What became of the self-test and of store jobs since the last call; None if nothing did."""
+    def progress(self) -> WorkerProgress | None:
+        """The outcomes of the self-test and of store jobs since the last call; None if there are none."""
         self._collect()
-        ended = [owner for owner in self._ended if owner[0] == "store"]
-        tried, self._tried = self._tried, Counter()
-        if not ended and not tried:
+        ended = [task for task in self._ended if task.direction is _Direction.STORE]
+        self_tests, self._self_tests = self._self_tests, Counter()
+        if not ended and not self_tests:
             return None
-        failed = [owner for owner in ended if owner in self._failed]
-        self._ended = [owner for owner in self._ended if owner[0] != "store"]
+        failed = [task for task in ended if task in self._failed]
+        self._ended = [task for task in self._ended if task.direction is _Direction.LOAD]
         self._failed.difference_update(failed)
-        checksums, self._sums = self._sums, {}
-        return Progress(Counter(job for _, job in ended), Counter(job for _, job in failed), tried, checksums)
+        checksums, self._checksums = self._checksums, {}
+        return WorkerProgress(
+            Counter(task.id for task in ended), Counter(task.id for task in failed), self_tests, checksums
+        )
 
     def close(self) -> None:
+        """Close the movers. May be called twice."""
         for mover in self._movers:
             if mover is not None:
                 mover.close()
         self._movers = []
 
-    def _wait(self, what: str, timeout: float) -> None:
-        jobs = {job for job, owner in self._owners.items() if owner[0] == what}
+    def _wait(self, direction: _Direction, timeout: float) -> None:
+        """Wait for the jobs of one direction, at most ``timeout`` seconds in each arena."""
+        jobs = {job for job, task in self._tasks.items() if task.direction is direction}
         for mover in self._movers:
             if mover is not None and jobs:
                 mover.wait(jobs, timeout)
 
-    def _begin(self, owner: _Owner, transfer: Transfer) -> None:
+    def _begin(self, task: _Task, transfer: Transfer) -> None:
         arenas = sorted({slot.arena for slot in transfer.slots})
-        self._parts[owner] = len(arenas)
+        self._parts[task] = len(arenas)
         for arena in arenas:
             pairs = [
                 (slot.index, pages)
                 for slot, pages in zip(transfer.slots, transfer.pages, strict=True)
                 if slot.arena == arena
             ]
-            self._submit(owner, arena, [slot for slot, _ in pairs], [pages for _, pages in pairs])
+            self._submit(task, arena, [slot for slot, _ in pairs], [pages for _, pages in pairs])
 
-    def _submit(self, owner: _Owner, arena: int, slots: Sequence[int], pages: PageList) -> None:
-        mover = self._movers[arena] if arena < len(self._movers) and not self._away else None
+    def _submit(self, task: _Task, arena: int, slots: Sequence[int], pages: PageList) -> None:
+        mover = self._movers[arena] if arena < len(self._movers) and not self._suspended else None
         if mover is None:
-            return self._end_part(owner, ok=False)
-        self._jobs += 1
-        self._owners[self._jobs] = owner
-        job = self._jobs
-        outcome = run(lambda: mover.load(job, slots, pages) if owner[0] == "load" else mover.store(job, pages, slots))
+            return self._end_part(task, ok=False)
+        self._last_job += 1
+        job = self._last_job
+        self._tasks[job] = task
+        is_load = task.direction is _Direction.LOAD
+        outcome = run(lambda: mover.load(job, slots, pages) if is_load else mover.store(job, pages, slots))
         if outcome.error is not None:
-            logger.warning("kvtier: %s %s failed: %s", *owner, outcome.error)
-            del self._owners[job]
-            self._end_part(owner, ok=False)
+            logger.warning("kvtier: %s %s failed: %s", task.direction.value, task.id, outcome.error)
+            del self._tasks[job]
+            self._end_part(task, ok=False)
 
     def _collect(self) -> None:
+        """Take note of the jobs that the movers have finished."""
         for mover in self._movers:
             for job, ok, checksums in mover.finished() if mover is not None else ():
-                what, number = owner = self._owners.pop(job)
-                if what == "store" and checksums:
-                    self._sums[number, self._table.rank] = tuple(checksums)
-                self._end_part(owner, ok=ok)
+                task = self._tasks.pop(job)
+                if task.direction is _Direction.STORE and checksums:
+                    self._checksums[task.id, self._table.rank] = tuple(checksums)
+                self._end_part(task, ok=ok)
 
-    def _end_part(self, owner: _Owner, *, ok: bool) -> None:
-        self._parts[owner] -= 1
+    def _end_part(self, task: _Task, *, ok: bool) -> None:
+        self._parts[task] -= 1
         if not ok:
-            self._failed.add(owner)
-        if not self._parts[owner]:
-            del self._parts[owner]
-            self._ended.append(owner)
+            self._failed.add(task)
+        if not self._parts[task]:
+            del self._parts[task]
+            self._ended.append(task)

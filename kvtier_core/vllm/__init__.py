@@ -1,10 +1,10 @@
-"""The vLLM edge: `KVTierConnector`, found by vLLM through the entry point ``vllm.general_plugins``."""
+"""kvtier for vLLM: `KVTierConnector`, which vLLM finds through the entry point group ``vllm.general_plugins``."""
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Tell vLLM's factory where the connector is. Runs in every vLLM process, maybe more than once."""
+    """Register the connector with vLLM's factory. vLLM calls this in each of its processes, perhaps more than once."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if "KVTierConnector" not in KVConnectorFactory._registry:

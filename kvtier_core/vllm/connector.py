@@ -1,20 +1,16 @@
-"""`KVTierConnector`: what vLLM calls. Decides nothing; each half lives in its own file.
+"""`KVTierConnector`: what vLLM calls. It translates, and leaves every decision to the scheduler or the worker side.
 
-Nothing of kvtier's may take the engine down. A half that raises is let go, with the reason in the log,
-and the engine goes on without it.
+A side that raises an exception is disabled, with the reason in the log, and the engine goes on without it.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import torch
-import vllm
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -31,85 +27,48 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvtier_core import native
-from kvtier_core.config.model import StackConfig, load_config, open_stack
 from kvtier_core.config.registry import Registry
-from kvtier_core.config.yaml_nodes import shown
 from kvtier_core.engine import worker_reports as reports
 from kvtier_core.engine.messages import StepPlan, WorkerReport
-from kvtier_core.engine.recorder import Recorder
 from kvtier_core.engine.scheduler_side import SchedulerSide
 from kvtier_core.engine.worker_side import WorkerSide
-from kvtier_core.errors import ConfigError, Problem
-from kvtier_core.interfaces import OpenContext
 from kvtier_core.transfer.io_pool import run
-from kvtier_core.types import Namespace, Nbytes
 from kvtier_core.vllm import layout, versions
+from kvtier_core.vllm.guard import guarded
 from kvtier_core.vllm.hit_sources import as_vllm_says
 from kvtier_core.vllm.identity import model_weights
-from kvtier_core.vllm.identity import namespace as identity
-from kvtier_core.vllm.identity.settings import UnidentifiedError
+from kvtier_core.vllm.metadata import StepPlanMetadata, WorkerProgressMetadata
+from kvtier_core.vllm.requests.tracker import RequestTracker
+from kvtier_core.vllm.startup import Refusal, Startup, read_config
+from kvtier_core.vllm.steps import result_of, step_of
 
 logger = logging.getLogger("vllm.kvtier")
 
-_CONFIG_KEY = "kvtier.config"
-_CONFIG_ENV = "KVTIER_CONFIG"
-
-
-def configured(extra: Mapping[str, Any], registry: Registry) -> StackConfig:
-    """From the YAML file named in ``kvtier.config`` or KVTIER_CONFIG, or from the same keys given inline.
-
-    Raises ConfigError with every problem found.
-    """
-    inline = {key: value for key, value in extra.items() if key != _CONFIG_KEY}
-    path = extra.get(_CONFIG_KEY) or (None if inline else os.environ.get(_CONFIG_ENV))
-    if path and not isinstance(path, str):
-        why = f"expected the path of a file, found {shown(path)}"
-        raise ConfigError([Problem("kv_connector_extra_config", f"$.{_CONFIG_KEY}", why)])
-    if path and not inline:
-        return load_config(path, registry)
-    return load_config(dict(extra), registry, label="kv_connector_extra_config")
-
-
-def guarded(neutral: Any = None) -> Callable:
-    """What a method answers when there is no half to ask, or it fails now."""
-
-    def wrap(method: Callable) -> Callable:
-        @functools.wraps(method)
-        def guard(self: KVTierConnector, *args: Any, **kwargs: Any) -> Any:
-            if self.side is None:
-                return neutral
-            try:
-                return method(self, *args, **kwargs)
-            except Exception:
-                logger.exception("kvtier: %s failed; the engine goes on without kvtier", method.__name__)
-                self._disable()
-                return neutral
-
-        return guard
-
-    return wrap
-
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
-    """Keeps the KV of prompts in a stack of tiers chosen in YAML, and gives it back."""
+    """Keeps the KV of prompts in a stack of tiers that YAML describes, and loads it for later prompts.
+
+    vLLM makes one for its scheduler and one in each worker process; each has the methods of both.
+    """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
+        """Raises ConfigError if the configuration is wrong or does not suit the engine."""
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._registry = Registry.discover()
-        self.config = configured(self._kv_transfer_config.kv_connector_extra_config or {}, self._registry)
+        self.config = read_config(self._kv_transfer_config.kv_connector_extra_config or {}, self._registry)
         self.side: SchedulerSide | WorkerSide | None = None
-        self._reports: list[WorkerReport] | str = []
-        self._promised: list[str] = []  # scheduler: loads that the engine waits for and no worker was told of
-        self._awaited: set[str] = set()  # worker: loads that the engine waits for
+        self._requests: RequestTracker | None = None  # scheduler
+        self._reports: Sequence[WorkerReport] | reports.NoReports = ()  # scheduler
+        self._promised: list[str] = []  # scheduler: requests whose load is in no plan yet
+        self._awaited: set[str] = set()  # worker: requests whose load has not ended
         self._refusal = ""
         if refusal := layout.refusal(vllm_config, kv_cache_config):
             self._refuse(refusal)
         else:
             self.config.check_engine(vllm_config.cache_config.block_size)
-        if role is KVConnectorRole.SCHEDULER and (doubt := versions.doubt()):
-            logger.warning("kvtier: %s", doubt)
-        # Two connectors of one engine, beside each other, share its name; and they find the same.
+        if role is KVConnectorRole.SCHEDULER and (warning := versions.warning()):
+            logger.warning("kvtier: %s", warning)
+        # Two connectors of one engine, beside each other, have the same name; and what they report is the same.
         self._engine = f"{self._kv_transfer_config.engine_id} {vllm_config.instance_id}"
         self._ranks = vllm_config.parallel_config.world_size
         if role is KVConnectorRole.SCHEDULER and not self._refusal:
@@ -117,11 +76,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a store that is dropped is only a later miss
+        """False: a store that is dropped is only a later miss."""
+        return False
 
-    # -- start-up: pages, then what the workers found, then the stack -----------------------------------
+    # -- start-up: the workers report what they found, then the scheduler's connector opens the stack -----
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Inspect the pages of this worker and report them to the scheduler's connector."""
         if self._refusal:
             return
         if self._vllm_config.parallel_config.rank == 0:
@@ -129,7 +90,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                 self._vllm_config.model_config, self._vllm_config.load_config, self.config.identity
             )
         table, report = layout.inspect_pages(self._vllm_config, self._kv_cache_config, kv_caches, self.config)
-        # Inside a MultiConnector its settings count, and vLLM shows them to workers alone.
+        # Inside a MultiConnector the settings of that one count, and vLLM shows them to workers only.
         whole = get_current_vllm_config_or_none()
         if whole and whole.kv_transfer_config:
             report = attrs.evolve(report, failure_policy=whole.kv_transfer_config.kv_load_failure_policy)
@@ -143,197 +104,160 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded()
     def unregister_kv_caches(self) -> None:
         """vLLM 0.33: before a sleep, until `restore_kv_caches`. The pages come back at the same addresses."""
-        self.side.leave_pages()
+        self.side.suspend()
 
     @guarded()
     def restore_kv_caches(self) -> None:
-        self.side.return_to_pages()
+        """vLLM 0.33: after a sleep."""
+        self.side.resume()
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """It is that of a connector beside this one."""
+        """Ignored: the metadata is that of a connector beside this one."""
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """The last step of vLLM's start-up: now every connector has read what the workers reported."""
+        """Open the stack: vLLM's last call at start-up, when every connector has read the workers' reports."""
         super().bind_kv_cache_manager(kv_cache_manager)
         reports.remove(self._engine, self._ranks)
         if self._refusal:
             return
-        if isinstance(self._reports, str):
-            return self._refuse(self._reports)
-        report = self._reports[0]
-        if refusal := layout.disagreement(self._reports) or self._missing_mover(report.device):
-            return self._refuse(refusal)
-        weights = model_weights.identify(
-            self._vllm_config.model_config, self._vllm_config.load_config, self.config.identity
-        )
-        if isinstance(weights, model_weights.Unknown):
-            return self._refuse(weights.reason)
-        if weights.warning:
-            logger.warning("kvtier: %s", weights.warning)
-        self._warn_of(report.failure_policy or self._kv_transfer_config.kv_load_failure_policy)
-        try:
-            self.side = self._open(report, weights.fact)
-        except UnidentifiedError as error:
-            self._refuse(str(error))
+        if isinstance(self._reports, reports.NoReports):
+            return self._refuse(self._reports.reason)
+        startup = Startup(self._vllm_config, self._kv_transfer_config, self.config, self._registry)
+        opened = startup.open(self._reports)
+        if isinstance(opened, Refusal):
+            return self._refuse(opened.reason)
+        self._requests = RequestTracker()
+        self.side = opened
 
-    def _warn_of(self, failure_policy: str) -> None:
-        if failure_policy != "recompute":
-            logger.warning(
-                "kvtier: kv_load_failure_policy is %r: a request whose load fails will fail. Set it to 'recompute'"
-                " (around a MultiConnector, not inside it).",
-                failure_policy,
-            )
-
-    def _missing_mover(self, device: str) -> str:
-        lacking = [tier.name for tier in self.config.arenas if device not in tier.config.devices]
-        return f"arena {lacking[0]} has no mover for {device} yet" if lacking else ""
-
-    def _refuse(self, why: str) -> None:
-        self._refusal = why
+    def _refuse(self, reason: str) -> None:
+        self._refusal = reason
         if self.role is KVConnectorRole.SCHEDULER:
-            logger.warning("kvtier: this engine is not served: %s", why)
+            logger.warning("kvtier: this engine is not served: %s", reason)
 
-    def _open(self, report: WorkerReport, weights: str) -> SchedulerSide:
-        """Raises ConfigError: an engine does not start with half a stack."""
-        config, chunk = layout.in_chunks(self.config, self._vllm_config, report.groups)
-        replica, replicas = layout.replica_of(self._vllm_config.parallel_config)
-        context = OpenContext(
-            namespace=identity.namespace(self._vllm_config, weights, config.chunk_tokens, report),
-            layout=chunk,
-            engine=self._kv_transfer_config.engine_id,
-            replica=replica,
-            replicas=replicas,
-        )
-        recorder = Recorder(config, replicas) if config.record else None
-        manager = open_stack(config, context)
-        if replicas > 1:
-            told = "kvtier: data parallel: replica %d of %d; capacities are divided by %d"
-            logger.info(told, replica, replicas, replicas)
-        logger.info(
-            "kvtier: chunk_tokens: %s -> %d, in frames of %s",
-            self.config.chunk_tokens, config.chunk_tokens, Nbytes(chunk.frame_nbytes),
-        )  # fmt: skip
-        for line in manager.describe():
-            logger.info("kvtier: %s", line)
-        logger.info("kvtier: vLLM %s; %s", vllm.__version__, native.describe())
-        before = Namespace.of(identity.facts_before_start(self._vllm_config, weights))
-        logger.info("kvtier: identity %s, before the start %s", context.namespace.digest.hex(), before.digest.hex())
-        for fact in context.namespace.facts:
-            logger.debug("kvtier: identity: %s: %s", *fact)
-        if cold := manager.why_cold():
-            logger.info("kvtier: cold because %s", cold)
-        return SchedulerSide(
-            config,
-            manager,
-            context.namespace,
-            block_tokens=chunk.groups[0].block_tokens,
-            ranks=chunk.ranks,
-            loads=self._kv_transfer_config.is_kv_consumer,
-            stores=self._kv_transfer_config.is_kv_producer,
-            observe=self._registry.observe,
-            recorder=recorder,
-        )
-
-    # -- the scheduler's half ----------------------------------------------------------------------------
+    # -- the scheduler's connector -----------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
+        """Log why a request is not served, if the engine is not."""
         if self._refusal:
             logger.info("kvtier: %s: hit 0 of %d tokens: %s", request.request_id, request.num_tokens, self._refusal)
 
     @guarded((0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self.side.match(request, num_computed_tokens)
+        """How many more tokens can be loaded, asynchronously; None: ask again in the next step."""
+        view = self._requests.view(request)
+        self.side.track(view)
+        if bypass := self._requests.check_cached(request.request_id, num_computed_tokens):
+            self.side.bypass(request.request_id, bypass)
+        tokens = self.side.match(view, num_computed_tokens)
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """vLLM allocated a request's blocks, and waits for a load if there are external tokens."""
         if num_external_tokens:
             self._promised.append(request.request_id)
         self._admitted(request, blocks, num_external_tokens)
 
     @guarded()
     def _admitted(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self.side.admitted(request, blocks.get_block_ids()[0], num_external_tokens)
+        self.side.admitted(self._requests.view(request), blocks.get_block_ids()[0], num_external_tokens)
+        if num_external_tokens:
+            self._requests.note_load(request.request_id, num_external_tokens)
 
     @guarded({})
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[versions.CacheHitSource, int]:
+        """Where the tokens of the load that was just admitted come from, for vLLM's metrics."""
         if not num_external_tokens:
             return {}
         media = {tier.name: tier.config.medium for tier in self.config.tiers}
         return as_vllm_says(self.side.sources(request.request_id), media)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """The plan of a step for the workers. Without a scheduler side it fails the loads that vLLM waits for."""
         plan = self._plan(scheduler_output) or StepPlan(failed_loads=tuple(self._promised))
         self._promised.clear()
-        return plan
+        return StepPlanMetadata(plan)
 
     @guarded()
     def _plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
-        return self.side.plan(scheduler_output)
+        for request_id, bypass in self._requests.follow(scheduler_output).items():
+            self.side.bypass(request_id, bypass)
+        scheduled = self._requests.scheduled(scheduler_output)
+        return self.side.plan(step_of(scheduler_output, scheduled, self._vllm_config.cache_config.block_size))
 
     @guarded()
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self.side.progress(connector_output)
+        """What the workers did."""
+        self.side.progress(result_of(connector_output))
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished_all_groups`, for an engine with one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     @guarded((False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self.side.finished(request)
+        """A request ended. Its blocks are free at once."""
+        if view := self._requests.finish(request):
+            self.side.finished(view, str(request.get_finished_reason() or "abort"))
         return False, None
 
     @guarded(False)
     def has_pending_push_work(self) -> bool:
+        """Must vLLM keep stepping though no request is alive?"""
         return self.side.busy()
 
     @guarded(True)
     def reset_cache(self) -> bool:
-        """The weights may be others now. False if a request still loads what was stored before.
+        """Invalidate what is stored: the weights may have changed. False if a request still loads some of it.
 
         vLLM calls this for new weights, and for each sleep and pause during which they may be changed.
         """
         if self.config.on_reset == "keep":
             logger.info("kvtier: vLLM reset its caches; what is stored is kept: on_reset is keep")
             return True
-        logger.info("kvtier: vLLM reset its caches; what is stored is forgotten, since weights may be others now")
+        logger.info("kvtier: vLLM reset its caches; what is stored is invalidated: weights may have changed")
         return self.side.invalidate_all()
 
-    # -- a worker's half -----------------------------------------------------------------------------------
+    # -- a worker's connector ------------------------------------------------------------------------------
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """vLLM hands over the plan of the step."""
         super().bind_connector_metadata(connector_metadata)
-        plan: StepPlan = connector_metadata
+        plan: StepPlan = connector_metadata.plan
         self._awaited.update(request_id for request_id, _ in plan.loads)
         self._awaited.update(plan.failed_loads)
 
     @guarded()
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Called before the step touches a page, and before any connector does."""
-        self.side.attach(kv_connector_metadata)
-        self.side.fence(kv_connector_metadata)
+        self.side.attach(kv_connector_metadata.plan)
+        self.side.fence(kv_connector_metadata.plan)
 
     @guarded()
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin the step's loads."""
         # vLLM's second model runner has no such context any more, and says in kwargs what it computed.
         idle = not kwargs and forward_context.attn_metadata is None
-        self.side.load(self._connector_metadata, idle=idle)
+        self.side.load(self._connector_metadata.plan, idle=idle)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: what a forward needs has been loaded before it is scheduled."""
+        """Nothing to wait for: vLLM schedules a request after its load has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Whole pages are stored, after the forward."""
+        """Nothing to save yet: whole pages are stored, after the forward."""
 
     @guarded()
     def wait_for_save(self) -> None:
-        self.side.store(self._connector_metadata)
+        """Begin the step's stores. The forward has been enqueued."""
+        self.side.store(self._connector_metadata.plan)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Requests whose load ended. Without a worker side all that are awaited have failed."""
         loaded = self._loaded()
         if loaded is None:
             loaded = set(self._awaited), set(self._awaited)
@@ -347,17 +271,20 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded()
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self.side.progress()
+        """What this worker reports after the step; None if nothing."""
+        progress = self.side.progress()
+        return progress and WorkerProgressMetadata(progress)
 
     # -- both ------------------------------------------------------------------------------------------------
 
     @guarded()
     def shutdown(self) -> None:
+        """Close this connector's side."""
         self.side.close()
         self.side = None
 
-    def _disable(self) -> None:
-        """Of a half that failed. Whoever waits for a load is told that it failed: `_promised` and `_awaited`."""
+    def disable(self) -> None:
+        """Drop a side that failed. Loads that vLLM waits for are reported as failed: `_promised` and `_awaited`."""
         side, self.side = self.side, None
         self._refusal = "kvtier failed before; see the log"
         if isinstance(side, WorkerSide) and run(side.close).error is not None:

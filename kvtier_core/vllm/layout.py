@@ -24,7 +24,7 @@ from kvtier_core.config.model import StackConfig
 from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.interfaces import PagedKVCache, PageRun
 from kvtier_core.types import ChunkLayout, KVGroup, KVKind, KVStructure
-from kvtier_core.vllm.identity import namespace as identity
+from kvtier_core.vllm.identity import namespace
 from kvtier_core.vllm.identity.settings import UnidentifiedError
 
 #: What keeps the KV of every token, and what it keeps. By exact type: a subclass may keep something else.
@@ -36,7 +36,7 @@ _ONE_GROUP = "start vLLM with --disable-hybrid-kv-cache-manager, and it has one"
 
 
 def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Why this engine cannot be served, as far as its configuration tells; empty if it can."""
+    """Why this engine cannot be served, according to its configuration; empty if it can."""
     parallel = vllm_config.parallel_config
     if not vllm_config.model_config.is_prefix_caching_supported:
         return "vLLM itself does not reuse the prefixes of this model"
@@ -72,17 +72,17 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
 
 
 def _can_be_one_group(specs: Iterable[KVCacheSpec]) -> bool:
-    """Would vLLM keep all layers as if they attended to all tokens, if it were asked to?"""
+    """Can vLLM be told to keep the KV of all layers as if each attended to all tokens?"""
     windows = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
     kinds = {FullAttentionSpec if isinstance(spec, FullAttentionSpec) else type(spec) for spec in specs}
     return FullAttentionSpec in kinds and kinds <= {FullAttentionSpec, *windows}
 
 
 def replica_of(parallel: ParallelConfig) -> tuple[int, int]:
-    """Which data parallel rank this engine is, and how many they are.
+    """The data parallel rank of this engine, and the number of ranks on all nodes.
 
-    vLLM runs the ranks of a dense model as engines of their own, and sets their fields back to one rank of one. It
-    leaves the index, and the size in a field that is for elastic models. On several nodes that is the size of all.
+    vLLM runs the ranks of a dense model as independent engines, and resets their configuration to one rank of one. What
+    it leaves is the index, and the size in a field meant for elastic models.
     """
     return parallel.data_parallel_index, parallel.elastic_ep_max_dp_size
 
@@ -90,13 +90,13 @@ def replica_of(parallel: ParallelConfig) -> tuple[int, int]:
 def inspect_pages(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor], config: StackConfig
 ) -> tuple[PagedKVCache | None, WorkerReport]:
-    """Look at the pages that vLLM hands over at start-up.
+    """Inspect the pages that vLLM hands over at start-up.
 
     Returns them for the movers, or None if they cannot be moved, and what this worker reports to the scheduler.
     """
     device = next(iter(kv_caches.values())).device
     try:
-        of_the_worker = identity.facts_of_the_worker(vllm_config.model_config, config.identity)
+        worker_facts = namespace.facts_of_worker(vllm_config.model_config, config.identity)
     except UnidentifiedError as error:
         return None, WorkerReport(device.type, (), (), str(error))
     runs: dict[tuple[int, int], PageRun] = {}  # layers that share KV are views of the same pages
@@ -115,7 +115,7 @@ def inspect_pages(
         layout=layout,
     )
     facts = {
-        **of_the_worker,
+        **worker_facts,
         "device": device.type,
         "page layout": kv_cache_config.kv_cache_layout,
         "layers": " ".join(sorted(kv_caches)),
@@ -177,7 +177,7 @@ def _structure(spec: KVCacheSpec) -> KVStructure:
 
 
 def _page_run(cache: torch.Tensor, blocks: int) -> PageRun | None:
-    """None unless the bytes of a page lie side by side. vLLM may cut a page into several kernel blocks."""
+    """Where a layer's pages lie; None unless each page is contiguous. vLLM may split a page into kernel blocks."""
     cuts, rest = divmod(cache.shape[0], blocks)
     if rest or not cuts:
         return None
@@ -202,7 +202,7 @@ def _attention_backends(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tens
 
 
 def _cpu_isa(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """The CPU backend packs its pages differently for each instruction set."""
+    """The instruction sets for which the CPU backend packs its pages; each has its own layout."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     cache = vllm_config.cache_config

@@ -86,7 +86,7 @@ def test_a_disk_that_fails_ends_the_recording_and_nothing_else(tmp_path, caplog)
 
 
 def test_a_slow_disk_costs_lines_and_not_memory(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("kvtier_core.engine.recorder._MOST_WAITING", 0)
+    monkeypatch.setattr("kvtier_core.engine.recorder._MAX_WAITING", 0)
     assert finished(Recorder(config(tmp_path)), 7) == []
     assert "kvtier: 7 requests were not recorded: the disk was too slow" in [r.message for r in caplog.records]
 

@@ -168,7 +168,7 @@ def _look(engine: Any) -> None:
     engine.settle()
     for key in engine.manager._tiers[0].index.held:
         tell("indexed", key.hex())
-    tell("memo", key_of(engine.connector.side._epoch).hex())
+    tell("memo", key_of(engine.connector.side.namespace).hex())
     tell("accounted", engine.manager.usage()[-1].nbytes)
 
 

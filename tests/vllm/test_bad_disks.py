@@ -68,6 +68,10 @@ class Served:
             assert answer.differs(self._truth[tuple(asked)]) < NOISE
         return [answer.cached for answer in answers]
 
+    def keys(self, prompt):
+        """Of the prompt's chunks."""
+        return self.engine.connector.config.token_database.open(self.side.namespace, CHUNK).keys(prompt)
+
     def crowd_out(self):
         """Empty the arena, so that only the disks can answer."""
         self.engine.settle()
@@ -270,19 +274,20 @@ def holds_little(served):
 
 
 def passing_with_requests(served, monkeypatch):
-    """From here on a second passes whenever a request is finished, and not before; for the scheduler's half, too."""
+    """From here on a second passes whenever a request is finished, and not before; for the scheduler side, too."""
     finished = served.side.finished
 
-    def later(request):
+    def later(view, reason):
         served.now += 1.0
-        finished(request)
+        finished(view, reason)
 
-    monkeypatch.setattr(served.side, "_clock", served.clock)
+    for part in (served.side, served.side.events):
+        monkeypatch.setattr(part, "_clock", served.clock)
     monkeypatch.setattr(served.side, "finished", later)
 
 
 def test_a_disk_that_hangs_stalls_nobody(start, said, monkeypatch, tmp_path):
-    waited = "hit 0 of 400 tokens: it did not come up within 0.2s"
+    waited = "hit 0 of 400 tokens: it was not promoted within 0.2s"
     with contextlib.ExitStack() as running:
         little = f"{INFLIGHT * FRAME}B"
         served = running.enter_context(start(stack(tmp_path, load_wait="200ms", inflight=little)))
@@ -356,7 +361,7 @@ def test_a_bad_sector_costs_one_prompt_once(start, said, tmp_path):
             served.ask(KEPT)
             served.ask(FRESH[0])
             served.crowd_out()
-            first = served.side._database.keys(KEPT)[0]
+            (first, *_) = served.keys(KEPT)
             (file,) = disk.folder.rglob(f"{first.hex()}.kv")
             disk.spoil(file)
             said()

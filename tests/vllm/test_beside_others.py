@@ -336,19 +336,19 @@ def test_what_the_engine_held_when_the_cache_was_reset_is_not_stored(engine):
 # -- the workers' reports
 
 GROUPS = (make_group((4096, 8192)), make_group((512,), name="group 1", block_tokens=8))
-SURVEY = WorkerReport("cpu", GROUPS, (("page layout", "NHD"), ("cpu isa", "amx")), failure_policy="recompute")
+REPORT = WorkerReport("cpu", GROUPS, (("page layout", "NHD"), ("cpu isa", "amx")), failure_policy="recompute")
 
 
 def test_reports_of_all_ranks_arrive_as_they_were_and_are_removed(runtime):
-    others = attrs.evolve(SURVEY, refusal="these pages lie elsewhere")
-    reports.leave("engine", 0, SURVEY)
+    others = attrs.evolve(REPORT, refusal="these pages lie elsewhere")
+    reports.leave("engine", 0, REPORT)
     reports.leave("engine", 1, others)
     reports.leave("neighbour", 0, others)
-    assert reports.collect("engine", 2) == reports.collect("engine", 2) == [SURVEY, others]
+    assert reports.collect("engine", 2) == reports.collect("engine", 2) == [REPORT, others]
     assert [file.stat().st_mode & 0o777 for file in (runtime, *runtime.iterdir())] == [0o700, *[0o600] * 3]
     reports.remove("engine", 2)
     assert len(list(runtime.iterdir())) == 1
-    assert "did not report" in reports.collect("engine", 2)
+    assert "did not report" in reports.collect("engine", 2).reason
 
 
 def test_a_missing_report_is_a_refusal(engine, said, monkeypatch):
@@ -359,7 +359,7 @@ def test_a_missing_report_is_a_refusal(engine, said, monkeypatch):
 
 
 def test_a_report_that_is_none_is_a_refusal(runtime):
-    reports.leave("engine", 0, SURVEY)
+    reports.leave("engine", 0, REPORT)
     (file,) = runtime.iterdir()
     whole = json.loads(file.read_text())
     group = whole["groups"][0]
@@ -367,16 +367,16 @@ def test_a_report_that_is_none_is_a_refusal(runtime):
     kinds = ({**whole, "groups": [{**group, "kind": "half attention"}]}, {**whole, "groups": [{**group, "more": 1}]})
     for text in ("", "{", *map(json.dumps, [*parts, *kinds])):
         file.write_text(text)
-        assert "cannot be read" in reports.collect("engine", 1)
+        assert "cannot be read" in reports.collect("engine", 1).reason
     target = file.with_name("elsewhere")
     file.rename(target)
     file.symlink_to(target)
-    assert "cannot be read" in reports.collect("engine", 1)
+    assert "cannot be read" in reports.collect("engine", 1).reason
 
 
 @pytest.mark.parametrize("harm", ["open to others", "a link", "somebody else's"])
 def test_a_folder_that_others_could_write_to_is_not_believed(runtime, tmp_path, monkeypatch, harm):
-    reports.leave("engine", 0, SURVEY)
+    reports.leave("engine", 0, REPORT)
     if harm == "open to others":
         runtime.chmod(0o770)
     elif harm == "a link":
@@ -386,27 +386,27 @@ def test_a_folder_that_others_could_write_to_is_not_believed(runtime, tmp_path, 
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
         monkeypatch.setattr(reports.tempfile, "gettempdir", lambda: str(tmp_path))
         (tmp_path / f"kvtier-{os.geteuid()}").mkdir(mode=0o700)
-    assert "cannot be read" in reports.collect("engine", 1)
+    assert "cannot be read" in reports.collect("engine", 1).reason
     with pytest.raises(OSError):
-        reports.leave("engine", 0, SURVEY)
+        reports.leave("engine", 0, REPORT)
 
 
 @pytest.mark.parametrize("unset", [True, False])
 def test_without_a_runtime_folder_of_this_users_they_lie_in_one_of_its_own(runtime, tmp_path, monkeypatch, unset):
     monkeypatch.setattr(reports.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.delenv("XDG_RUNTIME_DIR") if unset else runtime.parent.chmod(0o777)
-    reports.leave("engine", 0, SURVEY)
-    assert reports.collect("engine", 1) == [SURVEY]
+    reports.leave("engine", 0, REPORT)
+    assert reports.collect("engine", 1) == [REPORT]
     folder = tmp_path / f"kvtier-{os.geteuid()}"
     assert (folder.stat().st_mode & 0o777, len(list(folder.iterdir()))) == (0o700, 1)
 
 
 def test_what_dead_engines_left_is_swept(runtime):
-    reports.leave("dead", 0, SURVEY)
+    reports.leave("dead", 0, REPORT)
     (left,) = runtime.iterdir()
-    reports.leave("alive", 0, SURVEY)
+    reports.leave("alive", 0, REPORT)
     assert left.exists()
     os.utime(left, (0, time.time() - 25 * 3600))
-    reports.leave("alive", 0, SURVEY)
+    reports.leave("alive", 0, REPORT)
     assert not left.exists()
-    assert reports.collect("alive", 1) == [SURVEY]
+    assert reports.collect("alive", 1) == [REPORT]

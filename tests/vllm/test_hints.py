@@ -60,7 +60,7 @@ def test_what_is_no_hint(said):
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
-    from kvtier_core.engine.hints import hints_of
+    from kvtier_core.vllm.requests.hints import hints_of
 
     sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": said})
     assert hints_of(Request("1", [1, 2], sampling, None)) == {}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from conftest import CHUNK, cpu_and_disk, prompt
 
+from kvtier_core.engine.scheduler.loads import tokens_by_tier
 from kvtier_core.interfaces import Medium
-from kvtier_core.vllm.hit_sources import as_vllm_says, tokens_by_tier
+from kvtier_core.vllm.hit_sources import as_vllm_says
 
 
 def by_source(served):

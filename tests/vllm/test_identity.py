@@ -18,12 +18,11 @@ from kvtier_core.config.model import IdentityConfig
 from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.testing.samples import make_group
 from kvtier_core.types import Namespace
-from kvtier_core.vllm.identity import harmless, settings
-from kvtier_core.vllm.identity import namespace as identity
+from kvtier_core.vllm.identity import harmless, namespace, settings
 from kvtier_core.vllm.identity.settings import UnidentifiedError
 
 CHUNK = 64
-SURVEY = WorkerReport(
+REPORT = WorkerReport(
     "cpu", (make_group((4096, 4096)),), (("page layout", "NHD"), ("attention backend", "CPU_ATTN"), ("cpu isa", "amx"))
 )
 HARMLESS = frozenset(itertools.chain(*harmless.FIELDS.values()))
@@ -42,8 +41,8 @@ def base(model):
     return engine_config(model)
 
 
-def facts(config, *, weights="w", chunk_tokens=CHUNK, survey=SURVEY):
-    return identity.namespace(config, weights, chunk_tokens, survey)
+def facts(config, *, weights="w", chunk_tokens=CHUNK, report=REPORT):
+    return namespace.of_engine(config, weights, chunk_tokens, report)
 
 
 # -- the whole of vLLM's configuration --------------------------------------------------------------------
@@ -252,7 +251,7 @@ def test_a_setting_that_cannot_be_compared_is_not_guessed(base):
         {"weights": "other"},
         {"chunk_tokens": 128},
         *(
-            {"survey": attrs.evolve(SURVEY, groups=(attrs.evolve(SURVEY.groups[0], **change),))}
+            {"report": attrs.evolve(REPORT, groups=(attrs.evolve(REPORT.groups[0], **change),))}
             for change in (
                 {"name": "group 1"},
                 {"page_nbytes": (4096, 8192)},
@@ -261,7 +260,7 @@ def test_a_setting_that_cannot_be_compared_is_not_guessed(base):
                 {"structure": "keys and values"},
             )
         ),
-        {"survey": attrs.evolve(SURVEY, groups=SURVEY.groups * 2)},
+        {"report": attrs.evolve(REPORT, groups=REPORT.groups * 2)},
     ],
     ids=str,
 )
@@ -269,19 +268,19 @@ def test_what_an_engine_reports_changes_the_namespace(base, change):
     assert facts(base, **change).digest != facts(base).digest
 
 
-@pytest.mark.parametrize("fact", range(len(SURVEY.facts)))
+@pytest.mark.parametrize("fact", range(len(REPORT.facts)))
 def test_every_fact_of_the_pages_counts(base, fact):
-    changed = [*SURVEY.facts]
+    changed = [*REPORT.facts]
     changed[fact] = (changed[fact][0], "other")
-    assert facts(base, survey=attrs.evolve(SURVEY, facts=tuple(changed))).digest != facts(base).digest
+    assert facts(base, report=attrs.evolve(REPORT, facts=tuple(changed))).digest != facts(base).digest
 
 
 def test_the_format_and_the_engines_version_count(base, monkeypatch):
     before = facts(base).digest
-    monkeypatch.setattr(identity, "FORMAT_VERSION", -1)
+    monkeypatch.setattr(namespace, "FORMAT_VERSION", -1)
     other_format = facts(base).digest
     monkeypatch.undo()
-    monkeypatch.setattr(identity.vllm, "__version__", "0.33.0")
+    monkeypatch.setattr(namespace.vllm, "__version__", "0.33.0")
     assert len({before, other_format, facts(base).digest}) == 3
 
 
@@ -293,10 +292,10 @@ def test_a_model_from_elsewhere_counts_with_its_code(base, tmp_path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     import acme
 
-    monkeypatch.setattr(identity, "get_model_cls", lambda model: acme.Llama)
-    before = identity.facts_of_the_worker(base.model_config, IdentityConfig())
+    monkeypatch.setattr(namespace, "get_model_cls", lambda model: acme.Llama)
+    before = namespace.facts_of_worker(base.model_config, IdentityConfig())
     (package / "llama.py").write_text("class Llama: scale = 2")
-    after = identity.facts_of_the_worker(base.model_config, IdentityConfig())
+    after = namespace.facts_of_worker(base.model_config, IdentityConfig())
     assert before["model code"] != after["model code"]
     assert before["model code"].startswith("acme.llama.Llama ")
 
@@ -304,19 +303,19 @@ def test_a_model_from_elsewhere_counts_with_its_code(base, tmp_path, monkeypatch
 def test_a_model_with_weights_from_two_places_is_not_guessed(base, monkeypatch):
     from vllm.model_executor.models.ultravox import UltravoxModel
 
-    monkeypatch.setattr(identity, "get_model_cls", lambda model: UltravoxModel)
+    monkeypatch.setattr(namespace, "get_model_cls", lambda model: UltravoxModel)
     with pytest.raises(UnidentifiedError, match="may load weights from a second place"):
-        identity.facts_of_the_worker(base.model_config, IdentityConfig())
-    assert identity.facts_of_the_worker(base.model_config, IdentityConfig("name:ultravox of Tuesday"))
+        namespace.facts_of_worker(base.model_config, IdentityConfig())
+    assert namespace.facts_of_worker(base.model_config, IdentityConfig("name:ultravox of Tuesday"))
 
 
 # -- the same everywhere -----------------------------------------------------------------------------------
 
 
 def test_namespaces_are_the_same_on_every_machine():
-    namespace = Namespace.of({"model": "LlamaForCausalLM", "weights": "é"})
+    model = Namespace.of({"model": "LlamaForCausalLM", "weights": "é"})
     # blake2b of [["model","LlamaForCausalLM"],["weights","\\u00e9"]], by hand
-    assert namespace.digest.hex() == "e658196d344ef2c4dd1474977556d0a2d63eb44a34bedaa4215af506bb982d03"
+    assert model.digest.hex() == "e658196d344ef2c4dd1474977556d0a2d63eb44a34bedaa4215af506bb982d03"
 
 
 def test_an_epoch_shares_nothing_with_any_other():
@@ -338,7 +337,7 @@ def test_the_command_tells_what_an_engine_in_another_process_will_log(model, eng
     assert output.returncode == 0, output.stderr
     with engine(cpu()) as served:
         (logged,) = [line for line in said() if line.startswith("kvtier: identity ")]
-        running = served.connector.side._epoch
+        running = served.connector.side.namespace
     before = Namespace.from_json(told.read_text())
     assert [each for each in before.differences(running) if each[1]] == []
     assert before.digest.hex() == logged.split()[-1]

@@ -111,7 +111,7 @@ class Soak:
         for internal, request in scheduler.requests.items():
             if internal.split("-")[0] == request_id:
                 yield request.status.name
-                tracked = self.engine.connector.side._tracked.get(internal)
+                tracked = self.engine.connector.side._requests.get(internal)
                 if tracked and tracked.waiting_since is not None:
                     yield "waits for a tier"
 
@@ -133,17 +133,17 @@ def must_be_at_rest(soak: Soak) -> tuple[dict[str, int], int]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     soak.engine.assert_at_rest()
-    half, worker = soak.engine.connector.side, get_kv_transfer_group().side
-    assert half is not None and not half._refusal
-    assert not half._planned and not half.manager.pins_by_holder() and not half.manager.jobs
-    assert not (worker._owners or worker._parts or worker._failed or worker._ended)
-    for arena in half.manager._arenas:
+    side, worker = soak.engine.connector.side, get_kv_transfer_group().side
+    assert side is not None and not side._self_test.failure
+    assert not side._loads._planned and not side.manager.pins_by_holder() and not side.manager.jobs
+    assert not (worker._tasks or worker._parts or worker._failed or worker._ended)
+    for arena in side.manager._arenas:
         assert arena.free + len(arena.index) == arena.memory.slots and not arena.reserved
         assert arena.index.used == len(arena.index) * arena.memory.slot_nbytes
-    held = {f"scheduler.{name}": n for name, n in sizes(half).items() if not name.endswith("backend.0.calls")}
+    held = {f"scheduler.{name}": n for name, n in sizes(side).items() if not name.endswith("backend.0.calls")}
     held |= {f"worker.{name}": n for name, n in sizes(worker).items()}
-    places = sum(len(level.index) for level in half.manager._levels)
-    return held, places + sum(arena.free for arena in half.manager._arenas)
+    places = sum(len(level.index) for level in side.manager._levels)
+    return held, places + sum(arena.free for arena in side.manager._arenas)
 
 
 def late(monkeypatch, drawn: random.Random) -> None:

@@ -67,7 +67,8 @@ def test_a_recording_tells_nothing_but_what_it_should(engine, tmp_path, capsys):
         served.ask(prompt(2, 300, shared), tokens=3)
         served.ask(prompt(3, 300, shared), tokens=2, salt="alice")
         served.ask(prompt(4, 300, shared), tokens=2)
-        key = served.connector.side._database.keys(shared)[0]
+        database = served.connector.config.token_database.open(served.connector.side.namespace, CHUNK)
+        (key, *_) = database.keys(shared)
     file = recorded(tmp_path / "traffic")
     text = file.read_text()
     lines = [json.loads(line) for line in text.splitlines()]

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from kvtier_core.builtin.chained import ChainedConfig
 from kvtier_core.engine import weights
+from kvtier_core.engine.request_view import Bypass
 from kvtier_core.types import Namespace
 from kvtier_core.vllm.requests import adapters
 from kvtier_core.vllm.requests import fields as request_fields
@@ -42,7 +43,7 @@ def keys(identifier=None, **ingredients):
     found = (identifier or begun()).identify(asked(**ingredients))
     assert isinstance(found, RequestIdentity), found
     database = ChainedConfig().open(Namespace.of({"model": "test"}), CHUNK)
-    return database.keys(TOKENS, salt=found.salt, extra=found.extra(CHUNK))
+    return database.keys(TOKENS, salt=found.kv.salt, extra=found.kv.extra(CHUNK))
 
 
 def shared(some, others):
@@ -98,7 +99,7 @@ def test_a_field_of_another_vllm_counts_when_it_is_set(tmp_path):
     usual = keys(lora_request=NewerAdapter("one", 1, path))
     assert shared(usual, keys(lora_request=LoRARequest("one", 1, path))) == 4
     stronger = NewerAdapter("one", 1, path, strength=2.0)
-    assert begun().identify(asked(lora_request=stronger)) == (
+    assert begun().identify(asked(lora_request=stronger)) == Bypass(
         "LoRA adapter 'one': vLLM's field 'strength' of a LoRA adapter is not known to kvtier"
     )
     request = asked()
@@ -117,7 +118,7 @@ def test_a_field_of_another_vllm_counts_when_it_is_set(tmp_path):
     ],
 )
 def test_what_cannot_be_identified_is_bypassed(ingredients, why):
-    assert begun().identify(asked(**ingredients)) == why
+    assert begun().identify(asked(**ingredients)) == Bypass(why)
 
 
 def test_token_types_of_a_pooling_request_are_bypassed():
@@ -125,7 +126,7 @@ def test_token_types_of_a_pooling_request_are_bypassed():
 
     assert begun().identify(asked(PoolingParams(task="embed", dimensions=8))) == RequestIdentity()
     types = PoolingParams(task="classify", extra_kwargs={"compressed_token_type_ids": 7})
-    assert "extra_kwargs" in begun().identify(asked(types))
+    assert "extra_kwargs" in begun().identify(asked(types)).reason
 
 
 # -- items ---------------------------------------------------------------------------------------------
@@ -148,8 +149,8 @@ def test_what_enters_the_keys_is_the_same_on_every_machine():
     """`tests/core/test_chained.py` has the golden vectors of what becomes of it."""
     found = begun().identify(asked(cache_salt="alice é", mm_features=[image(CAT, 120, 20, grid=[1, 2.5, "a", None])]))
     content = "6cb615ef9f351adf2630c20411cc7a88cb21568025c12f184fbc0746020b9f9d"
-    assert found.salt == b'{"cache_salt": "alice \\u00e9"}'
-    assert found.extra(CHUNK) == {1: f'[[56, 20, "{content}"]]'.encode(), 2: f'[[-8, 20, "{content}"]]'.encode()}
+    assert found.kv.salt == b'{"cache_salt": "alice \\u00e9"}'
+    assert found.kv.extra(CHUNK) == {1: f'[[56, 20, "{content}"]]'.encode(), 2: f'[[-8, 20, "{content}"]]'.encode()}
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,7 @@ def in_shared_memory():
     ],
 )
 def test_an_item_without_readable_content_is_bypassed(item, why):
-    assert begun().identify(asked(mm_features=[image(), item])) == why
+    assert begun().identify(asked(mm_features=[image(), item])) == Bypass(why)
 
 
 # -- adapters ------------------------------------------------------------------------------------------
@@ -245,9 +246,9 @@ def adapter(folder, scale=1.0, *, alpha=16, number=1, **options):
 
 def why_not(identifier, adapter):
     """Why requests with this adapter are bypassed."""
-    reason = identifier.identify(asked(lora_request=adapter))
-    assert isinstance(reason, str)
-    return reason.removeprefix("LoRA adapter 'same name': ")
+    found = identifier.identify(asked(lora_request=adapter))
+    assert isinstance(found, Bypass)
+    return found.reason.removeprefix("LoRA adapter 'same name': ")
 
 
 def test_adapters_are_told_apart_by_content(tmp_path):

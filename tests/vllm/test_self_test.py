@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
 import attrs
+import numpy as np
 import pytest
 import torch
 from conftest import cpu, cpu_and_disk, prompt
@@ -57,6 +60,17 @@ def test_pages_that_lie_as_we_think_pass_and_are_put_back(blocks):
     assert all(torch.equal(cache, before[name]) for name, cache in rig.caches.items())
 
 
+def test_it_draws_from_generators_of_its_own():
+    """The engine samples from those of Python, torch and numpy."""
+    rig, states = Rig(), random_states()
+    assert rig.verdict() == ""
+    assert random_states() == states
+
+
+def random_states():
+    return random.getstate(), tuple(torch.get_rng_state().tolist()), repr(np.random.get_state())
+
+
 @pytest.mark.parametrize(
     "layer, change",
     [
@@ -88,6 +102,21 @@ def test_a_store_that_writes_into_pages_is_found(monkeypatch):
 
 
 # -- in a real engine ----------------------------------------------------------------------------------------
+
+
+def test_seeded_sampling_is_what_it_is_without_kvtier(engine):
+    from vllm import SamplingParams
+
+    def sampled(served):
+        asked = [{"prompt_token_ids": prompt(94 + number, 40)} for number in range(2)]
+        sampling = SamplingParams(temperature=1.0, max_tokens=12, detokenize=False, ignore_eos=True)
+        return [answer.outputs[0].token_ids for answer in served.llm.generate(asked, sampling, use_tqdm=False)]
+
+    with engine(seed=7) as plain:
+        expected = sampled(plain)
+        assert sampled(plain) != expected, "it is not sampled"
+    with engine(cpu(), seed=7) as served:
+        assert sampled(served) == expected
 
 
 def test_an_engine_with_another_layout_is_caught_before_traffic(engine, said, monkeypatch, tmp_path):

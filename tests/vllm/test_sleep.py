@@ -8,7 +8,7 @@ from test_serving import NOISE, forget, hits
 
 from kvtier_core.engine.messages import StepPlan, Transfer
 
-FORGOTTEN = "kvtier: vLLM reset its caches; what is stored is forgotten, since weights may be others now"
+FORGOTTEN = "kvtier: vLLM reset its caches; what is stored is invalidated: weights may have changed"
 KEPT = "kvtier: vLLM reset its caches; what is stored is kept: on_reset is keep"
 
 

@@ -23,10 +23,10 @@ tiers:
 
 @pytest.mark.parametrize("path", [["a"], 7, {"a": 1}, True])
 def test_the_configuration_must_be_named_by_a_path(path):
-    from kvtier_core.vllm.connector import configured
+    from kvtier_core.vllm.startup import read_config
 
     with pytest.raises(ConfigError, match=r"kv_connector_extra_config: \$.kvtier.config: expected the path of a file"):
-        configured({"kvtier.config": path}, Registry.discover())
+        read_config({"kvtier.config": path}, Registry.discover())
 
 
 def test_every_problem_of_the_file_is_told_at_once(engine, tmp_path):
@@ -103,7 +103,7 @@ def test_several_arenas(engine, said):
 def test_what_happened_is_told_while_it_happens(engine, said):
     """A server that is stopped as usual is killed before it could tell."""
     with engine(cpu()) as served:
-        served.connector.side.stats = Stats(now=-601.0)
+        served.connector.side.events.stats = Stats(now=-601.0)
         said()
         served.ask(prompt(73, 530))
         served.settle()

@@ -1,4 +1,4 @@
-"""A range of vLLM's versions is served. Others start too, and the log has a doubt."""
+"""A range of vLLM's versions is served. Others start too, with a warning in the log."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvtier_core.vllm import versions
 
 @pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.0+cpu", "0.33.0", "0.33.1rc1"])
 def test_what_was_tried_is_not_doubted(version):
-    assert versions.doubt(version) == ""
+    assert versions.warning(version) == ""
 
 
 @pytest.mark.parametrize("version", ["0.29.9", "0.34.0", "1.0.0", "0.3.30", "dev"])
 def test_anything_else_is(version):
-    assert versions.doubt(version) == f"vLLM {version} was not tried with this kvtier, which serves 0.30 to 0.33"
+    assert versions.warning(version) == f"vLLM {version} was not tested with this kvtier, which serves 0.30 to 0.33"
 
 
 def test_the_doubt_is_in_the_log(engine, said, monkeypatch):
-    monkeypatch.setattr(versions, "doubt", lambda: "who knows this vLLM?")
+    monkeypatch.setattr(versions, "warning", lambda: "who knows this vLLM?")
     with engine(cpu()):
         lines = said()
     assert lines.count("kvtier: who knows this vLLM?") == 1

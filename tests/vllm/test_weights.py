@@ -132,7 +132,7 @@ def test_files_of_the_hubs_cache_are_taken_by_the_name_that_is_their_sha256(tmp_
 
 def test_a_digest_is_remembered_until_a_file_changes(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(digest_cache, "_SETTLED", 0.0)
+    monkeypatch.setattr(digest_cache, "_SETTLE_TIME", 0.0)
     folder = tmp_path / "model"
     folder.mkdir()
     save_file({"w": torch.zeros(4)}, folder / "model.safetensors")
@@ -186,7 +186,7 @@ def test_files_that_have_just_changed_are_not_remembered(tmp_path, monkeypatch):
 
 def test_of_two_that_ask_at_once_one_reads(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(digest_cache, "_SETTLED", 0.0)
+    monkeypatch.setattr(digest_cache, "_SETTLE_TIME", 0.0)
     (tmp_path / "model.bin").write_bytes(bytes(1 << 20))
     read = weights._digest
     reads = []
@@ -252,7 +252,7 @@ def test_weights_that_do_not_come_from_files_are_not_guessed(model):
         assert "identity: {weights: name:…} names them" in unknown.reason
         named = model_weights.identify(*configs(model, load_format=load_format), IdentityConfig("name:acme 7"))
         assert named.fact == "name:acme 7"
-        assert "nobody checks that" in named.warning
+        assert "this is not checked" in named.warning
 
 
 def test_a_loader_put_in_the_place_of_vllms_own_is_not_trusted(model, monkeypatch):

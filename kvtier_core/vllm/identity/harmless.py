@@ -1,15 +1,15 @@
 """Settings of vLLM that cannot change the KV of a prompt. All others are part of an engine's identity.
 
-A setting that is in neither table, of another version of vLLM for instance, counts: the cost of a setting that counts
-without need is a cold start, the cost of one that is missed is a wrong answer. Sums that are added up in another order
-are not another KV.
+A setting that is in neither table counts, for instance one that another version of vLLM has added: if it need not have
+counted, the price is a cold start; if it should have counted and did not, it would be a wrong answer. KV that differs
+only by the order in which floating-point sums were added up is taken to be the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-#: Fields of `VllmConfig`, by the reason why they may differ. A name stands for all that is below it, too.
+#: Fields of `VllmConfig`, by the reason why they may differ. A name includes everything below it.
 FIELDS: Mapping[str, Sequence[str]] = {
     "where things lie; what is read there is identified by its bytes, or counts under another name": (
         "model_config.model",

@@ -1,4 +1,4 @@
-"""What the weights of an engine are, if that can be known."""
+"""Which weights an engine has, if that can be known."""
 
 from __future__ import annotations
 
@@ -14,31 +14,34 @@ from kvtier_core.transfer.io_pool import run, run_aside
 
 #: Loaders that read the model's folder and nothing else. What any other loader reads is not known.
 _FROM_THE_FOLDER = (DefaultModelLoader, ShardedStateLoader)
-#: Except in this format: it reads a cache that was made of the files once, and not the files again.
+#: The format that reads a cache made from the files once, instead of the files.
 _FROM_A_CACHE = "npcache"
 
 
 @attrs.frozen
 class ModelWeights:
-    """A fact for the namespace, and what an operator must be told about it; empty if nothing."""
+    """Identified weights."""
 
-    fact: str
-    warning: str = ""
+    fact: str  #: for the namespace
+    warning: str = ""  #: what an operator must know about the fact; empty if nothing
 
 
 @attrs.frozen
 class Unknown:
-    """Why nobody can say which weights an engine has."""
+    """An engine's weights, or another of its settings, cannot be identified: it would not be served."""
 
-    reason: str
+    reason: str  #: in plain words
 
 
 def identify(model: ModelConfig, load: LoadConfig, asked: IdentityConfig) -> ModelWeights | Unknown:
-    """The weights that this engine has loaded. Reads all of their files, unless their digest is remembered."""
+    """The weights that an engine has loaded. Reads all of their files, unless their digest is cached.
+
+    ``asked`` is what the configuration says about identifying them.
+    """
     if asked.named:
         return ModelWeights(
             asked.weights,
-            "the weights are taken to be what identity.weights names; nobody checks that. Another model under this "
+            "the weights are taken to be what identity.weights names; this is not checked. Another model under this "
             "name, or the next version of this one, would be given wrong KV",
         )
     if load.load_format == "dummy":
@@ -63,7 +66,7 @@ def identify(model: ModelConfig, load: LoadConfig, asked: IdentityConfig) -> Mod
 
 
 def identify_ahead(model: ModelConfig, load: LoadConfig, asked: IdentityConfig) -> None:
-    """Begin on a thread, so that `identify` finds the digest remembered, or has to wait for less of it."""
+    """Begin `identify` on a thread, so that a later call finds the digest cached or has less to wait for."""
     run_aside(lambda: identify(model, load, asked), "weights")
 
 
@@ -75,7 +78,7 @@ def _not_from_the_folder(model: ModelConfig, load: LoadConfig) -> str:
 
 
 def _folder(model: ModelConfig, load: LoadConfig) -> Path:
-    """Raises OSError or ValueError for a model that is not on this disk."""
+    """The folder of the model. Raises OSError or ValueError if it is not on this disk."""
     folder = Path(model.model)
     if folder.exists():
         return folder

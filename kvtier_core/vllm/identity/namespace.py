@@ -1,4 +1,4 @@
-"""Which engines may share KV, as the facts of a namespace. What cannot be identified is not served, never guessed."""
+"""Which engines may share KV, as the facts of a namespace. An engine that cannot be identified is not served."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ from kvtier_core.types import Namespace
 from kvtier_core.vllm.identity import settings
 from kvtier_core.vllm.identity.settings import UnidentifiedError
 
-#: Packages whose code is identified by the version of the engine.
+#: Packages whose code is identified by the engine's versions.
 _OF_THE_ENGINE = ("vllm", "torch")
 
 
 def facts_before_start(config: VllmConfig, weights_fact: str) -> dict[str, object]:
-    """What can be told before an engine runs. Raises UnidentifiedError."""
+    """Facts that are known before an engine runs. ``weights_fact`` identifies its weights.
+
+    Raises UnidentifiedError for a setting that cannot be compared between engines.
+    """
     return {
         "format": FORMAT_VERSION,
         "engine": f"vllm {vllm.__version__}, torch {torch.__version__}",
@@ -38,8 +41,8 @@ def facts_before_start(config: VllmConfig, weights_fact: str) -> dict[str, objec
     }
 
 
-def facts_of_the_engine(config: VllmConfig, chunk_tokens: int, report: WorkerReport) -> dict[str, object]:
-    """What only the running engine knows. Raises UnidentifiedError."""
+def facts_after_start(config: VllmConfig, chunk_tokens: int, report: WorkerReport) -> dict[str, object]:
+    """Facts that only the running engine knows. Raises UnidentifiedError."""
     return {
         **settings.after_start(config),
         **dict(report.facts),
@@ -48,15 +51,13 @@ def facts_of_the_engine(config: VllmConfig, chunk_tokens: int, report: WorkerRep
     }
 
 
-def namespace(config: VllmConfig, weights_fact: str, chunk_tokens: int, report: WorkerReport) -> Namespace:
-    """Everything that makes the pages of two engines interchangeable. Raises UnidentifiedError."""
-    return Namespace.of(
-        {**facts_before_start(config, weights_fact), **facts_of_the_engine(config, chunk_tokens, report)}
-    )
+def of_engine(config: VllmConfig, weights_fact: str, chunk_tokens: int, report: WorkerReport) -> Namespace:
+    """The namespace of a running engine: all that makes its pages interchangeable. Raises UnidentifiedError."""
+    return Namespace.of({**facts_before_start(config, weights_fact), **facts_after_start(config, chunk_tokens, report)})
 
 
-def facts_of_the_worker(model: ModelConfig, asked: IdentityConfig) -> dict[str, str]:
-    """What a worker knows of the code and the device with which it computes. Raises UnidentifiedError."""
+def facts_of_worker(model: ModelConfig, asked: IdentityConfig) -> dict[str, str]:
+    """Facts that only a worker knows: the device and the code of the model. Raises UnidentifiedError."""
     found = get_model_cls(model)
     if not asked.named and _has_a_second_source(found):
         raise UnidentifiedError(
@@ -66,14 +67,14 @@ def facts_of_the_worker(model: ModelConfig, asked: IdentityConfig) -> dict[str, 
 
 
 def _code_of(model: type) -> str:
-    """The class of the model; with the bytes of its package unless that is vLLM."""
+    """The name of a model's class, and unless it is vLLM's own a digest of its package."""
     name = f"{model.__module__}.{model.__qualname__}"
     top = model.__module__.partition(".")[0]
     if top in _OF_THE_ENGINE:
         return name
     package = getattr(sys.modules.get(top), "__file__", None) or inspect.getsourcefile(model)
     if not package:
-        raise UnidentifiedError(f"the code of the model, {name}, is in no file")
+        raise UnidentifiedError(f"the code of the model, {name}, is not in a file")
     file = Path(package)
     try:
         return f"{name} {weights.code_digest(file.parent if file.name == '__init__.py' else file)}"
@@ -82,7 +83,7 @@ def _code_of(model: type) -> str:
 
 
 def _has_a_second_source(model: type) -> bool:
-    """May it load weights from elsewhere, too, as vLLM lets a model do? Then the model's folder does not tell all."""
+    """May the model load weights from outside its folder too, as vLLM allows? A digest of the folder misses those."""
     try:
         return any(
             "secondary_weights" in inspect.getsource(each)
@@ -94,7 +95,7 @@ def _has_a_second_source(model: type) -> bool:
 
 
 def _plugins() -> str:
-    """The packages that put themselves into vLLM's processes, with their versions; kvtier itself says its format."""
+    """The packages that vLLM loads as plugins, with their versions. Not kvtier, whose frame format is a fact itself."""
     installed = importlib.metadata.entry_points()
     groups = [group for group in installed.groups if group.startswith("vllm.")]
     found = {

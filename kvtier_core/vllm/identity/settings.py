@@ -1,4 +1,4 @@
-"""The settings of an engine as facts: all of vLLM's configuration and environment that is not known to be harmless."""
+"""An engine's settings as facts: all of vLLM's configuration and environment that is not known to be harmless."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from kvtier_core.engine import weights
 from kvtier_core.errors import KvtierError
 from kvtier_core.vllm.identity import harmless
 
-#: Saved in a model's configuration by the libraries that write it; they say nothing about the model.
+#: Keys that the library which saved a model's configuration added; they say nothing about the model.
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
-#: May hold credentials: their values become facts as a digest.
+#: Settings that may hold credentials. Only a digest of their values becomes a fact.
 _NOT_SHOWN = (
     "additional_config",
     "ec_manager_config.manager_config",
     "ec_transfer_config.ec_connector_extra_config",
     "load_config.model_loader_extra_config",
 )
-#: So may any text under such a name, in settings and variables that nobody here has heard of.
+#: Any text under such a name may be a credential too, also in settings and variables that are not known here.
 _LIKE_A_CREDENTIAL = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
-#: Set by vLLM while an engine starts; `kvtier identity` cannot know them before.
+#: Settings that vLLM changes while an engine starts, so that `kvtier identity` cannot know them.
 _KNOWN_LATE = (
     "cache_config.block_size",
     "cache_config.effective_attention_block_size",
@@ -46,23 +46,23 @@ _HARMLESS_VARIABLES = frozenset(" ".join(harmless.VARIABLES.values()).split())
 
 
 class UnidentifiedError(KvtierError):
-    """A setting has a value of which nobody can say whether another engine has the same."""
+    """A setting's value cannot be compared between engines."""
 
 
 def before_start(config: VllmConfig) -> dict[str, str]:
-    """Facts of the configuration that `kvtier identity` tells before an engine runs. Raises UnidentifiedError."""
+    """Facts of the configuration that are known before an engine runs. Raises UnidentifiedError."""
     return {name: fact for name, fact in _facts(config).items() if name not in _KNOWN_LATE}
 
 
 def after_start(config: VllmConfig) -> dict[str, str]:
-    """The other facts of the configuration of a running engine. Raises UnidentifiedError."""
+    """The other facts of the configuration, of a running engine. Raises UnidentifiedError."""
     return {name: fact for name, fact in _facts(config).items() if name in _KNOWN_LATE}
 
 
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Facts of the environment variables that are set, as they are written.
+    """Facts of the environment variables that are set, with the values as they are written.
 
-    All that vLLM says it reads count, and all others that are named after it.
+    All variables that vLLM declares count, and all others whose names begin with ``VLLM_``.
     """
     from vllm.envs import environment_variables
 
@@ -81,12 +81,12 @@ def _facts(config: VllmConfig) -> dict[str, str]:
 
 
 def _hidden(name: str, value: object) -> bool:
-    """May it be a credential?"""
+    """May this value be a credential?"""
     return name.startswith(_NOT_SHOWN) or (isinstance(value, str) and bool(_LIKE_A_CREDENTIAL.search(name)))
 
 
 def _flat(value: object, name: str) -> Iterator[tuple[str, object]]:
-    """What a setting holds, one row a value, under names like ``model_config.hf_config.rope_parameters.factor``."""
+    """The values of a setting and of all below it, by names like ``model_config.hf_config.rope_parameters.factor``."""
     if name in _HARMLESS_FIELDS:
         return
     if isinstance(value, PretrainedConfig):
@@ -104,7 +104,7 @@ def _flat(value: object, name: str) -> Iterator[tuple[str, object]]:
 
 
 def _plain(value: object, name: str) -> object:
-    """As JSON would have it, and the same in every process and on every machine."""
+    """The value as JSON can hold it, the same in every process and on every machine. Raises UnidentifiedError."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str | Path):
@@ -132,7 +132,7 @@ def _plain(value: object, name: str) -> object:
 
 
 def _with_content(text: str) -> str:
-    """A path to a file counts with the bytes that are there now."""
+    """The text; if it is the path of a file, with a digest of the file as it is now. Raises UnidentifiedError."""
     if not os.path.isabs(text) or not os.path.isfile(text):
         return text
     try:

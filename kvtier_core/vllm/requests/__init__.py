@@ -1,1 +1,1 @@
-"""What the KV of a vLLM request depends on besides its tokens."""
+"""vLLM's requests: what their KV depends on besides their tokens, and how the scheduler side sees them."""

@@ -1,8 +1,8 @@
-"""Which weights the engine has under a LoRA adapter's number.
+"""Which weights the engine has loaded for a LoRA adapter.
 
-Workers read an adapter's files at times that no connector is told of: before the first request, when the server is
-asked to load it, and again after it was dropped for lack of room. So only files that cannot have changed since the
-engine started count: then what was read, at any time, is what lies there now.
+Workers read an adapter's files at times that no connector learns of: when the server is asked to load it, which may be
+before the first request, and again after they dropped it for lack of room. So an adapter is identified only if its
+files cannot have changed since the engine started: then whatever was read, at any time, is what the files hold now.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from vllm.lora.request import LoRARequest
 from kvtier_core.engine import weights
 from kvtier_core.vllm.requests.fields import ADAPTER, Unidentified, refuse_others
 
-#: Nanoseconds. Times of files are coarse, by up to two seconds, and a leap second may be put in.
+#: Nanoseconds. Change times of files are coarse, by up to two seconds, and a leap second may be inserted.
 _MARGIN = 3_000_000_000
 
-#: File systems whose times of change come from this machine's clock, and that no caller can set.
+#: File systems whose change times come from this machine's clock and cannot be set by a program.
 _LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"})
 
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -32,14 +32,14 @@ _State = tuple[tuple[str, int, int], ...]  # path, device and inode
 
 @attrs.frozen
 class Moment:
-    """A time, by the clock of files and by one that nobody can set."""
+    """A time in ns, by the clock that files are stamped with and by one that cannot be set."""
 
     by_files: int = attrs.field(factory=time.time_ns)
     by_boot: int = attrs.field(factory=lambda: time.clock_gettime_ns(time.CLOCK_BOOTTIME))
 
 
 class Adapters:
-    """Made when the engine starts, before it can have loaded an adapter."""
+    """The adapters that requests have named. Make it when the engine starts, before it can have loaded an adapter."""
 
     def __init__(self, began: Moment | None = None) -> None:
         self._began = began or Moment()
@@ -48,7 +48,7 @@ class Adapters:
     def content(self, asked: LoRARequest) -> str:
         """A digest of the adapter's weights and configuration. Raises Unidentified.
 
-        vLLM takes one number for one adapter ("must be globally unique for a given adapter"), and so does this.
+        vLLM requires that an adapter's number "must be globally unique for a given adapter", and so does this.
         """
         try:
             refuse_others("a LoRA adapter", asked, ADAPTER)
@@ -75,7 +75,7 @@ class Adapters:
         return digest
 
     def _settled(self, path: Path) -> _State:
-        """Where the files of a folder lie. Raises Unidentified if one of them, or the way to it, may have changed."""
+        """Where the files of a folder are. Raises Unidentified if a file, or the path to it, may have changed."""
         now = Moment()
         if now.by_files - now.by_boot < self._began.by_files - self._began.by_boot - _MARGIN:
             raise Unidentified("the machine's clock was set back since the engine started")
@@ -91,15 +91,15 @@ class Adapters:
 
 
 def _only_entries_changed(folder: os.stat_result) -> bool:
-    """Did others come or go in it, and nothing else? Then both its times are of that.
+    """Was the last change to a folder that an entry was added or removed? Then its two times are equal.
 
-    That a folder was put in place of another shows in one of them alone, as long as nothing comes or goes later.
+    If the folder itself was moved here, they differ, unless an entry was added or removed later.
     """
     return folder.st_ctime_ns == folder.st_mtime_ns
 
 
 def _way(done: Path, path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Each folder and link that is passed from a folder, which is none, to a file, and the file."""
+    """Each folder and link on the path from the folder ``done``, which is not a link, to a file; then the file."""
     ahead = list(reversed(path.parts))
     while ahead:
         step = done / ahead.pop()
@@ -114,7 +114,7 @@ def _way(done: Path, path: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def _require_local(state: _State) -> None:
-    """Raise Unidentified if something lies where times may be another machine's."""
+    """Raise Unidentified if a file is on a file system whose change times may be another machine's."""
     mounts = {}
     for line in _MOUNTS.read_text().splitlines():
         mount, _, file_system = line.partition(" - ")

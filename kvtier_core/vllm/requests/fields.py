@@ -1,7 +1,7 @@
-"""What each field of a request means for its KV. A field that nobody decided about counts as soon as it is set.
+"""What each field of a request means for its KV.
 
-The tables are by exclusion: another vLLM may have fields that are not here. `obstacle` finds them in a request and says
-so, and the request is bypassed.
+Another version of vLLM may have fields that are not in these tables. `refuse_others` finds those that are set, and the
+request is bypassed.
 """
 
 from __future__ import annotations
@@ -15,21 +15,27 @@ import msgspec
 
 
 class Unidentified(Exception):
-    """Why something that the KV of a request depends on cannot be told."""
+    """Something that the KV of a request depends on cannot be identified; the message says what."""
 
 
 @attrs.frozen
 class Covered:
+    """The field counts."""
+
     by: str  #: what enters the key
 
 
 @attrs.frozen
 class Harmless:
+    """The field does not count."""
+
     why: str  #: the KV of a prompt does not depend on it
 
 
 @attrs.frozen
 class Refused:
+    """A request in which the field is set is bypassed."""
+
     why: str  #: the reason of the bypass, when it is set
 
 
@@ -39,7 +45,7 @@ _A_NAME = Harmless("names a request")
 _ORDER = Harmless("says when and where it runs")
 _OUTPUT = Harmless("the pooler reads it, after the forward")
 
-#: Of vLLM's EngineCoreRequest, of which the scheduler's Request keeps what the workers need.
+#: Fields of vLLM's EngineCoreRequest, from which the scheduler's Request takes what the workers need.
 REQUEST: Mapping[str, Meaning] = {
     "prompt_token_ids": Covered("the tokens"),
     "mm_features": Covered("the items, see FEATURE"),
@@ -65,6 +71,7 @@ REQUEST: Mapping[str, Meaning] = {
     "kv_hints": Harmless("says what to keep, not what it is"),
 }
 
+#: Fields of the parameters of a pooling request.
 POOLING: Mapping[str, Meaning] = {
     "extra_kwargs": Refused("it has pooling parameters that the model may read (extra_kwargs)"),
     "skip_reading_prefix_cache": Harmless("nothing is looked up then"),
@@ -78,6 +85,7 @@ POOLING: Mapping[str, Meaning] = {
     "output_kind": _OUTPUT,
 }
 
+#: Fields of a LoRARequest.
 ADAPTER: Mapping[str, Meaning] = {
     "lora_path": Covered("the content of its files"),
     "is_3d_lora_weight": Covered("the adapter"),
@@ -87,7 +95,7 @@ ADAPTER: Mapping[str, Meaning] = {
     "base_model_name": Harmless("the server lists it, nothing reads it"),
 }
 
-#: A multimodal item.
+#: Fields of a multimodal item.
 FEATURE: Mapping[str, Meaning] = {
     "data": Covered("the item's content"),
     "modality": Covered("the item's content"),
@@ -96,19 +104,20 @@ FEATURE: Mapping[str, Meaning] = {
     "mm_hash": Harmless("a name, of what the processor cached"),
 }
 
+#: Fields of the place of an item in its prompt.
 PLACE: Mapping[str, Meaning] = {
     "offset": Covered("where the item lies"),
     "length": Covered("where the item lies"),
     "is_embed": Covered("the item's content"),
 }
 
-#: One of an item's tensors, as the model will get it.
+#: Fields of one of an item's tensors, as the model will get it.
 ELEMENT: Mapping[str, Meaning] = {
     "data": Covered("the item's content"),
     "field": Covered("the item's content, see FIELD"),
 }
 
-#: How an element is put together with those of other items.
+#: Fields that say how a tensor is combined with those of other items.
 FIELD: Mapping[str, Meaning] = {
     "dim": Covered("the item's content"),
     "slices": Harmless("how the processor took the items apart"),
@@ -118,9 +127,9 @@ FIELD: Mapping[str, Meaning] = {
 
 
 def refuse_others(what: str, thing: object, table: Mapping[str, Meaning], of: type | None = None) -> None:
-    """Raise Unidentified if ``thing`` has a field set that the table refuses, or does not know.
+    """Raise Unidentified if ``thing``, described as ``what``, has a field set that the table refuses or does not have.
 
-    ``of`` is the class whose fields it may have, if not its own.
+    ``of`` is the class that declares the fields, if it is not that of ``thing``.
     """
     for name, default in fields(of or type(thing)):
         meaning = table.get(name)

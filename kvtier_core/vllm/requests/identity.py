@@ -1,9 +1,8 @@
-"""What the KV of a request depends on besides its tokens. What cannot be identified is bypassed, never guessed."""
+"""What the KV of a vLLM request depends on besides its tokens. What cannot be identified is bypassed, never guessed."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 
 import attrs
 from vllm.lora.request import LoRARequest
@@ -11,6 +10,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
+from kvtier_core.engine.request_view import Bypass, KVIdentity, PromptItem
 from kvtier_core.vllm.requests import items
 from kvtier_core.vllm.requests.adapters import Adapters
 from kvtier_core.vllm.requests.fields import POOLING, REQUEST, Unidentified, refuse_others
@@ -20,56 +20,43 @@ from kvtier_core.vllm.requests.fields import POOLING, REQUEST, Unidentified, ref
 class Item:
     """A multimodal item of a prompt."""
 
-    content: str  #: a digest
-    name: str = attrs.field(eq=False)  #: under which the engine caches what its encoder made of it
-    source: str = attrs.field(eq=False)  #: what the encoder makes that of: the content, and an adapter's if it has one
+    content: str  #: a digest of the item
+    name: str = attrs.field(eq=False)  #: under which vLLM caches what the encoder made of it
+    source: str = attrs.field(eq=False)  #: what it is made from: the content, and an adapter's if there is one
     place: PlaceholderRange = attrs.field(eq=False)
-
-    @property
-    def offset(self) -> int:
-        return self.place.offset
 
     def embeds(self, start: int, end: int) -> bool:
         """Does one of the prompt's tokens from ``start`` to ``end`` get an embedding of the item?"""
-        start, end = (min(max(at - self.offset, 0), self.place.length) for at in (start, end))
+        start, end = (min(max(at - self.place.offset, 0), self.place.length) for at in (start, end))
         first, last = self.place.get_embeds_indices_in_range(start, end)
         return last > first
 
 
 @attrs.frozen
 class RequestIdentity:
-    """What the KV of a request depends on besides its tokens."""
+    """A request's `KVIdentity`, and the names under which vLLM caches what belongs to the request."""
 
-    salt: bytes = b""
+    kv: KVIdentity = KVIdentity()
     items: tuple[Item, ...] = ()
-    adapter: str = ""  #: a digest; part of the salt
+    adapter: str = ""  #: a digest; it is part of the salt
     adapter_name: str = attrs.field(default="", eq=False)
-
-    def extra(self, chunk_tokens: int) -> Mapping[int, bytes]:
-        """For each chunk that items lie in: which, and where in it."""
-        touching: dict[int, list[tuple[int, int, str]]] = {}
-        for item in self.items:
-            offset, length = item.offset, item.place.length
-            for chunk in range(offset // chunk_tokens, -(-(offset + length) // chunk_tokens)):
-                touching.setdefault(chunk, []).append((offset - chunk * chunk_tokens, length, item.content))
-        return {chunk: json.dumps(items).encode() for chunk, items in touching.items()}
 
 
 class Identifier:
-    """Made when the engine starts; see `Adapters`."""
+    """Identifies requests. Make one when the engine starts; see `Adapters`."""
 
     def __init__(self, adapters: Adapters | None = None) -> None:
         self._adapters = adapters or Adapters()
 
-    def identify(self, request: Request) -> RequestIdentity | str:
-        """Of a request that the engine has not computed anything of, or why it cannot be told."""
+    def identify(self, request: Request) -> RequestIdentity | Bypass:
+        """What the KV of a request will depend on. Call it before the engine has computed any of it."""
         try:
             return self._identify(request)
         except Unidentified as why:
-            return str(why)
+            return Bypass(str(why))
 
     def adapter(self, asked: LoRARequest) -> str | None:
-        """A digest of an adapter, whatever else a request has; None if it cannot be told."""
+        """A digest of an adapter, whatever else its request has; None if it cannot be identified."""
         try:
             return self._adapters.content(asked)
         except Unidentified:
@@ -86,9 +73,10 @@ class Identifier:
         if adapter:
             ingredients["adapter"] = self._adapters.content(adapter)
         salt = json.dumps(ingredients).encode() if ingredients else b""
+        found = tuple(_item(feature, salt) for feature in request.mm_features)
         return RequestIdentity(
-            salt,
-            tuple(_item(feature, salt) for feature in request.mm_features),
+            KVIdentity(salt, tuple(PromptItem(item.place.offset, item.place.length, item.content) for item in found)),
+            found,
             ingredients.get("adapter", ""),
             adapter.lora_name if adapter else "",
         )
@@ -96,6 +84,6 @@ class Identifier:
 
 def _item(feature: MultiModalFeatureSpec, salt: bytes) -> Item:
     content = items.content(feature)
-    # vLLM puts the adapter's name in front where the encoder has adapters too.
+    # vLLM prefixes the name with the adapter's where the encoder has adapters too.
     source = content if feature.identifier == feature.mm_hash else f"{content} {salt.decode()}"
     return Item(content, feature.identifier, source, feature.mm_position)

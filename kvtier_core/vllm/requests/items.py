@@ -1,7 +1,7 @@
-"""What a multimodal item is: the bytes that the engine was handed, never what somebody called them.
+"""What identifies a multimodal item: the tensors that the model gets, never the item's name.
 
-vLLM names an item by a digest, by a counter, or as the caller asks. Two names that look alike may mean anything. What
-the processor was told is not asked either: whatever it does shows in the tensors it makes.
+vLLM names an item by a digest, by a counter, or as the client asks, so equal names prove nothing. The processor's
+options are not looked at either: whatever they change shows in the tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def content(feature: MultiModalFeatureSpec) -> str:
 
 
 def _tensors(data: Any) -> bool:
-    """Is there a tensor in it? An item in shared memory is a few numbers that say where."""
+    """Does it contain a tensor? An item in shared memory is only an address: a few numbers."""
     if isinstance(data, list | tuple):
         return any(_tensors(part) for part in data)
     return isinstance(data, torch.Tensor | np.ndarray)
@@ -46,7 +46,7 @@ def _combined(field: BaseMultiModalField) -> list[Any]:
 
 
 def _put(update: _Update, data: Any) -> None:
-    """Every value with its type and size in front, so that no two trees give the same bytes."""
+    """Feed in each value after its type and size, so that different trees never give the same bytes."""
     if isinstance(data, list | tuple):
         update(f"list {len(data)}\n".encode())
         for part in data:

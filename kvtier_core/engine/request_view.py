@@ -1,0 +1,60 @@
+"""A request as the scheduler side sees it, whatever engine it comes from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+
+@attrs.frozen
+class Bypass:
+    """Nothing is looked up or stored for a request, because what its KV depends on is not known for certain."""
+
+    reason: str  #: in plain words, for the request's log line
+
+
+@attrs.frozen
+class PromptItem:
+    """Something that stands in a prompt and that the token ids do not tell: an image, for instance."""
+
+    offset: int  #: of its first token in the prompt
+    length: int  #: in tokens
+    content: str  #: a digest of all that its embeddings depend on
+
+
+@attrs.frozen
+class KVIdentity:
+    """What the KV of a request depends on besides its tokens."""
+
+    salt: bytes = b""  #: separates all of the request's chunks from those with another salt
+    items: tuple[PromptItem, ...] = ()
+
+    def extra(self, chunk_tokens: int) -> Mapping[int, bytes]:
+        """For each chunk that contains a part of an item: which items, and where. Keys are chunk numbers."""
+        by_chunk: dict[int, list[tuple[int, int, str]]] = {}
+        for item in self.items:
+            for chunk in range(item.offset // chunk_tokens, -(-(item.offset + item.length) // chunk_tokens)):
+                place = (item.offset - chunk * chunk_tokens, item.length, item.content)
+                by_chunk.setdefault(chunk, []).append(place)
+        return {chunk: json.dumps(places).encode() for chunk, places in by_chunk.items()}
+
+
+@attrs.frozen
+class RequestView:
+    """One request at one moment. Engines make a new view for each call; `token_ids` may be their own growing list."""
+
+    request_id: str
+    token_ids: Sequence[int]  #: the prompt's, then those generated so far
+    prompt_tokens: int  #: how many of them are the prompt
+    identity: KVIdentity | Bypass = KVIdentity()
+    hints: Mapping[str, str] = attrs.field(factory=dict)  #: from the client, for eviction policies
+    reads_cache: bool = True  #: False: it asked for no cached prefix
+    computed_tokens: int = 0  #: tokens, from the first one on, whose KV the engine counts as computed
+    preemptions: int = 0  #: how often the engine took its blocks away
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the request has now."""
+        return len(self.token_ids)

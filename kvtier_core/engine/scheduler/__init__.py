@@ -1,0 +1,1 @@
+"""The parts of the scheduler side: requests, loads, stores, and which blocks may be trusted."""

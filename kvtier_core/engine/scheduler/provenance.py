@@ -1,0 +1,58 @@
+"""Which of the engine's blocks hold KV that may be stored.
+
+A block is trusted if kvtier loaded it, or if this engine's forward computed it from KV that was trusted up to there.
+Everything else may come from another connector: an engine may have several, may learn late or never that a load was
+bad, and keeps loaded blocks in its own prefix cache, where later requests find them. What is not trusted is never
+stored, nor is anything that was computed from it.
+
+A block is written by a load or by a forward: `allocated` is called before every load, `computed` before every forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import takewhile
+
+from kvtier_core.engine.step import ScheduledRequest
+
+
+class Provenance:
+    """The trusted blocks. A block is not trusted unless it is known to be."""
+
+    def __init__(self, block_tokens: int):
+        self._block_tokens = block_tokens
+        self._trusted: set[int] = set()
+
+    def allocated(self, blocks: Sequence[int], computed: int) -> None:
+        """A request was given these blocks. All behind its first ``computed`` tokens are about to be overwritten."""
+        self._trusted.difference_update(blocks[-(-computed // self._block_tokens) :])
+
+    def loaded(self, blocks: Iterable[int]) -> None:
+        """kvtier loads these blocks. If that fails the engine frees them, and `allocated` comes before their reuse."""
+        self._trusted.update(blocks)
+
+    def computed(
+        self, trusted: int | None, request: ScheduledRequest, block_table: Callable[[str], Sequence[int]]
+    ) -> int:
+        """This step's forward computes tokens of a request. Call it in the order of scheduling.
+
+        ``trusted`` is how many tokens, from the first one on, had trusted KV before the step; None finds out from the
+        blocks. Returns how many have it after the step: all, or ``trusted`` if the forward also reads other KV.
+        """
+        size, start, end = self._block_tokens, request.computed, request.end
+        if trusted is None or not start % size or start // size < end // size:  # else no block is begun or filled
+            blocks = block_table(request.request_id)
+            if trusted is None:
+                trusted = size * sum(1 for _ in takewhile(self._trusted.__contains__, blocks[: -(-start // size)]))
+            self._trusted.difference_update(blocks[start // size : -(-end // size)])
+            if trusted >= start:
+                self._trusted.update(blocks[start // size : end // size])
+        return end if trusted >= start else trusted
+
+    def trusts_any(self, blocks: Collection[int]) -> bool:
+        """Is at least one of these blocks trusted?"""
+        return not self._trusted.isdisjoint(blocks)
+
+    def distrust_all(self) -> None:
+        """Trust none of the blocks as they are now."""
+        self._trusted.clear()

@@ -1,0 +1,94 @@
+"""The requests that the engine has not finished, and the keys of their chunks."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import attrs
+
+from kvtier_core.engine.request_view import Bypass, RequestView
+from kvtier_core.interfaces import TokenDatabase
+from kvtier_core.stack.interface import Lookup, Stack
+from kvtier_core.types import ChunkKey
+
+
+@attrs.define
+class RequestState:
+    """What the scheduler side knows of an unfinished request."""
+
+    view: RequestView  #: the latest one
+    since: float  #: when it was first seen
+    holder: str  #: of what the stack pins for it; no other request has it, not even one of the same id
+    bypass: Bypass | None = None
+    load_failed: bool = False  #: nothing more is looked up for it; what it computes is stored
+    keys: list[ChunkKey] = attrs.field(factory=list)
+    stored_chunks: int = 0  #: from the first one on, that were handed to the stack or found in it
+    computed: int = 0  #: tokens that the engine had when it last asked for a match
+    trusted: int | None = None  #: tokens, from the first one on, with trusted KV (see provenance); None: not known yet
+    found: Lookup = attrs.field(factory=Lookup)  #: what could be loaded then, from the chunk that contains ``computed``
+    sources: Counter[str] = attrs.field(factory=Counter)  #: tokens of its last load, by tier
+    waiting_since: float | None = None  #: since when the engine is asked to wait for a lower tier
+    reason: str = ""  #: of the last answer, for the log
+    logged: bool = False
+
+
+class Requests:
+    """Request states by id. A request is known from its first `track` to its `finish`."""
+
+    def __init__(self, stack: Stack, database: TokenDatabase, chunk_tokens: int, clock: Callable[[], float]):
+        self._stack = stack
+        self._database = database
+        self._chunk_tokens = chunk_tokens
+        self._clock = clock
+        self._states: dict[str, RequestState] = {}
+        self._arrivals = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._states.values())
+
+    def get(self, request_id: str) -> RequestState | None:
+        """The state of a request; None if it was never tracked, or has finished."""
+        return self._states.get(request_id)
+
+    def track(self, view: RequestView) -> RequestState:
+        """Note the latest view of a request. The first time, the stack's policies learn of its path."""
+        state = self._states.get(view.request_id)
+        if state is None:
+            holder = f"request {view.request_id} ({next(self._arrivals)})"
+            state = self._states[view.request_id] = RequestState(view, self._clock(), holder)
+            if not isinstance(view.identity, Bypass):
+                self._stack.on_request(self.keys(state, view.tokens), view.hints)
+        if isinstance(view.identity, Bypass):
+            state.bypass = view.identity
+        if view.preemptions != state.view.preemptions:
+            state.stored_chunks, state.logged = 0, False
+        state.view = view
+        return state
+
+    def finish(self, request_id: str) -> RequestState | None:
+        """Forget a request. Returns its last state; None if it was never tracked."""
+        return self._states.pop(request_id, None)
+
+    def keys(self, state: RequestState, tokens: int) -> list[ChunkKey]:
+        """Keys of all whole chunks among the first ``tokens`` of a request that is not bypassed; computed once."""
+        chunks = tokens // self._chunk_tokens
+        if chunks > len(state.keys):
+            identity = state.view.identity
+            state.keys = self._database.keys(
+                state.view.token_ids[: chunks * self._chunk_tokens],
+                known=state.keys,
+                salt=identity.salt,
+                extra=identity.extra(self._chunk_tokens),
+            )
+        return state.keys[:chunks]
+
+    def reset(self, database: TokenDatabase, bypass: Bypass) -> None:
+        """Name chunks by another token database from now on, and bypass every request that is under way."""
+        self._database = database
+        for state in self._states.values():
+            state.bypass = bypass

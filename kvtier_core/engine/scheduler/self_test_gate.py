@@ -1,0 +1,40 @@
+"""Nothing is loaded before every rank has passed its self-test, and nothing ever if one has failed it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from kvtier_core.stack.interface import Stack
+from kvtier_core.types import Slot
+
+logger = logging.getLogger("vllm.kvtier")
+
+
+class SelfTestGate:
+    """Lends the workers a slot of each arena for their self-tests, and collects the outcomes."""
+
+    def __init__(self, stack: Stack, ranks: int):
+        self.slots: tuple[Slot, ...] = tuple(stack.reserve_self_test_slots())  #: none once it is over
+        self.failure = ""  #: why nothing is stored or loaded any more; empty if nothing failed
+        self._stack = stack
+        self._ranks_left = ranks
+
+    @property
+    def is_open(self) -> bool:
+        """True once every rank has reported."""
+        return not self._ranks_left
+
+    def record(self, outcomes: Counter[str]) -> None:
+        """Count workers by what their self-test found wrong; an empty text is a pass."""
+        if not outcomes or self.is_open:
+            return
+        self._ranks_left -= outcomes.total()
+        if failures := [outcome for outcome in outcomes if outcome]:
+            self.failure = f"the self-test failed: {failures[0]}"
+            logger.error("kvtier: %s. Nothing is stored or loaded.", self.failure)
+        if self.is_open:
+            self._stack.release_self_test_slots()
+            self.slots = ()
+            if not self.failure:
+                logger.info("kvtier: self-test: every byte came back")

@@ -1,0 +1,89 @@
+"""Stores under way: from the reservation of slots until every rank has copied its pages to them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Sequence
+
+import attrs
+
+from kvtier_core.engine.messages import ChunkPages, Transfer, WorkerProgress
+from kvtier_core.stack.interface import Stack
+from kvtier_core.types import ChunkKey
+
+
+@attrs.define
+class _StoreJob:
+    keys: list[ChunkKey]
+    blocks: frozenset[int]  #: whose pages are read
+    waiting: int  #: workers that have not reported its end
+    failed: bool = False
+    checksums: dict[int, Sequence[int]] = attrs.field(factory=dict)  #: of the shards, by rank
+
+
+class StoreJobs:
+    """The stores under way, by the job number that the workers know them by."""
+
+    def __init__(self, stack: Stack, ranks: int):
+        self._stack = stack
+        self._ranks = ranks
+        self._jobs: dict[int, _StoreJob] = {}
+        self._last_job = 0
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def begin(self, path: Sequence[ChunkKey], pages: Iterable[ChunkPages]) -> tuple[tuple[int, Transfer], ...]:
+        """Store those chunks of a path that the stack wants. ``pages`` are the block ids of each chunk and group.
+
+        Returns the new job and its transfer, or nothing if the stack wants no chunk.
+        """
+        slots = self._stack.reserve(path, _holder(self._last_job + 1))
+        if not slots:
+            return ()
+        wanted = tuple(chunk for key, chunk in zip(path, pages, strict=True) if key in slots)
+        blocks = frozenset(itertools.chain.from_iterable(itertools.chain.from_iterable(wanted)))
+        self._last_job += 1
+        self._jobs[self._last_job] = _StoreJob(list(slots), blocks, self._ranks)
+        return ((self._last_job, Transfer(tuple(slots.values()), wanted)),)
+
+    def to_fence(self, new_blocks: Collection[int]) -> tuple[int, ...]:
+        """Jobs that may still read one of these blocks, which a step is about to overwrite."""
+        return tuple(job for job, store in self._jobs.items() if not store.blocks.isdisjoint(new_blocks))
+
+    def fail_all(self) -> None:
+        """Discard the chunks of every store under way as soon as the workers have ended it."""
+        for store in self._jobs.values():
+            store.failed = True
+
+    def record(self, progress: WorkerProgress) -> None:
+        """Take note of what the workers ended."""
+        for (job, rank), checksums in progress.checksums.items():
+            self._jobs[job].checksums[rank] = checksums
+        for job, workers in progress.ended.items():
+            self._end(job, workers, failed=bool(progress.failed[job]))
+
+    def _end(self, job: int, workers: int, *, failed: bool) -> None:
+        """A chunk is READY when every rank has stored its shard; its slot is free when no rank writes to it."""
+        store = self._jobs[job]
+        store.waiting -= workers
+        store.failed |= failed
+        if store.waiting:
+            return
+        del self._jobs[job]
+        if store.failed:
+            self._stack.release(_holder(job))
+        else:
+            self._stack.commit(_holder(job), self._checksums_by_chunk(store))
+
+    def _checksums_by_chunk(self, store: _StoreJob) -> dict[ChunkKey, Sequence[int]]:
+        """Of each chunk the checksums of its shards, by rank; empty unless every rank computed them."""
+        if len(store.checksums) != self._ranks:
+            return {}
+        by_chunk = zip(*(store.checksums[rank] for rank in range(self._ranks)), strict=True)
+        return dict(zip(store.keys, by_chunk, strict=True))
+
+
+def _holder(job: int) -> str:
+    """The holder of the slots that a job fills."""
+    return f"store {job}"

@@ -1,0 +1,121 @@
+"""vLLM's unfinished requests, as the scheduler side sees them."""
+
+from __future__ import annotations
+
+import attrs
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from kvtier_core.engine.request_view import Bypass, RequestView
+from kvtier_core.engine.step import ScheduledRequest
+from kvtier_core.vllm.requests.fields import Unidentified
+from kvtier_core.vllm.requests.hints import hints_of
+from kvtier_core.vllm.requests.identity import Identifier, RequestIdentity
+from kvtier_core.vllm.requests.items import content
+from kvtier_core.vllm.requests.names import CachedNames
+
+
+@attrs.define
+class _Tracked:
+    request: Request
+    identity: RequestIdentity | Bypass
+    computed: int = 0  #: tokens that vLLM had when it last asked for a match
+
+
+class RequestTracker:
+    """Identifies each request once, and checks what vLLM's own caches give to it. On the scheduler's thread."""
+
+    def __init__(self, identifier: Identifier | None = None, names: CachedNames | None = None) -> None:
+        self._identifier = identifier or Identifier()
+        self._names = names or CachedNames()
+        self._tracked: dict[str, _Tracked] = {}
+
+    def __len__(self) -> int:
+        return len(self._tracked)
+
+    def view(self, request: Request) -> RequestView:
+        """The request as it is now. Call it the first time before the engine has computed anything of it."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            tracked = self._tracked[request.request_id] = _Tracked(request, self._identifier.identify(request))
+            if adapter := request.lora_request:
+                self._names.note_adapter(adapter.lora_name, self._identifier.adapter(adapter))
+        return _view(request, tracked.identity)
+
+    def check_cached(self, request_id: str, computed: int) -> Bypass | None:
+        """Why vLLM's own KV of the first ``computed`` tokens may not be this request's; None if it is."""
+        tracked = self._tracked[request_id]
+        tracked.computed = computed
+        if isinstance(tracked.identity, Bypass):
+            return None
+        return self._bypassed(tracked, self._names.check_cached(tracked.identity, computed))
+
+    def note_load(self, request_id: str, tokens: int) -> None:
+        """The KV of ``tokens`` behind those of the last `check_cached` is loaded, and vLLM may cache it."""
+        tracked = self._tracked[request_id]
+        if isinstance(tracked.identity, RequestIdentity):
+            self._names.note_load(tracked.identity, tracked.computed + tokens)
+
+    def follow(self, output: SchedulerOutput) -> dict[str, Bypass]:
+        """Follow a step: what vLLM's encoder makes in it, after vLLM freed what it no longer needs.
+
+        Returns the requests for which this step may compute KV that is not their own, and why.
+        """
+        for name in output.free_encoder_mm_hashes:
+            self._names.drop_encoding(name)
+        for request_id, numbers in output.scheduled_encoder_inputs.items():
+            tracked = self._tracked[request_id]
+            for number in numbers:
+                self._names.note_encoding(tracked.request.mm_features[number].identifier, _source(tracked, number))
+        return {
+            each.request_id: bypass
+            for each in self.scheduled(output)
+            if (bypass := self._check_encoded(self._tracked[each.request_id], each))
+        }
+
+    def scheduled(self, output: SchedulerOutput) -> list[ScheduledRequest]:
+        """The requests of a step, in the order in which they were scheduled."""
+        return [
+            ScheduledRequest(request_id, tracked.request.num_computed_tokens, tokens)
+            for request_id, tokens in output.num_scheduled_tokens.items()
+            if (tracked := self._tracked.get(request_id))
+        ]
+
+    def finish(self, request: Request) -> RequestView | None:
+        """Forget a request. Returns its last view; None if it never had one."""
+        tracked = self._tracked.pop(request.request_id, None)
+        return tracked and _view(request, tracked.identity)
+
+    def _check_encoded(self, tracked: _Tracked, scheduled: ScheduledRequest) -> Bypass | None:
+        if isinstance(tracked.identity, Bypass):
+            return None
+        return self._bypassed(tracked, self._names.check_encoded(tracked.identity, scheduled.computed, scheduled.end))
+
+    def _bypassed(self, tracked: _Tracked, bypass: Bypass | None) -> Bypass | None:
+        if bypass:
+            tracked.identity = bypass
+        return bypass
+
+
+def _view(request: Request, identity: RequestIdentity | Bypass) -> RequestView:
+    return RequestView(
+        request_id=request.request_id,
+        token_ids=request.all_token_ids,
+        prompt_tokens=request.num_prompt_tokens,
+        identity=identity if isinstance(identity, Bypass) else identity.kv,
+        hints=hints_of(request),
+        reads_cache=not request.skip_reading_prefix_cache,
+        computed_tokens=request.num_computed_tokens,
+        preemptions=request.num_preemptions,
+    )
+
+
+def _source(tracked: _Tracked, number: int) -> str | None:
+    """What the encoder makes an item's embeddings from. Also for items of a request that is bypassed."""
+    if isinstance(tracked.identity, RequestIdentity):
+        return tracked.identity.items[number].source
+    feature = tracked.request.mm_features[number]
+    try:
+        return content(feature) if feature.identifier == feature.mm_hash else None
+    except Unidentified:
+        return None
