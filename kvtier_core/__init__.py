@@ -26,8 +26,8 @@ _HOMES = {
     "StackConfig": "config.model",
     "StorageManager": "stack.manager",
     "Usage": "types",
-    "load_config": "config.model",
-    "open_stack": "config.model",
+    "load_config": "config.load",
+    "open_stack": "config.compose",
 }
 __all__ = sorted(_HOMES)
 

@@ -543,7 +543,7 @@ MUTANTS = (
     ),
     Mutant(
         "each-replica-takes-all",
-        "kvtier_core/config/model.py",
+        "kvtier_core/config/compose.py",
         "share = Nbytes(tier.capacity // ctx.replicas)",
         "share = tier.capacity",
         "tests/core/test_config.py::test_engines_that_share_a_configuration_share_the_capacities",

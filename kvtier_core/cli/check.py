@@ -10,7 +10,8 @@ from typing import Any
 
 import attrs
 
-from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig, load_config
+from kvtier_core.config.load import load_config
+from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError
 

@@ -8,7 +8,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 
-from kvtier_core.config.model import StoreTierConfig, load_config
+from kvtier_core.config.load import load_config
+from kvtier_core.config.model import StoreTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.frames.format import Damage, inspect

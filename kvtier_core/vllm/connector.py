@@ -32,7 +32,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvtier_core import native
-from kvtier_core.config.model import StackConfig, load_config, open_stack
+from kvtier_core.config.compose import open_stack
+from kvtier_core.config.load import load_config
+from kvtier_core.config.model import StackConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.config.yaml_nodes import shown
 from kvtier_core.engine import worker_reports as reports

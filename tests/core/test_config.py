@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from kvtier_core.builtin.chained import ChainedConfig
 from kvtier_core.builtin.raw import RawConfig
+from kvtier_core.config.compose import open_stack
 from kvtier_core.config.decode import settings
-from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig, load_config, open_stack
+from kvtier_core.config.load import load_config
+from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.registry import KINDS, Registry
 from kvtier_core.errors import BackendError, ConfigError, Problem
 from kvtier_core.hookspecs import hookimpl

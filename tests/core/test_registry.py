@@ -95,7 +95,7 @@ def test_nothing_heavy_is_imported():
         import sys
         import kvtier_core.cli
         from kvtier_core.config.registry import Registry
-        from kvtier_core.config.model import load_config
+        from kvtier_core.config.load import load_config
         load_config({"version": 1, "tiers": [{"type": "heap", "capacity": "1GiB"}]}, Registry.of())
         print(sorted({"torch", "numpy", "vllm", "boto3", "redis"} & sys.modules.keys()))
     """
