@@ -17,7 +17,6 @@ _HOMES = {
     "Namespace": "types",
     "Nbytes": "types",
     "OpenContext": "interfaces",
-    "PluginError": "errors",
     "Presence": "types",
     "Problem": "errors",
     "Registry": "config.registry",

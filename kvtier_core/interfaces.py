@@ -320,7 +320,7 @@ class BackendConfig(abc.ABC):
     @contextlib.contextmanager
     def walk(self) -> Iterator[Iterator[Stored]]:
         """All that lies in the store, of every namespace, while no engine uses it. Raises BackendError."""
-        raise BackendError(f"a tier of type {self.type} cannot be walked", retryable=False)
+        raise BackendError(f"a tier of type {self.type} cannot be walked")
 
 
 @attrs.frozen

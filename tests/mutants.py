@@ -479,8 +479,8 @@ MUTANTS = (
     Mutant(
         "quarantine-without-end",
         DISK + "/backend.py",
-        "self._aside_nbytes(root) + nbytes <= self._config.quarantine",
-        "True",
+        "if nbytes and kept + nbytes <= self._quarantine_nbytes:",
+        "if nbytes:",
         "plugins/kvtier_disk/tests/test_disk.py::test_damaged_frames_are_kept_aside_until_there_are_too_many",
     ),
     Mutant(
@@ -648,9 +648,23 @@ MUTANTS = (
         "tests/core/test_store_tier.py::test_one_that_can_never_be_deleted_keeps_no_other",
     ),
     Mutant(
+        "room-that-a-failed-write-keeps",
+        DISK + "/backend.py",
+        "except BaseException as error:  # OSError, or BackendError for a folder that others may write to",
+        "except OSError as error:",
+        "plugins/kvtier_disk/tests/test_space_account.py::test_what_failed_leaves_the_frames_of_others_in_peace",
+    ),
+    Mutant(
+        "room-that-is-not-there",
+        DISK + "/space_account.py",
+        "            if missing > 0:\n                raise StoreFull(",
+        "            if False:\n                raise StoreFull(",
+        "plugins/kvtier_disk/tests/test_space_account.py::test_a_frame_in_the_way_that_cannot_be_removed_is_a_full_store",
+    ),
+    Mutant(
         "any-length-is-a-frames",
         DISK + "/backend.py",
-        "return found.nbytes <= (self._longest if found.home == self._name else self._capacity)",
+        "return found.nbytes <= (self._longest if found.namespace_folder == self._name else self._capacity)",
         "return True",
         DISK_TESTS + "test_a_file_of_impossible_length_is_no_frame",
     ),
@@ -692,7 +706,7 @@ MUTANTS = (
     Mutant(
         "errors-of-the-system-escape",
         DISK + "/backend.py",
-        "raise BackendError(why, retryable=error.errno not in _LASTING) from error",
+        'raise BackendError(f"{error.filename or self._path}: {error.strerror}") from error',
         "raise",
         "plugins/kvtier_disk/tests/test_disk_trouble.py",
     ),
@@ -792,7 +806,7 @@ MUTANTS = (
     Mutant(
         "facts-of-any-namespace",
         DISK + "/namespaces.py",
-        "return namespace if home_of(namespace) == home else None",
+        "return namespace if namespace_folder_name(namespace) == name else None",
         "return namespace",
         DISK_TESTS + "test_odd_facts_are_passed_over",
     ),

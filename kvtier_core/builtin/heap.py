@@ -30,7 +30,7 @@ class HeapConfig(ArenaConfig):
     def attach(self, handle: str, table: PagedKVCache) -> Mover:
         heap = _OPEN.get(handle)
         if heap is None or json.loads(handle)["pid"] != os.getpid():
-            raise BackendError(f"heap {handle} is not open in process {os.getpid()}", retryable=False)
+            raise BackendError(f"heap {handle} is not open in process {os.getpid()}")
         return HostMover(table, heap.memory, heap.slot_nbytes)
 
 
@@ -39,9 +39,7 @@ class Heap(AllocatorBackend):
         self.slot_nbytes = ctx.layout.frame_nbytes
         self.slots = ctx.capacity // self.slot_nbytes
         if not self.slots:
-            raise BackendError(
-                f"heap: capacity {ctx.capacity} has no room for a chunk of {Nbytes(self.slot_nbytes)}", retryable=False
-            )
+            raise BackendError(f"heap: capacity {ctx.capacity} has no room for a chunk of {Nbytes(self.slot_nbytes)}")
         try:
             self.memory = memoryview(mmap.mmap(-1, self.slots * self.slot_nbytes))
         except OSError as error:

@@ -33,9 +33,7 @@ class HostMover(Mover):
         copier: type[PlainCopier] = Copier,
     ):
         if table.device != "cpu":
-            raise BackendError(
-                f"no mover for device {table.device!r}; the host mover reaches only cpu", retryable=False
-            )
+            raise BackendError(f"no mover for device {table.device!r}; the host mover reaches only cpu")
         check_table(table, slot_nbytes)
         self._table = table
         self._slots = len(memory) // slot_nbytes

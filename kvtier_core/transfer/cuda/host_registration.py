@@ -102,8 +102,7 @@ def cuda_lock(address: int, slots: int, slot_nbytes: int, device: torch.device) 
         if int(error):
             raise BackendError(
                 f"cannot page-lock {Nbytes(nbytes)} of the arena: {cudart.cudaGetErrorString(error)}; "
-                "does `ulimit -l` or the container forbid it?",
-                retryable=False,
+                "does `ulimit -l` or the container forbid it?"
             )
 
     return HostRegistration(address, slots, slot_nbytes, register, cudart.cudaHostUnregister)

@@ -150,7 +150,7 @@ def open_mover(
     """
     device = torch.device(table.device)
     if device.type != "cuda" or not torch.cuda.is_available():
-        raise BackendError(f"no mover for device {table.device!r}: torch finds no such device here", retryable=False)
+        raise BackendError(f"no mover for device {table.device!r}: torch finds no such device here")
     check_table(table, slot_nbytes)
     slots = len(memory) // slot_nbytes
     keep = ctypes.c_char.from_buffer(memory)  # forbids to close an mmap while the mover may copy
