@@ -652,7 +652,7 @@ MUTANTS = (
         DISK + "/backend.py",
         "except BaseException as error:  # OSError, or BackendError for a folder that others may write to",
         "except OSError as error:",
-        "plugins/kvtier_disk/tests/test_space_account.py::test_what_failed_leaves_the_frames_of_others_in_peace",
+        "plugins/kvtier_disk/tests/test_space_account.py::test_the_account_agrees_with_the_disk_wherever_it_fails",
     ),
     Mutant(
         "room-that-is-not-there",

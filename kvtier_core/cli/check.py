@@ -38,13 +38,13 @@ def run(options: argparse.Namespace) -> int:
 def _settings(config: StackConfig) -> Iterator[tuple[str, str]]:
     for i, tier in enumerate(config.tiers):
         yield from _of_tier(tier, f"$.tiers[{i}]")
-    yield from _of_fields(config, "$", but=("tiers", "_places"))
+    yield from _of_fields(config, "$", but=("tiers", "_places", "_plugins"))
 
 
 def _of_tier(tier: ArenaTierConfig | StoreTierConfig, path: str) -> Iterator[tuple[str, str]]:
     yield f"{path}.type", tier.config.type
     yield from _of_fields(tier.config, path)
-    yield from _of_fields(tier, path, but=("name", "config"))
+    yield from _of_fields(tier, path, but=("name", "config", "source"))
 
 
 def _of_fields(config: Any, path: str, but: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:

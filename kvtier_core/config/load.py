@@ -9,16 +9,30 @@ from typing import Literal
 
 from kvtier_core.config import decode, yaml_nodes
 from kvtier_core.config.decode import Choose, Setting, Unavailable
-from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
+from kvtier_core.config.model import ArenaTierConfig, Source, StackConfig, StoreTierConfig
 from kvtier_core.config.registry import KINDS, Registry
 from kvtier_core.config.yaml_nodes import Node, ProblemCollector
 from kvtier_core.interfaces import ArenaConfig, BackendConfig
 
-_KIND_OF = {family: word for word, kind in KINDS.items() for family in kind.families}
+_KIND_OF = {family: kind for kind, described in KINDS.items() for family in described.families}
+#: Fields of a tier that no user writes.
+_NOT_WRITTEN = ("name", "config", "source")
 
 
 def load_config(source: pathlib.Path | str | Mapping, registry: Registry, label: str = "inline") -> StackConfig:
-    """From a YAML file, or from plain values that somebody calls ``label``. Raises ConfigError with every problem."""
+    """Read a configuration.
+
+    Parameters
+    ----------
+    source
+        The path of a YAML file, or the same keys and plain values as a mapping.
+    registry
+        The plugins to choose from.
+    label
+        What a mapping is called in problems.
+
+    Raises ConfigError with every problem found.
+    """
 
     def choose(family: type, name: str) -> type | Unavailable:
         return registry.choose(_KIND_OF[family], name)
@@ -30,16 +44,16 @@ def load_config(source: pathlib.Path | str | Mapping, registry: Registry, label:
         else yaml_nodes.from_file(source, collector)
     )
     with collector:
-        config = _read_stack(root, choose)
+        config = _read_stack(root, choose, registry.plugins())
     collector.raise_if_any()
     return config
 
 
-def _read_stack(root: Node, choose: Choose) -> StackConfig:
+def _read_stack(root: Node, choose: Choose, plugins: Mapping[type, str]) -> StackConfig:
     known = {
         "version": Setting(decode.reader(Literal[1]), required=True),
-        "tiers": Setting(_read_tiers, required=True),
-        **decode.settings(StackConfig, but=("tiers", "_places")),
+        "tiers": Setting(lambda node, choose: _read_tiers(node, choose, plugins), required=True),
+        **decode.settings(StackConfig, but=("tiers", "_places", "_plugins")),
     }
     collector = ProblemCollector()
     values = decode.read_keys(root, known, choose, collector)
@@ -47,29 +61,31 @@ def _read_stack(root: Node, choose: Choose) -> StackConfig:
     collector.raise_if_any()
     del values["version"]
     places = {node.path: node.where for node in root.walk()}
-    return decode.construct(StackConfig, root, {**values, "places": places})
+    return decode.construct(StackConfig, root, {**values, "places": places, "plugins": plugins})
 
 
-def _read_tiers(node: Node, choose: Choose) -> tuple[ArenaTierConfig | StoreTierConfig, ...]:
+def _read_tiers(
+    node: Node, choose: Choose, plugins: Mapping[type, str]
+) -> tuple[ArenaTierConfig | StoreTierConfig, ...]:
     items = node.items()
     if not items:
         raise node.wrong("a stack needs at least one tier")
     collector = ProblemCollector()
-    plugins = [_plugin_of(item, choose, collector) for item in items]
-    if plugins[0] is not None and not issubclass(plugins[0], ArenaConfig):
-        why = f"the first tier must be an arena, and '{plugins[0].type}' is none: no engine can reach its memory"
+    classes = [_class_of(item, choose, collector) for item in items]
+    if classes[0] is not None and not issubclass(classes[0], ArenaConfig):
+        why = f"the first tier must be an arena, and '{classes[0].type}' is none: no engine can reach its memory"
         collector.problems.append(items[0].entries()["type"].problem(why, "put an arena first, cpu for instance"))
     tiers = []
-    for item, plugin, name in zip(items, plugins, _names(plugins), strict=True):
-        if plugin is not None:
+    for item, cls, name in zip(items, classes, _names(classes), strict=True):
+        if cls is not None:
             with collector:
-                tiers.append(_read_tier(item, plugin, name, choose))
+                tiers.append(_read_tier(item, cls, choose, name, plugins[cls]))
     collector.raise_if_any()
     return tuple(tiers)
 
 
-def _plugin_of(node: Node, choose: Choose, collector: ProblemCollector) -> type | None:
-    """None if nothing more can be said of this tier; then all that is wrong is in ``collector``."""
+def _class_of(node: Node, choose: Choose, collector: ProblemCollector) -> type | None:
+    """The plugin's Config class. None if there is none; then everything that is wrong is in ``collector``."""
     with collector:
         return decode.chosen(node, BackendConfig, choose)
     if isinstance(node.value, dict):
@@ -77,30 +93,31 @@ def _plugin_of(node: Node, choose: Choose, collector: ProblemCollector) -> type 
     return None
 
 
-def _read_tier(node: Node, plugin: type, name: str, choose: Choose) -> ArenaTierConfig | StoreTierConfig:
-    shape = ArenaTierConfig if issubclass(plugin, ArenaConfig) else StoreTierConfig
-    own, its = _own_settings(shape), decode.settings(plugin)
+def _read_tier(node: Node, cls: type, choose: Choose, name: str, plugin: str) -> ArenaTierConfig | StoreTierConfig:
+    shape = ArenaTierConfig if issubclass(cls, ArenaConfig) else StoreTierConfig
+    own, its = _own_settings(shape), decode.settings(cls)
     known = {"type": Setting(decode.reader(str), required=True), **own, **its}
     collector = ProblemCollector()
     values = decode.read_keys(node, known, choose, collector)
-    decode.validate(plugin, node, values, collector)
+    decode.validate(cls, node, values, collector)
     decode.validate(shape, node, values, collector)
     collector.raise_if_any()
-    config = decode.construct(plugin, node, {key: values[key] for key in its if key in values})
+    config = decode.construct(cls, node, {key: values[key] for key in its if key in values})
     core = {key: values[key] for key in own if key in values}
-    return decode.construct(shape, node, {"name": name, "config": config, **core})
+    source = Source(node.where, node.path, plugin)
+    return decode.construct(shape, node, {"name": name, "config": config, "source": source, **core})
 
 
 def _own_settings(shape: type) -> dict[str, Setting]:
-    return decode.settings(shape, but=("name", "config"))
+    return decode.settings(shape, but=_NOT_WRITTEN)
 
 
-def _names(plugins: Sequence[type | None]) -> list[str]:
+def _names(classes: Sequence[type | None]) -> list[str]:
     """`disk`, and `disk#2` for the second of that type."""
-    seen: Counter[type | None] = Counter()
+    seen: Counter[str] = Counter()
     names = []
-    for plugin in plugins:
-        seen[plugin] += 1
-        first = plugin.type if plugin else ""
-        names.append(first if seen[plugin] == 1 else f"{first}#{seen[plugin]}")
+    for cls in classes:
+        name = cls.type if cls else ""
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
     return names

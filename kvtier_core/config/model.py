@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import attrs
@@ -15,42 +15,65 @@ from kvtier_core.interfaces import ArenaConfig, BackendConfig, EvictionConfig, S
 from kvtier_core.policies.gittins import GittinsConfig
 from kvtier_core.types import Nbytes, Seconds
 
-#: `chunk_tokens: auto` puts at least so much into a frame: at 1 MiB a disk is as fast as at 32 (benchmarks/RESULTS.md),
-#: and at 256 KiB it was seen to write a third less, for a frame costs a file or a request besides its bytes.
+#: `chunk_tokens: auto` aims at frames of this size. At 1 MiB a disk is as fast as at 32 MiB (benchmarks/RESULTS.md). At
+#: 256 KiB it wrote a third less in some runs, because each frame costs a file or a request besides its bytes.
 _FRAME_NBYTES = 1 << 20
-#: But no more tokens, unless a block has more: of each prompt half a chunk, on average, is computed again.
+#: But a chunk has no more tokens than this, unless a block has. On average half a chunk of each prompt is recomputed.
 _MOST_TOKENS = 256
 
-#: Of any tier: how many requests must name a chunk before it is kept.
+#: Threads of a store tier. More than this only wait for each other and for the GIL, however fast the store is.
+_MOST_THREADS = 64
+
+#: How the setting begins with which an operator vouches for the weights.
+NAMED = "name:"
+
+
+def _more_than_nothing(config: object, field: attrs.Attribute, nbytes: Nbytes) -> None:
+    if nbytes <= 0:
+        raise ValueError(f"'{field.alias}' must be more than 0B")
+
+
+#: A capacity that a user must write.
+_CAPACITY = {"validator": _more_than_nothing}
+#: A chunk is kept from the request on that is the n-th to name it.
 _STORE_AFTER = {"default": 1, "validator": attrs.validators.ge(1)}
 
-#: Of a tier below the arenas. More threads than this wait for each other and for the GIL, whatever the store can do.
-_MOST_THREADS = 64
+
+@attrs.frozen
+class Source:
+    """Where a tier was configured, and which plugin it comes from; for error messages."""
+
+    where: str = "StackConfig"  #: file and line
+    path: str = "$"  #: in that file
+    plugin: str = "unknown"  #: ``distribution:entry point version``
 
 
 @attrs.frozen
 class ArenaTierConfig:
-    """One entry of ``tiers``: the core's own keys, and in ``config`` those of the plugin."""
+    """An arena in ``tiers``: the core's own keys, and in ``config`` those of the plugin."""
 
-    name: str
+    name: str  #: its type; from the second tier of a type on with a number, ``cpu#2``
     config: ArenaConfig
-    capacity: Nbytes
+    capacity: Nbytes = attrs.field(**_CAPACITY)
     eviction: EvictionConfig = attrs.field(factory=GittinsConfig)
     store_after: int = attrs.field(**_STORE_AFTER)
+    source: Source = attrs.field(default=Source(), eq=False, repr=False)
 
 
 @attrs.frozen
 class StoreTierConfig:
-    """One entry of ``tiers``: the core's own keys, and in ``config`` those of the plugin."""
+    """A store tier in ``tiers``: the core's own keys, and in ``config`` those of the plugin."""
 
-    name: str
+    name: str  #: its type; from the second tier of a type on with a number, ``disk#2``
     config: BackendConfig
-    capacity: Nbytes
+    capacity: Nbytes = attrs.field(**_CAPACITY)
     eviction: EvictionConfig = attrs.field(factory=GittinsConfig)
     serializer: SerializerConfig = attrs.field(factory=RawConfig)
     threads: int = attrs.field(default=4, validator=[attrs.validators.ge(1), attrs.validators.le(_MOST_THREADS)])
-    inflight: Nbytes = attrs.field(default=Nbytes(1 << 30))  #: bytes of arena slots that calls to this tier may hold
+    #: Bytes of arena slots that calls to this tier may hold at a time.
+    inflight: Nbytes = attrs.field(default=Nbytes(1 << 30), validator=_more_than_nothing)
     store_after: int = attrs.field(**_STORE_AFTER)
+    source: Source = attrs.field(default=Source(), eq=False, repr=False)
 
 
 @attrs.frozen
@@ -58,11 +81,8 @@ class RecordConfig:
     """Where the traffic of a live engine is recorded, for `kvtier simulate`."""
 
     path: pathlib.Path  #: a folder; each start of an engine adds a file
-    capacity: Nbytes = attrs.field(default=Nbytes(256 << 20))  #: of all files in it; then recording ends
-
-
-#: How the name begins under which an operator vouches for weights.
-NAMED = "name:"
+    #: Bytes of all files in the folder; then recording ends.
+    capacity: Nbytes = attrs.field(default=Nbytes(256 << 20), validator=_more_than_nothing)
 
 
 def _known_way(config: object, field: attrs.Attribute, way: str) -> None:
@@ -75,13 +95,13 @@ def _known_way(config: object, field: attrs.Attribute, way: str) -> None:
 class IdentityConfig:
     """How an engine finds out whether it may share KV with others."""
 
-    #: ``full`` reads every byte of the weights, ``sampled`` some of each tensor; ``name:…`` takes the operator's word
-    #: for what they are, where they do not come from files.
+    #: ``full`` reads every byte of the weights, ``sampled`` a part of each tensor. ``name:…`` is a name which
+    #: the operator gives to weights that do not come from files; nobody checks it.
     weights: str = attrs.field(default="full", validator=_known_way)
 
     @property
     def named(self) -> bool:
-        """Does the operator say what the weights are?"""
+        """Does the operator vouch for the weights by a name?"""
         return self.weights.startswith(NAMED)
 
 
@@ -92,33 +112,48 @@ def _one_or_more(config: object, field: attrs.Attribute, tokens: int | str) -> N
 
 @attrs.frozen
 class StackConfig:
+    """A whole configuration: the tiers, and what holds for all of them."""
+
     tiers: tuple[ArenaTierConfig | StoreTierConfig, ...]  #: hottest first
     chunk_tokens: int | Literal["auto"] = attrs.field(default="auto", validator=_one_or_more)
     token_database: TokenDatabaseConfig = attrs.field(factory=ChainedConfig)
-    load_wait: Seconds = attrs.field(default=Seconds(2))  #: how long a request waits for what lies below the arenas
-    save_decode: bool = False
+    load_wait: Seconds = attrs.field(default=Seconds(2))  #: how long a request waits for chunks from store tiers
+    save_decode: bool = False  #: store chunks of generated tokens, too
     identity: IdentityConfig = attrs.field(factory=IdentityConfig)
-    #: When vLLM resets its caches. It does so for new weights, a sleep and a pause, and does not say for which:
-    #: ``keep`` is for an engine whose weights never change while it runs.
+    #: What to do when vLLM resets its caches. It does so for new weights, for a sleep and for a pause, and does not say
+    #: for which: ``keep`` is for an engine whose weights never change while it runs.
     on_reset: Literal["forget", "keep"] = "forget"
     record: RecordConfig | None = None
-    _places: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)
+    _places: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)  # by path: file and line
+    _plugins: Mapping[type, str] = attrs.field(factory=dict, eq=False, repr=False)  # by Config class: who offers it
 
     @property
     def arenas(self) -> tuple[ArenaTierConfig, ...]:
+        """The tiers whose memory the engine can reach; the first one is always an arena."""
         return tuple(tier for tier in self.tiers if isinstance(tier, ArenaTierConfig))
 
     def origin(self, path: str) -> str:
         """Where this setting was written, or ``default``."""
         return self._places.get(path, "default")
 
+    def plugin_of(self, chosen: object) -> str:
+        """``distribution:entry point version`` of a plugin's Config; its class where that is not known."""
+        cls = type(chosen)
+        return self._plugins.get(cls, f"{cls.__module__}.{cls.__qualname__}")
+
     def problem(self, path: str, why: str, hint: str = "") -> Problem:
-        """A problem at this path, or at the nearest place above it that was written."""
+        """A problem at this path; its line is that of the nearest setting above it that was written."""
         written = [each for each in self._places if path.startswith(each) and path[len(each) :][:1] in ("", ".", "[")]
         return Problem(self._places[max(written, key=len)] if written else "StackConfig", path, why, hint)
 
+    def describe(self) -> Iterator[str]:
+        """A line for each tier, which says the plugins that were chosen for it."""
+        for tier in self.tiers:
+            serializer = f", serializer {tier.serializer.type}" if isinstance(tier, StoreTierConfig) else ""
+            yield f"{tier.name}: {self.plugin_of(tier.config)}, eviction policy {tier.eviction.type}{serializer}"
+
     def check_engine(self, block_size: int) -> None:
-        """Raises ConfigError if the stack does not suit an engine with blocks of this many tokens."""
+        """Raise ConfigError if the stack does not suit an engine whose blocks have so many tokens."""
         if self.chunk_tokens == "auto":
             return
         below = self.chunk_tokens // block_size * block_size
@@ -129,7 +164,15 @@ class StackConfig:
         raise ConfigError([self.problem("$.chunk_tokens", why, f"write {nearest}")])
 
     def sized(self, block_size: int, block_nbytes: int) -> StackConfig:
-        """With ``chunk_tokens`` as a number, for an engine whose blocks have so many bytes in all layers and ranks."""
+        """The same with ``chunk_tokens`` as a number.
+
+        Parameters
+        ----------
+        block_size
+            Tokens of one of the engine's blocks.
+        block_nbytes
+            Bytes of a block in all layers and on all ranks.
+        """
         if self.chunk_tokens != "auto":
             return self
         blocks = min(-(-_FRAME_NBYTES // block_nbytes), max(1, _MOST_TOKENS // block_size))

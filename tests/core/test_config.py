@@ -238,12 +238,9 @@ def test_every_problem_of_a_file_is_told(write):
             "kvtier.yaml:6: $.tiers[1].serializer: unknown key 'serializer'; "
             "known here: type, capacity, eviction, store_after, huge"
         ),
-        (
-            "kvtier.yaml:7: $.tiers[2].type: no backend 's3' is installed (have: cpu, disk, heap); "
-            "pip install 'kvtier[s3]'"
-        ),
+        "kvtier.yaml:7: $.tiers[2].type: no tier 's3' is installed (have: cpu, disk, heap)",
         f"kvtier.yaml:7: $.tiers[2].capacity: '1GB' {no_size}",
-        "kvtier.yaml:8: $.tiers[3].type: no backend 'dsk' is installed (have: cpu, disk, heap); did you mean 'disk'?",
+        "kvtier.yaml:8: $.tiers[3].type: no tier 'dsk' is installed (have: cpu, disk, heap); did you mean 'disk'?",
         (
             "kvtier.yaml:9: $.tiers[4].eviction: no eviction policy 'lruu' is installed "
             "(have: arc, fifo, gittins, lfu, lru, lru2, mru, s3fifo, tournament); "
@@ -258,7 +255,7 @@ def test_every_problem_of_a_file_is_told(write):
 
 def test_unknown_types_do_not_hide_the_rest():
     assert complaints(load, {"version": 1, "tiers": [{"type": "cpu", "capacity": "1GiB"}, {"type": "s3"}]}) == [
-        "inline: $.tiers[1].type: no backend 's3' is installed (have: cpu, disk, heap); pip install 'kvtier[s3]'",
+        "inline: $.tiers[1].type: no tier 's3' is installed (have: cpu, disk, heap)",
         "inline: $.tiers[1]: 'capacity' is missing",
     ]
 
@@ -434,10 +431,10 @@ def test_a_tier_that_cannot_start_closes_all(write):
 
 def test_no_plugin_may_take_a_key_of_the_core():
     own = (
-        settings(ArenaTierConfig, but=("name", "config")).keys()
-        | settings(StoreTierConfig, but=("name", "config")).keys()
+        settings(ArenaTierConfig, but=("name", "config", "source")).keys()
+        | settings(StoreTierConfig, but=("name", "config", "source")).keys()
     )
-    assert KINDS["backend"].core_keys == own | {"type"}
+    assert KINDS["tier"].core_keys == own | {"type"}
 
 
 words = st.sampled_from(["version", "tiers", "type", "capacity", "cpu", "disk", "1", "8GiB", *":-{}[],~&*!<?|'\"%\\"])

@@ -111,21 +111,6 @@ def test_the_account_agrees_with_the_disk_wherever_it_fails(prepare, monkeypatch
     assert n > 3
 
 
-def test_what_failed_leaves_the_frames_of_others_in_peace(prepare):
-    """A folder in the way that others may write to: each attempt used to cost the room of a frame."""
-    folder, disk = prepare(capacity=3 * LARGE + SMALL)
-    shard = folder / next(file for file in files(folder) if file.stem == OLD.hex()).parent.parent / NEW.hex()[:2]
-    shard.mkdir()
-    shard.chmod(0o777)
-    for _ in range(5):
-        with pytest.raises(BackendError, match="others may write to it"):
-            put(disk, NEW)
-    shard.chmod(0o700)
-    put(disk, NEW)
-    assert on_disk(folder) == 3 * LARGE + SMALL
-    disk.close()
-
-
 def test_a_frame_in_the_way_that_cannot_be_removed_is_a_full_store(prepare, monkeypatch):
     """Then the tier keeps within less, instead of writing beyond the capacity; and tries again later."""
 
