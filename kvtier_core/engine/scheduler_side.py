@@ -12,6 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvtier_core.config.compose import open_token_database
 from kvtier_core.config.model import StackConfig
 from kvtier_core.engine.hints import hints_of
 from kvtier_core.engine.messages import Progress, StepPlan, Transfer
@@ -92,7 +93,7 @@ class SchedulerSide:
         self.stats = Stats(clock())
         self._config = config
         self._first_epoch = self._epoch = namespace
-        self._database = config.token_database.open(namespace, config.chunk_tokens)
+        self._database = open_token_database(config, namespace)
         self._identifier = Identifier()
         self._names = Names()
         self._provenance = Provenance(block_tokens)
@@ -291,7 +292,7 @@ class SchedulerSide:
     def invalidate_all(self) -> bool:
         """Open a new epoch: nothing stored so far is found again. False if a load of it is under way."""
         self._epoch = self._first_epoch.renewed()
-        self._database = self._config.token_database.open(self._epoch, self._chunk_tokens)
+        self._database = open_token_database(self._config, self._epoch)
         self.manager.invalidate_all(self._epoch)
         for tracked in self._tracked.values():
             # What it has computed is the old epoch's, and what it will compute stands on that.

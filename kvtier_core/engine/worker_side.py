@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from kvtier_core.config.compose import attach
 from kvtier_core.config.model import ArenaTierConfig
 from kvtier_core.engine.messages import Progress, StepPlan, Transfer
 from kvtier_core.engine.self_test import try_copies
@@ -63,7 +64,7 @@ class WorkerSide:
 
     def _attach(self, handles: Sequence[str], trial: Sequence[Slot]) -> str:
         for tier, handle, slot in zip(self._arenas, handles, trial, strict=True):
-            mover = tier.config.attach(handle, self._table)
+            mover = attach(tier, handle, self._table)
             self._movers.append(mover)
             for fact in mover.facts().items():
                 logger.info("kvtier: rank %d: arena %s: %s: %s", self._table.rank, tier.name, *fact)

@@ -98,7 +98,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self._registry = Registry.discover()
+        self._registry = Registry.discover(logger)
+        if role is KVConnectorRole.SCHEDULER:
+            self._registry.log_problems()
         self.config = configured(self._kv_transfer_config.kv_connector_extra_config or {}, self._registry)
         self.side: SchedulerSide | WorkerSide | None = None
         self._reports: list[WorkerReport] | str = []
@@ -217,7 +219,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             "kvtier: chunk_tokens: %s -> %d, in frames of %s",
             self.config.chunk_tokens, config.chunk_tokens, Nbytes(chunk.frame_nbytes),
         )  # fmt: skip
-        for line in manager.describe():
+        for line in (*config.describe(), *manager.describe()):
             logger.info("kvtier: %s", line)
         logger.info("kvtier: vLLM %s; %s", vllm.__version__, native.describe())
         before = Namespace.of(identity.facts_before_start(self._vllm_config, weights))
