@@ -1,4 +1,4 @@
-// kvtier_core._native. Each has a plain counterpart in Python beside it, which it is tested against.
+// kvtier_core._native. Each name has a counterpart in Python, against which it is tested.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string_view.h>
@@ -14,13 +14,14 @@
 #include "files.h"
 #include "policies/bind.h"
 #include "prefix_tree.h"
+#include "stamp.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace {
 
-// The bytes of a Python buffer; released when it goes.
+// The bytes of a Python buffer; released by the destructor.
 class Bytes {
  public:
   explicit Bytes(nb::handle object, int flags = PyBUF_SIMPLE) {
@@ -76,6 +77,8 @@ kvtier::Copier copier(const std::vector<LayerTuple>& layers, size_t row, uintptr
 }  // namespace
 
 NB_MODULE(_native, m) {
+  m.attr("stamp") = KVTIER_STAMP;  // kvtier_core/native.py compares it
+
   m.def("crc32", &crc32, "data"_a, "crc"_a = 0);
   m.def("crc32_combine", &kvtier::crc32_combine, "first"_a, "second"_a, "second_nbytes"_a);
   m.def("crc32_method", &kvtier::crc32_method);

@@ -18,7 +18,7 @@ import attrs
 
 from kvtier_core.errors import ContractError
 from kvtier_core.interfaces import TokenDatabase, TokenDatabaseConfig
-from kvtier_core.native import extension
+from kvtier_core.native import choose
 from kvtier_core.types import KEY_NBYTES, ChunkKey, Namespace
 
 #: What a digest is of; BLAKE2b calls it the person.
@@ -75,4 +75,4 @@ def _digest(material: bytes, person: str) -> ChunkKey:
     return ChunkKey(hashlib.blake2b(material, digest_size=KEY_NBYTES, person=person.encode()).digest())
 
 
-chain = getattr(extension, "chain", plain_chain)
+chain = choose("chain", plain_chain)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-from kvtier_core.native import extension
+from kvtier_core.native import choose
 
 _POLYNOMIAL = 0xEDB88320  # bit i is the coefficient of x^(31-i)
 _ONE = 0x80000000
@@ -38,8 +38,8 @@ def _times_x(a: int) -> int:
 
 
 #: ``crc32(data, crc=0)``
-crc32 = getattr(extension, "crc32", zlib.crc32)
-combine = getattr(extension, "crc32_combine", plain_combine)
+crc32 = choose("crc32", zlib.crc32)
+combine = choose("crc32_combine", plain_combine)
 
 
 def join(checksums: Sequence[int], nbytes: int) -> int:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
-from kvtier_core.native import extension
+from kvtier_core.native import choose
+
+_ring_works = choose("ring_works", lambda: False)
+_read_files = choose("read_files", lambda fds, into: None)
+_write_files = choose("write_files", lambda fds, views: None)
 
 
 def ring_works() -> bool:
     """Is io_uring built in, and do this kernel and whoever guards it give it to us?"""
-    return extension is not None and extension.ring_works()
+    return _ring_works()
 
 
 def read_files(fds: Sequence[int], into: Sequence[memoryview], *, ring: bool) -> list[int | OSError]:
@@ -18,7 +22,7 @@ def read_files(fds: Sequence[int], into: Sequence[memoryview], *, ring: bool) ->
 
     With O_DIRECT views begin and end at whole pages. The files do not have O_NONBLOCK set.
     """
-    outcomes = extension.read_files(fds, into) if ring and extension else None
+    outcomes = _read_files(fds, into) if ring else None
     if outcomes is None:
         return [_caught(os.preadv, fd, view) for fd, view in zip(fds, into, strict=True)]
     return [outcome if outcome >= 0 else _error(outcome) for outcome in outcomes]
@@ -26,7 +30,7 @@ def read_files(fds: Sequence[int], into: Sequence[memoryview], *, ring: bool) ->
 
 def write_files(fds: Sequence[int], views: Sequence[memoryview], *, ring: bool) -> None:
     """Every byte of every view. Raises OSError for the first that failed, when nothing is under way any more."""
-    outcomes = extension.write_files(fds, views) if ring and extension else None
+    outcomes = _write_files(fds, views) if ring else None
     if outcomes is None:
         for fd, view in zip(fds, views, strict=True):
             _all_of(os.pwritev, fd, view)

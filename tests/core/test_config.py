@@ -451,9 +451,9 @@ class WildMemory(Memory):
 
 
 def wild(value):
-    """Returns the value, or raises it."""
+    """Returns the value, or raises an error like it: one that is kept would keep the frames it went through."""
     if isinstance(value, BaseException):
-        raise value
+        raise type(value)(*value.args)
     return value
 
 
