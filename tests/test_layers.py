@@ -111,3 +111,16 @@ def test_configs_of_plugins_are_light(package: Path):
 
 def test_packages_were_found():
     assert {"kvtier_cpu", "kvtier_disk", "kvtier_minimal"} <= {package.name for package in PACKAGES}
+
+
+def test_editors_see_the_public_names():
+    """What type checkers read and what is imported when a name is used are the same."""
+    import kvtier_core
+
+    told = {name for name, _ in imports(MODULES[CORE]) if name.startswith(f"{CORE}.")}
+    assert told == {f"{CORE}.{home}" for home in kvtier_core._HOMES.values()}
+    tree = ast.parse(MODULES[CORE].read_text())
+    of_ours = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module.startswith(CORE)]
+    listed = {alias.name: node.module for node in of_ours for alias in node.names}
+    assert listed == {name: f"{CORE}.{home}" for name, home in kvtier_core._HOMES.items()}
+    assert all(getattr(kvtier_core, name) for name in kvtier_core.__all__)

@@ -1,4 +1,4 @@
-"""`kvtier check FILE`: the settings that a file amounts to, or all that is wrong with it."""
+"""`kvtier check FILE`: the effective settings of a file, or everything that is wrong with it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from kvtier_core.errors import ConfigError
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser."""
     parser = commands.add_parser("check", help="show the settings of a configuration file, or all its problems")
     parser.add_argument("file")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    """Print a line for each setting and return 0, or print every problem and return 2."""
     try:
         config = load_config(options.file, Registry.discover())
     except ConfigError as error:

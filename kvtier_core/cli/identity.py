@@ -12,10 +12,11 @@ from kvtier_core.types import Namespace
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "identity",
         help="show what decides whether two engines may share KV, as far as it can be told before one runs",
-        epilog="What stands behind -- are arguments of vLLM's own, --dtype bfloat16 for instance.",
+        epilog="Arguments after -- are vLLM's own, --dtype bfloat16 for instance.",
     )
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--model", help="a folder, or the name of a model in the hub's cache")
@@ -33,7 +34,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """0; with --diff 1 if a fact differs; 1 for an engine that would not be served; 2 if that cannot be told."""
+    """Returns 0; 1 if a fact differs (--diff) or the engine would not be served; 2 if that cannot be found out."""
     if options.diff:
         return _diff(*options.diff)
     try:
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _facts(model: str, weights: str, arguments: Sequence[str]) -> Namespace | str:
-    """Of an engine with these arguments, or why it would not be served."""
+    """The facts of an engine with these arguments, or why it would not be served."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

@@ -1,4 +1,4 @@
-"""`kvtier plan TRACE`: what of a budget is worth having, and which policies make the most of it."""
+"""`kvtier plan TRACE`: which part of a budget is worth its cost, and which policies suit it best."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from kvtier_core.simulate.replay import Tally
 from kvtier_core.simulate.study import Study
 from kvtier_core.types import Nbytes
 
-#: How the tiers would be written in a file.
+#: How the tiers are written in a file.
 _WRITTEN = ("type: cpu", "type: disk, path: /var/lib/kvtier")
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser."""
     parser = commands.add_parser("plan", help="find the capacities and policies that suit a trace and a budget")
     studies.add_to(parser)
-    parser.add_argument("--ram", required=True, help="at most so much memory, 64GiB for instance")
-    parser.add_argument("--ssd", help="at most so much disk")
-    parser.add_argument("--policy", default="all", help="those to choose from: lru,git …; default: all")
+    parser.add_argument("--ram", required=True, help="the most memory to use, 64GiB for instance")
+    parser.add_argument("--ssd", help="the most disk space to use")
+    parser.add_argument("--policy", default="all", help="policies to choose from: lru,gittins …; default: all")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    """Search, print a table and advice; returns the exit status."""
     try:
         registry = Registry.discover()
         study = studies.read(options)
@@ -55,6 +57,8 @@ def run(options: argparse.Namespace) -> int:
 
 @attrs.frozen
 class Candidate:
+    """A stack that was simulated: capacity and policy of each tier."""
+
     capacities: tuple[Nbytes, ...]
     policies: tuple[str, ...]
 
@@ -72,7 +76,7 @@ class Search:
         """Raises ConfigError."""
         for name in names:
             self._try(budget, (name,) * len(budget))
-        if len(budget) > 1:  # what suits memory need not suit the disk below it
+        if len(budget) > 1:  # the best policy for memory need not be the best for the disk below it
             hot = self.best.policies[0]
             for name in names:
                 self._try(budget, (hot, name))
@@ -82,7 +86,7 @@ class Search:
 
     @property
     def best(self) -> Candidate:
-        """Of two that are as good the smaller."""
+        """The candidate with the least mean; the smaller one of equals."""
         return min(self.found, key=lambda each: (self.found[each].mean, sum(each.capacities)))
 
     def _try(self, capacities: tuple[Nbytes, ...], policies: tuple[str, ...]) -> None:
@@ -95,7 +99,7 @@ class Search:
 
 
 def _parts(budget: Sequence[Nbytes]) -> Iterator[tuple[Nbytes, ...]]:
-    """Halves and quarters of each, and no disk at all."""
+    """Budgets with a half or a quarter of one tier, and one without a disk."""
     for part in (2, 4):
         for i in range(len(budget)):
             yield tuple(Nbytes(size // part) if i == j else size for j, size in enumerate(budget))
@@ -107,7 +111,7 @@ def _most_runs(policies: int, tiers: int) -> int:
 
 
 def _table(search: Search) -> Iterator[str]:
-    """The best first."""
+    """A row for each candidate, the best first."""
     order = sorted(search.found, key=lambda each: search.found[each].mean)
     tiers = ["cpu", "disk"][: max(len(each.capacities) for each in order)]
     header = ["capacity", "policy", "mean", "p95", "hits", *(f"into {tier}" for tier in tiers)]
@@ -126,7 +130,7 @@ def _table(search: Search) -> Iterator[str]:
 
 
 def _advice(search: Search) -> Iterator[str]:
-    """The best as it would be written, and what less would cost."""
+    """The best stack as it is written in a file, and how much slower smaller ones are."""
     best = search.best
     yield "The least mean prefill:"
     yield ""

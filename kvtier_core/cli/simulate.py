@@ -1,4 +1,4 @@
-"""`kvtier simulate TRACE`: what stacks would have done with the prompts of a trace."""
+"""`kvtier simulate TRACE`: replays the prompts of a trace through stacks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from kvtier_core.simulate.replay import Tally
 from kvtier_core.simulate.study import Study
 
 _CAPACITIES = "1%,5%,10%,20%"
-#: Not a policy, but the most that any could do.
+#: Not a policy, but the bound on what any policy can do.
 _BOUND = "min"
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "simulate", help="replay a trace of prompts through stacks, without bytes or an engine"
     )
@@ -39,7 +40,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         + _CAPACITIES.replace("%", "%%"),
     )
     parser.add_argument(
-        "--policy", help=f"lru,git …; git+lru for two tiers; {_BOUND} for the offline optimum; all, the default"
+        "--policy", help=f"lru,gittins …; gittins+lru for two tiers; {_BOUND} for the offline optimum; default: all"
     )
     parser.add_argument(
         "--plot", type=pathlib.Path, metavar="FILE", help="also draw hit rates over capacity, to a .svg or .png"
@@ -49,7 +50,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 
 @attrs.frozen
 class Row:
-    """A stack, and what became of the trace in it."""
+    """A stack, and the result of the trace in it."""
 
     capacity: str
     policy: str
@@ -59,6 +60,7 @@ class Row:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Simulate, print a table, and draw the plot if asked to; returns the exit status."""
     try:
         if options.plot:
             check_name(options.plot)
@@ -82,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _names(options: argparse.Namespace, registry: Registry) -> list[str]:
-    """Of the policies to simulate; the bound comes first."""
+    """The names of the policies to simulate; the bound comes first."""
     names = (options.policy or "all").split(",")
     if "all" in names:
         names = [_BOUND, *stacks.all_policies(registry)]
@@ -92,7 +94,7 @@ def _names(options: argparse.Namespace, registry: Registry) -> list[str]:
 def _of_file(
     options: argparse.Namespace, config: StackConfig, registry: Registry
 ) -> Iterator[tuple[str, str, StackConfig]]:
-    """How a stack is told, and the stack: the file's own policies, or each of those asked for in all its tiers."""
+    """Capacity, policy and stack: with the file's own policies, or with each of those asked for in all its tiers."""
     yield options.config, _BOUND, config
     if not options.policy:
         yield options.config, "+".join(tier.eviction.type for tier in config.tiers), config
@@ -106,7 +108,7 @@ def _of_file(
 def _of_capacities(
     options: argparse.Namespace, study: Study, registry: Registry
 ) -> Iterator[tuple[str, str, StackConfig]]:
-    """How a stack is told, and the stack."""
+    """Capacity, policy and stack."""
     for text in options.capacity.split(","):
         capacities = stacks.read_capacities(text, study.trace, study.layout)
         for name in _names(options, registry):
@@ -127,13 +129,13 @@ def _simulate(study: Study, capacity: str, policy: str, config: StackConfig, bar
 
 
 def _best_first(rows: Sequence[Row]) -> list[Row]:
-    """Within each capacity; the bound stays where it is."""
+    """Sort within each capacity; the bound stays first."""
     order = {capacity: i for i, capacity in enumerate(dict.fromkeys(row.capacity for row in rows))}
     return sorted(rows, key=lambda row: (order[row.capacity], row.policy != _BOUND, -row.tally.hit_rate))
 
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:
-    """The bound writes nothing: it knows beforehand what to keep."""
+    """A line for each row. The bound has no writes: it knows beforehand what to keep."""
     tiers = list(dict.fromkeys(tier.name for row in rows for tier in row.config.tiers))
     several = tiers if len(tiers) > 1 else []
     header = ["capacity", "policy", "hits", "of min", *several, "mean", "p95", *(f"into {tier}" for tier in tiers)]

@@ -1,4 +1,4 @@
-"""What `simulate` and `plan` have in common: a trace, the KV of a token, and what time things take."""
+"""What `simulate` and `plan` share: the trace, the bytes of a token's KV, and how long things take."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _TOKEN = "128KiB"
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
+    """Add the options that both commands have."""
     parser.add_argument("trace", help="a file of JSON lines, as Mooncake publishes them and kvtier records them")
     parser.add_argument(
         "--chunk-tokens", type=int, help=f"tokens of an id, where the trace does not say; default: {CHUNK_TOKENS}"
@@ -36,7 +37,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def read(options: argparse.Namespace, wanted: int = 1) -> Study:
-    """In chunks of as many tokens as are ``wanted``, if the trace's can be put together to such. Raises ConfigError."""
+    """The study that the options ask for. Raises ConfigError.
+
+    Its chunks have ``wanted`` tokens if that is a multiple of the trace's own chunks.
+    """
     trace = read_trace(options.trace, options.chunk_tokens).in_chunks_of(wanted)
     try:
         token = Nbytes.parse(options.bytes_per_token)
@@ -63,14 +67,14 @@ def _read_speed(text: str) -> tuple[str, Speed]:
 
 
 def check_speeds(study: Study, configs: Iterable[StackConfig]) -> None:
-    """Raises ConfigError if one was given for a tier that none of the stacks has."""
+    """Raise ConfigError if a speed was given for a tier that none of the stacks has."""
     names = dict.fromkeys(tier.name for config in configs for tier in config.tiers)
     if strange := next((name for name in study.speeds if name not in names), None):
         raise _wrong("--speed", strange, f"there is no such tier; there are: {', '.join(names)}")
 
 
 def describe(study: Study) -> Iterator[str]:
-    """The trace in two lines."""
+    """Two lines about the trace."""
     trace, nothing = study.trace, study.nothing()
     minutes = (trace.prompts[-1].at - trace.prompts[0].at) / 60
     yield (
@@ -93,11 +97,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> It
 
 
 def ms(seconds: float) -> str:
+    """Seconds as text in milliseconds."""
     return f"{seconds * 1e3:.0f} ms"
 
 
 def size(nbytes: float) -> str:
-    """For people: three digits and a unit."""
+    """Bytes as text: three digits and a unit."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if nbytes < 1000 or unit == "TiB":
             break
