@@ -12,7 +12,8 @@ from pathlib import Path
 
 from benchmarks.measure import Case, Spread, Table, interleaved, progress, scratch
 from kvtier_core.builtin.chained import ChainedConfig
-from kvtier_core.config.model import load_config, open_stack
+from kvtier_core.config.compose import open_stack
+from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.interfaces import OpenContext
 from kvtier_core.stack.manager import StorageManager

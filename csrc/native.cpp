@@ -14,6 +14,7 @@
 #include "files.h"
 #include "policies/bind.h"
 #include "prefix_tree.h"
+#include "stamp.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -77,6 +78,8 @@ kvtier::Copier copier(const std::vector<LayerTuple>& layers, uintptr_t shard, si
 }  // namespace
 
 NB_MODULE(_native, m) {
+  m.attr("stamp") = KVTIER_STAMP;  // kvtier_core/native.py compares it
+
   m.def("crc32", &crc32, "data"_a, "crc"_a = 0);
   m.def("crc32_combine", &kvtier::crc32_combine, "first"_a, "second"_a, "second_nbytes"_a);
   m.def("crc32_method", &kvtier::crc32_method);

@@ -3,7 +3,29 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+# Type checkers and editors read these; `__getattr__` imports them.
+# ruff: noqa: F401
+if TYPE_CHECKING:
+    from kvtier_core.config.compose import open_stack
+    from kvtier_core.config.load import load_config
+    from kvtier_core.config.model import StackConfig
+    from kvtier_core.config.registry import Registry
+    from kvtier_core.errors import BackendError, ConfigError, ContractError, KvtierError, Problem
+    from kvtier_core.interfaces import OpenContext
+    from kvtier_core.stack.manager import StorageManager
+    from kvtier_core.types import (
+        ChunkKey,
+        ChunkLayout,
+        Event,
+        EventKind,
+        Namespace,
+        Nbytes,
+        Seconds,
+        Slot,
+        Usage,
+    )
 
 _HOMES = {
     "BackendError": "errors",
@@ -17,7 +39,6 @@ _HOMES = {
     "Namespace": "types",
     "Nbytes": "types",
     "OpenContext": "interfaces",
-    "PluginError": "errors",
     "Problem": "errors",
     "Registry": "config.registry",
     "Seconds": "types",
@@ -25,14 +46,14 @@ _HOMES = {
     "StackConfig": "config.model",
     "StorageManager": "stack.manager",
     "Usage": "types",
-    "load_config": "config.model",
-    "open_stack": "config.model",
+    "load_config": "config.load",
+    "open_stack": "config.compose",
 }
 __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for, so that importing one module loads no other."""
+    """Import a public name when it is first used, so that importing one module loads no other."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

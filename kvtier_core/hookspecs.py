@@ -1,15 +1,19 @@
-"""The whole extension surface. Offer plugins through the entry point group `GROUP`.
+"""The hooks through which plugins offer what they have. A plugin is an entry point in the group `GROUP`:
 
     [project.entry-points."kvtier.v1"]
     mine = "kvtier_mine.plugin"
 
 and in that module, for instance::
 
+    from kvtier_core.hookspecs import hookimpl
+
     @hookimpl
     def kvtier_backends():
         return [MineConfig]
 
-The module, and the configs it names, import nothing outside the dependencies of kvtier itself.
+The module and the Configs in it import nothing but the standard library and the dependencies of kvtier itself. Each
+hook that offers something returns a list of Config classes. A name that two plugins offer must be written in full in
+YAML: ``type: disk@kvtier-disk:disk``, the name and the plugin as `kvtier plugins` shows it.
 """
 
 from __future__ import annotations
@@ -36,12 +40,12 @@ hookimpl = pluggy.HookimplMarker("kvtier")
 
 @hookspec
 def kvtier_backends() -> Iterable[type[ArenaConfig | BackendConfig]]:
-    """Tiers, both kinds: their names share one namespace, ``tiers[].type`` in YAML."""
+    """Arenas and store tiers: what ``tiers[].type`` may name in YAML."""
 
 
 @hookspec
 def kvtier_eviction_policies() -> Iterable[type[EvictionConfig]]:
-    """What ``tiers[].eviction`` may name."""
+    """What ``tiers[].eviction`` may name, by `EvictionConfig.type` or one of its ``aliases``."""
 
 
 @hookspec
@@ -56,4 +60,4 @@ def kvtier_serializers() -> Iterable[type[SerializerConfig]]:
 
 @hookspec
 def kvtier_observe(events: Sequence[Event]) -> None:
-    """Called on the owner's thread after each step that had events. Must not block."""
+    """Gets the events of a step, on the owner's thread. Must not block; if it raises, it is not called again."""

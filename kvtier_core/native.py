@@ -1,19 +1,71 @@
-"""The compiled half of kvtier. Each thing in it has a plain counterpart, which is used where it could not be built."""
+"""The compiled half of kvtier, if it was built from the sources that belong to this Python code.
+
+Each name in it has a counterpart in Python, which is used when nothing could be compiled. Never are the two mixed: an
+extension that was compiled from other sources (the digest in it, its stamp, says so) is not used at all.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
-extension: ModuleType | None
-try:
-    from kvtier_core import _native as extension  # type: ignore[attr-defined, no-redef]
-except ImportError as error:
-    extension = None
-    _why = str(error)
+T = TypeVar("T")
+
+_PACKAGE = Path(__file__).parent
+#: Written beside this file when a wheel is built.
+_SHIPPED = _PACKAGE / "_native.stamp"
+#: There in a checkout, whose Python code may be newer than what was compiled.
+_SOURCES = _PACKAGE.parent / "csrc"
+
+
+def stamp_of(sources: Path) -> str:
+    """The digest of C++ sources that csrc/CMakeLists.txt compiles into the extension; empty if there are none."""
+    files = {path.relative_to(sources).as_posix(): path for path in sources.rglob("*") if _counts(path, sources)}
+    listing = "".join(f"{hashlib.sha256(files[name].read_bytes()).hexdigest()} {name}\n" for name in sorted(files))
+    return hashlib.sha256(listing.encode()).hexdigest() if files else ""
+
+
+def _counts(path: Path, sources: Path) -> bool:
+    """CUDA is a library of its own."""
+    is_source = path.suffix in (".cpp", ".h") or path.name == "CMakeLists.txt"
+    return is_source and path.relative_to(sources).parts[0] != "cuda"
+
+
+def _expected_stamp() -> str:
+    """Of the extension that belongs to this Python code."""
+    try:
+        return _SHIPPED.read_text(errors="replace").strip()
+    except OSError:
+        return stamp_of(_SOURCES)
+
+
+def _load() -> tuple[ModuleType | None, str]:
+    """The extension, or why it is not used."""
+    try:
+        found = importlib.import_module("kvtier_core._native")
+    except ImportError as error:
+        return None, f"nothing is compiled, all is slower: {error}"
+    stamp = getattr(found, "stamp", "")
+    if stamp and stamp == _expected_stamp():
+        return found, ""
+    why = f"what is compiled was built from other sources and is not used, all is slower: build {found.__file__} anew"
+    return None, why
+
+
+extension, _why_not = _load()
+
+
+def choose(name: str, plain: T) -> T:
+    """What the extension has under this name, or its counterpart in Python where there is no extension.
+
+    Raises AttributeError for a name that the extension lacks.
+    """
+    return plain if extension is None else getattr(extension, name)
 
 
 def describe() -> str:
-    """One line for the log."""
-    if extension is None:
-        return f"nothing is compiled, all is slower: {_why}"
-    return f"compiled; checksums by {extension.crc32_method()}"
+    """What is used, in a line for the log."""
+    return _why_not or f"compiled; checksums by {extension.crc32_method()}"

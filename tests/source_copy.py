@@ -18,6 +18,7 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__mod
 """
 _COPIED = (
     "kvtier_core",
+    "csrc",
     "plugins",
     "examples",
     "tests",

@@ -23,13 +23,21 @@ FOR_PLUGINS = {"types", "interfaces", "errors", "hookspecs", "transfer"}
 LIGHT = {CORE, "attrs", "pluggy", "yaml", *sys.stdlib_module_names}
 
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}
-MODULES = {
-    ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
-    for file in sorted((ROOT / CORE).rglob("*.py"))
-}
 PACKAGES = sorted(
     init.parent for folder in ("plugins", "examples") for init in (ROOT / folder).glob("*/kvtier_*/__init__.py")
 )
+
+
+def modules_of(package: Path) -> dict[str, Path]:
+    """The files of a package by the full names of their modules."""
+    return {
+        ".".join(file.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__"): file
+        for file in sorted(package.rglob("*.py"))
+    }
+
+
+MODULES = modules_of(ROOT / CORE)
+ALL_MODULES = MODULES | {name: file for package in PACKAGES for name, file in modules_of(package).items()}
 
 
 def imports(file: Path, *, at_module_level: bool = False) -> Iterator[tuple[str, int]]:
@@ -41,7 +49,7 @@ def imports(file: Path, *, at_module_level: bool = False) -> Iterator[tuple[str,
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{file}:{node.lineno}: a relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from ((name if name in MODULES else node.module, node.lineno) for name in names)
+            yield from ((name if name in ALL_MODULES else node.module, node.lineno) for name in names)
 
 
 def _executed_on_import(node: ast.AST) -> Iterator[ast.AST]:
@@ -71,7 +79,8 @@ def test_no_import_goes_up():
 
 
 def test_no_import_goes_round():
-    graph = {module: {name for name, _ in imports(file) if name in MODULES} for module, file in MODULES.items()}
+    """Imports inside functions count, and so do the plugins' packages."""
+    graph = {module: {name for name, _ in imports(file) if name in ALL_MODULES} for module, file in ALL_MODULES.items()}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
@@ -131,3 +140,16 @@ def test_configs_of_plugins_are_light(package: Path):
 
 def test_packages_were_found():
     assert {"kvtier_cpu", "kvtier_disk", "kvtier_minimal"} <= {package.name for package in PACKAGES}
+
+
+def test_editors_see_the_public_names():
+    """What type checkers read and what is imported when a name is used are the same."""
+    import kvtier_core
+
+    told = {name for name, _ in imports(MODULES[CORE]) if name.startswith(f"{CORE}.")}
+    assert told == {f"{CORE}.{home}" for home in kvtier_core._HOMES.values()}
+    tree = ast.parse(MODULES[CORE].read_text())
+    of_ours = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module.startswith(CORE)]
+    listed = {alias.name: node.module for node in of_ours for alias in node.names}
+    assert listed == {name: f"{CORE}.{home}" for name, home in kvtier_core._HOMES.items()}
+    assert all(getattr(kvtier_core, name) for name in kvtier_core.__all__)

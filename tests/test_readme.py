@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from kvtier_core.config.model import load_config
+from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 
 ROOT = Path(__file__).parents[1]

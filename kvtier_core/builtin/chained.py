@@ -4,7 +4,7 @@
     key of 0 = H(root, tokens of chunk 0, extra of chunk 0)
     key of i = H(key of i - 1, tokens of chunk i, extra of chunk i)
 
-H is BLAKE2b with 32 bytes. All parts but the last have a fixed length, so no two inputs run into one another.
+H is BLAKE2b with 32 bytes. All parts but the last have a fixed length, so no two inputs are the same bytes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ import attrs
 
 from kvtier_core.errors import ContractError
 from kvtier_core.interfaces import TokenDatabase, TokenDatabaseConfig
-from kvtier_core.native import extension
+from kvtier_core.native import choose
 from kvtier_core.types import KEY_NBYTES, ChunkKey, Namespace
 
-#: What a digest is of; BLAKE2b calls it the person.
+#: What a digest is for; BLAKE2b calls this the person, and it separates the two uses.
 _ROOT, _CHUNK = "kvtier-root", "kvtier-chunk"
 
 
 @attrs.frozen
 class ChainedConfig(TokenDatabaseConfig):
+    """The token database that is used by default."""
+
     type: ClassVar[str] = "chained"
 
     def open(self, namespace: Namespace, chunk_tokens: int) -> Chained:
@@ -34,6 +36,8 @@ class ChainedConfig(TokenDatabaseConfig):
 
 
 class Chained(TokenDatabase):
+    """Keys that are digests chained over the prefix."""
+
     def __init__(self, namespace: Namespace, chunk_tokens: int):
         self._namespace = namespace
         self._chunk_tokens = chunk_tokens
@@ -60,8 +64,11 @@ class Chained(TokenDatabase):
 def plain_chain(
     parent: ChunkKey, tokens: Sequence[int], chunk_tokens: int, first: int, extra: Mapping[int, bytes], person: str
 ) -> list[ChunkKey]:
-    """Keys of the full chunks from number ``first`` on; ``parent`` is the key before."""
-    packed = struct.Struct(f"<{chunk_tokens}I")  # twice as fast as array.array, which has one byte order
+    """The keys of the full chunks from number ``first`` on.
+
+    ``parent`` is the key before, ``extra`` holds more bytes by the number of a chunk, ``person`` separates uses.
+    """
+    packed = struct.Struct(f"<{chunk_tokens}I")  # twice as fast as array.array, and little-endian everywhere
     keys = []
     for chunk in range(first, len(tokens) // chunk_tokens):
         begin = chunk * chunk_tokens
@@ -75,4 +82,4 @@ def _digest(material: bytes, person: str) -> ChunkKey:
     return ChunkKey(hashlib.blake2b(material, digest_size=KEY_NBYTES, person=person.encode()).digest())
 
 
-chain = getattr(extension, "chain", plain_chain)
+chain = choose("chain", plain_chain)

@@ -1,4 +1,4 @@
-"""An arena for tests and examples: plain memory, reached only from the process that opened it."""
+"""An arena for tests and examples: memory that only the process that opened it can reach."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ _OPEN: WeakValueDictionary[str, Heap] = WeakValueDictionary()
 
 @attrs.frozen
 class HeapConfig(ArenaConfig):
+    """Slots in the memory of one process."""
+
     type: ClassVar[str] = "heap"
     medium: ClassVar[Medium] = Medium.HOST
 
@@ -30,18 +32,18 @@ class HeapConfig(ArenaConfig):
     def attach(self, handle: str, cache: PagedKVCache) -> Mover:
         heap = _OPEN.get(handle)
         if heap is None or json.loads(handle)["pid"] != os.getpid():
-            raise BackendError(f"heap {handle} is not open in process {os.getpid()}", retryable=False)
+            raise BackendError(f"heap {handle} is not open in process {os.getpid()}")
         return HostMover(cache, heap.memory, heap.slot_nbytes)
 
 
 class Heap(AllocatorBackend):
+    """Anonymous memory, with as many slots as fit into the capacity."""
+
     def __init__(self, ctx: OpenContext):
         self.slot_nbytes = ctx.layout.frame_nbytes
         self.slots = ctx.capacity // self.slot_nbytes
         if not self.slots:
-            raise BackendError(
-                f"heap: capacity {ctx.capacity} has no room for a chunk of {Nbytes(self.slot_nbytes)}", retryable=False
-            )
+            raise BackendError(f"heap: capacity {ctx.capacity} has no room for a chunk of {Nbytes(self.slot_nbytes)}")
         try:
             self.memory = memoryview(mmap.mmap(-1, self.slots * self.slot_nbytes))
         except OSError as error:
@@ -58,6 +60,6 @@ class Heap(AllocatorBackend):
         return self._handle
 
     def close(self) -> None:
-        """The memory itself goes with its last view or mover."""
+        """The memory itself is freed with its last view or mover."""
         _OPEN.pop(self._handle, None)
         self.memory = memoryview(b"")

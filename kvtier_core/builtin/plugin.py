@@ -1,4 +1,4 @@
-"""What the core ships, offered through the same door as everyone's."""
+"""What the core itself offers, through the same hooks as every plugin."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from kvtier_core.cli import check, fsck, identity, plan, plugins, simulate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments, or those of the process; returns the exit status."""
     parser = argparse.ArgumentParser(prog="kvtier", description="Tiers for the KV cache of inference engines.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in (check, fsck, identity, plan, plugins, simulate):

@@ -1,4 +1,4 @@
-"""`kvtier check FILE`: the settings that a file amounts to, or all that is wrong with it."""
+"""`kvtier check FILE`: the effective settings of a file, or everything that is wrong with it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from typing import Any
 
 import attrs
 
-from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig, load_config
+from kvtier_core.config.load import load_config
+from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser."""
     parser = commands.add_parser("check", help="show the settings of a configuration file, or all its problems")
     parser.add_argument("file")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    """Print a line for each setting and return 0, or print every problem and return 2."""
     try:
         config = load_config(options.file, Registry.discover())
     except ConfigError as error:
@@ -37,13 +40,13 @@ def run(options: argparse.Namespace) -> int:
 def _settings(config: StackConfig) -> Iterator[tuple[str, str]]:
     for i, tier in enumerate(config.tiers):
         yield from _of_tier(tier, f"$.tiers[{i}]")
-    yield from _of_fields(config, "$", but=("tiers", "_places"))
+    yield from _of_fields(config, "$", but=("tiers", "_places", "_plugins"))
 
 
 def _of_tier(tier: ArenaTierConfig | StoreTierConfig, path: str) -> Iterator[tuple[str, str]]:
     yield f"{path}.type", tier.config.type
     yield from _of_fields(tier.config, path)
-    yield from _of_fields(tier, path, but=("name", "config"))
+    yield from _of_fields(tier, path, but=("name", "config", "source"))
 
 
 def _of_fields(config: Any, path: str, but: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:

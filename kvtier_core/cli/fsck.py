@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import attrs
 
 from kvtier_core.builtin.raw import RawConfig
-from kvtier_core.config.model import StoreTierConfig, load_config
+from kvtier_core.config.load import load_config
+from kvtier_core.config.model import StoreTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.frames.format import FrameError, Header, inspect

@@ -14,7 +14,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "identity",
         help="show what decides whether two engines may share KV, as far as it can be told before one runs",
-        epilog="What stands behind -- are arguments of vLLM's own, --dtype bfloat16 for instance.",
+        epilog="Arguments after -- are vLLM's own, --dtype bfloat16 for instance.",
     )
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--model", help="a folder, or the name of a model in the hub's cache")

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 import attrs
 
 from kvtier_core.cli import studies
-from kvtier_core.config.model import StackConfig, load_config
+from kvtier_core.config.load import load_config
+from kvtier_core.config.model import StackConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.simulate import stacks

@@ -1,90 +1,63 @@
-"""Which plugins there are, what they offer, and what is broken and why. The only file that knows pluggy's manager."""
+"""Which plugins there are, what they offer, and which of them are broken and why."""
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
-import pluggy
 
 from kvtier_core import hookspecs
 from kvtier_core.builtin import plugin as builtin
-from kvtier_core.config.decode import Unavailable, guess, settings
-from kvtier_core.errors import ContractError, KvtierError
-from kvtier_core.interfaces import ArenaConfig, BackendConfig, EvictionConfig, SerializerConfig, TokenDatabaseConfig
+from kvtier_core.config.decode import Unavailable, guess
+from kvtier_core.config.examine import KINDS, Offer, examine
+from kvtier_core.errors import KvtierError
 from kvtier_core.transfer.io_pool import run
 from kvtier_core.types import Event
 
-log = logging.getLogger(__name__)
+__all__ = ["KINDS", "Broken", "Offer", "Registry"]
 
-#: What `pip install 'kvtier[…]'` can bring.
-_EXTRAS = ("cpu", "disk", "gds", "redis", "s3")
-
-
-@attrs.frozen
-class Kind:
-    """Of what plugins offer."""
-
-    hook: str
-    families: tuple[type, ...]
-    core_keys: frozenset[str] = frozenset({"type"})  #: stand in the same mapping, so no config may have them
-
-
-_TIER_KEYS = frozenset({"type", "capacity", "eviction", "serializer", "threads", "inflight", "store_after"})
-KINDS = {
-    "backend": Kind("kvtier_backends", (ArenaConfig, BackendConfig), _TIER_KEYS),
-    "eviction policy": Kind("kvtier_eviction_policies", (EvictionConfig,)),
-    "token database": Kind("kvtier_token_databases", (TokenDatabaseConfig,)),
-    "serializer": Kind("kvtier_serializers", (SerializerConfig,)),
-}
-
-
-@attrs.frozen
-class Offer:
-    kind: str
-    name: str
-    plugin: str  #: ``distribution:entry point``
-    version: str
-    config: type
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names by which a user may choose it, its own first."""
-        return self.name, *getattr(self.config, "aliases", ())
+_LOG = logging.getLogger(__name__)
 
 
 @attrs.frozen
 class Broken:
     """A plugin that is installed and cannot be used."""
 
-    plugin: str
+    plugin: str  #: ``distribution:entry point``
     version: str
     why: str
 
     def __str__(self) -> str:
-        return f"{self.plugin} {self.version}: {self.why}"
+        return f"{f'{self.plugin} {self.version}'.rstrip()}: {self.why}"
+
+    def may_offer(self, name: str) -> bool:
+        """Is this the plugin's own name, or that of its distribution, or its part of a full name?"""
+        distribution, _, entry = self.plugin.partition(":")
+        return name in (entry, distribution, distribution.removeprefix("kvtier-")) or name.endswith(f"@{self.plugin}")
 
 
 class Registry:
     """What all plugins offer, by kind and name. No result depends on the order of plugins."""
 
-    def __init__(self, version: str = "") -> None:
+    def __init__(self, version: str = "", log: logging.Logger = _LOG) -> None:
+        """Only the core's own plugin, of this ``version``. Errors of observers go to ``log``."""
         self.broken: list[Broken] = []
+        self._log = log
         self._offers: list[Offer] = []
-        self._observers: list[tuple[str, pluggy.HookCaller]] = []
+        self._observers: list[tuple[str, str, Callable[..., Any]]] = []  # plugin, version, hook
         self._add("kvtier:builtin", version, lambda: builtin)
 
     @classmethod
-    def discover(cls) -> Registry:
+    def discover(cls, log: logging.Logger = _LOG) -> Registry:
         """The core's own plugin and all that are installed. A broken one hides no other."""
-        from importlib import metadata  # a tenth of a second that `of` need not wait for
+        from importlib import metadata  # takes a tenth of a second, which `of` need not spend
 
         entries = metadata.entry_points(group=hookspecs.GROUP)
         own = [found.version for found in metadata.distributions(name="kvtier")]
-        registry = cls(*own[:1])
+        registry = cls(*own[:1], log=log)
         for entry in sorted(entries, key=lambda entry: (str(entry.dist.name), entry.name)):
             registry._add(f"{entry.dist.name}:{entry.name}", entry.dist.version, entry.load)
         return registry
@@ -98,85 +71,89 @@ class Registry:
         return registry
 
     def offers(self) -> list[Offer]:
+        """Everything that working plugins offer, by kind and name."""
         return sorted(self._offers, key=lambda offer: (offer.kind, offer.name, offer.plugin))
 
+    def plugins(self) -> Mapping[type, str]:
+        """By Config class the plugin that offers it: ``distribution:entry point version``."""
+        return {offer.config: f"{offer.plugin} {offer.version}".rstrip() for offer in self.offers()}
+
     def clashes(self) -> list[str]:
-        """Names that nobody can have, because more than one plugin offers them."""
-        wanted = sorted({(offer.kind, offer.name) for offer in self._offers})
-        return [_clash(kind, name, found) for kind, name in wanted if len(found := self._find(kind, name)) > 1]
+        """A sentence for each name and alias that more than one plugin offers."""
+        wanted = sorted({(offer.kind, name) for offer in self._offers for name in offer.names})
+        found = [(name, self._find(kind, name)) for kind, name in wanted]
+        clashes = [_clash(name, offers) for name, offers in found if len(offers) > 1]
+        return [f"{clash.why}; {clash.hint}" for clash in clashes]
+
+    def log_problems(self) -> None:
+        """A warning for each broken plugin and each clash. Without it those that no YAML names would be silent."""
+        for broken in self.broken:
+            self._log.warning("kvtier: a plugin is broken, and nothing of it is used: %s", broken)
+        for clash in self.clashes():
+            self._log.warning("kvtier: %s", clash)
 
     def choose(self, kind: str, name: str) -> type | Unavailable:
-        """The config class of this name, or why it cannot be had."""
+        """The Config class of this name, alias or full name; or why there is none."""
         found = self._find(kind, name)
         if len(found) == 1:
             return found[0].config
         if found:
-            return Unavailable(_clash(kind, name, found), "uninstall all but one")
+            return _clash(name, found)
         for broken in self.broken:
-            if name and name in broken.plugin:
+            if broken.may_offer(name):
                 return Unavailable(f"{kind} {name!r} may be installed, but a plugin is broken: {broken}")
         have = sorted({offer.name for offer in self._offers if offer.kind == kind})
-        way_out = f"pip install 'kvtier[{name}]'" if kind == "backend" and name in _EXTRAS else guess(name, have)
+        way_out = guess(name, have)
+        if kind == "tier" and _is_extra(name):
+            way_out = f"pip install 'kvtier[{name}]'"
+        elif not way_out and self.broken:
+            way_out = f"broken and not used: {', '.join(sorted(broken.plugin for broken in self.broken))}"
         return Unavailable(f"no {kind} {name!r} is installed (have: {', '.join(have)})", way_out)
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Tell the observers. One that raises is logged and never called again."""
-        for plugin, hook in list(self._observers):
+        """Pass events to the observers. One that raises is logged, counts as broken, and is not called again."""
+        for observer in list(self._observers):
+            plugin, version, hook = observer
             error = run(lambda hook=hook: hook(events=events)).error
             if error is not None:
-                log.error("%s: kvtier_observe raised and is not called again", plugin, exc_info=error)
-                self._observers.remove((plugin, hook))
+                why = f"kvtier_observe raised {type(error).__name__}: {error}; it is not called again"
+                broken = Broken(plugin, version, _on_one_line(why))
+                self._log.error("kvtier: a plugin is broken: %s", broken, exc_info=error)
+                self.broken.append(broken)
+                self._observers.remove(observer)
 
     def _find(self, kind: str, name: str) -> list[Offer]:
         return [offer for offer in self._offers if offer.kind == kind and name in offer.names]
 
     def _add(self, plugin: str, version: str, load: Callable[[], Any]) -> None:
-        outcome = run(lambda: _examine(plugin, version, load()))
+        outcome = run(lambda: examine(plugin, version, load()))
         error = outcome.error
         if error is not None:
             why = str(error) if isinstance(error, KvtierError) else f"{type(error).__name__}: {error}"
-            self.broken.append(Broken(plugin, version, " ".join(why.split())))
+            self.broken.append(Broken(plugin, version, _on_one_line(why)))
             return
-        offers, hook = outcome.value
+        offers, observe = outcome.value
         self._offers += offers
-        if hook.kvtier_observe.get_hookimpls():
-            self._observers.append((plugin, hook.kvtier_observe))
+        if observe is not None:
+            self._observers.append((plugin, version, observe))
 
 
-def _examine(plugin: str, version: str, implementation: Any) -> tuple[list[Offer], pluggy.HookRelay]:
-    """All that a plugin offers, or an exception."""
-    # A manager for each plugin: what one gets wrong reaches no other, and it is known who offers what.
-    manager = pluggy.PluginManager("kvtier")
-    manager.add_hookspecs(hookspecs)
-    manager.register(implementation, plugin)
-    manager.check_pending()
-    offers = [
-        Offer(kind, _name_of(config, KINDS[kind]), plugin, version, config)
-        for kind in KINDS
-        for configs in getattr(manager.hook, KINDS[kind].hook)()
-        for config in configs
-    ]
-    names = [(offer.kind, offer.name) for offer in offers]
-    for kind, name in names:
-        if names.count((kind, name)) > 1:
-            raise ContractError(f"offers {kind} '{name}' twice")
-    return offers, manager.hook
+def _on_one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
-def _name_of(config: Any, kind: Kind) -> str:
-    """What users call it. Raises ContractError for what is no config, or has a field that no user could set."""
-    families = " or ".join(family.__name__ for family in kind.families)
-    if not (inspect.isclass(config) and issubclass(config, kind.families)):
-        raise ContractError(f"{kind.hook} offers {config!r}, which is no {families} class")
-    if "__attrs_attrs__" not in vars(config) or inspect.isabstract(config):
-        raise ContractError(f"{config.__name__} is abstract, or not an attrs class of its own")
-    name = getattr(config, "type", None)
-    if not (isinstance(name, str) and name):
-        raise ContractError(f"{config.__name__} does not name itself in 'type'")
-    if taken := kind.core_keys & settings(config).keys():
-        raise ContractError(f"{config.__name__} has a field '{min(taken)}', a key of the core's own")
-    return name
+def _clash(name: str, offers: Iterable[Offer]) -> Unavailable:
+    offers = sorted(offers, key=lambda offer: offer.plugin)
+    by = [offer.plugin if name == offer.name else f"{offer.plugin} (an alias of '{offer.name}')" for offer in offers]
+    ways_out = " or ".join(f"'{offer.full_name}'" for offer in offers)
+    return Unavailable(f"{offers[0].kind} '{name}' is offered by {' and by '.join(by)}", f"write {ways_out}")
 
 
-def _clash(kind: str, name: str, offers: Sequence[Offer]) -> str:
-    return f"{kind} '{name}' is offered by {' and by '.join(sorted(offer.plugin for offer in offers))}"
+def _is_extra(name: str) -> bool:
+    """Does `pip install 'kvtier[name]'` bring a plugin `kvtier-name`? Asked of the installed kvtier itself."""
+    from importlib import metadata
+
+    required = run(lambda: metadata.requires("kvtier")).value or ()
+    name = re.escape(name)
+    brings = re.compile(rf"""kvtier-{name}(?![\w.-])[^;]*;\s*extra\s*==\s*["']{name}["']""")
+    return any(brings.fullmatch(requirement) for requirement in required)

@@ -1,7 +1,7 @@
-"""What somebody wrote, and where: nodes of a YAML file, or of the plain values of an inline configuration.
+"""Values and where they were written: nodes of a YAML file, or of plain values given inline.
 
-YAML's own guesses at types are not used. A scalar is its text, and whoever reads the node says how: so `off`
-can be a word, and `1:30` is never ninety.
+YAML's own rules for types are not used. A scalar is its text, and the type of the setting decides how it is read: so
+`off` can be a word, and `1:30` is never ninety.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import yaml
 
 from kvtier_core.errors import ConfigError, Problem
 
-#: Far deeper than any setting lies, far less deep than Python recurses.
+#: Levels. More than any configuration needs, and far less than Python's limit of recursion.
 _DEEPEST = 16
 
 _VARIABLE = re.compile(r"\$[A-Za-z_{]")
 
 
 class ProblemCollector:
-    """`with collector:` goes on after a ConfigError, so that all problems are told at once."""
+    """`with collector:` collects the problems of a ConfigError and goes on, so that all are reported at once."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
@@ -40,7 +40,7 @@ class ProblemCollector:
         return True
 
     def raise_if_any(self) -> None:
-        """Raise them all, if there are any; those of a file by line."""
+        """Raise a ConfigError with all problems, sorted by line, if there are any."""
         if self.problems:
             raise ConfigError(sorted(self.problems, key=lambda problem: _line(problem.where)))
 
@@ -56,44 +56,48 @@ class Plain(str):
 
 @attrs.frozen
 class Node:
-    """A value and its place. In a mapping the place is that of the key."""
+    """A value and where it was written; in a mapping that is the line of its key."""
 
-    where: str
-    path: str
+    where: str  #: file and line
+    path: str  #: ``$.tiers[2].type``
     value: bool | int | float | str | list[Node] | dict[str, Node] | None
 
     def problem(self, why: str, hint: str = "") -> Problem:
+        """A problem at this node."""
         return Problem(self.where, self.path, why, hint)
 
     def wrong(self, why: str, hint: str = "") -> ConfigError:
+        """An error with one problem at this node."""
         return ConfigError([self.problem(why, hint)])
 
     def walk(self) -> Iterator[Node]:
-        """This node and all below it."""
+        """This node and all nodes below it."""
         yield self
         children = self.value.values() if isinstance(self.value, dict) else self.value
         for child in children if isinstance(self.value, dict | list) else ():
             yield from child.walk()
 
     def entries(self) -> dict[str, Node]:
+        """The keys and values of a mapping. Raises ConfigError for anything else."""
         if not isinstance(self.value, dict):
             raise self.wrong(f"expected a mapping, found {shown(self.value)}")
         return self.value
 
     def items(self) -> list[Node]:
+        """The items of a list. Raises ConfigError for anything else."""
         if not isinstance(self.value, list):
             raise self.wrong(f"expected a list, found {shown(self.value)}")
         return self.value
 
     def text(self) -> str:
-        """Of a single value, whatever its type."""
+        """A single value as text, whatever its type. Raises ConfigError for a list, a mapping or nothing."""
         if isinstance(self.value, list | dict | None):
             raise self.wrong(f"expected a single value, found {shown(self.value)}")
         return str(self.value)
 
 
 def path_of(text: str) -> pathlib.Path:
-    """A leading ``~`` is the user's home. Raises ValueError for what is not a path, or not the one it looks like."""
+    """The path; a leading ``~`` is the home directory. Raises ValueError for what would be another path."""
     if not text or "\0" in text:
         raise ValueError(f"{text!r} is not a path")
     if _VARIABLE.search(text):
@@ -109,7 +113,7 @@ def path_of(text: str) -> pathlib.Path:
 
 
 def from_file(path: pathlib.Path | str, collector: ProblemCollector) -> Node:
-    """The YAML file; `collector` gets what is wrong with single keys."""
+    """Read a YAML file. Problems of single keys go to ``collector``; raises ConfigError for others."""
     name = str(path)
     try:
         text = path_of(name).read_text(encoding="utf-8")
@@ -121,16 +125,17 @@ def from_file(path: pathlib.Path | str, collector: ProblemCollector) -> Node:
 
 
 def from_yaml(text: str, name: str, collector: ProblemCollector) -> Node:
+    """Read YAML; ``name`` is the file in problems. Otherwise as `from_file`."""
     try:
         composed = yaml.compose(text, _Loader)
     except yaml.MarkedYAMLError as error:
         line = (error.problem_mark or error.context_mark).line + 1
         why = ", ".join(filter(None, (error.context, error.problem)))
-        raise ConfigError([Problem(f"{name}:{line}", "$", why)]) from None  # PyYAML shows the line, secrets and all
+        raise ConfigError([Problem(f"{name}:{line}", "$", why)]) from None  # its message may show a secret
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError([Problem(f"{name}:{line}", "$", f"character {error.character:#x} is not allowed")]) from error
-    except (ValueError, OverflowError) as error:  # PyYAML leaks these on escapes and versions that are out of range
+    except (ValueError, OverflowError) as error:  # PyYAML raises these for escapes and versions that are out of range
         raise ConfigError([Problem(name, "$", f"not YAML: {error}")]) from error
     if composed is None:
         raise ConfigError([Problem(f"{name}:1", "$", "the file is empty")])
@@ -138,7 +143,7 @@ def from_yaml(text: str, name: str, collector: ProblemCollector) -> Node:
 
 
 def from_plain(value: object, where: str, collector: ProblemCollector, path: str = "$", depth: int = 0) -> Node:
-    """Values as JSON knows them."""
+    """Make nodes of values as JSON has them; ``where`` names their source in problems. Raises ConfigError."""
     if depth > _DEEPEST:
         raise ConfigError([Problem(where, path, "nested too deeply")])
     if isinstance(value, Mapping):
@@ -161,7 +166,7 @@ def from_plain(value: object, where: str, collector: ProblemCollector, path: str
 
 
 class _Loader(yaml.BaseLoader):
-    """Resolves no types, and refuses what makes a file mean something else than it shows."""
+    """Resolves no types, and refuses anchors, aliases and tags: a file means what it shows."""
 
     _depth = 0
 
@@ -215,6 +220,7 @@ def _below(path: str, key: str) -> str:
 
 
 def shown(value: object) -> str:
+    """A value in an error message."""
     if isinstance(value, bool):
         return str(value).lower()
     names = {type(None): "nothing", list: "a list", dict: "a mapping"}

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from kvtier_core.config.compose import open_token_database
 from kvtier_core.config.model import StackConfig
 from kvtier_core.engine.messages import StepPlan, Transfer
 from kvtier_core.engine.recorder import Recorder
@@ -224,7 +225,7 @@ class SchedulerSide:
     # -- inside ----------------------------------------------------------------------------------------
 
     def _open_database(self) -> TokenDatabase:
-        return self._config.token_database.open(self.namespace, self._chunk_tokens)
+        return open_token_database(self._config, self.namespace)
 
     def _why_no_lookup(self, state: RequestState) -> str:
         """Why nothing is looked up for a request; empty if something is."""

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvtier_core.config.compose import attach
 from kvtier_core.config.model import ArenaTierConfig
 from kvtier_core.engine.messages import StepPlan, Transfer, WorkerProgress
 from kvtier_core.engine.self_test import try_copies
@@ -83,7 +84,7 @@ class WorkerSide:
     def _attach(self, handles: Sequence[str], slots: Sequence[Slot]) -> str:
         """What the self-test found wrong; empty if nothing."""
         for tier, handle, slot in zip(self._arenas, handles, slots, strict=True):
-            mover = tier.config.attach(handle, self._table)
+            mover = attach(tier, handle, self._table)
             self._movers.append(mover)
             for fact in mover.facts().items():
                 logger.info("kvtier: rank %d: arena %s: %s: %s", self._table.rank, tier.name, *fact)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-from kvtier_core.native import extension
+from kvtier_core.native import choose
 
 _POLYNOMIAL = 0xEDB88320  # bit i is the coefficient of x^(31-i)
 _ONE = 0x80000000
@@ -41,9 +41,9 @@ def _times_x(a: int) -> int:
 
 
 #: ``crc32(data, crc=0)``: the checksum of ``data``, or of what has the checksum ``crc`` with ``data`` behind it.
-crc32 = getattr(extension, "crc32", zlib.crc32)
+crc32 = choose("crc32", zlib.crc32)
 #: `plain_combine`, compiled where the extension could be built.
-combine = getattr(extension, "crc32_combine", plain_combine)
+combine = choose("crc32_combine", plain_combine)
 
 
 def join(checksums: Sequence[int], nbytes: int) -> int:

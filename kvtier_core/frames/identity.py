@@ -83,4 +83,4 @@ def _canonical(value: object, name: str) -> object:
 
 
 def _unusable(why: str) -> ConfigError:
-    return ConfigError([Problem("", "$.serializer", why)])
+    return ConfigError([Problem("", "$", why)])

@@ -110,7 +110,7 @@ class BackendConfig(abc.ABC):
 
         Raises BackendError, by default always.
         """
-        raise BackendError(f"a tier of type {self.type} cannot be walked", retryable=False)
+        raise BackendError(f"a tier of type {self.type} cannot be walked")
 
 
 @attrs.frozen

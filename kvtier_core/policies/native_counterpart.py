@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvtier_core.interfaces import EvictionPolicy
-from kvtier_core.native import extension
+from kvtier_core.native import choose
 
 
 def native_counterpart(plain: type[EvictionPolicy]) -> Callable[..., EvictionPolicy]:
@@ -13,4 +13,4 @@ def native_counterpart(plain: type[EvictionPolicy]) -> Callable[..., EvictionPol
 
     It is registered as an `EvictionPolicy`, so that `isinstance` knows it.
     """
-    return EvictionPolicy.register(getattr(extension, plain.__name__, plain))
+    return EvictionPolicy.register(choose(plain.__name__, plain))

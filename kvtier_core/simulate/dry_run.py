@@ -12,7 +12,8 @@ from typing import ClassVar
 
 import attrs
 
-from kvtier_core.config.model import ArenaTierConfig, Runtime, StackConfig, StoreTierConfig, open_stack
+from kvtier_core.config.compose import Runtime, open_stack
+from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import FrameError
 from kvtier_core.interfaces import (

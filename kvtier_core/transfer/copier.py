@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 
 from kvtier_core.interfaces import NO_BLOCK
-from kvtier_core.native import extension
+from kvtier_core.native import choose
 from kvtier_core.transfer.page_lists import Layer
 
 _Piece = tuple[int, int, int]  # address of pages, address in a slot, bytes
@@ -81,4 +81,4 @@ def _runs(row: Sequence[int]) -> list[tuple[int, int, int]]:
     return runs
 
 
-Copier = getattr(extension, "Copier", PlainCopier)
+Copier = choose("Copier", PlainCopier)

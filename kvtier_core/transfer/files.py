@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
-from kvtier_core.native import extension
+from kvtier_core.native import choose
+
+_ring_works = choose("ring_works", lambda: False)
+_read_files = choose("read_files", lambda fds, into: None)
+_write_files = choose("write_files", lambda fds, views: None)
 
 
 def ring_works() -> bool:
     """Is io_uring compiled in, and do this kernel and its security policy allow it?"""
-    return extension is not None and extension.ring_works()
+    return _ring_works()
 
 
 def read_files(fds: Sequence[int], into: Sequence[memoryview], *, ring: bool) -> list[int | OSError]:
@@ -21,7 +25,7 @@ def read_files(fds: Sequence[int], into: Sequence[memoryview], *, ring: bool) ->
 
     Returns for each file the bytes read, fewer than its view only where the file ends before, or the OSError.
     """
-    outcomes = extension.read_files(fds, into) if ring and extension else None
+    outcomes = _read_files(fds, into) if ring else None
     if outcomes is None:
         return [_caught(os.preadv, fd, view) for fd, view in zip(fds, into, strict=True)]
     return [outcome if outcome >= 0 else _error(outcome) for outcome in outcomes]
@@ -32,7 +36,7 @@ def write_files(fds: Sequence[int], views: Sequence[memoryview], *, ring: bool) 
 
     Raises the OSError of the first file that failed, after all requests under way have ended.
     """
-    outcomes = extension.write_files(fds, views) if ring and extension else None
+    outcomes = _write_files(fds, views) if ring else None
     if outcomes is None:
         for fd, view in zip(fds, views, strict=True):
             _all_of(os.pwritev, fd, view)

@@ -37,9 +37,7 @@ class HostMover(Mover):
         copier: type[PlainCopier] = Copier,
     ):
         if cache.device != "cpu":
-            raise BackendError(
-                f"no mover for device {cache.device!r}; the host mover reaches only cpu", retryable=False
-            )
+            raise BackendError(f"no mover for device {cache.device!r}; the host mover reaches only cpu")
         check_cache(cache, slot_nbytes)
         self._cache = cache
         self._slots = len(memory) // slot_nbytes

@@ -54,7 +54,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         """Raises ConfigError if the configuration is wrong or does not suit the engine."""
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self._registry = Registry.discover()
+        self._registry = Registry.discover(logger)
+        if role is KVConnectorRole.SCHEDULER:
+            self._registry.log_problems()
         self.config = read_config(self._kv_transfer_config.kv_connector_extra_config or {}, self._registry)
         self.side: SchedulerSide | WorkerSide | None = None
         self._requests: RequestTracker | None = None  # scheduler

@@ -12,7 +12,9 @@ import vllm
 from vllm.config import KVTransferConfig, VllmConfig
 
 from kvtier_core import native
-from kvtier_core.config.model import StackConfig, load_config, open_stack
+from kvtier_core.config.compose import open_stack
+from kvtier_core.config.load import load_config
+from kvtier_core.config.model import StackConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.config.yaml_nodes import shown
 from kvtier_core.engine.messages import WorkerReport
@@ -141,7 +143,7 @@ class Startup:
             "kvtier: chunk_tokens: %s -> %d, in frames of %s",
             self.config.chunk_tokens, config.chunk_tokens, Nbytes(chunk.frame_nbytes),
         )  # fmt: skip
-        for line in manager.describe():
+        for line in (*config.describe(), *manager.describe()):
             logger.info("kvtier: %s", line)
         logger.info("kvtier: vLLM %s; %s", vllm.__version__, native.describe())
         digests = context.namespace.digest.hex(), before_start.digest.hex()

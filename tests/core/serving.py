@@ -8,7 +8,8 @@ from pathlib import Path
 
 import kvtier_cpu.plugin
 import kvtier_disk.plugin
-from kvtier_core.config.model import Runtime, load_config, open_stack
+from kvtier_core.config.compose import Runtime, open_stack
+from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.testing.samples import PagedBuffer, make_context, make_layout
 

@@ -13,7 +13,8 @@ from serializing import CONTEXT, LossyConfig, UpperBits, Xor, XorConfig
 
 from kvtier_core.builtin.heap import HeapConfig
 from kvtier_core.builtin.raw import RawConfig
-from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig, open_stack
+from kvtier_core.config.compose import open_stack
+from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.errors import BackendError, ConfigError, ContractError
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import FrameError, header_of, payload_of, seal, verify

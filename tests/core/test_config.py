@@ -14,12 +14,23 @@ from hypothesis import strategies as st
 
 from kvtier_core.builtin.chained import ChainedConfig
 from kvtier_core.builtin.raw import RawConfig
+from kvtier_core.config.compose import attach, open_stack, open_token_database
 from kvtier_core.config.decode import settings
-from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig, load_config, open_stack
+from kvtier_core.config.load import load_config
+from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.registry import KINDS, Registry
 from kvtier_core.errors import BackendError, ConfigError, Problem
 from kvtier_core.hookspecs import hookimpl
-from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, Backend, BackendConfig, OpenContext
+from kvtier_core.interfaces import (
+    AllocatorBackend,
+    ArenaConfig,
+    Backend,
+    BackendConfig,
+    EvictionConfig,
+    OpenContext,
+    SerializerConfig,
+    TokenDatabaseConfig,
+)
 from kvtier_core.policies.fifo import FifoConfig
 from kvtier_core.policies.gittins import GittinsConfig
 from kvtier_core.testing.samples import make_layout
@@ -237,12 +248,9 @@ def test_every_problem_of_a_file_is_told(write):
             "kvtier.yaml:6: $.tiers[1].serializer: unknown key 'serializer'; "
             "known here: type, capacity, eviction, store_after, huge"
         ),
-        (
-            "kvtier.yaml:7: $.tiers[2].type: no backend 's3' is installed (have: cpu, disk, heap); "
-            "pip install 'kvtier[s3]'"
-        ),
+        "kvtier.yaml:7: $.tiers[2].type: no tier 's3' is installed (have: cpu, disk, heap)",
         f"kvtier.yaml:7: $.tiers[2].capacity: '1GB' {no_size}",
-        "kvtier.yaml:8: $.tiers[3].type: no backend 'dsk' is installed (have: cpu, disk, heap); did you mean 'disk'?",
+        "kvtier.yaml:8: $.tiers[3].type: no tier 'dsk' is installed (have: cpu, disk, heap); did you mean 'disk'?",
         (
             "kvtier.yaml:9: $.tiers[4].eviction: no eviction policy 'lruu' is installed "
             "(have: arc, fifo, gittins, lfu, lru, lru2, mru, s3fifo, tournament); "
@@ -257,7 +265,7 @@ def test_every_problem_of_a_file_is_told(write):
 
 def test_unknown_types_do_not_hide_the_rest():
     assert complaints(load, {"version": 1, "tiers": [{"type": "cpu", "capacity": "1GiB"}, {"type": "s3"}]}) == [
-        "inline: $.tiers[1].type: no backend 's3' is installed (have: cpu, disk, heap); pip install 'kvtier[s3]'",
+        "inline: $.tiers[1].type: no tier 's3' is installed (have: cpu, disk, heap)",
         "inline: $.tiers[1]: 'capacity' is missing",
     ]
 
@@ -431,12 +439,238 @@ def test_a_tier_that_cannot_start_closes_all(write):
     assert not threads()
 
 
+# -- plugins that do not keep to the interfaces -----------------------------------------------------
+
+
+class WildMemory(Memory):
+    """``says`` are attributes that it has instead of the right ones."""
+
+    def __init__(self, ctx, says):
+        super().__init__(ctx)
+        for name, value in says.items():
+            setattr(self, name, value)
+
+
+def wild(value):
+    """Returns the value, or raises an error like it: one that is kept would keep the frames it went through."""
+    if isinstance(value, BaseException):
+        raise type(value)(*value.args)
+    return value
+
+
+#: What the plugins of the type `wild` return or raise; set by each test.
+DOES: dict[str, object] = {}
+
+
+@attrs.frozen
+class WildArenaConfig(ArenaConfig):
+    type: ClassVar[str] = "wild-arena"
+
+    def open(self, ctx):
+        return WildMemory(ctx, DOES["says"]) if "says" in DOES else wild(DOES["open"])
+
+    def attach(self, handle, table):
+        return wild(DOES["attach"])
+
+
+@attrs.frozen
+class WildConfig(BackendConfig):
+    type: ClassVar[str] = "wild"
+
+    def open(self, ctx):
+        return wild(DOES["open"])
+
+
+@attrs.frozen
+class WildEvictionConfig(EvictionConfig):
+    type: ClassVar[str] = "wild"
+
+    def open(self):
+        return wild(DOES["open"])
+
+
+@attrs.frozen
+class WildSerializerConfig(SerializerConfig):
+    type: ClassVar[str] = "wild"
+
+    def open(self, ctx):
+        return wild(DOES["open"])
+
+
+@attrs.frozen
+class WildTokenDatabaseConfig(TokenDatabaseConfig):
+    type: ClassVar[str] = "wild"
+
+    def open(self, namespace, chunk_tokens):
+        return wild(DOES["open"])
+
+
+class WildPlugin(Plugin):
+    @hookimpl
+    def kvtier_backends(self):
+        return [CpuConfig, DiskConfig, WildArenaConfig, WildConfig]
+
+    @hookimpl
+    def kvtier_eviction_policies(self):
+        return [WildEvictionConfig]
+
+    @hookimpl
+    def kvtier_serializers(self):
+        return [WildSerializerConfig]
+
+    @hookimpl
+    def kvtier_token_databases(self):
+        return [WildTokenDatabaseConfig]
+
+
+HOT = "{type: cpu, capacity: 8MiB}"
+WILD = {
+    "arena": (f"[{HOT}, {{type: wild-arena, capacity: 8MiB}}]", "tier wild-arena", "AllocatorBackend", ""),
+    "store tier": (f"[{HOT}, {{type: wild, capacity: 1GiB}}]", "tier wild", "Backend", ""),
+    "eviction policy": (
+        f"[{HOT}, {{type: disk, path: /d, capacity: 1GiB, eviction: wild}}]",
+        "the eviction of tier disk",
+        "EvictionPolicy",
+        ".eviction",
+    ),
+    "serializer": (
+        f"[{HOT}, {{type: disk, path: /d, capacity: 1GiB, serializer: wild}}]",
+        "the serializer of tier disk",
+        "Serializer",
+        ".serializer",
+    ),
+}
+RAISED = [ZeroDivisionError("division by zero"), KeyError("x"), SystemExit(3), ConnectionRefusedError("111")]
+
+
+def opened_wild(write, tiers, **does):
+    DOES.clear()
+    DOES.update(does)
+    write(f"version: 1\nchunk_tokens: 16\ntiers:\n  {tiers}")
+    return load_config("kvtier.yaml", Registry.of(WildPlugin()))
+
+
+@pytest.mark.parametrize("error", RAISED, ids=repr)
+@pytest.mark.parametrize("kind", WILD)
+def test_an_error_that_no_plugin_may_raise_is_a_problem_with_a_place(write, kind, error):
+    tiers, what, _, key = WILD[kind]
+    config = opened_wild(write, tiers, open=error)
+    told = f"plugin WildPlugin cannot open {what}: {type(error).__name__}: {error}"
+    assert complaints(open_stack, config, CTX) == [f"kvtier.yaml:4: $.tiers[1]{key}: {told}"]
+    assert journal == ["open cpu 8MiB", "close cpu"]
+
+
+@pytest.mark.parametrize("value", [None, 7, WildConfig], ids=["None", "7", "a class"])
+@pytest.mark.parametrize("kind", WILD)
+def test_what_is_no_backend_is_a_problem_with_a_place(write, kind, value):
+    tiers, what, expected, key = WILD[kind]
+    if (kind, value) == ("serializer", None):
+        pytest.skip("means that frames are stored as they are")
+    config = opened_wild(write, tiers, open=value)
+    found = {None: "None", 7: "a value of type int", WildConfig: "a value of type ABCMeta"}[value]
+    why = f"plugin WildPlugin cannot open {what}: it returned {found}, and not a {expected}"
+    assert complaints(open_stack, config, CTX) == [f"kvtier.yaml:4: $.tiers[1]{key}: {why}"]
+    assert journal == ["open cpu 8MiB", "close cpu"]
+
+
+@pytest.mark.parametrize("value", [None, ZeroDivisionError("division by zero")], ids=repr)
+def test_a_token_database_that_cannot_be_opened(write, value):
+    config = opened_wild(write, f"[{HOT}]\ntoken_database: wild", open=value)
+    told = "it returned None, and not a TokenDatabase" if value is None else "ZeroDivisionError: division by zero"
+    why = f"kvtier.yaml:5: $.token_database: plugin WildPlugin cannot open the token database: {told}"
+    assert complaints(open_stack, config, CTX) == complaints(open_token_database, config, CTX.namespace) == [why]
+    assert journal == ["open cpu 8MiB", "close cpu"]
+
+
+FRAME = LAYOUT.frame_nbytes
+SAYS = {
+    "no slots": ({"slots": 0}, "an arena has at least one slot, and it says 0"),
+    "slots that are no number": ({"slots": "7"}, "an arena has at least one slot, and it says '7'"),
+    "other slots": ({"slot_nbytes": 4096}, f"a slot holds one frame of {FRAME} bytes, and it says 4096"),
+    "too much": ({"slots": 8}, f"8 slots of {FRAME} bytes are more than its capacity of 8MiB"),
+    "short views": (
+        {"view": lambda slot: memoryview(bytearray(FRAME - 1))},
+        f"the view of slot 0 is not a writable memoryview of {FRAME} bytes",
+    ),
+    "views that cannot be written": (
+        {"view": lambda slot: memoryview(bytes(FRAME))},
+        f"the view of slot 0 is not a writable memoryview of {FRAME} bytes",
+    ),
+    "views of some slots": (
+        {"view": lambda slot: memoryview(bytearray(FRAME if slot < 3 else 0))},
+        f"the view of slot 6 is not a writable memoryview of {FRAME} bytes",
+    ),
+    "bytes instead of views": (
+        {"view": lambda slot: bytearray(FRAME)},
+        f"the view of slot 0 is not a writable memoryview of {FRAME} bytes",
+    ),
+    "a handle that is no text": ({"handle": 7}, "a handle is text, and it says 7"),
+    "a view that fails": ({"view": lambda slot: [][slot]}, "IndexError: list index out of range"),
+}
+
+
+@pytest.mark.parametrize(("says", "why"), SAYS.values(), ids=SAYS)
+def test_an_arena_that_contradicts_the_interface_is_not_used(write, says, why):
+    config = opened_wild(write, "[{type: wild-arena, capacity: 8MiB}]", says=says)
+    told = f"kvtier.yaml:4: $.tiers[0]: plugin WildPlugin cannot open tier wild-arena: {why}"
+    assert complaints(open_stack, config, CTX) == [told]
+    assert journal == ["open cpu 8MiB", "close cpu"]
+
+
+class Stubborn(Shelf):
+    def __init__(self):
+        super().__init__("stubborn", False)
+
+    def scan(self):
+        raise OSError("the index is gone")
+
+    def close(self):
+        super().close()
+        raise KeyError("closing failed unexpectedly")
+
+
+def test_an_unexpected_error_at_start_closes_all(write):
+    config = opened_wild(write, f"[{HOT}, {{type: wild, capacity: 1GiB}}]", open=Stubborn())
+    why = "plugin WildPlugin cannot start tier wild: OSError: the index is gone"
+    assert complaints(open_stack, config, CTX) == [f"kvtier.yaml:4: $.tiers[1]: {why}"]
+    assert sorted(journal) == ["close cpu", "close stubborn", "open cpu 8MiB", "open stubborn"]
+    assert not threads()
+
+
+@pytest.mark.parametrize(
+    ("does", "why"),
+    [
+        (None, "plugin WildPlugin cannot attach to tier wild-arena: it returned None, and not a Mover"),
+        (OSError("gone"), "plugin WildPlugin cannot attach to tier wild-arena: OSError: gone"),
+        (BackendError("cannot reach the arena"), "cannot reach the arena"),
+    ],
+    ids=repr,
+)
+def test_a_worker_that_cannot_reach_an_arena_says_why(write, does, why):
+    (tier,) = opened_wild(write, "[{type: wild-arena, capacity: 8MiB}]", attach=does).arenas
+    assert complaints(attach, tier, "here", None) == [f"kvtier.yaml:4: $.tiers[0]: {why}"]
+
+
+def test_a_stack_says_which_plugins_were_chosen(write):
+    write("version: 1\ntiers: [{type: cpu, capacity: 8MiB}, {type: disk, path: /d, capacity: 1GiB, eviction: lru}]")
+    assert list(load().describe()) == [
+        "cpu: Plugin, eviction policy gittins",
+        "disk: Plugin, eviction policy lru, serializer raw",
+    ]
+
+
+@pytest.mark.parametrize("key", ["capacity", "inflight"])
+def test_nothing_is_no_capacity(write, key):
+    write(f"version: 1\ntiers: [{HOT}, {{type: disk, path: /d, {'capacity: 1GiB, ' * (key != 'capacity')}{key}: 0B}}]")
+    assert complaints(load) == [f"kvtier.yaml:2: $.tiers[1].{key}: '{key}' must be more than 0B"]
+
+
 def test_no_plugin_may_take_a_key_of_the_core():
     own = (
-        settings(ArenaTierConfig, but=("name", "config")).keys()
-        | settings(StoreTierConfig, but=("name", "config")).keys()
+        settings(ArenaTierConfig, but=("name", "config", "source")).keys()
+        | settings(StoreTierConfig, but=("name", "config", "source")).keys()
     )
-    assert KINDS["backend"].core_keys == own | {"type"}
+    assert KINDS["tier"].core_keys == own | {"type"}
 
 
 words = st.sampled_from(["version", "tiers", "type", "capacity", "cpu", "disk", "1", "8GiB", *":-{}[],~&*!<?|'\"%\\"])

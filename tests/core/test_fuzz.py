@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 import kvtier_cpu.plugin
 import kvtier_disk.plugin
-from kvtier_core.config.model import StackConfig, load_config, open_stack
+from kvtier_core.config.compose import open_stack
+from kvtier_core.config.load import load_config
+from kvtier_core.config.model import StackConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine import weights
 from kvtier_core.errors import ConfigError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import shutil
 import subprocess
 import sys
 import zlib
@@ -12,6 +13,7 @@ import zlib
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from source_copy import ROOT, SourceCopy
 
 from kvtier_core import native
 from kvtier_core.builtin.chained import chain, plain_chain
@@ -103,21 +105,119 @@ def test_copies_small_and_large(nbytes, gap, skew):
     assert mine.slots == plain.slots
 
 
+#: Prints what is used; fails unless all of it is Python's.
+ALL_PLAIN = (
+    "import zlib; from kvtier_core import native;"
+    "from kvtier_core.builtin import chained;"
+    "from kvtier_core.frames import checksum; from kvtier_core.transfer import copier, files;"
+    "from kvtier_core.policies import gittins, lru; from kvtier_core.stack.index import prefix_tree;"
+    "assert native.extension is None;"
+    "assert checksum.crc32 is zlib.crc32 and checksum.combine is checksum.plain_combine;"
+    "assert copier.Copier is copier.PlainCopier and chained.chain is chained.plain_chain;"
+    "assert prefix_tree.PrefixTree is prefix_tree.PlainPrefixTree and not files.ring_works();"
+    "assert type(lru.LruConfig().open()) is lru.Lru and type(gittins.GittinsConfig().open()) is gittins.Gittins;"
+    "print(native.describe())"
+)
+
+
+def in_copy(folder, script):
+    """What a script prints that imports the copy of the sources in this folder."""
+    env = os.environ | {"PYTHONPATH": str(folder)}
+    return subprocess.run(
+        [sys.executable, "-c", script], cwd=folder, env=env, capture_output=True, text=True, check=True
+    ).stdout
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the sources with what was compiled from them; without csrc, as in a wheel."""
+    SourceCopy(tmp_path, native.extension.__file__)
+    shutil.rmtree(tmp_path / "csrc")
+    return tmp_path
+
+
+def with_sources(folder):
+    shutil.copytree(ROOT / "csrc", folder / "csrc")
+
+
 def test_without_it_everything_is_there_in_python(tmp_path):
     """Where nothing could be compiled."""
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['kvtier_core._native'] = None")
-    script = (
-        "import zlib; from kvtier_core import native;"
-        "from kvtier_core.frames import checksum; from kvtier_core.transfer import copier;"
-        "from kvtier_core.policies import gittins, lru;"
-        "assert checksum.crc32 is zlib.crc32 and checksum.combine is checksum.plain_combine;"
-        "assert copier.Copier is copier.PlainCopier;"
-        "assert type(lru.LruConfig().open()) is lru.Lru and type(gittins.GittinsConfig().open()) is gittins.Gittins;"
-        "print(native.describe())"
-    )
-    env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    told = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout
-    assert told.startswith("nothing is compiled, all is slower: ")
+    assert in_copy(tmp_path, ALL_PLAIN).startswith("nothing is compiled, all is slower: ")
+
+
+def test_its_stamp_is_that_of_the_sources():
+    assert native.extension.stamp == native.stamp_of(ROOT / "csrc")
+
+
+def shipped(folder):
+    (folder / "kvtier_core/_native.stamp").write_text(native.extension.stamp + "\n")
+
+
+@pytest.mark.parametrize("told_by", [with_sources, shipped])
+def test_it_is_used_with_the_sources_it_was_built_from(copy, told_by):
+    """In a checkout the sources tell, in a wheel the stamp that was installed with it."""
+    told_by(copy)
+    where = "from kvtier_core import native; print(native.__file__, native.describe())"
+    assert in_copy(copy, where).startswith(f"{copy / 'kvtier_core/native.py'} compiled; ")
+
+
+def changed(folder):
+    with_sources(folder)
+    (folder / "csrc/copy.h").open("a").write("// another line\n")
+
+
+def added(folder):
+    with_sources(folder)
+    (folder / "csrc/policies/new.cpp").write_text("")
+
+
+def removed(folder):
+    with_sources(folder)
+    (folder / "csrc/policies/lru.h").unlink()
+
+
+def of_another_wheel(folder):
+    (folder / "kvtier_core/_native.stamp").write_text("0" * 64)
+
+
+def torn(folder):
+    (folder / "kvtier_core/_native.stamp").write_bytes(b"\xff\0")
+
+
+def neither(folder):
+    """Neither sources nor a stamp: nobody knows."""
+
+
+@pytest.mark.parametrize("stale", [changed, added, removed, of_another_wheel, torn, neither])
+def test_a_stale_one_is_not_used_for_anything(copy, stale):
+    """Half of it in C++ and half in Python would be neither one version nor the other."""
+    stale(copy)
+    told = in_copy(copy, ALL_PLAIN)
+    assert told.startswith("what is compiled was built from other sources and is not used, all is slower: build ")
+    assert told.count("\n") == 1
+
+
+def test_one_that_bears_no_stamp_is_not_used(copy):
+    """As it was built before there were stamps."""
+    with_sources(copy)
+    for found in (copy / "kvtier_core").glob("_native*"):
+        found.unlink()
+    (copy / "kvtier_core/_native.py").write_text("crc32 = crc32_method = None")
+    assert "built from other sources" in in_copy(copy, ALL_PLAIN)
+
+
+def test_cuda_is_a_library_of_its_own(copy):
+    with_sources(copy)
+    (copy / "csrc/cuda/pages.h").open("a").write("// another line\n")
+    assert in_copy(copy, "from kvtier_core import native; print(native.describe())").startswith("compiled; ")
+
+
+def test_a_name_that_it_lacks_is_an_error():
+    """Python's counterpart would hide that something is missing."""
+    with pytest.raises(AttributeError, match="no_such_name"):
+        native.choose("no_such_name", len)
+    assert native.choose("crc32", len) is native.extension.crc32
 
 
 def test_it_links_nothing_of_the_engines():

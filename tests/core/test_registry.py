@@ -6,12 +6,16 @@ import logging
 import subprocess
 import sys
 import textwrap
+from importlib import metadata
 
 import pytest
 
+from kvtier_core.cli import main
 from kvtier_core.config.decode import Unavailable
+from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.hookspecs import hookimpl
+from kvtier_core.policies.gittins import GittinsConfig
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.types import Event, EventKind
 
@@ -73,9 +77,9 @@ def installed_by(registry, plugin):
 def test_the_core_offers_what_it_ships_through_the_same_door():
     registry = Registry.of()
     assert [(offer.kind, offer.name) for offer in registry.offers()] == [
-        ("backend", "heap"),
         *(("eviction policy", name) for name in POLICIES),
         ("serializer", "raw"),
+        ("tier", "heap"),
         ("token database", "chained"),
     ]
     assert {offer.plugin for offer in registry.offers()} == {"kvtier:builtin"}
@@ -86,8 +90,8 @@ def test_the_core_offers_what_it_ships_through_the_same_door():
 def test_installed_plugins_are_found(install):
     install("acme-tiers", "fast", backend("size: int = 1", "fast"), "2.5")
     registry = Registry.discover()
-    assert installed_by(registry, "acme-tiers:fast") == [("backend", "fast", "2.5")]
-    assert registry.choose("backend", "fast").__name__ == "MineConfig"
+    assert installed_by(registry, "acme-tiers:fast") == [("tier", "fast", "2.5")]
+    assert registry.choose("tier", "fast").__name__ == "MineConfig"
 
 
 def test_nothing_heavy_is_imported():
@@ -95,7 +99,7 @@ def test_nothing_heavy_is_imported():
         import sys
         import kvtier_core.cli
         from kvtier_core.config.registry import Registry
-        from kvtier_core.config.model import load_config
+        from kvtier_core.config.load import load_config
         load_config({"version": 1, "tiers": [{"type": "heap", "capacity": "1GiB"}]}, Registry.of())
         print(sorted({"torch", "numpy", "vllm", "boto3", "redis"} & sys.modules.keys()))
     """
@@ -130,7 +134,33 @@ BROKEN = {
     backend("threads: int = 3"): "MineConfig has a field 'threads', a key of the core's own",
     backend("ratio: complex = 3"): "no setting can have the type <class 'complex'>",
     backend("ratio: Unheard = 3"): "NameError: name 'Unheard' is not defined",
-    backend("").replace("[MineConfig]", "[MineConfig, MineConfig]"): "offers backend 'disk' twice",
+    backend("").replace("[MineConfig]", "[MineConfig, MineConfig]"): "offers tier 'disk' twice",
+    backend("").replace("@hookimpl\n", ""): (
+        "bad_mine defines kvtier_backends without @hookimpl: nothing of it is used"
+    ),
+    backend("") + "\ndef kvtier_observe(events): ...": (
+        "bad_mine defines kvtier_observe without @hookimpl: nothing of it is used"
+    ),
+    "x = 1": (
+        "bad_mine implements none of the hooks: kvtier_backends, kvtier_eviction_policies, kvtier_token_databases, "
+        "kvtier_serializers, kvtier_observe"
+    ),
+    backend("").replace("[MineConfig]", "MineConfig"): (
+        "kvtier_backends returned a class, and not a list: write `return [MineConfig]`"
+    ),
+    backend("").replace("return [MineConfig]", "[MineConfig]"): (
+        "kvtier_backends returned None, and not a list of Config classes"
+    ),
+    backend("").replace("[MineConfig]", "7"): "kvtier_backends returned 7, and not a list of Config classes",
+    backend("").replace("return [MineConfig]", "yield MineConfig; raise OSError('no disk')"): (
+        "kvtier_backends raised OSError: no disk"
+    ),
+    backend("").replace("return [MineConfig]", "raise ValueError('not\\ntoday')"): (
+        "kvtier_backends raised ValueError: not today"
+    ),
+    backend("").replace("(Offered)", "(EvictionConfig)").replace("kvtier_backends", "kvtier_eviction_policies")
+    + "\nMineConfig.open = lambda self: ...\nMineConfig.__abstractmethods__ = frozenset()"
+    + "\nMineConfig.aliases = 'fast'": "MineConfig has aliases 'fast', which is no tuple of names",
 }
 
 
@@ -141,14 +171,14 @@ def test_a_broken_plugin_is_kept_with_its_reason_and_hides_no_other(install, tmp
     install("good", "mine", backend("", "good"))
     registry = Registry.discover()
     assert [str(broken) for broken in registry.broken if broken.plugin == "bad:mine"] == [f"bad:mine 1.0: {why}"]
-    assert installed_by(registry, "good:mine") == [("backend", "good", "1.0")]
+    assert installed_by(registry, "good:mine") == [("tier", "good", "1.0")]
     assert installed_by(registry, "bad:mine") == []
 
 
 def test_who_asks_for_a_broken_plugin_is_told_why(install):
     install("kvtier-s99", "s99", "import boto33", "0.4.1")
-    assert Registry.discover().choose("backend", "s99") == Unavailable(
-        "backend 's99' may be installed, but a plugin is broken: "
+    assert Registry.discover().choose("tier", "s99") == Unavailable(
+        "tier 's99' may be installed, but a plugin is broken: "
         "kvtier-s99:s99 0.4.1: ModuleNotFoundError: No module named 'boto33'"
     )
 
@@ -158,23 +188,126 @@ def test_two_plugins_with_one_name_are_told_to_whoever_asks_for_it(install):
     install("a-tiers", "x", backend("", "same"))
     install("a-tiers", "y", backend("", "other"))
     registry = Registry.discover()
-    clash = "backend 'same' is offered by a-tiers:x and by b-tiers:x"
-    assert registry.choose("backend", "same") == Unavailable(clash, "uninstall all but one")
-    assert registry.choose("backend", "other").type == "other"
-    assert registry.clashes() == [clash]
+    clash = "tier 'same' is offered by a-tiers:x and by b-tiers:x"
+    way_out = "write 'same@a-tiers:x' or 'same@b-tiers:x'"
+    assert registry.choose("tier", "same") == Unavailable(clash, way_out)
+    assert registry.choose("tier", "other").type == "other"
+    assert registry.clashes() == [f"{clash}; {way_out}"]
+    mine, yours = registry.choose("tier", "same@a-tiers:x"), registry.choose("tier", "same@b-tiers:x")
+    assert (mine.__module__, yours.__module__) == ("a_tiers_x", "b_tiers_x")
+
+
+def test_a_name_that_the_core_has_too_can_be_chosen_by_its_full_name(install):
+    """Of a clash with what the core ships, nothing could be uninstalled."""
+    install("mine", "x", backend("", "heap"))
+    registry = Registry.discover()
+    tier = {"type": "heap@mine:x", "capacity": "1GiB"}
+    config = load_config({"version": 1, "tiers": [{"type": "heap@kvtier:builtin", "capacity": "1GiB"}, tier]}, registry)
+    assert [(tier.name, tier.config.__module__) for tier in config.tiers] == [
+        ("heap", "kvtier_core.builtin.heap"),
+        ("heap#2", "mine_x"),
+    ]
+
+
+def policy(name, aliases):
+    """The source of a plugin that offers one eviction policy."""
+    return (
+        HEAD
+        + f"""
+@attrs.frozen
+class MineConfig(EvictionConfig):
+    type: ClassVar[str] = {name!r}
+    aliases: ClassVar = {aliases!r}
+    def open(self): ...
+
+@hookimpl
+def kvtier_eviction_policies():
+    return [MineConfig]
+"""
+    )
+
+
+def test_an_alias_is_a_name(install, capsys):
+    install("mine", "x", policy("mine", ("my", "m")))
+    registry = Registry.discover()
+    mine = registry.choose("eviction policy", "mine")
+    assert {registry.choose("eviction policy", name) for name in ("my", "m", "mine@mine:x")} == {mine}
+    assert registry.choose("eviction policy", "git") is registry.choose("eviction policy", "gittins") is GittinsConfig
+    assert main(["plugins", "--strict"]) == 0
+    assert "eviction policy  mine (my, m)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "aliases"), [("git", ()), ("mine", ("x", "git"))])
+def test_an_alias_clashes_with_whatever_has_its_name(install, name, aliases):
+    install("mine", "x", policy(name, aliases))
+    registry = Registry.discover()
+    unavailable = registry.choose("eviction policy", "git")
+    of_mine = "" if name == "git" else " (an alias of 'mine')"
+    assert unavailable == Unavailable(
+        "eviction policy 'git' is offered by kvtier:builtin (an alias of 'gittins')" + f" and by mine:x{of_mine}",
+        f"write 'gittins@kvtier:builtin' or '{name}@mine:x'",
+    )
+    assert registry.clashes() == [f"{unavailable.why}; {unavailable.hint}"]
+    assert registry.choose("eviction policy", "gittins") is GittinsConfig
+
+
+def test_what_is_broken_or_clashes_is_logged_without_anybody_asking(install, caplog):
+    """An engine whose YAML names none of them would not mention them."""
+    install("bad", "x", "import boto33")
+    install("mine", "y", policy("lru", ()))
+    logger = logging.getLogger("vllm.kvtier")
+    with caplog.at_level(logging.INFO, logger.name):
+        Registry.discover(logger).log_problems()
+    clash = "eviction policy 'lru' is offered by kvtier:builtin and by mine:y"
+    assert [(record.levelname, record.name, record.getMessage()) for record in caplog.records] == [
+        (
+            "WARNING",
+            "vllm.kvtier",
+            "kvtier: a plugin is broken, and nothing of it is used: "
+            "bad:x 1.0: ModuleNotFoundError: No module named 'boto33'",
+        ),
+        ("WARNING", "vllm.kvtier", f"kvtier: {clash}; write 'lru@kvtier:builtin' or 'lru@mine:y'"),
+    ]
 
 
 def test_names_that_nobody_offers():
     registry = Registry.of()
-    assert registry.choose("backend", "s3") == Unavailable(
-        "no backend 's3' is installed (have: heap)", "pip install 'kvtier[s3]'"
-    )
+    assert registry.choose("tier", "s3") == Unavailable("no tier 's3' is installed (have: heap)")
     assert registry.choose("eviction policy", "s3") == Unavailable(
         "no eviction policy 's3' is installed (have: arc, fifo, gittins, lfu, lru, lru2, mru, s3fifo, tournament)"
     )
-    assert registry.choose("backend", "haep") == Unavailable(
-        "no backend 'haep' is installed (have: heap)", "did you mean 'heap'?"
+    assert registry.choose("tier", "haep") == Unavailable(
+        "no tier 'haep' is installed (have: heap)", "did you mean 'heap'?"
     )
+
+
+@pytest.mark.parametrize("extra", ["cpu", "disk"])
+def test_an_extra_is_suggested(extra):
+    assert Registry.of().choose("tier", extra) == Unavailable(
+        f"no tier '{extra}' is installed (have: heap)", f"pip install 'kvtier[{extra}]'"
+    )
+
+
+@pytest.mark.parametrize("name", ["gds", "redis", "s3", "all", "plot", "testing", "c", "cpu.*"])
+def test_no_extra_is_suggested_that_does_not_exist_or_brings_no_such_tier(name):
+    assert "pip" not in Registry.of().choose("tier", name).hint
+
+
+def test_a_new_extra_is_suggested_without_a_change_here(monkeypatch):
+    required = ["attrs>=23.2", 'kvtier-s3>=1; extra == "s3"', 'kvtier-s3x; extra == "all"']
+    monkeypatch.setattr(metadata, "requires", lambda name: required)
+    assert Registry.of().choose("tier", "s3").hint == "pip install 'kvtier[s3]'"
+    assert Registry.of().choose("tier", "s3x").hint == ""
+    monkeypatch.setattr(metadata, "requires", lambda name: metadata.distribution("no-such-distribution"))
+    assert Registry.of().choose("tier", "s3").hint == ""
+
+
+@pytest.mark.parametrize("name", ["s", "tier", "acme-tier", "kvtier", "a"])
+def test_no_plugin_is_blamed_for_a_part_of_its_name(install, name):
+    install("acme-tiers", "s99", "import boto33")
+    unavailable = Registry.discover().choose("tier", name)
+    assert unavailable.why.startswith(f"no tier '{name}' is installed")
+    assert unavailable.hint in ("broken and not used: acme-tiers:s99", "did you mean 'heap'?")
 
 
 class Observer:
@@ -198,6 +331,6 @@ def test_an_observer_that_raises_is_dropped_and_no_other(caplog):
         registry.observe(events)
     assert good.seen == [events, events]
     assert bad.seen == [events]
-    assert [record.getMessage() for record in caplog.records] == [
-        "Observer: kvtier_observe raised and is not called again"
-    ]
+    why = "kvtier_observe raised RuntimeError: no; it is not called again"
+    assert [str(broken) for broken in registry.broken] == [f"Observer: {why}"]
+    assert [record.getMessage() for record in caplog.records] == [f"kvtier: a plugin is broken: Observer: {why}"]

@@ -15,7 +15,8 @@ import pytest
 import kvtier_cpu.plugin
 import kvtier_disk.plugin
 from kvtier_core.cli import main
-from kvtier_core.config.model import load_config, open_stack
+from kvtier_core.config.compose import open_stack
+from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError
 from kvtier_core.hookspecs import hookimpl

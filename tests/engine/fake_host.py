@@ -15,7 +15,8 @@ from typing import Any
 
 import attrs
 
-from kvtier_core.config.model import StackConfig, open_stack
+from kvtier_core.config.compose import open_stack
+from kvtier_core.config.model import StackConfig
 from kvtier_core.engine.messages import StepPlan, Transfer, WorkerProgress
 from kvtier_core.engine.request_view import Bypass, KVIdentity, RequestView
 from kvtier_core.engine.scheduler_side import SchedulerSide

@@ -9,7 +9,7 @@ import pytest
 from fake_host import BLOCK, CHUNK, FRAME, Host, blocks_of
 
 import kvtier_disk.plugin
-from kvtier_core.config.model import load_config
+from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine.request_view import Bypass, KVIdentity, PromptItem
 from kvtier_core.engine.step import Step, StepResult

@@ -10,7 +10,8 @@ import harness
 with atheris.instrument_imports(include=["kvtier_core", "yaml"]):
     import kvtier_cpu.plugin
     import kvtier_disk.plugin
-    from kvtier_core.config.model import StackConfig, load_config
+    from kvtier_core.config.load import load_config
+    from kvtier_core.config.model import StackConfig
     from kvtier_core.config.registry import Registry
     from kvtier_core.errors import ConfigError
 

@@ -8,7 +8,8 @@ import attrs
 import pytest
 import torch
 
-from kvtier_core.config.model import load_config, open_stack
+from kvtier_core.config.compose import open_stack
+from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.testing.arenas import ArenaLaws, settle, shard_of

@@ -8,7 +8,7 @@ import os
 import attrs
 import pytest
 
-from kvtier_core.config.model import load_config
+from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine.recorder import Recorder
 from kvtier_core.errors import ConfigError

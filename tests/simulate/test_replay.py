@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier_core.builtin.heap import HeapConfig
-from kvtier_core.config.model import ArenaTierConfig, Runtime, open_stack
+from kvtier_core.config.compose import Runtime, open_stack
+from kvtier_core.config.model import ArenaTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.interfaces import EvictionConfig, OpenContext
 from kvtier_core.policies.fifo import FifoConfig

@@ -12,7 +12,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from kvtier_core.cli import main
-from kvtier_core.config.model import load_config
+from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.simulate.bar import Bar
 from kvtier_core.simulate.stacks import all_policies

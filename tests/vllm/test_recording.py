@@ -8,7 +8,7 @@ import random
 from conftest import BLOCK, CHUNK, cpu_and_disk, prompt
 
 from kvtier_core.cli import main
-from kvtier_core.config.model import load_config
+from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.simulate.stacks import layout_of
 from kvtier_core.simulate.study import Study

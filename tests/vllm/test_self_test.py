@@ -169,7 +169,8 @@ def test_an_arena_that_cannot_be_reached_is_told_and_not_used(engine, said, monk
     monkeypatch.setattr(CpuConfig, "attach", lambda self, handle, table: 1 / 0)
     with engine(cpu()) as served:
         assert [served.ask(prompt(92, 530))[0].cached for _ in range(2)] == [0, 0]
-        why = "the self-test failed: rank 0: ZeroDivisionError: division by zero"
+        told = "plugin kvtier-cpu:cpu 0.1.0 cannot attach to tier cpu: ZeroDivisionError: division by zero"
+        why = f"the self-test failed: rank 0: ConfigError: kv_connector_extra_config: $.tiers[0]: {told}"
         lines = said()
         assert f"kvtier: {why}. Nothing is stored or loaded." in lines
         assert hits(lines)[1] == f"hit 0 of 530 tokens: {why}"

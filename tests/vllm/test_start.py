@@ -38,10 +38,30 @@ def test_every_problem_of_the_file_is_told_at_once(engine, tmp_path):
         "/kvtier.yaml:3: $.load_wait: '2' is not a length of time; write a number and ms, s or min\n"
         "/kvtier.yaml:5: $.tiers[0].capacity: '64MB' is not a size; "
         "write a whole number and B, KiB, MiB, GiB, TiB or PiB\n"
-        "/kvtier.yaml:6: $.tiers[1].type: no backend 'disc' is installed (have: cpu, disk, heap); "
+        "/kvtier.yaml:6: $.tiers[1].type: no tier 'disc' is installed (have: cpu, disk, heap); "
         "did you mean 'disk'?\n"
         "/kvtier.yaml:7: $.tiers[2].pth: unknown key 'pth'; did you mean 'path'?"
     )
+
+
+def test_a_broken_plugin_is_told_though_nobody_asks_for_it(engine, said, tmp_path, monkeypatch):
+    """Its author looks into the log, once and without a traceback; so do those who lack what it offers."""
+    info = tmp_path / "acme-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kvtier.v1]\nwatch = acme_missing\nlru = acme_lru\n")
+    (tmp_path / "acme_lru.py").write_text(
+        "from kvtier_core.hookspecs import hookimpl\n"
+        "from kvtier_core.policies.lru import LruConfig\n\n"
+        "@hookimpl\ndef kvtier_eviction_policies():\n    return [LruConfig]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    said()
+    with engine(cpu()):
+        told = "\n".join(said())
+    assert told.count("acme:watch 1.0: ModuleNotFoundError: No module named 'acme_missing'") == 1
+    assert told.count("eviction policy 'lru' is offered by acme:lru and by kvtier:builtin") == 1
+    assert "kvtier: cpu: kvtier-cpu:cpu 0.1.0, eviction policy gittins" in told
 
 
 def test_chunks_that_do_not_fit_the_engines_blocks(engine):

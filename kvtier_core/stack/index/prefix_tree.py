@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 
-from kvtier_core.native import extension
+from kvtier_core.native import choose
 from kvtier_core.types import ChunkKey
 
 
@@ -143,4 +143,4 @@ class PlainPrefixTree:
         self._children[parent] += 1
 
 
-PrefixTree = getattr(extension, "PrefixTree", PlainPrefixTree)
+PrefixTree = choose("PrefixTree", PlainPrefixTree)

@@ -30,7 +30,7 @@ def choose(autotune: Autotune, nbytes: int, to_slots: bool) -> str:
     """KERNEL or DMA, for pages of ``nbytes`` in this direction. Raises BackendError if the device can do neither."""
     kernel, dma = autotune(nbytes, to_slots, KERNEL), autotune(nbytes, to_slots, DMA)
     if dma is None:
-        raise BackendError(f"pages of {nbytes} bytes cannot be copied by the device", retryable=False)
+        raise BackendError(f"pages of {nbytes} bytes cannot be copied by the device")
     return KERNEL if kernel is not None and kernel * _WORTH_IT < dma else DMA
 
 

@@ -111,8 +111,7 @@ def register_with_cuda(address: int, slots: int, slot_nbytes: int, device: torch
         if int(error):
             raise BackendError(
                 f"cannot page-lock {Nbytes(nbytes)} of the arena: {cudart.cudaGetErrorString(error)}; "
-                "does `ulimit -l` or the container forbid it?",
-                retryable=False,
+                "does `ulimit -l` or the container forbid it?"
             )
 
     return HostRegistration(address, slots, slot_nbytes, register, cudart.cudaHostUnregister)

@@ -51,7 +51,7 @@ class Library:
     def must(self, error: int) -> None:
         """Raises BackendError unless ``error`` is cudaSuccess."""
         if error:
-            raise BackendError(f"CUDA: {self.c.kvtier_cuda_error(error).decode()} ({error})", retryable=False)
+            raise BackendError(f"CUDA: {self.c.kvtier_cuda_error(error).decode()} ({error})")
 
 
 class NativePages:

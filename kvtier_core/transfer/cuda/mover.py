@@ -162,7 +162,7 @@ def open_mover(
     """
     device = torch.device(cache.device)
     if device.type != "cuda" or not torch.cuda.is_available():
-        raise BackendError(f"no mover for device {cache.device!r}: torch finds no such device here", retryable=False)
+        raise BackendError(f"no mover for device {cache.device!r}: torch finds no such device here")
     check_cache(cache, slot_nbytes)
     slots = len(memory) // slot_nbytes
     keep = ctypes.c_char.from_buffer(memory)  # while it is exported an mmap cannot be closed

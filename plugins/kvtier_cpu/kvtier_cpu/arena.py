@@ -10,20 +10,20 @@ from kvtier_core.interfaces import AllocatorBackend, Mover, OpenContext, PagedKV
 from kvtier_core.transfer import cuda
 from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.types import Nbytes
-from kvtier_cpu.config import CpuConfig
 from kvtier_cpu.segment import Address, Segment, reach
 
 
 class CpuArena(AllocatorBackend):
-    def __init__(self, config: CpuConfig, ctx: OpenContext):
+    """As many slots as fit into the capacity; all of their memory is allocated when the arena is opened."""
+
+    def __init__(self, ctx: OpenContext, huge_pages: str):
+        """``huge_pages`` is "auto", "on" or "off". Raises BackendError when the memory is not to be had."""
         self.slot_nbytes = ctx.layout.frame_nbytes
         self.slots = ctx.capacity // self.slot_nbytes
         if not self.slots:
-            raise BackendError(
-                f"cpu: capacity {ctx.capacity} has no room for a chunk of {Nbytes(self.slot_nbytes)}", retryable=False
-            )
-        self._config = config
-        self._segment = Segment(self.slots * self.slot_nbytes, config.huge_pages)
+            raise BackendError(f"cpu: capacity {ctx.capacity} has no room for a chunk of {Nbytes(self.slot_nbytes)}")
+        self._huge_pages = huge_pages
+        self._segment = Segment(self.slots * self.slot_nbytes, huge_pages)
 
     def view(self, slot: int) -> memoryview:
         return self._segment.memory[slot * self.slot_nbytes : (slot + 1) * self.slot_nbytes]
@@ -33,13 +33,17 @@ class CpuArena(AllocatorBackend):
         return json.dumps({**self._segment.address._asdict(), "slot_nbytes": self.slot_nbytes})
 
     def facts(self) -> Mapping[str, str]:
-        return {"huge_pages": f"{self._config.huge_pages} -> {self._segment.pages}"}
+        return {"huge_pages": f"{self._huge_pages} -> {self._segment.pages}"}
 
     def close(self) -> None:
         self._segment.close()
 
 
 def attach(handle: str, cache: PagedKVCache) -> Mover:
+    """A mover between the engine's pages and the slots of the arena with this `CpuArena.handle`.
+
+    Raises BackendError when the arena cannot be reached, or the device has no mover.
+    """
     fields = json.loads(handle)
     slot_nbytes = fields.pop("slot_nbytes")
     memory = reach(Address(**fields))

@@ -1,4 +1,4 @@
-"""What a user may say about a tier in memory."""
+"""The settings of a tier in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CpuConfig(ArenaConfig):
     def open(self, ctx: OpenContext) -> AllocatorBackend:
         from kvtier_cpu.arena import CpuArena
 
-        return CpuArena(self, ctx)
+        return CpuArena(ctx, self.huge_pages)
 
     def attach(self, handle: str, cache: PagedKVCache) -> Mover:
         from kvtier_cpu.arena import attach

@@ -1,4 +1,4 @@
-"""How much memory may still be taken: by this node, and by the control groups this process is in."""
+"""How much memory may still be allocated: on this node, and in the control groups of this process."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ from kvtier_core.types import Nbytes
 
 
 class MemoryLimit(NamedTuple):
-    nbytes: int
-    where: str
+    """A bound on what this process can allocate."""
+
+    nbytes: int  #: still available
+    where: str  #: what sets the bound, in words
 
 
 def must_be_available(nbytes: int) -> None:
-    """Too much would not fail at open: the kernel would kill something later."""
-    room = min(memory_limits())
-    if nbytes > room.nbytes:
+    """Raise BackendError if so many bytes are not available.
+
+    Without this check the allocation would succeed, and the kernel would kill a process later.
+    """
+    limit = min(memory_limits())
+    if nbytes > limit.nbytes:
         raise BackendError(
-            f"cpu: capacity needs {in_mib(nbytes)} of memory and {room.where} has {in_mib(room.nbytes)} available; "
-            "lower the capacity",
-            retryable=False,
+            f"cpu: capacity needs {in_mib(nbytes)} of memory and {limit.where} has {in_mib(limit.nbytes)} available; "
+            "lower the capacity"
         )
 
 
 def memory_limits(root: Path = Path("/")) -> Iterator[MemoryLimit]:
-    """Each bound on what this process can take."""
+    """Every bound on what this process can allocate. Files of the kernel are read below ``root``."""
     for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             yield MemoryLimit(int(line.split()[1]) << 10, "this node")
@@ -46,19 +50,22 @@ def memory_limits(root: Path = Path("/")) -> Iterator[MemoryLimit]:
 
 
 def in_mib(nbytes: int) -> Nbytes:
-    """Rounded up: to read, not to compute with."""
+    """Rounded up to whole MiB, for messages."""
     return Nbytes(-(-nbytes >> 20) << 20)
 
 
 def _limits_of_groups(mount: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[MemoryLimit]:
-    """Of a group and its ancestors. A container may see only the inner ones, mounted as if they were the root."""
+    """The bounds of a group and its ancestors.
+
+    In a container only the inner groups may be visible, mounted as if they were the root.
+    """
     group = PurePosixPath(path)
     for name in (group, *group.parents):
         folder = mount / name.relative_to("/")
         try:
             left = int((folder / limit).read_text()) - int((folder / usage).read_text())
             yield MemoryLimit(left + int(_stat(folder)[reclaimable]), f"control group {name}")
-        except (OSError, ValueError):  # no such file, or the word max: no bound here
+        except (OSError, ValueError):  # no such file, or the word "max": this group sets no bound
             continue
 
 

@@ -1,4 +1,4 @@
-"""Offers this node's memory to kvtier."""
+"""Offers the tier `cpu`: this node's memory."""
 
 from __future__ import annotations
 

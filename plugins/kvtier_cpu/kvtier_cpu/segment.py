@@ -1,9 +1,9 @@
-"""A piece of memory that several processes map, and that none can leave behind.
+"""Memory that several processes map, and that is freed when the last of them ends.
 
-A memfd has no name in any filesystem: workers open it through ``/proc/<pid>/fd/<fd>`` of its owner. So a
-container's small ``/dev/shm`` does not bound it, and no segment outlives its engine: when the last process that
-maps it is gone, ``kill -9`` or not, the kernel has taken it back. A pid may be used again, so device, inode and
-size are compared with what the owner said before a byte is mapped. Only the owner's user (and root) can open it.
+A memfd has no name in any file system: workers open it through ``/proc/<pid>/fd/<fd>`` of its owner. So a
+container's small ``/dev/shm`` does not limit it, and no segment outlives its engine: the kernel frees it with the last
+process that maps it, even after ``kill -9``. Process ids are reused, so device, inode and size are compared with the
+owner's before anything is mapped. Only the owner's user (and root) can open it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvtier_cpu.memory_limit import in_mib, must_be_available
 
 _SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
-_PIECE = 64 << 20  # bytes that are faulted in at a time: between two, Ctrl-C is heard
+_PIECE = 64 << 20  # bytes that are faulted in at a time; between two pieces Ctrl-C is handled
 
 _WHY_NOT = {
     errno.ENOENT: "it is gone, or has closed it",
@@ -41,7 +41,10 @@ class Address(NamedTuple):
 
 
 class Segment:
-    """Memory of at least ``nbytes``, all of it present."""
+    """At least ``nbytes`` of memory, all of it allocated now.
+
+    Raises BackendError when the memory, or the kind of pages that was asked for, is not to be had.
+    """
 
     def __init__(self, nbytes: int, huge_pages: str):
         self._file, memory, self.pages = _open(nbytes, huge_pages)
@@ -50,39 +53,38 @@ class Segment:
         self.address = Address(os.getpid(), self._file.fileno(), status.st_dev, status.st_ino, status.st_size)
 
     def close(self) -> None:
-        """Nobody reaches it any more. The memory goes with its last view and the last process that maps it."""
+        """No process can map it from now on. It is freed with its last view and the last process that maps it."""
         self._file.close()
         self.memory = memoryview(b"")
 
 
 def reach(address: Address) -> mmap.mmap:
-    """Map the segment of another process."""
+    """Map the segment of another process. Raises BackendError when it is gone or cannot be opened."""
     path = f"/proc/{address.pid}/fd/{address.fd}"
     try:
         with open(path, "r+b", buffering=0) as file:
             status = os.fstat(file.fileno())
             if (status.st_dev, status.st_ino, status.st_size) != address[2:]:
-                raise BackendError(f"{path} is no longer the arena it was: its owner is gone", retryable=False)
+                raise BackendError(f"{path} is no longer the arena it was: its owner is gone")
             memory = mmap.mmap(file.fileno(), address.nbytes)
     except OSError as error:
         why = _WHY_NOT.get(error.errno, error.strerror)
-        raise BackendError(f"cannot reach the arena of process {address.pid}: {why}", retryable=False) from error
-    with contextlib.suppress(OSError):  # then each page costs a fault at its first copy
+        raise BackendError(f"cannot reach the arena of process {address.pid}: {why}") from error
+    with contextlib.suppress(OSError):  # if that fails, each page costs a fault at its first copy
         _populate(memory)
     return memory
 
 
 def _open(nbytes: int, huge_pages: str) -> tuple[io.FileIO, mmap.mmap, str]:
-    """A memfd, the memory, and the kind of its pages."""
+    """A memfd, its memory, and the kind of its pages."""
     if huge_pages != "off":
-        with contextlib.suppress(OSError):  # none reserved, or too few, or the kernel has none
+        with contextlib.suppress(OSError):  # none are reserved, or too few, or the kernel has none
             return *_make(nbytes, os.MFD_HUGETLB, _populate), "hugetlb"
     huge = huge_pages != "off" and _shmem_enabled() not in ("never", "deny")
     if huge_pages == "on" and not huge:
         raise BackendError(
             f"cpu: huge_pages is on, but {in_mib(nbytes)} of them are not reserved (vm.nr_hugepages) and "
-            f"{_SHMEM_ENABLED} is {_shmem_enabled()}; with huge_pages: auto ordinary pages are used",
-            retryable=False,
+            f"{_SHMEM_ENABLED} is {_shmem_enabled()}; with huge_pages: auto ordinary pages are used"
         )
     must_be_available(nbytes)
     try:
@@ -111,7 +113,7 @@ def _fault_in_huge(memory: mmap.mmap) -> None:
 
 
 def _fault_in(memory: mmap.mmap) -> None:
-    """Have every page now, while it can still be refused."""
+    """Allocate every page now, while that can still fail."""
     try:
         _populate(memory)
     except OSError as error:
@@ -123,7 +125,7 @@ def _fault_in(memory: mmap.mmap) -> None:
 
 
 def _populate(memory: mmap.mmap) -> None:
-    """Where a touch would be a SIGBUS, this is an OSError."""
+    """Allocate every page. Raises OSError where touching a page would be a SIGBUS."""
     for begin, nbytes in _in_pieces(memory):
         memory.madvise(_MADV_POPULATE_WRITE, begin, nbytes)
 

@@ -1,4 +1,4 @@
-"""What a user may say about a disk tier."""
+"""The settings of a disk tier."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import attrs
 from kvtier_core.interfaces import Backend, BackendConfig, Medium, OpenContext, Stored
 from kvtier_core.types import Nbytes
 
-#: How the folder of one of several engines is called, followed by its number.
+#: The folder of one of several engines is called this, followed by its number.
 _REPLICA = "replica-"
 
 
@@ -21,23 +21,29 @@ _REPLICA = "replica-"
 class DiskConfig(BackendConfig):
     """One file per frame, in a folder that belongs to one engine at a time.
 
-    Of several engines that share the configuration each has a folder of its own below it: ``replica-0`` and so on.
+    When several engines share the configuration, each has a folder of its own below it: ``replica-0`` and so on.
     """
 
     type: ClassVar[str] = "disk"
     medium: ClassVar[Medium] = Medium.DISK
 
     path: Path  #: the folder; each engine needs one of its own
-    direct: Literal["auto", "on", "off"] = "auto"  #: past the page cache (O_DIRECT), if the filesystem can
-    io: Literal["auto", "io_uring", "calls"] = "auto"  #: a batch of files at once (io_uring) where that is to be had
-    min_free: Nbytes = Nbytes(1 << 30)  #: no write may leave the filesystem less free space than this
-    quarantine: Nbytes = Nbytes(256 << 20)  #: of damaged frames so much is kept aside, to be looked at
+    direct: Literal["auto", "on", "off"] = "auto"  #: bypass the page cache (O_DIRECT) where the file system can
+    io: Literal["auto", "io_uring", "calls"] = "auto"  #: a batch of files at once (io_uring), or one after the other
+    min_free: Nbytes = Nbytes(1 << 30)  #: no write leaves less than this free on the file system
+    quarantine: Nbytes = Nbytes(256 << 20)  #: so many bytes of damaged frames are kept for inspection
 
     def open(self, ctx: OpenContext) -> Backend:
         from kvtier_disk.backend import DiskBackend
 
-        own = self.path / f"{_REPLICA}{ctx.replica}" if ctx.replicas > 1 else self.path
-        return DiskBackend(attrs.evolve(self, path=own), ctx)
+        return DiskBackend(
+            self.path / f"{_REPLICA}{ctx.replica}" if ctx.replicas > 1 else self.path,
+            ctx,
+            direct=self.direct,
+            io=self.io,
+            min_free=self.min_free,
+            quarantine=self.quarantine,
+        )
 
     @contextlib.contextmanager
     def walk(self) -> Iterator[Iterator[Stored]]:

@@ -1,4 +1,4 @@
-"""Whole frames to and from files, past the page cache where that is wanted. Raises OSError."""
+"""Whole frames to and from files, bypassing the page cache if asked to. Raises OSError."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
+from kvtier_core.errors import BackendError
 from kvtier_core.transfer.files import read_files, write_files
 from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_disk.folder import Folder, NoFile
@@ -23,23 +24,28 @@ _UNFINISHED = ".tmp"
 
 @attrs.frozen
 class Access:
-    """How files are reached."""
+    """How files are read and written."""
 
-    direct: bool  #: past the page cache
-    ring: bool  #: all of a batch at once
+    direct: bool  #: bypass the page cache
+    ring: bool  #: a whole batch at once, with io_uring
 
     @property
     def flags(self) -> int:
+        """For `os.open`."""
         return os.O_DIRECT if self.direct else 0
 
 
 def read_frames(
     home: Folder, places: Sequence[Place], into: Sequence[memoryview], access: Access
 ) -> list[int | OSError | NoFile]:
-    """Bytes read of each; 0 if there is no file, or it does not fit, or its length is no frame's; or what failed."""
+    """For each frame the bytes read, or the error.
+
+    0 if there is no file, if it is longer than its view, or if its length is not that of a frame. ``places`` lie under
+    ``home``, the folder of a namespace.
+    """
     outcomes: list[int | OSError | NoFile] = [0] * len(places)
     with contextlib.ExitStack() as opened:
-        whole: list[tuple[int, int, memoryview]] = []  # the number of a frame, its file, and where it is read to
+        whole: list[tuple[int, int, memoryview]] = []  # the frame's number, its file, and where it is read to
         bounces: dict[int, memoryview] = {}
         for i, (place, view) in enumerate(zip(places, into, strict=True)):
             try:
@@ -47,7 +53,7 @@ def read_frames(
             except FileNotFoundError:
                 continue
             except (OSError, NoFile) as error:
-                outcomes[i] = error.with_traceback(None)  # whose frames would keep the views
+                outcomes[i] = error.with_traceback(None)  # its frames would keep the views alive
                 continue
             opened.callback(os.close, fd)
             nbytes = os.fstat(fd).st_size
@@ -65,10 +71,10 @@ def read_frames(
 
 
 def write_unfinished(home: Folder, places: Sequence[Place], frames: Sequence[memoryview], access: Access) -> None:
-    """All of the frames or none, under temporary names: `publish` makes them whole files, `discard` nothing.
+    """Write all of the frames or none, under temporary names: `publish` or `discard` them afterwards.
 
-    Not synced: what a power cut tears is refused by its length or its checksum, and a cache that waited
-    for the disk's own memory at each frame would be slower than the recompute it saves.
+    Not synced: a file that a power cut truncates is refused by its length or its checksum, and a cache that waited for
+    the disk at every frame would be slower than the recompute it saves.
     """
     try:
         with contextlib.ExitStack() as opened:
@@ -79,29 +85,31 @@ def write_unfinished(home: Folder, places: Sequence[Place], frames: Sequence[mem
             bounced = [_bounce_of(frame) if access.direct and not _aligned(frame) else frame for frame in frames]
             write_files(fds, bounced, ring=access.ring)
     except BaseException:
-        discard(home, places)  # even an open that was refused may have made the file
+        discard(home, places)  # even an open that failed may have made the file
         raise
 
 
 def publish(home: Folder, place: Place) -> None:
+    """Give an unfinished file its final name, where it replaces an older frame."""
     folder = place.folder(home)
     folder.rename(_unfinished(place), folder, place.name)
 
 
 def discard(home: Folder, places: Sequence[Place]) -> None:
+    """Remove unfinished files as far as possible. Raises nothing; what stays is removed at the next open."""
     for place in places:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, BackendError):
             place.folder(home).remove(_unfinished(place))
 
 
 def probe_direct(folder: Folder) -> None:
-    """Write a page past the page cache, for an open alone may succeed where a write does not."""
+    """Write a page with O_DIRECT: on some file systems the open succeeds and the write fails."""
     with _probe(folder, os.O_DIRECT) as fd:
         os.pwritev(fd, [_bounce(FRAME_ALIGNMENT)], 0)
 
 
 def probe_device(folder: Folder) -> None:
-    """Does what the folder lies on still answer? A page goes there and comes back, past all caches if that can be."""
+    """Write a page to the folder's device and read it back, bypassing all caches if possible. Raises OSError."""
     try:
         _there_and_back(folder, os.O_DIRECT)
     except OSError as error:
@@ -111,7 +119,7 @@ def probe_device(folder: Folder) -> None:
 
 
 def remove_probes(folder: Folder) -> None:
-    """What a kill in the middle of a probe left."""
+    """Remove the probes of processes that were killed."""
     for entry in folder.entries():
         if entry.name.startswith(_PROBE):
             folder.remove(entry.name)
@@ -130,7 +138,7 @@ def _there_and_back(folder: Folder, flags: int) -> None:
 
 @contextlib.contextmanager
 def _probe(folder: Folder, flags: int) -> Iterator[int]:
-    """A new file, for as long as it lasts; each thread has its own."""
+    """A new file that is removed afterwards; each thread has its own."""
     name = f"{_PROBE}-{threading.get_native_id()}"
     try:
         fd = _new(folder, name, os.O_RDWR | flags)
@@ -144,7 +152,7 @@ def _probe(folder: Folder, flags: int) -> Iterator[int]:
 
 
 def _new(folder: Folder, name: str, flags: int) -> int:
-    """A file that was not there before: nothing that somebody left under its name is written to."""
+    """A new file. What already has its name is removed and not written to."""
     try:
         return folder.open(name, flags | os.O_CREAT | os.O_EXCL)
     except FileExistsError:
@@ -157,7 +165,7 @@ def _unfinished(place: Place) -> str:
 
 
 def _bounce(nbytes: int) -> memoryview:
-    """Memory that O_DIRECT takes."""
+    """Memory that is aligned for O_DIRECT."""
     return memoryview(mmap.mmap(-1, nbytes))
 
 
@@ -168,5 +176,5 @@ def _bounce_of(frame: memoryview) -> memoryview:
 
 
 def _aligned(view: memoryview) -> bool:
-    """Can O_DIRECT use the view itself? The slots of an arena are so; ctypes cannot tell of a read-only view."""
+    """Can O_DIRECT use the view itself? Slots of an arena qualify; ctypes finds no address of a read-only view."""
     return not view.readonly and ctypes.addressof(ctypes.c_char.from_buffer(view)) % FRAME_ALIGNMENT == 0

@@ -1,6 +1,6 @@
-"""A folder by its descriptor: whatever its path comes to mean, this is what is reached. Raises OSError.
+"""A folder that is accessed through its descriptor, whatever its path leads to later. Raises OSError.
 
-Nothing here follows a link, and nothing waits for the other end of a pipe.
+No link is followed, and no open waits for the other end of a pipe.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class NoFile(BackendError):
-    """A folder, a link, a pipe, a socket or a device has the name of a file."""
+    """There is a folder, link, pipe, socket or device where a file should be."""
 
 
 class Folder:
-    """Closes its descriptor when nobody refers to it any more: no thread finds another file under its number."""
+    """Closes its descriptor when the last reference is gone, so that no thread finds another file under its number."""
 
     def __init__(self, fd: int, *called: Path | str):
         self.fd = fd
@@ -29,11 +29,12 @@ class Folder:
 
     @classmethod
     def at(cls, path: Path) -> Folder:
+        """The folder that the path leads to now; a link is refused."""
         return cls(os.open(path, _FOLDER), path)
 
     @property
     def path(self) -> Path:
-        """What it was called when it was opened; for people."""
+        """The path by which it was opened, for messages."""
         return Path(*self._called)
 
     def __del__(self) -> None:
@@ -42,9 +43,9 @@ class Folder:
             os.close(fd)
 
     def inner(self, name: str, *, make: bool = False) -> Folder:
-        """The folder of that name in this one. Raises BackendError if it is not this user's alone.
+        """The folder of that name in this one. Raises BackendError if others than this user may write to it.
 
-        With ``make`` it is made if there is none, and takes the place of what is there and no folder.
+        With ``make`` it is made if missing, and replaces what is there and is no folder.
         """
         with self._naming(name):
             try:
@@ -61,10 +62,10 @@ class Folder:
         return inner
 
     def open(self, name: str, flags: int) -> int:
-        """A descriptor of a regular file, or of one that is made, for this user alone. Raises NoFile."""
+        """A descriptor of a regular file; one that is made is readable by this user only. Raises NoFile."""
         if not flags & os.O_CREAT:
-            self._must_be_file(name, self.status(name))  # before it is opened: that alone may start something
-        # NONBLOCK: the open of a pipe would wait for its other end. Of files it means nothing.
+            self._must_be_file(name, self.status(name))  # before it is opened: opening a device can have effects
+        # NONBLOCK: opening a pipe would wait for its other end. For files it means nothing.
         flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with self._naming(name):
             fd = os.open(name, flags, 0o600, dir_fd=self.fd)
@@ -81,16 +82,17 @@ class Folder:
             raise NoFile(f"{self.path / name}: {_kind_of(status)} where only a file should be")
 
     def status(self, name: str) -> os.stat_result:
-        """Of the name itself, not of what a link leads to."""
+        """The status of that name itself, not of what a link leads to."""
         with self._naming(name):
             return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
 
     def entries(self) -> list[os.DirEntry[str]]:
+        """Everything that lies in it."""
         with os.scandir(self.fd) as entries:
             return list(entries)
 
     def remove(self, name: str) -> None:
-        """Remove what has that name, a folder with all that is in it, if there is anything."""
+        """Remove what has that name, if there is anything; a folder with all its contents."""
         with self._naming(name), contextlib.suppress(FileNotFoundError):
             if stat.S_ISDIR(self.status(name).st_mode):
                 shutil.rmtree(name, dir_fd=self.fd)
@@ -98,7 +100,7 @@ class Folder:
                 os.unlink(name, dir_fd=self.fd)
 
     def rename(self, name: str, to: Folder, new: str) -> None:
-        """Takes the place of a file of that name; what is there and no file is removed."""
+        """Rename a file to ``new`` in the folder ``to``, where it replaces whatever has that name."""
         with self._naming(name):
             try:
                 os.replace(name, new, src_dir_fd=self.fd, dst_dir_fd=to.fd)
@@ -111,7 +113,7 @@ class Folder:
 
 
 class _Naming:
-    """An error tells the whole path."""
+    """Puts the whole path into errors."""
 
     def __init__(self, called: tuple[Path | str, ...]):
         self._called = called
@@ -125,7 +127,7 @@ class _Naming:
 
 
 def _kind_of(status: os.stat_result) -> str:
-    """In words."""
+    """The kind of a file in words."""
     for is_kind, word in (
         (stat.S_ISREG, "a file"),
         (stat.S_ISDIR, "a folder"),
@@ -139,31 +141,31 @@ def _kind_of(status: os.stat_result) -> str:
 
 
 def must_be_ours(status: os.stat_result, *called: Path | str) -> None:
-    """Nobody else may put a frame there, or another folder in its place: a checksum is no signature."""
+    """Raise BackendError if others could put frames there, or replace the folder: a checksum is no signature."""
     if stat.S_ISLNK(status.st_mode):
-        raise BackendError(f"{Path(*called)}: a link; name the folder itself", retryable=False)
+        raise BackendError(f"{Path(*called)}: a link; name the folder itself")
     if not stat.S_ISDIR(status.st_mode):
-        raise BackendError(f"{Path(*called)}: not a folder", retryable=False)
+        raise BackendError(f"{Path(*called)}: not a folder")
     if status.st_uid != os.geteuid():
         raise BackendError(
-            f"{Path(*called)}: belongs to user {status.st_uid}; kvtier keeps to its own", retryable=False
+            f"{Path(*called)}: belongs to user {status.st_uid}; kvtier uses only folders of its own user"
         )
     _not_for_others(status, *called)
 
 
 def parents_must_be_safe(path: Path) -> None:
-    """Nobody else may rename a folder on the way to the path. The rule is that of sshd for authorized_keys.
+    """Raise BackendError if others could rename a folder on the way to the path. sshd has the same rule for its keys.
 
-    Sticky folders are allowed here, as /tmp is: only its owner renames what lies in one.
+    Sticky folders such as /tmp are allowed: only the owner of an entry can rename it there.
     """
     for folder in Path(os.path.realpath(path.parent)).joinpath(path.name).parents:
         status = os.stat(folder)
         if status.st_uid not in (0, os.geteuid()):
-            why = f"belongs to user {status.st_uid}, who may put another folder in the place of {path}"
-            raise BackendError(f"{folder}: {why}; use a folder of this user's or of root's", retryable=False)
+            why = f"belongs to user {status.st_uid}, who could replace {path} with another folder"
+            raise BackendError(f"{folder}: {why}; use a folder of this user or of root")
         _not_for_others(status, folder)
 
 
 def _not_for_others(status: os.stat_result, *called: Path | str) -> None:
     if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
-        raise BackendError(f"{Path(*called)}: others may write to it; take that away with chmod go-w", retryable=False)
+        raise BackendError(f"{Path(*called)}: others may write to it; remove that permission with chmod go-w")

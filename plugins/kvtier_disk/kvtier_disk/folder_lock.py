@@ -1,4 +1,4 @@
-"""Whose a folder is. Raises OSError, and BackendError for a refusal."""
+"""A folder that one process at a time may use. Raises OSError, and BackendError for a refusal."""
 
 from __future__ import annotations
 
@@ -14,29 +14,33 @@ from kvtier_disk.folder import Folder, must_be_ours, parents_must_be_safe
 
 
 class FolderLock:
-    """A folder that belongs to this user, and to this process alone from `take` to `release`."""
+    """A folder of this user, locked by this process from `take` to `release`."""
 
     def __init__(self, path: Path):
         self.path = path
         self._folder: Folder | None = None
 
     def take(self) -> Folder:
-        """Make the folder if it is not there, and hold it from now on."""
+        """Make the folder if it is missing, lock it, and return it."""
         _make(self.path)
         if not os.access(self.path, os.R_OK | os.W_OK | os.X_OK):
-            raise BackendError(f"{self.path}: this user may not write here", retryable=False)
+            raise BackendError(f"{self.path}: this user may not write here")
         before, self._folder = self._folder, _locked(self.path)
         if before is not None:
             _unlock(before)
         return self._folder
 
     def release(self) -> None:
+        """Unlock the folder. May be called twice."""
         if self._folder is not None:
             folder, self._folder = self._folder, None
             _unlock(folder)
 
     def folder(self) -> Folder | None:
-        """The folder that was claimed; None if nothing has its path any more. Raises if something else has."""
+        """The locked folder; None if its path is gone.
+
+        Raises NotADirectoryError or BackendError when something else lies at the path: it is never read.
+        """
         held = self._held()
         try:
             status = os.stat(self.path, follow_symlinks=False)
@@ -46,15 +50,18 @@ class FolderLock:
             return held
         if not stat.S_ISDIR(status.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self.path))
-        raise BackendError(f"{self.path}: another folder than the one that was opened; nothing in it is believed")
+        raise BackendError(f"{self.path}: another folder than the one that was opened; nothing in it is used")
 
     def folder_again(self) -> Folder:
-        """The same; one that was removed is made, and an empty one in its place, on the same device, is claimed."""
+        """The locked folder. If it was removed, it is made and locked again.
+
+        An empty folder at its path, on the same device, is taken for one that was made again.
+        """
         held = self._held()
         try:
             return self.folder() or self.take()
         except NotADirectoryError:
-            return self.take()  # which says what is there
+            return self.take()  # raises, and says what lies there
         except BackendError:
             other = Folder.at(self.path)
             if os.fstat(other.fd).st_dev != os.fstat(held.fd).st_dev or other.entries():
@@ -62,15 +69,15 @@ class FolderLock:
             return self.take()
 
     def _held(self) -> Folder:
-        """What is closed may already be another process's."""
+        """Raises BackendError after `release`: another process may use the folder by then."""
         if (held := self._folder) is None:
-            raise BackendError(f"{self.path}: the tier is closed", retryable=False)
+            raise BackendError(f"{self.path}: the tier is closed")
         return held
 
 
 def _make(path: Path) -> None:
-    """Make a folder if it is not there, and those above it."""
-    for folder in reversed((path, *path.parents)):  # mkdir would leave those above as open as the umask does
+    """Make a folder, and those above it, as far as they are missing."""
+    for folder in reversed((path, *path.parents)):  # mkdir(parents=True) gives those above the mode of the umask
         if not folder.exists():
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
@@ -85,11 +92,11 @@ def _locked(path: Path) -> Folder:
         fcntl.flock(folder.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise BackendError(
-            f"{path}: another live process keeps its frames here; give each engine a path of its own", retryable=False
+            f"{path}: another live process keeps its frames here; give each engine a path of its own"
         ) from None
     return folder
 
 
 def _unlock(folder: Folder) -> None:
-    # A process forked from this one has the lock too; closing alone would leave it there.
+    # A process forked from this one holds the lock too; closing the descriptor alone would leave it locked.
     fcntl.flock(folder.fd, fcntl.LOCK_UN)

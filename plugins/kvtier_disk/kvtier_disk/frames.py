@@ -1,4 +1,4 @@
-"""Which frames lie in a tier's folder, and where. Raises OSError, and BackendError for a refusal.
+"""Where frames lie in a tier's folder, and which there are. Raises OSError, and BackendError for a refusal.
 
 ``path/<namespace>/<first byte of key>/<key>.kv``, all in hex; damaged frames lie in ``path/quarantine``.
 """
@@ -16,10 +16,10 @@ import attrs
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace
 from kvtier_disk.folder import Folder
 
-_ASIDE = "quarantine"
+_QUARANTINE = "quarantine"
 _NAMESPACE = re.compile(r"[0-9a-f]{16}")
 _SHARD = re.compile(r"[0-9a-f]{2}")
-_SET_ASIDE = re.compile(rf"([0-9a-f]{{16}})-([0-9a-f]{{{2 * KEY_NBYTES}}})")
+_QUARANTINED = re.compile(rf"([0-9a-f]{{16}})-([0-9a-f]{{{2 * KEY_NBYTES}}})")
 _FRAME = re.compile(rf"([0-9a-f]{{{2 * KEY_NBYTES}}})\.kv")
 
 
@@ -31,19 +31,22 @@ class Place:
     name: str
 
     def folder(self, base: Folder, *, make: bool = False) -> Folder:
-        """The one that the file lies in. Each on the way is looked at again: it must still be this user's alone."""
+        """The folder that holds the file; made with ``make`` if missing.
+
+        Every folder on the way is checked again: it must still belong to this user alone.
+        """
         for name in self.folders:
             base = base.inner(name, make=make)
         return base
 
     def under(self, path: Path) -> Path:
-        """For people."""
+        """The whole path, for messages."""
         return path.joinpath(*self.folders, self.name)
 
     def nbytes(self, base: Folder) -> int:
-        """The length of a file; 0 if there is none.
+        """The length of the file; 0 if there is none.
 
-        The length, not the blocks: a frame has no holes, and the tier counts bytes of frames.
+        The length and not the blocks on the disk: a frame has no holes, and the tier counts bytes of frames.
         """
         try:
             status = self.folder(base).status(self.name)
@@ -52,7 +55,7 @@ class Place:
         return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
     def remove(self, base: Folder) -> None:
-        """Remove what is there, a file or not, if there is anything."""
+        """Remove what lies there, a file or not, if there is anything."""
         try:
             self.folder(base).remove(self.name)
         except (FileNotFoundError, NotADirectoryError):
@@ -66,57 +69,58 @@ class Found:
     mtime_ns: int
     place: Place  #: from the tier's folder on
     nbytes: int
-    home: str  #: how the digest of its namespace begins, in hex
+    namespace_folder: str  #: the first 16 hex digits of its namespace's digest
     key: ChunkKey
 
 
-def home_of(namespace: Namespace) -> str:
-    """The folder of a namespace's frames."""
+def namespace_folder_name(namespace: Namespace) -> str:
+    """The name of the folder that holds this namespace's frames: 16 hex digits of its digest."""
     return namespace.digest.hex()[:16]
 
 
 def place_of(key: ChunkKey) -> Place:
-    """Of a key's frame, from the folder of its namespace on."""
+    """Where the frame of this key lies, from the folder of its namespace on."""
     name = key.hex()
     return Place((name[:2],), f"{name}.kv")
 
 
-def put_aside(root: Folder, home: str, key: ChunkKey) -> Place:
-    """Move the file of a damaged frame to where no reader looks; its new place."""
-    aside = Place((_ASIDE,), f"{home}-{key.hex()}")
+def move_to_quarantine(root: Folder, namespace_folder: str, key: ChunkKey) -> Place:
+    """Move the file of a damaged frame to where no read finds it; returns its new place."""
+    aside = Place((_QUARANTINE,), f"{namespace_folder}-{key.hex()}")
     place = place_of(key)
-    place.folder(root.inner(home)).rename(place.name, aside.folder(root, make=True), aside.name)
+    place.folder(root.inner(namespace_folder)).rename(place.name, aside.folder(root, make=True), aside.name)
     return aside
 
 
-def homes(root: Folder) -> list[str]:
-    """The folders of all namespaces."""
+def namespace_folders(root: Folder) -> list[str]:
+    """The names of the folders of all namespaces."""
     return [name for name in sorted(entry.name for entry in root.entries()) if _NAMESPACE.fullmatch(name)]
 
 
 def everything(root: Folder) -> Iterator[tuple[Place, Found | None]]:
-    """All that lies where only frames should be, in every namespace; None for what is no frame."""
-    for home in homes(root):
-        yield from everything_of(root, home)
+    """Everything where only frames should lie, of every namespace; None for what is no frame."""
+    for name in namespace_folders(root):
+        yield from everything_of(root, name)
 
 
-def everything_of(root: Folder, home: str) -> Iterator[tuple[Place, Found | None]]:
+def everything_of(root: Folder, namespace_folder: str) -> Iterator[tuple[Place, Found | None]]:
+    """The same of one namespace."""
     try:
-        folder = root.inner(home)
+        folder = root.inner(namespace_folder)
     except FileNotFoundError:
         return
     except NotADirectoryError:
-        yield Place((), home), None
+        yield Place((), namespace_folder), None
         return
     for shard in folder.entries():
         if not _SHARD.fullmatch(shard.name):
             continue
         if not shard.is_dir(follow_symlinks=False):
-            yield Place((home,), shard.name), None
+            yield Place((namespace_folder,), shard.name), None
             continue
         inner = folder.inner(shard.name)
         for entry in inner.entries():
-            place = Place((home, shard.name), entry.name)
+            place = Place((namespace_folder, shard.name), entry.name)
             try:
                 found = _frame(place, entry)
             except FileNotFoundError:  # deleted, or written whole, since it was listed
@@ -124,35 +128,35 @@ def everything_of(root: Folder, home: str) -> Iterator[tuple[Place, Found | None
             yield place, found
 
 
-def set_aside(root: Folder) -> list[Found]:
-    """What lies in quarantine."""
+def quarantined(root: Folder) -> list[Found]:
+    """The damaged frames that are kept."""
     try:
-        folder = root.inner(_ASIDE)
+        folder = root.inner(_QUARANTINE)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    named = [(entry, name) for entry in folder.entries() if (name := _SET_ASIDE.fullmatch(entry.name))]
-    return [_found(Place((_ASIDE,), entry.name), entry, *name.groups()) for entry, name in named]
+    named = [(entry, name) for entry in folder.entries() if (name := _QUARANTINED.fullmatch(entry.name))]
+    return [_found(Place((_QUARANTINE,), entry.name), entry, *name.groups()) for entry, name in named]
 
 
-def remove_if_empty(root: Folder, home: str) -> None:
-    """The folders of a namespace of which no frame is left. Raises OSError for the first that is not empty."""
-    folder = root.inner(home)
+def remove_if_empty(root: Folder, namespace_folder: str) -> None:
+    """Remove a namespace folder without frames. Raises OSError at the first folder in it that is not empty."""
+    folder = root.inner(namespace_folder)
     for shard in folder.entries():
         os.rmdir(shard.name, dir_fd=folder.fd)
-    os.rmdir(home, dir_fd=root.fd)
+    os.rmdir(namespace_folder, dir_fd=root.fd)
 
 
 def _frame(place: Place, entry: os.DirEntry[str]) -> Found | None:
-    """None for what cannot be a frame: another name, another place, a length that no frame has."""
+    """None for what cannot be a frame: another name, another place, or a length that no frame has."""
     name = _FRAME.fullmatch(entry.name)
     status = entry.stat(follow_symlinks=False)
-    home, shard = place.folders
+    namespace_folder, shard = place.folders
     right_place = name and shard == entry.name[:2]
     if not right_place or not stat.S_ISREG(status.st_mode) or not status.st_size or status.st_size % FRAME_ALIGNMENT:
         return None
-    return _found(place, entry, home, name[1])
+    return _found(place, entry, namespace_folder, name[1])
 
 
-def _found(place: Place, entry: os.DirEntry[str], home: str, key: str) -> Found:
+def _found(place: Place, entry: os.DirEntry[str], namespace_folder: str, key: str) -> Found:
     status = entry.stat(follow_symlinks=False)
-    return Found(status.st_mtime_ns, place, status.st_size, home, ChunkKey(bytes.fromhex(key)))
+    return Found(status.st_mtime_ns, place, status.st_size, namespace_folder, ChunkKey(bytes.fromhex(key)))

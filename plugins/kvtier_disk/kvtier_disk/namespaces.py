@@ -1,6 +1,7 @@
-"""The facts of a namespace, beside its frames, so that an engine that finds none of its own can say why.
+"""The folder of a namespace, and the namespace's facts beside its frames.
 
-``path/<namespace>/namespace.json``, for `kvtier identity --diff` too. Raises OSError, and BackendError for a refusal.
+``path/<namespace>/namespace.json`` explains why an engine finds no frames; `kvtier identity --diff` reads it, too.
+Raises OSError, and BackendError for a refusal.
 """
 
 from __future__ import annotations
@@ -10,44 +11,46 @@ import os
 
 from kvtier_core.types import Namespace
 from kvtier_disk.folder import Folder, NoFile
-from kvtier_disk.frames import home_of
+from kvtier_disk.frames import namespace_folder_name
 
 _FACTS, _UNFINISHED = "namespace.json", "namespace.tmp"
-_LONGEST = 1 << 20
+_MAX_NBYTES = 1 << 20
 
 
-def make_home(root: Folder, namespace: Namespace) -> Folder:
-    """The folder of the namespace, made if it was not there, with its facts in it unless the disk is full."""
-    home = root.inner(home_of(namespace), make=True)
-    if read_facts(root, home_of(namespace)) != namespace:
+def make_namespace_folder(root: Folder, namespace: Namespace) -> Folder:
+    """The folder of the namespace; made if missing. Its facts are written into it unless the disk is full."""
+    name = namespace_folder_name(namespace)
+    folder = root.inner(name, make=True)
+    if read_facts(root, name) != namespace:
         with contextlib.suppress(OSError):
-            _write_facts(home, namespace)
-    return home
+            _write_facts(folder, namespace)
+    return folder
 
 
-def _write_facts(home: Folder, namespace: Namespace) -> None:
-    home.remove(_UNFINISHED)
+def _write_facts(folder: Folder, namespace: Namespace) -> None:
+    folder.remove(_UNFINISHED)
     try:
-        with open(home.open(_UNFINISHED, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="ascii") as file:
+        with open(folder.open(_UNFINISHED, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="ascii") as file:
             file.write(namespace.to_json())
-        home.rename(_UNFINISHED, home, _FACTS)
+        folder.rename(_UNFINISHED, folder, _FACTS)
     except OSError:
-        home.remove(_UNFINISHED)
+        folder.remove(_UNFINISHED)
         raise
 
 
-def read_facts(root: Folder, home: str) -> Namespace | None:
-    """None if they were not written, or are not those that gave the folder its name."""
+def read_facts(root: Folder, name: str) -> Namespace | None:
+    """The namespace of the folder with this name; None if its facts are missing, or belong to another name."""
     try:
-        with open(root.inner(home).open(_FACTS, os.O_RDONLY), "rb") as file:
-            written = file.read(_LONGEST)
+        with open(root.inner(name).open(_FACTS, os.O_RDONLY), "rb") as file:
+            written = file.read(_MAX_NBYTES)
         namespace = Namespace.from_json(written)
     except (OSError, NoFile, ValueError, RecursionError):
         return None
-    return namespace if home_of(namespace) == home else None
+    return namespace if namespace_folder_name(namespace) == name else None
 
 
-def remove_facts(root: Folder, home: str) -> None:
-    folder = root.inner(home)
+def remove_facts(root: Folder, name: str) -> None:
+    """Remove the facts from the namespace folder of this name, if there are any."""
+    folder = root.inner(name)
     folder.remove(_FACTS)
     folder.remove(_UNFINISHED)

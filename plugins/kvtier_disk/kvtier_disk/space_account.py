@@ -1,51 +1,96 @@
-"""SpaceAccount under the tier's capacity, and the frames of other namespaces that lie in it."""
+"""How much a tier may still write, and which frames it removes to make room."""
 
 from __future__ import annotations
 
 import os
-from collections import deque
+import threading
 from collections.abc import Callable, Iterable
 
+from kvtier_core.errors import BackendError, StoreFull
 from kvtier_disk.folder import Folder
 from kvtier_disk.frames import Place
 
 
 class SpaceAccount:
-    """What may be written before frames of others must go, and which of them go first.
+    """The capacity, less the tier's own frames and less the frames of other namespaces in the same folder.
 
-    The tier keeps its own frames within the capacity and knows nothing of the others. One queue holds what
-    is free, as bytes without a place, and then the others' frames, oldest first. Its ends are atomic, so the
-    I/O threads need no lock; where two race for what is free, a frame of another goes sooner than it must.
+    The tier evicts its own frames and does not know of the others. When they are in the way of new frames, this account
+    removes them, oldest first. Several I/O threads use an account at once, and no file is removed under its lock.
     """
 
     def __init__(self, free: int, others: Iterable[tuple[Place, int]], remove: Callable[[Place], None]):
-        """``free`` is below zero when the others' frames already take too much."""
-        self._queue: deque[tuple[Place | None, int]] = deque(others)
+        """Remove others' frames until ``free`` is not negative, as far as there are any.
+
+        Parameters
+        ----------
+        free
+            Bytes of the capacity that no frame takes; negative when the frames take more than the capacity.
+        others
+            Where the frames of other namespaces lie, and their bytes; the oldest first.
+        remove
+            Removes one of them. Raises OSError or BackendError.
+
+        Raises StoreFull as `take` does.
+        """
+        self._free = free
+        self._others = dict(others)
         self._remove = remove
-        self.take(-free)
+        self._lock = threading.Lock()
+        self.take(0)
+
+    @property
+    def free(self) -> int:
+        """Bytes that may be written before a frame of another namespace is removed.
+
+        Negative when the tier's own frames take more than the capacity.
+        """
+        return self._free
 
     def take(self, nbytes: int) -> None:
-        """To take less than nothing is to give."""
-        while nbytes > 0:
-            try:
-                place, found = self._queue.popleft()
-            except IndexError:
-                return
-            if place is not None:
-                self._remove(place)
-            nbytes -= found
-        self.give(-nbytes)
+        """Take so many bytes, and remove others' frames as far as they are in the way.
 
-    def leave(self, place: Place, nbytes: int) -> None:
-        """What was the tier's own is another's now, and goes last."""
-        self._queue.append((place, nbytes))
+        Raises StoreFull when frames are in the way that cannot be removed; then nothing was taken.
+        """
+        self.give(-nbytes)
+        stuck: dict[Place, int] = {}
+        failure: Exception | None = None
+        while (oldest := self._pop_oldest_in_the_way()) is not None:
+            place, size = oldest
+            try:
+                self._remove(place)
+            except (OSError, BackendError) as error:
+                stuck[place], failure = size, failure or error
+            else:
+                self.give(size)
+        if stuck:
+            with self._lock:
+                self._others.update(stuck)
+                missing = -self._free
+                if missing > 0:
+                    self._free += nbytes
+            if missing > 0:
+                raise StoreFull(f"a frame of another namespace cannot be removed: {failure}", missing=missing)
 
     def give(self, nbytes: int) -> None:
-        if nbytes:
-            self._queue.appendleft((None, nbytes))
+        """Return bytes that were taken and are not, or no longer, in use."""
+        with self._lock:
+            self._free += nbytes
+
+    def hand_over(self, place: Place, nbytes: int) -> None:
+        """A frame of the tier's own now lies at ``place``, as one of the others and the last of them to be removed."""
+        with self._lock:
+            self._free += self._others.pop(place, 0)  # what it replaced is gone
+            self._others[place] = nbytes
+
+    def _pop_oldest_in_the_way(self) -> tuple[Place, int] | None:
+        with self._lock:
+            if self._free >= 0 or not self._others:
+                return None
+            place = next(iter(self._others))
+            return place, self._others.pop(place)
 
 
 def free_of(folder: Folder) -> int:
-    """Bytes that the filesystem would still let this user write."""
+    """Bytes that the file system would still let this user write."""
     stats = os.fstatvfs(folder.fd)
     return stats.f_bavail * stats.f_frsize

@@ -1,4 +1,4 @@
-"""All that lies in a folder of frames, for `kvtier fsck`."""
+"""Everything that lies in a folder of frames, for `kvtier fsck`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Stored
 from kvtier_disk.folder import Folder
 from kvtier_disk.folder_lock import FolderLock
-from kvtier_disk.frames import Found, Place, everything, set_aside
+from kvtier_disk.frames import Found, Place, everything, quarantined
 
 _T = TypeVar("_T")
 
 
 @contextlib.contextmanager
 def everything_in(path: Path) -> Iterator[Iterator[Stored]]:
-    """Every other process is kept out meanwhile. Raises BackendError."""
+    """Everything in the folder, which is locked meanwhile. Raises BackendError, also when an engine uses it."""
     if not path.is_dir():
-        raise BackendError(f"{path}: no such folder", retryable=False)
+        raise BackendError(f"{path}: no such folder")
     lock = FolderLock(path)
     root = _with_path(path, lock.take)
     try:
@@ -34,7 +34,7 @@ def everything_in(path: Path) -> Iterator[Iterator[Stored]]:
 def _walk(root: Folder) -> Iterator[Stored]:
     for place, found in everything(root):
         yield _stored(root, place, found)
-    for found in set_aside(root):
+    for found in quarantined(root):
         yield _stored(root, found.place, found)
 
 
@@ -43,7 +43,7 @@ def _stored(root: Folder, place: Place, found: Found | None) -> Stored:
     return Stored(
         where=str(path),
         nbytes=place.nbytes(root),
-        home=bytes.fromhex(found.home) if found else None,
+        home=bytes.fromhex(found.namespace_folder) if found else None,
         key=found.key if found else None,
         read=functools.partial(_read, root, place, path),
         remove=functools.partial(_with_path, path, functools.partial(place.remove, root)),

@@ -79,8 +79,8 @@ def calls(backend, keys, call):
 
 
 def told(error):
-    """Without the path; and whether it is worth to try again."""
-    return str(error).rpartition(": ")[2], error.retryable
+    """The error without the path."""
+    return str(error).rpartition(": ")[2]
 
 
 def works_again(disk, backend):
@@ -92,10 +92,10 @@ def works_again(disk, backend):
 @on(tmpfs, ext4)
 def test_a_full_disk(disk, backend, monkeypatch):
     disk.fill()
-    assert writes(backend, NEW[:1]) == {("16KiB to write and 0B free, of which min_free keeps 0B", True): 1}
+    assert writes(backend, NEW[:1]) == {"16KiB to write and 0B free, of which min_free keeps 0B": 1}
     # What was free when it was asked for may be gone when it is used.
     monkeypatch.setattr("kvtier_disk.backend.free_of", lambda folder: 1 << 60)
-    assert writes(backend, [*OLD, *NEW]) == {("No space left on device", True): 2 * ALL}
+    assert writes(backend, [*OLD, *NEW]) == {"No space left on device": 2 * ALL}
     assert reads(backend, [*OLD, *NEW]) == {"hit": ALL, "miss": ALL}
     disk.make_room()
     works_again(disk, backend)
@@ -104,7 +104,7 @@ def test_a_full_disk(disk, backend, monkeypatch):
 @on(tmpfs, ext4)
 def test_a_disk_that_becomes_read_only(disk, backend):
     disk.remount("ro")
-    refused = ("Read-only file system", False)
+    refused = "Read-only file system"
     assert writes(backend, [*OLD, *NEW]) == {refused: 2 * ALL}
     assert deletes(backend, OLD) == {refused: ALL}
     assert reads(backend, [*OLD, *NEW]) == {"hit": ALL, "miss": ALL}
@@ -117,8 +117,8 @@ def test_a_folder_that_is_removed_and_something_else_in_its_place(disk, backend)
     shutil.rmtree(disk.folder / "kv")
     assert reads(backend, OLD) == {"miss": ALL}
     (disk.folder / "kv").touch()
-    assert reads(backend, OLD) == deletes(backend, OLD) == {("Not a directory", False): ALL}
-    assert writes(backend, NEW) == {("not a folder", False): ALL}
+    assert reads(backend, OLD) == deletes(backend, OLD) == {"Not a directory": ALL}
+    assert writes(backend, NEW) == {"not a folder": ALL}
     (disk.folder / "kv").unlink()
     works_again(disk, backend)
 
@@ -127,10 +127,10 @@ def test_a_folder_that_is_removed_and_something_else_in_its_place(disk, backend)
 def test_a_device_that_fails_and_comes_back(disk, backend, direct):
     disk.forget()
     disk.fail()
-    assert reads(backend, OLD) == {("Input/output error", True): ALL}
+    assert reads(backend, OLD) == {"Input/output error": ALL}
     assert reads(backend, NEW) == {"miss": ALL}
     written = writes(backend, [*OLD, *NEW])
-    assert {why for why in written if why != "done"} <= {("Input/output error", True), ("Cannot allocate memory", True)}
+    assert {why for why in written if why != "done"} <= {"Input/output error", "Cannot allocate memory"}
     # The page cache takes what the device will refuse when nobody listens any more. What comes up then is the kernel's
     # choice: an error, or bytes that were never written.
     assert direct == "off" or not written["done"]
@@ -195,9 +195,9 @@ def test_a_start_on_a_device_that_fails(disk, backend, direct):
     try:
         again = open_disk(disk.folder / "kv", direct=direct)
     except BackendError as error:
-        assert told(error) == ("Input/output error", True)
+        assert told(error) == "Input/output error"
     else:
-        assert reads(again, OLD) == {("Input/output error", True): ALL}
+        assert reads(again, OLD) == {"Input/output error": ALL}
         again.close()
     disk.heal()
     again = open_disk(disk.folder / "kv", direct=direct)

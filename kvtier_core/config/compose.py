@@ -1,0 +1,257 @@
+"""The composition root: opens what a StackConfig describes. What plugins do wrong here becomes a ConfigError."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import attrs
+
+from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
+from kvtier_core.config.yaml_nodes import ProblemCollector
+from kvtier_core.errors import BackendError, ConfigError, Problem
+from kvtier_core.frames.codec import FrameCodec
+from kvtier_core.frames.identity import RAW, identity_of
+from kvtier_core.interfaces import (
+    MAX_POLICY_STATE_NBYTES,
+    AllocatorBackend,
+    Backend,
+    EvictionPolicy,
+    Mover,
+    OpenContext,
+    PagedKVCache,
+    Serializer,
+    TokenDatabase,
+)
+from kvtier_core.stack.arena import Arena
+from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.stack.manager import StorageManager
+from kvtier_core.stack.store_tier.tier import StoreTier
+from kvtier_core.transfer.io_pool import IOPool, Pool, run
+from kvtier_core.types import FRAME_ALIGNMENT, Namespace, Nbytes
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@attrs.frozen
+class Runtime:
+    """What a stack needs besides its tiers. The simulator has its own."""
+
+    pool: Callable[[str, int], Pool] = IOPool  #: makes a pool of threads from its name and their number
+    clock: Callable[[], float] = time.monotonic  #: seconds
+    codec: type[FrameCodec] = FrameCodec
+
+
+_REAL = Runtime()
+
+
+@attrs.frozen
+class _Opened:
+    """A tier whose plugins are open."""
+
+    tier: ArenaTierConfig | StoreTierConfig
+    store: AllocatorBackend | Backend
+    index: CacheIndex
+    codec: FrameCodec
+    capacity: Nbytes  #: this engine's share
+
+
+def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) -> StorageManager:
+    """Open all tiers.
+
+    ``ctx`` is completed with what differs from tier to tier. Capacities are those of the node: when several engines
+    share the configuration (`OpenContext.replicas`), each gets an equal part.
+
+    Raises ConfigError with everything that is wrong with every tier; then nothing stays open.
+    """
+    collector = ProblemCollector()
+    opened: list[_Opened] = []
+    levels: list[Arena | StoreTier] = []
+    with contextlib.ExitStack() as closing:
+        if config.chunk_tokens != "auto":
+            with collector:  # opened for use later; one that cannot be opened is told with all other problems
+                open_token_database(config, ctx.namespace)
+        for i, tier in enumerate(config.tiers):
+            with collector:
+                share = Nbytes(tier.capacity // ctx.replicas)
+                opened.append(_Opening(config, i, tier, runtime, closing).open(attrs.evolve(ctx, capacity=share)))
+        collector.raise_if_any()  # a tier may evict from its store as it starts, so none starts before all are open
+        for i, each in enumerate(opened):
+            with collector:
+                arenas = sum(isinstance(level, Arena) for level in levels)
+                levels.append(_Opening(config, i, each.tier, runtime, closing).start(each, arenas))
+        collector.raise_if_any()
+        pool = _pool("seal", 1, runtime, closing)
+        manager = StorageManager(levels, namespace=ctx.namespace, layout=ctx.layout, pool=pool, clock=runtime.clock)
+        closing.pop_all()
+    return manager
+
+
+def open_token_database(config: StackConfig, namespace: Namespace) -> TokenDatabase:
+    """The token database of a stack whose ``chunk_tokens`` is a number. Raises ConfigError."""
+    chosen, path = config.token_database, "$.token_database"
+    call = _Call(config.plugin_of(chosen), "the token database", path, config.problem)
+    return call.returns(TokenDatabase, lambda: chosen.open(namespace, config.chunk_tokens))
+
+
+def attach(tier: ArenaTierConfig, handle: str, cache: PagedKVCache) -> Mover:
+    """In a worker process: a mover between the engine's pages and the slots of this arena.
+
+    ``handle`` is what `AllocatorBackend.handle` said where the arena was opened. Raises ConfigError.
+    """
+    source = tier.source
+    problem = functools.partial(Problem, source.where)
+    call = _Call(source.plugin, f"tier {tier.name}", source.path, problem, "attach to")
+    return call.returns(Mover, lambda: tier.config.attach(handle, cache))
+
+
+@attrs.frozen
+class _Call:
+    """Calls to one plugin. Whatever it raises or returns, the caller gets the right type or a ConfigError."""
+
+    plugin: str
+    what: str  #: is opened: ``tier disk``
+    path: str  #: of the setting that chose the plugin
+    problem: Callable[[str, str, str], Problem]  #: made from a path, why, and a hint
+    verb: str = "open"
+
+    def returns(self, expected: type[T], work: Callable[[], Any]) -> T:
+        """What the work returns, which must be of the expected type."""
+        value = self.ask(work)
+        if not isinstance(value, expected):
+            found = "None" if value is None else f"a value of type {type(value).__name__}"
+            raise self.failed(f"it returned {found}, and not a {expected.__name__}")
+        return value
+
+    def ask(self, work: Callable[[], T]) -> T:
+        """What the work returns. Errors that plugins may raise are told in their own words."""
+        outcome = run(work)
+        error = outcome.error
+        if error is None:
+            return outcome.value
+        if isinstance(error, ConfigError):  # of which `$` is what this plugin was chosen for
+            told = [(self.path + each.path.removeprefix("$"), each.why, each.hint) for each in error.problems]
+            raise ConfigError([self.problem(*each) for each in told]) from error
+        if isinstance(error, BackendError | ImportError):
+            raise ConfigError([self.problem(self.path, str(error), "")]) from error
+        failed = self.failed(f"{type(error).__name__}: {error}")
+        log.debug("%s", failed, exc_info=error)
+        raise failed from error
+
+    def failed(self, why: str) -> ConfigError:
+        """For what the interface does not allow."""
+        why = f"plugin {self.plugin} cannot {self.verb} {self.what}: {why}"
+        return ConfigError([self.problem(self.path, why, "")])
+
+
+@attrs.frozen
+class _Opening:
+    """Opens and starts the plugins of one tier."""
+
+    config: StackConfig
+    number: int
+    tier: ArenaTierConfig | StoreTierConfig
+    runtime: Runtime
+    closing: contextlib.ExitStack  #: closes everything if a later step fails
+
+    def open(self, ctx: OpenContext) -> _Opened:
+        """Open the store, and what comes with it. Raises ConfigError."""
+        tier = self.tier
+        codec = self._codec(ctx)
+        self._check_room("capacity", tier.capacity, "holds", codec.max_frame_nbytes, ctx.replicas)
+        if isinstance(tier, StoreTierConfig):
+            self._check_room("inflight", tier.inflight, "lets through", ctx.layout.frame_nbytes)
+        policy = self._call(tier.eviction, "eviction").returns(EvictionPolicy, tier.eviction.open)
+        # What a policy learned is kept in the store as a frame, too.
+        longest = Nbytes(max(codec.max_frame_nbytes, FRAME_ALIGNMENT + MAX_POLICY_STATE_NBYTES))
+        store = self._store(attrs.evolve(ctx, max_frame_nbytes=longest))
+        return _Opened(tier, store, CacheIndex(policy, tier.store_after), codec, ctx.capacity)
+
+    def start(self, opened: _Opened, arenas: int) -> Arena | StoreTier:
+        """Make it a level of the stack, below so many ``arenas``. Raises ConfigError."""
+        tier = self.tier
+        if isinstance(tier, ArenaTierConfig):
+            return Arena(tier.name, arenas, opened.store, opened.index)
+        pool = _pool(tier.name, tier.threads, self.runtime, self.closing)
+        return self._call(tier.config, verb="start").ask(
+            lambda: StoreTier(
+                tier.name,
+                opened.store,
+                pool=pool,
+                index=opened.index,
+                codec=opened.codec,
+                capacity=opened.capacity,
+                inflight=tier.inflight,
+                clock=self.runtime.clock,
+            )
+        )
+
+    def _codec(self, ctx: OpenContext) -> FrameCodec:
+        if isinstance(self.tier, ArenaTierConfig):
+            return self.runtime.codec(ctx.namespace, ctx.layout)
+        chosen = self.tier.serializer
+        call = self._call(chosen, "serializer")
+        serializer = call.ask(lambda: chosen.open(ctx))
+        if serializer is not None:
+            serializer = call.returns(Serializer, lambda: serializer)
+        identity = RAW if serializer is None else call.ask(lambda: identity_of(chosen))
+        return call.ask(lambda: self.runtime.codec(ctx.namespace, ctx.layout, serializer, identity))
+
+    def _store(self, ctx: OpenContext) -> AllocatorBackend | Backend:
+        call = self._call(self.tier.config)
+        expected = AllocatorBackend if isinstance(self.tier, ArenaTierConfig) else Backend
+        store = call.returns(expected, lambda: self.tier.config.open(ctx))
+        self.closing.callback(lambda: run(store.close))
+        if isinstance(store, AllocatorBackend) and (why := call.ask(lambda: _contradiction(store, ctx))):
+            raise call.failed(why)
+        return store
+
+    def _call(self, chosen: object, key: str = "", verb: str = "open") -> _Call:
+        """For a plugin of this tier; ``key`` is the setting that chose it, unless it is the tier itself."""
+        path = f"$.tiers[{self.number}]"
+        return _Call(
+            self.config.plugin_of(chosen),
+            f"the {key} of tier {self.tier.name}" if key else f"tier {self.tier.name}",
+            f"{path}.{key}" if key else path,
+            self.config.problem,
+            verb,
+        )
+
+    def _check_room(self, key: str, room: Nbytes, verb: str, chunk_nbytes: int, replicas: int = 1) -> None:
+        if room // replicas < chunk_nbytes:
+            kib = -(-chunk_nbytes // 1024)
+            divided = f", divided among {replicas} data parallel replicas," if replicas > 1 else ""
+            why = f"{room}{divided} {verb} no chunk: one is {math.ceil(kib / 102.4) / 10:g}MiB"
+            hint = f"write at least {kib * replicas}KiB"
+            raise ConfigError([self.config.problem(f"$.tiers[{self.number}].{key}", why, hint)])
+
+
+def _contradiction(arena: AllocatorBackend, ctx: OpenContext) -> str:
+    """In what an arena's memory does not keep to the interface; empty if it does."""
+    slots, nbytes = arena.slots, arena.slot_nbytes
+    if not isinstance(slots, int) or slots < 1:
+        return f"an arena has at least one slot, and it says {slots!r}"
+    if nbytes != ctx.layout.frame_nbytes:
+        return f"a slot holds one frame of {ctx.layout.frame_nbytes} bytes, and it says {nbytes!r}"
+    if slots * nbytes > ctx.capacity:
+        return f"{slots} slots of {nbytes} bytes are more than its capacity of {ctx.capacity}"
+    for slot in (0, slots - 1):
+        view = arena.view(slot)
+        if not isinstance(view, memoryview) or view.readonly or (len(view), view.nbytes) != (nbytes, nbytes):
+            return f"the view of slot {slot} is not a writable memoryview of {nbytes} bytes"
+    if not isinstance(arena.handle, str):
+        return f"a handle is text, and it says {arena.handle!r}"
+    return ""
+
+
+def _pool(name: str, threads: int, runtime: Runtime, closing: contextlib.ExitStack) -> Pool:
+    pool = runtime.pool(name, threads)
+    closing.callback(pool.close, 1.0)
+    return pool

@@ -1,0 +1,145 @@
+"""What one plugin offers, or what is wrong with it. The only file that knows pluggy's manager."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pluggy
+
+from kvtier_core import hookspecs
+from kvtier_core.config.decode import settings
+from kvtier_core.errors import ContractError
+from kvtier_core.interfaces import ArenaConfig, BackendConfig, EvictionConfig, SerializerConfig, TokenDatabaseConfig
+from kvtier_core.transfer.io_pool import run
+
+
+@attrs.frozen
+class Kind:
+    """A kind of things that plugins offer."""
+
+    hook: str
+    families: tuple[type, ...]
+    core_keys: frozenset[str] = frozenset({"type"})  #: are in the same mapping, so no Config may have such a field
+
+
+_TIER_KEYS = frozenset({"type", "capacity", "eviction", "serializer", "threads", "inflight", "store_after"})
+KINDS = {
+    "tier": Kind("kvtier_backends", (ArenaConfig, BackendConfig), _TIER_KEYS),
+    "eviction policy": Kind("kvtier_eviction_policies", (EvictionConfig,)),
+    "token database": Kind("kvtier_token_databases", (TokenDatabaseConfig,)),
+    "serializer": Kind("kvtier_serializers", (SerializerConfig,)),
+}
+_HOOKS = [name for name in vars(hookspecs) if name.startswith("kvtier_")]
+
+
+@attrs.frozen
+class Offer:
+    """A Config class that a plugin offers."""
+
+    kind: str  #: one of KINDS
+    name: str  #: its ``type``
+    plugin: str  #: ``distribution:entry point``
+    version: str
+    config: type
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Other short names; only eviction policies have some."""
+        return self.config.aliases if issubclass(self.config, EvictionConfig) else ()
+
+    @property
+    def full_name(self) -> str:
+        """The name that no other offer of this kind has: ``disk@kvtier-disk:disk``."""
+        return f"{self.name}@{self.plugin}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names by which a user may choose it, its own first."""
+        return self.name, *self.aliases, self.full_name
+
+    @property
+    def role(self) -> str:
+        """Its kind in words; tiers are told apart."""
+        if self.kind != "tier":
+            return self.kind
+        return "arena" if issubclass(self.config, ArenaConfig) else "store tier"
+
+
+def examine(plugin: str, version: str, implementation: Any) -> tuple[list[Offer], Callable[..., Any] | None]:
+    """What a plugin offers, and its hook for events if it has one.
+
+    Raises ContractError, or whatever pluggy and the plugin raise, when anything is wrong: then nothing of it is used.
+    """
+    # A manager for each plugin: what one does wrong reaches no other, and it is known who offers what.
+    manager = pluggy.PluginManager("kvtier")
+    manager.add_hookspecs(hookspecs)
+    manager.register(implementation, plugin)
+    manager.check_pending()
+    _must_be_marked(manager, implementation)
+    offers = [
+        Offer(kind, _name_of(config, described), plugin, version, config)
+        for kind, described in KINDS.items()
+        for config in _answer(getattr(manager.hook, described.hook))
+    ]
+    names = [(offer.kind, name) for offer in offers for name in offer.names]
+    for kind, name in names:
+        if names.count((kind, name)) > 1:
+            raise ContractError(f"offers {kind} '{name}' twice")
+    observe = manager.hook.kvtier_observe
+    return offers, observe if observe.get_hookimpls() else None
+
+
+def _must_be_marked(manager: pluggy.PluginManager, implementation: Any) -> None:
+    """pluggy passes over functions without its mark, and says nothing."""
+    called = getattr(implementation, "__name__", type(implementation).__name__)
+    for hook in _HOOKS:
+        if callable(getattr(implementation, hook, None)) and not manager.parse_hookimpl_opts(implementation, hook):
+            raise ContractError(f"{called} defines {hook} without @hookimpl: nothing of it is used")
+    if not manager.get_hookcallers(implementation):
+        raise ContractError(f"{called} implements none of the hooks: {', '.join(_HOOKS)}")
+
+
+def _answer(hook: pluggy.HookCaller) -> list[Any]:
+    """What a plugin's hook returns, as a list; empty if it does not implement the hook."""
+    if not hook.get_hookimpls():
+        return []
+    called = run(hook)
+    if called.error is not None:
+        raise ContractError(f"{hook.name} raised {_told(called.error)}")
+    if not called.value:  # pluggy leaves None out
+        raise ContractError(f"{hook.name} returned None, and not a list of Config classes")
+    (result,) = called.value
+    if inspect.isclass(result):
+        raise ContractError(f"{hook.name} returned a class, and not a list: write `return [{result.__name__}]`")
+    listed = run(lambda: list(result))
+    if isinstance(listed.error, TypeError) and not hasattr(result, "__iter__"):
+        raise ContractError(f"{hook.name} returned {result!r}, and not a list of Config classes")
+    if listed.error is not None:
+        raise ContractError(f"{hook.name} raised {_told(listed.error)}")
+    return listed.value
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _name_of(config: Any, kind: Kind) -> str:
+    """The name that users write. Raises ContractError for what no user could choose or configure."""
+    families = " or ".join(family.__name__ for family in kind.families)
+    if not (inspect.isclass(config) and issubclass(config, kind.families)):
+        raise ContractError(f"{kind.hook} offers {config!r}, which is no {families} class")
+    if "__attrs_attrs__" not in vars(config) or inspect.isabstract(config):
+        raise ContractError(f"{config.__name__} is abstract, or not an attrs class of its own")
+    name = getattr(config, "type", None)
+    if not (isinstance(name, str) and name):
+        raise ContractError(f"{config.__name__} does not name itself in 'type'")
+    if issubclass(config, EvictionConfig):
+        aliases = config.aliases
+        if not isinstance(aliases, tuple) or not all(isinstance(alias, str) and alias for alias in aliases):
+            raise ContractError(f"{config.__name__} has aliases {aliases!r}, which is no tuple of names")
+    if taken := kind.core_keys & settings(config).keys():
+        raise ContractError(f"{config.__name__} has a field '{min(taken)}', a key of the core's own")
+    return name

@@ -1,0 +1,123 @@
+"""From a YAML file, or the same keys inline, to a StackConfig."""
+
+from __future__ import annotations
+
+import pathlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from kvtier_core.config import decode, yaml_nodes
+from kvtier_core.config.decode import Choose, Setting, Unavailable
+from kvtier_core.config.model import ArenaTierConfig, Source, StackConfig, StoreTierConfig
+from kvtier_core.config.registry import KINDS, Registry
+from kvtier_core.config.yaml_nodes import Node, ProblemCollector
+from kvtier_core.interfaces import ArenaConfig, BackendConfig
+
+_KIND_OF = {family: kind for kind, described in KINDS.items() for family in described.families}
+#: Fields of a tier that no user writes.
+_NOT_WRITTEN = ("name", "config", "source")
+
+
+def load_config(source: pathlib.Path | str | Mapping, registry: Registry, label: str = "inline") -> StackConfig:
+    """Read a configuration.
+
+    Parameters
+    ----------
+    source
+        The path of a YAML file, or the same keys and plain values as a mapping.
+    registry
+        The plugins to choose from.
+    label
+        What a mapping is called in problems.
+
+    Raises ConfigError with every problem found.
+    """
+
+    def choose(family: type, name: str) -> type | Unavailable:
+        return registry.choose(_KIND_OF[family], name)
+
+    collector = ProblemCollector()
+    root = (
+        yaml_nodes.from_plain(source, label, collector)
+        if isinstance(source, Mapping)
+        else yaml_nodes.from_file(source, collector)
+    )
+    with collector:
+        config = _read_stack(root, choose, registry.plugins())
+    collector.raise_if_any()
+    return config
+
+
+def _read_stack(root: Node, choose: Choose, plugins: Mapping[type, str]) -> StackConfig:
+    known = {
+        "version": Setting(decode.reader(Literal[1]), required=True),
+        "tiers": Setting(lambda node, choose: _read_tiers(node, choose, plugins), required=True),
+        **decode.settings(StackConfig, but=("tiers", "_places", "_plugins")),
+    }
+    collector = ProblemCollector()
+    values = decode.read_keys(root, known, choose, collector)
+    decode.validate(StackConfig, root, values, collector)
+    collector.raise_if_any()
+    del values["version"]
+    places = {node.path: node.where for node in root.walk()}
+    return decode.construct(StackConfig, root, {**values, "places": places, "plugins": plugins})
+
+
+def _read_tiers(
+    node: Node, choose: Choose, plugins: Mapping[type, str]
+) -> tuple[ArenaTierConfig | StoreTierConfig, ...]:
+    items = node.items()
+    if not items:
+        raise node.wrong("a stack needs at least one tier")
+    collector = ProblemCollector()
+    classes = [_class_of(item, choose, collector) for item in items]
+    if classes[0] is not None and not issubclass(classes[0], ArenaConfig):
+        why = f"the first tier must be an arena, and '{classes[0].type}' is none: no engine can reach its memory"
+        collector.problems.append(items[0].entries()["type"].problem(why, "put an arena first, cpu for instance"))
+    tiers = []
+    for item, cls, name in zip(items, classes, _names(classes), strict=True):
+        if cls is not None:
+            with collector:
+                tiers.append(_read_tier(item, cls, choose, name, plugins[cls]))
+    collector.raise_if_any()
+    return tuple(tiers)
+
+
+def _class_of(node: Node, choose: Choose, collector: ProblemCollector) -> type | None:
+    """The plugin's Config class. None if there is none; then everything that is wrong is in ``collector``."""
+    with collector:
+        return decode.chosen(node, BackendConfig, choose)
+    if isinstance(node.value, dict):
+        decode.read_known(node, _own_settings(StoreTierConfig), choose, collector)
+    return None
+
+
+def _read_tier(node: Node, cls: type, choose: Choose, name: str, plugin: str) -> ArenaTierConfig | StoreTierConfig:
+    shape = ArenaTierConfig if issubclass(cls, ArenaConfig) else StoreTierConfig
+    own, its = _own_settings(shape), decode.settings(cls)
+    known = {"type": Setting(decode.reader(str), required=True), **own, **its}
+    collector = ProblemCollector()
+    values = decode.read_keys(node, known, choose, collector)
+    decode.validate(cls, node, values, collector)
+    decode.validate(shape, node, values, collector)
+    collector.raise_if_any()
+    config = decode.construct(cls, node, {key: values[key] for key in its if key in values})
+    core = {key: values[key] for key in own if key in values}
+    source = Source(node.where, node.path, plugin)
+    return decode.construct(shape, node, {"name": name, "config": config, "source": source, **core})
+
+
+def _own_settings(shape: type) -> dict[str, Setting]:
+    return decode.settings(shape, but=_NOT_WRITTEN)
+
+
+def _names(classes: Sequence[type | None]) -> list[str]:
+    """`disk`, and `disk#2` for the second of that type."""
+    seen: Counter[str] = Counter()
+    names = []
+    for cls in classes:
+        name = cls.type if cls else ""
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return names

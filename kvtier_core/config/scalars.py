@@ -1,0 +1,115 @@
+"""Reads single values: text, paths, numbers, sizes, times, and words out of a choice."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import pathlib
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import attrs
+
+from kvtier_core.config.yaml_nodes import Node, Plain, path_of, shown
+from kvtier_core.types import Nbytes, Seconds
+
+
+@attrs.frozen
+class Unavailable:
+    """Why there is no plugin of a name, and the way out."""
+
+    why: str
+    hint: str = ""
+
+
+#: From a family of Configs and a name to the Config class of that name.
+Choose = Callable[[type, str], type | Unavailable]
+#: From a node to a value; raises ConfigError.
+Read = Callable[[Node, Choose], Any]
+
+
+def read_text(node: Node, _: Choose) -> str:
+    """Read text. Raises ConfigError."""
+    if not isinstance(node.value, str):
+        raise node.wrong(f"expected text, found {shown(node.value)}")
+    return str(node.value)
+
+
+def _read_path(node: Node, choose: Choose) -> pathlib.Path:
+    try:
+        return path_of(read_text(node, choose))
+    except ValueError as error:
+        raise node.wrong(str(error)) from error
+
+
+def number(kind: type[int | float], words: Collection[str] = ()) -> Read:
+    """A function that reads a number of this kind, or one of the words."""
+    pattern, also, noun = NUMBERS[kind]
+    expected = " or ".join([noun, *map(repr, words)])
+
+    def read(node: Node, _: Choose) -> Any:
+        if isinstance(node.value, str) and node.value in words:
+            return str(node.value)
+        if type(node.value) in also or (isinstance(node.value, Plain) and re.fullmatch(pattern, node.value)):
+            with contextlib.suppress(OverflowError):
+                return kind(node.value)
+        hint = guess(node.value, words) if isinstance(node.value, str) else ""
+        raise node.wrong(f"expected {expected}, found {shown(node.value)}", hint)
+
+    return read
+
+
+def _read_bool(node: Node, _: Choose) -> bool:
+    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    if isinstance(node.value, bool):
+        return node.value
+    if isinstance(node.value, Plain) and node.value.lower() in words:
+        return words[node.value.lower()]
+    raise node.wrong(f"expected true or false, found {shown(node.value)}")
+
+
+def _parsed(unit: type[Nbytes | Seconds]) -> Read:
+    def read(node: Node, _: Choose) -> Any:
+        try:
+            value = unit.parse(node.text())
+        except ValueError as error:
+            raise node.wrong(str(error)) from error
+        if value >= 1 << 62:  # system calls take signed 64-bit numbers
+            raise node.wrong(f"{node.text()!r} is more than any machine has")
+        return value
+
+    return read
+
+
+def one_of(choices: Mapping[str, Any]) -> Read:
+    """A function that reads one of the words, to the value it stands for."""
+
+    def read(node: Node, _: Choose) -> Any:
+        text = node.text()
+        if text not in choices or isinstance(node.value, bool):
+            raise node.wrong(f"{shown(node.value)} is not one of {', '.join(choices)}", guess(text, choices))
+        return choices[text]
+
+    return read
+
+
+def guess(word: str, known: Collection[str]) -> str:
+    """A hint if ``word`` looks like one of the known words."""
+    close = difflib.get_close_matches(word, sorted(known), 1)
+    return f"did you mean '{close[0]}'?" if close else ""
+
+
+#: By annotation.
+SCALARS: dict[Any, Read] = {
+    str: read_text,
+    bool: _read_bool,
+    pathlib.Path: _read_path,
+    Nbytes: _parsed(Nbytes),
+    Seconds: _parsed(Seconds),
+}
+#: How a number is written in YAML, the types of plain values that are accepted, and what it is called.
+NUMBERS: dict[Any, tuple[str, tuple[type, ...], str]] = {
+    int: (r"[-+]?(0|[1-9][0-9]{0,17})", (int,), "a whole number"),
+    float: (r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?", (int, float), "a number"),
+}
