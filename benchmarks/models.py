@@ -16,6 +16,8 @@ __all__ = ["RANDOM", "TRAINED", "Model", "ModelUnavailable"]
 
 @attrs.frozen
 class Model:
+    """A checkpoint, and how to come by it."""
+
     name: str  #: as the text above a table says it
     checkpoint: Callable[[Path], Path]
     """Takes a folder in which a checkpoint may be made, and returns where one lies. Raises ModelUnavailable."""

