@@ -9,7 +9,6 @@ import contextlib
 import multiprocessing
 import os
 import random
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -21,7 +20,6 @@ import attrs
 from benchmarks.measure import progress
 
 BLOCK = 128
-_EXAMPLES = Path(__file__).parents[1] / "examples"
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -80,12 +78,9 @@ class Engine:
 
 
 @contextlib.contextmanager
-def engines(recipes: Sequence[Recipe], folder: Path) -> Iterator[list[Engine]]:
+def engines(recipes: Sequence[Recipe], model: Path) -> Iterator[list[Engine]]:
+    """Starts an engine for each recipe, all with this checkpoint, and ends them when the context is left."""
     progress(f"starting {len(recipes)} engines: {', '.join(recipe.name for recipe in recipes)}")
-    sys.path.insert(0, str(_EXAMPLES))
-    import tiny_llama
-
-    tiny_llama.make(folder / "model")
     os.environ.update(_ENVIRONMENT)  # read by vLLM when it is imported
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"])  # most of the start, once
@@ -96,7 +91,7 @@ def engines(recipes: Sequence[Recipe], folder: Path) -> Iterator[list[Engine]]:
             process = server.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
-            started.append(Engine(recipe, folder / "model", process, ours))
+            started.append(Engine(recipe, model, process, ours))
             stack.callback(started[-1].close)
         for engine in started:
             engine.wait()

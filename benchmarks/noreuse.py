@@ -6,43 +6,72 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
+import attrs
+
 from benchmarks.engines import BLOCK, Answer, Engine, Recipe, engines, kvtier, none, prompt
 from benchmarks.measure import Spread, Table, progress, scratch, turned
+from benchmarks.models import RANDOM, TRAINED, Model, ModelUnavailable
 
-ROUNDS = 11
-PROMPTS = 8
 TOKENS = 1000
 OUTPUT = 16
 CONTROL = "no connector"
+HEADER = ("", "tokens/s", "time, of control", "settling ms")
+
+
+@attrs.frozen
+class Workload:
+    """A model, how much it is asked, and tiers that hold so little of it that stores evict."""
+
+    title: str
+    model: Model
+    rounds: int
+    prompts: int  #: in each round, at once
+    memory: str  #: capacity for the chunks of four rounds
+    disk: str  #: capacity for those of eight
+
+
+WORKLOADS = (
+    Workload("No reuse", RANDOM, rounds=11, prompts=8, memory="64MiB", disk="128MiB"),
+    Workload("No reuse, trained model", TRAINED, rounds=7, prompts=4, memory="320MiB", disk="640MiB"),
+)
 
 
 def tables(folder: Path) -> Iterator[Table]:
-    with scratch(folder) as place:
-        yield _table(place)
+    """Measures the random model and the trained one, for which prefill costs what it costs in life."""
+    for workload in WORKLOADS:
+        with scratch(folder) as place:
+            yield _table(workload, place)
 
 
-def _table(place: Path) -> Table:
+def _table(workload: Workload, place: Path) -> Table:
+    try:
+        checkpoint = workload.model.checkpoint(place)
+    except ModelUnavailable as error:
+        return Table(workload.title, f"Not measured: {workload.model.name} is not available: {error}.", HEADER, [])
     answers: dict[str, list[Answer]] = {}
-    with engines(_recipes(place), place) as started:
-        for number in range(-1, ROUNDS):  # one more to warm up
-            progress(f"noreuse: round {number + 1} of {ROUNDS}")
-            for engine, answer in _round(started, number):
+    with engines(_recipes(workload, place), checkpoint) as started:
+        for number in range(-1, workload.rounds):  # one more to warm up
+            progress(f"noreuse: round {number + 1} of {workload.rounds}")
+            for engine, answer in _round(workload, started, number):
                 if number >= 0:
                     answers.setdefault(engine.name, []).append(answer)
-    return Table(
-        title="No reuse",
-        says=f"{PROMPTS} prompts of {TOKENS} tokens at once, {OUTPUT} output tokens each, never the same prompt twice; "
-        "otherwise as for the time to first token. Tokens are those of prompts and answers. The ratio is time to "
-        f"that of the first engine in the same round: median (min to max) of {ROUNDS}. *Settling* is how long stores "
-        "went on after the last answer; the next engine waited for that.",
-        header=("", "tokens/s", "time, of control", "settling ms"),
-        rows=[_row(engine.name, answers) for engine in started],
+    rows = [_row(workload, engine.name, answers) for engine in started]
+    return Table(workload.title, _says(workload), HEADER, rows)
+
+
+def _says(workload: Workload) -> str:
+    return (
+        f"{workload.prompts} prompts of {TOKENS} tokens at once, {OUTPUT} output tokens each, never the same prompt "
+        f"twice; {workload.model.name} in bfloat16; otherwise as for the time to first token. Tokens are those of "
+        "prompts and answers. The ratio is time to that of the first engine in the same round: median (min to max) of "
+        f"{workload.rounds}. *Settling* is how long stores went on after the last answer; the next engine waited for "
+        "that."
     )
 
 
-def _recipes(place: Path) -> list[Recipe]:
-    memory = {"type": "cpu", "capacity": "64MiB"}  # four rounds: then each store evicts
-    disk = {"type": "disk", "path": str(place / "disk"), "capacity": "128MiB", "min_free": "0B"}
+def _recipes(workload: Workload, place: Path) -> list[Recipe]:
+    memory = {"type": "cpu", "capacity": workload.memory}
+    disk = {"type": "disk", "path": str(place / "disk"), "capacity": workload.disk, "min_free": "0B"}
     return [
         none(CONTROL),
         none("no connector, once more"),
@@ -51,15 +80,15 @@ def _recipes(place: Path) -> list[Recipe]:
     ]
 
 
-def _round(started: list[Engine], number: int) -> Iterator[tuple[Engine, Answer]]:
-    prompts = [prompt(f"round {number} prompt {i}", TOKENS) for i in range(PROMPTS)]
+def _round(workload: Workload, started: list[Engine], number: int) -> Iterator[tuple[Engine, Answer]]:
+    prompts = [prompt(f"round {number} prompt {i}", TOKENS) for i in range(workload.prompts)]
     for engine in turned(started, number):
         yield engine, engine.ask(prompts, OUTPUT)
 
 
-def _row(name: str, answers: dict[str, list[Answer]]) -> list[object]:
+def _row(workload: Workload, name: str, answers: dict[str, list[Answer]]) -> list[object]:
     mine, control = answers[name], answers[CONTROL]
     ratio = Spread(tuple(a.seconds / c.seconds for a, c in zip(mine, control, strict=True)))
-    speed = PROMPTS * (TOKENS + OUTPUT) / statistics.median(a.seconds for a in mine)
+    speed = workload.prompts * (TOKENS + OUTPUT) / statistics.median(a.seconds for a in mine)
     settling = statistics.median(a.settling for a in mine)
     return [name, f"{speed:.0f}", "1" if name == CONTROL else ratio, f"{settling * 1e3:.0f}"]

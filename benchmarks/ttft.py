@@ -3,51 +3,74 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+import attrs
 
 from benchmarks.engines import BLOCK, Answer, Engine, Recipe, engines, example, kvtier, none, prefix_cache, prompt
 from benchmarks.measure import Spread, Table, progress, scratch, turned
+from benchmarks.models import RANDOM, TRAINED, Model, ModelUnavailable
 
-PROMPTS = 12
 TOKENS = 3500
-WARMING = 3  # prompts that are not counted
 CONTROL = "no connector"
+HEADER = ("", "first ms", "of control", "again ms", "of control", "reused", "settling ms")
 
 
 def tables(folder: Path) -> Iterator[Table]:
-    with scratch(folder) as place:
-        yield _table(place)
+    """Measures the random model, in many ways, and the trained one, in those that people choose from."""
+    for workload in (
+        Workload("Time to first token", RANDOM, prompts=12, warming=3, recipes=_all_recipes),
+        Workload("Time to first token, trained model", TRAINED, prompts=6, warming=1, recipes=_recipes),
+    ):
+        with scratch(folder) as place:
+            yield _table(workload, place)
 
 
-def _table(place: Path) -> Table:
-    with engines(_recipes(place), place) as started:
-        for number in range(WARMING):
+@attrs.frozen
+class Workload:
+    """A model, how many prompts it is asked, and by which engines."""
+
+    title: str
+    model: Model
+    prompts: int
+    warming: int  #: further prompts that are not counted
+    recipes: Callable[[Path], list[Recipe]]
+
+
+def _table(workload: Workload, place: Path) -> Table:
+    try:
+        checkpoint = workload.model.checkpoint(place)
+    except ModelUnavailable as error:
+        return Table(workload.title, f"Not measured: {workload.model.name} is not available: {error}.", HEADER, [])
+    with engines(workload.recipes(place), checkpoint) as started:
+        for number in range(workload.warming):
             for _ in range(2):
                 _pass(started, [prompt(f"warming {number}", TOKENS)])
-        prompts = [prompt(number, TOKENS) for number in range(PROMPTS)]
-        progress(f"ttft: {PROMPTS} prompts of {TOKENS} tokens, for the first time")
+        prompts = [prompt(number, TOKENS) for number in range(workload.prompts)]
+        progress(f"ttft: {workload.prompts} prompts of {TOKENS} tokens, for the first time")
         cold = _pass(started, prompts)
         progress("ttft: and again")
         warm = _pass(started, prompts)
-    return Table(
-        title="Time to first token",
-        says=f"{PROMPTS} prompts of {TOKENS} random tokens, each put to every engine before the next, and all of it "
-        f"twice. Blocks of {BLOCK} tokens; the model of `examples/tiny_llama.py` in bfloat16; one thread computes. An "
-        "engine is a process of its own, scheduler and worker in one thread of it. vLLM's own prefix cache is off but "
-        "where it is named: it copies nothing, so no hit is faster. TTFT is the wall time of `generate` with one token "
-        "to answer; the ratio is to the first engine with the same prompt in the same pass: median (min to max) of "
-        f"{PROMPTS}. *Reused* are tokens of a prompt in the second pass. *Settling* is how long stores of the first "
-        "went on after the answer; nobody waits for that.",
-        header=("", "first ms", "of control", "again ms", "of control", "reused", "settling ms"),
-        rows=[_row(engine.name, cold, warm) for engine in started],
+    rows = [_row(engine.name, cold, warm) for engine in started]
+    return Table(workload.title, _says(workload), HEADER, rows)
+
+
+def _says(workload: Workload) -> str:
+    return (
+        f"{workload.prompts} prompts of {TOKENS} random tokens, each put to every engine before the next, and all of "
+        f"it twice. Blocks of {BLOCK} tokens; {workload.model.name} in bfloat16; one thread computes. An engine is a "
+        "process of its own, scheduler and worker in one thread of it. vLLM's own prefix cache is off but where it is "
+        "named: it copies nothing, so no hit is faster. TTFT is the wall time of `generate` with one token to answer; "
+        "the ratio is to the first engine with the same prompt in the same pass: median (min to max) of "
+        f"{workload.prompts}. *Reused* are tokens of a prompt in the second pass. *Settling* is how long stores of the "
+        "first went on after the answer; nobody waits for that."
     )
 
 
-def _recipes(place: Path) -> list[Recipe]:
+def _all_recipes(place: Path) -> list[Recipe]:
     memory = {"type": "cpu", "capacity": "512MiB"}
     small = {"type": "cpu", "capacity": "16MiB"}  # two prompts: the second pass finds nothing there
-    disk = {"type": "disk", "path": str(place / "disk"), "capacity": "4GiB", "min_free": "0B"}
     return [
         none(CONTROL),
         none("no connector, once more"),
@@ -55,8 +78,24 @@ def _recipes(place: Path) -> list[Recipe]:
         example(place / "example"),
         kvtier("kvtier, cpu", BLOCK, memory),
         kvtier("kvtier, cpu, chunks of 256", 256, memory),
-        kvtier("kvtier, hits from disk", BLOCK, small, disk),
+        kvtier("kvtier, hits from disk", BLOCK, small, _disk(place)),
     ]
+
+
+def _recipes(place: Path) -> list[Recipe]:
+    memory = {"type": "cpu", "capacity": "1GiB"}  # 77 MiB a prompt
+    small = {"type": "cpu", "capacity": "176MiB"}  # two prompts, as above
+    return [
+        none(CONTROL),
+        none("no connector, once more"),
+        prefix_cache(),
+        kvtier("kvtier, cpu", BLOCK, memory),
+        kvtier("kvtier, hits from disk", BLOCK, small, _disk(place)),
+    ]
+
+
+def _disk(place: Path) -> dict[str, str]:
+    return {"type": "disk", "path": str(place / "disk"), "capacity": "4GiB", "min_free": "0B"}
 
 
 def _pass(started: Sequence[Engine], prompts: Sequence[Sequence[int]]) -> dict[str, list[Answer]]:

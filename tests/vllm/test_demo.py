@@ -1,0 +1,68 @@
+"""The demo fails if an answer with kvtier is not that of vLLM alone, or nothing was remembered."""
+
+from __future__ import annotations
+
+import attrs
+import demo
+import pytest
+from demo_engine import Answer
+
+COMPUTED = Answer(
+    question=0,
+    prompt=300,
+    reused=0,
+    sources={},
+    seconds=1.0,
+    tokens=[7, 8],
+    logprobs=[-0.5, -0.25],
+    text="seven eight",
+    complete=True,
+)
+#: vLLM's own cache splits the prompt, and what it computes is rounded otherwise.
+REUSED = attrs.evolve(COMPUTED, reused=256, logprobs=[-0.5, -0.250001])
+ALONE = [COMPUTED, REUSED]
+
+STORED = COMPUTED
+FROM_MEMORY = attrs.evolve(REUSED, sources={"cpu": 256})
+FROM_DISK = attrs.evolve(REUSED, sources={"disk": 256})
+
+
+def test_the_same_answers_pass(capsys):
+    assert demo.judge(ALONE, [STORED, FROM_MEMORY, FROM_DISK]) == 0
+    assert "all 3 answers are the same, token for token (6 tokens)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param({"tokens": [7, 9], "text": "seven nine"}, id="another token"),
+        pytest.param({"tokens": [7], "logprobs": [-0.5]}, id="a token less"),
+        pytest.param({"logprobs": [-0.5, -0.25]}, id="a log-probability as if computed from scratch"),
+        pytest.param({"logprobs": [-0.5, float("nan")]}, id="no number"),
+        pytest.param({"reused": 128, "sources": {"disk": 128}}, id="less remembered than vLLM's own cache does"),
+    ],
+)
+def test_another_answer_fails(wrong, capsys):
+    assert demo.judge(ALONE, [STORED, FROM_MEMORY, attrs.evolve(FROM_DISK, **wrong)]) == 1
+    assert "FAILED: 'What does an LLM engine forget?', " in capsys.readouterr().out
+
+
+def test_an_answer_that_vllms_own_cache_changes_fails():
+    other = {"tokens": [7, 9], "text": "seven nine"}
+    changed = [attrs.evolve(each, **other) for each in (REUSED, FROM_MEMORY, FROM_DISK)]
+    assert demo.judge([COMPUTED, changed[0]], changed[1:]) == 1
+
+
+@pytest.mark.parametrize(("served", "missing"), [(FROM_MEMORY, "disk"), (FROM_DISK, "memory")])
+def test_nothing_remembered_fails(served, missing, capsys):
+    assert demo.judge(ALONE, [STORED, served]) == 1
+    assert f"FAILED: nothing came from {missing}" in capsys.readouterr().out
+
+
+def test_without_its_model_it_ends_with_a_sentence(monkeypatch):
+    def checkpoint():
+        raise demo.real_model.ModelUnavailable("pip could not download it: no index")
+
+    monkeypatch.setattr(demo.real_model, "checkpoint", checkpoint)
+    with pytest.raises(SystemExit, match=r"not available: pip could not download it: no index\. .*--model FOLDER"):
+        demo.main(None)
