@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -17,7 +18,6 @@ import pytest
 # Read by vLLM when it is imported. What is set already is so on purpose: test_processes sets some.
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "0",
     "OMP_NUM_THREADS": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
@@ -66,6 +66,7 @@ class Engine:
             "max_model_len": 2048,
             "block_size": BLOCK,
             "enable_prefix_caching": False,
+            "kv_cache_memory_bytes": 128 << 20,
             "seed": 0,
         }
         defaults["kv_transfer_config"] = None if kvtier is None else transfer
@@ -133,6 +134,20 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
+        _keep_what_engines_share()
+
+
+@functools.cache
+def _keep_what_engines_share() -> None:
+    """Half of what another engine in this process would cost is looking through what the first one imported.
+
+    Its start and its end collect garbage eight times, and replace the same kernels in each of thousands of modules.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None  # vLLM's own, which would freeze engines and thaw the modules
+    CpuPlatform.register_triton_kernel_overrides = lambda platform: None
 
 
 @pytest.fixture(scope="session")
