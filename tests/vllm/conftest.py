@@ -14,6 +14,7 @@ from typing import Any
 
 import attrs
 import pytest
+from nursery import Nursery
 
 # Read by vLLM when it is imported. What is set already is so on purpose: test_processes sets some.
 _ENVIRONMENT = {
@@ -134,20 +135,22 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
-        _keep_what_engines_share()
+        keep_what_engines_share()
 
 
 @functools.cache
-def _keep_what_engines_share() -> None:
-    """Half of what another engine in this process would cost is looking through what the first one imported.
+def keep_what_engines_share() -> None:
+    """Most of what another engine in this process would cost is looking through all that was imported.
 
     Its start and its end collect garbage eight times, and replace the same kernels in each of thousands of modules.
     """
-    from vllm.platforms.cpu import CpuPlatform
+    from vllm.platforms import current_platform
 
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = lambda platform: None
+    gc.collect()
     gc.freeze()
-    gc.freeze = gc.unfreeze = lambda: None  # vLLM's own, which would freeze engines and thaw the modules
-    CpuPlatform.register_triton_kernel_overrides = lambda platform: None
+    gc.freeze = gc.unfreeze = lambda: None  # vLLM's, which would freeze engines and thaw the modules
 
 
 @pytest.fixture(scope="session")
@@ -157,6 +160,14 @@ def model(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("model")
     tiny_llama.make(path, seed=0)
     return path
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """For engines with processes of their own."""
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
 
 
 @pytest.fixture

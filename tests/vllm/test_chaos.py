@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos import HANG, POOL, Life, Nursery, arenas_of, asked, pids
+from chaos import HANG, POOL, Life, arenas_of, asked, make_plugin
 from conftest import CHUNK, Answer, cpu_and_disk
+from nursery import Nursery, pids
 from test_serving import NOISE
 
 from kvtier_core import frame
@@ -109,6 +110,7 @@ class Campaign:
         self._model = model
         self._nursery = nursery
         self._lives = itertools.count()
+        make_plugin(folder / "plugin")
         self._begin_anew()
         with self._life() as life:
             self._truth = dict(answers(words for number in range(POOL) for words in life.do("ask", number)))
@@ -164,7 +166,7 @@ class Campaign:
 
     @contextlib.contextmanager
     def _life(self, stack: dict[str, Any] | None = None, moment: str = "", **options: Any) -> Iterator[Life]:
-        environment = {"CHAOS_STORE": str(self._store)}
+        environment = {"CHAOS_STORE": str(self._store), "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
         if moment in VICTIMS:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         if options.get("tensor_parallel_size") == 2:
@@ -174,6 +176,7 @@ class Campaign:
             self._folder / f"life-{next(self._lives)}",
             self._ledger.hear,
             environment=environment,
+            plugin=str(self._folder / "plugin"),
             model=str(self._model),
             stack=stack,
             options={"num_gpu_blocks_override": 256, **options},
@@ -330,13 +333,8 @@ def nbytes_of(frames: dict[str, Path]) -> int:
 
 
 @pytest.fixture(scope="module")
-def campaign(model, tmp_path_factory) -> Iterator[Campaign]:
-    folder = tmp_path_factory.mktemp("chaos")
-    nursery = Nursery(folder)
-    try:
-        yield Campaign(folder, model, nursery)
-    finally:
-        nursery.close()
+def campaign(model, nursery, tmp_path_factory) -> Campaign:
+    return Campaign(tmp_path_factory.mktemp("chaos"), model, nursery)
 
 
 @pytest.mark.parametrize("number", range(ROUNDS), ids=lambda number: f"{number}-{MOMENTS[number % len(MOMENTS)]}")
