@@ -32,7 +32,10 @@ _HEAVY = (
 )
 
 #: Seconds after which a process that should have ended long ago hangs.
-PATIENCE = 200
+_PATIENCE = 200
+
+#: Before what the function returned, at the end of its log.
+_RETURNED = "RETURNED "
 
 
 # -- in the nursery --------------------------------------------------------------------------------------
@@ -64,7 +67,8 @@ def _live(function: str, log: str, environment: dict[str, str], arguments: dict[
     if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == "fork":
         _fork_the_rest()
     module, _, name = function.partition(":")
-    getattr(importlib.import_module(module), name)(**arguments)
+    returned = getattr(importlib.import_module(module), name)(**arguments)
+    print(f"\n{_RETURNED}{json.dumps(returned)}", flush=True)
 
 
 def _fork_the_rest() -> None:
@@ -110,18 +114,21 @@ class Nursery:
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
 
-    def run(self, function: str, environment: dict[str, str], **arguments: Any) -> str:
-        """Let a process live until it has ended with all that came of it; what it logged."""
+    def run(self, function: str, environment: dict[str, str], **arguments: Any) -> tuple[Any, str]:
+        """What a function returns in a process of its own, and what was logged until all that came of it had ended."""
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder, "log")
             self.bear(function, log, environment, **arguments)
-            deadline = time.monotonic() + PATIENCE
+            deadline = time.monotonic() + _PATIENCE
             while not log.exists() or self.members():
                 if self._process.poll() is not None or time.monotonic() > deadline:
                     self.kill()
-                    raise AssertionError(f"it hangs\n{log.read_text()[-5000:] if log.exists() else ''}")
+                    raise AssertionError(f"it hangs\n{log.read_text()[-6000:] if log.exists() else ''}")
                 time.sleep(0.02)
-            return log.read_text()
+            text = log.read_text()
+        returned = [line for line in text.splitlines() if line.startswith(_RETURNED)]
+        assert returned, text[-6000:]
+        return json.loads(returned[-1].removeprefix(_RETURNED)), text
 
     def members(self) -> list[int]:
         """The living of the session, but for the nursery itself."""
