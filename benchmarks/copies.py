@@ -12,9 +12,10 @@ from pathlib import Path
 import attrs
 
 from benchmarks.measure import GIB, Case, Table, interleaved, progress
-from kvtier_core import frame, native
-from kvtier_core.interfaces import Mover, OpenContext, PageRun, PageTable
-from kvtier_core.types import PAGE_NBYTES, ChunkKey, ChunkLayout, Namespace, Nbytes
+from kvtier_core import native
+from kvtier_core.frames import format as frame
+from kvtier_core.interfaces import Mover, OpenContext, PagedKVCache, PageRun
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, ChunkLayout, Namespace, Nbytes
 from kvtier_cpu.config import CpuConfig
 
 ROUNDS = 15
@@ -76,7 +77,7 @@ class _Bench:
     def cases(self) -> list[Case]:
         nbytes, blocks = self.shape.layout.payload_nbytes, self.shape.blocks
         pages, plain = _address(self.pages), _address(self.plain)
-        slots = [_address(self.arena.view(slot)) + PAGE_NBYTES for slot in range(CHUNKS)]
+        slots = [_address(self.arena.view(slot)) + FRAME_ALIGNMENT for slot in range(CHUNKS)]
         consecutive = [range(chunk * blocks, (chunk + 1) * blocks) for chunk in range(CHUNKS)]
         shuffled = random.Random(0).sample(range(CHUNKS * blocks), CHUNKS * blocks)
         scattered = [[shuffled[place] for place in row] for row in consecutive]
@@ -126,11 +127,11 @@ class _Bench:
         self.mover.close()
         self.arena.close()
 
-    def _page_table(self) -> PageTable:
+    def _page_table(self) -> PagedKVCache:
         page_nbytes, blocks = self.shape.page_nbytes, CHUNKS * self.shape.blocks
         base = _address(self.pages)
         runs = (PageRun(base + layer * blocks * page_nbytes, page_nbytes, page_nbytes) for layer in range(LAYERS))
-        return PageTable(tuple(runs), blocks, "cpu", 0, self.shape.layout)
+        return PagedKVCache(tuple(runs), blocks, "cpu", 0, self.shape.layout)
 
 
 def _end(mover: Mover, job: int) -> Sequence[int]:
@@ -138,7 +139,7 @@ def _end(mover: Mover, job: int) -> Sequence[int]:
     (ended,) = mover.finished()
     if not ended.ok:
         raise RuntimeError("the copy failed")
-    return ended.sums
+    return ended.checksums
 
 
 def _in_turn(work: Callable[[int], object]) -> Callable[[], object]:

@@ -12,15 +12,15 @@ from pathlib import Path
 
 from benchmarks.bare import RawFiles, RingFiles, must
 from benchmarks.measure import GIB, Case, Table, Times, interleaved, progress, scratch
-from kvtier_core import frame
-from kvtier_core.builtin.lru import LruConfig
-from kvtier_core.door import Door
-from kvtier_core.files import ring_works
+from kvtier_core.frames import format as frame
+from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import Backend, OpenContext
-from kvtier_core.residents import Residents
-from kvtier_core.tier import Offer, Tier
-from kvtier_core.types import KEY_NBYTES, PAGE_NBYTES, ChunkKey, ChunkLayout, Namespace, Nbytes
-from kvtier_core.workers import IOPool
+from kvtier_core.policies.lru import LruConfig
+from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.stack.store_tier.tier import FrameWrite, StoreTier
+from kvtier_core.transfer.files import ring_works
+from kvtier_core.transfer.io_pool import IOPool
+from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, ChunkLayout, Namespace, Nbytes
 from kvtier_disk.config import DiskConfig
 
 ROUNDS = 7
@@ -97,13 +97,13 @@ def _cells(times: Times, case: str, *others: str) -> Iterator[object]:
 class _Bench:
     def __init__(self, place: Path, frame_nbytes: int):
         self.namespace = namespace = Namespace.of({"benchmark": "disk"})
-        self.layout = layout = ChunkLayout((frame_nbytes - PAGE_NBYTES,), 1)
+        self.layout = layout = ChunkLayout((frame_nbytes - FRAME_ALIGNMENT,), 1)
         self.keys = [ChunkKey(os.urandom(KEY_NBYTES)) for _ in range(TOTAL // frame_nbytes)]
         self.frames, self.landings = _views(frame_nbytes), _views(frame_nbytes)
         for key, view in zip(self.keys, self.frames, strict=True):
             view[:] = os.urandom(1 << 16) * (frame_nbytes >> 16)
             frame.seal(view, namespace, key, layout.payload_nbytes)
-        self.door = Door(namespace, layout, None)
+        self.codec = FrameCodec(namespace, layout, None)
         context = OpenContext(namespace, layout, "benchmark", Nbytes(2 * TOTAL))
         self.raw = RawFiles(place / "raw")
         self.ring = RingFiles(place / "ring", len(self.keys))
@@ -114,13 +114,13 @@ class _Bench:
         self.sealer = ThreadPoolExecutor(1)
         self.per_call = max(1, GROUP // frame_nbytes)
 
-    def _tier(self, backend: Backend, threads: int) -> Tier:
-        return Tier(
+    def _tier(self, backend: Backend, threads: int) -> StoreTier:
+        return StoreTier(
             "disk",
             backend,
             pool=IOPool("disk", threads),
-            residents=Residents(LruConfig().open()),
-            door=self.door,
+            index=CacheIndex(LruConfig().open()),
+            codec=self.codec,
             capacity=2 * TOTAL,
             inflight=TOTAL,
         )
@@ -147,7 +147,7 @@ class _Bench:
             Case(TIER, lambda: self.read(self.tier), before=lambda: self.verify(self.tier)),
         ]
 
-    def each(self, work: Callable[[Tier], None], before: Callable[[Tier], None]) -> list[Case]:
+    def each(self, work: Callable[[StoreTier], None], before: Callable[[StoreTier], None]) -> list[Case]:
         """The same with each number of threads."""
         partial = functools.partial
         return [Case(_threads(width), partial(work, tier), partial(before, tier)) for width, tier in self.tiers.items()]
@@ -159,44 +159,44 @@ class _Bench:
         starts = range(0, len(self.keys), self.per_call)
         list(self.threads.map(lambda i: call(self.keys[i : i + self.per_call], views[i : i + self.per_call]), starts))
 
-    def offers(self) -> list[Offer]:
-        return [Offer(*each) for each in zip(self.keys, [None, *self.keys], self.frames, strict=False)]
+    def offers(self) -> list[FrameWrite]:
+        return [FrameWrite(*each) for each in zip(self.keys, [None, *self.keys], self.frames, strict=False)]
 
-    def write(self, tier: Tier) -> None:
+    def write(self, tier: StoreTier) -> None:
         tier.write(self.offers(), lambda key: None)
         self.settle(tier)
-        must(len(tier.residents) == len(self.keys))
+        must(len(tier.index) == len(self.keys))
 
-    def sealed_write(self, tier: Tier) -> None:
+    def sealed_write(self, tier: StoreTier) -> None:
         offers = self.offers()
         groups = [offers[i : i + self.per_call] for i in range(0, len(offers), self.per_call)]
         for group in self.sealer.map(self.seal, groups):
             tier.write(group, lambda key: None)
         self.settle(tier)
-        must(len(tier.residents) == len(self.keys))
+        must(len(tier.index) == len(self.keys))
 
-    def seal(self, offers: Sequence[Offer]) -> Sequence[Offer]:
+    def seal(self, offers: Sequence[FrameWrite]) -> Sequence[FrameWrite]:
         for offer in offers:
             frame.seal(offer.view, self.namespace, offer.key, self.layout.payload_nbytes)
         return offers
 
-    def believe(self, tier: Tier) -> None:
-        tier._door = _OpenDoor(self.namespace, self.layout, None)
+    def believe(self, tier: StoreTier) -> None:
+        tier._codec = _PassthroughCodec(self.namespace, self.layout, None)
 
-    def verify(self, tier: Tier) -> None:
-        tier._door = self.door
+    def verify(self, tier: StoreTier) -> None:
+        tier._codec = self.codec
 
-    def read(self, tier: Tier) -> None:
+    def read(self, tier: StoreTier) -> None:
         arrived = []
         tier.read(list(zip(self.keys, self.landings, strict=True)), lambda good, bad: arrived.extend(good))
         self.settle(tier)
         must(len(arrived) == len(self.keys))
 
-    def clear(self, tier: Tier) -> None:
-        tier.renew(self.namespace)
+    def clear(self, tier: StoreTier) -> None:
+        tier.invalidate_all(self.namespace)
         self.settle(tier)
 
-    def settle(self, tier: Tier) -> None:
+    def settle(self, tier: StoreTier) -> None:
         while tier.pool.jobs:
             tier.pool.wait(1.0)
             tier.pool.step()
@@ -211,7 +211,7 @@ class _Bench:
             tier.close(1.0)
 
 
-class _OpenDoor(Door):
+class _PassthroughCodec(FrameCodec):
     """Believes every frame."""
 
     def check(self, key: ChunkKey, landed: memoryview, count: int, slot: memoryview) -> None:

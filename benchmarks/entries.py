@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.measure import Table, progress
-from kvtier_core.builtin.git import GitConfig
-from kvtier_core.builtin.lru import LruConfig
 from kvtier_core.interfaces import EvictionConfig
-from kvtier_core.residents import Residents
+from kvtier_core.policies.gittins import GittinsConfig
+from kvtier_core.policies.lru import LruConfig
+from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.types import KEY_NBYTES, ChunkKey
 
 ENTRIES = 1_000_000
 PROMPT = 100  # chunks
 TURNOVER = 6  # times as many chunks come, so that there are as many ghosts as there ever will be
-CASES = {"lru": LruConfig(), "git": GitConfig()}
+CASES = {"lru": LruConfig(), "git": GittinsConfig()}
 
 
 def tables(folder: Path) -> Iterator[Table]:
@@ -37,14 +37,14 @@ def _in_new_process(config: EvictionConfig) -> float:
 
 
 def _grown(config: EvictionConfig) -> float:
-    residents = Residents(config.open())
+    index = CacheIndex(config.open())
     before = _resident_nbytes()
     for number in range(TURNOVER * ENTRIES // PROMPT):
         path = [ChunkKey(os.urandom(KEY_NBYTES)) for _ in range(PROMPT)]
-        residents.request(path, number / 10, {})
-        beyond = len(residents) + PROMPT - ENTRIES
-        residents.remove(residents.choose(beyond, lambda key: 1), evicted=True)
-        residents.admit(path, [None, *path[:-1]], 1)
+        index.request(path, number / 10, {})
+        beyond = len(index) + PROMPT - ENTRIES
+        index.remove(index.select_victims(beyond, lambda key: 1), evicted=True)
+        index.admit(path, [None, *path[:-1]], 1)
     return (_resident_nbytes() - before) / ENTRIES
 
 

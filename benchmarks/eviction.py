@@ -13,8 +13,8 @@ import attrs
 from benchmarks.conditions import conditions, heading
 from benchmarks.measure import Table, progress
 from kvtier_core.cli.studies import size
+from kvtier_core.config.registry import Registry
 from kvtier_core.interfaces import EvictionConfig, EvictionPolicy
-from kvtier_core.plugins import Registry
 from kvtier_core.simulate import stacks
 from kvtier_core.simulate.plot import Curve, Picture
 from kvtier_core.simulate.study import Study

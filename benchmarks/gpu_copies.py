@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from benchmarks.measure import Case, Table, interleaved, progress
-from kvtier_core.cuda.library import load
-from kvtier_core.cuda.mover import open_mover
-from kvtier_core.cuda.race import DMA, KERNEL, decided
-from kvtier_core.interfaces import Mover, PageRun, PageTable
+from kvtier_core.interfaces import Mover, PagedKVCache, PageRun
+from kvtier_core.transfer.cuda.autotune import DMA, KERNEL, decided
+from kvtier_core.transfer.cuda.library import load
+from kvtier_core.transfer.cuda.mover import open_mover
 from kvtier_core.types import ChunkLayout, Nbytes
 
 ROUNDS, REPEATS = 7, 3
@@ -99,7 +99,7 @@ class _Bench:
         self.plain = torch.empty(self.nbytes, dtype=torch.uint8, device="cuda:0")
         self.pinned = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
         runs = tuple(PageRun(layer.data_ptr(), page_nbytes, page_nbytes) for layer in self.pages)
-        self.table = PageTable(runs, blocks, "cuda:0", 0, layout)
+        self.table = PagedKVCache(runs, blocks, "cuda:0", 0, layout)
         self.slots = mmap.mmap(-1, self.chunks * layout.frame_nbytes)
         drawn = random.Random(0).sample(range(blocks), blocks)
         self.rows = [drawn[first : first + BLOCKS] for first in range(0, blocks, BLOCKS)]
@@ -135,7 +135,7 @@ class _Bench:
         nbytes = self.table.layout.frame_nbytes
         if method == "torch":
             return open_mover(self.table, self.slots, nbytes, library="asked for")
-        return open_mover(self.table, self.slots, nbytes, race=decided(method) if method in (KERNEL, DMA) else None)
+        return open_mover(self.table, self.slots, nbytes, autotune=decided(method) if method in (KERNEL, DMA) else None)
 
 
 class _Matrices:

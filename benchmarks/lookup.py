@@ -12,10 +12,10 @@ from pathlib import Path
 
 from benchmarks.measure import Case, Spread, Table, interleaved, progress, scratch
 from kvtier_core.builtin.chained import ChainedConfig
-from kvtier_core.config import load_config, open_stack
+from kvtier_core.config.model import load_config, open_stack
+from kvtier_core.config.registry import Registry
 from kvtier_core.interfaces import OpenContext
-from kvtier_core.manager import StorageManager
-from kvtier_core.plugins import Registry
+from kvtier_core.stack.manager import StorageManager
 from kvtier_core.types import KEY_NBYTES, ChunkKey, ChunkLayout, Namespace, Presence
 
 ROUNDS = 21
@@ -90,7 +90,7 @@ def _long_prompt() -> Table:
             Case("keys", lambda: database.keys(tokens)),
             Case("lookup, all READY", lambda: manager.lookup(path)),
             Case("keys and lookup", lambda: manager.lookup(database.keys(tokens))),
-            Case("touch, once a request", lambda: manager.touch(path)),
+            Case("touch, once a request", lambda: manager.on_request(path)),
             Case("pin and unpin", lambda: manager.unpin(manager.pin(path, "benchmark"), "benchmark")),
         ]
         times = interleaved(cases, ROUNDS, repeats=3)
@@ -119,7 +119,7 @@ def _looking(manager: StorageManager) -> list[Case]:
         Case("lookup, half READY, half absent", lambda: manager.lookup(half)),
         Case("lookup, all absent", lambda: manager.lookup(never)),
         Case("lookup, all in the tier below", lambda: manager.lookup(below)),
-        Case("touch, once a request", lambda: manager.touch(ready)),
+        Case("touch, once a request", lambda: manager.on_request(ready)),
         Case("pin and unpin", lambda: manager.unpin(manager.pin(ready, "benchmark"), "benchmark")),
     ]
 

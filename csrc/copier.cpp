@@ -48,7 +48,7 @@ std::vector<uint32_t> Copier::gather(const std::vector<Row>& rows, const std::ve
     each_piece(rows[i], slots[i], [&](std::byte* page, std::byte* place, size_t nbytes) {
       sums[i] = page ? crc32_copy(sums[i], place, page, nbytes, destination) : crc32(sums[i], place, nbytes);
     });
-  settle();
+  store_fence();
   return sums;
 }
 
@@ -58,7 +58,7 @@ void Copier::scatter(const std::vector<Row>& rows, const std::vector<int64_t>& s
     each_piece(rows[i], slots[i], [&](std::byte* page, const std::byte* place, size_t nbytes) {
       if (page) copy(page, place, nbytes, destination);
     });
-  settle();
+  store_fence();
 }
 
 }  // namespace kvtier

@@ -27,13 +27,13 @@ static size_t stream(std::byte* to, const std::byte* from, size_t nbytes) {
   return done;
 }
 
-void settle() { _mm_sfence(); }
+void store_fence() { _mm_sfence(); }
 
 #else
 
 static size_t stream(std::byte*, const std::byte*, size_t) { return 0; }
 
-void settle() {}
+void store_fence() {}
 
 #endif
 

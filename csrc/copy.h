@@ -12,6 +12,6 @@ enum class Destination { kCached, kStreamed };
 void copy(std::byte* to, const std::byte* from, size_t nbytes, Destination destination);
 
 // Nobody may be told of a streamed copy before this has been called.
-void settle();
+void store_fence();
 
 }  // namespace kvtier

@@ -13,7 +13,7 @@
 #include "crc32.h"
 #include "files.h"
 #include "policies/bind.h"
-#include "tree.h"
+#include "prefix_tree.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -22,9 +22,9 @@ from kvtier_core.types import ChunkKey, ChunkLayout, Namespace, Nbytes
 MAX_POLICY_STATE_NBYTES = 64 << 10
 
 #: In a `PageList`: this page of the chunk is not wanted.
-HOLE = -1
+NO_BLOCK = -1
 
-#: For each slot of a job, the engine's block ids of that chunk's pages in token order, or HOLE.
+#: For each slot of a job, the engine's block ids of that chunk's pages in token order, or NO_BLOCK.
 PageList = Sequence[Sequence[int]]
 
 
@@ -59,7 +59,7 @@ class PageRun:
 
 
 @attrs.frozen
-class PageTable:
+class PagedKVCache:
     """The engine's paged buffer as one worker process sees it."""
 
     layers: tuple[PageRun, ...]
@@ -99,7 +99,7 @@ class Backend(abc.ABC):
     def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> None:
         """Per key the whole frame or nothing, whatever happens to the process. Keeps no view.
 
-        Frames are whole multiples of `PAGE_NBYTES`. Raises StoreFull when there is no room though the tier keeps
+        Frames are whole multiples of `FRAME_ALIGNMENT`. Raises StoreFull when there is no room though the tier keeps
         within its capacity: then it keeps within less for a while, and evicts its own frames for newcomers.
         """
 
@@ -154,12 +154,12 @@ class AllocatorBackend(abc.ABC):
         """May be called twice. Views are dead afterwards."""
 
 
-class Ended(NamedTuple):
+class JobResult(NamedTuple):
     """A job of a mover that ended. ``sums`` may say the CRC-32 of what a store left in the shard of each slot."""
 
     job: int
     ok: bool
-    sums: Sequence[int] = ()
+    checksums: Sequence[int] = ()
 
 
 class Mover(abc.ABC):
@@ -177,7 +177,7 @@ class Mover(abc.ABC):
         """
 
     @abc.abstractmethod
-    def finished(self) -> Sequence[Ended]:
+    def finished(self) -> Sequence[JobResult]:
         """Jobs that ended since the last call, each once."""
 
     @abc.abstractmethod
@@ -302,7 +302,7 @@ class ArenaConfig(abc.ABC):
         """Raises BackendError, or ConfigError with problems whose path begins at ``$``, the tier."""
 
     @abc.abstractmethod
-    def attach(self, handle: str, table: PageTable) -> Mover:
+    def attach(self, handle: str, table: PagedKVCache) -> Mover:
         """In a worker process: reach the slots and the pages. Raises BackendError when it cannot."""
 
 
@@ -326,6 +326,7 @@ class BackendConfig(abc.ABC):
 @attrs.frozen
 class EvictionConfig(abc.ABC):
     type: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()  #: other names by which a user may choose it
 
     @abc.abstractmethod
     def open(self) -> EvictionPolicy: ...

@@ -18,7 +18,7 @@ ChunkKey = NewType("ChunkKey", bytes)
 
 KEY_NBYTES = 32
 #: Frames, their headers and arena slots are multiples of this, so that O_DIRECT can move them.
-PAGE_NBYTES = 4096
+FRAME_ALIGNMENT = 4096
 
 
 class Presence(enum.Enum):
@@ -83,7 +83,7 @@ class Namespace:
 class ChunkLayout:
     """Where the bytes of a chunk lie in its frame.
 
-    A frame is a header page, then one shard per rank, then zeros up to a multiple of `PAGE_NBYTES`.
+    A frame is a header page, then one shard per rank, then zeros up to a multiple of `FRAME_ALIGNMENT`.
     A shard is, layer after layer, the chunk's pages of that layer in token order.
     """
 
@@ -102,11 +102,11 @@ class ChunkLayout:
     @cached_property
     def frame_nbytes(self) -> int:
         """Bytes of a whole frame, and of the slot that holds it."""
-        return PAGE_NBYTES + -(-self.payload_nbytes // PAGE_NBYTES) * PAGE_NBYTES
+        return FRAME_ALIGNMENT + -(-self.payload_nbytes // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
 
     def shard_offset(self, rank: int) -> int:
         """Of rank's shard, in bytes from the start of the frame."""
-        return PAGE_NBYTES + rank * self.shard_nbytes
+        return FRAME_ALIGNMENT + rank * self.shard_nbytes
 
 
 class EventKind(enum.Enum):
@@ -114,12 +114,12 @@ class EventKind(enum.Enum):
     PROMOTED = "promoted"  #: a chunk came up from a tier below, verified
     WRITTEN = "written"  #: a frame is whole in a tier below
     EVICTED = "evicted"
-    REFUSED = "refused"  #: a tier would not take a frame: no room, too much in flight, policy
-    LOST = "lost"  #: the index said yes, the store said no
-    DAMAGED = "damaged"  #: bytes that failed verification; never served
-    FAILED = "failed"  #: a store raised
-    RESTING = "resting"  #: a breaker opened: the tier is left alone for a while
-    RESUMED = "resumed"
+    REJECTED = "rejected"  #: a tier would not take a frame: no room, too much in flight, policy
+    MISSING = "missing"  #: the index said yes, the store said no
+    CORRUPT = "corrupt"  #: bytes that failed verification; never served
+    IO_ERROR = "io_error"  #: a store raised
+    BREAKER_OPEN = "breaker_open"  #: a breaker opened: the tier is left alone for a while
+    BREAKER_CLOSED = "breaker_closed"
 
 
 @attrs.frozen

@@ -38,25 +38,25 @@ class Mutant:
             return "" if done.returncode == 1 else done.stdout[-2000:] + done.stderr[-1000:]
 
 
-FRAME = "kvtier_core/frame.py"
-TIER = "kvtier_core/tier.py"
-IDENTITY = "kvtier_core/vllm/identity.py"
-SETTINGS = "kvtier_core/vllm/settings.py"
-DIGEST_CACHE = "kvtier_core/vllm/digest_cache.py"
-MODEL_WEIGHTS = "kvtier_core/vllm/model_weights.py"
-REQUESTS = "kvtier_core/vllm/request_identity.py"
-FIELDS = "kvtier_core/vllm/request_fields.py"
-ITEMS = "kvtier_core/vllm/items.py"
-NAMES = "kvtier_core/vllm/names.py"
-ADAPTERS = "kvtier_core/vllm/adapters.py"
-WEIGHTS = "kvtier_core/vllm/weights.py"
-SCHEDULER = "kvtier_core/vllm/scheduler.py"
-WORKER = "kvtier_core/vllm/worker.py"
-RECORDER = "kvtier_core/vllm/recorder.py"
+FRAME = "kvtier_core/frames/format.py"
+TIER = "kvtier_core/stack/store_tier/tier.py"
+IDENTITY = "kvtier_core/vllm/identity/namespace.py"
+SETTINGS = "kvtier_core/vllm/identity/settings.py"
+DIGEST_CACHE = "kvtier_core/engine/digest_cache.py"
+MODEL_WEIGHTS = "kvtier_core/vllm/identity/model_weights.py"
+REQUESTS = "kvtier_core/vllm/requests/identity.py"
+FIELDS = "kvtier_core/vllm/requests/fields.py"
+ITEMS = "kvtier_core/vllm/requests/items.py"
+NAMES = "kvtier_core/vllm/requests/names.py"
+ADAPTERS = "kvtier_core/vllm/requests/adapters.py"
+WEIGHTS = "kvtier_core/engine/weights.py"
+SCHEDULER = "kvtier_core/engine/scheduler_side.py"
+WORKER = "kvtier_core/engine/worker_side.py"
+RECORDER = "kvtier_core/engine/recorder.py"
 CONNECTOR = "kvtier_core/vllm/connector.py"
-PROVENANCE = "kvtier_core/vllm/provenance.py"
-REPORTS = "kvtier_core/vllm/reports.py"
-STORES = "kvtier_core/vllm/stores.py"
+PROVENANCE = "kvtier_core/engine/provenance.py"
+REPORTS = "kvtier_core/engine/worker_reports.py"
+STORES = "kvtier_core/engine/stores.py"
 DISK = "plugins/kvtier_disk/kvtier_disk"
 ABOUT_IDENTITY = "tests/vllm/test_identity.py::"
 REQUEST_TESTS = "tests/vllm/test_request_identity.py::"
@@ -66,7 +66,7 @@ SERVING = "tests/vllm/test_serving.py::"
 DISK_TESTS = "plugins/kvtier_disk/tests/test_disk.py::"
 DISK_SECURITY = "plugins/kvtier_disk/tests/test_disk_security.py::"
 DISK_TROUBLE = "plugins/kvtier_disk/tests/test_disk_trouble.py::"
-SELFTEST = "tests/vllm/test_selftest.py::"
+SELFTEST = "tests/vllm/test_self_test.py::"
 BESIDE = "tests/vllm/test_beside_others.py::"
 
 MUTANTS = (
@@ -137,7 +137,7 @@ MUTANTS = (
     Mutant(
         "no-page-facts-in-the-namespace",
         IDENTITY,
-        "**dict(survey.facts),",
+        "**dict(report.facts),",
         "",
         ABOUT_IDENTITY + "test_every_fact_of_the_pages_counts",
     ),
@@ -361,9 +361,9 @@ MUTANTS = (
     Mutant(
         "others-load-before-the-self-test",
         CONNECTOR,
-        "self.half.attach(kv_connector_metadata)",
+        "self.side.attach(kv_connector_metadata)",
         "self.start_load_kv = lambda *args: (\n"
-        "            self.half.attach(kv_connector_metadata), type(self).start_load_kv(self, *args))",
+        "            self.side.attach(kv_connector_metadata), type(self).start_load_kv(self, *args))",
         BESIDE + "test_another_connector_may_exchange_handshakes_in_front_of_kvtier",
     ),
     Mutant(
@@ -376,7 +376,7 @@ MUTANTS = (
     Mutant(
         "the-policy-inside-counts",
         CONNECTOR,
-        "survey.failure_policy or ",
+        "report.failure_policy or ",
         "",
         BESIDE + "test_or_behind_it",
     ),
@@ -422,25 +422,25 @@ MUTANTS = (
         STORES,
         "if not store.blocks.isdisjoint(given))",
         "if False)",
-        "tests/vllm/test_overtaken.py::test_the_engine_overtakes_no_store",
+        "tests/vllm/test_store_fence.py::test_the_engine_overtakes_no_store",
     ),
     Mutant(
         "stores-before-their-forward",
-        "kvtier_core/cuda/mover.py",
+        "kvtier_core/transfer/cuda/mover.py",
         "stream.wait_event(self._now(self._streams.current_stream(self._device)))",
         "pass",
         "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
     ),
     Mutant(
         "loads-overtake-stores",
-        "kvtier_core/cuda/mover.py",
+        "kvtier_core/transfer/cuda/mover.py",
         "self._loads.wait_event(other.done)",
         "pass",
         "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
     ),
     Mutant(
         "any-slot-at-any-time",
-        "kvtier_core/cuda/mover.py",
+        "kvtier_core/transfer/cuda/mover.py",
         "if not self._lock.covers(slots):",
         "if False:",
         "tests/core/test_cuda_mover.py::test_a_job_with_a_slot_that_is_not_locked_yet_is_a_miss",
@@ -464,17 +464,17 @@ MUTANTS = (
     Mutant(
         "believes-the-length",
         FRAME,
-        "header.payload_nbytes > len(frame) - PAGE_NBYTES",
+        "header.payload_nbytes > len(frame) - FRAME_ALIGNMENT",
         "False",
         "tests/core/test_frame.py",
     ),
-    Mutant("damage-is-good", TIER, "if verdict is True:", "if verdict:", "tests/core/test_tier.py"),
+    Mutant("damage-is-good", TIER, "if verdict is True:", "if verdict:", "tests/core/test_store_tier.py"),
     Mutant(
         "no-quarantine",
         TIER,
         "self._remove(damaged, self.backend.quarantine)",
         "self._remove(damaged, self.backend.delete)",
-        "tests/core/test_tier.py",
+        "tests/core/test_store_tier.py",
     ),
     Mutant(
         "quarantine-without-end",
@@ -487,8 +487,8 @@ MUTANTS = (
         "lost-frames-are-left",
         TIER,
         "self._remove(lost, self.backend.delete)",
-        "[self.residents.remove(key) for key in lost]",
-        "tests/core/test_tier.py::test_what_is_left_of_a_lost_frame_leaves_too",
+        "[self.index.remove(key) for key in lost]",
+        "tests/core/test_store_tier.py::test_what_is_left_of_a_lost_frame_leaves_too",
     ),
     # -- crash
     Mutant(
@@ -514,24 +514,24 @@ MUTANTS = (
     ),
     Mutant(
         "any-memory-is-believed",
-        "kvtier_core/memo.py",
+        "kvtier_core/stack/store_tier/policy_state.py",
         "if frame.check(found, self._namespace, self.key, payload_nbytes=self._length) is None:",
         "if True:",
-        "tests/core/test_memo_on_disk.py::test_a_damaged_memory_is_a_cold_start",
+        "tests/core/test_policy_state_on_disk.py::test_a_damaged_memory_is_a_cold_start",
     ),
     Mutant(
         "what-was-learned-waits-for-the-end",
         TIER,
         "if self._memo.due(now) and",
         "if False and",
-        "tests/core/test_memo_on_disk.py::test_whoever_is_killed_leaves_what_it_knew_a_minute_ago",
+        "tests/core/test_policy_state_on_disk.py::test_whoever_is_killed_leaves_what_it_knew_a_minute_ago",
     ),
     Mutant(
         "a-memory-of-each-epoch",
-        "kvtier_core/memo.py",
+        "kvtier_core/stack/store_tier/policy_state.py",
         "self._backend.write([self.key], [sealed])",
         "self._backend.write([key_of(self._namespace.renewed())], [sealed])",
-        "tests/core/test_memo_on_disk.py::test_an_epoch_leaves_no_memory_of_its_own",
+        "tests/core/test_policy_state_on_disk.py::test_an_epoch_leaves_no_memory_of_its_own",
     ),
     # -- data parallelism
     Mutant(
@@ -543,7 +543,7 @@ MUTANTS = (
     ),
     Mutant(
         "each-replica-takes-all",
-        "kvtier_core/config.py",
+        "kvtier_core/config/model.py",
         "share = Nbytes(tier.capacity // ctx.replicas)",
         "share = tier.capacity",
         "tests/core/test_config.py::test_engines_that_share_a_configuration_share_the_capacities",
@@ -551,7 +551,7 @@ MUTANTS = (
     # -- faults
     Mutant(
         "any-number-of-threads",
-        "kvtier_core/config.py",
+        "kvtier_core/config/model.py",
         "validator=[attrs.validators.ge(1), attrs.validators.le(_MOST_THREADS)]",
         "validator=attrs.validators.ge(1)",
         "tests/core/test_config.py::test_threads_are_bounded",
@@ -568,31 +568,35 @@ MUTANTS = (
         TIER,
         "room = self._inflight_limit - self._inflight",
         "room = 1 << 60",
-        "tests/core/test_tier.py",
+        "tests/core/test_store_tier.py",
     ),
     Mutant(
         "room-for-what-is-not-read",
-        "kvtier_core/manager.py",
+        "kvtier_core/stack/manager.py",
         "now = here[: tier.may_read(self._layout.frame_nbytes)]",
         "now = here",
         "tests/core/test_manager.py::test_no_room_is_made_for_more_than_may_be_in_flight",
     ),
     Mutant(
         "no-breaker",
-        "kvtier_core/breaker.py",
+        "kvtier_core/stack/store_tier/breaker.py",
         "elif self._failures < _FAILURES:",
         "elif True:",
         "tests/core/test_breaker.py",
     ),
     Mutant(
-        "any-count", "kvtier_core/door.py", "if not 0 < count <= len(landed):", "if False:", "tests/core/test_tier.py"
+        "any-count",
+        "kvtier_core/frames/codec.py",
+        "if not 0 < count <= len(landed):",
+        "if False:",
+        "tests/core/test_store_tier.py",
     ),
     Mutant(
         "any-number-of-answers",
-        "kvtier_core/batches.py",
+        "kvtier_core/stack/batches.py",
         "if len(answers) != len(keys):",
         "if False:",
-        "tests/core/test_tier.py",
+        "tests/core/test_store_tier.py",
     ),
     Mutant(
         "waits-for-ever",
@@ -610,10 +614,10 @@ MUTANTS = (
     ),
     Mutant(
         "plugins-end-threads",
-        "kvtier_core/workers.py",
+        "kvtier_core/transfer/io_pool.py",
         "except BaseException as error:  # SystemExit",
         "except Exception as error:  # SystemExit",
-        "tests/core/test_workers.py",
+        "tests/core/test_io_pool.py",
     ),
     Mutant(
         "one-frames-failure-is-everybodys",
@@ -631,17 +635,17 @@ MUTANTS = (
     ),
     Mutant(
         "one-key-fails-its-batch",
-        "kvtier_core/calls.py",
+        "kvtier_core/stack/store_tier/frame_io.py",
         "        return count\n",
         "        raise count\n",
-        "tests/core/test_tier.py::test_what_cannot_be_read_is_its_keys_alone",
+        "tests/core/test_store_tier.py::test_what_cannot_be_read_is_its_keys_alone",
     ),
     Mutant(
         "one-that-stays-keeps-all",
         TIER,
         "            if not again:\n",
         "            if True:\n",
-        "tests/core/test_tier.py::test_one_that_can_never_be_deleted_keeps_no_other",
+        "tests/core/test_store_tier.py::test_one_that_can_never_be_deleted_keeps_no_other",
     ),
     Mutant(
         "any-length-is-a-frames",
@@ -669,18 +673,18 @@ MUTANTS = (
         TIER,
         "if outcome.error is None or isinstance(outcome.error, StoreFull):",
         "if outcome.error is None:",
-        "tests/core/test_tier.py::test_frames_that_wait_while_the_store_turns_out_to_be_full_are_no_failure",
+        "tests/core/test_store_tier.py::test_frames_that_wait_while_the_store_turns_out_to_be_full_are_no_failure",
     ),
     Mutant(
         "the-granted-is-all-there",
-        "kvtier_core/ceiling.py",
+        "kvtier_core/stack/store_tier/capacity_limit.py",
         "        self._lowered = min(",
         "        min(",
         "tests/core/test_full_disk.py::test_newcomers_come_in_though_the_file_system_is_full",
     ),
     Mutant(
         "full-for-ever",
-        "kvtier_core/ceiling.py",
+        "kvtier_core/stack/store_tier/capacity_limit.py",
         "if self._until is not None and now >= self._until:",
         "if False:",
         "tests/core/test_full_disk.py::test_other_files_come_and_go",
@@ -697,7 +701,7 @@ MUTANTS = (
         TIER,
         "hangs = self.pool.longest() > _PATIENCE",
         "hangs = False",
-        "tests/core/test_tier.py::test_while_a_call_hangs_nobody_else_waits_for_the_store",
+        "tests/core/test_store_tier.py::test_while_a_call_hangs_nobody_else_waits_for_the_store",
     ),
     # -- leaks
     Mutant(
@@ -723,7 +727,7 @@ MUTANTS = (
     ),
     Mutant(
         "any-owner-unpins",
-        "kvtier_core/arena.py",
+        "kvtier_core/stack/arena.py",
         "if not own[place]:",
         "if not self._pinned[place]:",
         "tests/core/test_arena.py",
@@ -759,14 +763,14 @@ MUTANTS = (
     ),
     Mutant(
         "folders-above-are-anybodys",
-        DISK + "/claim.py",
+        DISK + "/folder_lock.py",
         "    parents_must_be_safe(path)\n",
         "",
         DISK_SECURITY + "test_a_folder_above_that_others_may_write_to_is_refused",
     ),
     Mutant(
         "any-folder-at-the-path",
-        DISK + "/claim.py",
+        DISK + "/folder_lock.py",
         "if os.path.samestat(status, os.fstat(held.fd)):",
         "if True:",
         DISK_SECURITY + "test_what_is_put_in_place_of_a_folder_is_never_read",
@@ -794,7 +798,7 @@ MUTANTS = (
     ),
     Mutant(
         "variables-in-paths",
-        "kvtier_core/nodes.py",
+        "kvtier_core/config/yaml_nodes.py",
         "if _VARIABLE.search(text):",
         "if False:",
         "tests/core/test_config.py::test_no_path_is_taken_for_another",

@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from kvtier_core.config import load_config
-from kvtier_core.plugins import Registry
+from kvtier_core.config.model import load_config
+from kvtier_core.config.registry import Registry
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

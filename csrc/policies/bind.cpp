@@ -1,7 +1,7 @@
 #include "bind.h"
 
 #include "../keys.h"
-#include "git.h"
+#include "gittins.h"
 #include "lru.h"
 
 namespace nb = nanobind;
@@ -48,33 +48,33 @@ void bind_lru(nb::module_& m) {
 }
 
 void bind_git(nb::module_& m) {
-  bind<Git>(m, "Git")
-      .def("__init__", [](Git* self, size_t sizes) {
+  bind<Gittins>(m, "Gittins")
+      .def("__init__", [](Gittins* self, size_t sizes) {
              if (sizes < 1 || sizes > 64) throw nb::value_error("sizes: 1 to 64 can be told apart");
-             new (self) Git(sizes);
+             new (self) Gittins(sizes);
            }, "sizes"_a)
-      .def("request", [](Git& self, nb::handle path, double now, nb::handle) {
+      .def("request", [](Gittins& self, nb::handle path, double now, nb::handle) {
              self.request(keys_of(path), now);
            }, "path"_a, "now"_a, "hints"_a)
-      .def("admit", [](Git& self, nb::handle object, nb::handle) {
+      .def("admit", [](Gittins& self, nb::handle object, nb::handle) {
              const Key key = key_of(object);
              if (!self.admit(key)) raise_key_error(key);
            }, "key"_a, "nbytes"_a)
-      .def("prefers", [](const Git& self, nb::handle newcomer, nb::handle object) {
+      .def("prefers", [](const Gittins& self, nb::handle newcomer, nb::handle object) {
              const Key victim = key_of(object);
              const std::optional<bool> answer = self.prefers(key_of(newcomer), victim);
              if (!answer) raise_key_error(victim);
              return *answer;
            }, "newcomer"_a, "victim"_a)
-      .def("forget", [](Git& self, nb::handle object, bool evicted) {
+      .def("forget", [](Gittins& self, nb::handle object, bool evicted) {
              const Key key = key_of(object);
              if (!self.forget(key, evicted)) raise_key_error(key);
            }, "key"_a, nb::kw_only(), "evicted"_a)
-      .def("save", [](const Git& self) {
+      .def("save", [](const Gittins& self) {
         const std::string saved = self.save();
         return nb::bytes(saved.data(), saved.size());
       })
-      .def("restore", [](Git& self, const nb::bytes& saved) {
+      .def("restore", [](Gittins& self, const nb::bytes& saved) {
              self.restore({saved.c_str(), saved.size()});
            }, "saved"_a);
 }

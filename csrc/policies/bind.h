@@ -4,7 +4,7 @@
 
 namespace kvtier {
 
-// Lru and Git, each with the methods of kvtier_core.interfaces.EvictionPolicy.
+// Lru and Gittins, each with the methods of kvtier_core.interfaces.EvictionPolicy.
 void bind_policies(nanobind::module_& m);
 
 }  // namespace kvtier

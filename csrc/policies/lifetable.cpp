@@ -106,12 +106,12 @@ LifeTable::LifeTable(size_t families, size_t size)
   rank(std::vector<Row>(lives_.size(), Row{}));
 }
 
-void LifeTable::returned(Spot spot, double votes) {
-  returns_[spot.cls][spot.age] += votes;
-  lives_[spot.cls][spot.age] += votes;
+void LifeTable::returned(ClassAge class_age, double votes) {
+  returns_[class_age.cls][class_age.age] += votes;
+  lives_[class_age.cls][class_age.age] += votes;
 }
 
-void LifeTable::went_on(Spot spot, double votes) { lives_[spot.cls][spot.age] += votes; }
+void LifeTable::went_on(ClassAge class_age, double votes) { lives_[class_age.cls][class_age.age] += votes; }
 
 void LifeTable::fade(double factor) {
   for (auto* rows : {&returns_, &lives_})
@@ -131,7 +131,7 @@ void LifeTable::rank(const std::vector<Row>& waiting) {
     for (size_t cls = begin; cls < begin + size_; cls++)
       index_[cls] = gittins(shrunk(returns_[cls], lives[cls], family));
   }
-  std::sort(order_.begin(), order_.end(), [this](Spot a, Spot b) {
+  std::sort(order_.begin(), order_.end(), [this](ClassAge a, ClassAge b) {
     if (index(a) != index(b)) return index(a) < index(b);
     return a.age != b.age ? a.age > b.age : a.cls < b.cls;
   });

@@ -1,4 +1,4 @@
-// The odds that a chunk comes back, by its class and age: kvtier_core/builtin/lifetable.py, to the last bit.
+// The odds that a chunk comes back, by its class and age: kvtier_core/policies/lifetable.py, to the last bit.
 #pragma once
 
 #include <array>
@@ -16,7 +16,7 @@ constexpr size_t kAges = 40;
 extern const std::array<double, kAges> kEdges;
 
 // A class and a step of age.
-struct Spot {
+struct ClassAge {
   uint8_t cls, age;
 };
 
@@ -27,15 +27,15 @@ class LifeTable {
 
   LifeTable(size_t families, size_t size);
 
-  void returned(Spot spot, double votes);
-  void went_on(Spot spot, double votes);
+  void returned(ClassAge class_age, double votes);
+  void went_on(ClassAge class_age, double votes);
   void fade(double factor);                     // what was long ago counts less
   void rank(const std::vector<Row>& waiting);   // takes the votes into the index and the order
 
   // The best rate of returns, a second of room.
-  double index(Spot spot) const { return index_[spot.cls][spot.age]; }
-  const std::vector<Spot>& order() const { return order_; }  // the lowest index first
-  size_t rank_of(Spot spot) const { return rank_of_[spot.cls * kAges + spot.age]; }
+  double index(ClassAge class_age) const { return index_[class_age.cls][class_age.age]; }
+  const std::vector<ClassAge>& order() const { return order_; }  // the lowest index first
+  size_t rank_of(ClassAge class_age) const { return rank_of_[class_age.cls * kAges + class_age.age]; }
 
   std::string save() const;
   bool restore(std::string_view saved);  // false: it is not what save() returned
@@ -43,7 +43,7 @@ class LifeTable {
  private:
   const size_t size_;
   std::vector<Row> returns_, lives_, index_;
-  std::vector<Spot> order_;
+  std::vector<ClassAge> order_;
   std::vector<uint16_t> rank_of_;
 };
 

@@ -1,4 +1,4 @@
-// Least recently used: kvtier_core/builtin/lru.py, in every answer.
+// Least recently used: kvtier_core/policies/lru.py, in every answer.
 #pragma once
 
 #include <span>

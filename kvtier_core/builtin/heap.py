@@ -12,8 +12,8 @@ from weakref import WeakValueDictionary
 import attrs
 
 from kvtier_core.errors import BackendError
-from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, Medium, Mover, OpenContext, PageTable
-from kvtier_core.mover import HostMover
+from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, Medium, Mover, OpenContext, PagedKVCache
+from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.types import Nbytes
 
 _OPEN: WeakValueDictionary[str, Heap] = WeakValueDictionary()
@@ -27,7 +27,7 @@ class HeapConfig(ArenaConfig):
     def open(self, ctx: OpenContext) -> Heap:
         return Heap(ctx)
 
-    def attach(self, handle: str, table: PageTable) -> Mover:
+    def attach(self, handle: str, table: PagedKVCache) -> Mover:
         heap = _OPEN.get(handle)
         if heap is None or json.loads(handle)["pid"] != os.getpid():
             raise BackendError(f"heap {handle} is not open in process {os.getpid()}", retryable=False)

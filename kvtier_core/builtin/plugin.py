@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from kvtier_core.builtin.arc import ArcConfig
 from kvtier_core.builtin.chained import ChainedConfig
-from kvtier_core.builtin.fifo import FifoConfig
-from kvtier_core.builtin.git import GitConfig
 from kvtier_core.builtin.heap import HeapConfig
-from kvtier_core.builtin.lfu import LfuConfig
-from kvtier_core.builtin.lru import LruConfig
-from kvtier_core.builtin.lru2 import Lru2Config
-from kvtier_core.builtin.mru import MruConfig
 from kvtier_core.builtin.raw import RawConfig
-from kvtier_core.builtin.s3fifo import S3FifoConfig
-from kvtier_core.builtin.tour import TourConfig
 from kvtier_core.hookspecs import hookimpl
+from kvtier_core.policies.arc import ArcConfig
+from kvtier_core.policies.fifo import FifoConfig
+from kvtier_core.policies.gittins import GittinsConfig
+from kvtier_core.policies.lfu import LfuConfig
+from kvtier_core.policies.lru import LruConfig
+from kvtier_core.policies.lru2 import Lru2Config
+from kvtier_core.policies.mru import MruConfig
+from kvtier_core.policies.s3fifo import S3FifoConfig
+from kvtier_core.policies.tournament import TournamentConfig
 
 
 @hookimpl
@@ -27,13 +27,13 @@ def kvtier_eviction_policies():
     return [
         ArcConfig,
         FifoConfig,
-        GitConfig,
+        GittinsConfig,
         LfuConfig,
         Lru2Config,
         LruConfig,
         MruConfig,
         S3FifoConfig,
-        TourConfig,
+        TournamentConfig,
     ]
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import attrs
 
-from kvtier_core.config import ArenaTier, BackendTier, StackConfig, load_config
+from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig, load_config
+from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError
-from kvtier_core.plugins import Registry
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -40,7 +40,7 @@ def _settings(config: StackConfig) -> Iterator[tuple[str, str]]:
     yield from _of_fields(config, "$", but=("tiers", "_places"))
 
 
-def _of_tier(tier: ArenaTier | BackendTier, path: str) -> Iterator[tuple[str, str]]:
+def _of_tier(tier: ArenaTierConfig | StoreTierConfig, path: str) -> Iterator[tuple[str, str]]:
     yield f"{path}.type", tier.config.type
     yield from _of_fields(tier.config, path)
     yield from _of_fields(tier, path, but=("name", "config"))

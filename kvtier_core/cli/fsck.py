@@ -8,11 +8,11 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 
-from kvtier_core.config import BackendTier, load_config
+from kvtier_core.config.model import StoreTierConfig, load_config
+from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError, ConfigError
-from kvtier_core.frame import Damage, inspect
+from kvtier_core.frames.format import Damage, inspect
 from kvtier_core.interfaces import Stored
-from kvtier_core.plugins import Registry
 from kvtier_core.types import Nbytes
 
 
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     """0 if all is whole, or was made so; 1 if not; 2 if it could not be looked at."""
     try:
         config = load_config(options.config, Registry.discover())
-        tiers = {tier.name: tier for tier in config.tiers if isinstance(tier, BackendTier)}
+        tiers = {tier.name: tier for tier in config.tiers if isinstance(tier, StoreTierConfig)}
         if options.tier not in tiers:
             have = ", ".join(tiers) or "none"
             raise BackendError(f"{options.config} has no tier {options.tier!r} below its arenas; it has: {have}")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier_core.config import IdentityConfig
+from kvtier_core.config.model import IdentityConfig
 from kvtier_core.types import Namespace
 
 
@@ -63,7 +63,8 @@ def _facts(model: str, weights: str, arguments: Sequence[str]) -> Namespace | st
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from kvtier_core.vllm import identity, model_weights, settings
+    from kvtier_core.vllm.identity import model_weights, settings
+    from kvtier_core.vllm.identity import namespace as identity
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm"))
     config = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *arguments])).create_engine_config()

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 import attrs
 
 from kvtier_core.cli import studies
+from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError
-from kvtier_core.plugins import Registry
 from kvtier_core.simulate import stacks
 from kvtier_core.simulate.bar import Bar
 from kvtier_core.simulate.replay import Tally

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from kvtier_core.plugins import Registry
+from kvtier_core.config.registry import Registry
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:

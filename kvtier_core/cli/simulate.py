@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 import attrs
 
 from kvtier_core.cli import studies
-from kvtier_core.config import StackConfig, load_config
+from kvtier_core.config.model import StackConfig, load_config
+from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError, Problem
-from kvtier_core.plugins import Registry
 from kvtier_core.simulate import stacks
 from kvtier_core.simulate.bar import Bar
 from kvtier_core.simulate.plot import Curve, Picture, check_name

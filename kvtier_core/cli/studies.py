@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvtier_core.config import StackConfig
+from kvtier_core.config.model import StackConfig
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.simulate import stacks
 from kvtier_core.simulate.costs import Speed

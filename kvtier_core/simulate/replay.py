@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
-from kvtier_core.batches import ready_run
-from kvtier_core.config import StackConfig
-from kvtier_core.manager import StorageManager
+from kvtier_core.config.model import StackConfig
 from kvtier_core.simulate.costs import Costs
+from kvtier_core.simulate.dry_run import Clock, open_weightless
 from kvtier_core.simulate.traces import Prompt, Trace
-from kvtier_core.simulate.weightless import Clock, open_weightless
+from kvtier_core.stack.batches import ready_run
+from kvtier_core.stack.manager import StorageManager
 from kvtier_core.types import ChunkKey, ChunkLayout, EventKind, Presence
 
 #: In which bytes enter a tier.
@@ -32,9 +32,9 @@ class Tally:
     hits: Counter[str] = attrs.field(factory=Counter)  #: tokens that came from each tier
     written: Counter[str] = attrs.field(factory=Counter)  #: bytes that went into each tier
 
-    def add(self, trace: Trace, prompt: Prompt, origins: Sequence[str], costs: Costs) -> None:
+    def add(self, trace: Trace, prompt: Prompt, hit_sources: Sequence[str], costs: Costs) -> None:
         """A prompt, and the tiers from which its leading chunks came."""
-        chunks = Counter(origins)
+        chunks = Counter(hit_sources)
         known = 0
         for tier, count in chunks.items():
             self.hits[tier] += trace.tokens_in(prompt, known + count) - trace.tokens_in(prompt, known)
@@ -66,8 +66,8 @@ def replay(
     tally = Tally()
     for prompt in trace.prompts:
         clock.now = prompt.at
-        origins = serve(manager, prompt.path, tally.written)
-        tally.add(trace, prompt, origins, costs)
+        hit_sources = serve(manager, prompt.path, tally.written)
+        tally.add(trace, prompt, hit_sources, costs)
         tick()
     manager.close()
     return tally
@@ -75,16 +75,16 @@ def replay(
 
 def serve(manager: StorageManager, path: Sequence[ChunkKey], written: Counter[str]) -> list[str]:
     """What the scheduler's half does with a prompt; the tiers from which its leading chunks came."""
-    manager.touch(path)
+    manager.on_request(path)
     ready = _look_up(manager, path, written)
-    origins = manager.origins(ready)
+    hit_sources = manager.hit_sources(ready)
     slots = manager.pin(ready, "prompt")
     _account(manager.step(), written)  # as an engine does before each forward
     manager.unpin(slots, "prompt")
     manager.commit(list(manager.reserve(path)))
     _account(manager.step(), written)
     _account(manager.drain(timeout=60), written)
-    return origins
+    return hit_sources
 
 
 def _look_up(manager: StorageManager, path: Sequence[ChunkKey], written: Counter[str]) -> Sequence[ChunkKey]:

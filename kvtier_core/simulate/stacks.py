@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import attrs
 
-from kvtier_core.config import ArenaTier, BackendTier, StackConfig
+from kvtier_core.config.decode import Unavailable
+from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
+from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.interfaces import EvictionConfig
-from kvtier_core.plugins import Registry
+from kvtier_core.simulate.dry_run import MirageConfig, VoidConfig
 from kvtier_core.simulate.traces import Trace
-from kvtier_core.simulate.weightless import MirageConfig, VoidConfig
-from kvtier_core.structure import Unavailable
 from kvtier_core.types import ChunkLayout, Nbytes
 
 #: What tiers are called if no file names them.
@@ -75,9 +75,9 @@ def _needs_nothing(config: type | Unavailable) -> bool:
 
 
 def stack_of(capacities: Sequence[Nbytes], policies: Sequence[EvictionConfig], chunk_tokens: int) -> StackConfig:
-    arena = ArenaTier(_NAMES[0], MirageConfig(), capacities[0], policies[0])
+    arena = ArenaTierConfig(_NAMES[0], MirageConfig(), capacities[0], policies[0])
     below = zip(_NAMES[1:], capacities[1:], policies[1:], strict=False)
-    tiers = [BackendTier(name, VoidConfig(), capacity, policy) for name, capacity, policy in below]
+    tiers = [StoreTierConfig(name, VoidConfig(), capacity, policy) for name, capacity, policy in below]
     return StackConfig((arena, *tiers), chunk_tokens)
 
 

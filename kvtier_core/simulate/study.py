@@ -7,12 +7,12 @@ from functools import cached_property
 
 import attrs
 
-from kvtier_core.config import ArenaTier, StackConfig
+from kvtier_core.config.model import ArenaTierConfig, StackConfig
 from kvtier_core.simulate.costs import Costs, Speed
+from kvtier_core.simulate.dry_run import chunks_in
 from kvtier_core.simulate.optimum import Optimum
 from kvtier_core.simulate.replay import Tally, replay
 from kvtier_core.simulate.traces import Trace
-from kvtier_core.simulate.weightless import chunks_in
 from kvtier_core.types import ChunkLayout
 
 #: Of reading, if nobody says otherwise: a copy between host memory and a GPU, and a good local disk.
@@ -40,8 +40,8 @@ class Study:
         tally, costs = Tally(), self._costs(config)
         for prompt, *ends in zip(self.trace.prompts, *hits, strict=True):
             counts = zip(names, ends, ends[1:], strict=False)
-            origins = [name for name, start, end in counts for _ in range(end - start)]
-            tally.add(self.trace, prompt, origins, costs)
+            hit_sources = [name for name, start, end in counts for _ in range(end - start)]
+            tally.add(self.trace, prompt, hit_sources, costs)
         return tally
 
     def nothing(self) -> Tally:
@@ -56,5 +56,5 @@ class Study:
         return Optimum(self.trace)
 
     def _costs(self, config: StackConfig) -> Costs:
-        usual = {tier.name: ARENA_SPEED if isinstance(tier, ArenaTier) else TIER_SPEED for tier in config.tiers}
+        usual = {tier.name: ARENA_SPEED if isinstance(tier, ArenaTierConfig) else TIER_SPEED for tier in config.tiers}
         return Costs({**usual, **self.speeds}, self.prefill, self.layout.payload_nbytes)

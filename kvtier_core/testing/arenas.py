@@ -13,10 +13,10 @@ import attrs
 import pytest
 
 from kvtier_core.errors import BackendError
-from kvtier_core.interfaces import HOLE, AllocatorBackend, ArenaConfig, Ended, Mover, PageList
+from kvtier_core.interfaces import NO_BLOCK, AllocatorBackend, ArenaConfig, JobResult, Mover, PageList
 from kvtier_core.testing.laws import Laws
 from kvtier_core.testing.samples import PagedBuffer, address_of, is_poison, make_context, make_layout, poison, same
-from kvtier_core.types import PAGE_NBYTES, ChunkLayout
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkLayout
 
 _SLOTS = 6
 _BLOCKS = 24
@@ -80,7 +80,7 @@ class ArenaLaws(Laws):
                 view = memory.view(slot)
                 assert not view.readonly
                 assert len(view) == memory.slot_nbytes
-                assert address_of(view) % PAGE_NBYTES == 0
+                assert address_of(view) % FRAME_ALIGNMENT == 0
                 view[:] = bytes([slot]) * len(view)
             for slot in range(memory.slots):
                 assert same(memory.view(slot), bytes([slot]) * memory.slot_nbytes), "two slots share bytes"
@@ -123,9 +123,9 @@ class ArenaLaws(Laws):
         with self.engine(tmp_path, seed) as engine:
             slots, pages = engine.choose()
             engine.mover.store(1, pages, slots)
-            sums = reports_of(engine.mover, [1])[1].sums
-            shards = [engine.memory.view(slot)[PAGE_NBYTES:][: engine.layout.shard_nbytes] for slot in slots]
-            assert list(sums) in ([], [zlib.crc32(shard) for shard in shards])
+            checksums = reports_of(engine.mover, [1])[1].checksums
+            shards = [engine.memory.view(slot)[FRAME_ALIGNMENT:][: engine.layout.shard_nbytes] for slot in slots]
+            assert list(checksums) in ([], [zlib.crc32(shard) for shard in shards])
 
     @pytest.mark.parametrize("seed", _SEEDS)
     def test_load_scatters_exact_bytes(self, tmp_path: Path, seed: int):
@@ -181,7 +181,7 @@ class ArenaLaws(Laws):
         with self.engine(tmp_path, seed=2) as engine:
             blocks = list(range(engine.layout.blocks))
             jobs = engine.rng.sample(range(1000), 40)
-            reports: list[Ended] = []
+            reports: list[JobResult] = []
             for i, job in enumerate(jobs):
                 slot = i % engine.memory.slots
                 if i % 2:
@@ -198,14 +198,14 @@ class ArenaLaws(Laws):
         """After it the engine may overwrite the pages; the job is still to be reported."""
         with self.engine(tmp_path, seed=3) as engine:
             slots, pages = engine.choose(holes=False)
-            expected = [engine.expected_slot(blocks)[PAGE_NBYTES:] for blocks in pages]
+            expected = [engine.expected_slot(blocks)[FRAME_ALIGNMENT:] for blocks in pages]
             for slot in slots:
                 poison(engine.memory.view(slot))
             engine.mover.store(5, pages, slots)
             engine.mover.wait([5])
             engine.pages.fill(engine.rng)
             assert settle(engine.mover, [5]) == {5: True}
-            assert same([engine.memory.view(slot)[PAGE_NBYTES:] for slot in slots], expected)
+            assert same([engine.memory.view(slot)[FRAME_ALIGNMENT:] for slot in slots], expected)
             engine.mover.wait([5])
 
     def test_mover_closes_twice(self, tmp_path: Path):
@@ -219,9 +219,9 @@ def settle(mover: Mover, jobs: Collection[int]) -> dict[int, bool]:
     return {job: ended.ok for job, ended in reports_of(mover, jobs).items()}
 
 
-def reports_of(mover: Mover, jobs: Collection[int]) -> dict[int, Ended]:
+def reports_of(mover: Mover, jobs: Collection[int]) -> dict[int, JobResult]:
     """Poll until each job is reported; what was reported."""
-    reports: dict[int, Ended] = {}
+    reports: dict[int, JobResult] = {}
     deadline = time.monotonic() + _PATIENCE
     while not reports.keys() >= set(jobs):
         assert time.monotonic() < deadline, f"jobs {set(jobs) - reports.keys()} are never reported"
@@ -250,7 +250,7 @@ class _Engine:
         slots = self.rng.sample(range(self.memory.slots), self.rng.randint(1, min(3, self.memory.slots)))
         blocks = self.rng.sample(range(_BLOCKS), len(slots) * self.layout.blocks)
         if holes:
-            blocks = [HOLE if self.rng.random() < 0.3 else block for block in blocks]
+            blocks = [NO_BLOCK if self.rng.random() < 0.3 else block for block in blocks]
         return slots, [blocks[i * self.layout.blocks :][: self.layout.blocks] for i in range(len(slots))]
 
     def others(self, slots: Collection[int]) -> list[int]:
@@ -280,6 +280,6 @@ class _Engine:
         begin = self.layout.shard_offset(0)
         for layer, nbytes in enumerate(self.layout.page_nbytes):
             for block in blocks:
-                if block != HOLE:
+                if block != NO_BLOCK:
                     yield layer, block, begin, nbytes
                 begin += nbytes

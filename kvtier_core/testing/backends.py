@@ -14,12 +14,12 @@ from typing import ClassVar
 
 import pytest
 
-from kvtier_core import frame
 from kvtier_core.errors import BackendError
+from kvtier_core.frames import format as frame
 from kvtier_core.interfaces import Backend, BackendConfig, OpenContext
 from kvtier_core.testing.laws import Laws
 from kvtier_core.testing.samples import Poisoned, make_context, make_frame, make_key, make_keys, make_namespace, same
-from kvtier_core.types import KEY_NBYTES, PAGE_NBYTES, ChunkKey
+from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey
 
 _HOSTILE_KEYS = [
     bytes(KEY_NBYTES),
@@ -68,7 +68,7 @@ class BackendLaws(Laws):
     # -- bytes -------------------------------------------------------------------------------------
 
     def test_bytes_read_are_bytes_written(self, tmp_path: Path):
-        sizes = [PAGE_NBYTES, 2 * PAGE_NBYTES, 7 * PAGE_NBYTES, self.layout.frame_nbytes]
+        sizes = [FRAME_ALIGNMENT, 2 * FRAME_ALIGNMENT, 7 * FRAME_ALIGNMENT, self.layout.frame_nbytes]
         with self.opened(tmp_path) as backend:
             for offset in (0, 1, 4096 - 333):
                 keys = make_keys(len(sizes))
@@ -86,11 +86,11 @@ class BackendLaws(Laws):
         """Not the neighbours, not the view beyond the reported length, nothing at all for a miss."""
         there, absent = make_keys(2)
         with self.opened(tmp_path) as backend:
-            backend.write([there], [make_frame(there, nbytes=2 * PAGE_NBYTES)])
+            backend.write([there], [make_frame(there, nbytes=2 * FRAME_ALIGNMENT)])
             for offset in (333, 4096):
                 into = [Poisoned(self.layout.frame_nbytes, offset) for _ in range(2)]
                 counts = backend.read([absent, there], [room.view for room in into])
-                assert list(counts) == [0, 2 * PAGE_NBYTES]
+                assert list(counts) == [0, 2 * FRAME_ALIGNMENT]
                 assert [room.untouched_beyond(count) for room, count in zip(into, counts, strict=True)] == [True, True]
 
     def test_misses_stay_in_place(self, tmp_path: Path):
@@ -110,10 +110,10 @@ class BackendLaws(Laws):
     def test_a_view_too_small_is_a_miss(self, tmp_path: Path):
         key = make_key(0)
         with self.opened(tmp_path) as backend:
-            backend.write([key], [make_frame(key, nbytes=3 * PAGE_NBYTES)])
-            small = Poisoned(2 * PAGE_NBYTES)
+            backend.write([key], [make_frame(key, nbytes=3 * FRAME_ALIGNMENT)])
+            small = Poisoned(2 * FRAME_ALIGNMENT)
             assert list(backend.read([key], [small.view])) == [0]
-            assert small.untouched_beyond(2 * PAGE_NBYTES)
+            assert small.untouched_beyond(2 * FRAME_ALIGNMENT)
 
     def test_no_view_is_kept(self, tmp_path: Path):
         """The arena reuses a slot as soon as the call has returned."""
@@ -135,7 +135,7 @@ class BackendLaws(Laws):
         key = make_key(0)
         with self.opened(tmp_path) as backend:
             for seed, pages in enumerate((3, 5, 2, 5)):
-                newest = make_frame(key, nbytes=pages * PAGE_NBYTES, seed=seed)
+                newest = make_frame(key, nbytes=pages * FRAME_ALIGNMENT, seed=seed)
                 backend.write([key], [newest])
                 assert same(_read(backend, key, self.layout.frame_nbytes), newest)
 
@@ -143,7 +143,7 @@ class BackendLaws(Laws):
 
     def test_keys_are_any_32_bytes(self, tmp_path: Path):
         keys = [ChunkKey(key) for key in _HOSTILE_KEYS]
-        frames = [make_frame(key, nbytes=2 * PAGE_NBYTES, seed=i) for i, key in enumerate(keys)]
+        frames = [make_frame(key, nbytes=2 * FRAME_ALIGNMENT, seed=i) for i, key in enumerate(keys)]
         with self.opened(tmp_path) as backend:
             assert not any(backend.contains(keys))
             backend.write(keys, frames)
@@ -219,7 +219,7 @@ class BackendLaws(Laws):
         if not self.persistent:
             pytest.skip("nothing survives by design")
         keys = make_keys(6)
-        frames = [make_frame(key, nbytes=(i + 1) * PAGE_NBYTES) for i, key in enumerate(keys)]
+        frames = [make_frame(key, nbytes=(i + 1) * FRAME_ALIGNMENT) for i, key in enumerate(keys)]
         with self.opened(tmp_path) as backend:
             for key, written in zip(reversed(keys), reversed(frames), strict=True):
                 backend.write([key], [written])
@@ -304,13 +304,13 @@ def _soak(backend: Backend, seed: int) -> None:
         batch = rng.sample(keys, rng.randint(1, 4))
         match rng.choice(("write", "read", "delete")):
             case "write":
-                sizes = [rng.randint(1, 8) * PAGE_NBYTES for _ in batch]
+                sizes = [rng.randint(1, 8) * FRAME_ALIGNMENT for _ in batch]
                 seeds = [rng.getrandbits(32) for _ in batch]
                 frames = [make_frame(*of) for of in zip(batch, sizes, seeds, strict=True)]
                 backend.write(batch, frames)
                 held.update(zip(batch, frames, strict=True))
             case "read":
-                into = [memoryview(bytearray(8 * PAGE_NBYTES)) for _ in batch]
+                into = [memoryview(bytearray(8 * FRAME_ALIGNMENT)) for _ in batch]
                 counts = backend.read(batch, into)
                 got = [view[:count] for view, count in zip(into, counts, strict=True)]
                 assert same(got, [held.get(key, b"") for key in batch]), "a thread read other bytes than it wrote"
@@ -344,7 +344,7 @@ def _write_for_ever(config: BackendConfig, ctx: OpenContext, seed: int, started:
     backend.write([make_key(0)], [make_frame(make_key(0))])
     started.send("writing")
     keys = [make_key(number) for number in range(1, 33)]
-    frames = [[make_frame(key, nbytes=pages * PAGE_NBYTES) for pages in (2, 9)] for key in keys]
+    frames = [[make_frame(key, nbytes=pages * FRAME_ALIGNMENT) for pages in (2, 9)] for key in keys]
     while True:
         i, j = rng.sample(range(len(keys)), 2)
         backend.write([keys[i], keys[j]], [rng.choice(frames[i]), rng.choice(frames[j])])

@@ -14,16 +14,16 @@ from typing import ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier_core.arena import Arena
-from kvtier_core.builtin.lru import LruConfig
-from kvtier_core.door import Door
 from kvtier_core.errors import BackendError
+from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import AllocatorBackend, Backend, EvictionConfig, Serializer
-from kvtier_core.manager import StorageManager
-from kvtier_core.residents import Residents
+from kvtier_core.policies.lru import LruConfig
+from kvtier_core.stack.arena import Arena
+from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.stack.manager import StorageManager
+from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.testing.pool import ManualPool
-from kvtier_core.tier import Tier
-from kvtier_core.types import PAGE_NBYTES, ChunkKey, ChunkLayout, Namespace, Presence, Slot
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, ChunkLayout, Namespace, Presence, Slot
 
 LAYOUT = ChunkLayout((24,), 2, 2)
 NAMESPACE = Namespace.of({"model": "machine"})
@@ -117,11 +117,11 @@ class StackMachine(RuleBasedStateMachine):
         self.epoch = 0
         self.storing: list[list[ChunkKey]] = []
         self.loading: list[tuple[list[ChunkKey], list[Slot], int]] = []
-        self.door = Door(NAMESPACE, LAYOUT, self.serializer)
+        self.codec = FrameCodec(NAMESPACE, LAYOUT, self.serializer)
         self.sealer = ManualPool()
         self.memories = [Slots(slots) for slots in self.arenas]
         self.arena_levels = [
-            Arena(f"arena{i}", i, memory, Residents(self.policy.open())) for i, memory in enumerate(self.memories)
+            Arena(f"arena{i}", i, memory, CacheIndex(self.policy.open())) for i, memory in enumerate(self.memories)
         ]
         self.tier_levels = [self._tier(i, frames) for i, frames in enumerate(self.tiers)]
         self.manager = StorageManager(
@@ -133,14 +133,14 @@ class StackMachine(RuleBasedStateMachine):
         )
         self.pools = [self.sealer, *(tier.pool for tier in self.tier_levels)]
 
-    def _tier(self, number: int, frames: int) -> Tier:
-        return Tier(
+    def _tier(self, number: int, frames: int) -> StoreTier:
+        return StoreTier(
             f"tier{number}",
             self.shelf(),
             pool=ManualPool(),
-            residents=Residents(self.policy.open()),
-            door=self.door,
-            capacity=frames * self.door.bound,
+            index=CacheIndex(self.policy.open()),
+            codec=self.codec,
+            capacity=frames * self.codec.bound,
             inflight=4 * LAYOUT.frame_nbytes,
             clock=lambda: self.now,
         )
@@ -152,14 +152,14 @@ class StackMachine(RuleBasedStateMachine):
         slots = self.manager.reserve(PATHS[name][:length])
         for key, slot in slots.items():
             view = self.memories[slot.arena].view(slot.index)
-            view[PAGE_NBYTES : PAGE_NBYTES + LAYOUT.payload_nbytes] = payload(key, self.epoch)
+            view[FRAME_ALIGNMENT : FRAME_ALIGNMENT + LAYOUT.payload_nbytes] = payload(key, self.epoch)
         if slots:
             self.storing.append(list(slots))
 
     @rule(name=st.sampled_from(sorted(PATHS)))
     def serve(self, name: str) -> None:
         """A whole request at once, so that chance leads to full tiers soon."""
-        self.manager.touch(PATHS[name])
+        self.manager.on_request(PATHS[name])
         self.store(name, len(name))
         while self.storing:
             self.manager.commit(self.storing.pop())
@@ -178,13 +178,13 @@ class StackMachine(RuleBasedStateMachine):
     def load(self, name: str, touch: bool) -> None:
         path = PATHS[name]
         if touch:
-            self.manager.touch(path)
+            self.manager.on_request(path)
         found = self.manager.lookup(path)
         assert found == sorted(found, key=lambda presence: presence is Presence.MISS), "found behind a MISS"
         ready = [key for key, presence in zip(path, found, strict=True) if presence is Presence.READY]
         ready = ready[: found.index(Presence.PENDING)] if Presence.PENDING in found else ready
         if ready:
-            assert len(self.manager.origins(ready)) == len(ready)
+            assert len(self.manager.hit_sources(ready)) == len(ready)
             self.loading.append((ready, self.manager.pin(ready, "machine"), self.epoch))
 
     @precondition(lambda self: self.loading)
@@ -193,7 +193,7 @@ class StackMachine(RuleBasedStateMachine):
         keys, slots, epoch = self.loading.pop(which % len(self.loading))
         for key, slot in zip(keys, slots, strict=True):
             view = self.memories[slot.arena].view(slot.index)
-            held = bytes(view[PAGE_NBYTES : PAGE_NBYTES + LAYOUT.payload_nbytes])
+            held = bytes(view[FRAME_ALIGNMENT : FRAME_ALIGNMENT + LAYOUT.payload_nbytes])
             assert held == payload(key, epoch), "a pinned slot does not hold its chunk"
         self.manager.unpin(slots, "machine")
 
@@ -208,12 +208,12 @@ class StackMachine(RuleBasedStateMachine):
             self.finish_load(before)
 
     @rule()
-    def renew(self) -> None:
+    def invalidate_all(self) -> None:
         self._renew()
 
     def _renew(self) -> None:
         self.epoch += 1
-        self.manager.renew(Namespace.of({"model": "machine", "epoch": self.epoch}))
+        self.manager.invalidate_all(Namespace.of({"model": "machine", "epoch": self.epoch}))
 
     # -- what time and stores do -----------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class StackMachine(RuleBasedStateMachine):
         """Every other frame of a store."""
         shelves = [tier.backend.frames for tier in self.tier_levels if tier.backend.frames]
         frames = shelves[tier % len(shelves)]
-        end = PAGE_NBYTES + LAYOUT.payload_nbytes
+        end = FRAME_ALIGNMENT + LAYOUT.payload_nbytes
         for key in sorted(frames)[which % 2 :: 2]:
             spoiled = bytearray(frames[key][:end])
             if how == "drop":
@@ -255,9 +255,9 @@ class StackMachine(RuleBasedStateMachine):
             elif how == "swap":
                 frames[key] = frames[max(frames)]
             elif how == "cut":
-                frames[key] = bytes(spoiled[: (1, 50, PAGE_NBYTES, end - 1)[at % 4]])
+                frames[key] = bytes(spoiled[: (1, 50, FRAME_ALIGNMENT, end - 1)[at % 4]])
             elif spoiled:
-                spoiled[(0, 20, 60, PAGE_NBYTES, end - 1)[at % 5] % len(spoiled)] ^= 1
+                spoiled[(0, 20, 60, FRAME_ALIGNMENT, end - 1)[at % 5] % len(spoiled)] ^= 1
                 frames[key] = bytes(spoiled)
 
     # -- what must always hold -------------------------------------------------------------------------
@@ -265,15 +265,15 @@ class StackMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         for arena in self.arena_levels:
-            taken = arena.free + arena.reserved + len(arena.residents)
+            taken = arena.free + arena.reserved + len(arena.index)
             assert taken == arena.memory.slots, f"{arena.name}: {taken} slots of {arena.memory.slots} accounted for"
             assert arena.pins >= sum(slot.arena == arena.number for _, slots, _ in self.loading for slot in slots)
         for tier in self.tier_levels:
-            assert tier.residents.used == sum(map(tier.residents.held.nbytes, tier.residents.held))
+            assert tier.index.used == sum(map(tier.index.held.nbytes, tier.index.held))
             if not tier.backend.shared:
                 held = sum(map(len, tier.backend.frames.values()))
                 assert tier.backend.most <= tier.capacity, f"{tier.name} was beyond its capacity"
-                assert held <= tier.residents.used, f"{tier.name} holds bytes that nobody accounts for"
+                assert held <= tier.index.used, f"{tier.name} holds bytes that nobody accounts for"
 
     def teardown(self) -> None:
         if not hasattr(self, "manager"):

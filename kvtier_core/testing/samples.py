@@ -6,9 +6,9 @@ import ctypes
 import random
 from collections.abc import Sequence
 
-from kvtier_core import frame
-from kvtier_core.interfaces import OpenContext, PageRun, PageTable
-from kvtier_core.types import KEY_NBYTES, PAGE_NBYTES, ChunkKey, ChunkLayout, Namespace, Nbytes
+from kvtier_core.frames import format as frame
+from kvtier_core.interfaces import OpenContext, PagedKVCache, PageRun
+from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, ChunkLayout, Namespace, Nbytes
 
 _POISON = 0xA5
 
@@ -42,8 +42,8 @@ def make_frame(
 ) -> memoryview:
     """A sealed frame of ``nbytes``, by default that of `make_layout`, with a random payload."""
     nbytes = make_layout().frame_nbytes if nbytes is None else nbytes
-    sealed = memoryview(bytearray(PAGE_NBYTES) + random.Random(seed).randbytes(nbytes - PAGE_NBYTES))
-    frame.seal(sealed, namespace or make_namespace(), key, nbytes - PAGE_NBYTES)
+    sealed = memoryview(bytearray(FRAME_ALIGNMENT) + random.Random(seed).randbytes(nbytes - FRAME_ALIGNMENT))
+    frame.seal(sealed, namespace or make_namespace(), key, nbytes - FRAME_ALIGNMENT)
     return sealed
 
 
@@ -92,14 +92,14 @@ class PagedBuffer:
         for layer in self._layers:
             poison(layer)
 
-    def table(self, rank: int = 0) -> PageTable:
+    def table(self, rank: int = 0) -> PagedKVCache:
         runs = tuple(
             PageRun(address_of(layer) + start, stride, nbytes)
             for layer, start, stride, nbytes in zip(
                 self._layers, self._starts, self._strides, self._layout.page_nbytes, strict=True
             )
         )
-        return PageTable(runs, self.blocks, self.device, rank, self._layout)
+        return PagedKVCache(runs, self.blocks, self.device, rank, self._layout)
 
     def page(self, layer: int, block: int) -> bytes:
         return bytes(self._page(layer, block))

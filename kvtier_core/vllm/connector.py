@@ -32,20 +32,23 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvtier_core import native
-from kvtier_core.config import StackConfig, load_config, open_stack
+from kvtier_core.config.model import StackConfig, load_config, open_stack
+from kvtier_core.config.registry import Registry
+from kvtier_core.config.yaml_nodes import shown
+from kvtier_core.engine import worker_reports as reports
+from kvtier_core.engine.messages import StepPlan, WorkerReport
+from kvtier_core.engine.recorder import Recorder
+from kvtier_core.engine.scheduler_side import SchedulerSide
+from kvtier_core.engine.worker_side import WorkerSide
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.interfaces import OpenContext
-from kvtier_core.nodes import shown
-from kvtier_core.plugins import Registry
+from kvtier_core.transfer.io_pool import run
 from kvtier_core.types import Namespace, Nbytes
-from kvtier_core.vllm import identity, layout, model_weights, reports, versions
+from kvtier_core.vllm import layout, versions
 from kvtier_core.vllm.hit_sources import as_vllm_says
-from kvtier_core.vllm.plan import Plan, Survey
-from kvtier_core.vllm.recorder import Recorder
-from kvtier_core.vllm.scheduler import SchedulerHalf
-from kvtier_core.vllm.settings import UnidentifiedError
-from kvtier_core.vllm.worker import WorkerHalf
-from kvtier_core.workers import run
+from kvtier_core.vllm.identity import model_weights
+from kvtier_core.vllm.identity import namespace as identity
+from kvtier_core.vllm.identity.settings import UnidentifiedError
 
 logger = logging.getLogger("vllm.kvtier")
 
@@ -74,13 +77,13 @@ def guarded(neutral: Any = None) -> Callable:
     def wrap(method: Callable) -> Callable:
         @functools.wraps(method)
         def guard(self: KVTierConnector, *args: Any, **kwargs: Any) -> Any:
-            if self.half is None:
+            if self.side is None:
                 return neutral
             try:
                 return method(self, *args, **kwargs)
             except Exception:
                 logger.exception("kvtier: %s failed; the engine goes on without kvtier", method.__name__)
-                self._let_go()
+                self._disable()
                 return neutral
 
         return guard
@@ -95,8 +98,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._registry = Registry.discover()
         self.config = configured(self._kv_transfer_config.kv_connector_extra_config or {}, self._registry)
-        self.half: SchedulerHalf | WorkerHalf | None = None
-        self._surveys: list[Survey] | str = []
+        self.side: SchedulerSide | WorkerSide | None = None
+        self._reports: list[WorkerReport] | str = []
         self._promised: list[str] = []  # scheduler: loads that the engine waits for and no worker was told of
         self._awaited: set[str] = set()  # worker: loads that the engine waits for
         self._refusal = ""
@@ -110,7 +113,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._engine = f"{self._kv_transfer_config.engine_id} {vllm_config.instance_id}"
         self._ranks = vllm_config.parallel_config.world_size
         if role is KVConnectorRole.SCHEDULER and not self._refusal:
-            self._surveys = reports.collect(self._engine, self._ranks)
+            self._reports = reports.collect(self._engine, self._ranks)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -125,26 +128,26 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             model_weights.identify_ahead(
                 self._vllm_config.model_config, self._vllm_config.load_config, self.config.identity
             )
-        table, survey = layout.survey(self._vllm_config, self._kv_cache_config, kv_caches, self.config)
+        table, report = layout.inspect_pages(self._vllm_config, self._kv_cache_config, kv_caches, self.config)
         # Inside a MultiConnector its settings count, and vLLM shows them to workers alone.
         whole = get_current_vllm_config_or_none()
         if whole and whole.kv_transfer_config:
-            survey = attrs.evolve(survey, failure_policy=whole.kv_transfer_config.kv_load_failure_policy)
+            report = attrs.evolve(report, failure_policy=whole.kv_transfer_config.kv_load_failure_policy)
         try:
-            reports.leave(self._engine, self._vllm_config.parallel_config.rank, survey)
+            reports.leave(self._engine, self._vllm_config.parallel_config.rank, report)
         except OSError as error:
             logger.warning("kvtier: this worker cannot report what it found: %s", error)
         if table is not None:
-            self.half = WorkerHalf(self.config.arenas, table, kv_caches)
+            self.side = WorkerSide(self.config.arenas, table, kv_caches)
 
     @guarded()
     def unregister_kv_caches(self) -> None:
         """vLLM 0.33: before a sleep, until `restore_kv_caches`. The pages come back at the same addresses."""
-        self.half.leave_pages()
+        self.side.leave_pages()
 
     @guarded()
     def restore_kv_caches(self) -> None:
-        self.half.return_to_pages()
+        self.side.return_to_pages()
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -157,10 +160,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         reports.remove(self._engine, self._ranks)
         if self._refusal:
             return
-        if isinstance(self._surveys, str):
-            return self._refuse(self._surveys)
-        survey = self._surveys[0]
-        if refusal := layout.disagreement(self._surveys) or self._missing_mover(survey.device):
+        if isinstance(self._reports, str):
+            return self._refuse(self._reports)
+        report = self._reports[0]
+        if refusal := layout.disagreement(self._reports) or self._missing_mover(report.device):
             return self._refuse(refusal)
         weights = model_weights.identify(
             self._vllm_config.model_config, self._vllm_config.load_config, self.config.identity
@@ -169,9 +172,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             return self._refuse(weights.reason)
         if weights.warning:
             logger.warning("kvtier: %s", weights.warning)
-        self._warn_of(survey.failure_policy or self._kv_transfer_config.kv_load_failure_policy)
+        self._warn_of(report.failure_policy or self._kv_transfer_config.kv_load_failure_policy)
         try:
-            self.half = self._open(survey, weights.fact)
+            self.side = self._open(report, weights.fact)
         except UnidentifiedError as error:
             self._refuse(str(error))
 
@@ -192,12 +195,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if self.role is KVConnectorRole.SCHEDULER:
             logger.warning("kvtier: this engine is not served: %s", why)
 
-    def _open(self, survey: Survey, weights: str) -> SchedulerHalf:
+    def _open(self, report: WorkerReport, weights: str) -> SchedulerSide:
         """Raises ConfigError: an engine does not start with half a stack."""
-        config, chunk = layout.in_chunks(self.config, self._vllm_config, survey.page_nbytes)
+        config, chunk = layout.in_chunks(self.config, self._vllm_config, report.page_nbytes)
         replica, replicas = layout.replica_of(self._vllm_config.parallel_config)
         context = OpenContext(
-            namespace=identity.namespace(self._vllm_config, weights, config.chunk_tokens, survey),
+            namespace=identity.namespace(self._vllm_config, weights, config.chunk_tokens, report),
             layout=chunk,
             engine=self._kv_transfer_config.engine_id,
             replica=replica,
@@ -221,7 +224,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             logger.debug("kvtier: identity: %s: %s", *fact)
         if cold := manager.why_cold():
             logger.info("kvtier: cold because %s", cold)
-        return SchedulerHalf(
+        return SchedulerSide(
             config,
             manager,
             context.namespace,
@@ -241,7 +244,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded((0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self.half.match(request, num_computed_tokens)
+        return self.side.match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if num_external_tokens:
@@ -250,7 +253,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded()
     def _admitted(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self.half.admitted(request, blocks.get_block_ids()[0], num_external_tokens)
+        self.side.admitted(request, blocks.get_block_ids()[0], num_external_tokens)
 
     @guarded({})
     def get_external_cache_hit_sources(
@@ -259,20 +262,20 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if not num_external_tokens:
             return {}
         media = {tier.name: tier.config.medium for tier in self.config.tiers}
-        return as_vllm_says(self.half.sources(request.request_id), media)
+        return as_vllm_says(self.side.sources(request.request_id), media)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        plan = self._plan(scheduler_output) or Plan(unloadable=tuple(self._promised))
+        plan = self._plan(scheduler_output) or StepPlan(failed_loads=tuple(self._promised))
         self._promised.clear()
         return plan
 
     @guarded()
-    def _plan(self, scheduler_output: SchedulerOutput) -> Plan:
-        return self.half.plan(scheduler_output)
+    def _plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
+        return self.side.plan(scheduler_output)
 
     @guarded()
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self.half.progress(connector_output)
+        self.side.progress(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -281,12 +284,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self.half.finished(request)
+        self.side.finished(request)
         return False, None
 
     @guarded(False)
     def has_pending_push_work(self) -> bool:
-        return self.half.busy()
+        return self.side.busy()
 
     @guarded(True)
     def reset_cache(self) -> bool:
@@ -298,27 +301,27 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             logger.info("kvtier: vLLM reset its caches; what is stored is kept: on_reset is keep")
             return True
         logger.info("kvtier: vLLM reset its caches; what is stored is forgotten, since weights may be others now")
-        return self.half.renew()
+        return self.side.invalidate_all()
 
     # -- a worker's half -----------------------------------------------------------------------------------
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        plan: Plan = connector_metadata
+        plan: StepPlan = connector_metadata
         self._awaited.update(request_id for request_id, _ in plan.loads)
-        self._awaited.update(plan.unloadable)
+        self._awaited.update(plan.failed_loads)
 
     @guarded()
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Called before the step touches a page, and before any connector does."""
-        self.half.attach(kv_connector_metadata)
-        self.half.fence(kv_connector_metadata)
+        self.side.attach(kv_connector_metadata)
+        self.side.fence(kv_connector_metadata)
 
     @guarded()
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         # vLLM's second model runner has no such context any more, and says in kwargs what it computed.
         idle = not kwargs and forward_context.attn_metadata is None
-        self.half.load(self._connector_metadata, idle=idle)
+        self.side.load(self._connector_metadata, idle=idle)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: what a forward needs has been loaded before it is scheduled."""
@@ -328,7 +331,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded()
     def wait_for_save(self) -> None:
-        self.half.store(self._connector_metadata)
+        self.side.store(self._connector_metadata)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         loaded = self._loaded()
@@ -340,22 +343,22 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded()
     def _loaded(self) -> tuple[set[str], set[str]]:
-        return self.half.loaded()
+        return self.side.loaded()
 
     @guarded()
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self.half.progress()
+        return self.side.progress()
 
     # -- both ------------------------------------------------------------------------------------------------
 
     @guarded()
     def shutdown(self) -> None:
-        self.half.close()
-        self.half = None
+        self.side.close()
+        self.side = None
 
-    def _let_go(self) -> None:
+    def _disable(self) -> None:
         """Of a half that failed. Whoever waits for a load is told that it failed: `_promised` and `_awaited`."""
-        half, self.half = self.half, None
+        side, self.side = self.side, None
         self._refusal = "kvtier failed before; see the log"
-        if isinstance(half, WorkerHalf) and run(half.close).error is not None:
+        if isinstance(side, WorkerSide) and run(side.close).error is not None:
             logger.error("kvtier: a copy may still be under way")

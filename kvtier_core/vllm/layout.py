@@ -16,12 +16,12 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvtier_core.config import StackConfig
-from kvtier_core.interfaces import PageRun, PageTable
+from kvtier_core.config.model import StackConfig
+from kvtier_core.engine.messages import WorkerReport
+from kvtier_core.interfaces import PagedKVCache, PageRun
 from kvtier_core.types import ChunkLayout
-from kvtier_core.vllm import identity
-from kvtier_core.vllm.plan import Survey
-from kvtier_core.vllm.settings import UnidentifiedError
+from kvtier_core.vllm.identity import namespace as identity
+from kvtier_core.vllm.identity.settings import UnidentifiedError
 
 _ONE_GROUP = "start vLLM with --disable-hybrid-kv-cache-manager, and it has one"
 
@@ -78,24 +78,24 @@ def replica_of(parallel: ParallelConfig) -> tuple[int, int]:
     return parallel.data_parallel_index, parallel.elastic_ep_max_dp_size
 
 
-def survey(
+def inspect_pages(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor], config: StackConfig
-) -> tuple[PageTable | None, Survey]:
+) -> tuple[PagedKVCache | None, WorkerReport]:
     """Look at the pages that vLLM hands over at start-up; the table is None if they cannot be moved."""
     device = next(iter(kv_caches.values())).device
     try:
         of_the_worker = identity.facts_of_the_worker(vllm_config.model_config, config.identity)
     except UnidentifiedError as error:
-        return None, Survey(device.type, (), (), str(error))
+        return None, WorkerReport(device.type, (), (), str(error))
     runs: dict[tuple[int, int], PageRun] = {}  # layers that share KV are views of the same pages
     for name in sorted(kv_caches):
         run = _page_run(kv_caches[name], kv_cache_config.num_blocks)
         if run is None:
-            return None, Survey(device.type, (), (), f"the pages of layer {name} do not lie block after block")
+            return None, WorkerReport(device.type, (), (), f"the pages of layer {name} do not lie block after block")
         runs.setdefault((run.base, run.stride), run)
     page_nbytes = tuple(run.nbytes for run in runs.values())
     _, layout = in_chunks(config, vllm_config, page_nbytes)
-    table = PageTable(
+    table = PagedKVCache(
         layers=tuple(runs.values()),
         blocks=kv_cache_config.num_blocks,
         device=str(device),
@@ -112,7 +112,7 @@ def survey(
         "attention backend": _attention_backends(vllm_config, kv_caches),
         "cpu isa": _cpu_isa(vllm_config, kv_cache_config) if device.type == "cpu" else "none",
     }
-    return table, Survey(device.type, page_nbytes, tuple((name, str(fact)) for name, fact in facts.items()))
+    return table, WorkerReport(device.type, page_nbytes, tuple((name, str(fact)) for name, fact in facts.items()))
 
 
 def in_chunks(
@@ -125,11 +125,11 @@ def in_chunks(
     return config, attrs.evolve(block, blocks=config.chunk_tokens // block_size)
 
 
-def disagreement(surveys: Sequence[Survey]) -> str:
+def disagreement(reports: Sequence[WorkerReport]) -> str:
     """Why the pages of these workers cannot be moved together; empty if they can."""
-    if refusals := [survey.refusal for survey in surveys if survey.refusal]:
+    if refusals := [report.refusal for report in reports if report.refusal]:
         return refusals[0]
-    return "" if len(set(surveys)) == 1 else "the pages of the workers differ"
+    return "" if len(set(reports)) == 1 else "the pages of the workers differ"
 
 
 def _specs(kv_cache_config: KVCacheConfig) -> dict[str, KVCacheSpec]:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import attrs
 
-from kvtier_core.builtin.git import Git
-from kvtier_core.builtin.lru import Lru
 from kvtier_core.interfaces import EvictionConfig, EvictionPolicy
+from kvtier_core.policies.gittins import Gittins
+from kvtier_core.policies.lru import Lru
 
 
 @attrs.frozen
@@ -22,5 +22,5 @@ class Plain(EvictionConfig):
 
 
 PLAIN_LRU = Plain(Lru)
-PLAIN_GIT = Plain(functools.partial(Git, sizes=10))
-PLAIN_SIMPLE_GIT = Plain(functools.partial(Git, sizes=1))
+PLAIN_GIT = Plain(functools.partial(Gittins, sizes=10))
+PLAIN_SIMPLE_GIT = Plain(functools.partial(Gittins, sizes=1))

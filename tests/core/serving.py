@@ -8,8 +8,8 @@ from pathlib import Path
 
 import kvtier_cpu.plugin
 import kvtier_disk.plugin
-from kvtier_core.config import World, load_config, open_stack
-from kvtier_core.plugins import Registry
+from kvtier_core.config.model import Runtime, load_config, open_stack
+from kvtier_core.config.registry import Registry
 from kvtier_core.testing.samples import PagedBuffer, make_context
 from kvtier_core.types import ChunkLayout, Presence
 
@@ -25,7 +25,7 @@ class Serving:
     def __init__(self, file: Path, *plugins):
         config = load_config(file, Registry.of(kvtier_cpu.plugin, kvtier_disk.plugin, *plugins))
         self._now = 0.0
-        self.manager = open_stack(config, make_context(layout=LAYOUT), World(clock=lambda: self._now))
+        self.manager = open_stack(config, make_context(layout=LAYOUT), Runtime(clock=lambda: self._now))
         self._buffer = PagedBuffer(LAYOUT, LAYOUT.blocks, random.Random(0))
         self._mover = config.arenas[0].config.attach(self.manager.handles[0], self._buffer.table())
         self._rows = [list(range(LAYOUT.blocks))]
@@ -41,7 +41,7 @@ class Serving:
     def ask(self, path):
         """One request, until all of it has come to rest. How many of its chunks came back, each with its bytes."""
         self._now += 1.0
-        self.manager.touch(path)
+        self.manager.on_request(path)
         found = self.look_up(path)
         slots = self.manager.pin(path[:found], "request")
         for key, slot in zip(path, slots, strict=False):

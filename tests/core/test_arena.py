@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier_core.arena import Arena
-from kvtier_core.builtin.lru import Lru, LruConfig
 from kvtier_core.errors import ContractError
-from kvtier_core.residents import Residents
+from kvtier_core.policies.lru import Lru, LruConfig
+from kvtier_core.stack.arena import Arena
+from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.testing.machine import Slots
 from kvtier_core.testing.samples import make_keys
 from kvtier_core.types import Slot, Usage
@@ -25,7 +25,7 @@ def arena():
 
 def open_arena(policy=None):
     """Three slots, number 1 in its stack."""
-    return Arena("cpu", 1, Slots(3), Residents(policy or LruConfig().open()))
+    return Arena("cpu", 1, Slots(3), CacheIndex(policy or LruConfig().open()))
 
 
 def fill(arena, *keys):
@@ -40,7 +40,7 @@ def refusal(attempt, *args):
 
 
 def counts(arena):
-    return arena.free, arena.reserved, len(arena.residents), arena.pins
+    return arena.free, arena.reserved, len(arena.index), arena.pins
 
 
 def test_from_free_to_ready(arena):
@@ -123,10 +123,10 @@ def test_a_pin_is_its_owners_alone(arena):
     slots = arena.pin([A], "one")
     arena.pin([A], "two")
     arena.pin([A], "two")
-    assert arena.holders() == {"one": 1, "two": 2}
+    assert arena.pins_by_holder() == {"one": 1, "two": 2}
     arena.unpin(slots, "one")
     assert refusal(arena.unpin, slots, "one") == "cpu: unpin of slot 0, which one has not pinned"
-    assert arena.holders() == {"two": 2}
+    assert arena.pins_by_holder() == {"two": 2}
 
 
 def test_pins_are_counted(arena):
@@ -159,7 +159,7 @@ class Content(Lru):
 def test_a_policy_may_refuse_before_anything_is_copied():
     arena = open_arena(Content())
     fill(arena, A, B)
-    assert arena.welcome([C, D]) == [C], "there is room for one"
+    assert arena.would_admit([C, D]) == [C], "there is room for one"
     assert arena.trade([C, D]) == ([C], [])
     assert counts(arena) == (1, 0, 2, 0)
 

@@ -13,7 +13,7 @@ import pytest
 from kvtier_core import interfaces
 from kvtier_core.errors import BackendError
 from kvtier_core.testing import ArenaLaws, laws_of
-from kvtier_core.types import PAGE_NBYTES
+from kvtier_core.types import FRAME_ALIGNMENT
 
 _MEMORY = {}
 
@@ -52,7 +52,7 @@ class Copier(interfaces.Mover):
             at = self.table.layout.shard_offset(self.table.rank)
             for run in self.table.layers:
                 for block in blocks:
-                    if block != interfaces.HOLE:
+                    if block != interfaces.NO_BLOCK:
                         page = (ctypes.c_char * run.nbytes).from_address(run.base + block * run.stride)
                         yield memoryview(page).cast("B"), self.memory.view(slot)[at : at + run.nbytes]
                     at += run.nbytes
@@ -60,12 +60,12 @@ class Copier(interfaces.Mover):
     def store(self, job, pages, slots):
         for page, place in self.pairs(pages, slots):
             place[:] = page
-        self.done.append(interfaces.Ended(job, ok=True))
+        self.done.append(interfaces.JobResult(job, ok=True))
 
     def load(self, job, slots, pages):
         for page, place in self.pairs(pages, slots):
             page[:] = place
-        self.done.append(interfaces.Ended(job, ok=True))
+        self.done.append(interfaces.JobResult(job, ok=True))
 
     def finished(self):
         done, self.done = self.done, []
@@ -80,7 +80,7 @@ class Copier(interfaces.Mover):
 
 class SlotsOverlap(Memory):
     def view(self, slot):
-        return self.bytes[slot * (self.slot_nbytes - PAGE_NBYTES) :][: self.slot_nbytes]
+        return self.bytes[slot * (self.slot_nbytes - FRAME_ALIGNMENT) :][: self.slot_nbytes]
 
 
 class Unaligned(Memory):
@@ -122,7 +122,7 @@ class SkipsHoles(Copier):
 
     def pairs(self, pages, slots):
         for blocks, slot in zip(pages, slots, strict=True):
-            wanted = [block for block in blocks if block != interfaces.HOLE]
+            wanted = [block for block in blocks if block != interfaces.NO_BLOCK]
             yield from super().pairs([wanted], [slot])
 
 
@@ -153,7 +153,7 @@ class Transposes(Copier):
 
 class LoadsNothing(Copier):
     def load(self, job, slots, pages):
-        self.done.append(interfaces.Ended(job, ok=True))
+        self.done.append(interfaces.JobResult(job, ok=True))
 
 
 class SumsThePages(Copier):
@@ -163,7 +163,7 @@ class SumsThePages(Copier):
         super().store(job, pages, slots)
         chunks = zip(pages, slots, strict=True)
         parts = [b"".join(bytes(page) for page, _ in self.pairs([row], [slot])) for row, slot in chunks]
-        self.done[-1] = self.done[-1]._replace(sums=[zlib.crc32(part) for part in parts])
+        self.done[-1] = self.done[-1]._replace(checksums=[zlib.crc32(part) for part in parts])
 
 
 class ReportsTwice(Copier):

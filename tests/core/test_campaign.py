@@ -23,16 +23,16 @@ import attrs
 import pytest
 from test_machine import Zip
 
-from kvtier_core import frame
-from kvtier_core.builtin.lru import LruConfig
-from kvtier_core.door import Door
-from kvtier_core.frame import Damage
+from kvtier_core.frames import format as frame
+from kvtier_core.frames.codec import FrameCodec
+from kvtier_core.frames.format import Damage
 from kvtier_core.interfaces import Serializer
-from kvtier_core.residents import Residents
+from kvtier_core.policies.lru import LruConfig
+from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.stack.store_tier.tier import FrameWrite, StoreTier
 from kvtier_core.testing.samples import make_context, make_keys, make_namespace, same
-from kvtier_core.tier import Offer, Tier
-from kvtier_core.types import KEY_NBYTES, PAGE_NBYTES, ChunkKey, ChunkLayout, Event, EventKind, Namespace, Nbytes
-from kvtier_core.workers import IOPool
+from kvtier_core.transfer.io_pool import IOPool
+from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, ChunkLayout, Event, EventKind, Namespace, Nbytes
 from kvtier_disk.config import DiskConfig
 
 ROUNDS = int(os.environ.get("CAMPAIGN_ROUNDS", "3000"))
@@ -50,7 +50,7 @@ FIELDS = [
     ("magic", 0, "8s", [b"kvtier\n\n", b"KVTIER\r\n", bytes(8)]),
     ("version", 8, "<H", [0, 2, 0xFFFF]),
     ("codec", 10, "<H", [0, 1, 77, 0xFFFF]),
-    ("length", 12, "<Q", [0, 1, PAGE_NBYTES, 1 << 50, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]),
+    ("length", 12, "<Q", [0, 1, FRAME_ALIGNMENT, 1 << 50, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]),
     ("namespace", 20, "32s", [THEIRS.digest, bytes(32)]),
     ("key", 52, "32s", [*KEYS, bytes(KEY_NBYTES)]),
     ("checksum", CHECKSUM_AT, "<I", [0, 0xFFFFFFFF]),
@@ -71,12 +71,12 @@ class Stored:
 
     @property
     def payload(self) -> bytes:
-        return self.whole[PAGE_NBYTES : PAGE_NBYTES + self.payload_nbytes]
+        return self.whole[FRAME_ALIGNMENT : FRAME_ALIGNMENT + self.payload_nbytes]
 
     def is_meant_by(self, found: bytes) -> bool:
         """Are all meaning bytes those that were stored?"""
-        end = PAGE_NBYTES + self.payload_nbytes
-        return found[:HEADER_NBYTES] == self.whole[:HEADER_NBYTES] and found[PAGE_NBYTES:end] == self.payload
+        end = FRAME_ALIGNMENT + self.payload_nbytes
+        return found[:HEADER_NBYTES] == self.whole[:HEADER_NBYTES] and found[FRAME_ALIGNMENT:end] == self.payload
 
     def sealed_again(self, *, namespace: Namespace = OURS, key: ChunkKey | None = None, payload: bytes) -> bytes:
         again = bytearray(whole_pages(payload))
@@ -85,7 +85,7 @@ class Stored:
 
 
 def whole_pages(payload: bytes) -> bytes:
-    return bytes(PAGE_NBYTES) + payload + bytes(-len(payload) % PAGE_NBYTES)
+    return bytes(FRAME_ALIGNMENT) + payload + bytes(-len(payload) % FRAME_ALIGNMENT)
 
 
 def seal(key: ChunkKey, payload: bytes) -> bytes:
@@ -134,11 +134,11 @@ def cut_short(rng, stored, others):
 
 def cut_to_whole_pages(rng, stored, others):
     """As a power cut leaves it."""
-    return stored.whole[: rng.randrange(0, len(stored.whole), PAGE_NBYTES)]
+    return stored.whole[: rng.randrange(0, len(stored.whole), FRAME_ALIGNMENT)]
 
 
 def extended(rng, stored, others):
-    more = rng.choice([bytes(rng.choice([1, 512, PAGE_NBYTES])), rng.randbytes(rng.randint(1, 600)), stored.whole])
+    more = rng.choice([bytes(rng.choice([1, 512, FRAME_ALIGNMENT])), rng.randbytes(rng.randint(1, 600)), stored.whole])
     return stored.whole + more
 
 
@@ -154,7 +154,7 @@ def a_frame_of_another_namespace(rng, stored, others):
 
 
 def the_header_of_another_frame(rng, stored, others):
-    return rng.choice(others)[: rng.choice([HEADER_NBYTES, PAGE_NBYTES])] + stored.whole[PAGE_NBYTES:]
+    return rng.choice(others)[: rng.choice([HEADER_NBYTES, FRAME_ALIGNMENT])] + stored.whole[FRAME_ALIGNMENT:]
 
 
 def a_field_rewritten(rng, stored, others):
@@ -184,14 +184,14 @@ def a_field_rewritten_and_the_checksum_too(rng, stored, others):
     """Each field must be refused for its own sake: this is what a bug in whoever seals would write."""
     found = rewritten(rng, stored, FIELDS[:-1])
     (claimed,) = struct.unpack_from("<Q", found, 12)
-    checksum = zlib.crc32(found[PAGE_NBYTES:][:claimed], zlib.crc32(found[:CHECKSUM_AT]))
+    checksum = zlib.crc32(found[FRAME_ALIGNMENT:][:claimed], zlib.crc32(found[:CHECKSUM_AT]))
     return put(found, CHECKSUM_AT, struct.pack("<I", checksum))
 
 
 def a_payload_of_another_length(rng, stored, others):
     """A whole frame of this very key, sealed when a chunk was shorter or longer."""
-    delta = rng.choice([-PAGE_NBYTES, -1, 1, PAGE_NBYTES])
-    return stored.sealed_again(payload=(stored.payload + bytes(PAGE_NBYTES))[: stored.payload_nbytes + delta])
+    delta = rng.choice([-FRAME_ALIGNMENT, -1, 1, FRAME_ALIGNMENT])
+    return stored.sealed_again(payload=(stored.payload + bytes(FRAME_ALIGNMENT))[: stored.payload_nbytes + delta])
 
 
 #: Lies whose checksum fits. Only a reader who knows how long the payload must be can tell them all.
@@ -303,7 +303,7 @@ class Bench:
 
     folder: Path
     layout: ChunkLayout
-    tier: Tier
+    tier: StoreTier
     good: list[ChunkKey] = attrs.field(factory=list)
     bad: list[ChunkKey] = attrs.field(factory=list)
 
@@ -313,7 +313,7 @@ class Bench:
             self.tier.pool.step()
 
     def write(self, frames: dict[ChunkKey, bytes]) -> None:
-        self.tier.write([Offer(key, None, memoryview(whole)) for key, whole in frames.items()], lambda key: None)
+        self.tier.write([FrameWrite(key, None, memoryview(whole)) for key, whole in frames.items()], lambda key: None)
         self.settle()
         assert [event.kind for event in self.told()] == [EventKind.WRITTEN]
 
@@ -340,12 +340,12 @@ class Bench:
 
     def told_of_misses(self) -> tuple[set[ChunkKey], set[ChunkKey]]:
         """The keys that were told to be damaged, and why, and those that were told to be lost; each once."""
-        keys: dict[EventKind, list[ChunkKey]] = {EventKind.DAMAGED: [], EventKind.LOST: []}
+        keys: dict[EventKind, list[ChunkKey]] = {EventKind.CORRUPT: [], EventKind.MISSING: []}
         for event in self.told():
             assert event.kind in keys, event
             keys[event.kind] += event.keys
-            assert event.kind is not EventKind.DAMAGED or event.why in {damage.value for damage in Damage}
-        damaged, lost = keys[EventKind.DAMAGED], keys[EventKind.LOST]
+            assert event.kind is not EventKind.CORRUPT or event.why in {damage.value for damage in Damage}
+        damaged, lost = keys[EventKind.CORRUPT], keys[EventKind.MISSING]
         assert len({*damaged, *lost}) == len(damaged) + len(lost)
         return set(damaged), set(lost)
 
@@ -353,12 +353,12 @@ class Bench:
 @contextlib.contextmanager
 def opened(folder: Path, layout: ChunkLayout, serializer: Serializer | None) -> Iterator[Bench]:
     ctx = make_context(namespace=OURS, layout=layout)
-    tier = Tier(
+    tier = StoreTier(
         "disk",
         DiskConfig(path=folder, min_free=Nbytes(0)).open(ctx),
         pool=IOPool("campaign", 2),
-        residents=Residents(LruConfig().open()),
-        door=Door(OURS, layout, serializer),
+        index=CacheIndex(LruConfig().open()),
+        codec=FrameCodec(OURS, layout, serializer),
         capacity=ctx.capacity,
         inflight=1 << 30,
     )
@@ -407,7 +407,7 @@ def test_no_harmed_file_is_served(tmp_path, layout, serializer):
             assert not bench.read(bench.bad), "a miss is read again"
         with opened(tmp_path, layout, serializer) as bench:
             assert not any(map(bench.tier.has, damaged)), "a damaged frame is found again after a restart"
-            bench.tier.renew(OURS)
+            bench.tier.invalidate_all(OURS)
             bench.settle()
         before = [other.whole for other in stored.values()]
     tally.settle(kinds)
@@ -415,8 +415,8 @@ def test_no_harmed_file_is_served(tmp_path, layout, serializer):
 
 def _can_be_read(found: bytes, bench: Bench, serializer: Serializer | None) -> bool:
     """What has no frame's length, or fits into no slot, is lost before anybody looks at it."""
-    bound = Door(OURS, bench.layout, serializer).bound
-    return 0 < len(found) <= bound and len(found) % PAGE_NBYTES == 0
+    bound = FrameCodec(OURS, bench.layout, serializer).bound
+    return 0 < len(found) <= bound and len(found) % FRAME_ALIGNMENT == 0
 
 
 def test_a_frame_that_cannot_be_decoded_is_damaged(tmp_path):

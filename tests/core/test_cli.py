@@ -45,7 +45,7 @@ def test_check_shows_every_setting_and_its_origin(folder, capsys):
     assert told == [
         ["$.tiers[0].type", "heap", "kvtier.yaml:4"],
         ["$.tiers[0].capacity", "1GiB", "kvtier.yaml:4"],
-        ["$.tiers[0].eviction", "git", "default"],
+        ["$.tiers[0].eviction", "gittins", "default"],
         ["$.tiers[0].eviction.classes", "full", "default"],
         ["$.tiers[0].store_after", "1", "default"],
         ["$.chunk_tokens", "auto", "default"],

@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier_core.builtin.chained import ChainedConfig
-from kvtier_core.builtin.fifo import FifoConfig
-from kvtier_core.builtin.git import GitConfig
 from kvtier_core.builtin.raw import RawConfig
-from kvtier_core.config import ArenaTier, BackendTier, StackConfig, load_config, open_stack
+from kvtier_core.config.decode import settings
+from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig, load_config, open_stack
+from kvtier_core.config.registry import KINDS, Registry
 from kvtier_core.errors import BackendError, ConfigError, Problem
 from kvtier_core.hookspecs import hookimpl
 from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, Backend, BackendConfig, OpenContext
-from kvtier_core.plugins import KINDS, Registry
-from kvtier_core.structure import settings
+from kvtier_core.policies.fifo import FifoConfig
+from kvtier_core.policies.gittins import GittinsConfig
 from kvtier_core.types import ChunkLayout, Namespace, Nbytes, Seconds
 
 LAYOUT = ChunkLayout((65536,), 16)
@@ -140,8 +140,8 @@ def test_a_whole_file(write):
     """)
     assert load() == StackConfig(
         tiers=(
-            ArenaTier("cpu", CpuConfig("off"), Nbytes(8 << 30), GitConfig()),
-            BackendTier(
+            ArenaTierConfig("cpu", CpuConfig("off"), Nbytes(8 << 30), GittinsConfig()),
+            StoreTierConfig(
                 "disk",
                 DiskConfig(pathlib.Path("/var/lib/kvtier")),
                 Nbytes(200 << 30),
@@ -150,7 +150,7 @@ def test_a_whole_file(write):
                 8,
                 Nbytes(2 << 30),
             ),
-            BackendTier("disk#2", DiskConfig(pathlib.Path("/slow"), 3), Nbytes(1 << 40)),
+            StoreTierConfig("disk#2", DiskConfig(pathlib.Path("/slow"), 3), Nbytes(1 << 40)),
         ),
         chunk_tokens=64,
         token_database=ChainedConfig(),
@@ -244,7 +244,7 @@ def test_every_problem_of_a_file_is_told(write):
         "kvtier.yaml:8: $.tiers[3].type: no backend 'dsk' is installed (have: cpu, disk, heap); did you mean 'disk'?",
         (
             "kvtier.yaml:9: $.tiers[4].eviction: no eviction policy 'lruu' is installed "
-            "(have: arc, fifo, git, lfu, lru, lru2, mru, s3fifo, tour); "
+            "(have: arc, fifo, gittins, lfu, lru, lru2, mru, s3fifo, tournament); "
             "did you mean 'lru'?"
         ),
         "kvtier.yaml:9: $.tiers[4]: 'path' is missing",
@@ -431,7 +431,10 @@ def test_a_tier_that_cannot_start_closes_all(write):
 
 
 def test_no_plugin_may_take_a_key_of_the_core():
-    own = settings(ArenaTier, but=("name", "config")).keys() | settings(BackendTier, but=("name", "config")).keys()
+    own = (
+        settings(ArenaTierConfig, but=("name", "config")).keys()
+        | settings(StoreTierConfig, but=("name", "config")).keys()
+    )
     assert KINDS["backend"].core_keys == own | {"type"}
 
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from test_mover import World, jobs
 
-from kvtier_core.cuda.copiers import _pieces
-from kvtier_core.cuda.library import FILE, Library
 from kvtier_core.errors import BackendError
-from kvtier_core.pages import layers_of
+from kvtier_core.transfer.cuda.copiers import _pieces
+from kvtier_core.transfer.cuda.library import FILE, Library
+from kvtier_core.transfer.page_lists import layers_of
 from kvtier_core.types import ChunkLayout
 
 SOURCE = Path(__file__).parents[2] / "csrc/cuda"
@@ -75,14 +75,14 @@ def on_host(tmp_path_factory):
     return ctypes.CDLL(str(path))
 
 
-def arguments(world, to_slots, pages, slots):
+def arguments(runtime, to_slots, pages, slots):
     """What both take, of a job; and what must be kept until they return."""
-    layers = list(layers_of(world.table))
+    layers = list(layers_of(runtime.table))
     flat = (ctypes.c_uint64 * (4 * len(layers)))(*(number for layer in layers for number in layer))
     pieces = _pieces(pages, slots)
-    memory = ctypes.addressof(ctypes.c_char.from_buffer(world.slots))
-    shards = memory + world.layout.shard_offset(world.rank)
-    numbers = [len(layers), shards, world.layout.frame_nbytes, to_slots, pieces.buffer_info()[0], len(pieces) // 3]
+    memory = ctypes.addressof(ctypes.c_char.from_buffer(runtime.slots))
+    shards = memory + runtime.layout.shard_offset(runtime.rank)
+    numbers = [len(layers), shards, runtime.layout.frame_nbytes, to_slots, pieces.buffer_info()[0], len(pieces) // 3]
     return [flat, *(ctypes.c_uint64(number) for number in numbers)], pieces
 
 
@@ -91,24 +91,24 @@ def arguments(world, to_slots, pages, slots):
 @settings(max_examples=60, deadline=None)
 @given(job=jobs())
 def test_the_lanes_of_the_kernel_copy_each_byte_that_is_wanted_and_no_other(on_host, to_slots, workers, lanes, job):
-    world, pages, slots = job
-    expected = world.after_store(pages, slots) if to_slots else world.after_load(slots, pages)
-    given, pieces = arguments(world, to_slots, pages, slots)
+    runtime, pages, slots = job
+    expected = runtime.after_store(pages, slots) if to_slots else runtime.after_load(slots, pages)
+    given, pieces = arguments(runtime, to_slots, pages, slots)
     on_host.kernel_on_host(*given, workers, lanes)
     assert pieces is not None
-    assert world.state() == expected
+    assert runtime.state() == expected
 
 
 @pytest.mark.parametrize("to_slots", [True, False])
 @settings(max_examples=100, deadline=None)
 @given(job=jobs())
 def test_the_list_of_copies_is_each_byte_that_is_wanted_and_no_other(on_host, to_slots, job):
-    world, pages, slots = job
-    expected = world.after_store(pages, slots) if to_slots else world.after_load(slots, pages)
-    given, pieces = arguments(world, to_slots, pages, slots)
+    runtime, pages, slots = job
+    expected = runtime.after_store(pages, slots) if to_slots else runtime.after_load(slots, pages)
+    given, pieces = arguments(runtime, to_slots, pages, slots)
     on_host.copies_on_host(*given)
     assert pieces is not None
-    assert world.state() == expected
+    assert runtime.state() == expected
 
 
 @pytest.mark.parametrize("nbytes", [16, 48, 2048, 2052, 2049, 20, 1])
@@ -126,17 +126,17 @@ def test_a_page_is_copied_in_words_of_any_width(on_host, nbytes, at, from_):
 
 def test_more_pieces_than_go_with_one_launch(on_host):
     layout = ChunkLayout(page_nbytes=(16, 32), blocks=300)
-    world = World(layout, blocks=600, slots=2)
+    runtime = World(layout, blocks=600, slots=2)
     pages, slots = [list(range(300, 600)), list(range(299, -1, -1))], [1, 0]
-    expected = world.after_store(pages, slots)
-    given, pieces = arguments(world, True, pages, slots)
+    expected = runtime.after_store(pages, slots)
+    given, pieces = arguments(runtime, True, pages, slots)
     on_host.kernel_on_host(*given, 7, 32)
     assert pieces is not None
-    assert world.state() == expected
+    assert runtime.state() == expected
 
 
 def test_neighbours_on_both_sides_are_one_copy(on_host):
-    world = World(ChunkLayout(page_nbytes=(48, 96), blocks=4), gaps=[0, 8])
-    given, pieces = arguments(world, True, [[2, 3, 4, 0]], [0])
+    runtime = World(ChunkLayout(page_nbytes=(48, 96), blocks=4), gaps=[0, 8])
+    given, pieces = arguments(runtime, True, [[2, 3, 4, 0]], [0])
     assert on_host.copies_on_host(*given) == 2 + 4, "runs of the dense layer, pages of the padded one"
     assert pieces is not None

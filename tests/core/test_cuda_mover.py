@@ -12,26 +12,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_mover import World, jobs
 
-from kvtier_core.cuda.copiers import TorchCopier
-from kvtier_core.cuda.lock import NoLock, PageLock
-from kvtier_core.cuda.mover import DeviceMover
-from kvtier_core.cuda.race import DMA, KERNEL, choose
 from kvtier_core.errors import BackendError, ContractError
+from kvtier_core.transfer.cuda.autotune import DMA, KERNEL, choose
+from kvtier_core.transfer.cuda.copiers import TorchCopier
+from kvtier_core.transfer.cuda.host_registration import HostRegistration, NoLock
+from kvtier_core.transfer.cuda.mover import DeviceMover
 from kvtier_core.types import ChunkLayout
 
 ROW = [0, 1, 2, 3]
 
 
-def torch_copier(world):
-    memory = ctypes.addressof(ctypes.c_char.from_buffer(world.slots))
-    nbytes = world.layout.frame_nbytes
-    shards = memory + world.layout.shard_offset(world.rank)
-    return TorchCopier(torch.cpu, world.table, shards, len(world.slots) // nbytes, nbytes)
+def torch_copier(runtime):
+    memory = ctypes.addressof(ctypes.c_char.from_buffer(runtime.slots))
+    nbytes = runtime.layout.frame_nbytes
+    shards = memory + runtime.layout.shard_offset(runtime.rank)
+    return TorchCopier(torch.cpu, runtime.table, shards, len(runtime.slots) // nbytes, nbytes)
 
 
-def mover_of(world, *, copier=None, streams=torch.cpu, lock=None, kind=DeviceMover):
-    slots = len(world.slots) // world.layout.frame_nbytes
-    return kind(world.table, slots, copier or torch_copier(world), streams, lock or NoLock())
+def mover_of(runtime, *, copier=None, streams=torch.cpu, lock=None, kind=DeviceMover):
+    slots = len(runtime.slots) // runtime.layout.frame_nbytes
+    return kind(runtime.table, slots, copier or torch_copier(runtime), streams, lock or NoLock())
 
 
 def ended(mover):
@@ -40,7 +40,7 @@ def ended(mover):
 
 
 @pytest.fixture
-def world():
+def runtime():
     return World(ChunkLayout(page_nbytes=(48, 96), blocks=4), gaps=[0, 16])
 
 
@@ -50,25 +50,25 @@ def world():
 @settings(max_examples=150, deadline=None)
 @given(jobs())
 def test_torch_stores_what_the_host_mover_stores(job):
-    world, pages, slots = job
-    expected = world.after_store(pages, slots)
-    mover = mover_of(world)
+    runtime, pages, slots = job
+    expected = runtime.after_store(pages, slots)
+    mover = mover_of(runtime)
     mover.store(1, pages, slots)
     mover.wait([1])
     assert ended(mover) == [(1, True)]
-    assert world.state() == expected
+    assert runtime.state() == expected
 
 
 @settings(max_examples=150, deadline=None)
 @given(jobs())
 def test_torch_loads_what_the_host_mover_loads(job):
-    world, pages, slots = job
-    expected = world.after_load(slots, pages)
-    mover = mover_of(world)
+    runtime, pages, slots = job
+    expected = runtime.after_load(slots, pages)
+    mover = mover_of(runtime)
     mover.load(1, slots, pages)
     mover.wait([1])
     assert ended(mover) == [(1, True)]
-    assert world.state() == expected
+    assert runtime.state() == expected
 
 
 # -- order -----------------------------------------------------------------------------------------------
@@ -131,8 +131,8 @@ class _Event:
 class LaterCopier:
     """Copies of torch's, each when its stream comes to it."""
 
-    def __init__(self, world):
-        self.copier = torch_copier(world)
+    def __init__(self, runtime):
+        self.copier = torch_copier(runtime)
 
     def gather(self, rows, slots, stream):
         stream.run(lambda: self.copier.gather(rows, slots, torch.cpu.Stream()))
@@ -147,54 +147,54 @@ class LaterCopier:
         pass
 
 
-def write(world, row, byte):
+def write(runtime, row, byte):
     """What a forward does to the pages of these blocks."""
-    for start, run in zip(world.starts, world.table.layers, strict=True):
+    for start, run in zip(runtime.starts, runtime.table.layers, strict=True):
         for block in row:
             begin = start + block * run.stride
-            world.pages[begin : begin + run.nbytes] = bytes([byte]) * run.nbytes
+            runtime.pages[begin : begin + run.nbytes] = bytes([byte]) * run.nbytes
 
 
-def read(world, row):
+def read(runtime, row):
     """The pages of these blocks as they lie in a shard."""
     return b"".join(
-        world.pages[start + block * run.stride :][: run.nbytes]
-        for start, run in zip(world.starts, world.table.layers, strict=True)
+        runtime.pages[start + block * run.stride :][: run.nbytes]
+        for start, run in zip(runtime.starts, runtime.table.layers, strict=True)
         for block in row
     )
 
 
-def payload(world, slot):
-    begin = slot * world.layout.frame_nbytes + world.layout.shard_offset(0)
-    return bytes(world.slots[begin : begin + world.layout.shard_nbytes])
+def payload(runtime, slot):
+    begin = slot * runtime.layout.frame_nbytes + runtime.layout.shard_offset(0)
+    return bytes(runtime.slots[begin : begin + runtime.layout.shard_nbytes])
 
 
-def engine_with_few_blocks(world, mover, device, rounds=12):
+def engine_with_few_blocks(runtime, mover, device, rounds=12):
     """Chunks are computed, stored and forgotten, and their blocks given away at once: to a forward, or to a load."""
     under_way, computed, reported = {}, {}, set()
     for job in range(rounds):
         slot = job % 3
-        row = device.rng.sample(range(world.table.blocks), 4)
+        row = device.rng.sample(range(runtime.table.blocks), 4)
         if under_way.get(slot) is not None:  # the owner gives a slot to nobody before its job was reported
             settle(mover, device, under_way.pop(slot)[0], reported)
-            assert payload(world, slot) == computed[slot]
-        overtaken = [other for other, blocks in under_way.values() if not set(blocks).isdisjoint(row)]
+            assert payload(runtime, slot) == computed[slot]
+        stores_to_fence = [other for other, blocks in under_way.values() if not set(blocks).isdisjoint(row)]
         if slot in computed and device.rng.random() < 0.4:
             mover.load(job, [slot], [row])
             settle(mover, device, job, reported)
-            assert read(world, row) == computed[slot], "the engine reads what was not loaded"
+            assert read(runtime, row) == computed[slot], "the engine reads what was not loaded"
             continue
-        mover.fence(overtaken)
+        mover.fence(stores_to_fence)
         byte = device.rng.randrange(256)
-        device.engine.run(lambda row=row, byte=byte: write(world, row, byte))
+        device.engine.run(lambda row=row, byte=byte: write(runtime, row, byte))
         mover.store(job, [row], [slot])
         under_way[slot] = job, row
-        computed[slot] = bytes([byte]) * world.layout.shard_nbytes
+        computed[slot] = bytes([byte]) * runtime.layout.shard_nbytes
         for _ in range(device.rng.randrange(4)):
             device.step()
     device.finish()
     for slot, content in computed.items():
-        assert payload(world, slot) == content, "the engine overtook a store"
+        assert payload(runtime, slot) == content, "the engine overtook a store"
 
 
 def settle(mover, device, job, reported):
@@ -208,8 +208,8 @@ def settle(mover, device, job, reported):
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 1 << 32))
 def test_whatever_the_streams_do_first(seed):
-    world, device = World(ChunkLayout(page_nbytes=(48, 96), blocks=4), gaps=[0, 16]), Device(seed)
-    engine_with_few_blocks(world, mover_of(world, copier=LaterCopier(world), streams=device), device)
+    runtime, device = World(ChunkLayout(page_nbytes=(48, 96), blocks=4), gaps=[0, 16]), Device(seed)
+    engine_with_few_blocks(runtime, mover_of(runtime, copier=LaterCopier(runtime), streams=device), device)
 
 
 class WithoutFence(DeviceMover):
@@ -237,9 +237,11 @@ class LoadsOvertakeStores(DeviceMover):
 @pytest.mark.parametrize("kind", [WithoutFence, BeforeTheForward, LoadsOvertakeStores])
 def test_the_test_of_order_would_see(kind):
     def found(seed):
-        world, device = World(ChunkLayout(page_nbytes=(48, 96), blocks=4), gaps=[0, 16]), Device(seed)
+        runtime, device = World(ChunkLayout(page_nbytes=(48, 96), blocks=4), gaps=[0, 16]), Device(seed)
         try:
-            engine_with_few_blocks(world, mover_of(world, copier=LaterCopier(world), streams=device, kind=kind), device)
+            engine_with_few_blocks(
+                runtime, mover_of(runtime, copier=LaterCopier(runtime), streams=device, kind=kind), device
+            )
         except AssertionError:
             return True
         return False
@@ -247,24 +249,24 @@ def test_the_test_of_order_would_see(kind):
     assert any(found(seed) for seed in range(200))
 
 
-def test_nobody_is_held_up(world):
+def test_nobody_is_held_up(runtime):
     """No call waits for the device, and a job is reported when its last copy has been made."""
     device = Device()
-    mover = mover_of(world, copier=LaterCopier(world), streams=device)
-    before = world.state()
+    mover = mover_of(runtime, copier=LaterCopier(runtime), streams=device)
+    before = runtime.state()
     mover.store(1, [ROW], [0])
     mover.load(2, [1], [[4, 5, 6, 7]])
     mover.fence([1])
     mover.wait([1, 2], timeout=0)
-    assert (ended(mover), world.state()) == ([], before)
+    assert (ended(mover), runtime.state()) == ([], before)
     device.finish()
     assert sorted(ended(mover)) == [(1, True), (2, True)]
     assert ended(mover) == []
 
 
-def test_a_fence_for_a_job_that_was_reported_is_none(world):
+def test_a_fence_for_a_job_that_was_reported_is_none(runtime):
     device = Device()
-    mover = mover_of(world, copier=LaterCopier(world), streams=device)
+    mover = mover_of(runtime, copier=LaterCopier(runtime), streams=device)
     mover.store(1, [ROW], [0])
     device.finish()
     mover.finished()
@@ -272,20 +274,20 @@ def test_a_fence_for_a_job_that_was_reported_is_none(world):
     assert not device.engine.work
 
 
-def test_a_copy_that_fails_has_ended_before_that_is_said(world):
+def test_a_copy_that_fails_has_ended_before_that_is_said(runtime):
     device = Device()
-    copier = LaterCopier(world)
+    copier = LaterCopier(runtime)
     copier.gather = lambda rows, slots, stream: 1 / 0
-    mover = mover_of(world, copier=copier, streams=device)
+    mover = mover_of(runtime, copier=copier, streams=device)
     mover.store(1, [ROW], [0])
     assert ended(mover) == []
     device.finish()
     assert ended(mover) == [(1, False)]
 
 
-def test_close_waits_and_then_refuses(world):
+def test_close_waits_and_then_refuses(runtime):
     device = Device()
-    mover = mover_of(world, copier=LaterCopier(world), streams=device)
+    mover = mover_of(runtime, copier=LaterCopier(runtime), streams=device)
     mover.store(1, [ROW], [0])
     threading.Timer(0.05, device.finish).start()
     mover.close()
@@ -298,25 +300,25 @@ def test_close_waits_and_then_refuses(world):
 @pytest.mark.parametrize(
     "pages, slots, why",
     [
-        ([[0, 1, 2, 8]], [0], "block ids [0, 1, 2, 8] are not all HOLE or one of 8"),
-        ([[0, 1, 2, -2]], [0], "block ids [0, 1, 2, -2] are not all HOLE or one of 8"),
+        ([[0, 1, 2, 8]], [0], "block ids [0, 1, 2, 8] are not all NO_BLOCK or one of 8"),
+        ([[0, 1, 2, -2]], [0], "block ids [0, 1, 2, -2] are not all NO_BLOCK or one of 8"),
         ([[0, 1, 2]], [0], "3 block ids for a chunk of 4"),
         ([ROW], [3], "slot 3 is not one of 3"),
         ([ROW], [-1], "slot -1 is not one of 3"),
         ([ROW], [0, 1], "1 chunks of pages for 2 slots"),
     ],
 )
-def test_wrong_numbers_begin_no_copy(world, pages, slots, why):
-    before, mover = world.state(), mover_of(world)
+def test_wrong_numbers_begin_no_copy(runtime, pages, slots, why):
+    before, mover = runtime.state(), mover_of(runtime)
     for begin in (lambda: mover.store(1, pages, slots), lambda: mover.load(1, slots, pages)):
         with pytest.raises(ContractError) as caught:
             begin()
         assert str(caught.value) == why
-    assert (world.state(), mover.finished()) == (before, [])
+    assert (runtime.state(), mover.finished()) == (before, [])
 
 
-def test_a_job_under_way_is_not_begun_again(world):
-    mover = mover_of(world, copier=LaterCopier(world), streams=Device())
+def test_a_job_under_way_is_not_begun_again(runtime):
+    mover = mover_of(runtime, copier=LaterCopier(runtime), streams=Device())
     mover.store(1, [ROW], [0])
     with pytest.raises(ContractError, match="^job 1 has not ended$"):
         mover.load(1, [0], [ROW])
@@ -343,7 +345,7 @@ class Kernel:
 
 
 def page_lock(kernel, slots=10):
-    return PageLock(1 << 20, slots, 4096, kernel.register, kernel.unregister, piece_nbytes=3 * 4096 + 100)
+    return HostRegistration(1 << 20, slots, 4096, kernel.register, kernel.unregister, piece_nbytes=3 * 4096 + 100)
 
 
 def eventually(done):
@@ -368,10 +370,10 @@ def test_pieces_are_whole_slots_and_are_all_given_back():
     assert kernel.locked == {}
 
 
-def test_a_slot_is_used_when_it_is_locked_and_not_before(world):
+def test_a_slot_is_used_when_it_is_locked_and_not_before(runtime):
     kernel = Kernel(pieces=1)
     lock = page_lock(kernel)
-    mover = mover_of(world, lock=lock)
+    mover = mover_of(runtime, lock=lock)
     assert (lock.covers([2]), lock.covers([3])) == (True, False)
     kernel.may.release()
     assert eventually(lambda: lock.covers([5]))
@@ -382,13 +384,13 @@ def test_a_slot_is_used_when_it_is_locked_and_not_before(world):
 
 
 def test_a_job_with_a_slot_that_is_not_locked_yet_is_a_miss():
-    world = World(ChunkLayout(page_nbytes=(48, 96), blocks=4), slots=5)
+    runtime = World(ChunkLayout(page_nbytes=(48, 96), blocks=4), slots=5)
     kernel = Kernel(pieces=1)
-    mover = mover_of(world, lock=page_lock(kernel, slots=5))
-    before = world.state()
+    mover = mover_of(runtime, lock=page_lock(kernel, slots=5))
+    before = runtime.state()
     mover.store(1, [ROW], [4])
     mover.load(2, [0, 3], [ROW, [4, 5, 6, 7]])
-    assert (ended(mover), world.state()) == ([(1, False), (2, False)], before)
+    assert (ended(mover), runtime.state()) == ([(1, False), (2, False)], before)
     kernel.may.release()
     mover.close()
 

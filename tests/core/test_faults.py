@@ -10,18 +10,18 @@ import time
 
 import pytest
 
-from kvtier_core.arena import Arena
-from kvtier_core.builtin.lru import LruConfig
-from kvtier_core.door import Door
 from kvtier_core.errors import BackendError
+from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import Backend
-from kvtier_core.manager import StorageManager
-from kvtier_core.residents import Residents
+from kvtier_core.policies.lru import LruConfig
+from kvtier_core.stack.arena import Arena
+from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.stack.manager import StorageManager
+from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.testing import Fault, FaultyBackend, always, every, now_and_then
 from kvtier_core.testing.machine import LAYOUT, NAMESPACE, Slots
 from kvtier_core.testing.samples import make_frame, make_keys
-from kvtier_core.tier import Tier
-from kvtier_core.workers import IOPool
+from kvtier_core.transfer.io_pool import IOPool
 
 #: Seconds after which a test that waits is wrong. None of them takes so long.
 LONG = 60.0
@@ -188,7 +188,7 @@ HANGING = """
 import threading
 from test_faults import THERE, Dict
 from kvtier_core.testing import Fault, FaultyBackend, always
-from kvtier_core.workers import IOPool
+from kvtier_core.transfer.io_pool import IOPool
 
 begun = threading.Event()
 fault = Fault(until=threading.Event())
@@ -227,18 +227,18 @@ def test_now_and_then_is_the_same_for_the_same_seed():
 def open_over(*stores):
     """An arena over these stores, on real threads."""
     tiers = [
-        Tier(
+        StoreTier(
             f"store {i}",
             store,
             pool=IOPool(f"test{i}"),
-            residents=Residents(LruConfig().open()),
-            door=Door(NAMESPACE, LAYOUT, None),
+            index=CacheIndex(LruConfig().open()),
+            codec=FrameCodec(NAMESPACE, LAYOUT, None),
             capacity=LAYOUT.frame_nbytes,
             inflight=LAYOUT.frame_nbytes,
         )
         for i, store in enumerate(stores)
     ]
-    arena = Arena("arena", 0, Slots(1), Residents(LruConfig().open()))
+    arena = Arena("arena", 0, Slots(1), CacheIndex(LruConfig().open()))
     return StorageManager([arena, *tiers], namespace=NAMESPACE, layout=LAYOUT, pool=IOPool("seal"))
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier_core import frame
-from kvtier_core.frame import Damage
-from kvtier_core.types import PAGE_NBYTES, Namespace
+from kvtier_core.frames import format as frame
+from kvtier_core.frames.format import Damage
+from kvtier_core.types import FRAME_ALIGNMENT, Namespace
 
 NAMESPACE = Namespace.of({"model": "golden", "block": 16})
 KEY = bytes(range(32))
@@ -34,7 +34,7 @@ LENGTH_AT = 12
 
 def sealed(payload=PAYLOAD, codec=frame.RAW, spare=0):
     """A frame with ``spare`` bytes behind its payload. The header page was full of rubbish before."""
-    view = memoryview(bytearray(b"\xa5" * PAGE_NBYTES + payload + b"\xa5" * spare))
+    view = memoryview(bytearray(b"\xa5" * FRAME_ALIGNMENT + payload + b"\xa5" * spare))
     frame.seal(view, NAMESPACE, KEY, len(payload), codec)
     return view
 
@@ -55,8 +55,8 @@ def test_the_header_has_these_very_bytes():
 
 def test_sealing_fills_the_header_page_and_touches_nothing_else():
     view = sealed(spare=10)
-    assert bytes(view[HEADER_NBYTES:PAGE_NBYTES]) == bytes(PAGE_NBYTES - HEADER_NBYTES)
-    assert bytes(view[PAGE_NBYTES:]) == PAYLOAD + b"\xa5" * 10
+    assert bytes(view[HEADER_NBYTES:FRAME_ALIGNMENT]) == bytes(FRAME_ALIGNMENT - HEADER_NBYTES)
+    assert bytes(view[FRAME_ALIGNMENT:]) == PAYLOAD + b"\xa5" * 10
 
 
 def test_a_whole_frame_is_whole():
@@ -67,7 +67,7 @@ def test_a_whole_frame_is_whole():
 
 def test_a_frame_without_a_header_page_is_short():
     assert check(memoryview(b"")) is Damage.SHORT
-    assert check(sealed()[: PAGE_NBYTES - 1]) is Damage.SHORT
+    assert check(sealed()[: FRAME_ALIGNMENT - 1]) is Damage.SHORT
 
 
 DAMAGES = [
@@ -78,7 +78,7 @@ DAMAGES = [
     (Damage.LENGTH, sealed, {"payload_nbytes": len(PAYLOAD) + 1}),
     (Damage.NAMESPACE, sealed, {"namespace": Namespace.of({"model": "golden", "block": 32})}),
     (Damage.KEY, sealed, {"key": bytes(32)}),
-    (Damage.CHECKSUM, lambda: flipped(sealed(), PAGE_NBYTES), {}),
+    (Damage.CHECKSUM, lambda: flipped(sealed(), FRAME_ALIGNMENT), {}),
 ]
 
 
@@ -105,7 +105,7 @@ def test_a_header_that_claims_petabytes_is_refused(nbytes):
 @given(st.binary(min_size=1, max_size=200), st.data())
 def test_one_flipped_bit_is_seen(codec, payload, data):
     place = data.draw(st.integers(0, HEADER_NBYTES + len(payload) - 1))
-    place += (PAGE_NBYTES - HEADER_NBYTES) * (place >= HEADER_NBYTES)
+    place += (FRAME_ALIGNMENT - HEADER_NBYTES) * (place >= HEADER_NBYTES)
     view = flipped(sealed(payload, codec, spare=20), place, data.draw(st.integers(0, 7)))
     assert check(view, codec=codec, payload_nbytes=len(payload) if codec == frame.RAW else None) is not None
 
@@ -126,4 +126,4 @@ def test_the_payload_is_a_view_of_what_was_sealed():
     payload = frame.payload_of(view)
     assert bytes(payload) == PAYLOAD
     payload[0] = 0
-    assert view[PAGE_NBYTES] == 0, "a copy"
+    assert view[FRAME_ALIGNMENT] == 0, "a copy"

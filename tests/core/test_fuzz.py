@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 
 import kvtier_cpu.plugin
 import kvtier_disk.plugin
-from kvtier_core import frame
-from kvtier_core.config import StackConfig, load_config, open_stack
+from kvtier_core.config.model import StackConfig, load_config, open_stack
+from kvtier_core.config.registry import Registry
+from kvtier_core.engine import weights
 from kvtier_core.errors import ConfigError
+from kvtier_core.frames import format as frame
 from kvtier_core.hookspecs import hookimpl
 from kvtier_core.interfaces import BackendConfig
-from kvtier_core.plugins import Registry
 from kvtier_core.testing.samples import make_context, make_key, make_namespace, same
-from kvtier_core.types import PAGE_NBYTES
-from kvtier_core.vllm import weights
+from kvtier_core.types import FRAME_ALIGNMENT
 
 #: The same examples at every run; `make fuzz` is where new ones are looked for.
 FIXED = settings(derandomize=True, deadline=None, max_examples=400)
@@ -78,7 +78,7 @@ def is_true(claim, found, asked_nbytes):
     """Is this the frame asked for? Written from the format, not from the code."""
     if {**claim, "nbytes": len(PAYLOAD)} != TRUE or asked_nbytes not in (None, claim["nbytes"]):
         return False
-    payload = found[PAGE_NBYTES:][: claim["nbytes"]]
+    payload = found[FRAME_ALIGNMENT:][: claim["nbytes"]]
     checksum = struct.pack("<I", zlib.crc32(payload, zlib.crc32(found[: FIELDS.size])))
     return len(payload) == claim["nbytes"] and found[FIELDS.size : HEADER_NBYTES] == checksum
 
@@ -89,10 +89,10 @@ def is_true(claim, found, asked_nbytes):
     payload=st.just(PAYLOAD) | st.binary(max_size=300),
     asked_nbytes=st.sampled_from([None, len(PAYLOAD)]),
     fits=st.booleans(),
-    cut=st.none() | st.integers(0, PAGE_NBYTES + 300),
+    cut=st.none() | st.integers(0, FRAME_ALIGNMENT + 300),
 )
 @example(claim=TRUE, payload=PAYLOAD, asked_nbytes=200, fits=True, cut=None)
-@example(claim=TRUE, payload=PAYLOAD, asked_nbytes=None, fits=True, cut=PAGE_NBYTES + 199)
+@example(claim=TRUE, payload=PAYLOAD, asked_nbytes=None, fits=True, cut=FRAME_ALIGNMENT + 199)
 @example(claim=TRUE | {"nbytes": 199}, payload=PAYLOAD, asked_nbytes=200, fits=True, cut=None)
 @example(claim=TRUE | {"nbytes": 199}, payload=PAYLOAD, asked_nbytes=None, fits=True, cut=None)
 @example(claim=TRUE | {"nbytes": (1 << 64) - 1}, payload=PAYLOAD, asked_nbytes=None, fits=True, cut=None)
@@ -100,10 +100,10 @@ def is_true(claim, found, asked_nbytes):
 def test_no_claim_is_believed(claim, payload, asked_nbytes, fits, cut):
     fields = FIELDS.pack(*claim.values())
     checksum = zlib.crc32(payload[: claim["nbytes"]], zlib.crc32(fields)) if fits else 0
-    whole = (fields + struct.pack("<I", checksum)).ljust(PAGE_NBYTES, b"\0") + payload
+    whole = (fields + struct.pack("<I", checksum)).ljust(FRAME_ALIGNMENT, b"\0") + payload
     found = memoryview(whole)[:cut]
     damage = frame.check(found, NAMESPACE, KEY, payload_nbytes=asked_nbytes)
-    assert (damage is None) == (len(found) >= PAGE_NBYTES and is_true(claim, bytes(found), asked_nbytes))
+    assert (damage is None) == (len(found) >= FRAME_ALIGNMENT and is_true(claim, bytes(found), asked_nbytes))
     if damage is None:
         assert same(frame.payload_of(found), payload[: claim["nbytes"]])
     # What lies behind the view, here the rest of the frame, has no say.
@@ -111,13 +111,13 @@ def test_no_claim_is_believed(claim, payload, asked_nbytes, fits, cut):
 
 
 @FIXED
-@given(st.binary(max_size=300), st.integers(0, 2 * PAGE_NBYTES))
+@given(st.binary(max_size=300), st.integers(0, 2 * FRAME_ALIGNMENT))
 def test_no_garbage_is_a_frame(garbage, nbytes):
     found = memoryview((garbage * (nbytes // max(1, len(garbage)) + 1))[:nbytes])
     for codec, payload_nbytes in ((frame.RAW, len(PAYLOAD)), (frame.RAW, None), (77, None)):
         assert frame.check(found, NAMESPACE, KEY, codec=codec, payload_nbytes=payload_nbytes) is not None
-    if len(found) >= PAGE_NBYTES:
-        assert len(frame.payload_of(found)) <= len(found) - PAGE_NBYTES
+    if len(found) >= FRAME_ALIGNMENT:
+        assert len(frame.payload_of(found)) <= len(found) - FRAME_ALIGNMENT
 
 
 # -- configuration files -------------------------------------------------------------------------------

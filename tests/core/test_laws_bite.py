@@ -14,7 +14,7 @@ import pytest
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Backend, BackendConfig
 from kvtier_core.testing import BackendLaws, Laws, laws_of
-from kvtier_core.types import PAGE_NBYTES
+from kvtier_core.types import FRAME_ALIGNMENT
 
 
 class Reference(Backend):
@@ -136,7 +136,7 @@ class AnswersOnlyForWhatIsThere(Reference):
 
 class TearsWhatDoesNotFit(Reference):
     def read_one(self, key, view):
-        whole = memoryview(bytearray(64 * PAGE_NBYTES))
+        whole = memoryview(bytearray(64 * FRAME_ALIGNMENT))
         count = min(super().read_one(key, whole), len(view))
         view[:count] = whole[:count]
         return count
@@ -229,7 +229,7 @@ class ScansNewestFirst(Reference):
 
 class ScansPayloadSizes(Reference):
     def scan(self):
-        return ((key, nbytes - PAGE_NBYTES) for key, nbytes in super().scan())
+        return ((key, nbytes - FRAME_ALIGNMENT) for key, nbytes in super().scan())
 
 
 class WritesInPlace(Reference):
@@ -258,7 +258,7 @@ class TalksInNumbers(Reference):
 
 
 class SharesAScratchBuffer(Reference):
-    scratch = bytearray(64 * PAGE_NBYTES)
+    scratch = bytearray(64 * FRAME_ALIGNMENT)
 
     def read_one(self, key, view):
         count = super().read_one(key, memoryview(self.scratch)[: len(view)])

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from kvtier_core.arena import Arena
 from kvtier_core.builtin.plugin import kvtier_eviction_policies
-from kvtier_core.ceiling import Ceiling
-from kvtier_core.descent import Descent
-from kvtier_core.door import Door
 from kvtier_core.errors import BackendError, ContractError
+from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import Serializer
-from kvtier_core.manager import StorageManager
-from kvtier_core.residents import Residents
+from kvtier_core.stack.arena import Arena
+from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.stack.manager import StorageManager
+from kvtier_core.stack.store_tier.capacity_limit import CapacityLimit
+from kvtier_core.stack.store_tier.tier import StoreTier
+from kvtier_core.stack.write_through import WriteThrough
 from kvtier_core.testing.machine import SharedShelf, Shelf, StackMachine
-from kvtier_core.tier import Tier
 from kvtier_core.types import Presence
 
 #: Together about half a minute, most of it for the shapes: what goes wrong there is not a policy's fault.
@@ -87,7 +87,7 @@ def test_a_policy_that_names_who_is_gone_is_found(policy, monkeypatch):
 
 def evicts_what_is_pinned(monkeypatch):
     def make_room(self, slots, spared=()):
-        victims = self.residents.choose(slots - self.free, lambda key: 1)
+        victims = self.index.select_victims(slots - self.free, lambda key: 1)
         self._release(victims, evicted=True)
         return victims
 
@@ -95,7 +95,7 @@ def evicts_what_is_pinned(monkeypatch):
 
 
 def believes_every_frame(monkeypatch):
-    monkeypatch.setattr(Door, "check", lambda self, key, landed, count, slot: None)
+    monkeypatch.setattr(FrameCodec, "check", lambda self, key, landed, count, slot: None)
 
 
 def serves_what_is_still_being_filled(monkeypatch):
@@ -118,42 +118,42 @@ def forgets_to_free_an_aborted_slot(monkeypatch):
 
 
 def forgets_a_pin(monkeypatch):
-    monkeypatch.setattr(Descent, "_sealed", lambda self, keys, slots, outcome: self.offer(keys, self._below))
+    monkeypatch.setattr(WriteThrough, "_sealed", lambda self, keys, slots, outcome: self.offer(keys, self._below))
 
 
 def renews_only_the_arena(monkeypatch):
-    monkeypatch.setattr(Tier, "renew", lambda self, namespace: None)
+    monkeypatch.setattr(StoreTier, "invalidate_all", lambda self, namespace: None)
 
 
 def clears_only_what_nobody_uses(monkeypatch):
     def clear(self):
-        held = self.residents.held
+        held = self.index.held
         self._release([key for key in held if held.place(key) not in self._pinned], evicted=False)
 
     monkeypatch.setattr(Arena, "clear", clear)
 
 
 def reads_what_is_leaving(monkeypatch):
-    monkeypatch.setattr(Tier, "readable", lambda self, keys, start=0: self.residents.held.run(keys, start))
+    monkeypatch.setattr(StoreTier, "readable", lambda self, keys, start=0: self.index.held.run(keys, start))
 
 
 def writes_beside_its_victims(monkeypatch):
-    start = Tier._start_writes
+    start = StoreTier._start_writes
 
     def start_all(self):
-        ceiling, self._ceiling = self._ceiling, Ceiling(1 << 60)
+        ceiling, self._ceiling = self._ceiling, CapacityLimit(1 << 60)
         start(self)
         self._ceiling = ceiling
 
-    monkeypatch.setattr(Tier, "_start_writes", start_all)
+    monkeypatch.setattr(StoreTier, "_start_writes", start_all)
 
 
 def never_writes_down(monkeypatch):
-    monkeypatch.setattr(Descent, "begin", lambda self, keys, sums: None)
+    monkeypatch.setattr(WriteThrough, "begin", lambda self, keys, checksums: None)
 
 
 def never_grants(monkeypatch):
-    monkeypatch.setattr(StorageManager, "_grant", lambda self: self._wishes.clear())
+    monkeypatch.setattr(StorageManager, "_start_promotions", lambda self: self._promotion_requests.clear())
 
 
 def promises_what_is_only_wished_for(monkeypatch):
@@ -168,9 +168,9 @@ def promises_what_is_only_wished_for(monkeypatch):
 
 
 def keeps_what_was_never_written(monkeypatch):
-    remove = Residents.remove
+    remove = CacheIndex.remove
     monkeypatch.setattr(
-        Residents, "remove", lambda self, keys, *, evicted=False: remove(self, keys, evicted=True) if evicted else []
+        CacheIndex, "remove", lambda self, keys, *, evicted=False: remove(self, keys, evicted=True) if evicted else []
     )
 
 

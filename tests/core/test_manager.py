@@ -6,19 +6,19 @@ import threading
 
 import pytest
 
-from kvtier_core import frame
-from kvtier_core.arena import Arena
-from kvtier_core.builtin.lru import Lru
-from kvtier_core.door import Door
 from kvtier_core.errors import ContractError
-from kvtier_core.manager import StorageManager
-from kvtier_core.residents import Residents
+from kvtier_core.frames import format as frame
+from kvtier_core.frames.codec import FrameCodec
+from kvtier_core.policies.lru import Lru
+from kvtier_core.stack.arena import Arena
+from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.stack.manager import StorageManager
+from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.testing.machine import LAYOUT, NAMESPACE, Shelf, Slots, payload
 from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_keys
-from kvtier_core.tier import Tier
-from kvtier_core.types import PAGE_NBYTES, EventKind, Namespace, Presence
-from kvtier_core.workers import IOPool
+from kvtier_core.transfer.io_pool import IOPool
+from kvtier_core.types import FRAME_ALIGNMENT, EventKind, Namespace, Presence
 
 MISS, READY, PENDING = Presence
 
@@ -46,16 +46,16 @@ class Bench:
         self.shelves = [shelf() for _ in tiers]
         names = [f"cpu{i or ''}" for i in range(len(arenas))], [f"disk{i or ''}" for i in range(len(tiers))]
         self.arenas = [
-            Arena(name, i, memory, Residents(Lru()))
+            Arena(name, i, memory, CacheIndex(Lru()))
             for i, (name, memory) in enumerate(zip(names[0], self.memories, strict=True))
         ]
         self.tiers = [
-            Tier(
+            StoreTier(
                 name,
                 shelf,
                 pool=pool(),
-                residents=Residents(below()),
-                door=Door(NAMESPACE, LAYOUT, None),
+                index=CacheIndex(below()),
+                codec=FrameCodec(NAMESPACE, LAYOUT, None),
                 capacity=frames * LAYOUT.frame_nbytes,
                 inflight=inflight * LAYOUT.frame_nbytes,
                 clock=lambda: self.now,
@@ -123,12 +123,12 @@ class Bench:
         usage = self.manager.usage()
         assert not any(level.pins or level.inflight for level in usage)
         for arena in self.arenas:
-            assert arena.free + len(arena.residents) == arena.memory.slots
+            assert arena.free + len(arena.index) == arena.memory.slots
         for tier, shelf in zip(self.tiers, self.shelves, strict=True):
             assert tier.usage().nbytes == sum(map(len, shelf.frames.values()))
 
     def _payload(self, slot):
-        return self.memories[slot.arena].view(slot.index)[PAGE_NBYTES : PAGE_NBYTES + LAYOUT.payload_nbytes]
+        return self.memories[slot.arena].view(slot.index)[FRAME_ALIGNMENT : FRAME_ALIGNMENT + LAYOUT.payload_nbytes]
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def test_a_damaged_frame_is_a_miss(bench):
     bench.store(THEIRS)
     bench.shelves[0].frames[OURS[1]] = bench.shelves[0].frames[OURS[2]]
     assert bench.manager.lookup(OURS) == [PENDING] * 4
-    assert (EventKind.DAMAGED, "disk", [OURS[1]]) in told(bench.settle())
+    assert (EventKind.CORRUPT, "disk", [OURS[1]]) in told(bench.settle())
     assert bench.manager.lookup(OURS) == [READY, MISS, MISS, MISS]
     assert bench.load(OURS[:1]) == [0]
     bench.at_rest()
@@ -204,19 +204,19 @@ def test_a_frame_that_cannot_be_sealed_stays_where_it_is(bench, monkeypatch):
         raise OSError("planned")
 
     monkeypatch.setattr(frame, "seal", seal)
-    assert told(bench.store(OURS)) == [(EventKind.STORED, "cpu", OURS), (EventKind.FAILED, "cpu", OURS)]
+    assert told(bench.store(OURS)) == [(EventKind.STORED, "cpu", OURS), (EventKind.IO_ERROR, "cpu", OURS)]
     assert bench.manager.lookup(OURS) == [READY] * 4
     bench.at_rest()
 
 
 def test_origins_name_the_tier_that_saved_the_recompute(bench):
     bench.store(OURS)
-    assert bench.manager.origins(OURS) == ["cpu"] * 4
+    assert bench.manager.hit_sources(OURS) == ["cpu"] * 4
     bench.store(THEIRS)
     bench.bring_up(OURS)
-    assert bench.manager.origins(OURS) == ["disk"] * 4
+    assert bench.manager.hit_sources(OURS) == ["disk"] * 4
     bench.load(OURS[:2])
-    assert bench.manager.origins(OURS) == ["cpu", "cpu", "disk", "disk"]
+    assert bench.manager.hit_sources(OURS) == ["cpu", "cpu", "disk", "disk"]
 
 
 def test_an_origin_does_not_outlive_the_chunk(bench):
@@ -227,7 +227,7 @@ def test_an_origin_does_not_outlive_the_chunk(bench):
     bench.store(THEIRS)  # crowds it out, before it was ever used
     bench.forget()
     bench.store(OURS)
-    assert bench.manager.origins(OURS) == ["cpu"] * 4
+    assert bench.manager.hit_sources(OURS) == ["cpu"] * 4
 
 
 def test_a_lower_arena_is_served_as_it_lies():
@@ -236,7 +236,7 @@ def test_a_lower_arena_is_served_as_it_lies():
     bench.store(THEIRS)
     assert not any(bench.arenas[0].has(key) for key in OURS)
     assert bench.manager.lookup(OURS) == [READY] * 4
-    assert bench.manager.origins(OURS) == ["cpu1"] * 4
+    assert bench.manager.hit_sources(OURS) == ["cpu1"] * 4
     assert bench.load(OURS) == [1] * 4
     assert told(bench.settle()) == [], "copied, or brought up"
     assert bench.load(THEIRS) == [0] * 4
@@ -301,8 +301,8 @@ def test_a_wish_without_room_is_a_miss_with_a_reason():
     assert bench.manager.lookup(OURS) == [PENDING] * 4
     bench.manager.step()
     assert bench.manager.lookup(OURS) == [MISS] * 4
-    assert bench.manager.why_missing(OURS[0]) == "no room in cpu to bring it up"
-    assert bench.manager.why_missing(OTHERS[0]) == "not stored"
+    assert bench.manager.miss_reason(OURS[0]) == "no room in cpu to bring it up"
+    assert bench.manager.miss_reason(OTHERS[0]) == "not stored"
     bench.manager.unpin(pins, "test")
     bench.manager.step()
     bench.bring_up(OURS)
@@ -324,7 +324,7 @@ def test_a_wish_beyond_what_may_be_in_flight_stays_one():
     for path in (OURS, THEIRS):
         bench.store(path[:2])
         bench.store(path)
-        bench.manager.touch(path)
+        bench.manager.on_request(path)
         bench.store(path)
     bench.manager.lookup(OURS)
     bench.settle()
@@ -336,12 +336,12 @@ def test_a_wish_beyond_what_may_be_in_flight_stays_one():
 
 def test_a_touch_offers_again_what_a_tier_had_refused():
     bench = Bench(inflight=2)
-    assert (EventKind.REFUSED, "disk", OURS[2:]) in told(bench.store(OURS))
+    assert (EventKind.REJECTED, "disk", OURS[2:]) in told(bench.store(OURS))
     assert set(bench.shelves[0].frames) == set(OURS[:2])
-    bench.manager.touch(OURS)
+    bench.manager.on_request(OURS)
     bench.settle()
     assert set(bench.shelves[0].frames) == set(OURS)
-    bench.manager.touch(OURS)
+    bench.manager.on_request(OURS)
     assert bench.manager.jobs == 0, "nobody wants it any more"
     bench.at_rest()
 
@@ -356,7 +356,7 @@ class Content(Lru):
 def test_what_a_tier_would_refuse_is_neither_sealed_nor_offered():
     bench = Bench(tiers=(4,), below=Content)
     bench.store(OURS)
-    bench.manager.touch(THEIRS)
+    bench.manager.on_request(THEIRS)
     bench.manager.commit(bench.fill(THEIRS))
     assert bench.manager.jobs == 0
     assert [event.kind for event in bench.manager.step()] == [EventKind.EVICTED, EventKind.STORED]
@@ -367,7 +367,7 @@ def test_what_a_tier_would_refuse_is_neither_sealed_nor_offered():
 def test_what_every_level_would_refuse_gets_no_slot():
     bench = Bench(arenas=(4, 4), tiers=(4,), below=Content)
     for arena in bench.arenas:
-        arena.residents = Residents(Content())
+        arena.index = CacheIndex(Content())
     bench.store(OURS)
     assert bench.manager.reserve(THEIRS) == {}
     bench.at_rest()
@@ -376,7 +376,7 @@ def test_what_every_level_would_refuse_gets_no_slot():
 def test_a_touch_keeps_a_path(bench):
     bench.store(OURS[:2])
     bench.store(THEIRS[:2])
-    bench.manager.touch(OURS[:2])
+    bench.manager.on_request(OURS[:2])
     bench.store(OTHERS[:2])
     assert [bench.arenas[0].has(key) for key in (OURS[0], THEIRS[0])] == [True, False]
 
@@ -466,14 +466,14 @@ def test_a_clear_during_a_store(arenas, pieces):
     bench = Bench(arenas=arenas)
     bench.manager.commit(bench.fill(OURS))
     assert bench.work(pieces) == (pieces <= len(arenas) + 1)
-    bench.manager.renew(NAMESPACE.renewed())
+    bench.manager.invalidate_all(NAMESPACE.renewed())
     assert bench.manager.lookup(OURS) == [MISS] * 4
     gone(bench, OURS)
 
 
 def test_a_clear_while_the_engine_fills_a_slot(bench):
     filled = bench.fill(OURS)
-    bench.manager.renew(NAMESPACE.renewed())
+    bench.manager.invalidate_all(NAMESPACE.renewed())
     assert bench.manager.lookup(OURS) == [MISS] * 4
     bench.manager.commit(filled)
     assert told(bench.settle()) == []
@@ -483,7 +483,7 @@ def test_a_clear_while_the_engine_fills_a_slot(bench):
 def test_a_clear_while_the_engine_loads(bench):
     bench.store(OURS)
     pins = bench.manager.pin(OURS, "test")
-    bench.manager.renew(NAMESPACE.renewed())
+    bench.manager.invalidate_all(NAMESPACE.renewed())
     bench.settle()
     assert bench.manager.lookup(OURS) == [MISS] * 4
     assert bench.manager.reserve(THEIRS) == {}, "the slots are still being read"
@@ -503,7 +503,7 @@ def test_a_clear_while_a_chunk_comes_up(bench, moment):
         bench.tiers[0].pool.run()
     if moment == "arrived":
         bench.manager.step()
-    bench.manager.renew(NAMESPACE.renewed())
+    bench.manager.invalidate_all(NAMESPACE.renewed())
     assert bench.manager.lookup(OURS) == [MISS] * 4
     assert not any(event.kind is EventKind.PROMOTED for event in bench.settle())
     gone(bench, OURS)
@@ -511,7 +511,7 @@ def test_a_clear_while_a_chunk_comes_up(bench, moment):
 
 def test_what_is_stored_after_a_clear_is_found(bench):
     bench.store(OURS)
-    bench.manager.renew(NAMESPACE.renewed())
+    bench.manager.invalidate_all(NAMESPACE.renewed())
     bench.settle()
     bench.store(OURS)
     bench.store(THEIRS)

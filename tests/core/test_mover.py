@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_core import copier as module
-from kvtier_core.copier import Copier, PlainCopier
 from kvtier_core.errors import BackendError, ContractError
-from kvtier_core.interfaces import HOLE, PageRun, PageTable
-from kvtier_core.mover import HostMover
+from kvtier_core.interfaces import NO_BLOCK, PagedKVCache, PageRun
+from kvtier_core.transfer import copier as module
+from kvtier_core.transfer.copier import Copier, PlainCopier
+from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.types import ChunkLayout
 
 LAYOUT = ChunkLayout(page_nbytes=(48, 96), blocks=4)
@@ -41,7 +41,7 @@ class World:
             PageRun(base + start, stride, nbytes)
             for start, stride, nbytes in zip(self.starts, strides, layout.page_nbytes, strict=True)
         ]
-        self.table = PageTable(tuple(runs), blocks, "cpu", rank, layout)
+        self.table = PagedKVCache(tuple(runs), blocks, "cpu", rank, layout)
         self.copier = copier
 
     @functools.cached_property
@@ -55,7 +55,7 @@ class World:
             place = slot * self.layout.frame_nbytes + self.layout.shard_offset(self.rank)
             for start, run in zip(self.starts, self.table.layers, strict=True):
                 for block in row:
-                    if block != HOLE:
+                    if block != NO_BLOCK:
                         page = start + block * run.stride
                         yield from ((page + i, place + i) for i in range(run.nbytes))
                     place += run.nbytes
@@ -80,10 +80,10 @@ class World:
 
 
 @pytest.fixture
-def world():
-    world = World(LAYOUT)
-    yield world
-    world.mover.close()
+def runtime():
+    runtime = World(LAYOUT)
+    yield runtime
+    runtime.mover.close()
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def jobs(draw):
     gaps = draw(
         st.lists(st.sampled_from([0, 0, 1, 24]), min_size=len(layout.page_nbytes), max_size=len(layout.page_nbytes))
     )
-    world = World(
+    runtime = World(
         layout,
         rank=draw(st.integers(0, layout.ranks - 1)),
         blocks=draw(st.integers(15, 20)),
@@ -117,132 +117,132 @@ def jobs(draw):
         copier=draw(st.sampled_from([PlainCopier, Copier])),
     )
     slots = draw(st.lists(st.integers(0, 2), unique=True, max_size=3))
-    ids = list(range(world.table.blocks))
+    ids = list(range(runtime.table.blocks))
     ids = draw(st.one_of(st.just(ids), st.permutations(ids)))  # in order, so that runs are long, or not
     wanted = draw(st.lists(st.booleans(), min_size=15, max_size=15))
-    ids = [block if want else HOLE for block, want in zip(ids, wanted, strict=False)]
-    return world, [ids[i * layout.blocks :][: layout.blocks] for i in range(len(slots))], slots
+    ids = [block if want else NO_BLOCK for block, want in zip(ids, wanted, strict=False)]
+    return runtime, [ids[i * layout.blocks :][: layout.blocks] for i in range(len(slots))], slots
 
 
 @settings(max_examples=150, deadline=None)
 @given(jobs())
 def test_store(job):
-    world, pages, slots = job
-    expected = world.after_store(pages, slots)
-    world.mover.store(1, pages, slots)
-    world.mover.wait([1])
-    world.mover.close()
-    assert world.state() == expected
-    ((ended, ok, sums),) = world.mover.finished()
+    runtime, pages, slots = job
+    expected = runtime.after_store(pages, slots)
+    runtime.mover.store(1, pages, slots)
+    runtime.mover.wait([1])
+    runtime.mover.close()
+    assert runtime.state() == expected
+    ((ended, ok, checksums),) = runtime.mover.finished()
     assert (ended, ok) == (1, True)
-    shards = [slot * world.layout.frame_nbytes + world.layout.shard_offset(world.rank) for slot in slots]
-    expected_sums = [zlib.crc32(world.slots[begin : begin + world.layout.shard_nbytes]) for begin in shards]
-    assert list(sums) in ([], expected_sums), "what lies in a shard, holes and all"
+    shards = [slot * runtime.layout.frame_nbytes + runtime.layout.shard_offset(runtime.rank) for slot in slots]
+    expected_sums = [zlib.crc32(runtime.slots[begin : begin + runtime.layout.shard_nbytes]) for begin in shards]
+    assert list(checksums) in ([], expected_sums), "what lies in a shard, holes and all"
 
 
 @settings(max_examples=150, deadline=None)
 @given(jobs())
 def test_load(job):
-    world, pages, slots = job
-    expected = world.after_load(slots, pages)
-    world.mover.load(1, slots, pages)
-    world.mover.wait([1])
-    world.mover.close()
-    assert world.state() == expected
-    assert world.ended() == [(1, True)]
+    runtime, pages, slots = job
+    expected = runtime.after_load(slots, pages)
+    runtime.mover.load(1, slots, pages)
+    runtime.mover.wait([1])
+    runtime.mover.close()
+    assert runtime.state() == expected
+    assert runtime.ended() == [(1, True)]
 
 
-def test_consecutive_blocks_are_one_copy(world, monkeypatch):
+def test_consecutive_blocks_are_one_copy(runtime, monkeypatch):
     copies = []
     monkeypatch.setattr(module.ctypes, "memmove", lambda *args: copies.append(args[2]))
-    world.mover.store(1, [[2, 3, 4, 0]], [0])
-    world.mover.wait([1])
+    runtime.mover.store(1, [[2, 3, 4, 0]], [0])
+    runtime.mover.wait([1])
     assert copies == [3 * 48, 48, 3 * 96, 96]
 
 
-def test_each_job_is_reported_once(world):
+def test_each_job_is_reported_once(runtime):
     for job in range(5):
-        world.mover.store(job, [[job] * 4], [0])
-    world.mover.wait(range(5))
-    assert world.ended() == [(job, True) for job in range(5)]
-    assert world.ended() == []
-    world.mover.wait([0, 17])
+        runtime.mover.store(job, [[job] * 4], [0])
+    runtime.mover.wait(range(5))
+    assert runtime.ended() == [(job, True) for job in range(5)]
+    assert runtime.ended() == []
+    runtime.mover.wait([0, 17])
 
 
-def test_a_job_that_fails_is_reported(world, monkeypatch):
+def test_a_job_that_fails_is_reported(runtime, monkeypatch):
     def fail(*args):
         raise OSError("no")
 
     monkeypatch.setattr(module.ctypes, "memmove", fail)
-    world.mover.store(1, [[0] * 4], [0])
-    world.mover.wait([1])
-    assert world.ended() == [(1, False)]
+    runtime.mover.store(1, [[0] * 4], [0])
+    runtime.mover.wait([1])
+    assert runtime.ended() == [(1, False)]
 
 
-def test_close_reports_what_it_dropped(world, gate):
+def test_close_reports_what_it_dropped(runtime, gate):
     row = [0, 1, 2, 3]
-    world.mover.load(1, [0], [row])
-    world.mover.load(2, [1], [row])
+    runtime.mover.load(1, [0], [row])
+    runtime.mover.load(2, [1], [row])
     threading.Timer(0.05, gate.set).start()
-    world.mover.close()
-    world.mover.wait([1, 2])
-    assert {job for job, _ in world.ended()} == {1, 2}
-    for begin in (lambda: world.mover.store(3, [row], [0]), lambda: world.mover.load(3, [0], [row])):
+    runtime.mover.close()
+    runtime.mover.wait([1, 2])
+    assert {job for job, _ in runtime.ended()} == {1, 2}
+    for begin in (lambda: runtime.mover.store(3, [row], [0]), lambda: runtime.mover.load(3, [0], [row])):
         with pytest.raises(ContractError, match="^the mover is closed$"):
             begin()
 
 
-def test_a_job_in_flight_is_not_begun_again(world, gate):
-    world.mover.load(1, [0], [[0, 1, 2, 3]])
+def test_a_job_in_flight_is_not_begun_again(runtime, gate):
+    runtime.mover.load(1, [0], [[0, 1, 2, 3]])
     for begin in (
-        lambda: world.mover.store(1, [[0] * 4], [0]),
-        lambda: world.mover.load(1, [0], [[0] * 4]),
+        lambda: runtime.mover.store(1, [[0] * 4], [0]),
+        lambda: runtime.mover.load(1, [0], [[0] * 4]),
     ):
         with pytest.raises(ContractError, match="^job 1 has not ended$"):
             begin()
 
 
-def test_a_store_does_not_wait_behind_loads(world, gate):
+def test_a_store_does_not_wait_behind_loads(runtime, gate):
     row = [0, 1, 2, 3]
-    world.mover.load(1, [0], [row])
-    expected = world.after_store([row], [1])
-    world.mover.store(2, [row], [1])
-    assert world.ended() == [(2, True)]
-    assert world.state() == expected
+    runtime.mover.load(1, [0], [row])
+    expected = runtime.after_store([row], [1])
+    runtime.mover.store(2, [row], [1])
+    assert runtime.ended() == [(2, True)]
+    assert runtime.state() == expected
     gate.set()
 
 
-def test_the_caller_may_change_its_lists(world, gate):
+def test_the_caller_may_change_its_lists(runtime, gate):
     row = [0, 1, 2, 3]
-    expected = world.after_load([0], [row])
-    world.mover.load(1, [0], [row])
+    expected = runtime.after_load([0], [row])
+    runtime.mover.load(1, [0], [row])
     row[:] = [7, 7, 7, 7]
     gate.set()
-    world.mover.wait([1])
-    assert world.state() == expected
+    runtime.mover.wait([1])
+    assert runtime.state() == expected
 
 
 @pytest.mark.parametrize(
     "pages, slots, why",
     [
-        ([[0, 1, 2, 8]], [0], r"block ids [0, 1, 2, 8] are not all HOLE or one of 8"),
-        ([[0, 1, 2, -2]], [0], r"block ids [0, 1, 2, -2] are not all HOLE or one of 8"),
-        ([[0, 1, 2, 1 << 70]], [0], f"block ids [0, 1, 2, {1 << 70}] are not all HOLE or one of 8"),
+        ([[0, 1, 2, 8]], [0], r"block ids [0, 1, 2, 8] are not all NO_BLOCK or one of 8"),
+        ([[0, 1, 2, -2]], [0], r"block ids [0, 1, 2, -2] are not all NO_BLOCK or one of 8"),
+        ([[0, 1, 2, 1 << 70]], [0], f"block ids [0, 1, 2, {1 << 70}] are not all NO_BLOCK or one of 8"),
         ([[0, 1, 2]], [0], "3 block ids for a chunk of 4"),
         ([[0, 1, 2, 3]], [3], "slot 3 is not one of 3"),
         ([[0, 1, 2, 3]], [-1], "slot -1 is not one of 3"),
         ([[0, 1, 2, 3]], [0, 1], "1 chunks of pages for 2 slots"),
     ],
 )
-def test_wrong_numbers_touch_no_memory(world, pages, slots, why):
-    before = world.state()
-    for begin in (lambda: world.mover.store(1, pages, slots), lambda: world.mover.load(1, slots, pages)):
+def test_wrong_numbers_touch_no_memory(runtime, pages, slots, why):
+    before = runtime.state()
+    for begin in (lambda: runtime.mover.store(1, pages, slots), lambda: runtime.mover.load(1, slots, pages)):
         with pytest.raises(ContractError) as caught:
             begin()
         assert str(caught.value) == why
-    world.mover.wait([1])
-    assert world.state() == before
-    assert world.ended() == []
+    runtime.mover.wait([1])
+    assert runtime.state() == before
+    assert runtime.ended() == []
 
 
 @pytest.mark.parametrize(
@@ -259,15 +259,15 @@ def test_wrong_numbers_touch_no_memory(world, pages, slots, why):
         ({"layout": attrs.evolve(LAYOUT, blocks=99)}, ContractError, "slots of 8192 bytes for frames of 20480"),
     ],
 )
-def test_a_wrong_table_is_refused(world, change, error, why):
+def test_a_wrong_table_is_refused(runtime, change, error, why):
     with pytest.raises(error) as caught:
-        HostMover(attrs.evolve(world.table, **change), memoryview(world.slots), LAYOUT.frame_nbytes)
+        HostMover(attrs.evolve(runtime.table, **change), memoryview(runtime.slots), LAYOUT.frame_nbytes)
     assert str(caught.value) == why
 
 
-def test_the_memory_lives_until_close(world):
+def test_the_memory_lives_until_close(runtime):
     memory = mmap.mmap(-1, LAYOUT.frame_nbytes)
-    mover = HostMover(world.table, memory, LAYOUT.frame_nbytes)
+    mover = HostMover(runtime.table, memory, LAYOUT.frame_nbytes)
     with pytest.raises(BufferError):
         memory.close()
     mover.close()

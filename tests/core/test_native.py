@@ -13,9 +13,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvtier_core import checksum, native
+from kvtier_core import native
 from kvtier_core.builtin.chained import chain, plain_chain
-from kvtier_core.copier import Copier, PlainCopier
+from kvtier_core.frames import checksum
+from kvtier_core.transfer.copier import Copier, PlainCopier
 
 MIB = 1 << 20
 
@@ -89,12 +90,12 @@ def test_copies_small_and_large(nbytes, gap, skew):
     mine, plain = (Pages(copier, nbytes, gap=gap, skew=skew) for copier in (Copier, PlainCopier))
     rows = [[0, 1, 2], [9, -1, 8], [-1, 39, -1], [20, 21, 35]]
     for each in (mine, plain):
-        sums = each.copier.gather(rows, [5, 0, 3, 2])
+        checksums = each.copier.gather(rows, [5, 0, 3, 2])
     assert mine.slots == plain.slots
     assert mine.pages == plain.pages
     shards = (slot * mine.slot_nbytes + skew for slot in (5, 0, 3, 2))
     in_slots = [zlib.crc32(memoryview(mine.slots)[at : at + 2 * nbytes * mine.ROW]) for at in shards]
-    assert mine.copier.gather(rows, [5, 0, 3, 2]) == in_slots and not sums
+    assert mine.copier.gather(rows, [5, 0, 3, 2]) == in_slots and not checksums
     for each in (mine, plain):
         each.copier.scatter([[3, 4, 5], [30, -1, 31]], [0, 5])
     assert mine.pages == plain.pages
@@ -105,10 +106,12 @@ def test_without_it_everything_is_there_in_python(tmp_path):
     """Where nothing could be compiled."""
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['kvtier_core._native'] = None")
     script = (
-        "import zlib; from kvtier_core import checksum, copier, native; from kvtier_core.builtin import git, lru;"
+        "import zlib; from kvtier_core import native;"
+        "from kvtier_core.frames import checksum; from kvtier_core.transfer import copier;"
+        "from kvtier_core.policies import gittins, lru;"
         "assert checksum.crc32 is zlib.crc32 and checksum.combine is checksum.plain_combine;"
         "assert copier.Copier is copier.PlainCopier;"
-        "assert type(lru.LruConfig().open()) is lru.Lru and type(git.GitConfig().open()) is git.Git;"
+        "assert type(lru.LruConfig().open()) is lru.Lru and type(gittins.GittinsConfig().open()) is gittins.Gittins;"
         "print(native.describe())"
     )
     env = os.environ | {"PYTHONPATH": str(tmp_path)}

@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_core.builtin.git import Git, GitConfig
-from kvtier_core.builtin.lru import Lru, LruConfig
 from kvtier_core.interfaces import EvictionPolicy
 from kvtier_core.native import extension
+from kvtier_core.policies.gittins import Gittins, GittinsConfig
+from kvtier_core.policies.lru import Lru, LruConfig
 from kvtier_core.testing.samples import make_key, make_keys
 
 pytestmark = pytest.mark.skipif(extension is None, reason="nothing was compiled here: there is one of each, in Python")
 
 KINDS = {
     "lru": (Lru, "Lru", {}),
-    "git": (Git, "Git", {"sizes": 10}),
-    "simple git": (Git, "Git", {"sizes": 1}),
+    "git": (Gittins, "Gittins", {"sizes": 10}),
+    "simple git": (Gittins, "Gittins", {"sizes": 1}),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 KEYS = make_keys(90)
@@ -340,7 +340,7 @@ def test_its_memory_is_bounded_by_what_is_held(kind):
     assert sys.getsizeof(policy) <= 1.1 * before
 
 
-@pytest.mark.parametrize(("config", "name"), [(LruConfig(), "Lru"), (GitConfig(), "Git")])
+@pytest.mark.parametrize(("config", "name"), [(LruConfig(), "Lru"), (GittinsConfig(), "Gittins")])
 def test_what_a_config_opens_is_compiled(config, name):
     policy = config.open()
     assert type(policy) is getattr(extension, name)

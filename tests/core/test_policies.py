@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain_policies import PLAIN_LRU
 
-from kvtier_core.builtin.fifo import FifoConfig
-from kvtier_core.builtin.lfu import LfuConfig
-from kvtier_core.builtin.lru import LruConfig
-from kvtier_core.builtin.mru import MruConfig
+from kvtier_core.policies.fifo import FifoConfig
+from kvtier_core.policies.lfu import LfuConfig
+from kvtier_core.policies.lru import LruConfig
+from kvtier_core.policies.mru import MruConfig
 from kvtier_core.types import KEY_NBYTES
 
 PLAIN = [FifoConfig(), LfuConfig(), PLAIN_LRU, MruConfig()]

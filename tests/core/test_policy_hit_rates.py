@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from plain_policies import PLAIN_GIT, PLAIN_LRU, PLAIN_SIMPLE_GIT
 
-from kvtier_core.builtin.arc import ArcConfig
-from kvtier_core.builtin.fifo import FifoConfig
-from kvtier_core.builtin.git import GitConfig
-from kvtier_core.builtin.lfu import LfuConfig
-from kvtier_core.builtin.lru import LruConfig
-from kvtier_core.builtin.lru2 import Lru2Config
-from kvtier_core.builtin.mru import MruConfig
-from kvtier_core.builtin.s3fifo import S3FifoConfig
-from kvtier_core.builtin.tour import TourConfig
-from kvtier_core.residents import Residents
+from kvtier_core.policies.arc import ArcConfig
+from kvtier_core.policies.fifo import FifoConfig
+from kvtier_core.policies.gittins import GittinsConfig
+from kvtier_core.policies.lfu import LfuConfig
+from kvtier_core.policies.lru import LruConfig
+from kvtier_core.policies.lru2 import Lru2Config
+from kvtier_core.policies.mru import MruConfig
+from kvtier_core.policies.s3fifo import S3FifoConfig
+from kvtier_core.policies.tournament import TournamentConfig
+from kvtier_core.stack.index.cache_index import CacheIndex
 
 TOKENS = 512
 TRACE = Path(__file__).parent / "traces" / "conversation.jsonl"
@@ -43,19 +43,19 @@ def trace():
 
 def hit_rate(config, trace, slots):
     """The tokens that were given back, of all tokens."""
-    residents = Residents(config.open())
+    index = CacheIndex(config.open())
     given = asked = 0
     for now, tokens, path in trace:
-        run = residents.held.run(path)
+        run = index.held.run(path)
         given += min(run * TOKENS, tokens)
         asked += tokens
-        residents.request(path, now, {})
+        index.request(path, now, {})
         parents = dict(zip(path, [None, *path], strict=False))
-        absent = residents.held.missing(path)
-        welcome, victims = residents.trade(absent, 1, slots - len(residents), lambda key: 1, [parents])
-        residents.remove(victims, evicted=True)
-        residents.admit(welcome, [parents[key] for key in welcome], 1)
-        assert len(residents) <= slots
+        absent = index.held.missing(path)
+        welcome, victims = index.plan_admission(absent, 1, slots - len(index), lambda key: 1, [parents])
+        index.remove(victims, evicted=True)
+        index.admit(welcome, [parents[key] for key in welcome], 1)
+        assert len(index) <= slots
     return given / asked
 
 
@@ -64,14 +64,14 @@ SLOTS = (777, 3107)
 GOLDEN = [
     (ArcConfig(), [0.0374, 0.0663]),
     (FifoConfig(), [0.0374, 0.0629]),
-    (GitConfig(classes="full"), [0.0473, 0.0848]),
-    (GitConfig(classes="simple"), [0.0542, 0.0911]),
+    (GittinsConfig(classes="full"), [0.0473, 0.0848]),
+    (GittinsConfig(classes="simple"), [0.0542, 0.0911]),
     (LfuConfig(), [0.0374, 0.0658]),
     (Lru2Config(), [0.045, 0.0803]),
     (LruConfig(), [0.0374, 0.0638]),
     (MruConfig(), [0.0451, 0.0997]),
     (S3FifoConfig(), [0.0399, 0.0741]),
-    (TourConfig(), [0.0465, 0.0625]),
+    (TournamentConfig(), [0.0465, 0.0625]),
 ]
 
 
@@ -82,7 +82,7 @@ def test_hit_rates_are_those_of_the_run_that_was_looked_at(trace, config, rates)
 
 @pytest.mark.parametrize(
     ("plain", "config"),
-    [(PLAIN_LRU, LruConfig()), (PLAIN_GIT, GitConfig()), (PLAIN_SIMPLE_GIT, GitConfig(classes="simple"))],
+    [(PLAIN_LRU, LruConfig()), (PLAIN_GIT, GittinsConfig()), (PLAIN_SIMPLE_GIT, GittinsConfig(classes="simple"))],
 )
 def test_they_are_the_same_where_nothing_could_be_compiled(trace, plain, config):
     test_hit_rates_are_those_of_the_run_that_was_looked_at(trace, plain, dict(GOLDEN)[config])

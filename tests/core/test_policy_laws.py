@@ -5,30 +5,30 @@ from __future__ import annotations
 import pytest
 from plain_policies import PLAIN_GIT, PLAIN_LRU, PLAIN_SIMPLE_GIT
 
-from kvtier_core.builtin.arc import ArcConfig
-from kvtier_core.builtin.fifo import FifoConfig
-from kvtier_core.builtin.git import GitConfig
-from kvtier_core.builtin.lfu import LfuConfig
-from kvtier_core.builtin.lru import LruConfig
-from kvtier_core.builtin.lru2 import Lru2Config
-from kvtier_core.builtin.mru import MruConfig
 from kvtier_core.builtin.plugin import kvtier_eviction_policies
-from kvtier_core.builtin.s3fifo import S3FifoConfig
-from kvtier_core.builtin.tour import TourConfig
+from kvtier_core.policies.arc import ArcConfig
+from kvtier_core.policies.fifo import FifoConfig
+from kvtier_core.policies.gittins import GittinsConfig
+from kvtier_core.policies.lfu import LfuConfig
+from kvtier_core.policies.lru import LruConfig
+from kvtier_core.policies.lru2 import Lru2Config
+from kvtier_core.policies.mru import MruConfig
+from kvtier_core.policies.s3fifo import S3FifoConfig
+from kvtier_core.policies.tournament import TournamentConfig
 from kvtier_core.testing import PolicyLaws
 from kvtier_core.testing.samples import make_keys
 
 CONFIGS = [
     ArcConfig(),
     FifoConfig(),
-    GitConfig(),
-    GitConfig(classes="simple"),
+    GittinsConfig(),
+    GittinsConfig(classes="simple"),
     LfuConfig(),
     Lru2Config(),
     LruConfig(),
     MruConfig(),
     S3FifoConfig(),
-    TourConfig(),
+    TournamentConfig(),
 ]
 #: Those of them that are compiled, as they are where they could not be.
 PLAIN = [PLAIN_GIT, PLAIN_LRU, PLAIN_SIMPLE_GIT]

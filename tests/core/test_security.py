@@ -15,11 +15,11 @@ import pytest
 import kvtier_cpu.plugin
 import kvtier_disk.plugin
 from kvtier_core.cli import main
-from kvtier_core.config import load_config, open_stack
+from kvtier_core.config.model import load_config, open_stack
+from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError
 from kvtier_core.hookspecs import hookimpl
 from kvtier_core.interfaces import BackendConfig
-from kvtier_core.plugins import Registry
 from kvtier_core.testing.samples import make_context
 from kvtier_core.types import Nbytes, Seconds
 
@@ -99,7 +99,7 @@ def test_no_source_runs_what_it_reads_or_listens():
 
 def test_the_sources_were_found():
     names = {file.name for file in sources()}
-    assert {"nodes.py", "weights.py", "segment.py", "folder.py", "demo.py"} <= names
+    assert {"yaml_nodes.py", "weights.py", "segment.py", "folder.py", "demo.py"} <= names
     assert 20 < sum(not is_test(file) for file in sources()) < len(sources())
 
 

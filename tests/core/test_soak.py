@@ -13,11 +13,11 @@ import pytest
 
 import kvtier_disk.plugin
 from kvtier_core.builtin.heap import HeapConfig
-from kvtier_core.config import load_config, open_stack
+from kvtier_core.config.model import load_config, open_stack
+from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError
 from kvtier_core.hookspecs import hookimpl
 from kvtier_core.interfaces import Backend, BackendConfig, OpenContext
-from kvtier_core.plugins import Registry
 from kvtier_core.testing import Fault, FaultyBackend, always, now_and_then
 from kvtier_core.testing.faults import FINE
 from kvtier_core.testing.samples import PagedBuffer, make_context, make_key, make_namespace
@@ -132,7 +132,7 @@ class Soak:
     def load(self):
         path = [KEYS[i] for i in self.rng.choice(PATHS)]
         if self.rng.random() < 0.7:
-            self.manager.touch(path)
+            self.manager.on_request(path)
         found = self.manager.lookup(path)
         ready = [key for key, presence in zip(path, found, strict=True) if presence is Presence.READY]
         ready = ready[: found.index(Presence.PENDING)] if Presence.PENDING in found else ready
@@ -154,7 +154,7 @@ class Soak:
         self.note(self.manager.drain(timeout=0.01))
 
     def clear(self):
-        self.manager.renew(make_namespace(f"epoch {self.epoch}"))
+        self.manager.invalidate_all(make_namespace(f"epoch {self.epoch}"))
         self.epoch += 1
 
     def settle(self):
@@ -237,7 +237,7 @@ def test_a_soak_over_files(tmp_path, eviction):
     soak = open_soak(1, Registry.of(kvtier_disk.plugin), tier)
     soak.run(10000)
     assert soak.seen >= {"stored", "promoted", "written", "evicted"}
-    assert not soak.seen & {"failed", "lost", "damaged", "resting"}
+    assert not soak.seen & {"io_error", "missing", "corrupt", "breaker_open"}
     assert soak.loaded > 200
     soak.books_balance()
     files = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.suffix == ".kv")
@@ -307,7 +307,7 @@ def test_a_soak_over_a_store_that_goes_wrong():
     for _ in range(5):
         soak.run(5000)
         soak.wake()
-    assert soak.seen >= {"stored", "promoted", "written", "evicted", "failed", "damaged"}
+    assert soak.seen >= {"stored", "promoted", "written", "evicted", "io_error", "corrupt"}
     assert soak.loaded > 200
     plugin.backend.plan = always(FINE)
     soak.books_balance()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier_core.stats import Stats
+from kvtier_core.stack.stats import Stats
 from kvtier_core.types import ChunkKey, Event, EventKind
 
 A, B = ChunkKey(b"a" * 32), ChunkKey(b"b" * 32)
@@ -10,12 +10,12 @@ A, B = ChunkKey(b"a" * 32), ChunkKey(b"b" * 32)
 
 def test_each_tier_is_counted_by_itself():
     stats = Stats()
-    stats.take_in([Event(EventKind.WRITTEN, "disk", (A, B), 8192), Event(EventKind.DAMAGED, "disk", (A,))])
-    stats.take_in([Event(EventKind.DAMAGED, "disk", (B,)), Event(EventKind.RESTING, "s3")])
-    assert stats.count("disk", EventKind.DAMAGED) == 2
-    assert stats.count("s3", EventKind.RESTING) == 1
-    assert stats.count("s3", EventKind.DAMAGED) == stats.count("redis", EventKind.LOST) == 0
-    assert stats.describe() == ["disk: written 2 (8KiB), damaged 2", "s3: resting 1"]
+    stats.take_in([Event(EventKind.WRITTEN, "disk", (A, B), 8192), Event(EventKind.CORRUPT, "disk", (A,))])
+    stats.take_in([Event(EventKind.CORRUPT, "disk", (B,)), Event(EventKind.BREAKER_OPEN, "s3")])
+    assert stats.count("disk", EventKind.CORRUPT) == 2
+    assert stats.count("s3", EventKind.BREAKER_OPEN) == 1
+    assert stats.count("s3", EventKind.CORRUPT) == stats.count("redis", EventKind.MISSING) == 0
+    assert stats.describe() == ["disk: written 2 (8KiB), corrupt 2", "s3: breaker_open 1"]
 
 
 def test_every_ten_minutes_it_is_time_to_tell():

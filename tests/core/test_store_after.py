@@ -42,7 +42,7 @@ def test_a_disk_stays_empty_until_the_second_request(serving, kv):
     with serving(disk=2) as stack:
         assert stack.ask(PATH) == 0
         assert (chunks(stack), files(kv)) == ([4, 0], [])
-        assert not stack.seen & {"written", "refused"}
+        assert not stack.seen & {"written", "rejected"}
         assert stack.ask(PATH) == 4
         assert chunks(stack) == [4, 4]
         assert [file.stem for file in files(kv)] == sorted(key.hex() for key in PATH)

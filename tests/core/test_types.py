@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier_core.types import PAGE_NBYTES, ChunkLayout, Namespace, Nbytes, Seconds
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkLayout, Namespace, Nbytes, Seconds
 
 FACTS = {"model": "golden", "block": 16}
 
@@ -126,16 +126,16 @@ def test_a_chunk_of_two_ranks():
 
 
 def test_a_frame_is_whole_pages():
-    assert ChunkLayout((1,), blocks=1).frame_nbytes == 2 * PAGE_NBYTES
-    assert ChunkLayout((PAGE_NBYTES,), blocks=1).frame_nbytes == 2 * PAGE_NBYTES
-    assert ChunkLayout((PAGE_NBYTES + 1,), blocks=1).frame_nbytes == 3 * PAGE_NBYTES
+    assert ChunkLayout((1,), blocks=1).frame_nbytes == 2 * FRAME_ALIGNMENT
+    assert ChunkLayout((FRAME_ALIGNMENT,), blocks=1).frame_nbytes == 2 * FRAME_ALIGNMENT
+    assert ChunkLayout((FRAME_ALIGNMENT + 1,), blocks=1).frame_nbytes == 3 * FRAME_ALIGNMENT
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=5), st.integers(1, 20), st.integers(1, 8))
 def test_shards_lie_side_by_side_in_the_frame(pages, blocks, ranks):
     layout = ChunkLayout(tuple(pages), blocks, ranks)
     offsets = [layout.shard_offset(rank) for rank in range(ranks + 1)]
-    assert offsets[0] == PAGE_NBYTES
+    assert offsets[0] == FRAME_ALIGNMENT
     assert {after - before for before, after in itertools.pairwise(offsets)} == {layout.shard_nbytes}
-    assert 0 <= layout.frame_nbytes - offsets[-1] < PAGE_NBYTES
-    assert layout.frame_nbytes % PAGE_NBYTES == 0
+    assert 0 <= layout.frame_nbytes - offsets[-1] < FRAME_ALIGNMENT
+    assert layout.frame_nbytes % FRAME_ALIGNMENT == 0

@@ -10,9 +10,9 @@ import harness
 with atheris.instrument_imports(include=["kvtier_core", "yaml"]):
     import kvtier_cpu.plugin
     import kvtier_disk.plugin
-    from kvtier_core.config import StackConfig, load_config
+    from kvtier_core.config.model import StackConfig, load_config
+    from kvtier_core.config.registry import Registry
     from kvtier_core.errors import ConfigError
-    from kvtier_core.plugins import Registry
 
 REGISTRY = Registry.of(kvtier_cpu.plugin, kvtier_disk.plugin)
 FILE = harness.new_folder("input") / "kvtier.yaml"

@@ -8,14 +8,14 @@ import attrs
 import pytest
 import torch
 
-from kvtier_core.config import load_config, open_stack
-from kvtier_core.cuda.mover import open_mover
-from kvtier_core.cuda.race import DMA, KERNEL, decided
-from kvtier_core.interfaces import HOLE
-from kvtier_core.plugins import Registry
+from kvtier_core.config.model import load_config, open_stack
+from kvtier_core.config.registry import Registry
+from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.testing.arenas import ArenaLaws, settle, shard_of
 from kvtier_core.testing.samples import PagedBuffer, make_context, make_keys, poison
-from kvtier_core.types import PAGE_NBYTES, ChunkLayout, Presence
+from kvtier_core.transfer.cuda.autotune import DMA, KERNEL, decided
+from kvtier_core.transfer.cuda.mover import open_mover
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkLayout, Presence
 from kvtier_cpu import plugin
 from kvtier_cpu.config import CpuConfig
 
@@ -89,7 +89,7 @@ class Slots:
     def mover(self, table, method):
         if method == "torch":
             return open_mover(table, self.memory, self.nbytes, library="asked for")
-        mover = open_mover(table, self.memory, self.nbytes, race=decided(method))
+        mover = open_mover(table, self.memory, self.nbytes, autotune=decided(method))
         assert any("by " in fact for fact in mover.facts().values()), "the library of our own is not used"
         return mover
 
@@ -115,7 +115,7 @@ def test_every_method_copies_each_byte_that_is_wanted_and_no_other(method, shape
     memory = Slots(layout, 4)
     mover = memory.mover(pages.table(rank), method)
     drawn = rng.sample(range(blocks), 3 * layout.blocks)
-    drawn = [HOLE if rng.random() < 0.2 else block for block in drawn]
+    drawn = [NO_BLOCK if rng.random() < 0.2 else block for block in drawn]
     rows, slots = [drawn[i::3] for i in range(3)], [3, 0, 2]
 
     for slot in range(4):
@@ -123,7 +123,7 @@ def test_every_method_copies_each_byte_that_is_wanted_and_no_other(method, shape
     expected = {slot: bytearray(memory.view(slot)) for slot in range(4)}
     for row, slot in zip(rows, slots, strict=True):
         for layer, place, begin, nbytes in places(layout, rank):
-            if row[place] != HOLE:
+            if row[place] != NO_BLOCK:
                 expected[slot][begin : begin + nbytes] = pages.page(layer, row[place])
     mover.store(1, rows, slots)
     assert settle(mover, [1]) == {1: True}
@@ -135,7 +135,7 @@ def test_every_method_copies_each_byte_that_is_wanted_and_no_other(method, shape
     for row in rows:
         for layer in range(len(layout.page_nbytes)):
             for block in row:
-                if block != HOLE:
+                if block != NO_BLOCK:
                     other.put(layer, block, pages.page(layer, block))
     expected = other.everything()
     for tensor, poisoned in zip(other.tensors, untouched, strict=True):
@@ -175,7 +175,7 @@ def test_stores_come_after_the_forward_and_before_the_next(method):
         for tensor in pages.tensors:
             tensor.fill_(0xEE)
         assert settle(mover, [byte]) == {byte: True}
-        assert memory.view(0)[PAGE_NBYTES:] == bytes([byte]) * layout.payload_nbytes
+        assert memory.view(0)[FRAME_ALIGNMENT:] == bytes([byte]) * layout.payload_nbytes
     mover.close()
 
 

@@ -8,11 +8,11 @@ import os
 import attrs
 import pytest
 
-from kvtier_core.config import load_config
+from kvtier_core.config.model import load_config
+from kvtier_core.config.registry import Registry
+from kvtier_core.engine.recorder import Recorder
 from kvtier_core.errors import ConfigError
-from kvtier_core.plugins import Registry
 from kvtier_core.simulate.traces import read_trace
-from kvtier_core.vllm.recorder import Recorder
 
 KEYS = [os.urandom(32) for _ in range(4)]
 
@@ -86,7 +86,7 @@ def test_a_disk_that_fails_ends_the_recording_and_nothing_else(tmp_path, caplog)
 
 
 def test_a_slow_disk_costs_lines_and_not_memory(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("kvtier_core.vllm.recorder._MOST_WAITING", 0)
+    monkeypatch.setattr("kvtier_core.engine.recorder._MOST_WAITING", 0)
     assert finished(Recorder(config(tmp_path)), 7) == []
     assert "kvtier: 7 requests were not recorded: the disk was too slow" in [r.message for r in caplog.records]
 

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier_core.builtin.fifo import FifoConfig
 from kvtier_core.builtin.heap import HeapConfig
-from kvtier_core.builtin.lru import Lru, LruConfig
-from kvtier_core.config import ArenaTier, World, open_stack
+from kvtier_core.config.model import ArenaTierConfig, Runtime, open_stack
+from kvtier_core.config.registry import Registry
 from kvtier_core.interfaces import EvictionConfig, OpenContext
-from kvtier_core.plugins import Registry
+from kvtier_core.policies.fifo import FifoConfig
+from kvtier_core.policies.lru import Lru, LruConfig
 from kvtier_core.simulate.costs import Costs, Speed
+from kvtier_core.simulate.dry_run import Clock
 from kvtier_core.simulate.replay import Tally, replay, serve
 from kvtier_core.simulate.stacks import all_policies, layout_of, read_policies, stack_of
 from kvtier_core.simulate.study import Study
 from kvtier_core.simulate.traces import Prompt, Trace
-from kvtier_core.simulate.weightless import Clock
 from kvtier_core.types import KEY_NBYTES, Namespace, Nbytes
 
 TOKENS = 16
@@ -100,9 +100,9 @@ def test_real_memory_would_have_had_the_same_hits(policy):
     trace = trace_of(traffic(1))
     (config,) = read_policies(policy, 1, Registry())
     simulated = stack_of([Nbytes(40 * FRAME)], [config], TOKENS)
-    real = attrs.evolve(simulated, tiers=(ArenaTier("cpu", HeapConfig(), Nbytes(40 * FRAME), config),))
+    real = attrs.evolve(simulated, tiers=(ArenaTierConfig("cpu", HeapConfig(), Nbytes(40 * FRAME), config),))
     clock = Clock()
-    manager = open_stack(real, OpenContext(Namespace.of({"test": "replay"}), LAYOUT, "test"), World(clock=clock))
+    manager = open_stack(real, OpenContext(Namespace.of({"test": "replay"}), LAYOUT, "test"), Runtime(clock=clock))
     hits = []
     for prompt in trace.prompts:
         clock.now = prompt.at

@@ -12,8 +12,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from kvtier_core.cli import main
-from kvtier_core.config import load_config
-from kvtier_core.plugins import Registry
+from kvtier_core.config.model import load_config
+from kvtier_core.config.registry import Registry
 from kvtier_core.simulate.bar import Bar
 from kvtier_core.simulate.stacks import all_policies
 from kvtier_core.simulate.traces import read_trace
@@ -89,7 +89,7 @@ def test_the_stack_of_a_file(folder, capsys):
         "  - {type: disk, path: /nowhere, capacity: 8GiB, eviction: fifo}\n"
     )
     assert main(["simulate", "trace.jsonl", "--config", "kvtier.yaml"]) == 0
-    assert [row["policy"] for row in table(capsys.readouterr().out)] == ["min", "git+fifo"]
+    assert [row["policy"] for row in table(capsys.readouterr().out)] == ["min", "gittins+fifo"]
     assert main(["simulate", "trace.jsonl", "--config", "kvtier.yaml", "--policy", "lru,min,mru"]) == 0
     assert {row["policy"] for row in table(capsys.readouterr().out)} == {"min", "lru", "mru"}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_core.plugins import Registry
+from kvtier_core.config.registry import Registry
 from kvtier_core.simulate.stacks import layout_of, read_capacities, read_policies, stack_of
 from kvtier_core.simulate.study import Study
 from kvtier_core.simulate.traces import Prompt, Trace, read_trace

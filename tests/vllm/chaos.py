@@ -30,8 +30,8 @@ from nursery import Nursery
 
 from kvtier_core.builtin.chained import Chained, ChainedConfig
 from kvtier_core.hookspecs import hookimpl
-from kvtier_core.memo import key_of
-from kvtier_core.types import PAGE_NBYTES, Event, Namespace
+from kvtier_core.stack.store_tier.policy_state import key_of
+from kvtier_core.types import FRAME_ALIGNMENT, Event, Namespace
 
 _UNFINISHED = re.compile(r"[0-9a-f]{64}\.tmp")
 
@@ -140,9 +140,9 @@ def live(plugin: str, orders: str, model: str, stack: dict | None, options: dict
 def _look(engine: Any) -> None:
     """At rest: what the tier believes to lie on the disk."""
     engine.settle()
-    for key in engine.manager._tiers[0].residents.held:
+    for key in engine.manager._tiers[0].index.held:
         tell("indexed", key.hex())
-    tell("memo", key_of(engine.connector.half._epoch).hex())
+    tell("memo", key_of(engine.connector.side._epoch).hex())
     tell("accounted", engine.manager.usage()[-1].nbytes)
 
 
@@ -180,7 +180,7 @@ def _die_in(engine: Any, name: str, calls: int) -> None:
             return function(*arguments, **options)
         if name == "pwritev":
             fd, (view,), offset = arguments
-            function(fd, [view[: len(view) // 2 // PAGE_NBYTES * PAGE_NBYTES]], offset)
+            function(fd, [view[: len(view) // 2 // FRAME_ALIGNMENT * FRAME_ALIGNMENT]], offset)
         os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(os, name, dying)

@@ -87,7 +87,7 @@ class Engine:
 
     @property
     def manager(self):
-        return self.connector.half.manager
+        return self.connector.side.manager
 
     def ask(self, *prompts: Sequence[int], tokens: int = 4, salt: str | None = None) -> list[Answer]:
         return self.generate(
@@ -119,14 +119,14 @@ class Engine:
 
     def settle(self) -> None:
         """Let everything on its way down arrive."""
-        self.connector.half._take_in(self.manager.drain(timeout=20))
+        self.connector.side._take_in(self.manager.drain(timeout=20))
 
     def assert_at_rest(self) -> None:
         """Nothing pinned, nothing in flight, no block of the engine lost."""
         self.settle()
         usage = self.manager.usage()
         assert not any(level.pins or level.inflight for level in usage), usage
-        half = self.connector.half
+        half = self.connector.side
         assert not (half._loading or half._storing or half._tracked)
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # the null block is never free

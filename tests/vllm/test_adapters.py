@@ -12,7 +12,7 @@ from conftest import cpu_and_disk, prompt
 from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
-from kvtier_core.vllm import adapters
+from kvtier_core.vllm.requests import adapters
 
 RANK = 8
 PROMPT = prompt(1, 200)

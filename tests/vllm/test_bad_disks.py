@@ -48,7 +48,7 @@ class Served:
         self.engine = engine
         self.disks = disks
         self.manager = engine.manager
-        self.half = engine.connector.half
+        self.side = engine.connector.side
         self.now = 0.0
         self._truth = truth
         for tier in self.manager._tiers:
@@ -83,7 +83,7 @@ class Served:
     def forget(self):
         """Empty every tier."""
         self.recover()
-        self.half.renew()
+        self.side.invalidate_all()
         self.engine.settle()
 
     def keep(self, said):
@@ -137,34 +137,34 @@ def start(model, truth):
 PLANNED = BackendError("planned")
 LOSSES = [Fault(error=PLANNED), Fault(surplus=9), Fault(damage=True), Fault(lose=True)]
 CASES = {
-    "reads raise": (always(Fault(error=PLANNED), "read"), "failed: 6 chunks: BackendError: planned"),
-    "one key cannot be read": (always(Fault(unreadable=PLANNED), "read"), "damaged: 1 chunks: planned"),
+    "reads raise": (always(Fault(error=PLANNED), "read"), "io_error: 6 chunks: BackendError: planned"),
+    "one key cannot be read": (always(Fault(unreadable=PLANNED), "read"), "corrupt: 1 chunks: planned"),
     "reads raise what they may not": (
         always(Fault(error=ZeroDivisionError("planned")), "read"),
-        "failed: 6 chunks: ZeroDivisionError: planned",
+        "io_error: 6 chunks: ZeroDivisionError: planned",
     ),
-    "calls end their thread": (always(Fault(error=SystemExit("planned"))), "failed: 6 chunks: SystemExit: planned"),
-    "writes raise": (always(Fault(error=PLANNED), "write"), "failed: 6 chunks: BackendError: planned"),
+    "calls end their thread": (always(Fault(error=SystemExit("planned"))), "io_error: 6 chunks: SystemExit: planned"),
+    "writes raise": (always(Fault(error=PLANNED), "write"), "io_error: 6 chunks: BackendError: planned"),
     "deletes raise": (always(Fault(error=PLANNED), "delete"), "no room: a delete before it failed"),
-    "everything raises": (always(Fault(error=PLANNED)), "resting: 0 chunks: for 1s"),
+    "everything raises": (always(Fault(error=PLANNED)), "breaker_open: 0 chunks: for 1s"),
     "every third call raises": (every(3, Fault(error=PLANNED)), "BackendError: planned"),
     "everything is slow": (always(Fault(delay=0.01)), FROM_DISK),
     "longer than the view": (
         always(Fault(surplus=1)),
-        f"failed: 6 chunks: ContractError: read returned {FRAME + 1} bytes for a view of {FRAME}",
+        f"io_error: 6 chunks: ContractError: read returned {FRAME + 1} bytes for a view of {FRAME}",
     ),
-    "shorter than the frame": (always(Fault(surplus=-1)), "damaged: 1 chunks: shorter than its header says"),
+    "shorter than the frame": (always(Fault(surplus=-1)), "corrupt: 1 chunks: shorter than its header says"),
     "less than nothing": (
         always(Fault(surplus=-2 * FRAME)),
-        f"failed: 6 chunks: ContractError: read returned {-FRAME} bytes for a view of {FRAME}",
+        f"io_error: 6 chunks: ContractError: read returned {-FRAME} bytes for a view of {FRAME}",
     ),
-    "more answers than keys": (always(Fault(answers=1)), "failed: 6 chunks: ContractError: 7 answers for 6 keys"),
-    "fewer answers than keys": (always(Fault(answers=-1)), "failed: 6 chunks: ContractError: 5 answers for 6 keys"),
-    "other bytes": (always(Fault(damage=True)), "damaged: 1 chunks: the checksum does not match"),
-    "writes vanish": (always(Fault(drop=True), "write"), "lost: 1 chunks"),
+    "more answers than keys": (always(Fault(answers=1)), "io_error: 6 chunks: ContractError: 7 answers for 6 keys"),
+    "fewer answers than keys": (always(Fault(answers=-1)), "io_error: 6 chunks: ContractError: 5 answers for 6 keys"),
+    "other bytes": (always(Fault(damage=True)), "corrupt: 1 chunks: the checksum does not match"),
+    "writes vanish": (always(Fault(drop=True), "write"), "missing: 1 chunks"),
     "deletes vanish": (always(Fault(drop=True), "delete"), FROM_DISK),
-    "everything vanishes": (always(Fault(drop=True)), "lost: 1 chunks"),
-    "keys are dropped later": (always(Fault(lose=True)), "lost: 1 chunks"),
+    "everything vanishes": (always(Fault(drop=True)), "missing: 1 chunks"),
+    "keys are dropped later": (always(Fault(lose=True)), "missing: 1 chunks"),
     "one thing after the other": (lambda method, call: LOSSES[call % len(LOSSES)], "kvtier: disk: "),
 }
 
@@ -201,7 +201,7 @@ class TestOneEngine:
         served.forget()
         served.keep(said)
         *_, (another, _) = served.disks[0].scan()  # the newest: there may be some whose deletes vanished
-        self.go_through(served, said, always(Fault(instead=another)), "damaged: 1 chunks: a frame of another key")
+        self.go_through(served, said, always(Fault(instead=another)), "corrupt: 1 chunks: a frame of another key")
 
     @pytest.mark.parametrize("answers", [1, -1])
     def test_a_disk_that_is_asked_and_miscounts(self, served, said, monkeypatch, answers):
@@ -225,7 +225,7 @@ def test_when_every_disk_is_lost_memory_goes_on_and_nobody_asks_them_any_more(st
             served.engine.settle()
         told = said()
         for disk in ("disk", "disk#2"):
-            assert sum(f"{disk}: resting" in line for line in told) == 2, "its reads, and its writes"
+            assert sum(f"{disk}: breaker_open" in line for line in told) == 2, "its reads, and its writes"
         calls = [len(disk.calls) for disk in served.disks]
         assert min(calls) > 0
 
@@ -271,14 +271,14 @@ def holds_little(served):
 
 def passing_with_requests(served, monkeypatch):
     """From here on a second passes whenever a request is finished, and not before; for the scheduler's half, too."""
-    finished = served.half.finished
+    finished = served.side.finished
 
     def later(request):
         served.now += 1.0
         finished(request)
 
-    monkeypatch.setattr(served.half, "_clock", served.clock)
-    monkeypatch.setattr(served.half, "finished", later)
+    monkeypatch.setattr(served.side, "_clock", served.clock)
+    monkeypatch.setattr(served.side, "finished", later)
 
 
 def test_a_disk_that_hangs_stalls_nobody(start, said, monkeypatch, tmp_path):
@@ -327,8 +327,8 @@ def test_a_real_disk_that_is_full_and_then_broken(start, said, tmp_path):
         served.crowd_out()
         assert served.ask(KEPT) == [384]
         told = said()
-        assert any("failed: 6 chunks: StoreFull: " in line and "0B free" in line for line in told), "\n".join(told)
-        assert not any("resting" in line for line in told), "a full disk is not broken"
+        assert any("io_error: 6 chunks: StoreFull: " in line and "0B free" in line for line in told), "\n".join(told)
+        assert not any("breaker_open" in line for line in told), "a full disk is not broken"
         assert hits(told)[-1] == FROM_DISK, "a full disk can be read"
         served.crowd_out()
         disk.make_room()
@@ -340,7 +340,7 @@ def test_a_real_disk_that_is_full_and_then_broken(start, said, tmp_path):
         served.ask(FRESH[1])
         served.engine.assert_at_rest()
         told = said()
-        assert any("failed: 6 chunks: BackendError" in line and "Input/output error" in line for line in told)
+        assert any("io_error: 6 chunks: BackendError" in line and "Input/output error" in line for line in told)
         served.crowd_out()
         disk.heal()
         served.recover()
@@ -356,13 +356,13 @@ def test_a_bad_sector_costs_one_prompt_once(start, said, tmp_path):
             served.ask(KEPT)
             served.ask(FRESH[0])
             served.crowd_out()
-            first = served.half._database.keys(KEPT)[0]
+            first = served.side._database.keys(KEPT)[0]
             (file,) = disk.folder.rglob(f"{first.hex()}.kv")
             disk.spoil(file)
             said()
             assert served.ask(FRESH[0], KEPT) == [384, 0], "the other prompt comes up beside the frame that cannot"
             told = said()
-            assert any("damaged: 1 chunks: " in line and "Input/output error" in line for line in told)
+            assert any("corrupt: 1 chunks: " in line and "Input/output error" in line for line in told)
             for _ in range(3):
                 served.crowd_out()
                 assert served.ask(FRESH[0], KEPT)[0] == 384
@@ -372,4 +372,4 @@ def test_a_bad_sector_costs_one_prompt_once(start, said, tmp_path):
         with start(stack(disk.folder / "kv")) as served:
             assert served.ask(KEPT, FRESH[0]) == [384, 384]
             told += said()
-    assert not any("resting" in line or "failed" in line for line in told), "\n".join(told)
+    assert not any("breaker_open" in line or "io_error" in line for line in told), "\n".join(told)

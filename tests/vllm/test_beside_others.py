@@ -19,8 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvtier_core.vllm import reports, worker
-from kvtier_core.vllm.plan import Survey
+from kvtier_core.engine import worker_reports as reports
+from kvtier_core.engine import worker_side as worker
+from kvtier_core.engine.messages import WorkerReport
 
 #: What a neighbour claims to have of its prompts.
 CLAIMED = 256
@@ -332,7 +333,7 @@ def test_what_the_engine_held_when_the_cache_was_reset_is_not_stored(engine):
 
 # -- the workers' reports
 
-SURVEY = Survey("cpu", (4096, 8192), (("page layout", "NHD"), ("cpu isa", "amx")), failure_policy="recompute")
+SURVEY = WorkerReport("cpu", (4096, 8192), (("page layout", "NHD"), ("cpu isa", "amx")), failure_policy="recompute")
 
 
 def test_reports_of_all_ranks_arrive_as_they_were_and_are_removed(runtime):

@@ -22,9 +22,9 @@ from conftest import CHUNK, Answer, cpu_and_disk
 from nursery import Nursery, pids
 from test_serving import NOISE
 
-from kvtier_core import frame
 from kvtier_core.builtin.chained import Chained
-from kvtier_core.types import PAGE_NBYTES, Namespace
+from kvtier_core.frames import format as frame
+from kvtier_core.types import FRAME_ALIGNMENT, Namespace
 
 ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "20"))
 
@@ -94,9 +94,9 @@ class Ledger:
             case "evicted", key:
                 assert key not in self.promised, f"{key} was evicted, and its file never removed"
                 self.leaving.discard(key)
-            case "damaged", key:
+            case "corrupt", key:
                 assert key in self.harmed, f"{key} is damaged, and nobody harmed it"
-            case ("lost" | "failed") as what, key:
+            case ("missing" | "io_error") as what, key:
                 pytest.fail(f"{key}: {what}, and nobody harmed the folder")
 
 
@@ -221,7 +221,7 @@ class Campaign:
         half = path.stat().st_size // 2
         with open(path, "r+b") as file:
             if short:
-                file.truncate(half // PAGE_NBYTES * PAGE_NBYTES + drawn.randrange(2))
+                file.truncate(half // FRAME_ALIGNMENT * FRAME_ALIGNMENT + drawn.randrange(2))
             else:
                 file.seek(half)
                 file.write(bytes(half))
@@ -296,7 +296,7 @@ class Campaign:
         self.phases["killed in the middle of a write"] += any(self._store.glob("*/*/*.tmp"))
         self.phases["killed in the middle of a delete"] += bool(self._ledger.leaving)
         self.phases[f"killed: {moment}"] += 1
-        self.phases["damage was refused"] += life.counts["damaged"]
+        self.phases["damage was refused"] += life.counts["corrupt"]
 
     # -- looking at the folder ---------------------------------------------------------------------------
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 from conftest import cpu_and_disk, prompt
 
-from kvtier_core.residents import Residents
+from kvtier_core.stack.index.cache_index import CacheIndex
 
 
 @pytest.fixture
 def heard(monkeypatch):
     """The hints of each request, once for each tier."""
     heard = []
-    request = Residents.request
+    request = CacheIndex.request
     monkeypatch.setattr(
-        Residents,
+        CacheIndex,
         "request",
         lambda self, path, now, hints: (heard.append(dict(hints)), request(self, path, now, hints)),
     )
@@ -60,7 +60,7 @@ def test_what_is_no_hint(said):
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
-    from kvtier_core.vllm.hints import hints_of
+    from kvtier_core.engine.hints import hints_of
 
     sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": said})
     assert hints_of(Request("1", [1, 2], sampling, None)) == {}

@@ -15,14 +15,17 @@ import typing
 import attrs
 import pytest
 
-from kvtier_core.config import IdentityConfig
+from kvtier_core.config.model import IdentityConfig
+from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.types import Namespace
-from kvtier_core.vllm import harmless, identity, settings
-from kvtier_core.vllm.plan import Survey
-from kvtier_core.vllm.settings import UnidentifiedError
+from kvtier_core.vllm.identity import harmless, settings
+from kvtier_core.vllm.identity import namespace as identity
+from kvtier_core.vllm.identity.settings import UnidentifiedError
 
 CHUNK = 64
-SURVEY = Survey("cpu", (4096, 4096), (("page layout", "NHD"), ("attention backend", "CPU_ATTN"), ("cpu isa", "amx")))
+SURVEY = WorkerReport(
+    "cpu", (4096, 4096), (("page layout", "NHD"), ("attention backend", "CPU_ATTN"), ("cpu isa", "amx"))
+)
 HARMLESS = frozenset(itertools.chain(*harmless.FIELDS.values()))
 HARMLESS_VARIABLES = " ".join(harmless.VARIABLES.values()).split()
 
@@ -329,7 +332,7 @@ def test_the_command_tells_what_an_engine_in_another_process_will_log(model, eng
     assert output.returncode == 0, output.stderr
     with engine(cpu()) as served:
         (logged,) = [line for line in said() if line.startswith("kvtier: identity ")]
-        running = served.connector.half._epoch
+        running = served.connector.side._epoch
     before = Namespace.from_json(told.read_text())
     assert [each for each in before.differences(running) if each[1]] == []
     assert before.digest.hex() == logged.split()[-1]

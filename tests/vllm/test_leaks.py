@@ -14,8 +14,8 @@ from conftest import BLOCK, Engine, cpu_and_disk, prompt
 from test_serving import NOISE
 
 from kvtier_core.errors import BackendError
-from kvtier_core.mover import HostMover
 from kvtier_core.testing.faults import Fault, FaultyBackend, now_and_then
+from kvtier_core.transfer.host_mover import HostMover
 from kvtier_disk.config import DiskConfig
 
 REQUESTS = 1000
@@ -111,7 +111,7 @@ class Soak:
         for internal, request in scheduler.requests.items():
             if internal.split("-")[0] == request_id:
                 yield request.status.name
-                tracked = self.engine.connector.half._tracked.get(internal)
+                tracked = self.engine.connector.side._tracked.get(internal)
                 if tracked and tracked.waiting_since is not None:
                     yield "waits for a tier"
 
@@ -133,16 +133,16 @@ def must_be_at_rest(soak: Soak) -> tuple[dict[str, int], int]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     soak.engine.assert_at_rest()
-    half, worker = soak.engine.connector.half, get_kv_transfer_group().half
+    half, worker = soak.engine.connector.side, get_kv_transfer_group().side
     assert half is not None and not half._refusal
-    assert not half._planned and not half.manager.holders() and not half.manager.jobs
+    assert not half._planned and not half.manager.pins_by_holder() and not half.manager.jobs
     assert not (worker._owners or worker._parts or worker._failed or worker._ended)
     for arena in half.manager._arenas:
-        assert arena.free + len(arena.residents) == arena.memory.slots and not arena.reserved
-        assert arena.residents.used == len(arena.residents) * arena.memory.slot_nbytes
+        assert arena.free + len(arena.index) == arena.memory.slots and not arena.reserved
+        assert arena.index.used == len(arena.index) * arena.memory.slot_nbytes
     held = {f"scheduler.{name}": n for name, n in sizes(half).items() if not name.endswith("backend.0.calls")}
     held |= {f"worker.{name}": n for name, n in sizes(worker).items()}
-    places = sum(len(level.residents) for level in half.manager._levels)
+    places = sum(len(level.index) for level in half.manager._levels)
     return held, places + sum(arena.free for arena in half.manager._arenas)
 
 

@@ -77,7 +77,7 @@ def test_another_dtype_or_longest_sequence_is_another_namespace(engine, model, t
 
 def test_the_pages_themselves_come_back(engine, monkeypatch):
     """Bytes, not answers: what a load puts into the engine's pages is what a store took out of them."""
-    from kvtier_core.mover import HostMover
+    from kvtier_core.transfer.host_mover import HostMover
 
     taken, given = {}, {}
 

@@ -11,8 +11,8 @@ from vllm.multimodal import inputs
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from kvtier_core.vllm.names import Names
-from kvtier_core.vllm.request_identity import Identifier, RequestIdentity
+from kvtier_core.vllm.requests.identity import Identifier, RequestIdentity
+from kvtier_core.vllm.requests.names import Names
 
 BEFORE = "the engine may have cached another item's KV under the same name"
 NOW = "an item of its prompt was encoded from another one of the same name"

@@ -8,8 +8,8 @@ import random
 from conftest import BLOCK, CHUNK, cpu_and_disk, prompt
 
 from kvtier_core.cli import main
-from kvtier_core.config import load_config
-from kvtier_core.plugins import Registry
+from kvtier_core.config.model import load_config
+from kvtier_core.config.registry import Registry
 from kvtier_core.simulate.stacks import layout_of
 from kvtier_core.simulate.study import Study
 from kvtier_core.simulate.traces import read_trace
@@ -67,7 +67,7 @@ def test_a_recording_tells_nothing_but_what_it_should(engine, tmp_path, capsys):
         served.ask(prompt(2, 300, shared), tokens=3)
         served.ask(prompt(3, 300, shared), tokens=2, salt="alice")
         served.ask(prompt(4, 300, shared), tokens=2)
-        key = served.connector.half._database.keys(shared)[0]
+        key = served.connector.side._database.keys(shared)[0]
     file = recorded(tmp_path / "traffic")
     text = file.read_text()
     lines = [json.loads(line) for line in text.splitlines()]

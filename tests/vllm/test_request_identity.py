@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import save_file
 
 from kvtier_core.builtin.chained import ChainedConfig
+from kvtier_core.engine import weights
 from kvtier_core.types import Namespace
-from kvtier_core.vllm import adapters, request_fields, weights
-from kvtier_core.vllm.adapters import Adapters, Moment
-from kvtier_core.vllm.request_identity import Identifier, RequestIdentity
+from kvtier_core.vllm.requests import adapters
+from kvtier_core.vllm.requests import fields as request_fields
+from kvtier_core.vllm.requests.adapters import Adapters, Moment
+from kvtier_core.vllm.requests.identity import Identifier, RequestIdentity
 
 CHUNK = 64
 TOKENS = list(range(4 * CHUNK))

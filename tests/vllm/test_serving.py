@@ -11,7 +11,7 @@ import re
 import pytest
 from conftest import BLOCK, CHUNK, cpu, cpu_and_disk, prompt
 
-from kvtier_core.vllm import weights
+from kvtier_core.engine import weights
 
 #: A prompt split differently is added up in another order: float32 noise, far below any real difference.
 NOISE = 1e-3

@@ -6,7 +6,7 @@ import pytest
 from conftest import cpu, prompt
 from test_serving import NOISE, forget, hits
 
-from kvtier_core.vllm.plan import Plan, Transfer
+from kvtier_core.engine.messages import StepPlan, Transfer
 
 FORGOTTEN = "kvtier: vLLM reset its caches; what is stored is forgotten, since weights may be others now"
 KEPT = "kvtier: vLLM reset its caches; what is stored is kept: on_reset is keep"
@@ -85,10 +85,10 @@ def test_no_page_is_touched_while_the_engine_sleeps(engine, said):
         served.ask(asked)
         assert "kvtier: self-test: every byte came back" in said()
         worker().unregister_kv_caches()
-        slot = served.manager.lend()[0]
-        worker().half.load(Plan(loads=(("a request", Transfer((slot,), ((0, 1),))),)), idle=False)
-        served.manager.take_back()
-        assert worker().half.loaded() == ({"a request"}, {"a request"})
+        slot = served.manager.reserve_self_test_slots()[0]
+        worker().side.load(StepPlan(loads=(("a request", Transfer((slot,), ((0, 1),))),)), idle=False)
+        served.manager.release_self_test_slots()
+        assert worker().side.loaded() == ({"a request"}, {"a request"})
         worker().restore_kv_caches()
         assert served.ask(asked)[0].cached == 512
         served.assert_at_rest()

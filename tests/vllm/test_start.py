@@ -6,9 +6,9 @@ import pytest
 from conftest import cpu, prompt
 from test_serving import hits
 
+from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError
-from kvtier_core.plugins import Registry
-from kvtier_core.stats import Stats
+from kvtier_core.stack.stats import Stats
 
 BROKEN = """\
 version: 1
@@ -103,7 +103,7 @@ def test_several_arenas(engine, said):
 def test_what_happened_is_told_while_it_happens(engine, said):
     """A server that is stopped as usual is killed before it could tell."""
     with engine(cpu()) as served:
-        served.connector.half.stats = Stats(now=-601.0)
+        served.connector.side.stats = Stats(now=-601.0)
         said()
         served.ask(prompt(73, 530))
         served.settle()

@@ -9,9 +9,9 @@ import pytest
 from conftest import cpu, cpu_and_disk, prompt
 from test_serving import NOISE, hits
 
-from kvtier_core.mover import HostMover
-from kvtier_core.vllm.scheduler import SchedulerHalf
-from kvtier_core.vllm.worker import WorkerHalf
+from kvtier_core.engine.scheduler_side import SchedulerSide
+from kvtier_core.engine.worker_side import WorkerSide
+from kvtier_core.transfer.host_mover import HostMover
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +50,13 @@ def test_aborts_at_every_moment_leave_nothing_behind(engine, tmp_path):
                 llm.step()
             llm.abort_request(drawn.sample(ids, 2))
             if i % 5 == 0:
-                served.connector.half.renew()
+                served.connector.side.invalidate_all()
         while llm.has_unfinished_requests():
             llm.step()
         while served.scheduler.has_requests():
             llm.engine_core.engine_core.step()
         served.assert_at_rest()
-        assert served.connector.half is not None
+        assert served.connector.side is not None
 
 
 def test_a_load_that_fails_is_recomputed(engine, said, monkeypatch, asked, truth):
@@ -89,7 +89,7 @@ def test_a_store_that_fails_is_forgotten(engine, monkeypatch, asked, truth):
 def test_a_bug_in_the_schedulers_half_costs_only_the_cache(engine, said, monkeypatch, asked, truth, method):
     with engine(cpu()) as served:
         served.ask(asked)
-        monkeypatch.setattr(SchedulerHalf, method, lambda self, *args, **options: 1 / 0)
+        monkeypatch.setattr(SchedulerSide, method, lambda self, *args, **options: 1 / 0)
         again = [served.ask(asked)[0], served.ask(asked)[0]]
         assert any("goes on without kvtier" in line for line in said())
     assert max(answer.differs(truth) for answer in again) < NOISE
@@ -99,7 +99,7 @@ def test_a_bug_in_the_schedulers_half_costs_only_the_cache(engine, said, monkeyp
 def test_a_bug_in_a_workers_half_costs_only_the_cache(engine, said, monkeypatch, asked, truth, method):
     with engine(cpu()) as served:
         served.ask(asked)
-        monkeypatch.setattr(WorkerHalf, method, lambda self, *args, **options: 1 / 0)
+        monkeypatch.setattr(WorkerSide, method, lambda self, *args, **options: 1 / 0)
         again = [served.ask(asked)[0], served.ask(asked)[0]]
         assert any("goes on without kvtier" in line for line in said())
     assert max(answer.differs(truth) for answer in again) < NOISE
@@ -139,5 +139,5 @@ def test_a_disk_that_lies_is_never_believed(engine, said, tmp_path, asked, truth
         assert again.cached < 512
         assert served.ask(asked)[0].cached == 512  # stored anew, in memory at least
         served.assert_at_rest()
-        assert any("damaged" in line or "lost" in line for line in said())
+        assert any("corrupt" in line or "missing" in line for line in said())
     assert again.differs(truth) < NOISE

@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvtier_core.config import IdentityConfig
-from kvtier_core.vllm import digest_cache, model_weights, weights
-from kvtier_core.vllm.digest_cache import Entry
-from kvtier_core.vllm.model_weights import ModelWeights, Unknown
+from kvtier_core.config.model import IdentityConfig
+from kvtier_core.engine import digest_cache, weights
+from kvtier_core.engine.digest_cache import Entry
+from kvtier_core.vllm.identity import model_weights
+from kvtier_core.vllm.identity.model_weights import ModelWeights, Unknown
 
 
 def test_every_byte_counts(tmp_path):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from kvtier_core import cuda
 from kvtier_core.errors import BackendError
-from kvtier_core.interfaces import AllocatorBackend, Mover, OpenContext, PageTable
-from kvtier_core.mover import HostMover
+from kvtier_core.interfaces import AllocatorBackend, Mover, OpenContext, PagedKVCache
+from kvtier_core.transfer import cuda
+from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.types import Nbytes
 from kvtier_cpu.config import CpuConfig
 from kvtier_cpu.segment import Address, Segment, reach
@@ -39,7 +39,7 @@ class CpuArena(AllocatorBackend):
         self._segment.close()
 
 
-def attach(handle: str, table: PageTable) -> Mover:
+def attach(handle: str, table: PagedKVCache) -> Mover:
     fields = json.loads(handle)
     slot_nbytes = fields.pop("slot_nbytes")
     memory = reach(Address(**fields))

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 import attrs
 
-from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, Medium, Mover, OpenContext, PageTable
+from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, Medium, Mover, OpenContext, PagedKVCache
 
 
 @attrs.frozen
@@ -24,7 +24,7 @@ class CpuConfig(ArenaConfig):
 
         return CpuArena(self, ctx)
 
-    def attach(self, handle: str, table: PageTable) -> Mover:
+    def attach(self, handle: str, table: PagedKVCache) -> Mover:
         from kvtier_cpu.arena import attach
 
         return attach(handle, table)

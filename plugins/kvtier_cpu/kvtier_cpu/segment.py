@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier_core.errors import BackendError
-from kvtier_cpu.available import in_mib, must_be_available
+from kvtier_cpu.memory_limit import in_mib, must_be_available
 
 _SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap

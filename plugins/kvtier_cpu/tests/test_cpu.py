@@ -12,9 +12,10 @@ import pytest
 
 from kvtier_core.errors import BackendError
 from kvtier_core.testing.samples import PagedBuffer, make_context, make_layout
-from kvtier_cpu import available, plugin, segment
-from kvtier_cpu.available import Room, rooms
+from kvtier_cpu import memory_limit as available
+from kvtier_cpu import plugin, segment
 from kvtier_cpu.config import CpuConfig
+from kvtier_cpu.memory_limit import MemoryLimit, memory_limits
 
 LAYOUT = make_layout()
 OWNER = """
@@ -183,7 +184,11 @@ def test_no_room_for_one_slot():
 
 
 def test_more_than_there_is(monkeypatch):
-    monkeypatch.setattr(available, "rooms", lambda: [Room(9 << 30, "this node"), Room(3 << 20, "control group /a")])
+    monkeypatch.setattr(
+        available,
+        "memory_limits",
+        lambda: [MemoryLimit(9 << 30, "this node"), MemoryLimit(3 << 20, "control group /a")],
+    )
     with pytest.raises(BackendError) as caught:
         open_cpu(capacity=1 << 30)
     assert str(caught.value) == (
@@ -215,7 +220,7 @@ def test_rooms_of_unified_groups(tmp_path):
             "sys/fs/cgroup/pod/engine/memory.current": "70000\n",
         },
     )
-    assert list(rooms(tmp_path)) == [Room(51200, "this node"), Room(15000, "control group /pod")]
+    assert list(memory_limits(tmp_path)) == [MemoryLimit(51200, "this node"), MemoryLimit(15000, "control group /pod")]
 
 
 def test_rooms_of_a_memory_controller(tmp_path):
@@ -230,7 +235,7 @@ def test_rooms_of_a_memory_controller(tmp_path):
             "sys/fs/cgroup/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 7\n",
         },
     )
-    assert list(rooms(tmp_path)) == [Room(51200, "this node"), Room(10007, "control group /")]
+    assert list(memory_limits(tmp_path)) == [MemoryLimit(51200, "this node"), MemoryLimit(10007, "control group /")]
 
 
 # -- pages -----------------------------------------------------------------------------------------

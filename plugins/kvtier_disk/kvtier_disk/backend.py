@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.types import ChunkKey, Namespace, Nbytes
-from kvtier_disk.claim import Claim
 from kvtier_disk.config import DiskConfig
 from kvtier_disk.files import (
     discard,
@@ -19,6 +18,7 @@ from kvtier_disk.files import (
     write_unfinished,
 )
 from kvtier_disk.folder import Folder, NoFile
+from kvtier_disk.folder_lock import FolderLock
 from kvtier_disk.frames import (
     Found,
     Place,
@@ -31,7 +31,7 @@ from kvtier_disk.frames import (
 )
 from kvtier_disk.namespaces import make_home, read_facts
 from kvtier_disk.opening import effective_access, sweep
-from kvtier_disk.room import Room, free_of
+from kvtier_disk.space_account import SpaceAccount, free_of
 
 #: What no second attempt changes; everything else (full, busy, stale, I/O error) may pass.
 _LASTING = {
@@ -70,62 +70,62 @@ class DiskBackend(Backend):
         self._name = home_of(ctx.namespace)
         self._capacity = ctx.capacity
         self._longest = ctx.max_frame_nbytes or ctx.capacity
-        self._claim = Claim(config.path)
+        self._lock = FolderLock(config.path)
         with self._errors():
-            root = self._claim.take()
+            root = self._lock.take()
             try:
                 make_home(root, ctx.namespace)  # at once, so that in a sticky folder nobody else is first
                 others = sweep(root, self._name, self._fits)
                 used = sum(found.nbytes for found in [*others, *self._frames(root)])
-                self._room = Room(
+                self._space = SpaceAccount(
                     ctx.capacity - used, ((found.place, found.nbytes) for found in others), self._remove_other
                 )
                 self._access = effective_access(config, root)
             except BaseException:
-                self._claim.release()
+                self._lock.release()
                 raise
 
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         with self._errors():
-            home = self._home(self._claim.folder())
+            home = self._home(self._lock.folder())
             return [home is not None and place_of(key).nbytes(home) > 0 for key in keys]
 
     def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
         with self._errors():
-            home = self._home(root := self._claim.folder())
+            home = self._home(root := self._lock.folder())
             if root is None or home is None:
                 return [0] * len(keys)
             return self._told_apart(root, keys, read_frames(home, list(map(place_of, keys)), into, self._access))
 
     def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> None:
         with self._errors():
-            root = self._claim.folder_again()
+            root = self._lock.folder_again()
             home = self._home(root) or make_home(root, self._namespace)
             self._check_free(root, sum(map(len, frames)))
             self._write(home, list(map(place_of, keys)), frames)
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         with self._errors():
-            home = self._home(self._claim.folder())
+            home = self._home(self._lock.folder())
             if home is not None:
                 self._each(keys, lambda key: self._remove(home, place_of(key)))
 
     def quarantine(self, keys: Sequence[ChunkKey]) -> None:
         """Damaged frames are moved aside as long as there is room for them, and count as others' from then on."""
         with self._errors():
-            home = self._home(root := self._claim.folder())
+            home = self._home(root := self._lock.folder())
             if root is not None and home is not None:
                 self._each(keys, lambda key: self._quarantine(root, home, key))
 
     def scan(self) -> Iterator[tuple[ChunkKey, int]]:
         with self._errors():
-            root = self._claim.folder()
+            root = self._lock.folder()
             found = [] if root is None else sorted(self._frames(root))
             return iter([(each.key, each.nbytes) for each in found])
 
     def namespaces(self) -> Iterator[Namespace]:
         with self._errors():
-            root = self._claim.folder()
+            root = self._lock.folder()
             others = [] if root is None else [home for home in homes(root) if home != self._name]
             return iter([facts for home in others if (facts := read_facts(root, home)) is not None])
 
@@ -137,7 +137,7 @@ class DiskBackend(Backend):
 
     def close(self) -> None:
         with self._errors():
-            self._claim.release()
+            self._lock.release()
 
     def _home(self, root: Folder | None) -> Folder | None:
         """The folder of this namespace's frames; None if it was removed."""
@@ -169,7 +169,7 @@ class DiskBackend(Backend):
 
     def _write(self, home: Folder, places: Sequence[Place], frames: Sequence[memoryview]) -> None:
         growths = [len(frame) - self._nbytes(home, place) for place, frame in zip(places, frames, strict=True)]
-        self._room.take(sum(growths))
+        self._space.take(sum(growths))
         published = 0
         try:
             write_unfinished(home, places, frames, self._access)
@@ -178,7 +178,7 @@ class DiskBackend(Backend):
                 published += 1
         except OSError as error:
             discard(home, places[published:])
-            self._room.give(sum(growths[published:]))
+            self._space.give(sum(growths[published:]))
             if error.errno in _FULL:
                 raise StoreFull(f"{self._config.path}: {error.strerror}", missing=sum(map(len, frames))) from error
             raise
@@ -186,13 +186,13 @@ class DiskBackend(Backend):
     def _remove(self, home: Folder, place: Place) -> None:
         nbytes = self._nbytes(home, place)
         place.remove(home)
-        self._room.give(nbytes)
+        self._space.give(nbytes)
 
     def _quarantine(self, root: Folder, home: Folder, key: ChunkKey) -> None:
         nbytes = self._nbytes(home, place_of(key))
         if nbytes and self._aside_nbytes(root) + nbytes <= self._config.quarantine:
             with contextlib.suppress(OSError):
-                self._room.leave(put_aside(root, self._name, key), nbytes)
+                self._space.leave(put_aside(root, self._name, key), nbytes)
                 return
         self._remove(home, place_of(key))
 
@@ -213,7 +213,7 @@ class DiskBackend(Backend):
         return [each for each in found if each is not None and self._fits(each)]
 
     def _fits(self, found: Found) -> bool:
-        """Can a frame be as long? A file full of holes may claim any length."""
+        """Can a frame be as long? A file full of holes may lock any length."""
         return found.nbytes <= (self._longest if found.home == self._name else self._capacity)
 
     def _nbytes(self, home: Folder, place: Place) -> int:
@@ -221,7 +221,7 @@ class DiskBackend(Backend):
         return min(place.nbytes(home), self._longest)
 
     def _remove_other(self, place: Place) -> None:
-        if (root := self._claim.folder()) is not None:
+        if (root := self._lock.folder()) is not None:
             place.remove(root)
 
     def _aside_nbytes(self, root: Folder) -> int:

@@ -44,5 +44,5 @@ class DiskConfig(BackendConfig):
         from kvtier_disk.walk import everything_in
 
         folders = [self.path, *sorted(self.path.glob(f"{_REPLICA}[0-9]*"))]
-        with contextlib.ExitStack() as claims:
-            yield itertools.chain.from_iterable([claims.enter_context(everything_in(folder)) for folder in folders])
+        with contextlib.ExitStack() as locks:
+            yield itertools.chain.from_iterable([locks.enter_context(everything_in(folder)) for folder in folders])

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
-from kvtier_core.files import read_files, write_files
-from kvtier_core.types import PAGE_NBYTES
+from kvtier_core.transfer.files import read_files, write_files
+from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_disk.folder import Folder, NoFile
 from kvtier_disk.frames import Place
 
@@ -51,7 +51,7 @@ def read_frames(
                 continue
             opened.callback(os.close, fd)
             nbytes = os.fstat(fd).st_size
-            if 0 < nbytes <= len(view) and not nbytes % PAGE_NBYTES:
+            if 0 < nbytes <= len(view) and not nbytes % FRAME_ALIGNMENT:
                 if access.direct and not _aligned(view):
                     bounces[i] = _bounce(nbytes)
                 whole.append((i, fd, bounces.get(i, view)[:nbytes]))
@@ -97,7 +97,7 @@ def discard(home: Folder, places: Sequence[Place]) -> None:
 def probe_direct(folder: Folder) -> None:
     """Write a page past the page cache, for an open alone may succeed where a write does not."""
     with _probe(folder, os.O_DIRECT) as fd:
-        os.pwritev(fd, [_bounce(PAGE_NBYTES)], 0)
+        os.pwritev(fd, [_bounce(FRAME_ALIGNMENT)], 0)
 
 
 def probe_device(folder: Folder) -> None:
@@ -118,13 +118,13 @@ def remove_probes(folder: Folder) -> None:
 
 
 def _there_and_back(folder: Folder, flags: int) -> None:
-    page, found = _bounce(PAGE_NBYTES), _bounce(PAGE_NBYTES)
-    page[:] = os.urandom(PAGE_NBYTES)
+    page, found = _bounce(FRAME_ALIGNMENT), _bounce(FRAME_ALIGNMENT)
+    page[:] = os.urandom(FRAME_ALIGNMENT)
     with _probe(folder, flags) as fd:
         os.pwritev(fd, [page], 0)
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        if os.preadv(fd, [found], 0) != PAGE_NBYTES or found != page:
+        if os.preadv(fd, [found], 0) != FRAME_ALIGNMENT or found != page:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
@@ -169,4 +169,4 @@ def _bounce_of(frame: memoryview) -> memoryview:
 
 def _aligned(view: memoryview) -> bool:
     """Can O_DIRECT use the view itself? The slots of an arena are so; ctypes cannot tell of a read-only view."""
-    return not view.readonly and ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE_NBYTES == 0
+    return not view.readonly and ctypes.addressof(ctypes.c_char.from_buffer(view)) % FRAME_ALIGNMENT == 0

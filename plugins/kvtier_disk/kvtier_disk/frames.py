@@ -13,7 +13,7 @@ from pathlib import Path
 
 import attrs
 
-from kvtier_core.types import KEY_NBYTES, PAGE_NBYTES, ChunkKey, Namespace
+from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace
 from kvtier_disk.folder import Folder
 
 _ASIDE = "quarantine"
@@ -144,7 +144,7 @@ def _frame(place: Place, entry: os.DirEntry[str]) -> Found | None:
     status = entry.stat(follow_symlinks=False)
     home, shard = place.folders
     right_place = name and shard == entry.name[:2]
-    if not right_place or not stat.S_ISREG(status.st_mode) or not status.st_size or status.st_size % PAGE_NBYTES:
+    if not right_place or not stat.S_ISREG(status.st_mode) or not status.st_size or status.st_size % FRAME_ALIGNMENT:
         return None
     return _found(place, entry, home, name[1])
 

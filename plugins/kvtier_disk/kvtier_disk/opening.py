@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 
 from kvtier_core.errors import BackendError
-from kvtier_core.files import ring_works
+from kvtier_core.transfer.files import ring_works
 from kvtier_disk.config import DiskConfig
 from kvtier_disk.files import Access, probe_direct, remove_probes
 from kvtier_disk.folder import Folder

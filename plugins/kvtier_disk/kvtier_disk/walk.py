@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Stored
-from kvtier_disk.claim import Claim
 from kvtier_disk.folder import Folder
+from kvtier_disk.folder_lock import FolderLock
 from kvtier_disk.frames import Found, Place, everything, set_aside
 
 _T = TypeVar("_T")
@@ -23,12 +23,12 @@ def everything_in(path: Path) -> Iterator[Iterator[Stored]]:
     """Every other process is kept out meanwhile. Raises BackendError."""
     if not path.is_dir():
         raise BackendError(f"{path}: no such folder", retryable=False)
-    claim = Claim(path)
-    root = _told(path, claim.take)
+    lock = FolderLock(path)
+    root = _with_path(path, lock.take)
     try:
         yield _walk(root)
     finally:
-        claim.release()
+        lock.release()
 
 
 def _walk(root: Folder) -> Iterator[Stored]:
@@ -46,7 +46,7 @@ def _stored(root: Folder, place: Place, found: Found | None) -> Stored:
         home=bytes.fromhex(found.home) if found else None,
         key=found.key if found else None,
         read=functools.partial(_read, root, place, path),
-        remove=functools.partial(_told, path, functools.partial(place.remove, root)),
+        remove=functools.partial(_with_path, path, functools.partial(place.remove, root)),
     )
 
 
@@ -58,10 +58,10 @@ def _read(root: Folder, place: Place, path: Path, offset: int, nbytes: int) -> b
         finally:
             os.close(fd)
 
-    return _told(path, read)
+    return _with_path(path, read)
 
 
-def _told(path: Path, act: Callable[[], _T]) -> _T:
+def _with_path(path: Path, act: Callable[[], _T]) -> _T:
     try:
         return act()
     except OSError as error:

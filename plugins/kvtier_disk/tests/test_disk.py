@@ -14,14 +14,14 @@ import subprocess
 import attrs
 import pytest
 
-from kvtier_core import frame
 from kvtier_core.errors import BackendError
+from kvtier_core.frames import format as frame
 from kvtier_core.testing.samples import Poisoned, make_context, make_frame, make_key, make_keys, make_namespace
-from kvtier_core.types import PAGE_NBYTES, Nbytes
+from kvtier_core.types import FRAME_ALIGNMENT, Nbytes
 from kvtier_disk import opening, plugin
 from kvtier_disk.config import DiskConfig
 
-NBYTES = 4 * PAGE_NBYTES
+NBYTES = 4 * FRAME_ALIGNMENT
 
 
 def open_disk(path, *, model="tiny", capacity=1 << 30, longest=0, min_free=0, quarantine=0, **settings):
@@ -177,9 +177,9 @@ def test_open_removes_what_is_no_frame(tmp_path):
     write(disk, *make_keys(2))
     disk.close()
     whole, other = files(tmp_path)
-    os.truncate(other, PAGE_NBYTES + 1)
-    whole.with_suffix(".tmp").write_bytes(bytes(PAGE_NBYTES))
-    (whole.parent / "notes.kv").write_bytes(bytes(PAGE_NBYTES))
+    os.truncate(other, FRAME_ALIGNMENT + 1)
+    whole.with_suffix(".tmp").write_bytes(bytes(FRAME_ALIGNMENT))
+    (whole.parent / "notes.kv").write_bytes(bytes(FRAME_ALIGNMENT))
     (tmp_path / "README").write_text("not ours, and not in the way")
     disk = open_disk(tmp_path)
     assert [(key.hex(), nbytes) for key, nbytes in disk.scan()] == [(whole.stem, NBYTES)]
@@ -307,9 +307,9 @@ def test_a_damaged_file_is_a_miss_or_a_frame_that_check_refuses(tmp_path):
         key = make_key(0)
         write(disk, key)
         (file,) = files(tmp_path)
-        os.truncate(file, 2 * PAGE_NBYTES)
+        os.truncate(file, 2 * FRAME_ALIGNMENT)
         assert frame.check(memoryview(read(disk, key)), make_namespace(), key) is frame.Damage.SHORT
-        for nbytes in (PAGE_NBYTES + 7, 0):
+        for nbytes in (FRAME_ALIGNMENT + 7, 0):
             os.truncate(file, nbytes)
             assert read(disk, key) == b""
         disk.close()
@@ -445,7 +445,7 @@ def test_min_free_keeps_reads_going(tmp_path):
 
 
 @pytest.mark.parametrize("direct", ["off", "auto"])
-@pytest.mark.parametrize("limit", [f"size={16 * NBYTES + PAGE_NBYTES}", "nr_inodes=32"])
+@pytest.mark.parametrize("limit", [f"size={16 * NBYTES + FRAME_ALIGNMENT}", "nr_inodes=32"])
 def test_a_full_disk_keeps_what_it_has(mounted, monkeypatch, direct, limit):
     folder = mounted("tmpfs", limit)
     disk = open_disk(folder, direct=direct)
@@ -468,7 +468,7 @@ def test_a_full_disk_keeps_what_it_has(mounted, monkeypatch, direct, limit):
 def test_a_file_that_may_not_grow_is_a_lasting_error(tmp_path):
     disk = open_disk(tmp_path, direct="off")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * PAGE_NBYTES, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * FRAME_ALIGNMENT, before[1]))
     try:
         with pytest.raises(BackendError, match="File too large") as failure:
             write(disk, make_key(0))
@@ -521,8 +521,8 @@ def test_an_io_error_is_a_backend_error(tmp_path, monkeypatch):
 def test_short_transfers_go_on(tmp_path, monkeypatch):
     """A kernel may move less than it was asked for; simulated, one page at a time."""
     preadv, pwritev = os.preadv, os.pwritev
-    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:PAGE_NBYTES]], at))
-    monkeypatch.setattr(os, "pwritev", lambda fd, views, at: pwritev(fd, [views[0][:PAGE_NBYTES]], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:FRAME_ALIGNMENT]], at))
+    monkeypatch.setattr(os, "pwritev", lambda fd, views, at: pwritev(fd, [views[0][:FRAME_ALIGNMENT]], at))
     disk = open_disk(tmp_path, io="calls")
     write(disk, make_key(0))
     assert read(disk, make_key(0)) == make_frame(make_key(0), nbytes=NBYTES)

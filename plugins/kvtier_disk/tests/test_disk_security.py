@@ -13,10 +13,10 @@ import pytest
 
 from kvtier_core.errors import BackendError
 from kvtier_core.testing.samples import make_context, make_frame, make_key, make_namespace
-from kvtier_core.types import PAGE_NBYTES, Nbytes
+from kvtier_core.types import FRAME_ALIGNMENT, Nbytes
 from kvtier_disk.config import DiskConfig
 
-NBYTES = 4 * PAGE_NBYTES
+NBYTES = 4 * FRAME_ALIGNMENT
 KEY, MATE = make_key(0), make_key(1)
 STRANGER = 12345
 PATIENCE = 20.0

@@ -8,11 +8,11 @@ from collections import Counter
 import pytest
 from test_disk import NBYTES, file_of, files, open_disk, read, write
 
-from kvtier_core import frame
 from kvtier_core.errors import BackendError
+from kvtier_core.frames import format as frame
 from kvtier_core.testing.disks import btrfs, ext4, tmpfs
 from kvtier_core.testing.samples import make_frame, make_keys, make_namespace, same
-from kvtier_core.types import PAGE_NBYTES
+from kvtier_core.types import FRAME_ALIGNMENT
 
 OLD, NEW = make_keys(40)[:20], make_keys(40)[20:]
 ALL = 20
@@ -50,8 +50,8 @@ def reads(backend, keys):
             continue
         if not found:
             counted["miss"] += 1
-        elif frame.check(found, make_namespace(), key, payload_nbytes=NBYTES - PAGE_NBYTES) is not None:
-            counted["refused"] += 1
+        elif frame.check(found, make_namespace(), key, payload_nbytes=NBYTES - FRAME_ALIGNMENT) is not None:
+            counted["rejected"] += 1
         else:
             assert same(found, make_frame(key, nbytes=NBYTES)), "other bytes, under a checksum that is right"
             counted["hit"] += 1

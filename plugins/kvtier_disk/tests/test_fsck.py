@@ -10,14 +10,14 @@ from pathlib import Path
 import attrs
 import pytest
 
-from kvtier_core import frame
 from kvtier_core.cli import main
+from kvtier_core.frames import format as frame
 from kvtier_core.testing.disks import btrfs
 from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_namespace
-from kvtier_core.types import PAGE_NBYTES, Nbytes
+from kvtier_core.types import FRAME_ALIGNMENT, Nbytes
 from kvtier_disk.config import DiskConfig
 
-NBYTES = 4 * PAGE_NBYTES
+NBYTES = 4 * FRAME_ALIGNMENT
 WHOLE, TORN, SWAPPED, OLD, CUT, ASIDE = KEYS = make_keys(6)
 
 
@@ -35,7 +35,7 @@ def folder(tmp_path, monkeypatch):
     files[TORN].write_bytes(spoiled)
     files[SWAPPED].write_bytes(files[WHOLE].read_bytes())
     old = bytearray(files[OLD].read_bytes())
-    frame.seal(memoryview(old), make_namespace().renewed(), OLD, NBYTES - PAGE_NBYTES)
+    frame.seal(memoryview(old), make_namespace().renewed(), OLD, NBYTES - FRAME_ALIGNMENT)
     files[OLD].write_bytes(old)
     files[CUT].write_bytes(files[CUT].read_bytes()[:5000])
     spoiled = bytearray(files[ASIDE].read_bytes())
@@ -139,8 +139,8 @@ def test_a_large_frame_is_read_in_pieces(folder, capsys, asked):
     nbytes = 300 << 20
     os.truncate(whole, nbytes)
     with open(whole, "r+b") as file:
-        head = bytearray(file.read(PAGE_NBYTES))
-        head[12:20] = (nbytes - PAGE_NBYTES).to_bytes(8, "little")
+        head = bytearray(file.read(FRAME_ALIGNMENT))
+        head[12:20] = (nbytes - FRAME_ALIGNMENT).to_bytes(8, "little")
         file.seek(0)
         file.write(head)
     assert main(["fsck", "disk", "--config", "kvtier.yaml"]) == 1

@@ -1,0 +1,142 @@
+// Evict what is least likely to come back soon for its room: kvtier_core/policies/gittins.py, in every answer.
+#pragma once
+
+#include <optional>
+#include <queue>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "../list.h"
+#include "../table.h"
+#include "lifetable.h"
+#include "bitmap.h"
+
+namespace kvtier {
+
+// What is left of a key that is no longer held. Two keys may leave the same, once in 2^64 pairs if they are digests:
+// then one is taken for the other, and its request for a return. So somebody leaves sooner or later than he should;
+// nothing that is held can be lost or named twice for it.
+struct Fingerprint {
+  uint32_t high, low;  // two halves, so that ghosts are packed
+  bool operator==(const Fingerprint&) const = default;
+};
+
+inline Fingerprint fingerprint_of(const Key& key) {
+  const uint64_t hash = hash_of(key);
+  return {static_cast<uint32_t>(hash >> 32), static_cast<uint32_t>(hash)};
+}
+
+inline uint64_t hash_of(Fingerprint fingerprint) { return uint64_t{fingerprint.high} << 32 | fingerprint.low; }
+
+class Gittins {
+ public:
+  class Victims;
+
+  explicit Gittins(size_t sizes);
+
+  void request(std::span<const Key> path, double now);
+  bool admit(const Key& key);                  // false: it is held
+  bool forget(const Key& key, bool evicted);   // false: it is not held
+  std::optional<bool> prefers(const Key& newcomer, const Key& victim) const;  // nothing: the victim is not known
+  std::string save() const { return table_.save(); }
+  void restore(std::string_view saved);
+  size_t nbytes() const { return held_.nbytes() + ghosts_.nbytes() + groups_.nbytes(); }
+
+ private:
+  struct Held {
+    Key key;
+    Links order;
+    Number group;
+  };
+
+  struct Ghost {
+    Fingerprint key;
+    Links order;
+    Number group;
+  };
+
+  // What one request named last, of one class. Its keys share one vote.
+  struct Group {
+    ClassAge class_age;
+    bool in_cell = false, holding = false;
+    uint32_t named = 1;    // among how many the vote is shared
+    uint32_t members = 0;  // held, and ghosts
+    double since;
+    List<&Held::order> held{};  // leaf first
+    Links among_all{}, among_holding{};
+
+    uint64_t votes() const;
+  };
+
+  // The groups of one class and age, the oldest first.
+  struct Cell {
+    List<&Group::among_all> groups;
+    List<&Group::among_holding> holding;  // those of which something is held
+    uint64_t votes = 0;
+    bool awaited = false;  // somebody waits for its oldest group to come of the next age
+  };
+
+  // When a cell's oldest group comes of the next age.
+  struct Due {
+    double when;
+    uint8_t cls, age;
+    auto operator<=>(const Due&) const = default;
+  };
+
+  // Where a key was found.
+  struct Found {
+    Number number = kNone;
+    bool held = false;
+  };
+
+  Found find(const Key& key) const;
+  Number group_of(Found found) const { return found.held ? held_[found.number].group : ghosts_[found.number].group; }
+  Cell& cell_of(ClassAge class_age) { return cells_[class_age.cls * kAges + class_age.age]; }
+  Number new_group(uint8_t cls, double since);
+
+  void join(Number group, Found who);
+  void leave(Found who);
+  void drop_if_empty(Number group);
+  void forget_ghost(Number number);
+  Number remember(const Key& key);
+  void place(Number group);
+  void await(Cell& cell, const Group& group);
+  void grow_older(double now);
+  void move_on(Cell& cell, Number group);
+  void bound_ghosts();
+  void rank();
+
+  const size_t sizes_;
+  Table<Held> held_;
+  Table<Ghost> ghosts_;
+  List<&Ghost::order> remembered_;  // the oldest ghost first
+  Pool<Group> groups_;
+  LifeTable table_;
+  std::vector<Cell> cells_;
+  std::priority_queue<Due, std::vector<Due>, std::greater<>> due_;
+  Bitmap live_;  // ranks of the cells in which something is held
+  uint64_t requests_ = 0;
+  double now_ = 0;
+  uint64_t changes_ = 0;
+  std::vector<Found> found_;  // in a request, for each key of its path; kept for its room
+};
+
+// Best victim first. Lives no longer than its policy.
+class Gittins::Victims {
+ public:
+  explicit Victims(const Gittins& policy);
+
+  const Key* next();  // nullptr: that was the last. Throws runtime_error if the policy has changed since.
+
+ private:
+  void enter_cell(size_t rank);
+
+  const Gittins& policy_;
+  const uint64_t changes_;
+  size_t rank_ = 0;
+  Number group_ = kNone, next_ = kNone;
+};
+
+}  // namespace kvtier

@@ -1,0 +1,1 @@
+"""From a YAML file and the installed plugins to an open stack."""

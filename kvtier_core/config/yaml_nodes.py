@@ -1,0 +1,221 @@
+"""What somebody wrote, and where: nodes of a YAML file, or of the plain values of an inline configuration.
+
+YAML's own guesses at types are not used. A scalar is its text, and whoever reads the node says how: so `off`
+can be a word, and `1:30` is never ninety.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import yaml
+
+from kvtier_core.errors import ConfigError, Problem
+
+#: Far deeper than any setting lies, far less deep than Python recurses.
+_DEEPEST = 16
+
+_VARIABLE = re.compile(r"\$[A-Za-z_{]")
+
+
+class ProblemCollector:
+    """`with collector:` goes on after a ConfigError, so that all problems are told at once."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, ConfigError):
+            return False
+        self.problems += error.problems
+        return True
+
+    def raise_if_any(self) -> None:
+        """Raise them all, if there are any; those of a file by line."""
+        if self.problems:
+            raise ConfigError(sorted(self.problems, key=lambda problem: _line(problem.where)))
+
+
+def _line(where: str) -> int:
+    line = where.rpartition(":")[2]
+    return int(line) if line.isdecimal() else 0
+
+
+class Plain(str):
+    """A YAML scalar without quotes, as written."""
+
+
+@attrs.frozen
+class Node:
+    """A value and its place. In a mapping the place is that of the key."""
+
+    where: str
+    path: str
+    value: bool | int | float | str | list[Node] | dict[str, Node] | None
+
+    def problem(self, why: str, hint: str = "") -> Problem:
+        return Problem(self.where, self.path, why, hint)
+
+    def wrong(self, why: str, hint: str = "") -> ConfigError:
+        return ConfigError([self.problem(why, hint)])
+
+    def walk(self) -> Iterator[Node]:
+        """This node and all below it."""
+        yield self
+        children = self.value.values() if isinstance(self.value, dict) else self.value
+        for child in children if isinstance(self.value, dict | list) else ():
+            yield from child.walk()
+
+    def entries(self) -> dict[str, Node]:
+        if not isinstance(self.value, dict):
+            raise self.wrong(f"expected a mapping, found {shown(self.value)}")
+        return self.value
+
+    def items(self) -> list[Node]:
+        if not isinstance(self.value, list):
+            raise self.wrong(f"expected a list, found {shown(self.value)}")
+        return self.value
+
+    def text(self) -> str:
+        """Of a single value, whatever its type."""
+        if isinstance(self.value, list | dict | None):
+            raise self.wrong(f"expected a single value, found {shown(self.value)}")
+        return str(self.value)
+
+
+def path_of(text: str) -> pathlib.Path:
+    """A leading ``~`` is the user's home. Raises ValueError for what is not a path, or not the one it looks like."""
+    if not text or "\0" in text:
+        raise ValueError(f"{text!r} is not a path")
+    if _VARIABLE.search(text):
+        raise ValueError(f"{text!r} names an environment variable, and none is expanded; write the path itself")
+    try:
+        path = pathlib.Path(text).expanduser()
+        os.fsencode(path)
+    except (RuntimeError, UnicodeEncodeError) as error:
+        raise ValueError(f"{text!r} is not a path: {error}") from error
+    if text.startswith("~") and not os.path.isabs(os.environ.get("HOME", "/")):
+        raise ValueError(f"{text!r} is not a path: HOME is {os.environ['HOME']!r}")
+    return path
+
+
+def from_file(path: pathlib.Path | str, collector: ProblemCollector) -> Node:
+    """The YAML file; `collector` gets what is wrong with single keys."""
+    name = str(path)
+    try:
+        text = path_of(name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError([Problem(name, "$", f"cannot be read: {error.strerror}")]) from error
+    except ValueError as error:  # not UTF-8, or no path
+        raise ConfigError([Problem(name, "$", f"cannot be read: {error}")]) from error
+    return from_yaml(text, name, collector)
+
+
+def from_yaml(text: str, name: str, collector: ProblemCollector) -> Node:
+    try:
+        composed = yaml.compose(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        line = (error.problem_mark or error.context_mark).line + 1
+        why = ", ".join(filter(None, (error.context, error.problem)))
+        raise ConfigError([Problem(f"{name}:{line}", "$", why)]) from None  # PyYAML shows the line, secrets and all
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError([Problem(f"{name}:{line}", "$", f"character {error.character:#x} is not allowed")]) from error
+    except (ValueError, OverflowError) as error:  # PyYAML leaks these on escapes and versions that are out of range
+        raise ConfigError([Problem(name, "$", f"not YAML: {error}")]) from error
+    if composed is None:
+        raise ConfigError([Problem(f"{name}:1", "$", "the file is empty")])
+    return _from_composed(composed, name, composed.start_mark.line + 1, "$", collector)
+
+
+def from_plain(value: object, where: str, collector: ProblemCollector, path: str = "$", depth: int = 0) -> Node:
+    """Values as JSON knows them."""
+    if depth > _DEEPEST:
+        raise ConfigError([Problem(where, path, "nested too deeply")])
+    if isinstance(value, Mapping):
+        entries = {}
+        for key, below in value.items():
+            with collector:
+                if not isinstance(key, str):
+                    raise ConfigError([Problem(where, path, f"a key must be text, not {key!r}")])
+                entries[key] = from_plain(below, where, collector, _below(path, key), depth + 1)
+        return Node(where, path, entries)
+    if isinstance(value, list | tuple):
+        items = []
+        for i, below in enumerate(value):
+            with collector:
+                items.append(from_plain(below, where, collector, f"{path}[{i}]", depth + 1))
+        return Node(where, path, items)
+    if isinstance(value, bool | int | float | str | None):
+        return Node(where, path, value)
+    raise ConfigError([Problem(where, path, f"a setting cannot be a {type(value).__name__}")])
+
+
+class _Loader(yaml.BaseLoader):
+    """Resolves no types, and refuses what makes a file mean something else than it shows."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        event = self.peek_event()
+        if event.anchor is not None:
+            raise yaml.composer.ComposerError(None, None, "anchors and aliases are not allowed", event.start_mark)
+        if event.tag is not None:
+            raise yaml.composer.ComposerError(None, None, "tags are not allowed", event.start_mark)
+        if self._depth > _DEEPEST:
+            raise yaml.composer.ComposerError(None, None, "nested too deeply", event.start_mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+def _from_composed(composed: yaml.Node, name: str, line: int, path: str, collector: ProblemCollector) -> Node:
+    where = f"{name}:{line}"
+    if isinstance(composed, yaml.MappingNode):
+        return Node(where, path, _entries(composed, name, path, collector))
+    if isinstance(composed, yaml.SequenceNode):
+        items = enumerate(composed.value)
+        return Node(
+            where, path, [_from_composed(v, name, v.start_mark.line + 1, f"{path}[{i}]", collector) for i, v in items]
+        )
+    if composed.style is not None:
+        return Node(where, path, composed.value)
+    return Node(where, path, None if composed.value in ("", "~", "null") else Plain(composed.value))
+
+
+def _entries(composed: yaml.MappingNode, name: str, path: str, collector: ProblemCollector) -> dict[str, Node]:
+    entries: dict[str, Node] = {}
+    for key, value in composed.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            collector.problems.append(Problem(f"{name}:{line}", path, "a key must be text"))
+            continue
+        node = _from_composed(value, name, line, _below(path, key.value), collector)
+        if key.value == "<<":
+            collector.problems.append(node.problem("merge keys are not allowed", "write the settings out"))
+        elif key.value in entries:
+            collector.problems.append(node.problem(f"written twice, first at {entries[key.value].where}"))
+        else:
+            entries[key.value] = node
+    return entries
+
+
+def _below(path: str, key: str) -> str:
+    return f"{path}.{key}" if re.fullmatch(r"[\w-]+", key, re.ASCII) else f"{path}[{json.dumps(key)}]"
+
+
+def shown(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    names = {type(None): "nothing", list: "a list", dict: "a mapping"}
+    return names.get(type(value)) or (repr(str(value)) if isinstance(value, str) else str(value))

@@ -1,0 +1,1 @@
+"""What any inference engine needs of kvtier. Knows no engine's own classes."""

@@ -1,0 +1,199 @@
+"""A digest of the weights in a folder, without torch.
+
+By default every byte of every file counts: BLAKE3 over pieces that several threads read, and over the digests of the
+pieces. Sampling reads the header of each safetensors file, small tensors whole and large ones at places spread over
+them; it does not see a change between those places.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from operator import index
+from pathlib import Path
+from typing import BinaryIO
+
+import attrs
+from blake3 import blake3
+
+from kvtier_core.engine import digest_cache
+from kvtier_core.transfer.io_pool import IOPool, Outcome
+
+_PIECE_NBYTES = 16 << 20
+_MOST_THREADS = 16
+#: No loader of weights reads these.
+_NEVER_LOADED = re.compile(r"(.*/)?(\..*|LICENSE(\.txt)?|.*\.md|.*\.png|.*\.jpe?g|.*\.gif|.*\.svg)|.*/\..*", re.DOTALL)
+#: What a model is without weights: its configuration and its code.
+_NO_TENSORS = (".json", ".py", ".txt", ".model", ".jinja")
+_CODE = (".py", ".so")
+#: The hub's cache names a large file by the SHA-256 of its bytes.
+_HUB_BLOB = re.compile(r"[0-9a-f]{64}")
+
+#: When sampling, so many pieces of so many bytes of a large tensor are read; fewer where a file has very many tensors.
+_SAMPLE_NBYTES = 4 << 10
+_SAMPLES = 64
+_FEWEST_SAMPLES = 3
+_SAMPLES_OF_A_FILE = 1 << 15
+_LONGEST_HEADER = 100_000_000  # bytes; what safetensors itself allows
+
+_Span = tuple[int, int]  # offset and bytes
+
+
+@attrs.frozen
+class _Piece:
+    file: Path
+    offset: int
+    nbytes: int
+
+    def digest(self) -> bytes:
+        """On a thread. Raises OSError."""
+        buffer = bytearray(self.nbytes)
+        with self.file.open("rb", buffering=0) as stream:
+            stream.seek(self.offset)
+            view = memoryview(buffer)
+            while view and (count := stream.readinto(view)):
+                view = view[count:]
+        if view:
+            raise OSError(f"{self.file} became shorter while it was read")
+        return blake3(buffer).digest()
+
+
+def digest(path: Path, *, sampled: bool = False) -> str | None:
+    """Of a file or a folder of weights, as hex; None if there are none. Raises OSError, ValueError.
+
+    Remembered for as long as no file changes. A second process that asks meanwhile waits for the first.
+    """
+    files = [path] if path.is_file() else _loadable(path)
+    if all(file.suffix in _NO_TENSORS for file in files):
+        return None
+    before = state(files)
+    entry = digest_cache.Entry("weights, sampled" if sampled else "weights", before)
+    with entry.alone():
+        known = entry.recall()
+        if known is None:
+            known = _digest(path, files, sampled=sampled)
+            if state(files) != before:
+                raise OSError(f"{path} changes while it is read")
+            entry.remember(known)
+    return known
+
+
+def code_digest(path: Path) -> str:
+    """Of a file of code, or of a folder of it, as hex. Raises OSError."""
+    files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.suffix in _CODE)
+    return _digest(path, files, sampled=False)
+
+
+def file_digest(file: Path) -> str:
+    """Of the bytes of one file, as hex. Raises OSError."""
+    return _of_pieces([_pieces(file)])[0].hex()
+
+
+def state(files: Sequence[Path]) -> tuple[tuple[str | int, ...], ...]:
+    """Changes whenever one of the files does. Raises OSError."""
+    found = [(str(file), file.stat()) for file in files]
+    return tuple((name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found)
+
+
+def _loadable(folder: Path) -> list[Path]:
+    """Every file of the folder and those below it, but those that are known never to be loaded."""
+    found = (file for file in folder.rglob("*") if not _NEVER_LOADED.fullmatch(str(file.relative_to(folder))))
+    return sorted(file for file in found if file.is_file())
+
+
+def _digest(path: Path, files: Sequence[Path], *, sampled: bool) -> str:
+    total = blake3(b"kvtier-weights-2")
+    to_read = [file for file in files if not (sampled and file.suffix == ".safetensors") and not _hub_name(file)]
+    read = dict(zip(to_read, _of_pieces([_pieces(file) for file in to_read]), strict=True))
+    for file in files:
+        name = file.relative_to(path) if file != path else file.name
+        total.update(f"{name}\0{file.stat().st_size}\0".encode())
+        if file in read:
+            total.update(read[file])
+        elif sha256 := _hub_name(file):
+            total.update(f"sha256 {sha256}".encode())
+        else:
+            total.update(_sampled(file))
+    return total.hexdigest()
+
+
+def _hub_name(file: Path) -> str:
+    """The SHA-256 of a file in the hub's cache, by its name there; empty for other files."""
+    target = Path(os.readlink(file)) if file.is_symlink() else file
+    return target.name if target.parent.name == "blobs" and _HUB_BLOB.fullmatch(target.name) else ""
+
+
+def _pieces(file: Path) -> list[_Piece]:
+    end = file.stat().st_size
+    return [_Piece(file, at, min(_PIECE_NBYTES, end - at)) for at in range(0, end, _PIECE_NBYTES)]
+
+
+def _of_pieces(files: Sequence[Sequence[_Piece]]) -> list[bytes]:
+    """Of each file the digest of the digests of its pieces. Raises OSError."""
+    found: dict[_Piece, Outcome] = {}
+    pieces = [piece for file in files for piece in file]
+    pool = IOPool("weights", max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)), len(pieces))))
+    for piece in pieces:
+        pool.submit_load(piece.digest, lambda outcome, piece=piece: found.update({piece: outcome}))
+    try:
+        while pool.jobs:
+            pool.wait(1.0)
+            pool.step()
+            for outcome in found.values():
+                if outcome.error is not None:
+                    raise outcome.error
+    finally:
+        pool.close(1.0)
+    return [blake3(b"".join(found[piece].value for piece in file)).digest() for file in files]
+
+
+# -- sampling ----------------------------------------------------------------------------------------------
+
+
+def _sampled(file: Path) -> bytes:
+    """Raises OSError, and ValueError for what is no safetensors file."""
+    total = blake3()
+    with file.open("rb") as stream:
+        for piece in _samples(stream):
+            total.update(piece)
+    return total.digest()
+
+
+def _samples(stream: BinaryIO) -> Iterator[bytes]:
+    """The header, and of each tensor what `_spans` says. Raises ValueError for what is no safetensors file."""
+    end = os.fstat(stream.fileno()).st_size
+    begin = 8 + int.from_bytes(stream.read(8), "little")
+    if begin > min(end, _LONGEST_HEADER):
+        raise ValueError(f"a header that ends at byte {begin} of {end}")
+    header = stream.read(begin - 8)
+    yield header
+    tensors = [(begin + at, begin + to) for at, to in _offsets(header)]
+    if any(not begin <= at <= to <= end for at, to in tensors):
+        raise ValueError("a tensor that does not lie in its file")
+    samples = max(_FEWEST_SAMPLES, min(_SAMPLES, _SAMPLES_OF_A_FILE // max(1, len(tensors))))
+    spans = [span for at, to in tensors for span in _spans(at, to - at, samples)]
+    for at, nbytes in spans:  # the disk may fetch them in the order that suits it
+        os.posix_fadvise(stream.fileno(), at, nbytes, os.POSIX_FADV_WILLNEED)
+    for at, nbytes in spans:
+        stream.seek(at)
+        yield stream.read(nbytes)
+
+
+def _offsets(header: bytes) -> list[_Span]:
+    """Of each tensor behind the header, by name."""
+    try:
+        tensors = sorted(json.loads(header).items())
+        offsets = [tensor["data_offsets"] for name, tensor in tensors if name != "__metadata__"]
+        return [(index(at), index(to)) for at, to in offsets]
+    except (AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"not the header of a safetensors file: {error!r}") from error
+
+
+def _spans(at: int, nbytes: int, samples: int) -> list[_Span]:
+    """The whole tensor, or pieces from its first byte to its last."""
+    if nbytes <= samples * _SAMPLE_NBYTES:
+        return [(at, nbytes)]
+    step = (nbytes - _SAMPLE_NBYTES) / (samples - 1)
+    return [(at + round(i * step), _SAMPLE_NBYTES) for i in range(samples)]

@@ -1,0 +1,1 @@
+"""The eviction policies that the core ships, offered through the same hooks as everyone's."""

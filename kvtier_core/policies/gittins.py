@@ -1,0 +1,244 @@
+"""Evict what is least likely to come back soon for the room it takes: a table of return odds, and Gittins' index.
+
+A chunk's class is how often it was named so far (once, twice, more) and how many chunks were new in the request that
+named it last, by powers of two. For each class a life table tells how many of those that were idle for so long came
+back within the next step of ages; it learns from what is held and from four ghosts for each of them. The index of a
+class at an age is the best rate, over all horizons, of returns for a second of room. The lowest goes first, and a
+newcomer whose index is lower yet is not worth its room. While little is known, odds fall with age, as in `lru`.
+
+J. C. Gittins, "Bandit processes and dynamic allocation indices" (J. R. Stat. Soc. B 41(2), 1979); E. L. Kaplan and
+P. Meier (J. Am. Stat. Assoc. 53, 1958) for the table. N. Beckmann, H. Chen and A. Cidon, "LHD" (NSDI 2018) rank by
+whole remaining lives instead. O(1) for each key named, admitted, forgotten or evicted; the keys that one request named
+move together from age to age, and after each 64 requests all ranks are computed anew, in about two milliseconds.
+csrc/policies/gittins.cpp answers alike in every detail, sooner and in less room; this is what it is tested against.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar, Literal
+
+import attrs
+
+from kvtier_core.interfaces import EvictionConfig, EvictionPolicy
+from kvtier_core.policies.lifetable import AGES, EDGES, LifeTable
+from kvtier_core.policies.native_counterpart import native_counterpart
+from kvtier_core.types import ChunkKey
+
+_REUSES = 3
+#: Powers of two of new chunks in a request that are told apart.
+_SIZES = 10
+#: Ghosts for each key that is held, and how many at least.
+_GHOSTS = 4
+_FEW = 64
+#: Requests after which the ranks are computed anew, and what a vote then still counts: half after 50 000 requests.
+_RANKING = 64
+_FADE = 0.9991131650796176
+#: In how many parts a vote is counted: whole ones, so that what joined a cell leaves it to the last one, and a number
+#: that all up to 16 divide, so that as much is as much, however it was shared.
+_VOTE = 720_720 << 12
+
+
+@attrs.frozen
+class GittinsConfig(EvictionConfig):
+    type: ClassVar[str] = "gittins"
+    aliases: ClassVar[tuple[str, ...]] = ("git",)
+    classes: Literal["simple", "full"] = "full"  #: simple: only how often a chunk was named
+
+    def open(self) -> EvictionPolicy:
+        return Implementation(sizes=1 if self.classes == "simple" else _SIZES)
+
+
+class _Group:
+    """What one request named last, of one class. Its keys share one vote."""
+
+    __slots__ = ("age", "cls", "ghosts", "held", "named", "since")
+
+    def __init__(self, cls: int, since: float):
+        self.cls = cls
+        self.since = since
+        self.age = 0  # a step of the life table
+        self.held: OrderedDict[ChunkKey, None] = OrderedDict()  # leaf first
+        self.ghosts = 0
+        self.named = 1  # keys at first, among whom the vote is shared
+
+    @property
+    def votes(self) -> int:
+        return _VOTE * (len(self.held) + self.ghosts) // self.named
+
+
+class _Cell:
+    """The groups of one class and age, the oldest first."""
+
+    __slots__ = ("awaited", "groups", "holding", "votes")
+
+    def __init__(self) -> None:
+        self.groups: OrderedDict[_Group, None] = OrderedDict()
+        self.holding: OrderedDict[_Group, None] = OrderedDict()  # those of which something is held
+        self.votes = 0
+        self.awaited = False  # somebody waits for its oldest group to come of the next age
+
+
+class Gittins(EvictionPolicy):
+    def __init__(self, sizes: int) -> None:
+        self._sizes = sizes
+        self._group: dict[ChunkKey, _Group] = {}  # of what is held, and of ghosts
+        self._ghosts: OrderedDict[ChunkKey, None] = OrderedDict()  # the oldest first
+        self._table = LifeTable(_REUSES, sizes)
+        self._cells = [[_Cell() for _ in range(AGES)] for _ in range(_REUSES * sizes)]
+        self._due: list[tuple[float, int, int]] = []  # when the oldest group of a cell comes of the next age
+        self._live: list[int] = []  # ranks of the cells in which something is held
+        self._requests = itertools.count(1)
+        self._now = 0.0
+
+    def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
+        self._grow_older(now)
+        size = min(sum(key not in self._group for key in path).bit_length(), self._sizes - 1)
+        fresh: dict[int, _Group] = {}
+        for key in reversed(path):  # leaf before root: a prefix that others may share is the last of its group to go
+            before = self._group.get(key)
+            if before is not None and before is fresh.get(before.cls):
+                continue  # named twice in one path
+            if before is None:
+                cls, held = size, False
+            else:
+                cls = min(before.cls // self._sizes + 1, _REUSES - 1) * self._sizes + size
+                held = key in before.held
+                self._table.returned(before.cls, before.age, 1 / before.named)
+                self._leave(before, key, held=held)
+            group = fresh.get(cls)
+            if group is None:
+                group = fresh[cls] = _Group(cls, now)
+            self._join(group, key, held=held)
+        for group in fresh.values():
+            group.named = len(group.held) + group.ghosts
+            self._place(group)
+        self._bound_ghosts()
+        if next(self._requests) % _RANKING == 0:
+            self._rank()
+
+    def admit(self, key: ChunkKey, nbytes: int) -> None:
+        group = self._group.get(key)
+        if group is None:  # nobody asked for it, as after a restart
+            group = _Group(0, self._now)
+        else:
+            self._leave(group, key, held=False)
+        self._join(group, key, held=True)
+        self._place(group)
+
+    def prefers(self, newcomer: ChunkKey, victim: ChunkKey) -> bool:
+        group, other = self._group.get(newcomer), self._group[victim]
+        return group is None or self._table.index[group.cls][group.age] >= self._table.index[other.cls][other.age]
+
+    def forget(self, key: ChunkKey, *, evicted: bool) -> None:
+        group = self._group[key]
+        self._leave(group, key, held=True)
+        if evicted:
+            self._join(group, key, held=False)
+            self._place(group)
+        self._bound_ghosts()
+
+    def victims(self) -> Iterator[ChunkKey]:
+        for rank in self._live:
+            cls, age = self._table.order[rank]
+            for group in self._cells[cls][age].holding:
+                yield from group.held
+
+    def save(self) -> bytes:
+        return self._table.save()
+
+    def restore(self, saved: bytes) -> None:
+        if self._table.restore(saved):
+            self._rank()
+
+    # -- groups ------------------------------------------------------------------------------------
+
+    def _join(self, group: _Group, key: ChunkKey, *, held: bool) -> None:
+        before = group.votes
+        self._group[key] = group
+        if held:
+            group.held[key] = None
+        else:
+            group.ghosts += 1
+            self._ghosts[key] = None
+        cell = self._cells[group.cls][group.age]
+        if group in cell.groups:
+            cell.votes += group.votes - before
+
+    def _leave(self, group: _Group, key: ChunkKey, *, held: bool) -> None:
+        before = group.votes
+        if held:
+            del group.held[key]  # a KeyError where it is not held, and nothing has changed
+        else:
+            del self._ghosts[key]
+            group.ghosts -= 1
+        del self._group[key]
+        cell = self._cells[group.cls][group.age]
+        if not group.held and group in cell.holding:
+            del cell.holding[group]
+            if not cell.holding:
+                self._live.remove(self._table.rank_of[group.cls][group.age])
+        if group in cell.groups:
+            cell.votes += group.votes - before
+            if not group.held and not group.ghosts:
+                del cell.groups[group]
+
+    def _place(self, group: _Group) -> None:
+        """Into its cell, if it is not there."""
+        cell = self._cells[group.cls][group.age]
+        if group not in cell.groups:
+            cell.groups[group] = None
+            cell.votes += group.votes
+            if group.age + 1 < AGES and not cell.awaited:
+                self._await(cell, group)
+        if group.held and group not in cell.holding:
+            if not cell.holding:
+                bisect.insort(self._live, self._table.rank_of[group.cls][group.age])
+            cell.holding[group] = None
+
+    def _await(self, cell: _Cell, group: _Group) -> None:
+        """Once for each cell, however often it lies empty in between: then it is looked at too early, no more."""
+        heapq.heappush(self._due, (group.since + EDGES[group.age + 1], group.cls, group.age))
+        cell.awaited = True
+
+    def _grow_older(self, now: float) -> None:
+        self._now = now
+        while self._due and self._due[0][0] <= now:
+            _, cls, age = heapq.heappop(self._due)
+            cell = self._cells[cls][age]
+            cell.awaited = False
+            while cell.groups:
+                group = next(iter(cell.groups))
+                if group.since + EDGES[age + 1] > now:
+                    self._await(cell, group)
+                    break
+                self._move_on(cell, group)
+
+    def _move_on(self, cell: _Cell, group: _Group) -> None:
+        self._table.went_on(group.cls, group.age, group.votes / _VOTE)
+        del cell.groups[group]
+        cell.votes -= group.votes
+        if group.held:
+            del cell.holding[group]
+            if not cell.holding:
+                self._live.remove(self._table.rank_of[group.cls][group.age])
+        group.age += 1
+        self._place(group)
+
+    def _bound_ghosts(self) -> None:
+        most = max(_FEW, _GHOSTS * (len(self._group) - len(self._ghosts)))
+        while len(self._ghosts) > most:
+            key = next(iter(self._ghosts))
+            self._leave(self._group[key], key, held=False)
+
+    def _rank(self) -> None:
+        self._table.fade(_FADE)
+        self._table.rank([[float(cell.votes) / _VOTE for cell in row] for row in self._cells])
+        self._live = [rank for rank, (cls, age) in enumerate(self._table.order) if self._cells[cls][age].holding]
+
+
+Implementation = native_counterpart(Gittins)

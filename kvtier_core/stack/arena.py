@@ -1,0 +1,187 @@
+"""An arena: numbered slots in memory that the engine's device reaches, and the chunks in them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Sequence
+
+from kvtier_core.errors import ContractError
+from kvtier_core.interfaces import AllocatorBackend
+from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.types import ChunkKey, Slot, Usage
+
+
+class Arena:
+    """A slot is free, reserved (being filled), or holds a READY chunk; a READY chunk may be pinned.
+
+    A chunk can be doomed while somebody still fills or reads its slot: it is no longer found, and the
+    slot is free once the last of them is done.
+    """
+
+    def __init__(self, name: str, number: int, memory: AllocatorBackend, index: CacheIndex):
+        self.name = name
+        self.number = number
+        self.memory = memory
+        self.index = index
+        self._free = list(range(memory.slots - 1, -1, -1))
+        self._reserved: dict[ChunkKey, int] = {}
+        self._pinned: Counter[int] = Counter()  # how often a slot is
+        self._pins: dict[str, Counter[int]] = {}  # of each owner
+        self._invalidated: dict[int, ChunkKey] = {}
+
+    @property
+    def free(self) -> int:
+        """Slots that nobody holds."""
+        return len(self._free)
+
+    @property
+    def reserved(self) -> int:
+        """Slots that are being filled."""
+        return len(self._reserved)
+
+    @property
+    def pins(self) -> int:
+        return self._pinned.total()
+
+    def pins_by_holder(self) -> Counter[str]:
+        """Who has pins, and how many."""
+        return Counter({owner: slots.total() for owner, slots in self._pins.items()})
+
+    def usage(self) -> Usage:
+        capacity = self.memory.slots * self.memory.slot_nbytes
+        return Usage(self.name, len(self.index), self.index.used, capacity, pins=self.pins)
+
+    # -- what is here ------------------------------------------------------------------------------
+
+    def has(self, key: ChunkKey) -> bool:
+        """Is the chunk READY here?"""
+        return key in self.index and not (self._invalidated and self.index.held.place(key) in self._invalidated)
+
+    def ready(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
+        """How many of a path are READY here from ``start`` on, before the first that is not."""
+        run = self.index.held.run(keys, start)
+        if not self._invalidated:
+            return run
+        places = self.index.held.places(keys[start : start + run])
+        return next((i for i, place in enumerate(places) if place in self._invalidated), run)
+
+    def expects(self, key: ChunkKey) -> bool:
+        """Is the chunk being filled here?"""
+        return key in self._reserved and self._reserved[key] not in self._invalidated
+
+    def taken(self, key: ChunkKey) -> bool:
+        """Does any slot bear this key, findable or not?"""
+        return key in self._reserved or key in self.index
+
+    def without_slot(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        return [key for key in self.index.held.missing(keys) if key not in self._reserved]
+
+    def view(self, key: ChunkKey) -> memoryview:
+        return self.memory.view(self._place(key))
+
+    def slots(self, keys: Sequence[ChunkKey]) -> list[Slot]:
+        reserved, place = self._reserved, self.index.held.place
+        return [Slot(self.number, reserved[key] if key in reserved else place(key)) for key in keys]
+
+    def _place(self, key: ChunkKey) -> int:
+        return self._reserved[key] if key in self._reserved else self.index.held.place(key)
+
+    # -- room --------------------------------------------------------------------------------------
+
+    def make_room(self, slots: int, spared: Sequence[Container[ChunkKey]] = ()) -> list[ChunkKey]:
+        """Evict until ``slots`` are free, or nobody may leave; the evicted keys. None that is pinned, or spared."""
+        victims = self.index.select_victims(slots - len(self._free), lambda key: 1, spared, self._pinned)
+        self._release(victims, evicted=True)
+        return victims
+
+    def trade(
+        self, newcomers: Sequence[ChunkKey], spared: Sequence[Container[ChunkKey]] = ()
+    ) -> tuple[list[ChunkKey], list[ChunkKey]]:
+        """Make room for those of a path, root first and without slots, that are welcome; they, and the evicted."""
+        welcome, victims = self._plan_admission(newcomers, spared)
+        self._release(victims, evicted=True)
+        return welcome, victims
+
+    def would_admit(self, path: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Those of a path, root first, that have no slot and are preferred to whoever would leave for them."""
+        return self._plan_admission(self.without_slot(path), [set(path)])[0]
+
+    def _plan_admission(
+        self, newcomers: Sequence[ChunkKey], spared: Sequence[Container[ChunkKey]]
+    ) -> tuple[list[ChunkKey], list[ChunkKey]]:
+        due = self.index.meets_frequency(newcomers)
+        return self.index.plan_admission(due, 1, len(self._free), lambda key: 1, spared, self._pinned)
+
+    # -- slots -------------------------------------------------------------------------------------
+
+    def reserve(self, keys: Sequence[ChunkKey]) -> None:
+        """Take free slots for keys that have none."""
+        if len(keys) > len(self._free) or len(set(keys)) < len(keys) or len(self.without_slot(keys)) < len(keys):
+            raise ContractError(f"{self.name}: reserve needs {len(keys)} free slots and keys that have none")
+        for key in keys:
+            self._reserved[key] = self._free.pop()
+
+    def commit(self, keys: Sequence[ChunkKey], parents: Sequence[ChunkKey | None]) -> list[ChunkKey]:
+        """The slots of a path, root first, are filled. Those that are kept: the others were doomed."""
+        self._must_be_reserved(keys)
+        if self._invalidated:
+            doomed = [key for key in keys if not self.expects(key)]
+            self.abort(doomed)
+            pairs = [(key, parent) for key, parent in zip(keys, parents, strict=True) if key in self._reserved]
+            keys, parents = [key for key, _ in pairs], [parent for _, parent in pairs]
+        places = [self._reserved.pop(key) for key in keys]
+        self.index.admit(keys, parents, self.memory.slot_nbytes, places)
+        return list(keys)
+
+    def abort(self, keys: Sequence[ChunkKey]) -> None:
+        """The slots will not be filled."""
+        self._must_be_reserved(keys)
+        for key in keys:
+            slot = self._reserved.pop(key)
+            self._invalidated.pop(slot, None)
+            self._free.append(slot)
+
+    def pin(self, keys: Sequence[ChunkKey], owner: str) -> list[Slot]:
+        """All, or none if one is not READY."""
+        if self.ready(keys) < len(keys):
+            raise ContractError(f"{self.name}: pin of a chunk that is not READY")
+        places = self.index.held.places(keys)
+        self._pinned.update(places)
+        self._pins.setdefault(owner, Counter()).update(places)
+        return [Slot(self.number, place) for place in places]
+
+    def unpin(self, slots: Sequence[Slot], owner: str) -> None:
+        own = self._pins.get(owner, Counter())
+        for _, place in slots:
+            if not own[place]:
+                raise ContractError(f"{self.name}: unpin of slot {place}, which {owner} has not pinned")
+            _count_down(own, place)
+            _count_down(self._pinned, place)
+            if place in self._invalidated and place not in self._pinned:
+                self._release([self._invalidated[place]], evicted=False)
+        if not own:
+            self._pins.pop(owner, None)
+
+    def clear(self) -> None:
+        """Never find any of these chunks again; a slot in use is free as soon as nobody uses it."""
+        self._invalidated.update((slot, key) for key, slot in self._reserved.items())
+        held = self.index.held
+        in_use = {key: held.place(key) for key in held if held.place(key) in self._pinned}
+        self._invalidated.update((place, key) for key, place in in_use.items())
+        self._release([key for key in held if key not in in_use], evicted=False)
+
+    def _release(self, keys: Sequence[ChunkKey], *, evicted: bool) -> None:
+        places = self.index.remove(keys, evicted=evicted)
+        for place in places if self._invalidated else ():
+            self._invalidated.pop(place, None)
+        self._free += places
+
+    def _must_be_reserved(self, keys: Sequence[ChunkKey]) -> None:
+        if not all(map(self._reserved.__contains__, keys)):
+            raise ContractError(f"{self.name}: this chunk was not reserved, or was committed or aborted before")
+
+
+def _count_down(counts: Counter[int], place: int) -> None:
+    counts[place] -= 1
+    if not counts[place]:
+        del counts[place]

@@ -1,0 +1,1 @@
+"""Which vLLM engines may share KV."""

@@ -1,0 +1,86 @@
+"""What the weights of an engine are, if that can be known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+from vllm.config import LoadConfig, ModelConfig
+from vllm.model_executor.model_loader import DefaultModelLoader, ShardedStateLoader, get_model_loader
+
+from kvtier_core.config.model import NAMED, IdentityConfig
+from kvtier_core.engine import weights
+from kvtier_core.transfer.io_pool import run, run_aside
+
+#: Loaders that read the model's folder and nothing else. What any other loader reads is not known.
+_FROM_THE_FOLDER = (DefaultModelLoader, ShardedStateLoader)
+#: Except in this format: it reads a cache that was made of the files once, and not the files again.
+_FROM_A_CACHE = "npcache"
+
+
+@attrs.frozen
+class ModelWeights:
+    """A fact for the namespace, and what an operator must be told about it; empty if nothing."""
+
+    fact: str
+    warning: str = ""
+
+
+@attrs.frozen
+class Unknown:
+    """Why nobody can say which weights an engine has."""
+
+    reason: str
+
+
+def identify(model: ModelConfig, load: LoadConfig, asked: IdentityConfig) -> ModelWeights | Unknown:
+    """The weights that this engine has loaded. Reads all of their files, unless their digest is remembered."""
+    if asked.named:
+        return ModelWeights(
+            asked.weights,
+            "the weights are taken to be what identity.weights names; nobody checks that. Another model under this "
+            "name, or the next version of this one, would be given wrong KV",
+        )
+    if load.load_format == "dummy":
+        return ModelWeights(f"dummy, seed {model.seed}")
+    if reason := _not_from_the_folder(model, load):
+        return Unknown(f"{reason}; identity: {{weights: {NAMED}…}} names them")
+    sampled = asked.weights == "sampled"
+    try:
+        folder = _folder(model, load)
+        found = weights.digest(folder, sampled=sampled)
+    except (OSError, ValueError) as error:  # the hub's own errors for what is not on this disk are both
+        return Unknown(f"the weights of {model.model} cannot be read from this disk: {error}")
+    if found is None:
+        return Unknown(f"there are no weights in {folder}")
+    if sampled:
+        return ModelWeights(
+            f"sampled {found}",
+            "identity.weights is 'sampled': of a large tensor some hundred KiB are read, and a change elsewhere in it "
+            "is not seen",
+        )
+    return ModelWeights(found)
+
+
+def identify_ahead(model: ModelConfig, load: LoadConfig, asked: IdentityConfig) -> None:
+    """Begin on a thread, so that `identify` finds the digest remembered, or has to wait for less of it."""
+    run_aside(lambda: identify(model, load, asked), "weights")
+
+
+def _not_from_the_folder(model: ModelConfig, load: LoadConfig) -> str:
+    loader = run(lambda: get_model_loader(load)).value  # None if it cannot be made in this process
+    if type(loader) not in _FROM_THE_FOLDER or load.load_format == _FROM_A_CACHE:
+        return f"load_format {load.load_format!r} takes the weights from where they cannot be identified"
+    return f"the weights are in {model.model_weights}, not on this disk" if model.model_weights else ""
+
+
+def _folder(model: ModelConfig, load: LoadConfig) -> Path:
+    """Raises OSError or ValueError for a model that is not on this disk."""
+    folder = Path(model.model)
+    if folder.exists():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True)
+    )

@@ -1,0 +1,107 @@
+"""Which engines may share KV, as the facts of a namespace. What cannot be identified is not served, never guessed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import sys
+from pathlib import Path
+
+import torch
+import vllm
+from vllm import envs
+from vllm.config import ModelConfig, VllmConfig
+from vllm.model_executor.model_loader import get_model_cls
+from vllm.platforms import current_platform
+
+from kvtier_core.config.model import NAMED, IdentityConfig
+from kvtier_core.engine import weights
+from kvtier_core.engine.messages import WorkerReport
+from kvtier_core.frames.format import FORMAT_VERSION
+from kvtier_core.types import Namespace
+from kvtier_core.vllm.identity import settings
+from kvtier_core.vllm.identity.settings import UnidentifiedError
+
+#: Packages whose code is identified by the version of the engine.
+_OF_THE_ENGINE = ("vllm", "torch")
+
+
+def facts_before_start(config: VllmConfig, weights_fact: str) -> dict[str, object]:
+    """What can be told before an engine runs. Raises UnidentifiedError."""
+    return {
+        "format": FORMAT_VERSION,
+        "engine": f"vllm {vllm.__version__}, torch {torch.__version__}",
+        "plugins": _plugins(),
+        "weights": weights_fact,
+        **settings.before_start(config),
+        **settings.variables(),
+    }
+
+
+def facts_of_the_engine(config: VllmConfig, chunk_tokens: int, report: WorkerReport) -> dict[str, object]:
+    """What only the running engine knows. Raises UnidentifiedError."""
+    return {
+        **settings.after_start(config),
+        **dict(report.facts),
+        "page bytes": " ".join(map(str, report.page_nbytes)),
+        "chunk tokens": chunk_tokens,
+    }
+
+
+def namespace(config: VllmConfig, weights_fact: str, chunk_tokens: int, report: WorkerReport) -> Namespace:
+    """Everything that makes the pages of two engines interchangeable. Raises UnidentifiedError."""
+    return Namespace.of(
+        {**facts_before_start(config, weights_fact), **facts_of_the_engine(config, chunk_tokens, report)}
+    )
+
+
+def facts_of_the_worker(model: ModelConfig, asked: IdentityConfig) -> dict[str, str]:
+    """What a worker knows of the code and the device with which it computes. Raises UnidentifiedError."""
+    found = get_model_cls(model)
+    if not asked.named and _has_a_second_source(found):
+        raise UnidentifiedError(
+            f"{found.__qualname__} may load weights from a second place; identity: {{weights: {NAMED}…}} names them"
+        )
+    return {"device name": current_platform.get_device_name(), "model code": _code_of(found)}
+
+
+def _code_of(model: type) -> str:
+    """The class of the model; with the bytes of its package unless that is vLLM."""
+    name = f"{model.__module__}.{model.__qualname__}"
+    top = model.__module__.partition(".")[0]
+    if top in _OF_THE_ENGINE:
+        return name
+    package = getattr(sys.modules.get(top), "__file__", None) or inspect.getsourcefile(model)
+    if not package:
+        raise UnidentifiedError(f"the code of the model, {name}, is in no file")
+    file = Path(package)
+    try:
+        return f"{name} {weights.code_digest(file.parent if file.name == '__init__.py' else file)}"
+    except OSError as error:
+        raise UnidentifiedError(f"the code of the model, {name}, cannot be read: {error}") from error
+
+
+def _has_a_second_source(model: type) -> bool:
+    """May it load weights from elsewhere, too, as vLLM lets a model do? Then the model's folder does not tell all."""
+    try:
+        return any(
+            "secondary_weights" in inspect.getsource(each)
+            for each in model.__mro__
+            if each.__module__.partition(".")[0] not in (*sys.stdlib_module_names, "torch")
+        )
+    except (OSError, TypeError):
+        return True
+
+
+def _plugins() -> str:
+    """The packages that put themselves into vLLM's processes, with their versions; kvtier itself says its format."""
+    installed = importlib.metadata.entry_points()
+    groups = [group for group in installed.groups if group.startswith("vllm.")]
+    found = {
+        f"{group}: {point.name} {point.dist.name} {point.dist.version}"
+        for group in groups
+        for point in installed.select(group=group)
+        if envs.VLLM_PLUGINS is None or point.name in envs.VLLM_PLUGINS
+        if point.dist is not None and not point.value.startswith("kvtier_core.")
+    }
+    return ", ".join(sorted(found))

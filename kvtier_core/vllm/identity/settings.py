@@ -1,0 +1,145 @@
+"""The settings of an engine as facts: all of vLLM's configuration and environment that is not known to be harmless."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+from vllm.config import VllmConfig
+from vllm.config.utils import SupportsHash
+
+from kvtier_core.engine import weights
+from kvtier_core.errors import KvtierError
+from kvtier_core.vllm.identity import harmless
+
+#: Saved in a model's configuration by the libraries that write it; they say nothing about the model.
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version")
+#: May hold credentials: their values become facts as a digest.
+_NOT_SHOWN = (
+    "additional_config",
+    "ec_manager_config.manager_config",
+    "ec_transfer_config.ec_connector_extra_config",
+    "load_config.model_loader_extra_config",
+)
+#: So may any text under such a name, in settings and variables that nobody here has heard of.
+_LIKE_A_CREDENTIAL = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
+#: Set by vLLM while an engine starts; `kvtier identity` cannot know them before.
+_KNOWN_LATE = (
+    "cache_config.block_size",
+    "cache_config.effective_attention_block_size",
+    "cache_config.kv_cache_layout",
+    "cache_config.mamba_block_size",
+    "cache_config.mamba_page_size_padded",
+    "cache_config.skip_page_size_padded",
+)
+_HARMLESS_FIELDS = frozenset(itertools.chain(*harmless.FIELDS.values()))
+_HARMLESS_VARIABLES = frozenset(" ".join(harmless.VARIABLES.values()).split())
+
+
+class UnidentifiedError(KvtierError):
+    """A setting has a value of which nobody can say whether another engine has the same."""
+
+
+def before_start(config: VllmConfig) -> dict[str, str]:
+    """Facts of the configuration that `kvtier identity` tells before an engine runs. Raises UnidentifiedError."""
+    return {name: fact for name, fact in _facts(config).items() if name not in _KNOWN_LATE}
+
+
+def after_start(config: VllmConfig) -> dict[str, str]:
+    """The other facts of the configuration of a running engine. Raises UnidentifiedError."""
+    return {name: fact for name, fact in _facts(config).items() if name in _KNOWN_LATE}
+
+
+def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Facts of the environment variables that are set, as they are written.
+
+    All that vLLM says it reads count, and all others that are named after it.
+    """
+    from vllm.envs import environment_variables
+
+    return {
+        f"environment {name}": _digest(text) if name not in environment_variables or _hidden(name, text) else text
+        for name, text in environment.items()
+        if (name in environment_variables or name.startswith("VLLM_")) and name not in _HARMLESS_VARIABLES
+    }
+
+
+def _facts(config: VllmConfig) -> dict[str, str]:
+    pairs = itertools.chain.from_iterable(
+        _flat(getattr(config, field.name, None), field.name) for field in dataclasses.fields(config)
+    )
+    return {name: _digest(json.dumps(value)) if _hidden(name, value) else json.dumps(value) for name, value in pairs}
+
+
+def _hidden(name: str, value: object) -> bool:
+    """May it be a credential?"""
+    return name.startswith(_NOT_SHOWN) or (isinstance(value, str) and bool(_LIKE_A_CREDENTIAL.search(name)))
+
+
+def _flat(value: object, name: str) -> Iterator[tuple[str, object]]:
+    """What a setting holds, one row a value, under names like ``model_config.hf_config.rope_parameters.factor``."""
+    if name in _HARMLESS_FIELDS:
+        return
+    if isinstance(value, PretrainedConfig):
+        value = {key: below for key, below in value.to_dict().items() if key not in _NOT_THE_MODEL}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield name, type(value).__name__
+        below = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    elif isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
+        below = value
+    else:
+        yield name, _plain(value, name)
+        return
+    for key in sorted(below):
+        yield from _flat(below[key], f"{name}.{key}" if key.isidentifier() else f"{name}[{json.dumps(key)}]")
+
+
+def _plain(value: object, name: str) -> object:
+    """As JSON would have it, and the same in every process and on every machine."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str | Path):
+        return _with_content(os.fspath(value))
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if isinstance(value, torch.dtype | torch.device):
+        return str(value)
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, Mapping):
+        return sorted(([_plain(key, name), _plain(below, name)] for key, below in value.items()), key=json.dumps)
+    if isinstance(value, Set):
+        return sorted((_plain(below, name) for below in value), key=json.dumps)
+    if dataclasses.is_dataclass(value):
+        return [[key, below] for key, below in _flat(value, type(value).__name__)]
+    if isinstance(value, Sequence):
+        return [_plain(below, name) for below in value]
+    if isinstance(value, SupportsHash):
+        return value.compute_hash()
+    kind = type(value).__name__
+    raise UnidentifiedError(f"vLLM's setting {name} is a {kind}, which cannot be compared between engines")
+
+
+def _with_content(text: str) -> str:
+    """A path to a file counts with the bytes that are there now."""
+    if not os.path.isabs(text) or not os.path.isfile(text):
+        return text
+    try:
+        return f"{text} {weights.file_digest(Path(text))}"
+    except OSError as error:
+        raise UnidentifiedError(f"{text} cannot be read: {error.strerror}") from error
+
+
+def _digest(text: str) -> str:
+    return f"not shown, blake2b {hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"

@@ -1,0 +1,1 @@
+"""What the KV of a vLLM request depends on besides its tokens."""

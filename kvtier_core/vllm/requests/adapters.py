@@ -1,0 +1,126 @@
+"""Which weights the engine has under a LoRA adapter's number.
+
+Workers read an adapter's files at times that no connector is told of: before the first request, when the server is
+asked to load it, and again after it was dropped for lack of room. So only files that cannot have changed since the
+engine started count: then what was read, at any time, is what lies there now.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+from vllm.lora.request import LoRARequest
+
+from kvtier_core.engine import weights
+from kvtier_core.vllm.requests.fields import ADAPTER, Unidentified, refuse_others
+
+#: Nanoseconds. Times of files are coarse, by up to two seconds, and a leap second may be put in.
+_MARGIN = 3_000_000_000
+
+#: File systems whose times of change come from this machine's clock, and that no caller can set.
+_LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"})
+
+_MOUNTS = Path("/proc/self/mountinfo")
+
+_State = tuple[tuple[str, int, int], ...]  # path, device and inode
+
+
+@attrs.frozen
+class Moment:
+    """A time, by the clock of files and by one that nobody can set."""
+
+    by_files: int = attrs.field(factory=time.time_ns)
+    by_boot: int = attrs.field(factory=lambda: time.clock_gettime_ns(time.CLOCK_BOOTTIME))
+
+
+class Adapters:
+    """Made when the engine starts, before it can have loaded an adapter."""
+
+    def __init__(self, began: Moment | None = None) -> None:
+        self._began = began or Moment()
+        self._seen: dict[int, tuple[tuple, str]] = {}  # by vLLM's number: path and state of the files; their digest
+
+    def content(self, asked: LoRARequest) -> str:
+        """A digest of the adapter's weights and configuration. Raises Unidentified.
+
+        vLLM takes one number for one adapter ("must be globally unique for a given adapter"), and so does this.
+        """
+        try:
+            refuse_others("a LoRA adapter", asked, ADAPTER)
+            return f"{self._files(asked)} {asked.is_3d_lora_weight}"
+        except (OSError, ValueError):
+            raise Unidentified(f"LoRA adapter {asked.lora_name!r}: its weights cannot be read from disk") from None
+        except Unidentified as why:
+            raise Unidentified(f"LoRA adapter {asked.lora_name!r}: {why}") from None
+
+    def _files(self, asked: LoRARequest) -> str:
+        path = Path(asked.lora_path)
+        state = (asked.lora_path, self._settled(path))
+        if asked.lora_int_id not in self._seen:
+            _require_local(state[1])
+            digest = weights.digest(path)
+            if not digest:
+                raise Unidentified("there are no weights in its folder")
+            if state[1] != self._settled(path):
+                raise Unidentified("its files change while they are read")
+            self._seen[asked.lora_int_id] = state, digest
+        before, digest = self._seen[asked.lora_int_id]
+        if state != before:
+            raise Unidentified("its files are not those that the engine saw first")
+        return digest
+
+    def _settled(self, path: Path) -> _State:
+        """Where the files of a folder lie. Raises Unidentified if one of them, or the way to it, may have changed."""
+        now = Moment()
+        if now.by_files - now.by_boot < self._began.by_files - self._began.by_boot - _MARGIN:
+            raise Unidentified("the machine's clock was set back since the engine started")
+        steps = list(_way(Path("/"), path.absolute()))
+        folder, _ = steps[-1]
+        for name in sorted(os.listdir(folder)):
+            steps += _way(folder, Path(name))
+        for step, status in steps:
+            above = step != folder and stat.S_ISDIR(status.st_mode)
+            if status.st_ctime_ns >= self._began.by_files - _MARGIN and not (above and _only_entries_changed(status)):
+                raise Unidentified(f"{step} changed after the engine started, or just before")
+        return tuple((str(step), status.st_dev, status.st_ino) for step, status in steps)
+
+
+def _only_entries_changed(folder: os.stat_result) -> bool:
+    """Did others come or go in it, and nothing else? Then both its times are of that.
+
+    That a folder was put in place of another shows in one of them alone, as long as nothing comes or goes later.
+    """
+    return folder.st_ctime_ns == folder.st_mtime_ns
+
+
+def _way(done: Path, path: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Each folder and link that is passed from a folder, which is none, to a file, and the file."""
+    ahead = list(reversed(path.parts))
+    while ahead:
+        step = done / ahead.pop()
+        if step.name == "..":
+            step = done.parent
+        status = step.lstat()
+        yield step, status
+        if stat.S_ISLNK(status.st_mode):
+            ahead += reversed(Path(os.readlink(step)).parts)
+        else:
+            done = step
+
+
+def _require_local(state: _State) -> None:
+    """Raise Unidentified if something lies where times may be another machine's."""
+    mounts = {}
+    for line in _MOUNTS.read_text().splitlines():
+        mount, _, file_system = line.partition(" - ")
+        mounts[mount.split()[4]] = file_system.split()[0]
+    for step, *_ in state:
+        below = (str(folder) for folder in (Path(step), *Path(step).parents))
+        kind = next((mounts[folder] for folder in below if folder in mounts), "unknown")
+        if kind not in _LOCAL:
+            raise Unidentified(f"{step} is on a file system ({kind}) whose times may be another machine's")

@@ -1,0 +1,95 @@
+"""Whose a folder is. Raises OSError, and BackendError for a refusal."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+from kvtier_core.errors import BackendError
+from kvtier_disk.folder import Folder, must_be_ours, parents_must_be_safe
+
+
+class FolderLock:
+    """A folder that belongs to this user, and to this process alone from `take` to `release`."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._folder: Folder | None = None
+
+    def take(self) -> Folder:
+        """Make the folder if it is not there, and hold it from now on."""
+        _make(self.path)
+        if not os.access(self.path, os.R_OK | os.W_OK | os.X_OK):
+            raise BackendError(f"{self.path}: this user may not write here", retryable=False)
+        before, self._folder = self._folder, _locked(self.path)
+        if before is not None:
+            _unlock(before)
+        return self._folder
+
+    def release(self) -> None:
+        if self._folder is not None:
+            folder, self._folder = self._folder, None
+            _unlock(folder)
+
+    def folder(self) -> Folder | None:
+        """The folder that was claimed; None if nothing has its path any more. Raises if something else has."""
+        held = self._held()
+        try:
+            status = os.stat(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        if os.path.samestat(status, os.fstat(held.fd)):
+            return held
+        if not stat.S_ISDIR(status.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self.path))
+        raise BackendError(f"{self.path}: another folder than the one that was opened; nothing in it is believed")
+
+    def folder_again(self) -> Folder:
+        """The same; one that was removed is made, and an empty one in its place, on the same device, is claimed."""
+        held = self._held()
+        try:
+            return self.folder() or self.take()
+        except NotADirectoryError:
+            return self.take()  # which says what is there
+        except BackendError:
+            other = Folder.at(self.path)
+            if os.fstat(other.fd).st_dev != os.fstat(held.fd).st_dev or other.entries():
+                raise
+            return self.take()
+
+    def _held(self) -> Folder:
+        """What is closed may already be another process's."""
+        if (held := self._folder) is None:
+            raise BackendError(f"{self.path}: the tier is closed", retryable=False)
+        return held
+
+
+def _make(path: Path) -> None:
+    """Make a folder if it is not there, and those above it."""
+    for folder in reversed((path, *path.parents)):  # mkdir would leave those above as open as the umask does
+        if not folder.exists():
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+    must_be_ours(path.lstat(), path)
+    parents_must_be_safe(path)
+
+
+def _locked(path: Path) -> Folder:
+    folder = Folder.at(path)
+    must_be_ours(os.fstat(folder.fd), path)
+    try:
+        fcntl.flock(folder.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BackendError(
+            f"{path}: another live process keeps its frames here; give each engine a path of its own", retryable=False
+        ) from None
+    return folder
+
+
+def _unlock(folder: Folder) -> None:
+    # A process forked from this one has the lock too; closing alone would leave it there.
+    fcntl.flock(folder.fd, fcntl.LOCK_UN)
