@@ -5,7 +5,7 @@ as the header says. The rest of the header page, the rest of the last page and w
 no reader looks at them. So the verdict is known exactly, both ways: a frame is good if, and only if, its meaning
 bytes are the very ones that were stored.
 
-CAMPAIGN_ROUNDS says how many frames are harmed, CAMPAIGN_SEED how. Of ``pytest -s`` each test prints what it did.
+LONG says how many frames are harmed, CAMPAIGN_SEED how. Of ``pytest -s`` each test prints what it did.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import attrs
 import pytest
+from sizes import LONG
 from test_machine import Zip
 
 from kvtier_core.frames import format as frame
@@ -35,7 +36,9 @@ from kvtier_core.transfer.io_pool import IOPool
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, ChunkLayout, Event, EventKind, Namespace, Nbytes
 from kvtier_disk.config import DiskConfig
 
-ROUNDS = int(os.environ.get("CAMPAIGN_ROUNDS", "3000"))
+pytestmark = pytest.mark.long
+
+ROUNDS = 4000 * LONG
 SEED = int(os.environ.get("CAMPAIGN_SEED", "0"))
 
 OURS, THEIRS = make_namespace("today's weights"), make_namespace("yesterday's weights")

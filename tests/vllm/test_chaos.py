@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -20,13 +19,16 @@ import pytest
 from chaos import HANG, POOL, Life, arenas_of, asked, make_plugin
 from conftest import CHUNK, Answer, cpu_and_disk
 from nursery import Nursery, pids
+from sizes import LONG
 from test_serving import NOISE
 
 from kvtier_core.builtin.chained import Chained
 from kvtier_core.frames import format as frame
 from kvtier_core.types import FRAME_ALIGNMENT, Namespace
 
-ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "20"))
+pytestmark = pytest.mark.long
+
+ROUNDS = 20 * LONG
 
 #: When the kill comes, round after round. Some are aimed: ``writing`` and ``removing`` when a file is about to be
 #: touched, ``torn`` in the middle of a frame, ``rename`` between its last byte and its name. In the rounds ``engine``
