@@ -10,8 +10,7 @@ FUZZERS := $(wildcard tests/fuzz/fuzz_*.py)
 FUZZ_SECONDS ?= 60
 # Two files of tests at a time. When one hangs, nothing else is begun.
 PARALLEL := --numprocesses 2 --dist loadfile --max-worker-restart 0
-AT_LENGTH := -o faulthandler_timeout=3600
-test-long campaign chaos: export LONG ?= 25
+LONGER := -o faulthandler_timeout=7200
 MANIFESTS := pyproject.toml plugins/kvtier_cpu/pyproject.toml plugins/kvtier_disk/pyproject.toml
 NATIVE := $(shell find csrc -type f)
 
@@ -33,16 +32,18 @@ test: $(VENV)/ready
 	$(BIN)/python -m pytest $(PARALLEL)
 
 # What `make test` runs in a short form, LONG times as long: campaigns, chaos, soaks, state machines, fuzzing.
+test-long campaign chaos: export LONG ?= 25
+
 test-long: $(VENV)/ready
-	$(BIN)/python -m pytest $(AT_LENGTH) -m long $(PARALLEL)
+	$(BIN)/python -m pytest $(LONGER) -m long $(PARALLEL)
 
 # A hundred thousand harmed frames, and what became of each kind. Another CAMPAIGN_SEED harms them otherwise.
 campaign: $(VENV)/ready
-	$(BIN)/python -m pytest $(AT_LENGTH) -s tests/core/test_campaign.py
+	$(BIN)/python -m pytest $(LONGER) -s tests/core/test_campaign.py
 
 # Engines and workers killed 500 times, round after round, on one folder.
 chaos: $(VENV)/ready
-	$(BIN)/python -m pytest $(AT_LENGTH) tests/vllm/test_chaos.py
+	$(BIN)/python -m pytest $(LONGER) tests/vllm/test_chaos.py
 
 # Each fuzzer for FUZZ_SECONDS. One that finds something ends there and leaves the input in this folder.
 fuzz: $(FUZZ_VENV)/ready

@@ -21,7 +21,7 @@ from kvtier_disk.config import DiskConfig
 
 pytestmark = pytest.mark.long
 
-REQUESTS = 500 * LONG
+REQUESTS = 1000 * LONG
 TOKENS = 4  # of an answer, at most
 FAMILIES = [prompt(200 + i, 96 + 32 * i) for i in range(4)]
 #: Of 3 to 10 blocks but for two tokens: the answer needs another block, and may find none.
