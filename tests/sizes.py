@@ -1,6 +1,11 @@
-"""How long the campaigns, soaks, state machines and fuzzers of the tests are."""
+"""How long the tests take: a plugin of pytest, and what the tests that can be made longer import."""
 
 import os
 
-#: `make test` runs them in their shortest form, `make test-long` this many times as long.
+from hypothesis import settings
+
+#: `make test` runs campaigns, soaks, state machines and fuzzing in a short form, `make test-long` this many times as long.
 LONG = int(os.environ.get("LONG", "1"))
+
+# A busy machine is no failure.
+settings.register_profile("default", deadline=None)

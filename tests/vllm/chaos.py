@@ -1,6 +1,6 @@
 """Engines that can be killed at any moment, and tell what they did until then.
 
-They are forked from a nursery. In each of them is a witness: a plugin of kvtier's, so that it sits in whichever process
+A fork server starts them. In each of them is a witness: a plugin of kvtier's, so that it sits in whichever process
 vLLM puts the stack. It tells of each file just before it is touched,
 and what kvtier reports. What was told outlives a `kill -9`. When nobody listens any more, telling fails, and the
 engine ends.
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
-from nursery import Nursery
+from fork_server import ForkServer
 
 from kvtier_core.builtin.chained import Chained, ChainedConfig
 from kvtier_core.hookspecs import hookimpl
@@ -213,7 +213,12 @@ class Life:
     """One engine: it is born, does what it is ordered, and is killed. ``hear`` is called with all that it tells."""
 
     def __init__(
-        self, nursery: Nursery, folder: Path, hear: Callable[..., None], environment: dict[str, str], **order: Any
+        self,
+        fork_server: ForkServer,
+        folder: Path,
+        hear: Callable[..., None],
+        environment: dict[str, str],
+        **order: Any,
     ):
         folder.mkdir()
         told, orders, self._log = folder / "told", folder / "orders", folder / "log"
@@ -226,7 +231,9 @@ class Life:
         self.counts: Counter[str] = Counter()
         self.pids: set[int] = set()
         self.processes: dict[str, int] = {}  # by vLLM's names for them: pidfds
-        nursery.bear("chaos:live", self._log, {**environment, "CHAOS_TOLD": str(told)}, orders=str(orders), **order)
+        fork_server.start(
+            "chaos:live", self._log, {**environment, "CHAOS_TOLD": str(told)}, orders=str(orders), **order
+        )
         self.expect("process")
 
     def close(self) -> None:

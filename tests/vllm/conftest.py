@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 import pytest
-from nursery import Nursery
+from fork_server import ForkServer
 
 # Read by vLLM when it is imported. What is set already is so on purpose: test_processes sets some.
 _ENVIRONMENT = {
@@ -163,11 +163,11 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
+def fork_server() -> Iterator[ForkServer]:
     """For engines with processes of their own."""
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
+    fork_server = ForkServer()
+    yield fork_server
+    fork_server.close()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from chaos import HANG, POOL, Life, arenas_of, asked, make_plugin
 from conftest import CHUNK, Answer, cpu_and_disk
-from nursery import Nursery, pids
+from fork_server import ForkServer, pids
 from sizes import LONG
 from test_serving import NOISE
 
@@ -105,12 +105,12 @@ class Ledger:
 class Campaign:
     """Round after round on one folder."""
 
-    def __init__(self, folder: Path, model: Path, nursery: Nursery):
+    def __init__(self, folder: Path, model: Path, fork_server: ForkServer):
         self.rounds = 0
         self.phases: Counter[str] = Counter()
         self._folder = folder
         self._model = model
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._lives = itertools.count()
         make_plugin(folder / "plugin")
         self._begin_anew()
@@ -174,7 +174,7 @@ class Campaign:
         if options.get("tensor_parallel_size") == 2:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
         life = Life(
-            self._nursery,
+            self._fork_server,
             self._folder / f"life-{next(self._lives)}",
             self._ledger.hear,
             environment=environment,
@@ -186,7 +186,7 @@ class Campaign:
         try:
             yield life
         finally:
-            self._nursery.kill()
+            self._fork_server.kill()
             life.close()
 
     def _serve_until(self, life: Life, moment: str, drawn: random.Random) -> None:
@@ -267,7 +267,7 @@ class Campaign:
 
     def _arenas(self, life: Life) -> set[int]:
         """Shared memory: one arena, and nobody has it but who told of himself in this life."""
-        holders = {pid: found for pid in self._nursery.members() if (found := arenas_of(pid))}
+        holders = {pid: found for pid in self._fork_server.members() if (found := arenas_of(pid))}
         assert holders.keys() <= life.pids
         (arena,) = set().union(*holders.values())
         return {arena}
@@ -335,8 +335,8 @@ def nbytes_of(frames: dict[str, Path]) -> int:
 
 
 @pytest.fixture(scope="module")
-def campaign(model, nursery, tmp_path_factory) -> Campaign:
-    return Campaign(tmp_path_factory.mktemp("chaos"), model, nursery)
+def campaign(model, fork_server, tmp_path_factory) -> Campaign:
+    return Campaign(tmp_path_factory.mktemp("chaos"), model, fork_server)
 
 
 @pytest.mark.parametrize("number", range(ROUNDS), ids=lambda number: f"{number}-{MOMENTS[number % len(MOMENTS)]}")

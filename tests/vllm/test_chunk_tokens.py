@@ -56,12 +56,12 @@ def test_an_engine_finds_its_size_of_chunks_and_hits_in_it(engine, said, deep, s
     assert warm.differs(own) == again.differs(own) == 0
 
 
-def test_two_ranks_find_what_one_would(nursery, deep, stack):
+def test_two_ranks_find_what_one_would(fork_server, deep, stack):
     """In four processes: the scheduler's stack and each worker's table have the same chunks, or nothing would fit."""
     plain = Engine(deep, None)
     truth = plain.ask(*ASKED)
     plain.close()
-    (cold, warm), log = run(nursery, deep, stack, tensor_parallel_size=2)
+    (cold, warm), log = run(fork_server, deep, stack, tensor_parallel_size=2)
     assert FOUND in log
     assert "kvtier: self-test: every byte came back" in log
     assert [cached for *_, cached in cold] == [0, 0]

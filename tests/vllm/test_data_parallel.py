@@ -56,14 +56,14 @@ async def _ask(engine, rank: int, turn: int) -> tuple:
     return list(answer.token_ids), logprobs, said[-1].num_cached_tokens
 
 
-def one_life(nursery, model, stack):
+def one_life(fork_server, model, stack):
     """The answers of its replicas, and what they logged."""
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",
         "VLLM_CPU_OMP_THREADS_BIND": "0|1",
     }
-    return nursery.run("test_data_parallel:live", environment, model=str(model), stack=stack)
+    return fork_server.run("test_data_parallel:live", environment, model=str(model), stack=stack)
 
 
 def largest_difference(answers, truth):
@@ -76,13 +76,13 @@ def largest_difference(answers, truth):
     )
 
 
-def test_two_replicas_share_nothing_and_come_back_warm(engine, nursery, model, tmp_path):
+def test_two_replicas_share_nothing_and_come_back_warm(engine, fork_server, model, tmp_path):
     stack = cpu_and_disk(tmp_path)
     stack["tiers"][1]["eviction"] = "lru"  # it learns nothing, so that there are frames of chunks and no others
     asked = [prompt(80 + rank, 530) for rank in (0, 1)]
     with engine() as plain:
         truth = [plain.ask(each)[0] for each in asked] * 2
-    (cold, warm), logs = zip(*(one_life(nursery, model, stack) for _ in range(2)), strict=True)
+    (cold, warm), logs = zip(*(one_life(fork_server, model, stack) for _ in range(2)), strict=True)
 
     assert [cached for *_, cached in cold] == [0, 0, 512, 512]
     assert [cached for *_, cached in warm] == [512, 512, 512, 512]

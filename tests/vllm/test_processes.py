@@ -21,14 +21,14 @@ def ask_twice(model: str, stack: dict, options: dict) -> list:
     return [[[a.tokens, a.logprobs, a.cached] for a in row] for row in rows]
 
 
-def run(nursery, model, stack, environment=FORKED, **options):
+def run(fork_server, model, stack, environment=FORKED, **options):
     """Answers of two passes over two prompts, by an engine with processes of its own, and what they logged."""
     environment = {
         **environment,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "0|1" if options.get("tensor_parallel_size") else "0",
     }
-    return nursery.run("test_processes:ask_twice", environment, model=str(model), stack=stack, options=options)
+    return fork_server.run("test_processes:ask_twice", environment, model=str(model), stack=stack, options=options)
 
 
 def largest_difference(answers, truth):
@@ -50,10 +50,10 @@ def truth(model):
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def start(request, nursery, model, tmp_path_factory):
+def start(request, fork_server, model, tmp_path_factory):
     """``start()`` is `run` with so many ranks, each time over the same folder."""
     options = {"tensor_parallel_size": 2} if request.param == 2 else {}
-    return functools.partial(run, nursery, model, cpu_and_disk(tmp_path_factory.mktemp("store")), **options)
+    return functools.partial(run, fork_server, model, cpu_and_disk(tmp_path_factory.mktemp("store")), **options)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
-"""Engines with processes of their own, forked from one process that has imported vLLM and started nothing.
+"""Starts engines in processes of their own, forked from one process that has imported vLLM and started nothing.
 
-Importing vLLM takes eight seconds, and an engine as people run it has three processes or four. Here it is imported
-once for all of them.
+Importing vLLM takes eight seconds of a core, and an engine as people run it has three or four processes. The server
+imports it once for all of them.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _PATIENCE = 200
 _RETURNED = "RETURNED "
 
 
-# -- in the nursery --------------------------------------------------------------------------------------
+# -- in the server ---------------------------------------------------------------------------------------
 
 
 def serve() -> None:
-    """Fork a process for each line of stdin. Here is no thread and no tensor yet that a fork could break."""
+    """Fork a process for each line of stdin. This process has no thread and no tensor that a fork could break."""
     for module in _HEAVY:
         importlib.import_module(module)
     importlib.import_module("conftest").keep_what_engines_share()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps them
     for line in sys.stdin:
         if not os.fork():
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             try:
                 _live(**json.loads(line))
-            except BaseException:  # noqa: BLE001 - a child must not go on as a second nursery
+            except BaseException:  # noqa: BLE001 - a child must not go on as a second server
                 traceback.print_exc()
             finally:
                 sys.stdout.flush()
@@ -72,7 +72,7 @@ def _live(function: str, log: str, environment: dict[str, str], arguments: dict[
 
 
 def _fork_the_rest() -> None:
-    """The processes of the engine, too; on the CPU vLLM would spawn them whatever it is told."""
+    """Have vLLM fork the processes of its engine, too: its CPU platform sets "spawn" whatever the environment says."""
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
@@ -88,8 +88,8 @@ def _fork_the_rest() -> None:
 # -- in the test -----------------------------------------------------------------------------------------
 
 
-class Nursery:
-    """Forks processes that begin with everything imported. What comes of them is in its session."""
+class ForkServer:
+    """Forks processes that begin with vLLM imported. They and their children stay in its session."""
 
     def __init__(self) -> None:
         environment = {
@@ -98,15 +98,15 @@ class Nursery:
             "TORCHDYNAMO_DISABLE": "1",  # else each engine spends two seconds on compiling a helper of the sampler
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "import nursery; nursery.serve()"],
+            [sys.executable, "-c", "import fork_server; fork_server.serve()"],
             env=environment,
             stdin=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
 
-    def bear(self, function: str, log: Path, environment: dict[str, str], **arguments: Any) -> None:
-        """Call a function (``module:name``) in a process of its own, in this environment; it logs to this file.
+    def start(self, function: str, log: Path, environment: dict[str, str], **arguments: Any) -> None:
+        """Call a function (``module:name``) in a new process with these variables; its output goes to ``log``.
 
         vLLM spawns the processes of its engine, unless the environment has ``VLLM_WORKER_MULTIPROC_METHOD=fork``.
         """
@@ -115,10 +115,13 @@ class Nursery:
         self._process.stdin.flush()
 
     def run(self, function: str, environment: dict[str, str], **arguments: Any) -> tuple[Any, str]:
-        """What a function returns in a process of its own, and what was logged until all that came of it had ended."""
+        """Call a function as `start` does, and wait until its process and all children have ended.
+
+        Returns what the function returned (as JSON has it) and what all of them logged.
+        """
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder, "log")
-            self.bear(function, log, environment, **arguments)
+            self.start(function, log, environment, **arguments)
             deadline = time.monotonic() + _PATIENCE
             while not log.exists() or self.members():
                 if self._process.poll() is not None or time.monotonic() > deadline:
@@ -131,11 +134,11 @@ class Nursery:
         return json.loads(returned[-1].removeprefix(_RETURNED)), text
 
     def members(self) -> list[int]:
-        """The living of the session, but for the nursery itself."""
+        """The living processes of the session, without the server."""
         return [pid for pid in pids() if pid != self._process.pid and _session_of(pid) == self._process.pid]
 
     def kill(self) -> None:
-        """Of all members, whatever they are at, none is left."""
+        """Kill all members, and those they start meanwhile."""
         while members := self.members():
             for pid in members:
                 with contextlib.suppress(ProcessLookupError), open(os.pidfd_open(pid), "rb", buffering=0) as pidfd:
@@ -143,7 +146,7 @@ class Nursery:
                     select.select([pidfd], [], [])
 
     def close(self) -> None:
-        self._process.kill()  # first, so that nobody is born any more
+        self._process.kill()  # first, so that it starts no other
         self._process.wait()
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -155,7 +158,7 @@ def pids() -> list[int]:
 
 
 def _session_of(pid: int) -> int | None:
-    """None of a process that is dead, buried or not."""
+    """None of a process that is dead, reaped or not."""
     try:
         state, _, _, session, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
