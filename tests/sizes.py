@@ -4,7 +4,7 @@ import os
 
 from hypothesis import settings
 
-#: `make test` runs campaigns, soaks, state machines and fuzzing in a short form, `make test-long` this many times as long.
+#: How many times as long as in `make test` campaigns, soaks, state machines and fuzzing are: 25 in `make test-long`.
 LONG = int(os.environ.get("LONG", "1"))
 
 # A busy machine is no failure.

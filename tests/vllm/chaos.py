@@ -1,9 +1,8 @@
 """Engines that can be killed at any moment, and tell what they did until then.
 
 A fork server starts them. In each of them is a witness: a plugin of kvtier's, so that it sits in whichever process
-vLLM puts the stack. It tells of each file just before it is touched,
-and what kvtier reports. What was told outlives a `kill -9`. When nobody listens any more, telling fails, and the
-engine ends.
+vLLM puts the stack. It tells of each file just before it is touched, and what kvtier reports. What was told outlives a
+`kill -9`. When nobody listens any more, telling fails, and the engine ends.
 """
 
 from __future__ import annotations
@@ -198,7 +197,7 @@ def _close(engine: Any, seed: int) -> None:
 _VERBS = {"look": _look, "ask": _ask, "serve": _serve, "die in": _die_in, "close": _close}
 
 
-# -- in the test: who lets them be born, listens, and kills ----------------------------------------------
+# -- in the test: starts them, listens, and kills -------------------------------------------------------
 
 
 def make_plugin(folder: Path) -> None:
@@ -210,7 +209,7 @@ def make_plugin(folder: Path) -> None:
 
 
 class Life:
-    """One engine: it is born, does what it is ordered, and is killed. ``hear`` is called with all that it tells."""
+    """One engine: it is started, does what it is ordered, and is killed. ``hear`` is called with all that it tells."""
 
     def __init__(
         self,
