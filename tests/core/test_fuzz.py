@@ -14,6 +14,7 @@ import attrs
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sizes import LONG
 
 import kvtier_cpu.plugin
 import kvtier_disk.plugin
@@ -30,8 +31,10 @@ from kvtier_core.interfaces import BackendConfig
 from kvtier_core.testing.samples import make_context, make_key, make_namespace, same
 from kvtier_core.types import FRAME_ALIGNMENT
 
+pytestmark = pytest.mark.long
+
 #: The same examples at every run; `make fuzz` is where new ones are looked for.
-FIXED = settings(derandomize=True, deadline=None, max_examples=400)
+FIXED = settings(derandomize=True, deadline=None, max_examples=400 * LONG)
 
 
 def mutated(seeds, tokens, join):

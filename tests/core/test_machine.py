@@ -11,6 +11,7 @@ import attrs
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
+from sizes import LONG
 
 from kvtier_core.builtin.plugin import kvtier_eviction_policies
 from kvtier_core.errors import BackendError, ContractError
@@ -26,9 +27,13 @@ from kvtier_core.testing.machine import SharedShelf, Shelf, StackMachine
 
 #: Together about half a minute, most of it for the shapes: what goes wrong there is not a policy's fault.
 THOROUGH = settings(
-    max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck), print_blob=False
+    max_examples=150 * LONG,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=False,
 )
-BRIEF = settings(THOROUGH, max_examples=60)
+BRIEF = settings(THOROUGH, max_examples=60 * LONG)
 HUNT = settings(
     THOROUGH, max_examples=5000, database=None, derandomize=True, report_multiple_bugs=False, phases=THOROUGH.phases[:3]
 )
@@ -72,12 +77,14 @@ SHAPES = {
 POLICIES = [config() for config in kvtier_eviction_policies()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES)
 def test_any_interleaving_keeps_the_promises(shape):
     machine = type("Machine", (StackMachine,), SHAPES[shape])
     run_state_machine_as_test(machine, settings=THOROUGH)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_any_interleaving_keeps_the_promises_whatever_the_policy(policy):
     machine = type("Machine", (StackMachine,), {"policy": policy})

@@ -222,8 +222,9 @@ def test_a_name_that_it_lacks_is_an_error():
 
 def test_it_links_nothing_of_the_engines():
     """Neither libtorch nor libcudart: it works beside any of them."""
-    linked = subprocess.run(["ldd", native.extension.__file__], capture_output=True, text=True, check=True).stdout
-    assert {line.split()[0].split(".so")[0].rsplit("/")[-1] for line in linked.splitlines()} <= {
+    env = {**os.environ, "LD_PRELOAD": ""}  # vLLM, in this process, may have set it
+    ldd = subprocess.run(["ldd", native.extension.__file__], env=env, capture_output=True, text=True, check=True)
+    assert {line.split()[0].split(".so")[0].rsplit("/")[-1] for line in ldd.stdout.splitlines()} <= {
         "linux-vdso", "libstdc++", "libm", "libgcc_s", "libc", "ld-linux-x86-64", "libpthread"
     }  # fmt: skip
 

@@ -86,7 +86,7 @@ def sources() -> list[Path]:
 
 
 def is_test(file: Path) -> bool:
-    return "tests" in file.parts or "testing" in file.parts
+    return not {"tests", "testing"}.isdisjoint(file.relative_to(ROOT).parts)
 
 
 def test_no_source_runs_what_it_reads_or_listens():

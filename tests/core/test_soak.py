@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import attrs
 import pytest
+from sizes import LONG
 
 import kvtier_disk.plugin
 from kvtier_core.builtin.heap import HeapConfig
@@ -22,6 +23,8 @@ from kvtier_core.interfaces import Backend, BackendConfig, OpenContext
 from kvtier_core.testing import Fault, FaultyBackend, always, now_and_then
 from kvtier_core.testing.faults import FINE
 from kvtier_core.testing.samples import PagedBuffer, make_context, make_key, make_layout, make_namespace
+
+pytestmark = pytest.mark.long
 
 #: Payloads of whole pages, so that no byte of a frame is mere padding.
 BLOCKS = 4
@@ -237,7 +240,7 @@ def open_soak(seed, registry, tier):
 def test_a_soak_over_files(tmp_path, eviction):
     tier = {"type": "disk", "path": str(tmp_path), "min_free": "0B", "eviction": eviction}
     soak = open_soak(1, Registry.of(kvtier_disk.plugin), tier)
-    soak.run(10000)
+    soak.run(10000 * LONG)
     assert soak.seen >= {"stored", "promoted", "written", "evicted"}
     assert not soak.seen & {"io_error", "missing", "corrupt", "breaker_open"}
     assert soak.loaded > 200
@@ -306,7 +309,7 @@ FAULTS = [
 def test_a_soak_over_a_store_that_goes_wrong():
     plugin = Faulty()
     soak = open_soak(2, Registry.of(plugin), {"type": "faulty"})
-    for _ in range(5):
+    for _ in range(5 * LONG):
         soak.run(5000)
         soak.wake()
     assert soak.seen >= {"stored", "promoted", "written", "evicted", "io_error", "corrupt"}

@@ -1,16 +1,14 @@
 """Engines that can be killed at any moment, and tell what they did until then.
 
-They are forked from a nursery, which has imported vLLM and started nothing. In each of them is a witness: a plugin of
-kvtier's, so that it sits in whichever process vLLM puts the stack. It tells of each file just before it is touched,
-and what kvtier reports. What was told outlives a `kill -9`. When nobody listens any more, telling fails, and the
-engine ends.
+A fork server starts them. In each of them is a witness: a plugin of kvtier's, so that it sits in whichever process
+vLLM puts the stack. It tells of each file just before it is touched, and what kvtier reports. What was told outlives a
+`kill -9`. When nobody listens any more, telling fails, and the engine ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import itertools
 import json
 import multiprocessing
@@ -19,16 +17,15 @@ import random
 import re
 import select
 import signal
-import subprocess
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
+from fork_server import ForkServer
 
 from kvtier_core.builtin.chained import Chained, ChainedConfig
 from kvtier_core.hookspecs import hookimpl
@@ -42,16 +39,6 @@ _FAMILIES = 6
 
 #: Seconds after which what should have happened long ago is taken for a hang.
 HANG = 100
-
-#: What each engine would import otherwise.
-_HEAVY = (
-    "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_model_runner",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.model_executor.models.llama",
-    "kvtier_core.vllm.connector",
-    "conftest",
-)
 
 
 def asked(number: int) -> list[int]:
@@ -75,9 +62,20 @@ def _pipe() -> int:
     return os.open(os.environ["CHAOS_TOLD"], os.O_WRONLY)
 
 
-@functools.cache
 def witness() -> None:
     """From now on, tell of each file in the store before it is written, put in place or removed."""
+    _introduce(os.getpid())
+    _watch()
+
+
+@functools.cache
+def _introduce(pid: int) -> None:
+    tell("process", multiprocessing.current_process().name, pid)
+
+
+@functools.cache
+def _watch() -> None:
+    """In this process, and in those that are forked from it."""
     store = os.environ["CHAOS_STORE"] + os.sep
 
     def watch(event: str, arguments: tuple) -> None:
@@ -94,7 +92,6 @@ def witness() -> None:
         if str(path).startswith(store):
             tell(what, str(path).removeprefix(store))
 
-    tell("process", multiprocessing.current_process().name, os.getpid())
     sys.addaudithook(watch)
 
 
@@ -125,32 +122,8 @@ def kvtier_observe(events: Sequence[Event]) -> None:
 # -- in the engine's first process: what it is ordered ---------------------------------------------------
 
 
-def nursery() -> None:
-    """Fork an engine for each line of stdin. Here is no thread and no tensor yet that a fork could break."""
-    import gc
-
-    for module in _HEAVY:
-        importlib.import_module(module)
-    gc.collect()
-    gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries them
-    for line in sys.stdin:
-        if not os.fork():
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            try:
-                _live(**json.loads(line))
-            except Exception:  # noqa: BLE001 - a child must not go on as a second nursery
-                traceback.print_exc()
-            os._exit(1)
-
-
-def _live(
-    told: str, orders: str, log: str, environment: dict[str, str], model: str, stack: dict | None, options: dict
-) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ.update(environment, CHAOS_TOLD=told)
+def live(plugin: str, orders: str, model: str, stack: dict | None, options: dict) -> None:
+    sys.path.insert(0, plugin)
     witness()
     from conftest import Engine
 
@@ -224,58 +197,28 @@ def _close(engine: Any, seed: int) -> None:
 _VERBS = {"look": _look, "ask": _ask, "serve": _serve, "die in": _die_in, "close": _close}
 
 
-# -- in the test: who lets them be born, listens, and kills ----------------------------------------------
+# -- in the test: starts them, listens, and kills -------------------------------------------------------
 
 
-class Nursery:
-    """Forks engines. Every process that comes of it is in its session."""
-
-    def __init__(self, folder: Path):
-        plugin = folder / "chaos-1.dist-info"
-        plugin.mkdir()
-        (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: chaos\nVersion: 1\n")
-        (plugin / "entry_points.txt").write_text("[kvtier.v1]\nwitness = chaos\n")
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(folder), *filter(None, sys.path)]),
-            "TORCHDYNAMO_DISABLE": "1",  # else each engine spends two seconds on compiling a helper of the sampler
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", "import chaos; chaos.nursery()"],
-            env=environment,
-            stdin=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def bear(self, **order: Any) -> None:
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-
-    def members(self) -> list[int]:
-        """The living of the session, but for the nursery itself."""
-        return [pid for pid in pids() if pid != self._process.pid and _session_of(pid) == self._process.pid]
-
-    def kill(self) -> None:
-        """Of all members, whatever they are at, none is left."""
-        while members := self.members():
-            for pid in members:
-                with contextlib.suppress(ProcessLookupError), open(os.pidfd_open(pid), "rb", buffering=0) as pidfd:
-                    signal.pidfd_send_signal(pidfd.fileno(), signal.SIGKILL)
-                    select.select([pidfd], [], [])
-
-    def close(self) -> None:
-        self._process.kill()  # first, so that nobody is born any more
-        self._process.wait()
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self.kill()
+def make_plugin(folder: Path) -> None:
+    """What an engine that has this folder in its path takes for the witness, installed."""
+    plugin = folder / "chaos-1.dist-info"
+    plugin.mkdir(parents=True)
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: chaos\nVersion: 1\n")
+    (plugin / "entry_points.txt").write_text("[kvtier.v1]\nwitness = chaos\n")
 
 
 class Life:
-    """One engine: it is born, does what it is ordered, and is killed. ``hear`` is called with all that it tells."""
+    """One engine: it is started, does what it is ordered, and is killed. ``hear`` is called with all that it tells."""
 
-    def __init__(self, nursery: Nursery, folder: Path, hear: Callable[..., None], **order: Any):
+    def __init__(
+        self,
+        fork_server: ForkServer,
+        folder: Path,
+        hear: Callable[..., None],
+        environment: dict[str, str],
+        **order: Any,
+    ):
         folder.mkdir()
         told, orders, self._log = folder / "told", folder / "orders", folder / "log"
         os.mkfifo(told)
@@ -287,7 +230,9 @@ class Life:
         self.counts: Counter[str] = Counter()
         self.pids: set[int] = set()
         self.processes: dict[str, int] = {}  # by vLLM's names for them: pidfds
-        nursery.bear(told=str(told), orders=str(orders), log=str(self._log), **order)
+        fork_server.start(
+            "chaos:live", self._log, {**environment, "CHAOS_TOLD": str(told)}, orders=str(orders), **order
+        )
         self.expect("process")
 
     def close(self) -> None:
@@ -352,19 +297,6 @@ class Life:
                     self.processes[name] = os.pidfd_open(pid)
                 self._hear(*words)
                 yield words
-
-
-def pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def _session_of(pid: int) -> int | None:
-    """None of a process that is dead, buried or not."""
-    try:
-        state, _, _, session, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if state in "ZX" else int(session)
 
 
 def arenas_of(pid: int) -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -13,11 +14,11 @@ from typing import Any
 
 import attrs
 import pytest
+from fork_server import ForkServer
 
 # Read by vLLM when it is imported. What is set already is so on purpose: test_processes sets some.
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "0",
     "OMP_NUM_THREADS": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
@@ -66,6 +67,7 @@ class Engine:
             "max_model_len": 2048,
             "block_size": BLOCK,
             "enable_prefix_caching": False,
+            "kv_cache_memory_bytes": 128 << 20,
             "seed": 0,
         }
         defaults["kv_transfer_config"] = None if kvtier is None else transfer
@@ -133,6 +135,22 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
+        keep_what_engines_share()
+
+
+@functools.cache
+def keep_what_engines_share() -> None:
+    """Most of what another engine in this process would cost is looking through all that was imported.
+
+    Its start and its end collect garbage eight times, and replace the same kernels in each of thousands of modules.
+    """
+    from vllm.platforms import current_platform
+
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = lambda platform: None
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None  # vLLM's, which would freeze engines and thaw the modules
 
 
 @pytest.fixture(scope="session")
@@ -142,6 +160,14 @@ def model(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("model")
     tiny_llama.make(path, seed=0)
     return path
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """For engines with processes of their own."""
+    fork_server = ForkServer()
+    yield fork_server
+    fork_server.close()
 
 
 @pytest.fixture

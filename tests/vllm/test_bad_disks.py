@@ -177,7 +177,8 @@ class TestOneEngine:
     """Each case leaves the engine as it found it."""
 
     @pytest.fixture(scope="class")
-    def served(self, start, tmp_path_factory):
+    @classmethod
+    def served(cls, start, tmp_path_factory):
         with start(stack(tmp_path_factory.mktemp("store"))) as served:
             yield served
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -17,15 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos import HANG, POOL, Life, Nursery, arenas_of, asked, pids
+from chaos import HANG, POOL, Life, arenas_of, asked, make_plugin
 from conftest import CHUNK, Answer, cpu_and_disk
+from fork_server import ForkServer, pids
+from sizes import LONG
 from test_serving import NOISE
 
 from kvtier_core.builtin.chained import Chained
 from kvtier_core.frames.format import verify
 from kvtier_core.types import FRAME_ALIGNMENT, Namespace
 
-ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "20"))
+pytestmark = pytest.mark.long
+
+ROUNDS = 20 * LONG
 
 #: When the kill comes, round after round. Some are aimed: ``writing`` and ``removing`` when a file is about to be
 #: touched, ``torn`` in the middle of a frame, ``rename`` between its last byte and its name. In the rounds ``engine``
@@ -102,13 +105,14 @@ class Ledger:
 class Campaign:
     """Round after round on one folder."""
 
-    def __init__(self, folder: Path, model: Path, nursery: Nursery):
+    def __init__(self, folder: Path, model: Path, fork_server: ForkServer):
         self.rounds = 0
         self.phases: Counter[str] = Counter()
         self._folder = folder
         self._model = model
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._lives = itertools.count()
+        make_plugin(folder / "plugin")
         self._begin_anew()
         with self._life() as life:
             self._truth = dict(answers(words for number in range(POOL) for words in life.do("ask", number)))
@@ -164,16 +168,17 @@ class Campaign:
 
     @contextlib.contextmanager
     def _life(self, stack: dict[str, Any] | None = None, moment: str = "", **options: Any) -> Iterator[Life]:
-        environment = {"CHAOS_STORE": str(self._store)}
+        environment = {"CHAOS_STORE": str(self._store), "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
         if moment in VICTIMS:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         if options.get("tensor_parallel_size") == 2:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
         life = Life(
-            self._nursery,
+            self._fork_server,
             self._folder / f"life-{next(self._lives)}",
             self._ledger.hear,
             environment=environment,
+            plugin=str(self._folder / "plugin"),
             model=str(self._model),
             stack=stack,
             options={"num_gpu_blocks_override": 256, **options},
@@ -181,7 +186,7 @@ class Campaign:
         try:
             yield life
         finally:
-            self._nursery.kill()
+            self._fork_server.kill()
             life.close()
 
     def _serve_until(self, life: Life, moment: str, drawn: random.Random) -> None:
@@ -262,7 +267,7 @@ class Campaign:
 
     def _arenas(self, life: Life) -> set[int]:
         """Shared memory: one arena, and nobody has it but who told of himself in this life."""
-        holders = {pid: found for pid in self._nursery.members() if (found := arenas_of(pid))}
+        holders = {pid: found for pid in self._fork_server.members() if (found := arenas_of(pid))}
         assert holders.keys() <= life.pids
         (arena,) = set().union(*holders.values())
         return {arena}
@@ -330,13 +335,8 @@ def nbytes_of(frames: dict[str, Path]) -> int:
 
 
 @pytest.fixture(scope="module")
-def campaign(model, tmp_path_factory) -> Iterator[Campaign]:
-    folder = tmp_path_factory.mktemp("chaos")
-    nursery = Nursery(folder)
-    try:
-        yield Campaign(folder, model, nursery)
-    finally:
-        nursery.close()
+def campaign(model, fork_server, tmp_path_factory) -> Campaign:
+    return Campaign(tmp_path_factory.mktemp("chaos"), model, fork_server)
 
 
 @pytest.mark.parametrize("number", range(ROUNDS), ids=lambda number: f"{number}-{MOMENTS[number % len(MOMENTS)]}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from conftest import BLOCK, Engine, cpu_and_disk, prompt
-from test_processes import largest_difference, run
+from test_processes import ASKED, largest_difference, run
 from test_serving import NOISE, forget, hits
 
 #: KV of a token: layers, keys and values, heads, head size, float32.
@@ -56,12 +56,12 @@ def test_an_engine_finds_its_size_of_chunks_and_hits_in_it(engine, said, deep, s
     assert warm.differs(own) == again.differs(own) == 0
 
 
-def test_two_ranks_find_what_one_would(deep, stack):
+def test_two_ranks_find_what_one_would(fork_server, deep, stack):
     """In four processes: the scheduler's stack and each worker's table have the same chunks, or nothing would fit."""
     plain = Engine(deep, None)
-    truth = plain.ask(prompt(80, 530), prompt(81, 530))
+    truth = plain.ask(*ASKED)
     plain.close()
-    (cold, warm), log = run(deep, stack, tensor_parallel_size=2)
+    (cold, warm), log = run(fork_server, deep, stack, tensor_parallel_size=2)
     assert FOUND in log
     assert "kvtier: self-test: every byte came back" in log
     assert [cached for *_, cached in cold] == [0, 0]

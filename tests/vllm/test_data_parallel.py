@@ -2,74 +2,68 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import asyncio
 
 from conftest import cpu_and_disk, prompt
 from test_serving import NOISE
 
-#: Each life asks either replica for a prompt of its own, twice, and is stopped as by `--shutdown-timeout 20`.
-#: What takes longest is imported once: lives and replicas are forked from here.
-SCRIPT = """
-import asyncio, importlib, json, os, sys
-from chaos import _HEAVY
-from conftest import prompt
-for module in (*_HEAVY, "vllm.v1.engine.async_llm"):
-    importlib.import_module(module)
-from vllm import SamplingParams
-from vllm.config import KVTransferConfig
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.v1.engine.async_llm import AsyncLLM
 
-async def ask(engine, rank, turn):
-    sampling = SamplingParams(temperature=0, max_tokens=4, logprobs=1, detokenize=False, ignore_eos=True)
-    asked = {"prompt_token_ids": prompt(80 + rank, 530)}
-    async for output in engine.generate(asked, sampling, f"{rank}-{turn}", data_parallel_rank=rank):
-        pass
-    (answer,) = output.outputs
-    logprobs = [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs)]
-    return list(answer.token_ids), logprobs, output.num_cached_tokens
+def live(model: str, stack: dict) -> list:
+    """In another process: either replica is asked for a prompt of its own, twice, and stopped as by
+    `--shutdown-timeout 20`.
+    """
+    return asyncio.run(_live(model, stack))
 
-async def live(model, stack):
+
+async def _live(model: str, stack: dict) -> list:
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
     transfer = KVTransferConfig(
-        kv_connector="KVTierConnector", kv_role="kv_both", kv_load_failure_policy="recompute",
+        kv_connector="KVTierConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
         kv_connector_extra_config=stack,
     )
-    config = AsyncEngineArgs(
-        model=model, dtype="float32", enforce_eager=True, skip_tokenizer_init=True, max_model_len=2048,
-        block_size=32, enable_prefix_caching=False, seed=0, kv_transfer_config=transfer, data_parallel_size=2,
-    ).create_engine_config()
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # the CPU platform has just asked for another
-    engine = AsyncLLM.from_vllm_config(config)
-    said = [await ask(engine, rank, turn) for turn in (0, 1) for rank in (0, 1)]
+    arguments = AsyncEngineArgs(
+        model=model,
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        max_model_len=2048,
+        block_size=32,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=128 << 20,
+        seed=0,
+        kv_transfer_config=transfer,
+        data_parallel_size=2,
+    )
+    engine = AsyncLLM.from_vllm_config(arguments.create_engine_config())
+    said = [await _ask(engine, rank, turn) for turn in (0, 1) for rank in (0, 1)]
     engine.shutdown(timeout=20)
-    print("RESULT", json.dumps(said), flush=True)
-
-for _ in range(2):
-    if not os.fork():
-        asyncio.run(live(*json.loads(sys.argv[1])))
-        os._exit(0)
-    os.wait()
-"""
+    return said
 
 
-def two_lives(model, stack):
-    """For each of them the answers of its replicas, and what was logged."""
+async def _ask(engine, rank: int, turn: int) -> tuple:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=4, logprobs=1, detokenize=False, ignore_eos=True)
+    asked = {"prompt_token_ids": prompt(80 + rank, 530)}
+    said = [each async for each in engine.generate(asked, sampling, f"{rank}-{turn}", data_parallel_rank=rank)]
+    (answer,) = said[-1].outputs
+    logprobs = [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
+    return list(answer.token_ids), logprobs, said[-1].num_cached_tokens
+
+
+def one_life(fork_server, model, stack):
+    """The answers of its replicas, and what they logged."""
     environment = {
-        **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
         "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]),
     }
-    command = [sys.executable, "-c", SCRIPT, json.dumps([str(model), stack])]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    lives = process.stdout.split("RESULT ")
-    assert len(lives) == 3, process.stdout[-5000:] + process.stderr[-3000:]
-    answers = [json.loads(each.splitlines()[0]) for each in lives[1:]]
-    return answers, lives[:2]
+    return fork_server.run("test_data_parallel:live", environment, model=str(model), stack=stack)
 
 
 def largest_difference(answers, truth):
@@ -82,13 +76,13 @@ def largest_difference(answers, truth):
     )
 
 
-def test_two_replicas_share_nothing_and_come_back_warm(engine, model, tmp_path):
+def test_two_replicas_share_nothing_and_come_back_warm(engine, fork_server, model, tmp_path):
     stack = cpu_and_disk(tmp_path)
     stack["tiers"][1]["eviction"] = "lru"  # it learns nothing, so that there are frames of chunks and no others
     asked = [prompt(80 + rank, 530) for rank in (0, 1)]
     with engine() as plain:
         truth = [plain.ask(each)[0] for each in asked] * 2
-    (cold, warm), logs = two_lives(model, stack)
+    (cold, warm), logs = zip(*(one_life(fork_server, model, stack) for _ in range(2)), strict=True)
 
     assert [cached for *_, cached in cold] == [0, 0, 512, 512]
     assert [cached for *_, cached in warm] == [512, 512, 512, 512]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.metadata
 import itertools
 import json
 import os
@@ -88,9 +89,11 @@ def may_differ(path: str) -> bool:
     return any(".".join(steps[: i + 1]) in HARMLESS for i in range(len(steps)))
 
 
-def test_every_field_of_the_configuration_counts_unless_it_is_known_to_be_harmless(model):
+def test_every_field_of_the_configuration_counts_unless_it_is_known_to_be_harmless(model, monkeypatch):
     config = engine_config(model)
     fields = list(every_field(config))
+    # Reading what is installed takes as long as all the rest.
+    monkeypatch.setattr(importlib.metadata, "entry_points", importlib.metadata.EntryPoints)
     before = facts(config)
     wrong = []
     for holder, field, path in fields:
@@ -325,6 +328,7 @@ def test_an_epoch_shares_nothing_with_any_other():
 
 def test_the_command_tells_what_an_engine_in_another_process_will_log(model, engine, said, tmp_path, capsys):
     from conftest import cpu
+    from vllm import envs
 
     from kvtier_core.cli import main
 
@@ -333,6 +337,7 @@ def test_the_command_tells_what_an_engine_in_another_process_will_log(model, eng
     start = "import sys; from kvtier_core.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", start, "identity", "--model", str(model), "--json", str(told), "--"]
     elsewhere = {**os.environ, "PYTHONHASHSEED": "7", "HOME": str(tmp_path), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    elsewhere["VLLM_CACHE_ROOT"] = envs.VLLM_CACHE_ROOT  # else it imports vLLM once more, to look at the model
     output = subprocess.run([*command, *arguments], env=elsewhere, cwd=tmp_path, capture_output=True, text=True)
     assert output.returncode == 0, output.stderr
     with engine(cpu()) as served:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from conftest import BLOCK, Engine, cpu_and_disk, prompt
+from sizes import LONG
 from test_serving import NOISE
 
 from kvtier_core.errors import BackendError
@@ -18,7 +19,9 @@ from kvtier_core.testing.faults import Fault, FaultyBackend, now_and_then
 from kvtier_core.transfer.host_mover import HostMover
 from kvtier_disk.config import DiskConfig
 
-REQUESTS = 1000
+pytestmark = pytest.mark.long
+
+REQUESTS = 1000 * LONG
 TOKENS = 4  # of an answer, at most
 FAMILIES = [prompt(200 + i, 96 + 32 * i) for i in range(4)]
 #: Of 3 to 10 blocks but for two tokens: the answer needs another block, and may find none.

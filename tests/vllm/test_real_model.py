@@ -14,6 +14,7 @@ import real_model
 import tiny_llama
 import torch
 from safetensors.torch import load_file
+from sizes import LONG
 
 #: Of the model of `tiny_llama`.
 HEADS = {"self_attn.q_proj": 4, "self_attn.k_proj": 2}
@@ -151,6 +152,7 @@ def test_a_checkpoint_is_made_once_and_whole(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.skipif(LONG == 1, reason="downloads a model: make test-long")
 def test_it_knows_the_capital_of_france(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
