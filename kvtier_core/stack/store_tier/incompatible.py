@@ -35,11 +35,11 @@ class IncompatibleFrames:
             if key in self._held:
                 self._overwritten[key] = self._held.pop(key)
 
-    def end_write(self, keys: Iterable[ChunkKey], begun: bool) -> None:
-        """A write has ended. If it had ``begun``, then what lay there is gone, whether it succeeded or not."""
+    def end_write(self, keys: Iterable[ChunkKey], *, replaced: bool) -> None:
+        """A write has ended. Unless it ``replaced`` what lay there, that may still be there, and counts as before."""
         for key in keys if self._overwritten else ():
             nbytes = self._overwritten.pop(key, 0)
-            if begun:
+            if replaced:
                 self.nbytes -= nbytes
             elif nbytes:
                 self._held[key] = nbytes

@@ -94,7 +94,7 @@ class Writes:
     ) -> None:
         """A write has ended, or has not ``begun`` for lack of room."""
         keys = [frame.key for frame in frames]
-        self._space.incompatible.end_write(keys, begun)
+        self._space.incompatible.end_write(keys, replaced=begun and outcome.error is None)
         for i, frame in enumerate(frames):
             self.inflight_nbytes -= len(frame.view)
             if outcome.error is None:
