@@ -81,11 +81,11 @@ def test_the_pages_themselves_come_back(engine, monkeypatch):
 
     taken, given = {}, {}
 
-    def pages_of(mover, row):
+    def pages_of(mover, chunk):
         return {
             (layer.base, place): read(layer.base + block * layer.stride, layer.nbytes)
-            for layer in mover._table.layers
-            for place, block in enumerate(row)
+            for layer, its in zip(mover._cache.layers, mover._cache.layout.layers, strict=True)
+            for place, block in enumerate(chunk[its.group])
         }
 
     def read(address, nbytes):
@@ -98,7 +98,7 @@ def test_the_pages_themselves_come_back(engine, monkeypatch):
 
     def spy_store(mover, job, pages, slots):
         if job > 0:  # not of the self-test
-            taken.update((slot, pages_of(mover, row)) for slot, row in zip(slots, pages, strict=True))
+            taken.update((slot, pages_of(mover, chunk)) for slot, chunk in zip(slots, pages, strict=True))
         store(mover, job, pages, slots)
 
     def spy_load(mover, job, slots, pages):
@@ -110,7 +110,7 @@ def test_the_pages_themselves_come_back(engine, monkeypatch):
         ended = finished(mover)
         if ended and loads:
             for mover, slots, pages in loads:
-                given.update((slot, pages_of(mover, row)) for slot, row in zip(slots, pages, strict=True))
+                given.update((slot, pages_of(mover, chunk)) for slot, chunk in zip(slots, pages, strict=True))
             loads.clear()
         return ended
 

@@ -17,6 +17,10 @@ OPTIONS = {"num_gpu_blocks_override": 20, "max_num_seqs": 2, "max_model_len": 51
 LOOKS = 12  # after so many a store reads its pages; a step looks twice
 
 
+def blocks_of(pages):
+    return {block for chunk in pages for group in chunk for block in group}
+
+
 class LateStores(HostMover):
     """Reads the pages of a store some steps after it was begun, unless it has to be sooner."""
 
@@ -30,8 +34,8 @@ class LateStores(HostMover):
         self.held[job] = [(job, pages, slots), LOOKS]
 
     def load(self, job, slots, pages):
-        written = {block for row in pages for block in row}
-        self.read([number for number, ((_, rows, _), _) in self.held.items() if written & {*sum(rows, ())}])
+        written = blocks_of(pages)
+        self.read([number for number, ((_, read, _), _) in self.held.items() if written & blocks_of(read)])
         super().load(job, slots, pages)
 
     def finished(self):
