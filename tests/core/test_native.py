@@ -164,7 +164,8 @@ def test_it_is_used_with_the_sources_it_was_built_from(copy, told_by):
 
 def changed(folder):
     with_sources(folder)
-    (folder / "csrc/copy.h").open("a").write("// another line\n")
+    with (folder / "csrc/copy.h").open("a") as file:
+        file.write("// another line\n")
 
 
 def added(folder):
@@ -209,7 +210,8 @@ def test_one_that_bears_no_stamp_is_not_used(copy):
 
 def test_cuda_is_a_library_of_its_own(copy):
     with_sources(copy)
-    (copy / "csrc/cuda/pages.h").open("a").write("// another line\n")
+    with (copy / "csrc/cuda/pages.h").open("a") as file:
+        file.write("// another line\n")
     assert in_copy(copy, "from kvtier_core import native; print(native.describe())").startswith("compiled; ")
 
 

@@ -100,9 +100,12 @@ class ToldConfig(ChainedConfig):
     """The usual names of chunks; the namespace of the stack is told."""
 
     type: ClassVar[str] = "told"
+    opened: ClassVar[bool] = False
 
     def open(self, namespace: Namespace, chunk_tokens: int) -> Chained:
-        tell("namespace", namespace.digest.hex())
+        if ToldConfig.opened:  # the first time it is only tried, before the tiers are open
+            tell("namespace", namespace.digest.hex())
+        ToldConfig.opened = True
         return super().open(namespace, chunk_tokens)
 
 

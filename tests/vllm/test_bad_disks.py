@@ -52,7 +52,8 @@ class Served:
         self.now = 0.0
         self._truth = truth
         for tier in self.manager._tiers:
-            tier._clock = self.clock
+            for part in (tier, tier._health, tier._space, tier._deletes, tier._writes, tier._lookup_queue):
+                part._clock = self.clock
 
     def clock(self):
         return self.now
