@@ -37,32 +37,28 @@ from typing import Any
 
 import pytest
 
-for _module in (
-    "arena_memory", "arenas", "attached", "backend_calls", "backend_frames", "backends", "histories", "laws",
-    "policies", "serializers", "shared_backends", "token_databases",
-):  # fmt: skip
-    pytest.register_assert_rewrite(f"{__name__}.{_module}")
+pytest.register_assert_rewrite(f"{__name__}.laws")
 
-_ROOMS = {
-    "ArenaLaws": "arenas",
-    "BackendLaws": "backends",
+_HOMES = {
+    "ArenaLaws": "laws.arenas",
+    "BackendLaws": "laws.backends",
     "Fault": "faults",
     "FaultyBackend": "faults",
-    "Laws": "laws",
-    "PolicyLaws": "policies",
-    "SerializerLaws": "serializers",
-    "SharedBackendLaws": "shared_backends",
-    "TokenDatabaseLaws": "token_databases",
+    "Laws": "laws.base",
+    "PolicyLaws": "laws.policies",
+    "SerializerLaws": "laws.serializers",
+    "SharedBackendLaws": "laws.shared_backends",
+    "TokenDatabaseLaws": "laws.token_databases",
     "always": "faults",
     "every": "faults",
-    "laws_of": "laws",
+    "laws_of": "laws.base",
     "now_and_then": "faults",
 }
-__all__ = sorted(_ROOMS)
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
     """Imported when asked for: the laws of arenas need no hypothesis."""
-    if name not in _ROOMS:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -5,7 +5,7 @@ import pytest
 from kvtier_core.builtin.heap import HeapConfig
 from kvtier_core.errors import BackendError
 from kvtier_core.testing import ArenaLaws
-from kvtier_core.testing.laws import in_new_process
+from kvtier_core.testing.laws.base import in_new_process
 from kvtier_core.testing.samples import make_context, make_layout
 from kvtier_core.types import Nbytes
 

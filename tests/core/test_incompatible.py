@@ -10,7 +10,7 @@ from kvtier_core.policies.lru import LruConfig
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.manager import StorageManager
-from kvtier_core.testing.laws import in_new_process
+from kvtier_core.testing.laws.base import in_new_process
 from kvtier_core.testing.machine import LAYOUT, NAMESPACE, SharedShelf, Slots, payload
 from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_keys

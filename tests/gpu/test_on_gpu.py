@@ -12,7 +12,7 @@ from kvtier_core.config.compose import open_stack
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.interfaces import NO_BLOCK
-from kvtier_core.testing.arenas import ArenaLaws, settle, shard_of
+from kvtier_core.testing.laws.arenas import ArenaLaws, settle, shard_of
 from kvtier_core.testing.samples import PagedBuffer, make_context, make_group, make_keys, make_layout, poison
 from kvtier_core.transfer.cuda.autotune import DMA, KERNEL, decided
 from kvtier_core.transfer.cuda.mover import open_mover

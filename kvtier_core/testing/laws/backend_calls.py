@@ -11,8 +11,8 @@ from typing import ClassVar
 import pytest
 
 from kvtier_core.interfaces import Backend, BackendConfig, OpenContext
-from kvtier_core.testing.backend_frames import damage_of, let_go, read
-from kvtier_core.testing.laws import Laws
+from kvtier_core.testing.laws.backend_frames import damage_of, let_go, read
+from kvtier_core.testing.laws.base import Laws
 from kvtier_core.testing.samples import Poisoned, make_context, make_frame, make_key, make_keys, make_namespace, same
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 from kvtier_core.interfaces import TokenDatabase, TokenDatabaseConfig
-from kvtier_core.testing.laws import Laws, in_new_process
+from kvtier_core.testing.laws.base import Laws, in_new_process
 from kvtier_core.testing.samples import make_namespace
 from kvtier_core.types import KEY_NBYTES, ChunkKey
 

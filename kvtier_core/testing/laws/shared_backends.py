@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvtier_core.interfaces import Backend
-from kvtier_core.testing.backend_frames import damage_of, read, write_many, write_one, writers
-from kvtier_core.testing.backends import BackendLaws
-from kvtier_core.testing.laws import in_new_process
+from kvtier_core.testing.laws.backend_frames import damage_of, read, write_many, write_one, writers
+from kvtier_core.testing.laws.backends import BackendLaws
+from kvtier_core.testing.laws.base import in_new_process
 from kvtier_core.testing.samples import make_key, make_keys, make_namespace, same
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey
 

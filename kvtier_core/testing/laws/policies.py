@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier_core.interfaces import MAX_POLICY_STATE_NBYTES, EvictionConfig, EvictionPolicy
-from kvtier_core.testing.histories import (
+from kvtier_core.testing.laws.base import Laws, in_new_process
+from kvtier_core.testing.laws.histories import (
     KEYS,
     NBYTES,
     after,
@@ -25,7 +26,6 @@ from kvtier_core.testing.histories import (
     victims_after,
     work_of,
 )
-from kvtier_core.testing.laws import Laws, in_new_process
 from kvtier_core.testing.samples import make_key, make_keys
 from kvtier_core.types import ChunkKey
 

@@ -14,8 +14,8 @@ import pytest
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import BackendConfig
 from kvtier_core.testing import resources
-from kvtier_core.testing.backend_calls import BackendCallLaws
-from kvtier_core.testing.backend_frames import come_and_go, damage_of, read, soak, write_and_die
+from kvtier_core.testing.laws.backend_calls import BackendCallLaws
+from kvtier_core.testing.laws.backend_frames import come_and_go, damage_of, read, soak, write_and_die
 from kvtier_core.testing.resources import Resources
 from kvtier_core.testing.samples import Poisoned, make_frame, make_key, make_keys, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey

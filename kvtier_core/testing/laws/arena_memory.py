@@ -13,8 +13,8 @@ import pytest
 from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.interfaces import AllocatorBackend, ArenaConfig
 from kvtier_core.testing import resources
-from kvtier_core.testing.attached import BLOCKS, AttachedEngine, settle
-from kvtier_core.testing.laws import Laws
+from kvtier_core.testing.laws.attached import BLOCKS, AttachedEngine, settle
+from kvtier_core.testing.laws.base import Laws
 from kvtier_core.testing.resources import Resources
 from kvtier_core.testing.samples import PagedBuffer, address_of, is_poison, make_context, make_layout, poison, same
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkLayout

@@ -11,8 +11,8 @@ import pytest
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import JobResult, PagedKVCache
-from kvtier_core.testing.arena_memory import ArenaMemoryLaws
-from kvtier_core.testing.attached import BLOCKS, AttachedEngine, reports_of, settle, shard_of
+from kvtier_core.testing.laws.arena_memory import ArenaMemoryLaws
+from kvtier_core.testing.laws.attached import BLOCKS, AttachedEngine, reports_of, settle, shard_of
 from kvtier_core.testing.samples import is_poison, make_group, make_layout, poison, same
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkLayout
 

@@ -1,0 +1,1 @@
+"""What plugins of each kind promise, as test suites to subclass."""
