@@ -909,14 +909,14 @@ MUTANTS = (
     ),
     Mutant(
         "the-granted-is-all-there",
-        "kvtier_core/stack/store_tier/capacity_limit.py",
+        STORE_TIER + "/space.py",
         "        self._lowered = min(",
         "        min(",
         "tests/core/test_full_disk.py::test_newcomers_come_in_though_the_file_system_is_full",
     ),
     Mutant(
         "full-for-ever",
-        "kvtier_core/stack/store_tier/capacity_limit.py",
+        STORE_TIER + "/space.py",
         "if self._until is not None and now >= self._until:",
         "if False:",
         "tests/core/test_full_disk.py::test_other_files_come_and_go",

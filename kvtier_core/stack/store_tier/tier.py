@@ -9,7 +9,6 @@ from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import Backend
 from kvtier_core.stack.batches import as_many, leading
 from kvtier_core.stack.index.cache_index import CacheIndex
-from kvtier_core.stack.store_tier.capacity_limit import CapacityLimit
 from kvtier_core.stack.store_tier.deletes import Deletes
 from kvtier_core.stack.store_tier.frame_io import FrameWrite
 from kvtier_core.stack.store_tier.health import StoreHealth
@@ -18,7 +17,7 @@ from kvtier_core.stack.store_tier.keys_in_use import KeysInUse, Use
 from kvtier_core.stack.store_tier.lookup_queue import LookupQueue
 from kvtier_core.stack.store_tier.policy_state import PolicyState
 from kvtier_core.stack.store_tier.reads import Arrived, Reads
-from kvtier_core.stack.store_tier.space import Space
+from kvtier_core.stack.store_tier.space import CapacityLimit, Space
 from kvtier_core.stack.store_tier.writes import Release, Writes
 from kvtier_core.transfer.io_pool import Outcome, Pool, run_within
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Usage
