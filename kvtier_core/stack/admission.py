@@ -27,9 +27,7 @@ class AdmissionPlan:
     def __init__(self, levels: Sequence[Level] = (), path: Sequence[ChunkKey] = ()):
         """Ask each tier which chunks of a path it would take."""
         self._admitted = {level: admitted for level in levels if (admitted := set(level.would_admit(path)))}
-
-    def __contains__(self, key: ChunkKey) -> bool:
-        return any(key in admitted for admitted in self._admitted.values())
+        self.keys = set().union(*self._admitted.values())  #: the chunks that at least one of the tiers will be given
 
     def keys_for(self, level: Level, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Those of ``keys`` that this tier will be given."""
@@ -39,4 +37,6 @@ class AdmissionPlan:
     def add(self, other: AdmissionPlan, keys: Sequence[ChunkKey]) -> None:
         """Take over what another plan says about ``keys``."""
         for level, admitted in other._admitted.items():
-            self._admitted.setdefault(level, set()).update(admitted.intersection(keys))
+            mine = admitted.intersection(keys)
+            self._admitted.setdefault(level, set()).update(mine)
+            self.keys |= mine

@@ -60,9 +60,12 @@ class Arena:
         """Is the chunk READY here?"""
         return key in self.index and not (self._invalidated and self.index.held.place(key) in self._invalidated)
 
-    def has_exact(self, key: ChunkKey) -> bool:
-        """Is the chunk READY here, bit for bit as an engine computed it? Only then may it be written elsewhere."""
-        return self.has(key) and key not in self._inexact
+    def exact(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """The keys that are READY here, bit for bit as an engine computed them. Only those may be written elsewhere."""
+        if self._invalidated or self._inexact:
+            return [key for key in keys if self.has(key) and key not in self._inexact]
+        held = self.index.held
+        return [key for key in keys if key in held]
 
     def exact_run(self, keys: Sequence[ChunkKey]) -> int:
         """How many of these chunks are bit for bit as an engine computed them, before the first that is not."""

@@ -113,7 +113,7 @@ class StorageManager(Stack):
         for arena in self._arenas:
             absent = arena.without_slot(absent)
         plan = self._write_through.plan(absent)
-        passing = leading_run(absent, plan.__contains__)
+        passing = leading_run(absent, plan.keys.__contains__)
         self._make_room(self._hot, len(passing), path)
         granted = passing[: self._hot.free]
         self._hot.reserve(granted)

@@ -52,7 +52,7 @@ class WriteThrough:
     def offer_again(self, path: Sequence[ChunkKey]) -> None:
         """Write those READY chunks of a path that a tier below lacks and would take now."""
         if self._below:
-            held = [key for key in path if self._hot.has_exact(key) and key not in self._sealing]
+            held = [key for key in self._hot.exact(path) if key not in self._sealing]
             self.begin(held, {}, self.plan(held))
 
     def begin(self, keys: Sequence[ChunkKey], checksums: Mapping[ChunkKey, Sequence[int]], plan: AdmissionPlan) -> None:
@@ -60,7 +60,7 @@ class WriteThrough:
 
         ``checksums``: see `Stack.commit`.
         """
-        admitted = [key for key in keys if key in plan]
+        admitted = [key for key in keys if key in plan.keys]
         per_group = max(1, _SEAL_NBYTES // self._layout.frame_nbytes)
         for start in range(0, len(admitted), per_group):
             group = admitted[start : start + per_group]
@@ -78,7 +78,7 @@ class WriteThrough:
         Chunks that came through a lossy codec are not written anywhere: they would pass for exact ones.
         """
         for level in self._below:
-            admitted = plan.keys_for(level, [key for key in keys if self._hot.has_exact(key)])
+            admitted = plan.keys_for(level, self._hot.exact(keys))
             if not admitted:
                 continue
             if isinstance(level, Arena):
