@@ -624,8 +624,8 @@ MUTANTS = (
     Mutant(
         "inexact-chunks-go-down",
         ARENA,
-        "return self.has(key) and key not in self._inexact",
-        "return self.has(key)",
+        "if self.has(key) and key not in self._inexact]",
+        "if self.has(key)]",
         INCOMPATIBLE_TESTS + "::test_it_is_written_to_no_other_tier",
     ),
     Mutant(
