@@ -1,4 +1,4 @@
-"""Keys whose frames may not be found again, until they are deleted."""
+"""Keys of invalidated frames: they are never found again, and are to be deleted."""
 
 from __future__ import annotations
 

@@ -11,13 +11,13 @@ from kvtier_core.types import ChunkKey
 
 
 class Space:
-    """All frames in the index count, those whose write has not begun and those whose delete has not landed too."""
+    """Counts every frame in the index, also those whose write has not begun or whose delete has not completed."""
 
     def __init__(self, index: CacheIndex, limit: CapacityLimit, kept_nbytes: int, clock: Callable[[], float]):
-        """``kept_nbytes`` are set aside for what is stored beside the frames."""
+        """``kept_nbytes`` are reserved for what is stored beside the frames: the state of the policy."""
         self.limit = limit
         self.incompatible = IncompatibleFrames()  #: in the store, and not in the index
-        self.waiting_nbytes = 0  #: of frames in the index whose write waits for room
+        self.waiting_nbytes = 0  #: of frames in the index whose write waits for free space
         self.leaving_nbytes = 0  #: of frames in the index that are being deleted
         self._index = index
         self._kept_nbytes = kept_nbytes
@@ -30,18 +30,18 @@ class Space:
 
     @property
     def room(self) -> int:
-        """Bytes that will be free once everything that is leaving has gone; negative if too much is held."""
+        """Bytes that will be free when all deletes have completed; negative if the index holds too much."""
         return self.allowed - self._index.used + self.leaving_nbytes
 
     @property
     def stored_nbytes(self) -> int:
-        """Bytes in the store now, at most."""
+        """Upper bound of the bytes in the store now."""
         return self._index.used - self.waiting_nbytes + self._kept_nbytes + self.incompatible.nbytes
 
     def fits(self, nbytes: int) -> bool:
-        """May a write of this many bytes begin now, beside all that is in the store?"""
+        """May a write of this many bytes begin now without exceeding the capacity?"""
         return self._index.used - self.waiting_nbytes + nbytes <= self.allowed
 
     def excess(self, in_use: Container[ChunkKey]) -> list[ChunkKey]:
-        """The frames to evict because less is allowed than is held."""
+        """The frames to evict because the index holds more than is allowed."""
         return self._index.select_victims(-self.room, self._index.held.nbytes, spared=(in_use,))
