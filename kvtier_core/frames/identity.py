@@ -42,7 +42,8 @@ DECODED_LOSSY = attrs.evolve(RAW, lossless=False)
 def identity_of(config: SerializerConfig) -> CodecIdentity:
     """The identity that the core gives to the codec which ``config`` opens.
 
-    All fields of the config are part of it, because any of them may change what is written. Raises ConfigError if the plugin does not state what it must, or if a field has a value that cannot be compared between processes.
+    All fields of the config are part of it, because any of them may change what is written. Raises ConfigError
+    if the plugin does not state what it must, or if a field has a value that cannot be compared between processes.
     """
     name, lossless, version = config.type, getattr(config, "lossless", None), config.format_version
     if not 0 < len(name.encode()) <= MAX_TYPE_NBYTES or "\0" in name:

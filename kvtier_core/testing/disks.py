@@ -32,7 +32,7 @@ class Disk:
                 pass
 
     def make_room(self) -> None:
-        """Give back what `fill` took."""
+        """Free what `fill` took."""
         (self.folder / "ballast").unlink()
 
     def forget(self) -> None:
