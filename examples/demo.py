@@ -38,13 +38,13 @@ a piece of a word. The model is a very small one: look for the same answers, not
 
 STACK = """\
 version: 1
-load_wait: 60s               # in a demo nothing is given up because a machine is slow
+load_wait: 60s               # a demo must not give up on a slow machine
 tiers:
   - {{type: cpu,  capacity: 512MiB}}
   - {{type: disk, path: {folder}, capacity: 1GiB, min_free: 64MiB}}
 """
 
-#: The tiers, in the words of somebody who has never heard of tiers.
+#: The tiers in words for a reader who does not know kvtier.
 _PLACES = {"cpu": "memory", "disk": "disk"}
 
 
