@@ -56,7 +56,7 @@ class Answer:
 
 
 class Engine:
-    """The far end of a pipe to a process that holds an LLM."""
+    """A process that runs an LLM, and the pipe to it."""
 
     def __init__(self, recipe: Recipe, model: Path, process: multiprocessing.Process, pipe: Connection):
         self.name = recipe.name
@@ -156,7 +156,7 @@ def _ask(llm: Any, prompts: Sequence[Sequence[int]], tokens: int) -> Answer:
     outputs = llm.generate(asked, sampling, use_tqdm=False)
     seconds = time.perf_counter() - begin
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    while scheduler.has_requests():  # as a server goes on, while stores are on their way
+    while scheduler.has_requests():  # like a server, which keeps stepping while stores are under way
         llm.llm_engine.step()
         time.sleep(0.001)
     return Answer(seconds, sum(out.num_cached_tokens or 0 for out in outputs), time.perf_counter() - begin - seconds)

@@ -95,7 +95,7 @@ def run_engine(model: Path, config: Path | None, lists: list[list[int]]) -> list
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        # The same for all: left alone, vLLM gives an engine with a connector other threads than one without.
+        # The same for all: by default vLLM gives an engine with a connector other threads than one without.
         "VLLM_CPU_OMP_THREADS_BIND": "0",
         "OMP_NUM_THREADS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),

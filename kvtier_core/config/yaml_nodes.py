@@ -25,7 +25,7 @@ _VARIABLE = re.compile(r"\$[A-Za-z_{]")
 
 
 class ProblemCollector:
-    """`with collector:` collects the problems of a ConfigError and goes on, so that all are reported at once."""
+    """`with collector:` collects the problems of a ConfigError instead of raising it, to report all at once."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []

@@ -36,7 +36,7 @@ class Step:
 
     @property
     def computes_nothing(self) -> bool:
-        """True if no token is scheduled: the engine steps only to let transfers go on."""
+        """True if no token is scheduled: the engine steps only so that transfers can continue."""
         return not any(request.scheduled for request in self.requests)
 
 

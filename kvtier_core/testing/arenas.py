@@ -37,7 +37,7 @@ class ArenaLaws(ArenaMemoryLaws):
 
     @pytest.mark.parametrize("seed", _SEEDS)
     def test_store_gathers_exact_bytes(self, tmp_path: Path, seed: int):
-        """A shard holds, layer after layer, the chunk's pages in token order; a hole is left alone."""
+        """A shard holds, layer after layer, the chunk's pages in token order; that of a NO_BLOCK is untouched."""
         with self.engine(tmp_path, seed) as engine:
             slots, pages = engine.choose()
             for slot in range(engine.memory.slots):

@@ -45,7 +45,7 @@ class Disk:
 
 
 class DeviceDisk(Disk):
-    """A filesystem on a block device that can be told to fail."""
+    """A filesystem on a block device whose I/O can be made to fail."""
 
     def __init__(self, folder: Path, image: Path):
         super().__init__(folder)
