@@ -1,4 +1,4 @@
-"""Files with nothing around them: what a tier on the same disk is compared to."""
+"""Plain file I/O: the baseline that a tier on the same disk is compared to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtier_core.types import ChunkKey
 
 
 class RawFiles:
-    """Opened, moved by one call, and closed, one after the other."""
+    """Files that are opened, read or written by one call, and closed, one after the other."""
 
     def __init__(self, folder: Path):
         folder.mkdir()
@@ -35,7 +35,7 @@ class RawFiles:
 
 
 class RingFiles:
-    """Opened once, and moved all at once, by one io_uring."""
+    """Files that are opened once, and read or written all at once by one io_uring."""
 
     def __init__(self, folder: Path, count: int):
         folder.mkdir()

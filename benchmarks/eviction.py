@@ -1,4 +1,4 @@
-"""python -m benchmarks.eviction TRACE... [--write]: what each eviction policy makes of traces, and the bound."""
+"""python -m benchmarks.eviction TRACE... [--write]: hit rates of each eviction policy on traces, and the optimum."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Stopwatch:
 
 @attrs.frozen
 class TimedConfig(EvictionConfig):
-    """A policy whose every method is on a stopwatch."""
+    """A policy whose methods are timed by a stopwatch."""
 
     type: ClassVar[str] = "timed"
     config: EvictionConfig
@@ -130,7 +130,7 @@ class TimedConfig(EvictionConfig):
 
 
 class Timed:
-    """Answers as a policy; one in C++ takes no other methods than its own."""
+    """Wraps a policy and times its methods. A wrapper, because those of a C++ policy cannot be replaced."""
 
     def __init__(self, policy: EvictionPolicy, watch: Stopwatch):
         self.watch = watch

@@ -1,6 +1,6 @@
-"""python -m benchmarks.gpu: is the CUDA half right on this GPU, and how fast is it? What `make gpu-check` runs.
+"""python -m benchmarks.gpu: is the CUDA code correct on this GPU, and how fast is it? What `make gpu-check` runs.
 
-With the Python at hand, installing nothing. Ends with 0 only if everything was checked and is right.
+Uses this Python and installs nothing. Exits with 0 only if everything was checked and is correct.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def _speeds(benches: Sequence[_Bench], direction: str, busy: bool) -> Table:
 
 
 def _losses(benches: Sequence[_Bench]) -> Table:
-    """How much longer the same matrices take while copies go on without a pause."""
+    """How much longer the same matrices take during continuous copies."""
     rows: list[list[object]] = []
     matrices = _Matrices()
     for bench in benches:

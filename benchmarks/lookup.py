@@ -1,4 +1,4 @@
-"""What the scheduler's thread pays for a prompt: keys, and the bookkeeping of the stack."""
+"""Time that a prompt costs on the scheduler's thread: keys, and the bookkeeping of the stack."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _bookkeeping(place: Path) -> Table:
     return Table(
         title="Bookkeeping",
         says=f"On the scheduler's thread, for a prompt of {CHUNKS} chunks. A full arena of {HELD} chunks, below it a "
-        "disk tier unless it says otherwise. Whoever stores evicts as much, and threads seal and write meanwhile. "
+        "disk tier unless it says otherwise. Each store evicts as many chunks, and threads seal and write meanwhile. "
         f"Median, and median (min to max), of {ROUNDS} rounds, each the best of 3.",
         header=("", "µs a prompt", "µs a chunk"),
         rows=[

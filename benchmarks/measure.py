@@ -1,4 +1,4 @@
-"""Rounds in which every case has its turn, and what they say. Only ratios within one run mean anything."""
+"""Interleaved rounds of all cases, and their statistics. Only ratios within one run are meaningful."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GIB = 1 << 30
 
 
 def progress(line: str) -> None:
-    """Not on stdout, where the tables go."""
+    """Print a line of progress on stderr: stdout is for the tables."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -25,7 +25,7 @@ def scratch(folder: Path) -> Iterator[Path]:
     """A folder below this one, on its disk, for as long as it is needed."""
     with tempfile.TemporaryDirectory(dir=folder, prefix="benchmark-") as name:
         place = Path(name)
-        (place / ".gitignore").write_text("*\n")  # it may lie in a checkout where somebody commits meanwhile
+        (place / ".gitignore").write_text("*\n")  # the folder may lie in a git checkout
         yield place
 
 
@@ -38,7 +38,7 @@ class Case:
 
 @attrs.frozen
 class Spread:
-    """What several rounds said of one thing."""
+    """The results of several rounds."""
 
     values: tuple[float, ...]
 

@@ -16,7 +16,7 @@ __all__ = ["RANDOM", "TRAINED", "Model", "ModelUnavailable"]
 
 @attrs.frozen
 class Model:
-    """A checkpoint, and how to come by it."""
+    """A checkpoint, and how to get it."""
 
     name: str  #: as the text above a table says it
     checkpoint: Callable[[Path], Path]
@@ -24,7 +24,7 @@ class Model:
 
 
 def _random(folder: Path) -> Path:
-    import tiny_llama  # loads torch, which nobody else here needs
+    import tiny_llama  # loads torch, which nothing else here needs
 
     tiny_llama.make(folder / "model")
     return folder / "model"

@@ -1,4 +1,4 @@
-"""A workload that no cache can help: what it costs to remember for nothing."""
+"""A workload without any reuse: the cost of caching in vain."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WORKLOADS = (
 
 
 def tables(folder: Path) -> Iterator[Table]:
-    """Measures the random model and the trained one, for which prefill costs what it costs in life."""
+    """Measures the random model and the trained one, whose prefill has a realistic cost."""
     for workload in WORKLOADS:
         with scratch(folder) as place:
             yield _table(workload, place)

@@ -1,4 +1,4 @@
-"""Time to first token of prompts that were seen before, and what it cost to remember them."""
+"""Time to first token of prompts that were seen before, and the cost of storing them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADER = ("", "first ms", "of control", "again ms", "of control", "reused", "set
 
 
 def tables(folder: Path) -> Iterator[Table]:
-    """Measures the random model, in many ways, and the trained one, in those that people choose from."""
+    """Measures the random model, in many ways, and the trained one, in the most common ones."""
     for workload in (
         Workload("Time to first token", RANDOM, prompts=12, warming=3, recipes=_all_recipes),
         Workload("Time to first token, trained model", TRAINED, prompts=6, warming=1, recipes=_recipes),
@@ -64,7 +64,7 @@ def _says(workload: Workload) -> str:
         "named: it copies nothing, so no hit is faster. TTFT is the wall time of `generate` with one token to answer; "
         "the ratio is to the first engine with the same prompt in the same pass: median (min to max) of "
         f"{workload.prompts}. *Reused* are tokens of a prompt in the second pass. *Settling* is how long stores of the "
-        "first went on after the answer; nobody waits for that."
+        "first pass continued after the answer; no request waits for that."
     )
 
 

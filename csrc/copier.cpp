@@ -8,7 +8,7 @@
 namespace kvtier {
 namespace {
 
-// Jobs of this size or more would push each other out of the caches before anybody reads what they copied.
+// Jobs of this size or more would push each other out of the caches before anything reads what they copied.
 constexpr size_t kLarge = size_t{4} << 20;
 
 std::byte* at(uintptr_t address) { return reinterpret_cast<std::byte*>(address); }

@@ -12,7 +12,7 @@ enum class Destination { kCached, kStreamed };
 // `to` and `from` do not overlap.
 void copy(std::byte* to, const std::byte* from, size_t nbytes, Destination destination);
 
-// Makes streamed copies visible to other threads. To be called before one is told that the copy is done.
+// Makes streamed copies visible to other threads. Call it before reporting that the copy is done.
 void store_fence();
 
 }  // namespace kvtier

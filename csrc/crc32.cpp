@@ -1,6 +1,6 @@
 // Folding with carry-less multiplication: V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using
 // PCLMULQDQ Instruction", Intel, 2009. A register of the message is moved forward over n bits by multiplying it with
-// x^n modulo the polynomial and added to what stands there. The short rest goes by table.
+// x^n modulo the polynomial and added to the data there. The remaining bytes are processed by table.
 #include "crc32.h"
 
 #include <algorithm>

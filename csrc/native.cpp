@@ -1,4 +1,4 @@
-// kvtier_core._native. Each has a plain counterpart in Python beside it, which it is tested against.
+// The module kvtier_core._native. Everything in it has a counterpart in Python and is tested against that.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string_view.h>

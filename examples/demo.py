@@ -38,13 +38,13 @@ a piece of a word. The model is a very small one: look for the same answers, not
 
 STACK = """\
 version: 1
-load_wait: 60s               # in a demo nothing is given up because a machine is slow
+load_wait: 60s               # a demo must not give up on a slow machine
 tiers:
   - {{type: cpu,  capacity: 512MiB}}
   - {{type: disk, path: {folder}, capacity: 1GiB, min_free: 64MiB}}
 """
 
-#: The tiers, in the words of somebody who has never heard of tiers.
+#: The tiers in words for a reader who does not know kvtier.
 _PLACES = {"cpu": "memory", "disk": "disk"}
 
 
@@ -95,7 +95,7 @@ def run_engine(model: Path, config: Path | None, lists: list[list[int]]) -> list
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        # The same for all: left alone, vLLM gives an engine with a connector other threads than one without.
+        # The same for all: by default vLLM gives an engine with a connector other threads than one without.
         "VLLM_CPU_OMP_THREADS_BIND": "0",
         "OMP_NUM_THREADS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),

@@ -122,7 +122,7 @@ def make_hybrid(folder: Path, seed: int = 0) -> None:
 
 
 class _Draw:
-    """The tensors of a checkpoint, drawn in the order in which they are asked for."""
+    """The tensors of a checkpoint, drawn in the order of the calls."""
 
     def __init__(self, seed: int, norm: float = 1.0):
         self.tensors: dict[str, torch.Tensor] = {}
@@ -133,11 +133,11 @@ class _Draw:
         self._put(name, torch.randn(rows, columns, generator=self._random) * (gain / columns**0.5))
 
     def ones(self, name: str, size: int) -> None:
-        """A norm that does nothing."""
+        """The weight of a norm that changes nothing."""
         self._put(name, torch.full((size,), self._norm))
 
     def layers(self, count: int = LAYERS):
-        """What every such model has, and between it the name of each layer for the rest."""
+        """Draw the tensors that every model has; yields the prefix of each layer for the others."""
         self._put("model.embed_tokens", torch.randn(VOCAB, HIDDEN, generator=self._random))
         for number in range(count):
             layer = f"model.layers.{number}"

@@ -1,4 +1,4 @@
-"""Keeps the KV cache of LLM engines in an ordered stack of tiers, each a plugin, and gives it back."""
+"""Stores the KV cache of LLM engines in an ordered stack of tiers, each a plugin, and loads it again."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class KvtierError(Exception):
 
 
 class ConfigError(KvtierError):
-    """A configuration cannot be used. ``problems`` holds everything that is wrong with it, not only the first find."""
+    """A configuration cannot be used. ``problems`` holds all problems, not only the first."""
 
     def __init__(self, problems: Sequence[Problem]):
         self.problems = tuple(problems)
@@ -38,7 +38,7 @@ class BackendError(KvtierError):
 
 
 class StoreFull(BackendError):
-    """A store has no room for a write, although its tier keeps within its capacity. It is not broken."""
+    """A store has no room for a write, although its tier is within its capacity. The store is not broken."""
 
     def __init__(self, why: str, *, missing: int):
         """``missing`` bytes must be deleted before the same call can succeed, as far as the store knows."""
@@ -47,4 +47,4 @@ class StoreFull(BackendError):
 
 
 class ContractError(KvtierError):
-    """A caller or a plugin does not keep to the interfaces."""
+    """A caller or a plugin violates an interface."""

@@ -1,4 +1,4 @@
-"""The hooks through which plugins offer what they have. A plugin is an entry point in the group `GROUP`:
+"""The hooks through which plugins offer their Config classes. A plugin is an entry point in the group `GROUP`:
 
     [project.entry-points."kvtier.v1"]
     mine = "kvtier_mine.plugin"
@@ -60,4 +60,4 @@ def kvtier_serializers() -> Iterable[type[SerializerConfig]]:
 
 @hookspec
 def kvtier_observe(events: Sequence[Event]) -> None:
-    """Gets the events of a step, on the owner's thread. Must not block; if it raises, it is not called again."""
+    """Called with the events of a step, on the owner's thread. Must not block; if it raises, it is not called again."""

@@ -1,7 +1,7 @@
-"""The compiled half of kvtier, if it was built from the sources that belong to this Python code.
+"""Loads the compiled extension, if it was built from the sources that belong to this Python code.
 
-Each name in it has a counterpart in Python, which is used when nothing could be compiled. Never are the two mixed: an
-extension that was compiled from other sources (the digest in it, its stamp, says so) is not used at all.
+Each name in it has a counterpart in Python, which is used when nothing could be compiled. The two are never mixed: an
+extension that was compiled from other sources, as the digest in it (its stamp) shows, is not used at all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 _PACKAGE = Path(__file__).parent
 #: Written beside this file when a wheel is built.
 _SHIPPED = _PACKAGE / "_native.stamp"
-#: There in a checkout, whose Python code may be newer than what was compiled.
+#: Exists only in a checkout, where the Python code may be newer than what was compiled.
 _SOURCES = _PACKAGE.parent / "csrc"
 
 
@@ -29,13 +29,13 @@ def stamp_of(sources: Path) -> str:
 
 
 def _counts(path: Path, sources: Path) -> bool:
-    """CUDA is a library of its own."""
+    """Is this source compiled into the extension? CUDA code goes into a library of its own."""
     is_source = path.suffix in (".cpp", ".h") or path.name == "CMakeLists.txt"
     return is_source and path.relative_to(sources).parts[0] != "cuda"
 
 
 def _expected_stamp() -> str:
-    """Of the extension that belongs to this Python code."""
+    """The stamp of the extension that belongs to this Python code."""
     try:
         return _SHIPPED.read_text(errors="replace").strip()
     except OSError:
@@ -43,7 +43,7 @@ def _expected_stamp() -> str:
 
 
 def _load() -> tuple[ModuleType | None, str]:
-    """The extension, or why it is not used."""
+    """The extension, and why it is not used if there is none."""
     try:
         found = importlib.import_module("kvtier_core._native")
     except ImportError as error:
@@ -67,5 +67,5 @@ def choose(name: str, plain: T) -> T:
 
 
 def describe() -> str:
-    """What is used, in a line for the log."""
+    """A log line that says whether the extension is used."""
     return _why_not or f"compiled; checksums by {extension.crc32_method()}"

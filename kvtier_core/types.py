@@ -41,7 +41,7 @@ class Namespace:
 
     @classmethod
     def of(cls, facts: Mapping[str, object]) -> Namespace:
-        """The namespace of these facts, whose values are told as text."""
+        """The namespace of these facts, whose values become text."""
         return cls(tuple(sorted((name, str(value)) for name, value in facts.items())))
 
     @classmethod
@@ -83,7 +83,7 @@ class KVKind(enum.StrEnum):
 
 
 class KVStructure(enum.StrEnum):
-    """What the elements of a page are, as far as the engine's side can tell a serializer."""
+    """What the elements of a page are, as far as the engine side can tell a serializer."""
 
     KEYS_AND_VALUES = "keys and values"  #: one number an element; their order is the engine's, a fact of the namespace
     MLA_LATENT = "MLA latent"  #: one number an element: the compressed KV of multi-head latent attention
@@ -184,14 +184,14 @@ class EventKind(enum.Enum):
     STORED = "stored"  #: a chunk of the engine became READY in an arena
     PROMOTED = "promoted"  #: a chunk was read from a tier below, verified, and is READY in an arena
     WRITTEN = "written"  #: a tier has stored a frame
-    EVICTED = "evicted"  #: a tier gave up a chunk for lack of room
+    EVICTED = "evicted"  #: a tier dropped a chunk to make room
     REJECTED = "rejected"  #: a tier did not take a chunk: no room, too much in flight, or its policy
     MISSING = "missing"  #: a frame was gone from a store whose index had it
     CORRUPT = "corrupt"  #: a frame failed verification; it is not served
     INCOMPATIBLE = "incompatible"  #: a frame has another codec or format version; it is neither served nor deleted
     IO_ERROR = "io_error"  #: a store raised
-    BREAKER_OPEN = "breaker_open"  #: a tier failed repeatedly and is not asked for a while
-    BREAKER_CLOSED = "breaker_closed"  #: it works again
+    BREAKER_OPEN = "breaker_open"  #: a tier failed repeatedly and is not called for a while
+    BREAKER_CLOSED = "breaker_closed"  #: the tier works again
 
 
 @attrs.frozen

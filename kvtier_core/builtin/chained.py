@@ -21,13 +21,13 @@ from kvtier_core.interfaces import TokenDatabase, TokenDatabaseConfig
 from kvtier_core.native import choose
 from kvtier_core.types import KEY_NBYTES, ChunkKey, Namespace
 
-#: What a digest is for; BLAKE2b calls this the person, and it separates the two uses.
+#: BLAKE2b's personalization strings: they separate the two uses of the digest.
 _ROOT, _CHUNK = "kvtier-root", "kvtier-chunk"
 
 
 @attrs.frozen
 class ChainedConfig(TokenDatabaseConfig):
-    """The token database that is used by default."""
+    """The default token database."""
 
     type: ClassVar[str] = "chained"
 
@@ -66,7 +66,8 @@ def plain_chain(
 ) -> list[ChunkKey]:
     """The keys of the full chunks from number ``first`` on.
 
-    ``parent`` is the key before, ``extra`` holds more bytes by the number of a chunk, ``person`` separates uses.
+    ``parent`` is the key before the first, ``extra`` holds further bytes by chunk number, and ``person`` is BLAKE2b's
+    personalization.
     """
     packed = struct.Struct(f"<{chunk_tokens}I")  # twice as fast as array.array, and little-endian everywhere
     keys = []

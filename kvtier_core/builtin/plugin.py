@@ -1,4 +1,4 @@
-"""What the core itself offers, through the same hooks as every plugin."""
+"""The core's own plugin: what it offers, through the same hooks as all others."""
 
 from __future__ import annotations
 

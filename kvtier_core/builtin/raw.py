@@ -17,4 +17,4 @@ class RawConfig(SerializerConfig):
     lossless: ClassVar[bool] = True
 
     def open(self, ctx: OpenContext) -> None:
-        """There is no serializer to open."""
+        """Returns None: raw payloads need no serializer."""

@@ -23,13 +23,13 @@ from kvtier_core.types import Nbytes
 
 
 class Finding(enum.Enum):
-    """What something in a store is."""
+    """What was found in a store."""
 
     WHOLE = "whole"  #: a frame that the tier can serve
     TORN = "torn"  #: a frame whose bytes are not those that were written
-    INCOMPATIBLE = "incompatible"  #: of another codec or format version: of use to another engine, perhaps
-    FOREIGN = "foreign"  #: no frame, though only frames should be there
-    ORPHANED = "orphaned"  #: a whole frame that nobody looks for: of another key, namespace or epoch
+    INCOMPATIBLE = "incompatible"  #: of another codec or format version, which another engine may be able to read
+    FOREIGN = "foreign"  #: not a frame, where only frames should be
+    ORPHANED = "orphaned"  #: a whole frame that no engine looks up: of another key, namespace or epoch
     UNREADABLE = "unreadable"
 
 
@@ -38,6 +38,7 @@ _HARMLESS = {Finding.WHOLE, Finding.INCOMPATIBLE}
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser."""
     parser = commands.add_parser("fsck", help="read all of a tier that no engine uses, and report what is damaged")
     parser.add_argument("tier", help="the name of a tier: its type, or disk#2 for the second of that type")
     parser.add_argument("--config", required=True, help="the configuration file that names the tier")
@@ -49,7 +50,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """0 if nothing is damaged, or what was is removed; 1 if something damaged is left; 2 if the tier cannot be read."""
+    """Returns 0 if no damage is left, 1 if something damaged was not removed, 2 if the tier cannot be read."""
     try:
         config = load_config(options.config, Registry.discover())
         tiers = {tier.name: tier for tier in config.tiers if isinstance(tier, StoreTierConfig)}
@@ -87,7 +88,7 @@ class _Report:
     codecs: Counter[str] = attrs.field(factory=Counter)  #: whole frames of each
 
     def take_in(self, found: Iterator[Stored]) -> None:
-        """Print a line for each thing that cannot be served."""
+        """Print a line for everything that cannot be served."""
         for stored in found:
             finding, why = self._look(stored)
             self.counts[finding] += 1
@@ -125,7 +126,7 @@ class _Report:
         return Finding.WHOLE, ""
 
     def _expected(self, header: Header) -> CodecIdentity:
-        """What a policy learned is stored raw, whatever the tier's serializer is."""
+        """The codec that a frame should have: the state of a policy is raw, whatever the tier's serializer is."""
         return RAW if header.key == key_under(header.namespace) else self.codec
 
 

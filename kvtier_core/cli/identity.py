@@ -1,4 +1,4 @@
-"""`kvtier identity`: what decides whether two engines may share KV, in plain words."""
+"""`kvtier identity`: the facts that decide whether two engines may share KV."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kvtier_core.types import Namespace
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "identity",
         help="show what decides whether two engines may share KV, as far as it can be told before one runs",
@@ -32,7 +33,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """0; with --diff 1 if a fact differs; 1 for an engine that would not be served; 2 if that cannot be told."""
+    """Returns 0; 1 if --diff finds a difference or the engine would not be served; 2 if the facts cannot be found."""
     if options.diff:
         return _diff(*options.diff)
     try:

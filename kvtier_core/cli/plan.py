@@ -1,4 +1,4 @@
-"""`kvtier plan TRACE`: which part of a budget is worth having, and which policies make the most of it."""
+"""`kvtier plan TRACE`: finds the capacities within a budget, and the policies, that suit a trace best."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the result; the exit status, 2 if the options or the trace cannot be used."""
+    """Print the result. Returns the exit status: 2 if the options or the trace cannot be used."""
     try:
         registry = Registry.discover()
         study = studies.read(options)
@@ -86,7 +86,7 @@ class Search:
 
     @property
     def best(self) -> Candidate:
-        """The candidate with the least mean prefill; of equals the smallest."""
+        """The candidate with the least mean prefill; of equal ones the smallest."""
         return min(self.found, key=lambda each: (self.found[each].mean, sum(each.capacities)))
 
     def _try(self, capacities: tuple[Nbytes, ...], policies: tuple[str, ...]) -> None:
@@ -99,7 +99,7 @@ class Search:
 
 
 def _parts(budget: Sequence[Nbytes]) -> Iterator[tuple[Nbytes, ...]]:
-    """Each tier with a half and a quarter of its capacity, and the first tier alone."""
+    """Half and a quarter of each tier's capacity, and the first tier alone."""
     for part in (2, 4):
         for i in range(len(budget)):
             yield tuple(Nbytes(size // part) if i == j else size for j, size in enumerate(budget))

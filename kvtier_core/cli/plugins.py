@@ -1,4 +1,4 @@
-"""`kvtier plugins`: what is installed, and what of it cannot be used."""
+"""`kvtier plugins`: lists what is installed, and what of it cannot be used."""
 
 from __future__ import annotations
 

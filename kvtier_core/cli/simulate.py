@@ -1,4 +1,4 @@
-"""`kvtier simulate TRACE`: what stacks would have done with the prompts of a trace."""
+"""`kvtier simulate TRACE`: replays the prompts of a trace through stacks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 
 @attrs.frozen
 class Row:
-    """One line of the table: a stack, and what became of the trace in it."""
+    """One line of the table: a stack, and the result of the trace in it."""
 
     capacity: str
     policy: str
@@ -60,7 +60,7 @@ class Row:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the result; the exit status, 2 if the options or the trace cannot be used."""
+    """Print the result. Returns the exit status: 2 if the options or the trace cannot be used."""
     try:
         if options.plot:
             check_name(options.plot)
@@ -129,7 +129,7 @@ def _simulate(study: Study, capacity: str, policy: str, config: StackConfig, bar
 
 
 def _best_first(rows: Sequence[Row]) -> list[Row]:
-    """Within each capacity; the optimum stays in front."""
+    """The rows sorted within each capacity, best first; the optimum stays first."""
     order = {capacity: i for i, capacity in enumerate(dict.fromkeys(row.capacity for row in rows))}
     return sorted(rows, key=lambda row: (order[row.capacity], row.policy != _BOUND, -row.tally.hit_rate))
 

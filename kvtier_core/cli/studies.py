@@ -67,14 +67,14 @@ def _read_speed(text: str) -> tuple[str, Speed]:
 
 
 def check_speeds(study: Study, configs: Iterable[StackConfig]) -> None:
-    """Raises ConfigError if a speed was given for a tier that none of the stacks has."""
+    """Raise ConfigError if a speed was given for a tier that none of the stacks has."""
     names = dict.fromkeys(tier.name for config in configs for tier in config.tiers)
     if strange := next((name for name in study.speeds if name not in names), None):
         raise _wrong("--speed", strange, f"there is no such tier; there are: {', '.join(names)}")
 
 
 def describe(study: Study) -> Iterator[str]:
-    """The trace in two lines."""
+    """A description of the trace in two lines."""
     trace, nothing = study.trace, study.nothing()
     minutes = (trace.prompts[-1].at - trace.prompts[0].at) / 60
     yield (
@@ -97,12 +97,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> It
 
 
 def ms(seconds: float) -> str:
-    """In whole milliseconds."""
+    """A time in whole milliseconds, with the unit."""
     return f"{seconds * 1e3:.0f} ms"
 
 
 def size(nbytes: float) -> str:
-    """Bytes for people: three digits and a unit."""
+    """A readable size: three digits and a unit."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if nbytes < 1000 or unit == "TiB":
             break

@@ -1,4 +1,4 @@
-"""The composition root: opens what a StackConfig describes. What plugins do wrong here becomes a ConfigError."""
+"""The composition root: opens what a StackConfig describes. Errors of plugins become ConfigErrors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 @attrs.frozen
 class Runtime:
-    """What a stack needs besides its tiers. The simulator has its own."""
+    """What a stack needs besides its tiers. The simulator provides its own."""
 
     pool: Callable[[str, int], Pool] = IOPool  #: makes a pool of threads from its name and their number
     clock: Callable[[], float] = time.monotonic  #: seconds
@@ -76,7 +76,7 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
     levels: list[Arena | StoreTier] = []
     with contextlib.ExitStack() as closing:
         if config.chunk_tokens != "auto":
-            with collector:  # opened for use later; one that cannot be opened is told with all other problems
+            with collector:  # a tier that cannot be opened is reported together with all other problems
                 open_token_database(config, ctx.namespace)
         for i, tier in enumerate(config.tiers):
             with collector:
@@ -117,13 +117,13 @@ class _Call:
     """Calls to one plugin. Whatever it raises or returns, the caller gets the right type or a ConfigError."""
 
     plugin: str
-    what: str  #: is opened: ``tier disk``
+    what: str  #: what is opened: ``tier disk``
     path: str  #: of the setting that chose the plugin
     problem: Callable[[str, str, str], Problem]  #: made from a path, why, and a hint
     verb: str = "open"
 
     def returns(self, expected: type[T], work: Callable[[], Any]) -> T:
-        """What the work returns, which must be of the expected type."""
+        """Call the plugin and return the result. Raises ConfigError if it is not of the expected type."""
         value = self.ask(work)
         if not isinstance(value, expected):
             found = "None" if value is None else f"a value of type {type(value).__name__}"
@@ -131,14 +131,14 @@ class _Call:
         return value
 
     def ask(self, work: Callable[[], T]) -> T:
-        """What the work returns. Errors that plugins may raise are told in their own words."""
+        """Call the plugin and return the result. Errors that plugins may raise become problems with the same text."""
         outcome = run(work)
         error = outcome.error
         if error is None:
             return outcome.value
-        if isinstance(error, ConfigError):  # of which `$` is what this plugin was chosen for
-            told = [(self.path + each.path.removeprefix("$"), each.why, each.hint) for each in error.problems]
-            raise ConfigError([self.problem(*each) for each in told]) from error
+        if isinstance(error, ConfigError):  # its `$` is the setting that chose this plugin
+            problems = [(self.path + each.path.removeprefix("$"), each.why, each.hint) for each in error.problems]
+            raise ConfigError([self.problem(*each) for each in problems]) from error
         if isinstance(error, BackendError | ImportError):
             raise ConfigError([self.problem(self.path, str(error), "")]) from error
         failed = self.failed(f"{type(error).__name__}: {error}")
@@ -146,7 +146,7 @@ class _Call:
         raise failed from error
 
     def failed(self, why: str) -> ConfigError:
-        """For what the interface does not allow."""
+        """The error for a plugin that does what the interface does not allow."""
         why = f"plugin {self.plugin} cannot {self.verb} {self.what}: {why}"
         return ConfigError([self.problem(self.path, why, "")])
 
@@ -162,20 +162,20 @@ class _Opening:
     closing: contextlib.ExitStack  #: closes everything if a later step fails
 
     def open(self, ctx: OpenContext) -> _Opened:
-        """Open the store, and what comes with it. Raises ConfigError."""
+        """Open the store with its policy and codec. Raises ConfigError."""
         tier = self.tier
         codec = self._codec(ctx)
-        self._check_room("capacity", tier.capacity, "holds", codec.max_frame_nbytes, ctx.replicas)
+        self._check_limit("capacity", tier.capacity, "holds", codec.max_frame_nbytes, ctx.replicas)
         if isinstance(tier, StoreTierConfig):
-            self._check_room("inflight", tier.inflight, "lets through", ctx.layout.frame_nbytes)
+            self._check_limit("inflight", tier.inflight, "lets through", ctx.layout.frame_nbytes)
         policy = self._call(tier.eviction, "eviction").returns(EvictionPolicy, tier.eviction.open)
-        # What a policy learned is kept in the store as a frame, too.
+        # The state of the policy is stored as a frame too.
         longest = Nbytes(max(codec.max_frame_nbytes, FRAME_ALIGNMENT + MAX_POLICY_STATE_NBYTES))
         store = self._store(attrs.evolve(ctx, max_frame_nbytes=longest))
         return _Opened(tier, store, CacheIndex(policy, tier.store_after), codec, ctx.capacity)
 
     def start(self, opened: _Opened, arenas: int) -> Arena | StoreTier:
-        """Make it a level of the stack, below so many ``arenas``. Raises ConfigError."""
+        """Make it a level of the stack, below ``arenas`` arenas. Raises ConfigError."""
         tier = self.tier
         if isinstance(tier, ArenaTierConfig):
             return Arena(tier.name, arenas, opened.store, opened.index)
@@ -214,7 +214,7 @@ class _Opening:
         return store
 
     def _call(self, chosen: object, key: str = "", verb: str = "open") -> _Call:
-        """For a plugin of this tier; ``key`` is the setting that chose it, unless it is the tier itself."""
+        """A call to a plugin of this tier. ``key`` is the setting that chose it, empty for the tier itself."""
         path = f"$.tiers[{self.number}]"
         return _Call(
             self.config.plugin_of(chosen),
@@ -224,17 +224,17 @@ class _Opening:
             verb,
         )
 
-    def _check_room(self, key: str, room: Nbytes, verb: str, chunk_nbytes: int, replicas: int = 1) -> None:
-        if room // replicas < chunk_nbytes:
+    def _check_limit(self, key: str, limit: Nbytes, verb: str, chunk_nbytes: int, replicas: int = 1) -> None:
+        if limit // replicas < chunk_nbytes:
             kib = -(-chunk_nbytes // 1024)
             divided = f", divided among {replicas} data parallel replicas," if replicas > 1 else ""
-            why = f"{room}{divided} {verb} no chunk: one is {math.ceil(kib / 102.4) / 10:g}MiB"
+            why = f"{limit}{divided} {verb} no chunk: one is {math.ceil(kib / 102.4) / 10:g}MiB"
             hint = f"write at least {kib * replicas}KiB"
             raise ConfigError([self.config.problem(f"$.tiers[{self.number}].{key}", why, hint)])
 
 
 def _contradiction(arena: AllocatorBackend, ctx: OpenContext) -> str:
-    """In what an arena's memory does not keep to the interface; empty if it does."""
+    """How an arena's memory violates the interface; empty if it does not."""
     slots, nbytes = arena.slots, arena.slot_nbytes
     if not isinstance(slots, int) or slots < 1:
         return f"an arena has at least one slot, and it says {slots!r}"

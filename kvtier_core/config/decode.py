@@ -1,4 +1,4 @@
-"""From nodes to attrs classes. A field is read as it is annotated, and each problem is reported at its own line."""
+"""Reads nodes into attrs classes. Annotations say how fields are read; each problem is reported at its own line."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def reader(annotation: Any) -> Read:
 
 
 def _either(alternatives: tuple[Any, ...], annotation: Any) -> Read:
-    """An optional type, or a number or one of some words."""
+    """Read an optional type, or a number or one of several words."""
     rest = sorted((each for each in alternatives if each is not types.NoneType), key=lambda each: each not in NUMBERS)
     words = typing.get_args(rest[-1]) if typing.get_origin(rest[-1]) is Literal else ()
     if len(rest) == 1:
@@ -134,13 +134,13 @@ def settings(cls: type, but: Collection[str] = ()) -> dict[str, Setting]:
     """The keys of an attrs class, except those in ``but``. Raises ContractError for a type that no setting can have."""
     hints = typing.get_type_hints(cls)
     return {
-        field.alias: Setting(_discreet(field, reader(hints[field.name])), required=field.default is attrs.NOTHING)
+        field.alias: Setting(_hidden(field, reader(hints[field.name])), required=field.default is attrs.NOTHING)
         for field in attrs.fields(cls)
         if field.init and field.name not in but
     }
 
 
-def _discreet(field: attrs.Attribute, read: Read) -> Read:
+def _hidden(field: attrs.Attribute, read: Read) -> Read:
     """A field with ``repr=False`` may be secret, so its value is not shown in problems either."""
 
     def read_hidden(node: Node, choose: Choose) -> Any:
@@ -175,7 +175,7 @@ def read_known(node: Node, known: Mapping[str, Setting], choose: Choose, collect
 
 
 def validate(cls: type, node: Node, values: Mapping[str, Any], collector: ProblemCollector) -> None:
-    """Call each validator of the class by itself: attrs would stop at the first, and not say which field it is."""
+    """Call each validator of the class by itself: attrs would stop at the first problem and not name the field."""
     fields = [field for field in attrs.fields(cls) if field.init]
     constant = [f for f in fields if f.default is not attrs.NOTHING and not isinstance(f.default, attrs.Factory)]
     defaults = {field.name: field.default for field in constant}
@@ -203,9 +203,9 @@ def _validate(field: attrs.Attribute, instance: types.SimpleNamespace, node: Nod
             raise node.wrong("is not allowed; what was written is not shown") from None
         raise node.wrong(_words(error)) from error
     except AttributeError:
-        pass  # it compares with a field that could not be read, which is reported already
+        pass  # it compares with a field that could not be read, which has been reported
 
 
 def _words(error: Exception) -> str:
-    """The sentence alone: attrs adds the field and its options."""
+    """The message alone: attrs appends the field and its options."""
     return str(error.args[0]) if error.args else type(error).__name__

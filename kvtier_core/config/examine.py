@@ -1,4 +1,4 @@
-"""What one plugin offers, or what is wrong with it. The only file that knows pluggy's manager."""
+"""Finds out what one plugin offers, or what is wrong with it. The only file that uses pluggy's manager."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvtier_core.transfer.io_pool import run
 
 @attrs.frozen
 class Kind:
-    """A kind of things that plugins offer."""
+    """A kind of Config classes that plugins offer."""
 
     hook: str
     families: tuple[type, ...]
-    core_keys: frozenset[str] = frozenset({"type"})  #: are in the same mapping, so no Config may have such a field
+    core_keys: frozenset[str] = frozenset({"type"})  #: keys in the same mapping, so no Config may have such a field
 
 
 _TIER_KEYS = frozenset({"type", "capacity", "eviction", "serializer", "threads", "inflight", "store_after"})
@@ -62,7 +62,7 @@ class Offer:
 
     @property
     def role(self) -> str:
-        """Its kind in words; tiers are told apart."""
+        """Its kind in words; for a tier, whether it is an arena or a store tier."""
         if self.kind != "tier":
             return self.kind
         return "arena" if issubclass(self.config, ArenaConfig) else "store tier"
@@ -71,9 +71,9 @@ class Offer:
 def examine(plugin: str, version: str, implementation: Any) -> tuple[list[Offer], Callable[..., Any] | None]:
     """What a plugin offers, and its hook for events if it has one.
 
-    Raises ContractError, or whatever pluggy and the plugin raise, when anything is wrong: then nothing of it is used.
+    Raises ContractError, or any exception of pluggy or the plugin, if anything is wrong: then nothing of it is used.
     """
-    # A manager for each plugin: what one does wrong reaches no other, and it is known who offers what.
+    # A manager for each plugin: an error of one does not affect others, and it is known which plugin offers what.
     manager = pluggy.PluginManager("kvtier")
     manager.add_hookspecs(hookspecs)
     manager.register(implementation, plugin)
@@ -93,7 +93,7 @@ def examine(plugin: str, version: str, implementation: Any) -> tuple[list[Offer]
 
 
 def _must_be_marked(manager: pluggy.PluginManager, implementation: Any) -> None:
-    """pluggy passes over functions without its mark, and says nothing."""
+    """Raise ContractError for a hook without @hookimpl, which pluggy would silently ignore."""
     called = getattr(implementation, "__name__", type(implementation).__name__)
     for hook in _HOOKS:
         if callable(getattr(implementation, hook, None)) and not manager.parse_hookimpl_opts(implementation, hook):
@@ -108,7 +108,7 @@ def _answer(hook: pluggy.HookCaller) -> list[Any]:
         return []
     called = run(hook)
     if called.error is not None:
-        raise ContractError(f"{hook.name} raised {_told(called.error)}")
+        raise ContractError(f"{hook.name} raised {_described(called.error)}")
     if not called.value:  # pluggy leaves None out
         raise ContractError(f"{hook.name} returned None, and not a list of Config classes")
     (result,) = called.value
@@ -118,16 +118,16 @@ def _answer(hook: pluggy.HookCaller) -> list[Any]:
     if isinstance(listed.error, TypeError) and not hasattr(result, "__iter__"):
         raise ContractError(f"{hook.name} returned {result!r}, and not a list of Config classes")
     if listed.error is not None:
-        raise ContractError(f"{hook.name} raised {_told(listed.error)}")
+        raise ContractError(f"{hook.name} raised {_described(listed.error)}")
     return listed.value
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
 def _name_of(config: Any, kind: Kind) -> str:
-    """The name that users write. Raises ContractError for what no user could choose or configure."""
+    """The name that users write. Raises ContractError for a class that no user could choose or configure."""
     families = " or ".join(family.__name__ for family in kind.families)
     if not (inspect.isclass(config) and issubclass(config, kind.families)):
         raise ContractError(f"{kind.hook} offers {config!r}, which is no {families} class")

@@ -1,4 +1,4 @@
-"""From a YAML file, or the same keys inline, to a StackConfig."""
+"""Reads a StackConfig from a YAML file, or from the same keys given inline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtier_core.config.yaml_nodes import Node, ProblemCollector
 from kvtier_core.interfaces import ArenaConfig, BackendConfig
 
 _KIND_OF = {family: kind for kind, described in KINDS.items() for family in described.families}
-#: Fields of a tier that no user writes.
+#: Fields of a tier that are not keys in YAML.
 _NOT_WRITTEN = ("name", "config", "source")
 
 
@@ -85,7 +85,7 @@ def _read_tiers(
 
 
 def _class_of(node: Node, choose: Choose, collector: ProblemCollector) -> type | None:
-    """The plugin's Config class. None if there is none; then everything that is wrong is in ``collector``."""
+    """The plugin's Config class. None if there is none; ``collector`` then has the problems."""
     with collector:
         return decode.chosen(node, BackendConfig, choose)
     if isinstance(node.value, dict):
@@ -113,7 +113,7 @@ def _own_settings(shape: type) -> dict[str, Setting]:
 
 
 def _names(classes: Sequence[type | None]) -> list[str]:
-    """`disk`, and `disk#2` for the second of that type."""
+    """The names of the tiers: `disk`, and `disk#2` for the second of that type."""
     seen: Counter[str] = Counter()
     names = []
     for cls in classes:

@@ -21,10 +21,10 @@ _FRAME_NBYTES = 1 << 20
 #: But a chunk has no more tokens than this, unless a block has. On average half a chunk of each prompt is recomputed.
 _MOST_TOKENS = 256
 
-#: Threads of a store tier. More than this only wait for each other and for the GIL, however fast the store is.
+#: Threads of a store tier. More than this only wait for each other and for the GIL, even with a fast store.
 _MOST_THREADS = 64
 
-#: How the setting begins with which an operator vouches for the weights.
+#: Prefix of the setting by which an operator names the weights.
 NAMED = "name:"
 
 
@@ -35,7 +35,7 @@ def _more_than_nothing(config: object, field: attrs.Attribute, nbytes: Nbytes) -
 
 #: A capacity that a user must write.
 _CAPACITY = {"validator": _more_than_nothing}
-#: A chunk is kept from the request on that is the n-th to name it.
+#: A chunk is stored once this many requests have named it.
 _STORE_AFTER = {"default": 1, "validator": attrs.validators.ge(1)}
 
 
@@ -95,13 +95,13 @@ def _known_way(config: object, field: attrs.Attribute, way: str) -> None:
 class IdentityConfig:
     """How an engine finds out whether it may share KV with others."""
 
-    #: ``full`` reads every byte of the weights, ``sampled`` a part of each tensor. ``name:…`` is a name which
-    #: the operator gives to weights that do not come from files; nobody checks it.
+    #: ``full`` reads every byte of the weights, ``sampled`` a part of each tensor. ``name:…`` is a name that
+    #: the operator gives to weights that do not come from files; it is not checked.
     weights: str = attrs.field(default="full", validator=_known_way)
 
     @property
     def named(self) -> bool:
-        """Does the operator vouch for the weights by a name?"""
+        """Does the operator name the weights?"""
         return self.weights.startswith(NAMED)
 
 
@@ -112,7 +112,7 @@ def _one_or_more(config: object, field: attrs.Attribute, tokens: int | str) -> N
 
 @attrs.frozen
 class StackConfig:
-    """A whole configuration: the tiers, and what holds for all of them."""
+    """A whole configuration: the tiers, and the settings of the stack."""
 
     tiers: tuple[ArenaTierConfig | StoreTierConfig, ...]  #: hottest first
     chunk_tokens: int | Literal["auto"] = attrs.field(default="auto", validator=_one_or_more)
@@ -125,7 +125,7 @@ class StackConfig:
     on_reset: Literal["forget", "keep"] = "forget"
     record: RecordConfig | None = None
     _places: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)  # by path: file and line
-    _plugins: Mapping[type, str] = attrs.field(factory=dict, eq=False, repr=False)  # by Config class: who offers it
+    _plugins: Mapping[type, str] = attrs.field(factory=dict, eq=False, repr=False)  # by Config class: its plugin
 
     @property
     def arenas(self) -> tuple[ArenaTierConfig, ...]:
@@ -147,7 +147,7 @@ class StackConfig:
         return Problem(self._places[max(written, key=len)] if written else "StackConfig", path, why, hint)
 
     def describe(self) -> Iterator[str]:
-        """A line for each tier, which says the plugins that were chosen for it."""
+        """A line for each tier that names the plugins chosen for it."""
         for tier in self.tiers:
             serializer = f", serializer {tier.serializer.type}" if isinstance(tier, StoreTierConfig) else ""
             yield f"{tier.name}: {self.plugin_of(tier.config)}, eviction policy {tier.eviction.type}{serializer}"

@@ -1,4 +1,4 @@
-"""Which plugins there are, what they offer, and which of them are broken and why."""
+"""The installed plugins: what they offer, and which of them are broken and why."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class Broken:
         return f"{f'{self.plugin} {self.version}'.rstrip()}: {self.why}"
 
     def may_offer(self, name: str) -> bool:
-        """Is this the plugin's own name, or that of its distribution, or its part of a full name?"""
+        """May the plugin have offered this name? True for its own, its distribution's, and its part of a full name."""
         distribution, _, entry = self.plugin.partition(":")
         return name in (entry, distribution, distribution.removeprefix("kvtier-")) or name.endswith(f"@{self.plugin}")
 
 
 class Registry:
-    """What all plugins offer, by kind and name. No result depends on the order of plugins."""
+    """All offers of all plugins, by kind and name. No result depends on the order of plugins."""
 
     def __init__(self, version: str = "", log: logging.Logger = _LOG) -> None:
-        """Only the core's own plugin, of this ``version``. Errors of observers go to ``log``."""
+        """Begin with the core's own plugin, of this ``version``. Errors of observers are logged to ``log``."""
         self.broken: list[Broken] = []
         self._log = log
         self._offers: list[Offer] = []
@@ -52,8 +52,8 @@ class Registry:
 
     @classmethod
     def discover(cls, log: logging.Logger = _LOG) -> Registry:
-        """The core's own plugin and all that are installed. A broken one hides no other."""
-        from importlib import metadata  # takes a tenth of a second, which `of` need not spend
+        """A registry of the core's own plugin and all installed ones. A broken plugin does not affect the others."""
+        from importlib import metadata  # its import takes a tenth of a second, which `of` does not need
 
         entries = metadata.entry_points(group=hookspecs.GROUP)
         own = [found.version for found in metadata.distributions(name="kvtier")]
@@ -64,7 +64,7 @@ class Registry:
 
     @classmethod
     def of(cls, *plugins: Any) -> Registry:
-        """The core's own plugin and these modules or objects."""
+        """A registry of the core's own plugin and these modules or objects."""
         registry = cls()
         for plugin in plugins:
             registry._add(getattr(plugin, "__name__", type(plugin).__name__), "", lambda plugin=plugin: plugin)
@@ -75,7 +75,7 @@ class Registry:
         return sorted(self._offers, key=lambda offer: (offer.kind, offer.name, offer.plugin))
 
     def plugins(self) -> Mapping[type, str]:
-        """By Config class the plugin that offers it: ``distribution:entry point version``."""
+        """For each Config class the plugin that offers it: ``distribution:entry point version``."""
         return {offer.config: f"{offer.plugin} {offer.version}".rstrip() for offer in self.offers()}
 
     def clashes(self) -> list[str]:
@@ -86,7 +86,7 @@ class Registry:
         return [f"{clash.why}; {clash.hint}" for clash in clashes]
 
     def log_problems(self) -> None:
-        """A warning for each broken plugin and each clash. Without it those that no YAML names would be silent."""
+        """Log a warning for each broken plugin and each clash, also of those that no YAML file names."""
         for broken in self.broken:
             self._log.warning("kvtier: a plugin is broken, and nothing of it is used: %s", broken)
         for clash in self.clashes():
@@ -150,7 +150,7 @@ def _clash(name: str, offers: Iterable[Offer]) -> Unavailable:
 
 
 def _is_extra(name: str) -> bool:
-    """Does `pip install 'kvtier[name]'` bring a plugin `kvtier-name`? Asked of the installed kvtier itself."""
+    """Does `pip install 'kvtier[name]'` bring a plugin `kvtier-name`? Read from kvtier's own metadata."""
     from importlib import metadata
 
     required = run(lambda: metadata.requires("kvtier")).value or ()

@@ -1,4 +1,4 @@
-"""Reads single values: text, paths, numbers, sizes, times, and words out of a choice."""
+"""Reads single values: text, paths, numbers, sizes, times, and words from a list of choices."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvtier_core.types import Nbytes, Seconds
 
 @attrs.frozen
 class Unavailable:
-    """Why there is no plugin of a name, and the way out."""
+    """Why there is no plugin with a name, and what to do about it."""
 
     why: str
     hint: str = ""
 
 
-#: From a family of Configs and a name to the Config class of that name.
+#: Finds the Config class with a name in a family of Configs.
 Choose = Callable[[type, str], type | Unavailable]
-#: From a node to a value; raises ConfigError.
+#: Reads the value of a node; raises ConfigError.
 Read = Callable[[Node, Choose], Any]
 
 

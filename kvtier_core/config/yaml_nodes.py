@@ -1,4 +1,4 @@
-"""Values and where they were written: nodes of a YAML file, or of plain values given inline.
+"""Nodes: values and where they were written, in a YAML file or inline as plain values.
 
 YAML's own rules for types are not used. A scalar is its text, and the type of the setting decides how it is read: so
 `off` can be a word, and `1:30` is never ninety.
@@ -18,14 +18,14 @@ import yaml
 
 from kvtier_core.errors import ConfigError, Problem
 
-#: Levels. More than any configuration needs, and far less than Python's limit of recursion.
+#: Levels of nesting: more than any configuration needs, and far fewer than Python's recursion limit.
 _DEEPEST = 16
 
 _VARIABLE = re.compile(r"\$[A-Za-z_{]")
 
 
 class ProblemCollector:
-    """`with collector:` collects the problems of a ConfigError and goes on, so that all are reported at once."""
+    """`with collector:` collects the problems of a ConfigError instead of raising it, to report all at once."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
@@ -97,7 +97,7 @@ class Node:
 
 
 def path_of(text: str) -> pathlib.Path:
-    """The path; a leading ``~`` is the home directory. Raises ValueError for what would be another path."""
+    """The path; a leading ``~`` is the home directory. Raises ValueError if it would be taken for another path."""
     if not text or "\0" in text:
         raise ValueError(f"{text!r} is not a path")
     if _VARIABLE.search(text):
@@ -143,7 +143,7 @@ def from_yaml(text: str, name: str, collector: ProblemCollector) -> Node:
 
 
 def from_plain(value: object, where: str, collector: ProblemCollector, path: str = "$", depth: int = 0) -> Node:
-    """Make nodes of values as JSON has them; ``where`` names their source in problems. Raises ConfigError."""
+    """Make nodes of values of JSON's types; ``where`` names their source in problems. Raises ConfigError."""
     if depth > _DEEPEST:
         raise ConfigError([Problem(where, path, "nested too deeply")])
     if isinstance(value, Mapping):
@@ -166,7 +166,7 @@ def from_plain(value: object, where: str, collector: ProblemCollector, path: str
 
 
 class _Loader(yaml.BaseLoader):
-    """Resolves no types, and refuses anchors, aliases and tags: a file means what it shows."""
+    """Resolves no types, and refuses anchors, aliases and tags, so that every value is written where it is used."""
 
     _depth = 0
 

@@ -1,7 +1,7 @@
 """A cache of digests on disk, so that unchanged files need not be read again at the next start.
 
-It has one small file a digest, in a folder that no other user may write to. An invalid entry is ignored. Without a
-home directory or XDG_CACHE_HOME nothing is kept.
+Each digest is a small file, in a folder that no other user may write to. An invalid entry is ignored. Without a home
+directory or XDG_CACHE_HOME nothing is cached.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-#: Seconds. A file that changed less than this ago may change again without a new time stamp.
+#: Seconds. A file that changed more recently may change again without a new time stamp.
 _SETTLE_TIME = 2.0
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -31,7 +31,7 @@ class Entry:
         self._name = hashlib.blake2b(repr((kind, state)).encode(), digest_size=32).hexdigest()
 
     def recall(self) -> str | None:
-        """The digest that was kept for this state, as 64 hex digits; None if there is none."""
+        """The digest cached for this state, as 64 hex digits; None if there is none."""
         if self._folder is None:
             return None
         try:
@@ -41,10 +41,10 @@ class Entry:
         return found if _DIGEST.fullmatch(found) else None
 
     def remember(self, digest: str) -> None:
-        """Keep a digest, unless a file has just changed."""
+        """Cache a digest, unless a file has just changed."""
         if self._newest > time.time_ns() - _SETTLE_TIME * 1e9:
             return
-        with contextlib.suppress(OSError):  # then it is computed again
+        with contextlib.suppress(OSError):  # without an entry the digest is computed again
             if self._make_folder():
                 unfinished = self._folder / f"{self._name}.{os.getpid()}"
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -54,7 +54,7 @@ class Entry:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Held by one process at a time for these files, so that the others can recall what it found."""
+        """A lock for these files that one process holds at a time, so that the others can use its digest."""
         with contextlib.ExitStack() as held:
             with contextlib.suppress(OSError):
                 if self._make_folder():

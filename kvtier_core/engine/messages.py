@@ -23,7 +23,7 @@ def _groups(rows: Iterable[KVGroup | Mapping[str, Any]]) -> tuple[KVGroup, ...]:
 class WorkerReport:
     """What a worker found when it inspected the engine's pages. Each worker sends one at start-up, as JSON."""
 
-    device: str  #: its type, as torch names it
+    device: str  #: type of its device, as torch names it
     groups: tuple[KVGroup, ...] = attrs.field(converter=_groups)  #: in the order of a shard
     facts: tuple[tuple[str, str], ...] = attrs.field(converter=_pairs)  #: what else makes pages interchangeable
     refusal: str = ""  #: why these pages cannot be moved, in plain words; empty if they can
@@ -44,10 +44,10 @@ class Transfer:
 
 @attrs.frozen
 class StepPlan:
-    """What the workers shall do in one step. From the scheduler side to every worker side."""
+    """What the workers must do in one step. Sent by the scheduler side to every worker side."""
 
     arenas: tuple[str, ...] = ()  #: handles by which workers reach the arenas, by the number of the arena
-    self_test_slots: tuple[Slot, ...] = ()  #: an empty slot of each arena; none once the self-test is over
+    self_test_slots: tuple[Slot, ...] = ()  #: an empty slot of each arena; empty once the self-test is over
     loads: tuple[tuple[str, Transfer], ...] = ()  #: by request id
     stores: tuple[tuple[int, Transfer], ...] = ()  #: by store job
     stores_to_fence: tuple[int, ...] = ()  #: store jobs not known to have ended, whose pages this step overwrites
@@ -56,15 +56,15 @@ class StepPlan:
 
 @attrs.frozen
 class WorkerProgress:
-    """What workers finished. From the worker sides, merged over the ranks, to the scheduler side."""
+    """What workers finished. Sent by the worker sides, merged over the ranks, to the scheduler side."""
 
     ended: Counter[int] = attrs.field(factory=Counter)  #: by store job: how many workers ended it
     failed: Counter[int] = attrs.field(factory=Counter)  #: by store job: how many of those failed
-    self_tests: Counter[str] = attrs.field(factory=Counter)  #: workers by what their self-test found wrong; "": nothing
+    self_tests: Counter[str] = attrs.field(factory=Counter)  #: workers by the problem their self-test found; "": none
     checksums: dict[tuple[int, int], tuple[int, ...]] = attrs.field(factory=dict)  #: of shards, by job and rank
 
     def merge(self, other: WorkerProgress) -> WorkerProgress:
-        """The progress of the workers of both."""
+        """The progress of both together."""
         return WorkerProgress(
             self.ended + other.ended,
             self.failed + other.failed,

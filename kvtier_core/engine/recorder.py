@@ -1,8 +1,7 @@
 """Records a live server's traffic for `kvtier simulate`: when requests came, how long they were, which chunks recur.
 
 A recording contains no text and no token. A chunk's id is a digest of its key under a random salt that never leaves
-this process: it shows that two prompts began alike but not how, and means nothing in the recording of another engine or
-of another start.
+this process: it shows that two prompts share a prefix but not which one, and cannot be related to another recording.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from kvtier_core.types import ChunkKey, Nbytes
 
 logger = logging.getLogger("vllm.kvtier")
 
-#: Lines that may wait for a slow disk; further ones are not recorded.
+#: Lines that may wait for a slow disk; requests beyond that are not recorded.
 _MAX_WAITING = 1000
 #: Seconds that `close` waits for the last lines to be written.
 _CLOSE_TIMEOUT = 1.0
@@ -35,7 +34,7 @@ class Recorder:
     def __init__(self, config: StackConfig, replicas: int = 1, clock: Callable[[], float] = time.monotonic):
         """Begin a new file in the configured folder. Raises ConfigError if that is not possible.
 
-        ``replicas`` engines write to the folder, and each may fill an equal part of what is left of its capacity.
+        ``replicas`` engines write to the folder; each may use an equal part of the capacity that is left.
         """
         self._chunk_tokens = config.chunk_tokens
         self._clock = clock
@@ -55,9 +54,9 @@ class Recorder:
         logger.info("kvtier: records this traffic in %s, at most %s", self.path, Nbytes(max(0, self._room)))
 
     def record(self, since: float, tokens: int, generated: int, keys: Sequence[ChunkKey], reason: str) -> None:
-        """Record a request that came at ``since``, by the recorder's clock, and has ended now.
+        """Record a request that arrived at ``since``, by the recorder's clock, and has ended now.
 
-        ``tokens`` and ``generated`` count those of its prompt and of its answer; ``keys`` are those of the prompt.
+        ``tokens`` and ``generated`` are the lengths of its prompt and of its answer; ``keys`` are those of the prompt.
         """
         self._pool.step()
         if self._room <= 0:
@@ -99,7 +98,7 @@ class Recorder:
         return int.from_bytes(hashlib.blake2b(key, digest_size=8, key=self._salt).digest()) >> 1
 
     def _write(self, text: bytes) -> None:
-        """On the pool's thread."""
+        """Append to the file, on the pool's thread."""
         while text:
             text = text[os.write(self._file, text) :]
 

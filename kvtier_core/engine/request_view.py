@@ -17,7 +17,7 @@ class Bypass:
 
 @attrs.frozen
 class PromptItem:
-    """Something that stands in a prompt and that the token ids do not tell: an image, for instance."""
+    """A part of a prompt that its token ids do not identify: an image, for instance."""
 
     offset: int  #: of its first token in the prompt
     length: int  #: in tokens
@@ -47,14 +47,14 @@ class RequestView:
 
     request_id: str
     token_ids: Sequence[int]  #: the prompt's, then those generated so far
-    prompt_tokens: int  #: how many of them are the prompt
+    prompt_tokens: int  #: how many of these are the prompt
     identity: KVIdentity | Bypass = KVIdentity()
     hints: Mapping[str, str] = attrs.field(factory=dict)  #: from the client, for eviction policies
-    reads_cache: bool = True  #: False: it asked for no cached prefix
+    reads_cache: bool = True  #: False: the client asked not to read cached prefixes
     computed_tokens: int = 0  #: tokens, from the first one on, whose KV the engine counts as computed
-    preemptions: int = 0  #: how often the engine took its blocks away
+    preemptions: int = 0  #: how often the engine has preempted it
 
     @property
     def tokens(self) -> int:
-        """How many tokens the request has now."""
+        """Number of tokens that the request has now."""
         return len(self.token_ids)

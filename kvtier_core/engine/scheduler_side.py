@@ -1,4 +1,4 @@
-"""The scheduler's side of kvtier: knows keys and requests, owns the stack, sees no bytes and no engine's own class."""
+"""The scheduler side: it knows keys and requests and owns the stack, but sees no bytes and no engine's own classes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvtier_core.types import ChunkKey, Event, Namespace
 
 logger = logging.getLogger("vllm.kvtier")
 
-#: Seconds without any event after which the engine is no longer kept stepping for transfers: a tier may hang.
+#: Seconds without an event after which the engine need not keep stepping for transfers: a tier may hang.
 _STALL_TIMEOUT = 5.0
 
 #: Seconds that a step which computes nothing waits for the I/O threads. Without the wait the engine would step again at
@@ -36,7 +36,7 @@ class SchedulerSide:
     """Call every method on the scheduler's thread, which owns the stack.
 
     The engine calls `match` and `admitted` for each request that it is about to start, `plan` before and `progress`
-    after each step, and `finished` when a request has ended. What is not certain is a miss.
+    after each step, and `finished` when a request has ended. Whatever is uncertain is a miss.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SchedulerSide:
         recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """``loads`` and ``stores`` say which of the two this engine does; ``clock`` counts seconds."""
+        """``loads`` and ``stores`` say which of the two this engine does; ``clock`` returns seconds."""
         self.manager = manager
         self.events = EventLog(observe, clock)
         self.namespace = self._first_namespace = namespace
@@ -70,8 +70,8 @@ class SchedulerSide:
         self._provenance = Provenance(block_tokens)
         self._loads = Loads(manager, chunk_tokens=config.chunk_tokens, block_tokens=block_tokens)
         self._stores = StoreJobs(manager, ranks)
-        # Blocks allocated since the last plan that a forward or another connector's load will write. Not those that
-        # kvtier loads: the mover's load waits by itself for the stores that still read them.
+        # Blocks allocated since the last plan that a forward or another connector's load will write. Blocks
+        # that kvtier loads are not among them: the mover's load itself waits for the stores that still read them.
         self._new_blocks: set[int] = set()
         self._logged_stall: float | None = None
 
@@ -112,7 +112,7 @@ class SchedulerSide:
         """The engine allocated the request's blocks, and wants ``tokens`` of those that `match` offered loaded."""
         state = self._requests.track(view)
         state.waiting_since = None
-        if not view.computed_tokens:  # else it comes back from a load
+        if not view.computed_tokens:  # otherwise it returns from a load
             state.trusted = None
         computed = view.computed_tokens or state.computed
         self._provenance.allocated(block_ids, computed)
@@ -136,7 +136,7 @@ class SchedulerSide:
     # -- a step ----------------------------------------------------------------------------------------
 
     def plan(self, step: Step) -> StepPlan:
-        """What the workers shall do in this step."""
+        """The plan of this step for the workers."""
         if step.computes_nothing:
             self.drain(_IDLE_WAIT)
         else:
@@ -157,7 +157,7 @@ class SchedulerSide:
         )
 
     def progress(self, result: StepResult) -> None:
-        """Take note of what the workers did."""
+        """Process what the workers did."""
         if self._provenance.trusts_any(result.invalid_blocks):
             self._distrust_all()
         if result.progress:
@@ -193,7 +193,7 @@ class SchedulerSide:
             )
 
     def busy(self) -> bool:
-        """Must the engine keep stepping because transfers are under way? False when they seem to hang."""
+        """Must the engine keep stepping because transfers are under way? False if they seem to hang."""
         if not (self._stores or self._loads or self.manager.jobs):
             return False
         if self._clock() - self.events.last_event < _STALL_TIMEOUT:
@@ -204,10 +204,10 @@ class SchedulerSide:
         return False
 
     def invalidate_all(self) -> bool:
-        """Open a new epoch, in which nothing that was stored before is found. False if a load of it is under way."""
+        """Open a new epoch, in which nothing that was stored before is found. False if a load is under way."""
         self.namespace = self._first_namespace.renewed()
         self.manager.invalidate_all(self.namespace)
-        # What these requests have computed is of the old epoch, and what they will compute stands on it.
+        # What these requests have computed belongs to the old epoch, and what they will compute depends on it.
         self._requests.reset(self._open_database(), Bypass("it began before the cache was reset"))
         self._distrust_all()
         return not self._loads
@@ -215,7 +215,7 @@ class SchedulerSide:
     def close(self) -> None:
         """Let stores in flight finish for some seconds, then close the stack and log the totals."""
         if self.namespace is not self._first_namespace:
-            self.manager.invalidate_all(self._first_namespace)  # no other process could find what a later epoch stored
+            self.manager.invalidate_all(self._first_namespace)  # no other process could find a later epoch's
         self.events.record(self.manager.close())
         if self._recorder:
             self._recorder.close()
@@ -259,7 +259,7 @@ class SchedulerSide:
     def _plan_store(
         self, state: RequestState, scheduled: ScheduledRequest, step: Step
     ) -> tuple[tuple[int, Transfer], ...]:
-        """Store the chunks that become whole in this step, as far as their KV is trusted."""
+        """Store the chunks that this step completes, as far as their KV is trusted."""
         state.trusted = self._provenance.computed(state.trusted, scheduled, step.block_table)
         end = min(state.trusted, state.view.tokens)
         if not self._config.save_decode:
@@ -267,7 +267,7 @@ class SchedulerSide:
         whole = end // self._chunk_tokens
         if whole <= state.stored_chunks or state.bypass or self._self_test.failure or not self._may_store:
             return ()
-        # With its last stored chunk in front, so that the first new one is known to be its child.
+        # The path begins with the last stored chunk, so that the first new one is known as its child.
         first = max(0, state.stored_chunks - 1)
         state.stored_chunks = whole
         blocks, size = step.block_table(scheduled.request_id), self._chunk_blocks

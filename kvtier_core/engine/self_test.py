@@ -1,8 +1,8 @@
-"""The self-test: random bytes go through the very copies that will serve, before anything is trusted to them.
+"""The self-test: copies random bytes with the movers that will serve, before any KV is trusted to them.
 
 It writes to the engine's real pages through the engine's own tensors, stores, wipes, loads and compares. So an engine
-that changed the layout of its pages is caught before traffic. It runs before the first forward, while no page has a
-meaning, and puts back what was in the pages. Its random numbers come from generators of its own: those of Python and
+that changed the layout of its pages is detected before traffic. It runs before the first forward, while no page holds
+KV, and restores what was in the pages. Its random numbers come from generators of its own: those of Python and
 torch are the engine's, which samples from them.
 """
 
@@ -17,7 +17,7 @@ from kvtier_core.interfaces import NO_BLOCK, Mover, PagedKVCache
 
 #: Pages of each layer that are copied, at most; fewer if a chunk has fewer.
 _COPIED_PAGES = 4
-#: Pages beside them, which must not change.
+#: Other pages, which must not change.
 _UNTOUCHED_PAGES = 2
 #: Contents are compared as bits, whatever numbers they are. By bytes of an element.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -27,14 +27,14 @@ _STORE, _LOAD = -1, -2  # jobs
 def try_copies(mover: Mover, table: PagedKVCache, caches: Mapping[str, torch.Tensor], slot: int) -> str:
     """Store pages to an empty slot and load them back. Returns what is wrong, in plain words; empty if nothing is.
 
-    ``caches`` are the engine's tensors by layer name, as they lie in ``table``.
+    ``caches`` are the engine's tensors by layer name; ``table`` says where they lie in memory.
     """
     drawn_from = random.Random()
     pages = {name: _pages(cache, table.blocks) for name, cache in caches.items()}
     drawn = drawn_from.sample(range(table.blocks), min(table.blocks, _COPIED_PAGES + _UNTOUCHED_PAGES))
     copied = drawn[: min(_COPIED_PAGES, *table.layout.blocks, max(1, len(drawn) - _UNTOUCHED_PAGES))]
     chunk = [_scattered(copied, places, drawn_from) for places in table.layout.blocks]  # the same blocks of every group
-    before = {name: cache[drawn] for name, cache in pages.items()}  # a list of indices copies
+    before = {name: cache[drawn] for name, cache in pages.items()}  # indexing with a list copies
     try:
         for name in _one_of_each(pages):
             pages[name][drawn] = _noise(before[name], drawn_from)

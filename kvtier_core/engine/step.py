@@ -1,4 +1,4 @@
-"""What the engine tells the scheduler side of a step: before it what will be computed, after it what happened."""
+"""What the engine tells the scheduler side about a step: before it what will be computed, after it what happened."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Step:
 
     @property
     def computes_nothing(self) -> bool:
-        """True if no token is scheduled: the engine steps only to let transfers go on."""
+        """True if no token is scheduled: the engine steps only so that transfers can continue."""
         return not any(request.scheduled for request in self.requests)
 
 
@@ -44,7 +44,7 @@ class Step:
 class StepResult:
     """What became of earlier steps, as far as the engine knows by now."""
 
-    ended_loads: Collection[str] = ()  #: requests whose load ended on all ranks, well or badly
-    failed_loads: Collection[str] = ()  #: those of them of which some page was not loaded
+    ended_loads: Collection[str] = ()  #: requests whose load ended on all ranks, successfully or not
+    failed_loads: Collection[str] = ()  #: those of them with a page that was not loaded
     invalid_blocks: Collection[int] = ()  #: blocks that a connector reports as not loaded correctly
     progress: WorkerProgress | None = None  #: what the workers reported; None if nothing

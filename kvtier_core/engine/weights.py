@@ -23,7 +23,7 @@ from kvtier_core.transfer.io_pool import IOPool, Outcome
 
 _PIECE_NBYTES = 16 << 20
 _MAX_THREADS = 16
-#: Files that no loader of weights reads.
+#: Files that no weight loader reads.
 _NEVER_LOADED = re.compile(r"(.*/)?(\..*|LICENSE(\.txt)?|.*\.md|.*\.png|.*\.jpe?g|.*\.gif|.*\.svg)|.*/\..*", re.DOTALL)
 #: Files that hold no weights: a model's configuration and code.
 _NO_TENSORS = (".json", ".py", ".txt", ".model", ".jinja")
@@ -48,7 +48,7 @@ class _Piece:
     nbytes: int
 
     def digest(self) -> bytes:
-        """On a thread of the pool. Raises OSError."""
+        """The digest of this piece. Called on a thread of the pool. Raises OSError."""
         buffer = bytearray(self.nbytes)
         with self.file.open("rb", buffering=0) as stream:
             stream.seek(self.offset)
@@ -175,7 +175,7 @@ def _samples(stream: BinaryIO) -> Iterator[bytes]:
         raise ValueError("a tensor lies outside its file")
     samples = max(_MIN_SAMPLES, min(_SAMPLES, _SAMPLES_OF_A_FILE // max(1, len(tensors))))
     spans = [span for at, to in tensors for span in _spans(at, to - at, samples)]
-    for at, nbytes in spans:  # the disk may then fetch them in any order
+    for at, nbytes in spans:  # so that the disk can read them in any order
         os.posix_fadvise(stream.fileno(), at, nbytes, os.POSIX_FADV_WILLNEED)
     for at, nbytes in spans:
         stream.seek(at)

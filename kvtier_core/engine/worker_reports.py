@@ -1,4 +1,4 @@
-"""The workers' reports to the scheduler side at start-up: one small file a rank, in a folder of this user's.
+"""The workers' reports to the scheduler side at start-up: one small file a rank, in a folder of this user.
 
 vLLM's handshake metadata is not used: a MultiConnector hands that of its first connector to all of them. The engine
 starts its workers before its scheduler, so a report is there when the scheduler side looks for it, or never will be.
@@ -20,9 +20,9 @@ import attrs
 from kvtier_core.engine.messages import WorkerReport
 
 _SUFFIX = ".report"
-#: Seconds after which a report is removed: the engine that left it is long past its start.
+#: Seconds after which a report is stale and removed: the start of an engine takes less.
 _MAX_AGE = 24 * 3600.0
-#: Bytes of a report that are read. A report lists the names of all layers, and has never had a hundredth of this.
+#: Bytes of a report that are read. A report lists the names of all layers, and is usually a hundredth of this.
 _MAX_NBYTES = 16 << 20
 
 
@@ -55,7 +55,7 @@ def collect(engine: str, ranks: int) -> list[WorkerReport] | NoReports:
 
 
 def remove(engine: str, ranks: int) -> None:
-    """Remove an engine's reports, once all who need them have read them."""
+    """Remove an engine's reports, when they have been read."""
     with contextlib.suppress(OSError):
         folder = _folder()
         for rank in range(ranks):
@@ -89,7 +89,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _read(path: Path) -> WorkerReport:
-    """Raises OSError, ValueError and TypeError."""
+    """Read a report. Raises OSError, ValueError and TypeError."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         return WorkerReport(**json.loads(file.read(_MAX_NBYTES)))
 

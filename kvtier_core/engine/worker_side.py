@@ -1,4 +1,4 @@
-"""A worker's side of kvtier: knows pages and slots, never keys."""
+"""The worker side: it knows pages and slots, but no keys."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class WorkerSide:
     """
 
     def __init__(self, arenas: Sequence[ArenaTierConfig], table: PagedKVCache, caches: Mapping[str, torch.Tensor]):
-        """``caches`` are the engine's own tensors by layer name, for the self-test; ``table`` is where they lie."""
+        """``caches`` are the engine's own tensors by layer name, for the self-test; ``table`` says where they lie."""
         self._arenas = arenas
         self._table = table
         self._caches = caches
         self._movers: list[Mover | None] = []
-        self._tasks: dict[int, _Task] = {}  # by the movers' jobs; a task has one job for each arena that it touches
+        self._tasks: dict[int, _Task] = {}  # by job of a mover; a task has one job for each of its arenas
         self._parts: Counter[_Task] = Counter()  # jobs that have not ended
         self._failed: set[_Task] = set()
         self._checksums: dict[tuple[int, int], tuple[int, ...]] = {}  # by store job of the plan, and rank
@@ -67,7 +67,7 @@ class WorkerSide:
         self._wait(_Direction.LOAD, math.inf)
 
     def resume(self) -> None:
-        """The engine's pages may be touched again."""
+        """Allow copies again after `suspend`."""
         self._suspended = False
 
     def attach(self, plan: StepPlan) -> None:
@@ -179,7 +179,7 @@ class WorkerSide:
             self._end_part(task, ok=False)
 
     def _collect(self) -> None:
-        """Take note of the jobs that the movers have finished."""
+        """Process the jobs that the movers have finished."""
         for mover in self._movers:
             for job, ok, checksums in mover.finished() if mover is not None else ():
                 task = self._tasks.pop(job)

@@ -40,7 +40,7 @@ def _times_x(a: int) -> int:
     return a >> 1 ^ (_POLYNOMIAL if a & 1 else 0)
 
 
-#: ``crc32(data, crc=0)``: the checksum of ``data``, or of what has the checksum ``crc`` with ``data`` behind it.
+#: ``crc32(data, crc=0)``: the checksum of ``data``; with ``crc``, of data with that checksum followed by ``data``.
 crc32 = choose("crc32", zlib.crc32)
 #: `plain_combine`, compiled where the extension could be built.
 combine = choose("crc32_combine", plain_combine)

@@ -1,4 +1,4 @@
-"""Encodes frames on their way into a store tier, and verifies and decodes those that come back."""
+"""Encodes frames that are written to a store tier, and verifies and decodes those that are read from it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FrameCodec:
 
     @property
     def lossless(self) -> bool:
-        """False if a payload may come back with other bits than it had."""
+        """False if a decoded payload may differ from the one that was encoded."""
         return self.identity.lossless
 
     def with_namespace(self, namespace: Namespace) -> Self:
@@ -52,7 +52,7 @@ class FrameCodec:
         return type(self)(namespace, self._layout, self._serializer, self.identity)
 
     def encode(self, key: ChunkKey, sealed: memoryview) -> memoryview:
-        """The frame to store for a raw frame that lies sealed in a slot; a multiple of `FRAME_ALIGNMENT` long.
+        """The frame to store for a sealed raw frame in a slot. Its length is a multiple of `FRAME_ALIGNMENT`.
 
         Raises ContractError if the payload has been through a lossy codec: it must not be stored as if it were exact.
         Raises BackendError if a lossy serializer cannot decode what it encoded.
@@ -80,8 +80,8 @@ class FrameCodec:
     def decode_verified(self, key: ChunkKey, buffer: memoryview, count: int, slot: memoryview) -> FrameError | None:
         """Verify the frame of ``key`` in the first ``count`` bytes of ``buffer``, and decode it into ``slot``.
 
-        Returns None if all is as it was written; ``slot`` then holds a sealed raw frame. Otherwise ``slot`` may hold
-        anything. Raises ContractError if ``count`` is no length that a read of ``buffer`` can have.
+        Returns None if the frame is as it was written; ``slot`` then holds a sealed raw frame. Otherwise the content of
+        ``slot`` is undefined. Raises ContractError if a read of ``buffer`` cannot have returned ``count``.
         """
         if not 0 < count <= len(buffer):
             raise ContractError(f"read returned {count} bytes for a view of {len(buffer)}")
@@ -93,7 +93,7 @@ class FrameCodec:
             return error
         payload = slot[FRAME_ALIGNMENT : FRAME_ALIGNMENT + nbytes]
         decoded = None
-        with contextlib.suppress(Exception):  # whatever a plugin raises, the other frames of the batch are good
+        with contextlib.suppress(Exception):  # whatever a plugin raises must not fail the other frames of the batch
             decoded = self._serializer.decode(payload_of(frame), payload)
         if decoded is None:
             return FrameError.UNDECODABLE
@@ -105,7 +105,7 @@ class FrameCodec:
         return None
 
     def _decoded_checksum(self, encoded: memoryview) -> int:
-        """The checksum of what a lossy serializer makes of its own encoding."""
+        """The checksum of a payload that a lossy serializer has encoded and decoded."""
         nbytes = self._layout.payload_nbytes
         decoded = memoryview(bytearray(nbytes))
         if self._serializer.decode(encoded, decoded) != nbytes:

@@ -109,7 +109,7 @@ def verify(
     codec: CodecIdentity = RAW,
     payload_nbytes: int | None = None,
 ) -> FrameError | None:
-    """None if ``frame`` is the one asked for, with a payload that is, to the last byte, the one that was sealed.
+    """Returns None if ``frame`` is the one asked for and its payload is, byte for byte, the one that was sealed.
 
     ``payload_nbytes`` is the length that the payload must have; None if its codec encodes to varying lengths.
     """
@@ -130,7 +130,7 @@ def verify(
 
 
 def read_header(frame: memoryview) -> Header | FrameError:
-    """The header of a frame if it is whole. Says nothing of the payload."""
+    """The header of a frame if it is whole. The payload is not verified."""
     if len(frame) < FRAME_ALIGNMENT:
         return FrameError.SHORT
     header = header_of(frame)
@@ -147,8 +147,8 @@ def read_header(frame: memoryview) -> Header | FrameError:
 def inspect(nbytes: int, read: Callable[[int, int], bytes]) -> Header | FrameError:
     """The header of a frame of ``nbytes`` if frame and payload are whole, whatever its namespace, key and codec.
 
-    ``read(offset, nbytes)`` returns bytes of the frame, fewer only at its end; what it raises passes through. It is
-    called for a few MiB at a time, and for nothing behind the header if the header is damaged or states another length.
+    ``read(offset, nbytes)`` returns bytes of the frame, fewer only at its end; its exceptions propagate. It is
+    called for a few MiB at a time, and not for the payload if the header is damaged or states another length.
     """
     header = read_header(memoryview(read(0, FRAME_ALIGNMENT)))
     if isinstance(header, FrameError):
@@ -169,7 +169,7 @@ def inspect(nbytes: int, read: Callable[[int, int], bytes]) -> Header | FrameErr
 
 
 def header_of(frame: memoryview) -> Header:
-    """The header of a frame that `verify` accepted: nothing is verified here."""
+    """The header of a frame that `verify` accepted: it is not verified again."""
     return Header._make(_FIELDS.unpack_from(frame))
 
 

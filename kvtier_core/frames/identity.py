@@ -20,7 +20,7 @@ DIGEST_NBYTES = 32
 
 @attrs.frozen
 class CodecIdentity:
-    """Two frames with equal identities are decoded in the same way, in every process and on every machine."""
+    """Identifies a codec. Frames with equal identities are decoded alike in every process and on every machine."""
 
     type: str  #: the name of the serializer, ``raw`` without one
     digest: bytes  #: `DIGEST_NBYTES` over the type, its format version and all of its options
@@ -32,7 +32,7 @@ class CodecIdentity:
         return f"{self.type} {self.digest.hex()[:8]}{'' if self.lossless else ', lossy'}"
 
 
-#: Payloads that no serializer touched. No digest of options is zero, so no serializer can pass for it.
+#: Payloads without a serializer. No digest of options is zero, so no serializer can be taken for it.
 RAW = CodecIdentity("raw", bytes(DIGEST_NBYTES), lossless=True)
 
 #: Payloads that a lossy codec decoded. They are served from memory, and never written to a store.
@@ -42,7 +42,7 @@ DECODED_LOSSY = attrs.evolve(RAW, lossless=False)
 def identity_of(config: SerializerConfig) -> CodecIdentity:
     """The identity that the core gives to the codec which ``config`` opens.
 
-    All fields of the config enter it, because nobody knows which of them change what is written. Raises ConfigError
+    All fields of the config are part of it, because any of them may change what is written. Raises ConfigError
     if the plugin does not state what it must, or if a field has a value that cannot be compared between processes.
     """
     name, lossless, version = config.type, getattr(config, "lossless", None), config.format_version
@@ -62,7 +62,7 @@ def _fields(options: object) -> list:
 
 
 def _canonical(value: object, name: str) -> object:
-    """As JSON. What has no equal of its own there carries the name of its type."""
+    """The value as JSON. A value without a JSON type of its own carries the name of its type."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, enum.Enum):

@@ -1,1 +1,1 @@
-"""The eviction policies that the core ships, offered through the same hooks as everyone's."""
+"""The eviction policies that the core ships, offered through the same hooks as those of other plugins."""

@@ -1,4 +1,4 @@
-"""Adaptive replacement cache: chunks used once and chunks used more often share the capacity as their ghosts demand.
+"""Adaptive replacement cache: ghosts adapt how chunks used once and chunks used more often share the capacity.
 
 N. Megiddo and D. S. Modha, "ARC: a self-tuning, low overhead replacement cache" (FAST 2003). There are as many ghosts
 as held keys. A tier asks for victims before it admits, so the capacity that the two lists share is what is held.
@@ -56,20 +56,20 @@ class Arc(EvictionPolicy):
             self._often[key] = None
         else:
             self._once[key] = None
-        self._target = min(max(self._target, 0.0), float(self._room))
+        self._target = min(max(self._target, 0.0), float(self._held_count))
 
     def forget(self, key: ChunkKey, *, evicted: bool) -> None:
         held, ghosts = (self._once, self._once_ghosts) if key in self._once else (self._often, self._often_ghosts)
         del held[key]
         if evicted:
             ghosts[key] = None
-        while len(self._once) + len(self._once_ghosts) > self._room + 1 and self._once_ghosts:
+        while len(self._once) + len(self._once_ghosts) > self._held_count + 1 and self._once_ghosts:
             self._once_ghosts.popitem(last=False)
-        while len(self._once_ghosts) + len(self._often_ghosts) > self._room + 1:
+        while len(self._once_ghosts) + len(self._often_ghosts) > self._held_count + 1:
             (self._often_ghosts or self._once_ghosts).popitem(last=False)
 
     def victims(self) -> Iterator[ChunkKey]:
-        """The oldest of the list that is beyond its share, each time as if the victims before had left."""
+        """The oldest of the list that exceeds its share, each as if the victims before it were evicted."""
         once, often = iter(self._once), iter(self._often)
         left = len(self._once)
         while left > self._target and left:
@@ -79,5 +79,5 @@ class Arc(EvictionPolicy):
         yield from once
 
     @property
-    def _room(self) -> int:
+    def _held_count(self) -> int:
         return len(self._once) + len(self._often)

@@ -1,10 +1,10 @@
-"""Evicts the chunk that is least likely to return soon for the room it takes, by learned odds and Gittins' index.
+"""Evicts the chunk that is least likely to return soon for the space it takes, by learned odds and Gittins' index.
 
 A chunk's class is how often it was requested so far (once, twice, more) and how many chunks were new in the last
 request that named it, by powers of two. For each class a life table says what share of the chunks that were idle for
 a given time returned within the next step of age; it learns from held chunks and from four ghosts for each of them.
-The index of a class at an age is the best rate, over all horizons, of returns for a second of room. The lowest index is
-evicted first, and a newcomer whose index is lower still is not worth the room. While little is known, odds fall with
+The index of a class at an age is the best rate, over all horizons, of returns per second of space. The lowest index is
+evicted first, and a newcomer whose index is lower still is not admitted. While little is known, odds fall with
 age, as in `lru`.
 
 J. C. Gittins, "Bandit processes and dynamic allocation indices" (J. R. Stat. Soc. B 41(2), 1979); E. L. Kaplan and
@@ -54,7 +54,7 @@ class GittinsConfig(EvictionConfig):
     classes: Literal["simple", "full"] = "full"  #: simple: by the number of requests alone
 
     def open(self) -> EvictionPolicy:
-        """In C++ where that could be built."""
+        """The policy in C++ where that was compiled."""
         return native_counterpart(Gittins)(sizes=1 if self.classes == "simple" else _SIZES)
 
 
@@ -208,7 +208,7 @@ class Gittins(EvictionPolicy):
             cell.holding[group] = None
 
     def _await(self, cell: _Cell, group: _Group) -> None:
-        """One entry a cell, even if the cell is empty for a while: then it is only looked at too early."""
+        """Schedule the next step of age of a cell: one entry each, which comes too early if the cell becomes empty."""
         heapq.heappush(self._due, (group.since + EDGES[group.age + 1], group.cls, group.age))
         cell.awaited = True
 

@@ -1,7 +1,7 @@
 """Least recently used.
 
-The rule is folklore of the 1960s; P. J. Denning, "The working set model for program behavior" (CACM 11(5), 1968)
-says why it works. O(1) for each key requested, admitted or forgotten, and for each victim. csrc/policies/lru.cpp gives
+The rule dates from the 1960s; P. J. Denning, "The working set model for program behavior" (CACM 11(5), 1968)
+explains it. O(1) for each key requested, admitted or forgotten, and for each victim. csrc/policies/lru.cpp gives
 the same answers faster and in less memory; it is tested against this.
 """
 
@@ -25,7 +25,7 @@ class LruConfig(EvictionConfig):
     type: ClassVar[str] = "lru"
 
     def open(self) -> EvictionPolicy:
-        """In C++ where that could be built."""
+        """The policy in C++ where that was compiled."""
         return native_counterpart(Lru)()
 
 

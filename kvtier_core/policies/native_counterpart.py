@@ -1,4 +1,4 @@
-"""Which policies exist in C++ too."""
+"""Finds the C++ version of a policy."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class S3Fifo(EvictionPolicy):
         self._settle()
 
     def victims(self) -> Iterator[ChunkKey]:
-        """Each as if the victims before had left."""
+        """Each on the assumption that the victims before it are evicted."""
         room = len(self._small) + len(self._main)
         surplus = len(self._small) - int(_SMALL * room)
         once = (key for key, uses in self._small.items() if uses < _PROMOTED)
@@ -85,7 +85,7 @@ class S3Fifo(EvictionPolicy):
         yield from (each for each, uses in self._small.items() if uses >= _PROMOTED)
 
     def _settle(self) -> None:
-        """A newcomer at the head that was used moves to the main queue; a used head of that one goes to its end."""
+        """Move a used newcomer at the head to the main queue, and a used head of the main queue to its end."""
         while self._small and (key := next(iter(self._small))) and self._small[key] >= _PROMOTED:
             del self._small[key]
             self._main[key] = 0

@@ -1,8 +1,8 @@
-"""A tournament: simulated caches of keys alone, each with a policy of its own, and the best so far is followed.
+"""A tournament: simulated caches of keys alone, each with a policy of its own, and it follows the best so far.
 
 The members are `lru` and `lru2`. The score of a simulated cache is the number of hits it would have had, halved every
 500 requests; the leader changes when another one is 2 % better. Chunks that the leader's cache does not hold are
-evicted first, then what the leader would evict. To follow the best of several simulated caches is the idea of I. Ari et
+evicted first, then what the leader would evict. Following the best of several simulated caches is the idea of I. Ari et
 al., "ACME: adaptive caching using multiple experts" (WDAS 2002). Costs what its members cost, and O(1) more for each
 key requested.
 """
@@ -36,7 +36,7 @@ class TournamentConfig(EvictionConfig):
         return Tournament([member.open() for member in _MEMBERS])
 
 
-class _Shadow:
+class _SimulatedCache:
     """What a cache of the same size would hold if this policy had always decided."""
 
     def __init__(self, policy: EvictionPolicy):
@@ -55,12 +55,12 @@ class _Shadow:
                 self.policy.admit(key, 0)
         self.policy.request(path, now, hints)
 
-    def shrink(self, room: int, really: Mapping[ChunkKey, None]) -> None:
-        while len(self.held) > room:
+    def shrink(self, capacity: int, in_tier: Mapping[ChunkKey, None]) -> None:
+        while len(self.held) > capacity:
             victim = next(self.policy.victims())
             del self.held[victim]
             self.policy.forget(victim, evicted=True)
-            if victim in really:
+            if victim in in_tier:
                 self.surplus[victim] = None
 
 
@@ -68,32 +68,32 @@ class Tournament(EvictionPolicy):
     """Follows the member whose simulated cache has the best score."""
 
     def __init__(self, members: Sequence[EvictionPolicy]) -> None:
-        self._shadows = [_Shadow(policy) for policy in members]
-        self._leader = self._shadows[0]
+        self._caches = [_SimulatedCache(policy) for policy in members]
+        self._leader = self._caches[0]
         self._held: dict[ChunkKey, None] = {}
 
     def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
         path = list(dict.fromkeys(path))
-        for shadow in self._shadows:
-            shadow.request(path, now, hints)
-            shadow.shrink(len(self._held), self._held)
-        best = max(self._shadows, key=lambda shadow: shadow.score)
+        for cache in self._caches:
+            cache.request(path, now, hints)
+            cache.shrink(len(self._held), self._held)
+        best = max(self._caches, key=lambda cache: cache.score)
         if best.score > _BETTER * self._leader.score:
             self._leader = best
 
     def admit(self, key: ChunkKey, nbytes: int) -> None:
         self._held[key] = None
-        for shadow in self._shadows:
-            if key not in shadow.held:
-                shadow.surplus[key] = None
+        for cache in self._caches:
+            if key not in cache.held:
+                cache.surplus[key] = None
 
     def forget(self, key: ChunkKey, *, evicted: bool) -> None:
         del self._held[key]
-        for shadow in self._shadows:
-            shadow.surplus.pop(key, None)
-            if not evicted and key in shadow.held:
-                del shadow.held[key]
-                shadow.policy.forget(key, evicted=False)
+        for cache in self._caches:
+            cache.surplus.pop(key, None)
+            if not evicted and key in cache.held:
+                del cache.held[key]
+                cache.policy.forget(key, evicted=False)
 
     def victims(self) -> Iterator[ChunkKey]:
         yield from self._leader.surplus

@@ -29,7 +29,7 @@ from kvtier_core.stack.manager import StorageManager
 from kvtier_core.transfer.io_pool import Outcome, Then, Work, run
 from kvtier_core.types import ChunkKey, ChunkLayout, Namespace, Nbytes
 
-#: Nothing takes any time, so nothing is ever in flight.
+#: No call takes time, so none is ever in flight.
 _NO_LIMIT = Nbytes(1 << 62)
 
 
@@ -50,7 +50,7 @@ def open_dry_run(config: StackConfig, layout: ChunkLayout, clock: Clock) -> Stor
 
 
 def chunks_in(tier: ArenaTierConfig | StoreTierConfig, layout: ChunkLayout) -> int:
-    """How many chunks a tier has room for, if each is as long as it may become."""
+    """How many chunks fit into a tier if each has the greatest length that its codec allows."""
     context = _context(layout)
     if isinstance(tier, StoreTierConfig):
         return tier.capacity // FrameCodec.open(tier.serializer, context).max_frame_nbytes
@@ -81,7 +81,7 @@ class NullArenaConfig(ArenaConfig):
 
 
 class NullArena(AllocatorBackend):
-    """All slots are the same pages, which nobody touches, so they take no memory."""
+    """All slots are views of the same memory, which is never touched, so it takes no space."""
 
     handle = ""
 
@@ -124,7 +124,7 @@ class NullBackend(Backend):
 
 
 class PassthroughCodec(FrameCodec):
-    """Neither seals nor verifies. With a serializer each frame counts as long as it may become."""
+    """Neither seals nor verifies. With a serializer each frame counts with the greatest length that it may have."""
 
     def encode(self, key: ChunkKey, sealed: memoryview) -> memoryview:
         return sealed[: self.max_frame_nbytes]

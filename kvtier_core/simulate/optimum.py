@@ -1,4 +1,4 @@
-"""The offline optimum: the most hits that any cache of a size could have had, if it had known the future."""
+"""The offline optimum: the most hits that a cache of a given size could have if it knew the future."""
 
 from __future__ import annotations
 

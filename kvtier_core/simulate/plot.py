@@ -118,7 +118,7 @@ class Picture:
             yield _text(_RIGHT + 28, at + 5, words, colour=colour, weight=700 if strong else 400)
 
     def _coloured(self) -> list[tuple[Curve, str]]:
-        """The best one last, so that it lies on top."""
+        """The curves and their colours, the best one last, so that it is drawn on top."""
         pairs = list(zip(self.curves, itertools.cycle(_COLOURS)))
         return sorted(pairs, key=lambda pair: pair[0] is self._best)
 
@@ -150,7 +150,7 @@ def _text(
 
 
 def check_name(path: pathlib.Path) -> None:
-    """Raises ConfigError if no picture can be written under this name: asked before long work."""
+    """Raise ConfigError if no picture can be written under this name. Called before long work."""
     if path.suffix not in (".svg", ".png"):
         raise _wrong(path, "pictures are .svg or .png")
     if path.suffix == ".png":

@@ -1,4 +1,4 @@
-"""A trace, prompt by prompt, through a stack."""
+"""Replays a trace, prompt by prompt, through a stack."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvtier_core.types import ChunkKey, ChunkLayout, EventKind
 
 #: In which bytes enter a tier.
 _ARRIVALS = (EventKind.STORED, EventKind.PROMOTED, EventKind.WRITTEN)
-#: For how many rounds without news a prompt waits for chunks that are said to be on their way.
+#: For how many steps without progress a prompt waits for chunks that are pending.
 _PATIENCE = 3
 #: The holder of what is pinned and reserved; prompts come one after the other.
 _PROMPT = "prompt"
@@ -25,7 +25,7 @@ _PROMPT = "prompt"
 
 @attrs.define
 class Tally:
-    """What became of a trace."""
+    """The result of replaying a trace."""
 
     tokens: int = 0
     each: list[int] = attrs.field(factory=list)  #: tokens of each prompt that came from a tier
@@ -63,7 +63,7 @@ class Tally:
 def replay(
     trace: Trace, config: StackConfig, costs: Costs, layout: ChunkLayout, tick: Callable[[], object] = lambda: None
 ) -> Tally:
-    """One prompt after the other, each computed and stored before the next one comes. Raises ConfigError."""
+    """Serve one prompt after the other, each computed and stored before the next. Raises ConfigError."""
     clock = Clock()
     manager = open_dry_run(config, layout, clock)
     tally = Tally()
@@ -77,7 +77,7 @@ def replay(
 
 
 def serve(manager: StorageManager, path: Sequence[ChunkKey], written: Counter[str]) -> Sequence[str]:
-    """Do with a prompt what the scheduler side does; the tiers from which its leading chunks came."""
+    """Do with a prompt what the scheduler side does. Returns the tiers from which its leading chunks came."""
     manager.on_request(path)
     sources = _look_up(manager, path, written)
     _account(manager.step(), written)  # as an engine does before each forward

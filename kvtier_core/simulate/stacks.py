@@ -1,4 +1,4 @@
-"""The stacks that a command line asks for: it gives capacities and policies in a few words."""
+"""Builds the stacks that a command line asks for, from its short notation of capacities and policies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvtier_core.simulate.dry_run import NullArenaConfig, NullBackendConfig
 from kvtier_core.simulate.traces import Trace
 from kvtier_core.types import ChunkLayout, KVGroup, KVKind, KVStructure, Nbytes
 
-#: What tiers are called if no file names them.
+#: Names of the tiers if no file gives them.
 _NAMES = ("cpu", "disk", "remote")
 _KIND = "eviction policy"
 

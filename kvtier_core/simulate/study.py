@@ -1,4 +1,4 @@
-"""One trace, and what stacks and the offline optimum would have made of it."""
+"""One trace, and its results with stacks and with the offline optimum."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Study:
     trace: Trace
     layout: ChunkLayout
     prefill: float = 8000.0  #: tokens a second
-    speeds: Mapping[str, Speed] = attrs.field(factory=dict)  #: of tiers, by name, that are not the usual ones
+    speeds: Mapping[str, Speed] = attrs.field(factory=dict)  #: of tiers, by name, that differ from the defaults
 
     def run(self, config: StackConfig, tick: Callable[[], object] = lambda: None) -> Tally:
         """What the stack would have done; ``tick`` is called after each prompt. Raises ConfigError."""
@@ -47,7 +47,7 @@ class Study:
         return tally
 
     def nothing(self) -> Tally:
-        """How long the prompts wait without any cache."""
+        """The result without any cache."""
         tally = Tally()
         for prompt in self.trace.prompts:
             tally.add(self.trace, prompt, (), Costs({}, self.prefill, self.layout.payload_nbytes))

@@ -38,7 +38,7 @@ class Trace:
 
     name: str
     chunk_tokens: int
-    prompts: tuple[Prompt, ...]  #: in the order of time
+    prompts: tuple[Prompt, ...]  #: in order of time
 
     @cached_property
     def accesses(self) -> int:
@@ -92,7 +92,7 @@ def read_trace(path: pathlib.Path | str, chunk_tokens: int | None = None) -> Tra
 
 
 class _Names:
-    """Gives an id a key together with all ids before it, so that ids of mere content will do too."""
+    """Makes a key of an id and all ids before it, so that ids that depend on the content alone work too."""
 
     def __init__(self) -> None:
         self._keys: dict[tuple[ChunkKey | None, int], ChunkKey] = {}

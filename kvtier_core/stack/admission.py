@@ -1,6 +1,6 @@
-"""Which tiers take a chunk, decided once: before its slot is reserved, before it is read up, or when it is named again.
+"""Decides once which tiers take a chunk: before its slot is reserved, before its promotion, or when it is named again.
 
-The decision travels with the chunk to every write; a policy is asked once a chunk.
+The decision travels with the chunk to every write; a policy is asked once about each chunk.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ class Level(Protocol):
     name: str
 
     def would_admit(self, path: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
-        """The chunks of a path, root first, that this tier would take in now. Changes nothing."""
+        """The chunks of a path, root first, that this tier would admit now. Changes nothing."""
         ...
 
 
 class AdmissionPlan:
-    """The chunks that each of some tiers will be given."""
+    """For each of some tiers, the chunks to write to it."""
 
     def __init__(self, levels: Sequence[Level] = (), path: Sequence[ChunkKey] = ()):
-        """Ask each tier which chunks of a path it would take."""
+        """Ask each tier which chunks of a path it would admit."""
         self._admitted = {level: admitted for level in levels if (admitted := set(level.would_admit(path)))}
         self.keys = set().union(*self._admitted.values())  #: the chunks that at least one of the tiers will be given
 
     def keys_for(self, level: Level, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Those of ``keys`` that this tier will be given."""
+        """Those of ``keys`` that are to be written to this tier."""
         admitted = self._admitted.get(level, ())
         return [key for key in keys if key in admitted]
 
     def add(self, other: AdmissionPlan, keys: Sequence[ChunkKey]) -> None:
-        """Take over what another plan says about ``keys``."""
+        """Add what another plan decides about ``keys``."""
         for level, admitted in other._admitted.items():
             mine = admitted.intersection(keys)
             self._admitted.setdefault(level, set()).update(mine)

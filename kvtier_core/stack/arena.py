@@ -28,7 +28,7 @@ class Arena:
         self._pinned: Counter[int] = Counter()  # how often each slot is pinned
         self._pins: dict[str, Counter[int]] = {}  # the same, for each holder
         self._invalidated: dict[int, ChunkKey] = {}
-        self._inexact: set[ChunkKey] = set()  # held, and not bit for bit as an engine computed them
+        self._inexact: set[ChunkKey] = set()  # READY, but not bit for bit as an engine computed them
 
     @property
     def free(self) -> int:
@@ -82,15 +82,15 @@ class Arena:
         return next((i for i, place in enumerate(places) if place in self._invalidated), run)
 
     def is_reserved(self, key: ChunkKey) -> bool:
-        """Is the chunk being filled here, and will it be READY then?"""
+        """Is the chunk being filled here, to be READY when it is committed?"""
         return key in self._reserved and self._reserved[key] not in self._invalidated
 
     def has_slot(self, key: ChunkKey) -> bool:
-        """Does a slot belong to this key, whether the chunk can be found or not?"""
+        """Does this key have a slot, even one that was invalidated and is still in use?"""
         return key in self._reserved or key in self.index
 
     def without_slot(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Those of the keys to which no slot belongs."""
+        """The keys that have no slot."""
         return [key for key in self.index.held.missing(keys) if key not in self._reserved]
 
     def view(self, key: ChunkKey) -> memoryview:
@@ -145,7 +145,7 @@ class Arena:
     def commit(
         self, keys: Sequence[ChunkKey], parents: Sequence[ChunkKey | None], *, exact: bool = True
     ) -> list[ChunkKey]:
-        """The slots of a path, root first, are filled. Returns those that are READY now, all but invalidated ones.
+        """The slots of a path, root first, are filled. Returns the chunks that are now READY: all but invalidated ones.
 
         ``exact`` is False if the chunks came through a lossy codec.
         """
@@ -161,7 +161,7 @@ class Arena:
         return list(keys)
 
     def abort(self, keys: Sequence[ChunkKey]) -> None:
-        """The slots of these keys will not be filled, and are free."""
+        """Free the slots of these keys, which will not be filled."""
         self._must_be_reserved(keys)
         for key in keys:
             slot = self._reserved.pop(key)
@@ -169,7 +169,7 @@ class Arena:
             self._free.append(slot)
 
     def pin(self, keys: Sequence[ChunkKey], holder: str) -> list[Slot]:
-        """Keep chunks in their slots. All, or none with a ContractError if one is not READY."""
+        """Pin chunks to their slots. Raises ContractError, and pins none, if one is not READY."""
         if self.ready_run(keys) < len(keys):
             raise ContractError(f"{self.name}: pin of a chunk that is not READY")
         places = self.index.held.places(keys)
@@ -191,7 +191,7 @@ class Arena:
             self._pins.pop(holder, None)
 
     def invalidate_all(self) -> None:
-        """Never find any of these chunks again. A slot in use is free as soon as nobody uses it."""
+        """Never find any of these chunks again. A slot in use becomes free when its last user is done."""
         self._invalidated.update((slot, key) for key, slot in self._reserved.items())
         held = self.index.held
         in_use = {key: held.place(key) for key in held if held.place(key) in self._pinned}

@@ -13,7 +13,7 @@ _GROUP_NBYTES = 4 << 20
 
 
 def as_many(answers: Sequence, keys: Sequence[ChunkKey]) -> Sequence:
-    """The answers as a list. Raises ContractError unless there is one for each key."""
+    """The answers. Raises ContractError unless there is one for each key."""
     if len(answers) != len(keys):
         raise ContractError(f"{len(answers)} answers for {len(keys)} keys")
     return list(answers)

@@ -15,11 +15,11 @@ from kvtier_core.types import ChunkKey, Event, Namespace, Slot, Usage
 class Lookup:
     """What a stack has of a path.
 
-    The slots are pinned for the holder who asked, until `Stack.release`.
+    The slots are pinned for the holder that asked, until `Stack.release`.
     """
 
     slots: Sequence[Slot] = ()  #: of the leading chunks that can be loaded now
-    sources: Sequence[str] = ()  #: for each slot, the tier that saved computing the chunk again
+    sources: Sequence[str] = ()  #: for each slot, the tier that supplied its chunk
     exact: int = 0  #: so many of the leading chunks are as an engine computed them; others came through a lossy codec
     pending: int = 0  #: chunks behind them of which some are still on their way into an arena: look again after a step
     miss_reason: str = ""  #: why the first chunk behind all these is not found; empty if the whole path is
@@ -68,11 +68,11 @@ class Stack(abc.ABC):
 
     @abc.abstractmethod
     def release_self_test_slots(self) -> None:
-        """Return the slots of `reserve_self_test_slots`."""
+        """Free the slots of `reserve_self_test_slots`."""
 
     @abc.abstractmethod
     def step(self) -> list[Event]:
-        """Take in what the I/O threads finished and begin what was requested; what happened since the last call."""
+        """Process what the I/O threads finished, begin what was requested; returns the events since the last call."""
 
     @abc.abstractmethod
     def drain(self, timeout: float) -> list[Event]:
@@ -105,7 +105,7 @@ class Stack(abc.ABC):
 
     @abc.abstractmethod
     def pins_by_holder(self) -> Counter[str]:
-        """How many slots each holder has pinned, store tiers that read a slot among them. Empty at rest."""
+        """How many slots each holder has pinned, store tiers that write from one included. Empty when idle."""
 
     @abc.abstractmethod
     def why_cold(self) -> str:

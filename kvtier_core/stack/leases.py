@@ -15,7 +15,7 @@ class Lease:
 
     path: list[ChunkKey] = attrs.field(factory=list)  #: the leading chunks that are pinned
     slots: list[Slot] = attrs.field(factory=list)  #: of each of them
-    sources: list[str] = attrs.field(factory=list)  #: for each of them the tier that saved its recompute
+    sources: list[str] = attrs.field(factory=list)  #: for each of them the tier that supplied it
     beyond: dict[ChunkKey, tuple[Slot, str]] = attrs.field(factory=dict)  #: pinned chunks behind one that is missing
     awaited: set[ChunkKey] = attrs.field(factory=set)  #: on their way: to be pinned when they arrive
 
@@ -24,7 +24,7 @@ class Lease:
         return list(path[: len(self.path)]) == self.path
 
     def extend(self, keys: Sequence[ChunkKey], slots: Sequence[Slot], sources: Sequence[str]) -> None:
-        """These chunks are the next ones of the leading run."""
+        """Append chunks to the leading run."""
         self.path += keys
         self.slots += slots
         self.sources += sources

@@ -1,4 +1,4 @@
-"""The ordered stack: arenas that the engine loads from, and store tiers below that keep what left them."""
+"""The ordered stack: arenas that the engine loads from, and the store tiers below them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from kvtier_core.types import (
 class StorageManager(Stack):
     """The stack in this process. Only `drain` and `close` wait.
 
-    ``levels`` are hottest first and begin with an arena. Engines store into that one, and what a store tier has is
-    promoted to it; from any other arena a chunk goes to the device as it lies.
+    ``levels`` are hottest first and begin with an arena. Engines store into that one, and chunks of store tiers are
+    promoted to it; chunks in any other arena are loaded from where they are.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class StorageManager(Stack):
         )
         self._reservations = Reservations()
         self._leases: dict[str, Lease] = {}
-        self._promoted_from: dict[ChunkKey, str] = {}  # READY chunks that nobody has used since they came up
+        self._promoted_from: dict[ChunkKey, str] = {}  # READY chunks that no request has used since their promotion
         self._self_test_key: ChunkKey | None = None
         self._closed = False
 
@@ -108,23 +108,23 @@ class StorageManager(Stack):
     # -- stores ------------------------------------------------------------------------------------
 
     def reserve(self, path: Sequence[ChunkKey], holder: str) -> dict[ChunkKey, Slot]:
-        """Chunks that a tier below admits get a slot of the hottest arena, whatever that one's own policy says."""
+        """Chunks that a tier below admits get a slot in the hottest arena, whatever that arena's own policy says."""
         absent = list(path)
         for arena in self._arenas:
             absent = arena.without_slot(absent)
         plan = self._write_through.plan(absent)
         passing = leading_run(absent, plan.keys.__contains__)
         self._make_room(self._hot, len(passing), path)
-        granted = passing[: self._hot.free]
-        self._hot.reserve(granted)
-        if len(granted) == len(passing):
+        reserved = passing[: self._hot.free]
+        self._hot.reserve(reserved)
+        if len(reserved) == len(passing):
             admitted, evicted = self._hot.admit(absent[len(passing) :], [set(path)])
             self._evicted(self._hot, evicted)
             self._hot.reserve(admitted)
-            granted += admitted
+            reserved += admitted
         parents = dict(zip(path, (None, *path), strict=False))
-        self._reservations.add(holder, {key: parents[key] for key in granted}, plan)
-        return dict(zip(granted, self._hot.slots(granted), strict=True))
+        self._reservations.add(holder, {key: parents[key] for key in reserved}, plan)
+        return dict(zip(reserved, self._hot.slots(reserved), strict=True))
 
     def commit(self, holder: str, checksums: Mapping[ChunkKey, Sequence[int]] | None = None) -> None:
         parents, plan = self._reservations.take(holder)
@@ -184,7 +184,7 @@ class StorageManager(Stack):
         self._promotions.forget_requests()
 
     def close(self, timeout: float = 5.0) -> list[Event]:
-        """A store that hangs is left alone, after a second more for each tier."""
+        """A store that hangs is not waited for any longer than ``timeout``, plus a second for each tier."""
         if self._closed:
             return []
         self._closed = True
@@ -197,12 +197,12 @@ class StorageManager(Stack):
         idle = self._pool.close(left())
         for tier in self._tiers:
             idle = tier.close(left()) and idle
-        if idle:  # else a thread may still write to a slot: leave the memory to the end of the process
+        if idle:  # otherwise a thread may still write to a slot, so the memory is kept until the process ends
             for arena in self._arenas:
                 arena.memory.close()
         return events
 
-    # -- what there is to know ---------------------------------------------------------------------
+    # -- information -------------------------------------------------------------------------------
 
     @property
     def jobs(self) -> int:
@@ -298,7 +298,7 @@ class StorageManager(Stack):
         return next(filter(None, reasons), "not stored")
 
     def _promoted(self, tier: StoreTier, keys: Sequence[ChunkKey]) -> None:
-        """Chunks came up from a tier: pin them for those who await them, write them to the tiers that they passed."""
+        """Chunks were promoted from a tier: pin them for waiting holders, and write them to the tiers between."""
         self._report(EventKind.PROMOTED, self._hot, keys, why=f"from {tier.name}")
         self._promoted_from.update(dict.fromkeys(keys, tier.name))
         for holder, lease in self._leases.items():

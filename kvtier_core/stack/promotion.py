@@ -1,4 +1,4 @@
-"""From the tiers below into the hottest arena: what lookups requested is read, as far as there is room for it."""
+"""Reads the chunks that lookups requested from store tiers into the hottest arena, as far as there is room."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Arrived = Callable[[StoreTier, Sequence[ChunkKey]], None]
 
 
 class Promotions:
-    """Requests are collected between two steps. One that finds no room is rejected until the step after next."""
+    """Collects requests between two steps. A request without room is rejected until the step after next."""
 
     def __init__(
         self, hot: Arena, tiers: Sequence[StoreTier], frame_nbytes: int, *, make_room: MakeRoom, arrived: Arrived
@@ -58,20 +58,20 @@ class Promotions:
             here = [key for key in requests if tier.has(key)]
             now = here[: tier.may_read(self._frame_nbytes)]  # the others are requested again by the next lookup
             self._make_room(self._hot, len(now), ())
-            granted = now[: self._hot.free]
-            self._hot.reserve(granted)
+            fitting = now[: self._hot.free]
+            self._hot.reserve(fitting)
             begun = tier.read(
-                [(key, self._hot.view(key)) for key in granted],
+                [(key, self._hot.view(key)) for key in fitting],
                 lambda good, bad, tier=tier: self._read(tier, good, bad),
             )
             self._parents.update((key, requests[key]) for key in begun)
-            self._hot.abort(_without(granted, set(begun)))
-            self.rejected.update(now[len(granted) :])
+            self._hot.abort(_without(fitting, set(begun)))
+            self.rejected.update(now[len(fitting) :])
             for key in here:
                 del requests[key]
 
     def forget_requests(self) -> None:
-        """Begin nothing of what was requested so far."""
+        """Drop the requests whose reads have not begun."""
         self._requests.clear()
 
     def _read(self, tier: StoreTier, good: Sequence[ChunkKey], bad: Sequence[ChunkKey]) -> None:

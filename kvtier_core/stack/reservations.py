@@ -1,4 +1,4 @@
-"""Which holder fills which slots, and what becomes of each chunk then."""
+"""Which holder fills which slots, and which tiers its chunks are then written to."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ class Reservations:
         return reservation.parents, reservation.plan
 
     def drop(self, holder: str) -> list[ChunkKey]:
-        """The chunks that a holder had reserved, and has no longer."""
+        """Forget what a holder has reserved; returns the chunks."""
         reservation = self._by_holder.pop(holder, None)
         return list(reservation.parents) if reservation else []

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 from kvtier_core.types import Event, EventKind, Nbytes
 
-#: Seconds between two log lines of the counters: a server is often killed without being told.
+#: Seconds between two log lines of the counters: servers are often killed without notice.
 _EVERY = 600.0
 
 
 class Stats:
-    """Since ``now``, in seconds of any clock."""
+    """Counters of chunks, bytes and events. ``now`` is in seconds, of any clock."""
 
     def __init__(self, now: float = 0.0) -> None:
         self._chunks: dict[str, Counter[EventKind]] = {}

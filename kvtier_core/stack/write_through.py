@@ -18,12 +18,12 @@ _SEAL_NBYTES = 16 << 20
 #: The holder of a slot while its header is written.
 _SEALER = "sealing"
 
-#: Free this many slots of an arena for chunks of a path, as far as it goes.
+#: Called to free this many slots of an arena for chunks of a path, as far as possible.
 MakeRoom = Callable[[Arena, int, Sequence[ChunkKey]], None]
 
 
 class WriteThrough:
-    """Every method on the owner's thread, but `_seal`."""
+    """Call every method on the owner's thread; only `_seal` runs on another."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class WriteThrough:
     def begin(self, keys: Sequence[ChunkKey], checksums: Mapping[ChunkKey, Sequence[int]], plan: AdmissionPlan) -> None:
         """Seal READY chunks that are not being sealed, then write them to the tiers that ``plan`` names for each.
 
-        ``checksums``: see `Stack.commit`.
+        ``checksums`` are those of `Stack.commit`.
         """
         admitted = [key for key in keys if key in plan.keys]
         per_group = max(1, _SEAL_NBYTES // self._layout.frame_nbytes)
@@ -75,7 +75,7 @@ class WriteThrough:
     def write(self, keys: Sequence[ChunkKey], plan: AdmissionPlan) -> None:
         """Write sealed chunks to the tiers that ``plan`` names for each. Every write holds a pin of its own.
 
-        Chunks that came through a lossy codec are not written anywhere: they would pass for exact ones.
+        Chunks that came through a lossy codec are not written anywhere: they would be taken for exact ones.
         """
         for level in self._below:
             admitted = plan.keys_for(level, self._hot.exact(keys))
@@ -87,7 +87,7 @@ class WriteThrough:
                 self._write(admitted, level)
 
     def _seal(self, work: Sequence[tuple[ChunkKey, memoryview, Sequence[int]]], namespace: Namespace) -> None:
-        """On a thread."""
+        """Write headers and checksums, on a thread of the pool."""
         for key, view, checksums in work:
             checksum = join(checksums, self._layout.shard_nbytes) if checksums else None
             seal(view, namespace, key, self._layout.payload_nbytes, payload_checksum=checksum)
@@ -109,7 +109,7 @@ class WriteThrough:
         )
 
     def _copy(self, keys: Sequence[ChunkKey], arena: Arena) -> None:
-        """From the hottest arena to another one."""
+        """Copy chunks from the hottest arena to another one."""
         keys = arena.without_slot(keys)
         self._make_room(arena, len(keys), keys)
         keys = keys[: arena.free]

@@ -32,7 +32,7 @@ class Disk:
                 pass
 
     def make_room(self) -> None:
-        """Give back what `fill` took."""
+        """Free what `fill` took."""
         (self.folder / "ballast").unlink()
 
     def forget(self) -> None:
@@ -45,7 +45,7 @@ class Disk:
 
 
 class DeviceDisk(Disk):
-    """A filesystem on a block device that can be told to fail."""
+    """A filesystem on a block device whose I/O can be made to fail."""
 
     def __init__(self, folder: Path, image: Path):
         super().__init__(folder)

@@ -1,4 +1,4 @@
-"""A backend that goes wrong on purpose, for tests of what its tier does then."""
+"""A backend that fails on purpose, for tests of how its tier reacts."""
 
 from __future__ import annotations
 

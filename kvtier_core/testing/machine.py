@@ -1,7 +1,7 @@
 """A hypothesis state machine over StorageManager: chosen interleavings, failing stores, no threads.
 
 The bytes of a chunk follow from its key and from the number of `invalidate_all` calls before it was stored, so
-a chunk that is served to the wrong reader, from the wrong time, or half filled, is seen at once.
+a chunk that is served to the wrong reader, from the wrong epoch, or half filled, is detected at once.
 Subclass `StackMachine` to try a policy, a serializer or another shape of stack.
 """
 
@@ -40,7 +40,7 @@ PATHS = {
 }
 
 
-#: Chooses one of what there is, modulo how many there are: small numbers make short failure reports.
+#: Chooses an item, modulo the number of items: small numbers make short failure reports.
 _WHICH = st.integers(0, 7)
 
 
@@ -64,7 +64,7 @@ class Slots(AllocatorBackend):
 
 
 class Shelf(Backend):
-    """A store in a dict that fails on demand, and knows when a promise to it is broken."""
+    """A store in a dict that fails on demand, and checks what the interface promises to a backend."""
 
     def __init__(self) -> None:
         self.frames: dict[ChunkKey, bytes] = {}
@@ -100,10 +100,13 @@ class Shelf(Backend):
 
 
 class SharedShelf(Shelf):
+    """The same as a shared store."""
+
     shared = True
 
 
 def payload(key: ChunkKey, epoch: int) -> bytes:
+    """The bytes of a chunk that is stored in this epoch."""
     return hashlib.shake_128(key + bytes([epoch])).digest(LAYOUT.payload_nbytes)
 
 
@@ -118,6 +121,7 @@ class StackMachine(RuleBasedStateMachine):
 
     @initialize()
     def open(self) -> None:
+        """Open a stack of `arenas` and `tiers`."""
         self.now = 0.0
         self.epoch = 0
         self.namespace = NAMESPACE
@@ -155,11 +159,13 @@ class StackMachine(RuleBasedStateMachine):
     # -- what an engine does -------------------------------------------------------------------------
 
     def new_holder(self) -> str:
+        """A name that no holder had before."""
         self.holders += 1
         return f"holder {self.holders}"
 
     @rule(name=st.sampled_from(sorted(PATHS)), length=st.integers(1, 6))
     def store(self, name: str, length: int) -> None:
+        """Reserve slots for the beginning of a prompt, and fill them."""
         slots = self.manager.reserve(PATHS[name][:length], holder := self.new_holder())
         for key, slot in slots.items():
             view = self.memories[slot.arena].view(slot.index)
@@ -169,7 +175,7 @@ class StackMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(sorted(PATHS)))
     def serve(self, name: str) -> None:
-        """A whole request at once, so that chance leads to full tiers soon."""
+        """Serve a whole request at once, so that random choices soon fill the tiers."""
         self.manager.on_request(PATHS[name])
         self.store(name, len(name))
         while self.storing:
@@ -179,6 +185,7 @@ class StackMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.storing)
     @rule(which=_WHICH, ok=st.booleans())
     def finish_store(self, which: int, ok: bool) -> None:
+        """Commit a reservation, or release it."""
         holder = self.storing.pop(which % len(self.storing))
         if ok:
             self.manager.commit(holder)
@@ -187,6 +194,7 @@ class StackMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(sorted(PATHS)), known=st.booleans())
     def load(self, name: str, known: bool) -> None:
+        """Look up a prompt; the policies learn of it unless it is ``known``."""
         path = PATHS[name]
         if not known:
             self.manager.on_request(path)
@@ -198,6 +206,7 @@ class StackMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loading)
     @rule(which=_WHICH)
     def finish_load(self, which: int) -> None:
+        """Check the bytes of what a lookup found, and release it."""
         holder, keys, slots, epoch = self.loading.pop(which % len(self.loading))
         for key, slot in zip(keys, slots, strict=True):
             view = self.memories[slot.arena].view(slot.index)
@@ -208,7 +217,7 @@ class StackMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loading)
     @rule(which=_WHICH)
     def look_again(self, which: int) -> None:
-        """The same holder, later: what it was given stays, what came up meanwhile is added."""
+        """Look up again for a holder: it keeps its slots, and chunks promoted meanwhile are added."""
         holder, keys, slots, epoch = self.loading[which % len(self.loading)]
         if epoch == self.epoch and keys:
             path = next(path for path in PATHS.values() if path[: len(keys)] == keys)
@@ -218,7 +227,7 @@ class StackMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(sorted(PATHS)))
     def come_back(self, name: str) -> None:
-        """A whole request that waits for what comes up from below."""
+        """Serve a whole request that waits for promotions."""
         before = len(self.loading)
         self.load(name, known=True)
         self.manager.drain(timeout=10.0)
@@ -228,6 +237,7 @@ class StackMachine(RuleBasedStateMachine):
 
     @rule()
     def invalidate_all(self) -> None:
+        """Begin an epoch."""
         self._new_epoch()
 
     def _new_epoch(self) -> None:
@@ -239,32 +249,37 @@ class StackMachine(RuleBasedStateMachine):
 
     @rule()
     def drain(self) -> None:
+        """Let everything in flight end."""
         self.manager.drain(timeout=10.0)
 
     @rule()
     def step(self) -> None:
+        """One step of the stack."""
         self.manager.step()
 
     @precondition(lambda self: any(pool.queue for pool in self.pools))
     @rule(pool=_WHICH, which=_WHICH)
     def run(self, pool: int, which: int) -> None:
+        """Do one piece of the work that waits in a pool."""
         pools = [pool for pool in self.pools if pool.queue]
         pools[pool % len(pools)].run(which % len(pools[pool % len(pools)].queue))
 
     @rule(seconds=st.sampled_from([0.1, 2.0, 100.0]))
     def pass_time(self, seconds: float) -> None:
+        """Advance the clock."""
         self.now += seconds
 
     @precondition(lambda self: self.tier_levels)
     @rule(tier=_WHICH)
     def toggle_failure(self, tier: int) -> None:
+        """Make a store fail from now on, or work again."""
         shelf = self.tier_levels[tier % len(self.tier_levels)].backend
         shelf.fails = not shelf.fails
 
     @precondition(lambda self: any(tier.backend.frames for tier in self.tier_levels))
     @rule(tier=_WHICH, which=_WHICH, how=st.sampled_from(["drop", "swap", "cut", "flip", "codec"]), at=_WHICH)
     def spoil(self, tier: int, which: int, how: str, at: int) -> None:
-        """Every other frame of a store."""
+        """Damage every other frame of a store."""
         shelves = [tier.backend.frames for tier in self.tier_levels if tier.backend.frames]
         frames = shelves[tier % len(shelves)]
         end = FRAME_ALIGNMENT + LAYOUT.payload_nbytes
@@ -294,6 +309,7 @@ class StackMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_balance(self) -> None:
+        """Every slot and every byte is accounted for, within the capacity."""
         for arena in self.arena_levels:
             taken = arena.free + arena.reserved + len(arena.index)
             assert taken == arena.memory.slots, f"{arena.name}: {taken} slots of {arena.memory.slots} accounted for"
@@ -304,16 +320,17 @@ class StackMachine(RuleBasedStateMachine):
                 held = sum(map(len, tier.backend.frames.values()))
                 assert tier.backend.most <= tier.capacity, f"{tier.name} was beyond its capacity"
                 assert held <= tier.index.used + tier.incompatible.nbytes, (
-                    f"{tier.name} holds bytes that nobody accounts for"
+                    f"{tier.name} holds bytes that are not accounted for"
                 )
 
     def teardown(self) -> None:
+        """Mend every store and let everything end: then nothing is pinned, and what is stored is found."""
         if not hasattr(self, "manager"):
             return
         self._come_to_rest()
         for tier in self.tier_levels:
             tier.backend.fails = False
-        self.now += 1000.0  # past every rest of a breaker
+        self.now += 1000.0  # longer than any breaker stays open
         self._come_to_rest()
         self._what_is_stored_is_found()
 
@@ -340,7 +357,7 @@ class StackMachine(RuleBasedStateMachine):
         # What another codec wrote takes room until something has replaced it.
         room = max((tier.capacity - tier.incompatible.nbytes for tier in self.tier_levels), default=0)
         if room >= (len(path) + len("mnop")) * self.codec.max_frame_nbytes:
-            self.store("mnop", len("mnop"))  # crowds it out of the arena
+            self.store("mnop", len("mnop"))  # evicts it from the arena
             self._come_to_rest()
             self.manager.lookup(path, "requester")
             self._come_to_rest()

@@ -24,7 +24,7 @@ class ManualPool:
         self.queue.append((work, then))
 
     def run(self, which: int = 0) -> None:
-        """Do one piece of the waiting work, the oldest unless ``which`` says otherwise."""
+        """Do one piece of the waiting work, by default the oldest."""
         work, then = self.queue.pop(which)
         self._done.append((then, run(work)))
 

@@ -34,7 +34,7 @@ class Resources:
     @classmethod
     def now(cls) -> Resources:
         """Look at this process."""
-        gc.collect()  # what is only waiting to be collected is not held
+        gc.collect()  # garbage that is not yet collected does not count
         return cls(dict(_descriptors()), dict(_threads()), dict(_children()), dict(_shared_mappings()))
 
     def since(self) -> list[str]:
@@ -103,7 +103,7 @@ def _is_resident(begin: int, nbytes: int) -> bool:
 
 
 def _is_allocated(device: str, inode: str) -> bool:
-    """Has the file of this inode no holes? It is looked for among the open ones."""
+    """Has the file of this inode no holes? It must be one of the open files."""
     major, minor = (int(part, 16) for part in device.split(":"))
     for fd, _ in _descriptors():
         with contextlib.suppress(OSError):

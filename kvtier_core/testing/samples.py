@@ -1,4 +1,4 @@
-"""What the laws are tried on: layouts, contexts, keys, frames, poisoned buffers, paged buffers."""
+"""Test data for the laws: layouts, contexts, keys, frames, poisoned buffers, paged buffers."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def make_layout(page_nbytes: Sequence[int] = (4608, 1536, 4608), blocks: int = 4
 
 
 def make_namespace(model: str = "tiny") -> Namespace:
+    """A namespace with one fact, the model."""
     return Namespace.of({"model": model})
 
 
@@ -48,7 +49,7 @@ def make_context(
 
 
 def make_key(number: int) -> ChunkKey:
-    """As evenly spread as a digest, the same at every run."""
+    """The key of a number: as evenly distributed as a digest, the same in every run."""
     return ChunkKey(random.Random(number).randbytes(KEY_NBYTES))
 
 
@@ -118,6 +119,7 @@ class PagedBuffer:
             poison(layer)
 
     def kv_cache(self, rank: int = 0) -> PagedKVCache:
+        """The pages as a mover sees them."""
         runs = tuple(
             PageRun(address_of(layer) + start, stride, nbytes)
             for layer, start, stride, nbytes in zip(
@@ -127,9 +129,11 @@ class PagedBuffer:
         return PagedKVCache(runs, self.blocks, self.device, rank, self._layout)
 
     def page(self, layer: int, block: int) -> bytes:
+        """A copy of one page."""
         return bytes(self._page(layer, block))
 
     def put(self, layer: int, block: int, page: bytes) -> None:
+        """Overwrite one page."""
         self._page(layer, block)[:] = page
 
     def fill(self, rng: random.Random) -> None:
@@ -148,5 +152,5 @@ class PagedBuffer:
 
 
 def same(found: object, expected: object) -> bool:
-    """Compared out of pytest's sight: it would spend minutes on showing how two frames differ."""
+    """Are both equal? Compared here because pytest would spend minutes on showing how two frames differ."""
     return found == expected

@@ -13,7 +13,7 @@ _Piece = tuple[int, int, int]  # address of pages, address in a slot, bytes
 
 
 class PlainCopier:
-    """The copies in Python, where nothing compiled is there, and what `_native.Copier` is tested against.
+    """Copies in Python, where the extension is not compiled; `_native.Copier` is tested against it.
 
     ``shard`` is the address of this rank's shard in slot 0; the next slot's is ``slot_nbytes`` behind it. Each row
     holds the block ids of one chunk, or NO_BLOCK, group after group. The caller has checked that every block and slot

@@ -13,7 +13,7 @@ _write_files = choose("write_files", lambda fds, views: None)
 
 
 def ring_works() -> bool:
-    """Is io_uring compiled in, and do this kernel and its security policy allow it?"""
+    """Is io_uring compiled in, and allowed by this kernel and its security policy?"""
     return _ring_works()
 
 

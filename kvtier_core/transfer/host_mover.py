@@ -41,7 +41,7 @@ class HostMover(Mover):
         check_cache(cache, slot_nbytes)
         self._cache = cache
         self._slots = len(memory) // slot_nbytes
-        # While it is exported an mmap cannot be closed.
+        # An mmap cannot be closed while its buffer is exported.
         self._memory: ctypes.c_char | None = ctypes.c_char.from_buffer(memory)
         shard = ctypes.addressof(self._memory) + cache.layout.shard_offset(cache.rank)
         self._copier = copier(list(layers_of(cache)), shard, slot_nbytes)
@@ -72,7 +72,7 @@ class HostMover(Mover):
             self._pool.step()
 
     def close(self) -> None:
-        """Jobs that have not begun are reported as failed."""
+        """Close the mover. Jobs that have not begun are reported as failed."""
         self._pool.close(_FOREVER)
         self._pool.step()
         self._results += [JobResult(job, ok=False) for job in sorted(self._jobs)]

@@ -30,7 +30,7 @@ Then = Callable[[Outcome], None]
 
 
 class Pool(Protocol):
-    """Runs work for one thread, its user, which calls every method. Tests choose the order with a pool of their own."""
+    """Runs work for one thread, the user, which calls every method. Tests use a pool whose order they choose."""
 
     @property
     def jobs(self) -> int:
@@ -56,24 +56,24 @@ class Pool(Protocol):
 
 
 def run(work: Work) -> Outcome:
-    """Do the work here. Whatever it raises, but KeyboardInterrupt, becomes a value."""
+    """Do the work on this thread. Every exception but KeyboardInterrupt becomes an `Outcome`."""
     try:
         return Outcome(value=work())
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # SystemExit, CancelledError: none of them may end a thread that others wait for
+    except BaseException as error:  # SystemExit and CancelledError must not end a thread either
         return Outcome(error=error)
 
 
 def run_within(work: Work, timeout: float) -> Outcome | None:
-    """Do the work on a thread of its own. None if it still runs after ``timeout`` seconds; it is then left running."""
+    """Do the work on a thread of its own. Returns None if it still runs after ``timeout`` seconds; it then runs on."""
     outcomes: list[Outcome] = []
     run_aside(lambda: outcomes.append(run(work)), "last").join(timeout)
     return outcomes[0] if outcomes else None
 
 
 def run_aside(work: Work, name: str) -> threading.Thread:
-    """Begin the work on a daemon thread of its own, and return that. What the work raises is lost."""
+    """Begin the work on a daemon thread of its own and return the thread. Exceptions of the work are lost."""
     thread = threading.Thread(target=lambda: run(work), name=f"kvtier-{name}", daemon=True)
     thread.start()
     return thread

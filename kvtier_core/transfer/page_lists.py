@@ -1,4 +1,4 @@
-"""Checks the numbers of a job before addresses are computed from them: a copy itself checks nothing."""
+"""Checks the block ids and slots of a job before addresses are computed from them: the copy itself checks nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Layer(NamedTuple):
     nbytes: int  #: bytes of a page
     offset: int  #: bytes from the start of the shard to the layer's first page; the others follow side by side
     first: int  #: where the block ids of its group begin in the row
-    blocks: int  #: how many they are
+    blocks: int  #: how many block ids it has
 
 
 def check_cache(cache: PagedKVCache, slot_nbytes: int) -> None:
@@ -41,8 +41,8 @@ def flat_rows(
 ) -> tuple[list[list[int]], list[int]]:
     """The block ids of each chunk in one flat row, and its slot, as plain ints.
 
-    ``wanted`` are the slots of the job, of ``slots`` that there are. Raises ContractError unless every block and every
-    slot exists and each chunk has as many block ids of each group as the layout says.
+    ``wanted`` are the slots of the job; the arena has ``slots`` slots. Raises ContractError unless every block and
+    every slot exists and each chunk has as many block ids of each group as the layout says.
     """
     if len(pages) != len(wanted):
         raise ContractError(f"{len(pages)} chunks of pages for {len(wanted)} slots")

@@ -1,6 +1,6 @@
 """`KVTierConnector`: what vLLM calls. It translates, and leaves every decision to the scheduler or the worker side.
 
-A side that raises an exception is disabled, with the reason in the log, and the engine goes on without it.
+A side that raises an exception is disabled, the reason is logged, and the engine continues without it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self.config.check_engine(vllm_config.cache_config.block_size)
         if role is KVConnectorRole.SCHEDULER and (warning := versions.warning()):
             logger.warning("kvtier: %s", warning)
-        # Two connectors of one engine, beside each other, have the same name; and what they report is the same.
+        # Two kvtier connectors in one MultiConnector have the same name; their reports are equal.
         self._engine = f"{self._kv_transfer_config.engine_id} {vllm_config.instance_id}"
         self._ranks = vllm_config.parallel_config.world_size
         if role is KVConnectorRole.SCHEDULER and not self._refusal:
@@ -92,7 +92,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                 self._vllm_config.model_config, self._vllm_config.load_config, self.config.identity
             )
         table, report = layout.inspect_pages(self._vllm_config, self._kv_cache_config, kv_caches, self.config)
-        # Inside a MultiConnector the settings of that one count, and vLLM shows them to workers only.
+        # Inside a MultiConnector its settings apply, and vLLM passes them to workers only.
         whole = get_current_vllm_config_or_none()
         if whole and whole.kv_transfer_config:
             report = attrs.evolve(report, failure_policy=whole.kv_transfer_config.kv_load_failure_policy)
@@ -105,12 +105,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded()
     def unregister_kv_caches(self) -> None:
-        """vLLM 0.33: before a sleep, until `restore_kv_caches`. The pages come back at the same addresses."""
+        """vLLM 0.33: called before a sleep. No page is touched until `restore_kv_caches`; addresses stay the same."""
         self.side.suspend()
 
     @guarded()
     def restore_kv_caches(self) -> None:
-        """vLLM 0.33: after a sleep."""
+        """vLLM 0.33: called after a sleep. Copies may begin again."""
         self.side.resume()
 
     def set_xfer_handshake_metadata_pp_aware(
@@ -192,7 +192,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded()
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """What the workers did."""
+        """Pass what the workers did to the scheduler side."""
         self.side.progress(result_of(connector_output))
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -203,14 +203,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended. Its blocks are free at once."""
+        """A request ended. Its blocks may be freed at once."""
         if view := self._requests.finish(request):
             self.side.finished(view, str(request.get_finished_reason() or "abort"))
         return False, None
 
     @guarded(False)
     def has_pending_push_work(self) -> bool:
-        """Must vLLM keep stepping though no request is alive?"""
+        """Must vLLM keep stepping although no request is unfinished?"""
         return self.side.busy()
 
     @guarded(True)
@@ -228,7 +228,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     # -- a worker's connector ------------------------------------------------------------------------------
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """vLLM hands over the plan of the step."""
+        """Receive the plan of the step."""
         super().bind_connector_metadata(connector_metadata)
         plan: StepPlan = connector_metadata.plan
         self._awaited.update(request_id for request_id, _ in plan.loads)

@@ -1,4 +1,4 @@
-"""Nothing in kvtier may take the engine down: a side that raises an exception is disabled."""
+"""Keeps errors of kvtier from stopping the engine: a side that raises an exception is disabled."""
 
 from __future__ import annotations
 

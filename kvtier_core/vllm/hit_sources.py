@@ -1,4 +1,4 @@
-"""Where a hit came from, in the words of vLLM's metrics."""
+"""Translates tiers into the hit sources of vLLM's metrics."""
 
 from __future__ import annotations
 

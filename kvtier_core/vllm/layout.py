@@ -27,7 +27,7 @@ from kvtier_core.types import ChunkLayout, KVGroup, KVKind, KVStructure
 from kvtier_core.vllm.identity import namespace
 from kvtier_core.vllm.identity.settings import UnidentifiedError
 
-#: What keeps the KV of every token, and what it keeps. By exact type: a subclass may keep something else.
+#: Cache specs that keep the KV of every token, and what their elements are. By exact type: a subclass may differ.
 _STRUCTURES = {
     FullAttentionSpec: KVStructure.KEYS_AND_VALUES,
     MLAAttentionSpec: KVStructure.MLA_LATENT,
@@ -59,7 +59,7 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
             return f"{what} parallelism is not served yet"
     if parallel.enable_elastic_ep:
         return "a number of ranks that may change (elastic expert parallelism) is not served"
-    if parallel.data_parallel_size > 1:  # the ranks of a dense model were told that there is one
+    if parallel.data_parallel_size > 1:  # a rank of a dense model sees a size of one here
         return "data parallelism of a model with experts is not served yet"
     replica, replicas = replica_of(parallel)
     if replica >= replicas:
@@ -72,7 +72,7 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
 
 
 def _can_be_one_group(specs: Iterable[KVCacheSpec]) -> bool:
-    """Can vLLM be told to keep the KV of all layers as if each attended to all tokens?"""
+    """Can vLLM be configured to keep the KV of all tokens for every layer?"""
     windows = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
     kinds = {FullAttentionSpec if isinstance(spec, FullAttentionSpec) else type(spec) for spec in specs}
     return FullAttentionSpec in kinds and kinds <= {FullAttentionSpec, *windows}

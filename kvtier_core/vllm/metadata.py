@@ -1,4 +1,4 @@
-"""kvtier's messages in the envelopes that vLLM carries between its processes."""
+"""kvtier's messages in the metadata classes that vLLM carries between its processes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from kvtier_core.engine.messages import StepPlan, WorkerProgress
 
 @attrs.frozen(slots=False)
 class StepPlanMetadata(KVConnectorMetadata):
-    """From the scheduler's connector to that of every worker."""
+    """Sent by the scheduler's connector to that of every worker."""
 
     plan: StepPlan
 
 
 @attrs.frozen(slots=False)
 class WorkerProgressMetadata(KVConnectorWorkerMetadata):
-    """From the workers' connectors to the scheduler's."""
+    """Sent by the workers' connectors to the scheduler's."""
 
     progress: WorkerProgress
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerProgressMetadata:
-        """What vLLM calls to merge the reports of two ranks."""
+        """Merge the progress of two ranks. Called by vLLM."""
         return WorkerProgressMetadata(self.progress.merge(other.progress))

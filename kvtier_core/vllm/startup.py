@@ -1,4 +1,4 @@
-"""The start of the scheduler's connector: from what the workers reported to an open stack, or to a refusal."""
+"""Starts the scheduler side from the workers' reports: opens the stack, or refuses to serve the engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CONFIG_ENV = "KVTIER_CONFIG"
 
 @attrs.frozen
 class Refusal:
-    """This engine is not served: nothing is stored or loaded, and vLLM goes on as without kvtier."""
+    """This engine is not served: nothing is stored or loaded, and vLLM works as without kvtier."""
 
     reason: str  #: in plain words
 
@@ -59,7 +59,7 @@ def read_config(extra: Mapping[str, Any], registry: Registry) -> StackConfig:
 
 @attrs.frozen
 class Startup:
-    """What the scheduler's connector starts from."""
+    """What the scheduler's connector knows at its start."""
 
     vllm_config: VllmConfig
     transfer: KVTransferConfig  #: of this connector, not of one around it
@@ -101,7 +101,7 @@ class Startup:
             )
 
     def _open(self, report: WorkerReport, weights: str) -> SchedulerSide:
-        """Raises ConfigError, and UnidentifiedError for settings that cannot be compared between engines."""
+        """Open the stack. Raises ConfigError; UnidentifiedError if a setting cannot be compared between engines."""
         config, chunk = layout.in_chunks(self.config, self.vllm_config, report.groups)
         replica, replicas = layout.replica_of(self.vllm_config.parallel_config)
         context = OpenContext(

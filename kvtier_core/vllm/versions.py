@@ -1,4 +1,4 @@
-"""Which versions of vLLM kvtier serves, and the one place that knows how they differ."""
+"""The versions of vLLM that kvtier serves, and how they differ."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import vllm
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ModuleNotFoundError:  # before 0.32, which does not ask where a hit came from
+except ModuleNotFoundError:  # before 0.32, which has no sources of hits
     CacheHitSource = None
 
 __all__ = ["FIRST", "LAST", "CacheHitSource", "warning"]

@@ -1,4 +1,4 @@
-"""What becomes of the stack's events: log lines, counters, and the observers of plugins."""
+"""Logs and counts the stack's events, and passes them to the observers of plugins."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _LOG_LEVELS = {
 
 
 class EventLog:
-    """``clock`` counts seconds; ``observe`` is called with every batch of events."""
+    """Handles batches of events. ``clock`` returns seconds; ``observe`` is called with every batch."""
 
     def __init__(self, observe: Callable[[Sequence[Event]], None], clock: Callable[[], float]):
         self.stats = Stats(clock())
         self._observe = observe
         self._clock = clock
-        self.last_event = clock()  #: when something happened last, or the start
+        self.last_event = clock()  #: time of the last event, or of the start
 
     def record(self, events: Sequence[Event]) -> None:
-        """Log, count and pass on what happened. Every ten minutes the counters are logged too."""
+        """Log, count and pass on events. Every ten minutes the counters are logged too."""
         for event in events:
             if level := _LOG_LEVELS.get(event.kind):
                 logger.log(

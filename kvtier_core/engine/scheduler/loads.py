@@ -1,4 +1,4 @@
-"""Loads: what the stack has for a request, and the transfers from its slots to the engine's blocks."""
+"""Loads: lookups in the stack for a request, and the transfers from slots to the engine's blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.stack.interface import Lookup, Stack
 from kvtier_core.types import ChunkKey
 
-#: Steps for which a waiting request keeps what it looked up, if the engine does not ask again.
+#: Steps for which a waiting request keeps its pins if the engine does not ask about it again.
 _KEPT_STEPS = 2
 
 
@@ -29,23 +29,23 @@ class Loads:
         self._chunk_blocks = chunk_tokens // block_tokens
         self._planned: list[tuple[str, Transfer]] = []
         self._holders: dict[str, str] = {}  # of the loads under way, by request id
-        self._waiting: dict[str, int] = {}  # holders that have looked up, and the steps since they did so last
+        self._waiting: dict[str, int] = {}  # by holder: steps since its last lookup
 
     def __len__(self) -> int:
         return len(self._holders)
 
     def find(self, state: RequestState, keys: Sequence[ChunkKey]) -> Lookup:
-        """What the stack has of a path. Asks for the promotion of what is in a lower tier."""
+        """Look up a path. Requests the promotion of chunks in lower tiers."""
         self._waiting[state.holder] = 0
         return self._stack.lookup(keys, state.holder)
 
     def release(self, state: RequestState) -> None:
-        """The request does not need what it found, unless that is being loaded."""
+        """Release what the request found, unless it is being loaded."""
         if self._waiting.pop(state.holder, None) is not None:
             self._stack.release(state.holder)
 
     def release_forgotten(self) -> None:
-        """Call it once a step: release what waiting requests found if the engine no longer asks about them."""
+        """Release what waiting requests found if the engine no longer asks about them. Call this once a step."""
         for holder, steps in list(self._waiting.items()):
             if steps < _KEPT_STEPS:
                 self._waiting[holder] = steps + 1
@@ -54,10 +54,10 @@ class Loads:
                 self._stack.release(holder)
 
     def begin(self, state: RequestState, block_ids: Sequence[int], tokens: int) -> list[int]:
-        """Load ``tokens`` behind those that the engine had when it asked for a match, into the request's blocks.
+        """Load ``tokens`` into the request's blocks, behind those that the engine had when it asked for a match.
 
-        Plans the transfer for this step. Returns the blocks that will hold KV as an engine computed it: all that are
-        loaded, unless some of it came through a lossy codec.
+        Plans the transfer for this step. Returns the blocks that will hold exactly the KV that an engine computed: all
+        that are loaded, unless some of it came through a lossy codec.
         """
         first, end = state.computed // self._chunk_tokens, state.computed + tokens
         slots = state.found.slots[: -(-end // self._chunk_tokens) - first]
@@ -86,7 +86,7 @@ class Loads:
                 self._stack.release(holder)
 
     def under_way(self, request_ids: Collection[str]) -> set[str]:
-        """Those of the requests that have a load under way."""
+        """The requests among these that have a load under way."""
         return self._holders.keys() & request_ids
 
     def _blocks_of(self, chunk: int) -> range:

@@ -1,8 +1,8 @@
 """Which of the engine's blocks hold KV that may be stored.
 
 A block is trusted if kvtier loaded it, or if this engine's forward computed it from KV that was trusted up to there.
-Everything else may come from another connector: an engine may have several, may learn late or never that a load was
-bad, and keeps loaded blocks in its own prefix cache, where later requests find them. What is not trusted is never
+Everything else may come from another connector: an engine may have several, may learn late or never that a load
+was wrong, and keeps loaded blocks in its own prefix cache, where later requests find them. What is not trusted is never
 stored, nor is anything that was computed from it.
 
 A block is written by a load or by a forward: `allocated` is called before every load, `computed` before every forward.
@@ -40,7 +40,7 @@ class Provenance:
         blocks. Returns how many have it after the step: all, or ``trusted`` if the forward also reads other KV.
         """
         size, start, end = self._block_tokens, request.computed, request.end
-        if trusted is None or not start % size or start // size < end // size:  # else no block is begun or filled
+        if trusted is None or not start % size or start // size < end // size:  # otherwise no block is begun or filled
             blocks = block_table(request.request_id)
             if trusted is None:
                 trusted = size * sum(1 for _ in takewhile(self._trusted.__contains__, blocks[: -(-start // size)]))

@@ -20,17 +20,17 @@ class RequestState:
 
     view: RequestView  #: the latest one
     since: float  #: when it was first seen
-    holder: str  #: of what the stack pins for it; no other request has it, not even one of the same id
+    holder: str  #: under which the stack pins for it; unique, even among requests of the same id
     bypass: Bypass | None = None
     load_failed: bool = False  #: nothing more is looked up for it; what it computes is stored
     keys: list[ChunkKey] = attrs.field(factory=list)
     stored_chunks: int = 0  #: from the first one on, that were handed to the stack or found in it
     computed: int = 0  #: tokens that the engine had when it last asked for a match
     trusted: int | None = None  #: tokens, from the first one on, with trusted KV (see provenance); None: not known yet
-    found: Lookup = attrs.field(factory=Lookup)  #: what could be loaded then, from the chunk that contains ``computed``
+    found: Lookup = attrs.field(factory=Lookup)  #: the lookup then, from the chunk that contains ``computed`` on
     sources: Counter[str] = attrs.field(factory=Counter)  #: tokens of its last load, by tier
     waiting_since: float | None = None  #: since when the engine is asked to wait for a lower tier
-    reason: str = ""  #: of the last answer, for the log
+    reason: str = ""  #: the reason of the last answer, for the log
     logged: bool = False
 
 
@@ -52,11 +52,11 @@ class Requests:
         return iter(self._states.values())
 
     def get(self, request_id: str) -> RequestState | None:
-        """The state of a request; None if it was never tracked, or has finished."""
+        """The state of a request; None if it was never tracked or has finished."""
         return self._states.get(request_id)
 
     def track(self, view: RequestView) -> RequestState:
-        """Note the latest view of a request. The first time, the stack's policies learn of its path."""
+        """Note the latest view of a request. The first call tells the stack's policies about its path."""
         state = self._states.get(view.request_id)
         if state is None:
             holder = f"request {view.request_id} ({next(self._arrivals)})"

@@ -1,4 +1,4 @@
-"""Nothing is loaded before every rank has passed its self-test, and nothing ever if one has failed it."""
+"""Blocks loads until every rank has passed its self-test, and for ever if one has failed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ logger = logging.getLogger("vllm.kvtier")
 
 
 class SelfTestGate:
-    """Lends the workers a slot of each arena for their self-tests, and collects the outcomes."""
+    """Reserves a slot of each arena for the workers' self-tests, and collects the outcomes."""
 
     def __init__(self, stack: Stack, ranks: int):
-        self.slots: tuple[Slot, ...] = tuple(stack.reserve_self_test_slots())  #: none once it is over
+        self.slots: tuple[Slot, ...] = tuple(stack.reserve_self_test_slots())  #: empty once it is over
         self.failure = ""  #: why nothing is stored or loaded any more; empty if nothing failed
         self._stack = stack
         self._ranks_left = ranks
@@ -26,7 +26,7 @@ class SelfTestGate:
         return not self._ranks_left
 
     def record(self, outcomes: Counter[str]) -> None:
-        """Count workers by what their self-test found wrong; an empty text is a pass."""
+        """Count the outcomes of workers' self-tests; an empty text is a pass."""
         if not outcomes or self.is_open:
             return
         self._ranks_left -= outcomes.total()

@@ -1,4 +1,4 @@
-"""Stores under way: from the reservation of slots until every rank has copied its pages to them."""
+"""Stores under way: from the reservation of slots until every rank has copied its pages into them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvtier_core.types import ChunkKey
 @attrs.define
 class _StoreJob:
     keys: list[ChunkKey]
-    blocks: frozenset[int]  #: whose pages are read
+    blocks: frozenset[int]  #: the blocks whose pages are read
     waiting: int  #: workers that have not reported its end
     failed: bool = False
     checksums: dict[int, Sequence[int]] = attrs.field(factory=dict)  #: of the shards, by rank
 
 
 class StoreJobs:
-    """The stores under way, by the job number that the workers know them by."""
+    """The stores under way, by the job number that the workers use."""
 
     def __init__(self, stack: Stack, ranks: int):
         self._stack = stack
@@ -34,9 +34,9 @@ class StoreJobs:
         return len(self._jobs)
 
     def begin(self, path: Sequence[ChunkKey], pages: Iterable[ChunkPages]) -> tuple[tuple[int, Transfer], ...]:
-        """Store those chunks of a path that the stack wants. ``pages`` are the block ids of each chunk and group.
+        """Store the chunks of a path that the stack admits. ``pages`` are the block ids of each chunk and group.
 
-        Returns the new job and its transfer, or nothing if the stack wants no chunk.
+        Returns the new job and its transfer, or nothing if the stack admits no chunk.
         """
         slots = self._stack.reserve(path, _holder(self._last_job + 1))
         if not slots:
@@ -57,14 +57,14 @@ class StoreJobs:
             store.failed = True
 
     def record(self, progress: WorkerProgress) -> None:
-        """Take note of what the workers ended."""
+        """Process what the workers ended."""
         for (job, rank), checksums in progress.checksums.items():
             self._jobs[job].checksums[rank] = checksums
         for job, workers in progress.ended.items():
             self._end(job, workers, failed=bool(progress.failed[job]))
 
     def _end(self, job: int, workers: int, *, failed: bool) -> None:
-        """A chunk is READY when every rank has stored its shard; its slot is free when no rank writes to it."""
+        """Commit or release the slots once every rank has ended: only then is a chunk whole, or its slot unused."""
         store = self._jobs[job]
         store.waiting -= workers
         store.failed |= failed
@@ -77,7 +77,7 @@ class StoreJobs:
             self._stack.commit(_holder(job), self._checksums_by_chunk(store))
 
     def _checksums_by_chunk(self, store: _StoreJob) -> dict[ChunkKey, Sequence[int]]:
-        """Of each chunk the checksums of its shards, by rank; empty unless every rank computed them."""
+        """For each chunk the checksums of its shards, by rank; empty unless every rank computed them."""
         if len(store.checksums) != self._ranks:
             return {}
         by_chunk = zip(*(store.checksums[rank] for rank in range(self._ranks)), strict=True)

@@ -56,7 +56,7 @@ class CacheIndex:
         nbytes: int,
         places: Sequence[int] | None = None,
     ) -> None:
-        """Hold keys of a path, root first, of ``nbytes`` each. ``places`` are numbers to be noted with them."""
+        """Hold keys of a path, root first, of ``nbytes`` each. ``places`` are numbers to store with them."""
         self.held.add(keys, parents, nbytes, [0] * len(keys) if places is None else places)
         for key in reversed(keys):  # leaves come before their root
             self._policy.admit(key, nbytes)
@@ -66,11 +66,11 @@ class CacheIndex:
         self.held.resize(key, nbytes)
 
     def detach(self, keys: Sequence[ChunkKey]) -> None:
-        """These no longer keep their parents from being evicted. If they stay, the next request attaches them again."""
+        """These keys no longer protect their parents from eviction. The next request attaches those that stay again."""
         self.held.detach(keys)
 
     def remove(self, keys: Sequence[ChunkKey], *, evicted: bool = False) -> list[int]:
-        """No longer hold these keys; returns their places. The policy may remember the ``evicted`` ones."""
+        """No longer hold these keys; returns their places. The policy may keep ghosts of ``evicted`` keys."""
         places = self.held.remove(keys)
         for key in keys:
             self._policy.forget(key, evicted=evicted)
@@ -83,7 +83,7 @@ class CacheIndex:
         spared: Sequence[Container[ChunkKey]] = (),
         pinned: Container[int] = (),
     ) -> list[ChunkKey]:
-        """The best victims, in order, until they weigh ``amount``; fewer if there are no more. Changes nothing.
+        """The best victims, in order, that weigh ``amount`` together; fewer if there are no more. Changes nothing.
 
         Passes over keys that one of the ``spared`` contains, and keys whose place is ``pinned``.
         """

@@ -1,4 +1,4 @@
-"""How often keys were named lately, in bounded memory."""
+"""Counts how often requests named each key recently, in bounded memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvtier_core.types import ChunkKey
 
 #: Keys that are remembered: at least this many, at most twice as many.
 _ENOUGH = 1 << 17
-#: Bytes of each key that are kept. Two keys that begin alike count as one: at worst a chunk is stored too early.
+#: Bytes of each key that are kept. Two keys with the same prefix count as one: at worst a chunk is stored too early.
 _PREFIX_NBYTES = 8
 
 
@@ -30,6 +30,6 @@ class FrequencyFilter:
                 self._older, self._younger = self._younger, {}
 
     def of(self, key: ChunkKey) -> int:
-        """How many requests named this key, as far as is remembered."""
+        """How many requests named this key, as far as the two generations remember."""
         short = key[:_PREFIX_NBYTES]
         return self._younger.get(short) or self._older.get(short, 0)

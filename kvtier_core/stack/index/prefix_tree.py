@@ -13,7 +13,7 @@ from kvtier_core.types import ChunkKey
 class PlainPrefixTree:
     """A prefix tree over keys. A parent may be a key that is not held; a key that is not held has no known parent.
 
-    csrc/prefix_tree.cpp answers the same, faster and in less memory; this is what it is tested against.
+    csrc/prefix_tree.cpp gives the same answers faster and in less memory; it is tested against this.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class PlainPrefixTree:
         return len(self._nbytes)
 
     def __iter__(self) -> Iterator[ChunkKey]:
-        """A snapshot, in no order."""
+        """The held keys: a snapshot, in no particular order."""
         return iter(list(self._nbytes))
 
     def nbytes(self, key: ChunkKey) -> int:
@@ -43,7 +43,7 @@ class PlainPrefixTree:
         return self._parent.get(key)
 
     def place(self, key: ChunkKey) -> int:
-        """The number that was noted with a held key: its slot, in an arena."""
+        """The number that was stored with a held key: its slot, in an arena."""
         return self._place[key]
 
     def places(self, keys: Sequence[ChunkKey]) -> list[int]:
@@ -91,7 +91,7 @@ class PlainPrefixTree:
         return [self._place.pop(key) for key in keys]
 
     def detach(self, keys: Sequence[ChunkKey]) -> None:
-        """These keys have no parent any more."""
+        """Forget the parents of these keys."""
         self._changes += 1
         for key in keys:
             parent = self._parent.pop(key, None)
@@ -107,7 +107,7 @@ class PlainPrefixTree:
         pinned: Container[int],
         leaf_first: bool,
     ) -> Iterator[ChunkKey]:
-        """The ``victims`` that may be evicted, best first, each as if all before it were gone.
+        """The ``victims`` that may be evicted, best first, each on the assumption that all before it are evicted.
 
         Passes over keys that one of the ``spared`` contains, and keys whose place is ``pinned``. With ``leaf_first`` a
         key with a held child comes after its last child. Raises RuntimeError once the tree has changed.
@@ -130,7 +130,7 @@ class PlainPrefixTree:
             while candidate is not None and may_be_evicted(candidate):
                 yield candidate
                 if self._changes != changes:
-                    raise RuntimeError("the tree changed while its candidates were named")
+                    raise RuntimeError("the tree changed while its candidates were iterated")
                 parent = self._parent.get(candidate)
                 gone[parent] += 1
                 candidate = parent if parent in passed and is_leaf(parent) else None

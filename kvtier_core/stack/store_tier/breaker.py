@@ -2,45 +2,50 @@
 
 from __future__ import annotations
 
+#: Failures in a row that open the breaker.
 _FAILURES = 3
-_FIRST_REST = 1.0
-_LONGEST_REST = 60.0
+#: Seconds for which it is open: the first time, and at most after doubling at each failed probe.
+_FIRST_PAUSE = 1.0
+_LONGEST_PAUSE = 60.0
 
 
 class Breaker:
-    """Closed: calls go through. Open: none does. Half open: one does, and decides. ``now`` is seconds of any clock."""
+    """Closed: all calls are allowed. Open: none is. Half-open: one probe is, and its outcome closes or reopens it.
+
+    ``now`` is in seconds, of any clock.
+    """
 
     def __init__(self) -> None:
-        self.rest = _FIRST_REST  #: seconds of the current or next pause
+        self.pause = _FIRST_PAUSE  #: seconds for which the breaker is open now, or will be next time
         self._failures = 0
         self._until: float | None = None
         self._probing = False
 
     def allows(self, now: float) -> bool:
-        """May a call go out?"""
+        """May a call begin now?"""
         if self._until is None:
             return True
         return now >= self._until and not self._probing
 
     def begin(self, now: float) -> None:
-        """A call goes out."""
+        """A call begins."""
         self._probing = self._until is not None and now >= self._until
 
     def succeed(self) -> bool:
         """A call succeeded. True if this closes the breaker."""
-        rested = self._until is not None
+        was_open = self._until is not None
         self.__init__()
-        return rested
+        return was_open
 
     def fail(self, now: float) -> bool:
         """A call failed. True if this opens the breaker."""
         self._failures += 1
         if self._until is not None:
             if not self._probing:
-                return False  # a call from before the breaker opened
-            self.rest = min(self.rest * 2, _LONGEST_REST)
+                return False  # the call began before the breaker opened
+            self.pause = min(self.pause * 2, _LONGEST_PAUSE)
         elif self._failures < _FAILURES:
             return False
-        self._until = now + self.rest
+        self._until = now + self.pause
         self._probing = False
         return True

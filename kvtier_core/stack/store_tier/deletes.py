@@ -1,4 +1,4 @@
-"""How frames leave a store: evicted, quarantined, or invalidated. All stay indexed until their delete has landed."""
+"""Deletes frames that are evicted, damaged or invalidated. Each stays indexed until its delete has completed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class InvalidatedKeys(set[ChunkKey]):
 
 
 class Deletes:
-    """Of one store tier. What other engines share is never deleted to make room: it only leaves this tier's index."""
+    """The deletes of one store tier. From a shared store nothing is deleted to make room: only the index forgets it."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Deletes:
         clock: Callable[[], float],
         landed: Callable[[], None],
     ):
-        """``landed`` is called when a delete has ended, well or not."""
+        """``landed`` is called when a delete has ended, whether it succeeded or not."""
         self.invalidated = InvalidatedKeys()
         self._backend = backend
         self._index = index
@@ -68,7 +68,7 @@ class Deletes:
         self._landed = landed
 
     def evict(self, victims: Sequence[ChunkKey]) -> None:
-        """Make room. The victims are not in use."""
+        """Evict these frames, none of which is in use."""
         if self._backend.shared:
             self._index.remove(victims, evicted=True)
             self.invalidated.difference_update(victims)
@@ -88,30 +88,31 @@ class Deletes:
         self.evict(list(frames))
 
     def discard(self, missing: Sequence[ChunkKey], corrupt: Sequence[ChunkKey]) -> None:
-        """Frames that cannot be served: of a ``missing`` one a part may be left, a ``corrupt`` one is quarantined."""
+        """Delete what may be left of ``missing`` frames, and quarantine ``corrupt`` ones."""
         if self._backend.shared:
             self._index.remove(missing)
             missing = []
-        self.invalidated.update(missing, corrupt)  # and deleted later, should it fail now
+        self.invalidated.update(missing, corrupt)  # so that they are deleted later if it fails now
         self._delete(missing, self._backend.delete)
         self._delete(corrupt, self._backend.quarantine)
 
     def invalidate(self, keys: Iterable[ChunkKey]) -> None:
-        """Nobody may find these frames again; those in use are deleted when they no longer are."""
+        """Never find these frames again. Those in use are deleted when their calls have returned."""
         self.invalidated.update(keys)
         self.delete_invalidated([key for key in self.invalidated if key not in self._in_use])
 
     def delete_invalidated(self, keys: Sequence[ChunkKey]) -> None:
-        """Those of ``keys`` that are invalidated and no longer in use."""
+        """Delete those of ``keys`` that are invalidated and no longer in use."""
         invalidated = [key for key in keys if key in self.invalidated]
         present = [key for key in invalidated if key in self._index]
         self.invalidated.difference_update(set(invalidated) - set(present))
         self.evict(present)
 
     def retry(self) -> None:
-        """Delete again what could not be deleted before.
+        """Retry the deletes that failed.
 
-        Each frame by itself: one that can never be deleted does not keep others, and the breaker heard of it before.
+        Each frame by itself, so that one that can never be deleted does not block the others. The breaker has counted
+        the failure already.
         """
         if not self._health.writes.allows(self._clock()):
             return
@@ -126,7 +127,7 @@ class Deletes:
     def _delete(
         self, keys: Sequence[ChunkKey], delete: _Delete, then: Callable[[], None] = lambda: None, *, again: bool = False
     ) -> None:
-        """Take frames out of the store, then out of the index. ``again``: a failure is neither counted nor reported."""
+        """Remove frames from store and index, in this order. ``again``: a failure is neither counted nor reported."""
         if not keys:
             return
         nbytes = sum(map(self._index.held.nbytes, keys))

@@ -25,7 +25,7 @@ class ReadStatus(enum.Enum):
 
     @property
     def event(self) -> EventKind | None:
-        """What is reported of such a read; nothing if the frame is served."""
+        """The event that reports this outcome; None if the frame is served."""
         return None if self is ReadStatus.VERIFIED else EventKind(self.value)
 
 
@@ -57,7 +57,7 @@ def write_frames(backend: Backend, codec: FrameCodec, offers: Sequence[FrameWrit
         backend.write(keys, frames)
     except BaseException:
         # Some may have been written before the failure, and the index does not count them.
-        if not backend.shared:  # else they may be others'
+        if not backend.shared:  # otherwise they may be frames of other engines
             with contextlib.suppress(BackendError):
                 backend.delete(keys)
         raise
@@ -65,7 +65,7 @@ def write_frames(backend: Backend, codec: FrameCodec, offers: Sequence[FrameWrit
 
 
 def read_frames(backend: Backend, codec: FrameCodec, wanted: Sequence[tuple[ChunkKey, memoryview]]) -> list[FrameRead]:
-    """Read frames, verify them and decode them into slots. Raises what the store as a whole raises."""
+    """Read frames, verify them and decode them into slots. Raises the errors of the store as a whole."""
     keys = [key for key, _ in wanted]
     buffers = [codec.read_buffer(slot) for _, slot in wanted]
     counts = as_many(backend.read(keys, buffers), keys)

@@ -9,12 +9,12 @@ from kvtier_core.stack.store_tier.breaker import Breaker
 from kvtier_core.transfer.io_pool import Outcome, Pool
 from kvtier_core.types import ChunkKey, Event, EventKind
 
-#: A call that takes longer, in seconds, hangs: until it returns, nobody else waits for this store.
+#: Seconds after which a call counts as hanging. Until it returns, no other call to this store begins.
 _HANGS_AFTER = 10.0
 
 
 class StoreHealth:
-    """Reports what happens to a tier as events, which somebody collects from ``events``."""
+    """Decides whether calls may begin, and collects what happens to the tier in ``events``."""
 
     def __init__(self, name: str, pool: Pool, clock: Callable[[], float]):
         self.events: list[Event] = []
@@ -36,7 +36,7 @@ class StoreHealth:
         return not self._hangs and self.writes.allows(self._clock())
 
     def begin(self, breaker: Breaker) -> None:
-        """A call goes out that counts for ``breaker``: `reads` or `writes`."""
+        """A call begins that counts for ``breaker``: `reads` or `writes`."""
         breaker.begin(self._clock())
 
     def record_outcome(self, breaker: Breaker, keys: Sequence[ChunkKey], outcome: Outcome) -> None:
@@ -47,10 +47,10 @@ class StoreHealth:
             if breaker.succeed():
                 self.report(EventKind.BREAKER_CLOSED, [])
         elif breaker.fail(self._clock()):
-            self.report(EventKind.BREAKER_OPEN, [], why=f"for {breaker.rest:g}s")
+            self.report(EventKind.BREAKER_OPEN, [], why=f"for {breaker.pause:g}s")
 
     def watch_for_hangs(self) -> None:
-        """Call it now and then: neither reads nor writes begin while the oldest call hangs."""
+        """Call this regularly: while the oldest call hangs, neither reads nor writes may begin."""
         hangs = self._pool.longest() > _HANGS_AFTER
         if hangs and not self._hangs:
             self.report(EventKind.BREAKER_OPEN, [], why=f"until a call returns that has taken {_HANGS_AFTER:g}s")

@@ -10,13 +10,13 @@ from kvtier_core.types import ChunkKey
 class IncompatibleFrames:
     """Frames of another codec or format version, by key, with the bytes that they take. Owner's thread only.
 
-    They are not in the tier's index, so nobody asks for them again, and their chunks may be written over them. They are
-    left where they are, for an engine that can read them, and count as taken room. When the tier needs that room they
-    are deleted before any frame that it can read.
+    They are not in the tier's index, so they are not read again, and their keys may be overwritten. They stay in the
+    store, for an engine that can read them, and count as used space. When the tier needs that space they are deleted
+    before any frame that it can read.
     """
 
     def __init__(self) -> None:
-        self.nbytes = 0  #: that all of them take
+        self.nbytes = 0  #: of all of them
         self._held: dict[ChunkKey, int] = {}
         self._overwritten: dict[ChunkKey, int] = {}  # while a write of their key is under way
 
@@ -30,13 +30,13 @@ class IncompatibleFrames:
             self.nbytes += self._held[key]
 
     def begin_write(self, keys: Iterable[ChunkKey]) -> None:
-        """These keys will be written: until that has ended, what lies there now takes room and cannot be evicted."""
+        """These keys will be written. Until then the old frames count as used space and cannot be evicted."""
         for key in keys if self._held else ():
             if key in self._held:
                 self._overwritten[key] = self._held.pop(key)
 
     def end_write(self, keys: Iterable[ChunkKey], *, replaced: bool) -> None:
-        """A write has ended. Unless it ``replaced`` what lay there, that may still be there, and counts as before."""
+        """A write has ended. Unless it ``replaced`` the old frames, they may still be there and count as before."""
         for key in keys if self._overwritten else ():
             nbytes = self._overwritten.pop(key, 0)
             if replaced:
@@ -51,7 +51,7 @@ class IncompatibleFrames:
         return self.nbytes - sum(self._overwritten.values()) - sum(self._held.get(key, 0) for key in spared)
 
     def take(self, nbytes: int) -> dict[ChunkKey, int]:
-        """Give up frames that take ``nbytes`` in all, those found first, for the caller to delete."""
+        """Forget frames of ``nbytes`` in all, those found first, and return them for the caller to delete."""
         taken: dict[ChunkKey, int] = {}
         while nbytes > 0 and self._held:
             key = next(iter(self._held))

@@ -1,4 +1,4 @@
-"""The keys that calls to a backend name at this moment."""
+"""The keys that calls in flight to a backend name."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Use(enum.Enum):
 
     WRITING = "is being written"
     READING = "is being read"
-    DELETING = "is still being deleted"  # and stays in the index until that has landed
+    DELETING = "is still being deleted"  # and stays in the index until the delete has completed
 
 
 class KeysInUse(dict[ChunkKey, Use]):
-    """No two calls in flight name the same key: that is promised to every backend."""
+    """Ensures that no two calls in flight name the same key, as every backend is promised."""
 
     def begin(self, keys: Iterable[ChunkKey], use: Use) -> None:
         """A call names these keys until each is deleted from this dict. Raises ContractError if one is in use."""

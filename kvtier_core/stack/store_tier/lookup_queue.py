@@ -1,4 +1,4 @@
-"""Keys that a shared store may have although the index does not, and that it is to be asked for."""
+"""Keys to look up in a shared store: it may have them although the index of this tier does not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from kvtier_core.types import ChunkKey
 
-#: Seconds for which the answer "not there" is believed.
+#: Seconds for which a key that the store did not have is not asked for again.
 _ABSENCE_HOLDS = 1.0
 
 #: Seconds for which a frame that this tier cannot read is not asked for again.
@@ -14,22 +14,22 @@ _INCOMPATIBLE_HOLDS = 600.0
 
 
 class LookupQueue:
-    """Collects keys between two polls, and remembers for a moment which ones the store did not have."""
+    """Collects keys between two polls, and remembers for a short time which ones the store did not have."""
 
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
         self._open: dict[ChunkKey, None] = {}
-        self._absent: dict[ChunkKey, float] = {}  # until when that is believed
+        self._absent: dict[ChunkKey, float] = {}  # until when the key is not asked for again
 
     def note(self, key: ChunkKey) -> bool:
-        """Ask for this key, soon; False if the answer is known."""
+        """Ask for this key at the next poll. Returns False if the store did not have it a moment ago."""
         if self._clock() < self._absent.get(key, float("-inf")):
             return False
         self._open[key] = None
         return True
 
     def take(self) -> list[ChunkKey]:
-        """The keys to ask for now; the queue is empty then."""
+        """Empty the queue and return the keys to ask for now."""
         keys = list(self._open)
         self._open.clear()
         return keys

@@ -1,4 +1,4 @@
-"""What a tier's eviction policy learned, stored as one more frame of the tier: sealed, and verified when read."""
+"""The learned state of a tier's eviction policy, stored as a frame in the tier: sealed, and verified when read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace
 #: A tier that is not this many times larger keeps no policy state.
 _FITS = 64
 
-#: Seconds between two looks for something new: servers are often killed, not closed.
+#: Seconds between two checks for new state: servers are often killed, not closed.
 _EVERY = 60.0
 
 
@@ -29,9 +29,9 @@ def key_under(digest: bytes) -> ChunkKey:
 
 
 class PolicyState:
-    """Its bytes are set aside from the start, so that storing it evicts no chunk.
+    """Saves and restores the state. Its bytes are reserved from the start, so that storing it evicts no chunk.
 
-    It is no KV: it is kept under the ``namespace`` that the store was opened with, whatever epochs come later.
+    It is not KV: it stays under the ``namespace`` that the store was opened with, whatever epochs follow.
     """
 
     def __init__(self, backend: Backend, index: CacheIndex, namespace: Namespace, capacity: int):
@@ -39,9 +39,9 @@ class PolicyState:
         self._backend = backend
         self._index = index
         self._namespace = namespace
-        self._kept = index.save()  # what the store has, or what need not be stored
+        self._kept = index.save()  # the state in the store, or that of a new policy, which need not be stored
         self._length = len(self._kept)
-        self._next: float | None = None  # when to look again
+        self._next: float | None = None  # when to check again
         self._busy = False
         pages = -(-self._length // FRAME_ALIGNMENT)
         self.nbytes = (
@@ -51,7 +51,7 @@ class PolicyState:
             self.nbytes = 0
 
     def recall(self) -> None:
-        """Give the policy what was stored, if it is whole; else it starts cold. Waits for the store."""
+        """Restore the policy from the store if the frame verifies; otherwise it starts cold. Waits for the store."""
         if not self.nbytes:
             return
         landed = memoryview(bytearray(self.nbytes))
@@ -64,12 +64,12 @@ class PolicyState:
                 self._kept = self._index.save()
 
     def keep(self) -> None:
-        """Store what the policy knows now. Waits for the store; raises BackendError."""
+        """Store the current state. Waits for the store; raises BackendError."""
         if self.nbytes:
             self._write(self._index.save())
 
     def due(self, now: float) -> bool:
-        """Is it time to look for something new? Once a minute, and not while the last write is under way."""
+        """Is it time to store new state? Once a minute, but not while the last write is under way."""
         if not self.nbytes or self._busy:
             return False
         if self._next is None:
@@ -77,7 +77,7 @@ class PolicyState:
         return now >= self._next
 
     def keep_by(self, pool: Pool, now: float, then: Then) -> None:
-        """Store on a thread what was learned since the last time, if anything was; ``then`` gets the outcome."""
+        """Store the state on a thread of the pool if it has changed; ``then`` gets the outcome."""
         self._next = now + _EVERY
         saved = self._index.save()
         if saved == self._kept:

@@ -24,7 +24,7 @@ _Read = tuple[ChunkKey, memoryview]
 
 
 class Reads:
-    """Of one store tier. Every method on the owner's thread."""
+    """The reads of one store tier. Call every method on the owner's thread."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Reads:
         deletes: Deletes,
         lookup_queue: LookupQueue,
     ):
-        self.inflight_nbytes = 0  #: of views that reads fill
+        self.inflight_nbytes = 0  #: of slots that reads in flight fill
         self._backend = backend
         self._index = index
         self._space = space
@@ -49,7 +49,10 @@ class Reads:
         self._deletes = deletes
 
     def begin(self, wanted: Sequence[_Read], codec: FrameCodec, arrived: Arrived) -> None:
-        """Fill views with verified raw frames. ``arrived`` is called once a group; each key is in one of its two."""
+        """Begin to fill views with verified raw frames.
+
+        ``arrived(good, bad)`` is called once for each group; each of its keys is in one of the two.
+        """
         if not wanted:
             return
         self._in_use.begin([key for key, _ in wanted], Use.READING)
@@ -64,7 +67,7 @@ class Reads:
     def _arrive(self, wanted: Sequence[_Read], arrived: Arrived, outcome: Outcome) -> None:
         keys = [key for key, _ in wanted]
         self.inflight_nbytes -= sum(len(view) for _, view in wanted)
-        reads = outcome.value or [None] * len(keys)  # None: nothing is known, the frames stay in the index
+        reads = outcome.value or [None] * len(keys)  # None: unknown, the frame stays indexed
         found: dict[ReadStatus, list[ChunkKey]] = {status: [] for status in ReadStatus}
         for key, read in zip(keys, reads, strict=True):
             del self._in_use[key]
@@ -81,7 +84,7 @@ class Reads:
         arrived(found[ReadStatus.VERIFIED], [key for key in keys if key not in good])
 
     def _forget_incompatible(self, keys: Sequence[ChunkKey]) -> None:
-        """Frames of another codec leave the index and stay in the store, for an engine that can read them."""
+        """Remove frames of another codec from the index. They stay in the store, for an engine that can read them."""
         if self._backend.shared:
             self._lookup_queue.cannot_read(keys)
         else:

@@ -9,54 +9,54 @@ from kvtier_core.stack.store_tier.incompatible import IncompatibleFrames
 from kvtier_core.types import ChunkKey
 
 #: Seconds after which the full capacity is tried again.
-_REST = 60.0
+_RETRY_AFTER = 60.0
 
 
 class CapacityLimit:
     """How many bytes a tier may keep: its capacity, or less while its store says that it is full.
 
-    ``now`` is in seconds, of any clock.
+    `full` lowers the limit; after a minute it is the capacity again. ``now`` is in seconds, of any clock.
     """
 
-    def __init__(self, granted: int):
-        self._granted = granted
-        self._lowered = granted
-        self._until: float | None = None  # when it rises again
-        self._shut = False
+    def __init__(self, capacity: int):
+        self._capacity = capacity
+        self._lowered = capacity
+        self._until: float | None = None  # when the full capacity is tried again
+        self._closed = False
 
     def at(self, now: float) -> int:
-        """Bytes that may be kept now."""
-        self._rise(now)
+        """Bytes that the tier may keep now."""
+        self._restore(now)
         return self._lowered
 
     def open(self, now: float) -> bool:
-        """May anything be written? Not while evicting everything would not give the store the room it lacks."""
-        self._rise(now)
-        return not self._shut
+        """May anything be written? False while even evicting every frame would not free enough space."""
+        self._restore(now)
+        return not self._closed
 
     def lowered(self, now: float) -> bool:
-        """Is less allowed now than was granted?"""
-        return self.at(now) < self._granted
+        """Is the limit below the capacity now?"""
+        return self.at(now) < self._capacity
 
     def full(self, held: int, missing: int, now: float) -> None:
-        """The store has no room beside the ``held`` bytes, and would have if ``missing`` bytes were deleted."""
-        self._until = now + _REST
-        self._shut = missing >= held
-        self._lowered = min(self._lowered, max(held if self._shut else held - missing, 0))
+        """The store is full, with ``held`` bytes of this tier; ``missing`` bytes must be deleted before a write."""
+        self._until = now + _RETRY_AFTER
+        self._closed = missing >= held
+        self._lowered = min(self._lowered, max(held if self._closed else held - missing, 0))
 
-    def _rise(self, now: float) -> None:
+    def _restore(self, now: float) -> None:
         if self._until is not None and now >= self._until:
-            self.__init__(self._granted)
+            self.__init__(self._capacity)
 
 
 class Space:
-    """All frames in the index count, those whose write has not begun and those whose delete has not landed too."""
+    """Counts every frame in the index, also those whose write has not begun or whose delete has not completed."""
 
     def __init__(self, index: CacheIndex, limit: CapacityLimit, kept_nbytes: int, clock: Callable[[], float]):
-        """``kept_nbytes`` are set aside for what is stored beside the frames."""
+        """``kept_nbytes`` are reserved for what is stored beside the frames: the state of the policy."""
         self.limit = limit
         self.incompatible = IncompatibleFrames()  #: in the store, and not in the index
-        self.waiting_nbytes = 0  #: of frames in the index whose write waits for room
+        self.waiting_nbytes = 0  #: of frames in the index whose write waits for free space
         self.leaving_nbytes = 0  #: of frames in the index that are being deleted
         self._index = index
         self._kept_nbytes = kept_nbytes
@@ -69,18 +69,18 @@ class Space:
 
     @property
     def room(self) -> int:
-        """Bytes that will be free once everything that is leaving has gone; negative if too much is held."""
+        """Bytes that will be free when all deletes have completed; negative if the index holds too much."""
         return self.allowed - self._index.used + self.leaving_nbytes
 
     @property
     def stored_nbytes(self) -> int:
-        """Bytes in the store now, at most."""
+        """Upper bound of the bytes in the store now."""
         return self._index.used - self.waiting_nbytes + self._kept_nbytes + self.incompatible.nbytes
 
     def fits(self, nbytes: int) -> bool:
-        """May a write of this many bytes begin now, beside all that is in the store?"""
+        """May a write of this many bytes begin now without exceeding the capacity?"""
         return self._index.used - self.waiting_nbytes + nbytes <= self.allowed
 
     def excess(self, in_use: Container[ChunkKey]) -> list[ChunkKey]:
-        """The frames to evict because less is allowed than is held."""
+        """The frames to evict because the index holds more than is allowed."""
         return self._index.select_victims(-self.room, self._index.held.nbytes, spared=(in_use,))

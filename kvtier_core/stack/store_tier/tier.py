@@ -24,7 +24,7 @@ from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Usage
 
 
 class StoreTier:
-    """Every method on the owner's thread. Nothing that a backend does raises here: it becomes an Event."""
+    """A store tier. Call every method on the owner's thread. Errors of the backend do not raise: they become events."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class StoreTier:
         self.pool = pool
         self.index = index
         self.capacity = capacity
-        self.lossless = codec.lossless  #: False if chunks that come up from here may have other bits than they had
+        self.lossless = codec.lossless  #: False if promoted chunks may differ from those that were stored
         self._codec = codec
         self._inflight_limit = inflight
         self._clock = clock
@@ -66,7 +66,7 @@ class StoreTier:
 
     @property
     def events(self) -> list[Event]:
-        """What happened since somebody cleared this list."""
+        """What happened since the caller last cleared this list."""
         return self._health.events
 
     def usage(self) -> Usage:
@@ -76,7 +76,7 @@ class StoreTier:
     # -- what is here ------------------------------------------------------------------------------
 
     def readable(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
-        """How many keys from ``start`` on could be read now, before the first that could not."""
+        """How many keys from ``start`` on can be read now, before the first that cannot."""
         if not self._health.can_read:
             return 0
         run = self.index.held.run(keys, start)
@@ -85,7 +85,7 @@ class StoreTier:
         return next(unreadable, run)
 
     def has(self, key: ChunkKey) -> bool:
-        """Could the frame of this key be read now?"""
+        """Can the frame of this key be read now?"""
         return self.readable([key]) == 1
 
     def miss_reason(self, key: ChunkKey) -> str:
@@ -101,13 +101,13 @@ class StoreTier:
         return f"its frame in {self.name} may not be used any more"
 
     def request_lookup(self, key: ChunkKey) -> bool:
-        """May a shared store have a key that is not in the index? Then `poll` asks it."""
+        """May a shared store have a key that is not in the index? If so, the next `poll` asks it."""
         if not self.backend.shared or key in self.index or not self._health.can_read:
             return False
         return self._lookup_queue.note(key)
 
     def poll(self) -> None:
-        """Ask a shared store what `request_lookup` noted, retry deletes, keep what the policy learned."""
+        """Ask a shared store for the keys that `request_lookup` noted, retry deletes, and save the policy's state."""
         now = self._clock()
         self._health.watch_for_hangs()
         self._deletes.retry()
@@ -135,9 +135,10 @@ class StoreTier:
         return admitted
 
     def write(self, frames: Sequence[FrameWrite], release: Release) -> None:
-        """Store frames of one path, root first, that `would_admit` named; ``release(key)`` for each, once.
+        """Store frames of one path, root first, that `would_admit` returned. Calls ``release(key)`` once for each.
 
-        Capacity, the limit in flight and the state of the store are looked at again; what does not pass is rejected.
+        Capacity, the limit in flight and the health of the store are checked again; frames that do not pass are
+        rejected.
         """
         writable = set(self._writable([frame.key for frame in frames]))
         fresh = [frame for frame in frames if frame.key in writable]
@@ -153,7 +154,7 @@ class StoreTier:
     def _make_room(
         self, frames: Sequence[FrameWrite], parents: set[ChunkKey | None]
     ) -> tuple[Sequence[FrameWrite], list[ChunkKey]]:
-        """The leading frames that can be stored, and the victims that must leave for them."""
+        """The leading frames that can be stored, and the victims to evict for them."""
         weigh, bound = self.index.held.nbytes, self._codec.max_frame_nbytes
         room = self._space.room + self.incompatible.evictable([frame.key for frame in frames])
         victims = self.index.select_victims(len(frames) * bound - room, weigh, spared=(self._in_use, parents))
@@ -172,7 +173,7 @@ class StoreTier:
         return [key for key in self.index.held.missing(keys) if key not in self._in_use]
 
     def _not_writable_reason(self, key: ChunkKey) -> str:
-        """Empty for a frame that is there, or will be."""
+        """Why a frame cannot be written; empty if it is stored already, or is being written."""
         use = self._in_use.get(key)
         if use is Use.DELETING:
             return f"its last frame {use.value}"
@@ -195,13 +196,13 @@ class StoreTier:
     # -- reading -----------------------------------------------------------------------------------
 
     def may_read(self, view_nbytes: int) -> int:
-        """How many views of this many bytes further reads may hold now."""
+        """How many more reads into views of this many bytes may begin now."""
         return max(0, self._inflight_limit - self._inflight) // view_nbytes
 
     def read(self, wanted: Sequence[tuple[ChunkKey, memoryview]], arrived: Arrived) -> list[ChunkKey]:
-        """Begin to fill views with verified raw frames; the keys for which it began.
+        """Begin to fill views with verified raw frames; returns the keys whose read has begun.
 
-        ``arrived(good, bad)`` is called once a group, later; each begun key is in one of the two.
+        ``arrived(good, bad)`` is called later, once for each group; each of these keys is in one of the two.
         """
         room = self._inflight_limit - self._inflight
         begun = leading([pair for pair in wanted if self.has(pair[0])], room, lambda pair: len(pair[1]))
@@ -210,7 +211,7 @@ class StoreTier:
 
     @property
     def _inflight(self) -> int:
-        """Bytes of arena slots that calls hold."""
+        """Bytes of arena slots in use by calls in flight."""
         return self._reads.inflight_nbytes + self._writes.inflight_nbytes
 
     # -- endings -----------------------------------------------------------------------------------
@@ -221,7 +222,7 @@ class StoreTier:
         self._deletes.invalidate(self.index.held)
 
     def close(self, timeout: float) -> bool:
-        """False if a call still hangs after ``timeout`` seconds; then the backend is left alone."""
+        """Close the tier. False if a call still hangs after ``timeout`` seconds; the backend then stays open."""
         if not self.pool.close(timeout):
             return False
         return run_within(self._close, timeout) is not None
@@ -237,8 +238,8 @@ class StoreTier:
     def _recover(self) -> None:
         """Index what survived a restart, oldest first; evict what the capacity cannot hold.
 
-        A shared store is asked for each key when it is wanted: to list it would take long, and what does not fit
-        this engine's capacity may be another's.
+        A shared store is asked for each key when a request names it: listing it would take long, and a frame that
+        exceeds this engine's capacity may belong to another.
         """
         if self.backend.shared:
             return

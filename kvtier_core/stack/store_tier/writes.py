@@ -1,4 +1,4 @@
-"""Frames on their way into a store: each waits until its victims are gone, so that capacity is never exceeded."""
+"""Writes frames to a store. Each write waits until its victims are deleted, so that capacity is never exceeded."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvtier_core.stack.store_tier.space import Space
 from kvtier_core.transfer.io_pool import Outcome, Pool
 from kvtier_core.types import ChunkKey, EventKind
 
-#: Called once for each frame, when its view is free again.
+#: Called once for each frame, when its view is no longer used.
 Release = Callable[[ChunkKey], None]
 
 _Group = tuple[list[FrameWrite], FrameCodec, Release]
 
 
 class Writes:
-    """Of one store tier. Every method on the owner's thread."""
+    """The writes of one store tier. Call every method on the owner's thread."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class Writes:
     def add(
         self, frames: Sequence[FrameWrite], victims: Sequence[ChunkKey], codec: FrameCodec, release: Release
     ) -> None:
-        """Write ``frames`` of one path, root first, as soon as ``victims`` are gone.
+        """Evict ``victims``, then write ``frames`` of one path, root first.
 
-        The codec is the one of this moment: a later namespace does not change what is written under these keys.
+        The codec is the current one: a namespace that comes later does not change what is written under these keys.
         """
         keys = [frame.key for frame in frames]
         self._index.admit(keys, [frame.parent for frame in frames], codec.max_frame_nbytes)
@@ -70,7 +70,7 @@ class Writes:
         self.start()
 
     def start(self) -> None:
-        """Begin the writes that there is room for now."""
+        """Begin the writes that fit into the capacity now."""
         while self._waiting:
             group, codec, release = self._waiting[0]
             nbytes = len(group) * codec.max_frame_nbytes
@@ -92,7 +92,7 @@ class Writes:
     def _written(
         self, frames: Sequence[FrameWrite], release: Release, outcome: Outcome, *, begun: bool = False
     ) -> None:
-        """A write has ended, or has not ``begun`` for lack of room."""
+        """A write has ended, or could not be ``begun`` for lack of space."""
         keys = [frame.key for frame in frames]
         self._space.incompatible.end_write(keys, replaced=begun and outcome.error is None)
         for i, frame in enumerate(frames):
@@ -111,7 +111,7 @@ class Writes:
             self._health.report(EventKind.WRITTEN, keys, nbytes=sum(outcome.value))
 
     def _lower_capacity(self, missing: int) -> None:
-        """The store is full before the tier is: keep less for a while."""
+        """The store became full below the tier's capacity: lower the capacity for a while."""
         self._space.limit.full(self._space.stored_nbytes, missing, self._clock())
         self._deletes.evict_incompatible(-self._space.room)
         self._deletes.evict(self._space.excess(self._in_use))

@@ -25,7 +25,7 @@ _LIVES = 3
 
 
 class ArenaMemoryLaws(Laws):
-    """The half of `ArenaLaws` that is about slots."""
+    """The laws of `ArenaLaws` that are about slots."""
 
     def config(self, folder: Path) -> ArenaConfig:
         return super().config(folder)

@@ -22,7 +22,7 @@ _SEEDS = range(4)
 class ArenaLaws(ArenaMemoryLaws):
     """Subclass, and implement `config`; and `paged_buffer` if the mover cannot reach host memory."""
 
-    # -- reaching it -------------------------------------------------------------------------------
+    # -- attaching ---------------------------------------------------------------------------------
 
     def test_attach_raises_backend_error_when_it_cannot(self, tmp_path: Path):
         """To an arena that was closed, and to pages of a device that the mover does not know."""
@@ -37,7 +37,7 @@ class ArenaLaws(ArenaMemoryLaws):
 
     @pytest.mark.parametrize("seed", _SEEDS)
     def test_store_gathers_exact_bytes(self, tmp_path: Path, seed: int):
-        """A shard holds, layer after layer, the chunk's pages in token order; a hole is left alone."""
+        """A shard holds, layer after layer, the chunk's pages in token order; that of a NO_BLOCK is untouched."""
         with self.engine(tmp_path, seed) as engine:
             slots, pages = engine.choose()
             for slot in range(engine.memory.slots):
@@ -157,9 +157,9 @@ class ArenaLaws(ArenaMemoryLaws):
                 reports += engine.mover.finished()
                 engine.mover.wait([job])
             reports += engine.mover.finished()
-            told = sorted(ended[:2] for ended in reports)
-            assert told == sorted((job, True) for job in jobs), (
-                f"finished() reports each of the {len(jobs)} jobs once, as ok; it reported {told}"
+            reported = sorted(ended[:2] for ended in reports)
+            assert reported == sorted((job, True) for job in jobs), (
+                f"finished() reports each of the {len(jobs)} jobs once, as ok; it reported {reported}"
             )
             again = list(engine.mover.finished())
             assert again == [], f"finished() reports jobs again: {again}"

@@ -17,12 +17,12 @@ _PATIENCE = 30.0  # seconds
 
 
 def settle(mover: Mover, jobs: Collection[int]) -> dict[int, bool]:
-    """Poll until each job is reported; whether it succeeded."""
+    """Poll until each job is reported; returns which of them succeeded."""
     return {job: ended.ok for job, ended in reports_of(mover, jobs).items()}
 
 
 def reports_of(mover: Mover, jobs: Collection[int]) -> dict[int, JobResult]:
-    """Poll until each job is reported; what was reported."""
+    """Poll until each job is reported; returns the reports."""
     reports: dict[int, JobResult] = {}
     deadline = time.monotonic() + _PATIENCE
     while not reports.keys() >= set(jobs):
@@ -44,7 +44,7 @@ def shard_of(pages: PagedBuffer, layout: ChunkLayout, chunk: Sequence[Sequence[i
 
 @attrs.frozen
 class AttachedEngine:
-    """An arena, a worker's mover, the worker's pages, and a source of choices."""
+    """An arena, a worker's mover, the worker's pages, and a generator of random choices."""
 
     memory: AllocatorBackend
     mover: Mover

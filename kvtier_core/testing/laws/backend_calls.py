@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 
 from kvtier_core.interfaces import Backend, BackendConfig, OpenContext
-from kvtier_core.testing.laws.backend_frames import damage_of, let_go, read
+from kvtier_core.testing.laws.backend_frames import damage_of, read, release_view
 from kvtier_core.testing.laws.base import Laws
 from kvtier_core.testing.samples import Poisoned, make_context, make_frame, make_key, make_keys, make_namespace, same
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey
@@ -30,7 +30,7 @@ _HOSTILE_KEYS = [
 
 
 class BackendCallLaws(Laws):
-    """The half of `BackendLaws` that is about one call after the other."""
+    """The laws of `BackendLaws` that are about one call after the other."""
 
     persistent: ClassVar[bool] = False  #: are the frames still there after close and open?
     scan_tick: ClassVar[float] = 0.02  #: seconds between two writes whose order `scan` can tell
@@ -131,13 +131,13 @@ class BackendCallLaws(Laws):
             view = memoryview(source)
             backend.write([key], [view])
             view[:] = bytes(len(view))
-            let_go(view, source)
+            release_view(view, source)
             target = bytearray(len(expected))
             view = memoryview(target)
             counts = list(backend.read([key], [view]))
             assert counts == [len(expected)], f"{len(expected)} bytes were written; read() returned {counts}"
             assert same(target, expected), "what the caller did to its buffer after the write reached the store"
-            let_go(view, target)
+            release_view(view, target)
 
     def test_an_overwrite_gives_the_new_bytes(self, tmp_path: Path):
         key = make_key(0)
@@ -164,7 +164,7 @@ class BackendCallLaws(Laws):
                 assert same(found, written), f"the frame of key {key} came back as another one"
 
     def test_deleted_is_gone(self, tmp_path: Path):
-        """And to delete what is not there is no error."""
+        """And deleting a key that is not there is no error."""
         kept, deleted, never = make_keys(3)
         with self.opened(tmp_path) as backend:
             backend.write([kept, deleted], [self.frame(kept), self.frame(deleted)])
@@ -187,7 +187,7 @@ class BackendCallLaws(Laws):
                 assert same(found, self.frame(key)), f"a frame {what} is lost or another one"
 
     def test_what_cannot_be_read_is_its_keys_alone(self, tmp_path: Path):
-        """The others of its batch are served, and the next write puts it right."""
+        """The others of its batch are served, and the next write replaces it."""
         keys = first, spoiled, last = make_keys(3)
         with self.opened(tmp_path) as backend:
             backend.write(keys, [self.frame(key) for key in keys])

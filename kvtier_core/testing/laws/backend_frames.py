@@ -1,4 +1,4 @@
-"""What the laws of backends do with one: read a frame, use it from several threads and processes, kill its writer."""
+"""Helpers of the laws of backends: read a frame, use a store from several threads and processes, kill a writer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PATIENCE = 60.0  # seconds for a process to start
 
 
 def read(backend: Backend, key: ChunkKey, nbytes: int) -> bytes:
-    """The frame of a key, empty if it is a miss."""
+    """The frame of a key; empty if it is a miss."""
     into = memoryview(bytearray(nbytes))
     (count,) = backend.read([key], [into])
     if isinstance(count, BackendError):
@@ -35,8 +35,8 @@ def damage_of(whole: bytes | memoryview, key: ChunkKey, namespace: Namespace) ->
     return "" if damage is None else damage.value
 
 
-def let_go(view: memoryview, buffer: bytearray) -> None:
-    """Fails if somebody else holds the view, or one made of it."""
+def release_view(view: memoryview, buffer: bytearray) -> None:
+    """Release a view. Raises AssertionError if anything else still holds it, or a view made from it."""
     try:
         view.release()
         buffer.clear()
@@ -144,7 +144,7 @@ def write_many(config: BackendConfig, ctx: OpenContext, keys: Sequence[ChunkKey]
             backend.write([key], [make_frame(key, nbytes=nbytes, seed=rng.getrandbits(32))])
         except BackendError as error:
             wrong.append(f"write {number} raised BackendError: {error}")
-        except Exception as error:  # noqa: BLE001 - whatever it is, the law tells it
+        except Exception as error:  # noqa: BLE001 - whatever it is, the law reports it
             wrong.append(f"write {number} raised {type(error).__name__}: {error}")
     backend.close()
     return wrong

@@ -1,4 +1,4 @@
-"""The laws of a backend. Subclass `BackendLaws`, name a config, and pytest does the rest."""
+"""The laws of a backend. Subclass `BackendLaws`, name a config, and let pytest collect the class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvtier_core.testing.resources import Resources
 from kvtier_core.testing.samples import Poisoned, make_frame, make_key, make_keys, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey
 
-#: Seconds in which a read that nothing holds up has returned, however busy the machine is.
+#: Seconds within which a read that is not blocked returns, even on a busy machine.
 PATIENCE = 20.0
 
 _KILLS = 6
@@ -96,7 +96,7 @@ class BackendLaws(BackendCallLaws):
                     assert not damage, f"a writer that was killed left a torn frame: {damage}"
 
     def test_what_other_namespaces_left_counts_against_the_capacity(self, tmp_path: Path):
-        """The tier counts its own frames. What was left by another model the store itself must make room of."""
+        """The tier counts its own frames. The store itself must remove what another model left."""
         capacity = 4 * self.layout.frame_nbytes
         for model in ("first", "second", "third"):
             ctx = self.context(model, capacity)
@@ -145,7 +145,7 @@ class BackendLaws(BackendCallLaws):
         """Descriptors, threads, child processes, shared memory. An engine may open and close many stores."""
         if not resources.READABLE:
             pytest.skip("what a process holds is read from /proc, which is not there")
-        self._live(tmp_path)  # what is started once and for all is started now
+        self._live(tmp_path)  # what is started only once is started now
         before = Resources.now()
         for _ in range(_LIVES):
             self._live(tmp_path)
@@ -203,7 +203,7 @@ class BackendLaws(BackendCallLaws):
     def _must_not_walk(self, folder: Path) -> None:
         """A config without a `walk` of its own cannot list what it has; one with it must."""
         walk = type(self.config(folder)).walk
-        assert walk is BackendConfig.walk, "walk() of a store that nobody uses raised BackendError"
+        assert walk is BackendConfig.walk, "walk() of a store that is not in use raised BackendError"
 
 
 def _must_name(scanned: Iterable[tuple[ChunkKey, int]], keys: Sequence[ChunkKey], nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""What every suite of laws has: a config under test, excuses by name and reason, and no way around a law."""
+"""What every suite of laws has: a config under test, excuses by name and reason, and laws that cannot be overridden."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the laws of policies do with a policy: histories as a tier would make them, and the work that telling costs."""
+"""Helpers of the laws of policies: histories of calls as a tier makes them, and counting the work of a policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtier_core.interfaces import EvictionConfig, EvictionPolicy
 from kvtier_core.testing.samples import make_key, make_keys
 from kvtier_core.types import ChunkKey
 
-#: All that the histories name.
+#: All keys of the histories.
 KEYS = make_keys(12)
 NBYTES = 4096
 
@@ -56,7 +56,7 @@ def history(seed: int) -> list[Step]:
 
 
 def after(policy: EvictionPolicy, seed: int) -> EvictionPolicy:
-    """The policy, with a history behind it."""
+    """The policy after a history."""
     held: set[ChunkKey] = set()
     for now, step in enumerate(history(seed)):
         live(policy, held, step, now)
@@ -64,7 +64,7 @@ def after(policy: EvictionPolicy, seed: int) -> EvictionPolicy:
 
 
 def victims_after(config: EvictionConfig, seeds: Iterable[int]) -> list[list[ChunkKey]]:
-    """Of each history the victims that follow it."""
+    """For each history the victims after it."""
     return [list(after(config.open(), seed).victims()) for seed in seeds]
 
 
@@ -87,7 +87,7 @@ class CountingKey(bytes):
 
 
 def full_policy(config: EvictionConfig, count: int) -> EvictionPolicy:
-    """One that holds ``count`` keys of prompts of four chunks, every other prompt named twice."""
+    """A policy that holds ``count`` keys of prompts of four chunks, every other prompt named twice."""
     policy = config.open()
     for number in range(0, count, 4):
         path = [ChunkKey(CountingKey(make_key(number + i))) for i in range(4)]

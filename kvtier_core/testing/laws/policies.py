@@ -68,7 +68,7 @@ class PolicyLaws(Laws):
         holds()
 
     def test_asking_for_victims_changes_nothing(self, tmp_path: Path):
-        """The same question has the same answer."""
+        """A second call has the same answer."""
 
         @_EXAMPLES
         @given(_HISTORIES)
@@ -138,7 +138,7 @@ class PolicyLaws(Laws):
             assert list(asked.victims()) == list(other.victims()), "prefers() changed what a later request leads to"
 
     def test_a_full_tier_does_not_stay_closed(self, tmp_path: Path):
-        """A policy may refuse newcomers. One that is asked for all the time, where nothing held is, must get in."""
+        """A policy may refuse newcomers, but must admit one that is requested all the time while no held key is."""
         policy, (newcomer, *held) = self.config(tmp_path).open(), make_keys(9)
         policy.request(held, 0.0, {})
         for key in reversed(held):
@@ -153,7 +153,7 @@ class PolicyLaws(Laws):
         )
 
     def test_saved_state_is_small_and_safe_to_restore(self, tmp_path: Path):
-        """What another policy has learned is taken in, and the victims are still the held keys."""
+        """A policy accepts the state of another one, and its victims are still the held keys."""
         saved = self._after(tmp_path, 0).save()
         assert isinstance(saved, bytes), f"save() returns bytes; it returned {type(saved).__name__}"
         assert len(saved) <= MAX_POLICY_STATE_NBYTES, (
@@ -170,7 +170,7 @@ class PolicyLaws(Laws):
                 assert sorted(policy.victims()) == sorted(held), "after restore() victims() are not the held keys"
 
     def test_garbage_teaches_nothing(self, tmp_path: Path):
-        """What no policy of this kind ever saved: it raises nothing, and all is as if it had not come."""
+        """Bytes that no such policy ever saved raise nothing and change nothing."""
         saved = self._after(tmp_path, 0).save()
         for garbage in _garbage(saved):
             taught, untaught = self.config(tmp_path).open(), self.config(tmp_path).open()
@@ -183,7 +183,7 @@ class PolicyLaws(Laws):
             assert taught.save() == untaught.save(), f"{seen}, the same calls teach something else"
 
     def test_memory_is_bounded(self, tmp_path: Path):
-        """By what is held: neither ghosts nor requests for keys that are never admitted leave anything that grows."""
+        """It is bounded by what is held: neither ghosts nor requests for keys that are never admitted make it grow."""
         policy = self.config(tmp_path).open()
         held: dict[ChunkKey, None] = {}
         numbers = itertools.count()

@@ -82,7 +82,7 @@ class SerializerLaws(Laws):
         assert identity.type != RAW.type, "raw is the name of the codec that does nothing"
 
     def test_other_options_are_another_codec(self, tmp_path: Path):
-        """Else frames that were written with one are decoded with the other."""
+        """Otherwise frames that were written with one would be decoded with the other."""
         config, others = self.config(tmp_path), self.others(tmp_path)
         fields = {field.name for field in attrs.fields(type(config))}
         varied = {name for other in others for name in fields if getattr(other, name) != getattr(config, name)}

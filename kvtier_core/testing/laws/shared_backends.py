@@ -36,8 +36,8 @@ class SharedBackendLaws(BackendLaws):
         here, there = make_keys(2)
         with self.opened(tmp_path) as ours, self.opened(tmp_path) as theirs:
             for key in (here, there):
-                assert list(ours.contains([key])) == [False], "contains() finds a key that nobody has written"
-                assert not read(ours, key, _LARGEST), "read() finds a key that nobody has written"
+                assert list(ours.contains([key])) == [False], "contains() finds a key that was never written"
+                assert not read(ours, key, _LARGEST), "read() finds a key that was never written"
             theirs.write([here], [self.frame(here)])
             in_new_process(write_one, self.config(tmp_path), self.context(), there, bytes(self.frame(there)))
             for key, who in ((here, "another instance"), (there, "another process")):
@@ -76,7 +76,7 @@ class SharedBackendLaws(BackendLaws):
                     self._must_find(ours, key, f"a user {what} opened and closed the store")
 
     def test_an_open_leaves_the_writes_of_others_alone(self, tmp_path: Path):
-        """What another process has not finished writing is no rubbish."""
+        """What another process has not finished writing must not be swept away."""
         keys = make_keys(_WRITES)
         with writers(1) as processes:
             writer = processes.submit(write_many, self.config(tmp_path), self.context(), keys, 0)
@@ -94,7 +94,7 @@ class SharedBackendLaws(BackendLaws):
             )
 
     def test_two_writers_of_one_key_leave_a_whole_frame(self, tmp_path: Path):
-        """One of the two, and a reader sees neither half of it nor a part of both."""
+        """The frame is one of the two; no reader sees a part of it or a mixture of both."""
         keys = make_keys(2) * (_WRITES // 2)
         with self.opened(tmp_path) as backend, writers(2) as processes:
             both = [processes.submit(write_many, self.config(tmp_path), self.context(), keys, i) for i in range(2)]

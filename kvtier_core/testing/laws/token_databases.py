@@ -61,7 +61,7 @@ class TokenDatabaseLaws(Laws):
         assert self.open(tmp_path).keys(self.tokens()) == keys, "a second instance has other keys for the same tokens"
 
     def test_arguments_stay_as_they_are(self, tmp_path: Path):
-        """The caller goes on using its lists, and what it does to a result changes no later one."""
+        """The caller keeps using its lists, and may change a result without affecting later ones."""
         database, tokens, extra = self.open(tmp_path), self.tokens(), {1: b"cat"}
         keys = list(database.keys(tokens, extra=extra))
         known = keys[:2]

@@ -1,4 +1,4 @@
-"""Copy engine or kernel? Both copy the same pages between the device and page-locked memory, and the faster serves."""
+"""Chooses copy engine or kernel: both copy the same pages to and from page-locked memory; the faster one is used."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def choose(autotune: Autotune, nbytes: int, to_slots: bool) -> str:
 
 
 def decided(method: str) -> Autotune:
-    """Measures nothing and lets ``method`` win."""
+    """An autotune that measures nothing and chooses ``method``."""
     return lambda nbytes, to_slots, each: 1.0 if each == method else 10.0
 
 
@@ -53,7 +53,7 @@ class ScratchAutotune:
         slot = torch.zeros(count * nbytes, dtype=torch.uint8, pin_memory=True)
         layer = (pages.data_ptr(), nbytes, nbytes, 0)
         native = self._library.open(self._device.index or 0, [layer], slot.data_ptr(), slot.nbytes)
-        # Random blocks, so that no two pages are neighbours on both sides: the engine's seldom are.
+        # Random blocks, so that no two pages are adjacent on both sides: the engine's pages seldom are.
         blocks = random.Random(0).sample(range(count), count)
         pieces = array("i", [number for place, block in enumerate(blocks) for number in (block, 0, place)])
         torch.cuda.synchronize(self._device)

@@ -30,17 +30,17 @@ class Copier(Protocol):
         """Copy slots to pages."""
 
     def facts(self) -> Mapping[str, str]:
-        """How it copies, in plain words."""
+        """The method of copying, in plain words."""
 
     def close(self) -> None:
-        """Called after all copies have ended."""
+        """Free its resources. Called after all copies have ended."""
 
 
 class TorchCopier:
-    """For any device that torch knows, and what our own kernels are tested against.
+    """Copies by torch's operators, for any device that torch supports. kvtier's own kernels are tested against it.
 
-    ``streams`` is torch's module for the device; ``shards`` the address of this rank's shard in slot 0; ``why`` the
-    reason for `facts` why our own library is not used.
+    ``streams`` is torch's module for the device; ``shards`` the address of this rank's shard in slot 0; ``why`` says
+    in `facts` why kvtier's own library is not used.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class TorchCopier:
     def _runs(
         self, rows: Sequence[Sequence[int]], slots: Sequence[int]
     ) -> Iterator[tuple[int, slice, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]]:
-        """A slot, places side by side, the blocks that belong there, and the layers of their group."""
+        """For each run of wanted places: the slot, the places, their blocks, and the layers of their group."""
         for row, slot in zip(rows, slots, strict=True):
             for (first, end), layers in self._groups.items():
                 blocks = row[first:end]
@@ -92,7 +92,7 @@ class TorchCopier:
                     yield slot, span, self._to_device(torch.tensor(blocks[span])), layers
 
     def _to_device(self, numbers: torch.Tensor) -> torch.Tensor:
-        # A copy from pageable memory would make torch wait for the stream, and the engine for torch.
+        # With pageable memory torch would wait for the stream, and the engine's thread with it.
         return numbers if self._device.type == "cpu" else numbers.pin_memory().to(self._device, non_blocking=True)
 
 
@@ -146,7 +146,7 @@ class NativeCopier:
 
 
 def pieces_of(rows: Sequence[Sequence[int]], slots: Sequence[int]) -> array[int]:
-    """Block, slot and place of every page that is wanted of one group, one after the other."""
+    """Block, slot and place of every wanted page of one group, in one flat array."""
     return array(
         "i",
         [

@@ -1,4 +1,4 @@
-"""Page-locks an arena's slots for CUDA in the background: piece after piece, on a thread, from the first slot on."""
+"""Page-locks an arena's slots for CUDA in the background, piece by piece on a thread, beginning with the first slot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtier_core.errors import BackendError
 from kvtier_core.transfer.io_pool import IOPool, Outcome, run
 from kvtier_core.types import Nbytes
 
-#: Bytes registered at a time, about: meanwhile CUDA blocks every other call of the process.
+#: Approximate bytes registered at a time: meanwhile CUDA blocks every other call of the process.
 _PIECE_NBYTES = 256 << 20
 _FOREVER = 1e6  # seconds
 _PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
@@ -27,11 +27,11 @@ class Registration(Protocol):
         """How much is page-locked, in plain words."""
 
     def close(self) -> None:
-        """Undo it all. May be called twice; nothing is copied any more."""
+        """Unregister all slots. Called when no copy is under way; may be called twice."""
 
 
 class NoRegistration:
-    """For a device that reads host memory as it is."""
+    """For a device that accesses host memory without page-locking."""
 
     def covers(self, slots: Collection[int]) -> bool:
         return True
@@ -87,7 +87,7 @@ class HostRegistration:
         self._registered = 0
 
     def _register_rest(self) -> None:
-        """On the thread."""
+        """Register the remaining pieces, on the thread."""
         while self._registered < self._slots and not self._closing:
             self._register_next()
 
@@ -106,7 +106,7 @@ def register_with_cuda(address: int, slots: int, slot_nbytes: int, device: torch
     cudart = torch.cuda.cudart()
 
     def register(address: int, nbytes: int) -> None:
-        torch.cuda.set_device(device)  # of this thread; without it CUDA would start up another GPU
+        torch.cuda.set_device(device)  # the device is set per thread; without this CUDA would initialise another GPU
         error = cudart.cudaHostRegister(address, nbytes, _PORTABLE_MAPPED)
         if int(error):
             raise BackendError(

@@ -84,7 +84,7 @@ class NativePages:
         self.batched = bool(batched.value)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Free what the library holds for these pages. May be called twice."""
         self._library.c.kvtier_cuda_close(self._handle)
         self._handle = _POINTER()
 

@@ -129,7 +129,7 @@ class DeviceMover(Mover):
             return
         stream.wait_event(self._now(self._streams.current_stream(self._device)))
         outcome = run(lambda: copy(rows, slots, stream))
-        # A job that failed may have copied something: it has ended when the stream has passed it.
+        # A failed job may have enqueued some copies: it has ended when the stream has completed them.
         self._jobs[job] = _Job(self._now(stream), outcome.error is None, read)
 
     def _now(self, stream: Any) -> Any:
@@ -154,7 +154,7 @@ def open_mover(
     library: Library | str | None = None,
     autotune: Autotune | None = None,
 ) -> DeviceMover:
-    """A mover for an engine on a CUDA device, with our own library where it was built and runs, else torch's operators.
+    """A mover for an engine on a CUDA device, with kvtier's own library if that works, else torch's operators.
 
     ``memory`` holds the arena's slots of ``slot_nbytes`` side by side; they are page-locked in the background.
     ``library``: the one to use, or a reason to use none; by default what `load` finds. ``autotune``: see `choose`.
@@ -165,7 +165,7 @@ def open_mover(
         raise BackendError(f"no mover for device {cache.device!r}: torch finds no such device here")
     check_cache(cache, slot_nbytes)
     slots = len(memory) // slot_nbytes
-    keep = ctypes.c_char.from_buffer(memory)  # while it is exported an mmap cannot be closed
+    keep = ctypes.c_char.from_buffer(memory)  # an mmap cannot be closed while its buffer is exported
     address = ctypes.addressof(keep)
     shards = address + cache.layout.shard_offset(cache.rank)
     with contextlib.ExitStack() as undo:
@@ -184,5 +184,5 @@ def open_mover(
 
 
 def _blocks(rows: Sequence[Sequence[int]]) -> frozenset[int]:
-    """Of all groups together: a load may wait for a store of another group's page, which only costs time."""
+    """The blocks of all groups together: a load may then wait for another group's store, which only costs time."""
     return frozenset(block for row in rows for block in row if block != NO_BLOCK)

@@ -1,4 +1,4 @@
-"""The facts of a vLLM engine that does not run yet, for `kvtier identity`."""
+"""The facts of a vLLM engine that has not started, for `kvtier identity`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weights an engine has, if that can be known."""
+"""Identifies the weights of an engine, if that is possible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtier_core.config.model import NAMED, IdentityConfig
 from kvtier_core.engine import weights
 from kvtier_core.transfer.io_pool import run, run_aside
 
-#: Loaders that read the model's folder and nothing else. What any other loader reads is not known.
+#: Loaders that read the model's folder and nothing else. What other loaders read is not known.
 _FROM_THE_FOLDER = (DefaultModelLoader, ShardedStateLoader)
 #: The format that reads a cache made from the files once, instead of the files.
 _FROM_A_CACHE = "npcache"
@@ -23,7 +23,7 @@ class ModelWeights:
     """Identified weights."""
 
     fact: str  #: for the namespace
-    warning: str = ""  #: what an operator must know about the fact; empty if nothing
+    warning: str = ""  #: a caveat about the fact, for the log; empty if there is none
 
 
 @attrs.frozen

@@ -30,7 +30,7 @@ _NOT_SHOWN = (
     "ec_transfer_config.ec_connector_extra_config",
     "load_config.model_loader_extra_config",
 )
-#: Any text under such a name may be a credential too, also in settings and variables that are not known here.
+#: Any text under such a name may be a credential too, also in settings and variables that this version does not know.
 _LIKE_A_CREDENTIAL = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
 #: Settings that vLLM changes while an engine starts, so that `kvtier identity` cannot know them.
 _KNOWN_LATE = (

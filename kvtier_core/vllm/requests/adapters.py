@@ -1,7 +1,7 @@
-"""Which weights the engine has loaded for a LoRA adapter.
+"""Identifies the weights that the engine has loaded for a LoRA adapter.
 
 Workers read an adapter's files at times that no connector learns of: when the server is asked to load it, which may be
-before the first request, and again after they dropped it for lack of room. So an adapter is identified only if its
+before the first request, and again after they evicted it. So an adapter is identified only if its
 files cannot have changed since the engine started: then whatever was read, at any time, is what the files hold now.
 """
 
@@ -39,7 +39,7 @@ class Moment:
 
 
 class Adapters:
-    """The adapters that requests have named. Make it when the engine starts, before it can have loaded an adapter."""
+    """The adapters that requests have named. Make one when the engine starts, before an adapter can be loaded."""
 
     def __init__(self, began: Moment | None = None) -> None:
         self._began = began or Moment()

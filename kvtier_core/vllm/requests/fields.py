@@ -20,14 +20,14 @@ class Unidentified(Exception):
 
 @attrs.frozen
 class Covered:
-    """The field counts."""
+    """The field is part of the identity."""
 
-    by: str  #: what enters the key
+    by: str  #: the part of the key that covers it
 
 
 @attrs.frozen
 class Harmless:
-    """The field does not count."""
+    """The field is not part of the identity."""
 
     why: str  #: the KV of a prompt does not depend on it
 

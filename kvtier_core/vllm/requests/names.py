@@ -1,9 +1,9 @@
-"""What vLLM's caches may hold under a name.
+"""Tracks what vLLM's caches may hold under a name.
 
 vLLM keeps the encoder's output for an item under the item's name, and its own KV of a prompt under the names of the
 prompt's items and adapter. A name need not be derived from the content: it may be a counter or chosen by a client. Then
-vLLM gives one request what it cached for another one's item, and KV computed from that must not be stored under the
-keys of the first.
+vLLM may give one request what it cached for an item of another, and KV computed from that must not be stored under
+the keys of the first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _Name = str | tuple[str, str]  # an item's, or ("adapter", its name)
 
 
 class CachedNames:
-    """Follows what the names in vLLM's caches stand for. ``None`` as a content: not known, or more than one."""
+    """The contents behind the names in vLLM's caches. ``None`` as a content: not known, or more than one."""
 
     def __init__(self, max_names: int = _MAX_NAMES) -> None:
         self._max_names = max_names

@@ -23,7 +23,7 @@ class _Tracked:
 
 
 class RequestTracker:
-    """Identifies each request once, and checks what vLLM's own caches give to it. On the scheduler's thread."""
+    """Identifies each request once, and checks what vLLM's own caches supply to it. For the scheduler's thread."""
 
     def __init__(self, identifier: Identifier | None = None, names: CachedNames | None = None) -> None:
         self._identifier = identifier or Identifier()
@@ -34,7 +34,7 @@ class RequestTracker:
         return len(self._tracked)
 
     def view(self, request: Request) -> RequestView:
-        """The request as it is now. Call it the first time before the engine has computed anything of it."""
+        """The request as it is now. The first call must come before the engine has computed any of it."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             tracked = self._tracked[request.request_id] = _Tracked(request, self._identifier.identify(request))
@@ -57,7 +57,7 @@ class RequestTracker:
             self._names.note_load(tracked.identity, tracked.computed + tokens)
 
     def follow(self, output: SchedulerOutput) -> dict[str, Bypass]:
-        """Follow a step: what vLLM's encoder makes in it, after vLLM freed what it no longer needs.
+        """Note what vLLM's encoder frees and then computes in a step.
 
         Returns the requests for which this step may compute KV that is not their own, and why.
         """

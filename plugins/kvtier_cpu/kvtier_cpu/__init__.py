@@ -1,1 +1,1 @@
-"""A kvtier tier in this node's memory."""
+"""A kvtier arena in this node's memory."""

@@ -17,7 +17,7 @@ class CpuArena(AllocatorBackend):
     """As many slots as fit into the capacity; all of their memory is allocated when the arena is opened."""
 
     def __init__(self, ctx: OpenContext, huge_pages: str):
-        """``huge_pages`` is "auto", "on" or "off". Raises BackendError when the memory is not to be had."""
+        """``huge_pages`` is "auto", "on" or "off". Raises BackendError if the memory is not available."""
         self.slot_nbytes = ctx.layout.frame_nbytes
         self.slots = ctx.capacity // self.slot_nbytes
         if not self.slots:
@@ -49,4 +49,4 @@ def attach(handle: str, cache: PagedKVCache) -> Mover:
     memory = reach(Address(**fields))
     if cache.device.startswith("cuda"):
         return cuda.attach(cache, memory, slot_nbytes)
-    return HostMover(cache, memory, slot_nbytes)  # which refuses any other device than the CPU
+    return HostMover(cache, memory, slot_nbytes)  # raises BackendError for any other device than the CPU

@@ -1,4 +1,4 @@
-"""The settings of a tier in memory."""
+"""The settings of an arena in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offers the tier `cpu`: this node's memory."""
+"""Offers the arena `cpu`, in this node's memory."""
 
 from __future__ import annotations
 

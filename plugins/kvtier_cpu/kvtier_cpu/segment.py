@@ -1,9 +1,9 @@
 """Memory that several processes map, and that is freed when the last of them ends.
 
-A memfd has no name in any file system: workers open it through ``/proc/<pid>/fd/<fd>`` of its owner. So a
+A memfd has no name in any file system: workers open it through ``/proc/<pid>/fd/<fd>`` of its creator. So a
 container's small ``/dev/shm`` does not limit it, and no segment outlives its engine: the kernel frees it with the last
 process that maps it, even after ``kill -9``. Process ids are reused, so device, inode and size are compared with the
-owner's before anything is mapped. Only the owner's user (and root) can open it.
+creator's before anything is mapped. Only the creator's user (and root) can open it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Address(NamedTuple):
 class Segment:
     """At least ``nbytes`` of memory, all of it allocated now.
 
-    Raises BackendError when the memory, or the kind of pages that was asked for, is not to be had.
+    Raises BackendError if the memory, or the requested kind of pages, is not available.
     """
 
     def __init__(self, nbytes: int, huge_pages: str):
@@ -53,7 +53,7 @@ class Segment:
         self.address = Address(os.getpid(), self._file.fileno(), status.st_dev, status.st_ino, status.st_size)
 
     def close(self) -> None:
-        """No process can map it from now on. It is freed with its last view and the last process that maps it."""
+        """Let no further process map it. It is freed with its last view and the last process that maps it."""
         self._file.close()
         self.memory = memoryview(b"")
 

@@ -1,1 +1,1 @@
-"""A kvtier tier on a local disk."""
+"""A kvtier store tier on a local disk."""

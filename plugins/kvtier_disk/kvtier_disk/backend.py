@@ -1,4 +1,4 @@
-"""One file per frame in a folder."""
+"""Stores each frame as a file in a folder."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class DiskBackend(Backend):
         with self._errors():
             root = self._lock.take()
             try:
-                # At once, so that in a sticky folder nobody else makes it first.
+                # At once, so that in a sticky folder no other user makes it first.
                 make_namespace_folder(root, ctx.namespace)
                 others = sweep(root, self._name, self._fits)
                 used = sum(found.nbytes for found in [*others, *self._frames(root)])
-                #: What is removed behind the tier's back counts as used until the folder is opened again.
+                #: Files that anything else removes count as used until the folder is opened again.
                 self.space = SpaceAccount(
                     ctx.capacity - used, ((found.place, found.nbytes) for found in others), self._remove_other
                 )
@@ -83,7 +83,7 @@ class DiskBackend(Backend):
             folder = self._namespace_folder(root := self._lock.folder())
             if root is None or folder is None:
                 return [0] * len(keys)
-            return self._told_apart(root, keys, read_frames(folder, list(map(place_of, keys)), into, self._access))
+            return self._separate_errors(root, keys, read_frames(folder, list(map(place_of, keys)), into, self._access))
 
     def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> None:
         with self._errors():
@@ -99,7 +99,7 @@ class DiskBackend(Backend):
                 self._each(keys, lambda key: self._remove(folder, place_of(key)))
 
     def quarantine(self, keys: Sequence[ChunkKey]) -> None:
-        """Keep damaged frames as far as there is room; from then on they count as frames of others."""
+        """Keep damaged frames as far as there is room. From then on they count as frames of other namespaces."""
         with self._errors():
             folder = self._namespace_folder(root := self._lock.folder())
             if root is not None and folder is not None:
@@ -134,7 +134,7 @@ class DiskBackend(Backend):
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def _told_apart(
+    def _separate_errors(
         self, root: Folder, keys: Sequence[ChunkKey], outcomes: Sequence[int | OSError | NoFile]
     ) -> list[int | BackendError]:
         """Errors of single frames become values; an error of the whole store is raised."""
@@ -199,12 +199,12 @@ class DiskBackend(Backend):
             raise failures[0]
 
     def _frames(self, root: Folder) -> list[Found]:
-        """Those of this namespace."""
+        """The frames of this namespace."""
         found = [found for _, found in everything_of(root, self._name)]
         return [each for each in found if each is not None and self._fits(each)]
 
     def _fits(self, found: Found) -> bool:
-        """Could a frame be that long? A file full of holes can have any length."""
+        """Can a frame have this length? A sparse file can have any."""
         return found.nbytes <= (self._longest if found.namespace_folder == self._name else self._capacity)
 
     def _nbytes(self, folder: Folder, place: Place) -> int:

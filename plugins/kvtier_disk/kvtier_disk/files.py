@@ -1,4 +1,4 @@
-"""Whole frames to and from files, bypassing the page cache if asked to. Raises OSError."""
+"""Reads and writes whole frames as files, bypassing the page cache if asked to. Raises OSError."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Access:
 
     @property
     def flags(self) -> int:
-        """For `os.open`."""
+        """Flags for `os.open`."""
         return os.O_DIRECT if self.direct else 0
 
 

@@ -1,4 +1,4 @@
-"""A folder that one process at a time may use. Raises OSError, and BackendError for a refusal."""
+"""Locks a folder for one process at a time. Raises OSError, and BackendError for a refusal."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class FolderLock:
         try:
             return self.folder() or self.take()
         except NotADirectoryError:
-            return self.take()  # raises, and says what lies there
+            return self.take()  # raises an error that says what is there
         except BackendError:
             other = Folder.at(self.path)
             if os.fstat(other.fd).st_dev != os.fstat(held.fd).st_dev or other.entries():
@@ -69,7 +69,7 @@ class FolderLock:
             return self.take()
 
     def _held(self) -> Folder:
-        """Raises BackendError after `release`: another process may use the folder by then."""
+        """The locked folder. Raises BackendError after `release`: another process may then use the folder."""
         if (held := self._folder) is None:
             raise BackendError(f"{self.path}: the tier is closed")
         return held
@@ -77,7 +77,7 @@ class FolderLock:
 
 def _make(path: Path) -> None:
     """Make a folder, and those above it, as far as they are missing."""
-    for folder in reversed((path, *path.parents)):  # mkdir(parents=True) gives those above the mode of the umask
+    for folder in reversed((path, *path.parents)):  # mkdir(parents=True) would give the parents the mode of the umask
         if not folder.exists():
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(mode=0o700)

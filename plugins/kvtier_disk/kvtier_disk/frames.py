@@ -1,4 +1,4 @@
-"""Where frames lie in a tier's folder, and which there are. Raises OSError, and BackendError for a refusal.
+"""Where frames lie in a tier's folder, and listing them. Raises OSError, and BackendError for a refusal.
 
 ``path/<namespace>/<first byte of key>/<key>.kv``, all in hex; damaged frames lie in ``path/quarantine``.
 """

@@ -1,4 +1,4 @@
-"""What happens to a tier's folder when it is opened: clean it, and find out what its file system can do."""
+"""Opens a tier's folder: cleans it, and finds out what its file system supports."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def sweep(root: Folder, own: str, fits: Callable[[Found], bool]) -> list[Found]:
 def effective_access(path: Path, root: Folder, *, direct: str, io: str) -> Access:
     """How files in ``root`` are accessed, given the settings ``direct`` and ``io``.
 
-    ``path`` names the folder in errors. Raises BackendError when a setting asks for what is not to be had here.
+    ``path`` names the folder in errors. Raises BackendError if a setting asks for what is not available here.
     """
     bypass = _effective_direct(path, root, direct)
     if io == "calls" or (io == "auto" and not bypass):
-        return Access(bypass, ring=False)  # through the page cache, a ring only adds a thread of the kernel
+        return Access(bypass, ring=False)  # with the page cache, a ring only adds a kernel thread
     ring = ring_works()
     if io == "io_uring" and not ring:
         raise BackendError(

@@ -1,4 +1,4 @@
-"""Offers the tier `disk`: files on a local disk."""
+"""Offers the store tier `disk`: files on a local disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much a tier may still write, and which frames it removes to make room."""
+"""Accounts for the bytes that a tier may still write, and removes frames of other namespaces to make room."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier_disk.frames import Place
 class SpaceAccount:
     """The capacity, less the tier's own frames and less the frames of other namespaces in the same folder.
 
-    The tier evicts its own frames and does not know of the others. When they are in the way of new frames, this account
+    The tier evicts its own frames and does not know of the others. When new frames need their space, this account
     removes them, oldest first. Several I/O threads use an account at once, and no file is removed under its lock.
     """
 
@@ -47,9 +47,9 @@ class SpaceAccount:
         return self._free
 
     def take(self, nbytes: int) -> None:
-        """Take so many bytes, and remove others' frames as far as they are in the way.
+        """Take so many bytes, and remove frames of other namespaces as far as their space is needed.
 
-        Raises StoreFull when frames are in the way that cannot be removed; then nothing was taken.
+        Raises StoreFull if such a frame cannot be removed; then nothing was taken.
         """
         self.give(-nbytes)
         stuck: dict[Place, int] = {}

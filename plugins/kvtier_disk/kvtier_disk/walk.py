@@ -1,4 +1,4 @@
-"""Everything that lies in a folder of frames, for `kvtier fsck`."""
+"""Lists everything in a folder of frames, for `kvtier fsck`."""
 
 from __future__ import annotations
 
