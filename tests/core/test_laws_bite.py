@@ -14,7 +14,8 @@ import pytest
 from planted_backends import PlantedConfig, Reference, SpoiltLaws
 
 from kvtier_core.errors import BackendError
-from kvtier_core.testing import BackendLaws, Laws, backends, laws_of, resources
+from kvtier_core.testing import BackendLaws, Laws, laws_of, resources
+from kvtier_core.testing.laws import backends
 from kvtier_core.types import FRAME_ALIGNMENT
 
 
