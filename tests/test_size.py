@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FILE_LINES = 400
-FUNCTION_LINES = 60
+FUNCTION_LINES = 40
 
 
 def product_files() -> list[Path]:
