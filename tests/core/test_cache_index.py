@@ -1,4 +1,4 @@
-"""Who is held and who may leave: the policy says whom, the prefix tree says whom not yet."""
+"""What an index holds and may evict: the policy says in which order, the prefix tree says what not yet."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_whoever_hangs_on_a_newcomer_that_was_refused_is_refused():
     for key in "ab":
         admit(index, key, None, 1)
     assert trade(index, "xyz", 0) == ("x", "a")
-    assert trade(index, "xyz", 2) == ("xyz", "a"), "there is room for whom it refuses"
+    assert trade(index, "xyz", 2) == ("xyz", "a"), "what it refuses is admitted while there is room"
 
 
 def test_trading_changes_nothing():
@@ -208,7 +208,7 @@ def test_a_newcomer_is_due_when_enough_requests_named_it():
     assert not index.meets_frequency(keys("abc"))
     index.request(keys("ac"), 1.0, {})
     assert index.meets_frequency(keys("abc")) == keys("a")
-    assert index.meets_frequency(keys("ba")) == [], "whoever hangs on one that is not due is not due"
+    assert index.meets_frequency(keys("ba")) == [], "a chunk behind one that is not due is not due"
 
 
 def test_one_sighting_is_enough_by_default():

@@ -91,7 +91,7 @@ class Bench:
         return events
 
     def look(self, path, keep=""):
-        """What an engine would be told of each chunk; whoever is to ``keep`` it holds it from then on."""
+        """What an engine would be told of each chunk. With ``keep`` that holder keeps it pinned from then on."""
         found = self.manager.lookup(path, keep or "a look")
         if not keep:
             self.manager.release("a look")

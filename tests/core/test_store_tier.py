@@ -755,7 +755,7 @@ def test_what_others_stored_is_within_the_capacity_too():
 
 
 def test_nothing_of_a_shared_store_is_deleted_to_make_room():
-    """Whoever has less room, or another epoch, knows less of the store; the others find all that they stored."""
+    """An engine with less capacity, or in another epoch, knows less of the store; the others find all they stored."""
     shelf = SharedShelf()
     others = {key: bytes(sealed(key)) for key in KEYS}
     shelf.frames = dict(others)
