@@ -44,6 +44,7 @@ MANAGER = "kvtier_core/stack/manager.py"
 CODEC = "kvtier_core/frames/codec.py"
 CODEC_IDENTITY = "kvtier_core/frames/identity.py"
 ARENA = "kvtier_core/stack/arena.py"
+LEASES = "kvtier_core/stack/leases.py"
 CODEC_TESTS = "tests/core/test_codec.py::"
 INCOMPATIBLE_TESTS = "tests/core/test_incompatible.py"
 IDENTITY = "kvtier_core/vllm/identity/namespace.py"
@@ -949,6 +950,27 @@ MUTANTS = (
         "            self._unpin(lease.pinned(), holder)\n            lease = None",
         "            lease = None",
         "tests/core/test_manager.py::test_another_path_of_a_holder_ends_what_it_had_found",
+    ),
+    Mutant(
+        "another-path-keeps-what-lies-beyond",
+        LEASES,
+        " and self.beyond.keys() <= set(path)",
+        "",
+        "tests/core/test_manager.py::test_a_shorter_path_of_a_holder_keeps_nothing_beyond_it",
+    ),
+    Mutant(
+        "a-holder-finds-what-was-invalidated",
+        MANAGER,
+        "            lease.valid = False\n",
+        "",
+        "tests/core/test_manager.py::test_a_holder_does_not_find_again_what_was_invalidated",
+    ),
+    Mutant(
+        "a-lookup-takes-the-pins-of-a-load",
+        LOADS,
+        "        if self._holders.get(state.view.request_id) == state.holder:",
+        "        if False:",
+        "tests/engine/test_scheduler_side.py::test_a_lookup_during_a_load_finds_nothing_and_takes_no_pin_from_it",
     ),
     Mutant(
         "a-slot-for-each-self-test",

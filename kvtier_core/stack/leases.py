@@ -18,10 +18,11 @@ class Lease:
     sources: list[str] = attrs.field(factory=list)  #: for each of them the tier that supplied it
     beyond: dict[ChunkKey, tuple[Slot, str]] = attrs.field(factory=dict)  #: pinned chunks behind one that is missing
     awaited: set[ChunkKey] = attrs.field(factory=set)  #: on their way: to be pinned when they arrive
+    valid: bool = True  #: False once everything was invalidated: the slots stay pinned, and are never found again
 
-    def follows(self, path: Sequence[ChunkKey]) -> bool:
-        """Is what is pinned the beginning of this path?"""
-        return list(path[: len(self.path)]) == self.path
+    def holds_for(self, path: Sequence[ChunkKey]) -> bool:
+        """Is all that is pinned of this path, and may it still be found?"""
+        return self.valid and list(path[: len(self.path)]) == self.path and self.beyond.keys() <= set(path)
 
     def extend(self, keys: Sequence[ChunkKey], slots: Sequence[Slot], sources: Sequence[str]) -> None:
         """Append chunks to the leading run."""

@@ -180,6 +180,7 @@ class StorageManager(Stack):
             tier.invalidate_all(namespace)
         for lease in self._leases.values():
             lease.awaited.clear()
+            lease.valid = False
         self._promoted_from.clear()
         self._promotions.forget_requests()
 
@@ -248,7 +249,7 @@ class StorageManager(Stack):
 
     def _lease_for(self, path: Sequence[ChunkKey], holder: str) -> Lease:
         lease = self._leases.get(holder)
-        if lease is not None and not lease.follows(path):
+        if lease is not None and not lease.holds_for(path):
             self._unpin(lease.pinned(), holder)
             lease = None
         if lease is None:

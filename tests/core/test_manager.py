@@ -320,6 +320,28 @@ def test_another_path_of_a_holder_ends_what_it_had_found(bench):
     assert bench.manager.pins_by_holder() == {"reader": 2}
 
 
+def test_a_shorter_path_of_a_holder_keeps_nothing_beyond_it():
+    bench = Bench(arenas=(6,))
+    bench.store(OURS)
+    bench.store([*THEIRS, *OTHERS[:2]])  # crowds them out
+    bench.store(OURS[2:])
+    assert bench.look(OURS, keep="reader")[0] is PENDING
+    assert bench.manager.pins_by_holder()["reader"] == 2
+    bench.settle()
+    assert bench.look(OURS[:1], keep="reader") == [READY]
+    assert bench.manager.pins_by_holder() == {"reader": 1}
+    bench.manager.release("reader")
+    bench.at_rest()
+
+
+def test_a_holder_does_not_find_again_what_was_invalidated(bench):
+    bench.store(OURS[:2])
+    assert bench.look(OURS[:2], keep="reader") == [READY] * 2
+    bench.manager.invalidate_all(NAMESPACE.renewed())
+    assert bench.look(OURS[:2], keep="reader") == [MISS] * 2
+    assert not bench.manager.pins_by_holder()
+
+
 def test_what_comes_up_is_kept_for_whom_asked(bench):
     """It is pinned as it arrives, so that nothing that happens before the next look can evict it."""
     bench.store(OURS)

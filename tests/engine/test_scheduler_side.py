@@ -235,6 +235,21 @@ def test_a_request_that_is_aborted_while_it_loads_keeps_its_pins_until_the_load_
     served.assert_at_rest()
 
 
+def test_a_lookup_during_a_load_finds_nothing_and_takes_no_pin_from_it(host):
+    served, asked = host(), prompt(1, 3 * CHUNK)
+    served.ask("first", asked)
+    served.late_loads = 8
+    slow = served.submit("slow", asked)
+    served.step()
+    assert served.side.match(slow.view(), 0) == 0
+    for _ in range(5):
+        served.step()
+    assert served.manager.pins_by_holder() == {"request slow (2)": 3}
+    served.run(slow)
+    assert slow.offered == 3 * CHUNK
+    served.assert_at_rest()
+
+
 def test_a_failed_load_is_computed_and_not_tried_again(host, said):
     served, asked = host(), prompt(1, 3 * CHUNK)
     served.ask("first", asked)

@@ -35,7 +35,12 @@ class Loads:
         return len(self._holders)
 
     def find(self, state: RequestState, keys: Sequence[ChunkKey]) -> Lookup:
-        """Look up a path. Requests the promotion of chunks in lower tiers."""
+        """Look up a path. Requests the promotion of chunks in lower tiers.
+
+        Nothing is found while a load of the request is under way: its slots must stay pinned until that has ended.
+        """
+        if self._holders.get(state.view.request_id) == state.holder:
+            return Lookup(miss_reason="its load is under way")
         self._waiting[state.holder] = 0
         return self._stack.lookup(keys, state.holder)
 
