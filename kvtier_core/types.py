@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
+import os
 import re
 import secrets
 from collections.abc import Mapping
@@ -12,6 +13,8 @@ from functools import cached_property
 from typing import NamedTuple, NewType
 
 import attrs
+
+from kvtier_core.errors import BackendError
 
 #: Opaque bytes that name a chunk. It depends on the namespace, on the chunk's tokens and on all before them, so equal
 #: keys mean interchangeable KV. Nothing parses it.
@@ -65,9 +68,13 @@ class Namespace:
             if here.get(name) != there.get(name)
         ]
 
+    def narrowed(self, name: str, value: str) -> Namespace:
+        """The same facts and one more."""
+        return Namespace.of({**dict(self.facts), name: value})
+
     def renewed(self) -> Namespace:
         """The same facts in a new epoch, which shares nothing with this one or any other."""
-        return Namespace.of({**dict(self.facts), "epoch": secrets.token_hex(16)})
+        return self.narrowed("epoch", secrets.token_hex(16))
 
     @cached_property
     def digest(self) -> bytes:
@@ -221,6 +228,7 @@ _SIZE = re.compile(r"([0-9]+)\s*(B|KiB|MiB|GiB|TiB|PiB)")
 _SIZE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|min)")
 _TIME_UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0}
+_ENV = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 
 
 class Nbytes(int):
@@ -254,3 +262,29 @@ class Seconds(float):
 
     def __str__(self) -> str:
         return f"{float(self):.9f}".rstrip("0").rstrip(".") + "s"
+
+
+@attrs.frozen
+class EnvSecret:
+    """A secret in an environment variable, written ``env:NAME``. Only the name of the variable is ever shown."""
+
+    variable: str
+
+    @classmethod
+    def parse(cls, text: str) -> EnvSecret:
+        """Read ``env:NAME``. Raises ValueError for anything else, and does not repeat what was written."""
+        match = _ENV.fullmatch(text.strip())
+        if match is None:
+            raise ValueError("write env:NAME; secrets come from the environment, never from a file")
+        return cls(match[1])
+
+    @property
+    def value(self) -> str:
+        """The secret. Raises BackendError if the variable is not set, or empty."""
+        value = os.environ.get(self.variable)
+        if not value:
+            raise BackendError(f"the environment variable {self.variable} is not set")
+        return value
+
+    def __str__(self) -> str:
+        return f"env:{self.variable}"

@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+#: Of a shared store an engine remembers so many frames that are there. It asks again for those that it forgot.
+_REMEMBERED_FRAMES = 1 << 16
+
 
 @attrs.frozen
 class Runtime:
@@ -60,7 +63,7 @@ class _Opened:
     store: AllocatorBackend | Backend
     index: CacheIndex
     codec: FrameCodec
-    capacity: Nbytes  #: this engine's share
+    capacity: Nbytes  #: this engine's share; of a shared store, bytes of the frames that it remembers to be there
 
 
 def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) -> StorageManager:
@@ -80,8 +83,7 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
                 open_token_database(config, ctx.namespace)
         for i, tier in enumerate(config.tiers):
             with collector:
-                share = Nbytes(tier.capacity // ctx.replicas)
-                opened.append(_Opening(config, i, tier, runtime, closing).open(attrs.evolve(ctx, capacity=share)))
+                opened.append(_Opening(config, i, tier, runtime, closing).open(ctx))
         collector.raise_if_any()  # a tier may evict from its store as it starts, so none starts before all are open
         for i, each in enumerate(opened):
             with collector:
@@ -165,14 +167,24 @@ class _Opening:
         """Open the store with its policy and codec. Raises ConfigError."""
         tier = self.tier
         codec = self._codec(ctx)
-        self._check_limit("capacity", tier.capacity, "holds", codec.max_frame_nbytes, ctx.replicas)
+        sharers = 1 if self._shared else ctx.replicas  # engines that divide the capacity
+        if tier.capacity is not None:
+            self._check_limit("capacity", tier.capacity, "holds", codec.max_frame_nbytes, sharers)
+        ctx = attrs.evolve(ctx, namespace=codec.namespace, capacity=Nbytes((tier.capacity or 0) // sharers))
         if isinstance(tier, StoreTierConfig):
             self._check_limit("inflight", tier.inflight, "lets through", ctx.layout.frame_nbytes)
+            ctx = attrs.evolve(ctx, timeout=tier.timeout)
         policy = self._call(tier.eviction, "eviction").returns(EvictionPolicy, tier.eviction.open)
         # The state of the policy is stored as a frame too.
         longest = Nbytes(max(codec.max_frame_nbytes, FRAME_ALIGNMENT + MAX_POLICY_STATE_NBYTES))
         store = self._store(attrs.evolve(ctx, max_frame_nbytes=longest))
-        return _Opened(tier, store, CacheIndex(policy, tier.store_after), codec, ctx.capacity)
+        capacity = Nbytes(_REMEMBERED_FRAMES * codec.max_frame_nbytes) if self._shared else ctx.capacity
+        return _Opened(tier, store, CacheIndex(policy, tier.store_after), codec, capacity)
+
+    @property
+    def _shared(self) -> bool:
+        """Is it a tier whose store other engines use as well?"""
+        return isinstance(self.tier, StoreTierConfig) and self.tier.config.shared
 
     def start(self, opened: _Opened, arenas: int) -> Arena | StoreTier:
         """Make it a level of the stack, below ``arenas`` arenas. Raises ConfigError."""
@@ -202,7 +214,9 @@ class _Opening:
         if serializer is not None:
             serializer = call.returns(Serializer, lambda: serializer)
         identity = RAW if serializer is None else call.ask(lambda: identity_of(chosen))
-        return call.ask(lambda: self.runtime.codec(ctx.namespace, ctx.layout, serializer, identity))
+        return call.ask(
+            lambda: self.runtime.codec(ctx.namespace, ctx.layout, serializer, identity, shared=self._shared)
+        )
 
     def _store(self, ctx: OpenContext) -> AllocatorBackend | Backend:
         call = self._call(self.tier.config)
@@ -211,6 +225,8 @@ class _Opening:
         self.closing.callback(lambda: run(store.close))
         if isinstance(store, AllocatorBackend) and (why := call.ask(lambda: _contradiction(store, ctx))):
             raise call.failed(why)
+        if isinstance(store, Backend) and store.shared != self._shared:
+            raise call.failed(f"its config says shared = {self._shared}, and its backend {store.shared}")
         return store
 
     def _call(self, chosen: object, key: str = "", verb: str = "open") -> _Call:

@@ -25,7 +25,7 @@ class Kind:
     core_keys: frozenset[str] = frozenset({"type"})  #: keys in the same mapping, so no Config may have such a field
 
 
-_TIER_KEYS = frozenset({"type", "capacity", "eviction", "serializer", "threads", "inflight", "store_after"})
+_TIER_KEYS = frozenset({"type", "capacity", "eviction", "serializer", "threads", "inflight", "timeout", "store_after"})
 KINDS = {
     "tier": Kind("kvtier_backends", (ArenaConfig, BackendConfig), _TIER_KEYS),
     "eviction policy": Kind("kvtier_eviction_policies", (EvictionConfig,)),

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import attrs
+
 from kvtier_core.config import decode, yaml_nodes
 from kvtier_core.config.decode import Choose, Setting, Unavailable
 from kvtier_core.config.model import ArenaTierConfig, Source, StackConfig, StoreTierConfig
@@ -96,14 +98,18 @@ def _class_of(node: Node, choose: Choose, collector: ProblemCollector) -> type |
 def _read_tier(node: Node, cls: type, choose: Choose, name: str, plugin: str) -> ArenaTierConfig | StoreTierConfig:
     shape = ArenaTierConfig if issubclass(cls, ArenaConfig) else StoreTierConfig
     own, its = _own_settings(shape), decode.settings(cls)
+    if shape is StoreTierConfig and not (cls.shared is True or "shared" in node.entries()):
+        own["capacity"] = attrs.evolve(own["capacity"], required=True)
     known = {"type": Setting(decode.reader(str), required=True), **own, **its}
     collector = ProblemCollector()
     values = decode.read_keys(node, known, choose, collector)
     decode.validate(cls, node, values, collector)
     decode.validate(shape, node, values, collector)
     collector.raise_if_any()
-    config = decode.construct(cls, node, {key: values[key] for key in its if key in values})
     core = {key: values[key] for key in own if key in values}
+    config = decode.construct(cls, node, {key: values[key] for key in its if key in values})
+    if shape is StoreTierConfig and "capacity" not in core and not config.shared:
+        raise node.wrong("'capacity' is missing; only a shared tier needs none")
     source = Source(node.where, node.path, plugin)
     return decode.construct(shape, node, {"name": name, "config": config, "source": source, **core})
 

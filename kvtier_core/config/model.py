@@ -66,12 +66,14 @@ class StoreTierConfig:
 
     name: str  #: its type; from the second tier of a type on with a number, ``disk#2``
     config: BackendConfig
-    capacity: Nbytes = attrs.field(**_CAPACITY)
+    #: Required unless the tier is shared: then its store bounds itself, or all of its users keep within this together.
+    capacity: Nbytes | None = attrs.field(default=None, validator=attrs.validators.optional(_more_than_nothing))
     eviction: EvictionConfig = attrs.field(factory=GittinsConfig)
     serializer: SerializerConfig = attrs.field(factory=RawConfig)
     threads: int = attrs.field(default=4, validator=[attrs.validators.ge(1), attrs.validators.le(_MOST_THREADS)])
     #: Bytes of arena slots that calls to this tier may hold at a time.
     inflight: Nbytes = attrs.field(default=Nbytes(1 << 30), validator=_more_than_nothing)
+    timeout: Seconds = Seconds(5)  #: of one call to the store; while one takes longer there is no other
     store_after: int = attrs.field(**_STORE_AFTER)
     source: Source = attrs.field(default=Source(), eq=False, repr=False)
 
@@ -118,6 +120,8 @@ class StackConfig:
     chunk_tokens: int | Literal["auto"] = attrs.field(default="auto", validator=_one_or_more)
     token_database: TokenDatabaseConfig = attrs.field(factory=ChainedConfig)
     load_wait: Seconds = attrs.field(default=Seconds(2))  #: how long a request waits for chunks from store tiers
+    #: ``auto`` loads from a store tier what that brings sooner than computing it would; ``always`` all that is there.
+    load: Literal["auto", "always"] = "auto"
     save_decode: bool = False  #: store chunks of generated tokens, too
     identity: IdentityConfig = attrs.field(factory=IdentityConfig)
     #: What to do when vLLM resets its caches. It does so for new weights, for a sleep and for a pause, and does not say

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from kvtier_core.config.yaml_nodes import Node, Plain, path_of, shown
-from kvtier_core.types import Nbytes, Seconds
+from kvtier_core.types import EnvSecret, Nbytes, Seconds
 
 
 @attrs.frozen
@@ -100,8 +100,16 @@ def guess(word: str, known: Collection[str]) -> str:
     return f"did you mean '{close[0]}'?" if close else ""
 
 
+def _read_secret(node: Node, _: Choose) -> EnvSecret:
+    try:
+        return EnvSecret.parse(node.text())
+    except ValueError as error:
+        raise node.wrong(str(error)) from error
+
+
 #: By annotation.
 SCALARS: dict[Any, Read] = {
+    EnvSecret: _read_secret,
     str: read_text,
     bool: _read_bool,
     pathlib.Path: _read_path,

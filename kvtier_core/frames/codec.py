@@ -26,11 +26,17 @@ class FrameCodec:
         layout: ChunkLayout,
         serializer: Serializer | None = None,
         identity: CodecIdentity = RAW,
+        *,
+        shared: bool = False,
     ):
+        """``shared``: the store has other users, who may have another codec; neither finds the frames of the other."""
         if (serializer is None) != (identity == RAW):
             raise ContractError(f"{identity} is not the identity of {serializer}")
-        self.namespace = namespace
+        apart = shared and identity != RAW
+        self.namespace = namespace.narrowed("codec", identity.digest.hex()) if apart else namespace  #: of stored frames
         self.identity = identity
+        self._shared = shared
+        self._arena_namespace = namespace
         self._layout = layout
         self._serializer = serializer
         #: Bytes of the longest frame that the tier writes.
@@ -49,7 +55,7 @@ class FrameCodec:
 
     def with_namespace(self, namespace: Namespace) -> Self:
         """The same codec, with the same serializer, for frames of another namespace."""
-        return type(self)(namespace, self._layout, self._serializer, self.identity)
+        return type(self)(namespace, self._layout, self._serializer, self.identity, shared=self._shared)
 
     def encode(self, key: ChunkKey, sealed: memoryview) -> memoryview:
         """The frame to store for a sealed raw frame in a slot. Its length is a multiple of `FRAME_ALIGNMENT`.
@@ -101,7 +107,7 @@ class FrameCodec:
         if decoded != nbytes or header_of(frame).decoded_checksum != checksum:
             return FrameError.DECODED
         codec = RAW if self.identity.lossless else DECODED_LOSSY
-        seal(slot, self.namespace, key, nbytes, codec=codec, payload_checksum=checksum)
+        seal(slot, self._arena_namespace, key, nbytes, codec=codec, payload_checksum=checksum)
         return None
 
     def _decoded_checksum(self, encoded: memoryview) -> int:

@@ -6,7 +6,7 @@ import enum
 
 import attrs
 
-from kvtier_core.types import ChunkLayout, Namespace, Nbytes
+from kvtier_core.types import ChunkLayout, Namespace, Nbytes, Seconds
 
 
 class Medium(enum.Enum):
@@ -21,12 +21,15 @@ class Medium(enum.Enum):
 class OpenContext:
     """What the stack tells a plugin that it opens."""
 
+    #: Of the frames: that of the engine, in a shared store with a serializer with the codec as a further fact.
     namespace: Namespace
     layout: ChunkLayout
     engine: str  #: names this engine among those alive on this node
     #: This engine's share of what the YAML grants this tier, in bytes of frames. The tier keeps its own frames within
-    #: it; a store that is not shared deletes frames of other namespaces that would exceed it.
+    #: it; a store that is not shared deletes frames of other namespaces that would exceed it. Of a shared store it is
+    #: what all of its users may take together, and 0 if the store bounds itself.
     capacity: Nbytes = Nbytes(0)
     replica: int = 0  #: which of the engines that share this configuration this is (data parallelism), from 0
     replicas: int = 1  #: how many such engines there are; none may touch what another one stores
     max_frame_nbytes: Nbytes = Nbytes(0)  #: no frame that this tier writes is longer; 0: not known
+    timeout: Seconds = Seconds(5)  #: after this a call to a store tier should give up and raise BackendError

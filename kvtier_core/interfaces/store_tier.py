@@ -11,24 +11,35 @@ import attrs
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces.context import Medium, OpenContext
-from kvtier_core.types import ChunkKey, Namespace
+from kvtier_core.types import ChunkKey, Namespace, Nbytes
 
 
 class Backend(abc.ABC):
     """Stores frames under keys.
 
     Called on its tier's I/O threads, several at once, but never twice at once for the same key. While the tier opens,
-    the owner's thread calls, too. Methods raise BackendError and nothing else. A call may block. If one hangs, the tier
-    makes no other until it returns.
+    the owner's thread calls, too. Methods raise BackendError and nothing else. A call may block; where the medium lets
+    it give up, it does so after `OpenContext.timeout`. While one takes longer, the tier makes no other.
+
+    A *shared* store belongs to nobody: other engines add frames, and frames vanish, at any time.
+
+    - The tier asks for a key that it does not know, and remembers for a second at most that it was absent. It never
+      lists the store, and keeps no policy state there.
+    - Nobody deletes what another may use. The tier calls neither `delete` nor `scan`, whatever its capacity or epoch; a
+      frame that it cannot use is a miss, stays where it is, and is replaced by the next write of its key.
+    - Two writers of one key leave the whole frame of one of them; a reader finds a whole frame or none.
+    - A call does for each key what it can: if the store cannot serve one key, the others of the batch are served.
+    - Unfinished writes of others are left alone, for as long as one may still be under way.
+    - The store bounds itself: by its own means, or, if the user wrote a ``capacity``, by `SharedSpace`, with which all
+      its users account together.
     """
 
-    #: May other processes add or delete keys? Then a key that the tier does not know is asked for, not taken as absent,
-    #: and the tier deletes nothing to make room.
+    #: The same as its config's.
     shared: ClassVar[bool] = False
 
     @abc.abstractmethod
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        """Whether the store has a frame of each key. Raises BackendError."""
+        """Whether the store has a frame of each key; False too if it cannot tell for this one. Raises BackendError."""
 
     @abc.abstractmethod
     def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
@@ -39,22 +50,25 @@ class Backend(abc.ABC):
 
         Returns for each key the bytes of its frame; 0 if there is none, or if it is longer than its view; or the
         BackendError for which the frame of this key alone cannot be read, now or ever. Such a frame is quarantined, and
-        stored again with its chunk; its view may hold anything. The stack verifies every frame that was read.
+        stored again with its chunk; in a shared store it is merely not asked for during a second. Its view may hold
+        anything. The stack verifies every frame that was read.
 
         Raises BackendError if the store as a whole cannot be read: nothing is deleted, and a store that raises again
         and again is not asked for a while.
         """
 
     @abc.abstractmethod
-    def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> None:
+    def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> Sequence[BackendError | None] | None:
         """Store ``frames[i]`` under ``keys[i]``, in place of what was there.
 
         Of each key readers find the whole frame or none, whatever happens to the process. A frame is a multiple of
         `FRAME_ALIGNMENT` bytes long. No view is kept.
 
+        Returns None if all were stored; or for each key None, or the BackendError for which this frame alone was not.
+
         Raises StoreFull if there is no room although the tier keeps within its capacity: for a while it then keeps
-        within less, and evicts its own frames for new ones. Raises BackendError if the store failed; after either, the
-        tier deletes all of ``keys``.
+        within less, and evicts its own frames for new ones. Raises BackendError if the store failed. After either, the
+        tier deletes all of ``keys``, unless the store is shared.
         """
 
     @abc.abstractmethod
@@ -64,14 +78,18 @@ class Backend(abc.ABC):
     def quarantine(self, keys: Sequence[ChunkKey]) -> None:
         """Make frames that failed verification unfindable. A store may keep them aside to be examined; by default they
         are deleted. Raises BackendError.
+
+        A shared store deletes nothing here: another engine may have replaced the frame since it was read, or may read
+        it well. It only ensures that the next `write` of the key replaces what is there; by default every write does.
         """
-        self.delete(keys)
+        if not self.shared:
+            self.delete(keys)
 
     def scan(self) -> Iterator[tuple[ChunkKey, int]]:
         """The keys of this namespace that the store already has, and the bytes of their frames, oldest first.
 
-        Called once, when the tier opens. A store that returns nothing here starts cold. A frame that is deleted
-        meanwhile may be named or not, and makes nothing fail.
+        Called once, when the tier opens, unless the store is shared. A store that returns nothing here starts cold. A
+        frame that is deleted meanwhile may be named or not, and makes nothing fail.
         """
         return iter(())
 
@@ -96,6 +114,9 @@ class BackendConfig(abc.ABC):
 
     type: ClassVar[str]  #: what users write in ``tiers[].type``
     medium: ClassVar[Medium] = Medium.UNSPECIFIED
+    #: May other processes add or delete frames? See `Backend`. May be a field, where the user decides. A shared tier
+    #: needs no ``capacity``.
+    shared: ClassVar[bool] = False
 
     @abc.abstractmethod
     def open(self, ctx: OpenContext) -> Backend:
@@ -106,11 +127,18 @@ class BackendConfig(abc.ABC):
 
     @contextlib.contextmanager
     def walk(self) -> Iterator[Iterator[Stored]]:
-        """Everything in the store, of every namespace, for `kvtier fsck`. No engine uses the store until the end.
+        """Everything in the store, of every namespace, for `kvtier fsck`.
 
+        No engine uses the store until the end, unless it is shared: then anything may come and go meanwhile.
         Raises BackendError, by default always.
         """
         raise BackendError(f"a tier of type {self.type} cannot be walked")
+
+    def recount(self, capacity: Nbytes, nbytes: int) -> None:
+        """`kvtier fsck --repair` found frames of ``nbytes`` in a shared store with a capacity: correct its account.
+
+        Raises BackendError.
+        """
 
 
 @attrs.frozen

@@ -51,6 +51,7 @@ def test_check_shows_every_setting_and_its_origin(folder, capsys):
         ["$.chunk_tokens", "auto", "default"],
         ["$.token_database", "chained", "default"],
         ["$.load_wait", "0.5s", "kvtier.yaml:2"],
+        ["$.load", "auto", "default"],
         ["$.save_decode", "false", "default"],
         ["$.identity.weights", "full", "default"],
         ["$.on_reset", "forget", "default"],

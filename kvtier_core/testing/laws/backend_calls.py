@@ -179,8 +179,9 @@ class BackendCallLaws(Laws):
             backend.write([kept, damaged], [self.frame(kept), self.frame(damaged)])
             backend.quarantine([never, damaged])
             backend.quarantine([damaged])
-            self._must_be_gone(backend, damaged, kept, never, "quarantine()")
-            assert damaged not in dict(backend.scan()), "scan() names a key after quarantine()"
+            if not backend.shared:  # there it is not deleted: another may have replaced it, or may read it well
+                self._must_be_gone(backend, damaged, kept, never, "quarantine()")
+                assert damaged not in dict(backend.scan()), "scan() names a key after quarantine()"
             backend.write([damaged], [self.frame(damaged)])
             for key, what in ((damaged, "written again after quarantine()"), (kept, "beside a quarantined one")):
                 found = read(backend, key, self.layout.frame_nbytes)
@@ -206,7 +207,9 @@ class BackendCallLaws(Laws):
             assert not whole or damage_of(whole, spoiled, make_namespace()), "a spoiled frame is served as a whole one"
             backend.quarantine([spoiled])
             there = list(backend.contains(keys))
-            assert there == [True, False, True], f"of three keys the second is quarantined; contains() returned {there}"
+            assert backend.shared or there == [True, False, True], (
+                f"of three keys the second is quarantined; contains() returned {there}"
+            )
             backend.write([spoiled], [self.frame(spoiled)])
             found = read(backend, spoiled, self.layout.frame_nbytes)
             assert same(found, self.frame(spoiled)), "a key whose frame could not be read cannot be written again"
