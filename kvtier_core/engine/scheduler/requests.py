@@ -30,6 +30,10 @@ class RequestState:
     found: Lookup = attrs.field(factory=Lookup)  #: the lookup then, from the chunk that contains ``computed`` on
     sources: Counter[str] = attrs.field(factory=Counter)  #: tokens of its last load, by tier
     waiting_since: float | None = None  #: since when the engine is asked to wait for a lower tier
+    awaited: str = ""  #: the tier that it waits for
+    awaited_chunks: int = 0  #: the most chunks that it waited for at once
+    waited: float = 0.0  #: seconds that it had waited when it was admitted
+    load_begun: float = 0.0  #: when its last load was planned
     reason: str = ""  #: the reason of the last answer, for the log
     logged: bool = False
 
