@@ -42,7 +42,8 @@ class SharedTroubleLaws(BackendLaws):
 
     @contextlib.contextmanager
     def stalled_store(self, folder: Path) -> Iterator[bool]:
-        """The whole store answers nothing before the context ends; yields False if that cannot be done."""
+        """The whole store answers nothing before the context ends, or so slowly that no batch of calls is done in time,
+        although no byte is long in coming (try both); yields False if that cannot be done."""
         yield False
 
     @contextlib.contextmanager
