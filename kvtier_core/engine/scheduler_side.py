@@ -105,7 +105,7 @@ class SchedulerSide:
         The engine may ask as often as it likes, until it calls `admitted`.
         """
         state = self._requests.track(view)
-        state.computed, state.found = computed, Lookup()
+        state.computed, state.found, state.declined = computed, Lookup(), None
         if reason := self._why_no_lookup(state):
             state.reason = reason
             self._loads.release(state)
@@ -114,6 +114,7 @@ class SchedulerSide:
         first = computed // self._chunk_tokens
         keys = self._requests.keys(state, view.tokens)[first:]
         found = self._loads.find(state, keys, self._patience.limit(state))
+        state.declined = found.declined
         waits = found.pending or (found.slots and not self._self_test.is_open)
         if waits and self._patience.allows(state, found):
             return None
@@ -150,8 +151,8 @@ class SchedulerSide:
         state.waited, state.load_begun = self._patience.waited(state), self._clock()
         if not tokens and state.awaited:
             self.savings.waited_in_vain(state.awaited, state.waited)
-        if declined := state.found.declined:
-            self.savings.declined(declined.tier, declined.chunks * self._chunk_tokens)
+        if state.declined:
+            self.savings.declined(state.declined.tier, state.declined.chunks * self._chunk_tokens)
         state.waiting_since, state.awaited, state.awaited_chunks = None, "", 0
 
     # -- a step ----------------------------------------------------------------------------------------
@@ -292,8 +293,8 @@ class SchedulerSide:
         parts = [state.reason]
         if state.waited and tokens and (seconds := self._prefill.seconds(tokens)):
             parts.append(f"waited {state.waited:.3f} s, computing takes {seconds:.3f} s")
-        if tokens and state.found.declined:
-            parts.append(str(state.found.declined))
+        if tokens and state.declined:
+            parts.append(str(state.declined))
         request_id, of = state.view.request_id, state.view.tokens
         logger.info("kvtier: %s: hit %d of %d tokens%s: %s", request_id, tokens, of, had, "; ".join(parts))
 
