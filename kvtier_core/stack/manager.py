@@ -100,6 +100,8 @@ class StorageManager(Stack):
             if not run:
                 break
             at += run
+        if below.declined:
+            self._promotions.probe(path, at)
         if not (lease.slots or lease.beyond or lease.awaited):
             del self._leases[holder]
         reason = self._miss_reason(path[at], below) if at < len(path) else ""
@@ -313,7 +315,7 @@ class StorageManager(Stack):
         """Request the chunks of a path from one on that is not READY, unless it is on its way."""
         for arena in self._arenas:
             if arena.is_reserved(path[at]):
-                return Requested(1, arena.name)
+                return Requested() if path[at] in self._promotions.probes else Requested(1, arena.name)
         return self._promotions.request(path, at, self._has_slot, limit)
 
     def _miss_reason(self, key: ChunkKey, below: Requested) -> str:

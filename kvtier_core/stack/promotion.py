@@ -43,6 +43,8 @@ class Promotions:
         self, hot: Arena, tiers: Sequence[StoreTier], frame_nbytes: int, *, make_room: MakeRoom, arrived: Arrived
     ):
         self.rejected: set[ChunkKey] = set()  #: requests of the last step that found no room
+        #: Declined chunks that come up all the same, to see how fast their store is by now. Nobody waits for them.
+        self.probes: set[ChunkKey] = set()
         self._hot = hot
         self._tiers = tiers
         self._frame_nbytes = frame_nbytes
@@ -75,6 +77,13 @@ class Promotions:
                 )
         return self._ask(path, at, limit)
 
+    def probe(self, path: Sequence[ChunkKey], at: int) -> None:
+        """The chunks of a path from ``at`` on were declined: bring some up if their store is to be measured again."""
+        tier = next(tier for tier in self._tiers if tier.readable(path, at))
+        keys = path[at : at + tier.probe(tier.readable(path, at))]
+        self._requests.update(zip(keys, [path[at - 1] if at else None, *keys], strict=False))
+        self.probes.update(keys)
+
     def start(self, taken: Taken) -> None:
         """Begin to read what was requested, as far as there is room for it and the tier's limit in flight allows."""
         self.rejected.clear()
@@ -94,11 +103,13 @@ class Promotions:
             self._parents.update((key, requests[key]) for key in begun)
             self._hot.abort(_without(fitting, set(begun)))
             self.rejected.update(now[len(fitting) :])
+            self.probes.difference_update(_without(here, set(begun)))
             for key in here:
                 del requests[key]
 
     def forget_requests(self) -> None:
         """Drop the requests whose reads have not begun."""
+        self.probes.difference_update(self._requests)
         self._requests.clear()
         self._questions.clear()
 
@@ -107,7 +118,7 @@ class Promotions:
     ) -> Requested:
         """Request chunks that a tier has, as far as that is worth it: ``keys``, those of the path from ``at`` on."""
         choice = tier.choose(len(keys), limit)
-        chosen = keys[: choice.chunks or choice.probe]
+        chosen = keys[: choice.chunks]
         self._requests.update(zip(chosen, [path[at - 1] if at else None, *chosen], strict=False))
         return Requested(choice.chunks, tier.name, choice.declined)
 
@@ -136,7 +147,7 @@ class Promotions:
                     found[key] = question
             if found:
                 choice = tier.choose(len(found), next(iter(found.values())).limit)
-                for key in list(found)[: choice.chunks or choice.probe]:
+                for key in list(found)[: choice.chunks]:
                     self._requests[key] = found[key].parent
         asked = (key for key in self._questions if any(tier.is_asked(key) for tier in self._tiers))
         self._questions = {key: self._questions[key] for key in asked}
@@ -147,6 +158,7 @@ class Promotions:
 
     def _read(self, tier: StoreTier, good: Sequence[ChunkKey], bad: Sequence[ChunkKey]) -> None:
         self._hot.abort(bad)
+        self.probes.difference_update(good, bad)
         for key in bad:
             del self._parents[key]
         if kept := self._hot.commit(good, [self._parents.pop(key) for key in good], exact=tier.lossless):

@@ -69,13 +69,26 @@ def test_nothing_behind_a_chunk_that_is_not_there_comes_up(bench):
 def test_what_is_not_worth_it_does_not_come_up(bench):
     tier = bench.tiers[0]
     tier._reads.speed.rate, tier._reads.speed.answer = 1.0, 1e-9
-    tier._chooser._next_probe = float("inf")
     limit = LoadLimit(chunk_seconds=1e-3, wait=2.0)
     bench.manager.lookup(PATH, "waiting", limit)
     bench.settle()
     found = bench.manager.lookup(PATH, "waiting", limit)
     assert (len(found.slots), found.pending, found.declined.tier, found.declined.chunks) == (0, 0, "disk", 5)
     assert found.miss_reason == str(found.declined)
+
+
+def test_nobody_waits_for_a_probe(bench):
+    tier = bench.tiers[0]
+    tier._reads.speed.rate, tier._reads.speed.answer = 1.0, 1e-9
+    limit = LoadLimit(chunk_seconds=1e-3, wait=2.0)
+    bench.manager.lookup(PATH, "first", limit)
+    bench.settle()
+    assert bench.manager.lookup(PATH, "first", limit).declined
+    bench.manager.step()
+    assert tier.usage().inflight, "the probe is under way"
+    assert bench.manager.lookup(PATH, "second", limit).pending == 0
+    bench.settle()
+    assert len(bench.manager.lookup(PATH, "second", limit).slots) == 5
 
 
 def test_nobody_waits_for_an_answer_that_takes_longer_than_a_tenth_of_the_computing(bench):

@@ -152,12 +152,12 @@ def test_everything_is_loaded(clock, limit, rate):
 def test_a_declined_store_is_probed_now_and_then(chooser, clock):
     probes = []
     for clock.now in (0.0, 0.5, 0.99, 1.0, 1.5, 2.0):
-        probes.append(choose(chooser, 100, chunk_seconds=0.001).probe)
+        probes.append(chooser.probe(100, MIB, 0))
     assert probes == [16, 0, 0, 16, 0, 16]
 
 
 def test_no_probe_queues_behind_another(chooser):
-    assert choose(chooser, 100, chunk_seconds=0.001, queued=MIB).probe == 0
+    assert chooser.probe(100, MIB, MIB) == 0
 
 
 def test_a_question_is_worth_waiting_for_if_it_is_a_small_part_of_the_computing(chooser):

@@ -147,7 +147,7 @@ def test_with_load_always_the_wait_is_that_of_the_configuration(served):
 def test_a_slow_store_is_declined_and_the_line_has_both_numbers(served, said):  # noqa: F811
     host = served()
     computes(host, CHUNK / 0.1)
-    delivers(host, FRAME / 0.2)._chooser._next_probe = float("inf")
+    delivers(host, FRAME / 0.2)
     assert host.ask("second", ASKED) == 0
     (line,) = said()[-1:]
     assert line == "hit 0 of 35 tokens: disk has 4 more chunks: 0.800 s to load them, 0.400 s to compute them"

@@ -22,9 +22,7 @@ class LoadChoice:
     """How many chunks of a run to load."""
 
     chunks: int  #: so many are loaded while the request waits
-    declined: Declined | None = None
-    #: So many of the declined chunks are loaded while nobody waits, to see how fast the store is by now.
-    probe: int = 0
+    declined: Declined | None = None  #: all of them, if none is
 
 
 class LoadChooser:
@@ -49,7 +47,7 @@ class LoadChooser:
         if fitting and self._speed.seconds(queued_nbytes + fitting * nbytes) <= fitting * limit.chunk_seconds:
             return LoadChoice(fitting)
         declined = Declined(self._tier, chunks, needed, chunks * limit.chunk_seconds)
-        return LoadChoice(0, declined, 0 if queued_nbytes else self._probe(chunks, nbytes))
+        return LoadChoice(0, declined)
 
     def worth_asking(self, chunks: int, limit: LoadLimit | None) -> bool:
         """Should a request wait until the store has answered whether it has these chunks?"""
@@ -57,9 +55,10 @@ class LoadChooser:
             return True
         return self._speed.answer <= _QUESTION_SHARE * chunks * limit.chunk_seconds
 
-    def _probe(self, chunks: int, nbytes: int) -> int:
+    def probe(self, chunks: int, nbytes: int, queued_nbytes: int) -> int:
+        """How many declined chunks to load all the same, while nobody waits, to see how fast the store is by now."""
         now = self._clock()
-        if now < self._next_probe:
+        if queued_nbytes or now < self._next_probe:
             return 0
         self._next_probe = now + _PROBE_EVERY
         return min(chunks, max(1, _PROBE_NBYTES // nbytes))

@@ -114,6 +114,10 @@ class StoreTier:
         """How many chunks of a readable run to load."""
         return self._chooser.choose(chunks, self._codec.max_frame_nbytes, self._reads.inflight_nbytes, limit)
 
+    def probe(self, chunks: int) -> int:
+        """How many chunks of a readable run that was declined to load all the same, while nobody waits."""
+        return self._chooser.probe(chunks, self._codec.max_frame_nbytes, self._reads.inflight_nbytes)
+
     def request_lookup(self, path: Sequence[ChunkKey], start: int = 0) -> int:
         """How many keys from ``start`` on a shared store may have although the index does not know them.
 
