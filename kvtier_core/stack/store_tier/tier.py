@@ -51,7 +51,7 @@ class StoreTier:
         self._in_use = KeysInUse()
         self._health = StoreHealth(name, pool, clock)
         self._lookup_queue = LookupQueue(clock)
-        self._policy_state = PolicyState(backend, index, codec.namespace, capacity)
+        self._policy_state = PolicyState(backend, index, codec, capacity)
         self._space = Space(index, CapacityLimit(capacity), self._policy_state.nbytes, clock)
         shared = {"pool": pool, "health": self._health, "space": self._space, "in_use": self._in_use}
         self._deletes = Deletes(backend, index, clock=clock, landed=lambda: self._writes.start(), **shared)
