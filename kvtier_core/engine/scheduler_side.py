@@ -272,7 +272,7 @@ class SchedulerSide:
         state.stored_chunks = whole
         blocks, size = step.block_table(scheduled.request_id), self._chunk_blocks
         pages = ((tuple(blocks[chunk * size : (chunk + 1) * size]),) for chunk in range(first, whole))
-        return self._stores.begin(self._requests.keys(state, end)[first:whole], pages)
+        return self._stores.begin(self._requests.keys(state, end)[first:whole], pages, state.view.identity.salt)
 
     def _distrust_all(self) -> None:
         """Store nothing that the engine's blocks hold now, nor anything that is computed from it."""

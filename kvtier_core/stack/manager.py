@@ -77,19 +77,19 @@ class StorageManager(Stack):
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None) -> None:
+    def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None, salt: bytes = b"") -> None:
         for level in self._levels:
             level.index.request(path, self._clock(), hints or {})
-        self._write_through.offer_again(path)
+        self._write_through.offer_again(path, salt)
 
-    def lookup(self, path: Sequence[ChunkKey], holder: str) -> Lookup:
+    def lookup(self, path: Sequence[ChunkKey], holder: str, salt: bytes = b"") -> Lookup:
         lease = self._lease_for(path, holder)
         lease.awaited.clear()
         at = len(lease.slots)
         while at < len(path):
             if run := max(arena.ready_run(path, at) for arena in self._arenas):
                 self._pin(path[at : at + run], lease, holder, leading=at == len(lease.slots))
-            elif run := self._pending_run(path, at):
+            elif run := self._pending_run(path, at, salt):
                 lease.awaited.update(path[at : at + run])
             else:
                 break
@@ -107,12 +107,12 @@ class StorageManager(Stack):
 
     # -- stores ------------------------------------------------------------------------------------
 
-    def reserve(self, path: Sequence[ChunkKey], holder: str) -> dict[ChunkKey, Slot]:
+    def reserve(self, path: Sequence[ChunkKey], holder: str, salt: bytes = b"") -> dict[ChunkKey, Slot]:
         """Chunks that a tier below admits get a slot in the hottest arena, whatever that arena's own policy says."""
         absent = list(path)
         for arena in self._arenas:
             absent = arena.without_slot(absent)
-        plan = self._write_through.plan(absent)
+        plan = self._write_through.plan(absent, salt)
         passing = leading_run(absent, plan.keys.__contains__)
         self._make_room(self._hot, len(passing), path)
         reserved = passing[: self._hot.free]
@@ -286,11 +286,11 @@ class StorageManager(Stack):
             homes.setdefault(next(arena for arena in self._arenas if arena.has(key)), []).append(key)
         return homes
 
-    def _pending_run(self, path: Sequence[ChunkKey], at: int) -> int:
+    def _pending_run(self, path: Sequence[ChunkKey], at: int, salt: bytes) -> int:
         """How many chunks of a path, from one on that is not READY, are on their way or are requested now."""
         if any(arena.is_reserved(path[at]) for arena in self._arenas):
             return 1
-        return self._promotions.request(path, at, self._has_slot)
+        return self._promotions.request(path, at, self._has_slot, salt)
 
     def _miss_reason(self, key: ChunkKey) -> str:
         if key in self._promotions.rejected:
@@ -298,7 +298,7 @@ class StorageManager(Stack):
         reasons = (tier.miss_reason(key) for tier in self._tiers)
         return next(filter(None, reasons), "not stored")
 
-    def _promoted(self, tier: StoreTier, keys: Sequence[ChunkKey]) -> None:
+    def _promoted(self, tier: StoreTier, keys: Sequence[ChunkKey], salts: Mapping[ChunkKey, bytes]) -> None:
         """Chunks were promoted from a tier: pin them for waiting holders, and write them to the tiers between."""
         self._report(EventKind.PROMOTED, self._hot, keys, why=f"from {tier.name}")
         self._promoted_from.update(dict.fromkeys(keys, tier.name))
@@ -307,7 +307,7 @@ class StorageManager(Stack):
                 self._pin(awaited, lease, holder, leading=False)
                 lease.awaited.difference_update(awaited)
         passed = self._levels[1 : self._levels.index(tier)]
-        self._write_through.write(keys, AdmissionPlan(passed, keys))
+        self._write_through.write(keys, AdmissionPlan(passed, keys, salts))
 
     def _make_room(self, arena: Arena, slots: int, path: Sequence[ChunkKey]) -> None:
         if slots > arena.free:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 
@@ -44,6 +44,7 @@ class FrameWrite:
     key: ChunkKey
     parent: ChunkKey | None
     view: memoryview
+    salt: bytes = b""  #: of the requests that the chunk belongs to
 
 
 def write_frames(backend: Backend, codec: FrameCodec, offers: Sequence[FrameWrite]) -> list[int]:
@@ -52,7 +53,7 @@ def write_frames(backend: Backend, codec: FrameCodec, offers: Sequence[FrameWrit
     If the write fails, none of the keys is left in a store that is not shared, as far as they can be deleted.
     """
     keys = [offer.key for offer in offers]
-    frames = [codec.encode(offer.key, offer.view) for offer in offers]
+    frames = [codec.encode(offer.key, offer.view, offer.salt) for offer in offers]
     try:
         backend.write(keys, frames)
     except BaseException:
@@ -64,25 +65,33 @@ def write_frames(backend: Backend, codec: FrameCodec, offers: Sequence[FrameWrit
     return [len(encoded) for encoded in frames]
 
 
-def read_frames(backend: Backend, codec: FrameCodec, wanted: Sequence[tuple[ChunkKey, memoryview]]) -> list[FrameRead]:
-    """Read frames, verify them and decode them into slots. Raises the errors of the store as a whole."""
+def read_frames(
+    backend: Backend,
+    codec: FrameCodec,
+    wanted: Sequence[tuple[ChunkKey, memoryview]],
+    salts: Mapping[ChunkKey, bytes],
+) -> list[FrameRead]:
+    """Read frames, verify them and decode them into slots. Raises the errors of the store as a whole.
+
+    ``salts`` has those of the chunks whose requests have one.
+    """
     keys = [key for key, _ in wanted]
     buffers = [codec.read_buffer(slot) for _, slot in wanted]
     counts = as_many(backend.read(keys, buffers), keys)
     return [
-        _decode(codec, key, buffer, count, slot)
+        _decode(codec, key, buffer, count, slot, salts.get(key, b""))
         for (key, slot), buffer, count in zip(wanted, buffers, counts, strict=True)
     ]
 
 
 def _decode(
-    codec: FrameCodec, key: ChunkKey, buffer: memoryview, count: int | BackendError, slot: memoryview
+    codec: FrameCodec, key: ChunkKey, buffer: memoryview, count: int | BackendError, slot: memoryview, salt: bytes
 ) -> FrameRead:
     if isinstance(count, BackendError):
         return FrameRead(ReadStatus.CORRUPT, str(count))
     if count == 0:
         return FrameRead(ReadStatus.MISSING)
-    error = codec.decode_verified(key, buffer, count, slot)
+    error = codec.decode_verified(key, buffer, count, slot, salt)
     if error is None:
         return FrameRead(ReadStatus.VERIFIED)
     return FrameRead(ReadStatus.INCOMPATIBLE if error.incompatible else ReadStatus.CORRUPT, error.value)

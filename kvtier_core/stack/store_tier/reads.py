@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import Backend
@@ -48,8 +48,10 @@ class Reads:
         self._in_use = in_use
         self._deletes = deletes
 
-    def begin(self, wanted: Sequence[_Read], codec: FrameCodec, arrived: Arrived) -> None:
-        """Begin to fill views with verified raw frames.
+    def begin(
+        self, wanted: Sequence[_Read], codec: FrameCodec, arrived: Arrived, salts: Mapping[ChunkKey, bytes]
+    ) -> None:
+        """Begin to fill views with verified raw frames. ``salts`` has those of the chunks whose requests have one.
 
         ``arrived(good, bad)`` is called once for each group; each of its keys is in one of the two.
         """
@@ -60,7 +62,7 @@ class Reads:
         self.inflight_nbytes += sum(len(view) for _, view in wanted)
         for group in in_groups(wanted, lambda pair: len(pair[1])):
             self._pool.submit_load(
-                lambda group=group: read_frames(self._backend, codec, group),
+                lambda group=group: read_frames(self._backend, codec, group, salts),
                 lambda outcome, group=group: self._arrive(group, arrived, outcome),
             )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import Backend
@@ -91,7 +91,7 @@ class StoreTier:
     def miss_reason(self, key: ChunkKey) -> str:
         """Why a frame that is in the store cannot be read now; empty if it is not there, as far as is known."""
         if key in self.incompatible:
-            return f"{self.name} has it from another codec"
+            return f"{self.name} has it from another codec or seal key"
         if key not in self.index:
             return ""
         if not self._health.can_read:
@@ -199,14 +199,20 @@ class StoreTier:
         """How many more reads into views of this many bytes may begin now."""
         return max(0, self._inflight_limit - self._inflight) // view_nbytes
 
-    def read(self, wanted: Sequence[tuple[ChunkKey, memoryview]], arrived: Arrived) -> list[ChunkKey]:
+    def read(
+        self,
+        wanted: Sequence[tuple[ChunkKey, memoryview]],
+        arrived: Arrived,
+        salts: Mapping[ChunkKey, bytes] | None = None,
+    ) -> list[ChunkKey]:
         """Begin to fill views with verified raw frames; returns the keys whose read has begun.
 
-        ``arrived(good, bad)`` is called later, once for each group; each of these keys is in one of the two.
+        ``arrived(good, bad)`` is called later, once for each group; each of these keys is in one of the two. ``salts``
+        has those of the chunks whose requests have one.
         """
         room = self._inflight_limit - self._inflight
         begun = leading([pair for pair in wanted if self.has(pair[0])], room, lambda pair: len(pair[1]))
-        self._reads.begin(begun, self._codec, arrived)
+        self._reads.begin(begun, self._codec, arrived, salts or {})
         return [key for key, _ in begun]
 
     @property
