@@ -69,13 +69,7 @@ class FrameError(enum.Enum):
         return self in _INCOMPATIBLE
 
 
-_INCOMPATIBLE = {
-    FrameError.VERSION,
-    FrameError.SEAL,
-    FrameError.CODEC,
-    FrameError.UNDECODABLE,
-    FrameError.DECODED,
-}
+_INCOMPATIBLE = {FrameError.VERSION, FrameError.SEAL, FrameError.CODEC, FrameError.UNDECODABLE, FrameError.DECODED}
 
 
 class Header(NamedTuple):

@@ -136,6 +136,19 @@ def test_what_is_encrypted_cannot(config):
     assert body != again[FRAME_ALIGNMENT:] and stored[NONCE:TAG] != again[NONCE:TAG], "sealed twice alike"
 
 
+@pytest.mark.parametrize(
+    "other",
+    [{"key": OTHER_KEY}, {"namespace": NAMESPACE.renewed()}, {"salt": THEIRS}],
+    ids=["key", "namespace", "salt"],
+)
+def test_two_equal_nonces_give_nothing_away_unless_they_are_of_one_chunk(other, monkeypatch):
+    """Each chunk, namespace and salt has a key of its own: equal payloads do not even look alike."""
+    monkeypatch.setattr("kvtier_core.frames.keyed_seal.os.urandom", bytes)
+    one, two = (stored_by(AES, content=PAYLOAD, **names) for names in ({"salt": OURS}, {"salt": OURS, **other}))
+    assert one[NONCE:TAG] == two[NONCE:TAG]
+    assert one[FRAME_ALIGNMENT:] != two[FRAME_ALIGNMENT:]
+
+
 def test_the_payload_is_what_its_checksum_in_memory_said():
     """A bit that flipped in the slot before it was encrypted is seen, though the tag is right."""
     for keyed in (MAC, AES):
