@@ -47,6 +47,7 @@ CODEC_IDENTITY = "kvtier_core/frames/identity.py"
 ARENA = "kvtier_core/stack/arena.py"
 LEASES = "kvtier_core/stack/leases.py"
 SEALING = "tests/core/test_sealing.py::"
+SEALED_TIERS = "tests/core/test_sealed_tiers.py::"
 CODEC_TESTS = "tests/core/test_codec.py::"
 INCOMPATIBLE_TESTS = "tests/core/test_incompatible.py"
 IDENTITY = "kvtier_core/vllm/identity/namespace.py"
@@ -82,6 +83,7 @@ SERVING = "tests/vllm/test_serving.py::"
 DISK_TESTS = "plugins/kvtier_disk/tests/test_disk.py::"
 DISK_SECURITY = "plugins/kvtier_disk/tests/test_disk_security.py::"
 DISK_TROUBLE = "plugins/kvtier_disk/tests/test_disk_trouble.py::"
+SALTS = "tests/engine/test_salts.py::"
 SELFTEST = "tests/vllm/test_self_test.py::"
 SEAM = "tests/engine/test_scheduler_side.py::"
 BESIDE = "tests/vllm/test_beside_others.py::"
@@ -1185,35 +1187,56 @@ MUTANTS = (
         CODEC,
         "            self._keyed_seal.close(frame)\n",
         "            pass\n",
-        SEALING + "test_what_a_policy_learned_is_sealed",
+        SEALED_TIERS + "test_what_a_policy_learned_is_sealed",
     ),
     Mutant(
         "salts-stay-in-the-arena",
         "kvtier_core/stack/write_through.py",
         'salts.get(key, b"")',
         'b""',
-        SEALING + "test_a_salt_goes_with_a_chunk_to_the_store_and_back",
+        SEALED_TIERS + "test_a_salt_goes_with_a_chunk_to_the_store_and_back",
     ),
     Mutant(
         "salts-are-lost-on-the-way-up",
         "kvtier_core/stack/promotion.py",
         "{key: read[key].salt for key in kept if read[key].salt}",
         "{}",
-        SEALING + "test_a_chunk_that_comes_up_goes_to_the_tiers_between_with_its_salt",
+        SEALED_TIERS + "test_a_chunk_that_comes_up_goes_to_the_tiers_between_with_its_salt",
     ),
     Mutant(
         "short-secrets",
         KEYED_SEAL,
         "if len(material) < MIN_SECRET_NBYTES:",
         "if False:",
-        SEALING + "test_a_secret_that_is_too_short",
+        SEALED_TIERS + "test_a_secret_that_is_too_short",
     ),
     Mutant(
         "keys-are-shown",
         KEYED_SEAL,
         "attrs.field(repr=False)",
         "attrs.field()",
-        SEALING + "test_the_secret_is_shown_nowhere",
+        SEALED_TIERS + "test_the_secret_is_shown_nowhere",
+    ),
+    Mutant(
+        "stores-without-their-salt",
+        STORES,
+        "_holder(self._last_job + 1), salt)",
+        "_holder(self._last_job + 1))",
+        SALTS + "test_what_was_stored_is_found_after_a_restart",
+    ),
+    Mutant(
+        "lookups-without-their-salt",
+        LOADS,
+        "state.holder, state.view.identity.salt)",
+        "state.holder)",
+        SALTS + "test_what_was_stored_is_found_after_a_restart",
+    ),
+    Mutant(
+        "offers-without-their-salt",
+        TRACKED,
+        "view.hints, view.identity.salt)",
+        "view.hints)",
+        SALTS + "test_what_is_written_when_it_is_named_again_is_found_too",
     ),
     Mutant(
         "fsck-takes-salted-frames-for-forged",

@@ -1,85 +1,47 @@
-"""Tiers with a ``seal_key``: nobody forges their frames, and with ``encrypt`` nobody reads them without the salt."""
+"""Frames with a keyed seal: nobody forges them, and encrypted ones are read by nobody without key and salt."""
 
 from __future__ import annotations
 
-import builtins
-import logging
 import random
 import struct
-import traceback
-import zlib
 from collections import Counter
 
-import attrs
 import pytest
-from serializing import CONTEXT, LossyConfig, XorConfig
+from sealing import (
+    AES,
+    DECODED_SUM,
+    FIELDS_END,
+    FLAGS,
+    KEY,
+    KEY_AT,
+    KEY_ID,
+    KEYED_END,
+    LENGTH,
+    MAC,
+    NAMESPACE_AT,
+    NONCE,
+    OTHER_KEY,
+    OTHER_SECRET,
+    OURS,
+    PAYLOAD,
+    PAYLOAD_SUM,
+    SEALS,
+    SECRET,
+    TAG,
+    THEIRS,
+    codec_of,
+    read,
+    sealed,
+    stored_by,
+    summed,
+)
+from serializing import LossyConfig, XorConfig
 from sizes import LONG
 
-from kvtier_core.builtin.heap import HeapConfig
-from kvtier_core.cli import main
-from kvtier_core.config.compose import open_stack
-from kvtier_core.config.load import load_config
-from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
-from kvtier_core.config.registry import Registry
-from kvtier_core.errors import ConfigError
-from kvtier_core.frames.codec import FrameCodec
-from kvtier_core.frames.format import FrameError, header_of, payload_of, seal
-from kvtier_core.frames.identity import RAW, identity_of
+from kvtier_core.frames.format import FrameError
 from kvtier_core.frames.keyed_seal import KeyedSeal
-from kvtier_core.policies.gittins import GittinsConfig
-from kvtier_core.policies.lru import LruConfig
-from kvtier_core.simulate.dry_run import Clock, open_dry_run
-from kvtier_core.stack.arena import Arena
-from kvtier_core.stack.index.cache_index import CacheIndex
-from kvtier_core.stack.manager import StorageManager
-from kvtier_core.stack.store_tier.policy_state import PolicyState
-from kvtier_core.stack.store_tier.tier import StoreTier
-from kvtier_core.testing.machine import LAYOUT, NAMESPACE, SharedShelf, Shelf, Slots, payload
-from kvtier_core.testing.pool import ManualPool
-from kvtier_core.testing.samples import make_keys
-from kvtier_core.types import FRAME_ALIGNMENT, EnvSecret, Nbytes
-from kvtier_disk.config import DiskConfig
-
-KEYS = KEY, OTHER_KEY, *_ = make_keys(4)
-PAYLOAD = payload(KEY, 0)
-SECRET, OTHER_SECRET = "correct horse battery staple, 32 or more", "another secret that is as long as that"
-OURS, THEIRS = b"salt of one tenant", b"salt of another"
-MAC, AES = KeyedSeal.of(SECRET, encrypt=False), KeyedSeal.of(SECRET, encrypt=True)
-SEALS = pytest.mark.parametrize("keyed", [MAC, AES], ids=["mac", "aes"])
-
-FIELDS_END, KEYED_END = 188, 240
-FLAGS, LENGTH, NAMESPACE_AT, KEY_AT, PAYLOAD_SUM, DECODED_SUM = 10, 12, 20, 52, 180, 184
-KEY_ID, NONCE, TAG = 192, 208, 220
-
-
-def sealed(key=KEY, namespace=NAMESPACE, content=None):
-    """A chunk in an arena's slot."""
-    slot = memoryview(bytearray(LAYOUT.frame_nbytes))
-    slot[FRAME_ALIGNMENT : FRAME_ALIGNMENT + LAYOUT.payload_nbytes] = content or payload(key, 0)
-    seal(slot, namespace, key, LAYOUT.payload_nbytes)
-    return slot
-
-
-def codec_of(keyed, config=None, *, shared=False, namespace=NAMESPACE):
-    serializer = config and config.open(CONTEXT)
-    identity = identity_of(config) if config else RAW
-    return FrameCodec(namespace, LAYOUT, serializer, identity, shared=shared, keyed_seal=keyed)
-
-
-def read(codec, stored, *, key=KEY, salt=b""):
-    """What a tier makes of a stored frame: the error, or its payload; and the slot."""
-    slot = memoryview(bytearray(LAYOUT.frame_nbytes))
-    buffer = codec.read_buffer(slot)
-    stored = stored[: len(buffer)]
-    buffer[: len(stored)] = stored
-    error = codec.decode_verified(key, buffer, len(stored), slot, salt)
-    return error or bytes(payload_of(slot)), slot
-
-
-def stored_by(keyed, *, key=KEY, salt=b"", namespace=NAMESPACE, content=None, config=None):
-    codec = codec_of(keyed, config, namespace=namespace)
-    return bytes(codec.encode(key, sealed(key, namespace, content), salt))
-
+from kvtier_core.testing.machine import NAMESPACE
+from kvtier_core.types import FRAME_ALIGNMENT
 
 # -- what is stored, and what comes back ---------------------------------------------------------------
 
@@ -129,7 +91,7 @@ def test_what_is_encrypted_cannot(config):
     """Nor does a header tell whoever guesses a payload that the guess is right."""
     stored, again = (stored_by(AES, salt=OURS, config=config) for _ in range(2))
     body = stored[FRAME_ALIGNMENT:]
-    assert not any(PAYLOAD[at : at + 4] in body for at in range(0, len(PAYLOAD), 4))
+    assert not any(PAYLOAD[at : at + 8] in body for at in range(0, len(PAYLOAD), 8))
     plain = stored_by(None, config=config)
     sums = {plain[at : at + 4] for at in (PAYLOAD_SUM, DECODED_SUM)}
     assert not any(each in stored for each in sums), "a checksum of what is hidden"
@@ -216,20 +178,6 @@ def test_in_a_shared_store_engines_with_other_keys_write_over_none_of_each_other
 
 
 # -- forgery -------------------------------------------------------------------------------------------
-
-
-def summed(frame):
-    """Every checksum right, as whoever can write to the store makes them."""
-    frame = bytearray(frame)
-    nbytes = struct.unpack_from("<Q", frame, LENGTH)[0]
-    body = memoryview(frame)[FRAME_ALIGNMENT : FRAME_ALIGNMENT + nbytes]
-    encrypted = frame[FLAGS] & 4
-    struct.pack_into("<I", frame, PAYLOAD_SUM, zlib.crc32(body))
-    if not encrypted and frame[84:87] == b"raw":
-        struct.pack_into("<I", frame, DECODED_SUM, zlib.crc32(body))
-    struct.pack_into("<I", frame, FIELDS_END, zlib.crc32(frame[:FIELDS_END]))
-    struct.pack_into("<I", frame, KEYED_END - 4, zlib.crc32(frame[KEY_ID : KEYED_END - 4]))
-    return bytes(frame)
 
 
 def a_flipped_bit(rng, frame, others):
@@ -355,287 +303,3 @@ def test_what_is_damaged_is_neither_forged_nor_of_another_key(keyed):
         spoiled = bytearray(genuine)
         spoiled[place] ^= 1
         assert read(codec_of(keyed), bytes(spoiled))[0] in (FrameError.HEADER, FrameError.CHECKSUM), place
-
-
-# -- in a tier -----------------------------------------------------------------------------------------
-
-
-class Tiers:
-    """An arena over one tier, driven to rest after each call."""
-
-    def __init__(self, keyed, shelf, *, salt=b""):
-        self.shelf, self.salt = shelf, salt
-        self.memory = Slots(8)
-        codec = codec_of(keyed, shared=shelf.shared)
-        self.tier = StoreTier(
-            "tier",
-            shelf,
-            pool=ManualPool(),
-            index=CacheIndex(LruConfig().open()),
-            codec=codec,
-            capacity=100 * codec.max_frame_nbytes,
-            inflight=1 << 20,
-        )
-        self.arena = Arena("arena", 0, self.memory, CacheIndex(LruConfig().open()))
-        self.manager = StorageManager([self.arena, self.tier], namespace=NAMESPACE, layout=LAYOUT, pool=ManualPool())
-
-    def store(self, *keys):
-        for key, slot in self.manager.reserve(keys, "store", self.salt).items():
-            self.view(slot)[:] = payload(key, 0)
-        self.manager.commit("store")
-        return self.settle()
-
-    def load(self, *keys):
-        """The payloads that a request gets, and what was reported on the way."""
-        self.manager.on_request(keys, salt=self.salt)
-        self.manager.lookup(keys, "load", self.salt)
-        events = self.settle()
-        payloads = [bytes(self.view(slot)) for slot in self.manager.lookup(keys, "load", self.salt).slots]
-        self.manager.release("load")
-        return payloads, events
-
-    def settle(self):
-        return {event.kind.value for event in self.manager.drain(timeout=10.0)}
-
-    def view(self, slot):
-        return self.memory.view(slot.index)[FRAME_ALIGNMENT : FRAME_ALIGNMENT + LAYOUT.payload_nbytes]
-
-
-class KeptShelf(Shelf):
-    def scan(self):
-        return iter([(key, len(found)) for key, found in self.frames.items()])
-
-
-def after_a_restart(keyed, shelf, salt=b""):
-    kept = type(shelf)()
-    kept.frames.update(shelf.frames)
-    return Tiers(keyed, kept, salt=salt)
-
-
-def filled(keyed, *, kind=KeptShelf, salt=b"", keys=(KEY,)):
-    stack = Tiers(keyed, kind(), salt=salt)
-    assert "written" in stack.store(*keys)
-    return stack.shelf
-
-
-@SEALS
-@pytest.mark.parametrize("kind", [KeptShelf, SharedShelf])
-def test_a_salt_goes_with_a_chunk_to_the_store_and_back(keyed, kind):
-    shelf = filled(keyed, salt=OURS, kind=kind)
-    stack = after_a_restart(keyed, shelf, salt=OURS)
-    stack.load(KEY)  # a shared store is asked first
-    assert stack.load(KEY)[0] == [PAYLOAD]
-
-
-def test_a_chunk_that_is_offered_again_has_its_salt():
-    """It was stored while the tier could not take it, or the tier has lost it since."""
-    stack = Tiers(AES, KeptShelf(), salt=OURS)
-    stack.store(KEY)
-    stack.tier.index.remove([KEY])
-    stack.shelf.frames.clear()
-    assert "written" in stack.load(KEY)[1]
-    assert after_a_restart(AES, stack.shelf, salt=OURS).load(KEY)[0] == [PAYLOAD]
-
-
-def test_a_chunk_that_comes_up_goes_to_the_tiers_between_with_its_salt():
-    low = after_a_restart(AES, filled(AES, salt=OURS)).tier
-    stack = Tiers(AES, KeptShelf(), salt=OURS)
-    stack.manager = StorageManager(
-        [stack.arena, stack.tier, low], namespace=NAMESPACE, layout=LAYOUT, pool=ManualPool()
-    )
-    assert "written" in stack.load(KEY)[1]
-    assert after_a_restart(AES, stack.shelf, salt=OURS).load(KEY)[0] == [PAYLOAD]
-
-
-def test_another_tenants_salt_is_a_miss():
-    shelf = filled(AES, salt=OURS)
-    for salt in (THEIRS, b""):
-        payloads, events = after_a_restart(AES, shelf, salt=salt).load(KEY)
-        assert (payloads, events) == ([], {"corrupt"})
-
-
-def test_two_tenants_in_one_batch():
-    shelf = filled(AES, salt=OURS)
-    shelf.frames.update(filled(AES, salt=THEIRS, keys=[OTHER_KEY]).frames)
-    stack = after_a_restart(AES, shelf)
-    for key, salt in ((KEY, OURS), (OTHER_KEY, THEIRS)):
-        stack.manager.lookup([key], f"request {key.hex()}", salt)
-    stack.settle()
-    assert [bytes(stack.view(stack.arena.slots([key])[0])) for key in (KEY, OTHER_KEY)] == [
-        payload(KEY, 0),
-        payload(OTHER_KEY, 0),
-    ]
-
-
-@SEALS
-def test_after_a_rotation_of_the_key_old_frames_are_misses_and_are_replaced(keyed):
-    rotated = KeyedSeal.of(OTHER_SECRET, encrypt=keyed.encrypts)
-    stack = after_a_restart(rotated, filled(keyed))
-    old = dict(stack.shelf.frames)
-    assert stack.load(KEY) == ([], {"incompatible"})
-    assert stack.shelf.frames == old, "deleted, though an engine with the old key may run"
-    assert "another codec or seal key" in stack.manager.lookup([KEY], "look").miss_reason
-    assert "written" in stack.store(KEY)
-    assert after_a_restart(rotated, stack.shelf).load(KEY)[0] == [PAYLOAD]
-
-
-@SEALS
-def test_a_forged_frame_is_reported_and_not_found_again(keyed):
-    shelf = filled(keyed)
-    forged = bytearray(shelf.frames[KEY])
-    another_payload(random.Random(0), forged, ())
-    shelf.frames[KEY] = summed(forged)
-    stack = after_a_restart(keyed, shelf)
-    assert stack.load(KEY) == ([], {"corrupt"})
-    assert KEY not in stack.shelf.frames
-
-
-@SEALS
-def test_what_a_policy_learned_is_sealed(keyed):
-    shelf, learned, cold = Shelf(), CacheIndex(GittinsConfig().open()), GittinsConfig().open().save()
-    for now in range(1, 200):
-        learned.request(KEYS, float(now), {})
-    PolicyState(shelf, learned, codec_of(keyed), 1 << 30).keep()
-
-    def recalled(seal):
-        index = CacheIndex(GittinsConfig().open())
-        PolicyState(shelf, index, codec_of(seal), 1 << 30).recall()
-        return index.save()
-
-    assert recalled(keyed) != cold
-    assert recalled(None) == recalled(KeyedSeal.of(OTHER_SECRET, encrypt=keyed.encrypts)) == cold
-    ((place, frame),) = shelf.frames.items()
-    assert (learned.save() in frame) is not keyed.encrypts
-    forged = bytearray(frame)
-    forged[FRAME_ALIGNMENT + 40] ^= 1
-    shelf.frames[place] = summed(forged)
-    assert recalled(keyed) == cold
-
-
-# -- configuration -------------------------------------------------------------------------------------
-
-
-def config_of(folder, *, variable="KVTIER_TEST_SEAL", encrypt=False):
-    return StackConfig(
-        tiers=(
-            ArenaTierConfig("heap", HeapConfig(), Nbytes(1 << 20)),
-            StoreTierConfig(
-                *("disk", DiskConfig(path=folder, min_free=Nbytes(0)), Nbytes(1 << 24)),
-                seal_key=EnvSecret(variable),
-                encrypt=encrypt,
-            ),
-        ),
-        chunk_tokens=32,
-    )
-
-
-@pytest.fixture
-def secret(monkeypatch):
-    monkeypatch.setenv("KVTIER_TEST_SEAL", SECRET)
-
-
-def problem_of(config):
-    with pytest.raises(ConfigError) as caught:
-        open_stack(config, CONTEXT)
-    (problem,) = caught.value.problems
-    assert SECRET not in "".join(traceback.format_exception(caught.value))
-    return str(problem)
-
-
-@pytest.mark.parametrize("encrypt", [False, True])
-def test_a_stack_is_opened_from_its_settings(tmp_path, secret, encrypt):
-    manager = open_stack(config_of(tmp_path, encrypt=encrypt), CONTEXT)
-    for key, slot in manager.reserve(KEYS, "store", OURS).items():
-        memory = manager._levels[0].memory.view(slot.index)
-        memory[FRAME_ALIGNMENT : FRAME_ALIGNMENT + LAYOUT.payload_nbytes] = payload(key, 0)
-    manager.commit("store")
-    manager.close()
-    (file,) = tmp_path.rglob(f"{KEY.hex()}.kv")
-    assert header_of(memoryview(file.read_bytes())).protection is (AES if encrypt else MAC).identity.protection
-    manager = open_stack(config_of(tmp_path, encrypt=encrypt), CONTEXT)
-    manager.lookup(KEYS, "load", OURS)
-    manager.drain(10.0)
-    assert len(manager.lookup(KEYS, "load", OURS).slots) == len(KEYS)
-    manager.close()
-
-
-def test_a_variable_that_is_not_set(tmp_path):
-    told = problem_of(config_of(tmp_path, variable="KVTIER_TEST_NOT_SET"))
-    assert told == "StackConfig: $.tiers[1].seal_key: the environment variable KVTIER_TEST_NOT_SET is not set"
-
-
-def test_a_secret_that_is_too_short(tmp_path, monkeypatch):
-    monkeypatch.setenv("KVTIER_TEST_SEAL", SECRET[:31])
-    told = problem_of(config_of(tmp_path))
-    assert "$.tiers[1].seal_key: the secret in KVTIER_TEST_SEAL cannot be used: it has fewer than 32" in told
-    assert SECRET[:31] not in told
-    monkeypatch.setenv("KVTIER_TEST_SEAL", SECRET[:32])
-    open_stack(config_of(tmp_path), CONTEXT).close()
-
-
-def test_without_the_library(tmp_path, secret, monkeypatch):
-    imported = builtins.__import__
-
-    def without(name, *more, **named):
-        if name == "kvtier_core.frames.keyed_seal":
-            raise ModuleNotFoundError("No module named 'cryptography'")
-        return imported(name, *more, **named)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    told = problem_of(config_of(tmp_path))
-    assert "$.tiers[1].seal_key: No module named 'cryptography'; pip install 'kvtier[seal]'" in told
-
-
-def written(folder, settings):
-    (folder / "kvtier.yaml").write_text(
-        "version: 1\ntiers:\n  - {type: heap, capacity: 1MiB}\n"
-        f"  - {{type: disk, capacity: 1GiB, path: {folder / 'store'}, {settings}}}\n"
-    )
-    return folder / "kvtier.yaml"
-
-
-def test_encrypt_needs_a_key(tmp_path):
-    with pytest.raises(ConfigError, match=r"\$\.tiers\[1\]\.encrypt: 'encrypt' needs a 'seal_key'"):
-        load_config(written(tmp_path, "encrypt: true"), Registry.discover())
-
-
-def test_a_secret_in_the_file_is_refused_and_not_repeated(tmp_path):
-    with pytest.raises(ConfigError, match=r"\$\.tiers\[1\]\.seal_key: write env:NAME") as caught:
-        load_config(written(tmp_path, f"seal_key: '{SECRET}'"), Registry.discover())
-    assert SECRET not in str(caught.value)
-
-
-def test_the_secret_is_shown_nowhere(tmp_path, secret, capsys, caplog):
-    """Not in the settings, a log line, an event, a fact, a repr, nor in a name or frame in the store."""
-    caplog.set_level(logging.DEBUG)
-    file = written(tmp_path, "seal_key: env:KVTIER_TEST_SEAL, encrypt: true")
-    assert main(["check", str(file)]) == 0
-    told = capsys.readouterr().out
-    assert next(line.replace(str(tmp_path) + "/", "").split() for line in told.splitlines() if "seal_key" in line) == [
-        "$.tiers[1].seal_key",
-        "env:KVTIER_TEST_SEAL",
-        "kvtier.yaml:4",
-    ]
-    config = attrs.evolve(load_config(file, Registry.discover()), chunk_tokens=32)
-    manager = open_stack(config, CONTEXT)
-    manager.reserve(KEYS, "store")
-    manager.commit("store")
-    events = manager.drain(10.0)
-    shown = [told, repr(config), *config.describe(), *manager.describe(), *map(repr, events), caplog.text, repr(AES)]
-    shown += [repr(codec_of(AES, shared=True).namespace)]
-    manager.close()
-    stored = [str(path).encode() + path.read_bytes() for path in tmp_path.rglob("store/**/*") if path.is_file()]
-    assert len(stored) > len(KEYS)
-    root = AES._root
-    for hidden in (SECRET.encode(), root, root.hex().encode(), repr(root).encode()):
-        assert not any(hidden in text for text in [*stored, *(text.encode() for text in shown)])
-
-
-def test_a_simulation_needs_no_secret():
-    """Nor does it seal anything."""
-    config = config_of("nowhere", variable="KVTIER_TEST_NOT_SET", encrypt=True)
-    stack = open_dry_run(config, LAYOUT, Clock())
-    stack.reserve(KEYS, "store", OURS)
-    stack.commit("store")
-    assert {"written"} <= {event.kind.value for event in stack.drain(10.0)}
-    stack.close()
