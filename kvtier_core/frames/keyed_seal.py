@@ -40,9 +40,10 @@ _NONCE_NBYTES = 12
 _CHECKSUM = struct.Struct("<I")
 
 # Why AES-GCM, with or without encryption. Over 1 MiB and 32 MiB a MAC ran at 18 and 22 GiB/s as GMAC (AES-GCM that
-# encrypts nothing), 10 and 12 as Poly1305, 1.7 and 1.5 as HMAC-SHA256, 1.2 as keyed BLAKE2b; a copy at 16. Poly1305 keeps
-# the GIL, and two messages under one of its keys let others forge. For GMAC it takes two equal nonces under one key: each
-# chunk has a key of its own, so only frames of one chunk can meet, and 96 random bits tell more apart than anyone writes.
+# encrypts nothing), 10 and 12 as Poly1305, 1.7 and 1.5 as HMAC-SHA256, 1.2 as keyed BLAKE2b; a copy at 16. Poly1305
+# keeps the GIL, and two messages under one of its keys let others forge. For GMAC it takes two equal nonces under
+# one key: each chunk has a key of its own, so only frames of one chunk can meet, and 96 random bits tell more apart
+# than anyone writes.
 
 
 @attrs.frozen
