@@ -815,7 +815,7 @@ def test_what_is_written_during_a_clear_goes_when_it_is_whole(bench):
 class Marked(FrameCodec):
     """Encodes to a frame that says under which namespace."""
 
-    def encode(self, key, frame):
+    def encode(self, key, frame, salt):
         marked = memoryview(bytearray(frame))
         marked[-32:] = self.namespace.digest
         return marked
