@@ -1,0 +1,102 @@
+"""Calls to the servers: each key is served by the server that has it, and a failure of one leaves the others alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvtier_core.errors import BackendError
+from kvtier_core.types import ChunkKey
+from kvtier_redis.config import RedisConfig
+from kvtier_redis.connecting import Dialer, Links
+from kvtier_redis.deadline import Deadline
+from kvtier_redis.link import Link, ServerError
+from kvtier_redis.servers import servers_of
+
+#: What became of each key; None: nothing yet.
+Outcomes = list[Any]
+#: Serves keys of one server, by their numbers: it puts an outcome for each, and may raise BackendError on its way.
+Work = Callable[[Link, Sequence[int], Outcomes], None]
+
+
+class Client:
+    """Raises BackendError and nothing else. All methods may be called on any thread."""
+
+    def __init__(self, config: RedisConfig):
+        self.links = Links(Dialer.of(config))
+        self.servers = servers_of(config, self.links)
+
+    def close(self) -> None:
+        """May be called twice."""
+        self.links.close()
+
+    def call(self, deadline: Deadline, name: bytes, *words: bytes | str | int) -> Any:
+        """The answer to a command, of the server that has what is called ``name``. Raises ServerError, too."""
+        try:
+            return self._call(deadline, name, words)
+        except ServerError as error:
+            if not error.elsewhere:
+                raise
+        return self._call(deadline, name, words)
+
+    def _call(self, deadline: Deadline, name: bytes, words: Sequence[bytes | str | int]) -> Any:
+        address = self.servers.of(name, deadline)
+        try:
+            with self.links.borrow(address, deadline) as link:
+                return link.call(*words)
+        except BackendError:
+            self.servers.distrust()
+            raise
+
+    def serve(self, deadline: Deadline, keys: Sequence[ChunkKey], work: Work) -> Outcomes:
+        """The outcome of each key, a BackendError if its server could not serve it. Raises nothing.
+
+        A key that has moved to another server is tried there once.
+        """
+        outcomes: Outcomes = [None] * len(keys)
+        todo: Sequence[int] = range(len(keys))
+        for _ in range(2):
+            self._serve(deadline, keys, todo, work, outcomes)
+            todo = [number for number in todo if _is_elsewhere(outcomes[number])]
+            if not todo:
+                break
+            self.servers.distrust()
+        return outcomes
+
+    def _serve(
+        self, deadline: Deadline, keys: Sequence[ChunkKey], todo: Sequence[int], work: Work, outcomes: Outcomes
+    ) -> None:
+        for number in todo:
+            outcomes[number] = None
+        try:
+            groups = self.servers.group([keys[number] for number in todo], deadline)
+        except BackendError as error:
+            _fill(outcomes, todo, error)
+            return
+        for served, (address, members) in enumerate(groups.items()):
+            numbers = [todo[member] for member in members]
+            try:
+                # A server that hangs leaves the others their time.
+                with self.links.borrow(address, deadline.share(len(groups) - served)) as link:
+                    work(link, numbers, outcomes)
+            except BackendError as error:
+                self.servers.distrust()
+                _fill(outcomes, numbers, error)
+        _fill(outcomes, todo, BackendError("no node of the cluster serves the slot of this key"))
+
+
+def unless_all_failed(outcomes: Outcomes) -> Outcomes:
+    """The outcomes. Raises the first if all are BackendErrors: then it is not the keys that fail, but the store."""
+    if outcomes and all(isinstance(outcome, BackendError) for outcome in outcomes):
+        raise outcomes[0]
+    return outcomes
+
+
+def _fill(outcomes: Outcomes, numbers: Sequence[int], error: BackendError) -> None:
+    for number in numbers:
+        if outcomes[number] is None:
+            outcomes[number] = error
+
+
+def _is_elsewhere(outcome: object) -> bool:
+    return isinstance(outcome, ServerError) and outcome.elsewhere
