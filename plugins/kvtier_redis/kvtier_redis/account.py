@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvtier_core.errors import BackendError
 from kvtier_core.transfer.shared_space import SharedSpace
@@ -26,7 +26,7 @@ _POLL = 0.01  # seconds between two attempts to get the lock
 class Ledger:
     """The frames of all namespaces with their bytes, for one call. Raises BackendError.
 
-    An entry is the name of a frame and its bytes: ``kvtier:0123456789abcdef:{…} 33558528``.
+    An entry is the name of a frame and the manifest of one write of it.
     """
 
     def __init__(self, client: Client, names: Names, deadline: Deadline):
@@ -34,9 +34,9 @@ class Ledger:
         self._names = names
         self._deadline = deadline
 
-    def enter(self, entry: bytes) -> bool:
-        """Enter a frame as the newest. Who gets True, because it was not there, adds its bytes."""
-        return bool(self._call("ZADD", self._names.ledger, _now(), entry))
+    def enter(self, entry: bytes) -> None:
+        """Enter a frame as the newest. Who does so adds its bytes."""
+        self._call("ZADD", self._names.ledger, _now(), entry)
 
     def renew(self, entry: bytes) -> bool:
         """Make it the newest. False if it is not there."""
@@ -79,13 +79,12 @@ class Ledger:
         entries = self._call("ZRANGE", self._names.ledger, 0, -1)
         if not isinstance(entries, list):
             raise Garbage("the ledger of the store is no list")
-        return [(entry, nbytes_of(entry)) for entry in entries]
+        return [(entry, nbytes_in(entry)) for entry in entries]
 
     def remove(self, entry: bytes) -> bool:
         """Remove a frame, then its entry. One that has expired is in the ledger all the same."""
-        name = entry.partition(b" ")[0]
-        if self._names.parse(name) is not None:  # else somebody else wrote it
-            remove_frame(self._client, self._deadline, name)
+        if (frame := frame_in(entry)) is not None:
+            remove_frame(self._client, self._deadline, *frame)
         return self.take_out(entry)
 
     def _call(self, *words: bytes | str | int) -> object:
@@ -98,53 +97,53 @@ class Account:
     def __init__(self, ledger: Ledger, capacity: int):
         self._ledger = ledger
         self._space = SharedSpace(ledger, capacity)
-        self._new: set[bytes] = set()  # what this call has entered
 
-    def take(self, entries: Iterable[bytes]) -> None:
+    def take(self, entries: Sequence[bytes]) -> None:
         """Enter frames that are about to be written. Raises StoreFull if there is no room; then none is entered."""
         try:
             for entry in entries:
-                if self._ledger.enter(entry):
-                    self._new.add(entry)
-            self._space.take(sum(map(nbytes_of, self._new)))
+                self._ledger.enter(entry)
+            self._space.take(sum(map(nbytes_in, entries)))
         except BaseException:
             with contextlib.suppress(BackendError):
-                for entry in self._new:
+                for entry in entries:
                     self._ledger.take_out(entry)
             raise
 
     def keep(self, entry: bytes) -> bool:
-        """A frame was written. False if it was evicted meanwhile: then it must go again."""
+        """A frame was written, and is now the newest. False if it was evicted or replaced meanwhile."""
         return self._ledger.renew(entry)
 
-    def cancel(self, entry: bytes) -> None:
-        """A frame that was to be written was not. What was there under its name still is."""
-        if entry in self._new:
-            self.give(entry)
-
     def give(self, entry: bytes) -> None:
-        """A frame was removed, or replaced by one of another length."""
+        """A frame was not written, or was removed or replaced."""
         if self._ledger.take_out(entry):
-            self._space.give(nbytes_of(entry))
+            self._space.give(nbytes_in(entry))
 
 
-def entry_of(name: bytes, nbytes: int) -> bytes:
-    """What the ledger calls a frame."""
-    return b"%b %d" % (name, nbytes)
+def entry_of(name: bytes, manifest: Manifest) -> bytes:
+    """What the ledger calls a frame: one write of it."""
+    return b"%b %b" % (name, manifest.encode())
 
 
-def nbytes_of(entry: bytes) -> int:
-    """The bytes of a frame in the ledger; 0 for an entry that somebody else made."""
-    nbytes = entry.rpartition(b" ")[2]
-    return int(nbytes) if nbytes.isdigit() and len(nbytes) < 16 else 0
+def frame_in(entry: bytes) -> tuple[bytes, Manifest] | None:
+    """The name of a frame, and its manifest; None if somebody else made the entry."""
+    name, _, encoded = entry.partition(b" ")
+    manifest = Manifest.decode(encoded)
+    return None if manifest is None else (name, manifest)
 
 
-def remove_frame(client: Client, deadline: Deadline, name: bytes) -> Manifest | None:
-    """Remove a frame: first its manifest, then what that names. Returns the manifest, if there was one."""
-    manifest = Manifest.decode(client.call(deadline, name, "GETDEL", name))
-    if manifest is not None:
-        client.call(deadline, name, "UNLINK", *manifest.part_names(name))
-    return manifest
+def nbytes_in(entry: bytes) -> int:
+    """The bytes of a frame in the ledger."""
+    frame = frame_in(entry)
+    return 0 if frame is None else frame[1].nbytes
+
+
+def remove_frame(client: Client, deadline: Deadline, name: bytes, manifest: Manifest) -> bool:
+    """Remove what one write has stored; False if the frame has been replaced or removed: then only its parts go."""
+    names = manifest.part_names(name)
+    is_there = client.call(deadline, name, "GET", name) == manifest.encode()
+    client.call(deadline, name, "UNLINK", *([name] if is_there else []), *names)
+    return is_there
 
 
 def _now() -> str:

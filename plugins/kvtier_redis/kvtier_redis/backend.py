@@ -108,7 +108,7 @@ class RedisBackend(Backend):
         if (account := self._account(deadline)) is not None:
             for name, outcome in zip(names, outcomes, strict=True):
                 if isinstance(outcome, Manifest):
-                    account.give(entry_of(name, outcome.nbytes))
+                    account.give(entry_of(name, outcome))
         for outcome in outcomes:
             if isinstance(outcome, BackendError):
                 raise outcome

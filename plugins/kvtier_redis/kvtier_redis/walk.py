@@ -39,7 +39,7 @@ def recount(config: RedisConfig) -> None:
         walk = _Walk(client, Names(config.prefix))
         ledger = walk.ledger()
         before = time.time() - UNFINISHED
-        there = {entry_of(found.frame, manifest.nbytes) for found, manifest in walk.manifests() if manifest is not None}
+        there = {entry_of(found.frame, manifest) for found, manifest in walk.manifests() if manifest is not None}
         entered = dict(ledger.oldest())
         for entry in there - entered.keys():
             walk.ledger().enter(entry)
@@ -151,11 +151,9 @@ class _Walk:
 
     def remove(self, name: bytes, manifest: Manifest) -> None:
         """Unless it was replaced meanwhile."""
-        if self.manifest(name) == manifest:
-            remove_frame(self.client, Deadline(_TIMEOUT), name)
-            ledger = self.ledger()
-            if ledger.take_out(entry_of(name, manifest.nbytes)):
-                ledger.add(-manifest.nbytes)
+        remove_frame(self.client, Deadline(_TIMEOUT), name, manifest)
+        if self.ledger().take_out(entry_of(name, manifest)):
+            self.ledger().add(-manifest.nbytes)
 
     def unlink(self, name: bytes) -> None:
         self.call(name, "UNLINK", name)

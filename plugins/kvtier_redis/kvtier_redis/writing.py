@@ -48,7 +48,7 @@ class Write:
     @property
     def entries(self) -> list[bytes]:
         """What the ledger calls the frames."""
-        return [entry_of(transfer.name, transfer.manifest.nbytes) for transfer in self._transfers]
+        return [entry_of(transfer.name, transfer.manifest) for transfer in self._transfers]
 
     def store(self, link: Link, numbers: Sequence[int], outcomes: Outcomes) -> None:
         """Store frames on one server. The outcome of each is True or an error."""
@@ -69,14 +69,12 @@ class Write:
         """Account for what has become of the frames. Raises BackendError."""
         for number, (transfer, entry) in enumerate(zip(self._transfers, self.entries, strict=True)):
             if outcomes[number] is True:
-                replaced = self._replaced[number]
-                if replaced is not None and replaced.nbytes != transfer.manifest.nbytes:
-                    account.give(entry_of(transfer.name, replaced.nbytes))
-                if not account.keep(entry):
-                    remove_frame(client, deadline, transfer.name)
+                if (replaced := self._replaced[number]) is not None:
+                    account.give(entry_of(transfer.name, replaced))
+                if not account.keep(entry) and remove_frame(client, deadline, transfer.name, transfer.manifest):
                     outcomes[number] = BackendError("evicted by another engine while it was written")
             elif number not in self._uncertain:  # else it may be there, and stays in the ledger until it is the oldest
-                account.cancel(entry)
+                account.give(entry)
 
     def _publish(self, link: Link, transfers: Sequence[Transfer]) -> list[object]:
         """Replace the manifests; returns those before, or ServerErrors."""
