@@ -59,8 +59,7 @@ class RedisServer:
         self.folder.mkdir(exist_ok=True)
         ports = ("--port", "0", "--tls-port", self.port) if self.tls else ("--port", self.port)
         words = (*ports, "--bind", "127.0.0.1", "--unixsocket", self.socket, "--dir", self.folder, "--save", "")
-        log = open(self.folder / "log", "ab")
-        with log:
+        with open(self.folder / "log", "ab") as log:
             self.process = subprocess.Popen(
                 [redis_server(), *map(str, words), *self.settings], stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )

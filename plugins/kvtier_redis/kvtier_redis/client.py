@@ -54,20 +54,19 @@ class Client:
         A key that has moved to another server is tried there once.
         """
         outcomes: Outcomes = [None] * len(keys)
-        todo: Sequence[int] = range(len(keys))
-        for _ in range(2):
-            self._serve(deadline, keys, todo, work, outcomes)
-            todo = [number for number in todo if _is_elsewhere(outcomes[number])]
-            if not todo:
-                break
+        self._serve(deadline, keys, range(len(keys)), work, outcomes)
+        failures = [(number, outcome) for number, outcome in enumerate(outcomes) if isinstance(outcome, ServerError)]
+        moved = [number for number, failure in failures if failure.elsewhere]
+        if moved:
             self.servers.distrust()
+            for number in moved:
+                outcomes[number] = None
+            self._serve(deadline, keys, moved, work, outcomes)
         return outcomes
 
     def _serve(
         self, deadline: Deadline, keys: Sequence[ChunkKey], todo: Sequence[int], work: Work, outcomes: Outcomes
     ) -> None:
-        for number in todo:
-            outcomes[number] = None
         try:
             groups = self.servers.group([keys[number] for number in todo], deadline)
         except BackendError as error:
@@ -82,7 +81,8 @@ class Client:
             except BackendError as error:
                 self.servers.distrust()
                 _fill(outcomes, numbers, error)
-        _fill(outcomes, todo, BackendError("no node of the cluster serves the slot of this key"))
+        if sum(map(len, groups.values())) < len(todo):
+            _fill(outcomes, todo, BackendError("no node of the cluster serves the slot of this key"))
 
 
 def unless_all_failed(outcomes: Outcomes) -> Outcomes:
@@ -96,7 +96,3 @@ def _fill(outcomes: Outcomes, numbers: Sequence[int], error: BackendError) -> No
     for number in numbers:
         if outcomes[number] is None:
             outcomes[number] = error
-
-
-def _is_elsewhere(outcome: object) -> bool:
-    return isinstance(outcome, ServerError) and outcome.elsewhere

@@ -45,16 +45,17 @@ def address_in(url: str) -> Address:
 class Dialer:
     """Opens connections as the settings say."""
 
-    config: RedisConfig
-    tls: ssl.SSLContext | None
+    login: tuple[str, ...] = attrs.field(repr=False)  #: user and password, the password alone, or nothing
     db: int
+    tls: ssl.SSLContext | None
 
     @classmethod
     def of(cls, config: RedisConfig) -> Dialer:
-        """Reads the files of TLS. Raises BackendError."""
+        """Reads the password and the files of TLS. Raises BackendError."""
         parts = urlsplit(config.url)
+        login = () if config.password is None else (*filter(None, [config.username]), config.password.value)
         database = "" if parts.scheme == "unix" else parts.path.strip("/")
-        return cls(config, _tls(config) if parts.scheme == "rediss" else None, int(database or 0))
+        return cls(login, int(database or 0), _tls(config) if parts.scheme == "rediss" else None)
 
     def open(self, address: Address, deadline: Deadline, *, log_in: bool = True) -> Link:
         """A connection to a server that accepted user and password. Raises BackendError and OSError."""
@@ -69,9 +70,8 @@ class Dialer:
 
     def log_in(self, link: Link) -> None:
         """Say who this is, and choose the database. Raises BackendError and OSError."""
-        if self.config.password is not None:
-            user = [self.config.username] if self.config.username else []
-            link.call("AUTH", *user, self.config.password.value)
+        if self.login:
+            link.call("AUTH", *self.login)
         if self.db:
             link.call("SELECT", self.db)
 
@@ -152,8 +152,8 @@ class Links:
         except BaseException as error:
             if link is not None and isinstance(error, ServerError) and not link.waiting:
                 self._give_back(address, link)
-                raise
-            self._drop(address, link)
+            else:
+                self._drop(address, link)
             raise _named(address, error) from error
         self._give_back(address, link)
 

@@ -113,8 +113,8 @@ class Link:
             self._fill(view)
         elif nbytes >= 0:
             self._skip(nbytes)
-        if nbytes >= 0 and self._line():
-            raise Garbage("the server sent more than it had announced")
+        if nbytes >= 0:
+            self._end()
         return nbytes == len(view)
 
     def _line(self) -> bytes:
@@ -124,6 +124,14 @@ class Link:
             self._ahead += self._receive(_AHEAD)
         line, self._ahead = self._ahead[:end], self._ahead[end + 2 :]
         return line
+
+    def _end(self) -> None:
+        """Of a value."""
+        while len(self._ahead) < 2:
+            self._ahead += self._receive(_AHEAD)
+        if not self._ahead.startswith(b"\r\n"):
+            raise Garbage("the server sent more than it had announced")
+        self._ahead = self._ahead[2:]
 
     def _fill(self, view: memoryview) -> None:
         filled = min(len(self._ahead), len(view))

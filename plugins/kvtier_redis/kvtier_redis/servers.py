@@ -161,7 +161,7 @@ class Cluster(Servers):
         if len(slots) != _SLOTS:
             raise BackendError("its answer names other slots than there are")
         self._slots, self._stale = slots, False
-        self._known = list(dict.fromkeys([*masters, *replicas, self._seed]))
+        self._known = list(dict.fromkeys([told_by, *masters, *replicas, self._seed]))
 
 
 def servers_of(config: RedisConfig, links: Links) -> Servers:
