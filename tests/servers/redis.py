@@ -187,6 +187,7 @@ def cluster(folder: Path, nodes: int = 3, replicas: int = 0) -> Iterator[list[Re
     """Masters that divide the slots, then ``replicas`` of the first ones, all in agreement."""
     folder.mkdir(exist_ok=True)
     settings = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--appendonly", "no")
+    settings = (*settings, "--repl-diskless-sync-delay", "0", "--repl-diskless-load", "swapdb")
     with contextlib.ExitStack() as stack:
         servers = []
         for number in range(nodes + replicas):
@@ -247,9 +248,10 @@ def sentinels(folder: Path, count: int = 3) -> Iterator[Sentinel]:
     """A master and a replica of the service ``kv``, and sentinels that notice within a second when it is gone."""
     folder.mkdir(exist_ok=True)
     with contextlib.ExitStack() as stack:
-        master = stack.enter_context(one_server(folder / "master", tcp=True))
-        follows = ("--replicaof", f"127.0.0.1 {master.port}", "--repl-diskless-sync-delay", "0")
-        replica = stack.enter_context(one_server(folder / "replica", *follows, tcp=True))
+        at_once = ("--repl-diskless-sync-delay", "0")
+        master = stack.enter_context(one_server(folder / "master", *at_once, tcp=True))
+        follows = ("--replicaof", f"127.0.0.1 {master.port}")
+        replica = stack.enter_context(one_server(folder / "replica", *at_once, *follows, tcp=True))
         watching = []
         for number in range(count):
             place = folder / f"sentinel{number}"

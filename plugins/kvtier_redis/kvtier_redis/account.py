@@ -13,11 +13,12 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvtier_core.errors import BackendError
+from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.transfer.shared_space import SharedSpace
+from kvtier_core.types import Nbytes
 from kvtier_redis.client import Client
 from kvtier_redis.deadline import Deadline
-from kvtier_redis.link import Garbage
+from kvtier_redis.link import Garbage, ServerError
 from kvtier_redis.names import Manifest, Names
 
 _POLL = 0.01  # seconds between two attempts to get the lock
@@ -83,8 +84,9 @@ class Ledger:
 
     def remove(self, entry: bytes) -> bool:
         """Remove a frame, then its entry. One that has expired is in the ledger all the same."""
-        if (frame := frame_in(entry)) is not None:
-            remove_frame(self._client, self._deadline, *frame)
+        name, manifest = frame_in(entry)
+        if manifest is not None and self._names.is_frame(name):  # else somebody else made the entry
+            remove_frame(self._client, self._deadline, name, manifest)
         return self.take_out(entry)
 
     def _call(self, *words: bytes | str | int) -> object:
@@ -96,14 +98,18 @@ class Account:
 
     def __init__(self, ledger: Ledger, capacity: int):
         self._ledger = ledger
+        self._capacity = Nbytes(capacity)
         self._space = SharedSpace(ledger, capacity)
 
     def take(self, entries: Sequence[bytes]) -> None:
         """Enter frames that are about to be written. Raises StoreFull if there is no room; then none is entered."""
+        nbytes = sum(map(nbytes_in, entries))
+        if nbytes > self._capacity:
+            raise StoreFull(f"{Nbytes(nbytes)} at once, and the capacity is {self._capacity}", missing=nbytes)
         try:
             for entry in entries:
                 self._ledger.enter(entry)
-            self._space.take(sum(map(nbytes_in, entries)))
+            self._space.take(nbytes)
         except BaseException:
             with contextlib.suppress(BackendError):
                 for entry in entries:
@@ -125,25 +131,33 @@ def entry_of(name: bytes, manifest: Manifest) -> bytes:
     return b"%b %b" % (name, manifest.encode())
 
 
-def frame_in(entry: bytes) -> tuple[bytes, Manifest] | None:
-    """The name of a frame, and its manifest; None if somebody else made the entry."""
+def frame_in(entry: bytes) -> tuple[bytes, Manifest | None]:
+    """The name of a frame, and its manifest if there is one in the entry."""
     name, _, encoded = entry.partition(b" ")
-    manifest = Manifest.decode(encoded)
-    return None if manifest is None else (name, manifest)
+    return name, Manifest.decode(encoded)
 
 
 def nbytes_in(entry: bytes) -> int:
     """The bytes of a frame in the ledger."""
-    frame = frame_in(entry)
-    return 0 if frame is None else frame[1].nbytes
+    _, manifest = frame_in(entry)
+    return manifest.nbytes if manifest is not None else 0
 
 
 def remove_frame(client: Client, deadline: Deadline, name: bytes, manifest: Manifest) -> bool:
     """Remove what one write has stored; False if the frame has been replaced or removed: then only its parts go."""
     names = manifest.part_names(name)
-    is_there = client.call(deadline, name, "GET", name) == manifest.encode()
+    is_there = _value(client, deadline, name) == manifest.encode()
     client.call(deadline, name, "UNLINK", *([name] if is_there else []), *names)
     return is_there
+
+
+def _value(client: Client, deadline: Deadline, name: bytes) -> object:
+    try:
+        return client.call(deadline, name, "GET", name)
+    except ServerError as error:
+        if error.code != "WRONGTYPE":  # somebody else keeps something else there
+            raise
+        return None
 
 
 def _now() -> str:

@@ -202,6 +202,6 @@ def _named(address: Address, error: BaseException) -> BaseException:
         return BackendError(f"{address}: {error.strerror or error}")
     if isinstance(error, ServerError):
         return ServerError(str(error), where=str(address), code=error.code)
-    if isinstance(error, BackendError | MemoryError):  # a peer may announce an endless list
+    if isinstance(error, BackendError):
         return BackendError(f"{address}: {error}")
     return error

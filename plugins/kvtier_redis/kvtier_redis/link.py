@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import select
 import socket
 import ssl
@@ -20,6 +21,9 @@ _LONGEST_LINE = 1 << 10
 _CHUNK = 1 << 16
 #: No answer that is parsed, and not received into a view, has more bytes.
 _LONGEST_REPLY = 256 << 20
+#: A list of ten million items or more. The parser makes room for all as soon as they are announced.
+_ENDLESS = re.compile(rb"[*%~>|][0-9]{8,}\r\n")
+_LONGEST_COUNT = 24
 _NOT_YET = object()
 
 
@@ -89,11 +93,11 @@ class Link:
 
     def reply(self) -> Any:
         """The next answer: bytes, a number, None, a list of such, or a ServerError."""
-        received = 0
+        received, tail = 0, b""
         while (answer := self._reader.gets()) is _NOT_YET:
             data, self._ahead = self._ahead or self._receive(_CHUNK), b""
-            received += len(data)
-            if received > _LONGEST_REPLY:
+            received, tail = received + len(data), tail[-_LONGEST_COUNT:] + data
+            if received > _LONGEST_REPLY or _ENDLESS.search(tail):
                 raise Garbage("the answer of the server has no end")
             self._reader.feed(data)
         self.waiting -= 1

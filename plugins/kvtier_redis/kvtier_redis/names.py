@@ -102,6 +102,11 @@ class Names:
         """The lock of the engine that makes room for all."""
         return f"{self.prefix}:{{space}}:evicting".encode()
 
+    def is_frame(self, name: bytes) -> bool:
+        """Is a manifest called so?"""
+        found = self.parse(name)
+        return found is not None and found.write is None
+
     def parse(self, name: bytes) -> Found | None:
         """What is called so; None if it is neither a manifest nor a part."""
         rest = name[len(self.prefix) + 1 :]

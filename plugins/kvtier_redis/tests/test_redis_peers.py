@@ -25,6 +25,8 @@ GARBAGE = {
     "no end of a line": b"$" + b"1" * 5000,
     "a long value": b"$99999999999999\r\n",
     "a long list": b"*2147483647\r\n",
+    "a long list in a list": b"*1\r\n*99999999\r\n",
+    "a long map": b"%99999999\r\n",
     "lists in lists": b"*1\r\n" * 1000,
     "a negative list": b"*-7\r\n",
     "a number": b":1\r\n",
@@ -106,7 +108,7 @@ def test_garbage_for_parts(meet, garbage):
     assert room.untouched_beyond(NBYTES)
 
 
-@pytest.mark.parametrize("beyond", [1, 100, 1 << 20])
+@pytest.mark.parametrize("beyond", [2, 100, 1 << 20])
 def test_a_part_longer_than_announced(meet, beyond):
     room = Poisoned(NBYTES)
     answer = b"$%d\r\n" % PART + bytes(PART + beyond)
