@@ -187,7 +187,7 @@ def cluster(folder: Path, nodes: int = 3, replicas: int = 0) -> Iterator[list[Re
     """Masters that divide the slots, then ``replicas`` of the first ones, all in agreement."""
     folder.mkdir(exist_ok=True)
     settings = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--appendonly", "no")
-    settings = (*settings, "--repl-diskless-sync-delay", "0", "--repl-diskless-load", "swapdb")
+    settings = (*settings, "--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1")
     with contextlib.ExitStack() as stack:
         servers = []
         for number in range(nodes + replicas):

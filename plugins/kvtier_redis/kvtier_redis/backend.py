@@ -10,11 +10,11 @@ from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.types import ChunkKey, Namespace
 from kvtier_redis.account import Account, Ledger, entry_of
 from kvtier_redis.client import Client, Outcomes, unless_all_failed
-from kvtier_redis.config import RedisConfig
 from kvtier_redis.deadline import Deadline
 from kvtier_redis.frame_io import Transfer, ask, receive
 from kvtier_redis.link import Garbage, Link, ServerError, command
 from kvtier_redis.names import Manifest, Names, frame_name, get_all
+from kvtier_redis.settings import RedisSettings
 from kvtier_redis.writing import Expiry, Write
 
 #: A server that answers so is up, and not for this user, this database or this client: no engine starts with that.
@@ -22,19 +22,19 @@ _WRONG_SETTINGS = {"ERR", "NOAUTH", "NOPERM", "WRONGPASS"}
 
 
 class RedisBackend(Backend):
-    """Each frame as parts and a manifest that names them. `kvtier_redis.config` says what the settings mean."""
+    """Each frame as parts and a manifest that names them. `kvtier_redis.settings` says what the settings mean."""
 
     shared = True
 
-    def __init__(self, config: RedisConfig, ctx: OpenContext):
-        self._config = config
+    def __init__(self, settings: RedisSettings, ctx: OpenContext):
+        self._settings = settings
         self._timeout = ctx.timeout
         self._capacity = ctx.capacity
         self._namespace = ctx.namespace
-        self._names = Names(config.prefix)
+        self._names = Names(settings.prefix)
         self._home = self._names.home(ctx.namespace)
-        self._expiry = Expiry.of(config.ttl, ctx.timeout)
-        self._client = Client(config)
+        self._expiry = Expiry.of(settings.ttl, ctx.timeout)
+        self._client = Client(settings)
         self._trouble = ""  # with which it was opened
         try:
             self._tell_namespace()
@@ -50,10 +50,10 @@ class RedisBackend(Backend):
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         def look(link: Link, numbers: Sequence[int], outcomes: Outcomes) -> None:
             for number, value in zip(numbers, self._values(link, [keys[i] for i in numbers]), strict=True):
-                outcomes[number] = value if isinstance(value, ServerError) else value is not None
+                outcomes[number] = value
 
         outcomes = self._client.serve(Deadline(self._timeout), keys, look)
-        return [outcome is True for outcome in unless_all_failed(outcomes)]
+        return [isinstance(value, bytes) for value in unless_all_failed(outcomes)]
 
     def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
         def fetch(link: Link, numbers: Sequence[int], outcomes: Outcomes) -> None:
@@ -76,7 +76,7 @@ class RedisBackend(Backend):
 
     def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> Sequence[BackendError | None]:
         deadline = Deadline(self._timeout)
-        write = Write(self._home, keys, frames, self._config.part, self._expiry)
+        write = Write(self._home, keys, frames, self._settings.part, self._expiry)
         account = self._account(deadline)
         try:
             if account is not None:
@@ -122,7 +122,7 @@ class RedisBackend(Backend):
         return iter([each for each in found if each is not None and each != self._namespace])
 
     def facts(self) -> Mapping[str, str]:
-        return {"url": f"{self._config.url} -> {self._trouble}"} if self._trouble else {}
+        return {"url": f"{self._settings.url} -> {self._trouble}"} if self._trouble else {}
 
     def close(self) -> None:
         self._client.close()
@@ -141,8 +141,9 @@ class RedisBackend(Backend):
         """What is stored under the names of frames: should be manifests, may be anything. In one round trip."""
         if self._client.servers.one:
             link.send(get_all(self._home, keys))
-            answer = link.reply()
-            values = [answer] * len(keys) if isinstance(answer, ServerError) else answer
+            values = link.reply()
+            if isinstance(values, ServerError):
+                raise values
         else:
             values = ask(link, [command(b"GET", frame_name(self._home, key)) for key in keys])
             values = [None if getattr(value, "code", "") == "WRONGTYPE" else value for value in values]

@@ -7,14 +7,15 @@ from typing import Any
 
 from kvtier_core.errors import BackendError
 from kvtier_core.types import ChunkKey
-from kvtier_redis.config import RedisConfig
 from kvtier_redis.connecting import Dialer, Links
 from kvtier_redis.deadline import Deadline
 from kvtier_redis.link import Link, ServerError
 from kvtier_redis.servers import servers_of
+from kvtier_redis.settings import RedisSettings
 
-#: What became of each key; None: nothing yet.
+#: What became of each key, in the words of the caller, or a BackendError; _NOTHING: nothing yet.
 Outcomes = list[Any]
+_NOTHING = object()
 #: Serves keys of one server, by their numbers: it puts an outcome for each, and may raise BackendError on its way.
 Work = Callable[[Link, Sequence[int], Outcomes], None]
 
@@ -22,9 +23,9 @@ Work = Callable[[Link, Sequence[int], Outcomes], None]
 class Client:
     """Raises BackendError and nothing else. All methods may be called on any thread."""
 
-    def __init__(self, config: RedisConfig):
-        self.links = Links(Dialer.of(config))
-        self.servers = servers_of(config, self.links)
+    def __init__(self, settings: RedisSettings):
+        self.links = Links(Dialer.of(settings))
+        self.servers = servers_of(settings, self.links)
 
     def close(self) -> None:
         """May be called twice."""
@@ -53,14 +54,13 @@ class Client:
 
         A key that has moved to another server is tried there once.
         """
-        outcomes: Outcomes = [None] * len(keys)
+        outcomes: Outcomes = [_NOTHING] * len(keys)
         self._serve(deadline, keys, range(len(keys)), work, outcomes)
-        failures = [(number, outcome) for number, outcome in enumerate(outcomes) if isinstance(outcome, ServerError)]
-        moved = [number for number, failure in failures if failure.elsewhere]
-        if moved:
+        if ServerError in set(map(type, outcomes)):
+            moved = [i for i, failure in enumerate(outcomes) if isinstance(failure, ServerError) and failure.elsewhere]
             self.servers.distrust()
             for number in moved:
-                outcomes[number] = None
+                outcomes[number] = _NOTHING
             self._serve(deadline, keys, moved, work, outcomes)
         return outcomes
 
@@ -94,5 +94,5 @@ def unless_all_failed(outcomes: Outcomes) -> Outcomes:
 
 def _fill(outcomes: Outcomes, numbers: Sequence[int], error: BackendError) -> None:
     for number in numbers:
-        if outcomes[number] is None:
+        if outcomes[number] is _NOTHING:
             outcomes[number] = error

@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 import attrs
 
 from kvtier_core.errors import BackendError
-from kvtier_redis.config import RedisConfig
 from kvtier_redis.deadline import Deadline
 from kvtier_redis.link import Link, ServerError
+from kvtier_redis.settings import RedisSettings
 
 _PORT = 6379
 #: Idle connections to one server that are kept. A tier uses one for each of its threads.
@@ -50,12 +50,12 @@ class Dialer:
     tls: ssl.SSLContext | None
 
     @classmethod
-    def of(cls, config: RedisConfig) -> Dialer:
+    def of(cls, settings: RedisSettings) -> Dialer:
         """Reads the password and the files of TLS. Raises BackendError."""
-        parts = urlsplit(config.url)
-        login = () if config.password is None else (*filter(None, [config.username]), config.password.value)
+        parts = urlsplit(settings.url)
+        login = () if settings.password is None else (*filter(None, [settings.username]), settings.password.value)
         database = "" if parts.scheme == "unix" else parts.path.strip("/")
-        return cls(login, int(database or 0), _tls(config) if parts.scheme == "rediss" else None)
+        return cls(login, int(database or 0), _tls(settings) if parts.scheme == "rediss" else None)
 
     def open(self, address: Address, deadline: Deadline, *, log_in: bool = True) -> Link:
         """A connection to a server that accepted user and password. Raises BackendError and OSError."""
@@ -113,15 +113,15 @@ def _connected(address: Address, deadline: Deadline) -> socket.socket:
     raise failure or OSError("the host has no address")
 
 
-def _tls(config: RedisConfig) -> ssl.SSLContext:
+def _tls(settings: RedisSettings) -> ssl.SSLContext:
     try:
-        context = ssl.create_default_context(cafile=config.ca)
-        if config.cert is not None:
-            context.load_cert_chain(config.cert, config.key)
+        context = ssl.create_default_context(cafile=settings.ca)
+        if settings.cert is not None:
+            context.load_cert_chain(settings.cert, settings.key)
     except OSError as error:  # of ssl, too
-        named = ", ".join(str(path) for path in (config.ca, config.cert, config.key) if path is not None)
+        named = ", ".join(str(path) for path in (settings.ca, settings.cert, settings.key) if path is not None)
         raise BackendError(f"{named}: {error.strerror or error}") from error
-    if not config.verify:
+    if not settings.verify:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return context

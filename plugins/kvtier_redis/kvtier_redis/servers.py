@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from kvtier_core.errors import BackendError
 from kvtier_core.types import ChunkKey
-from kvtier_redis.config import RedisConfig
 from kvtier_redis.connecting import Address, Links, address_in
 from kvtier_redis.deadline import Deadline
+from kvtier_redis.settings import RedisSettings
 
 _SLOTS = 1 << 14
 
@@ -54,10 +54,10 @@ class OneServer(Servers):
 class Sentinels(Servers):
     """The server that the sentinels call the master of a service."""
 
-    def __init__(self, config: RedisConfig, links: Links):
-        splits = [each.rpartition(":") for each in config.sentinels]
+    def __init__(self, settings: RedisSettings, links: Links):
+        splits = [each.rpartition(":") for each in settings.sentinels]
         self._sentinels = [Address(host, int(port)) for host, _, port in splits]
-        self._service = config.service
+        self._service = settings.service
         self._links = links
         self._master: Address | None = None
 
@@ -164,13 +164,13 @@ class Cluster(Servers):
         self._known = list(dict.fromkeys([told_by, *masters, *replicas, self._seed]))
 
 
-def servers_of(config: RedisConfig, links: Links) -> Servers:
+def servers_of(settings: RedisSettings, links: Links) -> Servers:
     """As the settings say."""
-    if config.mode == "cluster":
-        return Cluster(config.url, links)
-    if config.mode == "sentinel":
-        return Sentinels(config, links)
-    return OneServer(config.url)
+    if settings.mode == "cluster":
+        return Cluster(settings.url, links)
+    if settings.mode == "sentinel":
+        return Sentinels(settings, links)
+    return OneServer(settings.url)
 
 
 def slot_of(name: bytes) -> int:

@@ -13,30 +13,30 @@ from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Stored
 from kvtier_redis.account import Ledger, entry_of, remove_frame
 from kvtier_redis.client import Client
-from kvtier_redis.config import RedisConfig
 from kvtier_redis.deadline import Deadline
 from kvtier_redis.link import Garbage, ServerError
 from kvtier_redis.names import UNFINISHED, Found, Manifest, Names
+from kvtier_redis.settings import RedisSettings
 
 _TIMEOUT = 30.0  # seconds, of each call to a server
 _COUNT = 1000  # names that a server looks at in one call
 
 
 @contextlib.contextmanager
-def everything(config: RedisConfig) -> Iterator[Iterator[Stored]]:
+def everything(settings: RedisSettings) -> Iterator[Iterator[Stored]]:
     """All frames, and all parts that no manifest names and no writer can still need. Raises BackendError."""
-    client = Client(config)
+    client = Client(settings)
     try:
-        yield _Walk(client, Names(config.prefix)).stored()
+        yield _Walk(client, Names(settings.prefix)).stored()
     finally:
         client.close()
 
 
-def recount(config: RedisConfig) -> None:
+def recount(settings: RedisSettings) -> None:
     """Make the ledger name the frames that are there, and the counter their bytes. Raises BackendError."""
-    client = Client(config)
+    client = Client(settings)
     try:
-        walk = _Walk(client, Names(config.prefix))
+        walk = _Walk(client, Names(settings.prefix))
         ledger = walk.ledger()
         before = time.time() - UNFINISHED
         there = {entry_of(found.frame, manifest) for found, manifest in walk.manifests() if manifest is not None}
