@@ -58,6 +58,8 @@ NAMES = "kvtier_core/vllm/requests/names.py"
 ADAPTERS = "kvtier_core/vllm/requests/adapters.py"
 WEIGHTS = "kvtier_core/engine/weights.py"
 SCHEDULER = "kvtier_core/engine/scheduler_side.py"
+ASKING = "tests/core/test_asking.py::"
+PATIENCE = "tests/engine/test_patience.py::"
 WORKER = "kvtier_core/engine/worker_side.py"
 RECORDER = "kvtier_core/engine/recorder.py"
 CONNECTOR = "kvtier_core/vllm/connector.py"
@@ -604,7 +606,7 @@ MUTANTS = (
     Mutant(
         "asks-for-incompatible-frames-again-and-again",
         STORE_TIER + "/reads.py",
-        "self._lookup_queue.cannot_read(keys)",
+        "self._lookup_queue.unusable(keys)",
         "pass",
         INCOMPATIBLE_TESTS + "::test_in_a_shared_store_nothing_of_others_is_deleted_or_asked_for_again_and_again",
     ),
@@ -755,8 +757,8 @@ MUTANTS = (
     Mutant(
         "each-replica-takes-all",
         "kvtier_core/config/compose.py",
-        "share = Nbytes(tier.capacity // ctx.replicas)",
-        "share = tier.capacity",
+        "capacity=Nbytes((tier.capacity or 0) // sharers)",
+        "capacity=Nbytes(tier.capacity or 0)",
         "tests/core/test_config.py::test_engines_that_share_a_configuration_share_the_capacities",
     ),
     # -- faults
@@ -777,7 +779,7 @@ MUTANTS = (
     Mutant(
         "no-limit-in-flight",
         STORE_TIER + "/tier.py",
-        "room = self._inflight_limit - self._inflight",
+        "room = self._inflight_limit - self._begun_nbytes",
         "room = 1 << 60",
         "tests/core/test_store_tier.py",
     ),
@@ -811,8 +813,8 @@ MUTANTS = (
     ),
     Mutant(
         "waits-for-ever",
-        SCHEDULER,
-        "return now - state.waiting_since < self._config.load_wait",
+        "kvtier_core/engine/scheduler/patience.py",
+        "return self.waited(state) < longest",
         "return True",
         "tests/vllm/test_bad_disks.py::test_a_disk_that_hangs_stalls_nobody",
     ),
@@ -847,8 +849,8 @@ MUTANTS = (
     Mutant(
         "one-key-fails-its-batch",
         "kvtier_core/stack/store_tier/frame_io.py",
-        "return FrameRead(ReadStatus.CORRUPT, str(count))",
-        "raise count",
+        "failed = ReadStatus.IO_ERROR if backend.shared else ReadStatus.CORRUPT",
+        "raise next((count for count in counts if isinstance(count, BackendError)), BackendError('none'))",
         "tests/core/test_store_tier.py::test_what_cannot_be_read_is_its_keys_alone",
     ),
     Mutant(
@@ -932,7 +934,7 @@ MUTANTS = (
     Mutant(
         "hangs-go-unnoticed",
         STORE_TIER + "/health.py",
-        "hangs = self._pool.longest() > _HANGS_AFTER",
+        "hangs = self._pool.longest() > self._hangs_after",
         "hangs = False",
         "tests/core/test_store_tier.py::test_while_a_call_hangs_nobody_else_waits_for_the_store",
     ),
@@ -989,8 +991,8 @@ MUTANTS = (
     Mutant(
         "a-late-namespace-for-early-keys",
         STORE_TIER + "/writes.py",
-        "self._waiting.extend((group, codec, release) for",
-        "self._waiting.extend((group, codec.of(codec.namespace.renewed()), release) for",
+        "self._waiting.append(_Group(group, codec, release))",
+        "self._waiting.append(_Group(group, codec.with_namespace(codec.namespace.renewed()), release))",
         "tests/core/test_store_tier.py::test_what_waits_for_its_write_is_encoded_under_the_namespace_of_its_key",
     ),
     Mutant(
@@ -1003,9 +1005,122 @@ MUTANTS = (
     Mutant(
         "a-shared-store-is-listed",
         STORE_TIER + "/tier.py",
-        "        if self.backend.shared:\n            return",
-        "        if False:\n            return",
+        "        if self.backend.shared:\n            return\n",
+        "        if False:\n            return\n",
         "tests/core/test_store_tier.py::test_nothing_of_a_shared_store_is_deleted_to_make_room",
+    ),
+    # -- slow and shared stores
+    Mutant(
+        "damage-is-deleted-in-a-shared-store",
+        STORE_TIER + "/deletes.py",
+        "            return self._quarantine_shared(corrupt)",
+        "            self._delete(corrupt, self._backend.delete)",
+        ASKING + "test_a_damaged_frame_is_not_asked_for_again_and_is_replaced",
+    ),
+    Mutant(
+        "damage-is-asked-for-again",
+        STORE_TIER + "/reads.py",
+        "self._lookup_queue.unusable(found[ReadStatus.CORRUPT])",
+        "pass",
+        ASKING + "test_a_damaged_frame_is_not_asked_for_again_and_is_replaced",
+    ),
+    Mutant(
+        "a-server-that-is-down-is-damage",
+        STORE_TIER + "/frame_io.py",
+        "failed = ReadStatus.IO_ERROR if backend.shared else ReadStatus.CORRUPT",
+        "failed = ReadStatus.CORRUPT",
+        ASKING + "test_one_key_that_fails_is_no_damage",
+    ),
+    Mutant(
+        "what-was-not-written-is-there",
+        STORE_TIER + "/frame_io.py",
+        "return [len(frame) if error is None else error for",
+        "return [len(frame) for",
+        ASKING + "test_one_frame_that_is_not_written_is_not_there",
+    ),
+    Mutant(
+        "a-full-shared-store-is-forgotten",
+        STORE_TIER + "/writes.py",
+        "            return self._space.limit.close(self._clock())",
+        "            pass",
+        ASKING + "test_a_full_shared_store_is_not_written_for_a_minute_and_nothing_is_forgotten",
+    ),
+    Mutant(
+        "codecs-share-their-keys",
+        CODEC,
+        "apart = shared and identity != RAW",
+        "apart = False",
+        CODEC_TESTS + "test_in_a_shared_store_no_two_codecs_have_a_frame_in_common",
+    ),
+    Mutant(
+        "contradictory-answers-are-believed",
+        STORE_TIER + "/reads.py",
+        "self._lookup_queue.not_there([*found[ReadStatus.MISSING], *found[ReadStatus.IO_ERROR]])",
+        "pass",
+        "tests/core/test_store_tier.py::test_what_another_engine_deleted_is_only_forgotten",
+    ),
+    Mutant(
+        "waits-longer-than-computing-takes",
+        "kvtier_core/engine/scheduler/patience.py",
+        "longest = min(longest, state.awaited_chunks * limit.chunk_seconds)",
+        "pass",
+        PATIENCE + "test_nobody_waits_longer_than_computing_takes",
+    ),
+    Mutant(
+        "waits-for-late-answers",
+        STORE_TIER + "/load_choice.py",
+        "return self._speed.answer <= _QUESTION_SHARE * chunks * limit.chunk_seconds",
+        "return True",
+        ASKING + "test_nobody_waits_for_an_answer_that_takes_longer_than_a_tenth_of_the_computing",
+    ),
+    Mutant(
+        "loads-whatever-it-costs",
+        STORE_TIER + "/load_choice.py",
+        "if fitting and self._speed",
+        "if fitting or self._speed",
+        PATIENCE + "test_a_slow_store_is_declined_and_the_line_has_both_numbers",
+    ),
+    Mutant(
+        "a-declined-store-stays-declined",
+        STORE_TIER + "/load_choice.py",
+        "return min(chunks, max(1, _PROBE_NBYTES // nbytes))",
+        "return 0",
+        PATIENCE + "test_a_declined_store_is_probed_and_taken_again",
+    ),
+    Mutant(
+        "requests-wait-for-probes",
+        MANAGER,
+        "return Requested() if path[at] in self._promotions.probes else Requested(1, arena.name)",
+        "return Requested(1, arena.name)",
+        ASKING + "test_nobody_waits_for_a_probe",
+    ),
+    Mutant(
+        "prefetching-takes-the-whole-arena",
+        MANAGER,
+        "max(0, self._hot.memory.slots // _PREFETCH_SHARE - unused)",
+        "self._hot.memory.slots",
+        ASKING + "test_a_prefetch_brings_up_a_quarter_of_the_arena_and_pins_nothing",
+    ),
+    Mutant(
+        "stores-take-every-thread",
+        STORE_TIER + "/tier.py",
+        "concurrent=max(1, threads - 1)",
+        "concurrent=threads",
+        "tests/core/test_store_queue.py::test_a_thread_is_left_for_loads",
+    ),
+    Mutant(
+        "loads-wait-for-stores",
+        STORE_TIER + "/tier.py",
+        "return max(0, self._inflight_limit - self._begun_nbytes) // view_nbytes",
+        "return max(0, self._inflight_limit - self._inflight) // view_nbytes",
+        "tests/core/test_manager.py::test_a_load_does_not_wait_for_stores_that_wait",
+    ),
+    Mutant(
+        "new-stores-give-way-to-old-ones",
+        STORE_TIER + "/tier.py",
+        "self._writes.shed(self._inflight + sum(len(frame.view) for frame in fresh) - self._inflight_limit)",
+        "pass",
+        "tests/core/test_store_queue.py::test_the_oldest_store_that_waits_makes_room_for_a_new_one",
     ),
     # -- leaks
     Mutant(

@@ -201,6 +201,8 @@ class _Opening:
                 codec=opened.codec,
                 capacity=opened.capacity,
                 inflight=tier.inflight,
+                timeout=tier.timeout,
+                threads=tier.threads,
                 clock=self.runtime.clock,
             )
         )

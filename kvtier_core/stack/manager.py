@@ -11,9 +11,9 @@ from kvtier_core.errors import ContractError
 from kvtier_core.stack.admission import AdmissionPlan
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.batches import leading_run
-from kvtier_core.stack.interface import Lookup, Stack
+from kvtier_core.stack.interface import LoadLimit, Lookup, Stack
 from kvtier_core.stack.leases import Lease
-from kvtier_core.stack.promotion import Promotions
+from kvtier_core.stack.promotion import Promotions, Requested
 from kvtier_core.stack.reservations import Reservations
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.write_through import WriteThrough
@@ -29,6 +29,9 @@ from kvtier_core.types import (
     Slot,
     Usage,
 )
+
+#: What was brought up before a request asked for it takes at most this part of the hottest arena: one in so many slots.
+_PREFETCH_SHARE = 4
 
 
 class StorageManager(Stack):
@@ -82,23 +85,41 @@ class StorageManager(Stack):
             level.index.request(path, self._clock(), hints or {})
         self._write_through.offer_again(path)
 
-    def lookup(self, path: Sequence[ChunkKey], holder: str) -> Lookup:
+    def lookup(self, path: Sequence[ChunkKey], holder: str, limit: LoadLimit | None = None) -> Lookup:
         lease = self._lease_for(path, holder)
         lease.awaited.clear()
-        at = len(lease.slots)
+        at, below = len(lease.slots), Requested()
+        awaited = ""
         while at < len(path):
-            if run := max(arena.ready_run(path, at) for arena in self._arenas):
+            if run := self._ready_run(path, at):
                 self._pin(path[at : at + run], lease, holder, leading=at == len(lease.slots))
-            elif run := self._pending_run(path, at):
-                lease.awaited.update(path[at : at + run])
             else:
+                below = self._request(path, at, limit)
+                run, awaited = below.chunks, awaited or below.tier
+                lease.awaited.update(path[at : at + run])
+            if not run:
                 break
             at += run
+        if below.declined:
+            self._promotions.probe(path, at)
         if not (lease.slots or lease.beyond or lease.awaited):
             del self._leases[holder]
-        reason = self._miss_reason(path[at]) if at < len(path) else ""
+        reason = self._miss_reason(path[at], below) if at < len(path) else ""
+        pending = at - len(lease.slots)
         exact = self._hot.exact_run(lease.path)
-        return Lookup(tuple(lease.slots), tuple(lease.sources), exact, at - len(lease.slots), reason)
+        return Lookup(
+            tuple(lease.slots), tuple(lease.sources), exact, pending, awaited if pending else "", below.declined, reason
+        )
+
+    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None = None) -> None:
+        """Stores are asked for the whole path; the beginning of it is brought up."""
+        unused = len(self._promoted_from) + self._promotions.under_way
+        at = self._ready_run(path, 0) if path else 0
+        end = min(len(path), at + max(0, self._hot.memory.slots // _PREFETCH_SHARE - unused))
+        while at < end and (run := self._ready_run(path, at) or self._request(path[:end], at, limit).chunks):
+            at += run
+        for tier in self._tiers:
+            tier.request_lookup(path, at)
 
     def release(self, holder: str) -> None:
         if lease := self._leases.pop(holder, None):
@@ -286,13 +307,20 @@ class StorageManager(Stack):
             homes.setdefault(next(arena for arena in self._arenas if arena.has(key)), []).append(key)
         return homes
 
-    def _pending_run(self, path: Sequence[ChunkKey], at: int) -> int:
-        """How many chunks of a path, from one on that is not READY, are on their way or are requested now."""
-        if any(arena.is_reserved(path[at]) for arena in self._arenas):
-            return 1
-        return self._promotions.request(path, at, self._has_slot)
+    def _ready_run(self, path: Sequence[ChunkKey], at: int) -> int:
+        """How many chunks of a path from one on are READY in one arena."""
+        return max(arena.ready_run(path, at) for arena in self._arenas)
 
-    def _miss_reason(self, key: ChunkKey) -> str:
+    def _request(self, path: Sequence[ChunkKey], at: int, limit: LoadLimit | None) -> Requested:
+        """Request the chunks of a path from one on that is not READY, unless it is on its way."""
+        for arena in self._arenas:
+            if arena.is_reserved(path[at]):
+                return Requested() if path[at] in self._promotions.probes else Requested(1, arena.name)
+        return self._promotions.request(path, at, self._has_slot, limit)
+
+    def _miss_reason(self, key: ChunkKey, below: Requested) -> str:
+        if below.declined:
+            return str(below.declined)
         if key in self._promotions.rejected:
             return f"no room in {self._hot.name} to bring it up"
         reasons = (tier.miss_reason(key) for tier in self._tiers)

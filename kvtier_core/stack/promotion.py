@@ -4,14 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 
+import attrs
+
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.batches import leading_run
+from kvtier_core.stack.interface import Declined, LoadLimit
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.write_through import MakeRoom
 from kvtier_core.types import ChunkKey
 
 #: ``arrived(tier, keys)``: these are READY now, and sealed.
 Arrived = Callable[[StoreTier, Sequence[ChunkKey]], None]
+#: Does a slot of an arena belong to this chunk?
+Taken = Callable[[ChunkKey], bool]
+
+
+@attrs.frozen
+class Requested:
+    """What became of a request: ``chunks`` are on their way, or their store is asked for them."""
+
+    chunks: int = 0
+    tier: str = ""  #: where they come from
+    declined: Declined | None = None
+
+
+@attrs.frozen
+class _Question:
+    """A chunk that stores are asked for because a path names it."""
+
+    parent: ChunkKey | None
+    limit: LoadLimit | None
 
 
 class Promotions:
@@ -21,6 +43,8 @@ class Promotions:
         self, hot: Arena, tiers: Sequence[StoreTier], frame_nbytes: int, *, make_room: MakeRoom, arrived: Arrived
     ):
         self.rejected: set[ChunkKey] = set()  #: requests of the last step that found no room
+        #: Declined chunks that come up all the same, to see how fast their store is by now. Nobody waits for them.
+        self.probes: set[ChunkKey] = set()
         self._hot = hot
         self._tiers = tiers
         self._frame_nbytes = frame_nbytes
@@ -28,9 +52,15 @@ class Promotions:
         self._arrived = arrived
         self._requests: dict[ChunkKey, ChunkKey | None] = {}  # to the parent
         self._parents: dict[ChunkKey, ChunkKey | None] = {}  # of what is being read
+        self._questions: dict[ChunkKey, _Question] = {}
 
-    def request(self, path: Sequence[ChunkKey], at: int, taken: Callable[[ChunkKey], bool]) -> int:
-        """Request the chunks of a path from ``at`` on that one tier can deliver; returns how many are on their way.
+    @property
+    def under_way(self) -> int:
+        """Chunks that are requested or being read."""
+        return len(self._requests) + len(self._parents)
+
+    def request(self, path: Sequence[ChunkKey], at: int, taken: Taken, limit: LoadLimit | None) -> Requested:
+        """Request the chunks of a path from ``at`` on that one tier can deliver, or may be able to.
 
         Stops before the first that is ``taken`` by a slot, or was rejected just now.
         """
@@ -39,19 +69,25 @@ class Promotions:
             return key in self.rejected or taken(key)
 
         if blocked(path[at]):
-            return 0
+            return Requested()
         for tier in self._tiers:
             if run := tier.readable(path, at):
-                keys = leading_run(path[at : at + run], lambda key: not blocked(key))
-                self._requests.update(zip(keys, [path[at - 1] if at else None, *keys], strict=False))
-                return len(keys)
-            if tier.request_lookup(path[at]):
-                return 1
-        return 0
+                return self._request(
+                    tier, path, at, leading_run(path[at : at + run], lambda key: not blocked(key)), limit
+                )
+        return self._ask(path, at, limit)
 
-    def start(self, taken: Callable[[ChunkKey], bool]) -> None:
+    def probe(self, path: Sequence[ChunkKey], at: int) -> None:
+        """The chunks of a path from ``at`` on were declined: bring some up if their store is to be measured again."""
+        tier = next(tier for tier in self._tiers if tier.readable(path, at))
+        keys = path[at : at + tier.probe(tier.readable(path, at))]
+        self._requests.update(zip(keys, [path[at - 1] if at else None, *keys], strict=False))
+        self.probes.update(keys)
+
+    def start(self, taken: Taken) -> None:
         """Begin to read what was requested, as far as there is room for it and the tier's limit in flight allows."""
         self.rejected.clear()
+        self._take_answers(taken)
         requests = {key: parent for key, parent in self._requests.items() if not taken(key)}
         self._requests.clear()
         for tier in self._tiers:
@@ -67,15 +103,62 @@ class Promotions:
             self._parents.update((key, requests[key]) for key in begun)
             self._hot.abort(_without(fitting, set(begun)))
             self.rejected.update(now[len(fitting) :])
+            self.probes.difference_update(_without(here, set(begun)))
             for key in here:
                 del requests[key]
 
     def forget_requests(self) -> None:
         """Drop the requests whose reads have not begun."""
+        self.probes.difference_update(self._requests)
         self._requests.clear()
+        self._questions.clear()
+
+    def _request(
+        self, tier: StoreTier, path: Sequence[ChunkKey], at: int, keys: Sequence[ChunkKey], limit: LoadLimit | None
+    ) -> Requested:
+        """Request chunks that a tier has, as far as that is worth it: ``keys``, those of the path from ``at`` on."""
+        choice = tier.choose(len(keys), limit)
+        chosen = keys[: choice.chunks]
+        self._requests.update(zip(chosen, [path[at - 1] if at else None, *chosen], strict=False))
+        return Requested(choice.chunks, tier.name, choice.declined)
+
+    def _ask(self, path: Sequence[ChunkKey], at: int, limit: LoadLimit | None) -> Requested:
+        """Ask all shared stores at once for the chunks of a path that no tier knows."""
+        runs = {tier: tier.request_lookup(path, at) for tier in self._tiers}
+        run = max(runs.values(), default=0)
+        parents = [path[at - 1] if at else None, *path[at : at + run]]
+        for key, parent in zip(path[at : at + run], parents, strict=False):
+            self._questions[key] = _Question(parent, limit)
+        awaited = [tier for tier in self._tiers if runs[tier] and tier.worth_asking(runs[tier], limit)]
+        if not awaited:
+            return Requested()
+        return Requested(max(runs[tier] for tier in awaited), awaited[0].name)
+
+    def _take_answers(self, taken: Taken) -> None:
+        """Request what stores were asked for and have, as far as it is worth it: nobody need name the path again.
+
+        Chunks behind one that is not there are left alone.
+        """
+        for tier in self._tiers:
+            found: dict[ChunkKey, _Question] = {}
+            for key in tier.take_found():
+                question = self._questions.pop(key, None)
+                if question and not taken(key) and self._continues(question.parent, found, taken):
+                    found[key] = question
+            if found:
+                choice = tier.choose(len(found), next(iter(found.values())).limit)
+                for key in list(found)[: choice.chunks]:
+                    self._requests[key] = found[key].parent
+        asked = (key for key in self._questions if any(tier.is_asked(key) for tier in self._tiers))
+        self._questions = {key: self._questions[key] for key in asked}
+
+    def _continues(self, parent: ChunkKey | None, found: Container[ChunkKey], taken: Taken) -> bool:
+        """Is this chunk, and so all before it, in an arena or about to be?"""
+        return parent is None or parent in found or parent in self._requests or taken(parent)
 
     def _read(self, tier: StoreTier, good: Sequence[ChunkKey], bad: Sequence[ChunkKey]) -> None:
         self._hot.abort(bad)
+        self.probes.difference_update(good, bad)
         for key in bad:
             del self._parents[key]
         if kept := self._hot.commit(good, [self._parents.pop(key) for key in good], exact=tier.lossless):
