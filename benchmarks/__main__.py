@@ -1,11 +1,11 @@
-"""python -m benchmarks [copies seals disk lookup entries ttft noreuse] [--folder FOLDER] [--write]"""
+"""python -m benchmarks [copies seals disk redis lookup entries ttft noreuse] [--folder FOLDER] [--write]"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from benchmarks import copies, disk, entries, lookup, noreuse, seals, ttft
+from benchmarks import copies, disk, entries, lookup, noreuse, redis_tier, seals, ttft
 from benchmarks.conditions import conditions, heading
 from benchmarks.measure import progress
 
@@ -14,6 +14,7 @@ SECTIONS = {
     "copies": copies,
     "seals": seals,
     "disk": disk,
+    "redis": redis_tier,
     "lookup": lookup,
     "entries": entries,
     "ttft": ttft,

