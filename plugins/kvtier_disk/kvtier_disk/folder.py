@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier_core.errors import BackendError
@@ -29,8 +30,10 @@ class Folder:
 
     @classmethod
     def at(cls, path: Path) -> Folder:
-        """The folder that the path leads to now; a link is refused."""
-        return cls(os.open(path, _FOLDER), path)
+        """The folder that the path leads to now. Raises BackendError if others than this user may write to it."""
+        folder = cls(os.open(path, _FOLDER), path)
+        must_be_ours(os.fstat(folder.fd), path)
+        return folder
 
     @property
     def path(self) -> Path:
@@ -50,11 +53,12 @@ class Folder:
         with self._naming(name):
             try:
                 fd = os.open(name, _FOLDER, dir_fd=self.fd)
-            except (FileNotFoundError, NotADirectoryError):
+            except (FileNotFoundError, NotADirectoryError) as error:
                 if not make:
                     raise
-                self.remove(name)
-                with contextlib.suppress(FileExistsError):
+                with contextlib.suppress(FileExistsError, IsADirectoryError):  # another process has made it meanwhile
+                    if isinstance(error, NotADirectoryError):
+                        os.unlink(name, dir_fd=self.fd)
                     os.mkdir(name, 0o700, dir_fd=self.fd)
                 fd = os.open(name, _FOLDER, dir_fd=self.fd)
         inner = Folder(fd, *self._called, name)
@@ -91,13 +95,17 @@ class Folder:
         with os.scandir(self.fd) as entries:
             return list(entries)
 
-    def remove(self, name: str) -> None:
-        """Remove what has that name, if there is anything; a folder with all its contents."""
-        with self._naming(name), contextlib.suppress(FileNotFoundError):
-            if stat.S_ISDIR(self.status(name).st_mode):
-                shutil.rmtree(name, dir_fd=self.fd)
-            else:
-                os.unlink(name, dir_fd=self.fd)
+    def remove(self, name: str) -> bool:
+        """Remove what has that name; a folder with all its contents. False if there is nothing."""
+        with self._naming(name):
+            try:
+                if stat.S_ISDIR(self.status(name).st_mode):
+                    shutil.rmtree(name, dir_fd=self.fd)
+                else:
+                    os.unlink(name, dir_fd=self.fd)
+            except FileNotFoundError:
+                return False
+        return True
 
     def rename(self, name: str, to: Folder, new: str) -> None:
         """Rename a file to ``new`` in the folder ``to``, where it replaces whatever has that name."""
@@ -153,6 +161,18 @@ def must_be_ours(status: os.stat_result, *called: Path | str) -> None:
     _not_for_others(status, *called)
 
 
+def make_safe(path: Path) -> None:
+    """Make a folder, and those above it, as far as they are missing. Raises BackendError if it is not safe to use."""
+    for folder in reversed((path, *path.parents)):  # mkdir(parents=True) would give the parents the mode of the umask
+        if not folder.exists():
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+    must_be_ours(path.lstat(), path)
+    parents_must_be_safe(path)
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise BackendError(f"{path}: this user may not write here")
+
+
 def parents_must_be_safe(path: Path) -> None:
     """Raise BackendError if others could rename a folder on the way to the path. sshd has the same rule for its keys.
 
@@ -164,6 +184,15 @@ def parents_must_be_safe(path: Path) -> None:
             why = f"belongs to user {status.st_uid}, who could replace {path} with another folder"
             raise BackendError(f"{folder}: {why}; use a folder of this user or of root")
         _not_for_others(status, folder)
+
+
+@contextlib.contextmanager
+def backend_errors(path: Path) -> Iterator[None]:
+    """Errors of the system become BackendErrors that name the file; ``path`` if the system does not."""
+    try:
+        yield
+    except OSError as error:
+        raise BackendError(f"{error.filename or path}: {error.strerror}") from error
 
 
 def _not_for_others(status: os.stat_result, *called: Path | str) -> None:
