@@ -704,9 +704,9 @@ MUTANTS = (
     # -- crash
     Mutant(
         "written-in-place",
-        DISK + "/files.py",
-        'return place.name.removesuffix(".kv") + _UNFINISHED',
-        "return place.name",
+        DISK + "/frames.py",
+        'return f"{stem}.{writer}{_UNFINISHED}" if writer else f"{stem}{_UNFINISHED}"',
+        "return name",
         "plugins/kvtier_disk/tests/test_disk.py::test_a_writer_that_dies_half_way_leaves_nothing_under_the_name",
     ),
     Mutant(
@@ -718,7 +718,7 @@ MUTANTS = (
     ),
     Mutant(
         "forgets-a-file",
-        DISK + "/backend.py",
+        DISK + "/folder_backend.py",
         "[found for _, found in everything_of(root, self._name)]",
         "[found for _, found in everything_of(root, self._name)][1:]",
         "plugins/kvtier_disk/tests/test_disk_laws.py",
@@ -832,14 +832,14 @@ MUTANTS = (
     ),
     Mutant(
         "one-frames-failure-is-everybodys",
-        DISK + "/backend.py",
+        DISK + "/folder_backend.py",
         "if failure.errno not in _OF_ONE_FRAME:",
         "if True:",
         DISK_TROUBLE + "test_a_bad_sector_is_one_frames_alone",
     ),
     Mutant(
         "a-dead-device-is-a-bad-frame",
-        DISK + "/backend.py",
+        DISK + "/folder_backend.py",
         "                probe_device(root)\n",
         "                pass\n",
         DISK_TROUBLE + "test_a_device_that_fails_and_comes_back",
@@ -868,7 +868,7 @@ MUTANTS = (
     ),
     Mutant(
         "room-that-a-failed-write-keeps",
-        DISK + "/backend.py",
+        DISK + "/folder_backend.py",
         "except BaseException as error:  # OSError, or BackendError for a folder that others may write to",
         "except OSError as error:",
         "plugins/kvtier_disk/tests/test_space_account.py::test_the_account_agrees_with_the_disk_wherever_it_fails",
@@ -924,8 +924,8 @@ MUTANTS = (
     ),
     Mutant(
         "errors-of-the-system-escape",
-        DISK + "/backend.py",
-        'raise BackendError(f"{error.filename or self._path}: {error.strerror}") from error',
+        DISK + "/folder.py",
+        'raise BackendError(f"{error.filename or path}: {error.strerror}") from error',
         "raise",
         "plugins/kvtier_disk/tests/test_disk_trouble.py",
     ),
@@ -1074,7 +1074,7 @@ MUTANTS = (
     ),
     Mutant(
         "folders-above-are-anybodys",
-        DISK + "/folder_lock.py",
+        DISK + "/folder.py",
         "    parents_must_be_safe(path)\n",
         "",
         DISK_SECURITY + "test_a_folder_above_that_others_may_write_to_is_refused",
