@@ -833,7 +833,7 @@ MUTANTS = (
     Mutant(
         "one-frames-failure-is-everybodys",
         DISK + "/folder_backend.py",
-        "if failure.errno not in _OF_ONE_FRAME:",
+        "if failure.errno not in OF_ONE_FRAME:",
         "if True:",
         DISK_TROUBLE + "test_a_bad_sector_is_one_frames_alone",
     ),

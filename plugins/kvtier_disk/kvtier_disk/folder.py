@@ -21,6 +21,10 @@ class NoFile(BackendError):
     """There is a folder, link, pipe, socket or device where a file should be."""
 
 
+class NotOurs(BackendError):
+    """A folder that others than this user could put files into."""
+
+
 class Folder:
     """Closes its descriptor when the last reference is gone, so that no thread finds another file under its number."""
 
@@ -149,15 +153,13 @@ def _kind_of(status: os.stat_result) -> str:
 
 
 def must_be_ours(status: os.stat_result, *called: Path | str) -> None:
-    """Raise BackendError if others could put frames there, or replace the folder: a checksum is no signature."""
+    """Raise NotOurs if others could put frames there, or replace the folder: a checksum is no signature."""
     if stat.S_ISLNK(status.st_mode):
-        raise BackendError(f"{Path(*called)}: a link; name the folder itself")
+        raise NotOurs(f"{Path(*called)}: a link; name the folder itself")
     if not stat.S_ISDIR(status.st_mode):
         raise BackendError(f"{Path(*called)}: not a folder")
     if status.st_uid != os.geteuid():
-        raise BackendError(
-            f"{Path(*called)}: belongs to user {status.st_uid}; kvtier uses only folders of its own user"
-        )
+        raise NotOurs(f"{Path(*called)}: belongs to user {status.st_uid}; kvtier uses only folders of its own user")
     _not_for_others(status, *called)
 
 
@@ -174,7 +176,7 @@ def make_safe(path: Path) -> None:
 
 
 def parents_must_be_safe(path: Path) -> None:
-    """Raise BackendError if others could rename a folder on the way to the path. sshd has the same rule for its keys.
+    """Raise NotOurs if others could rename a folder on the way to the path. sshd has the same rule for its keys.
 
     Sticky folders such as /tmp are allowed: only the owner of an entry can rename it there.
     """
@@ -182,7 +184,7 @@ def parents_must_be_safe(path: Path) -> None:
         status = os.stat(folder)
         if status.st_uid not in (0, os.geteuid()):
             why = f"belongs to user {status.st_uid}, who could replace {path} with another folder"
-            raise BackendError(f"{folder}: {why}; use a folder of this user or of root")
+            raise NotOurs(f"{folder}: {why}; use a folder of this user or of root")
         _not_for_others(status, folder)
 
 
@@ -197,4 +199,4 @@ def backend_errors(path: Path) -> Iterator[None]:
 
 def _not_for_others(status: os.stat_result, *called: Path | str) -> None:
     if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
-        raise BackendError(f"{Path(*called)}: others may write to it; remove that permission with chmod go-w")
+        raise NotOurs(f"{Path(*called)}: others may write to it; remove that permission with chmod go-w")

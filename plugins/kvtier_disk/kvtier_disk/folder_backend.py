@@ -19,7 +19,7 @@ from kvtier_disk.namespaces import make_namespace_folder, read_facts
 from kvtier_disk.space_account import free_of
 
 #: Errors that one frame's file may cause by itself, if the device still answers. All others are the whole store's.
-_OF_ONE_FRAME = {
+OF_ONE_FRAME = {
     errno.EACCES,
     errno.EBADMSG,  # the file system's checksum is wrong
     errno.EILSEQ,  # the device's checksum is wrong
@@ -165,7 +165,7 @@ class FolderBackend(Backend):
         """Errors of single frames become values; an error of the whole store is raised."""
         failures = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
         for failure in failures:
-            if failure.errno not in _OF_ONE_FRAME:
+            if failure.errno not in OF_ONE_FRAME:
                 raise failure
         if failures:
             try:

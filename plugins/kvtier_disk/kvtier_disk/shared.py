@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtier_core.errors import BackendError, StoreFull
+from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import OpenContext
 from kvtier_core.transfer.shared_space import SharedSpace
 from kvtier_core.types import ChunkKey
 from kvtier_disk.files import probe_device, publish
-from kvtier_disk.folder import Folder, backend_errors
-from kvtier_disk.folder_backend import FolderBackend
+from kvtier_disk.folder import Folder, NoFile, NotOurs, backend_errors
+from kvtier_disk.folder_backend import OF_ONE_FRAME, FolderBackend
 from kvtier_disk.frames import Place
 from kvtier_disk.namespaces import make_namespace_folder
 from kvtier_disk.opening import effective_access
@@ -71,14 +71,12 @@ class SharedDiskBackend(FolderBackend):
     def _apart(self, call: Callable[..., Sequence[Any] | None], *batch: Sequence[Any]) -> Sequence[Any] | None:
         """The outcome of a call for a batch.
 
-        If it fails and the folder can be used, each key is tried by itself, so that one fails only itself.
+        If it fails for what may be one key's alone, and the folder can be used, each key is tried by itself.
         """
         try:
             return call(*batch)
-        except StoreFull:
-            raise
-        except BackendError:
-            if not self._works():
+        except BackendError as error:
+            if not _may_be_of_one_key(error) or not self._works():
                 raise
         return [_alone(call, *of_one) for of_one in zip(*batch, strict=True)]
 
@@ -103,6 +101,11 @@ class _Unbounded:
 
     def close(self) -> None:
         """Nothing was taken."""
+
+
+def _may_be_of_one_key(error: BackendError) -> bool:
+    cause = error.__cause__
+    return isinstance(error, NoFile | NotOurs) or (isinstance(cause, OSError) and cause.errno in OF_ONE_FRAME)
 
 
 def _alone(call: Callable[..., Sequence[Any] | None], *of_one: Any) -> Any:
