@@ -14,7 +14,15 @@ from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.types import ChunkKey, Namespace, Nbytes
 from kvtier_disk.files import Access, discard, probe_device, read_frames, write_unfinished
 from kvtier_disk.folder import Folder, NoFile, backend_errors
-from kvtier_disk.frames import Found, Place, everything_of, namespace_folder_name, namespace_folders, place_of
+from kvtier_disk.frames import (
+    Found,
+    Place,
+    everything_of,
+    namespace_folder_name,
+    namespace_folders,
+    oldest_first,
+    place_of,
+)
 from kvtier_disk.namespaces import make_namespace_folder, read_facts
 from kvtier_disk.space_account import free_of
 
@@ -103,7 +111,7 @@ class FolderBackend(Backend):
     def scan(self) -> Iterator[tuple[ChunkKey, int]]:
         with backend_errors(self._path):
             root = self._home.folder()
-            found = [] if root is None else sorted(self._frames(root))
+            found = [] if root is None else oldest_first(self._frames(root))
             return iter([(each.key, each.nbytes) for each in found])
 
     def namespaces(self) -> Iterator[Namespace]:

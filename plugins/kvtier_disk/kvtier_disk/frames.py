@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import attrs
@@ -24,7 +24,7 @@ _QUARANTINED = re.compile(rf"([0-9a-f]{{16}})-([0-9a-f]{{{2 * KEY_NBYTES}}})")
 _FRAME = re.compile(rf"([0-9a-f]{{{2 * KEY_NBYTES}}})\.kv")
 
 
-@attrs.frozen(order=True)
+@attrs.frozen
 class Place:
     """Where a file lies: the folders to go through, and its name in the last of them."""
 
@@ -63,9 +63,9 @@ class Place:
             return False
 
 
-@attrs.frozen(order=True)
+@attrs.frozen
 class Found:
-    """A frame on the disk. Sorts by age, oldest first."""
+    """A frame on the disk."""
 
     mtime_ns: int
     place: Place  #: from the tier's folder on
@@ -80,6 +80,11 @@ class Found:
         except (FileNotFoundError, NotADirectoryError):
             return False
         return (status.st_mtime_ns, status.st_size) == (self.mtime_ns, self.nbytes)
+
+
+def oldest_first(frames: Iterable[Found]) -> list[Found]:
+    """The frames by age. There may be a million of them."""
+    return sorted(frames, key=lambda found: (found.mtime_ns, found.place.name))
 
 
 def namespace_folder_name(namespace: Namespace) -> str:

@@ -10,7 +10,7 @@ from kvtier_core.errors import BackendError
 from kvtier_core.transfer.files import ring_works
 from kvtier_disk.files import Access, probe_direct, remove_probes
 from kvtier_disk.folder import Folder
-from kvtier_disk.frames import Found, everything, namespace_folders, quarantined, remove_if_empty
+from kvtier_disk.frames import Found, everything, namespace_folders, oldest_first, quarantined, remove_if_empty
 from kvtier_disk.namespaces import remove_facts
 
 
@@ -32,7 +32,7 @@ def sweep(root: Folder, own: str, fits: Callable[[Found], bool]) -> list[Found]:
         with contextlib.suppress(OSError):
             remove_facts(root, name)
             remove_if_empty(root, name)
-    return sorted(others)
+    return oldest_first(others)
 
 
 def effective_access(path: Path, root: Folder, *, direct: str, io: str, writer: str = "") -> Access:

@@ -14,7 +14,7 @@ from pathlib import Path
 from kvtier_core.errors import BackendError
 from kvtier_core.transfer.shared_space import Count, recount
 from kvtier_disk.folder import Folder, backend_errors
-from kvtier_disk.frames import Found, everything_of, is_unfinished, namespace_folders, quarantined
+from kvtier_disk.frames import Found, everything_of, is_unfinished, namespace_folders, oldest_first, quarantined
 from kvtier_disk.shared_folder import SHARED
 
 _EVICTING = ".kvtier-evicting"
@@ -62,7 +62,7 @@ class FolderAccount:
                         elif found is not None:
                             frames.append(found)
             frames += quarantined(root)
-        known = sorted(found for found in frames if found.nbytes <= self._longest)
+        known = oldest_first(found for found in frames if found.nbytes <= self._longest)
         return [*((found, found.nbytes) for found in known), *((None, nbytes) for nbytes in unfinished)]
 
     def remove(self, found: Found) -> bool:

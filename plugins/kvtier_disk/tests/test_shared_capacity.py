@@ -297,6 +297,7 @@ def test_writers_that_are_killed_leave_no_torn_frame_and_never_too_much(path, en
                 lives.stop()
                 seen.append(stored(path))
                 lives.go_on()
+                time.sleep(0.002)
                 assert lives.listen()
     assert max(seen) <= CAPACITY
     assert stored(path) <= used(path), "what the killed ones had taken counts as used"
