@@ -80,6 +80,8 @@ class Reads:
         self._deletes.delete_invalidated(keys)
         self._forget_incompatible(found[ReadStatus.INCOMPATIBLE])
         self._deletes.discard(found[ReadStatus.MISSING], found[ReadStatus.CORRUPT])
+        if self._backend.shared:  # where a damaged frame stays until it is written again
+            self._lookup_queue.not_there(found[ReadStatus.CORRUPT])
         good = set(found[ReadStatus.VERIFIED])
         arrived(found[ReadStatus.VERIFIED], [key for key in keys if key not in good])
 
