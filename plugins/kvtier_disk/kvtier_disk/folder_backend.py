@@ -11,7 +11,7 @@ from typing import Protocol
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.interfaces import Backend, OpenContext
-from kvtier_core.types import ChunkKey, Namespace, Nbytes
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace, Nbytes
 from kvtier_disk.files import Access, discard, probe_device, read_frames, write_unfinished
 from kvtier_disk.folder import Folder, NoFile, backend_errors
 from kvtier_disk.frames import (
@@ -84,7 +84,7 @@ class FolderBackend(Backend):
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         with backend_errors(self._path):
             folder = self._namespace_folder(self._home.folder())
-            return [folder is not None and place_of(key).nbytes(folder) > 0 for key in keys]
+            return [folder is not None and self._is_frame(place_of(key).nbytes(folder)) for key in keys]
 
     def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
         with backend_errors(self._path):
@@ -203,6 +203,10 @@ class FolderBackend(Backend):
                 failures.append(error)
         if failures:
             raise failures[0]
+
+    def _is_frame(self, nbytes: int) -> bool:
+        """Would `read` find a frame in a file of this length?"""
+        return 0 < nbytes <= self._longest and not nbytes % FRAME_ALIGNMENT
 
     def _frames(self, root: Folder) -> list[Found]:
         """The frames of this namespace."""

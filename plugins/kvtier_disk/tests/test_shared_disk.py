@@ -17,7 +17,7 @@ from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError, ConfigError, StoreFull
 from kvtier_core.testing.disks import tmpfs
 from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_namespace
-from kvtier_core.types import Nbytes, Seconds
+from kvtier_core.types import FRAME_ALIGNMENT, Nbytes, Seconds
 from kvtier_disk import files as disk_files
 from kvtier_disk import plugin
 from kvtier_disk.config import DiskConfig
@@ -25,8 +25,9 @@ from kvtier_disk.config import DiskConfig
 KEYS = FIRST, SECOND, THIRD = make_keys(3)
 
 
-def open_shared(path, *, capacity=0, model="tiny", timeout=5.0, **settings):
-    ctx = attrs.evolve(make_context(namespace=make_namespace(model), capacity=capacity), timeout=Seconds(timeout))
+def open_shared(path, *, capacity=0, model="tiny", timeout=5.0, longest=0, **settings):
+    ctx = make_context(namespace=make_namespace(model), capacity=capacity)
+    ctx = attrs.evolve(ctx, timeout=Seconds(timeout), max_frame_nbytes=Nbytes(longest))
     return DiskConfig(path=path, shared=True, **{"min_free": Nbytes(0), **settings}).open(ctx)
 
 
@@ -274,6 +275,18 @@ def test_something_else_at_a_frames_name_is_replaced_by_the_next_write(path, eng
     assert file_of(path, SECOND).is_dir(), "nothing is removed that is not replaced"
     assert ours.write(KEYS, whole(*KEYS)) is None
     assert read_all(ours, KEYS) == whole(*KEYS)
+
+
+@pytest.mark.parametrize("nbytes", [0, NBYTES + 1, NBYTES + FRAME_ALIGNMENT, 4 << 40])
+def test_a_file_that_would_not_be_read_is_not_there(path, engine, nbytes):
+    """Otherwise a request that waits for it would have it read again and again."""
+    ours = engine(longest=NBYTES)
+    write(ours, FIRST)
+    os.truncate(file_of(path, FIRST), nbytes)
+    assert ours.contains([FIRST]) == [False]
+    assert read_all(ours, [FIRST]) == [b""]
+    write(ours, FIRST)
+    assert ours.contains([FIRST]) == [True]
 
 
 @pytest.mark.parametrize("call", ["open", "preadv"])
