@@ -709,20 +709,6 @@ def test_absence_is_believed_for_a_second(shared):
     assert shared.has(A) == [True]
 
 
-def test_a_damaged_frame_that_stays_is_not_asked_for_during_a_second(shared):
-    """In a store that others use it stays until it is written again; nobody reads it again and again meanwhile."""
-    shared.shelf.frames[A] = bytes(sealed(B))
-    shared.tier.request_lookup(A)
-    shared.tier.poll()
-    shared.settle()
-    shared.read(A)
-    shared.settle()
-    assert shared.has(A) == [False]
-    assert not shared.tier.request_lookup(A)
-    shared.now = 1.0
-    assert shared.tier.request_lookup(A)
-
-
 def test_a_question_is_asked_once(shared):
     for _ in range(3):
         assert shared.tier.request_lookup([A])
