@@ -185,9 +185,12 @@ class OwnNamespace(FolderSpace):
     """Counts and sees the frames of one namespace."""
 
     def count(self, **changes):
-        own = FolderSpace(self.folder / "own")
+        own = FolderSpace(self.folder.parent.parent / self.folder.name)
         own.folder.mkdir(exist_ok=True)
         return own.count(**changes)
+
+    def evicting(self):
+        return locked(self.folder.parent / "evicting")
 
     def oldest(self):
         return [(file, nbytes) for file, nbytes in list_oldest(self.folder.parent) if file.parent == self.folder]
