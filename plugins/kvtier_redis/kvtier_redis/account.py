@@ -12,6 +12,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.transfer.shared_space import SharedSpace
@@ -35,13 +36,13 @@ class Ledger:
         self._names = names
         self._deadline = deadline
 
-    def enter(self, entry: bytes) -> None:
-        """Enter a frame as the newest. Who does so adds its bytes."""
-        self._call("ZADD", self._names.ledger, _now(), entry)
+    def enter(self, entries: Sequence[bytes]) -> None:
+        """Enter frames as the newest. Who does so adds their bytes."""
+        self._call("ZADD", self._names.ledger, *_timed(entries))
 
-    def renew(self, entry: bytes) -> bool:
-        """Make it the newest. False if it is not there."""
-        return bool(self._call("ZADD", self._names.ledger, "XX", "CH", _now(), entry))
+    def renew(self, entries: Sequence[bytes]) -> int:
+        """Make them the newest. Returns how many of them are there."""
+        return self._call("ZADD", self._names.ledger, "XX", "CH", *_timed(entries))
 
     def take_out(self, entry: bytes) -> bool:
         """Who gets True, because it was there, subtracts its bytes."""
@@ -89,7 +90,7 @@ class Ledger:
             remove_frame(self._client, self._deadline, name, manifest)
         return self.take_out(entry)
 
-    def _call(self, *words: bytes | str | int) -> object:
+    def _call(self, *words: bytes | str | int) -> Any:
         return self._client.call(self._deadline, self._names.ledger, *words)
 
 
@@ -104,11 +105,12 @@ class Account:
     def take(self, entries: Sequence[bytes]) -> None:
         """Enter frames that are about to be written. Raises StoreFull if there is no room; then none is entered."""
         nbytes = sum(map(nbytes_in, entries))
+        if not entries:
+            return
         if nbytes > self._capacity:
             raise StoreFull(f"{Nbytes(nbytes)} at once, and the capacity is {self._capacity}", missing=nbytes)
         try:
-            for entry in entries:
-                self._ledger.enter(entry)
+            self._ledger.enter(entries)
             self._space.take(nbytes)
         except BaseException:
             with contextlib.suppress(BackendError):
@@ -116,9 +118,11 @@ class Account:
                     self._ledger.take_out(entry)
             raise
 
-    def keep(self, entry: bytes) -> bool:
-        """A frame was written, and is now the newest. False if it was evicted or replaced meanwhile."""
-        return self._ledger.renew(entry)
+    def keep(self, entries: Sequence[bytes]) -> Sequence[bytes]:
+        """Frames were written, and are now the newest. Returns those that were evicted or replaced meanwhile."""
+        if not entries or self._ledger.renew(entries) == len(entries):
+            return []
+        return [entry for entry in entries if not self._ledger.renew([entry])]
 
     def give(self, entry: bytes) -> None:
         """A frame was not written, or was removed or replaced."""
@@ -160,5 +164,7 @@ def _value(client: Client, deadline: Deadline, name: bytes) -> object:
         return None
 
 
-def _now() -> str:
-    return f"{time.time():.6f}"
+def _timed(entries: Sequence[bytes]) -> list[bytes | str]:
+    """The entries with the time, as ZADD takes them."""
+    now = f"{time.time():.6f}"
+    return [word for entry in entries for word in (now, entry)]

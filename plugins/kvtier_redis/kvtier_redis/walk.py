@@ -42,7 +42,7 @@ def recount(settings: RedisSettings) -> None:
         there = {entry_of(found.frame, manifest) for found, manifest in walk.manifests() if manifest is not None}
         entered = dict(ledger.oldest())
         for entry in there - entered.keys():
-            walk.ledger().enter(entry)
+            walk.ledger().enter([entry])
         for entry in set(walk.ledger().entered_before(before)) - there:
             walk.ledger().take_out(entry)
         counted = walk.ledger().add(0)

@@ -67,14 +67,19 @@ class Write:
 
     def settle(self, account: Account, client: Client, deadline: Deadline, outcomes: Outcomes) -> None:
         """Account for what has become of the frames. Raises BackendError."""
-        for number, (transfer, entry) in enumerate(zip(self._transfers, self.entries, strict=True)):
-            if outcomes[number] is True:
-                if (replaced := self._replaced[number]) is not None:
-                    account.give(entry_of(transfer.name, replaced))
-                if not account.keep(entry) and remove_frame(client, deadline, transfer.name, transfer.manifest):
-                    outcomes[number] = BackendError("evicted by another engine while it was written")
-            elif number not in self._uncertain:  # else it may be there, and stays in the ledger until it is the oldest
-                account.give(entry)
+        entries = self.entries
+        stored = [number for number, outcome in enumerate(outcomes) if outcome is True]
+        for number, entry in enumerate(entries):
+            if outcomes[number] is not True and number not in self._uncertain:
+                account.give(entry)  # one that may be there stays in the ledger until it is the oldest
+        for number in stored:
+            if (replaced := self._replaced[number]) is not None:
+                account.give(entry_of(self._transfers[number].name, replaced))
+        lost = set(account.keep([entries[number] for number in stored]))
+        for number in stored:
+            transfer = self._transfers[number]
+            if entries[number] in lost and remove_frame(client, deadline, transfer.name, transfer.manifest):
+                outcomes[number] = BackendError("evicted by another engine while it was written")
 
     def _publish(self, link: Link, transfers: Sequence[Transfer]) -> list[object]:
         """Replace the manifests; returns those before, or ServerErrors."""

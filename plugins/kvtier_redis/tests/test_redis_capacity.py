@@ -150,10 +150,10 @@ def test_frames_that_expired_leave_the_ledger_when_they_are_the_oldest(server, o
 def test_a_frame_that_is_evicted_while_it_is_written_is_not_left_uncounted(server, open_tier, monkeypatch):
     tier, key = open_tier(server, capacity=CAPACITY), make_key(0)
 
-    def evicted_first(account, entry):
-        server.ask("ZREM", "kvtier:{space}:frames", entry)
+    def evicted_first(account, entries):
+        server.ask("ZREM", "kvtier:{space}:frames", *entries)
         server.ask("DECRBY", "kvtier:{space}:taken", NBYTES)
-        return False
+        return entries
 
     monkeypatch.setattr(Account, "keep", evicted_first)
     with pytest.raises(BackendError, match="evicted by another engine"):
