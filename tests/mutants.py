@@ -42,9 +42,12 @@ FRAME = "kvtier_core/frames/format.py"
 STORE_TIER = "kvtier_core/stack/store_tier"
 MANAGER = "kvtier_core/stack/manager.py"
 CODEC = "kvtier_core/frames/codec.py"
+KEYED_SEAL = "kvtier_core/frames/keyed_seal.py"
 CODEC_IDENTITY = "kvtier_core/frames/identity.py"
 ARENA = "kvtier_core/stack/arena.py"
 LEASES = "kvtier_core/stack/leases.py"
+SEALING = "tests/core/test_sealing.py::"
+SEALED_TIERS = "tests/core/test_sealed_tiers.py::"
 CODEC_TESTS = "tests/core/test_codec.py::"
 INCOMPATIBLE_TESTS = "tests/core/test_incompatible.py"
 IDENTITY = "kvtier_core/vllm/identity/namespace.py"
@@ -82,6 +85,11 @@ SERVING = "tests/vllm/test_serving.py::"
 DISK_TESTS = "plugins/kvtier_disk/tests/test_disk.py::"
 DISK_SECURITY = "plugins/kvtier_disk/tests/test_disk_security.py::"
 DISK_TROUBLE = "plugins/kvtier_disk/tests/test_disk_trouble.py::"
+SALTS = "tests/engine/test_salts.py::"
+SHARED_SPACE = "kvtier_core/transfer/shared_space.py"
+SHARED_SPACE_TESTS = "tests/core/test_shared_space.py::"
+SHARED_DISK = "plugins/kvtier_disk/tests/test_shared_disk.py::"
+SHARED_CAPACITY = "plugins/kvtier_disk/tests/test_shared_capacity.py::"
 SELFTEST = "tests/vllm/test_self_test.py::"
 SEAM = "tests/engine/test_scheduler_side.py::"
 BESIDE = "tests/vllm/test_beside_others.py::"
@@ -529,8 +537,8 @@ MUTANTS = (
     Mutant(
         "version-1-is-damage",
         FRAME,
-        "{FrameError.VERSION, FrameError.CODEC,",
-        "{FrameError.CODEC,",
+        "{FrameError.VERSION, FrameError.SEAL,",
+        "{FrameError.SEAL,",
         "tests/core/test_frame.py::test_a_frame_of_version_1_is_incompatible",
     ),
     Mutant(
@@ -706,9 +714,9 @@ MUTANTS = (
     # -- crash
     Mutant(
         "written-in-place",
-        DISK + "/files.py",
-        'return place.name.removesuffix(".kv") + _UNFINISHED',
-        "return place.name",
+        DISK + "/frames.py",
+        'return f"{stem}.{writer}{_UNFINISHED}" if writer else f"{stem}{_UNFINISHED}"',
+        "return name",
         "plugins/kvtier_disk/tests/test_disk.py::test_a_writer_that_dies_half_way_leaves_nothing_under_the_name",
     ),
     Mutant(
@@ -720,7 +728,7 @@ MUTANTS = (
     ),
     Mutant(
         "forgets-a-file",
-        DISK + "/backend.py",
+        DISK + "/folder_backend.py",
         "[found for _, found in everything_of(root, self._name)]",
         "[found for _, found in everything_of(root, self._name)][1:]",
         "plugins/kvtier_disk/tests/test_disk_laws.py",
@@ -728,7 +736,7 @@ MUTANTS = (
     Mutant(
         "any-memory-is-believed",
         "kvtier_core/stack/store_tier/policy_state.py",
-        "if verify(found, self._namespace, self.key, payload_nbytes=self._length) is None:",
+        "if self._codec.verify_raw(self.key, found, self._length) is None:",
         "if True:",
         "tests/core/test_policy_state_on_disk.py::test_a_damaged_memory_is_a_cold_start",
     ),
@@ -834,14 +842,14 @@ MUTANTS = (
     ),
     Mutant(
         "one-frames-failure-is-everybodys",
-        DISK + "/backend.py",
-        "if failure.errno not in _OF_ONE_FRAME:",
+        DISK + "/folder_backend.py",
+        "if failure.errno not in OF_ONE_FRAME:",
         "if True:",
         DISK_TROUBLE + "test_a_bad_sector_is_one_frames_alone",
     ),
     Mutant(
         "a-dead-device-is-a-bad-frame",
-        DISK + "/backend.py",
+        DISK + "/folder_backend.py",
         "                probe_device(root)\n",
         "                pass\n",
         DISK_TROUBLE + "test_a_device_that_fails_and_comes_back",
@@ -870,7 +878,7 @@ MUTANTS = (
     ),
     Mutant(
         "room-that-a-failed-write-keeps",
-        DISK + "/backend.py",
+        DISK + "/folder_backend.py",
         "except BaseException as error:  # OSError, or BackendError for a folder that others may write to",
         "except OSError as error:",
         "plugins/kvtier_disk/tests/test_space_account.py::test_the_account_agrees_with_the_disk_wherever_it_fails",
@@ -926,8 +934,8 @@ MUTANTS = (
     ),
     Mutant(
         "errors-of-the-system-escape",
-        DISK + "/backend.py",
-        'raise BackendError(f"{error.filename or self._path}: {error.strerror}") from error',
+        DISK + "/folder.py",
+        'raise BackendError(f"{error.filename or path}: {error.strerror}") from error',
         "raise",
         "plugins/kvtier_disk/tests/test_disk_trouble.py",
     ),
@@ -1048,8 +1056,8 @@ MUTANTS = (
     Mutant(
         "codecs-share-their-keys",
         CODEC,
-        "apart = shared and identity != RAW",
-        "apart = False",
+        "if shared and identity != RAW:",
+        "if False:",
         CODEC_TESTS + "test_in_a_shared_store_no_two_codecs_have_a_frame_in_common",
     ),
     Mutant(
@@ -1085,7 +1093,7 @@ MUTANTS = (
         STORE_TIER + "/load_choice.py",
         "return min(chunks, max(1, _PROBE_NBYTES // nbytes))",
         "return 0",
-        PATIENCE + "test_a_declined_store_is_probed_and_taken_again",
+        ASKING + "test_nobody_waits_for_a_probe",
     ),
     Mutant(
         "requests-wait-for-probes",
@@ -1158,6 +1166,83 @@ MUTANTS = (
         "if not self._pinned[place]:",
         "tests/core/test_arena.py",
     ),
+    Mutant(
+        "what-is-under-way-is-lost",
+        SHARED_SPACE,
+        "listed + max(count.taken - settled, taken)",
+        "listed + taken",
+        SHARED_SPACE_TESTS + "test_what_is_under_way_is_not_taken_for_that_of_a_killed_user",
+    ),
+    Mutant(
+        "what-a-killed-user-took-is-lost-for-ever",
+        SHARED_SPACE,
+        "return taken if self._clock() - seen >= _SETTLED else 0",
+        "return 0",
+        SHARED_SPACE_TESTS + "test_what_a_killed_user_had_taken_comes_back",
+    ),
+    Mutant(
+        "what-was-taken-in-advance-never-lapses",
+        SHARED_SPACE,
+        "            if self._clock() >= self._lapses:\n",
+        "            if False:\n",
+        SHARED_SPACE_TESTS + "test_what_an_idle_user_took_in_advance_lapses",
+    ),
+    Mutant(
+        "an-account-without-a-lock",
+        DISK + "/shared_account.py",
+        "return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "return None",
+        SHARED_CAPACITY + "test_three_processes_never_exceed_the_capacity_and_the_oldest_leave",
+    ),
+    Mutant(
+        "the-newest-leave",
+        DISK + "/shared_account.py",
+        "known = oldest_first(",
+        "known = reversed(",
+        SHARED_CAPACITY + "test_the_oldest_leave_of_whatever_namespace_and_writer",
+    ),
+    Mutant(
+        "what-is-replaced-counts-for-ever",
+        DISK + "/shared.py",
+        "            if self._bounded:\n",
+        "            if False:\n",
+        SHARED_CAPACITY + "test_what_is_replaced_or_deleted_is_given_back",
+    ),
+    Mutant(
+        "one-key-fails-all-of-a-shared-folder",
+        DISK + "/shared.py",
+        "if not _may_be_of_one_key(error) or not self._works():",
+        "if True:",
+        SHARED_DISK + "test_a_key_that_cannot_be_read_fails_alone",
+    ),
+    Mutant(
+        "one-name-for-all-writers",
+        DISK + "/shared.py",
+        "writer=_this_writer()",
+        'writer="writer"',
+        SHARED_DISK + "test_an_unfinished_file_tells_whose_it_is",
+    ),
+    Mutant(
+        "any-folder-is-the-shared-one",
+        DISK + "/shared_folder.py",
+        "if status.st_dev != known.st_dev and not is_shared(folder):",
+        "if False:",
+        SHARED_DISK + "test_a_folder_that_is_not_mounted_is_not_written_to",
+    ),
+    Mutant(
+        "a-shared-folder-is-swept",
+        DISK + "/folder_lock.py",
+        "    if is_shared(folder):\n",
+        "    if False:\n",
+        SHARED_DISK + "test_an_engine_that_wants_it_for_itself_is_refused",
+    ),
+    Mutant(
+        "fsck-removes-what-is-being-written",
+        DISK + "/walk.py",
+        "if listed.status.st_mtime < before or not listed.is_unfinished",
+        "if True",
+        "plugins/kvtier_disk/tests/test_shared_fsck.py::test_what_may_still_be_written_is_no_damage",
+    ),
     # -- security
     Mutant(
         "files-for-everyone",
@@ -1189,7 +1274,7 @@ MUTANTS = (
     ),
     Mutant(
         "folders-above-are-anybodys",
-        DISK + "/folder_lock.py",
+        DISK + "/folder.py",
         "    parents_must_be_safe(path)\n",
         "",
         DISK_SECURITY + "test_a_folder_above_that_others_may_write_to_is_refused",
@@ -1221,6 +1306,147 @@ MUTANTS = (
         "return namespace if namespace_folder_name(namespace) == name else None",
         "return namespace",
         DISK_TESTS + "test_odd_facts_are_passed_over",
+    ),
+    # -- keyed seals
+    Mutant(
+        "forged-frames-are-served",
+        KEYED_SEAL,
+        "if not _ends_well(gcm):\n            return",
+        "if not _ends_well(gcm) and False:\n            return",
+        SEALING + "test_no_forged_frame_is_served",
+    ),
+    Mutant(
+        "what-is-sealed-with-a-key-is-served-without",
+        FRAME,
+        "if header.protection is not keyed.protection:",
+        "if keyed != UNKEYED and header.protection is not keyed.protection:",
+        SEALING + "test_a_tier_with_a_key_serves_none_without_one_and_none_of_the_other_kind",
+    ),
+    Mutant(
+        "another-key-is-a-forgery",
+        FRAME,
+        "if keyed != UNKEYED and keyed_fields_of(frame).key_id != keyed.key_id:",
+        "if False:",
+        SEALING + "test_frames_of_another_key_are_left_alone",
+    ),
+    Mutant(
+        "a-damaged-key-id-is-another-key",
+        FRAME,
+        "    if error := _verify_keyed_fields(header, frame):\n        return error\n    if keyed",
+        "    if keyed",
+        SEALING + "test_what_is_damaged_is_neither_forged_nor_of_another_key",
+    ),
+    Mutant(
+        "encrypted-without-the-salt",
+        KEYED_SEAL,
+        '(salt if self.encrypts else b"")',
+        'b""',
+        SEALING + "test_the_key_alone_reads_no_frame_of_a_tenant",
+    ),
+    Mutant(
+        "one-key-for-all-chunks",
+        KEYED_SEAL,
+        " + header.namespace + header.key",
+        "",
+        SEALING + "test_two_equal_nonces_give_nothing_away_unless_they_are_of_one_chunk",
+    ),
+    Mutant(
+        "sealed-bytes-are-believed",
+        KEYED_SEAL,
+        "return verify_checksums(header, header.payload_checksum)",
+        "return None",
+        SEALING + "test_the_payload_is_what_its_checksum_in_memory_said",
+    ),
+    Mutant(
+        "seals-in-the-slot",
+        KEYED_SEAL,
+        "protected(self.identity.protection), payload_of(frame)",
+        "protected(self.identity.protection), payload or payload_of(frame)",
+        SEALING + "test_the_slot_is_only_read",
+    ),
+    Mutant(
+        "slots-under-a-tiers-namespace",
+        CODEC,
+        "seal(slot, self._arena_namespace, key, nbytes, payload_checksum=header_of(frame)",
+        "seal(slot, self.namespace, key, nbytes, payload_checksum=header_of(frame)",
+        SEALING + "test_what_was_read_can_be_written_to_any_other_tier",
+    ),
+    Mutant(
+        "other-keys-under-the-same-names",
+        CODEC,
+        "if shared and keyed_seal is not None:",
+        "if False:",
+        SEALING + "test_in_a_shared_store_engines_with_other_keys_write_over_none_of_each_others_frames",
+    ),
+    Mutant(
+        "what-a-policy-learned-is-anybodys",
+        CODEC,
+        "            self._keyed_seal.close(frame)\n",
+        "            pass\n",
+        SEALED_TIERS + "test_what_a_policy_learned_is_sealed",
+    ),
+    Mutant(
+        "salts-stay-in-the-arena",
+        "kvtier_core/stack/write_through.py",
+        'salts.get(key, b"")',
+        'b""',
+        SEALED_TIERS + "test_a_salt_goes_with_a_chunk_to_the_store_and_back",
+    ),
+    Mutant(
+        "salts-are-lost-on-the-way-up",
+        "kvtier_core/stack/promotion.py",
+        "{key: read[key].salt for key in kept if read[key].salt}",
+        "{}",
+        SEALED_TIERS + "test_a_chunk_that_comes_up_goes_to_the_tiers_between_with_its_salt",
+    ),
+    Mutant(
+        "short-secrets",
+        KEYED_SEAL,
+        "if len(material) < MIN_SECRET_NBYTES:",
+        "if False:",
+        SEALED_TIERS + "test_a_secret_that_is_too_short",
+    ),
+    Mutant(
+        "keys-are-shown",
+        KEYED_SEAL,
+        "attrs.field(repr=False)",
+        "attrs.field()",
+        SEALED_TIERS + "test_the_secret_is_shown_nowhere",
+    ),
+    Mutant(
+        "stores-without-their-salt",
+        STORES,
+        "_holder(self._last_job + 1), salt)",
+        "_holder(self._last_job + 1))",
+        SALTS + "test_what_was_stored_is_found_after_a_restart",
+    ),
+    Mutant(
+        "lookups-without-their-salt",
+        LOADS,
+        "state.holder, limit, state.view.identity.salt)",
+        "state.holder, limit)",
+        SALTS + "test_what_was_stored_is_found_after_a_restart",
+    ),
+    Mutant(
+        "offers-without-their-salt",
+        TRACKED,
+        "view.hints, view.identity.salt)",
+        "view.hints)",
+        SALTS + "test_what_is_written_when_it_is_named_again_is_found_too",
+    ),
+    Mutant(
+        "fsck-takes-salted-frames-for-forged",
+        "kvtier_core/cli/fsck.py",
+        "if not self.keyed_seal.encrypts:",
+        "if True:",
+        "plugins/kvtier_disk/tests/test_fsck.py::test_without_its_salt_an_encrypted_frame_cannot_be_checked",
+    ),
+    Mutant(
+        "fsck-takes-any-tag",
+        "kvtier_core/cli/fsck.py",
+        "if self.keyed_seal.matches(page, payload_pieces(header, stored.read)):",
+        "if True:",
+        "plugins/kvtier_disk/tests/test_fsck.py::test_a_seal_is_checked",
     ),
     # -- plugins
     Mutant(

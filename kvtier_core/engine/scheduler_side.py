@@ -92,7 +92,8 @@ class SchedulerSide:
         """A request joins the engine's queue: what lower tiers have for it is brought up while it waits there."""
         state = self._requests.track(view)
         if not self._why_no_lookup(state):
-            self.manager.prefetch(self._requests.keys(state, view.tokens), self._patience.limit(state))
+            keys = self._requests.keys(state, view.tokens)
+            self.manager.prefetch(keys, self._patience.limit(state), view.identity.salt)
 
     def bypass(self, request_id: str, bypass: Bypass) -> None:
         """Look up and store nothing more for a request: its KV may not be what its keys say."""
@@ -319,7 +320,7 @@ class SchedulerSide:
         state.stored_chunks = whole
         blocks, size = step.block_table(scheduled.request_id), self._chunk_blocks
         pages = ((tuple(blocks[chunk * size : (chunk + 1) * size]),) for chunk in range(first, whole))
-        return self._stores.begin(self._requests.keys(state, end)[first:whole], pages)
+        return self._stores.begin(self._requests.keys(state, end)[first:whole], pages, state.view.identity.salt)
 
     def _distrust_all(self) -> None:
         """Store nothing that the engine's blocks hold now, nor anything that is computed from it."""

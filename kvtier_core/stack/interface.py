@@ -56,14 +56,18 @@ class Stack(abc.ABC):
 
     A *path* is the chunk keys of a prompt, root first. A *holder* is a name that the caller chooses, one for each
     request or job; everything that is pinned or reserved belongs to a holder and stays until that holder is released.
+    A *salt* is that of the requests whose chunks a path names: what is encrypted below the arenas depends on it, so the
+    same path always comes with the same one.
     """
 
     @abc.abstractmethod
-    def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None) -> None:
+    def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None, salt: bytes = b"") -> None:
         """A request names this path. Call it once a request: eviction policies learn from it."""
 
     @abc.abstractmethod
-    def lookup(self, path: Sequence[ChunkKey], holder: str, limit: LoadLimit | None = None) -> Lookup:
+    def lookup(
+        self, path: Sequence[ChunkKey], holder: str, limit: LoadLimit | None = None, salt: bytes = b""
+    ) -> Lookup:
         """Find the leading chunks of a path and pin those that are READY for ``holder``.
 
         Chunks that lie below the arenas are requested, as far as they are worth loading within ``limit``, without
@@ -72,14 +76,14 @@ class Stack(abc.ABC):
         """
 
     @abc.abstractmethod
-    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None = None) -> None:
+    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None = None, salt: bytes = b"") -> None:
         """A request for this path waits in the engine's queue: bring up what lies below the arenas.
 
         Nothing is pinned. What was brought up and is not used yet takes at most a quarter of the hottest arena.
         """
 
     @abc.abstractmethod
-    def reserve(self, path: Sequence[ChunkKey], holder: str) -> dict[ChunkKey, Slot]:
+    def reserve(self, path: Sequence[ChunkKey], holder: str, salt: bytes = b"") -> dict[ChunkKey, Slot]:
         """Empty slots for leading chunks of a path that have none and are worth storing, evicting others as needed.
 
         Fill them, then `commit`; or `release` the holder, and they are free again.

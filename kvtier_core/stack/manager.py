@@ -80,12 +80,14 @@ class StorageManager(Stack):
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None) -> None:
+    def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None, salt: bytes = b"") -> None:
         for level in self._levels:
             level.index.request(path, self._clock(), hints or {})
-        self._write_through.offer_again(path)
+        self._write_through.offer_again(path, salt)
 
-    def lookup(self, path: Sequence[ChunkKey], holder: str, limit: LoadLimit | None = None) -> Lookup:
+    def lookup(
+        self, path: Sequence[ChunkKey], holder: str, limit: LoadLimit | None = None, salt: bytes = b""
+    ) -> Lookup:
         lease = self._lease_for(path, holder)
         lease.awaited.clear()
         at, below = len(lease.slots), Requested()
@@ -94,14 +96,14 @@ class StorageManager(Stack):
             if run := self._ready_run(path, at):
                 self._pin(path[at : at + run], lease, holder, leading=at == len(lease.slots))
             else:
-                below = self._request(path, at, limit)
+                below = self._request(path, at, limit, salt)
                 run, awaited = below.chunks, awaited or below.tier
                 lease.awaited.update(path[at : at + run])
             if not run:
                 break
             at += run
         if below.declined:
-            self._promotions.probe(path, at)
+            self._promotions.probe(path, at, salt)
         if not (lease.slots or lease.beyond or lease.awaited):
             del self._leases[holder]
         reason = self._miss_reason(path[at], below) if at < len(path) else ""
@@ -111,12 +113,12 @@ class StorageManager(Stack):
             tuple(lease.slots), tuple(lease.sources), exact, pending, awaited if pending else "", below.declined, reason
         )
 
-    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None = None) -> None:
+    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None = None, salt: bytes = b"") -> None:
         """Stores are asked for the whole path; the beginning of it is brought up."""
         unused = len(self._promoted_from) + self._promotions.under_way
         at = self._ready_run(path, 0) if path else 0
         end = min(len(path), at + max(0, self._hot.memory.slots // _PREFETCH_SHARE - unused))
-        while at < end and (run := self._ready_run(path, at) or self._request(path[:end], at, limit).chunks):
+        while at < end and (run := self._ready_run(path, at) or self._request(path[:end], at, limit, salt).chunks):
             at += run
         for tier in self._tiers:
             tier.request_lookup(path, at)
@@ -128,12 +130,12 @@ class StorageManager(Stack):
 
     # -- stores ------------------------------------------------------------------------------------
 
-    def reserve(self, path: Sequence[ChunkKey], holder: str) -> dict[ChunkKey, Slot]:
+    def reserve(self, path: Sequence[ChunkKey], holder: str, salt: bytes = b"") -> dict[ChunkKey, Slot]:
         """Chunks that a tier below admits get a slot in the hottest arena, whatever that arena's own policy says."""
         absent = list(path)
         for arena in self._arenas:
             absent = arena.without_slot(absent)
-        plan = self._write_through.plan(absent)
+        plan = self._write_through.plan(absent, salt)
         passing = leading_run(absent, plan.keys.__contains__)
         self._make_room(self._hot, len(passing), path)
         reserved = passing[: self._hot.free]
@@ -311,12 +313,12 @@ class StorageManager(Stack):
         """How many chunks of a path from one on are READY in one arena."""
         return max(arena.ready_run(path, at) for arena in self._arenas)
 
-    def _request(self, path: Sequence[ChunkKey], at: int, limit: LoadLimit | None) -> Requested:
+    def _request(self, path: Sequence[ChunkKey], at: int, limit: LoadLimit | None, salt: bytes) -> Requested:
         """Request the chunks of a path from one on that is not READY, unless it is on its way."""
         for arena in self._arenas:
             if arena.is_reserved(path[at]):
                 return Requested() if path[at] in self._promotions.probes else Requested(1, arena.name)
-        return self._promotions.request(path, at, self._has_slot, limit)
+        return self._promotions.request(path, at, self._has_slot, limit, salt)
 
     def _miss_reason(self, key: ChunkKey, below: Requested) -> str:
         if below.declined:
@@ -326,7 +328,7 @@ class StorageManager(Stack):
         reasons = (tier.miss_reason(key) for tier in self._tiers)
         return next(filter(None, reasons), "not stored")
 
-    def _promoted(self, tier: StoreTier, keys: Sequence[ChunkKey]) -> None:
+    def _promoted(self, tier: StoreTier, keys: Sequence[ChunkKey], salts: Mapping[ChunkKey, bytes]) -> None:
         """Chunks were promoted from a tier: pin them for waiting holders, and write them to the tiers between."""
         self._report(EventKind.PROMOTED, self._hot, keys, why=f"from {tier.name}")
         self._promoted_from.update(dict.fromkeys(keys, tier.name))
@@ -335,7 +337,7 @@ class StorageManager(Stack):
                 self._pin(awaited, lease, holder, leading=False)
                 lease.awaited.difference_update(awaited)
         passed = self._levels[1 : self._levels.index(tier)]
-        self._write_through.write(keys, AdmissionPlan(passed, keys))
+        self._write_through.write(keys, AdmissionPlan(passed, keys, salts))
 
     def _make_room(self, arena: Arena, slots: int, path: Sequence[ChunkKey]) -> None:
         if slots > arena.free:

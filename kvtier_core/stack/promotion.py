@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import attrs
 
@@ -13,8 +13,8 @@ from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.write_through import MakeRoom
 from kvtier_core.types import ChunkKey
 
-#: ``arrived(tier, keys)``: these are READY now, and sealed.
-Arrived = Callable[[StoreTier, Sequence[ChunkKey]], None]
+#: ``arrived(tier, keys, salts)``: these are READY now, and sealed. There is a salt for those whose requests have one.
+Arrived = Callable[[StoreTier, Sequence[ChunkKey], Mapping[ChunkKey, bytes]], None]
 #: Does a slot of an arena belong to this chunk?
 Taken = Callable[[ChunkKey], bool]
 
@@ -29,10 +29,11 @@ class Requested:
 
 
 @attrs.frozen
-class _Question:
-    """A chunk that stores are asked for because a path names it."""
+class _Request:
+    """A chunk that a path names."""
 
     parent: ChunkKey | None
+    salt: bytes
     limit: LoadLimit | None
 
 
@@ -50,16 +51,18 @@ class Promotions:
         self._frame_nbytes = frame_nbytes
         self._make_room = make_room
         self._arrived = arrived
-        self._requests: dict[ChunkKey, ChunkKey | None] = {}  # to the parent
-        self._parents: dict[ChunkKey, ChunkKey | None] = {}  # of what is being read
-        self._questions: dict[ChunkKey, _Question] = {}
+        self._requests: dict[ChunkKey, _Request] = {}
+        self._reading: dict[ChunkKey, _Request] = {}
+        self._questions: dict[ChunkKey, _Request] = {}  # what stores are asked for
 
     @property
     def under_way(self) -> int:
         """Chunks that are requested or being read."""
-        return len(self._requests) + len(self._parents)
+        return len(self._requests) + len(self._reading)
 
-    def request(self, path: Sequence[ChunkKey], at: int, taken: Taken, limit: LoadLimit | None) -> Requested:
+    def request(
+        self, path: Sequence[ChunkKey], at: int, taken: Taken, limit: LoadLimit | None = None, salt: bytes = b""
+    ) -> Requested:
         """Request the chunks of a path from ``at`` on that one tier can deliver, or may be able to.
 
         Stops before the first that is ``taken`` by a slot, or was rejected just now.
@@ -72,23 +75,24 @@ class Promotions:
             return Requested()
         for tier in self._tiers:
             if run := tier.readable(path, at):
-                return self._request(
-                    tier, path, at, leading_run(path[at : at + run], lambda key: not blocked(key)), limit
-                )
-        return self._ask(path, at, limit)
+                keys = leading_run(path[at : at + run], lambda key: not blocked(key))
+                choice = tier.choose(len(keys), limit)
+                self._requests.update(_named(path, at, choice.chunks, limit, salt))
+                return Requested(choice.chunks, tier.name, choice.declined)
+        return self._ask(path, at, limit, salt)
 
-    def probe(self, path: Sequence[ChunkKey], at: int) -> None:
+    def probe(self, path: Sequence[ChunkKey], at: int, salt: bytes = b"") -> None:
         """The chunks of a path from ``at`` on were declined: bring some up if their store is to be measured again."""
         tier = next(tier for tier in self._tiers if tier.readable(path, at))
-        keys = path[at : at + tier.probe(tier.readable(path, at))]
-        self._requests.update(zip(keys, [path[at - 1] if at else None, *keys], strict=False))
-        self.probes.update(keys)
+        probes = _named(path, at, tier.probe(tier.readable(path, at)), None, salt)
+        self._requests.update(probes)
+        self.probes.update(probes)
 
     def start(self, taken: Taken) -> None:
         """Begin to read what was requested, as far as there is room for it and the tier's limit in flight allows."""
         self.rejected.clear()
         self._take_answers(taken)
-        requests = {key: parent for key, parent in self._requests.items() if not taken(key)}
+        requests = {key: request for key, request in self._requests.items() if not taken(key)}
         self._requests.clear()
         for tier in self._tiers:
             here = [key for key in requests if tier.has(key)]
@@ -99,36 +103,24 @@ class Promotions:
             begun = tier.read(
                 [(key, self._hot.view(key)) for key in fitting],
                 lambda good, bad, tier=tier: self._read(tier, good, bad),
+                {key: requests[key].salt for key in fitting if requests[key].salt},
             )
-            self._parents.update((key, requests[key]) for key in begun)
+            self._reading.update((key, requests[key]) for key in begun)
             self._hot.abort(_without(fitting, set(begun)))
             self.rejected.update(now[len(fitting) :])
-            self.probes.difference_update(_without(here, set(begun)))
             for key in here:
                 del requests[key]
+        self.probes.intersection_update(self._reading)
 
     def forget_requests(self) -> None:
         """Drop the requests whose reads have not begun."""
-        self.probes.difference_update(self._requests)
         self._requests.clear()
         self._questions.clear()
 
-    def _request(
-        self, tier: StoreTier, path: Sequence[ChunkKey], at: int, keys: Sequence[ChunkKey], limit: LoadLimit | None
-    ) -> Requested:
-        """Request chunks that a tier has, as far as that is worth it: ``keys``, those of the path from ``at`` on."""
-        choice = tier.choose(len(keys), limit)
-        chosen = keys[: choice.chunks]
-        self._requests.update(zip(chosen, [path[at - 1] if at else None, *chosen], strict=False))
-        return Requested(choice.chunks, tier.name, choice.declined)
-
-    def _ask(self, path: Sequence[ChunkKey], at: int, limit: LoadLimit | None) -> Requested:
+    def _ask(self, path: Sequence[ChunkKey], at: int, limit: LoadLimit | None, salt: bytes) -> Requested:
         """Ask all shared stores at once for the chunks of a path that no tier knows."""
         runs = {tier: tier.request_lookup(path, at) for tier in self._tiers}
-        run = max(runs.values(), default=0)
-        parents = [path[at - 1] if at else None, *path[at : at + run]]
-        for key, parent in zip(path[at : at + run], parents, strict=False):
-            self._questions[key] = _Question(parent, limit)
+        self._questions.update(_named(path, at, max(runs.values(), default=0), limit, salt))
         awaited = [tier for tier in self._tiers if runs[tier] and tier.worth_asking(runs[tier], limit)]
         if not awaited:
             return Requested()
@@ -140,15 +132,14 @@ class Promotions:
         Chunks behind one that is not there are left alone.
         """
         for tier in self._tiers:
-            found: dict[ChunkKey, _Question] = {}
+            found: dict[ChunkKey, _Request] = {}
             for key in tier.take_found():
                 question = self._questions.pop(key, None)
                 if question and not taken(key) and self._continues(question.parent, found, taken):
                     found[key] = question
             if found:
                 choice = tier.choose(len(found), next(iter(found.values())).limit)
-                for key in list(found)[: choice.chunks]:
-                    self._requests[key] = found[key].parent
+                self._requests.update(list(found.items())[: choice.chunks])
         asked = (key for key in self._questions if any(tier.is_asked(key) for tier in self._tiers))
         self._questions = {key: self._questions[key] for key in asked}
 
@@ -160,9 +151,19 @@ class Promotions:
         self._hot.abort(bad)
         self.probes.difference_update(good, bad)
         for key in bad:
-            del self._parents[key]
-        if kept := self._hot.commit(good, [self._parents.pop(key) for key in good], exact=tier.lossless):
-            self._arrived(tier, kept)
+            del self._reading[key]
+        read = {key: self._reading.pop(key) for key in good}
+        if kept := self._hot.commit(good, [request.parent for request in read.values()], exact=tier.lossless):
+            self._arrived(tier, kept, {key: read[key].salt for key in kept if read[key].salt})
+
+
+def _named(
+    path: Sequence[ChunkKey], at: int, chunks: int, limit: LoadLimit | None, salt: bytes
+) -> dict[ChunkKey, _Request]:
+    """So many chunks of a path, from ``at`` on."""
+    keys = path[at : at + chunks]
+    parents = [path[at - 1] if at else None, *keys]
+    return {key: _Request(parent, salt, limit) for key, parent in zip(keys, parents, strict=False)}
 
 
 def _without(keys: Sequence[ChunkKey], others: Container[ChunkKey]) -> list[ChunkKey]:

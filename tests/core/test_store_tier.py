@@ -709,6 +709,20 @@ def test_absence_is_believed_for_a_second(shared):
     assert shared.has(A) == [True]
 
 
+def test_a_damaged_frame_that_stays_is_not_asked_for_during_a_second(shared):
+    """In a store that others use it stays until it is written again; nobody reads it again and again meanwhile."""
+    shared.shelf.frames[A] = bytes(sealed(B))
+    shared.tier.request_lookup(A)
+    shared.tier.poll()
+    shared.settle()
+    shared.read(A)
+    shared.settle()
+    assert shared.has(A) == [False]
+    assert not shared.tier.request_lookup(A)
+    shared.now = 1.0
+    assert shared.tier.request_lookup(A)
+
+
 def test_a_question_is_asked_once(shared):
     for _ in range(3):
         assert shared.tier.request_lookup([A])
@@ -815,7 +829,7 @@ def test_what_is_written_during_a_clear_goes_when_it_is_whole(bench):
 class Marked(FrameCodec):
     """Encodes to a frame that says under which namespace."""
 
-    def encode(self, key, frame):
+    def encode(self, key, frame, salt):
         marked = memoryview(bytearray(frame))
         marked[-32:] = self.namespace.digest
         return marked

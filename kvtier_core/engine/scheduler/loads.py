@@ -42,7 +42,7 @@ class Loads:
         if self._holders.get(state.view.request_id) == state.holder:
             return Lookup(miss_reason="its load is under way")
         self._waiting[state.holder] = 0
-        return self._stack.lookup(keys, state.holder, limit)
+        return self._stack.lookup(keys, state.holder, limit, state.view.identity.salt)
 
     def release(self, state: RequestState) -> None:
         """Release what the request found, unless it is being loaded."""

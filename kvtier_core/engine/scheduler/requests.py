@@ -67,7 +67,7 @@ class Requests:
             holder = f"request {view.request_id} ({next(self._arrivals)})"
             state = self._states[view.request_id] = RequestState(view, self._clock(), holder)
             if not isinstance(view.identity, Bypass):
-                self._stack.on_request(self.keys(state, view.tokens), view.hints)
+                self._stack.on_request(self.keys(state, view.tokens), view.hints, view.identity.salt)
         if isinstance(view.identity, Bypass):
             state.bypass = view.identity
         if view.preemptions != state.view.preemptions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 
@@ -45,6 +45,7 @@ class FrameWrite:
     key: ChunkKey
     parent: ChunkKey | None
     view: memoryview
+    salt: bytes = b""  #: of the requests that the chunk belongs to
 
 
 def write_frames(backend: Backend, codec: FrameCodec, offers: Sequence[FrameWrite]) -> list[int | BackendError]:
@@ -54,7 +55,7 @@ def write_frames(backend: Backend, codec: FrameCodec, offers: Sequence[FrameWrit
     store as a whole.
     """
     keys = [offer.key for offer in offers]
-    frames = [codec.encode(offer.key, offer.view) for offer in offers]
+    frames = [codec.encode(offer.key, offer.view, offer.salt) for offer in offers]
     try:
         errors = backend.write(keys, frames)
     except BaseException:
@@ -72,23 +73,35 @@ def _remove_leftovers(backend: Backend, keys: Sequence[ChunkKey]) -> None:
             backend.delete(keys)
 
 
-def read_frames(backend: Backend, codec: FrameCodec, wanted: Sequence[tuple[ChunkKey, memoryview]]) -> list[FrameRead]:
-    """Read frames, verify them and decode them into slots. Raises the errors of the store as a whole."""
+def read_frames(
+    backend: Backend,
+    codec: FrameCodec,
+    wanted: Sequence[tuple[ChunkKey, memoryview]],
+    salts: Mapping[ChunkKey, bytes],
+) -> list[FrameRead]:
+    """Read frames, verify them and decode them into slots. Raises the errors of the store as a whole.
+
+    ``salts`` has those of the chunks whose requests have one.
+    """
     keys = [key for key, _ in wanted]
     buffers = [codec.read_buffer(slot) for _, slot in wanted]
     counts = as_many(backend.read(keys, buffers), keys)
     # One key of a shared store may fail because a server of it is down; in a store of our own the frame is lost.
     failed = ReadStatus.IO_ERROR if backend.shared else ReadStatus.CORRUPT
     return [
-        FrameRead(failed, str(count)) if isinstance(count, BackendError) else _decode(codec, key, buffer, count, slot)
+        FrameRead(failed, str(count))
+        if isinstance(count, BackendError)
+        else _decode(codec, key, buffer, count, slot, salts.get(key, b""))
         for (key, slot), buffer, count in zip(wanted, buffers, counts, strict=True)
     ]
 
 
-def _decode(codec: FrameCodec, key: ChunkKey, buffer: memoryview, count: int, slot: memoryview) -> FrameRead:
+def _decode(
+    codec: FrameCodec, key: ChunkKey, buffer: memoryview, count: int, slot: memoryview, salt: bytes
+) -> FrameRead:
     if count == 0:
         return FrameRead(ReadStatus.MISSING)
-    error = codec.decode_verified(key, buffer, count, slot)
+    error = codec.decode_verified(key, buffer, count, slot, salt)
     if error is None:
         return FrameRead(ReadStatus.VERIFIED)
     return FrameRead(ReadStatus.INCOMPATIBLE if error.incompatible else ReadStatus.CORRUPT, error.value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import Backend
@@ -52,8 +52,10 @@ class Reads:
         self._deletes = deletes
         self._clock = clock
 
-    def begin(self, wanted: Sequence[_Read], codec: FrameCodec, arrived: Arrived) -> None:
-        """Begin to fill views with verified raw frames.
+    def begin(
+        self, wanted: Sequence[_Read], codec: FrameCodec, arrived: Arrived, salts: Mapping[ChunkKey, bytes]
+    ) -> None:
+        """Begin to fill views with verified raw frames. ``salts`` has those of the chunks whose requests have one.
 
         ``arrived(good, bad)`` is called once for each group; each of its keys is in one of the two.
         """
@@ -66,7 +68,7 @@ class Reads:
         self.speed.begin(len(groups), self._clock())
         for group in groups:
             self._pool.submit_load(
-                lambda group=group: (read_frames(self._backend, codec, group), self._clock()),
+                lambda group=group: (read_frames(self._backend, codec, group, salts), self._clock()),
                 lambda outcome, group=group: self._arrive(group, arrived, outcome),
             )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import Backend
@@ -58,7 +58,7 @@ class StoreTier:
         self._in_use = KeysInUse()
         self._health = StoreHealth(name, pool, timeout, clock)
         self._lookup_queue = LookupQueue(clock)
-        self._policy_state = PolicyState(backend, index, codec.namespace, capacity)
+        self._policy_state = PolicyState(backend, index, codec, capacity)
         self._space = Space(index, CapacityLimit(capacity), self._policy_state.nbytes, clock)
         shared = {"pool": pool, "health": self._health, "space": self._space, "in_use": self._in_use}
         self._deletes = Deletes(backend, index, clock=clock, landed=lambda: self._writes.start(), **shared)
@@ -101,7 +101,7 @@ class StoreTier:
     def miss_reason(self, key: ChunkKey) -> str:
         """Why a frame that is in the store cannot be read now; empty if it is not there, as far as is known."""
         if key in self.incompatible:
-            return f"{self.name} has it from another codec"
+            return f"{self.name} has it from another codec or seal key"
         if key not in self.index:
             return ""
         if not self._health.can_read:
@@ -235,15 +235,21 @@ class StoreTier:
         """How many more reads into views of this many bytes may begin now."""
         return max(0, self._inflight_limit - self._begun_nbytes) // view_nbytes
 
-    def read(self, wanted: Sequence[tuple[ChunkKey, memoryview]], arrived: Arrived) -> list[ChunkKey]:
+    def read(
+        self,
+        wanted: Sequence[tuple[ChunkKey, memoryview]],
+        arrived: Arrived,
+        salts: Mapping[ChunkKey, bytes] | None = None,
+    ) -> list[ChunkKey]:
         """Begin to fill views with verified raw frames; returns the keys whose read has begun.
 
-        ``arrived(good, bad)`` is called later, once for each group; each of these keys is in one of the two.
+        ``arrived(good, bad)`` is called later, once for each group; each of these keys is in one of the two. ``salts``
+        has those of the chunks whose requests have one.
         """
         room = self._inflight_limit - self._begun_nbytes
         begun = leading([pair for pair in wanted if self.has(pair[0])], room, lambda pair: len(pair[1]))
         self._writes.shed(self._inflight + sum(len(view) for _, view in begun) - self._inflight_limit)
-        self._reads.begin(begun, self._codec, arrived)
+        self._reads.begin(begun, self._codec, arrived, salts or {})
         return [key for key, _ in begun]
 
     @property
