@@ -10,7 +10,7 @@ from kvtier_core.errors import BackendError, StoreFull
 from kvtier_redis.account import Account, entry_of, remove_frame
 from kvtier_redis.client import Client, Outcomes
 from kvtier_redis.deadline import Deadline
-from kvtier_redis.frame_io import Transfer, ask, send
+from kvtier_redis.frame_io import Transfer, send
 from kvtier_redis.link import Link, ServerError, command
 from kvtier_redis.names import Manifest, frame_name
 
@@ -83,10 +83,10 @@ class Write:
 
     def _publish(self, link: Link, transfers: Sequence[Transfer]) -> list[object]:
         """Replace the manifests; returns those before, or ServerErrors."""
-        answers = ask(link, [self._manifest(each, b"GET") for each in transfers])
+        answers = link.ask([self._manifest(each, b"GET") for each in transfers])
         for number, answer in enumerate(answers):
             if isinstance(answer, ServerError) and answer.code == "WRONGTYPE":  # what is there is not ours
-                (answers[number],) = ask(link, [self._manifest(transfers[number])])
+                (answers[number],) = link.ask([self._manifest(transfers[number])])
         return answers
 
     def _manifest(self, transfer: Transfer, *words: bytes) -> bytes:
@@ -100,7 +100,7 @@ class Write:
             manifest = self._replaced.get(number) if outcomes[number] is True else transfer.manifest
             if manifest is not None:
                 unlinks.append(command(b"UNLINK", *manifest.part_names(transfer.name)))
-        ask(link, unlinks)
+        link.ask(unlinks)
 
 
 def _error(error: ServerError | None, transfer: Transfer) -> BackendError | None:
