@@ -7,7 +7,8 @@ import time
 
 import pytest
 from conftest import Engine, cpu, prompt
-from servers.redis import cluster, one_server
+from servers.redis import one_server
+from servers.redis_groups import cluster
 from test_serving import NOISE
 
 from kvtier_core.testing import Proxy
@@ -16,8 +17,12 @@ HITS = 384
 LONG = 30.0  # seconds after which a test that waits is wrong
 KNOWN = prompt(170, 400)
 FRESH = [prompt(seed, 400) for seed in range(171, 174)]
-#: A server on the loopback of this machine, seen through a network that fails on demand.
 LOAD_WAIT = 2.0
+
+
+def admit(server):
+    """The user of the engine may do anything."""
+    server.ask("ACL", "SETUSER", "engine", "reset", "on", ">secret", "~*", "+@all")
 
 
 @contextlib.contextmanager
@@ -25,6 +30,7 @@ def killed(server, proxy):
     server.kill()
     yield
     server.start()
+    admit(server)
 
 
 @contextlib.contextmanager
@@ -69,7 +75,7 @@ def rejecting(server, proxy):
     proxy.drop()
     proxy.heal()
     yield
-    server.ask("ACL", "SETUSER", "engine", "reset", "on", ">secret", "~*", "+@all")
+    admit(server)
     proxy.drop()
     proxy.heal()
 
@@ -99,13 +105,13 @@ def truth(model):
 def network(tmp_path, monkeypatch):
     monkeypatch.setenv("KVTIER_TEST_PASSWORD", "secret")
     with one_server(tmp_path / "server", tcp=True) as server, Proxy(("127.0.0.1", server.port)) as proxy:
-        server.ask("ACL", "SETUSER", "engine", "on", ">secret", "~*", "+@all")
+        admit(server)
         yield server, proxy
 
 
 def stack(url, **settings):
     """Memory for one prompt, and a store far away."""
-    made = cpu("2200KiB", load_wait=f"{LOAD_WAIT}s")
+    made = cpu("1560KiB", load_wait=f"{LOAD_WAIT}s")
     user = {"username": "engine", "password": "env:KVTIER_TEST_PASSWORD"}
     made["tiers"].append({"type": "redis", "url": url, "timeout": "1s", **user, **settings})
     return made
