@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import attrs
+
 from benchmarks.bare import RawFiles, RingFiles, must
 from benchmarks.measure import GIB, Case, Table, Times, interleaved, progress, scratch
 from kvtier_core.frames.codec import FrameCodec
@@ -32,6 +34,7 @@ GROUP = 4 << 20  # bytes a call, as a tier groups them
 RAW = "raw files"
 RING = "bare io_uring loop"
 BACKEND = "kvtier_disk"
+SHARED = "kvtier_disk, shared"
 TRUSTING = "Tier over kvtier_disk, no frame sealed or checked"
 TIER = "Tier over kvtier_disk"
 
@@ -54,7 +57,8 @@ def _against_files(bench: _Bench, frame_nbytes: int) -> Table:
         title=f"Disk: frames of {Nbytes(frame_nbytes)}",
         says=f"{Nbytes(TOTAL)} in new files of one frame each, {THREADS} threads, `direct: {direct}`. Raw is `open` "
         "with O_DIRECT, one `pwritev` or `preadv` from or to aligned memory, `close`; no fsync anywhere. "
-        f"{_of_the_ring()} kvtier_disk writes under a temporary name and renames; the tier adds index and threads. Its "
+        f"{_of_the_ring()} kvtier_disk writes under a temporary name and renames; with `shared: true` it opens the "
+        "folder anew at each call, as one on a network file system. The tier adds index and threads. Its "
         "last row also seals each frame, on one thread as the manager does, and verifies every byte of each read: the "
         "difference to the row above it is the cost of verification. Ratios are of speeds in the same round: "
         f"median (min to max) of {ROUNDS}.",
@@ -109,6 +113,7 @@ class _Bench:
         self.raw = RawFiles(place / "raw")
         self.ring = RingFiles(place / "ring", len(self.keys))
         self.backend = _open(place / "backend", context)
+        self.shared = _open(place / "shared", attrs.evolve(context, capacity=Nbytes(0)), shared=True)
         self.tiers = {width: self._tier(_open(place / f"tier{width}", context), width) for width in WIDTHS}
         self.tier = self.tiers[THREADS]
         self.threads = ThreadPoolExecutor(THREADS)
@@ -135,6 +140,11 @@ class _Bench:
                 lambda: self.in_threads(self.backend.write, self.frames),
                 before=lambda: self.backend.delete(self.keys),
             ),
+            Case(
+                SHARED,
+                lambda: self.in_threads(self.shared.write, self.frames),
+                before=lambda: self.shared.delete(self.keys),
+            ),
             Case(TRUSTING, lambda: self.write(self.tier), before=lambda: self.clear(self.tier)),
             Case(TIER, lambda: self.sealed_write(self.tier), before=lambda: self.clear(self.tier)),
         ]
@@ -144,6 +154,7 @@ class _Bench:
             Case(RAW, lambda: self.in_threads(self.raw.read, self.landings)),
             *self.if_there_is_a_ring(Case(RING, lambda: self.ring.read(self.landings))),
             Case(BACKEND, lambda: self.in_threads(self.backend.read, self.landings)),
+            Case(SHARED, lambda: self.in_threads(self.shared.read, self.landings)),
             Case(TRUSTING, lambda: self.read(self.tier), before=lambda: self.trust(self.tier)),
             Case(TIER, lambda: self.read(self.tier), before=lambda: self.verify(self.tier)),
         ]
@@ -208,6 +219,7 @@ class _Bench:
         self.sealer.shutdown()
         self.ring.close()
         self.backend.close()
+        self.shared.close()
         for tier in self.tiers.values():
             tier.close(1.0)
 
@@ -221,8 +233,8 @@ class _PassthroughCodec(FrameCodec):
         return None
 
 
-def _open(path: Path, context: OpenContext) -> Backend:
-    return DiskConfig(path=path, direct="on", min_free=Nbytes(0)).open(context)
+def _open(path: Path, context: OpenContext, *, shared: bool = False) -> Backend:
+    return DiskConfig(path=path, direct="on", min_free=Nbytes(0), shared=shared).open(context)
 
 
 def _views(frame_nbytes: int) -> list[memoryview]:

@@ -62,7 +62,7 @@ ADAPTERS = "kvtier_core/vllm/requests/adapters.py"
 WEIGHTS = "kvtier_core/engine/weights.py"
 SCHEDULER = "kvtier_core/engine/scheduler_side.py"
 ASKING = "tests/core/test_asking.py::"
-PATIENCE = "tests/engine/test_patience.py::"
+WAITING = "tests/engine/test_waiting.py::"
 WORKER = "kvtier_core/engine/worker_side.py"
 RECORDER = "kvtier_core/engine/recorder.py"
 CONNECTOR = "kvtier_core/vllm/connector.py"
@@ -821,8 +821,8 @@ MUTANTS = (
     ),
     Mutant(
         "waits-for-ever",
-        "kvtier_core/engine/scheduler/patience.py",
-        "return self.waited(state) < longest",
+        "kvtier_core/engine/scheduler/waiting.py",
+        "return self._waited(state) < longest",
         "return True",
         "tests/vllm/test_bad_disks.py::test_a_disk_that_hangs_stalls_nobody",
     ),
@@ -1069,10 +1069,10 @@ MUTANTS = (
     ),
     Mutant(
         "waits-longer-than-computing-takes",
-        "kvtier_core/engine/scheduler/patience.py",
+        "kvtier_core/engine/scheduler/waiting.py",
         "longest = min(longest, state.awaited_chunks * limit.chunk_seconds)",
         "pass",
-        PATIENCE + "test_nobody_waits_longer_than_computing_takes",
+        WAITING + "test_nobody_waits_longer_than_computing_takes",
     ),
     Mutant(
         "waits-for-late-answers",
@@ -1086,7 +1086,7 @@ MUTANTS = (
         STORE_TIER + "/load_choice.py",
         "if fitting and self._speed",
         "if fitting or self._speed",
-        PATIENCE + "test_a_slow_store_is_declined_and_the_line_has_both_numbers",
+        WAITING + "test_a_slow_store_is_declined_and_the_line_has_both_numbers",
     ),
     Mutant(
         "a-declined-store-stays-declined",

@@ -13,13 +13,11 @@ from kvtier_core.engine.recorder import Recorder
 from kvtier_core.engine.request_view import Bypass, RequestView
 from kvtier_core.engine.scheduler.event_log import EventLog
 from kvtier_core.engine.scheduler.loads import Loads
-from kvtier_core.engine.scheduler.patience import Patience
-from kvtier_core.engine.scheduler.prefill_speed import PrefillSpeed
 from kvtier_core.engine.scheduler.provenance import Provenance
 from kvtier_core.engine.scheduler.requests import Requests, RequestState
-from kvtier_core.engine.scheduler.savings import Savings
 from kvtier_core.engine.scheduler.self_test_gate import SelfTestGate
 from kvtier_core.engine.scheduler.store_jobs import StoreJobs
+from kvtier_core.engine.scheduler.waiting import Waiting
 from kvtier_core.engine.step import ScheduledRequest, Step, StepResult
 from kvtier_core.interfaces import TokenDatabase
 from kvtier_core.stack.interface import Lookup, Stack
@@ -59,7 +57,6 @@ class SchedulerSide:
         """``loads`` and ``stores`` say which of the two this engine does; ``clock`` returns seconds."""
         self.manager = manager
         self.events = EventLog(observe, clock)
-        self.savings = Savings()
         self.namespace = self._first_namespace = namespace
         self._config = config
         self._chunk_tokens = config.chunk_tokens
@@ -74,8 +71,8 @@ class SchedulerSide:
         self._provenance = Provenance(block_tokens)
         self._loads = Loads(manager, chunk_tokens=config.chunk_tokens, block_tokens=block_tokens)
         self._stores = StoreJobs(manager, ranks)
-        self._prefill = PrefillSpeed()
-        self._patience = Patience(config, self._prefill, clock)
+        self._waiting = Waiting(config, clock)
+        self.savings = self._waiting.savings
         self._stepped = False  # has the stack been stepped since the last plan?
         # Blocks allocated since the last plan that a forward or another connector's load will write. Blocks
         # that kvtier loads are not among them: the mover's load itself waits for the stores that still read them.
@@ -93,7 +90,7 @@ class SchedulerSide:
         state = self._requests.track(view)
         if not self._why_no_lookup(state):
             keys = self._requests.keys(state, view.tokens)
-            self.manager.prefetch(keys, self._patience.limit(state), view.identity.salt)
+            self.manager.prefetch(keys, self._waiting.limit(state), view.identity.salt)
 
     def bypass(self, request_id: str, bypass: Bypass) -> None:
         """Look up and store nothing more for a request: its KV may not be what its keys say."""
@@ -114,10 +111,10 @@ class SchedulerSide:
         self._step_stack()
         first = computed // self._chunk_tokens
         keys = self._requests.keys(state, view.tokens)[first:]
-        found = self._loads.find(state, keys, self._patience.limit(state))
+        found = self._loads.find(state, keys, self._waiting.limit(state))
         state.declined = found.declined
         waits = found.pending or (found.slots and not self._self_test.is_open)
-        if waits and self._patience.allows(state, found):
+        if waits and self._waiting.allows(state, found):
             return None
         if not found.slots or not self._self_test.is_open:
             state.reason = self._why_no_hit(keys, found)
@@ -128,7 +125,7 @@ class SchedulerSide:
     def admitted(self, view: RequestView, block_ids: Sequence[int], tokens: int) -> None:
         """The engine allocated the request's blocks, and wants ``tokens`` of those that `match` offered loaded."""
         state = self._requests.track(view)
-        self._end_of_wait(state, tokens)
+        self._waiting.end(state, tokens)
         if not view.computed_tokens:  # otherwise it returns from a load
             state.trusted = None
         computed = view.computed_tokens or state.computed
@@ -147,15 +144,6 @@ class SchedulerSide:
         state = self._requests.get(request_id)
         return state.sources if state else {}
 
-    def _end_of_wait(self, state: RequestState, tokens: int) -> None:
-        """A request is admitted, and loads so many tokens."""
-        state.waited, state.load_begun = self._patience.waited(state), self._clock()
-        if not tokens and state.awaited:
-            self.savings.waited_in_vain(state.awaited, state.waited)
-        if state.declined:
-            self.savings.declined(state.declined.tier, state.declined.chunks * self._chunk_tokens)
-        state.waiting_since, state.awaited, state.awaited_chunks = None, "", 0
-
     # -- a step ----------------------------------------------------------------------------------------
 
     def plan(self, step: Step) -> StepPlan:
@@ -165,7 +153,7 @@ class SchedulerSide:
         else:
             self.events.record(self.manager.step())
         self._stepped = False
-        self._prefill.planned(sum(request.scheduled for request in step.requests), self._clock())
+        self._waiting.speed.planned(sum(request.scheduled for request in step.requests), self._clock())
         self._loads.release_forgotten()
         stores_to_fence = self._stores.to_fence(self._new_blocks.union(step.new_blocks))
         self._new_blocks.clear()
@@ -191,7 +179,7 @@ class SchedulerSide:
         failed = self._loads.under_way(result.failed_loads)
         for request_id in self._loads.under_way(result.ended_loads) - failed:
             if state := self._requests.get(request_id):
-                self._count_load(state)
+                self._waiting.loaded(state)
         self._loads.end(result.ended_loads)
         for request_id in failed:
             if state := self._requests.get(request_id):
@@ -199,7 +187,7 @@ class SchedulerSide:
 
     def step_ended(self) -> None:
         """The oldest step that was planned has ended. Called once for each."""
-        self._prefill.ended(self._clock())
+        self._waiting.speed.ended(self._clock())
 
     def drain(self, timeout: float) -> None:
         """Wait until nothing is in flight in the stack, at most ``timeout`` seconds."""
@@ -291,18 +279,9 @@ class SchedulerSide:
 
     def _log_hit(self, state: RequestState, tokens: int) -> None:
         had = f" (the engine had {state.computed})" if state.computed else ""
-        parts = [state.reason]
-        if state.waited and tokens and (seconds := self._prefill.seconds(tokens)):
-            parts.append(f"waited {state.waited:.3f} s, computing takes {seconds:.3f} s")
-        if tokens and state.declined:
-            parts.append(str(state.declined))
-        request_id, of = state.view.request_id, state.view.tokens
-        logger.info("kvtier: %s: hit %d of %d tokens%s: %s", request_id, tokens, of, had, "; ".join(parts))
-
-    def _count_load(self, state: RequestState) -> None:
-        """A load has ended well."""
-        waited = state.waited + self._clock() - state.load_begun
-        self.savings.loaded(state.sources, self._prefill.seconds(state.sources.total()), waited)
+        why = state.reason + (self._waiting.explain(state, tokens) if tokens else "")
+        view = state.view
+        logger.info("kvtier: %s: hit %d of %d tokens%s: %s", view.request_id, tokens, view.tokens, had, why)
 
     def _plan_store(
         self, state: RequestState, scheduled: ScheduledRequest, step: Step

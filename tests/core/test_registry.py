@@ -288,7 +288,7 @@ def test_an_extra_is_suggested(extra):
     )
 
 
-@pytest.mark.parametrize("name", ["gds", "redis", "s3", "all", "plot", "testing", "c", "cpu.*"])
+@pytest.mark.parametrize("name", ["gds", "kafka", "all", "plot", "testing", "c", "cpu.*"])
 def test_no_extra_is_suggested_that_does_not_exist_or_brings_no_such_tier(name):
     assert "pip" not in Registry.of().choose("tier", name).hint
 

@@ -30,8 +30,11 @@ ROOT = Path(__file__).parents[2]
 
 #: Bytes that these read become code.
 EXECUTES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "code", "codeop"}
-#: Nothing of ours listens, and nothing connects. A tier that must will say here to whom: loopback or a Unix socket.
+#: Nothing of ours listens, and nothing connects but the tiers of `CONNECTS`.
 LISTENS = {"socket", "_socket", "socketserver", "asyncio", "http", "xmlrpc", "wsgiref", "ssl", "zmq", "select"}
+#: Tiers across a network, and to whom they connect. Neither may wait for others to connect.
+CONNECTS = {"kvtier_redis": "the server of its url", "kvtier_s3": "the endpoint of its bucket"}
+WAITS = {"bind", "listen", "accept", "create_server", "start_server", "start_unix_server", "create_datagram_endpoint"}
 #: Its pipes and queues unpickle what comes through them; among the processes of a test that is no stranger's.
 UNPICKLES = {"multiprocessing", "concurrent.futures.process"}
 BUILTINS = {"eval", "exec", "compile", "__import__"}
@@ -45,10 +48,12 @@ FORBIDDEN = {
 }
 
 
-def dangers(source: str, *, test: bool = False) -> Iterator[tuple[int, str]]:
+def dangers(source: str, *, test: bool = False, connects: bool = False) -> Iterator[tuple[int, str]]:
     """Line and name of whatever a file must not use."""
     tree = ast.parse(source)
-    modules = EXECUTES if test else EXECUTES | LISTENS | UNPICKLES
+    modules = EXECUTES if test else EXECUTES | UNPICKLES | (set() if connects else LISTENS)
+    if connects:
+        yield from ((node.lineno, node.attr) for node in ast.walk(tree) if getattr(node, "attr", "") in WAITS)
     for line, name in [*_imports(tree), *_used(tree)]:
         module, _, attribute = name.rpartition(".")
         if name in BUILTINS or attribute in FORBIDDEN.get(module, ()) or not modules.isdisjoint(_and_parents(name)):
@@ -89,11 +94,20 @@ def is_test(file: Path) -> bool:
     return not {"tests", "testing"}.isdisjoint(file.relative_to(ROOT).parts)
 
 
+def connects(file: Path) -> bool:
+    return not is_test(file) and not CONNECTS.keys().isdisjoint(file.relative_to(ROOT).parts)
+
+
+@pytest.mark.parametrize("source", ["sock.listen()", "socket.create_server(place)", "await asyncio.start_server(f)"])
+def test_a_tier_that_connects_may_not_listen(source):
+    assert list(dangers(f"async def f():\n    {source}", connects=True))
+
+
 def test_no_source_runs_what_it_reads_or_listens():
     found = [
         f"{file.relative_to(ROOT)}:{line}: {name}"
         for file in sources()
-        for line, name in dangers(file.read_text(), test=is_test(file))
+        for line, name in dangers(file.read_text(), test=is_test(file), connects=connects(file))
     ]
     assert not found, "\n".join(found)
 

@@ -164,21 +164,30 @@ class HasNoLimit(SharedFolder):
 
 
 class OwnCount(FolderSpace):
-    """Of this user alone."""
+    """Counts and sees what this user wrote."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, written):
         super().__init__(folder)
         self.__dict__["own"] = Count(0, 0)
+        self.__dict__["written"] = written
 
     def count(self, *, taken=0, freed=0):
         self.__dict__["own"] = Count(self.own.taken + taken, self.own.freed + freed)
         return self.own
 
+    def oldest(self):
+        return [(file, nbytes) for file, nbytes in super().oldest() if file in self.written]
+
 
 class CountsAlone(SharedFolder):
     def __init__(self, folder, ctx):
         super().__init__(folder, ctx)
-        self.space = SharedSpace(OwnCount(folder), ctx.capacity)
+        self.written = set()
+        self.space = SharedSpace(OwnCount(folder, self.written), ctx.capacity)
+
+    def write_one(self, key, frame):
+        self.written.add(self.file(key))
+        super().write_one(key, frame)
 
 
 class OwnNamespace(FolderSpace):

@@ -108,7 +108,7 @@ def served(stack):  # noqa: F811
 
 def computes(host, tokens_per_second):
     """What the host's steps would have shown."""
-    host.side._prefill.rate = tokens_per_second
+    host.side._waiting.speed.rate = tokens_per_second
 
 
 def delivers(host, nbytes_per_second):
