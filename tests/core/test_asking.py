@@ -68,7 +68,7 @@ def test_nothing_behind_a_chunk_that_is_not_there_comes_up(bench):
 
 def test_what_is_not_worth_it_does_not_come_up(bench):
     tier = bench.tiers[0]
-    tier._reads.speed.rate, tier._reads.speed.answer = 1.0, 1e-9
+    tier._reads._speed.rate, tier._reads._speed.answer = 1.0, 1e-9
     limit = LoadLimit(chunk_seconds=1e-3, wait=2.0)
     bench.manager.lookup(PATH, "waiting", limit)
     bench.settle()
@@ -79,7 +79,7 @@ def test_what_is_not_worth_it_does_not_come_up(bench):
 
 def test_nobody_waits_for_a_probe(bench):
     tier = bench.tiers[0]
-    tier._reads.speed.rate, tier._reads.speed.answer = 1.0, 1e-9
+    tier._reads._speed.rate, tier._reads._speed.answer = 1.0, 1e-9
     limit = LoadLimit(chunk_seconds=1e-3, wait=2.0)
     bench.manager.lookup(PATH, "first", limit)
     bench.settle()
@@ -92,7 +92,7 @@ def test_nobody_waits_for_a_probe(bench):
 
 
 def test_nobody_waits_for_an_answer_that_takes_longer_than_a_tenth_of_the_computing(bench):
-    bench.tiers[0]._reads.speed.answer = 0.1
+    bench.tiers[0]._reads._speed.answer = 0.1
     assert bench.manager.lookup(PATH, "slow", LoadLimit(0.1, 2.0)).pending == 0
     assert bench.manager.lookup(PATH, "worth it", LoadLimit(0.2, 2.0)).pending == 8
     bench.settle()

@@ -114,7 +114,7 @@ def computes(host, tokens_per_second):
 def delivers(host, nbytes_per_second):
     """What its reads would have shown."""
     tier = host.manager._tiers[0]
-    tier._reads.speed.rate = nbytes_per_second
+    tier._reads._speed.rate = nbytes_per_second
     return tier
 
 
@@ -161,9 +161,9 @@ def test_a_declined_store_is_probed_and_taken_again(served, said):  # noqa: F811
     tier = delivers(host, FRAME / 1e3)
     assert host.ask("second", ASKED) == 0
     assert "to load them" in said()[-1]
-    assert tier._reads.speed.rate != FRAME / 1e3, "a probe was measured"
+    assert tier._reads._speed.rate != FRAME / 1e3, "a probe was measured"
     clock.now = 2.0
-    tier._reads.speed.rate = FRAME / 1e-3
+    tier._reads._speed.rate = FRAME / 1e-3
     host.manager._arenas[0].make_room(32)
     assert host.ask("third", ASKED) == CHUNKS * CHUNK
     assert said()[-1].startswith("hit 32 of 35 tokens: disk 32")

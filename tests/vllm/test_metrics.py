@@ -44,7 +44,7 @@ def test_a_tier_that_is_slower_than_computing_is_declined_and_counted(engine, tm
         before = of_tiers()
         second.ask(prompt(143, 1100))
         (disk,) = second.manager._tiers
-        disk._reads.speed.rate = 1e3  # bytes a second, as if reads had shown it
+        disk._reads._speed.rate = 1e3  # bytes a second, as if reads had shown it
         said()
         assert second.ask(asked)[0].cached == 0
         (line,) = [line for line in said() if ": hit " in line]

@@ -8,13 +8,13 @@ from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import Backend
 from kvtier_core.stack.batches import in_groups
 from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.stack.store_tier.asking.lookup_queue import LookupQueue
+from kvtier_core.stack.store_tier.asking.speed import StoreSpeed
 from kvtier_core.stack.store_tier.deletes import Deletes
 from kvtier_core.stack.store_tier.frame_io import ReadStatus, read_frames
 from kvtier_core.stack.store_tier.health import StoreHealth
 from kvtier_core.stack.store_tier.keys_in_use import KeysInUse, Use
-from kvtier_core.stack.store_tier.lookup_queue import LookupQueue
 from kvtier_core.stack.store_tier.space import Space
-from kvtier_core.stack.store_tier.speed import StoreSpeed
 from kvtier_core.transfer.io_pool import Outcome, Pool
 from kvtier_core.types import ChunkKey
 
@@ -38,10 +38,11 @@ class Reads:
         in_use: KeysInUse,
         deletes: Deletes,
         lookup_queue: LookupQueue,
+        speed: StoreSpeed,
         clock: Callable[[], float],
     ):
         self.inflight_nbytes = 0  #: of slots that reads in flight fill
-        self.speed = StoreSpeed()
+        self._speed = speed
         self._backend = backend
         self._index = index
         self._space = space
@@ -65,7 +66,7 @@ class Reads:
         self._health.begin(self._health.reads)
         self.inflight_nbytes += sum(len(view) for _, view in wanted)
         groups = list(in_groups(wanted, lambda pair: len(pair[1])))
-        self.speed.begin(len(groups), self._clock())
+        self._speed.begin(len(groups), self._clock())
         for group in groups:
             self._pool.submit_load(
                 lambda group=group: (read_frames(self._backend, codec, group, salts), self._clock()),
@@ -77,7 +78,7 @@ class Reads:
         nbytes = sum(len(view) for _, view in wanted)
         self.inflight_nbytes -= nbytes
         reads, ended = outcome.value or ([None] * len(keys), self._clock())  # None: unknown, the frame stays indexed
-        self.speed.end(nbytes if outcome.error is None else 0, ended)
+        self._speed.end(nbytes if outcome.error is None else 0, ended)
         found: dict[ReadStatus, list[ChunkKey]] = {status: [] for status in ReadStatus}
         for key, read in zip(keys, reads, strict=True):
             del self._in_use[key]

@@ -7,21 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import Backend
-from kvtier_core.stack.batches import as_many, leading, leading_run
+from kvtier_core.stack.batches import leading
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.interface import LoadLimit
+from kvtier_core.stack.store_tier.asking.load_choice import LoadChoice, LoadChooser
+from kvtier_core.stack.store_tier.asking.lookups import Lookups
+from kvtier_core.stack.store_tier.asking.speed import StoreSpeed
 from kvtier_core.stack.store_tier.deletes import Deletes
 from kvtier_core.stack.store_tier.frame_io import FrameWrite
 from kvtier_core.stack.store_tier.health import StoreHealth
 from kvtier_core.stack.store_tier.incompatible import IncompatibleFrames
 from kvtier_core.stack.store_tier.keys_in_use import KeysInUse, Use
-from kvtier_core.stack.store_tier.load_choice import LoadChoice, LoadChooser
-from kvtier_core.stack.store_tier.lookup_queue import LookupQueue
 from kvtier_core.stack.store_tier.policy_state import PolicyState
 from kvtier_core.stack.store_tier.reads import Arrived, Reads
 from kvtier_core.stack.store_tier.space import CapacityLimit, Space
 from kvtier_core.stack.store_tier.writes import Release, Writes
-from kvtier_core.transfer.io_pool import Outcome, Pool, run_within
+from kvtier_core.transfer.io_pool import Pool, run_within
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Usage
 
 
@@ -57,16 +58,16 @@ class StoreTier:
         self._clock = clock
         self._in_use = KeysInUse()
         self._health = StoreHealth(name, pool, timeout, clock)
-        self._lookup_queue = LookupQueue(clock)
         self._policy_state = PolicyState(backend, index, codec, capacity)
         self._space = Space(index, CapacityLimit(capacity), self._policy_state.nbytes, clock)
-        shared = {"pool": pool, "health": self._health, "space": self._space, "in_use": self._in_use}
-        self._deletes = Deletes(backend, index, clock=clock, landed=lambda: self._writes.start(), **shared)
-        shared |= {"deletes": self._deletes, "clock": clock}
-        self._writes = Writes(backend, index, concurrent=max(1, threads - 1), **shared)
-        self._reads = Reads(backend, index, lookup_queue=self._lookup_queue, **shared)
-        self._chooser = LoadChooser(name, self._reads.speed, clock)
-        self._found: list[ChunkKey] = []  # by asking, since the caller last took them
+        speed = StoreSpeed()
+        self._chooser = LoadChooser(name, speed, clock)
+        calls = {"pool": pool, "health": self._health, "in_use": self._in_use, "clock": clock}
+        self._lookups = Lookups(backend, index, speed=speed, **calls)
+        self._deletes = Deletes(backend, index, space=self._space, landed=lambda: self._writes.start(), **calls)
+        calls |= {"space": self._space, "deletes": self._deletes}
+        self._writes = Writes(backend, index, concurrent=max(1, threads - 1), **calls)
+        self._reads = Reads(backend, index, lookup_queue=self._lookups.queue, speed=speed, **calls)
         self._recover()
 
     @property
@@ -107,10 +108,10 @@ class StoreTier:
         """Why a frame that is in the store cannot be read now; empty if it is not there, as far as is known."""
         if key in self.incompatible:
             return f"{self.name} has it from another codec or seal key"
+        if not self._health.can_read and (key in self.index or self.backend.shared):
+            return f"{self.name} cannot be asked now"
         if key not in self.index:
             return ""
-        if not self._health.can_read:
-            return f"{self.name} cannot be asked now"
         if key in self._in_use:
             return f"its frame in {self.name} {self._in_use[key].value}"
         return f"its frame in {self.name} may not be used any more"
@@ -128,10 +129,7 @@ class StoreTier:
 
         The next `poll` asks for those that are not asked for already.
         """
-        if not self.backend.shared or not self._health.can_read:
-            return 0
-        run = leading_run(path[start:], lambda key: key not in self.index and self._lookup_queue.note(key))
-        return len(run)
+        return self._lookups.request(path, start)
 
     def worth_asking(self, chunks: int, limit: LoadLimit | None) -> bool:
         """Should a request wait until the store has answered whether it has these chunks?"""
@@ -139,12 +137,11 @@ class StoreTier:
 
     def is_asked(self, key: ChunkKey) -> bool:
         """Has the store not yet answered whether it has this key?"""
-        return key in self._lookup_queue
+        return key in self._lookups.queue
 
     def take_found(self) -> list[ChunkKey]:
         """The keys that the store was asked for since the last call, and has."""
-        found, self._found = self._found, []
-        return found
+        return self._lookups.take_found()
 
     def poll(self) -> None:
         """Ask a shared store for the keys that `request_lookup` noted, retry deletes, and save the policy's state."""
@@ -155,8 +152,7 @@ class StoreTier:
             self._policy_state.keep_by(
                 self.pool, now, lambda outcome: self._health.record_outcome(self._health.writes, [], outcome)
             )
-        for keys in self._lookup_queue.take():
-            self._ask([key for key in keys if key not in self._in_use and key not in self.index])
+        self._lookups.start(self._index_found)
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -302,27 +298,7 @@ class StoreTier:
                 self.index.admit([key], [None], nbytes)
         self._deletes.evict(self._space.excess(self._in_use))
 
-    def _ask(self, keys: Sequence[ChunkKey]) -> None:
-        if not keys or not self._health.can_read:
-            return self._lookup_queue.answered(keys)
-        self._in_use.begin(keys, Use.READING)
-        self._health.begin(self._health.reads)
-
-        def ask() -> tuple[Sequence[bool], float]:
-            begun = self._clock()
-            return as_many(self.backend.contains(keys), keys), self._clock() - begun
-
-        self.pool.submit_load(ask, lambda outcome: self._on_answer(keys, outcome))
-
-    def _on_answer(self, keys: Sequence[ChunkKey], outcome: Outcome) -> None:
-        for key in keys:
-            del self._in_use[key]
-        self._lookup_queue.answered(keys)
-        self._health.record_outcome(self._health.reads, keys, outcome)
-        answers, seconds = outcome.value or ([False] * len(keys), 0.0)
-        self._reads.speed.answered(seconds)
-        self._lookup_queue.not_there(key for key, there in zip(keys, answers, strict=True) if not there)
-        found = self.index.held.missing([key for key, there in zip(keys, answers, strict=True) if there])
-        self.index.admit(found, [None] * len(found), self._codec.max_frame_nbytes)
-        self._found += found
+    def _index_found(self, keys: Sequence[ChunkKey]) -> None:
+        """Remember what the store was asked for and has; forget others if there are too many."""
+        self.index.admit(keys, [None] * len(keys), self._codec.max_frame_nbytes)
         self._deletes.evict(self._space.excess(self._in_use))

@@ -1,0 +1,1 @@
+"""What a store has that nobody here knows, and whether that is worth loading."""
