@@ -75,10 +75,10 @@ class Dialer:
         """A connection to a server that accepted user and password. Raises BackendError and what is in FAILURES."""
         options = {**self.options(deadline), **self.login, "db": self.db, "retry": NO_RETRY}
         if not address.port:
-            connection = redis.UnixDomainSocketConnection(address.host, **options)
+            connection = redis.UnixDomainSocketConnection(path=address.host, **options)
         else:
             kind = redis.SSLConnection if self.tls else redis.Connection
-            connection = kind(address.host, address.port, socket_keepalive=True, **options)
+            connection = kind(host=address.host, port=address.port, socket_keepalive=True, **options)
         try:
             connection.connect()
             return Link(connection, deadline)
