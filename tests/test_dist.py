@@ -98,7 +98,7 @@ def test_no_requirement_names_an_engine(built, name):
 
 @pytest.mark.parametrize(
     ("name", "needs"),
-    [("kvtier_cpu", set()), ("kvtier_disk", set()), ("kvtier_redis", {"hiredis"}), ("kvtier_minimal", set())],
+    [("kvtier_cpu", set()), ("kvtier_disk", set()), ("kvtier_redis", {"hiredis", "redis"}), ("kvtier_minimal", set())],
 )
 def test_plugins_require_the_core_and_little_else(built, name, needs):
     assert requirements(built, name) == {"kvtier", *needs}
@@ -156,7 +156,7 @@ def test_without_a_compiler_the_core_is_installed_all_the_same(built, python, tm
 def test_the_environment_holds_nothing_else(python):
     listed = run(python, "-m", "pip", "list", "--format", "freeze").lower().replace("_", "-")
     installed = {line.split("==")[0] for line in listed.split()} - {"pip", "setuptools"}
-    assert installed == {"attrs", "hiredis", "pluggy", "pyyaml", *(name.replace("_", "-") for name in SOURCES)}
+    assert installed == {"attrs", "hiredis", "pluggy", "pyyaml", "redis", *(name.replace("_", "-") for name in SOURCES)}
 
 
 def test_the_command_lists_every_plugin(python):

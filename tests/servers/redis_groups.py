@@ -71,7 +71,8 @@ class Sentinel:
 
     def named(self) -> int:
         """The port of the server that the first sentinel calls the master."""
-        return int(self.sentinels[0].ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "kv")[1])
+        told = self.sentinels[0].ask("SENTINEL", "MASTER", "kv")
+        return int(told[told.index("port") + 1])
 
 
 @contextlib.contextmanager

@@ -24,8 +24,9 @@ class Client:
     """Raises BackendError and nothing else. All methods may be called on any thread."""
 
     def __init__(self, settings: RedisSettings):
-        self.links = Links(Dialer.of(settings))
-        self.servers = servers_of(settings, self.links)
+        dialer = Dialer.of(settings)
+        self.links = Links(dialer)
+        self.servers = servers_of(settings, dialer)
 
     def close(self) -> None:
         """May be called twice."""

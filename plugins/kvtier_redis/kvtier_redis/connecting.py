@@ -1,26 +1,32 @@
-"""Opens connections: TCP, TLS or a Unix socket, then AUTH and SELECT. Keeps those that are not in use."""
+"""Opens connections with redis-py: TCP, TLS or a Unix socket, logged in. Keeps those that are not in use."""
 
 from __future__ import annotations
 
 import contextlib
-import socket
-import ssl
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import attrs
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisClusterException
+from redis.retry import Retry
 
 from kvtier_core.errors import BackendError
 from kvtier_redis.deadline import Deadline
-from kvtier_redis.link import Link, ServerError
+from kvtier_redis.link import Link, ServerError, plain
 from kvtier_redis.settings import RedisSettings
 
 _PORT = 6379
 #: Idle connections to one server that are kept. A tier uses one for each of its threads.
 _MOST_IDLE = 64
+#: What redis-py raises, the last four where a server answers something that no Redis answers.
+FAILURES = (redis.RedisError, RedisClusterException, OSError, ValueError, TypeError, LookupError, AttributeError)
+#: The call that failed has a deadline, and the tier decides when to ask again.
+NO_RETRY = Retry(NoBackoff(), 0)
 
 
 class Address(NamedTuple):
@@ -45,86 +51,49 @@ def address_in(url: str) -> Address:
 class Dialer:
     """Opens connections as the settings say."""
 
-    login: tuple[str, ...] = attrs.field(repr=False)  #: user and password, the password alone, or nothing
+    login: Mapping[str, str] = attrs.field(repr=False)  #: user and password, the password alone, or nothing
     db: int
-    tls: ssl.SSLContext | None
+    tls: Mapping[str, Any]  #: what redis-py is to know about TLS; nothing: there is none
 
     @classmethod
     def of(cls, settings: RedisSettings) -> Dialer:
-        """Reads the password and the files of TLS. Raises BackendError."""
+        """Reads the password, and looks for the files of TLS. Raises BackendError."""
         parts = urlsplit(settings.url)
-        login = () if settings.password is None else (*filter(None, [settings.username]), settings.password.value)
+        login = {}
+        if settings.password is not None:
+            login = {"username": settings.username or None, "password": settings.password.value}
         database = "" if parts.scheme == "unix" else parts.path.strip("/")
-        return cls(login, int(database or 0), _tls(settings) if parts.scheme == "rediss" else None)
+        return cls(login, int(database or 0), _tls(settings) if parts.scheme == "rediss" else {})
 
-    def open(self, address: Address, deadline: Deadline, *, log_in: bool = True) -> Link:
-        """A connection to a server that accepted user and password. Raises BackendError and OSError."""
-        link = Link(self._socket(address, deadline), deadline)
-        try:
-            if log_in:
-                self.log_in(link)
-        except BaseException:
-            link.close()
-            raise
-        return link
+    def options(self, deadline: Deadline) -> dict[str, Any]:
+        """Of every connection, as redis-py calls them. Each wait of it for the server ends by the deadline."""
+        left = deadline.left()
+        unasked = {"protocol": 2, "driver_info": None}  # no HELLO and no CLIENT SETINFO: an ACL need not allow them
+        return {"socket_timeout": left, "socket_connect_timeout": left, **unasked, **self.tls}
 
-    def log_in(self, link: Link) -> None:
-        """Say who this is, and choose the database. Raises BackendError and OSError."""
-        if self.login:
-            link.call("AUTH", *self.login)
-        if self.db:
-            link.call("SELECT", self.db)
-
-    def _socket(self, address: Address, deadline: Deadline) -> socket.socket:
-        sock = _connected(address, deadline)
-        try:
-            if address.port:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            if self.tls is not None:
-                sock.settimeout(deadline.left())
-                sock = self.tls.wrap_socket(sock, server_hostname=address.host)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
-
-
-def _connected(address: Address, deadline: Deadline) -> socket.socket:
-    """A socket that is connected to one of the addresses that the host has."""
-    if address.port:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        places = [(family, place) for family, _, _, _, place in found]
-    else:
-        places = [(socket.AF_UNIX, address.host)]
-    failure: OSError | None = None
-    for family, place in places:
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(deadline.left())
-            sock.connect(place)
-        except BaseException as error:
-            sock.close()
-            if not isinstance(error, OSError):
-                raise
-            failure = error
+    def open(self, address: Address, deadline: Deadline) -> Link:
+        """A connection to a server that accepted user and password. Raises BackendError and what is in FAILURES."""
+        options = {**self.options(deadline), **self.login, "db": self.db, "retry": NO_RETRY}
+        if not address.port:
+            connection = redis.UnixDomainSocketConnection(path=address.host, **options)
         else:
-            return sock
-    raise failure or OSError("the host has no address")
+            kind = redis.SSLConnection if self.tls else redis.Connection
+            connection = kind(host=address.host, port=address.port, socket_keepalive=True, **options)
+        try:
+            connection.connect()
+            return Link(connection, deadline)
+        except BaseException:
+            connection.disconnect()
+            raise
 
 
-def _tls(settings: RedisSettings) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=settings.ca)
-        if settings.cert is not None:
-            context.load_cert_chain(settings.cert, settings.key)
-    except OSError as error:  # of ssl, too
-        named = ", ".join(str(path) for path in (settings.ca, settings.cert, settings.key) if path is not None)
-        raise BackendError(f"{named}: {error.strerror or error}") from error
-    if not settings.verify:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context
+def _tls(settings: RedisSettings) -> dict[str, Any]:
+    files = {"ssl_ca_certs": settings.ca, "ssl_certfile": settings.cert, "ssl_keyfile": settings.key}
+    for path in filter(None, files.values()):
+        if not path.is_file():
+            raise BackendError(f"{path}: there is no such file")
+    required = "required" if settings.verify else "none"
+    return {**files, "ssl_cert_reqs": required, "ssl_check_hostname": settings.verify}
 
 
 class Links:
@@ -154,7 +123,7 @@ class Links:
                 self._give_back(address, link)
             else:
                 self._drop(address, link)
-            raise _named(address, error) from error
+            raise named(address, error) from error
         self._give_back(address, link)
 
     def close(self) -> None:
@@ -194,14 +163,24 @@ class Links:
             each.close()
 
 
-def _named(address: Address, error: BaseException) -> BaseException:
-    """What to raise for an error: of the connection, or of a peer that cannot be understood."""
-    if isinstance(error, TimeoutError):
-        return BackendError(f"{address}: no answer in time")
-    if isinstance(error, OSError):
-        return BackendError(f"{address}: {error.strerror or error}")
+def named(where: object, error: BaseException) -> BaseException:
+    """What to raise for an error: of the connection, of redis-py, or of a peer that cannot be understood."""
+    error = _innermost(error)
+    code = getattr(error, "status_code", None)  # redis-py takes it from the front of what the server said
+    if code or isinstance(error, redis.ResponseError):
+        error = ServerError(f"{code} {error}" if code else str(error))
     if isinstance(error, ServerError):
-        return ServerError(str(error), where=str(address), code=error.code)
-    if isinstance(error, BackendError):
-        return BackendError(f"{address}: {error}")
+        return ServerError(str(error), where=str(where), code=error.code)
+    if isinstance(error, (TimeoutError, redis.TimeoutError)):
+        return BackendError(f"{where}: no answer in time")
+    if isinstance(error, (BackendError, *FAILURES)):
+        return BackendError(f"{where}: {plain(getattr(error, 'strerror', None) or str(error))}")
+    return error
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """What happened, of which redis-py says more: the address again, and guesses."""
+    wrappers = (redis.ConnectionError, redis.TimeoutError, RedisClusterException)
+    while type(error) in wrappers and (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
     return error

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import hiredis
+from redis.connection import AbstractConnection
 
 from kvtier_core.errors import BackendError
 from kvtier_redis.deadline import Deadline
@@ -32,9 +33,9 @@ class ServerError(BackendError):
     """What the server answered instead of a result."""
 
     def __init__(self, told: str, *, where: str = "", code: str = ""):
-        plain = "".join(each if each.isprintable() else "?" for each in told[:_LONGEST_ERROR])
-        super().__init__(f"{where}: {plain}" if where else plain)
-        self.code = code or plain.partition(" ")[0]  #: the first word of the answer: OOM, NOAUTH, MOVED
+        told = plain(told)
+        super().__init__(f"{where}: {told}" if where else told)
+        self.code = code or told.partition(" ")[0]  #: the first word of the answer: OOM, NOAUTH, MOVED
 
     @property
     def elsewhere(self) -> bool:
@@ -53,17 +54,19 @@ class Link:
     or `reply_into` for each. While one command waits for the one, none may wait for the other.
     """
 
-    def __init__(self, sock: socket.socket, deadline: Deadline):
+    def __init__(self, connection: AbstractConnection, deadline: Deadline):
+        """On a connection that is open, and has nothing more to receive."""
         self.deadline = deadline  #: by then each operation has ended
         self.waiting = 0  #: answers that were not received yet
-        self._sock = sock
+        self._connection = connection
+        self._sock = sock = _socket_of(connection)
         self._reader = hiredis.Reader(protocolError=Garbage, replyError=ServerError, notEnoughData=_NOT_YET)
         self._ahead = b""
         self._gathers = not isinstance(sock, ssl.SSLSocket)
 
     def close(self) -> None:
         """May be called twice."""
-        self._sock.close()
+        self._connection.disconnect()
 
     @property
     def is_stale(self) -> bool:
@@ -168,6 +171,14 @@ class Link:
         return received
 
 
+def _socket_of(connection: AbstractConnection) -> socket.socket:
+    """The one place that knows the name which redis-py gives to a connection's socket: there is none for others."""
+    sock = getattr(connection, "_sock", None)
+    if sock is None:
+        raise BackendError("this version of redis-py does not show the sockets of its connections")
+    return sock
+
+
 def _announces_too_much(data: bytes) -> bool:
     for kind in _LISTS:
         at = data.find(kind)  # much faster than a regular expression that begins with it
@@ -183,6 +194,11 @@ def _length(line: bytes) -> int:
     if line[:1] != b"$" or not (line[1:].isdigit() or line == b"$-1"):
         raise Garbage("the server answers something else than what was asked")
     return int(line[1:])
+
+
+def plain(told: str) -> str:
+    """What a server said, as a log may show it."""
+    return "".join(each if each.isprintable() else "?" for each in told[:_LONGEST_ERROR])
 
 
 def command(*words: bytes | str | int) -> bytes:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import abc
-import binascii
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from redis.cluster import ClusterNode, NodesManager
+from redis.crc import key_slot
+from redis.sentinel import MasterNotFoundError, Sentinel
 
 from kvtier_core.errors import BackendError
 from kvtier_core.types import ChunkKey
-from kvtier_redis.connecting import Address, Links, address_in
+from kvtier_redis.connecting import FAILURES, NO_RETRY, Address, Dialer, address_in, named
 from kvtier_redis.deadline import Deadline
 from kvtier_redis.settings import RedisSettings
-
-_SLOTS = 1 << 14
 
 
 class Servers(abc.ABC):
@@ -54,16 +55,16 @@ class OneServer(Servers):
 class Sentinels(Servers):
     """The server that the sentinels call the master of a service."""
 
-    def __init__(self, settings: RedisSettings, links: Links):
+    def __init__(self, settings: RedisSettings, dialer: Dialer):
         splits = [each.rpartition(":") for each in settings.sentinels]
-        self._sentinels = [Address(host, int(port)) for host, _, port in splits]
+        self._sentinels = [(host, int(port)) for host, _, port in splits]
         self._service = settings.service
-        self._links = links
+        self._dialer = dialer
         self._master: Address | None = None
 
     def of(self, name: bytes, deadline: Deadline) -> Address:
         if (master := self._master) is None:
-            master = self._master = self._ask_all(deadline)
+            master = self._master = self._ask(deadline.share(len(self._sentinels) + 1))
         return master
 
     def all(self, deadline: Deadline) -> Sequence[Address]:
@@ -72,30 +73,20 @@ class Sentinels(Servers):
     def distrust(self) -> None:
         self._master = None
 
-    def _ask_all(self, deadline: Deadline) -> Address:
-        failures = []
-        for number, sentinel in enumerate(self._sentinels):
-            try:
-                return self._ask(sentinel, deadline.share(len(self._sentinels) - number + 1))
-            except OSError as error:
-                failures.append(f"{sentinel}: {error.strerror or error}")
-            except BackendError as error:
-                failures.append(f"{sentinel}: {error}")
-        raise BackendError(f"no sentinel names the master of {self._service}: {'; '.join(failures)}")
-
-    def _ask(self, sentinel: Address, deadline: Deadline) -> Address:
-        link = self._links.dialer.open(sentinel, deadline, log_in=False)
+    def _ask(self, each: Deadline) -> Address:
+        options = {**self._dialer.options(each), "ssl": bool(self._dialer.tls), "retry": NO_RETRY}
+        group = Sentinel(self._sentinels, sentinel_kwargs=options)
         try:
-            answer = link.call("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
+            host, port = group.discover_master(self._service)
+            return Address(str(host), int(port))
+        except MasterNotFoundError:  # it shows connections with all their settings
+            asked = ", ".join(f"{host}:{port}" for host, port in self._sentinels)
+            raise BackendError(f"none of the sentinels {asked} knows a master of {self._service} that is up") from None
+        except FAILURES as error:
+            raise named(f"the sentinels of {self._service}", error) from error
         finally:
-            link.close()
-        if answer is None:
-            raise BackendError("it does not know this service")
-        try:
-            host, port = answer
-            return Address(host.decode(), int(port))
-        except (ValueError, TypeError, AttributeError):
-            raise BackendError("its answer is no address") from None
+            for client in group.sentinels:
+                client.close()
 
 
 class Cluster(Servers):
@@ -103,29 +94,29 @@ class Cluster(Servers):
 
     one = False
 
-    def __init__(self, url: str, links: Links):
+    def __init__(self, url: str, dialer: Dialer):
         self._seed = address_in(url)
-        self._links = links
-        self._slots: list[Address | None] = [None] * _SLOTS
-        self._known = [self._seed]  # whom to ask for the slots: masters and replicas
+        self._dialer = dialer
+        self._slots: Mapping[int, Address] = {}
+        self._known = {self._seed}  # whom to ask for the slots: masters and replicas
         self._stale = True
 
     def of(self, name: bytes, deadline: Deadline) -> Address:
         self._refresh(deadline)
-        address = self._slots[slot_of(name)]
+        address = self._slots.get(key_slot(name))
         if address is None:
-            raise BackendError(f"{self._seed}: no node of the cluster serves the slot {slot_of(name)}")
+            raise BackendError(f"{self._seed}: no node of the cluster serves the slot {key_slot(name)}")
         return address
 
     def all(self, deadline: Deadline) -> Sequence[Address]:
         self._refresh(deadline)
-        return sorted({address for address in self._slots if address is not None})
+        return sorted(set(self._slots.values()))
 
     def group(self, keys: Sequence[ChunkKey], deadline: Deadline) -> dict[Address, list[int]]:
         self._refresh(deadline)
         groups = defaultdict(list)
         for number, key in enumerate(keys):
-            address = self._slots[_slot(key.hex().encode())]
+            address = self._slots.get(key_slot(key.hex().encode()))
             if address is not None:
                 groups[address].append(number)
         return groups
@@ -136,49 +127,26 @@ class Cluster(Servers):
     def _refresh(self, deadline: Deadline) -> None:
         if not self._stale:
             return
-        failures = []
-        for number, node in enumerate(known := self._known):
-            try:
-                with self._links.borrow(node, deadline.share(len(known) - number + 1)) as link:
-                    self._learn(link.call("CLUSTER", "SLOTS"), node)
-                return
-            except BackendError as error:
-                failures.append(str(error))
-        raise BackendError(f"no node of the cluster says who serves what: {'; '.join(failures)}")
-
-    def _learn(self, answer: object, told_by: Address) -> None:
-        """Take over what CLUSTER SLOTS said."""
-        slots: list[Address | None] = [None] * _SLOTS
-        masters, replicas = [], []
+        known = [ClusterNode(*each) for each in self._known]
+        options = {**self._dialer.options(deadline.share(len(known) + 1)), **self._dialer.login}
         try:
-            for first, last, *nodes in answer:
-                places = [Address(node[0].decode() or told_by.host, int(node[1])) for node in nodes]
-                slots[first : last + 1] = [places[0]] * (last + 1 - first)
-                masters.append(places[0])
-                replicas.extend(places[1:])
-        except (ValueError, TypeError, AttributeError, IndexError):
-            raise BackendError("its answer names no nodes") from None
-        if len(slots) != _SLOTS:
-            raise BackendError("its answer names other slots than there are")
-        self._slots, self._stale = slots, False
-        self._known = list(dict.fromkeys([told_by, *masters, *replicas, self._seed]))
+            nodes = NodesManager(known, ssl=bool(self._dialer.tls), **options)  # asks them, until one knows all slots
+        except FAILURES as error:
+            raise named(f"the cluster of {self._seed}", error) from error
+        self._slots = {slot: _address(masters[0]) for slot, masters in nodes.slots_cache.items()}
+        self._known = {self._seed, *map(_address, nodes.nodes_cache.values())}
+        self._stale = False
+        nodes.close()
 
 
-def servers_of(settings: RedisSettings, links: Links) -> Servers:
+def _address(node: ClusterNode) -> Address:
+    return Address(str(node.host), int(node.port))
+
+
+def servers_of(settings: RedisSettings, dialer: Dialer) -> Servers:
     """As the settings say."""
     if settings.mode == "cluster":
-        return Cluster(settings.url, links)
+        return Cluster(settings.url, dialer)
     if settings.mode == "sentinel":
-        return Sentinels(settings, links)
+        return Sentinels(settings, dialer)
     return OneServer(settings.url)
-
-
-def slot_of(name: bytes) -> int:
-    """The slot of a cluster in which a name is: that of what stands in the first braces, if anything does."""
-    begin = name.find(b"{") + 1
-    end = name.find(b"}", begin) if begin else -1
-    return _slot(name[begin:end] if end > begin else name)
-
-
-def _slot(tag: bytes) -> int:
-    return binascii.crc_hqx(tag, 0) % _SLOTS

@@ -6,13 +6,13 @@ import signal
 
 import pytest
 from frames import frame, read, told
+from redis.crc import key_slot
 from servers.redis import wait_until
 from servers.redis_groups import cluster
 
 from kvtier_core.errors import BackendError
 from kvtier_core.testing.samples import make_frame, make_keys, make_namespace
 from kvtier_redis.names import Names, frame_name
-from kvtier_redis.servers import slot_of
 
 KEYS = make_keys(24)
 HOME = Names("kvtier").home(make_namespace())
@@ -39,7 +39,7 @@ def tier(nodes, open_tier):
 
 
 def slot(key):
-    return slot_of(frame_name(HOME, key))
+    return key_slot(frame_name(HOME, key))
 
 
 def on(number):
@@ -57,11 +57,6 @@ def test_every_node_has_its_frames_whole(nodes, tier):
     for number, node in enumerate(nodes):
         names = [name for name in node.ask("KEYS", "*{*}*")]
         assert {name.split("{")[1].split("}")[0] for name in names} == {key.hex() for key in on(number)}
-
-
-def test_slots_are_those_of_the_server(nodes):
-    for name in ("a", "{a}b", "x{}y", "{", "x}y{z}", "a{b", "{{a}}", "k:{\x00}:1"):
-        assert slot_of(name.encode()) == nodes[0].ask("CLUSTER", "KEYSLOT", name)
 
 
 @pytest.mark.parametrize("gone", ["killed", "hangs"])

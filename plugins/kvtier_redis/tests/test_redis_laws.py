@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from redis.crc import key_slot
 from servers.redis import one_server, tls_server
 from servers.redis_groups import cluster
 
@@ -15,7 +16,6 @@ from kvtier_core.testing.samples import make_context, make_frame, make_keys, mak
 from kvtier_core.types import EnvSecret, Nbytes
 from kvtier_redis.config import RedisConfig
 from kvtier_redis.names import Names, frame_name
-from kvtier_redis.servers import slot_of
 
 README = Path(__file__).parents[1] / "README.md"
 PART = Nbytes(8192)  # so that the frames of the laws have several parts
@@ -123,7 +123,7 @@ class TestCluster(RedisLaws):
             yield
 
     def server_of(self, name):
-        return self.servers[slot_of(name) * len(self.servers) // 16384]
+        return self.servers[key_slot(name) * len(self.servers) // 16384]
 
     @contextlib.contextmanager
     def stalled(self, folder, key):
@@ -140,7 +140,7 @@ class TestCluster(RedisLaws):
 def test_the_keys_of_the_law_about_slow_reads_are_on_two_nodes():
     """Else the law is skipped."""
     home = Names("kv").home(make_context().namespace)
-    assert len({slot_of(frame_name(home, key)) * 3 // 16384 for key in make_keys(2)}) == 2
+    assert len({key_slot(frame_name(home, key)) * 3 // 16384 for key in make_keys(2)}) == 2
 
 
 @pytest.mark.parametrize(("capacity", "lines"), [(0, LINES[:1]), (1 << 20, LINES[:2])])
