@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ import hiredis
 
 from benchmarks.bare import must
 from benchmarks.measure import GIB, Case, Table, Times, interleaved, progress, scratch
+from benchmarks.stores import RedisPlaces, redis
 from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.testing.samples import make_layout
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace, Nbytes
@@ -44,12 +43,8 @@ class _Way:
 
 
 def tables(folder: Path) -> Iterator[Table]:
-    program = shutil.which("redis-server") or shutil.which("valkey-server")
-    if program is None:
-        progress("redis: no redis-server here, nothing is measured")
-        return
-    with scratch(folder) as place, _server(program, place) as ways:
-        for way in ways:
+    with scratch(folder) as place, redis(place) as server:
+        for way in [] if server is None else _ways(server):
             progress(f"redis, {way.name}: {FRAMES} frames of {Nbytes(FRAME)}, {ROUNDS} rounds each way")
             with contextlib.closing(_Bench(way)) as bench:
                 yield _frames(way.name, bench)
@@ -64,7 +59,7 @@ def _frames(way: str, bench: _Bench) -> Table:
         says=f"{FRAMES} new frames, parts of {Nbytes(PART)}, one thread and one connection each, the server on "
         "the same cores. Bare is `sendmsg` of each SET from the frame's memory, and `recv_into` of each answer to "
         f"GET, into it, {WINDOW} requests ahead. kvtier_redis moves manifests, too, and keeps a deadline for all. "
-        f" Ratios are of speeds in the same round: median (min to max) of {ROUNDS}.",
+        f"Ratios are of speeds in the same round: median (min to max) of {ROUNDS}.",
         header=("", "write GiB/s", "of bare", "read GiB/s", "of bare"),
         rows=[(case, *_cells(writes, case), *_cells(reads, case)) for case in writes.seconds],
     )
@@ -203,25 +198,11 @@ def _parts(frames: Sequence[memoryview]) -> list[memoryview]:
     return [frame[begin : begin + PART] for frame in frames for begin in range(0, len(frame), PART)]
 
 
-@contextlib.contextmanager
-def _server(program: str, place: Path) -> Iterator[list[_Way]]:
-    """A server that keeps nothing on the disk: how it is reached."""
-    path = place / "redis.sock"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    words = ("--port", port, "--bind", "127.0.0.1", "--unixsocket", path, "--dir", place, "--save", "")
-    server = subprocess.Popen([program, *map(str, words)], stdout=subprocess.DEVNULL)
-    try:
-        while not path.exists():
-            must(server.poll() is None)
-            time.sleep(0.01)
-        yield [
-            _Way("a Unix socket", f"unix://{path}", lambda: _unix(path)),
-            _Way("TCP", f"redis://127.0.0.1:{port}", lambda: socket.create_connection(("127.0.0.1", port))),
-        ]
-    finally:
-        server.kill()
-        server.wait()
+def _ways(server: RedisPlaces) -> list[_Way]:
+    return [
+        _Way("a Unix socket", f"unix://{server.path}", lambda: _unix(server.path)),
+        _Way("TCP", f"redis://127.0.0.1:{server.port}", lambda: socket.create_connection(("127.0.0.1", server.port))),
+    ]
 
 
 def _unix(path: Path) -> socket.socket:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 
 from benchmarks.engines import BLOCK, Answer, Engine, Recipe, engines, example, kvtier, none, prefix_cache, prompt
 from benchmarks.measure import Spread, Table, progress, scratch, turned
 from benchmarks.models import RANDOM, TRAINED, Model, ModelUnavailable
+from benchmarks.stores import shared_tiers
+
+#: Settings of tiers on shared stores, by what they are called.
+Tiers = Mapping[str, dict[str, Any]]
 
 TOKENS = 3500
 CONTROL = "no connector"
@@ -35,7 +40,7 @@ class Workload:
     model: Model
     prompts: int
     warming: int  #: further prompts that are not counted
-    recipes: Callable[[Path], list[Recipe]]
+    recipes: Callable[[Path, Tiers], list[Recipe]]
 
 
 def _table(workload: Workload, place: Path) -> Table:
@@ -43,7 +48,7 @@ def _table(workload: Workload, place: Path) -> Table:
         checkpoint = workload.model.checkpoint(place)
     except ModelUnavailable as error:
         return Table(workload.title, f"Not measured: {workload.model.name} is not available: {error}.", HEADER, [])
-    with engines(workload.recipes(place), checkpoint) as started:
+    with shared_tiers(place) as shared, engines(workload.recipes(place, shared), checkpoint) as started:
         for number in range(workload.warming):
             for _ in range(2):
                 _pass(started, [prompt(f"warming {number}", TOKENS)])
@@ -68,7 +73,7 @@ def _says(workload: Workload) -> str:
     )
 
 
-def _all_recipes(place: Path) -> list[Recipe]:
+def _all_recipes(place: Path, shared: Tiers) -> list[Recipe]:
     memory = {"type": "cpu", "capacity": "512MiB"}
     small = {"type": "cpu", "capacity": "16MiB"}  # two prompts: the second pass finds nothing there
     return [
@@ -82,7 +87,7 @@ def _all_recipes(place: Path) -> list[Recipe]:
     ]
 
 
-def _recipes(place: Path) -> list[Recipe]:
+def _recipes(place: Path, shared: Tiers) -> list[Recipe]:
     memory = {"type": "cpu", "capacity": "1GiB"}  # 77 MiB a prompt
     small = {"type": "cpu", "capacity": "176MiB"}  # two prompts, as above
     return [
@@ -91,6 +96,7 @@ def _recipes(place: Path) -> list[Recipe]:
         prefix_cache(),
         kvtier("kvtier, cpu", BLOCK, memory),
         kvtier("kvtier, hits from disk", BLOCK, small, _disk(place)),
+        *(kvtier(f"kvtier, hits from {name}", BLOCK, small, tier) for name, tier in shared.items()),
     ]
 
 
