@@ -47,7 +47,8 @@ class Backend(abc.ABC):
         """Read the frame of ``keys[i]`` into ``into[i]``, from its beginning.
 
         A view is contiguous and writable; one that lies in an arena's slot begins at a multiple of `FRAME_ALIGNMENT` in
-        memory. Nothing beyond the returned length is written, and no view is kept.
+        memory. Nothing beyond the returned length is written, but the view of a frame that vanished while it was read
+        may hold anything. No view is kept.
 
         Returns for each key the bytes of its frame; 0 if there is none, or if it is longer than its view; or the
         BackendError for which the frame of this key alone cannot be read, now or ever. Such a frame is quarantined, and

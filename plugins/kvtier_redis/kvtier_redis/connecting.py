@@ -23,9 +23,11 @@ from kvtier_redis.settings import RedisSettings
 _PORT = 6379
 #: Idle connections to one server that are kept. A tier uses one for each of its threads.
 _MOST_IDLE = 64
-#: What redis-py raises, the last four where a server answers something that no Redis answers.
-FAILURES = (redis.RedisError, RedisClusterException, OSError, ValueError, TypeError, LookupError, AttributeError)
-#: The call that failed has a deadline, and the tier decides when to ask again.
+#: What redis-py raises where a server answers something that no Redis answers.
+_PUZZLED = (ValueError, TypeError, LookupError, AttributeError, MemoryError)
+#: What redis-py raises.
+FAILURES = (redis.RedisError, RedisClusterException, OSError, *_PUZZLED)
+#: A call has its deadline, and the tier decides when to ask again.
 NO_RETRY = Retry(NoBackoff(), 0)
 
 

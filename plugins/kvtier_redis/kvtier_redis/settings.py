@@ -75,7 +75,7 @@ class RedisSettings:
     mode: Literal["single", "cluster", "sentinel"] = attrs.field(default="single", validator=_check_mode)
     username: str = ""  #: of the server's ACL; without one it is ``default``
     password: EnvSecret | None = None
-    ca: Path | None = None  #: who signed the server's certificate; by default those that the system trusts
+    ca: Path | None = None  #: who signed the server's certificate, besides those that the system trusts
     cert: Path | None = None  #: of this client, if the server asks for one
     key: Path | None = None  #: of this client's certificate
     verify: bool = True  #: refuse a server whose certificate is of somebody else

@@ -91,6 +91,19 @@ def test_garbage_at_the_start_is_no_crash(garbage):
 
 
 @each_garbage
+@pytest.mark.parametrize("mode", ["cluster", "sentinel"])
+def test_garbage_from_those_who_say_where_the_frames_are(garbage, mode):
+    peer = Peer(*[garbage] * 10)
+    asked = peer.url.removeprefix("redis://")
+    config = RedisConfig(url=peer.url, mode=mode, sentinels=[asked], service="kv")
+    tier = config.open(attrs.evolve(make_context(capacity=0), timeout=Seconds(0.5)))
+    with pytest.raises(BackendError, match=asked if mode == "cluster" else "kv"):
+        tier.contains([ONE])
+    tier.close()
+    peer.close()
+
+
+@each_garbage
 def test_garbage_for_manifests(meet, garbage):
     with pytest.raises(BackendError):
         meet(garbage).contains([ONE, TWO])

@@ -1,0 +1,58 @@
+"""Connections are made by redis-py, and trusted as the settings say."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import redis
+from servers.redis import one_server, tls_server
+
+from kvtier_core.errors import BackendError
+from kvtier_core.testing.samples import make_keys
+from kvtier_redis.deadline import Deadline
+from kvtier_redis.link import Link
+
+KEYS = make_keys(1)
+
+
+def test_redis_py_shows_the_sockets_of_its_connections(server):
+    connection = redis.UnixDomainSocketConnection(path=str(server.socket))
+    connection.connect()
+    shown = isinstance(getattr(connection, "_sock", None), socket.socket)
+    connection.disconnect()
+    assert shown, f"redis-py {redis.__version__} has no Connection._sock: `Link` has to find the socket otherwise"
+
+
+def test_a_connection_without_its_socket_is_a_backend_error():
+    with pytest.raises(BackendError, match="does not show the sockets"):
+        Link(redis.Connection(), Deadline(1))
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory):
+    with tls_server(tmp_path_factory.mktemp("tls")) as server:
+        yield server
+
+
+def test_a_certificate_of_somebody_unknown_is_refused(tls, open_tier):
+    assert "CERTIFICATE_VERIFY_FAILED" in open_tier(tls).facts()["url"]
+    assert open_tier(tls, verify=False).contains(KEYS) == [False]
+    assert open_tier(tls, ca=tls.folder / "ca.pem").contains(KEYS) == [False]
+
+
+def test_a_certificate_for_another_name_is_refused(tls, open_tier):
+    settings = {"url": tls.url.replace("127.0.0.1", "localhost"), "ca": tls.folder / "ca.pem"}
+    assert "Hostname mismatch" in open_tier(tls, **settings).facts()["url"]
+
+
+@pytest.mark.parametrize("file", ["ca", "cert", "key"])
+def test_a_file_of_tls_that_is_not_there_stops_the_start(tls, open_tier, file):
+    with pytest.raises(BackendError, match="nowhere.pem: there is no such file"):
+        open_tier(tls, **{file: Path("nowhere.pem")})
+
+
+def test_a_wrong_database_stops_the_start(tmp_path, open_tier):
+    with one_server(tmp_path / "tcp", tcp=True) as server, pytest.raises(BackendError, match="ERR DB index"):
+        open_tier(server, url=f"{server.url}/9999")
