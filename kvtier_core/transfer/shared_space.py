@@ -188,13 +188,16 @@ class SharedSpace:
     def _make_room(self, taken: int) -> None:
         """Remove frames until what was taken fits. Raises StoreFull."""
         with self._store.evicting():
-            if self._fits(self._count()):
+            before = self._count()
+            if self._fits(before):
                 return  # another user has made room meanwhile
             settled = self._settled()
             frames = list(self._store.oldest())
             listed = sum(nbytes for _, nbytes in frames)
             count = self._count()
-            count = _correct(self._store, count, listed + taken, listed + max(count.taken - settled, taken))
+            gone = count.freed - before.freed  # so much of what is listed may have been removed meanwhile
+            most = listed + max(count.taken - settled, taken)
+            count = _correct(self._store, count, listed + taken - gone, most)
             self._lost = False
             if not self._fits(count):
                 removable = [(place, nbytes) for place, nbytes in frames if place is not None]

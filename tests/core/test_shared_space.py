@@ -236,6 +236,22 @@ def test_a_frame_that_another_removes_is_freed_once(full, user, monkeypatch):
     assert full.used == full.nbytes <= CAPACITY
 
 
+def test_what_another_removes_after_the_listing_is_not_counted_again(full, user, monkeypatch):
+    """The listing names it, and the account no longer has it."""
+    list_now, other = full.oldest, user()
+
+    def listed_and_then_removed():
+        listed = list_now()
+        full.remove(5)
+        other.give(FRAME)
+        monkeypatch.setattr(full, "oldest", list_now)
+        return listed
+
+    monkeypatch.setattr(full, "oldest", listed_and_then_removed)
+    write(user(), full, 100)
+    assert full.used == full.nbytes <= CAPACITY
+
+
 def test_who_waited_while_another_made_room_does_not_list_again(full, user):
     spaces, listed = [user(), user()], full.listed
     with ThreadPoolExecutor(2) as threads:
