@@ -1,0 +1,140 @@
+"""The account of a capacity that engines share, kept in the bucket: a counter, and a lock for who evicts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
+
+from kvtier_core.errors import BackendError
+from kvtier_s3.bucket import Bucket, Listed
+from kvtier_s3.http import Response
+from kvtier_s3.names import is_home, place_of
+
+#: Bytes that an engine takes from the counter at a time, so that not every write costs two requests.
+QUANTUM = 256 << 20
+#: A lock of this age was left behind. Evictions end with their call, long before.
+_STALE_SECONDS = 60.0
+_PAUSE = 0.2  # seconds between two looks at a lock
+_CONFLICTS = {404, 409, 412}
+
+
+class BucketSpace:
+    """What `SharedSpace` needs of a bucket."""
+
+    def __init__(self, bucket: Bucket, prefix: str):
+        self._bucket = bucket
+        self._prefix = prefix
+        self._counter = f"{prefix}/space.json"
+        self._lock = f"{prefix}/evicting.json"
+        self._removed: list[Listed] = []  # in this eviction
+
+    def add(self, nbytes: int) -> int:
+        """Add to the counter, by replacing the very version that was read."""
+        while True:
+            found = self._bucket.fetch(self._counter)
+            count = 0 if found is None else _count(found)
+            if not nbytes or self._replace(self._counter, found, _body(nbytes=count + nbytes)):
+                return count + nbytes
+            self._bucket.client.pause(_PAUSE)
+
+    def set(self, nbytes: int) -> None:
+        """Write what the frames really take. Raises BackendError."""
+        self._bucket.must(self._bucket.put(self._counter, _body(nbytes=nbytes)))
+
+    @contextlib.contextmanager
+    def evicting(self) -> Iterator[None]:
+        """Hold the lock."""
+        ours = self._take_lock()
+        try:
+            yield
+            self._delete_removed()
+        finally:
+            self._removed.clear()
+            held = self._bucket.fetch(self._lock)
+            if held is not None and held.body == ours:
+                self._bucket.must(self._bucket.delete(self._lock))
+
+    def oldest(self) -> Iterator[tuple[Listed, int]]:
+        """The frames of every namespace, by the time of their last write."""
+        return iter([(each, each.nbytes) for each in sorted(frames_in(self._bucket, self._prefix), key=_age)])
+
+    def remove(self, place: Listed) -> bool:
+        """Delete a frame at the end of this eviction, all of them at once. It was there when it was listed."""
+        self._removed.append(place)
+        return True
+
+    def _delete_removed(self) -> None:
+        answers = self._bucket.exchange([self._bucket.delete(each.name) for each in self._removed])
+        failures = [self._bucket.failure(answer) for answer in answers]
+        left = sum(each.nbytes for each, failure in zip(self._removed, failures, strict=True) if failure)
+        if left:
+            self.add(left)
+            raise next(filter(None, failures))
+
+    def _take_lock(self) -> bytes:
+        body = _body()
+        while True:
+            held = self._bucket.fetch(self._lock)
+            if (held is None or _age_seconds(held) > _STALE_SECONDS) and self._replace(self._lock, held, body):
+                return body
+            self._bucket.client.pause(_PAUSE)
+
+    def _replace(self, name: str, before: Response | None, body: bytes) -> bool:
+        """Write an object in place of the version that was read. False if somebody else was faster."""
+        etag = "" if before is None else before.headers.get("etag", "")
+        request = self._bucket.put(name, body, new=before is None, etag=etag)
+        response = self._bucket.ask(request)
+        if response.status not in _CONFLICTS:
+            failure = self._bucket.failure(response)
+            if failure is not None:
+                raise failure
+            return True
+        now = self._bucket.fetch(name)  # a request whose response was lost is sent again, and meets itself
+        return now is not None and now.body == body
+
+
+def frames_in(bucket: Bucket, prefix: str) -> Iterator[Listed]:
+    """Every frame of every namespace, in no order. Raises BackendError."""
+    homes = filter(is_home, bucket.folders(f"{prefix}/"))
+    pieces = (f"{prefix}/{home}/{digit:x}" for home in homes for digit in range(16))
+    return (each for each in bucket.list(pieces) if place_of(prefix, each.name, each.nbytes))
+
+
+def conditions_hold(bucket: Bucket, prefix: str) -> bool:
+    """Does the store write only where a condition of the request allows it? Raises BackendError."""
+    name = f"{prefix}/probe-{secrets.token_hex(8)}"
+    first = bucket.must(bucket.put(name, b"1"))
+    try:
+        refused = [bucket.ask(bucket.put(name, b"2", **how)) for how in ({"new": True}, {"etag": '"0"'})]
+        allowed = bucket.ask(bucket.put(name, b"3", etag=first.headers.get("etag", "")))
+        return all(each.status in _CONFLICTS for each in refused) and bucket.failure(allowed) is None
+    finally:
+        bucket.ask(bucket.delete(name))
+
+
+def _body(**fields: int) -> bytes:
+    """A JSON object that was never written before."""
+    return json.dumps({**fields, "written": secrets.token_hex(16)}).encode()
+
+
+def _count(found: Response) -> int:
+    try:
+        return int(json.loads(found.body)["nbytes"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise BackendError("the counter of the capacity is damaged; `kvtier fsck --repair` writes it anew") from None
+
+
+def _age(frame: Listed) -> tuple[str, str]:
+    return frame.modified, frame.name
+
+
+def _age_seconds(held: Response) -> float:
+    """By the store's own clock, of which there is one only."""
+    try:
+        now, then = (parsedate_to_datetime(held.headers[name]) for name in ("date", "last-modified"))
+        return (now - then).total_seconds()
+    except (KeyError, ValueError, TypeError):
+        return 0.0
