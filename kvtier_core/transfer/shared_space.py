@@ -62,7 +62,7 @@ class SharedSpace:
         asked = max(nbytes, min(self._quantum, self._capacity // 64))
         if self._store.add(asked) > self._capacity:
             try:
-                self._make_room()
+                self._make_room(asked)
             except BaseException:
                 self._store.add(-asked)
                 raise
@@ -84,15 +84,16 @@ class SharedSpace:
         if unspent:
             self._store.add(-unspent)
 
-    def _make_room(self) -> None:
+    def _make_room(self, asked: int) -> None:
+        """Remove frames until the count fits; ``asked`` of it are this caller's and not in the store yet."""
         with self._store.evicting():
             if self._store.add(0) <= self._capacity:
                 return  # another user has made room meanwhile
             frames = list(self._store.oldest())
-            listed = sum(nbytes for _, nbytes in frames)
+            expected = asked + sum(nbytes for _, nbytes in frames)
             counted = self._store.add(0)
-            if abs(counted - listed) > self._capacity * _DRIFT:
-                counted = self._store.add(listed - counted)
+            if abs(counted - expected) > self._capacity * _DRIFT:
+                counted = self._store.add(expected - counted)
             wanted = counted - self._capacity
             if wanted > 0:
                 self._remove(frames, wanted)

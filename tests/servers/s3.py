@@ -1,19 +1,23 @@
 """An S3 server for tests and benchmarks: moto in a process of its own, on a free port of this machine.
 
-``python -m servers.s3`` is that process. It prints its port. Requests are served one at a time: moto compares and
-writes in two steps, and so would let two writers with the same condition both succeed.
+``python -m servers.s3 PORT [CERTIFICATE KEY]`` is that process; it prints its port. Requests are served one at a time:
+moto compares and writes in two steps, and so would let two writers with the same condition both succeed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,21 +34,28 @@ ENVIRONMENT = {
 }
 
 
+#: What a test asks of the process itself.
+_FAULTS = "/-/faults"
+
+
 class S3Server:
     """A server with one empty bucket, until `close`."""
 
-    def __init__(self) -> None:
+    def __init__(self, certificate: Path | None = None, key: Path | None = None):
+        """With a certificate and its key it speaks TLS."""
         self.port = 0
+        self._tls = [] if certificate is None else [str(certificate), str(key)]
+        self._trust = None if certificate is None else ssl.create_default_context(cafile=certificate)
         self.start()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"https://localhost:{self.port}" if self._tls else f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
         """Start it; the second time on the same port, with nothing in it."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "servers.s3", str(self.port)],
+            [sys.executable, "-m", "servers.s3", str(self.port), *self._tls],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
@@ -54,8 +65,21 @@ class S3Server:
         self.make_bucket(BUCKET)
 
     def make_bucket(self, name: str) -> None:
-        request = urllib.request.Request(f"{self.url}/{name}", method="PUT")
-        urllib.request.urlopen(request).close()
+        self._request("PUT", f"/{name}")
+
+    @contextlib.contextmanager
+    def failing(self, match: str, status: int, code: str = "", times: int = 1 << 30) -> Iterator[None]:
+        """Answer so many requests whose ``METHOD /path?query`` contains this pattern with an error; 0: with nothing."""
+        self._request("POST", _FAULTS, {"match": match, "status": status, "code": code, "times": times})
+        try:
+            yield
+        finally:
+            self._request("POST", _FAULTS, {})
+
+    def _request(self, method: str, path: str, fields: object = None) -> None:
+        body = None if fields is None else json.dumps(fields).encode()
+        request = urllib.request.Request(f"{self.url}{path}", body, method=method)
+        urllib.request.urlopen(request, context=self._trust).close()
 
     def kill(self) -> None:
         """End it, and everything that it holds."""
@@ -104,20 +128,53 @@ def s3_server() -> Iterator[S3Server]:
         yield server
 
 
-def _serve(port: int) -> None:
+class _Faults:
+    """What a test wants some requests to be answered with, in place of what moto says."""
+
+    def __init__(self) -> None:
+        self._fault: dict = {}
+
+    def set(self, environ: dict) -> None:
+        self._fault = json.loads(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"])))
+
+    def answer(self, environ: dict, start_response: Callable) -> list[bytes] | None:
+        """None: let moto answer."""
+        fault, asked = self._fault, f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{environ['QUERY_STRING']}"
+        if not fault or not fault["times"] or not re.search(fault["match"], asked):
+            return None
+        if not fault["status"]:
+            while self._fault is fault:
+                time.sleep(0.01)
+            return None
+        fault["times"] -= 1
+        environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        body = f"<Error><Code>{fault['code']}</Code><Message>of {ENVIRONMENT['AWS_ACCESS_KEY_ID']}</Message></Error>"
+        shown = b"" if environ["REQUEST_METHOD"] == "HEAD" else body.encode()
+        start_response(f"{fault['status']} Fault", [("Content-Length", str(len(shown)))])
+        return [shown]
+
+
+def _serve(port: int, *tls: str) -> None:
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
-    dispatcher, lock = DomainDispatcherApplication(create_backend_app), threading.Lock()
+    moto, lock, faults = DomainDispatcherApplication(create_backend_app), threading.Lock(), _Faults()
 
-    def one_at_a_time(environ, start_response):
+    def one_at_a_time(environ: dict, start_response: Callable) -> list[bytes]:
+        if environ["PATH_INFO"] == _FAULTS:
+            faults.set(environ)
+            start_response("200 OK", [("Content-Length", "0")])
+            return []
+        answer = faults.answer(environ, start_response)
+        if answer is not None:
+            return answer
         with lock:
-            return list(dispatcher(environ, start_response))
+            return list(moto(environ, start_response))
 
-    server = make_server("127.0.0.1", port, one_at_a_time, threaded=True)
+    server = make_server("127.0.0.1", port, one_at_a_time, threaded=True, ssl_context=tls or None)
     print(server.port, flush=True)
     server.serve_forever()
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
+    _serve(int(sys.argv[1]), *sys.argv[2:])

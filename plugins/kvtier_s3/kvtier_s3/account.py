@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import ssl
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from kvtier_s3.http import Endpoint
 from kvtier_s3.signing import Credentials
 
 _REGION = "us-east-1"
-_LOOPBACK = ("localhost", "127.", "::1")
 
 
 @attrs.frozen
@@ -58,7 +58,14 @@ class Account:
     @property
     def protects_bytes(self) -> bool:
         """Does TLS protect what is sent, or does it not leave this machine?"""
-        return self.endpoint.tls is not None or self.endpoint.host.startswith(_LOOPBACK)
+        return self.endpoint.tls is not None or _is_this_machine(self.endpoint.host)
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _endpoint(url: str, ca: Path | str | None) -> Endpoint:

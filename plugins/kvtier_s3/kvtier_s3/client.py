@@ -1,4 +1,4 @@
-"""Many requests at once, on the thread that asks; each is tried again while that may help, until the call's time is up."""
+"""Many requests at once, on the thread that asks. Each is tried again while that may help and the call has time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import heapq
 import math
 import random
 import selectors
+import ssl
 import threading
 import time
 from collections import deque
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import attrs
 
 from kvtier_core.errors import BackendError
-from kvtier_s3.errors import StoreDown
+from kvtier_s3.errors import StoreDown, Untrusted
 from kvtier_s3.http import Connection, Endpoint, HttpError, Request, Response, Steps
 from kvtier_s3.signing import Signer
 
@@ -134,7 +135,7 @@ class _Exchange:
     def run(self) -> list[Response | StoreDown]:
         try:
             while (self._due or self._talks) and (now := time.monotonic()) < self._deadline:
-                self._begin(now)
+                self._begin(now)  # may end some, too
                 for ready, _ in self._selector.select(self._patience()):
                     self._advance(ready.data)
         finally:
@@ -155,6 +156,8 @@ class _Exchange:
 
     def _patience(self) -> float | None:
         """Seconds until something is to be done even if no connection is ready; None: whenever one is."""
+        if not self._due and not self._talks:
+            return 0.0
         waiting = self._due and len(self._talks) < self._client.width
         until = min(self._due[0][0], self._deadline) if waiting else self._deadline
         return None if until == math.inf else max(0.0, until - time.monotonic())
@@ -167,7 +170,7 @@ class _Exchange:
             self._take(talk, ended.value)
         except (OSError, HttpError) as error:
             self._end(talk)
-            self._fail(talk, getattr(error, "strerror", None) or str(error))
+            self._fail(talk, error)
         else:
             if not talk.waits_for:
                 self._selector.register(talk.connection, waits_for, talk)
@@ -185,13 +188,18 @@ class _Exchange:
         if response.status not in _AGAIN or not self._again(talk.number):
             self._answers[talk.number] = response
 
-    def _fail(self, talk: _Talk, why: str) -> None:
+    def _fail(self, talk: _Talk, error: Exception) -> None:
         talk.connection.close()
-        if talk.connection.reused:  # the store may have closed it since: that is no failure, and true of the others too
+        why = f"{self._client.endpoint.authority}: {getattr(error, 'strerror', None) or error}"
+        if isinstance(error, ssl.SSLCertVerificationError):
+            self._answers[talk.number] = Untrusted(why)
+        elif (
+            talk.connection.reused
+        ):  # the store may have closed it since: that is no failure, and true of the others too
             self._client.forget_idle()
             heapq.heappush(self._due, (0.0, talk.number))
         elif not self._again(talk.number):
-            self._answers[talk.number] = StoreDown(f"{self._client.endpoint.authority}: {why}")
+            self._answers[talk.number] = StoreDown(why)
 
     def _again(self, number: int) -> bool:
         """Try the request again after a while, if it has not been tried too often."""

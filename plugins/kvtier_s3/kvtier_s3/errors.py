@@ -1,4 +1,4 @@
-"""What the store's refusals mean. Nothing of its words is repeated but the code: they may quote what signed a request."""
+"""What the store's refusals mean. Of its words only the code is repeated: the others may quote what signs a request."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from kvtier_s3.http import Response
 
 class StoreDown(BackendError):
     """Not about one key: whatever else were asked of the store would fail alike."""
+
+
+class Untrusted(StoreDown):
+    """The store's certificate is not to be trusted. That does not pass."""
 
 
 _CODE = re.compile(rb"<Code>\s*([A-Za-z0-9.]{1,64})\s*</Code>")

@@ -1,6 +1,6 @@
 """One request and its response over a connection that never blocks: as much of HTTP/1.1 as object stores speak.
 
-Bytes go from the caller's memory to the socket, and from the socket to the caller's memory; nothing copies them between.
+Bytes go from the caller's memory to the socket and back, without a copy between.
 """
 
 from __future__ import annotations

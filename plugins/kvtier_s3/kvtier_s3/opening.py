@@ -12,7 +12,7 @@ from kvtier_s3.backend import S3Backend
 from kvtier_s3.bucket import Bucket
 from kvtier_s3.client import Client
 from kvtier_s3.config import S3Config
-from kvtier_s3.errors import StoreDown, error_of
+from kvtier_s3.errors import StoreDown, Untrusted, error_of
 from kvtier_s3.http import Endpoint, Response
 from kvtier_s3.names import Names
 from kvtier_s3.signing import Signer
@@ -67,6 +67,8 @@ def _encryption(config: S3Config) -> dict[str, str]:
 def _reach(bucket: Bucket) -> bool:
     """Is the bucket there? False if the store does not answer. Raises BackendError if it refuses."""
     (answer,) = bucket.exchange([bucket.head()])
+    if isinstance(answer, Untrusted):
+        raise answer
     if not isinstance(answer, Response) or answer.status >= 500:
         return False
     if answer.status == 404:

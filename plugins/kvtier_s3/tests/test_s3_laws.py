@@ -1,12 +1,16 @@
-"""A bucket keeps the laws of shared backends: with small frames, and with frames in several parts."""
+"""A bucket keeps the laws of shared backends, whatever happens to an object in it."""
 
+import contextlib
 import hashlib
 
 import pytest
 from servers.s3 import BUCKET
 
 from kvtier_core.testing import SharedBackendLaws
+from kvtier_core.testing.samples import make_namespace
 from kvtier_s3.config import S3Config
+from kvtier_s3.names import Names
+from kvtier_s3.opening import connect
 
 
 class TestS3(SharedBackendLaws):
@@ -15,8 +19,24 @@ class TestS3(SharedBackendLaws):
 
     @pytest.fixture(autouse=True)
     def _serve(self, s3_server):
-        type(self).endpoint = s3_server.url
+        type(self).server = s3_server
 
     def config(self, folder):
         prefix = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
-        return S3Config(bucket=BUCKET, prefix=f"laws/{prefix}", endpoint=self.endpoint)
+        return S3Config(bucket=BUCKET, prefix=f"laws/{prefix}", endpoint=self.server.url)
+
+    def spoil(self, folder, key):
+        """Other bytes of the same length, which look as before to whoever does not read them."""
+        config = self.config(folder)
+        name = Names.of(config.prefix, make_namespace()).frame(key)
+        bucket, _ = connect(config)
+        before = bucket.must(bucket.head(name))
+        meta = {header: value for header, value in before.headers.items() if header.startswith("x-amz-meta-")}
+        bucket.must(bucket.put(name, bytes(before.nbytes), meta=meta))
+        bucket.client.close()
+        return True
+
+    @contextlib.contextmanager
+    def stalled(self, folder, key):
+        with self.server.failing(f"GET .*{key.hex()}", status=0):
+            yield True

@@ -1,0 +1,171 @@
+"""A capacity that engines share: counted together in the bucket, and the oldest frames leave first."""
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvtier_core.errors import BackendError, ConfigError, StoreFull
+from kvtier_core.testing.samples import make_frame, make_keys, make_namespace
+from kvtier_core.types import FRAME_ALIGNMENT
+from kvtier_s3 import space
+from kvtier_s3.space import BucketSpace, frames_in
+
+NBYTES = 2 * FRAME_ALIGNMENT
+CAPACITY = 64 * NBYTES
+
+
+def write(backend, keys):
+    for key in keys:
+        backend.write([key], [make_frame(key, nbytes=NBYTES)])
+
+
+def held(bucket, config):
+    return sum(each.nbytes for each in frames_in(bucket, config.prefix))
+
+
+def counted(bucket, config):
+    return json.loads(bucket.fetch(f"{config.prefix}/space.json").body)["nbytes"]
+
+
+def test_three_engines_keep_within_one_capacity(open_s3, bucket, config):
+    """Of two namespaces, at the same time; at no moment is there more."""
+    engines = [open_s3(capacity=CAPACITY, timeout=60, namespace=make_namespace(model)) for model in ("a", "a", "b")]
+    keys = make_keys(150)
+    most = 0
+    with ThreadPoolExecutor(len(engines)) as threads:
+        writes = [threads.submit(write, engine, keys[i::3]) for i, engine in enumerate(engines)]
+        while not all(each.done() for each in writes):
+            most = max(most, held(bucket, config))
+        for each in writes:
+            each.result()
+    assert CAPACITY // 2 < most <= CAPACITY
+    for engine in engines:
+        engine.close()
+    assert counted(bucket, config) == held(bucket, config)
+
+
+def test_the_oldest_frames_leave_first(open_s3, bucket, config):
+    engine = open_s3(capacity=CAPACITY)
+    old, new = make_keys(74)[:64], make_keys(74)[64:]
+    write(engine, old[:10])
+    time.sleep(1.1)  # a listing tells the second of a write
+    write(engine, old[10:])
+    write(engine, new[:8])
+    assert all(engine.contains(new[:8])) and all(engine.contains(old[10:]))
+
+
+def test_what_replaces_or_repeats_a_frame_takes_what_it_adds(open_s3, bucket, config):
+    engine, keys = open_s3(capacity=CAPACITY), make_keys(3)
+    write(engine, keys)
+    write(engine, keys)
+    engine.write(keys[:1], [make_frame(keys[0], nbytes=2 * NBYTES)])
+    engine.delete(keys[1:])
+    engine.delete(keys[1:])
+    engine.close()
+    assert counted(bucket, config) == held(bucket, config) == 2 * NBYTES
+
+
+def test_what_was_not_written_is_not_counted(s3_server, open_s3, bucket, config):
+    engine, keys = open_s3(capacity=CAPACITY), make_keys(3)
+    with s3_server.failing(keys[1].hex(), 403, "AccessDenied"):
+        engine.write(keys, [make_frame(key, nbytes=NBYTES) for key in keys])
+    engine.close()
+    assert counted(bucket, config) == held(bucket, config) == 2 * NBYTES
+
+
+def test_a_frame_that_never_fits_is_a_full_store(open_s3):
+    engine, (key,) = open_s3(capacity=NBYTES), make_keys(1)
+    with pytest.raises(StoreFull):
+        engine.write([key], [make_frame(key, nbytes=2 * NBYTES)])
+
+
+def test_a_lock_that_a_killed_engine_left_is_taken_over(open_s3, bucket, config, monkeypatch):
+    lock, account = f"{config.prefix}/evicting.json", BucketSpace(bucket, config.prefix)
+    bucket.must(bucket.put(lock, b"{}"))
+    with bucket.client.within(0.5), pytest.raises(BackendError, match="not done in time"), account.evicting():
+        pass
+    assert bucket.fetch(lock).body == b"{}", "a young lock is respected"
+    monkeypatch.setattr(space, "_STALE_SECONDS", -1.0)
+    with account.evicting():
+        assert bucket.fetch(lock).body != b"{}"
+    assert bucket.fetch(lock) is None
+
+
+def test_only_one_evicts(bucket, config):
+    account, inside = BucketSpace(bucket, config.prefix), []
+
+    def evict(_):
+        with bucket.client.within(60), account_of().evicting():
+            inside.append(1)
+            assert len(inside) == 1
+            time.sleep(0.02)
+            inside.pop()
+
+    def account_of():
+        return BucketSpace(bucket, config.prefix)
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(evict, range(3)))
+    assert account.add(0) == 0
+
+
+def test_the_counter_adds_what_everyone_adds(bucket, config):
+    def add(_):
+        with bucket.client.within(60):
+            for _ in range(5):
+                BucketSpace(bucket, config.prefix).add(3)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(add, range(4)))
+    assert counted(bucket, config) == 60
+
+
+def test_an_addition_whose_answer_was_lost_counts_once(bucket, config, monkeypatch):
+    """The store did it, and says when it is asked again that the condition does not hold: by what was written."""
+    account, ask = BucketSpace(bucket, config.prefix), type(bucket).ask
+    account.add(1)
+
+    def asked_twice(self, request):
+        if request.method == "PUT":
+            ask(self, request)
+        return ask(self, request)
+
+    monkeypatch.setattr(type(bucket), "ask", asked_twice)
+    assert account.add(5) == 6
+    assert counted(bucket, config) == 6
+
+
+def test_a_counter_that_is_damaged_is_told(open_s3, bucket, config):
+    engine, (key,) = open_s3(capacity=CAPACITY), make_keys(1)
+    bucket.must(bucket.put(f"{config.prefix}/space.json", b"[]"))
+    with pytest.raises(BackendError, match="fsck --repair"):
+        write(engine, [key])
+
+
+@pytest.mark.parametrize("ignored", ["if-match", "if-none-match"])
+def test_without_conditions_there_is_no_capacity(open_s3, monkeypatch, ignored):
+    """Such a store writes whatever the condition says."""
+    from kvtier_s3.bucket import Bucket
+
+    put = Bucket.put
+
+    def unconditional(self, *args, new=False, etag="", **more):
+        return put(
+            self, *args, new=new and ignored != "if-none-match", etag=etag if ignored != "if-match" else "", **more
+        )
+
+    monkeypatch.setattr(Bucket, "put", unconditional)
+    with pytest.raises(ConfigError) as raised:
+        open_s3(capacity=CAPACITY)
+    (problem,) = raised.value.problems
+    assert problem.path == "$.capacity" and "If-Match" in problem.why
+
+
+def test_without_a_capacity_nothing_is_counted(open_s3, bucket, config, asked):
+    engine, (key,) = open_s3(), make_keys(1)
+    asked.clear()
+    write(engine, [key])
+    assert asked == ["PUT if-none-match"]
+    assert bucket.fetch(f"{config.prefix}/space.json") is None

@@ -1,0 +1,102 @@
+"""What may be configured, and where the store is found then."""
+
+import attrs
+import pytest
+from servers.s3 import environment
+
+from kvtier_core.errors import BackendError
+from kvtier_core.types import Nbytes
+from kvtier_s3.config import S3Config
+from kvtier_s3.opening import connect
+
+
+@pytest.fixture(autouse=True)
+def _of_nobody():
+    with environment():
+        yield
+
+
+@pytest.mark.parametrize(
+    "setting, why",
+    [
+        ({"bucket": "a/b"}, "is not the name of a bucket"),
+        ({"bucket": "a\r\nb"}, "is not the name of a bucket"),
+        ({"bucket": "?list"}, "is not the name of a bucket"),
+        ({"prefix": ""}, "is no prefix"),
+        ({"prefix": "/a"}, "is no prefix"),
+        ({"prefix": "a//b"}, "is no prefix"),
+        ({"prefix": "a/../b"}, "is no prefix"),
+        ({"prefix": "ä b"}, "is no prefix"),
+        ({"endpoint": "host:9000"}, "https://HOST:PORT"),
+        ({"endpoint": "https://user:word@host"}, "https://HOST:PORT"),
+        ({"endpoint": "https://host/path"}, "https://HOST:PORT"),
+        ({"part": Nbytes(1 << 20)}, "at least 5MiB"),
+        ({"requests": 0}, "requests"),
+        ({"requests": 10_000}, "requests"),
+    ],
+)
+def test_what_cannot_be_is_refused(setting, why):
+    with pytest.raises(ValueError, match=why) as raised:
+        S3Config(**{"bucket": "bucket", **setting})
+    assert "user:word" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "setting, host, base",
+    [
+        ({}, "b-1.s3.eu-west-3.amazonaws.com", ""),
+        ({"addressing": "path"}, "s3.eu-west-3.amazonaws.com", "/b-1"),
+        ({"bucket": "b.1"}, "s3.eu-west-3.amazonaws.com", "/b.1"),
+        ({"bucket": "b.1", "addressing": "virtual"}, "b.1.s3.eu-west-3.amazonaws.com", ""),
+        ({"endpoint": "http://store:9000"}, "store:9000", "/b-1"),
+        ({"endpoint": "https://store", "addressing": "virtual"}, "b-1.store", ""),
+        ({"endpoint": "http://[::1]:9000/"}, "[::1]:9000", "/b-1"),
+        ({"region": "cn-north-1"}, "b-1.s3.cn-north-1.amazonaws.com.cn", ""),
+    ],
+)
+def test_where_the_bucket_is_named(setting, host, base):
+    bucket, _ = connect(S3Config(**{"bucket": "b-1", "region": "eu-west-3", **setting}))
+    assert (bucket.client.endpoint.authority, bucket.base) == (host, base)
+
+
+def test_the_environment_names_region_and_endpoint(monkeypatch):
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "ap-south-1")
+    bucket, _ = connect(S3Config(bucket="bucket"))
+    assert bucket.client.endpoint.authority == "bucket.s3.ap-south-1.amazonaws.com"
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://store:9000")
+    bucket, facts = connect(S3Config(bucket="bucket"))
+    assert (bucket.client.endpoint.authority, facts["addressing"]) == ("store:9000", "auto -> path")
+
+
+@pytest.mark.parametrize(
+    "endpoint, asked, told",
+    [
+        ("https://store", "auto", "auto -> on"),
+        ("http://store", "auto", "auto -> off"),
+        ("http://127.0.0.1:9", "auto", "auto -> on"),
+        ("http://localhost.example:9", "auto", "auto -> off"),
+        ("http://store", "on", "on -> on"),
+        ("https://store", "off", "off -> off"),
+    ],
+)
+def test_payloads_are_signed_unless_something_else_protects_them(endpoint, asked, told):
+    _, facts = connect(S3Config(bucket="bucket", endpoint=endpoint, unsigned=asked))
+    assert facts["unsigned"] == told
+
+
+def test_writes_ask_for_encryption():
+    bucket, _ = connect(S3Config(bucket="bucket", sse="aws:kms", kms_key="key-1"))
+    expected = {"x-amz-server-side-encryption": "aws:kms", "x-amz-server-side-encryption-aws-kms-key-id": "key-1"}
+    for request in (bucket.put("a", b"x"), bucket.begin_upload("a", {})):
+        assert request.headers == expected
+    assert not bucket.get("a").headers
+
+
+def test_an_endpoint_of_the_environment_with_a_path_is_refused(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://store:9000/path")
+    with pytest.raises(BackendError, match="HOST:PORT"):
+        connect(S3Config(bucket="bucket"))
+
+
+def test_settings_can_be_compared_and_pickled():
+    assert attrs.evolve(S3Config(bucket="bucket"), prefix="kvtier") == S3Config(bucket="bucket")
