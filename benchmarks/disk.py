@@ -215,7 +215,9 @@ class _Bench:
 class _PassthroughCodec(FrameCodec):
     """Accepts every frame without verifying it."""
 
-    def decode_verified(self, key: ChunkKey, buffer: memoryview, count: int, slot: memoryview) -> None:
+    def decode_verified(
+        self, key: ChunkKey, buffer: memoryview, count: int, slot: memoryview, salt: bytes = b""
+    ) -> None:
         return None
 
 

@@ -194,8 +194,8 @@ class EventKind(enum.Enum):
     EVICTED = "evicted"  #: a tier dropped a chunk to make room
     REJECTED = "rejected"  #: a tier did not take a chunk: no room, too much in flight, or its policy
     MISSING = "missing"  #: a frame was gone from a store whose index had it
-    CORRUPT = "corrupt"  #: a frame failed verification; it is not served
-    INCOMPATIBLE = "incompatible"  #: a frame has another codec or format version; it is neither served nor deleted
+    CORRUPT = "corrupt"  #: a frame failed verification, or is forged; it is not served
+    INCOMPATIBLE = "incompatible"  #: a frame has another codec, seal key or format version: neither served nor deleted
     IO_ERROR = "io_error"  #: a store raised
     BREAKER_OPEN = "breaker_open"  #: a tier failed repeatedly and is not called for a while
     BREAKER_CLOSED = "breaker_closed"  #: the tier works again

@@ -42,9 +42,12 @@ FRAME = "kvtier_core/frames/format.py"
 STORE_TIER = "kvtier_core/stack/store_tier"
 MANAGER = "kvtier_core/stack/manager.py"
 CODEC = "kvtier_core/frames/codec.py"
+KEYED_SEAL = "kvtier_core/frames/keyed_seal.py"
 CODEC_IDENTITY = "kvtier_core/frames/identity.py"
 ARENA = "kvtier_core/stack/arena.py"
 LEASES = "kvtier_core/stack/leases.py"
+SEALING = "tests/core/test_sealing.py::"
+SEALED_TIERS = "tests/core/test_sealed_tiers.py::"
 CODEC_TESTS = "tests/core/test_codec.py::"
 INCOMPATIBLE_TESTS = "tests/core/test_incompatible.py"
 IDENTITY = "kvtier_core/vllm/identity/namespace.py"
@@ -58,6 +61,8 @@ NAMES = "kvtier_core/vllm/requests/names.py"
 ADAPTERS = "kvtier_core/vllm/requests/adapters.py"
 WEIGHTS = "kvtier_core/engine/weights.py"
 SCHEDULER = "kvtier_core/engine/scheduler_side.py"
+ASKING = "tests/core/test_asking.py::"
+PATIENCE = "tests/engine/test_patience.py::"
 WORKER = "kvtier_core/engine/worker_side.py"
 RECORDER = "kvtier_core/engine/recorder.py"
 CONNECTOR = "kvtier_core/vllm/connector.py"
@@ -80,6 +85,7 @@ SERVING = "tests/vllm/test_serving.py::"
 DISK_TESTS = "plugins/kvtier_disk/tests/test_disk.py::"
 DISK_SECURITY = "plugins/kvtier_disk/tests/test_disk_security.py::"
 DISK_TROUBLE = "plugins/kvtier_disk/tests/test_disk_trouble.py::"
+SALTS = "tests/engine/test_salts.py::"
 SELFTEST = "tests/vllm/test_self_test.py::"
 SEAM = "tests/engine/test_scheduler_side.py::"
 BESIDE = "tests/vllm/test_beside_others.py::"
@@ -527,8 +533,8 @@ MUTANTS = (
     Mutant(
         "version-1-is-damage",
         FRAME,
-        "{FrameError.VERSION, FrameError.CODEC,",
-        "{FrameError.CODEC,",
+        "{FrameError.VERSION, FrameError.SEAL,",
+        "{FrameError.SEAL,",
         "tests/core/test_frame.py::test_a_frame_of_version_1_is_incompatible",
     ),
     Mutant(
@@ -604,7 +610,7 @@ MUTANTS = (
     Mutant(
         "asks-for-incompatible-frames-again-and-again",
         STORE_TIER + "/reads.py",
-        "self._lookup_queue.cannot_read(keys)",
+        "self._lookup_queue.unusable(keys)",
         "pass",
         INCOMPATIBLE_TESTS + "::test_in_a_shared_store_nothing_of_others_is_deleted_or_asked_for_again_and_again",
     ),
@@ -726,7 +732,7 @@ MUTANTS = (
     Mutant(
         "any-memory-is-believed",
         "kvtier_core/stack/store_tier/policy_state.py",
-        "if verify(found, self._namespace, self.key, payload_nbytes=self._length) is None:",
+        "if self._codec.verify_raw(self.key, found, self._length) is None:",
         "if True:",
         "tests/core/test_policy_state_on_disk.py::test_a_damaged_memory_is_a_cold_start",
     ),
@@ -755,8 +761,8 @@ MUTANTS = (
     Mutant(
         "each-replica-takes-all",
         "kvtier_core/config/compose.py",
-        "share = Nbytes(tier.capacity // ctx.replicas)",
-        "share = tier.capacity",
+        "capacity=Nbytes((tier.capacity or 0) // sharers)",
+        "capacity=Nbytes(tier.capacity or 0)",
         "tests/core/test_config.py::test_engines_that_share_a_configuration_share_the_capacities",
     ),
     # -- faults
@@ -777,7 +783,7 @@ MUTANTS = (
     Mutant(
         "no-limit-in-flight",
         STORE_TIER + "/tier.py",
-        "room = self._inflight_limit - self._inflight",
+        "room = self._inflight_limit - self._begun_nbytes",
         "room = 1 << 60",
         "tests/core/test_store_tier.py",
     ),
@@ -811,8 +817,8 @@ MUTANTS = (
     ),
     Mutant(
         "waits-for-ever",
-        SCHEDULER,
-        "return now - state.waiting_since < self._config.load_wait",
+        "kvtier_core/engine/scheduler/patience.py",
+        "return self.waited(state) < longest",
         "return True",
         "tests/vllm/test_bad_disks.py::test_a_disk_that_hangs_stalls_nobody",
     ),
@@ -847,8 +853,8 @@ MUTANTS = (
     Mutant(
         "one-key-fails-its-batch",
         "kvtier_core/stack/store_tier/frame_io.py",
-        "return FrameRead(ReadStatus.CORRUPT, str(count))",
-        "raise count",
+        "failed = ReadStatus.IO_ERROR if backend.shared else ReadStatus.CORRUPT",
+        "raise next((count for count in counts if isinstance(count, BackendError)), BackendError('none'))",
         "tests/core/test_store_tier.py::test_what_cannot_be_read_is_its_keys_alone",
     ),
     Mutant(
@@ -932,7 +938,7 @@ MUTANTS = (
     Mutant(
         "hangs-go-unnoticed",
         STORE_TIER + "/health.py",
-        "hangs = self._pool.longest() > _HANGS_AFTER",
+        "hangs = self._pool.longest() > self._hangs_after",
         "hangs = False",
         "tests/core/test_store_tier.py::test_while_a_call_hangs_nobody_else_waits_for_the_store",
     ),
@@ -989,8 +995,8 @@ MUTANTS = (
     Mutant(
         "a-late-namespace-for-early-keys",
         STORE_TIER + "/writes.py",
-        "self._waiting.extend((group, codec, release) for",
-        "self._waiting.extend((group, codec.of(codec.namespace.renewed()), release) for",
+        "self._waiting.append(_Group(group, codec, release))",
+        "self._waiting.append(_Group(group, codec.with_namespace(codec.namespace.renewed()), release))",
         "tests/core/test_store_tier.py::test_what_waits_for_its_write_is_encoded_under_the_namespace_of_its_key",
     ),
     Mutant(
@@ -1003,9 +1009,122 @@ MUTANTS = (
     Mutant(
         "a-shared-store-is-listed",
         STORE_TIER + "/tier.py",
-        "        if self.backend.shared:\n            return",
-        "        if False:\n            return",
+        "        if self.backend.shared:\n            return\n",
+        "        if False:\n            return\n",
         "tests/core/test_store_tier.py::test_nothing_of_a_shared_store_is_deleted_to_make_room",
+    ),
+    # -- slow and shared stores
+    Mutant(
+        "damage-is-deleted-in-a-shared-store",
+        STORE_TIER + "/deletes.py",
+        "            return self._quarantine_shared(corrupt)",
+        "            self._delete(corrupt, self._backend.delete)",
+        ASKING + "test_a_damaged_frame_is_not_asked_for_again_and_is_replaced",
+    ),
+    Mutant(
+        "damage-is-asked-for-again",
+        STORE_TIER + "/reads.py",
+        "self._lookup_queue.unusable(found[ReadStatus.CORRUPT])",
+        "pass",
+        ASKING + "test_a_damaged_frame_is_not_asked_for_again_and_is_replaced",
+    ),
+    Mutant(
+        "a-server-that-is-down-is-damage",
+        STORE_TIER + "/frame_io.py",
+        "failed = ReadStatus.IO_ERROR if backend.shared else ReadStatus.CORRUPT",
+        "failed = ReadStatus.CORRUPT",
+        ASKING + "test_one_key_that_fails_is_no_damage",
+    ),
+    Mutant(
+        "what-was-not-written-is-there",
+        STORE_TIER + "/frame_io.py",
+        "return [len(frame) if error is None else error for",
+        "return [len(frame) for",
+        ASKING + "test_one_frame_that_is_not_written_is_not_there",
+    ),
+    Mutant(
+        "a-full-shared-store-is-forgotten",
+        STORE_TIER + "/writes.py",
+        "            return self._space.limit.close(self._clock())",
+        "            pass",
+        ASKING + "test_a_full_shared_store_is_not_written_for_a_minute_and_nothing_is_forgotten",
+    ),
+    Mutant(
+        "codecs-share-their-keys",
+        CODEC,
+        "if shared and identity != RAW:",
+        "if False:",
+        CODEC_TESTS + "test_in_a_shared_store_no_two_codecs_have_a_frame_in_common",
+    ),
+    Mutant(
+        "contradictory-answers-are-believed",
+        STORE_TIER + "/reads.py",
+        "self._lookup_queue.not_there([*found[ReadStatus.MISSING], *found[ReadStatus.IO_ERROR]])",
+        "pass",
+        "tests/core/test_store_tier.py::test_what_another_engine_deleted_is_only_forgotten",
+    ),
+    Mutant(
+        "waits-longer-than-computing-takes",
+        "kvtier_core/engine/scheduler/patience.py",
+        "longest = min(longest, state.awaited_chunks * limit.chunk_seconds)",
+        "pass",
+        PATIENCE + "test_nobody_waits_longer_than_computing_takes",
+    ),
+    Mutant(
+        "waits-for-late-answers",
+        STORE_TIER + "/load_choice.py",
+        "return self._speed.answer <= _QUESTION_SHARE * chunks * limit.chunk_seconds",
+        "return True",
+        ASKING + "test_nobody_waits_for_an_answer_that_takes_longer_than_a_tenth_of_the_computing",
+    ),
+    Mutant(
+        "loads-whatever-it-costs",
+        STORE_TIER + "/load_choice.py",
+        "if fitting and self._speed",
+        "if fitting or self._speed",
+        PATIENCE + "test_a_slow_store_is_declined_and_the_line_has_both_numbers",
+    ),
+    Mutant(
+        "a-declined-store-stays-declined",
+        STORE_TIER + "/load_choice.py",
+        "return min(chunks, max(1, _PROBE_NBYTES // nbytes))",
+        "return 0",
+        ASKING + "test_nobody_waits_for_a_probe",
+    ),
+    Mutant(
+        "requests-wait-for-probes",
+        MANAGER,
+        "return Requested() if path[at] in self._promotions.probes else Requested(1, arena.name)",
+        "return Requested(1, arena.name)",
+        ASKING + "test_nobody_waits_for_a_probe",
+    ),
+    Mutant(
+        "prefetching-takes-the-whole-arena",
+        MANAGER,
+        "max(0, self._hot.memory.slots // _PREFETCH_SHARE - unused)",
+        "self._hot.memory.slots",
+        ASKING + "test_a_prefetch_brings_up_a_quarter_of_the_arena_and_pins_nothing",
+    ),
+    Mutant(
+        "stores-take-every-thread",
+        STORE_TIER + "/tier.py",
+        "concurrent=max(1, threads - 1)",
+        "concurrent=threads",
+        "tests/core/test_store_queue.py::test_a_thread_is_left_for_loads",
+    ),
+    Mutant(
+        "loads-wait-for-stores",
+        STORE_TIER + "/tier.py",
+        "return max(0, self._inflight_limit - self._begun_nbytes) // view_nbytes",
+        "return max(0, self._inflight_limit - self._inflight) // view_nbytes",
+        "tests/core/test_manager.py::test_a_load_does_not_wait_for_stores_that_wait",
+    ),
+    Mutant(
+        "new-stores-give-way-to-old-ones",
+        STORE_TIER + "/tier.py",
+        "self._writes.shed(self._inflight + sum(len(frame.view) for frame in fresh) - self._inflight_limit)",
+        "pass",
+        "tests/core/test_store_queue.py::test_the_oldest_store_that_waits_makes_room_for_a_new_one",
     ),
     # -- leaks
     Mutant(
@@ -1106,6 +1225,147 @@ MUTANTS = (
         "return namespace if namespace_folder_name(namespace) == name else None",
         "return namespace",
         DISK_TESTS + "test_odd_facts_are_passed_over",
+    ),
+    # -- keyed seals
+    Mutant(
+        "forged-frames-are-served",
+        KEYED_SEAL,
+        "if not _ends_well(gcm):\n            return",
+        "if not _ends_well(gcm) and False:\n            return",
+        SEALING + "test_no_forged_frame_is_served",
+    ),
+    Mutant(
+        "what-is-sealed-with-a-key-is-served-without",
+        FRAME,
+        "if header.protection is not keyed.protection:",
+        "if keyed != UNKEYED and header.protection is not keyed.protection:",
+        SEALING + "test_a_tier_with_a_key_serves_none_without_one_and_none_of_the_other_kind",
+    ),
+    Mutant(
+        "another-key-is-a-forgery",
+        FRAME,
+        "if keyed != UNKEYED and keyed_fields_of(frame).key_id != keyed.key_id:",
+        "if False:",
+        SEALING + "test_frames_of_another_key_are_left_alone",
+    ),
+    Mutant(
+        "a-damaged-key-id-is-another-key",
+        FRAME,
+        "    if error := _verify_keyed_fields(header, frame):\n        return error\n    if keyed",
+        "    if keyed",
+        SEALING + "test_what_is_damaged_is_neither_forged_nor_of_another_key",
+    ),
+    Mutant(
+        "encrypted-without-the-salt",
+        KEYED_SEAL,
+        '(salt if self.encrypts else b"")',
+        'b""',
+        SEALING + "test_the_key_alone_reads_no_frame_of_a_tenant",
+    ),
+    Mutant(
+        "one-key-for-all-chunks",
+        KEYED_SEAL,
+        " + header.namespace + header.key",
+        "",
+        SEALING + "test_two_equal_nonces_give_nothing_away_unless_they_are_of_one_chunk",
+    ),
+    Mutant(
+        "sealed-bytes-are-believed",
+        KEYED_SEAL,
+        "return verify_checksums(header, header.payload_checksum)",
+        "return None",
+        SEALING + "test_the_payload_is_what_its_checksum_in_memory_said",
+    ),
+    Mutant(
+        "seals-in-the-slot",
+        KEYED_SEAL,
+        "protected(self.identity.protection), payload_of(frame)",
+        "protected(self.identity.protection), payload or payload_of(frame)",
+        SEALING + "test_the_slot_is_only_read",
+    ),
+    Mutant(
+        "slots-under-a-tiers-namespace",
+        CODEC,
+        "seal(slot, self._arena_namespace, key, nbytes, payload_checksum=header_of(frame)",
+        "seal(slot, self.namespace, key, nbytes, payload_checksum=header_of(frame)",
+        SEALING + "test_what_was_read_can_be_written_to_any_other_tier",
+    ),
+    Mutant(
+        "other-keys-under-the-same-names",
+        CODEC,
+        "if shared and keyed_seal is not None:",
+        "if False:",
+        SEALING + "test_in_a_shared_store_engines_with_other_keys_write_over_none_of_each_others_frames",
+    ),
+    Mutant(
+        "what-a-policy-learned-is-anybodys",
+        CODEC,
+        "            self._keyed_seal.close(frame)\n",
+        "            pass\n",
+        SEALED_TIERS + "test_what_a_policy_learned_is_sealed",
+    ),
+    Mutant(
+        "salts-stay-in-the-arena",
+        "kvtier_core/stack/write_through.py",
+        'salts.get(key, b"")',
+        'b""',
+        SEALED_TIERS + "test_a_salt_goes_with_a_chunk_to_the_store_and_back",
+    ),
+    Mutant(
+        "salts-are-lost-on-the-way-up",
+        "kvtier_core/stack/promotion.py",
+        "{key: read[key].salt for key in kept if read[key].salt}",
+        "{}",
+        SEALED_TIERS + "test_a_chunk_that_comes_up_goes_to_the_tiers_between_with_its_salt",
+    ),
+    Mutant(
+        "short-secrets",
+        KEYED_SEAL,
+        "if len(material) < MIN_SECRET_NBYTES:",
+        "if False:",
+        SEALED_TIERS + "test_a_secret_that_is_too_short",
+    ),
+    Mutant(
+        "keys-are-shown",
+        KEYED_SEAL,
+        "attrs.field(repr=False)",
+        "attrs.field()",
+        SEALED_TIERS + "test_the_secret_is_shown_nowhere",
+    ),
+    Mutant(
+        "stores-without-their-salt",
+        STORES,
+        "_holder(self._last_job + 1), salt)",
+        "_holder(self._last_job + 1))",
+        SALTS + "test_what_was_stored_is_found_after_a_restart",
+    ),
+    Mutant(
+        "lookups-without-their-salt",
+        LOADS,
+        "state.holder, limit, state.view.identity.salt)",
+        "state.holder, limit)",
+        SALTS + "test_what_was_stored_is_found_after_a_restart",
+    ),
+    Mutant(
+        "offers-without-their-salt",
+        TRACKED,
+        "view.hints, view.identity.salt)",
+        "view.hints)",
+        SALTS + "test_what_is_written_when_it_is_named_again_is_found_too",
+    ),
+    Mutant(
+        "fsck-takes-salted-frames-for-forged",
+        "kvtier_core/cli/fsck.py",
+        "if not self.keyed_seal.encrypts:",
+        "if True:",
+        "plugins/kvtier_disk/tests/test_fsck.py::test_without_its_salt_an_encrypted_frame_cannot_be_checked",
+    ),
+    Mutant(
+        "fsck-takes-any-tag",
+        "kvtier_core/cli/fsck.py",
+        "if self.keyed_seal.matches(page, payload_pieces(header, stored.read)):",
+        "if True:",
+        "plugins/kvtier_disk/tests/test_fsck.py::test_a_seal_is_checked",
     ),
     # -- plugins
     Mutant(

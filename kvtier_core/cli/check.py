@@ -14,6 +14,7 @@ from kvtier_core.config.load import load_config
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError
+from kvtier_core.types import EnvSecret
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -54,7 +55,7 @@ def _of_fields(config: Any, path: str, but: tuple[str, ...] = ()) -> Iterator[tu
         if field.init and field.name not in but:
             value = getattr(config, field.name)
             at = f"{path}.{field.alias}"
-            if attrs.has(type(value)):
+            if attrs.has(type(value)) and not isinstance(value, EnvSecret):
                 if hasattr(value, "type"):  # a plugin that was chosen by its name
                     yield at, value.type
                 yield from _of_fields(value, at)

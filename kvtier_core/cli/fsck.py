@@ -7,6 +7,7 @@ import enum
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -14,12 +15,16 @@ from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.config.load import load_config
 from kvtier_core.config.model import StoreTierConfig
 from kvtier_core.config.registry import Registry
+from kvtier_core.config.seal_key import open_keyed_seal
 from kvtier_core.errors import BackendError, ConfigError
-from kvtier_core.frames.format import FrameError, Header, inspect
-from kvtier_core.frames.identity import RAW, CodecIdentity, identity_of
+from kvtier_core.frames.format import FrameError, Header, inspect, keyed_fields_of, payload_pieces
+from kvtier_core.frames.identity import RAW, CodecIdentity, Protection, identity_of
 from kvtier_core.interfaces import SerializerConfig, Stored
 from kvtier_core.stack.store_tier.policy_state import key_under
-from kvtier_core.types import Nbytes
+from kvtier_core.types import FRAME_ALIGNMENT, Nbytes
+
+if TYPE_CHECKING:
+    from kvtier_core.frames.keyed_seal import KeyedSeal
 
 
 class Finding(enum.Enum):
@@ -27,7 +32,9 @@ class Finding(enum.Enum):
 
     WHOLE = "whole"  #: a frame that the tier can serve
     TORN = "torn"  #: a frame whose bytes are not those that were written
-    INCOMPATIBLE = "incompatible"  #: of another codec or format version, which another engine may be able to read
+    INCOMPATIBLE = (
+        "incompatible"  #: of another codec, seal key or format version: another engine may be able to read it
+    )
     FOREIGN = "foreign"  #: not a frame, where only frames should be
     ORPHANED = "orphaned"  #: a whole frame that no engine looks up: of another key, namespace or epoch
     UNREADABLE = "unreadable"
@@ -44,7 +51,9 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--config", required=True, help="the configuration file that names the tier")
     parser.add_argument("--repair", action="store_true", help="remove what can never be served by any engine")
     parser.add_argument(
-        "--remove-incompatible", action="store_true", help="remove frames of other codecs and format versions as well"
+        "--remove-incompatible",
+        action="store_true",
+        help="remove frames of other codecs, seal keys and format versions as well",
     )
     parser.set_defaults(run=run)
 
@@ -61,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         removable = set(Finding) - _HARMLESS if options.repair else set()
         if options.remove_incompatible:
             removable.add(Finding.INCOMPATIBLE)
-        report = _Report(tier.capacity, _identity(tier.serializer), removable)
+        report = _Report(tier.capacity, _identity(tier.serializer), removable, _Seals.of(tier))
         with tier.config.walk() as found:
             report.take_in(found)
         report.print_totals()
@@ -76,12 +85,59 @@ def _identity(serializer: SerializerConfig) -> CodecIdentity:
 
 
 @attrs.define
+class _Seals:
+    """Checks the keyed seals of a tier's frames, as far as that can be done here."""
+
+    protection: Protection  #: that the tier's frames have
+    keyed_seal: KeyedSeal | None
+    why_not: str = ""  #: it cannot be done at all
+    unchecked: int = 0  #: frames whose seal could not be checked
+
+    @classmethod
+    def of(cls, tier: StoreTierConfig) -> _Seals:
+        """For a tier whose secret may not be at hand."""
+        if tier.seal_key is None:
+            return cls(Protection.NONE, None)
+        protection = Protection.READING if tier.encrypt else Protection.FORGERY
+        try:
+            return cls(protection, open_keyed_seal(tier))
+        except BackendError as error:
+            return cls(protection, None, str(error))
+
+    def verify(self, header: Header, stored: Stored) -> FrameError | None:
+        """What is wrong with the seal of a frame that is whole, as far as is known. Raises BackendError."""
+        if header.protection is not self.protection:
+            return FrameError.SEAL
+        if self.protection is Protection.NONE:
+            return None
+        if self.keyed_seal is None:
+            self.unchecked += 1
+            return None
+        page = memoryview(stored.read(0, FRAME_ALIGNMENT))
+        if keyed_fields_of(page).key_id != self.keyed_seal.identity.key_id:
+            return FrameError.SEAL
+        if self.keyed_seal.matches(page, payload_pieces(header, stored.read)):
+            return None
+        if not self.keyed_seal.encrypts:
+            return FrameError.FORGED
+        self.unchecked += 1  # its request may have had a salt, which is not stored anywhere
+        return None
+
+    def print_total(self) -> None:
+        """A line if some seals were not checked."""
+        if self.unchecked:
+            why = self.why_not or "they are encrypted with a salt, or forged"
+            print(f"seals not checked: {self.unchecked}: {why}")
+
+
+@attrs.define
 class _Report:
-    """Counts what lies in a tier with this capacity and codec, and removes what is ``removable``."""
+    """Counts what lies in a tier with this capacity, codec and seals, and removes what is ``removable``."""
 
     capacity: Nbytes
     codec: CodecIdentity
     removable: set[Finding]
+    seals: _Seals
     left: int = 0  #: damaged, and not removed
     counts: Counter[Finding] = attrs.field(factory=Counter)
     nbytes: Counter[Finding] = attrs.field(factory=Counter)
@@ -104,6 +160,7 @@ class _Report:
             print(f"{finding.value.ljust(12)} {self.counts[finding]:>8}  {Nbytes(self.nbytes[finding])}")
         for codec, count in sorted(self.codecs.items()):
             print(f"codec: {codec}: {count}")
+        self.seals.print_total()
 
     def _look(self, stored: Stored) -> tuple[Finding, str]:
         if stored.key is None or stored.home is None:
@@ -112,6 +169,8 @@ class _Report:
             return Finding.FOREIGN, f"{Nbytes(stored.nbytes)}, and the tier's capacity is {self.capacity}"
         try:
             header = inspect(stored.nbytes, stored.read)
+            if isinstance(header, Header):
+                header = self.seals.verify(header, stored) or header
         except BackendError as error:
             return Finding.UNREADABLE, str(error).removeprefix(f"{stored.where}: ")
         if isinstance(header, FrameError):

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import attrs
 
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
+from kvtier_core.config.seal_key import open_keyed_seal
 from kvtier_core.config.yaml_nodes import ProblemCollector
 from kvtier_core.errors import BackendError, ConfigError, Problem
 from kvtier_core.frames.codec import FrameCodec
@@ -201,6 +202,8 @@ class _Opening:
                 codec=opened.codec,
                 capacity=opened.capacity,
                 inflight=tier.inflight,
+                timeout=tier.timeout,
+                threads=tier.threads,
                 clock=self.runtime.clock,
             )
         )
@@ -214,9 +217,9 @@ class _Opening:
         if serializer is not None:
             serializer = call.returns(Serializer, lambda: serializer)
         identity = RAW if serializer is None else call.ask(lambda: identity_of(chosen))
-        return call.ask(
-            lambda: self.runtime.codec(ctx.namespace, ctx.layout, serializer, identity, shared=self._shared)
-        )
+        keyed_seal = self._call(self.tier.seal_key, "seal_key").ask(lambda: open_keyed_seal(self.tier))
+        apart = {"shared": self._shared, "keyed_seal": keyed_seal}
+        return call.ask(lambda: self.runtime.codec(ctx.namespace, ctx.layout, serializer, identity, **apart))
 
     def _store(self, ctx: OpenContext) -> AllocatorBackend | Backend:
         call = self._call(self.tier.config)

@@ -13,7 +13,7 @@ from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.interfaces import ArenaConfig, BackendConfig, EvictionConfig, SerializerConfig, TokenDatabaseConfig
 from kvtier_core.policies.gittins import GittinsConfig
-from kvtier_core.types import Nbytes, Seconds
+from kvtier_core.types import EnvSecret, Nbytes, Seconds
 
 #: `chunk_tokens: auto` aims at frames of this size. At 1 MiB a disk is as fast as at 32 MiB (benchmarks/RESULTS.md). At
 #: 256 KiB it wrote a third less in some runs, because each frame costs a file or a request besides its bytes.
@@ -37,6 +37,11 @@ def _more_than_nothing(config: object, field: attrs.Attribute, nbytes: Nbytes) -
 _CAPACITY = {"validator": _more_than_nothing}
 #: A chunk is stored once this many requests have named it.
 _STORE_AFTER = {"default": 1, "validator": attrs.validators.ge(1)}
+
+
+def _with_a_key(config: object, field: attrs.Attribute, encrypt: bool) -> None:
+    if encrypt and config.seal_key is None:
+        raise ValueError("'encrypt' needs a 'seal_key'")
 
 
 @attrs.frozen
@@ -75,6 +80,9 @@ class StoreTierConfig:
     inflight: Nbytes = attrs.field(default=Nbytes(1 << 30), validator=_more_than_nothing)
     timeout: Seconds = Seconds(5)  #: of one call to the store; while one takes longer there is no other
     store_after: int = attrs.field(**_STORE_AFTER)
+    #: With it nobody else can forge a frame of this tier: at least 32 characters, which count as they are written.
+    seal_key: EnvSecret | None = None
+    encrypt: bool = attrs.field(default=False, validator=_with_a_key)  #: what the tier stores, with ``seal_key``
     source: Source = attrs.field(default=Source(), eq=False, repr=False)
 
 

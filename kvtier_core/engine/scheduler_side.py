@@ -13,8 +13,11 @@ from kvtier_core.engine.recorder import Recorder
 from kvtier_core.engine.request_view import Bypass, RequestView
 from kvtier_core.engine.scheduler.event_log import EventLog
 from kvtier_core.engine.scheduler.loads import Loads
+from kvtier_core.engine.scheduler.patience import Patience
+from kvtier_core.engine.scheduler.prefill_speed import PrefillSpeed
 from kvtier_core.engine.scheduler.provenance import Provenance
 from kvtier_core.engine.scheduler.requests import Requests, RequestState
+from kvtier_core.engine.scheduler.savings import Savings
 from kvtier_core.engine.scheduler.self_test_gate import SelfTestGate
 from kvtier_core.engine.scheduler.store_jobs import StoreJobs
 from kvtier_core.engine.step import ScheduledRequest, Step, StepResult
@@ -35,8 +38,8 @@ _IDLE_WAIT = 1e-3
 class SchedulerSide:
     """Call every method on the scheduler's thread, which owns the stack.
 
-    The engine calls `match` and `admitted` for each request that it is about to start, `plan` before and `progress`
-    after each step, and `finished` when a request has ended. Whatever is uncertain is a miss.
+    The engine calls `arrived` for each request, `match` and `admitted` when it is about to start it, `finished` when it
+    has ended; `plan` before each step, `progress` and `step_ended` after it. Whatever is uncertain is a miss.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class SchedulerSide:
         """``loads`` and ``stores`` say which of the two this engine does; ``clock`` returns seconds."""
         self.manager = manager
         self.events = EventLog(observe, clock)
+        self.savings = Savings()
         self.namespace = self._first_namespace = namespace
         self._config = config
         self._chunk_tokens = config.chunk_tokens
@@ -70,6 +74,9 @@ class SchedulerSide:
         self._provenance = Provenance(block_tokens)
         self._loads = Loads(manager, chunk_tokens=config.chunk_tokens, block_tokens=block_tokens)
         self._stores = StoreJobs(manager, ranks)
+        self._prefill = PrefillSpeed()
+        self._patience = Patience(config, self._prefill, clock)
+        self._stepped = False  # has the stack been stepped since the last plan?
         # Blocks allocated since the last plan that a forward or another connector's load will write. Blocks
         # that kvtier loads are not among them: the mover's load itself waits for the stores that still read them.
         self._new_blocks: set[int] = set()
@@ -80,6 +87,13 @@ class SchedulerSide:
     def track(self, view: RequestView) -> None:
         """Note a request, so that it can be bypassed before its first `match`. May be repeated."""
         self._requests.track(view)
+
+    def arrived(self, view: RequestView) -> None:
+        """A request joins the engine's queue: what lower tiers have for it is brought up while it waits there."""
+        state = self._requests.track(view)
+        if not self._why_no_lookup(state):
+            keys = self._requests.keys(state, view.tokens)
+            self.manager.prefetch(keys, self._patience.limit(state), view.identity.salt)
 
     def bypass(self, request_id: str, bypass: Bypass) -> None:
         """Look up and store nothing more for a request: its KV may not be what its keys say."""
@@ -92,15 +106,18 @@ class SchedulerSide:
         The engine may ask as often as it likes, until it calls `admitted`.
         """
         state = self._requests.track(view)
-        state.computed, state.found = computed, Lookup()
+        state.computed, state.found, state.declined = computed, Lookup(), None
         if reason := self._why_no_lookup(state):
             state.reason = reason
             self._loads.release(state)
             return 0
+        self._step_stack()
         first = computed // self._chunk_tokens
         keys = self._requests.keys(state, view.tokens)[first:]
-        found = self._loads.find(state, keys)
-        if (found.pending or (found.slots and not self._self_test.is_open)) and self._may_wait(state):
+        found = self._loads.find(state, keys, self._patience.limit(state))
+        state.declined = found.declined
+        waits = found.pending or (found.slots and not self._self_test.is_open)
+        if waits and self._patience.allows(state, found):
             return None
         if not found.slots or not self._self_test.is_open:
             state.reason = self._why_no_hit(keys, found)
@@ -111,7 +128,7 @@ class SchedulerSide:
     def admitted(self, view: RequestView, block_ids: Sequence[int], tokens: int) -> None:
         """The engine allocated the request's blocks, and wants ``tokens`` of those that `match` offered loaded."""
         state = self._requests.track(view)
-        state.waiting_since = None
+        self._end_of_wait(state, tokens)
         if not view.computed_tokens:  # otherwise it returns from a load
             state.trusted = None
         computed = view.computed_tokens or state.computed
@@ -123,15 +140,21 @@ class SchedulerSide:
             self._new_blocks.update(block_ids[computed // self._block_tokens :])
         if not state.logged:
             state.logged = True
-            had = f" (the engine had {state.computed})" if state.computed else ""
-            logger.info(
-                "kvtier: %s: hit %d of %d tokens%s: %s", view.request_id, tokens, view.tokens, had, state.reason
-            )
+            self._log_hit(state, tokens)
 
     def sources(self, request_id: str) -> Mapping[str, int]:
         """Tokens of the load that was just admitted, by the tier that supplied them."""
         state = self._requests.get(request_id)
         return state.sources if state else {}
+
+    def _end_of_wait(self, state: RequestState, tokens: int) -> None:
+        """A request is admitted, and loads so many tokens."""
+        state.waited, state.load_begun = self._patience.waited(state), self._clock()
+        if not tokens and state.awaited:
+            self.savings.waited_in_vain(state.awaited, state.waited)
+        if state.declined:
+            self.savings.declined(state.declined.tier, state.declined.chunks * self._chunk_tokens)
+        state.waiting_since, state.awaited, state.awaited_chunks = None, "", 0
 
     # -- a step ----------------------------------------------------------------------------------------
 
@@ -141,6 +164,8 @@ class SchedulerSide:
             self.drain(_IDLE_WAIT)
         else:
             self.events.record(self.manager.step())
+        self._stepped = False
+        self._prefill.planned(sum(request.scheduled for request in step.requests), self._clock())
         self._loads.release_forgotten()
         stores_to_fence = self._stores.to_fence(self._new_blocks.union(step.new_blocks))
         self._new_blocks.clear()
@@ -164,10 +189,17 @@ class SchedulerSide:
             self._self_test.record(result.progress.self_tests)
             self._stores.record(result.progress)
         failed = self._loads.under_way(result.failed_loads)
+        for request_id in self._loads.under_way(result.ended_loads) - failed:
+            if state := self._requests.get(request_id):
+                self._count_load(state)
         self._loads.end(result.ended_loads)
         for request_id in failed:
             if state := self._requests.get(request_id):
                 state.load_failed, state.logged = True, False
+
+    def step_ended(self) -> None:
+        """The oldest step that was planned has ended. Called once for each."""
+        self._prefill.ended(self._clock())
 
     def drain(self, timeout: float) -> None:
         """Wait until nothing is in flight in the stack, at most ``timeout`` seconds."""
@@ -220,6 +252,8 @@ class SchedulerSide:
         if self._recorder:
             self._recorder.close()
         self.events.log_totals()
+        for line in self.savings.describe():
+            logger.info("kvtier: in all: %s", line)
         self._log_pins()
 
     # -- inside ----------------------------------------------------------------------------------------
@@ -249,12 +283,26 @@ class SchedulerSide:
             return "the self-test is not over"
         return f"it was not promoted within {self._config.load_wait}"
 
-    def _may_wait(self, state: RequestState) -> bool:
-        """May the engine be asked to wait for this request's lower tiers? At most ``load_wait`` in all."""
-        now = self._clock()
-        if state.waiting_since is None:
-            state.waiting_since = now
-        return now - state.waiting_since < self._config.load_wait
+    def _step_stack(self) -> None:
+        """Process what the threads did during the last step, before the first request of the next one is matched."""
+        if not self._stepped:
+            self._stepped = True
+            self.events.record(self.manager.step())
+
+    def _log_hit(self, state: RequestState, tokens: int) -> None:
+        had = f" (the engine had {state.computed})" if state.computed else ""
+        parts = [state.reason]
+        if state.waited and tokens and (seconds := self._prefill.seconds(tokens)):
+            parts.append(f"waited {state.waited:.3f} s, computing takes {seconds:.3f} s")
+        if tokens and state.declined:
+            parts.append(str(state.declined))
+        request_id, of = state.view.request_id, state.view.tokens
+        logger.info("kvtier: %s: hit %d of %d tokens%s: %s", request_id, tokens, of, had, "; ".join(parts))
+
+    def _count_load(self, state: RequestState) -> None:
+        """A load has ended well."""
+        waited = state.waited + self._clock() - state.load_begun
+        self.savings.loaded(state.sources, self._prefill.seconds(state.sources.total()), waited)
 
     def _plan_store(
         self, state: RequestState, scheduled: ScheduledRequest, step: Step
@@ -272,7 +320,7 @@ class SchedulerSide:
         state.stored_chunks = whole
         blocks, size = step.block_table(scheduled.request_id), self._chunk_blocks
         pages = ((tuple(blocks[chunk * size : (chunk + 1) * size]),) for chunk in range(first, whole))
-        return self._stores.begin(self._requests.keys(state, end)[first:whole], pages)
+        return self._stores.begin(self._requests.keys(state, end)[first:whole], pages, state.view.identity.salt)
 
     def _distrust_all(self) -> None:
         """Store nothing that the engine's blocks hold now, nor anything that is computed from it."""

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.frames.checksum import crc32
-from kvtier_core.frames.format import FrameError, header_of, payload_of, read_header, seal, verify
-from kvtier_core.frames.identity import DECODED_LOSSY, RAW, CodecIdentity, identity_of
+from kvtier_core.frames.format import FrameError, Header, header_of, payload_of, read_header, seal, verify
+from kvtier_core.frames.identity import DECODED_LOSSY, RAW, UNKEYED, CodecIdentity, identity_of
 from kvtier_core.interfaces import OpenContext, Serializer, SerializerConfig
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, ChunkLayout, Namespace
 
+if TYPE_CHECKING:  # its library is only there where a tier has a key
+    from kvtier_core.frames.keyed_seal import KeyedSeal
+
 
 class FrameCodec:
-    """The codec of one tier: its serializer if it has one, and the identity that goes into every frame.
+    """The codec of one tier: its serializer and keyed seal, if it has them, and what names them in every frame.
 
     A tier opens one serializer. All of the tier's threads use it at the same time; this class has no other state.
-    Without a serializer nothing is copied: a frame is stored from the arena's slot and read into one.
+    Without a serializer frames are read into the arena's slots, and stored from there; a keyed seal is put on a copy,
+    because others may read the slot.
     """
 
     def __init__(
@@ -28,13 +32,18 @@ class FrameCodec:
         identity: CodecIdentity = RAW,
         *,
         shared: bool = False,
+        keyed_seal: KeyedSeal | None = None,
     ):
-        """``shared``: the store has other users, who may have another codec; neither finds the frames of the other."""
+        """``shared``: the store has other users, whose codec or key may be another; none finds the frames of others."""
         if (serializer is None) != (identity == RAW):
             raise ContractError(f"{identity} is not the identity of {serializer}")
-        apart = shared and identity != RAW
-        self.namespace = namespace.narrowed("codec", identity.digest.hex()) if apart else namespace  #: of stored frames
+        self.namespace = namespace  #: of stored frames
+        if shared and identity != RAW:
+            self.namespace = self.namespace.narrowed("codec", identity.digest.hex())
+        if shared and keyed_seal is not None:
+            self.namespace = self.namespace.narrowed("seal", str(keyed_seal.identity))
         self.identity = identity
+        self._keyed_seal = keyed_seal
         self._shared = shared
         self._arena_namespace = namespace
         self._layout = layout
@@ -55,10 +64,13 @@ class FrameCodec:
 
     def with_namespace(self, namespace: Namespace) -> Self:
         """The same codec, with the same serializer, for frames of another namespace."""
-        return type(self)(namespace, self._layout, self._serializer, self.identity, shared=self._shared)
+        apart = {"shared": self._shared, "keyed_seal": self._keyed_seal}
+        return type(self)(namespace, self._layout, self._serializer, self.identity, **apart)
 
-    def encode(self, key: ChunkKey, sealed: memoryview) -> memoryview:
+    def encode(self, key: ChunkKey, sealed: memoryview, salt: bytes = b"") -> memoryview:
         """The frame to store for a sealed raw frame in a slot. Its length is a multiple of `FRAME_ALIGNMENT`.
+
+        ``salt`` is that of the chunk's requests: without it an encrypted frame cannot be read.
 
         Raises ContractError if the payload has been through a lossy codec: it must not be stored as if it were exact.
         Raises BackendError if a lossy serializer cannot decode what it encoded.
@@ -68,22 +80,46 @@ class FrameCodec:
             raise ContractError(f"a slot that is to be written is not sealed: {header.value}")
         if header.codec != RAW:
             raise ContractError(f"a slot that is to be written holds a frame that is {header.codec}")
-        if self._serializer is None:
-            return sealed
+        if self._serializer is not None:
+            return self._encoded(key, header, payload_of(sealed), salt)
+        return sealed if self._keyed_seal is None else self._protected(key, header, payload_of(sealed), salt)
+
+    def _encoded(self, key: ChunkKey, header: Header, payload: memoryview, salt: bytes) -> memoryview:
         encoded = memoryview(bytearray(self.max_frame_nbytes))
-        nbytes = self._serializer.encode(payload_of(sealed), encoded[FRAME_ALIGNMENT:])
+        nbytes = self._serializer.encode(payload, encoded[FRAME_ALIGNMENT:])
         if self.identity.lossless:
             decoded_checksum = header.payload_checksum
         else:
             decoded_checksum = self._decoded_checksum(encoded[FRAME_ALIGNMENT : FRAME_ALIGNMENT + nbytes])
         seal(encoded, self.namespace, key, nbytes, codec=self.identity, decoded_checksum=decoded_checksum)
+        if self._keyed_seal is not None:
+            self._keyed_seal.close(encoded, salt=salt)
         return encoded[: _frame_nbytes(nbytes)]
+
+    def _protected(self, key: ChunkKey, header: Header, payload: memoryview, salt: bytes) -> memoryview:
+        """A copy of a raw frame with the keyed seal."""
+        copy = memoryview(bytearray(self.max_frame_nbytes))
+        seal(copy, self.namespace, key, len(payload), payload_checksum=header.payload_checksum)
+        self._keyed_seal.close(copy, payload, salt=salt)
+        return copy
+
+    def seal_raw(self, key: ChunkKey, frame: memoryview, nbytes: int) -> None:
+        """Seal a raw payload of ``nbytes`` that is in place, and is not KV: that of a policy's state."""
+        seal(frame, self.namespace, key, nbytes)
+        if self._keyed_seal is not None:
+            self._keyed_seal.close(frame)
+
+    def verify_raw(self, key: ChunkKey, frame: memoryview, nbytes: int) -> FrameError | None:
+        """Verify, and decrypt in place, what `seal_raw` sealed."""
+        return self._verify(key, frame, RAW, nbytes, b"")
 
     def read_buffer(self, slot: memoryview) -> memoryview:
         """The buffer that a frame is read into: the slot itself if nothing needs to be decoded."""
         return slot if self._serializer is None else memoryview(bytearray(self.max_frame_nbytes))
 
-    def decode_verified(self, key: ChunkKey, buffer: memoryview, count: int, slot: memoryview) -> FrameError | None:
+    def decode_verified(
+        self, key: ChunkKey, buffer: memoryview, count: int, slot: memoryview, salt: bytes = b""
+    ) -> FrameError | None:
         """Verify the frame of ``key`` in the first ``count`` bytes of ``buffer``, and decode it into ``slot``.
 
         Returns None if the frame is as it was written; ``slot`` then holds a sealed raw frame. Otherwise the content of
@@ -93,10 +129,13 @@ class FrameCodec:
             raise ContractError(f"read returned {count} bytes for a view of {len(buffer)}")
         frame = buffer[:count]
         nbytes = self._layout.payload_nbytes
-        if self._serializer is None:
-            return verify(frame, self.namespace, key, payload_nbytes=nbytes)
-        if error := verify(frame, self.namespace, key, codec=self.identity):
+        raw = self._serializer is None
+        if error := self._verify(key, frame, self.identity, nbytes if raw else None, salt):
             return error
+        if raw:
+            if self._keyed_seal is not None:  # another tier stores the slot as it is, under the arena's namespace
+                seal(slot, self._arena_namespace, key, nbytes, payload_checksum=header_of(frame).payload_checksum)
+            return None
         payload = slot[FRAME_ALIGNMENT : FRAME_ALIGNMENT + nbytes]
         decoded = None
         with contextlib.suppress(Exception):  # whatever a plugin raises must not fail the other frames of the batch
@@ -109,6 +148,15 @@ class FrameCodec:
         codec = RAW if self.identity.lossless else DECODED_LOSSY
         seal(slot, self._arena_namespace, key, nbytes, codec=codec, payload_checksum=checksum)
         return None
+
+    def _verify(
+        self, key: ChunkKey, frame: memoryview, codec: CodecIdentity, nbytes: int | None, salt: bytes
+    ) -> FrameError | None:
+        keyed = UNKEYED if self._keyed_seal is None else self._keyed_seal.identity
+        error = verify(frame, self.namespace, key, codec=codec, payload_nbytes=nbytes, keyed=keyed)
+        if error is not None or self._keyed_seal is None:
+            return error
+        return self._keyed_seal.open(frame, salt=salt)
 
     def _decoded_checksum(self, encoded: memoryview) -> int:
         """The checksum of a payload that a lossy serializer has encoded and decoded."""

@@ -3,17 +3,30 @@
 The header carries three CRC-32 checksums: of the stored payload, of the payload once it is decoded, and of the header's
 own fields. Without a serializer the first two are the same number. CRC-32 is used because the checksum of a payload can
 be computed from those of the ranks' shards, and because zlib has it where the compiled extension could not be built.
+
+A checksum is no signature. A frame with a keyed seal (`frames/keyed_seal.py`) says so in its flags, and has a key id, a
+nonce and a tag behind the header's fields, where others have zeros. A reader without that key does not serve it: its
+payload may be encrypted.
 """
 
 from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvtier_core.frames.checksum import crc32
-from kvtier_core.frames.identity import DIGEST_NBYTES, MAX_TYPE_NBYTES, RAW, CodecIdentity
+from kvtier_core.frames.identity import (
+    DIGEST_NBYTES,
+    KEY_ID_NBYTES,
+    MAX_TYPE_NBYTES,
+    RAW,
+    UNKEYED,
+    CodecIdentity,
+    Protection,
+    SealIdentity,
+)
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace
 
 FORMAT_VERSION = 2
@@ -24,8 +37,12 @@ _MAGIC = b"kvtier\r\n"
 _FIELDS = struct.Struct(f"<8sHHQ32s{KEY_NBYTES}s{MAX_TYPE_NBYTES}s{DIGEST_NBYTES}sII")
 _CHECKSUM = struct.Struct("<I")
 _FIELDS_END = _FIELDS.size + _CHECKSUM.size
-_LOSSLESS = 1  #: the only flag
-#: `inspect` reads a payload in pieces of this many bytes.
+_LOSSLESS = 1  #: a flag; those of `Protection` are the others
+_FLAGS = {protection.value | lossless for protection in Protection for lossless in (0, _LOSSLESS)}
+#: Of a keyed seal: key id, nonce and tag, each as long as AES-GCM has it; then the checksum of these.
+_KEYED = struct.Struct(f"<{KEY_ID_NBYTES}s12s16s")
+_KEYED_END = _FIELDS_END + _KEYED.size + _CHECKSUM.size
+#: `payload_pieces` reads a payload in pieces of this many bytes.
 _PIECE_NBYTES = 4 << 20
 
 
@@ -39,18 +56,20 @@ class FrameError(enum.Enum):
     NAMESPACE = "a frame of another namespace"
     KEY = "a frame of another key"
     CODEC = "a frame of another codec"
+    SEAL = "a frame of another seal key, or of none"
     LENGTH = "a payload of another length"
     CHECKSUM = "the checksum does not match"
+    FORGED = "the seal does not match: forged, or of another salt"
     UNDECODABLE = "whole, but its codec cannot decode it"
     DECODED = "whole, but its codec decodes it to other bytes than were encoded"
 
     @property
     def incompatible(self) -> bool:
-        """True if the frame may be whole and of use to a reader with another codec or version of kvtier."""
+        """True if the frame may be whole and of use to a reader with another codec, seal key or version of kvtier."""
         return self in _INCOMPATIBLE
 
 
-_INCOMPATIBLE = {FrameError.VERSION, FrameError.CODEC, FrameError.UNDECODABLE, FrameError.DECODED}
+_INCOMPATIBLE = {FrameError.VERSION, FrameError.SEAL, FrameError.CODEC, FrameError.UNDECODABLE, FrameError.DECODED}
 
 
 class Header(NamedTuple):
@@ -65,13 +84,34 @@ class Header(NamedTuple):
     codec_type: bytes
     codec_digest: bytes
     payload_checksum: int  #: CRC-32 of the payload as it is stored
-    decoded_checksum: int  #: CRC-32 of the payload as its codec decodes it
+    decoded_checksum: int  #: CRC-32 of the payload as its codec decodes it; encrypted if the payload is
 
     @property
     def codec(self) -> CodecIdentity:
         """The codec that encoded the payload."""
         name = self.codec_type.rstrip(b"\0").decode(errors="replace")
         return CodecIdentity(name, self.codec_digest, bool(self.flags & _LOSSLESS))
+
+    @property
+    def protection(self) -> Protection:
+        """How the frame is protected."""
+        return Protection(self.flags & ~_LOSSLESS)
+
+    def protected(self, protection: Protection) -> Header:
+        """The same header with the flag of this protection alone."""
+        return self._replace(flags=self.flags & _LOSSLESS | protection.value)
+
+    def packed(self) -> bytes:
+        """The fields as they are stored."""
+        return _FIELDS.pack(*self)
+
+
+class KeyedFields(NamedTuple):
+    """What a keyed seal adds to a header."""
+
+    key_id: bytes
+    nonce: bytes
+    tag: bytes
 
 
 def seal(
@@ -93,12 +133,19 @@ def seal(
         payload_checksum = crc32(frame[FRAME_ALIGNMENT : FRAME_ALIGNMENT + payload_nbytes])
     if decoded_checksum is None:
         decoded_checksum = payload_checksum
-    fields = _FIELDS.pack(
-        *(_MAGIC, FORMAT_VERSION, _LOSSLESS if codec.lossless else 0, payload_nbytes, namespace.digest, key),
-        *(codec.type.encode(), codec.digest, payload_checksum, decoded_checksum),
-    )
-    frame[:_FIELDS_END] = fields + _CHECKSUM.pack(crc32(fields))
-    frame[_FIELDS_END:FRAME_ALIGNMENT] = bytes(FRAME_ALIGNMENT - _FIELDS_END)
+    flags = _LOSSLESS if codec.lossless else 0
+    fields = _MAGIC, FORMAT_VERSION, flags, payload_nbytes, namespace.digest, key, codec.type.encode(), codec.digest
+    write_header(frame, Header(*fields, payload_checksum, decoded_checksum))
+
+
+def write_header(frame: memoryview, header: Header, keyed: KeyedFields | None = None) -> None:
+    """Write the header page of ``frame`` with these fields and their checksums."""
+    page = _summed(header.packed()) + (_summed(_KEYED.pack(*keyed)) if keyed else b"")
+    frame[:FRAME_ALIGNMENT] = page.ljust(FRAME_ALIGNMENT, b"\0")
+
+
+def _summed(fields: bytes) -> bytes:
+    return fields + _CHECKSUM.pack(crc32(fields))
 
 
 def verify(
@@ -108,14 +155,22 @@ def verify(
     *,
     codec: CodecIdentity = RAW,
     payload_nbytes: int | None = None,
+    keyed: SealIdentity = UNKEYED,
 ) -> FrameError | None:
     """Returns None if ``frame`` is the one asked for and its payload is, byte for byte, the one that was sealed.
 
-    ``payload_nbytes`` is the length that the payload must have; None if its codec encodes to varying lengths.
+    ``payload_nbytes`` is the length that the payload must have; None if its codec encodes to varying lengths. The seal
+    must be that of ``keyed``, and is not opened: bytes and checksums may be anybody's until `KeyedSeal.open`.
     """
     header = read_header(frame)
     if isinstance(header, FrameError):
         return header
+    if header.protection is not keyed.protection:
+        return FrameError.SEAL
+    if error := _verify_keyed_fields(header, frame):
+        return error
+    if keyed != UNKEYED and keyed_fields_of(frame).key_id != keyed.key_id:
+        return FrameError.SEAL
     if header.namespace != namespace.digest:
         return FrameError.NAMESPACE
     if header.key != key:
@@ -126,7 +181,7 @@ def verify(
         return FrameError.LENGTH
     if header.payload_nbytes > len(frame) - FRAME_ALIGNMENT:
         return FrameError.SHORT
-    return _verify_checksums(header, crc32(payload_of(frame)))
+    return verify_checksums(header, crc32(payload_of(frame)))
 
 
 def read_header(frame: memoryview) -> Header | FrameError:
@@ -141,7 +196,7 @@ def read_header(frame: memoryview) -> Header | FrameError:
     (checksum,) = _CHECKSUM.unpack_from(frame, _FIELDS.size)
     if crc32(frame[: _FIELDS.size]) != checksum:
         return FrameError.HEADER
-    return header if header.flags in (0, _LOSSLESS) else FrameError.VERSION
+    return header if header.flags in _FLAGS else FrameError.VERSION
 
 
 def inspect(nbytes: int, read: Callable[[int, int], bytes]) -> Header | FrameError:
@@ -150,22 +205,31 @@ def inspect(nbytes: int, read: Callable[[int, int], bytes]) -> Header | FrameErr
     ``read(offset, nbytes)`` returns bytes of the frame, fewer only at its end; its exceptions propagate. It is
     called for a few MiB at a time, and not for the payload if the header is damaged or states another length.
     """
-    header = read_header(memoryview(read(0, FRAME_ALIGNMENT)))
+    page = memoryview(read(0, FRAME_ALIGNMENT))
+    header = read_header(page)
     if isinstance(header, FrameError):
         return header
+    if error := _verify_keyed_fields(header, page):
+        return error
     end = FRAME_ALIGNMENT + header.payload_nbytes
     if end > nbytes:
         return FrameError.SHORT
     if nbytes - end >= FRAME_ALIGNMENT:
         return FrameError.LENGTH
     checksum = 0
-    for at in range(FRAME_ALIGNMENT, end, _PIECE_NBYTES):
-        wanted = min(_PIECE_NBYTES, end - at)
-        piece = read(at, wanted)
-        if len(piece) != wanted:
-            return FrameError.SHORT
+    for piece in payload_pieces(header, read):
         checksum = crc32(piece, checksum)
-    return _verify_checksums(header, checksum) or header
+        end -= len(piece)
+    if end > FRAME_ALIGNMENT:
+        return FrameError.SHORT
+    return verify_checksums(header, checksum) or header
+
+
+def payload_pieces(header: Header, read: Callable[[int, int], bytes]) -> Iterator[bytes]:
+    """The stored payload, a few MiB at a time; less of it if there is less. ``read`` is that of `inspect`."""
+    end = FRAME_ALIGNMENT + header.payload_nbytes
+    for at in range(FRAME_ALIGNMENT, end, _PIECE_NBYTES):
+        yield read(at, min(_PIECE_NBYTES, end - at))
 
 
 def header_of(frame: memoryview) -> Header:
@@ -178,10 +242,24 @@ def payload_of(frame: memoryview) -> memoryview:
     return frame[FRAME_ALIGNMENT : FRAME_ALIGNMENT + header_of(frame).payload_nbytes]
 
 
-def _verify_checksums(header: Header, payload_checksum: int) -> FrameError | None:
+def keyed_fields_of(frame: memoryview) -> KeyedFields:
+    """What a keyed seal added to the header of a frame that `verify` or `inspect` accepted."""
+    return KeyedFields._make(_KEYED.unpack_from(frame, _FIELDS_END))
+
+
+def verify_checksums(header: Header, payload_checksum: int) -> FrameError | None:
+    """Compare a header with the CRC-32 of the payload as it is stored."""
     if header.payload_checksum != payload_checksum:
         return FrameError.CHECKSUM
-    # Nothing decodes a raw payload, so it must have the same checksum twice.
-    if header.codec_digest == RAW.digest and header.decoded_checksum != payload_checksum:
-        return FrameError.CHECKSUM
-    return None
+    # Nothing decodes a raw payload, so it must have the same checksum twice, unless the second is encrypted.
+    decoded = header.codec_digest != RAW.digest or header.protection is Protection.READING
+    return None if decoded or header.decoded_checksum == payload_checksum else FrameError.CHECKSUM
+
+
+def _verify_keyed_fields(header: Header, frame: memoryview) -> FrameError | None:
+    """A damaged key id would make a frame look like one of another key."""
+    if header.protection is Protection.NONE or frame[_FIELDS_END:_KEYED_END] == _summed(
+        _KEYED.pack(*keyed_fields_of(frame))
+    ):
+        return None
+    return FrameError.HEADER

@@ -1,4 +1,7 @@
-"""What names a codec in a frame: its type, a digest over its options, and whether it is lossless."""
+"""What names a codec in a frame: its type, a digest over its options, and whether it is lossless.
+
+And what names a keyed seal: how it protects the frame, and an id of its key.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from kvtier_core.interfaces import SerializerConfig
 MAX_TYPE_NBYTES = 64
 
 DIGEST_NBYTES = 32
+KEY_ID_NBYTES = 16
 
 
 @attrs.frozen
@@ -37,6 +41,30 @@ RAW = CodecIdentity("raw", bytes(DIGEST_NBYTES), lossless=True)
 
 #: Payloads that a lossy codec decoded. They are served from memory, and never written to a store.
 DECODED_LOSSY = attrs.evolve(RAW, lossless=False)
+
+
+class Protection(enum.Enum):
+    """What a keyed seal protects a frame from. The value is its flag in the header."""
+
+    NONE = 0  #: there is no keyed seal
+    FORGERY = 2  #: the payload is as it would be without one, and nobody without the key can make a frame
+    READING = 4  #: the payload is encrypted as well
+
+
+@attrs.frozen
+class SealIdentity:
+    """Identifies a keyed seal. The id tells keys apart, and nothing about a key."""
+
+    protection: Protection
+    key_id: bytes
+
+    def __str__(self) -> str:
+        how = {Protection.NONE: "none", Protection.FORGERY: "authenticated", Protection.READING: "encrypted"}
+        return f"{how[self.protection]} {self.key_id.hex()}" if self != UNKEYED else "none"
+
+
+#: Of frames without a keyed seal.
+UNKEYED = SealIdentity(Protection.NONE, bytes(KEY_ID_NBYTES))
 
 
 def identity_of(config: SerializerConfig) -> CodecIdentity:

@@ -21,7 +21,8 @@ class Medium(enum.Enum):
 class OpenContext:
     """What the stack tells a plugin that it opens."""
 
-    #: Of the frames: that of the engine, in a shared store with a serializer with the codec as a further fact.
+    #: Of the frames: that of the engine, in a shared store with the codec and the id of the seal key as further facts,
+    #: where there are any.
     namespace: Namespace
     layout: ChunkLayout
     engine: str  #: names this engine among those alive on this node

@@ -19,7 +19,8 @@ class Backend(abc.ABC):
 
     Called on its tier's I/O threads, several at once, but never twice at once for the same key. While the tier opens,
     the owner's thread calls, too. Methods raise BackendError and nothing else. A call may block; where the medium lets
-    it give up, it does so after `OpenContext.timeout`. While one takes longer, the tier makes no other.
+    it give up, it does so after `OpenContext.timeout`, which is for the whole call. While one takes longer, the tier
+    makes no other.
 
     A *shared* store belongs to nobody: other engines add frames, and frames vanish, at any time.
 

@@ -64,7 +64,7 @@ def _context(layout: ChunkLayout) -> OpenContext:
 def _without_bytes(tier: ArenaTierConfig | StoreTierConfig) -> ArenaTierConfig | StoreTierConfig:
     if isinstance(tier, ArenaTierConfig):
         return attrs.evolve(tier, config=NullArenaConfig())
-    return attrs.evolve(tier, config=NullBackendConfig(), inflight=_NO_LIMIT)
+    return attrs.evolve(tier, config=NullBackendConfig(), inflight=_NO_LIMIT, seal_key=None, encrypt=False)
 
 
 @attrs.frozen
@@ -126,13 +126,15 @@ class NullBackend(Backend):
 class PassthroughCodec(FrameCodec):
     """Neither seals nor verifies. With a serializer each frame counts with the greatest length that it may have."""
 
-    def encode(self, key: ChunkKey, sealed: memoryview) -> memoryview:
+    def encode(self, key: ChunkKey, sealed: memoryview, salt: bytes = b"") -> memoryview:
         return sealed[: self.max_frame_nbytes]
 
     def read_buffer(self, slot: memoryview) -> memoryview:
         return slot
 
-    def decode_verified(self, key: ChunkKey, buffer: memoryview, count: int, slot: memoryview) -> FrameError | None:
+    def decode_verified(
+        self, key: ChunkKey, buffer: memoryview, count: int, slot: memoryview, salt: bytes = b""
+    ) -> FrameError | None:
         return None
 
 

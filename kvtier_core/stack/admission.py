@@ -5,7 +5,7 @@ The decision travels with the chunk to every write; a policy is asked once about
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvtier_core.types import ChunkKey
@@ -22,12 +22,18 @@ class Level(Protocol):
 
 
 class AdmissionPlan:
-    """For each of some tiers, the chunks to write to it."""
+    """For each of some tiers, the chunks to write to it; and the salts of those chunks whose requests have one."""
 
-    def __init__(self, levels: Sequence[Level] = (), path: Sequence[ChunkKey] = ()):
+    def __init__(
+        self,
+        levels: Sequence[Level] = (),
+        path: Sequence[ChunkKey] = (),
+        salts: Mapping[ChunkKey, bytes] | None = None,
+    ):
         """Ask each tier which chunks of a path it would admit."""
         self._admitted = {level: admitted for level in levels if (admitted := set(level.would_admit(path)))}
         self.keys = set().union(*self._admitted.values())  #: the chunks that at least one of the tiers will be given
+        self.salts = dict(salts or {})
 
     def keys_for(self, level: Level, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Those of ``keys`` that are to be written to this tier."""
@@ -40,3 +46,4 @@ class AdmissionPlan:
             mine = admitted.intersection(keys)
             self._admitted.setdefault(level, set()).update(mine)
             self.keys |= mine
+            self.salts.update((key, other.salts[key]) for key in mine & other.salts.keys())

@@ -12,6 +12,30 @@ from kvtier_core.types import ChunkKey, Event, Namespace, Slot, Usage
 
 
 @attrs.frozen
+class LoadLimit:
+    """What the engine loses while a request waits for chunks below the arenas."""
+
+    chunk_seconds: float  #: in which the engine computes one chunk
+    wait: float  #: seconds that the request may still wait
+
+
+@attrs.frozen
+class Declined:
+    """Chunks that a tier has and that are computed instead, because that is sooner done."""
+
+    tier: str
+    chunks: int
+    load_seconds: float  #: in which they would be loaded
+    compute_seconds: float  #: in which they are computed
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tier} has {self.chunks} more chunks: {self.load_seconds:.3f} s to load them, "
+            f"{self.compute_seconds:.3f} s to compute them"
+        )
+
+
+@attrs.frozen
 class Lookup:
     """What a stack has of a path.
 
@@ -22,6 +46,8 @@ class Lookup:
     sources: Sequence[str] = ()  #: for each slot, the tier that supplied its chunk
     exact: int = 0  #: so many of the leading chunks are as an engine computed them; others came through a lossy codec
     pending: int = 0  #: chunks behind them of which some are still on their way into an arena: look again after a step
+    awaited: str = ""  #: the tier that the first of these comes from, or that is asked for it
+    declined: Declined | None = None  #: what could be loaded behind all these, and is not worth it
     miss_reason: str = ""  #: why the first chunk behind all these is not found; empty if the whole path is
 
 
@@ -30,22 +56,34 @@ class Stack(abc.ABC):
 
     A *path* is the chunk keys of a prompt, root first. A *holder* is a name that the caller chooses, one for each
     request or job; everything that is pinned or reserved belongs to a holder and stays until that holder is released.
+    A *salt* is that of the requests whose chunks a path names: what is encrypted below the arenas depends on it, so the
+    same path always comes with the same one.
     """
 
     @abc.abstractmethod
-    def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None) -> None:
+    def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None, salt: bytes = b"") -> None:
         """A request names this path. Call it once a request: eviction policies learn from it."""
 
     @abc.abstractmethod
-    def lookup(self, path: Sequence[ChunkKey], holder: str) -> Lookup:
+    def lookup(
+        self, path: Sequence[ChunkKey], holder: str, limit: LoadLimit | None = None, salt: bytes = b""
+    ) -> Lookup:
         """Find the leading chunks of a path and pin those that are READY for ``holder``.
 
-        Chunks that lie below the arenas are requested; `step` begins to read them, and they are pinned for the holder
-        as they arrive. A holder has one path at a time: another path releases what was found for the one before.
+        Chunks that lie below the arenas are requested, as far as they are worth loading within ``limit``, without
+        one all of them. `step` begins to read them, and they are pinned for the holder as they arrive. A holder has
+        one path at a time: another path releases what was found for the one before.
         """
 
     @abc.abstractmethod
-    def reserve(self, path: Sequence[ChunkKey], holder: str) -> dict[ChunkKey, Slot]:
+    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None = None, salt: bytes = b"") -> None:
+        """A request for this path waits in the engine's queue: bring up what lies below the arenas.
+
+        Nothing is pinned. What was brought up and is not used yet takes at most a quarter of the hottest arena.
+        """
+
+    @abc.abstractmethod
+    def reserve(self, path: Sequence[ChunkKey], holder: str, salt: bytes = b"") -> dict[ChunkKey, Slot]:
         """Empty slots for leading chunks of a path that have none and are worth storing, evicting others as needed.
 
         Fill them, then `commit`; or `release` the holder, and they are free again.

@@ -11,9 +11,9 @@ from kvtier_core.errors import ContractError
 from kvtier_core.stack.admission import AdmissionPlan
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.batches import leading_run
-from kvtier_core.stack.interface import Lookup, Stack
+from kvtier_core.stack.interface import LoadLimit, Lookup, Stack
 from kvtier_core.stack.leases import Lease
-from kvtier_core.stack.promotion import Promotions
+from kvtier_core.stack.promotion import Promotions, Requested
 from kvtier_core.stack.reservations import Reservations
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.write_through import WriteThrough
@@ -29,6 +29,9 @@ from kvtier_core.types import (
     Slot,
     Usage,
 )
+
+#: What was brought up before a request asked for it takes at most this part of the hottest arena: one in so many slots.
+_PREFETCH_SHARE = 4
 
 
 class StorageManager(Stack):
@@ -77,28 +80,48 @@ class StorageManager(Stack):
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None) -> None:
+    def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None, salt: bytes = b"") -> None:
         for level in self._levels:
             level.index.request(path, self._clock(), hints or {})
-        self._write_through.offer_again(path)
+        self._write_through.offer_again(path, salt)
 
-    def lookup(self, path: Sequence[ChunkKey], holder: str) -> Lookup:
+    def lookup(
+        self, path: Sequence[ChunkKey], holder: str, limit: LoadLimit | None = None, salt: bytes = b""
+    ) -> Lookup:
         lease = self._lease_for(path, holder)
         lease.awaited.clear()
-        at = len(lease.slots)
+        at, below = len(lease.slots), Requested()
+        awaited = ""
         while at < len(path):
-            if run := max(arena.ready_run(path, at) for arena in self._arenas):
+            if run := self._ready_run(path, at):
                 self._pin(path[at : at + run], lease, holder, leading=at == len(lease.slots))
-            elif run := self._pending_run(path, at):
-                lease.awaited.update(path[at : at + run])
             else:
+                below = self._request(path, at, limit, salt)
+                run, awaited = below.chunks, awaited or below.tier
+                lease.awaited.update(path[at : at + run])
+            if not run:
                 break
             at += run
+        if below.declined:
+            self._promotions.probe(path, at, salt)
         if not (lease.slots or lease.beyond or lease.awaited):
             del self._leases[holder]
-        reason = self._miss_reason(path[at]) if at < len(path) else ""
+        reason = self._miss_reason(path[at], below) if at < len(path) else ""
+        pending = at - len(lease.slots)
         exact = self._hot.exact_run(lease.path)
-        return Lookup(tuple(lease.slots), tuple(lease.sources), exact, at - len(lease.slots), reason)
+        return Lookup(
+            tuple(lease.slots), tuple(lease.sources), exact, pending, awaited if pending else "", below.declined, reason
+        )
+
+    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None = None, salt: bytes = b"") -> None:
+        """Stores are asked for the whole path; the beginning of it is brought up."""
+        unused = len(self._promoted_from) + self._promotions.under_way
+        at = self._ready_run(path, 0) if path else 0
+        end = min(len(path), at + max(0, self._hot.memory.slots // _PREFETCH_SHARE - unused))
+        while at < end and (run := self._ready_run(path, at) or self._request(path[:end], at, limit, salt).chunks):
+            at += run
+        for tier in self._tiers:
+            tier.request_lookup(path, at)
 
     def release(self, holder: str) -> None:
         if lease := self._leases.pop(holder, None):
@@ -107,12 +130,12 @@ class StorageManager(Stack):
 
     # -- stores ------------------------------------------------------------------------------------
 
-    def reserve(self, path: Sequence[ChunkKey], holder: str) -> dict[ChunkKey, Slot]:
+    def reserve(self, path: Sequence[ChunkKey], holder: str, salt: bytes = b"") -> dict[ChunkKey, Slot]:
         """Chunks that a tier below admits get a slot in the hottest arena, whatever that arena's own policy says."""
         absent = list(path)
         for arena in self._arenas:
             absent = arena.without_slot(absent)
-        plan = self._write_through.plan(absent)
+        plan = self._write_through.plan(absent, salt)
         passing = leading_run(absent, plan.keys.__contains__)
         self._make_room(self._hot, len(passing), path)
         reserved = passing[: self._hot.free]
@@ -286,19 +309,26 @@ class StorageManager(Stack):
             homes.setdefault(next(arena for arena in self._arenas if arena.has(key)), []).append(key)
         return homes
 
-    def _pending_run(self, path: Sequence[ChunkKey], at: int) -> int:
-        """How many chunks of a path, from one on that is not READY, are on their way or are requested now."""
-        if any(arena.is_reserved(path[at]) for arena in self._arenas):
-            return 1
-        return self._promotions.request(path, at, self._has_slot)
+    def _ready_run(self, path: Sequence[ChunkKey], at: int) -> int:
+        """How many chunks of a path from one on are READY in one arena."""
+        return max(arena.ready_run(path, at) for arena in self._arenas)
 
-    def _miss_reason(self, key: ChunkKey) -> str:
+    def _request(self, path: Sequence[ChunkKey], at: int, limit: LoadLimit | None, salt: bytes) -> Requested:
+        """Request the chunks of a path from one on that is not READY, unless it is on its way."""
+        for arena in self._arenas:
+            if arena.is_reserved(path[at]):
+                return Requested() if path[at] in self._promotions.probes else Requested(1, arena.name)
+        return self._promotions.request(path, at, self._has_slot, limit, salt)
+
+    def _miss_reason(self, key: ChunkKey, below: Requested) -> str:
+        if below.declined:
+            return str(below.declined)
         if key in self._promotions.rejected:
             return f"no room in {self._hot.name} to bring it up"
         reasons = (tier.miss_reason(key) for tier in self._tiers)
         return next(filter(None, reasons), "not stored")
 
-    def _promoted(self, tier: StoreTier, keys: Sequence[ChunkKey]) -> None:
+    def _promoted(self, tier: StoreTier, keys: Sequence[ChunkKey], salts: Mapping[ChunkKey, bytes]) -> None:
         """Chunks were promoted from a tier: pin them for waiting holders, and write them to the tiers between."""
         self._report(EventKind.PROMOTED, self._hot, keys, why=f"from {tier.name}")
         self._promoted_from.update(dict.fromkeys(keys, tier.name))
@@ -307,7 +337,7 @@ class StorageManager(Stack):
                 self._pin(awaited, lease, holder, leading=False)
                 lease.awaited.difference_update(awaited)
         passed = self._levels[1 : self._levels.index(tier)]
-        self._write_through.write(keys, AdmissionPlan(passed, keys))
+        self._write_through.write(keys, AdmissionPlan(passed, keys, salts))
 
     def _make_room(self, arena: Arena, slots: int, path: Sequence[ChunkKey]) -> None:
         if slots > arena.free:

@@ -45,15 +45,15 @@ class WriteThrough:
         self._report = report
         self._sealing: set[ChunkKey] = set()
 
-    def plan(self, path: Sequence[ChunkKey]) -> AdmissionPlan:
-        """Which tiers below would take which chunks of a path now."""
-        return AdmissionPlan(self._below, path)
+    def plan(self, path: Sequence[ChunkKey], salt: bytes) -> AdmissionPlan:
+        """Which tiers below would take which chunks of a path now. ``salt`` is that of its request."""
+        return AdmissionPlan(self._below, path, dict.fromkeys(path, salt) if salt else {})
 
-    def offer_again(self, path: Sequence[ChunkKey]) -> None:
+    def offer_again(self, path: Sequence[ChunkKey], salt: bytes) -> None:
         """Write those READY chunks of a path that a tier below lacks and would take now."""
         if self._below:
             held = [key for key in self._hot.exact(path) if key not in self._sealing]
-            self.begin(held, {}, self.plan(held))
+            self.begin(held, {}, self.plan(held, salt))
 
     def begin(self, keys: Sequence[ChunkKey], checksums: Mapping[ChunkKey, Sequence[int]], plan: AdmissionPlan) -> None:
         """Seal READY chunks that are not being sealed, then write them to the tiers that ``plan`` names for each.
@@ -84,7 +84,7 @@ class WriteThrough:
             if isinstance(level, Arena):
                 self._copy(admitted, level)
             else:
-                self._write(admitted, level)
+                self._write(admitted, level, plan.salts)
 
     def _seal(self, work: Sequence[tuple[ChunkKey, memoryview, Sequence[int]]], namespace: Namespace) -> None:
         """Write headers and checksums, on a thread of the pool."""
@@ -100,11 +100,11 @@ class WriteThrough:
             self._report(Event(EventKind.IO_ERROR, self._hot.name, tuple(keys), 0, str(outcome.error)))
         self._hot.unpin(slots, _SEALER)
 
-    def _write(self, keys: Sequence[ChunkKey], tier: StoreTier) -> None:
+    def _write(self, keys: Sequence[ChunkKey], tier: StoreTier, salts: Mapping[ChunkKey, bytes]) -> None:
         pins = dict(zip(keys, self._hot.pin(keys, tier.name), strict=True))
         parent = self._hot.index.held.parent
         tier.write(
-            [FrameWrite(key, parent(key), self._hot.view(key)) for key in keys],
+            [FrameWrite(key, parent(key), self._hot.view(key), salts.get(key, b"")) for key in keys],
             lambda key: self._hot.unpin([pins[key]], tier.name),
         )
 

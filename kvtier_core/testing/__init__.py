@@ -28,6 +28,8 @@ without it. What a process holds is read from Linux's /proc; elsewhere the laws 
 
 `FaultyBackend` wraps a backend and makes it go wrong by a plan (`always`, `every`, `now_and_then`) of each `Fault`, for
 tests of what stands above it.
+
+`Proxy` stands between a tier and its real server, and delays, stalls, drops, truncates or garbles what passes.
 """
 
 from __future__ import annotations
@@ -46,9 +48,11 @@ _HOMES = {
     "FaultyBackend": "faults",
     "Laws": "laws.base",
     "PolicyLaws": "laws.policies",
+    "Proxy": "network",
     "SerializerLaws": "laws.serializers",
     "SharedBackendLaws": "laws.shared_backends",
     "TokenDatabaseLaws": "laws.token_databases",
+    "Way": "network",
     "always": "faults",
     "every": "faults",
     "laws_of": "laws.base",

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -38,6 +39,7 @@ from kvtier_core.vllm.guard import guarded
 from kvtier_core.vllm.hit_sources import as_vllm_says
 from kvtier_core.vllm.identity import model_weights
 from kvtier_core.vllm.metadata import StepPlanMetadata, WorkerProgressMetadata
+from kvtier_core.vllm.metrics import KVTierPromMetrics, KVTierStats
 from kvtier_core.vllm.requests.tracker import RequestTracker
 from kvtier_core.vllm.startup import Refusal, Startup, read_config
 from kvtier_core.vllm.steps import result_of, step_of
@@ -141,9 +143,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     # -- the scheduler's connector -----------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        """Log why a request is not served, if the engine is not."""
+        """A request joins vLLM's queue. If this engine is not served, its log line says why."""
         if self._refusal:
             logger.info("kvtier: %s: hit 0 of %d tokens: %s", request.request_id, request.num_tokens, self._refusal)
+        self._arrived(request)
+
+    @guarded()
+    def _arrived(self, request: Request) -> None:
+        self.side.arrived(self._requests.view(request))
 
     @guarded((0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -194,6 +201,26 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Pass what the workers did to the scheduler side."""
         self.side.progress(result_of(connector_output))
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What each tier saved since the last call. vLLM calls the scheduler's connector once after each step."""
+        return self._step_ended() if self.role is KVConnectorRole.SCHEDULER else None
+
+    @guarded()
+    def _step_ended(self) -> KVConnectorStats | None:
+        self.side.step_ended()
+        saved = self.side.savings.take_news()
+        return KVTierStats.of(saved) if saved else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """The report that another process made of `get_kv_connector_stats`."""
+        return KVTierStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> KVConnectorPromMetrics | None:
+        """The metrics at ``/metrics``, in vLLM's front end."""
+        return KVTierPromMetrics(*args)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished_all_groups`, for an engine with one group."""

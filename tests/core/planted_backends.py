@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from pathlib import Path
 from typing import ClassVar
 
@@ -87,7 +86,12 @@ class PlantedConfig(BackendConfig):
 
     @contextlib.contextmanager
     def walk(self):
-        yield (Stored(str(file), file.stat().st_size, None, None, None, None) for file in self.folder.glob("*/*"))
+        yield (Stored(str(file), nbytes, None, None, None, None) for file, nbytes in self.files())
+
+    def files(self):
+        for file in self.folder.glob("*/*"):
+            with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
+                yield file, file.stat().st_size
 
 
 class SpoiltLaws(BackendLaws):
@@ -108,23 +112,3 @@ class SpoiltLaws(BackendLaws):
             yield True
         finally:
             os.close(os.open(file, os.O_RDWR | os.O_NONBLOCK))
-
-
-class SharedFolder(Reference):
-    """Correct where several processes have one folder: names of its own for what is unfinished, nothing remembered."""
-
-    shared = True
-
-    def make_room(self, nbytes):
-        """What other users of the folder wrote is theirs."""
-
-    def write_one(self, key, frame):
-        unfinished = self.home / f"{key.hex()}.{secrets.token_hex(8)}"
-        unfinished.write_bytes(frame)
-        unfinished.replace(self.file(key))
-
-    def read_one(self, key, view):
-        try:
-            return super().read_one(key, view)
-        except FileNotFoundError:  # deleted since it was looked for
-            return 0

@@ -325,3 +325,21 @@ def test_another_namespace_has_the_same_codec():
     assert (renewed.namespace, renewed.identity) == (other, codec.identity)
     view = sealed()
     assert header_of(renewed.encode(KEY, view)).namespace == other.digest
+
+
+def test_in_a_shared_store_no_two_codecs_have_a_frame_in_common():
+    """Else each of two engines with other options would overwrite what the other one wrote, for ever."""
+
+    def shared(config):
+        serializer = config.open(CONTEXT)
+        return FrameCodec(NAMESPACE, LAYOUT, serializer, identity_of(config) if serializer else RAW, shared=True)
+
+    codecs = [shared(config) for config in (RawConfig(), XorConfig(mask=1), XorConfig(mask=2), LossyConfig())]
+    assert codecs[0].namespace == NAMESPACE
+    assert len({codec.namespace.digest for codec in codecs}) == len(codecs)
+    renewed = NAMESPACE.renewed()
+    assert len({codec.with_namespace(renewed).namespace.digest for codec in codecs}) == len(codecs)
+    slot = memoryview(bytearray(LAYOUT.frame_nbytes))
+    stored = codecs[1].encode(KEY, sealed())
+    assert codecs[1].decode_verified(KEY, stored, len(stored), slot) is None
+    assert slot == sealed(), "in the arena it is a frame of the engine's, which any other tier may have"

@@ -105,7 +105,9 @@ ERRORS = [
     (FrameError.SHORT, lambda: sealed()[:-1], {}),
     (FrameError.MAGIC, lambda: flipped(sealed(), 0), {}),
     (FrameError.VERSION, lambda: flipped(sealed(), 8), {}),
-    (FrameError.VERSION, lambda: resealed(flipped(sealed(), FLAGS_AT, 1)), {}),
+    (FrameError.VERSION, lambda: resealed(flipped(sealed(), FLAGS_AT, 3)), {}),
+    (FrameError.SEAL, lambda: resealed(flipped(sealed(), FLAGS_AT, 1)), {}),
+    (FrameError.SEAL, lambda: resealed(flipped(sealed(), FLAGS_AT, 2)), {}),
     (FrameError.HEADER, lambda: flipped(sealed(), LENGTH_AT), {}),
     (FrameError.CODEC, lambda: sealed(codec=CODEC), {}),
     (FrameError.CODEC, lambda: sealed(codec=DECODED_LOSSY), {}),
@@ -123,9 +125,9 @@ def test_each_error_has_its_name(error, spoil, asked):
 
 
 def test_every_error_was_seen():
-    """The other two are found where frames are decoded."""
+    """The other three are found where frames are opened and decoded."""
     seen = {error for error, _, _ in ERRORS}
-    assert {*seen, FrameError.UNDECODABLE, FrameError.DECODED} == set(FrameError)
+    assert {*seen, FrameError.FORGED, FrameError.UNDECODABLE, FrameError.DECODED} == set(FrameError)
 
 
 def test_a_frame_of_version_1_is_incompatible():
@@ -140,8 +142,8 @@ def test_a_frame_of_version_1_is_incompatible():
 
 def test_what_is_damaged_is_not_called_incompatible():
     """Nor the other way round: what is incompatible is never deleted, and what is damaged is."""
-    incompatible = {error for error in FrameError if error.incompatible}
-    assert incompatible == {FrameError.VERSION, FrameError.CODEC, FrameError.UNDECODABLE, FrameError.DECODED}
+    incompatible = {error.name for error in FrameError if error.incompatible}
+    assert incompatible == {"VERSION", "SEAL", "CODEC", "UNDECODABLE", "DECODED"}
     for place in range(FLAGS_AT, HEADER_NBYTES):
         assert check(flipped(sealed(), place)) is FrameError.HEADER
 

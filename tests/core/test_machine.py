@@ -109,7 +109,7 @@ def evicts_what_is_pinned(monkeypatch):
 
 
 def believes_every_frame(monkeypatch):
-    monkeypatch.setattr(FrameCodec, "decode_verified", lambda self, key, buffer, count, slot: None)
+    monkeypatch.setattr(FrameCodec, "decode_verified", lambda self, key, buffer, count, slot, salt: None)
 
 
 def serves_what_is_still_being_filled(monkeypatch):

@@ -744,3 +744,21 @@ def test_close_twice_around_a_call_that_hung(hanging):
     hanging.manager.close(timeout=0.05)
     hanging.shelves[0].go.set()
     hanging.manager.close(timeout=LONG)
+
+
+def test_a_load_does_not_wait_for_stores_that_wait():
+    """Four of four slots in flight belong to stores, and one of these has not begun."""
+    bench = Bench(arenas=(8,), inflight=4)
+    bench.store(OURS[:1])
+    bench.arenas[0].make_room(8)
+    for key in THEIRS:
+        assert bench.fill([key])
+        bench.manager.commit("store")
+        bench.work(1)
+    assert bench.tiers[0].usage().inflight == 4 * LAYOUT.frame_nbytes
+    bench.look(OURS[:1], keep="reader")
+    bench.manager.step()
+    assert bench.manager._promotions.under_way == 1
+    bench.settle()
+    assert bench.look(OURS[:1], keep="reader") == [READY]
+    assert set(bench.shelves[0].frames) == {OURS[0], *THEIRS[:3]}, "the store that had not begun made room"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvtier_core.errors import BackendError
+from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.policies.gittins import GittinsConfig
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.store_tier.policy_state import PolicyState, key_of
-from kvtier_core.testing.machine import NAMESPACE, Shelf
+from kvtier_core.testing.machine import LAYOUT, NAMESPACE, Shelf
 from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_keys
 from kvtier_core.types import Namespace
@@ -28,13 +29,13 @@ def kept():
     """A store in which a policy left what it had learned."""
     shelf = Shelf()
     index = learned(CacheIndex(GittinsConfig().open()))
-    PolicyState(shelf, index, NAMESPACE, PLENTY).keep()
+    PolicyState(shelf, index, FrameCodec(NAMESPACE, LAYOUT), PLENTY).keep()
     return shelf, index.save()
 
 
 def recalled(shelf, namespace=NAMESPACE, capacity=PLENTY):
     index = CacheIndex(GittinsConfig().open())
-    PolicyState(shelf, index, namespace, capacity).recall()
+    PolicyState(shelf, index, FrameCodec(namespace, LAYOUT), capacity).recall()
     return index.save()
 
 
@@ -77,12 +78,12 @@ def test_another_namespace_has_another_memo():
 def test_a_small_tier_keeps_none():
     shelf, _ = kept()
     assert recalled(shelf, capacity=1 << 16) == COLD
-    memo = PolicyState(Shelf(), CacheIndex(GittinsConfig().open()), NAMESPACE, 1 << 16)
+    memo = PolicyState(Shelf(), CacheIndex(GittinsConfig().open()), FrameCodec(NAMESPACE, LAYOUT), 1 << 16)
     assert memo.nbytes == 0
 
 
 def test_a_policy_that_learns_nothing_takes_no_room():
-    assert PolicyState(Shelf(), CacheIndex(LruConfig().open()), NAMESPACE, PLENTY).nbytes == 0
+    assert PolicyState(Shelf(), CacheIndex(LruConfig().open()), FrameCodec(NAMESPACE, LAYOUT), PLENTY).nbytes == 0
 
 
 # -- now and then ----------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ class Now:
     def __init__(self, shelf=None):
         self.shelf = shelf or Shelf()
         self.index = CacheIndex(GittinsConfig().open())
-        self.memo = PolicyState(self.shelf, self.index, NAMESPACE, PLENTY)
+        self.memo = PolicyState(self.shelf, self.index, FrameCodec(NAMESPACE, LAYOUT), PLENTY)
         self.pool = ManualPool()
         self.outcomes = []
 

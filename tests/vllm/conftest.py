@@ -220,7 +220,9 @@ def prompt(seed: int, tokens: int, prefix: Sequence[int] = ()) -> list[int]:
 
 
 def cpu(capacity: str = "64MiB", **options: Any) -> dict[str, Any]:
-    return {"version": 1, "chunk_tokens": CHUNK, **options, "tiers": [{"type": "cpu", "capacity": capacity}]}
+    """A stack that loads whatever is there: a tiny model would compute it sooner."""
+    settings = {"chunk_tokens": CHUNK, "load": "always", **options}
+    return {"version": 1, **settings, "tiers": [{"type": "cpu", "capacity": capacity}]}
 
 
 def cpu_and_disk(path: Path, capacity: str = "64MiB", **options: Any) -> dict[str, Any]:

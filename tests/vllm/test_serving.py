@@ -23,7 +23,8 @@ def forget(engine):
 
 
 def hits(lines):
-    return [line.split(": ", 2)[2] for line in lines if ": hit " in line]
+    """What was found where, without the times behind it."""
+    return [line.split(": ", 2)[2].partition("; ")[0] for line in lines if ": hit " in line]
 
 
 def test_a_hit_is_bit_equal_to_the_engines_own_prefix_hit(engine, said):
@@ -239,8 +240,10 @@ def test_new_weights_in_a_running_engine_open_an_epoch(engine, tmp_path):
 def test_a_frame_of_before_is_not_served_even_if_it_could_not_be_deleted(engine, tmp_path, monkeypatch):
     """As in a store that others share: it is asked for what the index does not know."""
     from kvtier_disk.backend import DiskBackend
+    from kvtier_disk.config import DiskConfig
 
     monkeypatch.setattr(DiskBackend, "shared", True)
+    monkeypatch.setattr(DiskConfig, "shared", True, raising=False)
     asked = prompt(34, 530)
     with engine(cpu_and_disk(tmp_path)) as served:
         served.ask(asked)

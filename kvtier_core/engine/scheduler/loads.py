@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from kvtier_core.engine.messages import Transfer
 from kvtier_core.engine.scheduler.requests import RequestState
 from kvtier_core.interfaces import NO_BLOCK
-from kvtier_core.stack.interface import Lookup, Stack
+from kvtier_core.stack.interface import LoadLimit, Lookup, Stack
 from kvtier_core.types import ChunkKey
 
 #: Steps for which a waiting request keeps its pins if the engine does not ask about it again.
@@ -34,15 +34,15 @@ class Loads:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def find(self, state: RequestState, keys: Sequence[ChunkKey]) -> Lookup:
-        """Look up a path. Requests the promotion of chunks in lower tiers.
+    def find(self, state: RequestState, keys: Sequence[ChunkKey], limit: LoadLimit | None) -> Lookup:
+        """Look up a path. Requests the promotion of chunks in lower tiers, as far as they are worth it.
 
         Nothing is found while a load of the request is under way: its slots must stay pinned until that has ended.
         """
         if self._holders.get(state.view.request_id) == state.holder:
             return Lookup(miss_reason="its load is under way")
         self._waiting[state.holder] = 0
-        return self._stack.lookup(keys, state.holder)
+        return self._stack.lookup(keys, state.holder, limit, state.view.identity.salt)
 
     def release(self, state: RequestState) -> None:
         """Release what the request found, unless it is being loaded."""

@@ -10,7 +10,7 @@ import attrs
 
 from kvtier_core.engine.request_view import Bypass, RequestView
 from kvtier_core.interfaces import TokenDatabase
-from kvtier_core.stack.interface import Lookup, Stack
+from kvtier_core.stack.interface import Declined, Lookup, Stack
 from kvtier_core.types import ChunkKey
 
 
@@ -28,8 +28,13 @@ class RequestState:
     computed: int = 0  #: tokens that the engine had when it last asked for a match
     trusted: int | None = None  #: tokens, from the first one on, with trusted KV (see provenance); None: not known yet
     found: Lookup = attrs.field(factory=Lookup)  #: the lookup then, from the chunk that contains ``computed`` on
+    declined: Declined | None = None  #: what it left in a tier
     sources: Counter[str] = attrs.field(factory=Counter)  #: tokens of its last load, by tier
     waiting_since: float | None = None  #: since when the engine is asked to wait for a lower tier
+    awaited: str = ""  #: the tier that it waits for
+    awaited_chunks: int = 0  #: the most chunks that it waited for at once
+    waited: float = 0.0  #: seconds that it had waited when it was admitted
+    load_begun: float = 0.0  #: when its last load was planned
     reason: str = ""  #: the reason of the last answer, for the log
     logged: bool = False
 
@@ -62,7 +67,7 @@ class Requests:
             holder = f"request {view.request_id} ({next(self._arrivals)})"
             state = self._states[view.request_id] = RequestState(view, self._clock(), holder)
             if not isinstance(view.identity, Bypass):
-                self._stack.on_request(self.keys(state, view.tokens), view.hints)
+                self._stack.on_request(self.keys(state, view.tokens), view.hints, view.identity.salt)
         if isinstance(view.identity, Bypass):
             state.bypass = view.identity
         if view.preemptions != state.view.preemptions:

@@ -33,12 +33,14 @@ class StoreJobs:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def begin(self, path: Sequence[ChunkKey], pages: Iterable[ChunkPages]) -> tuple[tuple[int, Transfer], ...]:
+    def begin(
+        self, path: Sequence[ChunkKey], pages: Iterable[ChunkPages], salt: bytes
+    ) -> tuple[tuple[int, Transfer], ...]:
         """Store the chunks of a path that the stack admits. ``pages`` are the block ids of each chunk and group.
 
         Returns the new job and its transfer, or nothing if the stack admits no chunk.
         """
-        slots = self._stack.reserve(path, _holder(self._last_job + 1))
+        slots = self._stack.reserve(path, _holder(self._last_job + 1), salt)
         if not slots:
             return ()
         wanted = tuple(chunk for key, chunk in zip(path, pages, strict=True) if key in slots)

@@ -42,7 +42,7 @@ class InvalidatedKeys(set[ChunkKey]):
 
 
 class Deletes:
-    """The deletes of one store tier. From a shared store nothing is deleted to make room: only the index forgets it."""
+    """The deletes of one store tier. From a shared store nothing is ever deleted: only the index forgets it."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class Deletes:
     def discard(self, missing: Sequence[ChunkKey], corrupt: Sequence[ChunkKey]) -> None:
         """Delete what may be left of ``missing`` frames, and quarantine ``corrupt`` ones."""
         if self._backend.shared:
-            self._index.remove(missing)
-            missing = []
+            self._index.remove([*missing, *corrupt])
+            return self._quarantine_shared(corrupt)
         self.invalidated.update(missing, corrupt)  # so that they are deleted later if it fails now
         self._delete(missing, self._backend.delete)
         self._delete(corrupt, self._backend.quarantine)
@@ -123,6 +123,20 @@ class Deletes:
                 self._delete([key], self._backend.delete, again=True)
             else:
                 self.invalidated.discard(key)
+
+    def _quarantine_shared(self, keys: Sequence[ChunkKey]) -> None:
+        """Tell a shared store to replace these frames at their next write. If that fails, they stay as they are."""
+        if not keys:
+            return
+        self._in_use.begin(keys, Use.QUARANTINING)
+        self._health.begin(self._health.writes)
+
+        def told(outcome: Outcome) -> None:
+            for key in keys:
+                del self._in_use[key]
+            self._health.record_outcome(self._health.writes, keys, outcome)
+
+        self._pool.submit_store(lambda: self._backend.quarantine(keys), told)
 
     def _delete(
         self, keys: Sequence[ChunkKey], delete: _Delete, then: Callable[[], None] = lambda: None, *, again: bool = False

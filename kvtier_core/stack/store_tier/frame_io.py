@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 
@@ -21,6 +21,7 @@ class ReadStatus(enum.Enum):
     VERIFIED = "verified"  #: the slot holds the chunk, sealed and raw
     MISSING = "missing"  #: the store has no such frame
     CORRUPT = "corrupt"  #: the frame is damaged, or can never be read
+    IO_ERROR = "io_error"  #: a shared store cannot serve this key now
     INCOMPATIBLE = "incompatible"  #: the frame may be whole, and this tier's codec cannot serve it
 
     @property
@@ -44,45 +45,63 @@ class FrameWrite:
     key: ChunkKey
     parent: ChunkKey | None
     view: memoryview
+    salt: bytes = b""  #: of the requests that the chunk belongs to
 
 
-def write_frames(backend: Backend, codec: FrameCodec, offers: Sequence[FrameWrite]) -> list[int]:
-    """Encode and write frames; returns the bytes that each takes in the store.
+def write_frames(backend: Backend, codec: FrameCodec, offers: Sequence[FrameWrite]) -> list[int | BackendError]:
+    """Encode and write frames; returns for each the bytes that it takes in the store, or why it was not stored.
 
-    If the write fails, none of the keys is left in a store that is not shared, as far as they can be deleted.
+    What was not stored is not left in a store that is not shared, as far as it can be deleted. Raises the errors of the
+    store as a whole.
     """
     keys = [offer.key for offer in offers]
-    frames = [codec.encode(offer.key, offer.view) for offer in offers]
+    frames = [codec.encode(offer.key, offer.view, offer.salt) for offer in offers]
     try:
-        backend.write(keys, frames)
+        errors = backend.write(keys, frames)
     except BaseException:
-        # Some may have been written before the failure, and the index does not count them.
-        if not backend.shared:  # otherwise they may be frames of other engines
-            with contextlib.suppress(BackendError):
-                backend.delete(keys)
+        _remove_leftovers(backend, keys)
         raise
-    return [len(encoded) for encoded in frames]
+    errors = as_many([None] * len(keys) if errors is None else errors, keys)
+    _remove_leftovers(backend, [key for key, error in zip(keys, errors, strict=True) if error is not None])
+    return [len(frame) if error is None else error for frame, error in zip(frames, errors, strict=True)]
 
 
-def read_frames(backend: Backend, codec: FrameCodec, wanted: Sequence[tuple[ChunkKey, memoryview]]) -> list[FrameRead]:
-    """Read frames, verify them and decode them into slots. Raises the errors of the store as a whole."""
+def _remove_leftovers(backend: Backend, keys: Sequence[ChunkKey]) -> None:
+    """Some may have been written before the failure, and the index does not count them."""
+    if keys and not backend.shared:  # otherwise they may be frames of other engines
+        with contextlib.suppress(BackendError):
+            backend.delete(keys)
+
+
+def read_frames(
+    backend: Backend,
+    codec: FrameCodec,
+    wanted: Sequence[tuple[ChunkKey, memoryview]],
+    salts: Mapping[ChunkKey, bytes],
+) -> list[FrameRead]:
+    """Read frames, verify them and decode them into slots. Raises the errors of the store as a whole.
+
+    ``salts`` has those of the chunks whose requests have one.
+    """
     keys = [key for key, _ in wanted]
     buffers = [codec.read_buffer(slot) for _, slot in wanted]
     counts = as_many(backend.read(keys, buffers), keys)
+    # One key of a shared store may fail because a server of it is down; in a store of our own the frame is lost.
+    failed = ReadStatus.IO_ERROR if backend.shared else ReadStatus.CORRUPT
     return [
-        _decode(codec, key, buffer, count, slot)
+        FrameRead(failed, str(count))
+        if isinstance(count, BackendError)
+        else _decode(codec, key, buffer, count, slot, salts.get(key, b""))
         for (key, slot), buffer, count in zip(wanted, buffers, counts, strict=True)
     ]
 
 
 def _decode(
-    codec: FrameCodec, key: ChunkKey, buffer: memoryview, count: int | BackendError, slot: memoryview
+    codec: FrameCodec, key: ChunkKey, buffer: memoryview, count: int, slot: memoryview, salt: bytes
 ) -> FrameRead:
-    if isinstance(count, BackendError):
-        return FrameRead(ReadStatus.CORRUPT, str(count))
     if count == 0:
         return FrameRead(ReadStatus.MISSING)
-    error = codec.decode_verified(key, buffer, count, slot)
+    error = codec.decode_verified(key, buffer, count, slot, salt)
     if error is None:
         return FrameRead(ReadStatus.VERIFIED)
     return FrameRead(ReadStatus.INCOMPATIBLE if error.incompatible else ReadStatus.CORRUPT, error.value)

@@ -9,19 +9,21 @@ from kvtier_core.stack.store_tier.breaker import Breaker
 from kvtier_core.transfer.io_pool import Outcome, Pool
 from kvtier_core.types import ChunkKey, Event, EventKind
 
-#: Seconds after which a call counts as hanging. Until it returns, no other call to this store begins.
-_HANGS_AFTER = 10.0
+#: A call hangs when it has taken so many times its timeout. Until it returns, no other call to this store begins.
+_PATIENCE = 2
 
 
 class StoreHealth:
     """Decides whether calls may begin, and collects what happens to the tier in ``events``."""
 
-    def __init__(self, name: str, pool: Pool, clock: Callable[[], float]):
+    def __init__(self, name: str, pool: Pool, timeout: float, clock: Callable[[], float]):
+        """``timeout`` is the seconds after which a call should have given up by itself."""
         self.events: list[Event] = []
         self.reads = Breaker()
         self.writes = Breaker()
         self._name = name
         self._pool = pool
+        self._hangs_after = _PATIENCE * timeout
         self._clock = clock
         self._hangs = False
 
@@ -51,9 +53,9 @@ class StoreHealth:
 
     def watch_for_hangs(self) -> None:
         """Call this regularly: while the oldest call hangs, neither reads nor writes may begin."""
-        hangs = self._pool.longest() > _HANGS_AFTER
+        hangs = self._pool.longest() > self._hangs_after
         if hangs and not self._hangs:
-            self.report(EventKind.BREAKER_OPEN, [], why=f"until a call returns that has taken {_HANGS_AFTER:g}s")
+            self.report(EventKind.BREAKER_OPEN, [], why=f"until a call returns that has taken {self._hangs_after:g}s")
         elif self._hangs and not hangs:
             self.report(EventKind.BREAKER_CLOSED, [])
         self._hangs = hangs

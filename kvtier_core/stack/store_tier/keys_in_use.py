@@ -15,6 +15,7 @@ class Use(enum.Enum):
     WRITING = "is being written"
     READING = "is being read"
     DELETING = "is still being deleted"  # and stays in the index until the delete has completed
+    QUARANTINING = "is being put in quarantine"  # in a shared store
 
 
 class KeysInUse(dict[ChunkKey, Use]):

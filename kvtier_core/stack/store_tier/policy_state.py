@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
-from kvtier_core.frames.format import payload_of, seal, verify
+from kvtier_core.frames.codec import FrameCodec
+from kvtier_core.frames.format import payload_of
 from kvtier_core.interfaces import Backend
 from kvtier_core.stack.batches import as_many
 from kvtier_core.stack.index.cache_index import CacheIndex
@@ -31,14 +32,14 @@ def key_under(digest: bytes) -> ChunkKey:
 class PolicyState:
     """Saves and restores the state. Its bytes are reserved from the start, so that storing it evicts no chunk.
 
-    It is not KV: it stays under the ``namespace`` that the store was opened with, whatever epochs follow.
+    It is not KV: it stays under the namespace of the ``codec`` that the store was opened with, whatever epochs follow.
     """
 
-    def __init__(self, backend: Backend, index: CacheIndex, namespace: Namespace, capacity: int):
-        self.key = key_of(namespace)
+    def __init__(self, backend: Backend, index: CacheIndex, codec: FrameCodec, capacity: int):
+        self.key = key_of(codec.namespace)
         self._backend = backend
         self._index = index
-        self._namespace = namespace
+        self._codec = codec
         self._kept = index.save()  # the state in the store, or that of a new policy, which need not be stored
         self._length = len(self._kept)
         self._next: float | None = None  # when to check again
@@ -59,7 +60,7 @@ class PolicyState:
         count = outcome.value[0] if outcome.error is None else 0
         if 0 < count <= len(landed):
             found = landed[:count]
-            if verify(found, self._namespace, self.key, payload_nbytes=self._length) is None:
+            if self._codec.verify_raw(self.key, found, self._length) is None:
                 self._index.restore(bytes(payload_of(found)))
                 self._kept = self._index.save()
 
@@ -95,5 +96,5 @@ class PolicyState:
     def _write(self, saved: bytes) -> None:
         sealed = memoryview(bytearray(self.nbytes))
         sealed[FRAME_ALIGNMENT : FRAME_ALIGNMENT + self._length] = saved
-        seal(sealed, self._namespace, self.key, self._length)
+        self._codec.seal_raw(self.key, sealed, self._length)
         self._backend.write([self.key], [sealed])

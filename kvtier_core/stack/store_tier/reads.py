@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import Backend
@@ -14,6 +14,7 @@ from kvtier_core.stack.store_tier.health import StoreHealth
 from kvtier_core.stack.store_tier.keys_in_use import KeysInUse, Use
 from kvtier_core.stack.store_tier.lookup_queue import LookupQueue
 from kvtier_core.stack.store_tier.space import Space
+from kvtier_core.stack.store_tier.speed import StoreSpeed
 from kvtier_core.transfer.io_pool import Outcome, Pool
 from kvtier_core.types import ChunkKey
 
@@ -37,8 +38,10 @@ class Reads:
         in_use: KeysInUse,
         deletes: Deletes,
         lookup_queue: LookupQueue,
+        clock: Callable[[], float],
     ):
         self.inflight_nbytes = 0  #: of slots that reads in flight fill
+        self.speed = StoreSpeed()
         self._backend = backend
         self._index = index
         self._space = space
@@ -47,9 +50,12 @@ class Reads:
         self._health = health
         self._in_use = in_use
         self._deletes = deletes
+        self._clock = clock
 
-    def begin(self, wanted: Sequence[_Read], codec: FrameCodec, arrived: Arrived) -> None:
-        """Begin to fill views with verified raw frames.
+    def begin(
+        self, wanted: Sequence[_Read], codec: FrameCodec, arrived: Arrived, salts: Mapping[ChunkKey, bytes]
+    ) -> None:
+        """Begin to fill views with verified raw frames. ``salts`` has those of the chunks whose requests have one.
 
         ``arrived(good, bad)`` is called once for each group; each of its keys is in one of the two.
         """
@@ -58,16 +64,20 @@ class Reads:
         self._in_use.begin([key for key, _ in wanted], Use.READING)
         self._health.begin(self._health.reads)
         self.inflight_nbytes += sum(len(view) for _, view in wanted)
-        for group in in_groups(wanted, lambda pair: len(pair[1])):
+        groups = list(in_groups(wanted, lambda pair: len(pair[1])))
+        self.speed.begin(len(groups), self._clock())
+        for group in groups:
             self._pool.submit_load(
-                lambda group=group: read_frames(self._backend, codec, group),
+                lambda group=group: (read_frames(self._backend, codec, group, salts), self._clock()),
                 lambda outcome, group=group: self._arrive(group, arrived, outcome),
             )
 
     def _arrive(self, wanted: Sequence[_Read], arrived: Arrived, outcome: Outcome) -> None:
         keys = [key for key, _ in wanted]
-        self.inflight_nbytes -= sum(len(view) for _, view in wanted)
-        reads = outcome.value or [None] * len(keys)  # None: unknown, the frame stays indexed
+        nbytes = sum(len(view) for _, view in wanted)
+        self.inflight_nbytes -= nbytes
+        reads, ended = outcome.value or ([None] * len(keys), self._clock())  # None: unknown, the frame stays indexed
+        self.speed.end(nbytes if outcome.error is None else 0, ended)
         found: dict[ReadStatus, list[ChunkKey]] = {status: [] for status in ReadStatus}
         for key, read in zip(keys, reads, strict=True):
             del self._in_use[key]
@@ -79,6 +89,10 @@ class Reads:
         self._health.record_outcome(self._health.reads, keys, outcome)
         self._deletes.delete_invalidated(keys)
         self._forget_incompatible(found[ReadStatus.INCOMPATIBLE])
+        if self._backend.shared:
+            self._lookup_queue.unusable(found[ReadStatus.CORRUPT])
+            self._lookup_queue.not_there([*found[ReadStatus.MISSING], *found[ReadStatus.IO_ERROR]])
+            self._index.remove(found[ReadStatus.IO_ERROR])
         self._deletes.discard(found[ReadStatus.MISSING], found[ReadStatus.CORRUPT])
         good = set(found[ReadStatus.VERIFIED])
         arrived(found[ReadStatus.VERIFIED], [key for key in keys if key not in good])
@@ -86,7 +100,7 @@ class Reads:
     def _forget_incompatible(self, keys: Sequence[ChunkKey]) -> None:
         """Remove frames of another codec from the index. They stay in the store, for an engine that can read them."""
         if self._backend.shared:
-            self._lookup_queue.cannot_read(keys)
+            self._lookup_queue.unusable(keys)
         else:
             self._space.incompatible.add(keys, self._index.held.nbytes)
         self._index.remove(keys)

@@ -44,6 +44,11 @@ class CapacityLimit:
         self._closed = missing >= held
         self._lowered = min(self._lowered, max(held if self._closed else held - missing, 0))
 
+    def close(self, now: float) -> None:
+        """Write nothing for a while, and keep what there is."""
+        self._until = now + _RETRY_AFTER
+        self._closed = True
+
     def _restore(self, now: float) -> None:
         if self._until is not None and now >= self._until:
             self.__init__(self._capacity)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import Backend
-from kvtier_core.stack.batches import as_many, leading
+from kvtier_core.stack.batches import as_many, leading, leading_run
 from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.stack.interface import LoadLimit
 from kvtier_core.stack.store_tier.deletes import Deletes
 from kvtier_core.stack.store_tier.frame_io import FrameWrite
 from kvtier_core.stack.store_tier.health import StoreHealth
 from kvtier_core.stack.store_tier.incompatible import IncompatibleFrames
 from kvtier_core.stack.store_tier.keys_in_use import KeysInUse, Use
+from kvtier_core.stack.store_tier.load_choice import LoadChoice, LoadChooser
 from kvtier_core.stack.store_tier.lookup_queue import LookupQueue
 from kvtier_core.stack.store_tier.policy_state import PolicyState
 from kvtier_core.stack.store_tier.reads import Arrived, Reads
@@ -36,9 +38,14 @@ class StoreTier:
         codec: FrameCodec,
         capacity: int,
         inflight: int,
+        timeout: float = 5.0,
+        threads: int = 4,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """``capacity`` is bytes of frames; ``inflight`` is bytes of arena slots that calls may hold at once."""
+        """``capacity`` is bytes of frames; ``inflight`` is bytes of arena slots that calls may hold at once.
+
+        ``timeout`` is the seconds after which a call should have given up by itself, ``threads`` how many ``pool`` has.
+        """
         self.name = name
         self.backend = backend
         self.pool = pool
@@ -49,14 +56,17 @@ class StoreTier:
         self._inflight_limit = inflight
         self._clock = clock
         self._in_use = KeysInUse()
-        self._health = StoreHealth(name, pool, clock)
+        self._health = StoreHealth(name, pool, timeout, clock)
         self._lookup_queue = LookupQueue(clock)
-        self._policy_state = PolicyState(backend, index, codec.namespace, capacity)
+        self._policy_state = PolicyState(backend, index, codec, capacity)
         self._space = Space(index, CapacityLimit(capacity), self._policy_state.nbytes, clock)
         shared = {"pool": pool, "health": self._health, "space": self._space, "in_use": self._in_use}
         self._deletes = Deletes(backend, index, clock=clock, landed=lambda: self._writes.start(), **shared)
-        self._writes = Writes(backend, index, deletes=self._deletes, clock=clock, **shared)
-        self._reads = Reads(backend, index, deletes=self._deletes, lookup_queue=self._lookup_queue, **shared)
+        shared |= {"deletes": self._deletes, "clock": clock}
+        self._writes = Writes(backend, index, concurrent=max(1, threads - 1), **shared)
+        self._reads = Reads(backend, index, lookup_queue=self._lookup_queue, **shared)
+        self._chooser = LoadChooser(name, self._reads.speed, clock)
+        self._found: list[ChunkKey] = []  # by asking, since the caller last took them
         self._recover()
 
     @property
@@ -91,7 +101,7 @@ class StoreTier:
     def miss_reason(self, key: ChunkKey) -> str:
         """Why a frame that is in the store cannot be read now; empty if it is not there, as far as is known."""
         if key in self.incompatible:
-            return f"{self.name} has it from another codec"
+            return f"{self.name} has it from another codec or seal key"
         if key not in self.index:
             return ""
         if not self._health.can_read:
@@ -100,11 +110,36 @@ class StoreTier:
             return f"its frame in {self.name} {self._in_use[key].value}"
         return f"its frame in {self.name} may not be used any more"
 
-    def request_lookup(self, key: ChunkKey) -> bool:
-        """May a shared store have a key that is not in the index? If so, the next `poll` asks it."""
-        if not self.backend.shared or key in self.index or not self._health.can_read:
-            return False
-        return self._lookup_queue.note(key)
+    def choose(self, chunks: int, limit: LoadLimit | None) -> LoadChoice:
+        """How many chunks of a readable run to load."""
+        return self._chooser.choose(chunks, self._codec.max_frame_nbytes, self._reads.inflight_nbytes, limit)
+
+    def probe(self, chunks: int) -> int:
+        """How many chunks of a readable run that was declined to load all the same, while nobody waits."""
+        return self._chooser.probe(chunks, self._codec.max_frame_nbytes, self._reads.inflight_nbytes)
+
+    def request_lookup(self, path: Sequence[ChunkKey], start: int = 0) -> int:
+        """How many keys from ``start`` on a shared store may have although the index does not know them.
+
+        The next `poll` asks for those that are not asked for already.
+        """
+        if not self.backend.shared or not self._health.can_read:
+            return 0
+        run = leading_run(path[start:], lambda key: key not in self.index and self._lookup_queue.note(key))
+        return len(run)
+
+    def worth_asking(self, chunks: int, limit: LoadLimit | None) -> bool:
+        """Should a request wait until the store has answered whether it has these chunks?"""
+        return self._chooser.worth_asking(chunks, limit)
+
+    def is_asked(self, key: ChunkKey) -> bool:
+        """Has the store not yet answered whether it has this key?"""
+        return key in self._lookup_queue
+
+    def take_found(self) -> list[ChunkKey]:
+        """The keys that the store was asked for since the last call, and has."""
+        found, self._found = self._found, []
+        return found
 
     def poll(self) -> None:
         """Ask a shared store for the keys that `request_lookup` noted, retry deletes, and save the policy's state."""
@@ -115,19 +150,19 @@ class StoreTier:
             self._policy_state.keep_by(
                 self.pool, now, lambda outcome: self._health.record_outcome(self._health.writes, [], outcome)
             )
-        keys = [key for key in self._lookup_queue.take() if key not in self._in_use]
-        if keys and self._health.reads.allows(now):
-            self._in_use.begin(keys, Use.READING)
-            self._health.begin(self._health.reads)
-            self.pool.submit_load(
-                lambda: as_many(self.backend.contains(keys), keys), lambda outcome: self._on_contains(keys, outcome)
-            )
+        for keys in self._lookup_queue.take():
+            self._ask([key for key in keys if key not in self._in_use and key not in self.index])
 
     # -- writing -----------------------------------------------------------------------------------
 
     def would_admit(self, path: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """The chunks of a path, root first, that are writable and preferred to the victims they would need."""
+        """The chunks of a path, root first, that are writable and preferred to the victims they would need.
+
+        A shared store has no victims: what this tier forgets stays there.
+        """
         frequent = self.index.meets_frequency(self._writable(path))
+        if self.backend.shared:
+            return list(frequent)
         room = self._space.room + self.incompatible.evictable(path)
         admitted, _ = self.index.plan_admission(
             frequent, self._codec.max_frame_nbytes, room, self.index.held.nbytes, spared=(self._in_use, set(path))
@@ -138,10 +173,11 @@ class StoreTier:
         """Store frames of one path, root first, that `would_admit` returned. Calls ``release(key)`` once for each.
 
         Capacity, the limit in flight and the health of the store are checked again; frames that do not pass are
-        rejected.
+        rejected. Writes that wait for their turn make room for newer ones, the oldest first.
         """
         writable = set(self._writable([frame.key for frame in frames]))
         fresh = [frame for frame in frames if frame.key in writable]
+        self._writes.shed(self._inflight + sum(len(frame.view) for frame in fresh) - self._inflight_limit)
         fitting = leading(fresh, self._inflight_limit - self._inflight, lambda frame: len(frame.view))
         parents = {frame.parent for frame in fitting}
         accepted, victims = self._make_room(fitting, parents)
@@ -166,7 +202,7 @@ class StoreTier:
 
     def _writable(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """The keys for which a write would be considered now."""
-        if self._inflight >= self._inflight_limit or not self._health.can_write:
+        if self._begun_nbytes >= self._inflight_limit or not self._health.can_write:
             return []
         if not self._space.limit.open(self._clock()):
             return []
@@ -175,11 +211,11 @@ class StoreTier:
     def _not_writable_reason(self, key: ChunkKey) -> str:
         """Why a frame cannot be written; empty if it is stored already, or is being written."""
         use = self._in_use.get(key)
-        if use is Use.DELETING:
+        if use in (Use.DELETING, Use.QUARANTINING):
             return f"its last frame {use.value}"
         if use is not None or key in self.index:
             return ""
-        if self._inflight >= self._inflight_limit:
+        if self._begun_nbytes >= self._inflight_limit:
             return "too much is in flight"
         return "the store is full" if self._health.can_write else "the store cannot be written now"
 
@@ -197,22 +233,34 @@ class StoreTier:
 
     def may_read(self, view_nbytes: int) -> int:
         """How many more reads into views of this many bytes may begin now."""
-        return max(0, self._inflight_limit - self._inflight) // view_nbytes
+        return max(0, self._inflight_limit - self._begun_nbytes) // view_nbytes
 
-    def read(self, wanted: Sequence[tuple[ChunkKey, memoryview]], arrived: Arrived) -> list[ChunkKey]:
+    def read(
+        self,
+        wanted: Sequence[tuple[ChunkKey, memoryview]],
+        arrived: Arrived,
+        salts: Mapping[ChunkKey, bytes] | None = None,
+    ) -> list[ChunkKey]:
         """Begin to fill views with verified raw frames; returns the keys whose read has begun.
 
-        ``arrived(good, bad)`` is called later, once for each group; each of these keys is in one of the two.
+        ``arrived(good, bad)`` is called later, once for each group; each of these keys is in one of the two. ``salts``
+        has those of the chunks whose requests have one.
         """
-        room = self._inflight_limit - self._inflight
+        room = self._inflight_limit - self._begun_nbytes
         begun = leading([pair for pair in wanted if self.has(pair[0])], room, lambda pair: len(pair[1]))
-        self._reads.begin(begun, self._codec, arrived)
+        self._writes.shed(self._inflight + sum(len(view) for _, view in begun) - self._inflight_limit)
+        self._reads.begin(begun, self._codec, arrived, salts or {})
         return [key for key, _ in begun]
 
     @property
     def _inflight(self) -> int:
-        """Bytes of arena slots in use by calls in flight."""
-        return self._reads.inflight_nbytes + self._writes.inflight_nbytes
+        """Bytes of arena slots that reads, writes and waiting writes hold."""
+        return self._begun_nbytes + self._writes.waiting_nbytes
+
+    @property
+    def _begun_nbytes(self) -> int:
+        """Bytes of arena slots in use by calls under way: they cannot be shed."""
+        return self._reads.inflight_nbytes + self._writes.begun_nbytes
 
     # -- endings -----------------------------------------------------------------------------------
 
@@ -249,12 +297,27 @@ class StoreTier:
                 self.index.admit([key], [None], nbytes)
         self._deletes.evict(self._space.excess(self._in_use))
 
-    def _on_contains(self, keys: Sequence[ChunkKey], outcome: Outcome) -> None:
+    def _ask(self, keys: Sequence[ChunkKey]) -> None:
+        if not keys or not self._health.can_read:
+            return self._lookup_queue.answered(keys)
+        self._in_use.begin(keys, Use.READING)
+        self._health.begin(self._health.reads)
+
+        def ask() -> tuple[Sequence[bool], float]:
+            begun = self._clock()
+            return as_many(self.backend.contains(keys), keys), self._clock() - begun
+
+        self.pool.submit_load(ask, lambda outcome: self._on_answer(keys, outcome))
+
+    def _on_answer(self, keys: Sequence[ChunkKey], outcome: Outcome) -> None:
         for key in keys:
             del self._in_use[key]
+        self._lookup_queue.answered(keys)
         self._health.record_outcome(self._health.reads, keys, outcome)
-        answers = dict(zip(keys, outcome.value or [False] * len(keys), strict=True))
-        self._lookup_queue.not_there(key for key in keys if not answers[key])
-        found = self.index.held.missing([key for key in keys if answers[key]])
+        answers, seconds = outcome.value or ([False] * len(keys), 0.0)
+        self._reads.speed.answered(seconds)
+        self._lookup_queue.not_there(key for key, there in zip(keys, answers, strict=True) if not there)
+        found = self.index.held.missing([key for key, there in zip(keys, answers, strict=True) if there])
         self.index.admit(found, [None] * len(found), self._codec.max_frame_nbytes)
+        self._found += found
         self._deletes.evict(self._space.excess(self._in_use))

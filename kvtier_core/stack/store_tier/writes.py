@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import attrs
+
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import Backend
@@ -21,11 +23,36 @@ from kvtier_core.types import ChunkKey, EventKind
 #: Called once for each frame, when its view is no longer used.
 Release = Callable[[ChunkKey], None]
 
-_Group = tuple[list[FrameWrite], FrameCodec, Release]
+
+@attrs.frozen(eq=False)
+class _Group:
+    """Frames that are written by one call."""
+
+    frames: Sequence[FrameWrite]
+    codec: FrameCodec  #: the one of the namespace to which their keys belong
+    release: Release
+
+    @property
+    def keys(self) -> list[ChunkKey]:
+        return [frame.key for frame in self.frames]
+
+    @property
+    def view_nbytes(self) -> int:
+        """Bytes of the arena's slots that it holds."""
+        return sum(len(frame.view) for frame in self.frames)
+
+    @property
+    def stored_nbytes(self) -> int:
+        """The most bytes that it can take in the store."""
+        return len(self.frames) * self.codec.max_frame_nbytes
 
 
 class Writes:
-    """The writes of one store tier. Call every method on the owner's thread."""
+    """The writes of one store tier. Call every method on the owner's thread.
+
+    At most ``concurrent`` calls are under way, so that threads are left for reads; the other groups wait here, oldest
+    first, and can still be shed.
+    """
 
     def __init__(
         self,
@@ -37,9 +64,11 @@ class Writes:
         space: Space,
         in_use: KeysInUse,
         deletes: Deletes,
+        concurrent: int,
         clock: Callable[[], float],
     ):
-        self.inflight_nbytes = 0  #: of views that writes hold, waiting or under way
+        self.waiting_nbytes = 0  #: of views that waiting writes hold
+        self.begun_nbytes = 0  #: of views that writes under way hold
         self._backend = backend
         self._index = index
         self._pool = pool
@@ -47,7 +76,9 @@ class Writes:
         self._space = space
         self._in_use = in_use
         self._deletes = deletes
+        self._concurrent = concurrent
         self._clock = clock
+        self._begun = 0  # calls under way
         self._waiting: deque[_Group] = deque()
 
     def add(
@@ -61,9 +92,10 @@ class Writes:
         self._index.admit(keys, [frame.parent for frame in frames], codec.max_frame_nbytes)
         self._in_use.begin(keys, Use.WRITING)
         self._health.begin(self._health.writes)
-        self.inflight_nbytes += sum(len(frame.view) for frame in frames)
-        self._waiting.extend((group, codec, release) for group in in_groups(frames, lambda frame: len(frame.view)))
-        self._space.waiting_nbytes += len(frames) * codec.max_frame_nbytes
+        for group in in_groups(frames, lambda frame: len(frame.view)):
+            self._waiting.append(_Group(group, codec, release))
+            self.waiting_nbytes += self._waiting[-1].view_nbytes
+            self._space.waiting_nbytes += self._waiting[-1].stored_nbytes
         self._space.incompatible.begin_write(keys)
         self._deletes.evict(victims)
         self._deletes.evict_incompatible(-self._space.room)
@@ -71,47 +103,88 @@ class Writes:
 
     def start(self) -> None:
         """Begin the writes that fit into the capacity now."""
-        while self._waiting:
-            group, codec, release = self._waiting[0]
-            nbytes = len(group) * codec.max_frame_nbytes
-            fits = self._space.fits(nbytes)
+        while self._waiting and self._begun < self._concurrent:
+            fits = self._space.fits(self._waiting[0].stored_nbytes)
             if not fits and self._space.leaving_nbytes:
                 return
-            self._waiting.popleft()
-            self._space.waiting_nbytes -= nbytes
+            group = self._next()
             if fits:
-                self._pool.submit_store(
-                    lambda group=group, codec=codec: write_frames(self._backend, codec, group),
-                    lambda outcome, group=group, release=release: self._written(group, release, outcome, begun=True),
-                )
+                self._begin(group)
             elif self._space.limit.lowered(self._clock()):
-                self._written(group, release, Outcome(error=StoreFull("no room: the store is full", missing=0)))
+                self._give_up(group, StoreFull("no room: the store is full", missing=0))
             else:
-                self._written(group, release, Outcome(error=BackendError("no room: a delete before it failed")))
+                self._give_up(group, BackendError("no room: a delete before it failed"))
 
-    def _written(
-        self, frames: Sequence[FrameWrite], release: Release, outcome: Outcome, *, begun: bool = False
-    ) -> None:
-        """A write has ended, or could not be ``begun`` for lack of space."""
-        keys = [frame.key for frame in frames]
-        self._space.incompatible.end_write(keys, replaced=begun and outcome.error is None)
-        for i, frame in enumerate(frames):
-            self.inflight_nbytes -= len(frame.view)
-            if outcome.error is None:
-                self._index.resize(frame.key, outcome.value[i])
+    def shed(self, nbytes: int) -> None:
+        """Drop the writes that have waited longest, until they hold ``nbytes`` less. Those under way go on."""
+        while nbytes > 0 and self._waiting:
+            group = self._next()
+            nbytes -= group.view_nbytes
+            self._space.incompatible.end_write(group.keys, replaced=False)
+            self._index.remove(group.keys)
+            self._release(group)
+            self._health.report(EventKind.REJECTED, group.keys, why="it waited for a store that is too slow")
+
+    def _next(self) -> _Group:
+        group = self._waiting.popleft()
+        self.waiting_nbytes -= group.view_nbytes
+        self._space.waiting_nbytes -= group.stored_nbytes
+        return group
+
+    def _begin(self, group: _Group) -> None:
+        self._begun += 1
+        self.begun_nbytes += group.view_nbytes
+        self._pool.submit_store(
+            lambda: write_frames(self._backend, group.codec, group.frames), lambda outcome: self._ended(group, outcome)
+        )
+
+    def _ended(self, group: _Group, outcome: Outcome) -> None:
+        """A call has returned: with the bytes that each frame takes, or with the error for which it was not stored."""
+        self._begun -= 1
+        self.begun_nbytes -= group.view_nbytes
+        stored = outcome.value or [outcome.error] * len(group.frames)
+        for frame, nbytes in zip(group.frames, stored, strict=True):
+            self._space.incompatible.end_write([frame.key], replaced=isinstance(nbytes, int))
+            if isinstance(nbytes, int):
+                self._index.resize(frame.key, nbytes)
             else:
                 self._index.remove([frame.key])
+        self._release(group)
+        self._report(group, stored, outcome)
+        self.start()
+
+    def _report(self, group: _Group, stored: Sequence[int | BaseException], outcome: Outcome) -> None:
+        if isinstance(outcome.error, StoreFull):
+            self._store_is_full(outcome.error.missing)
+        self._health.record_outcome(self._health.writes, group.keys, outcome)
+        pairs = list(zip(group.keys, stored, strict=True))
+        if written := [key for key, nbytes in pairs if isinstance(nbytes, int)]:
+            self._health.report(
+                EventKind.WRITTEN, written, nbytes=sum(nbytes for nbytes in stored if isinstance(nbytes, int))
+            )
+        for key, error in pairs if outcome.error is None else ():
+            if not isinstance(error, int):
+                self._health.report(EventKind.IO_ERROR, [key], why=str(error))
+
+    def _give_up(self, group: _Group, error: BackendError) -> None:
+        """A write cannot begin for lack of space."""
+        self._space.incompatible.end_write(group.keys, replaced=False)
+        self._index.remove(group.keys)
+        self._release(group)
+        if isinstance(error, StoreFull):
+            self._store_is_full(error.missing)
+        self._health.record_outcome(self._health.writes, group.keys, Outcome(error=error))
+
+    def _release(self, group: _Group) -> None:
+        for frame in group.frames:
             del self._in_use[frame.key]
             self._deletes.delete_invalidated([frame.key])
-            release(frame.key)
-        if isinstance(outcome.error, StoreFull):
-            self._lower_capacity(outcome.error.missing)
-        self._health.record_outcome(self._health.writes, keys, outcome)
-        if outcome.error is None:
-            self._health.report(EventKind.WRITTEN, keys, nbytes=sum(outcome.value))
+            group.release(frame.key)
 
-    def _lower_capacity(self, missing: int) -> None:
-        """The store became full below the tier's capacity: lower the capacity for a while."""
+    def _store_is_full(self, missing: int) -> None:
+        """Write less for a while: the store is full although the tier is below its capacity."""
+        if self._backend.shared:  # what this tier has forgotten still lies there
+            return self._space.limit.close(self._clock())
         self._space.limit.full(self._space.stored_nbytes, missing, self._clock())
         self._deletes.evict_incompatible(-self._space.room)
         self._deletes.evict(self._space.excess(self._in_use))

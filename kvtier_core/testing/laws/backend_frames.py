@@ -6,14 +6,12 @@ import multiprocessing
 import random
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Barrier
 
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.format import verify
 from kvtier_core.interfaces import Backend, BackendConfig, OpenContext
-from kvtier_core.testing.samples import make_frame, make_key, same
+from kvtier_core.testing.samples import make_frame, make_key, make_keys, same
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace
 
 _SOAK_SECONDS = 1.0
@@ -82,11 +80,19 @@ def come_and_go(backend: Backend, keys: Sequence[ChunkKey], nbytes: int, rounds:
         backend.delete(keys)
 
 
-def write_and_die(config: BackendConfig, ctx: OpenContext, seed: int, after: float) -> None:
+def write_and_die(
+    config: BackendConfig,
+    ctx: OpenContext,
+    seed: int,
+    after: float,
+    *,
+    keys: int = 33,
+    pages: Sequence[int] = (2, 9),
+) -> None:
     """Run `_write_for_ever` in a process and kill it ``after`` seconds of writing."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    writer = spawn.Process(target=_write_for_ever, args=(config, ctx, seed, theirs), daemon=True)
+    writer = spawn.Process(target=_write_for_ever, args=(config, ctx, seed, keys, pages, theirs), daemon=True)
     writer.start()
     theirs.close()
     try:
@@ -99,52 +105,17 @@ def write_and_die(config: BackendConfig, ctx: OpenContext, seed: int, after: flo
         ours.close()
 
 
-def _write_for_ever(config: BackendConfig, ctx: OpenContext, seed: int, started: Connection) -> None:
+def _write_for_ever(
+    config: BackendConfig, ctx: OpenContext, seed: int, count: int, pages: Sequence[int], started: Connection
+) -> None:
+    """Write the first key once, and the others again and again, in frames of so many pages."""
     rng = random.Random(seed)
+    first, *keys = make_keys(count)
+    frames = [[make_frame(key, nbytes=each * FRAME_ALIGNMENT) for each in pages] for key in keys]
     backend = config.open(ctx)
-    backend.write([make_key(0)], [make_frame(make_key(0))])
+    backend.write([first], [make_frame(first)])
     started.send("writing")
-    keys = [make_key(number) for number in range(1, 33)]
-    frames = [[make_frame(key, nbytes=pages * FRAME_ALIGNMENT) for pages in (2, 9)] for key in keys]
     while True:
         i, j = rng.sample(range(len(keys)), 2)
         backend.write([keys[i], keys[j]], [rng.choice(frames[i]), rng.choice(frames[j])])
         backend.delete([rng.choice(keys)])
-
-
-def write_one(config: BackendConfig, ctx: OpenContext, key: ChunkKey, sealed: bytes) -> None:
-    """In a process of its own: open, write one frame, close."""
-    backend = config.open(ctx)
-    backend.write([key], [memoryview(sealed)])
-    backend.close()
-
-
-def writers(count: int) -> ProcessPoolExecutor:
-    """Processes for `write_many`, which begin to write when all of them have opened the store."""
-    spawn = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(count, mp_context=spawn, initializer=_wait_for, initargs=(spawn.Barrier(count),))
-
-
-_started: list[Barrier] = []  # in a process of `writers`: where it waits for the others
-
-
-def _wait_for(others: Barrier) -> None:
-    _started.append(others)
-
-
-def write_many(config: BackendConfig, ctx: OpenContext, keys: Sequence[ChunkKey], seed: int) -> list[str]:
-    """In a process of its own: write each key in turn, in frames of several sizes; what went wrong."""
-    rng = random.Random(seed)
-    backend = config.open(ctx)
-    _started[0].wait(_PATIENCE)
-    wrong = []
-    for number, key in enumerate(keys):
-        nbytes = rng.randint(2, 9) * FRAME_ALIGNMENT
-        try:
-            backend.write([key], [make_frame(key, nbytes=nbytes, seed=rng.getrandbits(32))])
-        except BackendError as error:
-            wrong.append(f"write {number} raised BackendError: {error}")
-        except Exception as error:  # noqa: BLE001 - whatever it is, the law reports it
-            wrong.append(f"write {number} raised {type(error).__name__}: {error}")
-    backend.close()
-    return wrong

@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import stat
+import struct
 import subprocess
 import zlib
 from pathlib import Path
@@ -12,8 +13,10 @@ import attrs
 import pytest
 
 from kvtier_core.cli import main
+from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import seal
 from kvtier_core.frames.identity import CodecIdentity
+from kvtier_core.frames.keyed_seal import KeyedSeal
 from kvtier_core.testing.disks import btrfs
 from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT, Nbytes
@@ -284,3 +287,110 @@ def test_an_engine_alone_leaves_the_folders_of_several_alone(tmp_path):
     assert [list(engine.contains([WHOLE])) for engine in engines] == [[True], [True]]
     for engine in engines:
         engine.close()
+
+
+# -- tiers with a seal_key -----------------------------------------------------------------------------
+
+SALTED, EMPTY = make_keys(2)
+
+
+@pytest.fixture
+def protected(tmp_path, monkeypatch):
+    """Makes a store with a frame of a request with a salt and one without; returns the files, in this order."""
+
+    def make(settings, *, encrypt):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("KVTIER_TEST_SEAL", "a secret that is long enough for a key")
+        (tmp_path / "kvtier.yaml").write_text(
+            "version: 1\ntiers:\n  - {type: heap, capacity: 1MiB}\n"
+            f"  - {{type: disk, capacity: 1GiB, path: store, {settings}}}\n"
+        )
+        context = make_context()
+        sealed = FrameCodec(
+            context.namespace,
+            context.layout,
+            keyed_seal=KeyedSeal.of("a secret that is long enough for a key", encrypt=encrypt),
+        )
+        disk = DiskConfig(path=tmp_path / "store").open(context)
+        salts = {SALTED: b"a tenant's", EMPTY: b""}
+        disk.write(list(salts), [sealed.encode(key, make_frame(key), salt) for key, salt in salts.items()])
+        disk.close()
+        return [next((tmp_path / "store").rglob(f"{key.hex()}.kv")) for key in salts]
+
+    return make
+
+
+def fsck(capsys, *arguments):
+    status = main(["fsck", "disk", "--config", "kvtier.yaml", *arguments])
+    return status, capsys.readouterr().out
+
+
+def forge(file):
+    """Another payload, with checksums that fit."""
+    frame = bytearray(file.read_bytes())
+    frame[FRAME_ALIGNMENT] ^= 1
+    (nbytes,) = struct.unpack_from("<Q", frame, 12)
+    checksum = zlib.crc32(frame[FRAME_ALIGNMENT : FRAME_ALIGNMENT + nbytes])
+    struct.pack_into("<II", frame, 180, checksum, checksum)
+    struct.pack_into("<I", frame, 188, zlib.crc32(frame[:188]))
+    file.write_bytes(frame)
+
+
+MAC = "seal_key: env:KVTIER_TEST_SEAL"
+AES = "seal_key: env:KVTIER_TEST_SEAL, encrypt: true"
+
+
+def test_a_seal_is_checked(capsys, protected):
+    salted, _ = protected(MAC, encrypt=False)
+    status, out = fsck(capsys)
+    assert (status, counts(out)["whole"]) == (0, 2)
+    assert "not checked" not in out
+    forge(salted)
+    status, out = fsck(capsys)
+    assert (status, counts(out)["torn"]) == (1, 1)
+    assert f"torn: {salted.relative_to(Path.cwd())}: the seal does not match" in out
+    assert fsck(capsys, "--repair")[0] == 0
+    assert not salted.exists()
+
+
+def test_a_seal_that_cannot_be_checked_is_told_and_not_called_damage(capsys, protected, monkeypatch):
+    files = protected(MAC, encrypt=False)
+    monkeypatch.delenv("KVTIER_TEST_SEAL")
+    status, out = fsck(capsys, "--repair")
+    assert (status, counts(out)["whole"]) == (0, 2)
+    assert "seals not checked: 2: the environment variable KVTIER_TEST_SEAL is not set\n" in out
+    assert all(file.exists() for file in files)
+
+
+def test_without_its_salt_an_encrypted_frame_cannot_be_checked(capsys, protected):
+    files = protected(AES, encrypt=True)
+    status, out = fsck(capsys, "--repair")
+    assert (status, counts(out)["whole"]) == (0, 2)
+    assert "seals not checked: 1: they are encrypted with a salt, or forged\n" in out
+    assert all(file.exists() for file in files)
+
+
+@pytest.mark.parametrize(
+    ("wrote", "reads"),
+    [(MAC, AES), (MAC, "threads: 1"), (AES, MAC), (MAC, "seal_key: env:KVTIER_TEST_OTHER")],
+)
+def test_frames_that_are_sealed_otherwise_are_left(capsys, protected, monkeypatch, wrote, reads):
+    monkeypatch.setenv("KVTIER_TEST_OTHER", "another secret that is long enough, too")
+    protected(wrote, encrypt=wrote == AES)
+    files = protected(reads, encrypt=wrote == AES)
+    status, out = fsck(capsys, "--repair")
+    assert (status, counts(out)["incompatible"]) == (0, 2)
+    assert out.count("a frame of another seal key, or of none\n") == 2
+    assert all(file.exists() for file in files)
+
+
+def test_damage_under_a_seal_is_damage(capsys, protected, monkeypatch):
+    """Whether the secret is at hand or not: the checksums tell."""
+    salted, empty = protected(AES, encrypt=True)
+    for file, place in ((salted, FRAME_ALIGNMENT), (empty, 192)):
+        frame = bytearray(file.read_bytes())
+        frame[place] ^= 1
+        file.write_bytes(frame)
+    assert counts(fsck(capsys)[1])["torn"] == 2
+    monkeypatch.delenv("KVTIER_TEST_SEAL")
+    assert counts(fsck(capsys)[1])["torn"] == 2

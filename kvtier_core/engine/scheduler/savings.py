@@ -1,0 +1,67 @@
+"""What each tier saved: the time to compute what it supplied, less the time that requests waited for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import attrs
+
+
+@attrs.frozen
+class TierSavings:
+    """Totals of one tier. Seconds are summed over requests."""
+
+    loaded: int = 0  #: tokens that requests loaded
+    declined: int = 0  #: tokens that it had, and that were sooner computed
+    avoided: float = 0.0  #: seconds of computing the loaded tokens, as far as the engine's speed was known
+    waited: float = 0.0  #: seconds from the request's first question to the end of its load, or of its waiting
+
+    @property
+    def net(self) -> float:
+        """Seconds saved; negative if waiting cost more than it brought."""
+        return self.avoided - self.waited
+
+    def __add__(self, other: TierSavings) -> TierSavings:
+        return TierSavings(*map(sum, zip(attrs.astuple(self), attrs.astuple(other), strict=True)))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.net:.2f} s saved ({self.avoided:.2f} s of computing avoided, {self.waited:.2f} s waited), "
+            f"{self.loaded} tokens loaded, {self.declined} declined"
+        )
+
+
+class Savings:
+    """Savings by the name of the tier."""
+
+    def __init__(self) -> None:
+        self.by_tier: dict[str, TierSavings] = {}
+        self._news: dict[str, TierSavings] = {}  # since the last `take_news`
+
+    def loaded(self, tokens: Mapping[str, int], compute_seconds: float | None, waited: float) -> None:
+        """A load has ended: so many tokens of each tier, which the engine would have computed in so many seconds."""
+        total = sum(tokens.values())
+        for tier, count in tokens.items():
+            share = count / total
+            self._add(tier, TierSavings(count, 0, (compute_seconds or 0.0) * share, waited * share))
+
+    def waited_in_vain(self, tier: str, seconds: float) -> None:
+        """A request waited for a tier, and then did without it."""
+        self._add(tier, TierSavings(waited=seconds))
+
+    def declined(self, tier: str, tokens: int) -> None:
+        """A request found tokens in a tier, and computes them."""
+        self._add(tier, TierSavings(declined=tokens))
+
+    def describe(self) -> Iterator[str]:
+        """A line a tier."""
+        return (f"{tier}: {savings}" for tier, savings in self.by_tier.items())
+
+    def take_news(self) -> dict[str, TierSavings]:
+        """What was added since the last call, by tier."""
+        news, self._news = self._news, {}
+        return news
+
+    def _add(self, tier: str, more: TierSavings) -> None:
+        for totals in (self.by_tier, self._news):
+            totals[tier] = totals.get(tier, TierSavings()) + more

@@ -1,0 +1,67 @@
+"""How fast a store delivers: running estimates from the calls that were made anyway."""
+
+from __future__ import annotations
+
+import math
+
+#: Bytes after which what is measured counts for two thirds of the estimate, and what was before for one third.
+_MEMORY_NBYTES = 16 << 20
+#: A long run of reads is measured in pieces of at least this many bytes: those of several threads end together.
+_PIECE_NBYTES = 64 << 20
+#: The part of an answer's time that a new one contributes to the estimate.
+_NEWEST = 0.3
+
+
+class StoreSpeed:
+    """Bytes a second while reads are under way, all threads together, and seconds until the store answers a question.
+
+    All times are in seconds, of any one clock. What takes no time, as in a simulation, is not counted.
+    """
+
+    def __init__(self) -> None:
+        self.rate: float | None = None  #: bytes a second; None before the first read has ended
+        self.answer: float | None = None  #: seconds that a question for keys takes; None before the first answer
+        self._under_way = 0
+        self._begun = 0.0
+        self._ended = 0.0
+        self._nbytes = 0
+
+    def begin(self, reads: int, now: float) -> None:
+        """So many reads begin."""
+        if not self._under_way:
+            self._begun, self._nbytes = now, 0
+        self._under_way += reads
+
+    def end(self, nbytes: int, ended: float) -> None:
+        """A read has ended at this time, and brought ``nbytes``; 0 if it failed."""
+        self._under_way -= 1
+        self._nbytes += nbytes
+        self._ended = max(ended, self._begun)
+        if not self._under_way or self._nbytes >= _PIECE_NBYTES:
+            self._measured(self._nbytes, self._ended - self._begun)
+            self._begun, self._nbytes = self._ended, 0
+
+    def answered(self, seconds: float) -> None:
+        """A question for keys took so long."""
+        if seconds > 0:
+            self.answer = seconds if self.answer is None else self.answer + _NEWEST * (seconds - self.answer)
+
+    def seconds(self, nbytes: int) -> float | None:
+        """The time in which so many bytes would come, all that is under way included; None if that is not known."""
+        if self.rate is None:
+            return None
+        return (self.answer or 0.0) + nbytes / self.rate
+
+    def within(self, seconds: float) -> float:
+        """The bytes that would come in this time. Only if the rate is known."""
+        return max(0.0, seconds - (self.answer or 0.0)) * self.rate
+
+    def _measured(self, nbytes: int, seconds: float) -> None:
+        """The estimate is a geometric mean: it follows a store that becomes slow as quickly as one that recovers."""
+        if not nbytes or seconds <= 0:
+            return
+        rate = nbytes / seconds
+        if self.rate is not None:
+            newest = 1 - math.exp(-nbytes / _MEMORY_NBYTES)
+            rate = self.rate ** (1 - newest) * rate**newest
+        self.rate = rate

@@ -1,0 +1,159 @@
+"""Stores frames in Redis or Valkey, for all engines that name the same server and prefix."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+from kvtier_core.errors import BackendError, StoreFull
+from kvtier_core.interfaces import Backend, OpenContext
+from kvtier_core.types import ChunkKey, Namespace
+from kvtier_redis.account import Account, Ledger, entry_of
+from kvtier_redis.client import Client, Outcomes, unless_all_failed
+from kvtier_redis.deadline import Deadline
+from kvtier_redis.frame_io import Transfer, ask, receive
+from kvtier_redis.link import Garbage, Link, ServerError, command
+from kvtier_redis.names import Manifest, Names, frame_name, get_all
+from kvtier_redis.settings import RedisSettings
+from kvtier_redis.writing import Expiry, Write
+
+#: A server that answers so is up, and not for this user, this database or this client: no engine starts with that.
+_WRONG_SETTINGS = {"ERR", "NOAUTH", "NOPERM", "WRONGPASS"}
+
+
+class RedisBackend(Backend):
+    """Each frame as parts and a manifest that names them. `kvtier_redis.settings` says what the settings mean."""
+
+    shared = True
+
+    def __init__(self, settings: RedisSettings, ctx: OpenContext):
+        self._settings = settings
+        self._timeout = ctx.timeout
+        self._capacity = ctx.capacity
+        self._namespace = ctx.namespace
+        self._names = Names(settings.prefix)
+        self._home = self._names.home(ctx.namespace)
+        self._expiry = Expiry.of(settings.ttl, ctx.timeout)
+        self._client = Client(settings)
+        self._trouble = ""  # with which it was opened
+        try:
+            self._tell_namespace()
+        except BackendError as error:
+            # A server that is down or full is a tier that rests; the engine is served by the others.
+            self._trouble = str(error)
+            if isinstance(error, ServerError) and error.code in _WRONG_SETTINGS:
+                self._client.close()
+                raise
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        def look(link: Link, numbers: Sequence[int], outcomes: Outcomes) -> None:
+            for number, value in zip(numbers, self._values(link, [keys[i] for i in numbers]), strict=True):
+                outcomes[number] = value
+
+        outcomes = self._client.serve(Deadline(self._timeout), keys, look)
+        return [isinstance(value, bytes) for value in unless_all_failed(outcomes)]
+
+    def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
+        def fetch(link: Link, numbers: Sequence[int], outcomes: Outcomes) -> None:
+            transfers = {}
+            for number, value in zip(numbers, self._values(link, [keys[i] for i in numbers]), strict=True):
+                manifest = Manifest.decode(value)
+                if manifest is None or manifest.nbytes > len(into[number]):
+                    outcomes[number] = value if isinstance(value, ServerError) else 0
+                else:
+                    name = frame_name(self._home, keys[number])
+                    transfers[number] = Transfer(name, manifest, into[number][: manifest.nbytes])
+            try:
+                receive(link, list(transfers.values()))
+            finally:  # what was received before the connection broke is whole
+                for number, transfer in transfers.items():
+                    if transfer.whole or transfer.failed:
+                        outcomes[number] = transfer.manifest.nbytes if transfer.whole else transfer.error or 0
+
+        return unless_all_failed(self._client.serve(Deadline(self._timeout), keys, fetch))
+
+    def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> Sequence[BackendError | None]:
+        deadline = Deadline(self._timeout)
+        write = Write(self._home, keys, frames, self._settings.part, self._expiry)
+        account = self._account(deadline)
+        try:
+            if account is not None:
+                account.take(write.entries)
+            outcomes = self._client.serve(deadline, keys, write.store)
+            if account is not None:
+                with contextlib.suppress(BackendError):  # the counter is off then, as if the engine had been killed
+                    write.settle(account, self._client, deadline, outcomes)
+            unless_all_failed(outcomes)
+        except BackendError as error:
+            if isinstance(error, StoreFull) or (isinstance(error, ServerError) and error.code == "OOM"):
+                raise StoreFull(str(error), missing=sum(map(len, frames))) from error
+            raise
+        return [None if outcome is True else outcome for outcome in outcomes]
+
+    def delete(self, keys: Sequence[ChunkKey]) -> None:
+        deadline = Deadline(self._timeout)
+        names = [frame_name(self._home, key) for key in keys]
+
+        def unlink(link: Link, numbers: Sequence[int], outcomes: Outcomes) -> None:
+            answers = ask(link, [command(b"GETDEL", names[number]) for number in numbers])
+            removed = {number: Manifest.decode(answer) for number, answer in zip(numbers, answers, strict=True)}
+            there = {number: manifest for number, manifest in removed.items() if manifest is not None}
+            ask(link, [command(b"UNLINK", *there[number].part_names(names[number])) for number in there])
+            for number, answer in zip(numbers, answers, strict=True):
+                outcomes[number] = answer if isinstance(answer, ServerError) else there.get(number, True)
+
+        outcomes = self._client.serve(deadline, keys, unlink)
+        if (account := self._account(deadline)) is not None:
+            for name, outcome in zip(names, outcomes, strict=True):
+                if isinstance(outcome, Manifest):
+                    account.give(entry_of(name, outcome))
+        for outcome in outcomes:
+            if isinstance(outcome, BackendError):
+                raise outcome
+
+    # -- what is there -----------------------------------------------------------------------------
+
+    def namespaces(self) -> Iterator[Namespace]:
+        names = self._names.namespaces
+        told = self._client.call(Deadline(self._timeout), names, "HGETALL", names)
+        found = [_namespace(text) for text in told[1::2]] if isinstance(told, list) else []
+        return iter([each for each in found if each is not None and each != self._namespace])
+
+    def facts(self) -> Mapping[str, str]:
+        return {"url": f"{self._settings.url} -> {self._trouble}"} if self._trouble else {}
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _tell_namespace(self) -> None:
+        """Keep the facts of this namespace on the server, for engines of others."""
+        names, digest = self._names.namespaces, self._namespace.digest.hex()
+        self._client.call(Deadline(self._timeout), names, "HSETNX", names, digest, self._namespace.to_json())
+
+    def _account(self, deadline: Deadline) -> Account | None:
+        if not self._capacity:
+            return None
+        return Account(Ledger(self._client, self._names, deadline), self._capacity)
+
+    def _values(self, link: Link, keys: Sequence[ChunkKey]) -> list[object]:
+        """What is stored under the names of frames: should be manifests, may be anything. In one round trip."""
+        if self._client.servers.one:
+            link.send(get_all(self._home, keys))
+            values = link.reply()
+            if isinstance(values, ServerError):
+                raise values
+        else:
+            values = ask(link, [command(b"GET", frame_name(self._home, key)) for key in keys])
+            values = [None if getattr(value, "code", "") == "WRONGTYPE" else value for value in values]
+        if not isinstance(values, list) or len(values) != len(keys):
+            raise Garbage("the server answers something else than what was asked")
+        return values
+
+
+def _namespace(text: object) -> Namespace | None:
+    try:
+        return Namespace.from_json(text)
+    except (TypeError, ValueError, RecursionError):
+        return None

@@ -1,0 +1,98 @@
+"""Calls to the servers: each key is served by the server that has it, and a failure of one leaves the others alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvtier_core.errors import BackendError
+from kvtier_core.types import ChunkKey
+from kvtier_redis.connecting import Dialer, Links
+from kvtier_redis.deadline import Deadline
+from kvtier_redis.link import Link, ServerError
+from kvtier_redis.servers import servers_of
+from kvtier_redis.settings import RedisSettings
+
+#: What became of each key, in the words of the caller, or a BackendError; _NOTHING: nothing yet.
+Outcomes = list[Any]
+_NOTHING = object()
+#: Serves keys of one server, by their numbers: it puts an outcome for each, and may raise BackendError on its way.
+Work = Callable[[Link, Sequence[int], Outcomes], None]
+
+
+class Client:
+    """Raises BackendError and nothing else. All methods may be called on any thread."""
+
+    def __init__(self, settings: RedisSettings):
+        self.links = Links(Dialer.of(settings))
+        self.servers = servers_of(settings, self.links)
+
+    def close(self) -> None:
+        """May be called twice."""
+        self.links.close()
+
+    def call(self, deadline: Deadline, name: bytes, *words: bytes | str | int) -> Any:
+        """The answer to a command, of the server that has what is called ``name``. Raises ServerError, too."""
+        try:
+            return self._call(deadline, name, words)
+        except ServerError as error:
+            if not error.elsewhere:
+                raise
+        return self._call(deadline, name, words)
+
+    def _call(self, deadline: Deadline, name: bytes, words: Sequence[bytes | str | int]) -> Any:
+        address = self.servers.of(name, deadline)
+        try:
+            with self.links.borrow(address, deadline) as link:
+                return link.call(*words)
+        except BackendError:
+            self.servers.distrust()
+            raise
+
+    def serve(self, deadline: Deadline, keys: Sequence[ChunkKey], work: Work) -> Outcomes:
+        """The outcome of each key, a BackendError if its server could not serve it. Raises nothing.
+
+        A key that has moved to another server is tried there once.
+        """
+        outcomes: Outcomes = [_NOTHING] * len(keys)
+        self._serve(deadline, keys, range(len(keys)), work, outcomes)
+        if ServerError in set(map(type, outcomes)):
+            moved = [i for i, failure in enumerate(outcomes) if isinstance(failure, ServerError) and failure.elsewhere]
+            self.servers.distrust()
+            for number in moved:
+                outcomes[number] = _NOTHING
+            self._serve(deadline, keys, moved, work, outcomes)
+        return outcomes
+
+    def _serve(
+        self, deadline: Deadline, keys: Sequence[ChunkKey], todo: Sequence[int], work: Work, outcomes: Outcomes
+    ) -> None:
+        try:
+            groups = self.servers.group([keys[number] for number in todo], deadline)
+        except BackendError as error:
+            _fill(outcomes, todo, error)
+            return
+        for served, (address, members) in enumerate(groups.items()):
+            numbers = [todo[member] for member in members]
+            try:
+                # A server that hangs leaves the others their time.
+                with self.links.borrow(address, deadline.share(len(groups) - served)) as link:
+                    work(link, numbers, outcomes)
+            except BackendError as error:
+                self.servers.distrust()
+                _fill(outcomes, numbers, error)
+        if sum(map(len, groups.values())) < len(todo):
+            _fill(outcomes, todo, BackendError("no node of the cluster serves the slot of this key"))
+
+
+def unless_all_failed(outcomes: Outcomes) -> Outcomes:
+    """The outcomes. Raises the first if all are BackendErrors: then it is not the keys that fail, but the store."""
+    if outcomes and all(isinstance(outcome, BackendError) for outcome in outcomes):
+        raise outcomes[0]
+    return outcomes
+
+
+def _fill(outcomes: Outcomes, numbers: Sequence[int], error: BackendError) -> None:
+    for number in numbers:
+        if outcomes[number] is _NOTHING:
+            outcomes[number] = error

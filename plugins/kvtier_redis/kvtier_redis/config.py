@@ -1,0 +1,38 @@
+"""The config of a Redis tier."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import ClassVar
+
+import attrs
+
+from kvtier_core.interfaces import Backend, BackendConfig, OpenContext, Stored
+from kvtier_core.types import Nbytes
+from kvtier_redis.settings import RedisSettings
+
+
+@attrs.frozen
+class RedisConfig(RedisSettings, BackendConfig):
+    """Frames in Redis or Valkey, 6.2 or newer: shared by all engines that name the same server and prefix."""
+
+    type: ClassVar[str] = "redis"
+    shared: ClassVar[bool] = True
+
+    def open(self, ctx: OpenContext) -> Backend:
+        from kvtier_redis.backend import RedisBackend
+
+        return RedisBackend(self, ctx)
+
+    @contextlib.contextmanager
+    def walk(self) -> Iterator[Iterator[Stored]]:
+        from kvtier_redis.walk import everything
+
+        with everything(self) as found:
+            yield found
+
+    def recount(self, capacity: Nbytes, nbytes: int) -> None:
+        from kvtier_redis.walk import recount
+
+        recount(self)

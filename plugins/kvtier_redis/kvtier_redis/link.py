@@ -1,0 +1,195 @@
+"""A connection to a server that speaks RESP. Payloads are sent from, and received into, the caller's memory."""
+
+from __future__ import annotations
+
+import re
+import select
+import socket
+import ssl
+from collections.abc import Sequence
+from typing import Any
+
+import hiredis
+
+from kvtier_core.errors import BackendError
+from kvtier_redis.deadline import Deadline
+
+#: The line before a payload is received with the payload's first bytes, which are then copied: so few at most.
+_AHEAD = 64
+_LONGEST_ERROR = 200
+_LONGEST_LINE = 1 << 10
+_CHUNK = 1 << 16
+#: No answer that is parsed, and not received into a view, has more bytes.
+_LONGEST_REPLY = 256 << 20
+#: Kinds of lists. The parser makes room for all items as soon as they are announced; ten million are too many.
+_LISTS = (b"*", b"~", b">", b"|")
+_TOO_MANY = re.compile(rb".[0-9]{8,}\r\n")
+_LONGEST_COUNT = 24
+_NOT_YET = object()
+
+
+class ServerError(BackendError):
+    """What the server answered instead of a result."""
+
+    def __init__(self, told: str, *, where: str = "", code: str = ""):
+        plain = "".join(each if each.isprintable() else "?" for each in told[:_LONGEST_ERROR])
+        super().__init__(f"{where}: {plain}" if where else plain)
+        self.code = code or plain.partition(" ")[0]  #: the first word of the answer: OOM, NOAUTH, MOVED
+
+    @property
+    def elsewhere(self) -> bool:
+        """Does another server have to be asked?"""
+        return self.code in ("MOVED", "READONLY")
+
+
+class Garbage(BackendError):
+    """The peer does not speak RESP, or answers something else than what was asked."""
+
+
+class Link:
+    """Raises BackendError and OSError; then it must be closed. For one thread at a time.
+
+    Commands may be sent before the answers of earlier ones were received: `send` them, then take a `reply` for each,
+    or `reply_into` for each. While one command waits for the one, none may wait for the other.
+    """
+
+    def __init__(self, sock: socket.socket, deadline: Deadline):
+        self.deadline = deadline  #: by then each operation has ended
+        self.waiting = 0  #: answers that were not received yet
+        self._sock = sock
+        self._reader = hiredis.Reader(protocolError=Garbage, replyError=ServerError, notEnoughData=_NOT_YET)
+        self._ahead = b""
+        self._gathers = not isinstance(sock, ssl.SSLSocket)
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._sock.close()
+
+    @property
+    def is_stale(self) -> bool:
+        """Was it closed by the peer, or did the peer say something unasked?"""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def call(self, *words: bytes | str | int) -> Any:
+        """Send one command, and return its answer. Raises ServerError if that is an error."""
+        self.send(hiredis.pack_command(words))
+        answer = self.reply()
+        if isinstance(answer, ServerError):
+            raise answer
+        return answer
+
+    def send(self, *buffers: bytes | memoryview, answers: int = 1) -> None:
+        """Send what the buffers hold one after the other: commands with so many ``answers``."""
+        self.waiting += answers
+        views = [memoryview(buffer) for buffer in buffers]
+        while views:
+            self._sock.settimeout(self.deadline.left())
+            sent = self._sock.sendmsg(views) if self._gathers else self._sock.send(views[0])
+            while views and sent >= len(views[0]):
+                sent -= len(views.pop(0))
+            if sent:
+                views[0] = views[0][sent:]
+
+    def reply(self) -> Any:
+        """The next answer: bytes, a number, None, a list of such, or a ServerError."""
+        received, tail = 0, b""
+        while (answer := self._reader.gets()) is _NOT_YET:
+            data, self._ahead = self._ahead or self._receive(_CHUNK), b""
+            received, tail = received + len(data), tail[-_LONGEST_COUNT:] + data
+            if received > _LONGEST_REPLY or _announces_too_much(tail):
+                raise Garbage("the answer of the server has no end")
+            self._reader.feed(data)
+        self.waiting -= 1
+        return answer
+
+    def reply_into(self, view: memoryview) -> bool | ServerError:
+        """Receive a value into the view. False if there is none, or one of another length; the view is then as it was.
+
+        Returns the ServerError if that is the answer.
+        """
+        line = self._line()
+        self.waiting -= 1
+        if line.startswith(b"-"):
+            return ServerError(line[1:].decode("ascii", "replace"))
+        nbytes = _length(line)
+        if nbytes == len(view):
+            self._fill(view)
+        elif nbytes >= 0:
+            self._skip(nbytes)
+        if nbytes >= 0:
+            self._end()
+        return nbytes == len(view)
+
+    def _line(self) -> bytes:
+        while (end := self._ahead.find(b"\r\n")) < 0:
+            if len(self._ahead) > _LONGEST_LINE:
+                raise Garbage("the server does not speak the protocol of Redis")
+            self._ahead += self._receive(_AHEAD)
+        line, self._ahead = self._ahead[:end], self._ahead[end + 2 :]
+        return line
+
+    def _end(self) -> None:
+        """Of a value."""
+        while len(self._ahead) < 2:
+            self._ahead += self._receive(_AHEAD)
+        if not self._ahead.startswith(b"\r\n"):
+            raise Garbage("the server sent more than it had announced")
+        self._ahead = self._ahead[2:]
+
+    def _fill(self, view: memoryview) -> None:
+        filled = min(len(self._ahead), len(view))
+        view[:filled], self._ahead = self._ahead[:filled], self._ahead[filled:]
+        while filled < len(view):
+            self._sock.settimeout(self.deadline.left())
+            filled += self._must_go_on(self._sock.recv_into(view[filled:]))
+
+    def _skip(self, nbytes: int) -> None:
+        while len(self._ahead) < nbytes:
+            nbytes -= len(self._ahead)
+            self._ahead = self._receive(_CHUNK)
+        self._ahead = self._ahead[nbytes:]
+
+    def _receive(self, nbytes: int) -> bytes:
+        self._sock.settimeout(self.deadline.left())
+        received = self._sock.recv(nbytes)
+        self._must_go_on(len(received))
+        return received
+
+    def _must_go_on(self, received: int) -> int:
+        if not received:
+            raise ConnectionResetError("the server closed the connection")
+        return received
+
+
+def _announces_too_much(data: bytes) -> bool:
+    for kind in _LISTS:
+        at = data.find(kind)  # much faster than a regular expression that begins with it
+        while at >= 0:
+            if _TOO_MANY.match(data, at):
+                return True
+            at = data.find(kind, at + 1)
+    return False
+
+
+def _length(line: bytes) -> int:
+    """The length that the line before a value announces; -1 if there is no value."""
+    if line[:1] != b"$" or not (line[1:].isdigit() or line == b"$-1"):
+        raise Garbage("the server answers something else than what was asked")
+    return int(line[1:])
+
+
+def command(*words: bytes | str | int) -> bytes:
+    """A command as it is sent."""
+    return hiredis.pack_command(words)
+
+
+def command_around(before: Sequence[bytes], nbytes: int, after: Sequence[bytes]) -> tuple[bytes, bytes]:
+    """What is sent before and after a payload of ``nbytes`` that stands between these words of a command."""
+    count = len(before) + 1 + len(after)
+    return b"*%d\r\n%b$%d\r\n" % (count, _packed(before), nbytes), b"\r\n" + _packed(after)
+
+
+def _packed(words: Sequence[bytes]) -> bytes:
+    return b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])

@@ -1,0 +1,149 @@
+"""How what a tier keeps on a server is called, and what the manifest of a frame says."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+
+import attrs
+
+from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace
+
+#: Parts that no manifest names may be of a write that is still under way, if they are not older. In seconds.
+UNFINISHED = 3600
+#: No frame has more parts. So a manifest that somebody else wrote cannot make this process list millions of names.
+_MOST_PARTS = 1 << 16
+_HOME_NBYTES = 8
+_MANIFEST = re.compile(rb"kvtier-1 ([0-9]{1,15}) ([0-9]{1,15}) ([0-9a-f]{24})")
+
+
+#: Home, key, and of a part its write.
+_FRAME = re.compile(rb"([0-9a-f]{16}):\{([0-9a-f]{64})\}(?::([0-9a-f]{24}):[0-9]{1,5})?")
+
+
+@attrs.frozen
+class Manifest:
+    """Says where the parts of a frame are. A frame without one cannot be found."""
+
+    nbytes: int  #: of the frame
+    part: int  #: bytes of each part but the last
+    write: str  #: names the write, so that no reader takes parts of two writers for one frame
+
+    @classmethod
+    def new(cls, nbytes: int, part: int) -> Manifest:
+        """Of a write that begins now."""
+        part = max(part, -(-nbytes // _MOST_PARTS))
+        return cls(nbytes, part, f"{int(time.time()):08x}{secrets.token_hex(8)}")
+
+    @classmethod
+    def decode(cls, value: object) -> Manifest | None:
+        """Read what `encode` made; None for anything else."""
+        match = _MANIFEST.fullmatch(value) if isinstance(value, bytes) else None
+        if match is None:
+            return None
+        manifest = cls(int(match[1]), int(match[2]), match[3].decode())
+        sane = manifest.nbytes > 0 and manifest.part >= FRAME_ALIGNMENT and manifest.count <= _MOST_PARTS
+        return manifest if sane else None
+
+    def encode(self) -> bytes:
+        """What is stored under the name of the frame."""
+        return b"kvtier-1 %d %d %b" % (self.nbytes, self.part, self.write.encode())
+
+    @property
+    def count(self) -> int:
+        """Of its parts."""
+        return -(-self.nbytes // self.part)
+
+    def parts(self, name: bytes) -> Iterator[tuple[bytes, int, int]]:
+        """Name, begin and end of each part of the frame that is called ``name``."""
+        for number in range(self.count):
+            begin = number * self.part
+            yield part_name(name, self.write, number), begin, min(begin + self.part, self.nbytes)
+
+    def part_names(self, name: bytes) -> list[bytes]:
+        """The names of all parts."""
+        return [part for part, _, _ in self.parts(name)]
+
+
+def part_name(name: bytes, write: str, number: int) -> bytes:
+    """The name of one part of a frame."""
+    return b"%b:%b:%d" % (name, write.encode(), number)
+
+
+@attrs.frozen
+class Names:
+    """The names under one prefix. In a cluster, what stands in braces decides on which node a name is."""
+
+    prefix: str
+
+    def home(self, namespace: Namespace) -> str:
+        """What the names of a namespace's frames begin with."""
+        return f"{self.prefix}:{namespace.digest[:_HOME_NBYTES].hex()}:"
+
+    @property
+    def namespaces(self) -> bytes:
+        """A hash with the facts of all namespaces, by their digests."""
+        return f"{self.prefix}:namespaces".encode()
+
+    @property
+    def taken(self) -> bytes:
+        """Where the bytes of all frames are counted, if there is a capacity."""
+        return f"{self.prefix}:{{space}}:taken".encode()
+
+    @property
+    def ledger(self) -> bytes:
+        """A sorted set of all frames, by the time of their last write, if there is a capacity."""
+        return f"{self.prefix}:{{space}}:frames".encode()
+
+    @property
+    def evicting(self) -> bytes:
+        """The lock of the engine that makes room for all."""
+        return f"{self.prefix}:{{space}}:evicting".encode()
+
+    def is_frame(self, name: bytes) -> bool:
+        """Is a manifest called so?"""
+        found = self.parse(name)
+        return found is not None and found.write is None
+
+    def parse(self, name: bytes) -> Found | None:
+        """What is called so; None if it is neither a manifest nor a part."""
+        rest = name[len(self.prefix) + 1 :]
+        if not name.startswith(f"{self.prefix}:".encode()) or (match := _FRAME.fullmatch(rest)) is None:
+            return None
+        frame = name[: len(self.prefix) + 1 + match.end(2) + 1]
+        home, key, write = (each and each.decode() for each in match.groups())
+        return Found(name, frame, bytes.fromhex(home), ChunkKey(bytes.fromhex(key)), write)
+
+
+@attrs.frozen
+class Found:
+    """A name that a server listed."""
+
+    name: bytes
+    frame: bytes  #: the name of the frame that it is, or that it is a part of
+    home: bytes  #: the first bytes of the digest of its namespace
+    key: ChunkKey
+    write: str | None  #: of a part: which write it belongs to; None: it is the manifest
+
+    @property
+    def is_recent(self) -> bool:
+        """May this part be of a write that is still under way?"""
+        return self.write is None or time.time() - int(self.write[:8], 16) < UNFINISHED
+
+
+def frame_name(home: str, key: ChunkKey) -> bytes:
+    """The name of a frame, and of its manifest."""
+    return f"{home}{{{key.hex()}}}".encode()
+
+
+def get_all(home: str, keys: Sequence[ChunkKey]) -> bytes:
+    """MGET of the manifests of all keys, in one buffer.
+
+    Made here because packing name by name takes as long as the server's answer.
+    """
+    length = len(home) + 2 * KEY_NBYTES + 2
+    between = f"}}\r\n${length}\r\n{home}{{"
+    names = between.join([key.hex() for key in keys])
+    return f"*{len(keys) + 1}\r\n$4\r\nMGET\r\n${length}\r\n{home}{{{names}}}\r\n".encode()

@@ -1,0 +1,11 @@
+"""Offers the store tier `redis`: frames that many engines share, on Redis or Valkey."""
+
+from __future__ import annotations
+
+from kvtier_core.hookspecs import hookimpl
+from kvtier_redis.config import RedisConfig
+
+
+@hookimpl
+def kvtier_backends():
+    return [RedisConfig]

@@ -1,0 +1,168 @@
+"""Lists everything under a prefix for `kvtier fsck`, and corrects the account of its bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Iterator
+
+import attrs
+
+from kvtier_core.errors import BackendError
+from kvtier_core.interfaces import Stored
+from kvtier_redis.account import Ledger, entry_of, remove_frame
+from kvtier_redis.client import Client
+from kvtier_redis.deadline import Deadline
+from kvtier_redis.link import Garbage, ServerError
+from kvtier_redis.names import UNFINISHED, Found, Manifest, Names
+from kvtier_redis.settings import RedisSettings
+
+_TIMEOUT = 30.0  # seconds, of each call to a server
+_COUNT = 1000  # names that a server looks at in one call
+
+
+@contextlib.contextmanager
+def everything(settings: RedisSettings) -> Iterator[Iterator[Stored]]:
+    """All frames, and all parts that no manifest names and no writer can still need. Raises BackendError."""
+    client = Client(settings)
+    try:
+        yield _Walk(client, Names(settings.prefix)).stored()
+    finally:
+        client.close()
+
+
+def recount(settings: RedisSettings) -> None:
+    """Make the ledger name the frames that are there, and the counter their bytes. Raises BackendError."""
+    client = Client(settings)
+    try:
+        walk = _Walk(client, Names(settings.prefix))
+        ledger = walk.ledger()
+        before = time.time() - UNFINISHED
+        there = {entry_of(found.frame, manifest) for found, manifest in walk.manifests() if manifest is not None}
+        entered = dict(ledger.oldest())
+        for entry in there - entered.keys():
+            walk.ledger().enter(entry)
+        for entry in set(walk.ledger().entered_before(before)) - there:
+            walk.ledger().take_out(entry)
+        counted = walk.ledger().add(0)
+        walk.ledger().add(sum(nbytes for _, nbytes in walk.ledger().oldest()) - counted)
+    finally:
+        client.close()
+
+
+@attrs.frozen
+class _Walk:
+    client: Client
+    names: Names
+
+    def ledger(self) -> Ledger:
+        return Ledger(self.client, self.names, Deadline(_TIMEOUT))
+
+    def call(self, name: bytes, *words: bytes | str | int) -> object:
+        return self.client.call(Deadline(_TIMEOUT), name, *words)
+
+    def stored(self) -> Iterator[Stored]:
+        for found in self.found():
+            if found.write is None:
+                yield self.frame(found)
+            elif not found.is_recent and not self.is_named(found):
+                yield self.thing(found.name, self.length(found.name))
+
+    def manifests(self) -> Iterator[tuple[Found, Manifest | None]]:
+        for found in self.found():
+            if found.write is None:
+                yield found, self.manifest(found.frame)
+
+    def found(self) -> Iterator[Found]:
+        """Every name that this tier made, once."""
+        seen = set()
+        for address in self.client.servers.all(Deadline(_TIMEOUT)):
+            cursor = b"0"
+            while True:
+                deadline = Deadline(_TIMEOUT)
+                with self.client.links.borrow(address, deadline) as link:
+                    answer = link.call("SCAN", cursor, "MATCH", f"{self.names.prefix}:*", "COUNT", _COUNT)
+                cursor, listed = _page(answer)
+                for name in set(listed) - seen:
+                    seen.add(name)
+                    if (found := self.names.parse(name)) is not None:
+                        yield found
+                if cursor == b"0":
+                    break
+
+    def manifest(self, frame: bytes) -> Manifest | None:
+        try:
+            return Manifest.decode(self.call(frame, "GET", frame))
+        except ServerError:  # there is something else
+            return None
+
+    def is_named(self, part: Found) -> bool:
+        manifest = self.manifest(part.frame)
+        return manifest is not None and manifest.write == part.write
+
+    def length(self, name: bytes) -> int:
+        try:
+            return int(self.call(name, "STRLEN", name))
+        except (ServerError, TypeError, ValueError):
+            return 0
+
+    def frame(self, found: Found) -> Stored:
+        manifest = self.manifest(found.frame)
+        if manifest is None:
+            return self.thing(found.frame, self.length(found.frame))
+        return Stored(
+            where=found.frame.decode(),
+            nbytes=manifest.nbytes,
+            home=found.home,
+            key=found.key,
+            read=functools.partial(self.read, found.frame, manifest),
+            remove=functools.partial(self.remove, found.frame, manifest),
+        )
+
+    def thing(self, name: bytes, nbytes: int) -> Stored:
+        """What is no frame."""
+        return Stored(
+            where=name.decode(),
+            nbytes=nbytes,
+            home=None,
+            key=None,
+            read=lambda offset, count: self.range(name, offset, offset + count),
+            remove=lambda: self.unlink(name),
+        )
+
+    def read(self, name: bytes, manifest: Manifest, offset: int, nbytes: int) -> bytes:
+        end = min(offset + nbytes, manifest.nbytes)
+        pieces = []
+        for part, first, last in manifest.parts(name):
+            if first < end and last > offset:
+                begin, stop = max(offset, first), min(end, last)
+                piece = self.range(part, begin - first, stop - first)
+                if len(piece) != stop - begin:
+                    raise BackendError(f"{name.decode()}: a part of it is gone")
+                pieces.append(piece)
+        return b"".join(pieces)
+
+    def range(self, name: bytes, begin: int, end: int) -> bytes:
+        piece = self.call(name, "GETRANGE", name, begin, end - 1)
+        if not isinstance(piece, bytes):
+            raise Garbage("the server answers something else than what was asked")
+        return piece
+
+    def remove(self, name: bytes, manifest: Manifest) -> None:
+        """Unless it was replaced meanwhile."""
+        remove_frame(self.client, Deadline(_TIMEOUT), name, manifest)
+        if self.ledger().take_out(entry_of(name, manifest)):
+            self.ledger().add(-manifest.nbytes)
+
+    def unlink(self, name: bytes) -> None:
+        self.call(name, "UNLINK", name)
+
+
+def _page(answer: object) -> tuple[bytes, list[bytes]]:
+    """The next cursor and the names of an answer to SCAN."""
+    try:
+        cursor, listed = answer
+        return bytes(cursor), [bytes(name) for name in listed]
+    except (TypeError, ValueError):
+        raise Garbage("the server answers something else than what was asked") from None

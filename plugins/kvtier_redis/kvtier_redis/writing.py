@@ -1,0 +1,105 @@
+"""One call that writes frames: first their parts, then the manifests by which they are found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from kvtier_core.errors import BackendError, StoreFull
+from kvtier_redis.account import Account, entry_of, remove_frame
+from kvtier_redis.client import Client, Outcomes
+from kvtier_redis.deadline import Deadline
+from kvtier_redis.frame_io import Transfer, ask, send
+from kvtier_redis.link import Link, ServerError, command
+from kvtier_redis.names import Manifest, frame_name
+
+
+@attrs.frozen
+class Expiry:
+    """After how many milliseconds the values of a frame go by themselves; none: never.
+
+    Parts live a little longer than the manifest that names them: they are written before it, and read after it.
+    """
+
+    manifest: tuple[bytes, ...] = ()
+    parts: tuple[bytes, ...] = ()
+
+    @classmethod
+    def of(cls, ttl: float | None, timeout: float) -> Expiry:
+        """For frames that live ``ttl`` seconds, and calls that take ``timeout``."""
+        if ttl is None:
+            return cls()
+        return cls((b"PX", b"%d" % (ttl * 1000)), (b"PX", b"%d" % ((ttl + 2 * timeout) * 1000)))
+
+
+class Write:
+    """Frames on their way to the servers."""
+
+    def __init__(self, home: str, keys: Sequence[bytes], frames: Sequence[memoryview], part: int, expiry: Expiry):
+        self._expiry = expiry
+        self._replaced: dict[int, Manifest | None] = {}
+        self._uncertain: set[int] = set()  # whose manifests were sent, and may be there or not
+        self._transfers = [
+            Transfer(frame_name(home, key), Manifest.new(len(frame), part), memoryview(frame).cast("B"))
+            for key, frame in zip(keys, frames, strict=True)
+        ]
+
+    @property
+    def entries(self) -> list[bytes]:
+        """What the ledger calls the frames."""
+        return [entry_of(transfer.name, transfer.manifest) for transfer in self._transfers]
+
+    def store(self, link: Link, numbers: Sequence[int], outcomes: Outcomes) -> None:
+        """Store frames on one server. The outcome of each is True or an error."""
+        here = {number: self._transfers[number] for number in numbers}
+        for transfer in here.values():
+            transfer.begin()
+        send(link, list(here.values()), self._expiry.parts)
+        for number in [number for number, transfer in here.items() if not transfer.whole]:
+            outcomes[number] = _error(here[number].error, here.pop(number))
+        self._uncertain.update(here)
+        for number, answer in zip(here, self._publish(link, list(here.values())), strict=True):
+            self._uncertain.discard(number)
+            outcomes[number] = _error(answer, here[number]) if isinstance(answer, ServerError) else True
+            self._replaced[number] = Manifest.decode(answer)
+        self._clean_up(link, numbers, outcomes)
+
+    def settle(self, account: Account, client: Client, deadline: Deadline, outcomes: Outcomes) -> None:
+        """Account for what has become of the frames. Raises BackendError."""
+        for number, (transfer, entry) in enumerate(zip(self._transfers, self.entries, strict=True)):
+            if outcomes[number] is True:
+                if (replaced := self._replaced[number]) is not None:
+                    account.give(entry_of(transfer.name, replaced))
+                if not account.keep(entry) and remove_frame(client, deadline, transfer.name, transfer.manifest):
+                    outcomes[number] = BackendError("evicted by another engine while it was written")
+            elif number not in self._uncertain:  # else it may be there, and stays in the ledger until it is the oldest
+                account.give(entry)
+
+    def _publish(self, link: Link, transfers: Sequence[Transfer]) -> list[object]:
+        """Replace the manifests; returns those before, or ServerErrors."""
+        answers = ask(link, [self._manifest(each, b"GET") for each in transfers])
+        for number, answer in enumerate(answers):
+            if isinstance(answer, ServerError) and answer.code == "WRONGTYPE":  # what is there is not ours
+                (answers[number],) = ask(link, [self._manifest(transfers[number])])
+        return answers
+
+    def _manifest(self, transfer: Transfer, *words: bytes) -> bytes:
+        return command(b"SET", transfer.name, transfer.manifest.encode(), *words, *self._expiry.manifest)
+
+    def _clean_up(self, link: Link, numbers: Sequence[int], outcomes: Outcomes) -> None:
+        """Unlink the parts of what was replaced, and of what could not be stored."""
+        unlinks = []
+        for number in numbers:
+            transfer = self._transfers[number]
+            manifest = self._replaced.get(number) if outcomes[number] is True else transfer.manifest
+            if manifest is not None:
+                unlinks.append(command(b"UNLINK", *manifest.part_names(transfer.name)))
+        ask(link, unlinks)
+
+
+def _error(error: ServerError | None, transfer: Transfer) -> BackendError | None:
+    """As the tier understands it."""
+    if error is not None and error.code == "OOM":
+        return StoreFull(str(error), missing=transfer.manifest.nbytes)
+    return error

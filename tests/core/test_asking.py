@@ -1,0 +1,203 @@
+"""Questions to shared stores: in batches, in the background, and what is found comes up without being named again."""
+
+from __future__ import annotations
+
+import pytest
+from test_manager import MISS, PENDING, READY, Bench
+from test_store_tier import Bench as TierBench
+
+from kvtier_core.errors import BackendError
+from kvtier_core.stack.interface import LoadLimit
+from kvtier_core.testing.machine import SharedShelf
+from kvtier_core.testing.samples import make_keys
+from kvtier_core.types import EventKind
+
+PATH = make_keys(8)
+
+
+class Asked(SharedShelf):
+    """Notes what it is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.questions = []
+
+    def contains(self, keys):
+        self.questions.append(list(keys))
+        return super().contains(keys)
+
+
+@pytest.fixture
+def bench():
+    """Two engines in turn: what the first stored the second has to ask for."""
+    first = Bench(arenas=(16,), shelf=Asked)
+    first.store(PATH[:5])
+    second = Bench(arenas=(16,), shelf=Asked)
+    second.shelves[0].frames = first.shelves[0].frames
+    return second
+
+
+def test_the_whole_path_is_asked_for_in_one_batch(bench):
+    assert bench.look(PATH) == [PENDING] * 8
+    bench.manager.step()
+    bench.work(1)
+    assert bench.shelves[0].questions == [PATH]
+
+
+def test_a_long_path_is_asked_for_in_batches_first_chunks_first():
+    bench, path = TierBench(shelf=Asked()), make_keys(300)
+    assert bench.tier.request_lookup(path) == 300
+    bench.tier.poll()
+    for _ in range(3):
+        bench.turn()
+    assert bench.shelf.questions == [path[:128], path[128:256], path[256:]]
+
+
+def test_what_is_found_comes_up_without_being_named_again(bench):
+    bench.look(PATH)
+    bench.settle()
+    assert bench.look(PATH) == [READY] * 5 + [MISS] * 3
+
+
+def test_nothing_behind_a_chunk_that_is_not_there_comes_up(bench):
+    del bench.shelves[0].frames[PATH[2]]
+    bench.look(PATH)
+    bench.settle()
+    assert [bench.arenas[0].has(key) for key in PATH[:5]] == [True, True, False, False, False]
+
+
+def test_what_is_not_worth_it_does_not_come_up(bench):
+    tier = bench.tiers[0]
+    tier._reads.speed.rate, tier._reads.speed.answer = 1.0, 1e-9
+    limit = LoadLimit(chunk_seconds=1e-3, wait=2.0)
+    bench.manager.lookup(PATH, "waiting", limit)
+    bench.settle()
+    found = bench.manager.lookup(PATH, "waiting", limit)
+    assert (len(found.slots), found.pending, found.declined.tier, found.declined.chunks) == (0, 0, "disk", 5)
+    assert found.miss_reason == str(found.declined)
+
+
+def test_nobody_waits_for_a_probe(bench):
+    tier = bench.tiers[0]
+    tier._reads.speed.rate, tier._reads.speed.answer = 1.0, 1e-9
+    limit = LoadLimit(chunk_seconds=1e-3, wait=2.0)
+    bench.manager.lookup(PATH, "first", limit)
+    bench.settle()
+    assert bench.manager.lookup(PATH, "first", limit).declined
+    bench.manager.step()
+    assert tier.usage().inflight, "the probe is under way"
+    assert bench.manager.lookup(PATH, "second", limit).pending == 0
+    bench.settle()
+    assert len(bench.manager.lookup(PATH, "second", limit).slots) == 5
+
+
+def test_nobody_waits_for_an_answer_that_takes_longer_than_a_tenth_of_the_computing(bench):
+    bench.tiers[0]._reads.speed.answer = 0.1
+    assert bench.manager.lookup(PATH, "slow", LoadLimit(0.1, 2.0)).pending == 0
+    assert bench.manager.lookup(PATH, "worth it", LoadLimit(0.2, 2.0)).pending == 8
+    bench.settle()
+    assert bench.look(PATH[:5]) == [READY] * 5, "it was asked all the same"
+
+
+def test_a_lookup_says_whom_it_waits_for(bench):
+    assert bench.manager.lookup(PATH, "waiting").awaited == "disk"
+    bench.settle()
+    assert bench.manager.lookup(PATH, "waiting").awaited == ""
+
+
+def test_all_shared_stores_are_asked_at_once():
+    bench = Bench(arenas=(16,), tiers=(12, 12), shelf=Asked)
+    bench.look(PATH)
+    bench.settle()
+    assert [shelf.questions for shelf in bench.shelves] == [[PATH], [PATH]]
+
+
+def test_a_prefetch_brings_up_a_quarter_of_the_arena_and_pins_nothing(bench):
+    bench.manager.prefetch(PATH)
+    bench.settle()
+    assert bench.look(PATH)[:4] == [READY] * 4
+    assert bench.shelves[0].questions == [PATH]
+    bench.at_rest()
+    again = Bench(arenas=(16,), shelf=Asked)
+    again.shelves[0].frames = bench.shelves[0].frames
+    again.manager.prefetch(PATH)
+    again.settle()
+    assert len(again.arenas[0].index) == 4
+
+
+def test_what_was_prefetched_and_not_used_counts(bench):
+    bench.manager.prefetch(PATH[:3])
+    bench.settle()
+    bench.manager.prefetch(PATH)
+    bench.settle()
+    assert len(bench.arenas[0].index) == 4
+
+
+# -- what goes wrong -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tier():
+    bench = TierBench(shelf=SharedShelf())
+    bench.write(*PATH[:3])
+    bench.settle()
+    bench.events()
+    return bench
+
+
+def test_a_damaged_frame_is_not_asked_for_again_and_is_replaced(tier):
+    good = tier.shelf.frames[PATH[0]]
+    tier.shelf.frames[PATH[0]] = good[:4096] + bytes([good[4096] ^ 1]) + good[4097:]
+    tier.read(PATH[0])
+    tier.settle()
+    assert tier.events() == [("corrupt", [PATH[0]])]
+    tier.now = 599.0
+    assert not tier.tier.request_lookup([PATH[0]])
+    assert PATH[0] in tier.shelf.frames, "another engine may read it well"
+    tier.write(PATH[0])
+    tier.settle()
+    assert tier.shelf.frames[PATH[0]] == good
+    tier.read(PATH[0])
+    tier.settle()
+    assert tier.good == [PATH[0]]
+
+
+def test_one_key_that_fails_is_no_damage(tier):
+    """A server of several may be down."""
+    read = tier.shelf.read
+    tier.shelf.read = lambda keys, into: [BackendError("its node is down"), *read(keys, into)[1:]]
+    tier.read(*PATH[:3])
+    tier.settle()
+    assert (tier.good, tier.bad) == (PATH[1:3], [PATH[0]])
+    assert [(event.kind, event.why) for event in tier.tier.events] == [(EventKind.IO_ERROR, "its node is down")]
+    tier.now = 1.0
+    assert tier.tier.request_lookup([PATH[0]]), "asked again a second later"
+
+
+def test_one_frame_that_is_not_written_is_not_there(tier):
+    def write(keys, frames):
+        tier.shelf.frames.update((key, bytes(frame)) for key, frame in zip(keys[1:], frames[1:], strict=True))
+        return [BackendError("its node is down"), *[None] * (len(keys) - 1)]
+
+    tier.shelf.write = write
+    tier.write(*PATH[3:6])
+    tier.settle()
+    assert tier.has(*PATH[3:6]) == [False, True, True]
+    assert tier.events() == [("written", PATH[4:6]), ("io_error", [PATH[3]])]
+    assert tier.released[-3:] == PATH[3:6]
+
+
+def test_a_full_shared_store_is_not_written_for_a_minute_and_nothing_is_forgotten(tier):
+    from kvtier_core.errors import StoreFull
+
+    def full(keys, frames):
+        raise StoreFull("maxmemory", missing=1)
+
+    write, tier.shelf.write = tier.shelf.write, full
+    tier.write(PATH[3])
+    tier.settle()
+    tier.shelf.write = write
+    assert tier.tier.would_admit([PATH[4]]) == []
+    assert tier.has(*PATH[:3]) == [True] * 3
+    tier.now = 60.0
+    assert tier.tier.would_admit([PATH[4]]) == [PATH[4]]

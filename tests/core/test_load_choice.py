@@ -1,0 +1,166 @@
+"""What a store tier knows of its speed, and what it lets an engine load."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier_core.stack.interface import Declined, LoadLimit
+from kvtier_core.stack.store_tier.load_choice import LoadChoice, LoadChooser
+from kvtier_core.stack.store_tier.speed import StoreSpeed
+
+MIB = 1 << 20
+
+
+def measured(speed, nbytes, seconds, begun=0.0):
+    """A read of so many bytes that took so long."""
+    speed.begin(1, begun)
+    speed.end(nbytes, begun + seconds)
+
+
+@pytest.fixture
+def speed():
+    """A store that answers in 10 ms and delivers 100 MiB/s."""
+    speed = StoreSpeed()
+    speed.answered(0.01)
+    measured(speed, 64 * MIB, 0.64)
+    return speed
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def chooser(speed, clock):
+    return LoadChooser("far", speed, clock)
+
+
+def choose(chooser, chunks, chunk_seconds, wait=10.0, queued=0):
+    return chooser.choose(chunks, MIB, queued, LoadLimit(chunk_seconds, wait))
+
+
+# -- the speed -----------------------------------------------------------------------------------------
+
+
+def test_nothing_is_known_before_the_first_read():
+    speed = StoreSpeed()
+    assert (speed.rate, speed.answer, speed.seconds(1)) == (None, None, None)
+
+
+def test_the_first_read_is_the_first_estimate(speed):
+    assert speed.rate == pytest.approx(100 * MIB)
+    assert speed.seconds(50 * MIB) == pytest.approx(0.51)
+    assert speed.within(0.51) == pytest.approx(50 * MIB)
+    assert speed.within(0.005) == 0
+
+
+def test_reads_at_the_same_time_are_one_measurement():
+    """Four threads that bring 4 MiB each in the same tenth of a second are 160 MiB/s, and not four times 40."""
+    speed = StoreSpeed()
+    speed.begin(4, 1.0)
+    for ended in (1.099, 1.1, 1.0995, 1.1):
+        speed.end(4 * MIB, ended)
+    assert speed.rate == pytest.approx(160 * MIB)
+
+
+def test_time_without_reads_does_not_count():
+    speed = StoreSpeed()
+    measured(speed, 10 * MIB, 0.1)
+    measured(speed, 10 * MIB, 0.1, begun=100.0)
+    assert speed.rate == pytest.approx(100 * MIB)
+
+
+def test_failed_reads_say_nothing_of_the_rate():
+    speed = StoreSpeed()
+    speed.begin(1, 0.0)
+    speed.end(0, 5.0)
+    assert speed.rate is None
+
+
+def test_a_store_that_becomes_slow_and_one_that_recovers_are_noticed_alike(speed):
+    for _ in range(4):
+        measured(speed, 16 * MIB, 16.0)
+    assert speed.rate < 3 * MIB
+    for _ in range(4):
+        measured(speed, 16 * MIB, 0.16)
+    assert speed.rate > 33 * MIB
+
+
+def test_a_long_run_of_reads_is_measured_before_its_end():
+    speed = StoreSpeed()
+    speed.begin(100, 0.0)
+    for second in range(1, 65):
+        speed.end(MIB, float(second))
+    assert speed.rate == pytest.approx(MIB)
+
+
+def test_what_takes_no_time_is_not_counted():
+    """As in a simulation, whose clock stands still."""
+    speed = StoreSpeed()
+    measured(speed, MIB, 0.0)
+    speed.answered(0.0)
+    assert (speed.rate, speed.answer) == (None, None)
+
+
+# -- the choice ----------------------------------------------------------------------------------------
+
+
+def test_what_is_sooner_loaded_is_loaded(chooser):
+    assert choose(chooser, 20, chunk_seconds=0.02) == LoadChoice(20)
+
+
+def test_what_is_sooner_computed_is_not_loaded_and_both_numbers_are_told(chooser):
+    choice = choose(chooser, 20, chunk_seconds=0.005)
+    assert choice.chunks == 0
+    assert choice.declined == Declined("far", 20, pytest.approx(0.21), pytest.approx(0.1))
+    assert str(choice.declined) == "far has 20 more chunks: 0.210 s to load them, 0.100 s to compute them"
+
+
+def test_a_few_chunks_are_not_worth_the_latency_that_many_are(chooser):
+    assert choose(chooser, 1, chunk_seconds=0.015).chunks == 0
+    assert choose(chooser, 10, chunk_seconds=0.015).chunks == 10
+
+
+def test_what_is_queued_comes_first(chooser):
+    assert choose(chooser, 20, chunk_seconds=0.02, queued=100 * MIB).chunks == 0
+
+
+def test_only_as_much_is_loaded_as_comes_while_the_request_may_wait(chooser):
+    assert choose(chooser, 500, chunk_seconds=0.02, wait=0.51).chunks == 50
+    assert choose(chooser, 500, chunk_seconds=0.02, wait=0.015).declined
+
+
+@pytest.mark.parametrize(
+    ("limit", "rate"),
+    [(None, 1.0), (LoadLimit(1e-9, 0.0), 1.0), (LoadLimit(1e-9, 1.0), None)],
+    ids=["load: always", "nobody waits any more", "the speed is not known yet"],
+)
+def test_everything_is_loaded(clock, limit, rate):
+    speed = StoreSpeed()
+    speed.rate = rate
+    assert LoadChooser("far", speed, clock).choose(7, MIB, 0, limit) == LoadChoice(7)
+
+
+def test_a_declined_store_is_probed_now_and_then(chooser, clock):
+    probes = []
+    for clock.now in (0.0, 0.5, 0.99, 1.0, 1.5, 2.0):
+        probes.append(chooser.probe(100, MIB, 0))
+    assert probes == [16, 0, 0, 16, 0, 16]
+
+
+def test_no_probe_queues_behind_another(chooser):
+    assert chooser.probe(100, MIB, MIB) == 0
+
+
+def test_a_question_is_worth_waiting_for_if_it_is_a_small_part_of_the_computing(chooser):
+    assert chooser.worth_asking(10, LoadLimit(0.01, 1.0))
+    assert not chooser.worth_asking(9, LoadLimit(0.01, 1.0))
+    assert chooser.worth_asking(1, None)

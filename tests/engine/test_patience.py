@@ -1,0 +1,191 @@
+"""How long an engine waits for its tiers, what it declines, and what it says of both."""
+
+from __future__ import annotations
+
+import pytest
+from fake_host import CHUNK, FRAME, Host
+from test_scheduler_side import prompt, said, stack  # noqa: F401 - fixtures
+
+from kvtier_core.engine.scheduler.prefill_speed import PrefillSpeed
+from kvtier_core.engine.scheduler.savings import Savings, TierSavings
+
+CHUNKS = 4
+ASKED = prompt(1, CHUNKS * CHUNK + 3)
+
+
+# -- the engine's speed --------------------------------------------------------------------------------
+
+
+def test_the_speed_is_that_of_steps_that_compute_prompts():
+    speed = PrefillSpeed()
+    assert (speed.rate, speed.seconds(1)) == (None, None)
+    speed.planned(2048, 10.0)
+    speed.ended(10.5)
+    assert (speed.rate, speed.seconds(1024)) == (4096.0, 0.25)
+    speed.planned(8, 11.0)  # decoding
+    speed.ended(12.0)
+    assert speed.rate == 4096.0
+
+
+def test_time_in_which_the_engine_has_nothing_to_do_does_not_count():
+    speed = PrefillSpeed()
+    for begun in (0.0, 100.0):
+        speed.planned(1000, begun)
+        speed.ended(begun + 1.0)
+    assert speed.rate == pytest.approx(1000.0)
+
+
+def test_a_step_that_is_planned_before_the_last_has_ended_begins_when_that_ends():
+    speed = PrefillSpeed()
+    speed.planned(1000, 0.0)
+    speed.planned(1000, 0.1)
+    speed.ended(1.0)
+    speed.ended(2.0)
+    assert speed.rate == pytest.approx(1000.0)
+
+
+def test_a_new_speed_is_followed():
+    speed = PrefillSpeed()
+    for begun, seconds in ((0.0, 1.0), (10.0, 4.0), (20.0, 4.0), (30.0, 4.0)):
+        speed.planned(4096, begun)
+        speed.ended(begun + seconds)
+    assert 1024.0 < speed.rate < 1150.0
+
+
+def test_an_end_without_a_plan_is_ignored():
+    speed = PrefillSpeed()
+    speed.ended(1.0)
+    assert speed.rate is None
+
+
+# -- what was saved ------------------------------------------------------------------------------------
+
+
+def test_savings_are_divided_by_tokens_and_told_once():
+    savings = Savings()
+    savings.loaded({"cpu": 300, "far": 100}, 2.0, 0.4)
+    savings.waited_in_vain("far", 0.5)
+    savings.declined("far", 64)
+    assert savings.by_tier == {
+        "cpu": TierSavings(300, 0, 1.5, pytest.approx(0.3)),
+        "far": TierSavings(100, 64, 0.5, pytest.approx(0.6)),
+    }
+    assert savings.by_tier["far"].net == pytest.approx(-0.1)
+    assert savings.take_news() == savings.by_tier
+    assert savings.take_news() == {}
+    assert list(savings.describe())[1] == (
+        "far: -0.10 s saved (0.50 s of computing avoided, 0.60 s waited), 100 tokens loaded, 64 declined"
+    )
+
+
+# -- waiting and declining -----------------------------------------------------------------------------
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def served(stack):  # noqa: F811
+    """``served(**settings)`` is a host that finds ASKED on its disk, with a clock that the test moves."""
+    hosts = []
+
+    def start(**settings):
+        first = Host(stack())
+        first.ask("first", ASKED)
+        first.close()
+        hosts.append(Host(stack(**settings), clock=Clock()))
+        hosts[-1].step()  # the self-test
+        return hosts[-1]
+
+    yield start
+    for each in hosts:
+        each.close()
+
+
+def computes(host, tokens_per_second):
+    """What the host's steps would have shown."""
+    host.side._prefill.rate = tokens_per_second
+
+
+def delivers(host, nbytes_per_second):
+    """What its reads would have shown."""
+    tier = host.manager._tiers[0]
+    tier._reads.speed.rate = nbytes_per_second
+    return tier
+
+
+def test_nobody_waits_longer_than_computing_takes(served, said):  # noqa: F811
+    host = served(load_wait="10s")
+    clock = host.side._clock
+    computes(host, CHUNK / 0.1)  # a chunk in a tenth of a second
+    request = host.submit("second", ASKED)
+    answers = []
+    for clock.now in (0.0, 0.39, 0.4):  # never stepped again: nothing comes up
+        host.side._stepped = True
+        answers.append(host.side.match(request.view(), 0))
+    assert answers == [None, None, 0]
+    host.side.admitted(request.view(), list(range(10)), 0)
+    assert host.side.savings.by_tier["disk"].net == pytest.approx(-0.4)
+    host.side.finished(request.view(), "abort")
+
+
+def test_with_load_always_the_wait_is_that_of_the_configuration(served):
+    host = served(load_wait="10s", load="always")
+    clock = host.side._clock
+    computes(host, CHUNK / 0.1)
+    request = host.submit("second", ASKED)
+    for clock.now in (0.0, 0.4, 9.9):
+        host.side._stepped = True
+        assert host.side.match(request.view(), 0) is None
+    host.side.finished(request.view(), "abort")
+
+
+def test_a_slow_store_is_declined_and_the_line_has_both_numbers(served, said):  # noqa: F811
+    host = served()
+    computes(host, CHUNK / 0.1)
+    delivers(host, FRAME / 0.2)
+    assert host.ask("second", ASKED) == 0
+    (line,) = said()[-1:]
+    assert line == "hit 0 of 35 tokens: disk has 4 more chunks: 0.800 s to load them, 0.400 s to compute them"
+    assert host.side.savings.by_tier["disk"].declined == CHUNKS * CHUNK
+
+
+def test_a_declined_store_is_probed_and_taken_again(served, said):  # noqa: F811
+    host = served()
+    clock = host.side._clock
+    computes(host, CHUNK / 0.1)
+    tier = delivers(host, FRAME / 1e3)
+    assert host.ask("second", ASKED) == 0
+    assert "to load them" in said()[-1]
+    assert tier._reads.speed.rate != FRAME / 1e3, "a probe was measured"
+    clock.now = 2.0
+    tier._reads.speed.rate = FRAME / 1e-3
+    host.manager._arenas[0].make_room(32)
+    assert host.ask("third", ASKED) == CHUNKS * CHUNK
+    assert said()[-1].startswith("hit 32 of 35 tokens: disk 32")
+
+
+def test_waiting_and_computing_are_told_with_a_hit(served, said):  # noqa: F811
+    host = served()
+    clock = host.side._clock
+    computes(host, CHUNK / 0.1)
+    request = host.submit("second", ASKED)
+    assert host.side.match(request.view(), 0) is None
+    clock.now = 0.25
+    host.run(request)
+    assert said()[-1] == "hit 32 of 35 tokens: disk 32; waited 0.250 s, computing takes 0.400 s"
+    assert host.side.savings.by_tier["disk"] == TierSavings(32, 0, pytest.approx(0.4), pytest.approx(0.25))
+
+
+def test_what_arrives_is_brought_up_while_it_waits_in_the_queue(served, said):  # noqa: F811
+    host = served()
+    request = host.submit("second", ASKED)
+    host.side.arrived(request.view())
+    host.side.drain(10.0)
+    assert host.side.match(request.view(), 0) == CHUNKS * CHUNK
+    host.run(request)
+    assert said()[-1] == "hit 32 of 35 tokens: disk 32"
