@@ -35,7 +35,7 @@ ENVIRONMENT = {
 
 
 #: What a test asks of the process itself.
-_FAULTS = "/-/faults"
+_FAULTS, _LISTINGS = "/-/faults", "/-/listings"
 
 
 class S3Server:
@@ -76,10 +76,15 @@ class S3Server:
         finally:
             self._request("POST", _FAULTS, {})
 
-    def _request(self, method: str, path: str, fields: object = None) -> None:
+    def listings(self) -> int:
+        """How often anybody has listed what is there."""
+        return int(self._request("GET", _LISTINGS))
+
+    def _request(self, method: str, path: str, fields: object = None) -> bytes:
         body = None if fields is None else json.dumps(fields).encode()
         request = urllib.request.Request(f"{self.url}{path}", body, method=method)
-        urllib.request.urlopen(request, context=self._trust).close()
+        with urllib.request.urlopen(request, context=self._trust) as response:
+            return response.read()
 
     def kill(self) -> None:
         """End it, and everything that it holds."""
@@ -128,17 +133,30 @@ def s3_server() -> Iterator[S3Server]:
         yield server
 
 
-class _Faults:
-    """What a test wants some requests to be answered with, in place of what moto says."""
+class _Watched:
+    """An application that answers one request at a time, counts listings, and fails where a test wants it to."""
 
-    def __init__(self) -> None:
+    def __init__(self, application: Callable):
+        self._application = application
+        self._lock = threading.Lock()
         self._fault: dict = {}
+        self._listings = 0
 
-    def set(self, environ: dict) -> None:
-        self._fault = json.loads(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"])))
+    def __call__(self, environ: dict, start_response: Callable) -> list[bytes]:
+        if environ["PATH_INFO"] == _FAULTS:
+            self._fault = json.loads(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"])))
+            return _say(start_response, b"")
+        if environ["PATH_INFO"] == _LISTINGS:
+            return _say(start_response, b"%d" % self._listings)
+        self._listings += "list-type=" in environ["QUERY_STRING"]
+        answer = self._failure(environ, start_response)
+        if answer is not None:
+            return answer
+        with self._lock:
+            return list(self._application(environ, start_response))
 
-    def answer(self, environ: dict, start_response: Callable) -> list[bytes] | None:
-        """None: let moto answer."""
+    def _failure(self, environ: dict, start_response: Callable) -> list[bytes] | None:
+        """None: none is wanted."""
         fault, asked = self._fault, f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{environ['QUERY_STRING']}"
         if not fault or not fault["times"] or not re.search(fault["match"], asked):
             return None
@@ -149,29 +167,20 @@ class _Faults:
         fault["times"] -= 1
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         body = f"<Error><Code>{fault['code']}</Code><Message>of {ENVIRONMENT['AWS_ACCESS_KEY_ID']}</Message></Error>"
-        shown = b"" if environ["REQUEST_METHOD"] == "HEAD" else body.encode()
-        start_response(f"{fault['status']} Fault", [("Content-Length", str(len(shown)))])
-        return [shown]
+        return _say(start_response, b"" if environ["REQUEST_METHOD"] == "HEAD" else body.encode(), fault["status"])
+
+
+def _say(start_response: Callable, body: bytes, status: int = 200) -> list[bytes]:
+    start_response(f"{status} Said", [("Content-Length", str(len(body)))])
+    return [body]
 
 
 def _serve(port: int, *tls: str) -> None:
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
-    moto, lock, faults = DomainDispatcherApplication(create_backend_app), threading.Lock(), _Faults()
-
-    def one_at_a_time(environ: dict, start_response: Callable) -> list[bytes]:
-        if environ["PATH_INFO"] == _FAULTS:
-            faults.set(environ)
-            start_response("200 OK", [("Content-Length", "0")])
-            return []
-        answer = faults.answer(environ, start_response)
-        if answer is not None:
-            return answer
-        with lock:
-            return list(moto(environ, start_response))
-
-    server = make_server("127.0.0.1", port, one_at_a_time, threaded=True, ssl_context=tls or None)
+    application = _Watched(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", port, application, threaded=True, ssl_context=tls or None)
     print(server.port, flush=True)
     server.serve_forever()
 

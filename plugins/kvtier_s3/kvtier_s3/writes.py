@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ from kvtier_s3.names import Names
 
 _META = "x-amz-meta-kvtier-header"
 _CONFLICTS = {409, 412}
+_md5 = functools.partial(hashlib.md5, usedforsecurity=False)
 #: Of the time that is left, while parts are uploaded. The rest is for giving them up.
 _FOR_PARTS = 0.9
 
@@ -35,7 +37,7 @@ class Write:
 
     @property
     def meta(self) -> dict[str, str]:
-        """Tells one frame from another without reading it: a header has the checksum of its payload."""
+        """Tells one frame from another where ETags do not: a header has the checksum of its payload."""
         return {_META: hashlib.sha256(self.frame[:FRAME_ALIGNMENT]).hexdigest()[:32]}
 
     def end(self, error: BackendError | None = None, growth: int = 0) -> None:
@@ -88,7 +90,7 @@ class Writer:
             failure = self._bucket.failure(answer)
             if failure is not None:
                 write.end(failure)
-            elif write.key not in self._suspects and _same(write, answer):
+            elif write.key not in self._suspects and _same(write, answer, self._part):
                 write.end()
             else:
                 write.replaces = answer.nbytes
@@ -136,6 +138,22 @@ def _refuses_conditions(answer: Response) -> bool:
     return answer.status == 501 or code_of(answer) == "NotImplemented"
 
 
-def _same(write: Write, answer: Response) -> bool:
-    """Is the object that the store has the frame that is to be written?"""
-    return answer.nbytes == len(write.frame) and answer.headers.get(_META) == write.meta[_META]
+def _same(write: Write, answer: Response, part: int) -> bool:
+    """Is the object that the store has the frame that is to be written?
+
+    An ETag is the MD5 of what was written, except where a key of KMS encrypts it.
+    """
+    told = answer.headers
+    if answer.nbytes != len(write.frame) or told.get(_META) != write.meta[_META]:
+        return False
+    if told.get("x-amz-server-side-encryption", "").startswith("aws:kms"):
+        return True
+    return told.get("etag", "").strip('"') == _etag(write.frame, part)
+
+
+def _etag(frame: memoryview, part: int) -> str:
+    """Of an object that is written as `Writer` does."""
+    if len(frame) <= part:
+        return _md5(frame).hexdigest()
+    digests = [_md5(frame[begin : begin + part]).digest() for begin in range(0, len(frame), part)]
+    return f"{_md5(b''.join(digests)).hexdigest()}-{len(digests)}"

@@ -15,6 +15,7 @@ from kvtier_s3.opening import connect
 
 class TestS3(SharedBackendLaws):
     persistent = True
+    bounded = True
     scan_tick = 1.1  # listings tell the second of a write
 
     @pytest.fixture(autouse=True)
@@ -40,3 +41,16 @@ class TestS3(SharedBackendLaws):
     def stalled(self, folder, key):
         with self.server.failing(f"GET .*{key.hex()}", status=0):
             yield True
+
+    @contextlib.contextmanager
+    def stalled_store(self, folder):
+        with self.server.stopped():
+            yield True
+
+    @contextlib.contextmanager
+    def interrupted(self, folder):
+        with self.server.failing("kvtier", status=503, code="ServiceUnavailable"):
+            yield True
+
+    def listings(self, folder):
+        return self.server.listings()
