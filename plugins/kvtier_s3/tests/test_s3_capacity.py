@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvtier_core.errors import BackendError, ConfigError, StoreFull
+from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.testing.samples import make_frame, make_keys, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_s3 import space
@@ -73,12 +73,6 @@ def test_what_was_not_written_is_not_counted(s3_server, open_s3, bucket, config)
         engine.write(keys, [make_frame(key, nbytes=NBYTES) for key in keys])
     engine.close()
     assert counted(bucket, config) == held(bucket, config) == 2 * NBYTES
-
-
-def test_a_frame_that_never_fits_is_a_full_store(open_s3):
-    engine, (key,) = open_s3(capacity=NBYTES), make_keys(1)
-    with pytest.raises(StoreFull):
-        engine.write([key], [make_frame(key, nbytes=2 * NBYTES)])
 
 
 def test_a_lock_that_a_killed_engine_left_is_taken_over(open_s3, bucket, config, monkeypatch):
