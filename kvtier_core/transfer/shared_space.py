@@ -4,107 +4,242 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Hashable, Iterable
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
-from kvtier_core.errors import StoreFull
+import attrs
+
+from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.types import Nbytes
 
 #: Frames are removed until this part of the capacity is free, so that not every write has to list the store.
 _HEADROOM = 1 / 32
-#: The counter is corrected when it differs from what is listed by more than this part of the capacity. Less may be on
-#: its way to the store.
-_DRIFT = 1 / 16
+#: At most this part of the capacity is taken in advance, so that a hundred users do not fill the store with nothing.
+_IN_ADVANCE = 1 / 1024
+#: Seconds after which what was taken lies in the store or was given back, or its user is gone: longer than any write.
+_SETTLED = 600.0
+#: So many frames are removed before they are counted as freed; and so many may fail to go before the user gives up.
+_AT_ONCE = 16
 
 P = TypeVar("P", bound=Hashable)
+
+
+@attrs.frozen
+class Count:
+    """The account in a store: two counters that only grow, and begin at 0."""
+
+    taken: int  #: bytes that users ever wanted to write
+    freed: int  #: bytes that they did not write after all, and bytes of frames that were removed
+
+    @property
+    def used(self) -> int:
+        """Bytes that lie in the store, or may be written to it at any moment."""
+        return self.taken - self.freed
 
 
 class SharedStore(Protocol[P]):
     """What `SharedSpace` needs of a store. Called on any thread. Methods raise BackendError."""
 
-    def add(self, nbytes: int) -> int:
-        """Add to the counter in the store, in one step even if others add at the same time; returns the new count."""
+    def count(self, *, taken: int = 0, freed: int = 0) -> Count:
+        """Add to the counters, in one step even if others add at the same time; returns what they are then."""
 
     def evicting(self) -> contextlib.AbstractContextManager[None]:
         """In this context no other user of the store evicts. Waits for others."""
 
-    def oldest(self) -> Iterable[tuple[P, int]]:
-        """Where each frame of every namespace lies, and its bytes; oldest first."""
+    def oldest(self) -> Iterable[tuple[P | None, int]]:
+        """Where each frame of every namespace lies, and its bytes; oldest first.
+
+        None in place of where it lies for what takes space and must stay, such as an unfinished write of another user.
+        """
 
     def remove(self, place: P) -> bool:
-        """Remove the frame at this place. False if it was gone."""
+        """Remove the frame that was listed at this place. False if it was gone, or another one in its place."""
 
 
 class SharedSpace:
     """The capacity of a shared store, for one of its users. All methods may be called on any thread.
 
-    A user that is killed leaves what it had taken in the counter; frames that expire stay in it. The next eviction
-    corrects the counter if it is far from what is there, and `kvtier fsck --repair` corrects it exactly.
+    What lies in the store never exceeds the capacity: bytes are counted before they are written, and given back after
+    they are removed. Whoever finds the capacity exceeded lists the store and removes the oldest frames.
+
+    A user that is killed leaves what it had taken in the account. Each listing corrects that: the store holds no more
+    than what is listed and what was taken since ten minutes, and no less than what is listed.
     """
 
-    def __init__(self, store: SharedStore, capacity: int, *, quantum: int = 0):
-        """``quantum`` bytes at least are taken from the store's counter at a time, where counting costs a request."""
+    def __init__(
+        self, store: SharedStore, capacity: int, *, quantum: int = 0, clock: Callable[[], float] = time.monotonic
+    ):
+        """``quantum`` bytes at least are taken from the account at a time, where counting costs a request."""
         self._store = store
         self._capacity = capacity
-        self._quantum = quantum
-        self._unspent = 0  # counted in the store, and not yet used
+        self._quantum = min(quantum, int(capacity * _IN_ADVANCE))
+        self._clock = clock
         self._lock = threading.Lock()
+        self._in_advance = 0  # bytes taken and not yet wanted; they lapse, so that an idle user holds nothing for ever
+        self._lapses = 0.0
+        self._begun = False
+        self._lost = False  # the account was removed, and what it said is not counted
+        self._history: deque[tuple[float, int]] = deque()  # when this user saw the account, and what was taken then
 
     def take(self, nbytes: int) -> None:
         """Count bytes that are about to be written; removes the oldest frames of the store if they do not fit.
 
-        Raises StoreFull if that does not free enough: then nothing was counted.
+        The write should begin at once, and end within minutes.
+
+        Raises StoreFull if they cannot fit, and BackendError: then nothing was counted.
         """
-        with self._lock:
-            if nbytes <= self._unspent:
-                self._unspent -= nbytes
-                return
-        asked = max(nbytes, min(self._quantum, self._capacity // 64))
-        if self._store.add(asked) > self._capacity:
-            try:
-                self._make_room(asked)
-            except BaseException:
-                self._store.add(-asked)
-                raise
-        with self._lock:
-            self._unspent += asked - nbytes
+        if nbytes > self._capacity:
+            raise StoreFull(f"{Nbytes(nbytes)} do not fit into {Nbytes(self._capacity)}", missing=nbytes)
+        held = self._spend(nbytes)
+        if held == nbytes:
+            return
+        asked = max(nbytes - held, self._quantum)
+        try:
+            self._begin()
+            self._take(asked)
+        except BaseException:
+            with contextlib.suppress(BackendError):
+                self.give(held)
+            raise
+        self._keep(asked + held - nbytes)
 
     def give(self, nbytes: int) -> None:
-        """Return bytes that were taken and are not in use: not written, or of a frame that a write replaced."""
-        if self._quantum:
-            with self._lock:
-                self._unspent += nbytes
-        elif nbytes:
-            self._store.add(-nbytes)
+        """Return bytes that were taken and not written, or those of a frame that this user removed."""
+        with self._lock:
+            if self._clock() < self._lapses:
+                self._in_advance += nbytes
+                return
+        if nbytes:
+            self._count(freed=nbytes)
 
     def close(self) -> None:
         """Return what was taken in advance."""
         with self._lock:
-            unspent, self._unspent = self._unspent, 0
-        if unspent:
-            self._store.add(-unspent)
+            left = self._in_advance if self._clock() < self._lapses else 0
+            self._in_advance, self._lapses = 0, 0.0
+        if left:
+            self._count(freed=left)
 
-    def _make_room(self, asked: int) -> None:
-        """Remove frames until the count fits; ``asked`` of it are this caller's and not in the store yet."""
+    # -- in advance --------------------------------------------------------------------------------
+
+    def _spend(self, nbytes: int) -> int:
+        """Use bytes that were taken in advance; returns how many there were of those wanted."""
+        with self._lock:
+            if self._clock() >= self._lapses:
+                self._in_advance = 0
+            spent = min(nbytes, self._in_advance)
+            self._in_advance -= spent
+            return spent
+
+    def _keep(self, nbytes: int) -> None:
+        if nbytes:
+            with self._lock:
+                if not self._in_advance:
+                    self._lapses = self._clock() + _SETTLED / 2  # the other half is for the write
+                self._in_advance += nbytes
+
+    # -- the account -------------------------------------------------------------------------------
+
+    def _count(self, *, taken: int = 0, freed: int = 0) -> Count:
+        """Add to the account, and remember now and then what was taken until now."""
+        count = self._store.count(taken=taken, freed=freed)
+        with self._lock:
+            now = self._clock()
+            if self._history and count.taken < self._history[-1][1]:
+                self._history.clear()
+                self._lost = True
+            if not self._history or now - self._history[-1][0] > _SETTLED / 4:
+                self._history.append((now, count.taken))
+            while len(self._history) > 1 and now - self._history[1][0] >= _SETTLED:
+                self._history.popleft()
+        return count
+
+    def _settled(self) -> int:
+        """Of all bytes ever taken, so many at least do not belong to a write that may still be under way."""
+        with self._lock:
+            seen, taken = self._history[0]
+            return taken if self._clock() - seen >= _SETTLED else 0
+
+    def _begin(self) -> None:
+        """The first user that has a capacity counts what lies there already; others wait for it."""
+        if not self._begun and not self._count().taken:
+            with self._store.evicting():
+                if not self._count().taken:
+                    _match_listing(self._store)
+        self._begun = True
+
+    def _take(self, nbytes: int) -> None:
+        if self._fits(self._count(taken=nbytes)):
+            return
+        try:
+            self._make_room(nbytes)
+        except BaseException:
+            with contextlib.suppress(BackendError):
+                self._count(freed=nbytes)
+            raise
+
+    def _fits(self, count: Count) -> bool:
+        return count.used <= self._capacity and not self._lost
+
+    # -- making room -------------------------------------------------------------------------------
+
+    def _make_room(self, taken: int) -> None:
+        """Remove frames until what was taken fits. Raises StoreFull."""
         with self._store.evicting():
-            if self._store.add(0) <= self._capacity:
+            if self._fits(self._count()):
                 return  # another user has made room meanwhile
+            settled = self._settled()
             frames = list(self._store.oldest())
-            expected = asked + sum(nbytes for _, nbytes in frames)
-            counted = self._store.add(0)
-            if abs(counted - expected) > self._capacity * _DRIFT:
-                counted = self._store.add(expected - counted)
-            wanted = counted - self._capacity
-            if wanted > 0:
-                self._remove(frames, wanted)
+            listed = sum(nbytes for _, nbytes in frames)
+            count = self._count()
+            count = _correct(self._store, count, listed + taken, listed + max(count.taken - settled, taken))
+            self._lost = False
+            if not self._fits(count):
+                removable = [(place, nbytes) for place, nbytes in frames if place is not None]
+                self._remove(removable, count.used - self._capacity)
 
-    def _remove(self, frames: Iterable[tuple[Hashable, int]], wanted: int) -> None:
-        freed, goal = 0, wanted + int(self._capacity * _HEADROOM)
-        for place, nbytes in frames:
-            if freed >= goal:
+    def _remove(self, frames: Sequence[tuple[Hashable, int]], wanted: int) -> None:
+        """Remove the first of these frames until ``wanted`` bytes are free, and some more."""
+        self._must_suffice(wanted - sum(nbytes for _, nbytes in frames))
+        freed = told = 0
+        failures: list[BackendError] = []
+        for number, (place, nbytes) in enumerate(frames, 1):
+            try:
+                freed += nbytes if self._store.remove(place) else 0
+            except BackendError as error:
+                failures.append(error)
+            enough = freed >= wanted + int(self._capacity * _HEADROOM) or len(failures) == _AT_ONCE
+            if enough or number % _AT_ONCE == 0 or number == len(frames):
+                count = self._count(freed=freed - told)
+                told = freed
+            if enough:
                 break
-            if self._store.remove(place):
-                freed += nbytes
-        self._store.add(-freed)
-        if freed < wanted:
-            raise StoreFull(f"the store's {Nbytes(self._capacity)} are taken", missing=wanted - freed)
+        if not self._fits(count):
+            self._must_suffice(wanted - freed, failures)
+
+    def _must_suffice(self, missing: int, failures: Sequence[BackendError] = ()) -> None:
+        if missing > 0:
+            why = f": {failures[0]}" if failures else ""
+            raise StoreFull(f"the store's {Nbytes(self._capacity)} are taken{why}", missing=missing)
+
+
+def recount(store: SharedStore) -> None:
+    """Make the account say what lies in the store now, whatever it said before. Raises BackendError.
+
+    What other users have taken at this moment and not yet written is not counted until the next eviction.
+    """
+    with store.evicting():
+        _match_listing(store)
+
+
+def _match_listing(store: SharedStore) -> None:
+    listed = sum(nbytes for _, nbytes in store.oldest())
+    _correct(store, store.count(), listed, listed)
+
+
+def _correct(store: SharedStore, count: Count, least: int, most: int) -> Count:
+    """Change the account as little as possible, so that it says ``least`` bytes at least and ``most`` at most."""
+    right = min(max(count.used, least), most)
+    return store.count(taken=max(right - count.used, 0), freed=max(count.used - right, 0))
