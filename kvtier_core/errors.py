@@ -37,6 +37,10 @@ class BackendError(KvtierError):
     """A store, an arena, a mover or a serializer failed."""
 
 
+class Gone(BackendError):
+    """What was listed in a store is not there any more, or something else is in its place."""
+
+
 class StoreFull(BackendError):
     """A store has no room for a write, although its tier is within its capacity. The store is not broken."""
 

@@ -86,6 +86,10 @@ DISK_TESTS = "plugins/kvtier_disk/tests/test_disk.py::"
 DISK_SECURITY = "plugins/kvtier_disk/tests/test_disk_security.py::"
 DISK_TROUBLE = "plugins/kvtier_disk/tests/test_disk_trouble.py::"
 SALTS = "tests/engine/test_salts.py::"
+SHARED_SPACE = "kvtier_core/transfer/shared_space.py"
+SHARED_SPACE_TESTS = "tests/core/test_shared_space.py::"
+SHARED_DISK = "plugins/kvtier_disk/tests/test_shared_disk.py::"
+SHARED_CAPACITY = "plugins/kvtier_disk/tests/test_shared_capacity.py::"
 SELFTEST = "tests/vllm/test_self_test.py::"
 SEAM = "tests/engine/test_scheduler_side.py::"
 BESIDE = "tests/vllm/test_beside_others.py::"
@@ -710,9 +714,9 @@ MUTANTS = (
     # -- crash
     Mutant(
         "written-in-place",
-        DISK + "/files.py",
-        'return place.name.removesuffix(".kv") + _UNFINISHED',
-        "return place.name",
+        DISK + "/frames.py",
+        'return f"{stem}.{writer}{_UNFINISHED}" if writer else f"{stem}{_UNFINISHED}"',
+        "return name",
         "plugins/kvtier_disk/tests/test_disk.py::test_a_writer_that_dies_half_way_leaves_nothing_under_the_name",
     ),
     Mutant(
@@ -724,7 +728,7 @@ MUTANTS = (
     ),
     Mutant(
         "forgets-a-file",
-        DISK + "/backend.py",
+        DISK + "/folder_backend.py",
         "[found for _, found in everything_of(root, self._name)]",
         "[found for _, found in everything_of(root, self._name)][1:]",
         "plugins/kvtier_disk/tests/test_disk_laws.py",
@@ -838,14 +842,14 @@ MUTANTS = (
     ),
     Mutant(
         "one-frames-failure-is-everybodys",
-        DISK + "/backend.py",
-        "if failure.errno not in _OF_ONE_FRAME:",
+        DISK + "/folder_backend.py",
+        "if failure.errno not in OF_ONE_FRAME:",
         "if True:",
         DISK_TROUBLE + "test_a_bad_sector_is_one_frames_alone",
     ),
     Mutant(
         "a-dead-device-is-a-bad-frame",
-        DISK + "/backend.py",
+        DISK + "/folder_backend.py",
         "                probe_device(root)\n",
         "                pass\n",
         DISK_TROUBLE + "test_a_device_that_fails_and_comes_back",
@@ -874,7 +878,7 @@ MUTANTS = (
     ),
     Mutant(
         "room-that-a-failed-write-keeps",
-        DISK + "/backend.py",
+        DISK + "/folder_backend.py",
         "except BaseException as error:  # OSError, or BackendError for a folder that others may write to",
         "except OSError as error:",
         "plugins/kvtier_disk/tests/test_space_account.py::test_the_account_agrees_with_the_disk_wherever_it_fails",
@@ -930,8 +934,8 @@ MUTANTS = (
     ),
     Mutant(
         "errors-of-the-system-escape",
-        DISK + "/backend.py",
-        'raise BackendError(f"{error.filename or self._path}: {error.strerror}") from error',
+        DISK + "/folder.py",
+        'raise BackendError(f"{error.filename or path}: {error.strerror}") from error',
         "raise",
         "plugins/kvtier_disk/tests/test_disk_trouble.py",
     ),
@@ -1162,6 +1166,83 @@ MUTANTS = (
         "if not self._pinned[place]:",
         "tests/core/test_arena.py",
     ),
+    Mutant(
+        "what-is-under-way-is-lost",
+        SHARED_SPACE,
+        "listed + max(count.taken - settled, taken)",
+        "listed + taken",
+        SHARED_SPACE_TESTS + "test_what_is_under_way_is_not_taken_for_that_of_a_killed_user",
+    ),
+    Mutant(
+        "what-a-killed-user-took-is-lost-for-ever",
+        SHARED_SPACE,
+        "return taken if self._clock() - seen >= _SETTLED else 0",
+        "return 0",
+        SHARED_SPACE_TESTS + "test_what_a_killed_user_had_taken_comes_back",
+    ),
+    Mutant(
+        "what-was-taken-in-advance-never-lapses",
+        SHARED_SPACE,
+        "            if self._clock() >= self._lapses:\n",
+        "            if False:\n",
+        SHARED_SPACE_TESTS + "test_what_an_idle_user_took_in_advance_lapses",
+    ),
+    Mutant(
+        "an-account-without-a-lock",
+        DISK + "/shared_account.py",
+        "return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "return None",
+        SHARED_CAPACITY + "test_three_processes_never_exceed_the_capacity_and_the_oldest_leave",
+    ),
+    Mutant(
+        "the-newest-leave",
+        DISK + "/shared_account.py",
+        "known = oldest_first(",
+        "known = reversed(",
+        SHARED_CAPACITY + "test_the_oldest_leave_of_whatever_namespace_and_writer",
+    ),
+    Mutant(
+        "what-is-replaced-counts-for-ever",
+        DISK + "/shared.py",
+        "            if self._bounded:\n",
+        "            if False:\n",
+        SHARED_CAPACITY + "test_what_is_replaced_or_deleted_is_given_back",
+    ),
+    Mutant(
+        "one-key-fails-all-of-a-shared-folder",
+        DISK + "/shared.py",
+        "if not _may_be_of_one_key(error) or not self._works():",
+        "if True:",
+        SHARED_DISK + "test_a_key_that_cannot_be_read_fails_alone",
+    ),
+    Mutant(
+        "one-name-for-all-writers",
+        DISK + "/shared.py",
+        "writer=_this_writer()",
+        'writer="writer"',
+        SHARED_DISK + "test_an_unfinished_file_tells_whose_it_is",
+    ),
+    Mutant(
+        "any-folder-is-the-shared-one",
+        DISK + "/shared_folder.py",
+        "if status.st_dev != known.st_dev and not is_shared(folder):",
+        "if False:",
+        SHARED_DISK + "test_a_folder_that_is_not_mounted_is_not_written_to",
+    ),
+    Mutant(
+        "a-shared-folder-is-swept",
+        DISK + "/folder_lock.py",
+        "    if is_shared(folder):\n",
+        "    if False:\n",
+        SHARED_DISK + "test_an_engine_that_wants_it_for_itself_is_refused",
+    ),
+    Mutant(
+        "fsck-removes-what-is-being-written",
+        DISK + "/walk.py",
+        "if listed.status.st_mtime < before or not listed.is_unfinished",
+        "if True",
+        "plugins/kvtier_disk/tests/test_shared_fsck.py::test_what_may_still_be_written_is_no_damage",
+    ),
     # -- security
     Mutant(
         "files-for-everyone",
@@ -1193,7 +1274,7 @@ MUTANTS = (
     ),
     Mutant(
         "folders-above-are-anybodys",
-        DISK + "/folder_lock.py",
+        DISK + "/folder.py",
         "    parents_must_be_safe(path)\n",
         "",
         DISK_SECURITY + "test_a_folder_above_that_others_may_write_to_is_refused",

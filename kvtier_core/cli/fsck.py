@@ -16,7 +16,7 @@ from kvtier_core.config.load import load_config
 from kvtier_core.config.model import StoreTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.config.seal_key import open_keyed_seal
-from kvtier_core.errors import BackendError, ConfigError
+from kvtier_core.errors import BackendError, ConfigError, Gone
 from kvtier_core.frames.format import FrameError, Header, inspect, keyed_fields_of, payload_pieces
 from kvtier_core.frames.identity import RAW, CodecIdentity, Protection, identity_of
 from kvtier_core.interfaces import SerializerConfig, Stored
@@ -46,7 +46,11 @@ _HARMLESS = {Finding.WHOLE, Finding.INCOMPATIBLE}
 
 def add_to(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser("fsck", help="read all of a tier that no engine uses, and report what is damaged")
+    parser = commands.add_parser(
+        "fsck",
+        help="read all of a tier, and report what is damaged",
+        description="Read all of a tier, and report what is damaged. No engine may use the tier unless it is shared.",
+    )
     parser.add_argument("tier", help="the name of a tier: its type, or disk#2 for the second of that type")
     parser.add_argument("--config", required=True, help="the configuration file that names the tier")
     parser.add_argument("--repair", action="store_true", help="remove what can never be served by any engine")
@@ -74,6 +78,8 @@ def run(options: argparse.Namespace) -> int:
         with tier.config.walk() as found:
             report.take_in(found)
         report.print_totals()
+        if removable and tier.config.shared and tier.capacity is not None:
+            tier.config.recount(tier.capacity, report.left_nbytes)
         return 1 if report.left else 0
     except (ConfigError, BackendError) as error:
         print(error, file=sys.stderr)
@@ -134,11 +140,12 @@ class _Seals:
 class _Report:
     """Counts what lies in a tier with this capacity, codec and seals, and removes what is ``removable``."""
 
-    capacity: Nbytes
+    capacity: Nbytes | None  #: None if the store bounds itself
     codec: CodecIdentity
     removable: set[Finding]
     seals: _Seals
     left: int = 0  #: damaged, and not removed
+    left_nbytes: int = 0  #: of all that was not removed
     counts: Counter[Finding] = attrs.field(factory=Counter)
     nbytes: Counter[Finding] = attrs.field(factory=Counter)
     codecs: Counter[str] = attrs.field(factory=Counter)  #: whole frames of each
@@ -146,11 +153,15 @@ class _Report:
     def take_in(self, found: Iterator[Stored]) -> None:
         """Print a line for everything that cannot be served."""
         for stored in found:
-            finding, why = self._look(stored)
+            try:
+                finding, why = self._look(stored)
+            except Gone:
+                continue
             self.counts[finding] += 1
             self.nbytes[finding] += stored.nbytes
+            removed = finding in self.removable and _remove(stored)
+            self.left_nbytes += 0 if removed else stored.nbytes
             if finding is not Finding.WHOLE:
-                removed = finding in self.removable and _remove(stored)
                 print(f"{finding.value}: {stored.where}: {why}{': removed' if removed else ''}")
                 self.left += finding not in _HARMLESS and not removed
 
@@ -163,14 +174,17 @@ class _Report:
         self.seals.print_total()
 
     def _look(self, stored: Stored) -> tuple[Finding, str]:
+        """What it is, and why. Raises Gone."""
         if stored.key is None or stored.home is None:
             return Finding.FOREIGN, "not a frame by its name, place and length"
-        if stored.nbytes > self.capacity:
+        if self.capacity is not None and stored.nbytes > self.capacity:
             return Finding.FOREIGN, f"{Nbytes(stored.nbytes)}, and the tier's capacity is {self.capacity}"
         try:
             header = inspect(stored.nbytes, stored.read)
             if isinstance(header, Header):
                 header = self.seals.verify(header, stored) or header
+        except Gone:
+            raise
         except BackendError as error:
             return Finding.UNREADABLE, str(error).removeprefix(f"{stored.where}: ")
         if isinstance(header, FrameError):
@@ -192,6 +206,8 @@ class _Report:
 def _remove(stored: Stored) -> bool:
     try:
         stored.remove()
+    except Gone:
+        return True
     except BackendError as error:
         print(error, file=sys.stderr)
         return False

@@ -136,8 +136,9 @@ class BackendConfig(abc.ABC):
         raise BackendError(f"a tier of type {self.type} cannot be walked")
 
     def recount(self, capacity: Nbytes, nbytes: int) -> None:
-        """`kvtier fsck --repair` found frames of ``nbytes`` in a shared store with a capacity: correct its account.
+        """`kvtier fsck --repair` left ``nbytes`` in a shared store with a capacity: correct its account.
 
+        Others may have written since these bytes were counted: a store that can be listed quickly is counted anew.
         Raises BackendError.
         """
 
@@ -150,5 +151,7 @@ class Stored:
     nbytes: int
     home: bytes | None  #: the first bytes of the digest of the namespace that it is stored under; None: it is no frame
     key: ChunkKey | None  #: that it is stored under; None: it is no frame
-    read: Callable[[int, int], bytes]  #: ``read(offset, nbytes)``, fewer bytes only at its end; raises BackendError
-    remove: Callable[[], None]  #: deletes it; raises BackendError
+    #: ``read(offset, nbytes)``, fewer bytes only at its end. Raises BackendError; in a shared store Gone, if another
+    #: engine has replaced or removed it.
+    read: Callable[[int, int], bytes]
+    remove: Callable[[], None]  #: deletes it; raises as ``read`` does

@@ -122,7 +122,9 @@ def _descriptors() -> Iterator[tuple[int, str]]:
 def _threads() -> Iterator[tuple[int, str]]:
     for thread in map(int, os.listdir("/proc/self/task")):
         with contextlib.suppress(OSError):
-            yield thread, Path(f"/proc/self/task/{thread}/comm").read_text().strip()
+            name = Path(f"/proc/self/task/{thread}/comm").read_text().strip()
+            if not name.startswith("iou-wrk-"):  # the kernel's, for an io_uring: it starts and ends them as it likes
+                yield thread, name
 
 
 def _children() -> Iterator[tuple[int, str]]:

@@ -14,7 +14,7 @@ from planted_backends import PlantedConfig, Reference, SpoiltLaws
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Backend
 from kvtier_core.testing import SharedBackendLaws
-from kvtier_core.transfer.shared_space import SharedSpace
+from kvtier_core.transfer.shared_space import Count, SharedSpace
 
 
 @contextlib.contextmanager
@@ -128,14 +128,15 @@ class SharedFolder(Reference):
 
 @attrs.frozen
 class FolderSpace:
-    """What `SharedSpace` needs of the folder: a number in a file, a lock, and the files by age."""
+    """What `SharedSpace` needs of the folder: two numbers in a file, a lock, and the files by age."""
 
     folder: object
 
-    def add(self, nbytes):
+    def count(self, *, taken=0, freed=0):
         with locked(self.folder / "count") as fd:
-            count = int(os.pread(fd, 32, 0) or b"0") + nbytes
-            os.pwrite(fd, b"%32d" % count, 0)
+            before = map(int, os.pread(fd, 64, 0).split() or (0, 0))
+            count = Count(*map(sum, zip(before, (taken, freed), strict=True)))
+            os.pwrite(fd, b"%31d %32d" % (count.taken, count.freed), 0)
         return count
 
     def evicting(self):

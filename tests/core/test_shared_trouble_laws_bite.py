@@ -15,7 +15,7 @@ from kvtier_core.testing import BackendLaws, SharedBackendLaws, laws_of
 from kvtier_core.testing.laws import shared_trouble
 from kvtier_core.testing.laws.shared_capacity import SharedCapacityLaws
 from kvtier_core.testing.laws.shared_trouble import SharedTroubleLaws
-from kvtier_core.transfer.shared_space import SharedSpace
+from kvtier_core.transfer.shared_space import Count, SharedSpace
 
 
 class BareLaws(SharedBackendLaws):
@@ -168,11 +168,11 @@ class OwnCount(FolderSpace):
 
     def __init__(self, folder):
         super().__init__(folder)
-        self.__dict__["count"] = 0
+        self.__dict__["own"] = Count(0, 0)
 
-    def add(self, nbytes):
-        self.__dict__["count"] += nbytes
-        return self.count
+    def count(self, *, taken=0, freed=0):
+        self.__dict__["own"] = Count(self.own.taken + taken, self.own.freed + freed)
+        return self.own
 
 
 class CountsAlone(SharedFolder):
@@ -181,11 +181,25 @@ class CountsAlone(SharedFolder):
         self.space = SharedSpace(OwnCount(folder), ctx.capacity)
 
 
+class OwnNamespace(FolderSpace):
+    """Counts and sees the frames of one namespace."""
+
+    def count(self, **changes):
+        own = FolderSpace(self.folder.parent.parent / self.folder.name)
+        own.folder.mkdir(exist_ok=True)
+        return own.count(**changes)
+
+    def evicting(self):
+        return locked(self.folder.parent / "evicting")
+
+    def oldest(self):
+        return [(file, nbytes) for file, nbytes in list_oldest(self.folder.parent) if file.parent == self.folder]
+
+
 class CountsItsNamespace(SharedFolder):
     def __init__(self, folder, ctx):
         super().__init__(folder, ctx)
-        (self.home / "own").mkdir(exist_ok=True)
-        self.space = SharedSpace(FolderSpace(self.home / "own"), ctx.capacity)
+        self.space = SharedSpace(OwnNamespace(self.home), ctx.capacity)
 
 
 class RejectsWhatDoesNotFit(SharedFolder):

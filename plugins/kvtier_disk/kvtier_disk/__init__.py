@@ -1,1 +1,1 @@
-"""A kvtier store tier on a local disk."""
+"""A kvtier store tier of files: on a local disk, or in a folder that engines share."""

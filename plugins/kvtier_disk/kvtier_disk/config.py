@@ -19,36 +19,44 @@ _REPLICA = "replica-"
 
 @attrs.frozen
 class DiskConfig(BackendConfig):
-    """One file per frame, in a folder that belongs to one engine at a time.
+    """One file per frame, in a folder that belongs to one engine at a time, or that engines share.
 
-    When several engines share the configuration, each has a folder of its own below it: ``replica-0`` and so on.
+    When several engines share the configuration of a folder that is not shared, each has one of its own below it:
+    ``replica-0`` and so on.
     """
 
     type: ClassVar[str] = "disk"
     medium: ClassVar[Medium] = Medium.DISK
 
-    path: Path  #: the folder; each engine needs one of its own
+    path: Path  #: the folder; each engine needs one of its own unless it is shared
+    shared: bool = False  #: engines, also of other machines, use the folder at once
     direct: Literal["auto", "on", "off"] = "auto"  #: bypass the page cache (O_DIRECT) where the file system can
     io: Literal["auto", "io_uring", "calls"] = "auto"  #: a batch of files at once (io_uring), or one after the other
     min_free: Nbytes = Nbytes(1 << 30)  #: no write leaves less than this free on the file system
-    quarantine: Nbytes = Nbytes(256 << 20)  #: so many bytes of damaged frames are kept for inspection
+    quarantine: Nbytes = Nbytes(256 << 20)  #: so many bytes of damaged frames are kept, unless it is shared
 
     def open(self, ctx: OpenContext) -> Backend:
         from kvtier_disk.backend import DiskBackend
+        from kvtier_disk.shared import SharedDiskBackend
 
-        return DiskBackend(
-            self.path / f"{_REPLICA}{ctx.replica}" if ctx.replicas > 1 else self.path,
-            ctx,
-            direct=self.direct,
-            io=self.io,
-            min_free=self.min_free,
-            quarantine=self.quarantine,
-        )
+        settings = {"direct": self.direct, "io": self.io, "min_free": self.min_free}
+        if self.shared:
+            return SharedDiskBackend(self.path, ctx, **settings)
+        path = self.path / f"{_REPLICA}{ctx.replica}" if ctx.replicas > 1 else self.path
+        return DiskBackend(path, ctx, quarantine=self.quarantine, **settings)
 
     @contextlib.contextmanager
     def walk(self) -> Iterator[Iterator[Stored]]:
-        from kvtier_disk.walk import everything_in
+        from kvtier_disk.walk import everything_in, everything_shared_in
 
+        if self.shared:
+            yield everything_shared_in(self.path)
+            return
         folders = [self.path, *sorted(self.path.glob(f"{_REPLICA}[0-9]*"))]
         with contextlib.ExitStack() as locks:
             yield itertools.chain.from_iterable([locks.enter_context(everything_in(folder)) for folder in folders])
+
+    def recount(self, capacity: Nbytes, nbytes: int) -> None:
+        from kvtier_disk.shared_account import recount_folder
+
+        recount_folder(self.path, capacity)  # counted anew: others may have written since these bytes were counted

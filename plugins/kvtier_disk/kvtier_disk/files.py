@@ -7,7 +7,7 @@ import ctypes
 import errno
 import mmap
 import os
-import threading
+import secrets
 from collections.abc import Iterator, Sequence
 
 import attrs
@@ -16,10 +16,10 @@ from kvtier_core.errors import BackendError
 from kvtier_core.transfer.files import read_files, write_files
 from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_disk.folder import Folder, NoFile
-from kvtier_disk.frames import Place
+from kvtier_disk.frames import Place, unfinished
 
-_PROBE = ".kvtier-probe"
-_UNFINISHED = ".tmp"
+#: The names of probes begin so.
+PROBE = ".kvtier-probe"
 
 
 @attrs.frozen
@@ -28,6 +28,7 @@ class Access:
 
     direct: bool  #: bypass the page cache
     ring: bool  #: a whole batch at once, with io_uring
+    writer: str = ""  #: is part of the names of unfinished files, where others write as well
 
     @property
     def flags(self) -> int:
@@ -50,10 +51,8 @@ def read_frames(
         for i, (place, view) in enumerate(zip(places, into, strict=True)):
             try:
                 fd = place.folder(home).open(place.name, os.O_RDONLY | access.flags)
-            except FileNotFoundError:
-                continue
             except (OSError, NoFile) as error:
-                outcomes[i] = error.with_traceback(None)  # its frames would keep the views alive
+                outcomes[i] = 0 if is_gone(error) else error.with_traceback(None)  # its frames would keep the views
                 continue
             opened.callback(os.close, fd)
             nbytes = os.fstat(fd).st_size
@@ -63,7 +62,7 @@ def read_frames(
                 whole.append((i, fd, bounces.get(i, view)[:nbytes]))
         filled = read_files([fd for _, fd, _ in whole], [view for _, _, view in whole], ring=access.ring)
         for (i, _, _), outcome in zip(whole, filled, strict=True):
-            outcomes[i] = outcome
+            outcomes[i] = 0 if is_gone(outcome) else outcome
     for i, bounce in bounces.items():
         if isinstance(count := outcomes[i], int):
             into[i][:count] = bounce[:count]
@@ -80,26 +79,27 @@ def write_unfinished(home: Folder, places: Sequence[Place], frames: Sequence[mem
         with contextlib.ExitStack() as opened:
             fds = []
             for place in places:
-                fds.append(_new(place.folder(home, make=True), _unfinished(place), os.O_WRONLY | access.flags))
+                folder = place.folder(home, make=True)
+                fds.append(_new(folder, unfinished(place.name, access.writer), os.O_WRONLY | access.flags))
                 opened.callback(os.close, fds[-1])
             bounced = [_bounce_of(frame) if access.direct and not _aligned(frame) else frame for frame in frames]
             write_files(fds, bounced, ring=access.ring)
     except BaseException:
-        discard(home, places)  # even an open that failed may have made the file
+        discard(home, places, access)  # even an open that failed may have made the file
         raise
 
 
-def publish(home: Folder, place: Place) -> None:
+def publish(home: Folder, place: Place, access: Access) -> None:
     """Give an unfinished file its final name, where it replaces an older frame."""
     folder = place.folder(home)
-    folder.rename(_unfinished(place), folder, place.name)
+    folder.rename(unfinished(place.name, access.writer), folder, place.name)
 
 
-def discard(home: Folder, places: Sequence[Place]) -> None:
-    """Remove unfinished files as far as possible. Raises nothing; what stays is removed at the next open."""
+def discard(home: Folder, places: Sequence[Place], access: Access) -> None:
+    """Remove unfinished files as far as possible. Raises nothing."""
     for place in places:
         with contextlib.suppress(OSError, BackendError):
-            place.folder(home).remove(_unfinished(place))
+            place.folder(home).remove(unfinished(place.name, access.writer))
 
 
 def probe_direct(folder: Folder) -> None:
@@ -121,7 +121,7 @@ def probe_device(folder: Folder) -> None:
 def remove_probes(folder: Folder) -> None:
     """Remove the probes of processes that were killed."""
     for entry in folder.entries():
-        if entry.name.startswith(_PROBE):
+        if entry.name.startswith(PROBE):
             folder.remove(entry.name)
 
 
@@ -138,8 +138,8 @@ def _there_and_back(folder: Folder, flags: int) -> None:
 
 @contextlib.contextmanager
 def _probe(folder: Folder, flags: int) -> Iterator[int]:
-    """A new file that is removed afterwards; each thread has its own."""
-    name = f"{_PROBE}-{threading.get_native_id()}"
+    """A new file that is removed afterwards; each has a name of its own."""
+    name = f"{PROBE}-{secrets.token_hex(8)}"
     try:
         fd = _new(folder, name, os.O_RDWR | flags)
         try:
@@ -160,8 +160,9 @@ def _new(folder: Folder, name: str, flags: int) -> int:
         return folder.open(name, flags | os.O_CREAT | os.O_EXCL)
 
 
-def _unfinished(place: Place) -> str:
-    return place.name.removesuffix(".kv") + _UNFINISHED
+def is_gone(outcome: object) -> bool:
+    """Is it the error that there is no such file, or not any more on the server that keeps it?"""
+    return isinstance(outcome, OSError) and outcome.errno in (errno.ENOENT, errno.ESTALE)
 
 
 def _bounce(nbytes: int) -> memoryview:

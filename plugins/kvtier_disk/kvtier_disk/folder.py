@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier_core.errors import BackendError
@@ -20,6 +21,10 @@ class NoFile(BackendError):
     """There is a folder, link, pipe, socket or device where a file should be."""
 
 
+class NotOurs(BackendError):
+    """A folder that others than this user could put files into."""
+
+
 class Folder:
     """Closes its descriptor when the last reference is gone, so that no thread finds another file under its number."""
 
@@ -29,8 +34,10 @@ class Folder:
 
     @classmethod
     def at(cls, path: Path) -> Folder:
-        """The folder that the path leads to now; a link is refused."""
-        return cls(os.open(path, _FOLDER), path)
+        """The folder that the path leads to now. Raises BackendError if others than this user may write to it."""
+        folder = cls(os.open(path, _FOLDER), path)
+        must_be_ours(os.fstat(folder.fd), path)
+        return folder
 
     @property
     def path(self) -> Path:
@@ -50,11 +57,12 @@ class Folder:
         with self._naming(name):
             try:
                 fd = os.open(name, _FOLDER, dir_fd=self.fd)
-            except (FileNotFoundError, NotADirectoryError):
+            except (FileNotFoundError, NotADirectoryError) as error:
                 if not make:
                     raise
-                self.remove(name)
-                with contextlib.suppress(FileExistsError):
+                with contextlib.suppress(FileExistsError, IsADirectoryError):  # another process has made it meanwhile
+                    if isinstance(error, NotADirectoryError):
+                        os.unlink(name, dir_fd=self.fd)
                     os.mkdir(name, 0o700, dir_fd=self.fd)
                 fd = os.open(name, _FOLDER, dir_fd=self.fd)
         inner = Folder(fd, *self._called, name)
@@ -91,13 +99,17 @@ class Folder:
         with os.scandir(self.fd) as entries:
             return list(entries)
 
-    def remove(self, name: str) -> None:
-        """Remove what has that name, if there is anything; a folder with all its contents."""
-        with self._naming(name), contextlib.suppress(FileNotFoundError):
-            if stat.S_ISDIR(self.status(name).st_mode):
-                shutil.rmtree(name, dir_fd=self.fd)
-            else:
-                os.unlink(name, dir_fd=self.fd)
+    def remove(self, name: str) -> bool:
+        """Remove what has that name; a folder with all its contents. False if there is nothing."""
+        with self._naming(name):
+            try:
+                if stat.S_ISDIR(self.status(name).st_mode):
+                    shutil.rmtree(name, dir_fd=self.fd)
+                else:
+                    os.unlink(name, dir_fd=self.fd)
+            except FileNotFoundError:
+                return False
+        return True
 
     def rename(self, name: str, to: Folder, new: str) -> None:
         """Rename a file to ``new`` in the folder ``to``, where it replaces whatever has that name."""
@@ -141,20 +153,30 @@ def _kind_of(status: os.stat_result) -> str:
 
 
 def must_be_ours(status: os.stat_result, *called: Path | str) -> None:
-    """Raise BackendError if others could put frames there, or replace the folder: a checksum is no signature."""
+    """Raise NotOurs if others could put frames there, or replace the folder: a checksum is no signature."""
     if stat.S_ISLNK(status.st_mode):
-        raise BackendError(f"{Path(*called)}: a link; name the folder itself")
+        raise NotOurs(f"{Path(*called)}: a link; name the folder itself")
     if not stat.S_ISDIR(status.st_mode):
         raise BackendError(f"{Path(*called)}: not a folder")
     if status.st_uid != os.geteuid():
-        raise BackendError(
-            f"{Path(*called)}: belongs to user {status.st_uid}; kvtier uses only folders of its own user"
-        )
+        raise NotOurs(f"{Path(*called)}: belongs to user {status.st_uid}; kvtier uses only folders of its own user")
     _not_for_others(status, *called)
 
 
+def make_safe(path: Path) -> None:
+    """Make a folder, and those above it, as far as they are missing. Raises BackendError if it is not safe to use."""
+    for folder in reversed((path, *path.parents)):  # mkdir(parents=True) would give the parents the mode of the umask
+        if not folder.exists():
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+    must_be_ours(path.lstat(), path)
+    parents_must_be_safe(path)
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise BackendError(f"{path}: this user may not write here")
+
+
 def parents_must_be_safe(path: Path) -> None:
-    """Raise BackendError if others could rename a folder on the way to the path. sshd has the same rule for its keys.
+    """Raise NotOurs if others could rename a folder on the way to the path. sshd has the same rule for its keys.
 
     Sticky folders such as /tmp are allowed: only the owner of an entry can rename it there.
     """
@@ -162,10 +184,19 @@ def parents_must_be_safe(path: Path) -> None:
         status = os.stat(folder)
         if status.st_uid not in (0, os.geteuid()):
             why = f"belongs to user {status.st_uid}, who could replace {path} with another folder"
-            raise BackendError(f"{folder}: {why}; use a folder of this user or of root")
+            raise NotOurs(f"{folder}: {why}; use a folder of this user or of root")
         _not_for_others(status, folder)
+
+
+@contextlib.contextmanager
+def backend_errors(path: Path) -> Iterator[None]:
+    """Errors of the system become BackendErrors that name the file; ``path`` if the system does not."""
+    try:
+        yield
+    except OSError as error:
+        raise BackendError(f"{error.filename or path}: {error.strerror}") from error
 
 
 def _not_for_others(status: os.stat_result, *called: Path | str) -> None:
     if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
-        raise BackendError(f"{Path(*called)}: others may write to it; remove that permission with chmod go-w")
+        raise NotOurs(f"{Path(*called)}: others may write to it; remove that permission with chmod go-w")

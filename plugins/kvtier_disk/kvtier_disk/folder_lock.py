@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -10,7 +9,8 @@ import stat
 from pathlib import Path
 
 from kvtier_core.errors import BackendError
-from kvtier_disk.folder import Folder, must_be_ours, parents_must_be_safe
+from kvtier_disk.folder import Folder, make_safe
+from kvtier_disk.shared_folder import SHARED, is_shared
 
 
 class FolderLock:
@@ -22,9 +22,7 @@ class FolderLock:
 
     def take(self) -> Folder:
         """Make the folder if it is missing, lock it, and return it."""
-        _make(self.path)
-        if not os.access(self.path, os.R_OK | os.W_OK | os.X_OK):
-            raise BackendError(f"{self.path}: this user may not write here")
+        make_safe(self.path)
         before, self._folder = self._folder, _locked(self.path)
         if before is not None:
             _unlock(before)
@@ -75,25 +73,20 @@ class FolderLock:
         return held
 
 
-def _make(path: Path) -> None:
-    """Make a folder, and those above it, as far as they are missing."""
-    for folder in reversed((path, *path.parents)):  # mkdir(parents=True) would give the parents the mode of the umask
-        if not folder.exists():
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir(mode=0o700)
-    must_be_ours(path.lstat(), path)
-    parents_must_be_safe(path)
-
-
 def _locked(path: Path) -> Folder:
     folder = Folder.at(path)
-    must_be_ours(os.fstat(folder.fd), path)
     try:
         fcntl.flock(folder.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise BackendError(
             f"{path}: another live process keeps its frames here; give each engine a path of its own"
         ) from None
+    if is_shared(folder):
+        _unlock(folder)
+        raise BackendError(
+            f"{path}: several engines share this folder; write shared: true, "
+            f"or remove {SHARED} from it when no engine uses it any more"
+        )
     return folder
 
 

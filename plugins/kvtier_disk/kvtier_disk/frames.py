@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import attrs
@@ -17,13 +17,14 @@ from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace
 from kvtier_disk.folder import Folder
 
 _QUARANTINE = "quarantine"
+_UNFINISHED = ".tmp"
 _NAMESPACE = re.compile(r"[0-9a-f]{16}")
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _QUARANTINED = re.compile(rf"([0-9a-f]{{16}})-([0-9a-f]{{{2 * KEY_NBYTES}}})")
 _FRAME = re.compile(rf"([0-9a-f]{{{2 * KEY_NBYTES}}})\.kv")
 
 
-@attrs.frozen(order=True)
+@attrs.frozen
 class Place:
     """Where a file lies: the folders to go through, and its name in the last of them."""
 
@@ -54,23 +55,36 @@ class Place:
             return 0
         return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
-    def remove(self, base: Folder) -> None:
-        """Remove what lies there, a file or not, if there is anything."""
+    def remove(self, base: Folder) -> bool:
+        """Remove what lies there, a file or not. False if there is nothing."""
         try:
-            self.folder(base).remove(self.name)
+            return self.folder(base).remove(self.name)
         except (FileNotFoundError, NotADirectoryError):
-            return
+            return False
 
 
-@attrs.frozen(order=True)
+@attrs.frozen
 class Found:
-    """A frame on the disk. Sorts by age, oldest first."""
+    """A frame on the disk."""
 
     mtime_ns: int
     place: Place  #: from the tier's folder on
     nbytes: int
     namespace_folder: str  #: the first 16 hex digits of its namespace's digest
     key: ChunkKey
+
+    def is_unchanged(self, root: Folder) -> bool:
+        """Does it still lie there, and no other in its place?"""
+        try:
+            status = self.place.folder(root).status(self.place.name)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return (status.st_mtime_ns, status.st_size) == (self.mtime_ns, self.nbytes)
+
+
+def oldest_first(frames: Iterable[Found]) -> list[Found]:
+    """The frames by age. There may be a million of them."""
+    return sorted(frames, key=lambda found: (found.mtime_ns, found.place.name))
 
 
 def namespace_folder_name(namespace: Namespace) -> str:
@@ -82,6 +96,17 @@ def place_of(key: ChunkKey) -> Place:
     """Where the frame of this key lies, from the folder of its namespace on."""
     name = key.hex()
     return Place((name[:2],), f"{name}.kv")
+
+
+def unfinished(name: str, writer: str = "") -> str:
+    """The name of a file until it is whole; ``writer`` names the process, where others write as well."""
+    stem = name.rpartition(".")[0]
+    return f"{stem}.{writer}{_UNFINISHED}" if writer else f"{stem}{_UNFINISHED}"
+
+
+def is_unfinished(name: str) -> bool:
+    """Was it made by `unfinished`, or by NFS for a file that is removed and still open?"""
+    return name.endswith(_UNFINISHED) or name.startswith(".nfs")
 
 
 def move_to_quarantine(root: Folder, namespace_folder: str, key: ChunkKey) -> Place:
@@ -118,7 +143,10 @@ def everything_of(root: Folder, namespace_folder: str) -> Iterator[tuple[Place, 
         if not shard.is_dir(follow_symlinks=False):
             yield Place((namespace_folder,), shard.name), None
             continue
-        inner = folder.inner(shard.name)
+        try:
+            inner = folder.inner(shard.name)  # its entries are looked at through its descriptor
+        except FileNotFoundError:  # removed since it was listed
+            continue
         for entry in inner.entries():
             place = Place((namespace_folder, shard.name), entry.name)
             try:

@@ -11,30 +11,33 @@ import os
 
 from kvtier_core.types import Namespace
 from kvtier_disk.folder import Folder, NoFile
-from kvtier_disk.frames import namespace_folder_name
+from kvtier_disk.frames import namespace_folder_name, unfinished
 
-_FACTS, _UNFINISHED = "namespace.json", "namespace.tmp"
+_FACTS = "namespace.json"
 _MAX_NBYTES = 1 << 20
 
 
-def make_namespace_folder(root: Folder, namespace: Namespace) -> Folder:
-    """The folder of the namespace; made if missing. Its facts are written into it unless the disk is full."""
+def make_namespace_folder(root: Folder, namespace: Namespace, writer: str = "") -> Folder:
+    """The folder of the namespace; made if missing. Its facts are written into it unless the disk is full.
+
+    ``writer`` names this process, where others write as well.
+    """
     name = namespace_folder_name(namespace)
     folder = root.inner(name, make=True)
     if read_facts(root, name) != namespace:
         with contextlib.suppress(OSError):
-            _write_facts(folder, namespace)
+            _write_facts(folder, namespace, unfinished(_FACTS, writer))
     return folder
 
 
-def _write_facts(folder: Folder, namespace: Namespace) -> None:
-    folder.remove(_UNFINISHED)
+def _write_facts(folder: Folder, namespace: Namespace, name: str) -> None:
+    folder.remove(name)
     try:
-        with open(folder.open(_UNFINISHED, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="ascii") as file:
+        with open(folder.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="ascii") as file:
             file.write(namespace.to_json())
-        folder.rename(_UNFINISHED, folder, _FACTS)
+        folder.rename(name, folder, _FACTS)
     except OSError:
-        folder.remove(_UNFINISHED)
+        folder.remove(name)
         raise
 
 
@@ -53,4 +56,4 @@ def remove_facts(root: Folder, name: str) -> None:
     """Remove the facts from the namespace folder of this name, if there are any."""
     folder = root.inner(name)
     folder.remove(_FACTS)
-    folder.remove(_UNFINISHED)
+    folder.remove(unfinished(_FACTS))

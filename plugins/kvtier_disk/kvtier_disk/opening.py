@@ -10,7 +10,7 @@ from kvtier_core.errors import BackendError
 from kvtier_core.transfer.files import ring_works
 from kvtier_disk.files import Access, probe_direct, remove_probes
 from kvtier_disk.folder import Folder
-from kvtier_disk.frames import Found, everything, namespace_folders, quarantined, remove_if_empty
+from kvtier_disk.frames import Found, everything, namespace_folders, oldest_first, quarantined, remove_if_empty
 from kvtier_disk.namespaces import remove_facts
 
 
@@ -32,24 +32,25 @@ def sweep(root: Folder, own: str, fits: Callable[[Found], bool]) -> list[Found]:
         with contextlib.suppress(OSError):
             remove_facts(root, name)
             remove_if_empty(root, name)
-    return sorted(others)
+    return oldest_first(others)
 
 
-def effective_access(path: Path, root: Folder, *, direct: str, io: str) -> Access:
+def effective_access(path: Path, root: Folder, *, direct: str, io: str, writer: str = "") -> Access:
     """How files in ``root`` are accessed, given the settings ``direct`` and ``io``.
 
-    ``path`` names the folder in errors. Raises BackendError if a setting asks for what is not available here.
+    ``writer`` names this process, where others write as well. ``path`` names the folder in errors.
+    Raises BackendError if a setting asks for what is not available here.
     """
     bypass = _effective_direct(path, root, direct)
     if io == "calls" or (io == "auto" and not bypass):
-        return Access(bypass, ring=False)  # with the page cache, a ring only adds a kernel thread
+        return Access(bypass, ring=False, writer=writer)  # with the page cache, a ring only adds a kernel thread
     ring = ring_works()
     if io == "io_uring" and not ring:
         raise BackendError(
             f"{path}: io is io_uring, and there is none here: kvtier was built without it, or the "
             "kernel or a container's rules forbid it; with io: auto plain calls are used"
         )
-    return Access(bypass, ring)
+    return Access(bypass, ring, writer)
 
 
 def _effective_direct(path: Path, root: Folder, direct: str) -> bool:

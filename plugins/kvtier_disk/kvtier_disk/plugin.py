@@ -1,4 +1,4 @@
-"""Offers the store tier `disk`: files on a local disk."""
+"""Offers the store tier `disk`: files on a local disk, or in a folder that engines share."""
 
 from __future__ import annotations
 

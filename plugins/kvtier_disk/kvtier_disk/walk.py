@@ -3,66 +3,116 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
-from kvtier_core.errors import BackendError
+import attrs
+
+from kvtier_core.errors import BackendError, Gone
 from kvtier_core.interfaces import Stored
-from kvtier_disk.folder import Folder
+from kvtier_disk.files import PROBE, is_gone
+from kvtier_disk.folder import Folder, backend_errors
 from kvtier_disk.folder_lock import FolderLock
-from kvtier_disk.frames import Found, Place, everything, quarantined
+from kvtier_disk.frames import Found, Place, everything, is_unfinished, quarantined
 
-_T = TypeVar("_T")
+#: Seconds after which nobody is writing an unfinished file any more.
+_ABANDONED = 24 * 3600.0
 
 
 @contextlib.contextmanager
 def everything_in(path: Path) -> Iterator[Iterator[Stored]]:
     """Everything in the folder, which is locked meanwhile. Raises BackendError, also when an engine uses it."""
-    if not path.is_dir():
-        raise BackendError(f"{path}: no such folder")
+    _must_exist(path)
     lock = FolderLock(path)
-    root = _with_path(path, lock.take)
+    with backend_errors(path):
+        root = lock.take()
     try:
-        yield _walk(root)
+        yield (listed.stored(found) for listed, found in _listed(root))
     finally:
         lock.release()
 
 
-def _walk(root: Folder) -> Iterator[Stored]:
-    for place, found in everything(root):
-        yield _stored(root, place, found)
-    for found in quarantined(root):
-        yield _stored(root, found.place, found)
+def everything_shared_in(path: Path) -> Iterator[Stored]:
+    """Everything in a folder that engines may use meanwhile, but for what they may still be writing.
 
-
-def _stored(root: Folder, place: Place, found: Found | None) -> Stored:
-    path = place.under(root.path)
-    return Stored(
-        where=str(path),
-        nbytes=place.nbytes(root),
-        home=bytes.fromhex(found.namespace_folder) if found else None,
-        key=found.key if found else None,
-        read=functools.partial(_read, root, place, path),
-        remove=functools.partial(_with_path, path, functools.partial(place.remove, root)),
+    Raises BackendError, also while it is iterated over.
+    """
+    _must_exist(path)
+    with backend_errors(path):
+        root = Folder.at(path)
+    before = time.time() - _ABANDONED
+    return (
+        listed.stored(found)
+        for listed, found in _listed(root, probes=True)
+        if listed.status.st_mtime < before or not listed.is_unfinished
     )
 
 
-def _read(root: Folder, place: Place, path: Path, offset: int, nbytes: int) -> bytes:
-    def read() -> bytes:
-        fd = place.folder(root).open(place.name, os.O_RDONLY)
-        try:
-            return os.pread(fd, nbytes, offset)
-        finally:
-            os.close(fd)
-
-    return _with_path(path, read)
+def _must_exist(path: Path) -> None:
+    if not path.is_dir():
+        raise BackendError(f"{path}: no such folder")
 
 
-def _with_path(path: Path, act: Callable[[], _T]) -> _T:
-    try:
-        return act()
-    except OSError as error:
-        raise BackendError(f"{error.filename or path}: {error.strerror}") from error
+def _listed(root: Folder, *, probes: bool = False) -> Iterator[tuple[_Listed, Found | None]]:
+    """What lies in the folder; with ``probes`` those, too, that a killed process left."""
+    with backend_errors(root.path):
+        places = [(Place((), entry.name), None) for entry in root.entries() if probes and entry.name.startswith(PROBE)]
+        for each in (places, everything(root), ((found.place, found) for found in quarantined(root))):
+            for place, found in each:
+                with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                    yield _Listed(root, place, place.folder(root).status(place.name)), found
+
+
+@attrs.frozen
+class _Listed:
+    """A file, or what lies in place of one."""
+
+    root: Folder
+    place: Place
+    status: os.stat_result
+
+    @property
+    def is_unfinished(self) -> bool:
+        return is_unfinished(self.place.name) or self.place.name.startswith(PROBE)
+
+    def stored(self, found: Found | None) -> Stored:
+        return Stored(
+            where=str(self.place.under(self.root.path)),
+            nbytes=self.place.nbytes(self.root),
+            home=bytes.fromhex(found.namespace_folder) if found else None,
+            key=found.key if found else None,
+            read=self.read,
+            remove=self.remove,
+        )
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        with self._errors() as folder:
+            file = folder.open(self.place.name, os.O_RDONLY)
+            try:
+                self._must_be(os.fstat(file))
+                return os.pread(file, nbytes, offset)
+            finally:
+                os.close(file)
+
+    def remove(self) -> None:
+        with self._errors() as folder:
+            self._must_be(folder.status(self.place.name))
+            folder.remove(self.place.name)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[Folder]:
+        path = self.place.under(self.root.path)
+        with backend_errors(path):
+            try:
+                yield self.place.folder(self.root)
+            except OSError as error:
+                if is_gone(error):
+                    raise Gone(f"{path}: not there any more") from error
+                raise
+
+    def _must_be(self, status: os.stat_result) -> None:
+        """Raise Gone if this is another file than the one that was listed."""
+        if not os.path.samestat(status, self.status) or status.st_mtime_ns != self.status.st_mtime_ns:
+            raise Gone(f"{self.place.under(self.root.path)}: replaced since it was listed")

@@ -448,7 +448,7 @@ def test_a_full_disk_keeps_what_it_has(mounted, monkeypatch, direct, limit):
     folder = mounted("tmpfs", limit)
     disk = open_disk(folder, direct=direct)
     # What was free when it was asked for may be gone when it is used.
-    monkeypatch.setattr("kvtier_disk.backend.free_of", lambda folder: 1 << 60)
+    monkeypatch.setattr("kvtier_disk.folder_backend.free_of", lambda folder: 1 << 60)
     written = []
     with pytest.raises(BackendError, match="No space left on device"):
         for key in make_keys(32):

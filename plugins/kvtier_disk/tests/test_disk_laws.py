@@ -3,14 +3,18 @@
 import contextlib
 import os
 
-from kvtier_core.testing import BackendLaws
+from kvtier_core.testing import BackendLaws, SharedBackendLaws
 from kvtier_core.testing.samples import make_context, make_frame, make_keys
 from kvtier_core.types import Nbytes
 from kvtier_disk.config import DiskConfig
 from kvtier_disk.folder import Folder
 
 
-class DiskLaws(BackendLaws):
+class Spoiling:
+    """How a file becomes one that cannot be read."""
+
+    persistent = True
+
     def spoil(self, folder, key):
         (file,) = folder.rglob(f"{key.hex()}.kv")
         file.unlink()
@@ -18,18 +22,24 @@ class DiskLaws(BackendLaws):
         return True
 
 
-class TestBuffered(DiskLaws):
-    persistent = True
-
+class TestBuffered(Spoiling, BackendLaws):
     def config(self, folder):
         return DiskConfig(path=folder / "kv", direct="off", min_free=Nbytes(0))
 
 
-class TestDirect(DiskLaws):
-    persistent = True
-
+class TestDirect(Spoiling, BackendLaws):
     def config(self, folder):
         return DiskConfig(path=folder / "kv", direct="auto", min_free=Nbytes(0))
+
+
+class TestSharedBuffered(Spoiling, SharedBackendLaws):
+    def config(self, folder):
+        return DiskConfig(path=folder / "kv", shared=True, direct="off", min_free=Nbytes(0))
+
+
+class TestSharedDirect(Spoiling, SharedBackendLaws):
+    def config(self, folder):
+        return DiskConfig(path=folder / "kv", shared=True, direct="auto", min_free=Nbytes(0))
 
 
 def test_a_frame_that_is_deleted_while_the_folder_is_listed_stops_no_scan(tmp_path, monkeypatch):

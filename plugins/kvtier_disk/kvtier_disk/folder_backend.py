@@ -1,0 +1,227 @@
+"""Stores each frame as a file in a folder, whoever else may use the folder."""
+
+from __future__ import annotations
+
+import abc
+import errno
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from kvtier_core.errors import BackendError, StoreFull
+from kvtier_core.interfaces import Backend, OpenContext
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace, Nbytes
+from kvtier_disk.files import Access, discard, probe_device, read_frames, write_unfinished
+from kvtier_disk.folder import Folder, NoFile, backend_errors
+from kvtier_disk.frames import (
+    Found,
+    Place,
+    everything_of,
+    namespace_folder_name,
+    namespace_folders,
+    oldest_first,
+    place_of,
+)
+from kvtier_disk.namespaces import make_namespace_folder, read_facts
+from kvtier_disk.space_account import free_of
+
+#: Errors that one frame's file may cause by itself, if the device still answers. All others are the whole store's.
+OF_ONE_FRAME = {
+    errno.EACCES,
+    errno.EBADMSG,  # the file system's checksum is wrong
+    errno.EILSEQ,  # the device's checksum is wrong
+    errno.EIO,
+    errno.ELOOP,
+    errno.ENODATA,  # a bad sector
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EREMOTEIO,
+    errno.EUCLEAN,  # the file system's own structures are damaged
+}
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+class Home(Protocol):
+    """The folder of a tier. Methods raise OSError, and BackendError for a refusal."""
+
+    def folder(self) -> Folder | None:
+        """The folder; None if it was removed."""
+
+    def folder_again(self) -> Folder:
+        """The folder; made again if it was removed."""
+
+    def release(self) -> None:
+        """From now on the folder is not used. May be called twice."""
+
+
+class Space(Protocol):
+    """Counts what the frames take. Methods raise BackendError."""
+
+    def take(self, nbytes: int) -> None:
+        """Count bytes that are about to be written. Raises StoreFull if there is no room; then nothing was counted."""
+
+    def give(self, nbytes: int) -> None:
+        """Return bytes that were taken and not written, or those of a frame that was removed."""
+
+
+class FolderBackend(Backend):
+    """Frames as files. Subclasses say whose the folder is, and account for its space."""
+
+    space: Space
+    _access: Access
+
+    def __init__(self, path: Path, home: Home, ctx: OpenContext, *, direct: str, io: str, min_free: int):
+        self._path = path
+        self._home = home
+        self._asked = {"direct": direct, "io": io}
+        self._min_free = Nbytes(min_free)
+        self._namespace = ctx.namespace
+        self._name = namespace_folder_name(ctx.namespace)
+        self._longest = ctx.max_frame_nbytes or ctx.capacity or sys.maxsize
+
+    def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        with backend_errors(self._path):
+            folder = self._namespace_folder(self._home.folder())
+            return [folder is not None and self._is_frame(place_of(key).nbytes(folder)) for key in keys]
+
+    def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
+        with backend_errors(self._path):
+            folder = self._namespace_folder(root := self._home.folder())
+            if root is None or folder is None:
+                return [0] * len(keys)
+            return self._separate_errors(root, keys, read_frames(folder, list(map(place_of, keys)), into, self._access))
+
+    def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> Sequence[BackendError | None] | None:
+        with backend_errors(self._path):
+            root = self._home.folder_again()
+            folder = self._namespace_folder(root)
+            if folder is None:
+                folder = make_namespace_folder(root, self._namespace, self._access.writer)
+            self._check_free(root, sum(map(len, frames)))
+            self._write(folder, list(map(place_of, keys)), frames)
+
+    def delete(self, keys: Sequence[ChunkKey]) -> None:
+        with backend_errors(self._path):
+            folder = self._namespace_folder(self._home.folder())
+            if folder is not None:
+                self._each(keys, lambda key: self._remove(folder, place_of(key)))
+
+    def scan(self) -> Iterator[tuple[ChunkKey, int]]:
+        with backend_errors(self._path):
+            root = self._home.folder()
+            found = [] if root is None else oldest_first(self._frames(root))
+            return iter([(each.key, each.nbytes) for each in found])
+
+    def namespaces(self) -> Iterator[Namespace]:
+        with backend_errors(self._path):
+            root = self._home.folder()
+            others = [] if root is None else [name for name in namespace_folders(root) if name != self._name]
+            return iter([facts for name in others if (facts := read_facts(root, name)) is not None])
+
+    def facts(self) -> Mapping[str, str]:
+        return {
+            "direct": f"{self._asked['direct']} -> {'on' if self._access.direct else 'off'}",
+            "io": f"{self._asked['io']} -> {'io_uring' if self._access.ring else 'calls'}",
+        }
+
+    def close(self) -> None:
+        with backend_errors(self._path):
+            self._home.release()
+
+    @abc.abstractmethod
+    def _write(self, folder: Folder, places: Sequence[Place], frames: Sequence[memoryview]) -> None:
+        """Write frames below the namespace's folder, and account for them. Raises OSError and BackendError."""
+
+    def _write_taken(
+        self,
+        folder: Folder,
+        places: Sequence[Place],
+        frames: Sequence[memoryview],
+        needed: Sequence[int],
+        publish: Callable[[int], None],
+    ) -> None:
+        """Write all frames under temporary names, then publish one after the other by their numbers.
+
+        ``needed`` bytes are taken for each, and given back for those that were not published.
+        """
+        self.space.take(sum(needed))
+        published = 0
+        try:
+            write_unfinished(folder, places, frames, self._access)
+            for number in range(len(places)):
+                publish(number)
+                published += 1
+        except BaseException as error:  # OSError, or BackendError for a folder that others may write to
+            discard(folder, places[published:], self._access)
+            self.space.give(sum(needed[published:]))
+            if isinstance(error, OSError) and error.errno in _FULL:
+                raise StoreFull(f"{self._path}: {error.strerror}", missing=sum(map(len, frames))) from error
+            raise
+
+    def _namespace_folder(self, root: Folder | None) -> Folder | None:
+        """The folder of this namespace's frames; None if it was removed."""
+        try:
+            return root and root.inner(self._name)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def _separate_errors(
+        self, root: Folder, keys: Sequence[ChunkKey], outcomes: Sequence[int | OSError | NoFile]
+    ) -> list[int | BackendError]:
+        """Errors of single frames become values; an error of the whole store is raised."""
+        failures = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
+        for failure in failures:
+            if failure.errno not in OF_ONE_FRAME:
+                raise failure
+        if failures:
+            try:
+                probe_device(root)
+            except OSError:
+                raise failures[0] from None
+        return [
+            self._of_one_frame(key, outcome) if isinstance(outcome, OSError) else outcome
+            for key, outcome in zip(keys, outcomes, strict=True)
+        ]
+
+    def _of_one_frame(self, key: ChunkKey, failure: OSError) -> BackendError:
+        return BackendError(f"{place_of(key).under(self._path / self._name)}: {failure.strerror}")
+
+    def _remove(self, folder: Folder, place: Place) -> None:
+        nbytes = self._nbytes(folder, place)
+        if place.remove(folder):
+            self.space.give(nbytes)
+
+    def _each(self, keys: Sequence[ChunkKey], act: Callable[[ChunkKey], None]) -> None:
+        """Do it for every key, even if it fails for some; then raise the first failure."""
+        failures: list[Exception] = []
+        for key in keys:
+            try:
+                act(key)
+            except (OSError, BackendError) as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    def _is_frame(self, nbytes: int) -> bool:
+        """Would `read` find a frame in a file of this length?"""
+        return 0 < nbytes <= self._longest and not nbytes % FRAME_ALIGNMENT
+
+    def _frames(self, root: Folder) -> list[Found]:
+        """The frames of this namespace."""
+        found = [found for _, found in everything_of(root, self._name)]
+        return [each for each in found if each is not None and each.nbytes <= self._longest]
+
+    def _nbytes(self, folder: Folder, place: Place) -> int:
+        """What the account holds for the frame at this place. A sparse file can have any length; a frame has not."""
+        return min(place.nbytes(folder), self._longest)
+
+    def _check_free(self, root: Folder, nbytes: int) -> None:
+        free = free_of(root)
+        if free - nbytes < self._min_free:
+            raise StoreFull(
+                f"{self._path}: {Nbytes(nbytes)} to write and {Nbytes(free)} free, "
+                f"of which min_free keeps {self._min_free}",
+                missing=self._min_free + nbytes - free,
+            )

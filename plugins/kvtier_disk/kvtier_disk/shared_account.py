@@ -1,0 +1,113 @@
+"""The account of a shared folder's capacity: counted in a file, which is locked for every change."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvtier_core.errors import BackendError
+from kvtier_core.transfer.shared_space import Count, recount
+from kvtier_disk.folder import Folder, backend_errors
+from kvtier_disk.frames import Found, everything_of, is_unfinished, namespace_folders, oldest_first, quarantined
+from kvtier_disk.shared_folder import SHARED
+
+_EVICTING = ".kvtier-evicting"
+_COUNT = re.compile(rb"(\d{20}) (\d{20})\n")
+_PAUSE = 0.001  # seconds between two tries to get a lock; it doubles up to
+_LONGEST_PAUSE = 0.02
+_PATIENCE = 60.0  # seconds that `kvtier fsck` waits for an engine that evicts
+
+
+class FolderAccount:
+    """A `SharedStore` of files. Locks are flock's: NFS and Lustre pass them on to their server."""
+
+    def __init__(self, path: Path, folder: Callable[[], Folder], *, longest: int, timeout: float):
+        """``path`` names the folder in errors. Files longer than ``longest`` are no frames.
+
+        A lock is waited for during ``timeout`` seconds.
+        """
+        self._path = path
+        self._folder = folder
+        self._longest = longest
+        self._timeout = timeout
+
+    def count(self, *, taken: int = 0, freed: int = 0) -> Count:
+        with self._locked(SHARED) as file:
+            before = _COUNT.fullmatch(os.pread(file, 64, 0))
+            count = Count(int(before[1]) + taken, int(before[2]) + freed) if before else Count(taken, freed)
+            if taken or freed:
+                os.pwrite(file, b"%020d %020d\n" % (count.taken, count.freed), 0)
+        return count
+
+    @contextlib.contextmanager
+    def evicting(self) -> Iterator[None]:
+        with self._locked(_EVICTING):
+            yield
+
+    def oldest(self) -> list[tuple[Found | None, int]]:
+        """Frames of every namespace, and unfinished files, which stay."""
+        frames, unfinished = [], []
+        with self._errors() as root:
+            for name in namespace_folders(root):
+                with contextlib.suppress(BackendError):  # a folder that others may write to is not counted
+                    for place, found in everything_of(root, name):
+                        if found is None and is_unfinished(place.name):
+                            unfinished.append(place.nbytes(root))
+                        elif found is not None:
+                            frames.append(found)
+            frames += quarantined(root)
+        known = oldest_first(found for found in frames if found.nbytes <= self._longest)
+        return [*((found, found.nbytes) for found in known), *((None, nbytes) for nbytes in unfinished)]
+
+    def remove(self, found: Found) -> bool:
+        with self._errors() as root:
+            return found.is_unchanged(root) and found.place.remove(root)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[Folder]:
+        """The folder, and errors of the system become BackendErrors."""
+        with backend_errors(self._path):
+            yield self._folder()
+
+    @contextlib.contextmanager
+    def _locked(self, name: str) -> Iterator[int]:
+        """A descriptor of the file of that name, locked against all other users of the folder."""
+        with self._errors() as root:
+            file = root.open(name, os.O_RDWR | os.O_CREAT)
+            try:
+                _lock(file, self._path / name, self._timeout)
+                try:
+                    yield file
+                finally:
+                    fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile holds the lock, too
+            finally:
+                os.close(file)
+
+
+def recount_folder(path: Path, capacity: int) -> None:
+    """Make the account of a shared folder say what lies there now. Raises BackendError."""
+    recount(FolderAccount(path, lambda: Folder.at(path), longest=capacity, timeout=_PATIENCE))
+
+
+def _lock(file: int, path: Path, timeout: float) -> None:
+    """Lock the file. It is asked for again and again: a lock that is waited for could not be given up."""
+    deadline, pause = time.monotonic() + timeout, _PAUSE
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise BackendError(f"{path}: another engine has held its lock for {timeout:g} seconds") from None
+        except OSError as error:
+            if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                why = "this file system has no locks, and a capacity needs them; mount it with locks, or write none"
+                raise BackendError(f"{path}: {why}") from None
+            raise
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)

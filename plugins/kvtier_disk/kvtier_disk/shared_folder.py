@@ -1,0 +1,83 @@
+"""A folder that processes on several machines use at once. Raises OSError, and BackendError for a refusal."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvtier_core.errors import BackendError
+from kvtier_disk.folder import Folder, make_safe
+
+#: The file in the folder which says that it is shared; it also holds the account of a capacity.
+SHARED = ".kvtier-shared"
+
+
+def is_shared(folder: Folder) -> bool:
+    """Do several engines use this folder?"""
+    try:
+        folder.status(SHARED)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+class SharedFolder:
+    """A folder of this user, from `take` to `release`.
+
+    It is opened anew for every call: over a network a descriptor may outlive what it refers to, and opening is what
+    makes NFS ask its server whether the folder has changed.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._known: os.stat_result | None = None
+
+    def take(self) -> Folder:
+        """Make the folder if it is missing, mark it as shared, and return it."""
+        make_safe(self.path)
+        folder = Folder.at(self.path)
+        self._know(folder)
+        return folder
+
+    def release(self) -> None:
+        """From now on the folder is not used. May be called twice."""
+        self._known = None
+
+    def folder(self) -> Folder | None:
+        """The folder as it is now; None if there is none.
+
+        Another folder at its path is used if it belongs to this user alone and is on the same device, or marked as
+        shared: a folder that something was mounted on before is neither.
+        """
+        known = self._must_be_known()
+        try:
+            folder = Folder.at(self.path)
+        except FileNotFoundError:
+            return None
+        status = os.fstat(folder.fd)
+        if not os.path.samestat(status, known):
+            if status.st_dev != known.st_dev and not is_shared(folder):
+                raise self._unmounted()
+            self._know(folder)
+        return folder
+
+    def folder_again(self) -> Folder:
+        """The folder as it is now; made again if it was removed."""
+        if (folder := self.folder()) is not None:
+            return folder
+        above = next(parent for parent in self.path.parents if parent.exists())
+        if os.stat(above).st_dev != self._must_be_known().st_dev:
+            raise self._unmounted()
+        return self.take()
+
+    def _know(self, folder: Folder) -> None:
+        os.close(folder.open(SHARED, os.O_RDWR | os.O_CREAT))
+        self._known = os.fstat(folder.fd)
+
+    def _must_be_known(self) -> os.stat_result:
+        if (known := self._known) is None:
+            raise BackendError(f"{self.path}: the tier is closed")
+        return known
+
+    def _unmounted(self) -> BackendError:
+        return BackendError(f"{self.path}: on another file system than the one that was opened; is it mounted?")
