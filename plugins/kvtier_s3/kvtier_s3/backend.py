@@ -21,7 +21,7 @@ _MOST_NAMESPACES, _FACTS_NBYTES = 64, 1 << 20
 
 
 class S3Backend(Backend):
-    """Frames as objects. `kvtier_s3.config` says what the settings mean."""
+    """Frames as objects. `kvtier_s3.settings` says what the settings mean."""
 
     shared = True
 

@@ -11,57 +11,57 @@ from kvtier_s3.account import Account
 from kvtier_s3.backend import S3Backend
 from kvtier_s3.bucket import Bucket
 from kvtier_s3.client import Client
-from kvtier_s3.config import S3Config
 from kvtier_s3.errors import StoreDown, Untrusted, error_of
 from kvtier_s3.http import Endpoint, Response
 from kvtier_s3.names import Names
+from kvtier_s3.settings import S3Settings
 from kvtier_s3.signing import Signer
 from kvtier_s3.space import QUANTUM, BucketSpace, conditions_hold
 from kvtier_s3.writes import Writer
 
 
-def open_backend(config: S3Config, ctx: OpenContext) -> S3Backend:
+def open_backend(settings: S3Settings, ctx: OpenContext) -> S3Backend:
     """Raises BackendError if the bucket cannot be used. A store that does not answer may do so later."""
-    bucket, facts = connect(config)
-    names = Names.of(config.prefix, ctx.namespace)
+    bucket, facts = connect(settings)
+    names = Names.of(settings.prefix, ctx.namespace)
     space = None
     try:
         with bucket.client.within(ctx.timeout):
             reached = _reach(bucket)
             if ctx.capacity:
-                space = SharedSpace(_space(bucket, config.prefix), ctx.capacity, quantum=QUANTUM)
+                space = SharedSpace(_space(bucket, settings.prefix, ctx.capacity), ctx.capacity, quantum=QUANTUM)
             if reached:
                 _explain(bucket, names, ctx)
     except BaseException:
         bucket.client.close()
         raise
     facts |= {} if reached else {"store": "not reached; it is asked again"}
-    writer = Writer(bucket, names, config.part)
-    return S3Backend(bucket, names, writer, space, part=config.part, timeout=ctx.timeout, facts=facts)
+    writer = Writer(bucket, names, settings.part)
+    return S3Backend(bucket, names, writer, space, part=settings.part, timeout=ctx.timeout, facts=facts)
 
 
-def connect(config: S3Config) -> tuple[Bucket, dict[str, str]]:
+def connect(settings: S3Settings) -> tuple[Bucket, dict[str, str]]:
     """The bucket, of which nothing was asked yet, and what became of the settings. Raises BackendError."""
-    account = Account.find(profile=config.profile, region=config.region, endpoint=config.endpoint, ca=config.ca)
-    by_host = config.addressing == "virtual" or (
-        config.addressing == "auto" and account.of_aws and "." not in config.bucket
+    account = Account.find(profile=settings.profile, region=settings.region, endpoint=settings.endpoint, ca=settings.ca)
+    by_host = settings.addressing == "virtual" or (
+        settings.addressing == "auto" and account.of_aws and "." not in settings.bucket
     )
-    unsigned = config.unsigned == "on" or (config.unsigned == "auto" and account.protects_bytes)
+    unsigned = settings.unsigned == "on" or (settings.unsigned == "auto" and account.protects_bytes)
     found = account.endpoint
-    endpoint = Endpoint(f"{config.bucket}.{found.host}", found.port, found.tls) if by_host else found
-    client = Client(endpoint, Signer(account.credentials, account.region, unsigned), config.requests)
+    endpoint = Endpoint(f"{settings.bucket}.{found.host}", found.port, found.tls) if by_host else found
+    client = Client(endpoint, Signer(account.credentials, account.region, unsigned), settings.requests)
     facts = {
-        "addressing": f"{config.addressing} -> {'virtual' if by_host else 'path'}",
-        "unsigned": f"{config.unsigned} -> {'on' if unsigned else 'off'}",
+        "addressing": f"{settings.addressing} -> {'virtual' if by_host else 'path'}",
+        "unsigned": f"{settings.unsigned} -> {'on' if unsigned else 'off'}",
     }
-    return Bucket(config.bucket, client, "" if by_host else f"/{config.bucket}", _encryption(config)), facts
+    return Bucket(settings.bucket, client, "" if by_host else f"/{settings.bucket}", _encryption(settings)), facts
 
 
-def _encryption(config: S3Config) -> dict[str, str]:
-    if config.sse == "none":
+def _encryption(settings: S3Settings) -> dict[str, str]:
+    if settings.sse == "none":
         return {}
-    key = {"x-amz-server-side-encryption-aws-kms-key-id": config.kms_key} if config.kms_key else {}
-    return {"x-amz-server-side-encryption": config.sse, **key}
+    key = {"x-amz-server-side-encryption-aws-kms-key-id": settings.kms_key} if settings.kms_key else {}
+    return {"x-amz-server-side-encryption": settings.sse, **key}
 
 
 def _reach(bucket: Bucket) -> bool:
@@ -78,13 +78,13 @@ def _reach(bucket: Bucket) -> bool:
     return True
 
 
-def _space(bucket: Bucket, prefix: str) -> BucketSpace:
+def _space(bucket: Bucket, prefix: str, capacity: int) -> BucketSpace:
     if not conditions_hold(bucket, prefix):
         why = (
             f"{bucket.where}: the store does not know If-Match and If-None-Match, so that engines cannot count together"
         )
         raise ConfigError([Problem("", "$.capacity", why, "leave it out, and let the store expire objects")])
-    return BucketSpace(bucket, prefix)
+    return BucketSpace(bucket, prefix, ahead=capacity // 64)
 
 
 def _explain(bucket: Bucket, names: Names, ctx: OpenContext) -> None:

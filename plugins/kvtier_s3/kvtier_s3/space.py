@@ -1,48 +1,52 @@
-"""The account of a capacity that engines share, kept in the bucket: a counter, and a lock for who evicts."""
+"""The account of a capacity that engines share, kept in the bucket: two counters, and a lock for who evicts."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from email.utils import parsedate_to_datetime
 
 from kvtier_core.errors import BackendError
+from kvtier_core.transfer.shared_space import Count
 from kvtier_s3.bucket import Bucket, Listed
 from kvtier_s3.http import Response
 from kvtier_s3.names import is_home, place_of
 
-#: Bytes that an engine takes from the counter at a time, so that not every write costs two requests.
+#: Bytes that an engine takes from the account at a time, so that not every write costs two requests.
 QUANTUM = 256 << 20
 #: A lock of this age was left behind. Evictions end with their call, long before.
 _STALE_SECONDS = 60.0
 _PAUSE = 0.2  # seconds between two looks at a lock
+_REMOVED_AT_ONCE = 32
 _CONFLICTS = {404, 409, 412}
 
 
 class BucketSpace:
     """What `SharedSpace` needs of a bucket."""
 
-    def __init__(self, bucket: Bucket, prefix: str):
+    def __init__(self, bucket: Bucket, prefix: str, *, ahead: int = 0):
+        """While frames are evicted, up to ``ahead`` bytes of them more than asked for."""
         self._bucket = bucket
         self._prefix = prefix
-        self._counter = f"{prefix}/space.json"
+        self._ahead = ahead
+        self._counters = f"{prefix}/space.json"
         self._lock = f"{prefix}/evicting.json"
-        self._removed: list[Listed] = []  # in this eviction
+        # Of the eviction that holds the lock:
+        self._listed: Sequence[Listed] = ()
+        self._removed: dict[Listed, BackendError | None] = {}  # ahead of `remove`, and why not
 
-    def add(self, nbytes: int) -> int:
-        """Add to the counter, by replacing the very version that was read."""
+    def count(self, *, taken: int = 0, freed: int = 0) -> Count:
+        """Add to the counters, by replacing the very version that was read."""
         while True:
-            found = self._bucket.fetch(self._counter)
-            count = 0 if found is None else _count(found)
-            if not nbytes or self._replace(self._counter, found, _body(nbytes=count + nbytes)):
-                return count + nbytes
+            found = self._bucket.fetch(self._counters)
+            before = Count(0, 0) if found is None else _count(found)
+            after = Count(before.taken + taken, before.freed + freed)
+            if after == before or self._replace(self._counters, found, _body(taken=after.taken, freed=after.freed)):
+                return after
             self._bucket.client.pause(_PAUSE)
-
-    def set(self, nbytes: int) -> None:
-        """Write what the frames really take. Raises BackendError."""
-        self._bucket.must(self._bucket.put(self._counter, _body(nbytes=nbytes)))
 
     @contextlib.contextmanager
     def evicting(self) -> Iterator[None]:
@@ -50,29 +54,37 @@ class BucketSpace:
         ours = self._take_lock()
         try:
             yield
-            self._delete_removed()
+            ahead = sum(each.nbytes for each, failure in self._removed.items() if failure is None)
+            self.count(freed=ahead)
         finally:
-            self._removed.clear()
+            self._listed, self._removed = (), {}
             held = self._bucket.fetch(self._lock)
             if held is not None and held.body == ours:
                 self._bucket.must(self._bucket.delete(self._lock))
 
-    def oldest(self) -> Iterator[tuple[Listed, int]]:
+    def oldest(self) -> list[tuple[Listed, int]]:
         """The frames of every namespace, by the time of their last write."""
-        return iter([(each, each.nbytes) for each in sorted(frames_in(self._bucket, self._prefix), key=_age)])
+        self._listed = sorted(frames_in(self._bucket, self._prefix), key=_age)
+        return [(each, each.nbytes) for each in self._listed]
 
     def remove(self, place: Listed) -> bool:
-        """Delete a frame at the end of this eviction, all of them at once. It was there when it was listed."""
-        self._removed.append(place)
+        """Delete a frame, and those that come after it in the listing: one request at a time would take too long.
+
+        One that was replaced since it was listed is deleted, too: stores know no condition for that.
+        """
+        if place not in self._removed:
+            batch = self._batch(self._listed.index(place))
+            answers = self._bucket.exchange([self._bucket.delete(each.name) for each in batch])
+            self._removed.update(zip(batch, map(self._bucket.failure, answers), strict=True))
+        failure = self._removed.pop(place)
+        if failure is not None:
+            raise failure
         return True
 
-    def _delete_removed(self) -> None:
-        answers = self._bucket.exchange([self._bucket.delete(each.name) for each in self._removed])
-        failures = [self._bucket.failure(answer) for answer in answers]
-        left = sum(each.nbytes for each, failure in zip(self._removed, failures, strict=True) if failure)
-        if left:
-            self.add(left)
-            raise next(filter(None, failures))
+    def _batch(self, begin: int) -> Sequence[Listed]:
+        """What is removed together with the frame that was listed there."""
+        sizes = itertools.accumulate(each.nbytes for each in self._listed[begin + 1 : begin + _REMOVED_AT_ONCE])
+        return self._listed[begin : begin + 1 + sum(nbytes <= self._ahead for nbytes in sizes)]
 
     def _take_lock(self) -> bytes:
         body = _body()
@@ -120,11 +132,13 @@ def _body(**fields: int) -> bytes:
     return json.dumps({**fields, "written": secrets.token_hex(16)}).encode()
 
 
-def _count(found: Response) -> int:
+def _count(found: Response) -> Count:
+    """What was counted; nothing if that cannot be read, as if somebody had removed it."""
     try:
-        return int(json.loads(found.body)["nbytes"])
+        fields = json.loads(found.body)
+        return Count(int(fields["taken"]), int(fields["freed"]))
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise BackendError("the counter of the capacity is damaged; `kvtier fsck --repair` writes it anew") from None
+        return Count(0, 0)
 
 
 def _age(frame: Listed) -> tuple[str, str]:

@@ -1,6 +1,5 @@
 """A capacity that engines share: counted together in the bucket, and the oldest frames leave first."""
 
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,6 +7,7 @@ import pytest
 
 from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.testing.samples import make_frame, make_keys, make_namespace
+from kvtier_core.transfer.shared_space import Count
 from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_s3 import space
 from kvtier_s3.space import BucketSpace, frames_in
@@ -26,7 +26,7 @@ def held(bucket, config):
 
 
 def counted(bucket, config):
-    return json.loads(bucket.fetch(f"{config.prefix}/space.json").body)["nbytes"]
+    return BucketSpace(bucket, config.prefix).count().used
 
 
 def test_three_engines_keep_within_one_capacity(open_s3, bucket, config):
@@ -88,7 +88,7 @@ def test_a_lock_that_a_killed_engine_left_is_taken_over(open_s3, bucket, config,
 
 
 def test_only_one_evicts(bucket, config):
-    account, inside = BucketSpace(bucket, config.prefix), []
+    inside = []
 
     def evict(_):
         with bucket.client.within(60), account_of().evicting():
@@ -102,14 +102,13 @@ def test_only_one_evicts(bucket, config):
 
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(evict, range(3)))
-    assert account.add(0) == 0
 
 
 def test_the_counter_adds_what_everyone_adds(bucket, config):
     def add(_):
         with bucket.client.within(60):
             for _ in range(5):
-                BucketSpace(bucket, config.prefix).add(3)
+                BucketSpace(bucket, config.prefix).count(taken=3)
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(add, range(4)))
@@ -119,7 +118,7 @@ def test_the_counter_adds_what_everyone_adds(bucket, config):
 def test_an_addition_whose_answer_was_lost_counts_once(bucket, config, monkeypatch):
     """The store did it, and says when it is asked again that the condition does not hold: by what was written."""
     account, ask = BucketSpace(bucket, config.prefix), type(bucket).ask
-    account.add(1)
+    account.count(taken=1)
 
     def asked_twice(self, request):
         if request.method == "PUT":
@@ -127,15 +126,29 @@ def test_an_addition_whose_answer_was_lost_counts_once(bucket, config, monkeypat
         return ask(self, request)
 
     monkeypatch.setattr(type(bucket), "ask", asked_twice)
-    assert account.add(5) == 6
-    assert counted(bucket, config) == 6
+    assert account.count(freed=5, taken=7).used == 3
+    assert counted(bucket, config) == 3
 
 
-def test_a_counter_that_is_damaged_is_told(open_s3, bucket, config):
-    engine, (key,) = open_s3(capacity=CAPACITY), make_keys(1)
-    bucket.must(bucket.put(f"{config.prefix}/space.json", b"[]"))
-    with pytest.raises(BackendError, match="fsck --repair"):
-        write(engine, [key])
+@pytest.mark.parametrize("damage", [b"", b"[]", b'{"taken": "many"}', b"[" * 10000])
+def test_an_account_that_is_damaged_is_one_that_is_not_there(bucket, config, damage):
+    account = BucketSpace(bucket, config.prefix)
+    bucket.must(bucket.put(f"{config.prefix}/space.json", damage))
+    assert account.count() == Count(0, 0)
+    assert account.count(taken=5) == account.count() == Count(5, 0)
+
+
+def test_frames_are_deleted_many_at_a_time_and_all_are_counted(bucket, config, open_s3, asked):
+    write(open_s3(), make_keys(40))
+    account = BucketSpace(bucket, config.prefix, ahead=15 * NBYTES)
+    account.count(taken=40 * NBYTES)
+    asked.clear()
+    with account.evicting():
+        (oldest, nbytes), *_ = account.oldest()
+        assert account.remove(oldest)
+        account.count(freed=nbytes)
+    assert asked.count("DELETE") == 16 + 1  # the lock's
+    assert counted(bucket, config) == held(bucket, config) == 24 * NBYTES
 
 
 @pytest.mark.parametrize("ignored", ["if-match", "if-none-match"])

@@ -1,9 +1,13 @@
 """What may be configured, and where the store is found then."""
 
+from pathlib import Path
+
 import attrs
 import pytest
 from servers.s3 import environment
 
+from kvtier_core.config.load import load_config
+from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError
 from kvtier_core.types import Nbytes
 from kvtier_s3.config import S3Config
@@ -30,6 +34,8 @@ def _of_nobody():
         ({"endpoint": "host:9000"}, "https://HOST:PORT"),
         ({"endpoint": "https://user:word@host"}, "https://HOST:PORT"),
         ({"endpoint": "https://host/path"}, "https://HOST:PORT"),
+        ({"region": "a\r\nx-amz-acl: public-read"}, "is no region"),
+        ({"kms_key": "a\nb"}, "is no kms_key"),
         ({"part": Nbytes(1 << 20)}, "at least 5MiB"),
         ({"requests": 0}, "requests"),
         ({"requests": 10_000}, "requests"),
@@ -98,5 +104,11 @@ def test_an_endpoint_of_the_environment_with_a_path_is_refused(monkeypatch):
         connect(S3Config(bucket="bucket"))
 
 
-def test_settings_can_be_compared_and_pickled():
-    assert attrs.evolve(S3Config(bucket="bucket"), prefix="kvtier") == S3Config(bucket="bucket")
+def test_all_of_it_can_be_written_in_yaml(tmp_path):
+    file, expected = tmp_path / "kvtier.yaml", {"bucket": "b-1", "prefix": "a/b", "endpoint": "https://store:9000"}
+    expected |= {"region": "eu-west-3", "addressing": "virtual", "profile": "work", "sse": "aws:kms", "kms_key": "k/1"}
+    expected |= {"ca": Path("/etc/ca.pem"), "part": Nbytes(16 << 20), "requests": 8, "unsigned": "off"}
+    assert set(expected) == {field.name for field in attrs.fields(S3Config)}
+    written = ", ".join(f"{name}: '{value}'" for name, value in expected.items()).replace("'8'", "8")
+    file.write_text(f"version: 1\ntiers: [{{type: heap, capacity: 1MiB}}, {{type: s3, {written}}}]\n")
+    assert load_config(file, Registry.discover()).tiers[1].config == S3Config(**expected)

@@ -3,9 +3,9 @@
 import pytest
 
 from kvtier_core.cli import main
-from kvtier_core.errors import BackendError
+from kvtier_core.errors import Gone
 from kvtier_core.testing.samples import make_frame, make_keys, make_namespace
-from kvtier_core.types import FRAME_ALIGNMENT, Nbytes
+from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_s3.names import Names
 from kvtier_s3.space import BucketSpace
 
@@ -55,18 +55,22 @@ def test_everything_is_told(file, capsys, bucket, names):
 def test_repair_leaves_what_is_whole_and_what_is_not_ours(file, capsys, bucket, config, names):
     assert main(["fsck", "s3", "--config", file, "--repair"]) == 0
     assert sorted(each.name for each in bucket.list([f"{config.prefix}/"])) == sorted(
-        [names.frame(WHOLE), names.facts, f"{config.prefix}/note.txt"]
+        [names.frame(WHOLE), names.facts, f"{config.prefix}/note.txt", f"{config.prefix}/space.json"]
     )
 
 
-def test_what_goes_meanwhile_cannot_be_read_and_is_removed_twice(config, bucket, names, open_s3):
+@pytest.mark.parametrize("replaced", [True, False])
+def test_what_others_remove_or_replace_meanwhile_is_gone(config, bucket, names, open_s3, replaced):
+    """And is not removed: nobody has looked at what lies there now."""
     open_s3().write([WHOLE], [make_frame(WHOLE, nbytes=NBYTES)])
+    newer, name = make_frame(WHOLE, nbytes=NBYTES, seed=1), names.frame(WHOLE)
     with config.walk() as found:
         (stored,) = found
-        bucket.must(bucket.delete(names.frame(WHOLE)))
-        with pytest.raises(BackendError, match="404"):
-            stored.read(0, 10)
-        stored.remove()
+        bucket.must(bucket.put(name, newer) if replaced else bucket.delete(name))
+        for use in (lambda: stored.read(0, 10), stored.remove):
+            with pytest.raises(Gone):
+                use()
+    assert (bucket.fetch(name) is not None) == replaced
 
 
 def test_pieces_are_read_as_asked_for(config, open_s3):
@@ -78,8 +82,8 @@ def test_pieces_are_read_as_asked_for(config, open_s3):
         assert stored.read(NBYTES - 3, 100) == frame[-3:], "fewer only at its end"
 
 
-def test_a_recount_corrects_the_counter(config, bucket):
+def test_a_recount_corrects_the_account(file, config, bucket):
     account = BucketSpace(bucket, config.prefix)
-    account.add(5)
-    config.recount(Nbytes(1 << 30), 7 * NBYTES)
-    assert account.add(0) == 7 * NBYTES
+    account.count(taken=1 << 29)
+    assert main(["fsck", "s3", "--config", file, "--repair"]) == 0
+    assert account.count().used == NBYTES
