@@ -21,20 +21,31 @@ UV = $(if $(FIND_LINKS),UV_FIND_LINKS="$(FIND_LINKS)") $(BIN)/uv
 # Else each process of vLLM's compiles all that it imports anew: twenty seconds, many times.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-long campaign chaos fuzz mutants sanitize bench gpu-check dist wheels venv clean
+.PHONY: demo test programs test-long campaign chaos fuzz mutants sanitize bench gpu-check dist wheels venv clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/ready
+test: $(VENV)/ready programs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest $(PARALLEL)
 
+# What tests start besides Python: Redis, and a file system with checksums for the tests of a bad sector. Where they
+# cannot be had those tests are skipped, and say what to install.
+PROGRAMS := redis-server:redis-server mkfs.btrfs:btrfs-progs
+MISSING = $(foreach each,$(PROGRAMS),$(if $(shell command -v $(firstword $(subst :, ,$(each)))),,$(lastword $(subst :, ,$(each)))))
+
+programs:
+	@if [ -n "$(strip $(MISSING))" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		{ apt-get update && apt-get install --yes --no-install-recommends $(MISSING); } </dev/null >/dev/null 2>&1 \
+			|| echo "== cannot install $(strip $(MISSING)): some tests will be skipped"; \
+	fi
+
 # What `make test` runs in a short form, LONG times as long: campaigns, chaos, soaks, state machines, fuzzing.
 test-long campaign chaos: export LONG ?= 25
 
-test-long: $(VENV)/ready
+test-long: $(VENV)/ready programs
 	$(BIN)/python -m pytest $(LONGER) -m long $(PARALLEL)
 
 # A hundred thousand harmed frames, and what became of each kind. Another CAMPAIGN_SEED harms them otherwise.

@@ -63,8 +63,8 @@ def _frames(way: str, bench: _Bench) -> Table:
         title=f"Redis, {way}: frames of {Nbytes(FRAME)}",
         says=f"{FRAMES} new frames, parts of {Nbytes(PART)}, one thread and one connection each, the server on "
         "the same cores. Bare is `sendmsg` of each SET from the frame's memory, and `recv_into` of each answer to "
-        f"GET, into it, {WINDOW} requests ahead. kvtier_redis writes and reads manifests, too, and keeps a deadline of "
-        f"each call to the socket. Ratios are of speeds in the same round: median (min to max) of {ROUNDS}.",
+        f"GET, into it, {WINDOW} requests ahead. kvtier_redis moves manifests, too, and keeps a deadline for all. "
+        f" Ratios are of speeds in the same round: median (min to max) of {ROUNDS}.",
         header=("", "write GiB/s", "of bare", "read GiB/s", "of bare"),
         rows=[(case, *_cells(writes, case), *_cells(reads, case)) for case in writes.seconds],
     )

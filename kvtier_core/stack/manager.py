@@ -255,11 +255,11 @@ class StorageManager(Stack):
     def why_cold(self) -> str:
         if any(len(tier.index) for tier in self._tiers):
             return ""
-        mine = self._write_through.namespace
         others = [
-            (len(mine.differences(other)), tier.name, mine.differences(other))
+            (len(differences), tier.name, differences)
             for tier in self._tiers
             for other in run(lambda tier=tier: list(tier.backend.namespaces())).value or ()
+            if (differences := tier.namespace.differences(other))
         ]
         if not others:
             return ""

@@ -75,6 +75,11 @@ class StoreTier:
         return self._space.incompatible
 
     @property
+    def namespace(self) -> Namespace:
+        """Of the frames that it writes and finds."""
+        return self._codec.namespace
+
+    @property
     def events(self) -> list[Event]:
         """What happened since the caller last cleared this list."""
         return self._health.events

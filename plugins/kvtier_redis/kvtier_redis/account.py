@@ -1,21 +1,23 @@
 """The capacity of a store: what all engines keep on the servers together, counted there.
 
-The counter holds the bytes of the frames in the ledger. Whoever enters a frame adds its bytes, and whoever takes it out
-subtracts them; so two engines that evict at once, or one that is evicted from while it writes, leave no error. A frame
-is in the ledger before its first part is stored. So what a killed engine leaves behind is an entry without a frame,
-which goes when it is the oldest, or a counter that is off, which `SharedSpace` corrects.
+The account says how many bytes the frames in the ledger have. Whoever enters a frame has counted its bytes before, and
+whoever takes it out counts them as freed; so two engines that evict at once, or one that is evicted from while it
+writes, leave no error. A frame is in the ledger before its first part is stored. So what a killed engine leaves behind
+is an entry without a frame, which goes when it is the oldest, or bytes too many in the account, which `SharedSpace`
+corrects.
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from kvtier_core.errors import BackendError, StoreFull
-from kvtier_core.transfer.shared_space import SharedSpace
-from kvtier_core.types import Nbytes
+from kvtier_core.errors import BackendError
+from kvtier_core.transfer.shared_space import Count, SharedSpace
 from kvtier_redis.client import Client
 from kvtier_redis.deadline import Deadline
 from kvtier_redis.link import Garbage, ServerError
@@ -25,26 +27,32 @@ _POLL = 0.01  # seconds between two attempts to get the lock
 
 
 class Ledger:
-    """The frames of all namespaces with their bytes, for one call. Raises BackendError.
+    """The frames of all namespaces with their bytes. Raises BackendError. Used between `until` and its end.
 
-    An entry is the name of a frame and the manifest of one write of it.
+    An entry is the name of a frame and the manifest of one write of it. All methods may be called on any thread.
     """
 
-    def __init__(self, client: Client, names: Names, deadline: Deadline):
+    def __init__(self, client: Client, names: Names):
         self._client = client
         self._names = names
-        self._deadline = deadline
+        self._calls = threading.local()  # `SharedSpace` calls on the thread that called it, and knows no deadlines
 
-    def enter(self, entry: bytes) -> None:
-        """Enter a frame as the newest. Who does so adds its bytes."""
-        self._call("ZADD", self._names.ledger, _now(), entry)
+    @contextlib.contextmanager
+    def until(self, deadline: Deadline) -> Iterator[None]:
+        """What this thread does in the context ends by then."""
+        self._calls.deadline = deadline
+        yield
 
-    def renew(self, entry: bytes) -> bool:
-        """Make it the newest. False if it is not there."""
-        return bool(self._call("ZADD", self._names.ledger, "XX", "CH", _now(), entry))
+    def enter(self, entries: Sequence[bytes]) -> None:
+        """Enter frames as the newest. Whoever does so has counted their bytes."""
+        self._call("ZADD", self._names.ledger, *_timed(entries))
+
+    def renew(self, entries: Sequence[bytes]) -> int:
+        """Make them the newest. Returns how many of them are there."""
+        return self._call("ZADD", self._names.ledger, "XX", "CH", *_timed(entries))
 
     def take_out(self, entry: bytes) -> bool:
-        """Who gets True, because it was there, subtracts its bytes."""
+        """Whoever gets True, because it was there, counts its bytes as freed."""
         return bool(self._call("ZREM", self._names.ledger, entry))
 
     def entered_before(self, moment: float) -> list[bytes]:
@@ -54,20 +62,21 @@ class Ledger:
 
     # -- as SharedSpace needs it -------------------------------------------------------------------
 
-    def add(self, nbytes: int) -> int:
-        """Add to the counter, and return it."""
-        taken = self._call("INCRBY", self._names.taken, nbytes)
-        if not isinstance(taken, int):
-            raise Garbage("the counter of the store is no number")
-        return taken
+    def count(self, *, taken: int = 0, freed: int = 0) -> Count:
+        """Two counters that are changed, and read, in one step."""
+        commands = [("INCRBY", self._names.taken, taken), ("INCRBY", self._names.freed, freed)]
+        counters = self._client.at_once(self._calls.deadline, self._names.ledger, commands)
+        if not all(isinstance(counter, int) for counter in counters):
+            raise Garbage("the account of the store is no number")
+        return Count(*counters)
 
     @contextlib.contextmanager
     def evicting(self) -> Iterator[None]:
         """The lock goes by itself when its holder is killed. An eviction that takes longer is merely not alone."""
         name, token = self._names.evicting, secrets.token_hex(8)
-        expiry = str(int(1000 * self._deadline.left()) + 1)
+        expiry = str(int(1000 * self._calls.deadline.left()) + 1)
         while self._call("SET", name, token, "NX", "PX", expiry) is None:
-            time.sleep(min(_POLL, self._deadline.left()))
+            time.sleep(min(_POLL, self._calls.deadline.left()))
         try:
             yield
         finally:
@@ -86,39 +95,35 @@ class Ledger:
         """Remove a frame, then its entry. One that has expired is in the ledger all the same."""
         name, manifest = frame_in(entry)
         if manifest is not None and self._names.is_frame(name):  # else somebody else made the entry
-            remove_frame(self._client, self._deadline, name, manifest)
+            remove_frame(self._client, self._calls.deadline, name, manifest)
         return self.take_out(entry)
 
-    def _call(self, *words: bytes | str | int) -> object:
-        return self._client.call(self._deadline, self._names.ledger, *words)
+    def _call(self, *words: bytes | str | int) -> Any:
+        return self._client.call(self._calls.deadline, self._names.ledger, *words)
 
 
 class Account:
-    """The bytes that one call writes or deletes. Raises BackendError."""
+    """The bytes that this engine writes or deletes. Raises BackendError. Used between `until` and its end."""
 
     def __init__(self, ledger: Ledger, capacity: int):
         self._ledger = ledger
-        self._capacity = Nbytes(capacity)
         self._space = SharedSpace(ledger, capacity)
 
-    def take(self, entries: Sequence[bytes]) -> None:
-        """Enter frames that are about to be written. Raises StoreFull if there is no room; then none is entered."""
-        nbytes = sum(map(nbytes_in, entries))
-        if nbytes > self._capacity:
-            raise StoreFull(f"{Nbytes(nbytes)} at once, and the capacity is {self._capacity}", missing=nbytes)
-        try:
-            for entry in entries:
-                self._ledger.enter(entry)
-            self._space.take(nbytes)
-        except BaseException:
-            with contextlib.suppress(BackendError):
-                for entry in entries:
-                    self._ledger.take_out(entry)
-            raise
+    def until(self, deadline: Deadline) -> contextlib.AbstractContextManager[None]:
+        """What this thread does in the context ends by then."""
+        return self._ledger.until(deadline)
 
-    def keep(self, entry: bytes) -> bool:
-        """A frame was written, and is now the newest. False if it was evicted or replaced meanwhile."""
-        return self._ledger.renew(entry)
+    def take(self, entries: Sequence[bytes]) -> None:
+        """Count and enter frames that are about to be written. Raises StoreFull if there is no room for all."""
+        if entries:
+            self._space.take(sum(map(nbytes_in, entries)))
+            self._ledger.enter(entries)
+
+    def keep(self, entries: Sequence[bytes]) -> Sequence[bytes]:
+        """Frames were written, and are now the newest. Returns those that were evicted or replaced meanwhile."""
+        if not entries or self._ledger.renew(entries) == len(entries):
+            return []
+        return [entry for entry in entries if not self._ledger.renew([entry])]
 
     def give(self, entry: bytes) -> None:
         """A frame was not written, or was removed or replaced."""
@@ -160,5 +165,7 @@ def _value(client: Client, deadline: Deadline, name: bytes) -> object:
         return None
 
 
-def _now() -> str:
-    return f"{time.time():.6f}"
+def _timed(entries: Sequence[bytes]) -> list[bytes | str]:
+    """The entries with the time, as ZADD takes them."""
+    now = f"{time.time():.6f}"
+    return [word for entry in entries for word in (now, entry)]

@@ -11,7 +11,7 @@ from kvtier_core.types import ChunkKey, Namespace
 from kvtier_redis.account import Account, Ledger, entry_of
 from kvtier_redis.client import Client, Outcomes, unless_all_failed
 from kvtier_redis.deadline import Deadline
-from kvtier_redis.frame_io import Transfer, ask, receive
+from kvtier_redis.frame_io import Transfer, receive
 from kvtier_redis.link import Garbage, Link, ServerError, command
 from kvtier_redis.names import Manifest, Names, frame_name, get_all
 from kvtier_redis.settings import RedisSettings
@@ -29,12 +29,12 @@ class RedisBackend(Backend):
     def __init__(self, settings: RedisSettings, ctx: OpenContext):
         self._settings = settings
         self._timeout = ctx.timeout
-        self._capacity = ctx.capacity
         self._namespace = ctx.namespace
         self._names = Names(settings.prefix)
         self._home = self._names.home(ctx.namespace)
         self._expiry = Expiry.of(settings.ttl, ctx.timeout)
         self._client = Client(settings)
+        self._account = Account(Ledger(self._client, self._names), ctx.capacity) if ctx.capacity else None
         self._trouble = ""  # with which it was opened
         try:
             self._tell_namespace()
@@ -75,17 +75,9 @@ class RedisBackend(Backend):
         return unless_all_failed(self._client.serve(Deadline(self._timeout), keys, fetch))
 
     def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> Sequence[BackendError | None]:
-        deadline = Deadline(self._timeout)
         write = Write(self._home, keys, frames, self._settings.part, self._expiry)
-        account = self._account(deadline)
         try:
-            if account is not None:
-                account.take(write.entries)
-            outcomes = self._client.serve(deadline, keys, write.store)
-            if account is not None:
-                with contextlib.suppress(BackendError):  # the counter is off then, as if the engine had been killed
-                    write.settle(account, self._client, deadline, outcomes)
-            unless_all_failed(outcomes)
+            outcomes = unless_all_failed(self._write(keys, write, Deadline(self._timeout)))
         except BackendError as error:
             if isinstance(error, StoreFull) or (isinstance(error, ServerError) and error.code == "OOM"):
                 raise StoreFull(str(error), missing=sum(map(len, frames))) from error
@@ -97,18 +89,19 @@ class RedisBackend(Backend):
         names = [frame_name(self._home, key) for key in keys]
 
         def unlink(link: Link, numbers: Sequence[int], outcomes: Outcomes) -> None:
-            answers = ask(link, [command(b"GETDEL", names[number]) for number in numbers])
+            answers = link.ask([command(b"GETDEL", names[number]) for number in numbers])
             removed = {number: Manifest.decode(answer) for number, answer in zip(numbers, answers, strict=True)}
             there = {number: manifest for number, manifest in removed.items() if manifest is not None}
-            ask(link, [command(b"UNLINK", *there[number].part_names(names[number])) for number in there])
+            link.ask([command(b"UNLINK", *there[number].part_names(names[number])) for number in there])
             for number, answer in zip(numbers, answers, strict=True):
                 outcomes[number] = answer if isinstance(answer, ServerError) else there.get(number, True)
 
         outcomes = self._client.serve(deadline, keys, unlink)
-        if (account := self._account(deadline)) is not None:
-            for name, outcome in zip(names, outcomes, strict=True):
-                if isinstance(outcome, Manifest):
-                    account.give(entry_of(name, outcome))
+        if self._account is not None:
+            with self._account.until(deadline):
+                for name, outcome in zip(names, outcomes, strict=True):
+                    if isinstance(outcome, Manifest):
+                        self._account.give(entry_of(name, outcome))
         for outcome in outcomes:
             if isinstance(outcome, BackendError):
                 raise outcome
@@ -127,15 +120,20 @@ class RedisBackend(Backend):
     def close(self) -> None:
         self._client.close()
 
+    def _write(self, keys: Sequence[ChunkKey], write: Write, deadline: Deadline) -> Outcomes:
+        if self._account is None:
+            return self._client.serve(deadline, keys, write.store)
+        with self._account.until(deadline):
+            self._account.take(write.entries)
+            outcomes = self._client.serve(deadline, keys, write.store)
+            with contextlib.suppress(BackendError):  # the account is off then, as if the engine had been killed
+                write.settle(self._account, self._client, deadline, outcomes)
+        return outcomes
+
     def _tell_namespace(self) -> None:
         """Keep the facts of this namespace on the server, for engines of others."""
         names, digest = self._names.namespaces, self._namespace.digest.hex()
         self._client.call(Deadline(self._timeout), names, "HSETNX", names, digest, self._namespace.to_json())
-
-    def _account(self, deadline: Deadline) -> Account | None:
-        if not self._capacity:
-            return None
-        return Account(Ledger(self._client, self._names, deadline), self._capacity)
 
     def _values(self, link: Link, keys: Sequence[ChunkKey]) -> list[object]:
         """What is stored under the names of frames: should be manifests, may be anything. In one round trip."""
@@ -145,7 +143,7 @@ class RedisBackend(Backend):
             if isinstance(values, ServerError):
                 raise values
         else:
-            values = ask(link, [command(b"GET", frame_name(self._home, key)) for key in keys])
+            values = link.ask([command(b"GET", frame_name(self._home, key)) for key in keys])
             values = [None if getattr(value, "code", "") == "WRONGTYPE" else value for value in values]
         if not isinstance(values, list) or len(values) != len(keys):
             raise Garbage("the server answers something else than what was asked")

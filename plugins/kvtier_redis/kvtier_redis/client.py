@@ -9,7 +9,7 @@ from kvtier_core.errors import BackendError
 from kvtier_core.types import ChunkKey
 from kvtier_redis.connecting import Dialer, Links
 from kvtier_redis.deadline import Deadline
-from kvtier_redis.link import Link, ServerError
+from kvtier_redis.link import Garbage, Link, ServerError, command
 from kvtier_redis.servers import servers_of
 from kvtier_redis.settings import RedisSettings
 
@@ -33,18 +33,37 @@ class Client:
 
     def call(self, deadline: Deadline, name: bytes, *words: bytes | str | int) -> Any:
         """The answer to a command, of the server that has what is called ``name``. Raises ServerError, too."""
+        return self._at(deadline, name, [command(*words)])[0]
+
+    def at_once(self, deadline: Deadline, name: bytes, commands: Sequence[Sequence[bytes | str | int]]) -> list[Any]:
+        """The answers to several commands, between which the server carries out no others. Raises ServerError, too."""
+        wrapped = [command(b"MULTI"), *(command(*words) for words in commands), command(b"EXEC")]
+        answers = self._at(deadline, name, wrapped)[-1]
+        if not isinstance(answers, list) or len(answers) != len(commands):
+            raise Garbage("the server answers something else than what was asked")
+        for answer in answers:
+            if isinstance(answer, ServerError):
+                raise answer
+        return answers
+
+    def _at(self, deadline: Deadline, name: bytes, commands: Sequence[bytes]) -> list[Any]:
         try:
-            return self._call(deadline, name, words)
+            return self._try(deadline, name, commands)
         except ServerError as error:
             if not error.elsewhere:
                 raise
-        return self._call(deadline, name, words)
+        return self._try(deadline, name, commands)
 
-    def _call(self, deadline: Deadline, name: bytes, words: Sequence[bytes | str | int]) -> Any:
+    def _try(self, deadline: Deadline, name: bytes, commands: Sequence[bytes]) -> list[Any]:
+        """The answers, of which none is a ServerError: the first of those is raised."""
         address = self.servers.of(name, deadline)
         try:
             with self.links.borrow(address, deadline) as link:
-                return link.call(*words)
+                answers = link.ask(commands)
+                for answer in answers:
+                    if isinstance(answer, ServerError):
+                        raise answer
+                return answers
         except BackendError:
             self.servers.distrust()
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import attrs
 
@@ -72,12 +72,6 @@ def send(link: Link, transfers: Sequence[Transfer], expiry: Sequence[bytes]) -> 
         part.of.record(answer == b"OK", answer if isinstance(answer, ServerError) else None)
 
     _in_turns(_parts(transfers), request, take)
-
-
-def ask(link: Link, commands: Sequence[bytes]) -> list[Any]:
-    """The answers to several commands, some of them ServerErrors, in one round trip."""
-    link.send(b"".join(commands), answers=len(commands))
-    return [link.reply() for _ in commands]
 
 
 def _parts(transfers: Sequence[Transfer]) -> Iterator[_Part]:

@@ -80,6 +80,11 @@ class Link:
             raise answer
         return answer
 
+    def ask(self, commands: Sequence[bytes]) -> list[Any]:
+        """The answers to several commands, some of them ServerErrors, in one round trip."""
+        self.send(b"".join(commands), answers=len(commands))
+        return [self.reply() for _ in commands]
+
     def send(self, *buffers: bytes | memoryview, answers: int = 1) -> None:
         """Send what the buffers hold one after the other: commands with so many ``answers``."""
         self.waiting += answers

@@ -89,8 +89,13 @@ class Names:
 
     @property
     def taken(self) -> bytes:
-        """Where the bytes of all frames are counted, if there is a capacity."""
+        """Where the bytes that were ever taken for frames are counted, if there is a capacity."""
         return f"{self.prefix}:{{space}}:taken".encode()
+
+    @property
+    def freed(self) -> bytes:
+        """Where the bytes that are free again are counted."""
+        return f"{self.prefix}:{{space}}:freed".encode()
 
     @property
     def ledger(self) -> bytes:

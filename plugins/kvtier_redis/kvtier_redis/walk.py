@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import attrs
 
-from kvtier_core.errors import BackendError
+from kvtier_core.errors import BackendError, Gone
 from kvtier_core.interfaces import Stored
+from kvtier_core.transfer import shared_space
 from kvtier_redis.account import Ledger, entry_of, remove_frame
 from kvtier_redis.client import Client
 from kvtier_redis.deadline import Deadline
@@ -33,20 +34,19 @@ def everything(settings: RedisSettings) -> Iterator[Iterator[Stored]]:
 
 
 def recount(settings: RedisSettings) -> None:
-    """Make the ledger name the frames that are there, and the counter their bytes. Raises BackendError."""
+    """Make the ledger name the frames that are there, and the account their bytes. Raises BackendError."""
     client = Client(settings)
     try:
         walk = _Walk(client, Names(settings.prefix))
-        ledger = walk.ledger()
         before = time.time() - UNFINISHED
         there = {entry_of(found.frame, manifest) for found, manifest in walk.manifests() if manifest is not None}
-        entered = dict(ledger.oldest())
-        for entry in there - entered.keys():
-            walk.ledger().enter(entry)
-        for entry in set(walk.ledger().entered_before(before)) - there:
-            walk.ledger().take_out(entry)
-        counted = walk.ledger().add(0)
-        walk.ledger().add(sum(nbytes for _, nbytes in walk.ledger().oldest()) - counted)
+        with walk.ledger() as ledger:
+            missing = there - {entry for entry, _ in ledger.oldest()}
+            if missing:
+                ledger.enter(sorted(missing))
+            for entry in set(ledger.entered_before(before)) - there:
+                ledger.take_out(entry)
+            shared_space.recount(ledger)
     finally:
         client.close()
 
@@ -56,8 +56,11 @@ class _Walk:
     client: Client
     names: Names
 
-    def ledger(self) -> Ledger:
-        return Ledger(self.client, self.names, Deadline(_TIMEOUT))
+    @contextlib.contextmanager
+    def ledger(self) -> Iterator[Ledger]:
+        ledger = Ledger(self.client, self.names)
+        with ledger.until(Deadline(_TIMEOUT)):
+            yield ledger
 
     def call(self, name: bytes, *words: bytes | str | int) -> object:
         return self.client.call(Deadline(_TIMEOUT), name, *words)
@@ -139,7 +142,8 @@ class _Walk:
                 begin, stop = max(offset, first), min(end, last)
                 piece = self.range(part, begin - first, stop - first)
                 if len(piece) != stop - begin:
-                    raise BackendError(f"{name.decode()}: a part of it is gone")
+                    gone = self.manifest(name) != manifest
+                    raise (Gone if gone else BackendError)(f"{name.decode()}: a part of it is gone")
                 pieces.append(piece)
         return b"".join(pieces)
 
@@ -150,10 +154,13 @@ class _Walk:
         return piece
 
     def remove(self, name: bytes, manifest: Manifest) -> None:
-        """Unless it was replaced meanwhile."""
-        remove_frame(self.client, Deadline(_TIMEOUT), name, manifest)
-        if self.ledger().take_out(entry_of(name, manifest)):
-            self.ledger().add(-manifest.nbytes)
+        """Raises Gone if it was replaced or removed meanwhile."""
+        is_there = remove_frame(self.client, Deadline(_TIMEOUT), name, manifest)
+        with self.ledger() as ledger:
+            if ledger.take_out(entry_of(name, manifest)):
+                ledger.count(freed=manifest.nbytes)
+        if not is_there:
+            raise Gone(f"{name.decode()}: replaced or removed meanwhile")
 
     def unlink(self, name: bytes) -> None:
         self.call(name, "UNLINK", name)

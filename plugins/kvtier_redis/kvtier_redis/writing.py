@@ -10,7 +10,7 @@ from kvtier_core.errors import BackendError, StoreFull
 from kvtier_redis.account import Account, entry_of, remove_frame
 from kvtier_redis.client import Client, Outcomes
 from kvtier_redis.deadline import Deadline
-from kvtier_redis.frame_io import Transfer, ask, send
+from kvtier_redis.frame_io import Transfer, send
 from kvtier_redis.link import Link, ServerError, command
 from kvtier_redis.names import Manifest, frame_name
 
@@ -67,21 +67,26 @@ class Write:
 
     def settle(self, account: Account, client: Client, deadline: Deadline, outcomes: Outcomes) -> None:
         """Account for what has become of the frames. Raises BackendError."""
-        for number, (transfer, entry) in enumerate(zip(self._transfers, self.entries, strict=True)):
-            if outcomes[number] is True:
-                if (replaced := self._replaced[number]) is not None:
-                    account.give(entry_of(transfer.name, replaced))
-                if not account.keep(entry) and remove_frame(client, deadline, transfer.name, transfer.manifest):
-                    outcomes[number] = BackendError("evicted by another engine while it was written")
-            elif number not in self._uncertain:  # else it may be there, and stays in the ledger until it is the oldest
-                account.give(entry)
+        entries = self.entries
+        stored = [number for number, outcome in enumerate(outcomes) if outcome is True]
+        for number, entry in enumerate(entries):
+            if outcomes[number] is not True and number not in self._uncertain:
+                account.give(entry)  # one that may be there stays in the ledger until it is the oldest
+        for number in stored:
+            if (replaced := self._replaced[number]) is not None:
+                account.give(entry_of(self._transfers[number].name, replaced))
+        lost = set(account.keep([entries[number] for number in stored]))
+        for number in stored:
+            transfer = self._transfers[number]
+            if entries[number] in lost and remove_frame(client, deadline, transfer.name, transfer.manifest):
+                outcomes[number] = BackendError("evicted by another engine while it was written")
 
     def _publish(self, link: Link, transfers: Sequence[Transfer]) -> list[object]:
         """Replace the manifests; returns those before, or ServerErrors."""
-        answers = ask(link, [self._manifest(each, b"GET") for each in transfers])
+        answers = link.ask([self._manifest(each, b"GET") for each in transfers])
         for number, answer in enumerate(answers):
             if isinstance(answer, ServerError) and answer.code == "WRONGTYPE":  # what is there is not ours
-                (answers[number],) = ask(link, [self._manifest(transfers[number])])
+                (answers[number],) = link.ask([self._manifest(transfers[number])])
         return answers
 
     def _manifest(self, transfer: Transfer, *words: bytes) -> bytes:
@@ -95,7 +100,7 @@ class Write:
             manifest = self._replaced.get(number) if outcomes[number] is True else transfer.manifest
             if manifest is not None:
                 unlinks.append(command(b"UNLINK", *manifest.part_names(transfer.name)))
-        ask(link, unlinks)
+        link.ask(unlinks)
 
 
 def _error(error: ServerError | None, transfer: Transfer) -> BackendError | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from frames import frame, read, told
-from servers.redis import cluster, wait_until
+from servers.redis import wait_until
+from servers.redis_groups import cluster
 
 from kvtier_core.errors import BackendError
 from kvtier_core.testing.samples import make_frame, make_keys, make_namespace
@@ -67,7 +70,7 @@ def test_a_node_that_is_gone_fails_its_own_keys(nodes, tier, gone):
     if gone == "killed":
         nodes[1].kill()
     else:
-        nodes[1].process.send_signal(19)
+        nodes[1].process.send_signal(signal.SIGSTOP)
     served = [key not in on(1) for key in KEYS]
     assert tier.contains(KEYS) == served
     assert [outcome == "hit" for outcome in read(tier, *KEYS)] == served

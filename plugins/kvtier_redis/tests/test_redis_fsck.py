@@ -6,7 +6,7 @@ import time
 
 import pytest
 from frames import PART, frame, manifests, names, parts, write
-from servers.redis import cluster
+from servers.redis_groups import cluster
 
 from kvtier_core.cli import main
 from kvtier_core.testing.samples import make_frame, make_keys

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from pathlib import Path
 
 import pytest
-from servers.redis import cluster, one_server, tls_server
+from servers.redis import one_server, tls_server
+from servers.redis_groups import cluster
 
-from kvtier_core.testing import SharedBackendLaws
-from kvtier_core.testing.samples import make_context, make_keys, make_namespace
+from kvtier_core.testing import Proxy, SharedBackendLaws
+from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_namespace
 from kvtier_core.types import EnvSecret, Nbytes
 from kvtier_redis.config import RedisConfig
 from kvtier_redis.names import Names, frame_name
 from kvtier_redis.servers import slot_of
 
+README = Path(__file__).parents[1] / "README.md"
 PART = Nbytes(8192)  # so that the frames of the laws have several parts
-COMMANDS = "+mget +get +set +getdel +unlink +hsetnx +hgetall +incrby +zadd +zrem +zrange +select"
+PASSWORD = "a b\n€"
+#: Those that an engine needs without a capacity, those that it needs with one, and those of `kvtier fsck`.
+LINES = [line.split() for line in README.read_text().splitlines() if line.startswith("    +")]
+PERMISSIONS = [permission for line in LINES for permission in line]
 
 
 class RedisLaws(SharedBackendLaws):
     persistent = True
+    bounded = True
     excused = {  # noqa: RUF012
         law: "scan() names nothing: of a shared store a tier asks for keys"
         for law in ("test_scan_finds_what_survived", "test_a_killed_writer_leaves_no_torn_frame")
@@ -28,6 +36,18 @@ class RedisLaws(SharedBackendLaws):
 
     def config(self, folder):
         return RedisConfig(prefix=f"kv:{folder.name}", part=PART, **self.settings)
+
+    @contextlib.contextmanager
+    def stalled_store(self, folder):
+        with contextlib.ExitStack() as stack:
+            for server in self.servers:
+                stack.enter_context(server.stopped())
+            yield True
+
+    def listings(self, folder):
+        """SCAN and KEYS, and reads of the ledger, that the servers have been asked for."""
+        stats = "".join(server.ask("INFO", "commandstats") for server in self.servers)
+        return sum(int(calls) for calls in re.findall(r"cmdstat_(?:scan|keys|zrange|zrangebyscore):calls=(\d+)", stats))
 
     def spoil(self, folder, key):
         """Somebody else keeps a list under the name of the frame."""
@@ -51,22 +71,38 @@ class TestUnixSocket(RedisLaws):
 
 
 class TestTcp(RedisLaws):
-    """With the permissions that the README names."""
+    """With the permissions that the README names, over a network that can be made slow, and be cut."""
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
     def server(cls, tmp_path_factory):
-        with one_server(tmp_path_factory.mktemp("tcp"), tcp=True) as server, pytest.MonkeyPatch.context() as patch:
-            patch.setenv("KVTIER_TEST_PASSWORD", "a b\n€")
-            server.ask("ACL", "SETUSER", "engine", "on", ">a b\n€", "~kv:*", "resetchannels", *COMMANDS.split())
+        with (
+            one_server(tmp_path_factory.mktemp("tcp"), tcp=True) as server,
+            Proxy(("127.0.0.1", server.port)) as proxy,
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            patch.setenv("KVTIER_TEST_PASSWORD", PASSWORD)
+            server.ask("ACL", "SETUSER", "engine", "on", f">{PASSWORD}", "~kv:*", "resetchannels", *PERMISSIONS)
             server.ask("ACL", "SETUSER", "default", "~none")
+            cls.servers, cls.proxy = [server], proxy
             secret = EnvSecret("KVTIER_TEST_PASSWORD")
-            cls.servers = [server]
-            cls.settings = {"url": f"{server.url}/3", "username": "engine", "password": secret}
+            cls.settings = {"url": f"redis://127.0.0.1:{proxy.port}/3", "username": "engine", "password": secret}
             yield
 
     def spoil(self, folder, key):
         return False
+
+    @contextlib.contextmanager
+    def stalled_store(self, folder):
+        self.proxy.limit(100_000)
+        yield True
+        self.proxy.heal()
+
+    @contextlib.contextmanager
+    def interrupted(self, folder):
+        self.proxy.drop()
+        yield True
+        self.proxy.heal()
 
 
 class TestTls(RedisLaws):
@@ -105,3 +141,20 @@ def test_the_keys_of_the_law_about_slow_reads_are_on_two_nodes():
     """Else the law is skipped."""
     home = Names("kv").home(make_context().namespace)
     assert len({slot_of(frame_name(home, key)) * 3 // 16384 for key in make_keys(2)}) == 2
+
+
+@pytest.mark.parametrize(("capacity", "lines"), [(0, LINES[:1]), (1 << 20, LINES[:2])])
+def test_an_engine_needs_no_more_permissions_than_the_readme_says(tmp_path, monkeypatch, capacity, lines):
+    monkeypatch.setenv("KVTIER_TEST_PASSWORD", PASSWORD)
+    with one_server(tmp_path / "server") as server:
+        permissions = [permission for line in lines for permission in line]
+        server.ask("ACL", "SETUSER", "engine", "on", f">{PASSWORD}", "~kvtier:*", "resetchannels", *permissions)
+        config = RedisConfig(url=server.url, username="engine", password=EnvSecret("KVTIER_TEST_PASSWORD"))
+        tier, keys = config.open(make_context(capacity=capacity)), make_keys(30)
+        for key in keys:
+            assert tier.write([key], [make_frame(key)]) == [None]
+        assert any(tier.contains(keys))
+        assert any(tier.read(keys, [memoryview(bytearray(len(make_frame(keys[0])))) for _ in keys]))
+        tier.delete(keys)
+        assert list(tier.namespaces()) == []
+        tier.close()

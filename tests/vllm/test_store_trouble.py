@@ -1,0 +1,176 @@
+"""A store in every kind of trouble: real vLLM serves on with right answers, and is warm again after."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+from conftest import Engine, cpu, prompt
+from servers.redis import one_server
+from servers.redis_groups import cluster
+from test_serving import NOISE
+
+from kvtier_core.testing import Proxy
+
+HITS = 384
+LONG = 30.0  # seconds after which a test that waits is wrong
+KNOWN = prompt(170, 400)
+FRESH = [prompt(seed, 400) for seed in range(171, 174)]
+LOAD_WAIT = 2.0
+
+
+def admit(server):
+    """The user of the engine may do anything."""
+    server.ask("ACL", "SETUSER", "engine", "reset", "on", ">secret", "~*", "+@all")
+
+
+@contextlib.contextmanager
+def killed(server, proxy):
+    server.kill()
+    yield
+    server.start()
+    admit(server)
+
+
+@contextlib.contextmanager
+def stopped(server, proxy):
+    with server.stopped():
+        yield
+
+
+@contextlib.contextmanager
+def slow(server, proxy, seconds):
+    proxy.delay(seconds)
+    yield
+    proxy.heal()
+
+
+@contextlib.contextmanager
+def dropped(server, proxy):
+    proxy.drop()
+    yield
+    proxy.heal()
+
+
+@contextlib.contextmanager
+def garbled(server, proxy):
+    proxy.garble()
+    yield
+    proxy.heal()
+
+
+@contextlib.contextmanager
+def out_of_memory(server, proxy):
+    used = server.ask("INFO", "memory").split("used_memory:")[1].split("\r")[0]
+    server.ask("CONFIG", "SET", "maxmemory", used)
+    yield
+    server.ask("CONFIG", "SET", "maxmemory", 0)
+
+
+@contextlib.contextmanager
+def rejecting(server, proxy):
+    """The user of the engine may do nothing any more."""
+    server.ask("ACL", "SETUSER", "engine", "reset", "on", ">another")
+    proxy.drop()
+    proxy.heal()
+    yield
+    admit(server)
+    proxy.drop()
+    proxy.heal()
+
+
+TROUBLES = {
+    "killed": killed,
+    "stopped": stopped,
+    "50 ms away": lambda server, proxy: slow(server, proxy, 0.05),
+    "5 s away": lambda server, proxy: slow(server, proxy, 5.0),
+    "connections dropped": dropped,
+    "answers garbage": garbled,
+    "out of memory": out_of_memory,
+    "rejects credentials": rejecting,
+}
+
+
+@pytest.fixture(scope="module")
+def truth(model):
+    """What vLLM says without kvtier."""
+    plain = Engine(model, None)
+    answers = [plain.ask(asked)[0] for asked in (KNOWN, *FRESH)]
+    plain.close()
+    return answers
+
+
+@pytest.fixture
+def network(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVTIER_TEST_PASSWORD", "secret")
+    with one_server(tmp_path / "server", tcp=True) as server, Proxy(("127.0.0.1", server.port)) as proxy:
+        admit(server)
+        yield server, proxy
+
+
+def stack(url, **settings):
+    """Memory for one prompt, and a store far away."""
+    made = cpu("1560KiB", load_wait=f"{LOAD_WAIT}s")
+    user = {"username": "engine", "password": "env:KVTIER_TEST_PASSWORD"}
+    made["tiers"].append({"type": "redis", "url": url, "timeout": "1s", **user, **settings})
+    return made
+
+
+def answers_right(served, truth):
+    """Every prompt, one after the other."""
+    for asked, right in zip((KNOWN, *FRESH), truth, strict=True):
+        (answer,) = served.ask(asked)
+        assert answer.differs(right) < NOISE
+
+
+def becomes_warm(served, said):
+    """KNOWN comes from the store again. How soon depends on breakers: they rest a second or two, or four."""
+    deadline = time.monotonic() + LONG
+    while True:
+        served.ask(KNOWN)
+        served.ask(FRESH[0])  # which takes its place in memory
+        served.settle()
+        said()
+        served.ask(KNOWN)
+        if any(f"hit {HITS} of 400 tokens: redis {HITS}" in line for line in said()):
+            return
+        assert time.monotonic() < deadline, "it does not become warm again"
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("trouble", TROUBLES.values(), ids=TROUBLES)
+def test_a_store_in_trouble(engine, network, truth, said, trouble):
+    server, proxy = network
+    with engine(stack(f"redis://127.0.0.1:{proxy.port}")) as served:
+        answers_right(served, truth)
+        becomes_warm(served, said)
+        with trouble(server, proxy):
+            for _ in range(2):
+                answers_right(served, truth)
+            assert all(waited <= LOAD_WAIT + 1.0 for waited in waits(said())), (
+                "a step of the engine may come late, but no request waits for the store longer than it may"
+            )
+        becomes_warm(served, said)
+        answers_right(served, truth)
+        served.assert_at_rest()
+
+
+def waits(lines):
+    """Seconds that requests waited, as the log has them."""
+    return [float(line.partition("waited ")[2].split()[0]) for line in lines if "; waited " in line]
+
+
+def test_a_node_of_a_cluster_fails_over(engine, tmp_path, truth, said):
+    with cluster(tmp_path / "cluster", nodes=3, replicas=1) as nodes:
+        made = stack(nodes[1].url, mode="cluster")
+        for key in ("username", "password"):
+            del made["tiers"][1][key]
+        with engine(made) as served:
+            answers_right(served, truth)
+            becomes_warm(served, said)
+            nodes[0].kill()  # its replica takes over
+            for _ in range(3):
+                answers_right(served, truth)
+            becomes_warm(served, said)
+            served.assert_at_rest()
