@@ -104,7 +104,7 @@ def test_no_requirement_names_an_engine(built, name):
         ("kvtier_cpu", set()),
         ("kvtier_disk", set()),
         ("kvtier_redis", {"hiredis"}),
-        ("kvtier_s3", {"botocore"}),
+        ("kvtier_s3", {"boto3", "obstore"}),
         ("kvtier_minimal", set()),
     ],
 )

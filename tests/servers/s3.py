@@ -35,7 +35,7 @@ ENVIRONMENT = {
 
 
 #: What a test asks of the process itself.
-_FAULTS, _LISTINGS = "/-/faults", "/-/listings"
+_FAULTS, _LISTINGS, _ASKED = "/-/faults", "/-/listings", "/-/asked"
 
 
 class S3Server:
@@ -79,6 +79,14 @@ class S3Server:
     def listings(self) -> int:
         """How often anybody has listed what is there."""
         return int(self._request("GET", _LISTINGS))
+
+    def unfinished_uploads(self) -> int:
+        """How many uploads in parts were begun and neither ended nor given up."""
+        return self._request("GET", f"/{BUCKET}?uploads").count(b"<UploadId>")
+
+    def asked(self) -> list[str]:
+        """Each request since the last time: its method, conditions and first field of the query: ``PUT if-match``."""
+        return json.loads(self._request("GET", _ASKED))
 
     def _request(self, method: str, path: str, fields: object = None) -> bytes:
         body = None if fields is None else json.dumps(fields).encode()
@@ -141,6 +149,7 @@ class _Watched:
         self._lock = threading.Lock()
         self._fault: dict = {}
         self._listings = 0
+        self._asked: list[str] = []
 
     def __call__(self, environ: dict, start_response: Callable) -> list[bytes]:
         if environ["PATH_INFO"] == _FAULTS:
@@ -148,6 +157,10 @@ class _Watched:
             return _say(start_response, b"")
         if environ["PATH_INFO"] == _LISTINGS:
             return _say(start_response, b"%d" % self._listings)
+        if environ["PATH_INFO"] == _ASKED:
+            asked, self._asked = self._asked, []
+            return _say(start_response, json.dumps(asked).encode())
+        self._asked.append(_outline(environ))
         self._listings += "list-type=" in environ["QUERY_STRING"]
         answer = self._failure(environ, start_response)
         if answer is not None:
@@ -168,6 +181,13 @@ class _Watched:
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         body = f"<Error><Code>{fault['code']}</Code><Message>of {ENVIRONMENT['AWS_ACCESS_KEY_ID']}</Message></Error>"
         return _say(start_response, b"" if environ["REQUEST_METHOD"] == "HEAD" else body.encode(), fault["status"])
+
+
+def _outline(environ: dict) -> str:
+    conditions = [
+        f"if-{how}" for how in ("match", "none-match") if f"HTTP_IF_{how.upper().replace('-', '_')}" in environ
+    ]
+    return " ".join([environ["REQUEST_METHOD"], *conditions, *environ["QUERY_STRING"].split("=")[:1]]).strip()
 
 
 def _say(start_response: Callable, body: bytes, status: int = 200) -> list[bytes]:

@@ -1,64 +1,62 @@
-"""Who asks, and where the store is: what boto3 would find in the environment, the profile and the role."""
+"""Who asks, and where the store is: what boto3 finds in the environment, the profile and the role."""
 
 from __future__ import annotations
 
 import ipaddress
-import ssl
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import attrs
-from botocore.config import Config
+import boto3
 from botocore.exceptions import BotoCoreError
-from botocore.session import Session
+from obstore.auth.boto3 import Boto3CredentialProvider
 
 from kvtier_core.errors import BackendError
-from kvtier_s3.http import Endpoint
-from kvtier_s3.signing import Credentials
 
 _REGION = "us-east-1"
+#: Credentials that boto3 returns are good for ten minutes at least; it refreshes them in time if it is asked.
+_ASK_AGAIN = timedelta(minutes=5)
 
 
 @attrs.frozen
 class Account:
-    """What botocore found. Not shown: it holds the credentials."""
+    """What boto3 found. Not shown: it holds the credentials."""
 
-    endpoint: Endpoint
+    url: str  #: ``https://HOST:PORT``
     region: str
     of_aws: bool  #: no other endpoint was named, here or in the environment
-    _source: Any = attrs.field(repr=False)  #: botocore's credentials, which refresh themselves
+    credentials: Boto3CredentialProvider = attrs.field(repr=False)
+    ca: Path | None  #: certificates to trust, besides the system's
 
     @classmethod
     def find(cls, *, profile: str | None, region: str | None, endpoint: str | None, ca: Path | None) -> Account:
         """Raises BackendError if there are no credentials, or if what is configured cannot be used."""
         try:
-            session = Session(profile=profile)
-            credentials = session.get_credentials()
-            region = region or session.get_config_variable("region") or _REGION
-            client = session.create_client("s3", region_name=region, config=Config(signature_version="s3v4"))
-            url, host = endpoint or client.meta.endpoint_url, client.meta.endpoint_url
+            session = boto3.Session(profile_name=profile)
+            region = region or session.region_name or _REGION
+            client = session.client("s3", region_name=region, endpoint_url=endpoint)
+            url = client.meta.endpoint_url
             client.close()
-            bundle = ca or session.get_config_variable("ca_bundle")
+            bundle = ca or session._session.get_config_variable("ca_bundle")
+            if session.get_credentials() is None:
+                raise BackendError(
+                    "no credentials were found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a role"
+                )
+            credentials = Boto3CredentialProvider(session, ttl=_ASK_AGAIN)
         except (BotoCoreError, ValueError) as error:
             raise BackendError(f"the AWS configuration cannot be used: {type(error).__name__}") from None
-        if credentials is None:
-            raise BackendError(
-                "no credentials were found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a role"
-            )
-        return cls(_endpoint(url, bundle), region, endpoint is None and ".amazonaws.com" in host, credentials)
-
-    def credentials(self) -> Credentials:
-        """The current ones; botocore refreshes them here. Raises BackendError."""
-        try:
-            return self._source.get_frozen_credentials()
-        except BotoCoreError as error:
-            raise BackendError(f"the credentials cannot be refreshed: {type(error).__name__}") from None
+        return cls(_plain(url), region, ".amazonaws.com" in url, credentials, bundle and Path(bundle))
 
     @property
     def protects_bytes(self) -> bool:
         """Does TLS protect what is sent, or does it not leave this machine?"""
-        return self.endpoint.tls is not None or _is_this_machine(self.endpoint.host)
+        return self.url.startswith("https:") or _is_this_machine(urlsplit(self.url).hostname)
+
+    def url_of(self, bucket: str) -> str:
+        """Where the bucket is, if it is named in the host."""
+        scheme, _, host = self.url.partition("://")
+        return f"{scheme}://{bucket}.{host}"
 
 
 def _is_this_machine(host: str) -> bool:
@@ -68,13 +66,8 @@ def _is_this_machine(host: str) -> bool:
         return False
 
 
-def _endpoint(url: str, ca: Path | str | None) -> Endpoint:
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-        tls = ssl.create_default_context(cafile=None if ca is None else str(ca)) if parts.scheme == "https" else None
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        raise BackendError(f"{ca or url}: {getattr(error, 'strerror', None) or error}") from None
-    if not parts.hostname or parts.path.strip("/") or parts.scheme not in ("http", "https"):
+def _plain(url: str) -> str:
+    parts = urlsplit(url)
+    if not parts.hostname or parts.path.strip("/") or parts.username or parts.scheme not in ("http", "https"):
         raise BackendError("the endpoint is not https://HOST:PORT")
-    return Endpoint(parts.hostname, port or (443 if tls else 80), tls)
+    return f"{parts.scheme}://{parts.netloc}"

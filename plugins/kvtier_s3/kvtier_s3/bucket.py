@@ -1,32 +1,22 @@
-"""A bucket: what can be asked of it, and what its answers mean."""
+"""A bucket, and what can be asked of it."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from urllib.parse import quote, unquote, urlencode
-from xml.etree import ElementTree
-from xml.sax.saxutils import escape
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from datetime import datetime
 
 import attrs
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import S3Store
 
 from kvtier_core.errors import BackendError
-from kvtier_s3.client import Client
-from kvtier_s3.errors import StoreDown, code_of, error_of
-from kvtier_s3.http import Request, Response
+from kvtier_s3.calls import Calls
+from kvtier_s3.errors import Absent, error_of
 
-_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
-#: Listings under way at a time; a page of one is up to half a megabyte.
-_LISTED_AT_ONCE = 16
-
-
-@attrs.frozen
-class Span:
-    """A part of an object, and how long the object is."""
-
-    begin: int
-    nbytes: int
-    total: int
+_DIGITS = "0123456789abcdef"
+_PAGE = 1000  # names in one answer, of a listing
 
 
 @attrs.frozen
@@ -35,34 +25,58 @@ class Listed:
 
     name: str
     nbytes: int
-    modified: str  #: when, in UTC, so that later is greater
+    modified: datetime
     etag: str
 
 
 @attrs.frozen
+class Found:
+    """An object, or a part of it, as it was read."""
+
+    nbytes: int  #: of the whole object
+    etag: str
+    body: memoryview  #: empty if the object has more bytes than there was room for
+    meta: Mapping[str, str]
+
+
+@attrs.frozen
 class Bucket:
-    """Makes requests and reads answers. May be used on several threads."""
+    """Asks a store. Coroutines run in `Calls.at_once`; other methods may be called on any thread.
+
+    All raise BackendError: Absent where there is no such object, Conflict where a condition does not hold.
+    """
 
     name: str
-    client: Client
-    base: str  #: of paths: empty if the bucket is named in the host
-    on_write: Mapping[str, str] = attrs.field(factory=dict)  #: headers that ask the store to encrypt
+    calls: Calls
+    _store: S3Store = attrs.field(repr=False)
 
     @property
     def where(self) -> str:
         """For people."""
         return f"s3://{self.name}"
 
-    # -- requests ----------------------------------------------------------------------------------
+    async def head(self, name: str) -> Found:
+        """Look at an object."""
+        async with self._asking():
+            found = await obstore.get_async(self._store, name, options={"head": True})
+        return Found(found.meta["size"], found.meta["e_tag"] or "", memoryview(b""), found.attributes)
 
-    def get(
-        self, name: str, into: memoryview | None = None, *, begin: int = 0, nbytes: int | None = None, etag: str = ""
-    ) -> Request:
-        """Read an object, or ``nbytes`` of it from ``begin`` on; only if it is still the version with this ETag."""
-        headers = {"range": f"bytes={begin}-{begin + nbytes - 1}"} if nbytes is not None else {}
-        return Request("GET", self._path(name), headers=headers | ({"if-match": etag} if etag else {}), into=into)
+    async def get(self, name: str, room: int, *, begin: int = 0, nbytes: int | None = None, etag: str = "") -> Found:
+        """Read an object, or ``nbytes`` of it from ``begin`` on; only if it is still the version with this ETag.
 
-    def put(
+        Of an object with more than ``room`` bytes nothing is read.
+        """
+        options = {"range": (begin, begin + nbytes)} if nbytes is not None else {}
+        options |= {"if_match": etag} if etag else {}
+        async with self._asking():
+            found = await obstore.get_async(self._store, name, options=options)
+            total, (first, end) = found.meta["size"], found.range
+            body = memoryview(await found.bytes_async() if total <= room else b"")
+        if total <= room and (first != begin or len(body) != end - begin):
+            raise BackendError(f"{self.where}/{name}: the store does not return what it was asked for")
+        return Found(total, found.meta["e_tag"] or "", body, found.attributes)
+
+    async def put(
         self,
         name: str,
         body: bytes | memoryview,
@@ -70,152 +84,72 @@ class Bucket:
         new: bool = False,
         etag: str = "",
         meta: Mapping[str, str] | None = None,
-    ) -> Request:
-        """Write an object in one request: ``new`` only where there is none, ``etag`` only in place of that version."""
-        condition = {"if-none-match": "*"} if new else {"if-match": etag} if etag else {}
-        return Request("PUT", self._path(name), headers={**self.on_write, **condition, **(meta or {})}, body=body)
+    ) -> str:
+        """Write an object in one request: ``new`` only where there is none, ``etag`` only in place of that version.
 
-    def head(self, name: str = "") -> Request:
-        """Look at an object, or at the bucket."""
-        return Request("HEAD", self._path(name))
+        Returns the ETag of what was written.
+        """
+        mode = "create" if new else {"e_tag": etag} if etag else "overwrite"
+        return await self._put(name, body, mode=mode, attributes=meta, use_multipart=False)
 
-    def delete(self, name: str) -> Request:
-        return Request("DELETE", self._path(name))
+    async def upload(self, name: str, body: memoryview, *, part: int, width: int, meta: Mapping[str, str]) -> str:
+        """Write an object in parts of this length, ``width`` at a time. Returns the ETag of what was written."""
+        return await self._put(name, body, attributes=meta, use_multipart=True, chunk_size=part, max_concurrency=width)
 
-    def begin_upload(self, name: str, meta: Mapping[str, str]) -> Request:
-        """Begin to write an object in parts."""
-        return Request("POST", self._path(name), "uploads=", headers={**self.on_write, **meta})
+    async def delete(self, name: str) -> None:
+        """Remove an object, if it is there."""
+        async with self._asking():
+            await obstore.delete_async(self._store, name)
 
-    def upload(self, name: str, upload: str, part: int, body: memoryview) -> Request:
-        """Write a part, numbered from 1."""
-        return Request("PUT", self._path(name), _query(partNumber=str(part), uploadId=upload), body=body)
-
-    def end_upload(self, name: str, upload: str, etags: Sequence[str]) -> Request:
-        """Make an object of the parts with these ETags."""
-        parts = "".join(
-            f"<Part><PartNumber>{part}</PartNumber><ETag>{escape(etag)}</ETag></Part>"
-            for part, etag in enumerate(etags, 1)
-        )
-        body = f"<CompleteMultipartUpload>{parts}</CompleteMultipartUpload>".encode()
-        return Request("POST", self._path(name), _query(uploadId=upload), body=body)
-
-    def abort_upload(self, name: str, upload: str) -> Request:
-        return Request("DELETE", self._path(name), _query(uploadId=upload))
-
-    # -- answers -----------------------------------------------------------------------------------
-
-    def exchange(self, requests: Sequence[Request]) -> list[Response | StoreDown]:
-        """As `Client.exchange`."""
-        return self.client.exchange(requests)
-
-    def ask(self, request: Request) -> Response:
-        """The response to one request. Raises BackendError if there is none."""
-        (answer,) = self.exchange([request])
-        if isinstance(answer, StoreDown):
-            raise answer
-        return answer
-
-    def failure(self, answer: Response | StoreDown, nbytes: int = 0) -> BackendError | None:
-        """Why the request did not succeed; None if it did. ``nbytes`` were to be written."""
-        if isinstance(answer, StoreDown):
-            return answer
-        return None if answer.status in (200, 204, 206) else error_of(answer, self.where, nbytes)
-
-    def must(self, request: Request) -> Response:
-        """The response to one request that succeeds. Raises BackendError, Conflict if a condition does not hold."""
-        response = self.ask(request)
-        failure = self.failure(response)
-        if failure is not None:
-            raise failure
-        return response
-
-    def fetch(self, name: str) -> Response | None:
-        """A small object with its ETag; None if there is none. Raises BackendError."""
-        response = self.ask(self.get(name))
-        if absent(response):
+    def fetch(self, name: str, room: int) -> Found | None:
+        """A small object; None if there is none."""
+        try:
+            return self.calls.one(self.get, name, room)
+        except Absent:
             return None
-        failure = self.failure(response)
-        if failure is not None:
-            raise failure
-        return response
 
-    def list(self, prefixes: Iterable[str]) -> Iterator[Listed]:
-        """All objects whose names begin with one of the prefixes, in no order. Raises BackendError."""
-        pages = [(prefix, "") for prefix in prefixes]
-        while pages:
-            now, pages = pages[:_LISTED_AT_ONCE], pages[_LISTED_AT_ONCE:]
-            answers = self.exchange([self._page(prefix, after) for prefix, after in now])
-            for (prefix, _), answer in zip(now, answers, strict=True):
-                page = self._read_page(answer)
-                yield from _objects(page)
-                if after := _next(page):
-                    pages.append((prefix, after))
+    def list(self, folder: str) -> list[Listed]:
+        """All objects in a folder and below, in no order. Pages are asked for side by side, by the first hex digit."""
+        ends = [f"{folder}/{digit}" for digit in _DIGITS[1:]]
+        answers = self.calls.at_once(self._list, [folder] * len(_DIGITS), [f"{folder}/", *ends], [*ends, f"{folder}0"])
+        for answer in answers:
+            if isinstance(answer, BackendError):
+                raise answer
+        return [each for answer in answers for each in answer]
 
     def folders(self, prefix: str) -> list[str]:
-        """The names between ``prefix`` and the next slash. Raises BackendError."""
-        page = self._read_page(self.ask(self._page(prefix, "", delimiter="/")))
-        names = [_text(each, "Prefix") for each in page.iterfind("{*}CommonPrefixes")]
-        while after := _next(page):
-            page = self._read_page(self.ask(self._page(prefix, after, delimiter="/")))
-            names += [_text(each, "Prefix") for each in page.iterfind("{*}CommonPrefixes")]
-        return [unquote(name).removeprefix(prefix).rstrip("/") for name in names]
+        """The names of the folders in this one."""
+        return self.calls.one(self._folders, prefix)
 
-    def _page(self, prefix: str, after: str, **more: str) -> Request:
-        more |= {"continuation-token": after} if after else {}
-        query = _query(**{"list-type": "2", "encoding-type": "url", "prefix": prefix}, **more)
-        return Request("GET", self._path(""), query)
+    async def _folders(self, prefix: str) -> list[str]:
+        async with self._asking():
+            found = await obstore.list_with_delimiter_async(self._store, prefix)
+        return [name.removeprefix(f"{prefix}/") for name in found["common_prefixes"]]
 
-    def _read_page(self, answer: Response | StoreDown) -> ElementTree.Element:
-        failure = self.failure(answer)
+    async def _list(self, folder: str, after: str, last: str) -> list[Listed]:
+        listed: list[Listed] = []
+        async with self._asking():
+            async for page in obstore.list(self._store, folder, offset=after, chunk_size=_PAGE):
+                for each in page:
+                    if each["path"] > last:
+                        return listed
+                    listed.append(Listed(each["path"], each["size"], each["last_modified"], each["e_tag"] or ""))
+        return listed
+
+    async def _put(self, name: str, body: bytes | memoryview, **how: object) -> str:
+        async with self._asking(len(body)):
+            # A copy, because a request that is given up may be sent from it for a moment longer.
+            put = await obstore.put_async(self._store, name, bytes(body), **how)
+        return put["e_tag"] or ""
+
+    @contextlib.asynccontextmanager
+    async def _asking(self, nbytes: int = 0) -> AsyncIterator[None]:
+        """Waits for the turn of a request; what obstore raises is raised as this plugin's. ``nbytes`` are written."""
+        failure = None
+        async with self.calls.gate:
+            try:
+                yield
+            except (BaseError, FileNotFoundError) as error:
+                failure = error_of(error, self.where, nbytes)
         if failure is not None:
-            raise failure
-        try:
-            return ElementTree.fromstring(answer.body)
-        except ElementTree.ParseError:
-            raise StoreDown(f"{self.where}: a listing that cannot be read") from None
-
-    def _path(self, name: str) -> str:
-        return f"{self.base}/{quote(name, safe='/-_.~')}"
-
-
-def absent(response: Response) -> bool:
-    """Does it say that there is no such object, in a bucket that is there?"""
-    return response.status == 404 and code_of(response) != "NoSuchBucket"
-
-
-def span_of(response: Response) -> Span | None:
-    """What a ranged read returned; None if the response does not say."""
-    found = _RANGE.fullmatch(response.headers.get("content-range", ""))
-    if response.status != 206 or found is None:
-        return None
-    begin, last, total = map(int, found.groups())
-    return Span(begin, last - begin + 1, total)
-
-
-def xml_text(response: Response, tag: str) -> str:
-    """The text of an element of the response's body; empty if there is none."""
-    try:
-        return _text(ElementTree.fromstring(response.body), tag)
-    except ElementTree.ParseError:
-        return ""
-
-
-def _objects(page: ElementTree.Element) -> Iterator[Listed]:
-    for each in page.iterfind("{*}Contents"):
-        name, size = unquote(_text(each, "Key")), _text(each, "Size")
-        if name and size.isdecimal():
-            yield Listed(name, int(size), _text(each, "LastModified"), _text(each, "ETag"))
-
-
-def _next(page: ElementTree.Element) -> str:
-    """Where the next page begins; empty after the last one."""
-    return _text(page, "NextContinuationToken") if _text(page, "IsTruncated") == "true" else ""
-
-
-def _text(element: ElementTree.Element, tag: str) -> str:
-    return element.findtext(f"{{*}}{tag}") or ""
-
-
-def _query(**fields: str) -> str:
-    """Quoted and sorted as signatures need it."""
-    return urlencode(sorted(fields.items()), quote_via=quote, safe="-_.~")
+            raise failure  # here, so that it has no context: that may quote what signs a request

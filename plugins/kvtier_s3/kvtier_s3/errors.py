@@ -1,23 +1,40 @@
-"""What the store's refusals mean. Of its words only the code is repeated: the others may quote what signs a request."""
+"""What obstore's errors mean. Of their words only the code is repeated: others may quote what signs a request."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 
+from obstore.exceptions import InvalidPathError, UnauthenticatedError
+
 from kvtier_core.errors import BackendError, StoreFull
-from kvtier_s3.http import Response
+
+
+class Absent(BackendError):
+    """There is no such object, or nothing in it."""
+
+
+class Conflict(BackendError):
+    """A condition of the request does not hold."""
+
+
+class NoConditions(BackendError):
+    """The store knows no conditional writes."""
 
 
 class StoreDown(BackendError):
     """Not about one key: whatever else were asked of the store would fail alike."""
 
 
-class Untrusted(StoreDown):
-    """The store's certificate is not to be trusted. That does not pass."""
+class Unanswered(StoreDown):
+    """The store does not answer, or says that it cannot work now. That may pass."""
 
 
-_CODE = re.compile(rb"<Code>\s*([A-Za-z0-9.]{1,64})\s*</Code>")
+_STATUS = re.compile(r"status code: (\d{3})\b")
+_CODE = re.compile(r"<Code>\s*([A-Za-z0-9.]{1,64})\s*</Code>")
+_CERTIFICATE = re.compile(r"invalid peer certificate|InvalidCertificate")
+#: What happened to a connection: the system's words, or else obstore's.
+_BROKEN = (re.compile(r'message: "([A-Z][a-z ]{1,40})"'), re.compile(r"HttpError \{\s*kind: ([A-Za-z]+)"))
 _FULL = {"QuotaExceeded", "InsufficientStorage", "InsufficientCapacity", "XMinioStorageFull", "EntityQuotaExceeded"}
 _SLOW_DOWN = {"SlowDown", "SlowDownRead", "SlowDownWrite", "RequestLimitExceeded", "Throttling", "TooManyRequests"}
 _REASONS = {
@@ -33,30 +50,43 @@ _REASONS = {
 }
 #: Where a response has no body to say more.
 _OF_STATUS = {301: "PermanentRedirect", 403: "AccessDenied"}
-_OF_ONE_KEY = {404, 405, 409, 412, 416}
+_OF_ONE_KEY = {
+    404: Absent, 405: BackendError, 409: Conflict, 412: Conflict, 416: Absent, 501: NoConditions
+}  # fmt: skip
 
 
-def code_of(response: Response) -> str:
-    """The word by which S3 names an error; empty if there is none."""
-    found = _CODE.search(response.body)
-    return found[1].decode() if found else ""
+def error_of(error: Exception, where: str, nbytes: int = 0) -> BackendError:
+    """What an error of obstore means. ``where`` names the bucket; ``nbytes`` were to be written."""
+    text = str(error)
+    status, code = _STATUS.search(text), _CODE.search(text)
+    if status or code:
+        return _refusal(int(status[1]) if status else 500, code[1] if code else "", where, nbytes)
+    if isinstance(error, UnauthenticatedError):
+        return StoreDown(f"{where}: the credentials cannot be refreshed")
+    if isinstance(error, InvalidPathError):
+        return BackendError(f"{where}: an object whose name has an empty part between slashes cannot be listed")
+    if _CERTIFICATE.search(text):
+        return StoreDown(f"{where}: the store's certificate is not trusted; set `ca`")
+    if "redirect" in text:
+        return StoreDown(f"{where}: {_REASONS['PermanentRedirect']}")
+    if "HttpError" not in text:
+        return BackendError(f"{where}: the store does not return what it was asked for")
+    told = [found[1] for found in (words.search(text) for words in _BROKEN) if found]
+    return Unanswered(f"{where}: no answer{f': {told[0]}' if told else ''}")
 
 
-def error_of(response: Response, where: str, nbytes: int = 0) -> BackendError:
-    """What a response that is no success means. ``where`` names the bucket; ``nbytes`` were to be written."""
-    code = code_of(response) or _OF_STATUS.get(response.status, "")
-    said = f"{where}: {' '.join(filter(None, [str(response.status), code]))}"
-    said = f"{said}: {_REASONS[code]}" if code in _REASONS else said
-    region = response.headers.get("x-amz-bucket-region", "")
-    if code in ("AuthorizationHeaderMalformed", "PermanentRedirect") and re.fullmatch(r"[a-z0-9-]{1,32}", region):
-        said = f"{said} to {region}"
-    if response.status == 507 or code in _FULL:
+def _refusal(status: int, code: str, where: str, nbytes: int) -> BackendError:
+    code = code or _OF_STATUS.get(status, "")
+    said = f"{where}: {' '.join(filter(None, [str(status), code]))}"
+    if status == 507 or code in _FULL:
         return StoreFull(f"{where}: the store is full", missing=nbytes)
-    if response.status == 429 or code in _SLOW_DOWN:
+    if status == 429 or code in _SLOW_DOWN:
         return BackendError(f"{said}: the store asks to slow down")
-    if response.status in _OF_ONE_KEY and code not in _REASONS:
-        return BackendError(said)
-    return StoreDown(said)
+    if code in _REASONS:
+        return StoreDown(f"{said}: {_REASONS[code]}")
+    if status in _OF_ONE_KEY or code == "NotImplemented":
+        return _OF_ONE_KEY.get(status, NoConditions)(said)
+    return Unanswered(said) if status >= 500 else StoreDown(said)
 
 
 def raise_if_store_is_down(failures: Iterable[BackendError | None]) -> None:

@@ -13,6 +13,7 @@ _HOME_DIGITS = 16
 _HOME = re.compile(r"[0-9a-f]{16}")
 _FRAME = re.compile(r"([0-9a-f]{16})/([0-9a-f]{2})/(\2[0-9a-f]{62})\.kv")
 FACTS = "namespace.json"
+FACTS_NBYTES = 1 << 20  #: no facts are longer
 
 
 @attrs.frozen

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
-import attrs
-
 from kvtier_core.errors import BackendError
-from kvtier_s3.bucket import Bucket, absent, span_of
-from kvtier_s3.errors import StoreDown
-from kvtier_s3.http import Request, Response
-
-_GONE = {404, 412, 416}  #: deleted, replaced, or shorter than it was
+from kvtier_s3.bucket import Bucket
+from kvtier_s3.errors import Absent, Conflict
 
 
 def read_objects(
@@ -21,70 +17,34 @@ def read_objects(
 
     An object that may be longer than ``part`` is read in ranges of that length.
     """
-    firsts = [_First(bucket, name, view, part) for name, view in zip(names, into, strict=True)]
-    for first, answer in zip(firsts, bucket.exchange([first.request() for first in firsts]), strict=True):
-        first.take(answer)
-    rest = [(first, request) for first in firsts for request in first.rest()]
-    for (first, _), answer in zip(rest, bucket.exchange([request for _, request in rest]), strict=True):
-        first.take_more(answer)
-    return [first.outcome for first in firsts]
+
+    async def read(name: str, view: memoryview) -> int:
+        try:
+            return await _read(bucket, name, view, part)
+        except (Absent, Conflict):  # deleted, replaced, or shorter than it was
+            return 0
+
+    return bucket.calls.at_once(read, names, into)
 
 
-@attrs.define
-class _First:
-    """The read of one object, which its first response decides."""
+async def _read(bucket: Bucket, name: str, view: memoryview, part: int) -> int:
+    first = await bucket.get(name, len(view), nbytes=part if len(view) > part else None)
+    if not first.body:
+        return 0
+    view[: len(first.body)] = first.body
+    begins = range(len(first.body), first.nbytes, part)
+    if begins and (len(first.body) != part or not first.etag):
+        raise BackendError(f"{bucket.where}/{name}: the store does not return the range that it was asked for")
 
-    bucket: Bucket
-    name: str
-    view: memoryview
-    part: int
-    outcome: int | BackendError = 0
-    etag: str = ""  #: of the version that is read
+    async def read_range(begin: int) -> None:
+        nbytes = min(part, first.nbytes - begin)
+        more = await bucket.get(name, len(view), begin=begin, nbytes=nbytes, etag=first.etag)
+        if more.nbytes != first.nbytes or len(more.body) != nbytes:
+            raise BackendError(f"{bucket.where}/{name}: the store does not return the range that it was asked for")
+        view[begin : begin + nbytes] = more.body
 
-    def request(self) -> Request:
-        if len(self.view) <= self.part:
-            return self.bucket.get(self.name, self.view)
-        return self.bucket.get(self.name, self.view[: self.part], nbytes=self.part)
-
-    def take(self, answer: Response | StoreDown) -> None:
-        if isinstance(answer, Response) and (absent(answer) or answer.status == 416):
-            return
-        failure = self.bucket.failure(answer)
+    # All are waited for, whatever becomes of one: nothing may be written into the view afterwards.
+    for failure in await asyncio.gather(*map(read_range, begins), return_exceptions=True):
         if failure is not None:
-            self.outcome = failure
-        elif len(self.view) <= self.part:
-            self.outcome = answer.nbytes if answer.fits else 0
-        else:
-            self._take_range(answer)
-
-    def rest(self) -> list[Request]:
-        """What is still to be read."""
-        if not isinstance(self.outcome, int):
-            return []
-        return [
-            self.bucket.get(self.name, self.view[begin:end], begin=begin, nbytes=end - begin, etag=self.etag)
-            for begin in range(self.part, self.outcome, self.part)
-            for end in [min(begin + self.part, self.outcome)]
-        ]
-
-    def take_more(self, answer: Response | StoreDown) -> None:
-        if not self.outcome or not isinstance(self.outcome, int):
-            return
-        failure = self.bucket.failure(answer)
-        if failure is not None:
-            self.outcome = 0 if isinstance(answer, Response) and answer.status in _GONE else failure
-        elif span_of(answer) is None or span_of(answer).total != self.outcome:
-            self.outcome = self._odd()
-
-    def _take_range(self, answer: Response) -> None:
-        span = span_of(answer)
-        self.etag = answer.headers.get("etag", "")
-        if span is None or span.begin or span.nbytes != min(self.part, span.total) or not self.etag:
-            self.outcome = self._odd()
-        else:
-            self.outcome = span.total if span.total <= len(self.view) else 0
-
-    def _odd(self) -> BackendError:
-        return BackendError(
-            f"{self.bucket.where}/{self.name}: the store does not return the range that it was asked for"
-        )
+            raise failure
+    return first.nbytes

@@ -6,22 +6,23 @@ import contextlib
 import itertools
 import json
 import secrets
+import time
 from collections.abc import Iterator, Sequence
-from email.utils import parsedate_to_datetime
+from datetime import datetime
 
 from kvtier_core.errors import BackendError
 from kvtier_core.transfer.shared_space import Count
-from kvtier_s3.bucket import Bucket, Listed
-from kvtier_s3.http import Response
+from kvtier_s3.bucket import Bucket, Found, Listed
+from kvtier_s3.errors import Conflict
 from kvtier_s3.names import is_home, place_of
 
 #: Bytes that an engine takes from the account at a time, so that not every write costs two requests.
 QUANTUM = 256 << 20
-#: A lock of this age was left behind. Evictions end with their call, long before.
+#: A lock that somebody saw unchanged for so long was left behind. Evictions end with their call, long before.
 _STALE_SECONDS = 60.0
 _PAUSE = 0.2  # seconds between two looks at a lock
 _REMOVED_AT_ONCE = 32
-_CONFLICTS = {404, 409, 412}
+_ROOM = 1 << 16  # no counters and no lock are longer
 
 
 class BucketSpace:
@@ -34,6 +35,7 @@ class BucketSpace:
         self._ahead = ahead
         self._counters = f"{prefix}/space.json"
         self._lock = f"{prefix}/evicting.json"
+        self._seen = ("", 0.0)  # the lock of another user, by its ETag, and since when
         # Of the eviction that holds the lock:
         self._listed: Sequence[Listed] = ()
         self._removed: dict[Listed, BackendError | None] = {}  # ahead of `remove`, and why not
@@ -41,12 +43,12 @@ class BucketSpace:
     def count(self, *, taken: int = 0, freed: int = 0) -> Count:
         """Add to the counters, by replacing the very version that was read."""
         while True:
-            found = self._bucket.fetch(self._counters)
+            found = self._bucket.fetch(self._counters, _ROOM)
             before = Count(0, 0) if found is None else _count(found)
             after = Count(before.taken + taken, before.freed + freed)
             if after == before or self._replace(self._counters, found, _body(taken=after.taken, freed=after.freed)):
                 return after
-            self._bucket.client.pause(_PAUSE)
+            self._bucket.calls.pause(_PAUSE)
 
     @contextlib.contextmanager
     def evicting(self) -> Iterator[None]:
@@ -58,9 +60,9 @@ class BucketSpace:
             self.count(freed=ahead)
         finally:
             self._listed, self._removed = (), {}
-            held = self._bucket.fetch(self._lock)
+            held = self._bucket.fetch(self._lock, _ROOM)
             if held is not None and held.body == ours:
-                self._bucket.must(self._bucket.delete(self._lock))
+                self._bucket.calls.one(self._bucket.delete, self._lock)
 
     def oldest(self) -> list[tuple[Listed, int]]:
         """The frames of every namespace, by the time of their last write."""
@@ -74,8 +76,8 @@ class BucketSpace:
         """
         if place not in self._removed:
             batch = self._batch(self._listed.index(place))
-            answers = self._bucket.exchange([self._bucket.delete(each.name) for each in batch])
-            self._removed.update(zip(batch, map(self._bucket.failure, answers), strict=True))
+            failures = self._bucket.calls.at_once(self._bucket.delete, [each.name for each in batch])
+            self._removed.update(zip(batch, failures, strict=True))
         failure = self._removed.pop(place)
         if failure is not None:
             raise failure
@@ -89,42 +91,50 @@ class BucketSpace:
     def _take_lock(self) -> bytes:
         body = _body()
         while True:
-            held = self._bucket.fetch(self._lock)
-            if (held is None or _age_seconds(held) > _STALE_SECONDS) and self._replace(self._lock, held, body):
+            held = self._bucket.fetch(self._lock, _ROOM)
+            if (held is None or self._is_stale(held)) and self._replace(self._lock, held, body):
                 return body
-            self._bucket.client.pause(_PAUSE)
+            self._bucket.calls.pause(_PAUSE)
 
-    def _replace(self, name: str, before: Response | None, body: bytes) -> bool:
+    def _is_stale(self, held: Found) -> bool:
+        """By the clock of this process: that of the store may differ."""
+        etag, since = self._seen
+        if etag != held.etag:
+            since = time.monotonic()
+            self._seen = (held.etag, since)
+        return time.monotonic() - since > _STALE_SECONDS
+
+    def _replace(self, name: str, before: Found | None, body: bytes) -> bool:
         """Write an object in place of the version that was read. False if somebody else was faster."""
-        etag = "" if before is None else before.headers.get("etag", "")
-        request = self._bucket.put(name, body, new=before is None, etag=etag)
-        response = self._bucket.ask(request)
-        if response.status not in _CONFLICTS:
-            failure = self._bucket.failure(response)
-            if failure is not None:
-                raise failure
-            return True
-        now = self._bucket.fetch(name)  # a request whose response was lost is sent again, and meets itself
-        return now is not None and now.body == body
+        try:
+            self._bucket.calls.one(
+                self._bucket.put, name, body, new=before is None, etag="" if before is None else before.etag
+            )
+        except Conflict:
+            now = self._bucket.fetch(name, _ROOM)  # a request whose response was lost is sent again, and meets itself
+            return now is not None and now.body == body
+        return True
 
 
 def frames_in(bucket: Bucket, prefix: str) -> Iterator[Listed]:
     """Every frame of every namespace, in no order. Raises BackendError."""
-    homes = filter(is_home, bucket.folders(f"{prefix}/"))
-    pieces = (f"{prefix}/{home}/{digit:x}" for home in homes for digit in range(16))
-    return (each for each in bucket.list(pieces) if place_of(prefix, each.name, each.nbytes))
+    homes = filter(is_home, bucket.folders(prefix))
+    listed = (each for home in homes for each in bucket.list(f"{prefix}/{home}"))
+    return (each for each in listed if place_of(prefix, each.name, each.nbytes))
 
 
 def conditions_hold(bucket: Bucket, prefix: str) -> bool:
     """Does the store write only where a condition of the request allows it? Raises BackendError."""
     name = f"{prefix}/probe-{secrets.token_hex(8)}"
-    first = bucket.must(bucket.put(name, b"1"))
+    etag = bucket.calls.one(bucket.put, name, b"1")
     try:
-        refused = [bucket.ask(bucket.put(name, b"2", **how)) for how in ({"new": True}, {"etag": '"0"'})]
-        allowed = bucket.ask(bucket.put(name, b"3", etag=first.headers.get("etag", "")))
-        return all(each.status in _CONFLICTS for each in refused) and bucket.failure(allowed) is None
+        refused = bucket.calls.at_once(
+            lambda how: bucket.put(name, b"2", **how), [{"new": True}, {"etag": '"00000000000000000000000000000000"'}]
+        )
+        (allowed,) = bucket.calls.at_once(lambda etag: bucket.put(name, b"3", etag=etag), [etag])
+        return all(isinstance(each, Conflict) for each in refused) and not isinstance(allowed, BackendError)
     finally:
-        bucket.ask(bucket.delete(name))
+        bucket.calls.one(bucket.delete, name)
 
 
 def _body(**fields: int) -> bytes:
@@ -132,23 +142,14 @@ def _body(**fields: int) -> bytes:
     return json.dumps({**fields, "written": secrets.token_hex(16)}).encode()
 
 
-def _count(found: Response) -> Count:
+def _count(found: Found) -> Count:
     """What was counted; nothing if that cannot be read, as if somebody had removed it."""
     try:
-        fields = json.loads(found.body)
+        fields = json.loads(bytes(found.body))
         return Count(int(fields["taken"]), int(fields["freed"]))
     except (ValueError, TypeError, KeyError, RecursionError):
         return Count(0, 0)
 
 
-def _age(frame: Listed) -> tuple[str, str]:
+def _age(frame: Listed) -> tuple[datetime, str]:
     return frame.modified, frame.name
-
-
-def _age_seconds(held: Response) -> float:
-    """By the store's own clock, of which there is one only."""
-    try:
-        now, then = (parsedate_to_datetime(held.headers[name]) for name in ("date", "last-modified"))
-        return (now - then).total_seconds()
-    except (KeyError, ValueError, TypeError):
-        return 0.0

@@ -9,7 +9,6 @@ from servers.s3 import BUCKET, s3_server  # noqa: F401 - a fixture
 
 from kvtier_core.testing.samples import make_context
 from kvtier_core.types import Nbytes, Seconds
-from kvtier_s3.client import Client
 from kvtier_s3.config import S3Config
 
 
@@ -42,21 +41,14 @@ def bucket(config):
     """The same bucket, as the tests look at it."""
     from kvtier_s3.opening import connect
 
-    bucket, _ = connect(config)
-    with bucket.client.within(60):
+    bucket, _ = connect(config, Seconds(60))
+    with bucket.calls.within(60):
         yield bucket
-    bucket.client.close()
+    bucket.calls.close()
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """The method of each request that is sent, its conditions and its query: ``PUT if-none-match``."""
-    asked, head_of = [], Client.head_of
-
-    def head(client, request):
-        conditions = [name for name in request.headers if name.startswith("if-")]
-        asked.append(" ".join([request.method, *conditions, *([request.query.split("=")[0]] if request.query else [])]))
-        return head_of(client, request)
-
-    monkeypatch.setattr(Client, "head_of", head)
-    return asked
+def asked(s3_server):  # noqa: F811
+    """The requests that arrived since the test began, or since it asked: ``PUT if-none-match``."""
+    s3_server.asked()
+    return s3_server.asked

@@ -10,6 +10,7 @@ from kvtier_core.testing.samples import make_frame, make_keys, make_namespace
 from kvtier_core.transfer.shared_space import Count
 from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_s3 import space
+from kvtier_s3.bucket import Bucket
 from kvtier_s3.space import BucketSpace, frames_in
 
 NBYTES = 2 * FRAME_ALIGNMENT
@@ -77,21 +78,21 @@ def test_what_was_not_written_is_not_counted(s3_server, open_s3, bucket, config)
 
 def test_a_lock_that_a_killed_engine_left_is_taken_over(open_s3, bucket, config, monkeypatch):
     lock, account = f"{config.prefix}/evicting.json", BucketSpace(bucket, config.prefix)
-    bucket.must(bucket.put(lock, b"{}"))
-    with bucket.client.within(0.5), pytest.raises(BackendError, match="not done in time"), account.evicting():
+    bucket.calls.one(bucket.put, lock, b"{}")
+    with bucket.calls.within(0.5), pytest.raises(BackendError, match="not done in time"), account.evicting():
         pass
-    assert bucket.fetch(lock).body == b"{}", "a young lock is respected"
+    assert bucket.fetch(lock, 1 << 20).body == b"{}", "a young lock is respected"
     monkeypatch.setattr(space, "_STALE_SECONDS", -1.0)
     with account.evicting():
-        assert bucket.fetch(lock).body != b"{}"
-    assert bucket.fetch(lock) is None
+        assert bucket.fetch(lock, 1 << 20).body != b"{}"
+    assert bucket.fetch(lock, 1 << 20) is None
 
 
 def test_only_one_evicts(bucket, config):
     inside = []
 
     def evict(_):
-        with bucket.client.within(60), account_of().evicting():
+        with bucket.calls.within(60), account_of().evicting():
             inside.append(1)
             assert len(inside) == 1
             time.sleep(0.02)
@@ -106,7 +107,7 @@ def test_only_one_evicts(bucket, config):
 
 def test_the_counter_adds_what_everyone_adds(bucket, config):
     def add(_):
-        with bucket.client.within(60):
+        with bucket.calls.within(60):
             for _ in range(5):
                 BucketSpace(bucket, config.prefix).count(taken=3)
 
@@ -117,15 +118,14 @@ def test_the_counter_adds_what_everyone_adds(bucket, config):
 
 def test_an_addition_whose_answer_was_lost_counts_once(bucket, config, monkeypatch):
     """The store did it, and says when it is asked again that the condition does not hold: by what was written."""
-    account, ask = BucketSpace(bucket, config.prefix), type(bucket).ask
+    account, put = BucketSpace(bucket, config.prefix), Bucket.put
     account.count(taken=1)
 
-    def asked_twice(self, request):
-        if request.method == "PUT":
-            ask(self, request)
-        return ask(self, request)
+    async def put_twice(self, *args, **how):
+        await put(self, *args, **how)
+        return await put(self, *args, **how)
 
-    monkeypatch.setattr(type(bucket), "ask", asked_twice)
+    monkeypatch.setattr(Bucket, "put", put_twice)
     assert account.count(freed=5, taken=7).used == 3
     assert counted(bucket, config) == 3
 
@@ -133,7 +133,7 @@ def test_an_addition_whose_answer_was_lost_counts_once(bucket, config, monkeypat
 @pytest.mark.parametrize("damage", [b"", b"[]", b'{"taken": "many"}', b"[" * 10000])
 def test_an_account_that_is_damaged_is_one_that_is_not_there(bucket, config, damage):
     account = BucketSpace(bucket, config.prefix)
-    bucket.must(bucket.put(f"{config.prefix}/space.json", damage))
+    bucket.calls.one(bucket.put, f"{config.prefix}/space.json", damage)
     assert account.count() == Count(0, 0)
     assert account.count(taken=5) == account.count() == Count(5, 0)
 
@@ -142,20 +142,18 @@ def test_frames_are_deleted_many_at_a_time_and_all_are_counted(bucket, config, o
     write(open_s3(), make_keys(40))
     account = BucketSpace(bucket, config.prefix, ahead=15 * NBYTES)
     account.count(taken=40 * NBYTES)
-    asked.clear()
+    asked()
     with account.evicting():
         (oldest, nbytes), *_ = account.oldest()
         assert account.remove(oldest)
         account.count(freed=nbytes)
-    assert asked.count("DELETE") == 16 + 1  # the lock's
+    assert asked().count("DELETE") == 16 + 1  # the lock's
     assert counted(bucket, config) == held(bucket, config) == 24 * NBYTES
 
 
 @pytest.mark.parametrize("ignored", ["if-match", "if-none-match"])
 def test_without_conditions_there_is_no_capacity(open_s3, monkeypatch, ignored):
     """Such a store writes whatever the condition says."""
-    from kvtier_s3.bucket import Bucket
-
     put = Bucket.put
 
     def unconditional(self, *args, new=False, etag="", **more):
@@ -172,7 +170,7 @@ def test_without_conditions_there_is_no_capacity(open_s3, monkeypatch, ignored):
 
 def test_without_a_capacity_nothing_is_counted(open_s3, bucket, config, asked):
     engine, (key,) = open_s3(), make_keys(1)
-    asked.clear()
+    asked()
     write(engine, [key])
-    assert asked == ["PUT if-none-match"]
-    assert bucket.fetch(f"{config.prefix}/space.json") is None
+    assert asked() == ["PUT if-none-match"]
+    assert bucket.fetch(f"{config.prefix}/space.json", 1 << 20) is None

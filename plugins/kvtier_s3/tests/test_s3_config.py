@@ -9,7 +9,7 @@ from servers.s3 import environment
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError
-from kvtier_core.types import Nbytes
+from kvtier_core.types import Nbytes, Seconds
 from kvtier_s3.config import S3Config
 from kvtier_s3.opening import connect
 
@@ -18,6 +18,12 @@ from kvtier_s3.opening import connect
 def _of_nobody():
     with environment():
         yield
+
+
+def connected(config):
+    """What obstore was told, and the facts."""
+    bucket, facts = connect(config, Seconds(5))
+    return bucket._store, facts
 
 
 @pytest.mark.parametrize(
@@ -48,30 +54,30 @@ def test_what_cannot_be_is_refused(setting, why):
 
 
 @pytest.mark.parametrize(
-    "setting, host, base",
+    "setting, url, by_host",
     [
-        ({}, "b-1.s3.eu-west-3.amazonaws.com", ""),
-        ({"addressing": "path"}, "s3.eu-west-3.amazonaws.com", "/b-1"),
-        ({"bucket": "b.1"}, "s3.eu-west-3.amazonaws.com", "/b.1"),
-        ({"bucket": "b.1", "addressing": "virtual"}, "b.1.s3.eu-west-3.amazonaws.com", ""),
-        ({"endpoint": "http://store:9000"}, "store:9000", "/b-1"),
-        ({"endpoint": "https://store", "addressing": "virtual"}, "b-1.store", ""),
-        ({"endpoint": "http://[::1]:9000/"}, "[::1]:9000", "/b-1"),
-        ({"region": "cn-north-1"}, "b-1.s3.cn-north-1.amazonaws.com.cn", ""),
+        ({}, "https://b-1.s3.eu-west-3.amazonaws.com", True),
+        ({"addressing": "path"}, "https://s3.eu-west-3.amazonaws.com", False),
+        ({"bucket": "b.1"}, "https://s3.eu-west-3.amazonaws.com", False),
+        ({"bucket": "b.1", "addressing": "virtual"}, "https://b.1.s3.eu-west-3.amazonaws.com", True),
+        ({"endpoint": "http://store:9000"}, "http://store:9000", False),
+        ({"endpoint": "https://store", "addressing": "virtual"}, "https://b-1.store", True),
+        ({"endpoint": "http://[::1]:9000/"}, "http://[::1]:9000", False),
+        ({"region": "cn-north-1"}, "https://b-1.s3.cn-north-1.amazonaws.com.cn", True),
     ],
 )
-def test_where_the_bucket_is_named(setting, host, base):
-    bucket, _ = connect(S3Config(**{"bucket": "b-1", "region": "eu-west-3", **setting}))
-    assert (bucket.client.endpoint.authority, bucket.base) == (host, base)
+def test_where_the_bucket_is_named(setting, url, by_host):
+    store, _ = connected(S3Config(**{"bucket": "b-1", "region": "eu-west-3", **setting}))
+    assert (store.config["endpoint"], store.config["virtual_hosted_style_request"]) == (url, str(by_host).lower())
 
 
 def test_the_environment_names_region_and_endpoint(monkeypatch):
     monkeypatch.setenv("AWS_DEFAULT_REGION", "ap-south-1")
-    bucket, _ = connect(S3Config(bucket="bucket"))
-    assert bucket.client.endpoint.authority == "bucket.s3.ap-south-1.amazonaws.com"
+    store, _ = connected(S3Config(bucket="bucket"))
+    assert store.config["endpoint"] == "https://bucket.s3.ap-south-1.amazonaws.com"
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://store:9000")
-    bucket, facts = connect(S3Config(bucket="bucket"))
-    assert (bucket.client.endpoint.authority, facts["addressing"]) == ("store:9000", "auto -> path")
+    store, facts = connected(S3Config(bucket="bucket"))
+    assert (store.config["endpoint"], facts["addressing"]) == ("http://store:9000", "auto -> path")
 
 
 @pytest.mark.parametrize(
@@ -86,22 +92,25 @@ def test_the_environment_names_region_and_endpoint(monkeypatch):
     ],
 )
 def test_payloads_are_signed_unless_something_else_protects_them(endpoint, asked, told):
-    _, facts = connect(S3Config(bucket="bucket", endpoint=endpoint, unsigned=asked))
+    _, facts = connected(S3Config(bucket="bucket", endpoint=endpoint, unsigned=asked))
     assert facts["unsigned"] == told
 
 
 def test_writes_ask_for_encryption():
-    bucket, _ = connect(S3Config(bucket="bucket", sse="aws:kms", kms_key="key-1"))
-    expected = {"x-amz-server-side-encryption": "aws:kms", "x-amz-server-side-encryption-aws-kms-key-id": "key-1"}
-    for request in (bucket.put("a", b"x"), bucket.begin_upload("a", {})):
-        assert request.headers == expected
-    assert not bucket.get("a").headers
+    store, _ = connected(S3Config(bucket="bucket", sse="aws:kms", kms_key="key-1"))
+    assert (store.config["server_side_encryption"], store.config["sse_kms_key_id"]) == ("aws:kms", "key-1")
+
+
+def test_an_endpoint_of_the_environment_does_not_replace_that_of_the_setting(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://other:9000")
+    store, _ = connected(S3Config(bucket="bucket", endpoint="http://store:9000"))
+    assert "http://other:9000" not in store.config.values()
 
 
 def test_an_endpoint_of_the_environment_with_a_path_is_refused(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://store:9000/path")
     with pytest.raises(BackendError, match="HOST:PORT"):
-        connect(S3Config(bucket="bucket"))
+        connected(S3Config(bucket="bucket"))
 
 
 def test_all_of_it_can_be_written_in_yaml(tmp_path):

@@ -22,10 +22,10 @@ def names(config):
 def file(tmp_path, config, open_s3, bucket, names):
     """A configuration whose bucket has a whole frame, a torn one, one under a wrong key, and what is no frame."""
     open_s3().write(KEYS, [make_frame(key, nbytes=NBYTES) for key in KEYS])
-    bucket.must(bucket.put(names.frame(TORN), bytes(make_frame(TORN, nbytes=NBYTES)[:-1]) + b"\xff"))
-    bucket.must(bucket.put(names.frame(SWAPPED), make_frame(WHOLE, nbytes=NBYTES)))
-    bucket.must(bucket.put(f"{names.folder}00/note.txt", b"x"))
-    bucket.must(bucket.put(f"{config.prefix}/note.txt", b"not ours"))
+    bucket.calls.one(bucket.put, names.frame(TORN), bytes(make_frame(TORN, nbytes=NBYTES)[:-1]) + b"\xff")
+    bucket.calls.one(bucket.put, names.frame(SWAPPED), make_frame(WHOLE, nbytes=NBYTES))
+    bucket.calls.one(bucket.put, f"{names.folder}00/note.txt", b"x")
+    bucket.calls.one(bucket.put, f"{config.prefix}/note.txt", b"not ours")
     file = tmp_path / "kvtier.yaml"
     file.write_text(
         "version: 1\ntiers:\n  - {type: heap, capacity: 1MiB}\n"
@@ -54,7 +54,7 @@ def test_everything_is_told(file, capsys, bucket, names):
 
 def test_repair_leaves_what_is_whole_and_what_is_not_ours(file, capsys, bucket, config, names):
     assert main(["fsck", "s3", "--config", file, "--repair"]) == 0
-    assert sorted(each.name for each in bucket.list([f"{config.prefix}/"])) == sorted(
+    assert sorted(each.name for each in bucket.list(config.prefix)) == sorted(
         [names.frame(WHOLE), names.facts, f"{config.prefix}/note.txt", f"{config.prefix}/space.json"]
     )
 
@@ -66,11 +66,11 @@ def test_what_others_remove_or_replace_meanwhile_is_gone(config, bucket, names, 
     newer, name = make_frame(WHOLE, nbytes=NBYTES, seed=1), names.frame(WHOLE)
     with config.walk() as found:
         (stored,) = found
-        bucket.must(bucket.put(name, newer) if replaced else bucket.delete(name))
+        bucket.calls.one(bucket.put, name, newer) if replaced else bucket.calls.one(bucket.delete, name)
         for use in (lambda: stored.read(0, 10), stored.remove):
             with pytest.raises(Gone):
                 use()
-    assert (bucket.fetch(name) is not None) == replaced
+    assert (bucket.fetch(name, 1 << 20) is not None) == replaced
 
 
 def test_pieces_are_read_as_asked_for(config, open_s3):

@@ -8,6 +8,7 @@ from servers.s3 import BUCKET
 
 from kvtier_core.testing import SharedBackendLaws
 from kvtier_core.testing.samples import make_namespace
+from kvtier_core.types import Seconds
 from kvtier_s3.config import S3Config
 from kvtier_s3.names import Names
 from kvtier_s3.opening import connect
@@ -30,11 +31,10 @@ class TestS3(SharedBackendLaws):
         """Other bytes of the same length, which look as before to whoever does not read them."""
         config = self.config(folder)
         name = Names.of(config.prefix, make_namespace()).frame(key)
-        bucket, _ = connect(config)
-        before = bucket.must(bucket.head(name))
-        meta = {header: value for header, value in before.headers.items() if header.startswith("x-amz-meta-")}
-        bucket.must(bucket.put(name, bytes(before.nbytes), meta=meta))
-        bucket.client.close()
+        bucket, _ = connect(config, Seconds(60))
+        before = bucket.calls.one(bucket.head, name)
+        bucket.calls.one(bucket.put, name, bytes(before.nbytes), meta=before.meta)
+        bucket.calls.close()
         return True
 
     @contextlib.contextmanager

@@ -38,7 +38,7 @@ def test_a_store_that_is_gone_raises_and_one_that_is_back_serves(server, open_s3
     backend.write(KEYS, FRAMES)
     server.kill()
     for call in calls(backend):
-        with pytest.raises(BackendError, match="Connection refused|closed the connection"):
+        with pytest.raises(BackendError, match="Connection refused|SendRequest"):
             call()
     server.start()
     assert list(backend.contains(KEYS)) == [False] * 3
@@ -132,12 +132,12 @@ def test_a_full_store_is_full_and_can_be_read(s3_server, backend, status, code):
 
 
 def test_a_bucket_that_is_not_there_is_told_at_once(open_s3):
-    with pytest.raises(BackendError, match=r"s3://nowhere-at-all: there is no such bucket"):
+    with pytest.raises(BackendError, match=r"s3://nowhere-at-all: 404 NoSuchBucket: there is no such bucket"):
         open_s3(bucket="nowhere-at-all")
 
 
 def test_a_bucket_that_may_not_be_used_is_told_at_once(s3_server, open_s3):
-    with s3_server.failing(f"HEAD /{BUCKET}", 403), pytest.raises(BackendError, match="may not do this"):
+    with s3_server.failing(f"GET /{BUCKET}", 403), pytest.raises(BackendError, match="may not do this"):
         open_s3()
 
 

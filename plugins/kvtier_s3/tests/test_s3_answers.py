@@ -1,4 +1,4 @@
-"""What goes over the wire: signatures as botocore makes them, TLS, and servers that do not speak HTTP."""
+"""Servers that answer with garbage, too slowly, or as somebody else."""
 
 import contextlib
 import datetime
@@ -8,9 +8,6 @@ import threading
 
 import attrs
 import pytest
-from botocore.auth import S3SigV4Auth
-from botocore.awsrequest import AWSRequest
-from botocore.credentials import ReadOnlyCredentials
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -19,15 +16,9 @@ from servers.s3 import S3Server
 from kvtier_core.errors import BackendError
 from kvtier_core.testing.samples import Poisoned, make_context, make_frame, make_key, same
 from kvtier_core.types import FRAME_ALIGNMENT, Seconds
-from kvtier_s3 import signing
-from kvtier_s3.client import Client
-from kvtier_s3.errors import StoreDown
-from kvtier_s3.http import Endpoint, Request, Response
-from kvtier_s3.signing import Signer
 
 KEY = make_key(0)
 FRAME = make_frame(KEY, nbytes=2 * FRAME_ALIGNMENT)
-NOBODY = ReadOnlyCredentials("AKIDEXAMPLE", "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY", None)
 
 
 class FakeServer:
@@ -102,7 +93,6 @@ GARBAGE = {
     "no length": b"HTTP/1.1 200 OK\r\n\r\n",
     "no number": b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n",
     "too short": body(FRAME_ALIGNMENT, announced=2 * FRAME_ALIGNMENT),
-    "too long": body(2 * FRAME_ALIGNMENT + 1, announced=2 * FRAME_ALIGNMENT),
     "chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\n0\r\n\r\n",
 }
 
@@ -112,14 +102,15 @@ GARBAGE = {
 def test_garbage_is_an_error_in_time_and_stays_in_its_view(serve, answer, keep):
     backend, room = serve(answer, keep=keep), Poisoned(2 * FRAME_ALIGNMENT)
     with pytest.raises(BackendError):
-        backend.read([KEY], [room.view])
+        (outcome,) = backend.read([KEY], [room.view])
+        raise outcome  # an error of this key alone is returned
     assert room.untouched_beyond(2 * FRAME_ALIGNMENT)
 
 
 def test_an_answer_that_trickles_has_no_more_time_than_others(serve):
     """Each byte comes soon after the one before."""
     backend = serve(body(2 * FRAME_ALIGNMENT), piece=1)
-    with pytest.raises(BackendError, match="no answer in time"):
+    with pytest.raises(BackendError, match="no answer"):
         backend.read([KEY], [Poisoned(2 * FRAME_ALIGNMENT).view])
 
 
@@ -138,91 +129,11 @@ def test_other_ranges_than_asked_for_are_refused(serve, config):
         assert isinstance(outcome, BackendError)
 
 
-def test_listings_in_chunks_are_read(serve):
-    page = b"<ListBucketResult><Contents><Key>%s</Key><Size>4096</Size></Contents></ListBucketResult>"
-    backend = serve(b"")
-    page %= backend._names.frame(KEY).encode()
-    half = len(page) // 2
-    chunks = b"".join(b"%x;more=1\r\n%s\r\n" % (len(each), each) for each in (page[:half], page[half:], b""))
-    backend = serve(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks, piece=9)
-    assert list(backend.scan()) == [(KEY, 4096)]
-
-
 @pytest.mark.parametrize("listing", [b"<ListBucketResult>", b"", b"\xff\xfe", b"<a>" * 100000])
 def test_a_listing_that_cannot_be_read_is_an_error(serve, listing):
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(listing)
     with pytest.raises(BackendError):
         list(serve(answer + listing).scan())
-
-
-class AnsweredAtOnce:
-    """A connection whose response is there before anybody waits for it."""
-
-    reused = open = True
-
-    def exchange(self, head, request):
-        return Response(200, {})
-        yield
-
-
-def test_answers_that_are_there_at_once_end_the_call(monkeypatch):
-    """It waits for connections that are still to answer, and for no others: without a deadline it would hang here."""
-    client = Client(Endpoint("127.0.0.1", 9), Signer(lambda: NOBODY, "us-east-1", True), width=2)
-    monkeypatch.setattr(client, "connection", AnsweredAtOnce)
-    monkeypatch.setattr(client, "keep", lambda connection: None)
-    assert [each.status for each in client.exchange([Request("HEAD", "/")] * 5)] == [200] * 5
-
-
-def test_connections_that_the_store_has_closed_are_no_failure(s3_server, backend):
-    backend.write([KEY], [FRAME])
-    for connection in backend._bucket.client._idle:
-        connection._socket.shutdown(socket.SHUT_RDWR)
-    assert list(backend.contains([KEY])) == [True]
-
-
-def test_nothing_listens(s3_server, config):
-    client = Client(Endpoint("127.0.0.1", 9), Signer(lambda: NOBODY, "us-east-1", True), width=2)
-    with client.within(5):
-        (answer,) = client.exchange([Request("HEAD", "/")])
-    assert isinstance(answer, StoreDown) and "Connection refused" in str(answer)
-
-
-# -- signatures ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("token", [None, "a-session-token"])
-@pytest.mark.parametrize("unsigned", [True, False])
-@pytest.mark.parametrize(
-    "request_",
-    [
-        Request("HEAD", "/bucket/kvtier/00/00.kv"),
-        Request("GET", "/bucket/", "encoding-type=url&list-type=2&prefix=kvtier%2Fa"),
-        Request("GET", "/a", headers={"range": "bytes=0-9", "if-match": '"x"'}),
-        Request("PUT", "/a", headers={"if-none-match": "*", "x-amz-meta-kvtier-header": "00"}, body=b"frame"),
-        Request("POST", "/a", "uploads="),
-        Request("PUT", "/a", "partNumber=1&uploadId=a-b_c.d~", body=memoryview(b"part")),
-    ],
-    ids=lambda request: f"{request.method} {request.query.split('=')[0]}",
-)
-def test_signatures_are_those_of_botocore(monkeypatch, request_, unsigned, token):
-    keys = NOBODY._replace(token=token)
-    ours = dict(Signer(lambda: keys, "eu-west-1", unsigned).signed(request_, "host.example:9000"))
-    url = f"http://host.example:9000{request_.path}" + (f"?{request_.query}" if request_.query else "")
-    theirs = AWSRequest(request_.method, url, dict(request_.headers), bytes(request_.body))
-    theirs.headers["X-Amz-Content-SHA256"] = ours["x-amz-content-sha256"]
-    auth = S3SigV4Auth(keys, "s3", "eu-west-1")
-    moment = datetime.datetime.strptime(ours["x-amz-date"], "%Y%m%dT%H%M%SZ")
-    monkeypatch.setattr("botocore.auth.get_current_datetime", lambda **_: moment)
-    monkeypatch.setattr(S3SigV4Auth, "payload", lambda self, request: ours["x-amz-content-sha256"])
-    auth.add_auth(theirs)
-    assert ours["authorization"] == theirs.headers["Authorization"]
-
-
-def test_payloads_are_signed_where_nothing_else_protects_them():
-    request, signers = Request("PUT", "/a", body=b"x"), [Signer(lambda: NOBODY, "r", each) for each in (True, False)]
-    unsigned, signed = (each.signed(request, "h")["x-amz-content-sha256"] for each in signers)
-    assert unsigned == "UNSIGNED-PAYLOAD" and len(signed) == 64
-    assert signers[0].signed(Request("HEAD", "/a"), "h")["x-amz-content-sha256"] == signing._EMPTY
 
 
 # -- TLS -------------------------------------------------------------------------------------------
@@ -240,7 +151,7 @@ def certificate(tmp_path_factory):
         made.serial_number(1).not_valid_before(now - datetime.timedelta(1)).not_valid_after(now + datetime.timedelta(1))
     )
     made = made.add_extension(x509.SubjectAlternativeName(names), False)
-    made = made.add_extension(x509.BasicConstraints(True, None), True).sign(key, hashes.SHA256())
+    made = made.add_extension(x509.BasicConstraints(False, None), True).sign(key, hashes.SHA256())
     (folder / "certificate.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
     plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     (folder / "key.pem").write_bytes(key.private_bytes(serialization.Encoding.PEM, *plain))
@@ -265,7 +176,7 @@ def test_over_tls(tls_server, certificate, open_s3):
 
 
 def test_a_certificate_of_somebody_else_is_refused(tls_server, open_s3):
-    with pytest.raises(BackendError, match="certificate verify failed"):
+    with pytest.raises(BackendError, match="certificate is not trusted"):
         open_s3(endpoint=tls_server.url)
 
 
