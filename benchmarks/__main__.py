@@ -1,11 +1,11 @@
-"""python -m benchmarks [copies seals disk redis lookup entries ttft noreuse] [--folder FOLDER] [--write]"""
+"""python -m benchmarks [copies seals disk redis s3 lookup entries ttft noreuse] [--folder FOLDER] [--write]"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from benchmarks import copies, disk, entries, lookup, noreuse, redis_tier, seals, ttft
+from benchmarks import copies, disk, entries, lookup, noreuse, redis_tier, s3_tier, seals, ttft
 from benchmarks.conditions import conditions, heading
 from benchmarks.measure import progress
 
@@ -15,6 +15,7 @@ SECTIONS = {
     "seals": seals,
     "disk": disk,
     "redis": redis_tier,
+    "s3": s3_tier,
     "lookup": lookup,
     "entries": entries,
     "ttft": ttft,

@@ -20,6 +20,7 @@ SOURCES = {
     "kvtier_cpu": ROOT / "plugins/kvtier_cpu",
     "kvtier_disk": ROOT / "plugins/kvtier_disk",
     "kvtier_redis": ROOT / "plugins/kvtier_redis",
+    "kvtier_s3": ROOT / "plugins/kvtier_s3",
     "kvtier_minimal": ROOT / "examples/kvtier_minimal",
 }
 HOW = "from kvtier_core import native; print(native.describe())"
@@ -82,7 +83,8 @@ def test_the_core_requires_three_packages(built):
         ("cpu", {"kvtier-cpu"}),
         ("disk", {"kvtier-disk"}),
         ("redis", {"kvtier-redis"}),
-        ("all", {"kvtier-cpu", "kvtier-disk", "kvtier-redis"}),
+        ("s3", {"kvtier-s3"}),
+        ("all", {"kvtier-cpu", "kvtier-disk", "kvtier-redis", "kvtier-s3"}),
     ],
 )
 def test_extras_bring_the_plugins(built, extra, brings):
@@ -98,7 +100,13 @@ def test_no_requirement_names_an_engine(built, name):
 
 @pytest.mark.parametrize(
     ("name", "needs"),
-    [("kvtier_cpu", set()), ("kvtier_disk", set()), ("kvtier_redis", {"hiredis", "redis"}), ("kvtier_minimal", set())],
+    [
+        ("kvtier_cpu", set()),
+        ("kvtier_disk", set()),
+        ("kvtier_redis", {"hiredis", "redis"}),
+        ("kvtier_s3", {"boto3", "obstore"}),
+        ("kvtier_minimal", set()),
+    ],
 )
 def test_plugins_require_the_core_and_little_else(built, name, needs):
     assert requirements(built, name) == {"kvtier", *needs}
@@ -156,7 +164,9 @@ def test_without_a_compiler_the_core_is_installed_all_the_same(built, python, tm
 def test_the_environment_holds_nothing_else(python):
     listed = run(python, "-m", "pip", "list", "--format", "freeze").lower().replace("_", "-")
     installed = {line.split("==")[0] for line in listed.split()} - {"pip", "setuptools"}
-    assert installed == {"attrs", "hiredis", "pluggy", "pyyaml", "redis", *(name.replace("_", "-") for name in SOURCES)}
+    brought = {"attrs", "pluggy", "pyyaml", "hiredis", "redis", "typing-extensions"}
+    brought |= {"boto3", "botocore", "jmespath", "obstore", "python-dateutil", "s3transfer", "six", "urllib3"}
+    assert installed == {*brought, *(name.replace("_", "-") for name in SOURCES)}
 
 
 def test_the_command_lists_every_plugin(python):
@@ -166,6 +176,7 @@ def test_the_command_lists_every_plugin(python):
         ("cpu", "kvtier-cpu:cpu"),
         ("disk", "kvtier-disk:disk"),
         ("redis", "kvtier-redis:redis"),
+        ("s3", "kvtier-s3:s3"),
         ("minimal", "kvtier-minimal:minimal"),
         ("heap", "kvtier:builtin"),
         ("chained", "kvtier:builtin"),

@@ -1,0 +1,199 @@
+"""Frames to an object store on this machine and back, against other clients of the same store."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import boto3
+import obstore
+import pytest
+from botocore.config import Config
+from obstore.store import S3Store
+
+from benchmarks.bare import must
+from benchmarks.measure import GIB, Case, Table, Times, interleaved, progress
+from kvtier_core.interfaces import Backend, OpenContext
+from kvtier_core.testing.samples import make_layout
+from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace, Nbytes
+from kvtier_s3.config import S3Config
+
+ROUNDS = 11
+THREADS = 4  # of obstore
+KEYS = 128
+BUCKET = "benchmark"
+BARE, BOTO3, OBSTORE, TIER = "http.client, unsigned", "boto3", "obstore", "kvtier_s3"
+EXIST = f"kvtier_s3, `contains` of {KEYS} keys"
+HEADS = f"http.client, {KEYS} HEADs one by one, unsigned"
+#: Of nobody: the server asks for none.
+ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "nobody", "AWS_SECRET_ACCESS_KEY": "nothing", "AWS_EC2_METADATA_DISABLED": "true"}
+
+
+def tables(folder: Path) -> Iterator[Table]:
+    with pytest.MonkeyPatch.context() as patch, _server() as port:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        for frame_nbytes, count in ((32 << 20, 2), (1 << 20, 32)):
+            progress(f"s3: {count} frames of {Nbytes(frame_nbytes)}, {ROUNDS} rounds each way")
+            with contextlib.closing(_Bench(port, frame_nbytes, count)) as bench:
+                yield _frames(bench, frame_nbytes, count)
+        with contextlib.closing(_Bench(port, FRAME_ALIGNMENT, KEYS)) as bench:
+            yield _existence(bench)
+
+
+def _frames(bench: _Bench, frame_nbytes: int, count: int) -> Table:
+    writes = interleaved(bench.writes(), ROUNDS)
+    reads = interleaved(bench.reads(), ROUNDS)
+    return Table(
+        title=f"S3: frames of {Nbytes(frame_nbytes)}",
+        says=f"{count} frames, payloads not signed, a server in Python on the same cores that keeps all in memory and "
+        "checks nothing. boto3 and http.client use one connection, frame by frame, and read into the frame's memory; "
+        f"obstore sends whole frames and reads halves on {THREADS} threads, and what it reads is copied there; "
+        "kvtier_s3 uses parts of 8MiB, asks before it sends long frames, and has up to 32 requests in flight, on one "
+        "thread. Ratios are of speeds in the "
+        f"same round: median (min to max) of {ROUNDS}.",
+        header=("", "write GiB/s", "of boto3", "of obstore", "read GiB/s", "of boto3", "of obstore"),
+        rows=[
+            (case, *_cells(writes, case, bench.nbytes), *_cells(reads, case, bench.nbytes)) for case in reads.seconds
+        ],
+    )
+
+
+def _cells(times: Times, case: str, nbytes: int) -> Iterator[object]:
+    yield f"{nbytes / times.median(case) / GIB:.2f}"
+    for other in (BOTO3, OBSTORE):
+        yield "1" if case == other else times.ratio(other, case)
+
+
+def _existence(bench: _Bench) -> Table:
+    times = interleaved(bench.questions(), 3 * ROUNDS)
+    return Table(
+        title=f"S3: which of {KEYS} keys are there",
+        says=f"All are. The same server. Median of {3 * ROUNDS} rounds; ratios round by round (min to max).",
+        header=("", "ms", f"times {HEADS}"),
+        rows=[(case, f"{times.median(case) * 1e3:.1f}", times.ratio(case, HEADS)) for case in times.seconds],
+    )
+
+
+class _Bench:
+    def __init__(self, port: int, frame_nbytes: int, count: int):
+        url = f"http://127.0.0.1:{port}"
+        context = OpenContext(Namespace.of({"benchmark": "s3"}), make_layout((frame_nbytes - 4096,), 1), "benchmark")
+        self.nbytes = count * frame_nbytes
+        self.keys = [ChunkKey(os.urandom(KEY_NBYTES)) for _ in range(count)]
+        self.names = [key.hex() for key in self.keys]
+        noise = os.urandom(1 << 12) * (frame_nbytes >> 12)
+        self.frames = [memoryview(bytearray(noise)) for _ in self.keys]
+        self.landings = [memoryview(bytearray(frame_nbytes)) for _ in self.keys]
+        self.tier: Backend = S3Config(bucket=BUCKET, endpoint=url, region="us-east-1").open(context)
+        self.threads = ThreadPoolExecutor(THREADS)
+        self.bare = http.client.HTTPConnection("127.0.0.1", port)
+        how = Config(s3={"addressing_style": "path", "payload_signing_enabled": False})
+        quick = Config(request_checksum_calculation="when_required", response_checksum_validation="when_required")
+        self.boto3 = boto3.client("s3", endpoint_url=url, region_name="us-east-1", config=how.merge(quick))
+        self.obstore = S3Store(
+            BUCKET,
+            endpoint=url,
+            region="us-east-1",
+            virtual_hosted_style_request=False,
+            unsigned_payload=True,
+            client_options={"allow_http": True},
+        )
+
+    def writes(self) -> list[Case]:
+        return [
+            Case(BARE, lambda: [self._put(*each) for each in self._each(self.frames)]),
+            Case(BOTO3, lambda: [self._put_boto3(*each) for each in self._each(self.frames)]),
+            Case(OBSTORE, lambda: list(self.threads.map(self._put_obstore, self.names, self.frames))),
+            Case(
+                TIER,
+                lambda: must(self.tier.write(self.keys, self.frames) is None),
+                before=lambda: self.tier.delete(self.keys),
+            ),
+        ]
+
+    def reads(self) -> list[Case]:
+        return [
+            Case(BARE, lambda: [self._get(*each) for each in self._each(self.landings)], before=self._wipe),
+            Case(BOTO3, lambda: [self._get_boto3(*each) for each in self._each(self.landings)], before=self._wipe),
+            Case(OBSTORE, lambda: list(self.threads.map(self._get_obstore, *self._halves())), before=self._wipe),
+            Case(TIER, self._read, before=self._wipe),
+        ]
+
+    def questions(self) -> list[Case]:
+        self.tier.write(self.keys, self.frames)
+        for each in self._each(self.frames):
+            self._put(*each)
+        return [
+            Case(HEADS, lambda: [self._ask("HEAD", name).close() for name in self.names]),
+            Case(EXIST, lambda: must(all(self.tier.contains(self.keys)))),
+        ]
+
+    def _each(self, views: Sequence[memoryview]) -> Iterator[tuple[str, memoryview]]:
+        return zip(self.names, views, strict=True)
+
+    def _ask(self, method: str, name: str, body: memoryview | None = None) -> http.client.HTTPResponse:
+        self.bare.request(method, f"/{BUCKET}/{name}", body)
+        response = self.bare.getresponse()
+        must(response.status == 200)
+        return response
+
+    def _put(self, name: str, frame: memoryview) -> None:
+        self._ask("PUT", name, frame).read()
+
+    def _get(self, name: str, into: memoryview) -> None:
+        with self._ask("GET", name) as response:
+            must(response.readinto(into) == len(into))
+
+    def _put_boto3(self, name: str, frame: memoryview) -> None:
+        self.boto3.put_object(Bucket=BUCKET, Key=name, Body=frame.obj)
+
+    def _get_boto3(self, name: str, into: memoryview) -> None:
+        body, count = self.boto3.get_object(Bucket=BUCKET, Key=name)["Body"], 0
+        while count < len(into):
+            count += body.readinto(into[count:])
+        body.close()
+
+    def _put_obstore(self, name: str, frame: memoryview) -> None:
+        obstore.put(self.obstore, name, frame, use_multipart=False)
+
+    def _get_obstore(self, name: str, begin: int, into: memoryview) -> None:
+        into[:] = memoryview(obstore.get_range(self.obstore, name, start=begin, length=len(into)))
+
+    def _halves(self) -> tuple[list[str], list[int], list[memoryview]]:
+        """Names, offsets and memory of the halves of all frames, so that every thread has one."""
+        half = len(self.landings[0]) // 2
+        views = [view[begin : begin + half] for view in self.landings for begin in (0, half)]
+        return [name for name in self.names for _ in range(2)], [0, half] * len(self.names), views
+
+    def _read(self) -> None:
+        must(list(self.tier.read(self.keys, self.landings)) == [len(view) for view in self.landings])
+        must(all(view[-9:] == frame[-9:] for view, frame in zip(self.landings, self.frames, strict=True)))
+
+    def _wipe(self) -> None:
+        for view in self.landings:
+            view[-FRAME_ALIGNMENT:] = bytes(FRAME_ALIGNMENT)
+
+    def close(self) -> None:
+        self.tier.delete(self.keys)
+        self.tier.close()
+        self.threads.shutdown()
+        self.bare.close()
+        self.boto3.close()
+
+
+@contextlib.contextmanager
+def _server() -> Iterator[int]:
+    """Its port, until the end."""
+    command = [sys.executable, "-m", "benchmarks.s3_server"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.kill()

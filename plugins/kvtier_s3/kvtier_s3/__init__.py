@@ -1,0 +1,1 @@
+"""A kvtier store tier in a bucket of an S3-compatible object store."""

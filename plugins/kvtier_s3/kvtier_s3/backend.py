@@ -1,0 +1,135 @@
+"""Stores each frame as an object in a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from kvtier_core.errors import BackendError, StoreFull
+from kvtier_core.interfaces import Backend
+from kvtier_core.transfer.shared_space import SharedSpace
+from kvtier_core.types import ChunkKey, Namespace
+from kvtier_s3.bucket import Bucket
+from kvtier_s3.errors import raise_if_store_is_down
+from kvtier_s3.names import FACTS, FACTS_NBYTES, Names, home_of, is_home, place_of
+from kvtier_s3.reads import read_objects
+from kvtier_s3.writes import Write, Writer
+
+_LIST_SECONDS = 60.0
+_MOST_NAMESPACES = 64  # whose facts are read
+
+
+class S3Backend(Backend):
+    """Frames as objects. `kvtier_s3.settings` says what the settings mean."""
+
+    shared = True
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        names: Names,
+        writer: Writer,
+        space: SharedSpace | None,
+        *,
+        part: int,
+        timeout: float,
+        facts: Mapping[str, str],
+    ):
+        self._bucket = bucket
+        self._names = names
+        self._writer = writer
+        self._space = space
+        self._part = part
+        self._timeout = timeout
+        self._facts = facts
+
+    def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        with self._bucket.calls.within(self._timeout):
+            return [nbytes > 0 for nbytes in self._lengths(keys)]
+
+    def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
+        with self._bucket.calls.within(self._timeout):
+            outcomes = read_objects(self._bucket, [self._names.frame(key) for key in keys], into, self._part)
+        raise_if_store_is_down(each if isinstance(each, BackendError) else None for each in outcomes)
+        return outcomes
+
+    def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> Sequence[BackendError | None] | None:
+        with self._bucket.calls.within(self._timeout):
+            errors = [each.error for each in self._write(keys, frames)]
+        raise_if_store_is_down(errors)
+        for error in errors:
+            if isinstance(error, StoreFull):
+                raise error
+        return errors if any(errors) else None
+
+    def delete(self, keys: Sequence[ChunkKey]) -> None:
+        names = [self._names.frame(key) for key in keys]
+        with self._bucket.calls.within(self._timeout):
+            held = self._lengths(keys) if self._space is not None else [0] * len(keys)
+            failures = self._bucket.calls.at_once(self._bucket.delete, names)
+            if self._space is not None:
+                gone = zip(held, failures, strict=True)
+                self._space.give(sum(nbytes for nbytes, failure in gone if failure is None))
+        for failure in filter(None, failures):
+            raise failure
+
+    def quarantine(self, keys: Sequence[ChunkKey]) -> None:
+        self._writer.suspect(keys)
+
+    def scan(self) -> Iterator[tuple[ChunkKey, int]]:
+        with self._bucket.calls.within(_LIST_SECONDS):
+            listed = sorted(
+                self._bucket.list(f"{self._names.prefix}/{self._names.home}"), key=lambda each: each.modified
+            )
+        places = [(place_of(self._names.prefix, each.name, each.nbytes), each.nbytes) for each in listed]
+        return iter([(place.key, nbytes) for place, nbytes in places if place is not None])
+
+    def namespaces(self) -> Iterator[Namespace]:
+        bucket, prefix = self._bucket, self._names.prefix
+        with bucket.calls.within(self._timeout):
+            homes = [name for name in bucket.folders(prefix) if is_home(name) and name != self._names.home]
+            homes = homes[:_MOST_NAMESPACES]
+            names = [f"{prefix}/{home}/{FACTS}" for home in homes]
+            answers = bucket.calls.at_once(bucket.get, names, [FACTS_NBYTES] * len(names))
+        read = [(home, each) for home, each in zip(homes, answers, strict=True) if not isinstance(each, BackendError)]
+        found = (_facts(home, bytes(answer.body)) for home, answer in read)
+        return iter([namespace for namespace in found if namespace is not None])
+
+    def facts(self) -> Mapping[str, str]:
+        return self._facts
+
+    def close(self) -> None:
+        try:
+            if self._space is not None:
+                with self._bucket.calls.within(self._timeout):
+                    self._space.close()
+        finally:
+            self._bucket.calls.close()
+
+    def _lengths(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """The bytes of each key's frame; 0 if there is none, or if the store cannot tell. Raises BackendError."""
+        answers = self._bucket.calls.at_once(self._bucket.head, [self._names.frame(key) for key in keys])
+        failed = [isinstance(answer, BackendError) for answer in answers]
+        raise_if_store_is_down(each if bad else None for each, bad in zip(answers, failed, strict=True))
+        return [0 if bad else each.nbytes for each, bad in zip(answers, failed, strict=True)]
+
+    def _write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> list[Write]:
+        if self._space is None:
+            return self._writer.write(keys, frames)
+        taken = sum(map(len, frames))
+        self._space.take(taken)
+        grown = 0
+        try:
+            writes = self._writer.write(keys, frames)
+            grown = sum(each.growth for each in writes)
+        finally:
+            self._space.give(taken - grown)
+        return writes
+
+
+def _facts(home: str, text: bytes) -> Namespace | None:
+    """What explains the namespace of this name; None if it belongs to another one."""
+    try:
+        namespace = Namespace.from_json(text)
+    except (ValueError, RecursionError):
+        return None
+    return namespace if home_of(namespace) == home else None

@@ -1,0 +1,155 @@
+"""A bucket, and what can be asked of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from datetime import datetime
+
+import attrs
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import S3Store
+
+from kvtier_core.errors import BackendError
+from kvtier_s3.calls import Calls
+from kvtier_s3.errors import Absent, error_of
+
+_DIGITS = "0123456789abcdef"
+_PAGE = 1000  # names in one answer, of a listing
+
+
+@attrs.frozen
+class Listed:
+    """An object in a listing."""
+
+    name: str
+    nbytes: int
+    modified: datetime
+    etag: str
+
+
+@attrs.frozen
+class Found:
+    """An object, or a part of it, as it was read."""
+
+    nbytes: int  #: of the whole object
+    etag: str
+    body: memoryview  #: empty if the object has more bytes than there was room for
+    meta: Mapping[str, str]
+
+
+@attrs.frozen
+class Bucket:
+    """Asks a store. Coroutines run in `Calls.at_once`; other methods may be called on any thread.
+
+    All raise BackendError: Absent where there is no such object, Conflict where a condition does not hold.
+    """
+
+    name: str
+    calls: Calls
+    _store: S3Store = attrs.field(repr=False)
+
+    @property
+    def where(self) -> str:
+        """For people."""
+        return f"s3://{self.name}"
+
+    async def head(self, name: str) -> Found:
+        """Look at an object."""
+        async with self._asking():
+            found = await obstore.get_async(self._store, name, options={"head": True})
+        return Found(found.meta["size"], found.meta["e_tag"] or "", memoryview(b""), found.attributes)
+
+    async def get(self, name: str, room: int, *, begin: int = 0, nbytes: int | None = None, etag: str = "") -> Found:
+        """Read an object, or ``nbytes`` of it from ``begin`` on; only if it is still the version with this ETag.
+
+        Of an object with more than ``room`` bytes nothing is read.
+        """
+        options = {"range": (begin, begin + nbytes)} if nbytes is not None else {}
+        options |= {"if_match": etag} if etag else {}
+        async with self._asking():
+            found = await obstore.get_async(self._store, name, options=options)
+            total, (first, end) = found.meta["size"], found.range
+            body = memoryview(await found.bytes_async() if total <= room else b"")
+        if total <= room and (first != begin or len(body) != end - begin):
+            raise BackendError(f"{self.where}/{name}: the store does not return what it was asked for")
+        return Found(total, found.meta["e_tag"] or "", body, found.attributes)
+
+    async def put(
+        self,
+        name: str,
+        body: bytes | memoryview,
+        *,
+        new: bool = False,
+        etag: str = "",
+        meta: Mapping[str, str] | None = None,
+    ) -> str:
+        """Write an object in one request: ``new`` only where there is none, ``etag`` only in place of that version.
+
+        Returns the ETag of what was written.
+        """
+        mode = "create" if new else {"e_tag": etag} if etag else "overwrite"
+        return await self._put(name, body, mode=mode, attributes=meta, use_multipart=False)
+
+    async def upload(self, name: str, body: memoryview, *, part: int, width: int, meta: Mapping[str, str]) -> str:
+        """Write an object in parts of this length, ``width`` at a time. Returns the ETag of what was written."""
+        return await self._put(name, body, attributes=meta, use_multipart=True, chunk_size=part, max_concurrency=width)
+
+    async def delete(self, name: str) -> None:
+        """Remove an object, if it is there."""
+        async with self._asking():
+            await obstore.delete_async(self._store, name)
+
+    def fetch(self, name: str, room: int) -> Found | None:
+        """A small object; None if there is none."""
+        try:
+            return self.calls.one(self.get, name, room)
+        except Absent:
+            return None
+
+    def list(self, folder: str) -> list[Listed]:
+        """All objects in a folder and below, in no order. Pages are asked for side by side, by the first hex digit."""
+        ends = [f"{folder}/{digit}" for digit in _DIGITS[1:]]
+        answers = self.calls.at_once(self._list, [folder] * len(_DIGITS), [f"{folder}/", *ends], [*ends, f"{folder}0"])
+        for answer in answers:
+            if isinstance(answer, BackendError):
+                raise answer
+        return [each for answer in answers for each in answer]
+
+    def folders(self, prefix: str) -> list[str]:
+        """The names of the folders in this one."""
+        return self.calls.one(self._folders, prefix)
+
+    async def _folders(self, prefix: str) -> list[str]:
+        async with self._asking():
+            found = await obstore.list_with_delimiter_async(self._store, prefix)
+        return [name.removeprefix(f"{prefix}/") for name in found["common_prefixes"]]
+
+    async def _list(self, folder: str, after: str, last: str) -> list[Listed]:
+        listed: list[Listed] = []
+        async with self._asking():
+            async for page in obstore.list(self._store, folder, offset=after, chunk_size=_PAGE):
+                for each in page:
+                    if each["path"] > last:
+                        return listed
+                    listed.append(Listed(each["path"], each["size"], each["last_modified"], each["e_tag"] or ""))
+        return listed
+
+    async def _put(self, name: str, body: bytes | memoryview, **how: object) -> str:
+        async with self._asking(len(body)):
+            # A copy, because a request that is given up may be sent from it for a moment longer.
+            put = await obstore.put_async(self._store, name, bytes(body), **how)
+        return put["e_tag"] or ""
+
+    @contextlib.asynccontextmanager
+    async def _asking(self, nbytes: int = 0) -> AsyncIterator[None]:
+        """Waits for the turn of a request; what obstore raises is raised as this plugin's. ``nbytes`` are written."""
+        failure = None
+        async with self.calls.gate:
+            try:
+                yield
+            except (BaseError, FileNotFoundError) as error:
+                failure = error_of(error, self.where, nbytes)
+        if failure is not None:
+            raise failure  # here, so that it has no context: that may quote what signs a request

@@ -1,0 +1,115 @@
+"""Many requests at once, on the thread that asks, until its time is up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import attrs
+
+from kvtier_core.errors import BackendError
+from kvtier_s3.errors import Unanswered
+
+T = TypeVar("T")
+
+
+@attrs.frozen
+class _Loop:
+    """What one thread asks with."""
+
+    runner: asyncio.Runner
+    gate: asyncio.Semaphore
+
+
+class Calls:
+    """Runs requests, in an event loop for each thread that asks. May be used on several threads."""
+
+    def __init__(self, where: str, width: int):
+        """``where`` is for people; ``width`` requests of a thread are in flight at a time."""
+        self._where = where
+        self._width = width
+        self._local = threading.local()
+        self._loops: list[_Loop] = []
+        self._closed = False
+
+    @property
+    def gate(self) -> asyncio.Semaphore:
+        """What every request of this thread passes."""
+        return self._local.loop.gate
+
+    @contextlib.contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """What this thread asks for inside ends after so many seconds."""
+        outer = self._deadline
+        self._local.deadline = min(outer, time.monotonic() + seconds)
+        try:
+            yield
+        finally:
+            self._local.deadline = outer
+
+    def at_once(self, ask: Callable[..., Coroutine[Any, Any, T]], *arguments: Iterable[Any]) -> list[T | BackendError]:
+        """What ``ask`` returns or raises for each tuple of arguments, as `map`. Nothing of it runs afterwards.
+
+        Raises BackendError if nothing can be asked.
+        """
+        if self._closed:
+            raise BackendError(f"{self._where}: the tier is closed")
+        if not hasattr(self._local, "loop"):
+            # Not `asyncio.new_event_loop` by default: that would become the thread's own.
+            runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+            self._local.loop = _Loop(runner, asyncio.Semaphore(self._width))
+            self._loops.append(self._local.loop)
+        return self._local.loop.runner.run(self._run(ask, list(zip(*arguments, strict=True))))
+
+    def one(self, ask: Callable[..., Coroutine[Any, Any, T]], argument: object, *more: object, **how: object) -> T:
+        """What ``ask`` returns for these arguments. Raises BackendError."""
+        (answer,) = self.at_once(functools.partial(ask, **how), *([each] for each in (argument, *more)))
+        if isinstance(answer, BackendError):
+            raise answer
+        return answer
+
+    def pause(self, seconds: float) -> None:
+        """Wait for at most so many seconds, at random. Raises BackendError if the call's time is up."""
+        if time.monotonic() + seconds > self._deadline:
+            raise Unanswered(f"{self._where}: not done in time")
+        time.sleep(random.uniform(0, seconds))
+
+    def close(self) -> None:
+        """Close the loops. No call is under way."""
+        self._closed = True
+        while self._loops:
+            self._loops.pop().runner.close()
+
+    async def _run(
+        self, ask: Callable[..., Coroutine[Any, Any, T]], arguments: Sequence[tuple]
+    ) -> list[T | BackendError]:
+        tasks = [asyncio.ensure_future(ask(*each)) for each in arguments]
+        if not tasks:
+            return []
+        left = self._deadline - time.monotonic()
+        try:
+            await asyncio.wait(tasks, timeout=None if left == math.inf else max(left, 0))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        return [self._outcome(task) for task in tasks]
+
+    def _outcome(self, task: asyncio.Future[T]) -> T | BackendError:
+        if task.cancelled():
+            return Unanswered(f"{self._where}: no answer in time")
+        error = task.exception()
+        if isinstance(error, BackendError):
+            return error.with_traceback(None)  # it would keep the caller's views
+        return task.result()
+
+    @property
+    def _deadline(self) -> float:
+        return getattr(self._local, "deadline", math.inf)

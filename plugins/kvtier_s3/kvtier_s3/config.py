@@ -1,0 +1,38 @@
+"""The config of an S3 tier."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import ClassVar
+
+import attrs
+
+from kvtier_core.interfaces import Backend, BackendConfig, OpenContext, Stored
+from kvtier_core.types import Nbytes
+from kvtier_s3.settings import S3Settings
+
+
+@attrs.frozen
+class S3Config(S3Settings, BackendConfig):
+    """One object per frame, in a bucket that any number of engines share."""
+
+    type: ClassVar[str] = "s3"
+    shared: ClassVar[bool] = True
+
+    def open(self, ctx: OpenContext) -> Backend:
+        from kvtier_s3.opening import open_backend
+
+        return open_backend(self, ctx)
+
+    @contextlib.contextmanager
+    def walk(self) -> Iterator[Iterator[Stored]]:
+        from kvtier_s3.walk import everything_in
+
+        with everything_in(self) as found:
+            yield found
+
+    def recount(self, capacity: Nbytes, nbytes: int) -> None:
+        from kvtier_s3.walk import recount_bucket
+
+        recount_bucket(self)  # counted anew: others may have written since these bytes were counted

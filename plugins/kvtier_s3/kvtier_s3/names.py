@@ -1,0 +1,69 @@
+"""The names of objects: ``prefix/namespace/first byte/key.kv``, in hex, made from nothing else."""
+
+from __future__ import annotations
+
+import re
+
+import attrs
+
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace
+
+#: Of the 64 hex digits of a namespace's digest.
+_HOME_DIGITS = 16
+_HOME = re.compile(r"[0-9a-f]{16}")
+_FRAME = re.compile(r"([0-9a-f]{16})/([0-9a-f]{2})/(\2[0-9a-f]{62})\.kv")
+FACTS = "namespace.json"
+FACTS_NBYTES = 1 << 20  #: no facts are longer
+
+
+@attrs.frozen
+class Names:
+    """The names below a prefix, of one namespace."""
+
+    prefix: str
+    home: str  #: the first digits of the namespace's digest
+
+    @classmethod
+    def of(cls, prefix: str, namespace: Namespace) -> Names:
+        return cls(prefix, home_of(namespace))
+
+    @property
+    def folder(self) -> str:
+        """What the names of all frames of this namespace begin with."""
+        return f"{self.prefix}/{self.home}/"
+
+    @property
+    def facts(self) -> str:
+        """The object that explains the namespace."""
+        return f"{self.folder}{FACTS}"
+
+    def frame(self, key: ChunkKey) -> str:
+        """The object with the frame of this key."""
+        digits = key.hex()
+        return f"{self.folder}{digits[:2]}/{digits}.kv"
+
+
+@attrs.frozen
+class Place:
+    """What the name of a frame says."""
+
+    home: str
+    key: ChunkKey
+
+
+def home_of(namespace: Namespace) -> str:
+    """The digits that a namespace's objects lie under."""
+    return namespace.digest.hex()[:_HOME_DIGITS]
+
+
+def is_home(name: str) -> bool:
+    """Can this be what `home_of` returned?"""
+    return _HOME.fullmatch(name) is not None
+
+
+def place_of(prefix: str, name: str, nbytes: int) -> Place | None:
+    """What the object of this name and length is the frame of; None if it cannot be a frame."""
+    found = _FRAME.fullmatch(name.removeprefix(f"{prefix}/"))
+    if found is None or not nbytes or nbytes % FRAME_ALIGNMENT:
+        return None
+    return Place(found[1], ChunkKey(bytes.fromhex(found[3])))

@@ -1,0 +1,11 @@
+"""Offers the store tier `s3`: objects in a bucket."""
+
+from __future__ import annotations
+
+from kvtier_core.hookspecs import hookimpl
+from kvtier_s3.config import S3Config
+
+
+@hookimpl
+def kvtier_backends():
+    return [S3Config]

@@ -1,0 +1,83 @@
+"""Lists everything below the prefix, for `kvtier fsck`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+from kvtier_core.errors import Gone
+from kvtier_core.interfaces import Stored
+from kvtier_core.transfer.shared_space import recount
+from kvtier_s3.bucket import Bucket, Listed
+from kvtier_s3.errors import Absent, Conflict
+from kvtier_s3.names import FACTS, is_home, place_of
+from kvtier_s3.opening import connect
+from kvtier_s3.settings import S3Settings
+from kvtier_s3.space import BucketSpace
+
+_SECONDS = 60.0  # for one request
+_RECOUNT_SECONDS = 300.0
+
+
+@contextlib.contextmanager
+def everything_in(settings: S3Settings) -> Iterator[Iterator[Stored]]:
+    """Everything where only frames should be, of every namespace. Raises BackendError."""
+    bucket, _ = connect(settings, _SECONDS)
+    try:
+        yield _walk(bucket, settings.prefix)
+    finally:
+        bucket.calls.close()
+
+
+def recount_bucket(settings: S3Settings) -> None:
+    """Make the account of the capacity say what lies in the bucket now. Raises BackendError."""
+    bucket, _ = connect(settings, _SECONDS)
+    try:
+        with bucket.calls.within(_RECOUNT_SECONDS):
+            recount(BucketSpace(bucket, settings.prefix))
+    finally:
+        bucket.calls.close()
+
+
+def _walk(bucket: Bucket, prefix: str) -> Iterator[Stored]:
+    with bucket.calls.within(_SECONDS):
+        homes = [home for home in bucket.folders(prefix) if is_home(home)]
+    for home in homes:
+        for each in bucket.list(f"{prefix}/{home}"):
+            if each.name != f"{prefix}/{home}/{FACTS}":
+                yield _stored(bucket, prefix, each)
+
+
+def _stored(bucket: Bucket, prefix: str, listed: Listed) -> Stored:
+    place = place_of(prefix, listed.name, listed.nbytes)
+    return Stored(
+        where=f"{bucket.where}/{listed.name}",
+        nbytes=listed.nbytes,
+        home=bytes.fromhex(place.home) if place else None,
+        key=place.key if place else None,
+        read=functools.partial(_read, bucket, listed),
+        remove=functools.partial(_remove, bucket, listed),
+    )
+
+
+def _read(bucket: Bucket, listed: Listed, offset: int, nbytes: int) -> bytes:
+    with _only_this_version(bucket, listed):
+        how = {"begin": offset, "nbytes": nbytes, "etag": listed.etag}
+        return bytes(bucket.calls.one(bucket.get, listed.name, listed.nbytes, **how).body)
+
+
+def _remove(bucket: Bucket, listed: Listed) -> None:
+    with _only_this_version(bucket, listed):
+        if bucket.calls.one(bucket.head, listed.name).etag != listed.etag:
+            raise Conflict("another version")
+        bucket.calls.one(bucket.delete, listed.name)
+
+
+@contextlib.contextmanager
+def _only_this_version(bucket: Bucket, listed: Listed) -> Iterator[None]:
+    try:
+        with bucket.calls.within(_SECONDS):
+            yield
+    except (Absent, Conflict):
+        raise Gone(f"{bucket.where}/{listed.name}: replaced or removed") from None

@@ -1,0 +1,176 @@
+"""A capacity that engines share: counted together in the bucket, and the oldest frames leave first."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvtier_core.errors import BackendError, ConfigError
+from kvtier_core.testing.samples import make_frame, make_keys, make_namespace
+from kvtier_core.transfer.shared_space import Count
+from kvtier_core.types import FRAME_ALIGNMENT
+from kvtier_s3 import space
+from kvtier_s3.bucket import Bucket
+from kvtier_s3.space import BucketSpace, frames_in
+
+NBYTES = 2 * FRAME_ALIGNMENT
+CAPACITY = 64 * NBYTES
+
+
+def write(backend, keys):
+    for key in keys:
+        backend.write([key], [make_frame(key, nbytes=NBYTES)])
+
+
+def held(bucket, config):
+    return sum(each.nbytes for each in frames_in(bucket, config.prefix))
+
+
+def counted(bucket, config):
+    return BucketSpace(bucket, config.prefix).count().used
+
+
+def test_three_engines_keep_within_one_capacity(open_s3, bucket, config):
+    """Of two namespaces, at the same time; at no moment is there more."""
+    engines = [open_s3(capacity=CAPACITY, timeout=60, namespace=make_namespace(model)) for model in ("a", "a", "b")]
+    keys = make_keys(150)
+    most = 0
+    with ThreadPoolExecutor(len(engines)) as threads:
+        writes = [threads.submit(write, engine, keys[i::3]) for i, engine in enumerate(engines)]
+        while not all(each.done() for each in writes):
+            most = max(most, held(bucket, config))
+        for each in writes:
+            each.result()
+    assert CAPACITY // 2 < most <= CAPACITY
+    for engine in engines:
+        engine.close()
+    assert counted(bucket, config) == held(bucket, config)
+
+
+def test_the_oldest_frames_leave_first(open_s3, bucket, config):
+    engine = open_s3(capacity=CAPACITY)
+    old, new = make_keys(74)[:64], make_keys(74)[64:]
+    write(engine, old[:10])
+    time.sleep(1.1)  # a listing tells the second of a write
+    write(engine, old[10:])
+    write(engine, new[:8])
+    assert all(engine.contains(new[:8])) and all(engine.contains(old[10:]))
+
+
+def test_what_replaces_or_repeats_a_frame_takes_what_it_adds(open_s3, bucket, config):
+    engine, keys = open_s3(capacity=CAPACITY), make_keys(3)
+    write(engine, keys)
+    write(engine, keys)
+    engine.write(keys[:1], [make_frame(keys[0], nbytes=2 * NBYTES)])
+    engine.delete(keys[1:])
+    engine.delete(keys[1:])
+    engine.close()
+    assert counted(bucket, config) == held(bucket, config) == 2 * NBYTES
+
+
+def test_what_was_not_written_is_not_counted(s3_server, open_s3, bucket, config):
+    engine, keys = open_s3(capacity=CAPACITY), make_keys(3)
+    with s3_server.failing(keys[1].hex(), 403, "AccessDenied"):
+        engine.write(keys, [make_frame(key, nbytes=NBYTES) for key in keys])
+    engine.close()
+    assert counted(bucket, config) == held(bucket, config) == 2 * NBYTES
+
+
+def test_a_lock_that_a_killed_engine_left_is_taken_over(open_s3, bucket, config, monkeypatch):
+    lock, account = f"{config.prefix}/evicting.json", BucketSpace(bucket, config.prefix)
+    bucket.calls.one(bucket.put, lock, b"{}")
+    with bucket.calls.within(0.5), pytest.raises(BackendError, match="not done in time"), account.evicting():
+        pass
+    assert bucket.fetch(lock, 1 << 20).body == b"{}", "a young lock is respected"
+    monkeypatch.setattr(space, "_STALE_SECONDS", -1.0)
+    with account.evicting():
+        assert bucket.fetch(lock, 1 << 20).body != b"{}"
+    assert bucket.fetch(lock, 1 << 20) is None
+
+
+def test_only_one_evicts(bucket, config):
+    inside = []
+
+    def evict(_):
+        with bucket.calls.within(60), account_of().evicting():
+            inside.append(1)
+            assert len(inside) == 1
+            time.sleep(0.02)
+            inside.pop()
+
+    def account_of():
+        return BucketSpace(bucket, config.prefix)
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(evict, range(3)))
+
+
+def test_the_counter_adds_what_everyone_adds(bucket, config):
+    def add(_):
+        with bucket.calls.within(60):
+            for _ in range(5):
+                BucketSpace(bucket, config.prefix).count(taken=3)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(add, range(4)))
+    assert counted(bucket, config) == 60
+
+
+def test_an_addition_whose_answer_was_lost_counts_once(bucket, config, monkeypatch):
+    """The store did it, and says when it is asked again that the condition does not hold: by what was written."""
+    account, put = BucketSpace(bucket, config.prefix), Bucket.put
+    account.count(taken=1)
+
+    async def put_twice(self, *args, **how):
+        await put(self, *args, **how)
+        return await put(self, *args, **how)
+
+    monkeypatch.setattr(Bucket, "put", put_twice)
+    assert account.count(freed=5, taken=7).used == 3
+    assert counted(bucket, config) == 3
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b'{"taken": "many"}', b"[" * 10000])
+def test_an_account_that_is_damaged_is_one_that_is_not_there(bucket, config, damage):
+    account = BucketSpace(bucket, config.prefix)
+    bucket.calls.one(bucket.put, f"{config.prefix}/space.json", damage)
+    assert account.count() == Count(0, 0)
+    assert account.count(taken=5) == account.count() == Count(5, 0)
+
+
+def test_frames_are_deleted_many_at_a_time_and_all_are_counted(bucket, config, open_s3, asked):
+    write(open_s3(), make_keys(40))
+    account = BucketSpace(bucket, config.prefix, ahead=15 * NBYTES)
+    account.count(taken=40 * NBYTES)
+    asked()
+    with account.evicting():
+        (oldest, nbytes), *_ = account.oldest()
+        assert account.remove(oldest)
+        account.count(freed=nbytes)
+    assert asked().count("DELETE") == 16 + 1  # the lock's
+    assert counted(bucket, config) == held(bucket, config) == 24 * NBYTES
+
+
+@pytest.mark.parametrize("ignored", ["if-match", "if-none-match"])
+def test_without_conditions_there_is_no_capacity(open_s3, monkeypatch, ignored):
+    """Such a store writes whatever the condition says."""
+    put = Bucket.put
+
+    def unconditional(self, *args, new=False, etag="", **more):
+        return put(
+            self, *args, new=new and ignored != "if-none-match", etag=etag if ignored != "if-match" else "", **more
+        )
+
+    monkeypatch.setattr(Bucket, "put", unconditional)
+    with pytest.raises(ConfigError) as raised:
+        open_s3(capacity=CAPACITY)
+    (problem,) = raised.value.problems
+    assert problem.path == "$.capacity" and "If-Match" in problem.why
+
+
+def test_without_a_capacity_nothing_is_counted(open_s3, bucket, config, asked):
+    engine, (key,) = open_s3(), make_keys(1)
+    asked()
+    write(engine, [key])
+    assert asked() == ["PUT if-none-match"]
+    assert bucket.fetch(f"{config.prefix}/space.json", 1 << 20) is None

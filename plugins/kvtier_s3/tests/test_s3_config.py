@@ -1,0 +1,123 @@
+"""What may be configured, and where the store is found then."""
+
+from pathlib import Path
+
+import attrs
+import pytest
+from servers.s3 import environment
+
+from kvtier_core.config.load import load_config
+from kvtier_core.config.registry import Registry
+from kvtier_core.errors import BackendError
+from kvtier_core.types import Nbytes, Seconds
+from kvtier_s3.config import S3Config
+from kvtier_s3.opening import connect
+
+
+@pytest.fixture(autouse=True)
+def _of_nobody():
+    with environment():
+        yield
+
+
+def connected(config):
+    """What obstore was told, and the facts."""
+    bucket, facts = connect(config, Seconds(5))
+    return bucket._store, facts
+
+
+@pytest.mark.parametrize(
+    "setting, why",
+    [
+        ({"bucket": "a/b"}, "is not the name of a bucket"),
+        ({"bucket": "a\r\nb"}, "is not the name of a bucket"),
+        ({"bucket": "?list"}, "is not the name of a bucket"),
+        ({"prefix": ""}, "is no prefix"),
+        ({"prefix": "/a"}, "is no prefix"),
+        ({"prefix": "a//b"}, "is no prefix"),
+        ({"prefix": "a/../b"}, "is no prefix"),
+        ({"prefix": "ä b"}, "is no prefix"),
+        ({"endpoint": "host:9000"}, "https://HOST:PORT"),
+        ({"endpoint": "https://user:word@host"}, "https://HOST:PORT"),
+        ({"endpoint": "https://host/path"}, "https://HOST:PORT"),
+        ({"region": "a\r\nx-amz-acl: public-read"}, "is no region"),
+        ({"kms_key": "a\nb"}, "is no kms_key"),
+        ({"part": Nbytes(1 << 20)}, "at least 5MiB"),
+        ({"requests": 0}, "requests"),
+        ({"requests": 10_000}, "requests"),
+    ],
+)
+def test_what_cannot_be_is_refused(setting, why):
+    with pytest.raises(ValueError, match=why) as raised:
+        S3Config(**{"bucket": "bucket", **setting})
+    assert "user:word" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "setting, url, by_host",
+    [
+        ({}, "https://b-1.s3.eu-west-3.amazonaws.com", True),
+        ({"addressing": "path"}, "https://s3.eu-west-3.amazonaws.com", False),
+        ({"bucket": "b.1"}, "https://s3.eu-west-3.amazonaws.com", False),
+        ({"bucket": "b.1", "addressing": "virtual"}, "https://b.1.s3.eu-west-3.amazonaws.com", True),
+        ({"endpoint": "http://store:9000"}, "http://store:9000", False),
+        ({"endpoint": "https://store", "addressing": "virtual"}, "https://b-1.store", True),
+        ({"endpoint": "http://[::1]:9000/"}, "http://[::1]:9000", False),
+        ({"region": "cn-north-1"}, "https://b-1.s3.cn-north-1.amazonaws.com.cn", True),
+    ],
+)
+def test_where_the_bucket_is_named(setting, url, by_host):
+    store, _ = connected(S3Config(**{"bucket": "b-1", "region": "eu-west-3", **setting}))
+    assert (store.config["endpoint"], store.config["virtual_hosted_style_request"]) == (url, str(by_host).lower())
+
+
+def test_the_environment_names_region_and_endpoint(monkeypatch):
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "ap-south-1")
+    store, _ = connected(S3Config(bucket="bucket"))
+    assert store.config["endpoint"] == "https://bucket.s3.ap-south-1.amazonaws.com"
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://store:9000")
+    store, facts = connected(S3Config(bucket="bucket"))
+    assert (store.config["endpoint"], facts["addressing"]) == ("http://store:9000", "auto -> path")
+
+
+@pytest.mark.parametrize(
+    "endpoint, asked, told",
+    [
+        ("https://store", "auto", "auto -> on"),
+        ("http://store", "auto", "auto -> off"),
+        ("http://127.0.0.1:9", "auto", "auto -> on"),
+        ("http://localhost.example:9", "auto", "auto -> off"),
+        ("http://store", "on", "on -> on"),
+        ("https://store", "off", "off -> off"),
+    ],
+)
+def test_payloads_are_signed_unless_something_else_protects_them(endpoint, asked, told):
+    _, facts = connected(S3Config(bucket="bucket", endpoint=endpoint, unsigned=asked))
+    assert facts["unsigned"] == told
+
+
+def test_writes_ask_for_encryption():
+    store, _ = connected(S3Config(bucket="bucket", sse="aws:kms", kms_key="key-1"))
+    assert (store.config["server_side_encryption"], store.config["sse_kms_key_id"]) == ("aws:kms", "key-1")
+
+
+def test_an_endpoint_of_the_environment_does_not_replace_that_of_the_setting(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://other:9000")
+    store, _ = connected(S3Config(bucket="bucket", endpoint="http://store:9000"))
+    assert "http://other:9000" not in store.config.values()
+
+
+def test_an_endpoint_of_the_environment_with_a_path_is_refused(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://store:9000/path")
+    with pytest.raises(BackendError, match="HOST:PORT"):
+        connected(S3Config(bucket="bucket"))
+
+
+def test_all_of_it_can_be_written_in_yaml(tmp_path):
+    file, expected = tmp_path / "kvtier.yaml", {"bucket": "b-1", "prefix": "a/b", "endpoint": "https://store:9000"}
+    expected |= {"region": "eu-west-3", "addressing": "virtual", "profile": "work", "sse": "aws:kms", "kms_key": "k/1"}
+    expected |= {"ca": Path("/etc/ca.pem"), "part": Nbytes(16 << 20), "requests": 8, "unsigned": "off"}
+    assert set(expected) == {field.name for field in attrs.fields(S3Config)}
+    written = ", ".join(f"{name}: '{value}'" for name, value in expected.items()).replace("'8'", "8")
+    file.write_text(f"version: 1\ntiers: [{{type: heap, capacity: 1MiB}}, {{type: s3, {written}}}]\n")
+    assert load_config(file, Registry.discover()).tiers[1].config == S3Config(**expected)
