@@ -164,7 +164,8 @@ def test_without_a_compiler_the_core_is_installed_all_the_same(built, python, tm
 def test_the_environment_holds_nothing_else(python):
     listed = run(python, "-m", "pip", "list", "--format", "freeze").lower().replace("_", "-")
     installed = {line.split("==")[0] for line in listed.split()} - {"pip", "setuptools"}
-    brought = {"attrs", "pluggy", "pyyaml", "hiredis", "botocore", "jmespath", "python-dateutil", "six", "urllib3"}
+    brought = {"attrs", "pluggy", "pyyaml", "hiredis", "boto3", "botocore", "jmespath", "obstore"}
+    brought |= {"python-dateutil", "s3transfer", "six", "typing-extensions", "urllib3"}
     assert installed == {*brought, *(name.replace("_", "-") for name in SOURCES)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import AsyncIterator, Mapping
 from datetime import datetime
 
@@ -115,7 +116,10 @@ class Bucket:
             return None
 
     def list(self, folder: str) -> list[Listed]:
-        """All objects in a folder and below, in no order. Pages are asked for side by side, by the first hex digit."""
+        """All objects in a folder and below, in no order. Of many, pages are asked for side by side, by a hex digit."""
+        few = self.calls.one(self._list, folder, f"{folder}/", f"{folder}0", most=_PAGE)
+        if len(few) < _PAGE:
+            return few
         ends = [f"{folder}/{digit}" for digit in _DIGITS[1:]]
         answers = self.calls.at_once(self._list, [folder] * len(_DIGITS), [f"{folder}/", *ends], [*ends, f"{folder}0"])
         for answer in answers:
@@ -132,12 +136,12 @@ class Bucket:
             found = await obstore.list_with_delimiter_async(self._store, prefix)
         return [name.removeprefix(f"{prefix}/") for name in found["common_prefixes"]]
 
-    async def _list(self, folder: str, after: str, last: str) -> list[Listed]:
+    async def _list(self, folder: str, after: str, last: str, most: float = math.inf) -> list[Listed]:
         listed: list[Listed] = []
         async with self._asking():
             async for page in obstore.list(self._store, folder, offset=after, chunk_size=_PAGE):
                 for each in page:
-                    if each["path"] > last:
+                    if each["path"] > last or len(listed) == most:
                         return listed
                     listed.append(Listed(each["path"], each["size"], each["last_modified"], each["e_tag"] or ""))
         return listed
