@@ -225,7 +225,7 @@ def test_every_problem_of_a_file_is_told(write):
         tiers:
           - {type: disk, path: /a, capacity: 500GB, threads: 0}
           - {type: cpu, capcity: 1GiB, serializer: raw}
-          - {type: s3, capacity: 1GB, bucket: kv}
+          - {type: tape, capacity: 1GB, bucket: kv}
           - {type: dsk, capacity: 1GiB}
           - {type: disk, capacity: 1GiB, depth: 0, eviction: lruu}
           - {capacity: 1GiB}
@@ -248,7 +248,7 @@ def test_every_problem_of_a_file_is_told(write):
             "kvtier.yaml:6: $.tiers[1].serializer: unknown key 'serializer'; "
             "known here: type, capacity, eviction, store_after, huge"
         ),
-        "kvtier.yaml:7: $.tiers[2].type: no tier 's3' is installed (have: cpu, disk, heap)",
+        "kvtier.yaml:7: $.tiers[2].type: no tier 'tape' is installed (have: cpu, disk, heap)",
         f"kvtier.yaml:7: $.tiers[2].capacity: '1GB' {no_size}",
         "kvtier.yaml:8: $.tiers[3].type: no tier 'dsk' is installed (have: cpu, disk, heap); did you mean 'disk'?",
         (
@@ -264,8 +264,8 @@ def test_every_problem_of_a_file_is_told(write):
 
 
 def test_unknown_types_do_not_hide_the_rest():
-    assert complaints(load, {"version": 1, "tiers": [{"type": "cpu", "capacity": "1GiB"}, {"type": "s3"}]}) == [
-        "inline: $.tiers[1].type: no tier 's3' is installed (have: cpu, disk, heap)",
+    assert complaints(load, {"version": 1, "tiers": [{"type": "cpu", "capacity": "1GiB"}, {"type": "tape"}]}) == [
+        "inline: $.tiers[1].type: no tier 'tape' is installed (have: cpu, disk, heap)",
     ]
 
 

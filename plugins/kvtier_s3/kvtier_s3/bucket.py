@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import AsyncIterator, Mapping
 from datetime import datetime
 
@@ -90,11 +91,17 @@ class Bucket:
         Returns the ETag of what was written.
         """
         mode = "create" if new else {"e_tag": etag} if etag else "overwrite"
-        return await self._put(name, body, mode=mode, attributes=meta, use_multipart=False)
+        async with self._asking(len(body)):
+            # A copy, because a request that is given up may be sent from it for a moment longer.
+            put = obstore.put_async(self._store, name, bytes(body), mode=mode, attributes=meta, use_multipart=False)
+            return (await put)["e_tag"] or ""
 
     async def upload(self, name: str, body: memoryview, *, part: int, width: int, meta: Mapping[str, str]) -> str:
         """Write an object in parts of this length, ``width`` at a time. Returns the ETag of what was written."""
-        return await self._put(name, body, attributes=meta, use_multipart=True, chunk_size=part, max_concurrency=width)
+        how = {"use_multipart": True, "chunk_size": part, "max_concurrency": width}
+        async with self._asking(len(body)), contextlib.aclosing(_copies(body, part)) as copies:
+            put = await obstore.put_async(self._store, name, copies, attributes=meta, **how)
+            return put["e_tag"] or ""
 
     async def delete(self, name: str) -> None:
         """Remove an object, if it is there."""
@@ -109,7 +116,10 @@ class Bucket:
             return None
 
     def list(self, folder: str) -> list[Listed]:
-        """All objects in a folder and below, in no order. Pages are asked for side by side, by the first hex digit."""
+        """All objects in a folder and below, in no order. Of many, pages are asked for side by side, by a hex digit."""
+        few = self.calls.one(self._list, folder, f"{folder}/", f"{folder}0", most=_PAGE)
+        if len(few) < _PAGE:
+            return few
         ends = [f"{folder}/{digit}" for digit in _DIGITS[1:]]
         answers = self.calls.at_once(self._list, [folder] * len(_DIGITS), [f"{folder}/", *ends], [*ends, f"{folder}0"])
         for answer in answers:
@@ -126,21 +136,15 @@ class Bucket:
             found = await obstore.list_with_delimiter_async(self._store, prefix)
         return [name.removeprefix(f"{prefix}/") for name in found["common_prefixes"]]
 
-    async def _list(self, folder: str, after: str, last: str) -> list[Listed]:
+    async def _list(self, folder: str, after: str, last: str, most: float = math.inf) -> list[Listed]:
         listed: list[Listed] = []
         async with self._asking():
             async for page in obstore.list(self._store, folder, offset=after, chunk_size=_PAGE):
                 for each in page:
-                    if each["path"] > last:
+                    if each["path"] > last or len(listed) == most:
                         return listed
                     listed.append(Listed(each["path"], each["size"], each["last_modified"], each["e_tag"] or ""))
         return listed
-
-    async def _put(self, name: str, body: bytes | memoryview, **how: object) -> str:
-        async with self._asking(len(body)):
-            # A copy, because a request that is given up may be sent from it for a moment longer.
-            put = await obstore.put_async(self._store, name, bytes(body), **how)
-        return put["e_tag"] or ""
 
     @contextlib.asynccontextmanager
     async def _asking(self, nbytes: int = 0) -> AsyncIterator[None]:
@@ -149,7 +153,13 @@ class Bucket:
         async with self.calls.gate:
             try:
                 yield
-            except (BaseError, FileNotFoundError) as error:
+            except (BaseError, OSError, ValueError, NotImplementedError) as error:
                 failure = error_of(error, self.where, nbytes)
         if failure is not None:
             raise failure  # here, so that it has no context: that may quote what signs a request
+
+
+async def _copies(body: memoryview, part: int) -> AsyncIterator[bytes]:
+    """Made in this thread's loop, so that nothing reads the body when the call has ended."""
+    for begin in range(0, len(body), part):
+        yield bytes(body[begin : begin + part])

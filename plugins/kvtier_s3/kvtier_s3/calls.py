@@ -62,7 +62,7 @@ class Calls:
         if self._closed:
             raise BackendError(f"{self._where}: the tier is closed")
         if not hasattr(self._local, "loop"):
-            # Not `asyncio.new_event_loop` by default: that would become the thread's own.
+            # With a factory, the loop does not become the one that the thread finds by default.
             runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
             self._local.loop = _Loop(runner, asyncio.Semaphore(self._width))
             self._loops.append(self._local.loop)

@@ -50,9 +50,7 @@ _REASONS = {
 }
 #: Where a response has no body to say more.
 _OF_STATUS = {301: "PermanentRedirect", 403: "AccessDenied"}
-_OF_ONE_KEY = {
-    404: Absent, 405: BackendError, 409: Conflict, 412: Conflict, 416: Absent, 501: NoConditions
-}  # fmt: skip
+_OF_ONE_KEY = {404: Absent, 405: BackendError, 409: Conflict, 412: Conflict, 416: Absent, 501: NoConditions}
 
 
 def error_of(error: Exception, where: str, nbytes: int = 0) -> BackendError:
@@ -64,10 +62,10 @@ def error_of(error: Exception, where: str, nbytes: int = 0) -> BackendError:
     if isinstance(error, UnauthenticatedError):
         return StoreDown(f"{where}: the credentials cannot be refreshed")
     if isinstance(error, InvalidPathError):
-        return BackendError(f"{where}: an object whose name has an empty part between slashes cannot be listed")
+        return BackendError(f"{where}: an object with an odd name, like `a//b`, makes the listing fail")
     if _CERTIFICATE.search(text):
         return StoreDown(f"{where}: the store's certificate is not trusted; set `ca`")
-    if "redirect" in text:
+    if "BareRedirect" in text:
         return StoreDown(f"{where}: {_REASONS['PermanentRedirect']}")
     if "HttpError" not in text:
         return BackendError(f"{where}: the store does not return what it was asked for")

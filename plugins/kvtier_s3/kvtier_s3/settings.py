@@ -58,7 +58,7 @@ class S3Settings:
     profile: str | None = None  #: in ~/.aws/config
     sse: Literal["none", "AES256", "aws:kms"] = "none"  #: encryption by the store that writes ask for
     kms_key: str | None = attrs.field(default=None, validator=_one_word)  #: for ``aws:kms``; by default the bucket's
-    ca: Path | None = None  #: certificates to trust, in place of the system's
+    ca: Path | None = None  #: certificates to trust, besides the system's
     part: Nbytes = attrs.field(default=Nbytes(8 << 20), validator=_long_enough)  #: longer frames go in parts
     #: In flight at a time, for each call; the tier makes up to ``threads`` calls at once.
     requests: int = attrs.field(default=32, validator=[attrs.validators.ge(1), attrs.validators.le(_MOST_REQUESTS)])

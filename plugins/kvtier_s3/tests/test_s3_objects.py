@@ -9,6 +9,7 @@ from kvtier_core.errors import BackendError
 from kvtier_core.testing.laws.shared_processes import users, write_numbered
 from kvtier_core.testing.samples import make_context, make_frame, make_key, make_keys, make_namespace, same
 from kvtier_core.types import FRAME_ALIGNMENT
+from kvtier_s3 import bucket as bucket_module
 from kvtier_s3 import writes
 from kvtier_s3.bucket import Bucket
 from kvtier_s3.names import Names
@@ -42,6 +43,16 @@ def test_names_come_from_namespace_and_key(backend, bucket, config):
         f"{config.prefix}/{home}/{digits[:2]}/{digits}.kv",
         f"{config.prefix}/{home}/namespace.json",
     ]
+
+
+def test_many_objects_are_listed_each_once(backend, bucket, config, monkeypatch):
+    keys = make_keys(60)
+    backend.write(keys, [make_frame(key) for key in keys])
+    few = bucket.list(config.prefix + "/" + make_namespace().digest.hex()[:16])
+    monkeypatch.setattr(bucket_module, "_PAGE", 7)
+    many = bucket.list(config.prefix + "/" + make_namespace().digest.hex()[:16])
+    assert len(many) == 61
+    assert sorted(each.name for each in many) == sorted(each.name for each in few)
 
 
 def test_the_facts_of_other_namespaces_are_told(open_s3):
