@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import attrs
@@ -61,6 +62,8 @@ class Calls:
         """
         if self._closed:
             raise BackendError(f"{self._where}: the tier is closed")
+        if _in_event_loop():
+            return self._on_another_thread(lambda: self.at_once(ask, *arguments))
         if not hasattr(self._local, "loop"):
             # With a factory, the loop does not become the one that the thread finds by default.
             runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
@@ -86,6 +89,17 @@ class Calls:
         self._closed = True
         while self._loops:
             self._loops.pop().runner.close()
+
+    def _on_another_thread(self, call: Callable[[], T]) -> T:
+        """An engine that is made in a notebook opens its tiers in the notebook's event loop, which runs already."""
+        deadline = self._deadline
+
+        def within_the_same_time() -> T:
+            self._local.deadline = deadline
+            return call()
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(within_the_same_time).result()
 
     async def _run(
         self, ask: Callable[..., Coroutine[Any, Any, T]], arguments: Sequence[tuple]
@@ -113,3 +127,12 @@ class Calls:
     @property
     def _deadline(self) -> float:
         return getattr(self._local, "deadline", math.inf)
+
+
+def _in_event_loop() -> bool:
+    """Does this thread run an event loop at the moment?"""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -1,5 +1,6 @@
 """What is written, and what is asked for: names, conditions, parts, versions."""
 
+import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -199,3 +200,15 @@ def test_asking_for_many_keys_is_asking_for_each(backend, asked):
     asked()
     assert list(backend.contains(keys)) == [True] * 3 + [False] * 125
     assert asked() == ["HEAD"] * 128
+
+
+def test_it_works_inside_a_running_event_loop(open_s3):
+    """As in a notebook, where an engine is made in one."""
+    key = make_key(0)
+
+    async def live():
+        backend = open_s3()
+        backend.write([key], [make_frame(key)])
+        return list(backend.contains([key]))
+
+    assert asyncio.run(live()) == [True]
