@@ -242,6 +242,8 @@ class StorageManager(Stack):
             facts = (level.memory if isinstance(level, Arena) else level.backend).facts()
             usage = level.usage()
             words = [f"{Nbytes(usage.capacity)}", f"{usage.chunks} chunks held"]
+            if isinstance(level, StoreTier) and level.backend.shared:
+                words = ["shared with other engines"]  # what it holds nobody knows
             words += [f"{name}: {fact}" for name, fact in facts.items()]
             lines.append(f"{level.name}: {', '.join(words)}")
         return lines

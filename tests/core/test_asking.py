@@ -133,6 +133,10 @@ def test_what_was_prefetched_and_not_used_counts(bench):
     assert len(bench.arenas[0].index) == 4
 
 
+def test_of_a_shared_store_nobody_says_what_it_holds(bench):
+    assert bench.manager.describe()[1] == "disk: shared with other engines"
+
+
 # -- what goes wrong -----------------------------------------------------------------------------------
 
 

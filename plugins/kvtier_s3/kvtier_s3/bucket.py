@@ -14,10 +14,12 @@ from obstore.store import S3Store
 
 from kvtier_core.errors import BackendError
 from kvtier_s3.calls import Calls
+from kvtier_s3.copies import Copies
 from kvtier_s3.errors import Absent, error_of
 
 _DIGITS = "0123456789abcdef"
 _PAGE = 1000  # names in one answer, of a listing
+_KEPT = 16  # buffers, as many as a tier's threads use at a time
 
 
 @attrs.frozen
@@ -50,6 +52,7 @@ class Bucket:
     name: str
     calls: Calls
     _store: S3Store = attrs.field(repr=False)
+    _copies: Copies = attrs.field(factory=lambda: Copies(_KEPT), init=False, eq=False, repr=False)
 
     @property
     def where(self) -> str:
@@ -92,9 +95,9 @@ class Bucket:
         """
         mode = "create" if new else {"e_tag": etag} if etag else "overwrite"
         async with self._asking(len(body)):
-            # A copy, because a request that is given up may be sent from it for a moment longer.
-            put = obstore.put_async(self._store, name, bytes(body), mode=mode, attributes=meta, use_multipart=False)
-            return (await put)["e_tag"] or ""
+            with self._copies.of(body) as copy:
+                put = obstore.put_async(self._store, name, copy, mode=mode, attributes=meta, use_multipart=False)
+                return (await put)["e_tag"] or ""
 
     async def upload(self, name: str, body: memoryview, *, part: int, width: int, meta: Mapping[str, str]) -> str:
         """Write an object in parts of this length, ``width`` at a time. Returns the ETag of what was written."""
