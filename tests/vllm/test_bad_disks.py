@@ -52,7 +52,7 @@ class Served:
         self.now = 0.0
         self._truth = truth
         for tier in self.manager._tiers:
-            for part in (tier, tier._health, tier._space, tier._deletes, tier._writes, tier._lookup_queue):
+            for part in (tier, tier._health, tier._space, tier._deletes, tier._writes, tier._lookups.queue):
                 part._clock = self.clock
 
     def clock(self):
