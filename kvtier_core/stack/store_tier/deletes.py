@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from kvtier_core.interfaces import Backend
-from kvtier_core.stack.index.cache_index import CacheIndex
-from kvtier_core.stack.store_tier.health import StoreHealth
-from kvtier_core.stack.store_tier.keys_in_use import KeysInUse, Use
-from kvtier_core.stack.store_tier.space import Space
-from kvtier_core.transfer.io_pool import Outcome, Pool
+from kvtier_core.stack.store_tier.calls import StoreCalls, StoreParts
+from kvtier_core.stack.store_tier.keys_in_use import Use
+from kvtier_core.transfer.io_pool import Outcome
 from kvtier_core.types import ChunkKey, EventKind
 
 #: Seconds before a failed delete is retried: at first, and at most after doubling each time.
@@ -41,30 +38,13 @@ class InvalidatedKeys(set[ChunkKey]):
         return sorted(self)
 
 
-class Deletes:
+class Deletes(StoreCalls):
     """The deletes of one store tier. From a shared store nothing is ever deleted: only the index forgets it."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        index: CacheIndex,
-        *,
-        pool: Pool,
-        health: StoreHealth,
-        space: Space,
-        in_use: KeysInUse,
-        clock: Callable[[], float],
-        landed: Callable[[], None],
-    ):
+    def __init__(self, parts: StoreParts, *, landed: Callable[[], None]):
         """``landed`` is called when a delete has ended, whether it succeeded or not."""
+        super().__init__(parts)
         self.invalidated = InvalidatedKeys()
-        self._backend = backend
-        self._index = index
-        self._pool = pool
-        self._health = health
-        self._space = space
-        self._in_use = in_use
-        self._clock = clock
         self._landed = landed
 
     def evict(self, victims: Sequence[ChunkKey]) -> None:

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from kvtier_core.frames.codec import FrameCodec
-from kvtier_core.interfaces import Backend
 from kvtier_core.stack.batches import in_groups
-from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.store_tier.asking.lookup_queue import LookupQueue
 from kvtier_core.stack.store_tier.asking.speed import StoreSpeed
+from kvtier_core.stack.store_tier.calls import StoreCalls, StoreParts
 from kvtier_core.stack.store_tier.deletes import Deletes
 from kvtier_core.stack.store_tier.frame_io import ReadStatus, read_frames
-from kvtier_core.stack.store_tier.health import StoreHealth
-from kvtier_core.stack.store_tier.keys_in_use import KeysInUse, Use
-from kvtier_core.stack.store_tier.space import Space
-from kvtier_core.transfer.io_pool import Outcome, Pool
+from kvtier_core.stack.store_tier.keys_in_use import Use
+from kvtier_core.transfer.io_pool import Outcome
 from kvtier_core.types import ChunkKey
 
 #: ``arrived(good, bad)``: the views of ``good`` hold verified frames.
@@ -24,34 +21,15 @@ Arrived = Callable[[Sequence[ChunkKey], Sequence[ChunkKey]], None]
 _Read = tuple[ChunkKey, memoryview]
 
 
-class Reads:
-    """The reads of one store tier. Call every method on the owner's thread."""
+class Reads(StoreCalls):
+    """The reads of one store tier."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        index: CacheIndex,
-        *,
-        pool: Pool,
-        health: StoreHealth,
-        space: Space,
-        in_use: KeysInUse,
-        deletes: Deletes,
-        lookup_queue: LookupQueue,
-        speed: StoreSpeed,
-        clock: Callable[[], float],
-    ):
+    def __init__(self, parts: StoreParts, *, deletes: Deletes, lookup_queue: LookupQueue, speed: StoreSpeed):
+        super().__init__(parts)
         self.inflight_nbytes = 0  #: of slots that reads in flight fill
-        self._speed = speed
-        self._backend = backend
-        self._index = index
-        self._space = space
-        self._lookup_queue = lookup_queue
-        self._pool = pool
-        self._health = health
-        self._in_use = in_use
         self._deletes = deletes
-        self._clock = clock
+        self._lookup_queue = lookup_queue
+        self._speed = speed
 
     def begin(
         self, wanted: Sequence[_Read], codec: FrameCodec, arrived: Arrived, salts: Mapping[ChunkKey, bytes]

@@ -13,6 +13,7 @@ from kvtier_core.stack.interface import LoadLimit
 from kvtier_core.stack.store_tier.asking.load_choice import LoadChoice, LoadChooser
 from kvtier_core.stack.store_tier.asking.lookups import Lookups
 from kvtier_core.stack.store_tier.asking.speed import StoreSpeed
+from kvtier_core.stack.store_tier.calls import StoreParts
 from kvtier_core.stack.store_tier.deletes import Deletes
 from kvtier_core.stack.store_tier.frame_io import FrameWrite
 from kvtier_core.stack.store_tier.health import StoreHealth
@@ -62,12 +63,11 @@ class StoreTier:
         self._space = Space(index, CapacityLimit(capacity), self._policy_state.nbytes, clock)
         speed = StoreSpeed()
         self._chooser = LoadChooser(name, speed, clock)
-        calls = {"pool": pool, "health": self._health, "in_use": self._in_use, "clock": clock}
-        self._lookups = Lookups(backend, index, speed=speed, **calls)
-        self._deletes = Deletes(backend, index, space=self._space, landed=lambda: self._writes.start(), **calls)
-        calls |= {"space": self._space, "deletes": self._deletes}
-        self._writes = Writes(backend, index, concurrent=max(1, threads - 1), **calls)
-        self._reads = Reads(backend, index, lookup_queue=self._lookups.queue, speed=speed, **calls)
+        parts = StoreParts(backend, index, pool, self._health, self._space, self._in_use, clock)
+        self._lookups = Lookups(parts, speed=speed)
+        self._deletes = Deletes(parts, landed=lambda: self._writes.start())
+        self._writes = Writes(parts, deletes=self._deletes, concurrent=max(1, threads - 1))
+        self._reads = Reads(parts, deletes=self._deletes, lookup_queue=self._lookups.queue, speed=speed)
         self._recover()
 
     @property

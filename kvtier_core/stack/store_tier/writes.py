@@ -9,15 +9,12 @@ import attrs
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.frames.codec import FrameCodec
-from kvtier_core.interfaces import Backend
 from kvtier_core.stack.batches import in_groups
-from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.stack.store_tier.calls import StoreCalls, StoreParts
 from kvtier_core.stack.store_tier.deletes import Deletes
 from kvtier_core.stack.store_tier.frame_io import FrameWrite, write_frames
-from kvtier_core.stack.store_tier.health import StoreHealth
-from kvtier_core.stack.store_tier.keys_in_use import KeysInUse, Use
-from kvtier_core.stack.store_tier.space import Space
-from kvtier_core.transfer.io_pool import Outcome, Pool
+from kvtier_core.stack.store_tier.keys_in_use import Use
+from kvtier_core.transfer.io_pool import Outcome
 from kvtier_core.types import ChunkKey, EventKind
 
 #: Called once for each frame, when its view is no longer used.
@@ -47,37 +44,19 @@ class _Group:
         return len(self.frames) * self.codec.max_frame_nbytes
 
 
-class Writes:
-    """The writes of one store tier. Call every method on the owner's thread.
+class Writes(StoreCalls):
+    """The writes of one store tier.
 
     At most ``concurrent`` calls are under way, so that threads are left for reads; the other groups wait here, oldest
     first, and can still be shed.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        index: CacheIndex,
-        *,
-        pool: Pool,
-        health: StoreHealth,
-        space: Space,
-        in_use: KeysInUse,
-        deletes: Deletes,
-        concurrent: int,
-        clock: Callable[[], float],
-    ):
+    def __init__(self, parts: StoreParts, *, deletes: Deletes, concurrent: int):
+        super().__init__(parts)
         self.waiting_nbytes = 0  #: of views that waiting writes hold
         self.begun_nbytes = 0  #: of views that writes under way hold
-        self._backend = backend
-        self._index = index
-        self._pool = pool
-        self._health = health
-        self._space = space
-        self._in_use = in_use
         self._deletes = deletes
         self._concurrent = concurrent
-        self._clock = clock
         self._begun = 0  # calls under way
         self._waiting: deque[_Group] = deque()
 

@@ -4,39 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvtier_core.interfaces import Backend
 from kvtier_core.stack.batches import as_many, leading_run
-from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.store_tier.asking.lookup_queue import LookupQueue
 from kvtier_core.stack.store_tier.asking.speed import StoreSpeed
-from kvtier_core.stack.store_tier.health import StoreHealth
-from kvtier_core.stack.store_tier.keys_in_use import KeysInUse, Use
-from kvtier_core.transfer.io_pool import Outcome, Pool
+from kvtier_core.stack.store_tier.calls import StoreCalls, StoreParts
+from kvtier_core.stack.store_tier.keys_in_use import Use
+from kvtier_core.transfer.io_pool import Outcome
 from kvtier_core.types import ChunkKey
 
 
-class Lookups:
-    """The questions of one store tier to its store. Call every method on the owner's thread."""
+class Lookups(StoreCalls):
+    """The questions of one store tier to its store."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        index: CacheIndex,
-        *,
-        pool: Pool,
-        health: StoreHealth,
-        in_use: KeysInUse,
-        speed: StoreSpeed,
-        clock: Callable[[], float],
-    ):
-        self.queue = LookupQueue(clock)
-        self._backend = backend
-        self._index = index
-        self._pool = pool
-        self._health = health
-        self._in_use = in_use
+    def __init__(self, parts: StoreParts, *, speed: StoreSpeed):
+        super().__init__(parts)
+        self.queue = LookupQueue(parts.clock)
         self._speed = speed
-        self._clock = clock
         self._found: list[ChunkKey] = []
 
     def request(self, path: Sequence[ChunkKey], start: int) -> int:
@@ -63,25 +46,27 @@ class Lookups:
             return self.queue.answered(keys)
         self._in_use.begin(keys, Use.READING)
         self._health.begin(self._health.reads)
+        begun = self._clock()
 
         def ask() -> tuple[Sequence[bool], float]:
-            begun = self._clock()
-            return as_many(self._backend.contains(keys), keys), self._clock() - begun
+            return as_many(self._backend.contains(keys), keys), self._clock()
 
         def answered(outcome: Outcome) -> None:
-            found = self._answered(keys, outcome)
+            # That there is no answer takes its time, too: nobody should wait for that again and again.
+            answers, ended = outcome.value or ([False] * len(keys), self._clock())
+            self._speed.answered(ended - begun)
+            found = self._answered(keys, answers, outcome)
             self._found += found
             then(found)
 
         self._pool.submit_load(ask, answered)
 
-    def _answered(self, keys: Sequence[ChunkKey], outcome: Outcome) -> list[ChunkKey]:
+    def _answered(self, keys: Sequence[ChunkKey], answers: Sequence[bool], outcome: Outcome) -> list[ChunkKey]:
+        """The keys that the store has, and the index does not know."""
         for key in keys:
             del self._in_use[key]
         self.queue.answered(keys)
         self._health.record_outcome(self._health.reads, keys, outcome)
-        answers, seconds = outcome.value or ([False] * len(keys), 0.0)
-        self._speed.answered(seconds)
         there = [key for key, answer in zip(keys, answers, strict=True) if answer]
         self.queue.not_there(set(keys).difference(there))
         return self._index.held.missing(there)
