@@ -1082,6 +1082,13 @@ MUTANTS = (
         ASKING + "test_nobody_waits_for_an_answer_that_takes_longer_than_a_tenth_of_the_computing",
     ),
     Mutant(
+        "no-answer-takes-no-time",
+        STORE_TIER + "/asking/lookups.py",
+        "outcome.value or ([False] * len(keys), self._clock())",
+        "outcome.value or ([False] * len(keys), begun)",
+        ASKING + "test_that_there_is_no_answer_takes_its_time_too",
+    ),
+    Mutant(
         "loads-whatever-it-costs",
         STORE_TIER + "/asking/load_choice.py",
         "if fitting and self._speed",

@@ -166,6 +166,17 @@ def test_a_damaged_frame_is_not_asked_for_again_and_is_replaced(tier):
     assert tier.good == [PATH[0]]
 
 
+def test_that_there_is_no_answer_takes_its_time_too(tier):
+    """Else every request would wait anew for a store that never answers."""
+    tier.shelf.fails = True
+    tier.tier.request_lookup(PATH[5:])
+    tier.tier.poll()
+    tier.now = 5.0
+    tier.settle()
+    assert tier.tier.worth_asking(3, LoadLimit(20.0, 2.0))
+    assert not tier.tier.worth_asking(3, LoadLimit(10.0, 2.0))
+
+
 def test_one_key_that_fails_is_no_damage(tier):
     """A server of several may be down."""
     read = tier.shelf.read

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -32,8 +32,9 @@ ROOT = Path(__file__).parents[2]
 EXECUTES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "code", "codeop"}
 #: Nothing of ours listens, and nothing connects but the tiers of `CONNECTS`.
 LISTENS = {"socket", "_socket", "socketserver", "asyncio", "http", "xmlrpc", "wsgiref", "ssl", "zmq", "select"}
-#: Tiers across a network, and to whom they connect. Neither may wait for others to connect.
-CONNECTS = {"kvtier_redis": "the server of its url", "kvtier_s3": "the endpoint of its bucket"}
+#: Tiers across a network, and what they connect with: to the server of its url, to the endpoint of its bucket.
+CONNECTS = {"kvtier_redis": {"socket", "ssl", "select"}, "kvtier_s3": {"asyncio"}}
+#: By these it would wait for others to connect.
 WAITS = {"bind", "listen", "accept", "create_server", "start_server", "start_unix_server", "create_datagram_endpoint"}
 #: Its pipes and queues unpickle what comes through them; among the processes of a test that is no stranger's.
 UNPICKLES = {"multiprocessing", "concurrent.futures.process"}
@@ -48,10 +49,10 @@ FORBIDDEN = {
 }
 
 
-def dangers(source: str, *, test: bool = False, connects: bool = False) -> Iterator[tuple[int, str]]:
+def dangers(source: str, *, test: bool = False, connects: Collection[str] = ()) -> Iterator[tuple[int, str]]:
     """Line and name of whatever a file must not use."""
     tree = ast.parse(source)
-    modules = EXECUTES if test else EXECUTES | UNPICKLES | (set() if connects else LISTENS)
+    modules = EXECUTES if test else EXECUTES | UNPICKLES | LISTENS.difference(connects)
     if connects:
         yield from ((node.lineno, node.attr) for node in ast.walk(tree) if getattr(node, "attr", "") in WAITS)
     for line, name in [*_imports(tree), *_used(tree)]:
@@ -94,13 +95,18 @@ def is_test(file: Path) -> bool:
     return not {"tests", "testing"}.isdisjoint(file.relative_to(ROOT).parts)
 
 
-def connects(file: Path) -> bool:
-    return not is_test(file) and not CONNECTS.keys().isdisjoint(file.relative_to(ROOT).parts)
+def connects(file: Path) -> Collection[str]:
+    """The modules with which a file may connect."""
+    tiers = [] if is_test(file) else [CONNECTS[part] for part in file.relative_to(ROOT).parts if part in CONNECTS]
+    return set().union(*tiers)
 
 
-@pytest.mark.parametrize("source", ["sock.listen()", "socket.create_server(place)", "await asyncio.start_server(f)"])
+@pytest.mark.parametrize(
+    "source",
+    ["sock.listen()", "socket.create_server(place)", "await asyncio.start_server(f)", "import http", "import asyncio"],
+)
 def test_a_tier_that_connects_may_not_listen(source):
-    assert list(dangers(f"async def f():\n    {source}", connects=True))
+    assert list(dangers(f"async def f():\n    {source}", connects={"socket"}))
 
 
 def test_no_source_runs_what_it_reads_or_listens():
