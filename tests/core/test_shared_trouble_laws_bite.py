@@ -217,6 +217,17 @@ class RejectsWhatDoesNotFit(SharedFolder):
             raise StoreFull("full", missing=nbytes)
 
 
+class DropsWhatDoesNotFit(SharedFolder):
+    """Begins early to do so: three users look at the same time."""
+
+    def write_one(self, key, frame):
+        if sum(taken for _, taken in list_oldest(self.folder)) < 0.9 * self.space._capacity:
+            super().write_one(key, frame)
+
+    def take(self, nbytes):
+        pass
+
+
 class ClearsTheStore(SharedFolder):
     def take(self, nbytes):
         if sum(taken for _, taken in list_oldest(self.folder)) + nbytes > self.space._capacity:
@@ -282,6 +293,7 @@ BUGS = [
     (CountsAlone, "test_all_users_together_keep_within_the_capacity", "in the store at once"),
     (CountsItsNamespace, "test_all_users_together_keep_within_the_capacity", "in the store at once"),
     (RejectsWhatDoesNotFit, "test_all_users_together_keep_within_the_capacity", "of a full store wrote new frames"),
+    (DropsWhatDoesNotFit, "test_all_users_together_keep_within_the_capacity", "last 3 frames written to a full store"),
     (ClearsTheStore, "test_the_oldest_go_first", "newer ones are gone"),
     (HasNoLimit, "test_the_oldest_go_first", "all are found"),
     (EvictsTheNewest, "test_the_oldest_go_first", "newer ones are gone"),

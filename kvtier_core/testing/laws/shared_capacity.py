@@ -50,10 +50,13 @@ class SharedCapacityLaws(BackendLaws):
             f"{_USERS} users with one capacity of {capacity} bytes had {max(largest, left)} bytes in the store at once"
         )
         assert left > capacity / 2, f"of a capacity of {capacity} bytes {left} are used when more was written"
-        for ctx, those in zip(contexts, numbers, strict=True):
+        newest = make_keys(_USERS * _WRITES + _USERS)[-_USERS:]
+        for ctx, key in zip(contexts, newest, strict=True):
             with self.opened(tmp_path, ctx) as backend:
-                newest = make_key(those[-1])
-                assert list(backend.contains([newest])) == [True], "the last frame that a user wrote is not there"
+                self._write(backend, [key], ctx)
+        for ctx, key in zip(contexts, newest, strict=True):
+            with self.opened(tmp_path, ctx) as backend:
+                assert not _missing(backend, [key]), f"one of the last {_USERS} frames written to a full store is gone"
 
     def test_the_oldest_go_first(self, tmp_path: Path):
         """Whoever wrote them."""
@@ -111,8 +114,9 @@ class SharedCapacityLaws(BackendLaws):
         earlier, later = self.stored(folder), self.stored(folder)
         return sum(nbytes for where, nbytes in earlier.items() if where in later)
 
-    def _write(self, backend: Backend, keys: Sequence[ChunkKey]) -> None:
-        frames = [make_frame(key, self.layout.frame_nbytes, namespace=make_namespace()) for key in keys]
+    def _write(self, backend: Backend, keys: Sequence[ChunkKey], ctx: OpenContext | None = None) -> None:
+        namespace = ctx.namespace if ctx else make_namespace()
+        frames = [make_frame(key, self.layout.frame_nbytes, namespace=namespace) for key in keys]
         errors = [error for error in write(backend, keys, frames) if error is not None]
         assert not errors, f"a store that may evict rejects a new frame: {errors[0]}"
 
