@@ -15,8 +15,9 @@ from benchmarks.measure import GIB, Case, Table, interleaved, progress
 from kvtier_core import native
 from kvtier_core.frames.format import seal, verify
 from kvtier_core.interfaces import Mover, OpenContext, PagedKVCache, PageRun
+from kvtier_core.layouts import ChunkLayout
 from kvtier_core.testing.samples import make_layout
-from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, ChunkLayout, Namespace, Nbytes
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace, Nbytes
 from kvtier_cpu.config import CpuConfig
 
 ROUNDS = 15

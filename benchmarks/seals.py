@@ -14,8 +14,9 @@ from kvtier_core.frames.checksum import crc32
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import seal
 from kvtier_core.frames.keyed_seal import KeyedSeal
+from kvtier_core.layouts import ChunkLayout
 from kvtier_core.testing.samples import make_layout
-from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, ChunkLayout, Namespace, Nbytes
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace, Nbytes
 
 ROUNDS = 15
 REPEATS = 5

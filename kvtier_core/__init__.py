@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from kvtier_core.config.registry import Registry
     from kvtier_core.errors import BackendError, ConfigError, ContractError, KvtierError, Problem
     from kvtier_core.interfaces import OpenContext
+    from kvtier_core.layouts import ChunkLayout
     from kvtier_core.stack.manager import StorageManager
     from kvtier_core.types import (
         ChunkKey,
-        ChunkLayout,
         Event,
         EventKind,
         Namespace,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "BackendError": "errors",
     "ChunkKey": "types",
-    "ChunkLayout": "types",
+    "ChunkLayout": "layouts",
     "ConfigError": "errors",
     "ContractError": "errors",
     "Event": "types",

@@ -1,4 +1,4 @@
-"""The vocabulary of kvtier as types: keys, namespaces, layouts, slots, events, sizes and times."""
+"""The vocabulary of kvtier as types: keys, namespaces, slots, events, sizes and times."""
 
 from __future__ import annotations
 
@@ -81,108 +81,6 @@ class Namespace:
         """32 bytes that depend on every fact, the same on every machine."""
         plain = json.dumps(self.facts, ensure_ascii=True, separators=(",", ":"))
         return hashlib.blake2b(plain.encode(), digest_size=32, person=b"kvtier-ns").digest()
-
-
-class KVKind(enum.StrEnum):
-    """What a request must have of a group of layers to continue behind a prefix."""
-
-    FULL_ATTENTION = "full attention"  #: the KV of every token of the prefix
-
-
-class KVStructure(enum.StrEnum):
-    """What the elements of a page are, as far as the engine side can tell a serializer."""
-
-    KEYS_AND_VALUES = "keys and values"  #: one number an element; their order is the engine's, a fact of the namespace
-    MLA_LATENT = "MLA latent"  #: one number an element: the compressed KV of multi-head latent attention
-    OPAQUE = "opaque"  #: anything else, quantized KV with its scales for instance: bytes to be kept as they are
-
-
-@attrs.frozen
-class KVGroup:
-    """Layers that share a block table: the engine keeps a request's block ``b`` in page ``b`` of each of them."""
-
-    name: str  #: for logs, errors and facts; no other group of the layout has it
-    kind: KVKind = attrs.field(converter=KVKind)
-    page_nbytes: tuple[int, ...] = attrs.field(converter=tuple)  #: of a page of each layer, as one rank holds it
-    block_tokens: int  #: tokens of one block
-    dtype: str  #: of the elements of a page, in torch's words: ``bfloat16``; several if layers differ, with spaces
-    structure: KVStructure = attrs.field(converter=KVStructure)
-
-    @property
-    def fact(self) -> str:
-        """All of it in plain words, as a fact of a namespace."""
-        pages = " ".join(map(str, self.page_nbytes))
-        tokens = f"{self.block_tokens} tokens a block"
-        return f"{self.name}: {self.kind}, {tokens}, {self.dtype}, {self.structure}, pages of {pages} bytes"
-
-
-class LayerPlace(NamedTuple):
-    """Where the pages of one layer lie in a shard."""
-
-    group: int  #: number of its group in the layout
-    page_nbytes: int
-    offset: int  #: bytes from the start of the shard to the layer's first page; the others follow side by side
-    blocks: int  #: pages of this layer in a chunk
-
-
-@attrs.frozen
-class ChunkLayout:
-    """Where the bytes of a chunk lie in its frame.
-
-    A frame is a header of 4 KiB, then one shard per rank, then zeros up to a multiple of `FRAME_ALIGNMENT`. A shard is
-    group after group; a group is layer after layer; a layer is the chunk's pages in token order, side by side.
-
-    The groups of a layout are stored, loaded and evicted together: one key names the chunk with all of them. The groups
-    are facts of the namespace, and the namespace is part of every key, so no key ever names a chunk of other groups.
-    Groups that are worth keeping at different places of a prompt (every chunk of full attention, but of a sliding
-    window only the last ones before a boundary) do not belong in one layout: its slots would be mostly empty. They are
-    separate layouts, each with its own arena, frames and key for the same chunk; an arena, a backend and a mover
-    serve one layout and need not know of the others.
-    """
-
-    groups: tuple[KVGroup, ...] = attrs.field(converter=tuple)
-    tokens: int = attrs.field()  #: of a chunk: a multiple of every group's ``block_tokens``, else ValueError
-    ranks: int = 1
-
-    @tokens.validator
-    def _check_tokens(self, attribute: attrs.Attribute, tokens: int) -> None:
-        for group in self.groups:
-            if tokens < 1 or tokens % group.block_tokens:
-                raise ValueError(f"{tokens} tokens are no whole blocks of {group.block_tokens} ({group.name})")
-
-    @cached_property
-    def blocks(self) -> tuple[int, ...]:
-        """Of each group, the pages of one layer in a chunk."""
-        return tuple(self.tokens // group.block_tokens for group in self.groups)
-
-    @cached_property
-    def layers(self) -> tuple[LayerPlace, ...]:
-        """All layers of all groups, in the order of a shard."""
-        layers, offset = [], 0
-        for number, (group, blocks) in enumerate(zip(self.groups, self.blocks, strict=True)):
-            for nbytes in group.page_nbytes:
-                layers.append(LayerPlace(number, nbytes, offset, blocks))
-                offset += nbytes * blocks
-        return tuple(layers)
-
-    @cached_property
-    def shard_nbytes(self) -> int:
-        """Bytes of one rank's part of a payload."""
-        return sum(layer.page_nbytes * layer.blocks for layer in self.layers)
-
-    @cached_property
-    def payload_nbytes(self) -> int:
-        """Bytes of all ranks' shards."""
-        return self.shard_nbytes * self.ranks
-
-    @cached_property
-    def frame_nbytes(self) -> int:
-        """Bytes of a whole frame, and of the slot that holds it."""
-        return FRAME_ALIGNMENT + -(-self.payload_nbytes // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
-
-    def shard_offset(self, rank: int) -> int:
-        """Bytes from the start of the frame to the shard of ``rank``."""
-        return FRAME_ALIGNMENT + rank * self.shard_nbytes
 
 
 class EventKind(enum.Enum):

@@ -501,14 +501,14 @@ MUTANTS = (
     Mutant(
         "any-slot-at-any-time",
         "kvtier_core/transfer/cuda/mover.py",
-        "if not self._registration.covers(slots):",
+        "if not self._registration.covers(checked.slots):",
         "if False:",
         "tests/core/test_cuda_mover.py::test_a_job_with_a_slot_that_is_not_locked_yet_is_a_miss",
     ),
     Mutant(
         "block-ids-of-any-number",
         PAGE_LISTS,
-        "if tuple(map(len, chunk)) != cache.layout.blocks:",
+        "if tuple(map(len, chunk)) != part.blocks:",
         "if False:",
         "tests/core/test_mover.py::test_wrong_numbers_touch_no_memory",
     ),

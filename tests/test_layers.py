@@ -15,10 +15,10 @@ ROOT = Path(__file__).parents[1]
 CORE = "kvtier_core"
 
 #: From the ground up.
-FLOORS = ["errors types native _native", "interfaces hookspecs", "frames transfer", "stack", "policies builtin"]
+FLOORS = ["errors types layouts native _native", "interfaces hookspecs", "frames transfer", "stack", "policies builtin"]
 FLOORS += ["config", "engine", "vllm simulate testing", "cli"]
 #: What a plugin may use of the core. Its tests may also use `testing`.
-FOR_PLUGINS = {"types", "interfaces", "errors", "hookspecs", "transfer"}
+FOR_PLUGINS = {"types", "layouts", "interfaces", "errors", "hookspecs", "transfer"}
 #: What every environment with kvtier in it has.
 LIGHT = {CORE, "attrs", "pluggy", "yaml", *sys.stdlib_module_names}
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import attrs
 
-from kvtier_core.types import KVGroup, Slot
+from kvtier_core.layouts import KVGroup
+from kvtier_core.types import Slot
 
 
 def _pairs(rows: Iterable[Iterable[str]]) -> tuple[tuple[str, str], ...]:

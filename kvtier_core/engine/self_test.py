@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from kvtier_core.interfaces import NO_BLOCK, Mover, PagedKVCache
+from kvtier_core.layouts import Part
 
 #: Pages of each layer that are copied, at most; fewer if a chunk has fewer.
 _COPIED_PAGES = 4
@@ -24,16 +25,30 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STORE, _LOAD = -1, -2  # jobs
 
 
-def try_copies(mover: Mover, table: PagedKVCache, caches: Mapping[str, torch.Tensor], slot: int) -> str:
+#: The engine's tensors of a group, by the name of the layer.
+LayerCaches = Mapping[str, torch.Tensor]
+
+
+def try_copies(mover: Mover, table: PagedKVCache, caches: Sequence[LayerCaches], slot: int) -> str:
     """Store pages to an empty slot and load them back. Returns what is wrong, in plain words; empty if nothing is.
 
-    ``caches`` are the engine's tensors by layer name; ``table`` says where they lie in memory.
+    ``caches`` are those of each group; ``table`` says where they lie in memory.
     """
+    for part in table.layout.parts:
+        layers = {name: cache for group in part.groups for name, cache in caches[group].items()}
+        if wrong := _try_part(mover, table, part, layers, slot):
+            return wrong
+    return ""
+
+
+def _try_part(mover: Mover, table: PagedKVCache, part: Part, caches: LayerCaches, slot: int) -> str:
+    """The same for one part of a chunk: layers of other parts may lie in the same memory."""
     drawn_from = random.Random()
     pages = {name: _pages(cache, table.blocks) for name, cache in caches.items()}
     drawn = drawn_from.sample(range(table.blocks), min(table.blocks, _COPIED_PAGES + _UNTOUCHED_PAGES))
-    copied = drawn[: min(_COPIED_PAGES, *table.layout.blocks, max(1, len(drawn) - _UNTOUCHED_PAGES))]
-    chunk = [_scattered(copied, places, drawn_from) for places in table.layout.blocks]  # the same blocks of every group
+    most = min(_COPIED_PAGES, max(1, len(drawn) - _UNTOUCHED_PAGES))
+    copied = drawn[: min(most, *(part.blocks[group] for group in part.groups))]
+    chunk = [_scattered(copied, places, drawn_from) for places in part.blocks]  # the same blocks of every group
     before = {name: cache[drawn] for name, cache in pages.items()}  # indexing with a list copies
     try:
         for name in _one_of_each(pages):
@@ -60,13 +75,15 @@ def _pages(cache: torch.Tensor, blocks: int) -> torch.Tensor:
     return cache.view(_BITS[cache.element_size()]).unflatten(0, (blocks, -1))
 
 
-def _one_of_each(pages: Mapping[str, torch.Tensor]) -> Sequence[str]:
+def _one_of_each(pages: LayerCaches) -> Sequence[str]:
     """Names of layers such that each page is named once: layers may share their pages."""
     return list({(cache.data_ptr(), cache.stride()): name for name, cache in pages.items()}.values())
 
 
 def _scattered(blocks: Sequence[int], places: int, drawn_from: random.Random) -> list[int]:
-    """A chunk with the blocks at its first and last place and at random places between, and NO_BLOCK elsewhere."""
+    """The blocks at the first and last of so many places and at random ones between, and NO_BLOCK elsewhere."""
+    if not places:
+        return []
     between = drawn_from.sample(range(1, places - 1), max(0, len(blocks) - 2))
     at = dict(zip(sorted({0, places - 1, *between}), blocks, strict=False))
     return [at.get(place, NO_BLOCK) for place in range(places)]
@@ -79,7 +96,7 @@ def _noise(like: torch.Tensor, drawn_from: random.Random) -> torch.Tensor:
     return words.view(like.dtype)[: like.numel()].view(like.shape)
 
 
-def _difference(pages: Mapping[str, torch.Tensor], blocks: Sequence[int], written: Mapping[str, torch.Tensor]) -> str:
+def _difference(pages: LayerCaches, blocks: Sequence[int], written: LayerCaches) -> str:
     """Where pages do not hold what was written; empty if they all do."""
     for name, cache in pages.items():
         for block, content in zip(blocks, written[name], strict=True):

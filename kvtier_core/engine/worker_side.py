@@ -6,19 +6,18 @@ import enum
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import attrs
 
 from kvtier_core.config.compose import attach
 from kvtier_core.config.model import ArenaTierConfig
 from kvtier_core.engine.messages import StepPlan, Transfer, WorkerProgress
-from kvtier_core.engine.self_test import try_copies
+from kvtier_core.engine.self_test import LayerCaches, try_copies
 from kvtier_core.interfaces import Mover, PagedKVCache, PageList
 from kvtier_core.transfer.io_pool import run
 from kvtier_core.types import Slot
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger("vllm.kvtier")
 
@@ -39,20 +38,36 @@ class _Task(NamedTuple):
     id: str | int  #: the request of a load, the job of a store
 
 
+class _Job(NamedTuple):
+    """What one mover does for a task: it copies one part of some chunks, in one arena."""
+
+    task: _Task
+    places: Sequence[int]  #: of its slots in the transfer
+
+
+@attrs.define
+class _Begun:
+    """A task under way."""
+
+    slots: int
+    jobs: int  #: that have not ended
+    checksums: dict[int, int] = attrs.field(factory=dict)  #: of a store's shards, by place in the transfer
+
+
 class WorkerSide:
     """Carries out step plans through one mover per arena. A transfer that cannot be carried out has failed.
 
     Call every method on the thread that enqueues the engine's forwards.
     """
 
-    def __init__(self, arenas: Sequence[ArenaTierConfig], table: PagedKVCache, caches: Mapping[str, torch.Tensor]):
-        """``caches`` are the engine's own tensors by layer name, for the self-test; ``table`` says where they lie."""
+    def __init__(self, arenas: Sequence[ArenaTierConfig], table: PagedKVCache, caches: Sequence[LayerCaches]):
+        """``caches`` are the engine's own tensors, for the self-test; ``table`` says where they lie."""
         self._arenas = arenas
         self._table = table
         self._caches = caches
         self._movers: list[Mover | None] = []
-        self._tasks: dict[int, _Task] = {}  # by job of a mover; a task has one job for each of its arenas
-        self._parts: Counter[_Task] = Counter()  # jobs that have not ended
+        self._jobs: dict[int, _Job] = {}  # by number
+        self._begun: dict[_Task, _Begun] = {}
         self._failed: set[_Task] = set()
         self._checksums: dict[tuple[int, int], tuple[int, ...]] = {}  # by store job of the plan, and rank
         self._ended: list[_Task] = []
@@ -110,7 +125,7 @@ class WorkerSide:
     def fence(self, plan: StepPlan) -> None:
         """Before the forward: make it wait for the stores that still read pages which it may overwrite."""
         to_fence = {_Task(_Direction.STORE, job) for job in plan.stores_to_fence}
-        if jobs := {job for job, task in self._tasks.items() if task in to_fence}:
+        if jobs := {number for number, job in self._jobs.items() if job.task in to_fence}:
             for mover in self._movers:
                 if mover is not None:
                     mover.fence(jobs)
@@ -148,49 +163,52 @@ class WorkerSide:
 
     def _wait(self, direction: _Direction, timeout: float) -> None:
         """Wait for the jobs of one direction, at most ``timeout`` seconds in each arena."""
-        jobs = {job for job, task in self._tasks.items() if task.direction is direction}
+        jobs = {number for number, job in self._jobs.items() if job.task.direction is direction}
         for mover in self._movers:
             if mover is not None and jobs:
                 mover.wait(jobs, timeout)
 
     def _begin(self, task: _Task, transfer: Transfer) -> None:
-        arenas = sorted({slot.arena for slot in transfer.slots})
-        self._parts[task] = len(arenas)
-        for arena in arenas:
-            pairs = [
-                (slot.index, pages)
-                for slot, pages in zip(transfer.slots, transfer.pages, strict=True)
-                if slot.arena == arena
-            ]
-            self._submit(task, arena, [slot for slot, _ in pairs], [pages for _, pages in pairs])
+        jobs: dict[tuple[int, tuple[bool, ...]], list[int]] = {}
+        for place, (slot, pages) in enumerate(zip(transfer.slots, transfer.pages, strict=True)):
+            jobs.setdefault((slot.arena, tuple(map(bool, pages))), []).append(place)
+        self._begun[task] = _Begun(len(transfer.slots), len(jobs))
+        for (arena, _), places in jobs.items():
+            slots = [transfer.slots[place].index for place in places]
+            self._submit(_Job(task, places), arena, slots, [transfer.pages[place] for place in places])
 
-    def _submit(self, task: _Task, arena: int, slots: Sequence[int], pages: PageList) -> None:
+    def _submit(self, job: _Job, arena: int, slots: Sequence[int], pages: PageList) -> None:
         mover = self._movers[arena] if arena < len(self._movers) and not self._suspended else None
         if mover is None:
-            return self._end_part(task, ok=False)
+            return self._end(job.task, ok=False)
         self._last_job += 1
-        job = self._last_job
-        self._tasks[job] = task
-        is_load = task.direction is _Direction.LOAD
-        outcome = run(lambda: mover.load(job, slots, pages) if is_load else mover.store(job, pages, slots))
+        number = self._last_job
+        self._jobs[number] = job
+        is_load = job.task.direction is _Direction.LOAD
+        outcome = run(lambda: mover.load(number, slots, pages) if is_load else mover.store(number, pages, slots))
         if outcome.error is not None:
-            logger.warning("kvtier: %s %s failed: %s", task.direction.value, task.id, outcome.error)
-            del self._tasks[job]
-            self._end_part(task, ok=False)
+            logger.warning("kvtier: %s %s failed: %s", job.task.direction.value, job.task.id, outcome.error)
+            del self._jobs[number]
+            self._end(job.task, ok=False)
 
     def _collect(self) -> None:
         """Process the jobs that the movers have finished."""
         for mover in self._movers:
-            for job, ok, checksums in mover.finished() if mover is not None else ():
-                task = self._tasks.pop(job)
-                if task.direction is _Direction.STORE and checksums:
-                    self._checksums[task.id, self._table.rank] = tuple(checksums)
-                self._end_part(task, ok=ok)
+            for number, ok, checksums in mover.finished() if mover is not None else ():
+                job = self._jobs.pop(number)
+                self._begun[job.task].checksums.update(zip(job.places, checksums, strict=False))
+                self._end(job.task, ok=ok)
 
-    def _end_part(self, task: _Task, *, ok: bool) -> None:
-        self._parts[task] -= 1
+    def _end(self, task: _Task, *, ok: bool) -> None:
+        """One of the jobs of a task has ended."""
+        begun = self._begun[task]
+        begun.jobs -= 1
         if not ok:
             self._failed.add(task)
-        if not self._parts[task]:
-            del self._parts[task]
-            self._ended.append(task)
+        if begun.jobs:
+            return
+        del self._begun[task]
+        self._ended.append(task)
+        if task.direction is _Direction.STORE and len(begun.checksums) == begun.slots:
+            checksums = (begun.checksums[place] for place in range(begun.slots))
+            self._checksums[task.id, self._table.rank] = tuple(checksums)

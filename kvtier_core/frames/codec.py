@@ -10,7 +10,8 @@ from kvtier_core.frames.checksum import crc32
 from kvtier_core.frames.format import FrameError, Header, header_of, payload_of, read_header, seal, verify
 from kvtier_core.frames.identity import DECODED_LOSSY, RAW, UNKEYED, CodecIdentity, identity_of
 from kvtier_core.interfaces import OpenContext, Serializer, SerializerConfig
-from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, ChunkLayout, Namespace
+from kvtier_core.layouts import ChunkLayout
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace
 
 if TYPE_CHECKING:  # its library is only there where a tier has a key
     from kvtier_core.frames.keyed_seal import KeyedSeal
@@ -82,7 +83,8 @@ class FrameCodec:
             raise ContractError(f"a slot that is to be written holds a frame that is {header.codec}")
         if self._serializer is not None:
             return self._encoded(key, header, payload_of(sealed), salt)
-        return sealed if self._keyed_seal is None else self._protected(key, header, payload_of(sealed), salt)
+        frame = sealed[: _frame_nbytes(header.payload_nbytes)]
+        return frame if self._keyed_seal is None else self._protected(key, header, payload_of(frame), salt)
 
     def _encoded(self, key: ChunkKey, header: Header, payload: memoryview, salt: bytes) -> memoryview:
         encoded = memoryview(bytearray(self.max_frame_nbytes))
@@ -90,7 +92,7 @@ class FrameCodec:
         if self.identity.lossless:
             decoded_checksum = header.payload_checksum
         else:
-            decoded_checksum = self._decoded_checksum(encoded[FRAME_ALIGNMENT : FRAME_ALIGNMENT + nbytes])
+            decoded_checksum = self._decoded_checksum(encoded[FRAME_ALIGNMENT : FRAME_ALIGNMENT + nbytes], len(payload))
         seal(encoded, self.namespace, key, nbytes, codec=self.identity, decoded_checksum=decoded_checksum)
         if self._keyed_seal is not None:
             self._keyed_seal.close(encoded, salt=salt)
@@ -98,7 +100,7 @@ class FrameCodec:
 
     def _protected(self, key: ChunkKey, header: Header, payload: memoryview, salt: bytes) -> memoryview:
         """A copy of a raw frame with the keyed seal."""
-        copy = memoryview(bytearray(self.max_frame_nbytes))
+        copy = memoryview(bytearray(_frame_nbytes(len(payload))))
         seal(copy, self.namespace, key, len(payload), payload_checksum=header.payload_checksum)
         self._keyed_seal.close(copy, payload, salt=salt)
         return copy
@@ -128,7 +130,7 @@ class FrameCodec:
         if not 0 < count <= len(buffer):
             raise ContractError(f"read returned {count} bytes for a view of {len(buffer)}")
         frame = buffer[:count]
-        nbytes = self._layout.payload_nbytes
+        nbytes = self._layout.part_of(key).payload_nbytes
         raw = self._serializer is None
         if error := self._verify(key, frame, self.identity, nbytes if raw else None, salt):
             return error
@@ -158,9 +160,8 @@ class FrameCodec:
             return error
         return self._keyed_seal.open(frame, salt=salt)
 
-    def _decoded_checksum(self, encoded: memoryview) -> int:
-        """The checksum of a payload that a lossy serializer has encoded and decoded."""
-        nbytes = self._layout.payload_nbytes
+    def _decoded_checksum(self, encoded: memoryview, nbytes: int) -> int:
+        """The checksum of a payload of ``nbytes`` that a lossy serializer has encoded and decoded."""
         decoded = memoryview(bytearray(nbytes))
         if self._serializer.decode(encoded, decoded) != nbytes:
             raise BackendError(f"{self.identity} decodes what it encoded to another length")

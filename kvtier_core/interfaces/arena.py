@@ -10,13 +10,14 @@ from typing import ClassVar, NamedTuple
 import attrs
 
 from kvtier_core.interfaces.context import Medium, OpenContext
-from kvtier_core.types import ChunkLayout
+from kvtier_core.layouts import ChunkLayout
 
 #: In a `PageList`, in place of a block id: this page of the chunk is not copied.
 NO_BLOCK = -1
 
 #: For each slot of a job and each group of the layout: the engine's block ids of the chunk's pages, in token order,
-#: or NO_BLOCK. ``pages[slot][group][place]``
+#: or NO_BLOCK. ``pages[slot][group][place]``. All slots of a job hold the same part of their chunks, and of the groups
+#: that are in other parts there are no block ids.
 PageList = Sequence[Sequence[Sequence[int]]]
 
 
@@ -33,7 +34,7 @@ class PageRun:
 class PagedKVCache:
     """The engine's KV cache as one worker process sees it."""
 
-    layers: tuple[PageRun, ...]  #: all layers of all groups, in the order of ``layout.layers``
+    layers: tuple[PageRun, ...]  #: all layers of all groups, group after group
     blocks: int  #: pages in each layer; block ids are less
     device: str  #: in torch's words: ``cpu``, ``cuda:0`` …
     rank: int  #: whose shard this worker copies

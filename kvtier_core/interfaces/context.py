@@ -6,7 +6,8 @@ import enum
 
 import attrs
 
-from kvtier_core.types import ChunkLayout, Namespace, Nbytes, Seconds
+from kvtier_core.layouts import ChunkLayout
+from kvtier_core.types import Namespace, Nbytes, Seconds
 
 
 class Medium(enum.Enum):

@@ -8,7 +8,7 @@ from typing import ClassVar
 import attrs
 
 from kvtier_core.interfaces.context import OpenContext
-from kvtier_core.types import ChunkLayout
+from kvtier_core.layouts import ChunkLayout
 
 
 class Serializer(abc.ABC):

@@ -25,9 +25,10 @@ from kvtier_core.interfaces import (
     OpenContext,
     PagedKVCache,
 )
+from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.transfer.io_pool import Outcome, Then, Work, run
-from kvtier_core.types import ChunkKey, ChunkLayout, Namespace, Nbytes
+from kvtier_core.types import ChunkKey, Namespace, Nbytes
 
 #: No call takes time, so none is ever in flight.
 _NO_LIMIT = Nbytes(1 << 62)

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 import attrs
 
 from kvtier_core.config.model import StackConfig
+from kvtier_core.layouts import ChunkLayout
 from kvtier_core.simulate.costs import Costs
 from kvtier_core.simulate.dry_run import Clock, open_dry_run
 from kvtier_core.simulate.traces import Prompt, Trace
 from kvtier_core.stack.manager import StorageManager
-from kvtier_core.types import ChunkKey, ChunkLayout, EventKind
+from kvtier_core.types import ChunkKey, EventKind
 
 #: In which bytes enter a tier.
 _ARRIVALS = (EventKind.STORED, EventKind.PROMOTED, EventKind.WRITTEN)

@@ -12,9 +12,10 @@ from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConf
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.interfaces import EvictionConfig
+from kvtier_core.layouts import ChunkLayout, KVGroup, KVKind, KVStructure
 from kvtier_core.simulate.dry_run import NullArenaConfig, NullBackendConfig
 from kvtier_core.simulate.traces import Trace
-from kvtier_core.types import ChunkLayout, KVGroup, KVKind, KVStructure, Nbytes
+from kvtier_core.types import Nbytes
 
 #: Names of the tiers if no file gives them.
 _NAMES = ("cpu", "disk", "remote")

@@ -8,12 +8,12 @@ from functools import cached_property
 import attrs
 
 from kvtier_core.config.model import ArenaTierConfig, StackConfig
+from kvtier_core.layouts import ChunkLayout
 from kvtier_core.simulate.costs import Costs, Speed
 from kvtier_core.simulate.dry_run import chunks_in
 from kvtier_core.simulate.optimum import Optimum
 from kvtier_core.simulate.replay import Tally, replay
 from kvtier_core.simulate.traces import Trace
-from kvtier_core.types import ChunkLayout
 
 #: Speeds of reading where none is given: a copy between host memory and a GPU, and a good local disk.
 ARENA_SPEED, TIER_SPEED = Speed(20.0), Speed(3.0)

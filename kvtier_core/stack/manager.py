@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from kvtier_core.errors import ContractError
+from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.admission import AdmissionPlan
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.batches import leading_run
@@ -18,17 +19,7 @@ from kvtier_core.stack.reservations import Reservations
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.write_through import WriteThrough
 from kvtier_core.transfer.io_pool import Pool, run
-from kvtier_core.types import (
-    KEY_NBYTES,
-    ChunkKey,
-    ChunkLayout,
-    Event,
-    EventKind,
-    Namespace,
-    Nbytes,
-    Slot,
-    Usage,
-)
+from kvtier_core.types import KEY_NBYTES, ChunkKey, Event, EventKind, Namespace, Nbytes, Slot, Usage
 
 #: What was brought up before a request asked for it takes at most this part of the hottest arena: one in so many slots.
 _PREFETCH_SHARE = 4
@@ -358,4 +349,4 @@ class StorageManager(Stack):
         return [self._pool, *(tier.pool for tier in self._tiers)]
 
     def _report(self, kind: EventKind, arena: Arena, keys: Sequence[ChunkKey], why: str = "") -> None:
-        self._events.append(Event(kind, arena.name, tuple(keys), len(keys) * self._layout.payload_nbytes, why))
+        self._events.append(Event(kind, arena.name, tuple(keys), self._layout.payloads_nbytes(keys), why))

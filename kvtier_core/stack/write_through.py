@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvtier_core.frames.checksum import join
 from kvtier_core.frames.format import seal
+from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.admission import AdmissionPlan
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.store_tier.frame_io import FrameWrite
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.transfer.io_pool import Outcome, Pool
-from kvtier_core.types import ChunkKey, ChunkLayout, Event, EventKind, Namespace, Slot
+from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Slot
 
 #: Headers are written for groups of about this many bytes at a time.
 _SEAL_NBYTES = 16 << 20
@@ -89,8 +90,9 @@ class WriteThrough:
     def _seal(self, work: Sequence[tuple[ChunkKey, memoryview, Sequence[int]]], namespace: Namespace) -> None:
         """Write headers and checksums, on a thread of the pool."""
         for key, view, checksums in work:
-            checksum = join(checksums, self._layout.shard_nbytes) if checksums else None
-            seal(view, namespace, key, self._layout.payload_nbytes, payload_checksum=checksum)
+            part = self._layout.part_of(key)
+            checksum = join(checksums, part.shard_nbytes) if checksums else None
+            seal(view, namespace, key, part.payload_nbytes, payload_checksum=checksum)
 
     def _sealed(self, keys: Sequence[ChunkKey], slots: Sequence[Slot], plan: AdmissionPlan, outcome: Outcome) -> None:
         self._sealing.difference_update(keys)
@@ -130,7 +132,7 @@ class WriteThrough:
                 arena.abort(keys)
                 self._report(Event(EventKind.IO_ERROR, arena.name, tuple(keys), 0, str(outcome.error)))
             elif kept := arena.commit(keys, parents):
-                nbytes = len(kept) * self._layout.payload_nbytes
+                nbytes = self._layout.payloads_nbytes(kept)
                 self._report(Event(EventKind.WRITTEN, arena.name, tuple(kept), nbytes))
 
         self._pool.submit_store(copy, copied)

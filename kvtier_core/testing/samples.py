@@ -8,27 +8,23 @@ from collections.abc import Sequence
 
 from kvtier_core.frames.format import seal
 from kvtier_core.interfaces import OpenContext, PagedKVCache, PageRun
-from kvtier_core.types import (
-    FRAME_ALIGNMENT,
-    KEY_NBYTES,
-    ChunkKey,
-    ChunkLayout,
-    KVGroup,
-    KVKind,
-    KVStructure,
-    Namespace,
-    Nbytes,
-)
+from kvtier_core.layouts import ChunkLayout, KVGroup, KVKind, KVStructure
+from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace, Nbytes
 
 _POISON = 0xA5
 _BLOCK_TOKENS = 16
 
 
 def make_group(
-    page_nbytes: Sequence[int] = (4608, 1536, 4608), *, name: str = "group 0", block_tokens: int = _BLOCK_TOKENS
+    page_nbytes: Sequence[int] = (4608, 1536, 4608),
+    *,
+    name: str = "group 0",
+    block_tokens: int = _BLOCK_TOKENS,
+    kind: KVKind = KVKind.FULL_ATTENTION,
+    reach: int = 0,
 ) -> KVGroup:
     """Layers of these page sizes, of which nothing else is known."""
-    return KVGroup(name, KVKind.FULL_ATTENTION, page_nbytes, block_tokens, "uint8", KVStructure.OPAQUE)
+    return KVGroup(name, kind, page_nbytes, block_tokens, "uint8", KVStructure.OPAQUE, reach)
 
 
 def make_layout(page_nbytes: Sequence[int] = (4608, 1536, 4608), blocks: int = 4, ranks: int = 1) -> ChunkLayout:
@@ -100,7 +96,7 @@ def address_of(view: memoryview) -> int:
 class PagedBuffer:
     """An engine's KV cache in host memory: random strides, padding, an odd start; all of it poisoned.
 
-    Layers are numbered as in ``layout.layers``.
+    Layers are numbered group after group.
     """
 
     device = "cpu"
@@ -108,7 +104,7 @@ class PagedBuffer:
     def __init__(self, layout: ChunkLayout, blocks: int, rng: random.Random):
         self.blocks = blocks
         self._layout = layout
-        self._page_nbytes = [layer.page_nbytes for layer in layout.layers]
+        self._page_nbytes = [nbytes for group in layout.groups for nbytes in group.page_nbytes]
         self._strides = [nbytes + rng.choice((0, 64, 512)) for nbytes in self._page_nbytes]
         self._starts = [rng.randrange(256) for _ in self._page_nbytes]
         self._layers = [

@@ -12,7 +12,7 @@ from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.interfaces import JobResult, Mover, PagedKVCache, PageList
 from kvtier_core.transfer.copier import Copier, PlainCopier
 from kvtier_core.transfer.io_pool import IOPool, Outcome, run
-from kvtier_core.transfer.page_lists import check_cache, flat_rows, layers_of
+from kvtier_core.transfer.page_lists import CheckedJob, check_cache, check_job, layers_of
 
 _FOREVER = 1e6  # seconds
 
@@ -43,20 +43,26 @@ class HostMover(Mover):
         self._slots = len(memory) // slot_nbytes
         # An mmap cannot be closed while its buffer is exported.
         self._memory: ctypes.c_char | None = ctypes.c_char.from_buffer(memory)
-        shard = ctypes.addressof(self._memory) + cache.layout.shard_offset(cache.rank)
-        self._copier = copier(list(layers_of(cache)), shard, slot_nbytes)
+        base = ctypes.addressof(self._memory)
+        self._copiers = [
+            copier(list(layers_of(cache, part)), base + part.shard_offset(cache.rank), slot_nbytes)
+            for part in cache.layout.parts
+        ]
         self._pool = IOPool("mover")
         self._jobs: set[int] = set()
         self._results: list[JobResult] = []
 
     def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
-        rows, slots = self._checked(job, pages, slots)
+        checked = self._checked(job, pages, slots)
         self._jobs.add(job)
-        self._end(job, run(lambda: self._copier.gather(rows, slots)))
+        self._end(job, run(lambda: self._copiers[checked.part.number].gather(checked.rows, checked.slots)))
 
     def load(self, job: int, slots: Sequence[int], pages: PageList) -> None:
-        rows, slots = self._checked(job, pages, slots)
-        self._pool.submit_load(lambda: self._copier.scatter(rows, slots), lambda outcome: self._end(job, outcome))
+        checked = self._checked(job, pages, slots)
+        copier = self._copiers[checked.part.number]
+        self._pool.submit_load(
+            lambda: copier.scatter(checked.rows, checked.slots), lambda outcome: self._end(job, outcome)
+        )
         self._jobs.add(job)
 
     def finished(self) -> Sequence[JobResult]:
@@ -83,9 +89,9 @@ class HostMover(Mover):
         self._jobs.remove(job)
         self._results.append(JobResult(job, ok=outcome.error is None, checksums=outcome.value or ()))
 
-    def _checked(self, job: int, pages: PageList, slots: Sequence[int]) -> tuple[list[list[int]], list[int]]:
+    def _checked(self, job: int, pages: PageList, slots: Sequence[int]) -> CheckedJob:
         if job in self._jobs:
             raise ContractError(f"job {job} has not ended")
         if self._memory is None:
             raise ContractError("the mover is closed")
-        return flat_rows(self._cache, self._slots, pages, slots)
+        return check_job(self._cache, self._slots, pages, slots)

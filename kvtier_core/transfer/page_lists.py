@@ -7,8 +7,11 @@ from itertools import accumulate, chain
 from operator import index
 from typing import NamedTuple
 
+import attrs
+
 from kvtier_core.errors import ContractError
 from kvtier_core.interfaces import NO_BLOCK, PagedKVCache, PageList
+from kvtier_core.layouts import Part
 
 
 class Layer(NamedTuple):
@@ -25,7 +28,7 @@ class Layer(NamedTuple):
 def check_cache(cache: PagedKVCache, slot_nbytes: int) -> None:
     """Raises ContractError unless the pages and the rank are those of the layout, and its frames fit the slots."""
     layout = cache.layout
-    expected = [layer.page_nbytes for layer in layout.layers]
+    expected = [nbytes for group in layout.groups for nbytes in group.page_nbytes]
     if [run.nbytes for run in cache.layers] != expected:
         raise ContractError(f"pages of {[run.nbytes for run in cache.layers]} bytes for {expected}")
     if any(run.stride < run.nbytes for run in cache.layers):
@@ -36,40 +39,55 @@ def check_cache(cache: PagedKVCache, slot_nbytes: int) -> None:
         raise ContractError(f"slots of {slot_nbytes} bytes for frames of {layout.frame_nbytes}")
 
 
-def flat_rows(
-    cache: PagedKVCache, slots: int, pages: PageList, wanted: Sequence[int]
-) -> tuple[list[list[int]], list[int]]:
-    """The block ids of each chunk in one flat row, and its slot, as plain ints.
+@attrs.frozen
+class CheckedJob:
+    """A job whose blocks and slots all exist."""
 
-    ``wanted`` are the slots of the job; the arena has ``slots`` slots. Raises ContractError unless every block and
-    every slot exists and each chunk has as many block ids of each group as the layout says.
+    part: Part  #: what its slots hold
+    rows: list[list[int]]  #: the block ids of each chunk, group after group, as plain ints
+    slots: list[int]
+
+
+def check_job(cache: PagedKVCache, slots: int, pages: PageList, wanted: Sequence[int]) -> CheckedJob:
+    """Check a job for the slots ``wanted`` in an arena of ``slots`` slots.
+
+    Raises ContractError unless every block and every slot exists, and the chunks have as many block ids of each group
+    as one part of the layout.
     """
     if len(pages) != len(wanted):
         raise ContractError(f"{len(pages)} chunks of pages for {len(wanted)} slots")
     rows, numbers = [list(map(index, chain(*chunk))) for chunk in pages], list(map(index, wanted))
+    part = _part_of(cache, pages[0]) if pages else cache.layout.parts[0]
     for chunk, row, slot in zip(pages, rows, numbers, strict=True):
         if not 0 <= slot < slots:
             raise ContractError(f"slot {slot} is not one of {slots}")
-        if tuple(map(len, chunk)) != cache.layout.blocks:
-            raise ContractError(_wrong_lengths(cache, chunk))
+        if tuple(map(len, chunk)) != part.blocks:
+            raise ContractError(_wrong_lengths(cache, part, chunk))
         if min(row) < NO_BLOCK or max(row) >= cache.blocks:
             raise ContractError(f"block ids {row} are not all NO_BLOCK or one of {cache.blocks}")
-    return rows, numbers
+    return CheckedJob(part, rows, numbers)
 
 
-def _wrong_lengths(cache: PagedKVCache, chunk: Sequence[Sequence[int]]) -> str:
+def _part_of(cache: PagedKVCache, chunk: Sequence[Sequence[int]]) -> Part:
+    """The part whose groups a chunk has block ids of, and no others; else the first, which they are not."""
+    groups = tuple(number for number, row in enumerate(chunk) if row)
+    return next((part for part in cache.layout.parts if part.groups == groups), cache.layout.parts[0])
+
+
+def _wrong_lengths(cache: PagedKVCache, part: Part, chunk: Sequence[Sequence[int]]) -> str:
     groups = cache.layout.groups
     if len(chunk) != len(groups):
         return f"block ids of {len(chunk)} groups for a layout of {len(groups)}"
     return "; ".join(
         f"{len(row)} block ids for a chunk of {count} ({group.name})"
-        for group, row, count in zip(groups, chunk, cache.layout.blocks, strict=True)
+        for group, row, count in zip(groups, chunk, part.blocks, strict=True)
         if len(row) != count
     )
 
 
-def layers_of(cache: PagedKVCache) -> Iterator[Layer]:
-    """All layers of all groups, in the order of a shard."""
-    firsts = list(accumulate(cache.layout.blocks, initial=0))
-    for run, place in zip(cache.layers, cache.layout.layers, strict=True):
+def layers_of(cache: PagedKVCache, part: Part) -> Iterator[Layer]:
+    """All layers of a part, in the order of a shard."""
+    firsts = list(accumulate(part.blocks, initial=0))
+    for place in part.layers:
+        run = cache.layers[place.layer]
         yield Layer(run.base, run.stride, run.nbytes, place.offset, firsts[place.group], place.blocks)

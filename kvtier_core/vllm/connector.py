@@ -103,7 +103,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         except OSError as error:
             logger.warning("kvtier: this worker cannot report what it found: %s", error)
         if table is not None:
-            self.side = WorkerSide(self.config.arenas, table, kv_caches)
+            self.side = WorkerSide(self.config.arenas, table, [kv_caches])
 
     @guarded()
     def unregister_kv_caches(self) -> None:

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 from kvtier_core.config.model import StackConfig
 from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.interfaces import PagedKVCache, PageRun
-from kvtier_core.types import ChunkLayout, KVGroup, KVKind, KVStructure
+from kvtier_core.layouts import ChunkLayout, KVGroup, KVKind, KVStructure
 from kvtier_core.vllm.identity import namespace
 from kvtier_core.vllm.identity.settings import UnidentifiedError
 

@@ -22,8 +22,9 @@ from kvtier_core.engine.recorder import Recorder
 from kvtier_core.engine.scheduler_side import SchedulerSide
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.interfaces import OpenContext
+from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.manager import StorageManager
-from kvtier_core.types import ChunkLayout, Namespace, Nbytes
+from kvtier_core.types import Namespace, Nbytes
 from kvtier_core.vllm import layout
 from kvtier_core.vllm.identity import model_weights, namespace
 from kvtier_core.vllm.identity.settings import UnidentifiedError

@@ -98,7 +98,8 @@ def files(folder):
 
 
 def _pages():
-    return [(i, block, layer.page_nbytes) for i, layer in enumerate(LAYOUT.layers) for block in range(BLOCKS)]
+    pages = enumerate(LAYOUT.groups[0].page_nbytes)
+    return [(i, block, nbytes) for i, nbytes in pages for block in range(BLOCKS)]
 
 
 def _page(key, layer, block, nbytes):

@@ -64,11 +64,17 @@ class Copier(interfaces.Mover):
         self.memory, self.kv_cache = memory, cache
         self.done = []
 
+    def part_of(self, chunk):
+        groups = tuple(number for number, row in enumerate(chunk) if row)
+        return next(part for part in self.kv_cache.layout.parts if part.groups == groups)
+
     def pairs(self, pages, slots):
         """Of each wanted page: its memory in the engine, and in the slot."""
         for chunk, slot in zip(pages, slots, strict=True):
-            at = self.kv_cache.layout.shard_offset(self.kv_cache.rank)
-            for run, place in zip(self.kv_cache.layers, self.kv_cache.layout.layers, strict=True):
+            part = self.part_of(chunk)
+            at = part.shard_offset(self.kv_cache.rank)
+            for place in part.layers:
+                run = self.kv_cache.layers[place.layer]
                 for block in chunk[place.group]:
                     if block != interfaces.NO_BLOCK:
                         page = (ctypes.c_char * run.nbytes).from_address(run.base + block * run.stride)
@@ -216,6 +222,11 @@ class TakesEveryGroupForTheFirst(Copier):
         return super().pairs([[chunk[0][: len(blocks)] for blocks in chunk] for chunk in pages], slots)
 
 
+class TakesEveryPartForTheFirst(Copier):
+    def part_of(self, chunk):
+        return self.kv_cache.layout.parts[0]
+
+
 class ForgetsTheStride(Copier):
     def __init__(self, memory, cache):
         dense = tuple(attrs.evolve(run, stride=run.nbytes) for run in cache.layers)
@@ -351,6 +362,7 @@ BUGS = [
     (PlantedArena(mover=CopiesOneByteTooMany), "test_load_scatters_exact_bytes"),
     (PlantedArena(mover=LoadsNothing), "test_what_is_stored_is_loaded"),
     (PlantedArena(mover=TakesEveryGroupForTheFirst), "test_each_group_has_its_own_blocks"),
+    (PlantedArena(mover=TakesEveryPartForTheFirst), "test_each_part_has_its_own_groups"),
     (PlantedArena(mover=ForgetsTheRank), "test_ranks_do_not_meet"),
     (PlantedArena(mover=ReportsTwice), "test_every_job_is_reported_once"),
     (PlantedArena(mover=Lazy), "test_wait_frees_the_pages"),

@@ -30,12 +30,13 @@ from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import FrameError, payload_of, seal, verify
 from kvtier_core.frames.identity import RAW, CodecIdentity, identity_of
 from kvtier_core.interfaces import SerializerConfig
+from kvtier_core.layouts import ChunkLayout
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.store_tier.tier import FrameWrite, StoreTier
 from kvtier_core.testing.samples import make_context, make_keys, make_layout, make_namespace, same
 from kvtier_core.transfer.io_pool import IOPool
-from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, ChunkLayout, Event, EventKind, Namespace, Nbytes
+from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Event, EventKind, Namespace, Nbytes
 from kvtier_disk.config import DiskConfig
 
 pytestmark = pytest.mark.long

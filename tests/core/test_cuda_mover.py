@@ -25,13 +25,14 @@ CHUNK = [[0, 1, 2, 3]]
 def torch_copier(runtime):
     memory = ctypes.addressof(ctypes.c_char.from_buffer(runtime.slots))
     nbytes = runtime.layout.frame_nbytes
-    shards = memory + runtime.layout.shard_offset(runtime.rank)
-    return TorchCopier(torch.cpu, runtime.kv_cache, shards, len(runtime.slots) // nbytes, nbytes)
+    shards = memory + runtime.part.shard_offset(runtime.rank)
+    return TorchCopier(torch.cpu, runtime.kv_cache, runtime.part, shards, len(runtime.slots) // nbytes, nbytes)
 
 
 def mover_of(runtime, *, copier=None, streams=torch.cpu, registration=None, kind=DeviceMover):
     slots = len(runtime.slots) // runtime.layout.frame_nbytes
-    return kind(runtime.kv_cache, slots, copier or torch_copier(runtime), streams, registration or NoRegistration())
+    copiers = [copier or torch_copier(runtime)] * len(runtime.layout.parts)
+    return kind(runtime.kv_cache, slots, copiers, streams, registration or NoRegistration())
 
 
 def ended(mover):
@@ -165,8 +166,8 @@ def read(runtime, row):
 
 
 def payload(runtime, slot):
-    begin = slot * runtime.layout.frame_nbytes + runtime.layout.shard_offset(0)
-    return bytes(runtime.slots[begin : begin + runtime.layout.shard_nbytes])
+    begin = slot * runtime.layout.frame_nbytes + runtime.part.shard_offset(0)
+    return bytes(runtime.slots[begin : begin + runtime.part.shard_nbytes])
 
 
 def engine_with_few_blocks(runtime, mover, device, rounds=12):
@@ -189,7 +190,7 @@ def engine_with_few_blocks(runtime, mover, device, rounds=12):
         device.engine.run(lambda row=row, byte=byte: write(runtime, row, byte))
         mover.store(job, [[row]], [slot])
         under_way[slot] = job, row
-        computed[slot] = bytes([byte]) * runtime.layout.shard_nbytes
+        computed[slot] = bytes([byte]) * runtime.part.shard_nbytes
         for _ in range(device.rng.randrange(4)):
             device.step()
     device.finish()

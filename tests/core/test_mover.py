@@ -14,24 +14,29 @@ from hypothesis import strategies as st
 
 from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.interfaces import NO_BLOCK, PagedKVCache, PageRun
+from kvtier_core.layouts import ChunkLayout, KVKind
 from kvtier_core.testing.samples import make_group, make_layout
 from kvtier_core.transfer import copier as module
 from kvtier_core.transfer.copier import Copier, PlainCopier
 from kvtier_core.transfer.host_mover import HostMover
-from kvtier_core.types import ChunkLayout
 
 LAYOUT = make_layout(page_nbytes=(48, 96), blocks=4)
+KINDS = [
+    {"kind": KVKind.FULL_ATTENTION},
+    {"kind": KVKind.SLIDING_WINDOW, "reach": 33},
+    {"kind": KVKind.STATE},
+]
 
 
 class World:
     """A paged buffer and slots in one piece of random bytes each, and what they should be after each job."""
 
-    def __init__(self, layout, *, rank=0, blocks=8, slots=3, gaps=None, seed=0, copier=PlainCopier):
+    def __init__(self, layout, *, part=0, rank=0, blocks=8, slots=3, gaps=None, seed=0, copier=PlainCopier):
         rng = random.Random(seed)
-        sizes = [layer.page_nbytes for layer in layout.layers]
+        sizes = [nbytes for group in layout.groups for nbytes in group.page_nbytes]
         gaps = gaps or [0] * len(sizes)
         strides = [nbytes + gap for nbytes, gap in zip(sizes, gaps, strict=True)]
-        self.layout, self.rank = layout, rank
+        self.layout, self.part, self.rank = layout, layout.parts[part], rank
         self.starts, end = [], 7
         for stride in strides:
             self.starts.append(end)
@@ -54,10 +59,10 @@ class World:
     def bytes_of(self, pages, slots):
         """Index in the buffer and in the slots of every byte that a job moves."""
         for chunk, slot in zip(pages, slots, strict=True):
-            place = slot * self.layout.frame_nbytes + self.layout.shard_offset(self.rank)
-            rows = [row for group, row in zip(self.layout.groups, chunk, strict=True) for _ in group.page_nbytes]
-            for start, run, row in zip(self.starts, self.kv_cache.layers, rows, strict=True):
-                for block in row:
+            place = slot * self.layout.frame_nbytes + self.part.shard_offset(self.rank)
+            for layer in self.part.layers:
+                start, run = self.starts[layer.layer], self.kv_cache.layers[layer.layer]
+                for block in chunk[layer.group]:
                     if block != NO_BLOCK:
                         page = start + block * run.stride
                         yield from ((page + i, place + i) for i in range(run.nbytes))
@@ -103,10 +108,15 @@ def gate(monkeypatch):
 
 @st.composite
 def layouts(draw):
-    """Of one group or two, whose blocks may have other lengths."""
+    """Of one group or two, whose blocks may have other lengths, and which may be needed at other places."""
     sizes = st.lists(st.sampled_from([1, 16, 40]), min_size=1, max_size=4)
     groups = [
-        make_group(draw(sizes), name=f"group {number}", block_tokens=draw(st.sampled_from([8, 16])))
+        make_group(
+            draw(sizes),
+            name=f"group {number}",
+            block_tokens=draw(st.sampled_from([8, 16])),
+            **draw(st.sampled_from(KINDS)),
+        )
         for number in range(draw(st.integers(1, 2)))
     ]
     return ChunkLayout(groups, 16 * draw(st.integers(1, 5)), draw(st.integers(1, 3)))
@@ -115,9 +125,10 @@ def layouts(draw):
 @st.composite
 def jobs(draw):
     layout = draw(layouts())
-    layers = len(layout.layers)
+    layers = sum(len(group.page_nbytes) for group in layout.groups)
     runtime = World(
         layout,
+        part=draw(st.integers(0, len(layout.parts) - 1)),
         rank=draw(st.integers(0, layout.ranks - 1)),
         blocks=draw(st.integers(30, 35)),
         gaps=draw(st.lists(st.sampled_from([0, 0, 1, 24]), min_size=layers, max_size=layers)),
@@ -125,7 +136,7 @@ def jobs(draw):
         copier=draw(st.sampled_from([PlainCopier, Copier])),
     )
     slots = draw(st.lists(st.integers(0, 2), unique=True, max_size=3))
-    pages = [[blocks_of(draw, runtime, number, count) for count in layout.blocks] for number in range(len(slots))]
+    pages = [[blocks_of(draw, runtime, number, count) for count in runtime.part.blocks] for number in range(len(slots))]
     return runtime, pages, slots
 
 
@@ -148,8 +159,8 @@ def test_store(job):
     assert runtime.state() == expected
     ((ended, ok, checksums),) = runtime.mover.finished()
     assert (ended, ok) == (1, True)
-    shards = [slot * runtime.layout.frame_nbytes + runtime.layout.shard_offset(runtime.rank) for slot in slots]
-    expected_sums = [zlib.crc32(runtime.slots[begin : begin + runtime.layout.shard_nbytes]) for begin in shards]
+    shards = [slot * runtime.layout.frame_nbytes + runtime.part.shard_offset(runtime.rank) for slot in slots]
+    expected_sums = [zlib.crc32(runtime.slots[begin : begin + runtime.part.shard_nbytes]) for begin in shards]
     assert list(checksums) in ([], expected_sums), "what lies in a shard, holes and all"
 
 

@@ -73,7 +73,9 @@ class Engine:
         self._mover.close()
 
     def _pages(self):
-        return [(i, block, layer.page_nbytes) for i, layer in enumerate(LAYOUT.layers) for block in range(BLOCKS)]
+        return [
+            (i, block, layer.page_nbytes) for i, layer in enumerate(LAYOUT.parts[0].layers) for block in range(BLOCKS)
+        ]
 
     def _job(self):
         self._jobs += 1

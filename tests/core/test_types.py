@@ -1,17 +1,12 @@
-"""Sizes, times, namespaces and layouts: what they accept, and the numbers that must never change."""
+"""Sizes, times and namespaces: what they accept, and the numbers that must never change."""
 
 from __future__ import annotations
 
-import itertools
-import json
-
-import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier_core.testing.samples import make_group, make_layout
-from kvtier_core.types import FRAME_ALIGNMENT, ChunkLayout, KVGroup, KVStructure, Namespace, Nbytes, Seconds
+from kvtier_core.types import Namespace, Nbytes, Seconds
 
 FACTS = {"model": "golden", "block": 16}
 
@@ -115,73 +110,3 @@ def test_one_differing_fact_is_another_namespace(facts):
 @given(*[st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=3)] * 2)
 def test_facts_never_run_into_each_other(ours, theirs):
     assert (Namespace.of(ours).digest == Namespace.of(theirs).digest) == (ours == theirs)
-
-
-# -- layouts -------------------------------------------------------------------------------------------
-
-
-def test_a_chunk_of_two_ranks():
-    layout = make_layout((4608, 1536, 4608), blocks=4, ranks=2)
-    assert layout.shard_nbytes == 4 * (4608 + 1536 + 4608) == 43008
-    assert layout.payload_nbytes == 86016
-    assert layout.frame_nbytes == 4096 + 86016, "an aligned payload needs no padding"
-    assert [layout.shard_offset(rank) for rank in range(2)] == [4096, 4096 + 43008]
-
-
-def test_a_shard_is_group_after_group():
-    """Each has as many pages a layer as its blocks fit into a chunk."""
-    layout = ChunkLayout([make_group((1000, 24)), make_group((100,), name="group 1", block_tokens=4)], tokens=32)
-    assert layout.blocks == (2, 8)
-    assert [(layer.group, layer.page_nbytes, layer.offset, layer.blocks) for layer in layout.layers] == [
-        (0, 1000, 0, 2),
-        (0, 24, 2000, 2),
-        (1, 100, 2048, 8),
-    ]
-    assert layout.shard_nbytes == 2048 + 800
-
-
-@pytest.mark.parametrize("tokens", [8, 24])
-def test_a_chunk_is_whole_blocks_of_every_group(tokens):
-    with pytest.raises(ValueError, match=r"are no whole blocks of 16 \(group 1\)$"):
-        ChunkLayout([make_group((10,), block_tokens=1), make_group((10,), name="group 1")], tokens)
-    with pytest.raises(ValueError, match="0 tokens are no whole blocks"):
-        ChunkLayout([make_group((10,))], 0)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"name": "group 1"},
-        {"page_nbytes": (4096, 8192)},
-        {"block_tokens": 32},
-        {"dtype": "bfloat16"},
-        {"structure": KVStructure.MLA_LATENT},
-    ],
-)
-def test_a_fact_tells_all_of_a_group(change):
-    group = make_group((4096, 4096))
-    assert group.fact == "group 0: full attention, 16 tokens a block, uint8, opaque, pages of 4096 4096 bytes"
-    assert attrs.evolve(group, **change).fact != group.fact
-
-
-def test_a_group_survives_being_told_in_json():
-    group = make_group((4096, 512))
-    assert KVGroup(**json.loads(json.dumps(attrs.asdict(group)))) == group
-    with pytest.raises(ValueError, match="half attention"):
-        KVGroup(**{**attrs.asdict(group), "kind": "half attention"})
-
-
-def test_a_frame_is_a_multiple_of_its_alignment():
-    assert make_layout((1,), blocks=1).frame_nbytes == 2 * FRAME_ALIGNMENT
-    assert make_layout((FRAME_ALIGNMENT,), blocks=1).frame_nbytes == 2 * FRAME_ALIGNMENT
-    assert make_layout((FRAME_ALIGNMENT + 1,), blocks=1).frame_nbytes == 3 * FRAME_ALIGNMENT
-
-
-@given(st.lists(st.integers(1, 5000), min_size=1, max_size=5), st.integers(1, 20), st.integers(1, 8))
-def test_shards_lie_side_by_side_in_the_frame(pages, blocks, ranks):
-    layout = make_layout(tuple(pages), blocks, ranks)
-    offsets = [layout.shard_offset(rank) for rank in range(ranks + 1)]
-    assert offsets[0] == FRAME_ALIGNMENT
-    assert {after - before for before, after in itertools.pairwise(offsets)} == {layout.shard_nbytes}
-    assert 0 <= layout.frame_nbytes - offsets[-1] < FRAME_ALIGNMENT
-    assert layout.frame_nbytes % FRAME_ALIGNMENT == 0

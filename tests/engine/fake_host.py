@@ -22,8 +22,8 @@ from kvtier_core.engine.request_view import Bypass, KVIdentity, RequestView
 from kvtier_core.engine.scheduler_side import SchedulerSide
 from kvtier_core.engine.step import ScheduledRequest, Step, StepResult
 from kvtier_core.interfaces import NO_BLOCK
+from kvtier_core.layouts import ChunkLayout
 from kvtier_core.testing.samples import PagedBuffer, make_context, make_group
-from kvtier_core.types import ChunkLayout
 
 BLOCK = 4
 CHUNK = 8

@@ -12,11 +12,12 @@ from kvtier_core.config.compose import open_stack
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.interfaces import NO_BLOCK
+from kvtier_core.layouts import ChunkLayout
 from kvtier_core.testing.laws.arenas import ArenaLaws, settle, shard_of
 from kvtier_core.testing.samples import PagedBuffer, make_context, make_group, make_keys, make_layout, poison
 from kvtier_core.transfer.cuda.autotune import DMA, KERNEL, decided
 from kvtier_core.transfer.cuda.mover import open_mover
-from kvtier_core.types import FRAME_ALIGNMENT, ChunkLayout
+from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_cpu import plugin
 from kvtier_cpu.config import CpuConfig
 
@@ -111,12 +112,13 @@ SHAPES = {
 def test_every_method_copies_each_byte_that_is_wanted_and_no_other(method, shape, align):
     layout, rng = SHAPES[shape], random.Random(shape)
     rank = layout.ranks - 1
-    blocks = 3 * max(layout.blocks) + 2
+    (part,) = layout.parts
+    blocks = 3 * max(part.blocks) + 2
     pages = GpuPages(layout, blocks, rng, align=align)
     pages.fill(rng)
     memory = Slots(layout, 4)
     mover = memory.mover(pages.kv_cache(rank), method)
-    drawn = [rng.sample(range(blocks), 3 * count) for count in layout.blocks]
+    drawn = [rng.sample(range(blocks), 3 * count) for count in part.blocks]
     drawn = [[NO_BLOCK if rng.random() < 0.2 else block for block in group] for group in drawn]
     chunks, slots = [[group[i::3] for group in drawn] for i in range(3)], [3, 0, 2]
 
@@ -148,11 +150,12 @@ def test_every_method_copies_each_byte_that_is_wanted_and_no_other(method, shape
 
 def wanted(layout, rank, chunk):
     """Layer, block, place in the slot and bytes of each page that is wanted."""
-    begin = layout.shard_offset(rank)
-    for number, layer in enumerate(layout.layers):
+    (part,) = layout.parts
+    begin = part.shard_offset(rank)
+    for layer in part.layers:
         for block in chunk[layer.group]:
             if block != NO_BLOCK:
-                yield number, block, begin, layer.page_nbytes
+                yield layer.layer, block, begin, layer.page_nbytes
             begin += layer.page_nbytes
 
 
@@ -194,7 +197,7 @@ def test_what_a_stack_keeps_comes_back(model):
         {"version": 1, "chunk_tokens": 256, "tiers": [{"type": "cpu", "capacity": "256MiB"}]}, Registry.of(plugin)
     )
     manager = open_stack(config, make_context(layout=layout))
-    blocks = chunks * layout.blocks[0]
+    blocks = chunks * layout.parts[0].blocks[0]
     pages, other = (GpuPages(layout, blocks, rng, align=16) for _ in range(2))
     for tensor in pages.tensors:
         tensor.random_()
@@ -211,7 +214,7 @@ def test_what_a_stack_keeps_comes_back(model):
     assert settle(movers[1], [2]) == {2: True}
     manager.release("request")
     for chunk in held:
-        assert shard_of(other, layout, chunk) == shard_of(pages, layout, chunk)
+        assert shard_of(other, layout.parts[0], chunk) == shard_of(pages, layout.parts[0], chunk)
     for mover in movers:
         mover.close()
     manager.close()

@@ -12,12 +12,13 @@ import pytest
 
 from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.interfaces import AllocatorBackend, ArenaConfig
+from kvtier_core.layouts import ChunkLayout
 from kvtier_core.testing import resources
 from kvtier_core.testing.laws.attached import BLOCKS, AttachedEngine, settle
 from kvtier_core.testing.laws.base import Laws
 from kvtier_core.testing.resources import Resources
 from kvtier_core.testing.samples import PagedBuffer, address_of, is_poison, make_context, make_layout, poison, same
-from kvtier_core.types import FRAME_ALIGNMENT, ChunkLayout
+from kvtier_core.types import FRAME_ALIGNMENT
 
 _SLOTS = 6
 _MANY_SLOTS = 300
@@ -48,7 +49,9 @@ class ArenaMemoryLaws(Laws):
             memory.close()
 
     @contextlib.contextmanager
-    def engine(self, folder: Path, seed: int, layout: ChunkLayout | None = None) -> Iterator[AttachedEngine]:
+    def engine(
+        self, folder: Path, seed: int, layout: ChunkLayout | None = None, part: int = 0
+    ) -> Iterator[AttachedEngine]:
         """An arena, a worker attached to it, and pages full of random bytes."""
         layout = layout or self.layout
         rng = random.Random(seed)
@@ -57,7 +60,7 @@ class ArenaMemoryLaws(Laws):
             pages.fill(rng)
             mover = self.config(folder).attach(memory.handle, pages.kv_cache())
             try:
-                yield AttachedEngine(memory, mover, pages, layout, rng)
+                yield AttachedEngine(memory, mover, pages, layout.parts[part], rng)
             finally:
                 mover.close()
 

@@ -11,10 +11,11 @@ import pytest
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import JobResult, PagedKVCache
+from kvtier_core.layouts import ChunkLayout, KVKind
 from kvtier_core.testing.laws.arena_memory import ArenaMemoryLaws
 from kvtier_core.testing.laws.attached import BLOCKS, AttachedEngine, reports_of, settle, shard_of
 from kvtier_core.testing.samples import is_poison, make_group, make_layout, poison, same
-from kvtier_core.types import FRAME_ALIGNMENT, ChunkLayout
+from kvtier_core.types import FRAME_ALIGNMENT
 
 _SEEDS = range(4)
 
@@ -61,7 +62,7 @@ class ArenaLaws(ArenaMemoryLaws):
             slots, pages = engine.choose()
             engine.mover.store(1, pages, slots)
             checksums = list(reports_of(engine.mover, [1])[1].checksums)
-            shards = [engine.memory.view(slot)[FRAME_ALIGNMENT:][: engine.layout.shard_nbytes] for slot in slots]
+            shards = [engine.memory.view(slot)[FRAME_ALIGNMENT:][: engine.part.shard_nbytes] for slot in slots]
             expected = [zlib.crc32(shard) for shard in shards]
             assert checksums in ([], expected), (
                 f"checksums are the CRC-32 of each slot's shard, {expected}, or none at all; reported are {checksums}"
@@ -90,22 +91,36 @@ class ArenaLaws(ArenaMemoryLaws):
             chunk = engine.draw()
             engine.mover.store(1, [chunk], [0])
             settle(engine.mover, [1])
-            other = self.paged_buffer(engine.layout, BLOCKS, engine.rng)
+            other = self.paged_buffer(self.layout, BLOCKS, engine.rng)
             mover = self.config(tmp_path).attach(engine.memory.handle, other.kv_cache())
             elsewhere = engine.draw()
             mover.load(1, [0], [elsewhere])
             assert settle(mover, [1]) == {1: True}, "a load through a second mover failed"
             mover.close()
-            for number, layer in enumerate(engine.layout.layers):
+            for layer in engine.part.layers:
                 for source, target in zip(chunk[layer.group], elsewhere[layer.group], strict=True):
-                    assert same(other.page(number, target), engine.pages.page(number, source)), (
-                        f"block {source} of layer {number} was stored; block {target} has other bytes after its load"
+                    assert same(other.page(layer.layer, target), engine.pages.page(layer.layer, source)), (
+                        f"block {source} of layer {layer.layer} was stored; block {target} has other bytes after it "
+                        "was loaded"
                     )
 
     def test_each_group_has_its_own_blocks(self, tmp_path: Path):
         """Of two groups with blocks of other lengths, each layer gets the pages of its own group."""
         groups = [make_group((512, 1024)), make_group((768,), name="group 1", block_tokens=8)]
-        with self.engine(tmp_path, seed=5, layout=ChunkLayout(groups, 32)) as engine:
+        self._comes_back(tmp_path, ChunkLayout(groups, 32), part=0)
+
+    def test_each_part_has_its_own_groups(self, tmp_path: Path):
+        """A slot holds one part of a chunk: the layers of its groups and no others, the last pages of the chunk."""
+        groups = [
+            make_group((512, 1024)),
+            make_group((768, 256), name="a window", block_tokens=8, kind=KVKind.SLIDING_WINDOW, reach=17),
+            make_group((2048,), name="states", block_tokens=32, kind=KVKind.STATE),
+        ]
+        for part in range(3):
+            self._comes_back(tmp_path, ChunkLayout(groups, 32), part)
+
+    def _comes_back(self, tmp_path: Path, layout: ChunkLayout, part: int) -> None:
+        with self.engine(tmp_path, 5, layout, part) as engine:
             slots, pages = engine.choose()
             for slot in slots:
                 poison(engine.memory.view(slot))
@@ -124,8 +139,9 @@ class ArenaLaws(ArenaMemoryLaws):
 
     def test_ranks_do_not_meet(self, tmp_path: Path):
         layout = make_layout(ranks=3)
+        (part,) = layout.parts
         rng = random.Random(7)
-        chunk = [rng.sample(range(BLOCKS), blocks) for blocks in layout.blocks]
+        chunk = [rng.sample(range(BLOCKS), blocks) for blocks in part.blocks]
         with self.opened(tmp_path, layout) as memory:
             poison(memory.view(0))
             expected = bytearray(memory.view(0))
@@ -136,15 +152,15 @@ class ArenaLaws(ArenaMemoryLaws):
                 mover.store(1, [chunk], [0])
                 assert settle(mover, [1]) == {1: True}, f"the store of rank {rank} failed"
                 mover.close()
-                begin = layout.shard_offset(rank)
-                expected[begin : begin + layout.shard_nbytes] = shard_of(pages, layout, chunk)
+                begin = part.shard_offset(rank)
+                expected[begin : begin + part.shard_nbytes] = shard_of(pages, part, chunk)
                 assert same(memory.view(0), expected), f"rank {rank} did not write its own shard and nothing else"
 
     # -- jobs --------------------------------------------------------------------------------------
 
     def test_every_job_is_reported_once(self, tmp_path: Path):
         with self.engine(tmp_path, seed=2) as engine:
-            chunk = [list(range(blocks)) for blocks in engine.layout.blocks]
+            chunk = [list(range(blocks)) for blocks in engine.part.blocks]
             behind = [[block + len(row) for block in row] for row in chunk]
             jobs = engine.rng.sample(range(1000), 40)
             reports: list[JobResult] = []

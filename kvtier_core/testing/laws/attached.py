@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator, Sequence
 import attrs
 
 from kvtier_core.interfaces import NO_BLOCK, AllocatorBackend, JobResult, Mover, PageList
+from kvtier_core.layouts import Part
 from kvtier_core.testing.samples import PagedBuffer, poison
-from kvtier_core.types import ChunkLayout
 
 BLOCKS = 24  #: pages in each layer of the paged buffer
 _PATIENCE = 30.0  # seconds
@@ -35,32 +35,30 @@ def reports_of(mover: Mover, jobs: Collection[int]) -> dict[int, JobResult]:
     return reports
 
 
-def shard_of(pages: PagedBuffer, layout: ChunkLayout, chunk: Sequence[Sequence[int]]) -> bytes:
+def shard_of(pages: PagedBuffer, part: Part, chunk: Sequence[Sequence[int]]) -> bytes:
     """What a rank's shard of a chunk with these block ids, group by group, must be."""
-    return b"".join(
-        pages.page(number, block) for number, layer in enumerate(layout.layers) for block in chunk[layer.group]
-    )
+    return b"".join(pages.page(layer.layer, block) for layer in part.layers for block in chunk[layer.group])
 
 
 @attrs.frozen
 class AttachedEngine:
-    """An arena, a worker's mover, the worker's pages, and a generator of random choices."""
+    """An arena, a worker's mover, the worker's pages, a part of chunks, and a generator of random choices."""
 
     memory: AllocatorBackend
     mover: Mover
     pages: PagedBuffer
-    layout: ChunkLayout
+    part: Part
     rng: random.Random
 
     def choose(self, *, holes: bool = True) -> tuple[list[int], PageList]:
         """Some slots, and for each the blocks of one chunk, a few of them not wanted."""
         slots = self.rng.sample(range(self.memory.slots), self.rng.randint(1, min(3, self.memory.slots)))
-        chunks = list(zip(*(self._rows(blocks, len(slots), holes) for blocks in self.layout.blocks), strict=True))
+        chunks = list(zip(*(self._rows(blocks, len(slots), holes) for blocks in self.part.blocks), strict=True))
         return slots, chunks
 
     def draw(self) -> list[list[int]]:
         """The block ids of one chunk, group by group."""
-        return [self.rng.sample(range(BLOCKS), blocks) for blocks in self.layout.blocks]
+        return [self.rng.sample(range(BLOCKS), blocks) for blocks in self.part.blocks]
 
     def _rows(self, blocks: int, chunks: int, holes: bool) -> list[list[int]]:
         """Of one group, the block ids of each chunk."""
@@ -94,9 +92,9 @@ class AttachedEngine:
 
     def _pieces(self, chunk: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int, int]]:
         """Layer, block, place in the slot and bytes of each page that is wanted, of rank 0."""
-        begin = self.layout.shard_offset(0)
-        for number, layer in enumerate(self.layout.layers):
+        begin = self.part.shard_offset(0)
+        for layer in self.part.layers:
             for block in chunk[layer.group]:
                 if block != NO_BLOCK:
-                    yield number, block, begin, layer.page_nbytes
+                    yield layer.layer, block, begin, layer.page_nbytes
                 begin += layer.page_nbytes

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 import pytest
 
+from kvtier_core.layouts import ChunkLayout
 from kvtier_core.testing.samples import make_layout
-from kvtier_core.types import ChunkLayout
 
 #: An installed plugin must not cost every process of the engine the import of one of these.
 HEAVY = ("torch", "numpy", "vllm", "boto3", "redis")

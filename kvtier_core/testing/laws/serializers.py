@@ -20,9 +20,9 @@ import pytest
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.identity import RAW, identity_of
 from kvtier_core.interfaces import Serializer, SerializerConfig
+from kvtier_core.layouts import ChunkLayout
 from kvtier_core.testing.laws.base import Laws, in_new_process
 from kvtier_core.testing.samples import Poisoned, make_context, same
-from kvtier_core.types import ChunkLayout
 
 _GARBAGE_ROUNDS = 100
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from kvtier_core.interfaces import NO_BLOCK, PagedKVCache
+from kvtier_core.layouts import Part
 from kvtier_core.transfer.cuda.autotune import DMA, KERNEL, Autotune, choose
 from kvtier_core.transfer.cuda.library import Library
 from kvtier_core.transfer.page_lists import Layer, layers_of
@@ -39,14 +40,15 @@ class Copier(Protocol):
 class TorchCopier:
     """Copies by torch's operators, for any device that torch supports. kvtier's own kernels are tested against it.
 
-    ``streams`` is torch's module for the device; ``shards`` the address of this rank's shard in slot 0; ``why`` says
-    in `facts` why kvtier's own library is not used.
+    ``streams`` is torch's module for the device; ``shards`` the address of this rank's shard of ``part`` in slot 0;
+    ``why`` says in `facts` why kvtier's own library is not used.
     """
 
     def __init__(
         self,
         streams: ModuleType,
         cache: PagedKVCache,
+        part: Part,
         shards: int,
         slots: int,
         slot_nbytes: int,
@@ -57,7 +59,7 @@ class TorchCopier:
         self._why = why
         # Pages and places of each layer, by where the block ids of its group begin and end in a row.
         self._groups: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for layer in layers_of(cache):
+        for layer in layers_of(cache, part):
             pages = _pages(layer, cache.blocks, self._device)
             shape, strides = (slots, layer.blocks, layer.nbytes), (slot_nbytes, layer.nbytes, 1)
             places = _host(shards + layer.offset, shape, strides)
@@ -99,9 +101,11 @@ class TorchCopier:
 class NativeCopier:
     """Copies by copy engine or by kernel, whichever ``autotune`` finds faster for each page size and direction."""
 
-    def __init__(self, library: Library, autotune: Autotune, cache: PagedKVCache, shards: int, slot_nbytes: int):
+    def __init__(
+        self, library: Library, autotune: Autotune, cache: PagedKVCache, part: Part, shards: int, slot_nbytes: int
+    ):
         layers: dict[tuple[int, int], dict[int, list[Layer]]] = {}
-        for layer in layers_of(cache):
+        for layer in layers_of(cache, part):
             sizes = layers.setdefault((layer.first, layer.first + layer.blocks), {})
             sizes.setdefault(layer.nbytes, []).append(layer)
         device = torch.device(cache.device).index or 0

@@ -27,7 +27,7 @@ from kvtier_core.transfer.cuda.copiers import Copier, NativeCopier, TorchCopier
 from kvtier_core.transfer.cuda.host_registration import Registration, register_with_cuda
 from kvtier_core.transfer.cuda.library import Library, load
 from kvtier_core.transfer.io_pool import run
-from kvtier_core.transfer.page_lists import check_cache, flat_rows
+from kvtier_core.transfer.page_lists import CheckedJob, check_cache, check_job
 
 _POLL = 5e-5  # seconds
 
@@ -40,7 +40,8 @@ class _Job:
 
 
 class DeviceMover(Mover):
-    """Copies between pages of ``cache`` and ``slots`` slots through ``copier``. See `open_mover`.
+    """Copies between pages of ``cache`` and ``slots`` slots through ``copiers``, one for each part of
+    a chunk. See `open_mover`.
 
     ``streams`` is torch's module for the device; ``keep`` an object that keeps the slots' memory, held until `close`.
     Every method is called on the thread that enqueues the engine's work, and only `wait` and `close` wait for the
@@ -52,14 +53,14 @@ class DeviceMover(Mover):
         self,
         cache: PagedKVCache,
         slots: int,
-        copier: Copier,
+        copiers: Sequence[Copier],
         streams: Any,
         registration: Registration,
         keep: object = None,
     ):
         self._cache = cache
         self._slots = slots
-        self._copier = copier
+        self._copiers = copiers
         self._streams = streams
         self._registration = registration
         self._keep = keep
@@ -70,16 +71,18 @@ class DeviceMover(Mover):
         self._closed = False
 
     def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
-        rows, slots = self._checked(job, pages, slots)
-        self._begin(job, self._stores, self._copier.gather, rows, slots, read=_blocks(rows))
+        checked = self._checked(job, pages, slots)
+        gather = self._copiers[checked.part.number].gather
+        self._begin(job, self._stores, gather, checked, read=_blocks(checked.rows))
 
     def load(self, job: int, slots: Sequence[int], pages: PageList) -> None:
-        rows, slots = self._checked(job, pages, slots)
-        written = _blocks(rows)
+        checked = self._checked(job, pages, slots)
+        written = _blocks(checked.rows)
         for other in self._jobs.values():
             if not other.read.isdisjoint(written):
                 self._loads.wait_event(other.done)
-        self._begin(job, self._loads, self._copier.scatter, rows, slots, read=frozenset())
+        scatter = self._copiers[checked.part.number].scatter
+        self._begin(job, self._loads, scatter, checked, read=frozenset())
 
     def finished(self) -> Sequence[JobResult]:
         for job, begun in list(self._jobs.items()):
@@ -103,7 +106,10 @@ class DeviceMover(Mover):
                 engine.wait_event(self._jobs[job].done)
 
     def facts(self) -> Mapping[str, str]:
-        return {**self._copier.facts(), **self._registration.facts()}
+        facts: dict[str, str] = {}
+        for copier in self._copiers:
+            facts.update(copier.facts())
+        return {**facts, **self._registration.facts()}
 
     def close(self) -> None:
         if self._closed:
@@ -111,7 +117,8 @@ class DeviceMover(Mover):
         self.wait(list(self._jobs))
         self._results = list(self.finished())
         self._closed = True
-        self._copier.close()
+        for copier in self._copiers:
+            copier.close()
         self._registration.close()
         self._keep = None
 
@@ -120,15 +127,14 @@ class DeviceMover(Mover):
         job: int,
         stream: Any,
         copy: Callable[[Sequence[Sequence[int]], Sequence[int], Any], None],
-        rows: Sequence[Sequence[int]],
-        slots: Sequence[int],
+        checked: CheckedJob,
         read: frozenset[int],
     ) -> None:
-        if not self._registration.covers(slots):
+        if not self._registration.covers(checked.slots):
             self._results.append(JobResult(job, ok=False))
             return
         stream.wait_event(self._now(self._streams.current_stream(self._device)))
-        outcome = run(lambda: copy(rows, slots, stream))
+        outcome = run(lambda: copy(checked.rows, checked.slots, stream))
         # A failed job may have enqueued some copies: it has ended when the stream has completed them.
         self._jobs[job] = _Job(self._now(stream), outcome.error is None, read)
 
@@ -138,12 +144,12 @@ class DeviceMover(Mover):
         event.record(stream)
         return event
 
-    def _checked(self, job: int, pages: PageList, slots: Sequence[int]) -> tuple[list[list[int]], list[int]]:
+    def _checked(self, job: int, pages: PageList, slots: Sequence[int]) -> CheckedJob:
         if job in self._jobs:
             raise ContractError(f"job {job} has not ended")
         if self._closed:
             raise ContractError("the mover is closed")
-        return flat_rows(self._cache, self._slots, pages, slots)
+        return check_job(self._cache, self._slots, pages, slots)
 
 
 def open_mover(
@@ -167,18 +173,21 @@ def open_mover(
     slots = len(memory) // slot_nbytes
     keep = ctypes.c_char.from_buffer(memory)  # an mmap cannot be closed while its buffer is exported
     address = ctypes.addressof(keep)
-    shards = address + cache.layout.shard_offset(cache.rank)
     with contextlib.ExitStack() as undo:
         registration = register_with_cuda(address, slots, slot_nbytes, device)
         undo.callback(registration.close)
         library = library or load()
-        copier: Copier
-        if isinstance(library, str):
-            copier = TorchCopier(torch.cuda, cache, shards, slots, slot_nbytes, library)
-        else:
-            copier = NativeCopier(library, autotune or ScratchAutotune(library, device), cache, shards, slot_nbytes)
-        undo.callback(copier.close)
-        mover = DeviceMover(cache, slots, copier, torch.cuda, registration, keep)
+        if not isinstance(library, str):
+            autotune = autotune or ScratchAutotune(library, device)
+        copiers: list[Copier] = []
+        for part in cache.layout.parts:
+            shards = address + part.shard_offset(cache.rank)
+            if isinstance(library, str):
+                copiers.append(TorchCopier(torch.cuda, cache, part, shards, slots, slot_nbytes, library))
+            else:
+                copiers.append(NativeCopier(library, autotune, cache, part, shards, slot_nbytes))
+            undo.callback(copiers[-1].close)
+        mover = DeviceMover(cache, slots, copiers, torch.cuda, registration, keep)
         undo.pop_all()
     return mover
 

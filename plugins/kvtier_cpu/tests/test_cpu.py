@@ -88,7 +88,7 @@ def test_two_processes_see_each_other(owner):
     mover.wait([1])
     assert {byte for layer in range(3) for block in blocks for byte in buffer.page(layer, block)} == {7}
     for block in blocks:
-        buffer.put(0, block, bytes([9]) * LAYOUT.layers[0].page_nbytes)
+        buffer.put(0, block, bytes([9]) * LAYOUT.groups[0].page_nbytes[0])
     mover.store(2, [[blocks]], [0])
     mover.wait([2])
     owner.stdin.write("look\n")

@@ -1,0 +1,198 @@
+"""What the KV of a chunk is made of, and where its bytes lie in frames."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import attrs
+
+from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey
+
+
+class KVKind(enum.StrEnum):
+    """What a request must have of a group of layers to continue behind a prefix."""
+
+    FULL_ATTENTION = "full attention"  #: the KV of every token of the prefix
+    SLIDING_WINDOW = "sliding window"  #: that of the last ``reach - 1`` tokens
+    CHUNKED_LOCAL = "chunked local attention"  #: that of the tokens since the last multiple of ``reach``
+    STATE = "recurrent state"  #: the state behind its last token: Mamba, GDN and other linear attention
+
+
+class KVStructure(enum.StrEnum):
+    """What the elements of a page are, as far as the engine side can tell a serializer."""
+
+    KEYS_AND_VALUES = "keys and values"  #: one number an element; their order is the engine's, a fact of the namespace
+    MLA_LATENT = "MLA latent"  #: one number an element: the compressed KV of multi-head latent attention
+    OPAQUE = "opaque"  #: anything else, quantized KV with its scales for instance: bytes to be kept as they are
+
+
+@attrs.frozen
+class KVGroup:
+    """Layers that share a block table: the engine keeps a request's block ``b`` in page ``b`` of each of them."""
+
+    name: str  #: for logs, errors and facts; no other group of the layout has it
+    kind: KVKind = attrs.field(converter=KVKind)
+    page_nbytes: tuple[int, ...] = attrs.field(converter=tuple)  #: of a page of each layer, as one rank holds it
+    block_tokens: int  #: tokens of one block; of a state, the tokens between two that the engine may keep
+    dtype: str  #: of the elements of a page, in torch's words: ``bfloat16``; several if layers differ, with spaces
+    structure: KVStructure = attrs.field(converter=KVStructure)
+    reach: int = 0  #: tokens of a window, or of a chunk of local attention; 0 for the other kinds
+
+    @property
+    def fact(self) -> str:
+        """All of it in plain words, as a fact of a namespace."""
+        pages = " ".join(map(str, self.page_nbytes))
+        kind = f"{self.kind} of {self.reach}" if self.reach else self.kind
+        tokens = f"{self.block_tokens} tokens a block"
+        return f"{self.name}: {kind}, {tokens}, {self.dtype}, {self.structure}, pages of {pages} bytes"
+
+    def needed(self, tokens: int) -> range:
+        """The blocks without which no request can continue behind its first ``tokens``, a multiple of a block."""
+        end = tokens // self.block_tokens
+        return range(max(0, end - self._depth(tokens)), end)
+
+    def stored(self, tokens: int) -> int:
+        """How many blocks of a chunk of ``tokens`` are worth storing: the last ones, as far as they are ever needed."""
+        return min(tokens // self.block_tokens, self._depth(tokens))
+
+    def _depth(self, tokens: int) -> int:
+        """How many of the blocks before ``tokens`` are needed there, if there are so many."""
+        match self.kind:
+            case KVKind.FULL_ATTENTION:
+                return tokens // self.block_tokens
+            case KVKind.SLIDING_WINDOW:
+                return -(-(self.reach - 1) // self.block_tokens)
+            case KVKind.CHUNKED_LOCAL:
+                return -(-(tokens % self.reach) // self.block_tokens)
+            case KVKind.STATE:
+                return 1
+
+
+class LayerPlace(NamedTuple):
+    """Where the pages of one layer lie in a shard."""
+
+    layer: int  #: its number among the layers of all groups, group after group
+    group: int  #: number of its group in the layout
+    page_nbytes: int
+    offset: int  #: bytes from the start of the shard to the layer's first page; the others follow side by side
+    blocks: int  #: pages of this layer in the frame
+
+
+@attrs.frozen
+class Part:
+    """The layout of one frame of a chunk.
+
+    A frame is a header of 4 KiB, then one shard per rank, then zeros up to a multiple of `FRAME_ALIGNMENT`. A shard is
+    group after group; a group is layer after layer; a layer is pages in token order, side by side: the last ones of the
+    chunk, if not all of them are stored.
+    """
+
+    number: int  #: in the chunk layout
+    groups: tuple[int, ...]  #: numbers of the groups in this frame
+    blocks: tuple[int, ...]  #: of each group of the chunk layout, the pages of one layer; 0 if it is in another frame
+    layers: tuple[LayerPlace, ...]  #: in the order of a shard
+    ranks: int
+
+    @cached_property
+    def shard_nbytes(self) -> int:
+        """Bytes of one rank's part of a payload."""
+        return sum(layer.page_nbytes * layer.blocks for layer in self.layers)
+
+    @cached_property
+    def payload_nbytes(self) -> int:
+        """Bytes of all ranks' shards."""
+        return self.shard_nbytes * self.ranks
+
+    @cached_property
+    def frame_nbytes(self) -> int:
+        """Bytes of the whole frame."""
+        return FRAME_ALIGNMENT + -(-self.payload_nbytes // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
+
+    def shard_offset(self, rank: int) -> int:
+        """Bytes from the start of the frame to the shard of ``rank``."""
+        return FRAME_ALIGNMENT + rank * self.shard_nbytes
+
+
+@attrs.frozen
+class ChunkLayout:
+    """The frames of a chunk, and what lies where in them.
+
+    The groups that need the KV of every token share one frame, which every stored chunk has. Each other group has a
+    frame of its own, which only those chunks have that a boundary needs: the end of a chunk behind which a request can
+    continue. These frames are the *parts* of a chunk. Part 0 is the one of every chunk; where no group needs every
+    token, it is that of the first group.
+
+    The groups are facts of the namespace, and the namespace is part of every key, so no key ever names a chunk of other
+    groups.
+    """
+
+    groups: tuple[KVGroup, ...] = attrs.field(converter=tuple)
+    tokens: int = attrs.field()  #: of a chunk: a multiple of every group's ``block_tokens``, else ValueError
+    ranks: int = 1
+
+    @tokens.validator
+    def _check_tokens(self, attribute: attrs.Attribute, tokens: int) -> None:
+        for group in self.groups:
+            if tokens < 1 or tokens % group.block_tokens:
+                raise ValueError(f"{tokens} tokens are no whole blocks of {group.block_tokens} ({group.name})")
+            if group.kind is KVKind.CHUNKED_LOCAL and group.reach % tokens:
+                raise ValueError(f"{group.reach} tokens of local attention are no whole chunks ({group.name})")
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The layout of each of its frames."""
+        stored = [number for number, group in enumerate(self.groups) if group.stored(self.tokens)]
+        every = [number for number in stored if self.groups[number].kind is KVKind.FULL_ATTENTION]
+        sets = [every] if every else []
+        sets += [[number] for number in stored if number not in every]
+        return tuple(self._part(number, groups) for number, groups in enumerate(sets))
+
+    def _part(self, number: int, groups: Sequence[int]) -> Part:
+        firsts = list(accumulate((len(group.page_nbytes) for group in self.groups), initial=0))
+        layers, offset = [], 0
+        for place in groups:
+            blocks = self.groups[place].stored(self.tokens)
+            for layer, nbytes in enumerate(self.groups[place].page_nbytes, firsts[place]):
+                layers.append(LayerPlace(layer, place, nbytes, offset, blocks))
+                offset += nbytes * blocks
+        blocks = (group.stored(self.tokens) * (place in groups) for place, group in enumerate(self.groups))
+        return Part(number, tuple(groups), tuple(blocks), tuple(layers), self.ranks)
+
+    def part_of(self, key: ChunkKey) -> Part:
+        """The part that a key names."""
+        return self.parts[number_of_part(key)] if len(self.parts) > 1 else self.parts[0]
+
+    def payloads_nbytes(self, keys: Sequence[ChunkKey]) -> int:
+        """Bytes of the payloads that these keys name."""
+        if len(self.parts) == 1:
+            return len(keys) * self.payload_nbytes
+        return sum(self.part_of(key).payload_nbytes for key in keys)
+
+    @cached_property
+    def payload_nbytes(self) -> int:
+        """Bytes of the longest payload."""
+        return max(part.payload_nbytes for part in self.parts)
+
+    @cached_property
+    def frame_nbytes(self) -> int:
+        """Bytes of the longest frame, and of a slot, which holds any of them."""
+        return max(part.frame_nbytes for part in self.parts)
+
+
+def part_key(chunk: ChunkKey, number: int) -> ChunkKey:
+    """The key of a part of a chunk, where chunks have several. Part 0 has the chunk's own key, see `chunk_key`."""
+    return ChunkKey(chunk[: KEY_NBYTES - 1] + bytes([number]))
+
+
+def chunk_key(key: ChunkKey) -> ChunkKey:
+    """Of a digest, or of the key of a part: the key of the chunk, where chunks have several parts."""
+    return part_key(key, 0)
+
+
+def number_of_part(key: ChunkKey) -> int:
+    """Which part of its chunk a key names, where chunks have several."""
+    return key[KEY_NBYTES - 1]

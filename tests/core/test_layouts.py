@@ -1,0 +1,132 @@
+"""The layouts of chunks: which groups share a frame, what is stored of each, and where it lies."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier_core.layouts import ChunkLayout, KVGroup, KVKind, KVStructure, chunk_key, number_of_part, part_key
+from kvtier_core.testing.samples import make_group, make_key, make_layout
+from kvtier_core.types import FRAME_ALIGNMENT
+
+
+def test_a_chunk_of_two_ranks():
+    layout = make_layout((4608, 1536, 4608), blocks=4, ranks=2)
+    (part,) = layout.parts
+    assert part.shard_nbytes == 4 * (4608 + 1536 + 4608) == 43008
+    assert part.payload_nbytes == layout.payload_nbytes == 86016
+    assert part.frame_nbytes == layout.frame_nbytes == 4096 + 86016, "an aligned payload needs no padding"
+    assert [part.shard_offset(rank) for rank in range(2)] == [4096, 4096 + 43008]
+
+
+def test_a_shard_is_group_after_group():
+    """Each has as many pages a layer as its blocks fit into a chunk."""
+    layout = ChunkLayout([make_group((1000, 24)), make_group((100,), name="group 1", block_tokens=4)], tokens=32)
+    (part,) = layout.parts
+    assert part.blocks == (2, 8)
+    assert part.layers == ((0, 0, 1000, 0, 2), (1, 0, 24, 2000, 2), (2, 1, 100, 2048, 8))
+    assert part.shard_nbytes == 2048 + 800
+
+
+@pytest.mark.parametrize("tokens", [8, 24])
+def test_a_chunk_is_whole_blocks_of_every_group(tokens):
+    with pytest.raises(ValueError, match=r"are no whole blocks of 16 \(group 1\)$"):
+        ChunkLayout([make_group((10,), block_tokens=1), make_group((10,), name="group 1")], tokens)
+    with pytest.raises(ValueError, match="0 tokens are no whole blocks"):
+        ChunkLayout([make_group((10,))], 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "group 1"},
+        {"page_nbytes": (4096, 8192)},
+        {"block_tokens": 32},
+        {"dtype": "bfloat16"},
+        {"structure": KVStructure.MLA_LATENT},
+        {"kind": KVKind.SLIDING_WINDOW, "reach": 512},
+    ],
+)
+def test_a_fact_tells_all_of_a_group(change):
+    group = make_group((4096, 4096))
+    assert group.fact == "group 0: full attention, 16 tokens a block, uint8, opaque, pages of 4096 4096 bytes"
+    assert attrs.evolve(group, **change).fact != group.fact
+
+
+def test_a_group_survives_being_told_in_json():
+    group = make_group((4096, 512))
+    assert KVGroup(**json.loads(json.dumps(attrs.asdict(group)))) == group
+    with pytest.raises(ValueError, match="half attention"):
+        KVGroup(**{**attrs.asdict(group), "kind": "half attention"})
+
+
+def test_a_frame_is_a_multiple_of_its_alignment():
+    assert make_layout((1,), blocks=1).frame_nbytes == 2 * FRAME_ALIGNMENT
+    assert make_layout((FRAME_ALIGNMENT,), blocks=1).frame_nbytes == 2 * FRAME_ALIGNMENT
+    assert make_layout((FRAME_ALIGNMENT + 1,), blocks=1).frame_nbytes == 3 * FRAME_ALIGNMENT
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=5), st.integers(1, 20), st.integers(1, 8))
+def test_shards_lie_side_by_side_in_the_frame(pages, blocks, ranks):
+    layout = make_layout(tuple(pages), blocks, ranks)
+    (part,) = layout.parts
+    offsets = [part.shard_offset(rank) for rank in range(ranks + 1)]
+    assert offsets[0] == FRAME_ALIGNMENT
+    assert {after - before for before, after in itertools.pairwise(offsets)} == {part.shard_nbytes}
+    assert 0 <= layout.frame_nbytes - offsets[-1] < FRAME_ALIGNMENT
+    assert layout.frame_nbytes % FRAME_ALIGNMENT == 0
+
+
+# -- groups that are needed at other places ------------------------------------------------------------
+
+FULL = make_group((100,), block_tokens=4)
+WINDOW = make_group((20, 20), name="window", block_tokens=4, kind=KVKind.SLIDING_WINDOW, reach=10)
+LOCAL = make_group((30,), name="local", block_tokens=4, kind=KVKind.CHUNKED_LOCAL, reach=32)
+STATE = make_group((700,), name="state", block_tokens=8, kind=KVKind.STATE)
+
+
+@pytest.mark.parametrize(
+    ("group", "needed"),
+    [
+        (FULL, {0: (0, 0), 4: (0, 1), 64: (0, 16)}),
+        (WINDOW, {4: (0, 1), 8: (0, 2), 12: (0, 3), 16: (1, 4), 64: (13, 16)}),  # the last 9 tokens
+        (LOCAL, {4: (0, 1), 28: (0, 7), 32: (8, 8), 36: (8, 9), 64: (16, 16)}),
+        (STATE, {8: (0, 1), 64: (7, 8)}),
+    ],
+)
+def test_what_a_group_needs_behind_a_prefix(group, needed):
+    for tokens, (first, end) in needed.items():
+        assert (group.needed(tokens).start, group.needed(tokens).stop) == (first, end), tokens
+
+
+def test_groups_that_need_every_token_share_a_frame_and_the_others_have_their_own():
+    layout = ChunkLayout([WINDOW, FULL, STATE, attrs.evolve(FULL, name="latent")], 16, ranks=2)
+    assert [part.groups for part in layout.parts] == [(1, 3), (0,), (2,)]
+    assert [part.blocks for part in layout.parts] == [(0, 4, 0, 4), (3, 0, 0, 0), (0, 0, 1, 0)]
+    assert [place.layer for part in layout.parts for place in part.layers] == [2, 4, 0, 1, 3]
+    assert [part.payload_nbytes for part in layout.parts] == [2 * 800, 2 * 3 * 40, 2 * 700]
+    assert layout.payload_nbytes == 1600 and layout.frame_nbytes == 2 * FRAME_ALIGNMENT
+
+
+def test_what_is_never_needed_has_no_frame():
+    """A window of one token, and local attention over chunks as long as ours."""
+    layout = ChunkLayout([FULL, attrs.evolve(WINDOW, reach=1), attrs.evolve(LOCAL, reach=16)], 16)
+    assert [part.groups for part in layout.parts] == [(0,)]
+
+
+def test_local_attention_is_over_whole_chunks():
+    with pytest.raises(ValueError, match=r"32 tokens of local attention are no whole chunks \(local\)"):
+        ChunkLayout([FULL, LOCAL], 24)
+
+
+def test_the_key_of_a_part_names_its_chunk():
+    chunk = chunk_key(make_key(1))
+    assert len({part_key(chunk, number) for number in range(256)}) == 256
+    for number in (0, 1, 255):
+        key = part_key(chunk, number)
+        assert (chunk_key(key), number_of_part(key)) == (chunk, number)
