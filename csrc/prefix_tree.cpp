@@ -19,6 +19,11 @@ nb::object PrefixTree::parent(nb::handle key) const {
   return bytes_of(nodes_[nodes_[node].parent].key);
 }
 
+int64_t PrefixTree::children(nb::handle key) const {
+  const Number node = nodes_.find(key_of(key));
+  return node == kNone ? 0 : nodes_[node].children;
+}
+
 nb::list PrefixTree::places(nb::handle keys) const {
   const Items items(keys);
   nb::list places;
@@ -220,6 +225,7 @@ void bind_tree(nb::module_& m) {
       .def("__iter__", &PrefixTree::iter)
       .def("nbytes", &PrefixTree::nbytes, "key"_a)
       .def("parent", &PrefixTree::parent, "key"_a)
+      .def("children", &PrefixTree::children, "key"_a)
       .def("place", &PrefixTree::place, "key"_a)
       .def("places", &PrefixTree::places, "keys"_a)
       .def("run", &PrefixTree::run, "keys"_a, "start"_a = 0)

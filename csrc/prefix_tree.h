@@ -21,6 +21,7 @@ class PrefixTree {
   nanobind::object iter() const;
   int64_t nbytes(nanobind::handle key) const { return nodes_[must_hold(key)].nbytes; }
   nanobind::object parent(nanobind::handle key) const;
+  int64_t children(nanobind::handle key) const;
   uint32_t place(nanobind::handle key) const { return nodes_[must_hold(key)].place; }
   nanobind::list places(nanobind::handle keys) const;
   size_t run(nanobind::handle keys, size_t start) const;

@@ -162,6 +162,12 @@ class ChunkLayout:
         blocks = (group.stored(self.tokens) * (place in groups) for place, group in enumerate(self.groups))
         return Part(number, tuple(groups), tuple(blocks), tuple(layers), self.ranks)
 
+    def needed(self, part: Part, chunks: int) -> range:
+        """The chunks whose part nobody can do without who continues behind the first ``chunks`` chunks of a prompt."""
+        group = self.groups[part.groups[0]]
+        blocks = group.needed(chunks * self.tokens)
+        return range(blocks.start * group.block_tokens // self.tokens if blocks else chunks, chunks)
+
     def part_of(self, key: ChunkKey) -> Part:
         """The part that a key names."""
         return self.parts[number_of_part(key)] if len(self.parts) > 1 else self.parts[0]

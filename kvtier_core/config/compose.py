@@ -31,6 +31,7 @@ from kvtier_core.interfaces import (
 )
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.stack.index.parted_index import PartedIndex
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.transfer.io_pool import IOPool, Pool, run
@@ -180,7 +181,8 @@ class _Opening:
         longest = Nbytes(max(codec.max_frame_nbytes, FRAME_ALIGNMENT + MAX_POLICY_STATE_NBYTES))
         store = self._store(attrs.evolve(ctx, max_frame_nbytes=longest))
         capacity = Nbytes(_REMEMBERED_FRAMES * codec.max_frame_nbytes) if self._shared else ctx.capacity
-        return _Opened(tier, store, CacheIndex(policy, tier.store_after), codec, capacity)
+        index = (PartedIndex if len(ctx.layout.parts) > 1 else CacheIndex)(policy, tier.store_after)
+        return _Opened(tier, store, index, codec, capacity)
 
     @property
     def _shared(self) -> bool:

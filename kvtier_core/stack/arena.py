@@ -124,8 +124,13 @@ class Arena:
         return admitted, victims
 
     def would_admit(self, path: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """The chunks of a path, root first, that have no slot and are preferred to the victims they would need."""
-        return self._plan_admission(self.without_slot(path), [set(path)])[0]
+        """The chunks of a path, root first, that have no slot and are preferred to the victims they would need.
+
+        Behind them those of the path's other parts whose chunks are here, or would be.
+        """
+        chunks, parts = self.index.split(self.without_slot(path))
+        admitted = self._plan_admission(chunks, [set(path)])[0]
+        return admitted + self.index.joining(parts, admitted)
 
     def _plan_admission(
         self, newcomers: Sequence[ChunkKey], spared: Sequence[Container[ChunkKey]]

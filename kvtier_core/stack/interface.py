@@ -44,7 +44,12 @@ class Lookup:
 
     slots: Sequence[Slot] = ()  #: of the leading chunks that can be loaded now
     sources: Sequence[str] = ()  #: for each slot, the tier that supplied its chunk
-    exact: int = 0  #: so many of the leading chunks are as an engine computed them; others came through a lossy codec
+    #: Where chunks have several parts: for each slot the number of its chunk in the path, and of the part in the chunk.
+    #: Empty: slot ``i`` holds the only part of chunk ``i``.
+    parts: Sequence[tuple[int, int]] = ()
+    chunks: int = 0  #: so many leading chunks are restored by loading the slots
+    chain: int = 0  #: so many leading chunks are held, though nobody may be able to continue behind the last of them
+    exact: int = 0  #: so many of the leading slots are as an engine computed them; others came through a lossy codec
     pending: int = 0  #: chunks behind them of which some are still on their way into an arena: look again after a step
     awaited: str = ""  #: the tier that the first of these comes from, or that is asked for it
     declined: Declined | None = None  #: what could be loaded behind all these, and is not worth it
@@ -66,9 +71,17 @@ class Stack(abc.ABC):
 
     @abc.abstractmethod
     def lookup(
-        self, path: Sequence[ChunkKey], holder: str, limit: LoadLimit | None = None, salt: bytes = b""
+        self,
+        path: Sequence[ChunkKey],
+        holder: str,
+        limit: LoadLimit | None = None,
+        salt: bytes = b"",
+        skipped: int = 0,
     ) -> Lookup:
         """Find the leading chunks of a path and pin those that are READY for ``holder``.
+
+        The path may begin behind ``skipped`` chunks of the prompt, which the engine has. Where chunks have several
+        parts, the slots are those that are needed to continue behind the last restorable chunk.
 
         Chunks that lie below the arenas are requested, as far as they are worth loading within ``limit``, without
         one all of them. `step` begins to read them, and they are pinned for the holder as they arrive. A holder has
@@ -76,15 +89,22 @@ class Stack(abc.ABC):
         """
 
     @abc.abstractmethod
-    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None = None, salt: bytes = b"") -> None:
+    def prefetch(
+        self, path: Sequence[ChunkKey], limit: LoadLimit | None = None, salt: bytes = b"", skipped: int = 0
+    ) -> None:
         """A request for this path waits in the engine's queue: bring up what lies below the arenas.
 
         Nothing is pinned. What was brought up and is not used yet takes at most a quarter of the hottest arena.
         """
 
     @abc.abstractmethod
-    def reserve(self, path: Sequence[ChunkKey], holder: str, salt: bytes = b"") -> dict[ChunkKey, Slot]:
+    def reserve(
+        self, path: Sequence[ChunkKey], holder: str, salt: bytes = b"", parts: Sequence[ChunkKey] = ()
+    ) -> dict[ChunkKey, Slot]:
         """Empty slots for leading chunks of a path that have none and are worth storing, evicting others as needed.
+
+        ``parts`` are the keys of other parts of chunks, which get slots too if there is room for all of them and their
+        chunks have one.
 
         Fill them, then `commit`; or `release` the holder, and they are free again.
         """

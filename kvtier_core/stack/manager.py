@@ -13,16 +13,15 @@ from kvtier_core.stack.admission import AdmissionPlan
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.batches import leading_run
 from kvtier_core.stack.interface import LoadLimit, Lookup, Stack
-from kvtier_core.stack.leases import Lease
-from kvtier_core.stack.promotion import Promotions, Requested
+from kvtier_core.stack.lookup.boundaries import BoundarySearch
+from kvtier_core.stack.lookup.chain import ChainSearch
+from kvtier_core.stack.lookup.leases import Leases
+from kvtier_core.stack.promotion import Promotions
 from kvtier_core.stack.reservations import Reservations
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.write_through import WriteThrough
 from kvtier_core.transfer.io_pool import Pool, run
 from kvtier_core.types import KEY_NBYTES, ChunkKey, Event, EventKind, Namespace, Nbytes, Slot, Usage
-
-#: What was brought up before a request asked for it takes at most this part of the hottest arena: one in so many slots.
-_PREFETCH_SHARE = 4
 
 
 class StorageManager(Stack):
@@ -64,8 +63,9 @@ class StorageManager(Stack):
             self._hot, self._tiers, layout.frame_nbytes, make_room=self._make_room, arrived=self._promoted
         )
         self._reservations = Reservations()
-        self._leases: dict[str, Lease] = {}
-        self._promoted_from: dict[ChunkKey, str] = {}  # READY chunks that no request has used since their promotion
+        self._leases = Leases(self._arenas)
+        parts = self._arenas, self._tiers, self._promotions, self._leases
+        self._search = BoundarySearch(*parts, layout) if len(layout.parts) > 1 else ChainSearch(*parts)
         self._self_test_key: ChunkKey | None = None
         self._closed = False
 
@@ -77,56 +77,32 @@ class StorageManager(Stack):
         self._write_through.offer_again(path, salt)
 
     def lookup(
-        self, path: Sequence[ChunkKey], holder: str, limit: LoadLimit | None = None, salt: bytes = b""
+        self,
+        path: Sequence[ChunkKey],
+        holder: str,
+        limit: LoadLimit | None = None,
+        salt: bytes = b"",
+        skipped: int = 0,
     ) -> Lookup:
-        lease = self._lease_for(path, holder)
-        lease.awaited.clear()
-        at, below = len(lease.slots), Requested()
-        awaited = ""
-        while at < len(path):
-            if run := self._ready_run(path, at):
-                self._pin(path[at : at + run], lease, holder, leading=at == len(lease.slots))
-            else:
-                below = self._request(path, at, limit, salt)
-                run, awaited = below.chunks, awaited or below.tier
-                lease.awaited.update(path[at : at + run])
-            if not run:
-                break
-            at += run
-        if below.declined:
-            self._promotions.probe(path, at, salt)
-        if not (lease.slots or lease.beyond or lease.awaited):
-            del self._leases[holder]
-        reason = self._miss_reason(path[at], below) if at < len(path) else ""
-        pending = at - len(lease.slots)
-        exact = self._hot.exact_run(lease.path)
-        return Lookup(
-            tuple(lease.slots), tuple(lease.sources), exact, pending, awaited if pending else "", below.declined, reason
-        )
+        return self._search.lookup(path, holder, limit, salt, skipped)
 
-    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None = None, salt: bytes = b"") -> None:
-        """Stores are asked for the whole path; the beginning of it is brought up."""
-        unused = len(self._promoted_from) + self._promotions.under_way
-        at = self._ready_run(path, 0) if path else 0
-        end = min(len(path), at + max(0, self._hot.memory.slots // _PREFETCH_SHARE - unused))
-        while at < end and (run := self._ready_run(path, at) or self._request(path[:end], at, limit, salt).chunks):
-            at += run
-        for tier in self._tiers:
-            tier.request_lookup(path, at)
+    def prefetch(
+        self, path: Sequence[ChunkKey], limit: LoadLimit | None = None, salt: bytes = b"", skipped: int = 0
+    ) -> None:
+        self._search.prefetch(path, limit, salt, skipped)
 
     def release(self, holder: str) -> None:
-        if lease := self._leases.pop(holder, None):
-            self._unpin(lease.pinned(), holder)
+        self._leases.release(holder)
         self._hot.abort(self._reservations.drop(holder))
 
     # -- stores ------------------------------------------------------------------------------------
 
-    def reserve(self, path: Sequence[ChunkKey], holder: str, salt: bytes = b"") -> dict[ChunkKey, Slot]:
+    def reserve(
+        self, path: Sequence[ChunkKey], holder: str, salt: bytes = b"", parts: Sequence[ChunkKey] = ()
+    ) -> dict[ChunkKey, Slot]:
         """Chunks that a tier below admits get a slot in the hottest arena, whatever that arena's own policy says."""
-        absent = list(path)
-        for arena in self._arenas:
-            absent = arena.without_slot(absent)
-        plan = self._write_through.plan(absent, salt)
+        absent, parts = self._without_slot(path), self._without_slot(parts)
+        plan = self._write_through.plan([*absent, *parts], salt)
         passing = leading_run(absent, plan.keys.__contains__)
         self._make_room(self._hot, len(passing), path)
         reserved = passing[: self._hot.free]
@@ -137,8 +113,25 @@ class StorageManager(Stack):
             self._hot.reserve(admitted)
             reserved += admitted
         parents = dict(zip(path, (None, *path), strict=False))
-        self._reservations.add(holder, {key: parents[key] for key in reserved}, plan)
+        if parts:
+            reserved += self._reserve_parts(parts, path)
+        self._reservations.add(holder, {key: parents.get(key) for key in reserved}, plan)
         return dict(zip(reserved, self._hot.slots(reserved), strict=True))
+
+    def _reserve_parts(self, parts: Sequence[ChunkKey], path: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Slots for parts of chunks that have one: for all of them or for none."""
+        parts = [part for part in parts if self._hot.has_slot(self._hot.index.chunk_of(part))]
+        self._make_room(self._hot, len(parts), path)
+        if len(parts) > self._hot.free:
+            return []
+        self._hot.reserve(parts)
+        return parts
+
+    def _without_slot(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        absent = list(keys)
+        for arena in self._arenas:
+            absent = arena.without_slot(absent)
+        return absent
 
     def commit(self, holder: str, checksums: Mapping[ChunkKey, Sequence[int]] | None = None) -> None:
         parents, plan = self._reservations.take(holder)
@@ -192,10 +185,7 @@ class StorageManager(Stack):
             arena.invalidate_all()
         for tier in self._tiers:
             tier.invalidate_all(namespace)
-        for lease in self._leases.values():
-            lease.awaited.clear()
-            lease.valid = False
-        self._promoted_from.clear()
+        self._leases.invalidate_all()
         self._promotions.forget_requests()
 
     def close(self, timeout: float = 5.0) -> list[Event]:
@@ -263,72 +253,10 @@ class StorageManager(Stack):
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _lease_for(self, path: Sequence[ChunkKey], holder: str) -> Lease:
-        lease = self._leases.get(holder)
-        if lease is not None and not lease.holds_for(path):
-            self._unpin(lease.pinned(), holder)
-            lease = None
-        if lease is None:
-            lease = self._leases[holder] = Lease()
-        return lease
-
-    def _pin(self, keys: Sequence[ChunkKey], lease: Lease, holder: str, *, leading: bool) -> None:
-        """Pin READY chunks that the lease does not hold yet; ``leading`` ones are the next of its leading run."""
-        fresh = [key for key in keys if key not in lease.beyond] if lease.beyond else keys
-        for arena, here in self._by_arena(fresh).items():
-            slots = arena.pin(here, holder)
-            if self._promoted_from:
-                sources = [self._promoted_from.pop(key, arena.name) for key in here]
-            else:
-                sources = [arena.name] * len(here)
-            if leading and here is keys:
-                return lease.extend(keys, slots, sources)
-            lease.beyond.update(zip(here, zip(slots, sources, strict=True), strict=True))
-        if leading:
-            pinned = [lease.beyond.pop(key) for key in keys]
-            lease.extend(keys, [slot for slot, _ in pinned], [source for _, source in pinned])
-
-    def _unpin(self, slots: Sequence[Slot], holder: str) -> None:
-        slots = list(slots)
-        for arena in self._arenas:
-            arena.unpin([slot for slot in slots if slot.arena == arena.number], holder)
-
-    def _by_arena(self, keys: Sequence[ChunkKey]) -> dict[Arena, Sequence[ChunkKey]]:
-        """READY chunks, by the hottest arena that has each."""
-        if self._hot.ready_run(keys) == len(keys):
-            return {self._hot: keys}
-        homes: dict[Arena, list[ChunkKey]] = {}
-        for key in keys:
-            homes.setdefault(next(arena for arena in self._arenas if arena.has(key)), []).append(key)
-        return homes
-
-    def _ready_run(self, path: Sequence[ChunkKey], at: int) -> int:
-        """How many chunks of a path from one on are READY in one arena."""
-        return max(arena.ready_run(path, at) for arena in self._arenas)
-
-    def _request(self, path: Sequence[ChunkKey], at: int, limit: LoadLimit | None, salt: bytes) -> Requested:
-        """Request the chunks of a path from one on that is not READY, unless it is on its way."""
-        for arena in self._arenas:
-            if arena.is_reserved(path[at]):
-                return Requested() if path[at] in self._promotions.probes else Requested(1, arena.name)
-        return self._promotions.request(path, at, self._has_slot, limit, salt)
-
-    def _miss_reason(self, key: ChunkKey, below: Requested) -> str:
-        if below.declined:
-            return str(below.declined)
-        if key in self._promotions.rejected:
-            return f"no room in {self._hot.name} to bring it up"
-        reasons = (tier.miss_reason(key) for tier in self._tiers)
-        return next(filter(None, reasons), "not stored")
-
     def _promoted(self, tier: StoreTier, keys: Sequence[ChunkKey], salts: Mapping[ChunkKey, bytes]) -> None:
         """Chunks were promoted from a tier: pin them for waiting holders, and write them to the tiers between."""
         self._report(EventKind.PROMOTED, self._hot, keys, why=f"from {tier.name}")
-        self._promoted_from.update(dict.fromkeys(keys, tier.name))
-        for holder, lease in self._leases.items():
-            if awaited := [key for key in keys if key in lease.awaited]:
-                self._pin(awaited, lease, holder, leading=False)
-                lease.awaited.difference_update(awaited)
+        self._leases.arrived(keys, tier.name)
         passed = self._levels[1 : self._levels.index(tier)]
         self._write_through.write(keys, AdmissionPlan(passed, keys, salts))
 
@@ -337,8 +265,7 @@ class StorageManager(Stack):
             self._evicted(arena, arena.make_room(slots, [set(path)]))
 
     def _evicted(self, arena: Arena, keys: Sequence[ChunkKey]) -> None:
-        for key in keys if self._promoted_from else ():
-            self._promoted_from.pop(key, None)
+        self._leases.evicted(keys)
         if keys:
             self._report(EventKind.EVICTED, arena, keys)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import attrs
 
@@ -81,11 +81,16 @@ class Promotions:
                 return Requested(choice.chunks, tier.name, choice.declined)
         return self._ask(path, at, limit, salt)
 
-    def probe(self, path: Sequence[ChunkKey], at: int, salt: bytes = b"") -> None:
-        """The chunks of a path from ``at`` on were declined: bring some up if their store is to be measured again."""
-        tier = next(tier for tier in self._tiers if tier.readable(path, at))
-        probes = _named(path, at, tier.probe(tier.readable(path, at)), None, salt)
-        self._requests.update(probes)
+    def bring(
+        self, keys: Sequence[ChunkKey], parents: Iterable[ChunkKey | None], limit: LoadLimit | None, salt: bytes
+    ) -> None:
+        """Request these chunks, or parts of chunks, which a tier can deliver. There may be more ``parents``."""
+        self._requests.update((key, _Request(parent, salt, limit)) for key, parent in zip(keys, parents, strict=False))
+
+    def probe(self, tier: StoreTier, keys: Sequence[ChunkKey], parents: Iterable[ChunkKey | None], salt: bytes) -> None:
+        """Chunks that a tier has were declined: bring some up if its store is to be measured again."""
+        probes = keys[: tier.probe(len(keys))]
+        self.bring(probes, parents, None, salt)
         self.probes.update(probes)
 
     def start(self, taken: Taken) -> None:

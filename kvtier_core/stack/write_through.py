@@ -53,7 +53,8 @@ class WriteThrough:
     def offer_again(self, path: Sequence[ChunkKey], salt: bytes) -> None:
         """Write those READY chunks of a path that a tier below lacks and would take now."""
         if self._below:
-            held = [key for key in self._hot.exact(path) if key not in self._sealing]
+            held = self._hot.exact([*path, *self._hot.index.other_parts(path)])
+            held = [key for key in held if key not in self._sealing]
             self.begin(held, {}, self.plan(held, salt))
 
     def begin(self, keys: Sequence[ChunkKey], checksums: Mapping[ChunkKey, Sequence[int]], plan: AdmissionPlan) -> None:
@@ -104,11 +105,15 @@ class WriteThrough:
 
     def _write(self, keys: Sequence[ChunkKey], tier: StoreTier, salts: Mapping[ChunkKey, bytes]) -> None:
         pins = dict(zip(keys, self._hot.pin(keys, tier.name), strict=True))
-        parent = self._hot.index.held.parent
         tier.write(
-            [FrameWrite(key, parent(key), self._hot.view(key), salts.get(key, b"")) for key in keys],
+            [FrameWrite(key, self._parent(key), self._hot.view(key), salts.get(key, b"")) for key in keys],
             lambda key: self._hot.unpin([pins[key]], tier.name),
         )
+
+    def _parent(self, key: ChunkKey) -> ChunkKey | None:
+        """The chunk without which this one, or this part of a chunk, is of no use."""
+        chunk = self._hot.index.chunk_of(key)
+        return self._hot.index.held.parent(key) if chunk == key else chunk
 
     def _copy(self, keys: Sequence[ChunkKey], arena: Arena) -> None:
         """Copy chunks from the hottest arena to another one."""

@@ -28,6 +28,7 @@ def everything(tree):
         [(tree.nbytes(key), tree.place(key)) for key in held],
         tree.places(held),
         [tree.parent(key) for key in KEYS],
+        [tree.children(key) for key in KEYS],
         [key in tree for key in KEYS],
         tree.missing(KEYS),
         [tree.run(KEYS, start) for start in range(len(KEYS) + 1)],

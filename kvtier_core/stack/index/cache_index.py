@@ -43,6 +43,22 @@ class CacheIndex:
         self.held.adopt(path)
         self._policy.request(path, now, hints)
 
+    def chunk_of(self, key: ChunkKey) -> ChunkKey:
+        """The key of the chunk that a key names a part of."""
+        return key
+
+    def split(self, keys: Sequence[ChunkKey]) -> tuple[Sequence[ChunkKey], Sequence[ChunkKey]]:
+        """The keys of chunks among these, and the keys of their other parts, both in order."""
+        return keys, ()
+
+    def joining(self, parts: Sequence[ChunkKey], chunks: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Those of the ``parts`` whose chunks are held, or among the ``chunks``."""
+        return [part for part in parts if self.chunk_of(part) in self.held or self.chunk_of(part) in chunks]
+
+    def other_parts(self, chunks: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """The keys of all parts but the first that are held of these chunks."""
+        return []
+
     def meets_frequency(self, path: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
         """The leading chunks of a path that enough requests have named."""
         if self._frequency is None:
@@ -89,9 +105,9 @@ class CacheIndex:
         """
         chosen: list[ChunkKey] = []
         candidates = self._eviction_candidates(spared, pinned)
-        while amount > 0 and (key := next(candidates, None)) is not None:
-            chosen.append(key)
-            amount -= weigh(key)
+        while amount > 0 and (leaving := next(candidates, None)) is not None:
+            chosen += leaving
+            amount -= sum(map(weigh, leaving))
         return chosen
 
     def plan_admission(
@@ -114,11 +130,11 @@ class CacheIndex:
         for newcomer in newcomers[free:]:
             needed: list[ChunkKey] = []
             while room < nbytes:
-                victim = next(candidates, None)
-                if victim is None or not self._policy.prefers(newcomer, victim):
+                leaving = next(candidates, None)
+                if leaving is None or not self._prefers(newcomer, leaving[0]):
                     return admitted, victims
-                needed.append(victim)
-                room += weigh(victim)
+                needed += leaving
+                room += sum(map(weigh, leaving))
             room -= nbytes
             admitted.append(newcomer)
             victims += needed
@@ -132,5 +148,13 @@ class CacheIndex:
         """Give the policy what `save` returned in an earlier process."""
         self._policy.restore(saved)
 
-    def _eviction_candidates(self, spared: Sequence[Container[ChunkKey]], pinned: Container[int]) -> Iterator[ChunkKey]:
-        return self.held.eviction_candidates(self._policy.victims(), spared, pinned, self._policy.leaf_first)
+    def _prefers(self, newcomer: ChunkKey, victim: ChunkKey) -> bool:
+        """Is it better to hold the newcomer?"""
+        return self._policy.prefers(newcomer, victim)
+
+    def _eviction_candidates(
+        self, spared: Sequence[Container[ChunkKey]], pinned: Container[int]
+    ) -> Iterator[Sequence[ChunkKey]]:
+        """Keys that leave together, best first, each on the assumption that all before them are evicted."""
+        victims = self._policy.victims()
+        return ((key,) for key in self.held.eviction_candidates(victims, spared, pinned, self._policy.leaf_first))

@@ -42,6 +42,10 @@ class PlainPrefixTree:
         """The parent of a key, if it is known."""
         return self._parent.get(key)
 
+    def children(self, key: ChunkKey) -> int:
+        """How many held keys have this one as their parent."""
+        return self._children.get(key, 0)
+
     def place(self, key: ChunkKey) -> int:
         """The number that was stored with a held key: its slot, in an arena."""
         return self._place[key]

@@ -159,16 +159,18 @@ class StoreTier:
     def would_admit(self, path: Sequence[ChunkKey]) -> list[ChunkKey]:
         """The chunks of a path, root first, that are writable and preferred to the victims they would need.
 
-        A shared store has no victims: what this tier forgets stays there.
+        Behind them those of the path's other parts whose chunks are here, or would be. A shared store has no victims:
+        what this tier forgets stays there.
         """
-        frequent = self.index.meets_frequency(self._writable(path))
+        chunks, parts = self.index.split(self._writable(path))
+        frequent = self.index.meets_frequency(chunks)
         if self.backend.shared:
-            return list(frequent)
+            return [*frequent, *self.index.joining(parts, frequent)]
         room = self._space.room + self.incompatible.evictable(path)
         admitted, _ = self.index.plan_admission(
             frequent, self._codec.max_frame_nbytes, room, self.index.held.nbytes, spared=(self._in_use, set(path))
         )
-        return admitted
+        return admitted + self.index.joining(parts, admitted)
 
     def write(self, frames: Sequence[FrameWrite], release: Release) -> None:
         """Store frames of one path, root first, that `would_admit` returned. Calls ``release(key)`` once for each.

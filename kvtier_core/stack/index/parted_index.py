@@ -1,0 +1,92 @@
+"""The index of chunks that have several parts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
+
+from kvtier_core.layouts import chunk_key, number_of_part
+from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.types import ChunkKey
+
+
+class PartedIndex(CacheIndex):
+    """The policy knows chunks by the keys of their part 0. All other parts of a chunk leave with it.
+
+    A request can continue behind a chunk that has all of its parts, a boundary. The chunks before it, back to the
+    boundary before, are of use to nothing else: they leave with the boundary, if nothing follows them.
+    """
+
+    def __init__(self, *args: object, **options: object):
+        super().__init__(*args, **options)
+        self._others: dict[ChunkKey, dict[ChunkKey, None]] = {}  # parts but the first, by chunk
+        self._orphaned: dict[ChunkKey, None] = {}  # chunks of which only other parts are held
+
+    def chunk_of(self, key: ChunkKey) -> ChunkKey:
+        return chunk_key(key)
+
+    def split(self, keys: Sequence[ChunkKey]) -> tuple[Sequence[ChunkKey], Sequence[ChunkKey]]:
+        return [key for key in keys if not number_of_part(key)], [key for key in keys if number_of_part(key)]
+
+    def other_parts(self, chunks: Sequence[ChunkKey]) -> list[ChunkKey]:
+        return [part for chunk in chunks for part in self._others.get(chunk, ())]
+
+    def admit(
+        self,
+        keys: Sequence[ChunkKey],
+        parents: Sequence[ChunkKey | None],
+        nbytes: int,
+        places: Sequence[int] | None = None,
+    ) -> None:
+        above = [None if number_of_part(key) else parent for key, parent in zip(keys, parents, strict=True)]
+        self.held.add(keys, above, nbytes, [0] * len(keys) if places is None else places)
+        chunks, others = self.split(keys)
+        for chunk in reversed(chunks):
+            self._policy.admit(chunk, nbytes)
+            self._orphaned.pop(chunk, None)
+        for part in others:
+            self._others.setdefault(chunk_key(part), {})[part] = None
+            if chunk_key(part) not in self.held:
+                self._orphaned[chunk_key(part)] = None
+
+    def remove(self, keys: Sequence[ChunkKey], *, evicted: bool = False) -> list[int]:
+        places = self.held.remove(keys)
+        chunks, others = self.split(keys)
+        for part in others:
+            held = self._others[chunk_key(part)]
+            del held[part]
+            if not held:
+                del self._others[chunk_key(part)]
+                self._orphaned.pop(chunk_key(part), None)
+        for chunk in chunks:
+            self._policy.forget(chunk, evicted=evicted)
+            if chunk in self._others:
+                self._orphaned[chunk] = None
+        return places
+
+    def _prefers(self, newcomer: ChunkKey, victim: ChunkKey) -> bool:
+        return number_of_part(victim) > 0 or super()._prefers(newcomer, victim)
+
+    def _eviction_candidates(
+        self, spared: Sequence[Container[ChunkKey]], pinned: Container[int]
+    ) -> Iterator[Sequence[ChunkKey]]:
+        def may_leave(key: ChunkKey) -> bool:
+            return self.held.place(key) not in pinned and not any(key in each for each in spared)
+
+        for chunk in self._orphaned:
+            if not any(chunk in each for each in spared) and (parts := list(filter(may_leave, self._others[chunk]))):
+                yield parts
+        gone: set[ChunkKey] = set()
+        children: Counter[ChunkKey | None] = Counter()  # that are gone
+        for (chunk,) in super()._eviction_candidates(spared, pinned):
+            leaving: list[ChunkKey] = []
+            last: ChunkKey | None = chunk
+            while last is not None and last not in gone and all(map(may_leave, self.other_parts([last]))):
+                leaving += [last, *self.other_parts([last])]
+                gone.add(last)
+                parent = self.held.parent(last)
+                children[parent] += 1
+                useless = parent in self.held and parent not in self._others and may_leave(parent)
+                last = parent if useless and self.held.children(parent) <= children[parent] else None
+            if leaving:
+                yield leaving

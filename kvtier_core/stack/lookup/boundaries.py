@@ -1,0 +1,161 @@
+"""Lookups where chunks have several parts: a request can only continue behind a chunk whose boundary is restorable.
+
+A boundary is restorable if the parts that each group needs there are all held. The search goes downwards from the end
+of the path, and what it finds is loaded as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import attrs
+
+from kvtier_core.layouts import ChunkLayout, part_key
+from kvtier_core.stack.arena import Arena
+from kvtier_core.stack.interface import LoadLimit, Lookup
+from kvtier_core.stack.lookup.leases import Leases
+from kvtier_core.stack.lookup.search import Search
+from kvtier_core.stack.promotion import Promotions, Requested
+from kvtier_core.stack.store_tier.tier import StoreTier
+from kvtier_core.types import ChunkKey
+
+_Holds = Callable[[ChunkKey], bool]
+
+
+@attrs.frozen
+class _Path:
+    """The chunks that a request names behind those that its engine has."""
+
+    layout: ChunkLayout
+    chunks: Sequence[ChunkKey]
+    skipped: int  #: chunks before them, which the engine has
+
+    def needed(self, chunks: int) -> dict[ChunkKey, tuple[int, int]]:
+        """The parts without which nobody can continue behind so many chunks of this path.
+
+        For each the number of its chunk in the path, and its own in the chunk. Parts that few chunks have come first.
+        """
+        return {
+            part_key(self.chunks[number - self.skipped], part.number): (number - self.skipped, part.number)
+            for part in reversed(self.layout.parts)
+            for number in self.layout.needed(part, self.skipped + chunks)
+            if number >= self.skipped
+        }
+
+    def run(self, holds: _Holds) -> int:
+        """How many leading chunks are held, with or without all that a boundary needs."""
+        return next((i for i, key in enumerate(self.chunks) if not holds(key)), len(self.chunks))
+
+    def restorable(self, holds: _Holds) -> int:
+        """The last boundary of which all parts are held: how many chunks lie before it. 0 if there is none."""
+        return next((i for i in range(self.run(holds), 0, -1) if all(map(holds, self.needed(i)))), 0)
+
+    def parents(self, keys: Sequence[ChunkKey]) -> Iterator[ChunkKey | None]:
+        """The parent of each of these parts in the prefix tree."""
+        parents = dict(zip(self.chunks[1:], self.chunks, strict=False))
+        return (parents.get(key) for key in keys)
+
+
+class BoundarySearch(Search):
+    """Finds the last restorable boundary of a path."""
+
+    def __init__(
+        self,
+        arenas: Sequence[Arena],
+        tiers: Sequence[StoreTier],
+        promotions: Promotions,
+        leases: Leases,
+        layout: ChunkLayout,
+    ):
+        super().__init__(arenas, tiers, promotions, leases)
+        self._layout = layout
+
+    def lookup(
+        self, path: Sequence[ChunkKey], holder: str, limit: LoadLimit | None, salt: bytes, skipped: int
+    ) -> Lookup:
+        sought = _Path(self._layout, path, skipped)
+        lease = self._leases.of(path, holder)
+        self._ask(path)
+        ready, later = sought.restorable(self._is_ready), sought.restorable(self._may_come)
+        below = self._bring(sought, ready, later, limit, salt)
+        later = ready + below.chunks
+        needed = [*sought.needed(ready), *sought.needed(later)]
+        self._leases.pin([key for key in dict.fromkeys(needed) if self._is_ready(key)], lease, holder)
+        lease.awaited.update(key for key in needed if not self._is_ready(key))
+        self._leases.drop_if_empty(holder)
+        places = sorted(sought.needed(ready).items(), key=lambda item: item[1])
+        keys = [key for key, _ in places]
+        return Lookup(
+            slots=tuple(lease.beyond[key][0] for key in keys),
+            sources=tuple(lease.beyond[key][1] for key in keys),
+            parts=tuple(place for _, place in places),
+            chunks=ready,
+            chain=sought.run(self._may_come),
+            exact=self._arenas[0].exact_run(keys),
+            pending=below.chunks,
+            awaited=below.tier,
+            declined=below.declined,
+            miss_reason=self._why_no_more(sought, later, below),
+        )
+
+    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None, salt: bytes, skipped: int) -> None:
+        """Stores are asked for the whole path; the parts of its last boundary are brought up if all of them may be."""
+        self._ask(path)
+        sought = _Path(self._layout, path, skipped)
+        ready, later = sought.restorable(self._is_ready), sought.restorable(self._may_come)
+        if sum(not self._is_ready(key) for key in sought.needed(later)) <= self._room_ahead:
+            self._bring(sought, ready, later, limit, salt)
+
+    # -- where a part is ---------------------------------------------------------------------------
+
+    def _is_ready(self, key: ChunkKey) -> bool:
+        return any(arena.has(key) for arena in self._arenas)
+
+    def _may_come(self, key: ChunkKey) -> bool:
+        """Is it READY, on its way, or in a store that can be read, or that has not said yet whether it has it?"""
+        if self._is_ready(key):
+            return True
+        if key in self._promotions.rejected or key in self._promotions.probes:
+            return False
+        return bool(self._arriving(key)) or any(tier.has(key) or tier.is_asked(key) for tier in self._tiers)
+
+    def _ask(self, path: Sequence[ChunkKey]) -> None:
+        """Ask shared stores for all parts of a path at once: which boundaries they have is not known."""
+        for tier in self._tiers:
+            if tier.backend.shared:
+                for chunk in path:
+                    for part in self._layout.parts:
+                        tier.request_lookup([part_key(chunk, part.number)])
+
+    # -- bringing it up ----------------------------------------------------------------------------
+
+    def _bring(self, sought: _Path, ready: int, later: int, limit: LoadLimit | None, salt: bytes) -> Requested:
+        """Request what a later boundary lacks, if all of it is worth loading."""
+        missing = sorted((place, key) for key, place in sought.needed(later).items() if not self._is_ready(key))
+        if later <= ready or not missing:
+            return Requested()
+        gained = later - ready
+        part_limit = limit and attrs.evolve(limit, chunk_seconds=limit.chunk_seconds * gained / len(missing))
+        awaited = ""
+        keys = [key for _, key in missing if not self._arriving(key)]
+        for tier in self._tiers:
+            here = [key for key in keys if tier.has(key)]
+            keys = [key for key in keys if key not in here]
+            choice = tier.choose(len(here), part_limit)
+            if choice.chunks < len(here):
+                self._promotions.probe(tier, here, sought.parents(here), salt)
+                return Requested(declined=choice.declined and attrs.evolve(choice.declined, chunks=gained))
+            self._promotions.bring(here, sought.parents(here), limit, salt)
+            awaited = awaited or (tier.name if here else "")
+        asked = [tier for tier in self._tiers if any(map(tier.is_asked, keys))]
+        if asked and not asked[0].worth_asking(gained, limit):
+            return Requested()
+        return Requested(gained, awaited or (asked[0].name if asked else self._arenas[0].name))
+
+    def _why_no_more(self, sought: _Path, chunks: int, below: Requested) -> str:
+        if chunks == len(sought.chunks):
+            return ""
+        if below.declined or not self._may_come(sought.chunks[chunks]):
+            return self._miss_reason(sought.chunks[chunks], below)
+        others = [self._layout.groups[group].name for part in self._layout.parts[1:] for group in part.groups]
+        return f"what follows is stored without what a request needs of {', '.join(others)} to continue there"

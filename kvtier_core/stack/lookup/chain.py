@@ -1,0 +1,69 @@
+"""Lookups where every chunk has one part: any leading run of a path can be loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier_core.stack.interface import LoadLimit, Lookup
+from kvtier_core.stack.lookup.search import Search
+from kvtier_core.stack.promotion import Requested
+from kvtier_core.types import ChunkKey
+
+
+class ChainSearch(Search):
+    """Finds the leading chunks of a path."""
+
+    def lookup(
+        self, path: Sequence[ChunkKey], holder: str, limit: LoadLimit | None, salt: bytes, skipped: int
+    ) -> Lookup:
+        lease = self._leases.of(path, holder)
+        at, below = len(lease.slots), Requested()
+        awaited = ""
+        while at < len(path):
+            if run := self._ready_run(path, at):
+                self._leases.pin(path[at : at + run], lease, holder, leading=at == len(lease.slots))
+            else:
+                below = self._request(path, at, limit, salt)
+                run, awaited = below.chunks, awaited or below.tier
+                lease.awaited.update(path[at : at + run])
+            if not run:
+                break
+            at += run
+        if below.declined:
+            tier = next(tier for tier in self._tiers if tier.readable(path, at))
+            declined = path[at : at + tier.readable(path, at)]
+            self._promotions.probe(tier, declined, [path[at - 1] if at else None, *declined], salt)
+        self._leases.drop_if_empty(holder)
+        reason = self._miss_reason(path[at], below) if at < len(path) else ""
+        pending = at - len(lease.slots)
+        exact = self._arenas[0].exact_run(lease.path)
+        return Lookup(
+            slots=tuple(lease.slots),
+            sources=tuple(lease.sources),
+            chunks=len(lease.slots),
+            chain=len(lease.slots),
+            exact=exact,
+            pending=pending,
+            awaited=awaited if pending else "",
+            declined=below.declined,
+            miss_reason=reason,
+        )
+
+    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None, salt: bytes, skipped: int) -> None:
+        """Stores are asked for the whole path; the beginning of it is brought up."""
+        at = self._ready_run(path, 0) if path else 0
+        end = min(len(path), at + self._room_ahead)
+        while at < end and (run := self._ready_run(path, at) or self._request(path[:end], at, limit, salt).chunks):
+            at += run
+        for tier in self._tiers:
+            tier.request_lookup(path, at)
+
+    def _ready_run(self, path: Sequence[ChunkKey], at: int) -> int:
+        """How many chunks of a path from one on are READY in one arena."""
+        return max(arena.ready_run(path, at) for arena in self._arenas)
+
+    def _request(self, path: Sequence[ChunkKey], at: int, limit: LoadLimit | None, salt: bytes) -> Requested:
+        """Request the chunks of a path from one on that is not READY, unless it is on its way."""
+        if arena := self._arriving(path[at]):
+            return Requested() if path[at] in self._promotions.probes else Requested(1, arena.name)
+        return self._promotions.request(path, at, self._has_slot, limit, salt)

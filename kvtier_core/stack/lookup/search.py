@@ -1,0 +1,58 @@
+"""What the two kinds of lookups share."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+from kvtier_core.stack.arena import Arena
+from kvtier_core.stack.interface import LoadLimit, Lookup
+from kvtier_core.stack.lookup.leases import Leases
+from kvtier_core.stack.promotion import Promotions, Requested
+from kvtier_core.stack.store_tier.tier import StoreTier
+from kvtier_core.types import ChunkKey
+
+#: What was brought up before a request asked for it takes at most this part of the hottest arena: one in so many slots.
+_PREFETCH_SHARE = 4
+
+
+class Search(abc.ABC):
+    """Finds what a stack has of a path. Called on the owner's thread."""
+
+    def __init__(self, arenas: Sequence[Arena], tiers: Sequence[StoreTier], promotions: Promotions, leases: Leases):
+        self._arenas = arenas
+        self._tiers = tiers
+        self._promotions = promotions
+        self._leases = leases
+
+    @abc.abstractmethod
+    def lookup(
+        self, path: Sequence[ChunkKey], holder: str, limit: LoadLimit | None, salt: bytes, skipped: int
+    ) -> Lookup:
+        """See `Stack.lookup`."""
+
+    @abc.abstractmethod
+    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None, salt: bytes, skipped: int) -> None:
+        """See `Stack.prefetch`."""
+
+    @property
+    def _room_ahead(self) -> int:
+        """How many chunks may be brought up now before a request asks for them."""
+        unused = len(self._leases.promoted_from) + self._promotions.under_way
+        return max(0, self._arenas[0].memory.slots // _PREFETCH_SHARE - unused)
+
+    def _has_slot(self, key: ChunkKey) -> bool:
+        return any(arena.has_slot(key) for arena in self._arenas)
+
+    def _arriving(self, key: ChunkKey) -> Arena | None:
+        """The arena in which a slot is being filled with this chunk."""
+        return next((arena for arena in self._arenas if arena.is_reserved(key)), None)
+
+    def _miss_reason(self, key: ChunkKey, below: Requested) -> str:
+        """Why a chunk is not found."""
+        if below.declined:
+            return str(below.declined)
+        if key in self._promotions.rejected:
+            return f"no room in {self._arenas[0].name} to bring it up"
+        reasons = (tier.miss_reason(key) for tier in self._tiers)
+        return next(filter(None, reasons), "not stored")
