@@ -22,12 +22,12 @@ HIDDEN = 256
 INNER = 512
 
 #: Of a matrix: the standard deviation of what it gives for inputs of standard deviation 1.
-_PLAIN = 1.0
-_SHARP = 1.5  # queries and keys: of hundreds of tokens some tens get most of the attention, and not always the same
-_HEARD = 2.0  # what attention adds: more than the token itself brings along
-_LOUD = 3.0  # logits: the best token leads clearly
+PLAIN = 1.0
+SHARP = 1.5  # queries and keys: of hundreds of tokens some tens get most of the attention, and not always the same
+HEARD = 2.0  # what attention adds: more than the token itself brings along
+LOUD = 3.0  # logits: the best token leads clearly
 
-_COMMON = {
+COMMON = {
     "vocab_size": VOCAB,
     "num_hidden_layers": LAYERS,
     "hidden_size": HIDDEN,
@@ -45,7 +45,7 @@ _COMMON = {
 def make(folder: Path, seed: int = 0, layers: int = LAYERS) -> None:
     """A Llama with grouped queries. Another seed gives other weights of the same shapes."""
     heads, kv_heads, head_dim = 4, 2, 64
-    config = _COMMON | {
+    config = COMMON | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
@@ -54,21 +54,21 @@ def make(folder: Path, seed: int = 0, layers: int = LAYERS) -> None:
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
     }
-    draw = _Draw(seed)
+    draw = Draw(seed)
     for layer in draw.layers(layers):
-        draw.matrix(f"{layer}.self_attn.q_proj", heads * head_dim, HIDDEN, _SHARP)
-        draw.matrix(f"{layer}.self_attn.k_proj", kv_heads * head_dim, HIDDEN, _SHARP)
+        draw.matrix(f"{layer}.self_attn.q_proj", heads * head_dim, HIDDEN, SHARP)
+        draw.matrix(f"{layer}.self_attn.k_proj", kv_heads * head_dim, HIDDEN, SHARP)
         draw.matrix(f"{layer}.self_attn.v_proj", kv_heads * head_dim, HIDDEN)
-        draw.matrix(f"{layer}.self_attn.o_proj", HIDDEN, heads * head_dim, _HEARD)
+        draw.matrix(f"{layer}.self_attn.o_proj", HIDDEN, heads * head_dim, HEARD)
         draw.ones(f"{layer}.input_layernorm", HIDDEN)
         draw.ones(f"{layer}.post_attention_layernorm", HIDDEN)
-    _write(folder, config, draw)
+    write(folder, config, draw)
 
 
 def make_mla(folder: Path, seed: int = 0) -> None:
     """Multi-head latent attention as in DeepSeek-V2, without experts: one KV head of 512 + 64, no values of its own."""
     heads, rank, rope, nope = 4, 512, 64, 64
-    config = _COMMON | {
+    config = COMMON | {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
         "hidden_act": "silu",
@@ -81,47 +81,19 @@ def make_mla(folder: Path, seed: int = 0) -> None:
         "v_head_dim": nope,
         "first_k_dense_replace": LAYERS,  # no layer has experts
     }
-    draw = _Draw(seed)
+    draw = Draw(seed)
     for layer in draw.layers():
-        draw.matrix(f"{layer}.self_attn.q_proj", heads * (nope + rope), HIDDEN, _SHARP)
-        draw.matrix(f"{layer}.self_attn.kv_a_proj_with_mqa", rank + rope, HIDDEN, _SHARP)
+        draw.matrix(f"{layer}.self_attn.q_proj", heads * (nope + rope), HIDDEN, SHARP)
+        draw.matrix(f"{layer}.self_attn.kv_a_proj_with_mqa", rank + rope, HIDDEN, SHARP)
         draw.ones(f"{layer}.self_attn.kv_a_layernorm", rank)
-        draw.matrix(f"{layer}.self_attn.kv_b_proj", heads * 2 * nope, rank, _SHARP)
-        draw.matrix(f"{layer}.self_attn.o_proj", HIDDEN, heads * nope, _HEARD)
+        draw.matrix(f"{layer}.self_attn.kv_b_proj", heads * 2 * nope, rank, SHARP)
+        draw.matrix(f"{layer}.self_attn.o_proj", HIDDEN, heads * nope, HEARD)
         draw.ones(f"{layer}.input_layernorm", HIDDEN)
         draw.ones(f"{layer}.post_attention_layernorm", HIDDEN)
-    _write(folder, config, draw)
+    write(folder, config, draw)
 
 
-def make_hybrid(folder: Path, seed: int = 0) -> None:
-    """Sliding windows and full attention in turns as in Gemma 3: vLLM keeps its KV in more than one group."""
-    heads, kv_heads, head_dim = 4, 2, 64
-    config = _COMMON | {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "query_pre_attn_scalar": head_dim,
-        "rope_local_base_freq": 10000.0,
-        "sliding_window": 256,
-        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
-    }
-    draw = _Draw(seed, norm=0.0)  # Gemma's norms add one to their weight
-    for layer in draw.layers():
-        draw.matrix(f"{layer}.self_attn.q_proj", heads * head_dim, HIDDEN)
-        draw.matrix(f"{layer}.self_attn.k_proj", kv_heads * head_dim, HIDDEN)
-        draw.matrix(f"{layer}.self_attn.v_proj", kv_heads * head_dim, HIDDEN)
-        draw.matrix(f"{layer}.self_attn.o_proj", HIDDEN, heads * head_dim, _HEARD)
-        for norm in ("q_norm", "k_norm"):
-            draw.ones(f"{layer}.self_attn.{norm}", head_dim)
-        for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
-            draw.ones(f"{layer}.{norm}_layernorm", HIDDEN)
-    _write(folder, config, draw)
-
-
-class _Draw:
+class Draw:
     """The tensors of a checkpoint, drawn in the order of the calls."""
 
     def __init__(self, seed: int, norm: float = 1.0):
@@ -129,7 +101,7 @@ class _Draw:
         self._random = torch.Generator().manual_seed(seed)
         self._norm = norm
 
-    def matrix(self, name: str, rows: int, columns: int, gain: float = _PLAIN) -> None:
+    def matrix(self, name: str, rows: int, columns: int, gain: float = PLAIN) -> None:
         self._put(name, torch.randn(rows, columns, generator=self._random) * (gain / columns**0.5))
 
     def ones(self, name: str, size: int) -> None:
@@ -146,13 +118,14 @@ class _Draw:
             self.matrix(f"{layer}.mlp.up_proj", INNER, HIDDEN)
             self.matrix(f"{layer}.mlp.down_proj", HIDDEN, INNER)
         self.ones("model.norm", HIDDEN)
-        self.matrix("lm_head", VOCAB, HIDDEN, _LOUD)
+        self.matrix("lm_head", VOCAB, HIDDEN, LOUD)
 
     def _put(self, name: str, tensor: torch.Tensor) -> None:
         self.tensors[f"{name}.weight"] = tensor
 
 
-def _write(folder: Path, config: dict, draw: _Draw) -> None:
+def write(folder: Path, config: dict, draw: Draw) -> None:
+    """A folder as the hub has them."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(draw.tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -142,6 +142,11 @@ class ChunkLayout:
             if group.kind is KVKind.CHUNKED_LOCAL and group.reach % tokens:
                 raise ValueError(f"{group.reach} tokens of local attention are no whole chunks ({group.name})")
 
+    @property
+    def keeps_every_token(self) -> bool:
+        """Does the engine keep the KV of all tokens of a request, in every group?"""
+        return all(group.kind is KVKind.FULL_ATTENTION for group in self.groups)
+
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """The layout of each of its frames."""
@@ -161,6 +166,11 @@ class ChunkLayout:
                 offset += nbytes * blocks
         blocks = (group.stored(self.tokens) * (place in groups) for place, group in enumerate(self.groups))
         return Part(number, tuple(groups), tuple(blocks), tuple(layers), self.ranks)
+
+    def stored_blocks(self, group: int, chunk: int) -> range:
+        """The blocks of a group of which a chunk's frame has the pages, by their place in a block table."""
+        blocks = self.tokens // self.groups[group].block_tokens
+        return range((chunk + 1) * blocks - self.groups[group].stored(self.tokens), (chunk + 1) * blocks)
 
     def needed(self, part: Part, chunks: int) -> range:
         """The chunks whose part nobody can do without who continues behind the first ``chunks`` chunks of a prompt."""

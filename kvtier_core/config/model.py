@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import attrs
@@ -175,7 +175,9 @@ class StackConfig:
         why = f"{self.chunk_tokens} is not a multiple of the engine's block size {block_size}"
         raise ConfigError([self.problem("$.chunk_tokens", why, f"write {nearest}")])
 
-    def sized(self, block_size: int, block_nbytes: int) -> StackConfig:
+    def sized(
+        self, block_size: int, block_nbytes: int, *, most: int | None = None, within: Sequence[int] = ()
+    ) -> StackConfig:
         """The same with ``chunk_tokens`` as a number.
 
         Parameters
@@ -184,8 +186,14 @@ class StackConfig:
             Tokens of one of the engine's blocks.
         block_nbytes
             Bytes of a block in all layers and on all ranks.
+        most
+            Tokens of a chunk at most, a multiple of ``block_size``; None: as many as are good.
+        within
+            Multiples of ``block_size``, in tokens, each of which is to be whole chunks.
         """
         if self.chunk_tokens != "auto":
             return self
-        blocks = min(-(-_FRAME_NBYTES // block_nbytes), max(1, _MOST_TOKENS // block_size))
+        blocks = min(-(-_FRAME_NBYTES // block_nbytes), max(1, (most or _MOST_TOKENS) // block_size))
+        while any(tokens % (blocks * block_size) for tokens in within) and blocks > 1:
+            blocks -= 1
         return attrs.evolve(self, chunk_tokens=blocks * block_size)

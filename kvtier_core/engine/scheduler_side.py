@@ -11,6 +11,8 @@ from kvtier_core.config.model import StackConfig
 from kvtier_core.engine.messages import StepPlan, Transfer
 from kvtier_core.engine.recorder import Recorder
 from kvtier_core.engine.request_view import Bypass, RequestView
+from kvtier_core.engine.scheduler.boundaries import Boundaries
+from kvtier_core.engine.scheduler.chunk_pages import PagesOfChunks
 from kvtier_core.engine.scheduler.event_log import EventLog
 from kvtier_core.engine.scheduler.loads import Loads
 from kvtier_core.engine.scheduler.provenance import Provenance
@@ -18,8 +20,9 @@ from kvtier_core.engine.scheduler.requests import Requests, RequestState
 from kvtier_core.engine.scheduler.self_test_gate import SelfTestGate
 from kvtier_core.engine.scheduler.store_jobs import StoreJobs
 from kvtier_core.engine.scheduler.waiting import Waiting
-from kvtier_core.engine.step import ScheduledRequest, Step, StepResult
+from kvtier_core.engine.step import BlockTables, ScheduledRequest, Step, StepResult
 from kvtier_core.interfaces import TokenDatabase
+from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.interface import Lookup, Stack
 from kvtier_core.types import ChunkKey, Event, Namespace
 
@@ -45,9 +48,8 @@ class SchedulerSide:
         config: StackConfig,
         manager: Stack,
         namespace: Namespace,
+        layout: ChunkLayout,
         *,
-        block_tokens: int,
-        ranks: int,
         loads: bool = True,
         stores: bool = True,
         observe: Callable[[Sequence[Event]], None] = lambda events: None,
@@ -59,18 +61,18 @@ class SchedulerSide:
         self.events = EventLog(observe, clock)
         self.namespace = self._first_namespace = namespace
         self._config = config
-        self._chunk_tokens = config.chunk_tokens
-        self._block_tokens = block_tokens
-        self._chunk_blocks = config.chunk_tokens // block_tokens
+        self._layout = layout
+        self._chunk_tokens = layout.tokens
+        self._boundaries = None if layout.keeps_every_token else Boundaries(layout)
         self._may_load, self._may_store = loads, stores
         self._recorder = recorder
         self._clock = clock
         self._arenas = tuple(manager.handles)
-        self._self_test = SelfTestGate(manager, ranks)
-        self._requests = Requests(manager, self._open_database(), config.chunk_tokens, clock)
-        self._provenance = Provenance(block_tokens)
-        self._loads = Loads(manager, chunk_tokens=config.chunk_tokens, block_tokens=block_tokens)
-        self._stores = StoreJobs(manager, ranks)
+        self._self_test = SelfTestGate(manager, layout.ranks)
+        self._requests = Requests(manager, self._open_database(), layout, clock)
+        self._provenance = Provenance([group.block_tokens for group in layout.groups])
+        self._loads = Loads(manager, layout)
+        self._stores = StoreJobs(manager, layout.ranks)
         self._waiting = Waiting(config, clock)
         self.savings = self._waiting.savings
         self._stepped = False  # has the stack been stepped since the last plan?
@@ -89,7 +91,7 @@ class SchedulerSide:
         """A request joins the engine's queue: what lower tiers have for it is brought up while it waits there."""
         state = self._requests.track(view)
         if not self._why_no_lookup(state):
-            keys = self._requests.keys(state, view.tokens)
+            keys = self._requests.keys(state, self._loadable(view))
             self.manager.prefetch(keys, self._waiting.limit(state), view.identity.salt)
 
     def bypass(self, request_id: str, bypass: Bypass) -> None:
@@ -103,16 +105,16 @@ class SchedulerSide:
         The engine may ask as often as it likes, until it calls `admitted`.
         """
         state = self._requests.track(view)
-        state.computed, state.found, state.declined = computed, Lookup(), None
+        state.computed, state.found, state.shared, state.declined = computed, Lookup(), 0, None
         if reason := self._why_no_lookup(state):
             state.reason = reason
             self._loads.release(state)
             return 0
         self._step_stack()
         first = computed // self._chunk_tokens
-        keys = self._requests.keys(state, view.tokens)[first:]
+        keys = self._requests.keys(state, self._loadable(view))[first:]
         found = self._loads.find(state, keys, self._waiting.limit(state))
-        state.declined = found.declined
+        state.shared, state.declined = first + found.chain, found.declined
         waits = found.pending or (found.slots and not self._self_test.is_open)
         if waits and self._waiting.allows(state, found):
             return None
@@ -120,21 +122,22 @@ class SchedulerSide:
             state.reason = self._why_no_hit(keys, found)
             return 0
         state.found = found
-        return (first + len(found.slots)) * self._chunk_tokens - computed
+        return (first + found.chunks) * self._chunk_tokens - computed
 
-    def admitted(self, view: RequestView, block_ids: Sequence[int], tokens: int) -> None:
+    def admitted(self, view: RequestView, tables: BlockTables, tokens: int) -> None:
         """The engine allocated the request's blocks, and wants ``tokens`` of those that `match` offered loaded."""
         state = self._requests.track(view)
         self._waiting.end(state, tokens)
         if not view.computed_tokens:  # otherwise it returns from a load
             state.trusted = None
         computed = view.computed_tokens or state.computed
-        self._provenance.allocated(block_ids, computed)
+        self._provenance.allocated(tables, computed)
         if tokens:
-            self._provenance.loaded(self._loads.begin(state, block_ids, tokens))
+            self._provenance.loaded(self._loads.begin(state, tables, tokens))
         else:
             self._loads.release(state)
-            self._new_blocks.update(block_ids[computed // self._block_tokens :])
+            for blocks, group in zip(tables, self._layout.groups, strict=True):
+                self._new_blocks.update(blocks[computed // group.block_tokens :])
         if not state.logged:
             state.logged = True
             self._log_hit(state, tokens)
@@ -167,6 +170,7 @@ class SchedulerSide:
             loads=self._loads.take_planned(),
             stores=tuple(stores),
             stores_to_fence=stores_to_fence,
+            failed_loads=self._loads.take_impossible(),
         )
 
     def progress(self, result: StepResult) -> None:
@@ -287,19 +291,28 @@ class SchedulerSide:
         self, state: RequestState, scheduled: ScheduledRequest, step: Step
     ) -> tuple[tuple[int, Transfer], ...]:
         """Store the chunks that this step completes, as far as their KV is trusted."""
-        state.trusted = self._provenance.computed(state.trusted, scheduled, step.block_table)
+        state.trusted = self._provenance.computed(state.trusted, scheduled, step.block_tables)
         end = min(state.trusted, state.view.tokens)
         if not self._config.save_decode:
             end = min(end, state.view.prompt_tokens)
         whole = end // self._chunk_tokens
         if whole <= state.stored_chunks or state.bypass or self._self_test.failure or not self._may_store:
             return ()
+        stored, state.stored_chunks = state.stored_chunks, whole
+        path = self._requests.keys(state, end)
+        pages = PagesOfChunks(self._layout, path, step.block_tables(scheduled.request_id))
         # The path begins with the last stored chunk, so that the first new one is known as its child.
-        first = max(0, state.stored_chunks - 1)
-        state.stored_chunks = whole
-        blocks, size = step.block_table(scheduled.request_id), self._chunk_blocks
-        pages = ((tuple(blocks[chunk * size : (chunk + 1) * size]),) for chunk in range(first, whole))
-        return self._stores.begin(self._requests.keys(state, end)[first:whole], pages, state.view.identity.salt)
+        first = max(0, stored - 1)
+        if self._boundaries:
+            first = pages.whole_from(first)
+            offered = step.states.get(scheduled.request_id, {})
+            wanted = self._boundaries.among(stored, whole, state.view.prompt_tokens, state.shared, offered)
+            pages.add_boundaries(wanted, offered)
+        return self._stores.begin(path[first:], pages.by_key(first), state.view.identity.salt, pages.parts)
+
+    def _loadable(self, view: RequestView) -> int:
+        """Of how many tokens KV may be loaded. Where not all of it is kept, one has to be left to compute."""
+        return view.tokens - 1 if self._boundaries else view.tokens
 
     def _distrust_all(self) -> None:
         """Store nothing that the engine's blocks hold now, nor anything that is computed from it."""

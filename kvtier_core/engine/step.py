@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import attrs
 
 from kvtier_core.engine.messages import WorkerProgress
+
+#: Of each group of the layout, the block ids of a request in token order; NO_BLOCK where the engine keeps none.
+BlockTables = Sequence[Sequence[int]]
+
+#: By group, the block of a recurrent state that a step leaves behind, and that may be copied after it.
+OfferedStates = Mapping[int, int]
 
 
 @attrs.frozen
@@ -31,8 +37,11 @@ class Step:
     #: Blocks that the engine gave to running requests since the last step, and that the step may write to. What was
     #: allocated for a request that was admitted meanwhile need not be among them.
     new_blocks: Collection[int]
-    #: The block ids of a scheduled request, in token order. Called only where they are needed: engines copy them.
-    block_table: Callable[[str], Sequence[int]]
+    #: The block tables of a scheduled request as they are in this step. Called only where they are needed: engines copy
+    #: them.
+    block_tables: Callable[[str], BlockTables]
+    #: The recurrent states that the step leaves behind, by request and by the tokens behind which each is.
+    states: Mapping[str, Mapping[int, OfferedStates]] = attrs.field(factory=dict)
 
     @property
     def computes_nothing(self) -> bool:

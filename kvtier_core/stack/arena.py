@@ -128,9 +128,9 @@ class Arena:
 
         Behind them those of the path's other parts whose chunks are here, or would be.
         """
-        chunks, parts = self.index.split(self.without_slot(path))
-        admitted = self._plan_admission(chunks, [set(path)])[0]
-        return admitted + self.index.joining(parts, admitted)
+        return self.index.with_their_parts(
+            self.without_slot(path), lambda chunks: self._plan_admission(chunks, [set(path)])[0]
+        )
 
     def _plan_admission(
         self, newcomers: Sequence[ChunkKey], spared: Sequence[Container[ChunkKey]]

@@ -35,6 +35,7 @@ from kvtier_core.engine.scheduler_side import SchedulerSide
 from kvtier_core.engine.worker_side import WorkerSide
 from kvtier_core.transfer.io_pool import run
 from kvtier_core.vllm import layout, versions
+from kvtier_core.vllm.groups import Tables
 from kvtier_core.vllm.guard import guarded
 from kvtier_core.vllm.hit_sources import as_vllm_says
 from kvtier_core.vllm.identity import model_weights
@@ -62,6 +63,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self.config = read_config(self._kv_transfer_config.kv_connector_extra_config or {}, self._registry)
         self.side: SchedulerSide | WorkerSide | None = None
         self._requests: RequestTracker | None = None  # scheduler
+        self._tables: Tables | None = None  # scheduler
         self._reports: Sequence[WorkerReport] | reports.NoReports = ()  # scheduler
         self._promised: list[str] = []  # scheduler: requests whose load is in no plan yet
         self._awaited: set[str] = set()  # worker: requests whose load has not ended
@@ -69,7 +71,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if refusal := layout.refusal(vllm_config, kv_cache_config):
             self._refuse(refusal)
         else:
-            self.config.check_engine(vllm_config.cache_config.block_size)
+            self.config.check_engine(layout.scheduler_block(kv_cache_config))
         if role is KVConnectorRole.SCHEDULER and (warning := versions.warning()):
             logger.warning("kvtier: %s", warning)
         # Two kvtier connectors in one MultiConnector have the same name; their reports are equal.
@@ -103,7 +105,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         except OSError as error:
             logger.warning("kvtier: this worker cannot report what it found: %s", error)
         if table is not None:
-            self.side = WorkerSide(self.config.arenas, table, [kv_caches])
+            caches = layout.by_group(self._kv_cache_config, kv_caches)
+            self.side = WorkerSide(self.config.arenas, table, list(caches.values()))
 
     @guarded()
     def unregister_kv_caches(self) -> None:
@@ -133,6 +136,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(opened, Refusal):
             return self._refuse(opened.reason)
         self._requests = RequestTracker()
+        self._tables = Tables.of(self._kv_cache_config)
         self.side = opened
 
     def _refuse(self, reason: str) -> None:
@@ -170,7 +174,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded()
     def _admitted(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self.side.admitted(self._requests.view(request), blocks.get_block_ids()[0], num_external_tokens)
+        tables = self._tables.of_request(blocks.get_block_ids())
+        self.side.admitted(self._requests.view(request), tables, num_external_tokens)
         if num_external_tokens:
             self._requests.note_load(request.request_id, num_external_tokens)
 
@@ -195,7 +200,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         for request_id, bypass in self._requests.follow(scheduler_output).items():
             self.side.bypass(request_id, bypass)
         scheduled = self._requests.scheduled(scheduler_output)
-        return self.side.plan(step_of(scheduler_output, scheduled, self._vllm_config.cache_config.block_size))
+        return self.side.plan(step_of(scheduler_output, scheduled, self._tables))
 
     @guarded()
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

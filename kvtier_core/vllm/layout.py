@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import attrs
 import torch
 from vllm.config import ParallelConfig, VllmConfig
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheSpec,
-    KVQuantMode,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-    SparseCacheRole,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 
 from kvtier_core.config.model import StackConfig
 from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.interfaces import PagedKVCache, PageRun
-from kvtier_core.layouts import ChunkLayout, KVGroup, KVKind, KVStructure
+from kvtier_core.layouts import ChunkLayout, KVGroup, KVKind
+from kvtier_core.vllm import groups
 from kvtier_core.vllm.identity import namespace
 from kvtier_core.vllm.identity.settings import UnidentifiedError
-
-#: Cache specs that keep the KV of every token, and what their elements are. By exact type: a subclass may differ.
-_STRUCTURES = {
-    FullAttentionSpec: KVStructure.KEYS_AND_VALUES,
-    MLAAttentionSpec: KVStructure.MLA_LATENT,
-}
-_ONE_GROUP = "start vLLM with --disable-hybrid-kv-cache-manager, and it has one"
 
 
 def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
@@ -40,16 +23,8 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     parallel = vllm_config.parallel_config
     if not vllm_config.model_config.is_prefix_caching_supported:
         return "vLLM itself does not reuse the prefixes of this model"
-    groups = kv_cache_config.kv_cache_groups
-    specs = _specs(kv_cache_config)
-    if len(groups) != 1:
-        why = f"the model has {len(groups)} KV cache groups and kvtier restores one"
-        return f"{why}; {_ONE_GROUP}" if _can_be_one_group(specs.values()) else why
-    for name, spec in specs.items():
-        if type(spec) not in _STRUCTURES:
-            return f"layer {name} keeps {type(spec).__name__} state, not the KV of every token"
-        if spec.non_causal:
-            return f"layer {name} attends to later tokens, so that KV depends on more than its prefix"
+    if why := groups.refusal(kv_cache_config):
+        return why
     for what, size in (
         ("pipeline", parallel.pipeline_parallel_size),
         ("prefill context", parallel.prefill_context_parallel_size),
@@ -69,13 +44,6 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     if vllm_config.speculative_config is not None:
         return "speculative decoding is not served yet"
     return ""
-
-
-def _can_be_one_group(specs: Iterable[KVCacheSpec]) -> bool:
-    """Can vLLM be configured to keep the KV of all tokens for every layer?"""
-    windows = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
-    kinds = {FullAttentionSpec if isinstance(spec, FullAttentionSpec) else type(spec) for spec in specs}
-    return FullAttentionSpec in kinds and kinds <= {FullAttentionSpec, *windows}
 
 
 def replica_of(parallel: ParallelConfig) -> tuple[int, int]:
@@ -99,16 +67,26 @@ def inspect_pages(
         worker_facts = namespace.facts_of_worker(vllm_config.model_config, config.identity)
     except UnidentifiedError as error:
         return None, WorkerReport(device.type, (), (), str(error))
-    runs: dict[tuple[int, int], PageRun] = {}  # layers that share KV are views of the same pages
-    for name in sorted(kv_caches):
-        run = _page_run(kv_caches[name], kv_cache_config.num_blocks)
-        if run is None:
-            return None, WorkerReport(device.type, (), (), f"the pages of layer {name} do not lie block after block")
-        runs.setdefault((run.base, run.stride), run)
-    groups = (_group(kv_cache_config, kv_caches, [run.nbytes for run in runs.values()]),)
-    _, layout = in_chunks(config, vllm_config, groups)
+    layers: list[PageRun] = []
+    kv_groups: list[KVGroup] = []
+    for number, caches in by_group(kv_cache_config, kv_caches).items():
+        runs: dict[tuple[int, int], PageRun] = {}  # layers that share KV are views of the same pages
+        for name, cache in caches.items():
+            run = _page_run(cache, kv_cache_config.num_blocks)
+            if run is None:
+                return None, WorkerReport(
+                    device.type, (), (), f"the pages of layer {name} do not lie block after block"
+                )
+            runs.setdefault((run.base, run.stride), run)
+        layers += runs.values()
+        dtypes = [str(cache.dtype).removeprefix("torch.") for cache in caches.values()]
+        kv_groups.append(groups.kv_group(number, kv_cache_config, [run.nbytes for run in runs.values()], dtypes))
+    try:
+        _, layout = in_chunks(config, vllm_config, kv_groups)
+    except ValueError as error:
+        return None, WorkerReport(device.type, (), (), str(error))
     cache = PagedKVCache(
-        layers=tuple(runs.values()),
+        layers=tuple(layers),
         blocks=kv_cache_config.num_blocks,
         device=str(device),
         rank=vllm_config.parallel_config.rank,
@@ -124,17 +102,44 @@ def inspect_pages(
         "attention backend": _attention_backends(vllm_config, kv_caches),
         "cpu isa": _cpu_isa(vllm_config, kv_cache_config) if device.type == "cpu" else "none",
     }
-    return cache, WorkerReport(device.type, groups, tuple((name, str(fact)) for name, fact in facts.items()))
+    return cache, WorkerReport(device.type, kv_groups, tuple((name, str(fact)) for name, fact in facts.items()))
+
+
+def by_group(
+    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
+) -> dict[int, dict[str, torch.Tensor]]:
+    """The tensors of the layers of each group that is served, in the order of names."""
+    served = groups.served(kv_cache_config)
+    if len(kv_cache_config.kv_cache_groups) == 1:
+        return {served[0]: dict(sorted(kv_caches.items()))}
+    return {
+        number: {name: kv_caches[name] for name in sorted(kv_cache_config.kv_cache_groups[number].layer_names)}
+        for number in served
+    }
+
+
+def scheduler_block(kv_cache_config: KVCacheConfig) -> int:
+    """Tokens of the smallest prefix that has whole blocks of every group."""
+    return math.lcm(
+        *(kv_cache_config.kv_cache_groups[number].kv_cache_spec.block_size for number in groups.served(kv_cache_config))
+    )
 
 
 def in_chunks(
-    config: StackConfig, vllm_config: VllmConfig, groups: Sequence[KVGroup]
+    config: StackConfig, vllm_config: VllmConfig, kv_groups: Sequence[KVGroup]
 ) -> tuple[StackConfig, ChunkLayout]:
-    """The stack with ``chunk_tokens`` as a number, and its chunks. Scheduler and workers compute the same here."""
-    tokens = math.lcm(*(group.block_tokens for group in groups))
-    smallest = ChunkLayout(groups, tokens, vllm_config.parallel_config.world_size)
-    config = config.sized(tokens, smallest.payload_nbytes)
-    return config, attrs.evolve(smallest, tokens=config.chunk_tokens)
+    """The stack with ``chunk_tokens`` as a number, and its chunks. Scheduler and workers compute the same here.
+
+    Raises ValueError if no chunk suits all groups.
+    """
+    block = math.lcm(*(group.block_tokens for group in kv_groups))
+    ranks = vllm_config.parallel_config.world_size
+    if config.chunk_tokens == "auto":
+        # States are where vLLM leaves them, behind some blocks: a chunk that ends elsewhere would have none.
+        most = block if any(group.kind is KVKind.STATE for group in kv_groups) else None
+        reaches = [group.reach for group in kv_groups if group.kind is KVKind.CHUNKED_LOCAL]
+        config = config.sized(block, ChunkLayout(kv_groups, block, ranks).payload_nbytes, most=most, within=reaches)
+    return config, ChunkLayout(kv_groups, config.chunk_tokens, ranks)
 
 
 def disagreement(reports: Sequence[WorkerReport]) -> str:
@@ -145,35 +150,8 @@ def disagreement(reports: Sequence[WorkerReport]) -> str:
 
 
 def _specs(kv_cache_config: KVCacheConfig) -> dict[str, KVCacheSpec]:
-    specs = {}
-    for group in kv_cache_config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        inner = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
-        specs.update((name, inner.get(name, spec)) for name in group.layer_names)
-    return specs
-
-
-def _group(
-    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor], page_nbytes: Sequence[int]
-) -> KVGroup:
-    """The only group of an engine that is served."""
-    (group,) = kv_cache_config.kv_cache_groups
-    structures = {_structure(spec) for spec in _specs(kv_cache_config).values()}
-    return KVGroup(
-        name="group 0",
-        kind=KVKind.FULL_ATTENTION,
-        page_nbytes=page_nbytes,
-        block_tokens=group.kv_cache_spec.block_size,
-        dtype=" ".join(sorted({str(cache.dtype).removeprefix("torch.") for cache in kv_caches.values()})),
-        structure=structures.pop() if len(structures) == 1 else KVStructure.OPAQUE,
-    )
-
-
-def _structure(spec: KVCacheSpec) -> KVStructure:
-    """What the elements of this layer's pages are: OPAQUE unless they are plain numbers, one for each of the KV's."""
-    plain = spec.kv_quant_mode == KVQuantMode.NONE and spec.dtype.is_floating_point and spec.tokens_per_state == 1
-    indexer = isinstance(spec, MLAAttentionSpec) and spec.cache_role == SparseCacheRole.INDEXER
-    return _STRUCTURES[type(spec)] if plain and not indexer else KVStructure.OPAQUE
+    numbers = range(len(kv_cache_config.kv_cache_groups))
+    return {name: spec for number in numbers for name, spec in groups.specs_of(number, kv_cache_config).items()}
 
 
 def _page_run(cache: torch.Tensor, blocks: int) -> PageRun | None:
@@ -206,6 +184,10 @@ def _cpu_isa(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     cache = vllm_config.cache_config
-    specs = {(spec.block_size, spec.head_size) for spec in _specs(kv_cache_config).values()}
+    specs = {
+        (spec.block_size, spec.head_size)
+        for spec in _specs(kv_cache_config).values()
+        if isinstance(spec, AttentionSpec)
+    }
     dtype = vllm_config.model_config.dtype
     return " ".join(sorted({_get_attn_isa(dtype, block, head, cache.cache_dtype) for block, head in specs}))

@@ -8,29 +8,18 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvtier_core.engine.step import ScheduledRequest, Step, StepResult
+from kvtier_core.vllm.groups import Tables
 from kvtier_core.vllm.metadata import WorkerProgressMetadata
 
 
-def step_of(output: SchedulerOutput, requests: Sequence[ScheduledRequest], block_tokens: int) -> Step:
+def step_of(output: SchedulerOutput, requests: Sequence[ScheduledRequest], tables: Tables) -> Step:
     """The step that vLLM's scheduler decided on, which computes tokens of these requests."""
     return Step(
         requests=requests,
-        new_blocks=_new_blocks(output, block_tokens),
-        block_table=lambda request_id: output.kv_connector_block_state.get_block_ids(request_id)[0],
+        new_blocks=tables.new_blocks(output),
+        block_tables=lambda request_id: tables.of_request(output.kv_connector_block_state.get_block_ids(request_id)),
+        states=tables.states(output, requests),
     )
-
-
-def _new_blocks(output: SchedulerOutput, block_tokens: int) -> set[int]:
-    """Blocks given to requests for this step, except those that vLLM found computed, which are only read."""
-    blocks = {
-        block
-        for new in output.scheduled_new_reqs
-        for block in new.block_ids[0][new.num_computed_tokens // block_tokens :]
-    }
-    for ids in output.scheduled_cached_reqs.new_block_ids:
-        if ids:
-            blocks.update(ids[0])
-    return blocks
 
 
 def result_of(output: KVConnectorOutput) -> StepResult:

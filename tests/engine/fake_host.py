@@ -3,6 +3,9 @@
 Its KV is a digest of all tokens up to and including a block, and of what else the request's KV depends on. Before it
 computes anything it asserts that all blocks it stands on hold exactly that. So whatever goes wrong between the
 scheduler side and the pages fails there.
+
+Of groups with a window it keeps what their window needs, and frees the rest while the request runs. Of a recurrent
+state it keeps the last one in a block, writes to it in place, and offers it when it is behind a whole block.
 """
 
 from __future__ import annotations
@@ -10,19 +13,19 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
 
 from kvtier_core.config.compose import open_stack
 from kvtier_core.config.model import StackConfig
-from kvtier_core.engine.messages import StepPlan, Transfer, WorkerProgress
+from kvtier_core.engine.messages import ChunkPages, StepPlan, Transfer, WorkerProgress
 from kvtier_core.engine.request_view import Bypass, KVIdentity, RequestView
 from kvtier_core.engine.scheduler_side import SchedulerSide
 from kvtier_core.engine.step import ScheduledRequest, Step, StepResult
 from kvtier_core.interfaces import NO_BLOCK
-from kvtier_core.layouts import ChunkLayout
+from kvtier_core.layouts import ChunkLayout, KVKind
 from kvtier_core.testing.samples import PagedBuffer, make_context, make_group
 
 BLOCK = 4
@@ -44,10 +47,15 @@ class HostRequest:
     reads_cache: bool = True
     foreign: int = 0  #: tokens at its beginning that another connector loads, as garbage
     state: str = "waiting"
-    blocks: list[int] = attrs.field(factory=list)
+    tables: list[list[int]] = attrs.field(factory=list)  #: by group
     computed: int = 0
     offered: int = 0  #: tokens that were loaded for it
     preemptions: int = 0
+
+    @property
+    def blocks(self) -> list[int]:
+        """Those of the first group."""
+        return self.tables[0]
 
     def view(self) -> RequestView:
         return RequestView(
@@ -59,17 +67,27 @@ class HostRequest:
 class Host:
     """``late_stores`` and ``late_loads`` are steps after which a copy touches its pages, if nothing makes it sooner."""
 
-    def __init__(self, stack: StackConfig, *, blocks: int = 40, budget: int = 16, ranks: int = 1, **options: Any):
+    def __init__(
+        self,
+        stack: StackConfig,
+        *,
+        layout: ChunkLayout = LAYOUT,
+        blocks: int = 40,
+        budget: int = 16,
+        ranks: int = 1,
+        **options: Any,
+    ):
+        """``ranks`` report each store; all but one do nothing else."""
         self.late_stores = self.late_loads = 0
-        self.manager = open_stack(stack, make_context(layout=LAYOUT))
-        self.side = SchedulerSide(
-            stack, self.manager, make_context().namespace, block_tokens=BLOCK, ranks=ranks, **options
-        )
+        self.layout = layout
+        self.manager = open_stack(stack, make_context(layout=layout))
+        waiting_for = attrs.evolve(layout, ranks=ranks)
+        self.side = SchedulerSide(stack, self.manager, make_context().namespace, waiting_for, **options)
         self.plans: list[StepPlan] = []
         self.outcomes = Counter({"": 1})  # of self-tests, to be reported in the next step
         self.invalid: set[int] = set()  # blocks, to be reported in the next step
         self.failing: set[str] = set()  # requests whose loads fail
-        self._buffer = PagedBuffer(LAYOUT, blocks, random.Random(0))
+        self._buffer = PagedBuffer(layout, blocks, random.Random(0))
         self._mover = stack.arenas[0].config.attach(self.manager.handles[0], self._buffer.kv_cache())
         self._free = list(range(blocks))
         self._budget = budget
@@ -143,14 +161,16 @@ class Host:
             if request.state == "waiting":
                 self._admit(request)
         scheduled = [
-            ScheduledRequest(each.request_id, each.computed, min(self._budget, len(each.tokens) - each.computed))
+            ScheduledRequest(each.request_id, each.computed, self._budget_of(each))
             for each in self._requests.values()
             if each.state == "running" and each.computed < len(each.tokens)
         ]
         for each in scheduled:
-            self._new_blocks.update(self._grow(self._requests[each.request_id], each.end))
+            self._release_skipped(self._requests[each.request_id], each.computed)
+            self._new_blocks.update(self._grow(self._requests[each.request_id], each.end, states=True))
         new_blocks, self._new_blocks = self._new_blocks, set()
-        plan = self.side.plan(Step(scheduled, new_blocks, lambda request_id: list(self._requests[request_id].blocks)))
+        states = {each.request_id: self._offered(each) for each in scheduled}
+        plan = self.side.plan(Step(scheduled, new_blocks, self._tables, states))
         self.plans.append(plan)
         self._work(plan, scheduled)
         return plan
@@ -159,11 +179,14 @@ class Host:
         tokens = self.side.match(request.view(), 0)
         if request.foreign:
             tokens = 0  # the other connector was asked first
-        if tokens is None or len(self._free) < -(-len(request.tokens) // BLOCK):
+        needed = sum(-(-len(request.tokens) // group.block_tokens) for group in self.layout.groups)
+        if tokens is None or len(self._free) < needed:
             return
+        request.tables = [[NO_BLOCK] * self._skipped(number, tokens) for number in range(len(self.layout.groups))]
+        self._grow(request, tokens, states=True)
         self._grow(request, len(request.tokens))
         self._foreign += request.blocks[: request.foreign // BLOCK]
-        self.side.admitted(request.view(), list(request.blocks), tokens)
+        self.side.admitted(request.view(), self._tables(request.request_id), tokens)
         request.offered = tokens
         if tokens:
             request.state = "loading"
@@ -173,16 +196,68 @@ class Host:
     def _start(self, request: HostRequest, computed: int) -> None:
         request.state = "running"
         request.computed = min(computed, len(request.tokens) - 1)  # something must be computed
-        self._new_blocks.update(request.blocks[request.computed // BLOCK :])
+        for group, table in zip(self.layout.groups, request.tables, strict=True):
+            self._new_blocks.update(set(table[request.computed // group.block_tokens :]) - {NO_BLOCK})
 
-    def _grow(self, request: HostRequest, tokens: int) -> list[int]:
-        new = [self._free.pop(0) for _ in range(len(request.blocks), -(-tokens // BLOCK))]
-        request.blocks += new
+    def _grow(self, request: HostRequest, tokens: int, *, states: bool = False) -> list[int]:
+        """Blocks for so many tokens, of the last state only, and of that only with ``states``."""
+        new = []
+        for group, table in zip(self.layout.groups, request.tables, strict=True):
+            wanted = -(-tokens // group.block_tokens) - len(table)
+            if group.kind is KVKind.STATE:
+                wanted = wanted if states else 0
+                table += [NO_BLOCK] * (wanted - 1)
+                wanted = min(wanted, 1)
+            taken = [self._free.pop(0) for _ in range(wanted)]
+            table += taken
+            new += taken
         return new
 
+    def _skipped(self, number: int, tokens: int) -> int:
+        """Blocks of a group that a request with so many computed tokens needs no more."""
+        group = self.layout.groups[number]
+        match group.kind:
+            case KVKind.FULL_ATTENTION:
+                return 0
+            case KVKind.SLIDING_WINDOW:
+                return max(0, tokens - group.reach + 1) // group.block_tokens
+            case KVKind.CHUNKED_LOCAL:
+                return tokens // group.reach * group.reach // group.block_tokens
+            case KVKind.STATE:
+                return max(0, tokens - 1) // group.block_tokens
+
+    def _release_skipped(self, request: HostRequest, computed: int) -> None:
+        for number, table in enumerate(request.tables):
+            for block in range(min(self._skipped(number, computed), len(table))):
+                if table[block] != NO_BLOCK:
+                    self._free.insert(0, table[block])
+                    table[block] = NO_BLOCK
+
     def _give_back(self, request: HostRequest) -> None:
-        self._free[:0] = request.blocks  # the next one gets them
-        request.blocks = []
+        for table in request.tables:
+            self._free[:0] = [block for block in table if block != NO_BLOCK]  # the next one gets them
+        request.tables = [[] for _ in self.layout.groups]
+
+    def _budget_of(self, request: HostRequest) -> int:
+        """Tokens to compute in a step: to the end of a block of states, if there are any."""
+        end = min(len(request.tokens), request.computed + self._budget)
+        sizes = [group.block_tokens for group in self.layout.groups if group.kind is KVKind.STATE]
+        if sizes and end // sizes[0] * sizes[0] > request.computed:
+            end = end // sizes[0] * sizes[0]
+        return end - request.computed
+
+    def _tables(self, request_id: str) -> list[list[int]]:
+        return [list(table) for table in self._requests[request_id].tables]
+
+    def _offered(self, scheduled: ScheduledRequest) -> dict[int, dict[int, int]]:
+        """The states that a step leaves behind a whole block."""
+        tables = self._requests[scheduled.request_id].tables
+        states = {
+            number: tables[number][scheduled.end // group.block_tokens - 1]
+            for number, group in enumerate(self.layout.groups)
+            if group.kind is KVKind.STATE and not scheduled.end % group.block_tokens
+        }
+        return {scheduled.end: states} if states else {}
 
     # -- the worker --------------------------------------------------------------------------------------
 
@@ -191,7 +266,7 @@ class Host:
             self._hurry(job)
         progress = self._end_stores()
         for block in self._foreign:
-            self._fill(block, GARBAGE)
+            self._fill(0, block, GARBAGE)
         self._foreign = []
         for each in scheduled:
             self._forward(self._requests[each.request_id], each)
@@ -209,10 +284,16 @@ class Host:
             self._loaded(self._requests[request_id])
 
     def _forward(self, request: HostRequest, scheduled: ScheduledRequest) -> None:
-        for block in range(request.foreign // BLOCK, scheduled.computed // BLOCK):
-            assert self._holds(request, block), f"{request.request_id} computes on wrong KV in its block {block}"
-        for block in range(scheduled.computed // BLOCK, -(-scheduled.end // BLOCK)):
-            self._fill(request.blocks[block], self._kv(request, min((block + 1) * BLOCK, scheduled.end)))
+        for number, (group, table) in enumerate(zip(self.layout.groups, request.tables, strict=True)):
+            size, start, end = group.block_tokens, scheduled.computed, scheduled.end
+            for block in range(max(self._skipped(number, start), request.foreign // size), -(-start // size)):
+                tokens = start if group.kind is KVKind.STATE else (block + 1) * size
+                if tokens <= start:
+                    why = f"{request.request_id} computes on wrong KV in its block {block} of {group.name}"
+                    assert self._holds(request, number, table[block], tokens), why
+            for block in range(start // size, -(-end // size)):
+                if table[block] != NO_BLOCK:
+                    self._fill(number, table[block], self._kv(request, min((block + 1) * size, end)))
         request.computed = scheduled.end
 
     def _hurry(self, job: int) -> None:
@@ -225,24 +306,28 @@ class Host:
             self._stores[job] = (steps - 1, transfer)
             if steps <= 0:
                 del self._stores[job]
-                self._mover.store(job, transfer.pages, [slot.index for slot in transfer.slots])
-                self._mover.wait([job])
-                (result,) = self._mover.finished()
-                progress = progress.merge(
-                    WorkerProgress(Counter([job]), Counter(), Counter(), {(job, 0): tuple(result.checksums)})
-                )
+                sums = self._move(transfer, lambda number, slots, pages: self._mover.store(number, pages, slots))
+                checksums = {(job, 0): sums} if sums else {}
+                progress = progress.merge(WorkerProgress(Counter([job]), Counter(), Counter(), checksums))
         return progress
 
     def _end_loads(self) -> set[str]:
         ended = {request_id for request_id, (steps, _) in self._loads.items() if steps <= 0}
-        for number, request_id in enumerate(sorted(ended), start=1 << 20):
-            transfer = self._loads[request_id][1]
-            if request_id not in self.failing:
-                self._mover.load(number, [slot.index for slot in transfer.slots], transfer.pages)
-                self._mover.wait([number])
-                assert [result.ok for result in self._mover.finished()] == [True]
+        for request_id in sorted(ended - self.failing):
+            self._move(self._loads[request_id][1], self._mover.load)
         self._loads = {each: (steps - 1, load) for each, (steps, load) in self._loads.items() if each not in ended}
         return ended
+
+    def _move(self, transfer: Transfer, move: Callable[[int, list[int], list[ChunkPages]], None]) -> tuple[int, ...]:
+        """Copy slot by slot, because each may hold another part. The checksums of a store."""
+        sums = []
+        for slot, pages in zip(transfer.slots, transfer.pages, strict=True):
+            move(0, [slot.index], [pages])
+            self._mover.wait([0])
+            (result,) = self._mover.finished()
+            assert result.ok
+            sums += result.checksums
+        return tuple(sums)
 
     def _loaded(self, request: HostRequest) -> None:
         if request.state == "finished":  # aborted meanwhile
@@ -253,7 +338,7 @@ class Host:
             request.state = "waiting"
         else:
             request.computed = request.offered
-            self.side.admitted(request.view(), list(request.blocks), 0)
+            self.side.admitted(request.view(), self._tables(request.request_id), 0)
             self._start(request, request.computed)
 
     # -- pages -------------------------------------------------------------------------------------------
@@ -265,16 +350,18 @@ class Host:
             salt, items = request.identity.salt, request.identity.items
         return repr((salt, [item for item in items if item.offset < tokens], request.tokens[:tokens])).encode()
 
-    def _holds(self, request: HostRequest, block: int) -> bool:
-        kv = self._kv(request, (block + 1) * BLOCK)
-        return all(
-            self._buffer.page(layer, request.blocks[block]) == _page(kv, layer, nbytes)
-            for layer, nbytes in enumerate(LAYOUT.groups[0].page_nbytes)
-        )
+    def _holds(self, request: HostRequest, group: int, block: int, tokens: int) -> bool:
+        kv = self._kv(request, tokens)
+        return all(self._buffer.page(layer, block) == _page(kv, layer, nbytes) for layer, nbytes in self._layers(group))
 
-    def _fill(self, block: int, kv: bytes) -> None:
-        for layer, nbytes in enumerate(LAYOUT.groups[0].page_nbytes):
+    def _fill(self, group: int, block: int, kv: bytes) -> None:
+        for layer, nbytes in self._layers(group):
             self._buffer.put(layer, block, _page(kv, layer, nbytes))
+
+    def _layers(self, group: int) -> Iterator[tuple[int, int]]:
+        """The layers of a group, numbered over all groups, with the bytes of a page."""
+        before = sum(len(each.page_nbytes) for each in self.layout.groups[:group])
+        return enumerate(self.layout.groups[group].page_nbytes, before)
 
 
 def blocks_of(transfer: Transfer) -> set[int]:

@@ -104,7 +104,7 @@ def test_a_request_waits_for_a_tier_no_longer_than_it_may(stack, said):
     for now[0] in (0.0, 1.9, 2.0):  # never stepped: nothing can come up
         answers.append(second.side.match(request.view(), 0))
     assert answers == [None, None, 0]
-    second.side.admitted(request.view(), [0, 1, 2, 3], 0)
+    second.side.admitted(request.view(), [[0, 1, 2, 3]], 0)
     assert said()[-1] == "hit 0 of 16 tokens: it was not promoted within 2s"
     second.side.finished(request.view(), "abort")
     second.close()
@@ -117,7 +117,7 @@ def test_only_what_the_engine_does_not_have_is_loaded(host, said):
     request = served.submit("third", asked)
     assert served.side.match(request.view(), CHUNK + BLOCK) == 3 * CHUNK - BLOCK
     blocks = list(range(30, 38))
-    served.side.admitted(request.view(), blocks, 3 * CHUNK - BLOCK)
+    served.side.admitted(request.view(), [blocks], 3 * CHUNK - BLOCK)
     ((_, load),) = served.side.plan(Step([], [], {}.get)).loads
     assert load.pages == (((NO_BLOCK, 33),), ((34, 35),), ((36, 37),))
     assert said()[-1] == "hit 20 of 32 tokens (the engine had 12): heap 24"

@@ -128,7 +128,7 @@ def test_nobody_waits_longer_than_computing_takes(served, said):  # noqa: F811
         host.side._stepped = True
         answers.append(host.side.match(request.view(), 0))
     assert answers == [None, None, 0]
-    host.side.admitted(request.view(), list(range(10)), 0)
+    host.side.admitted(request.view(), [list(range(10))], 0)
     assert host.side.savings.by_tier["disk"].net == pytest.approx(-0.4)
     host.side.finished(request.view(), "abort")
 

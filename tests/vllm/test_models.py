@@ -37,9 +37,9 @@ def test_latent_attention(engine, said, tmp_path):
 
 
 def test_a_model_with_several_kv_groups_is_refused_and_answered_right(engine, said, tmp_path):
-    import tiny_llama
+    import tiny_hybrids
 
-    tiny_llama.make_hybrid(tmp_path)
+    tiny_hybrids.make_gemma3(tmp_path)
     asked = prompt(61, 530)
     with engine(model=tmp_path) as plain:
         truth = plain.ask(asked)[0]
@@ -58,9 +58,9 @@ def test_a_model_with_several_kv_groups_is_refused_and_answered_right(engine, sa
 
 
 def test_it_is_served_in_the_way_that_the_refusal_names(engine, said, tmp_path):
-    import tiny_llama
+    import tiny_hybrids
 
-    tiny_llama.make_hybrid(tmp_path / "model")
+    tiny_hybrids.make_gemma3(tmp_path / "model")
     asked = prompt(61, 530)
     options = {"model": tmp_path / "model", "disable_hybrid_kv_cache_manager": True, "enable_prefix_caching": True}
     hits_as_the_engines_own(engine, said, tmp_path / "store", asked, options)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from itertools import chain
 
-from kvtier_core.engine.messages import Transfer
+from kvtier_core.engine.messages import ChunkPages, Transfer
 from kvtier_core.engine.scheduler.requests import RequestState
+from kvtier_core.engine.step import BlockTables
 from kvtier_core.interfaces import NO_BLOCK
+from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.interface import LoadLimit, Lookup, Stack
 from kvtier_core.types import ChunkKey
 
@@ -22,12 +25,11 @@ class Loads:
     or the request no longer needs them.
     """
 
-    def __init__(self, stack: Stack, *, chunk_tokens: int, block_tokens: int):
+    def __init__(self, stack: Stack, layout: ChunkLayout):
         self._stack = stack
-        self._chunk_tokens = chunk_tokens
-        self._block_tokens = block_tokens
-        self._chunk_blocks = chunk_tokens // block_tokens
+        self._layout = layout
         self._planned: list[tuple[str, Transfer]] = []
+        self._impossible: list[str] = []  # requests that were promised a load which cannot begin
         self._holders: dict[str, str] = {}  # of the loads under way, by request id
         self._waiting: dict[str, int] = {}  # by holder: steps since its last lookup
 
@@ -42,7 +44,8 @@ class Loads:
         if self._holders.get(state.view.request_id) == state.holder:
             return Lookup(miss_reason="its load is under way")
         self._waiting[state.holder] = 0
-        return self._stack.lookup(keys, state.holder, limit, state.view.identity.salt)
+        skipped = state.computed // self._layout.tokens
+        return self._stack.lookup(keys, state.holder, limit, state.view.identity.salt, skipped)
 
     def release(self, state: RequestState) -> None:
         """Release what the request found, unless it is being loaded."""
@@ -58,31 +61,67 @@ class Loads:
                 del self._waiting[holder]
                 self._stack.release(holder)
 
-    def begin(self, state: RequestState, block_ids: Sequence[int], tokens: int) -> list[int]:
+    def begin(self, state: RequestState, tables: BlockTables, tokens: int) -> list[int]:
         """Load ``tokens`` into the request's blocks, behind those that the engine had when it asked for a match.
 
-        Plans the transfer for this step. Returns the blocks that will hold exactly the KV that an engine computed: all
-        that are loaded, unless some of it came through a lossy codec.
+        Plans the transfer for this step; if the engine keeps blocks that would not be filled, the load has failed.
+        Returns the blocks that will hold exactly the KV that an engine computed: all that are loaded, unless some of it
+        came through a lossy codec.
         """
-        first, end = state.computed // self._chunk_tokens, state.computed + tokens
-        slots = state.found.slots[: -(-end // self._chunk_tokens) - first]
-        tiers = state.found.sources[: len(slots)]
-        wanted = range(state.computed // self._block_tokens, -(-end // self._block_tokens))
-        pages = tuple(
-            (tuple(block_ids[block] if block in wanted else NO_BLOCK for block in self._blocks_of(chunk)),)
-            for chunk in range(first, first + len(slots))
-        )
-        state.sources = tokens_by_tier(tiers, first, state.computed, tokens, self._chunk_tokens)
-        state.reason = ", ".join(f"{tier} {chunks * self._chunk_tokens}" for tier, chunks in Counter(tiers).items())
+        size = self._layout.tokens
+        first, end = state.computed // size, state.computed + tokens
+        last = -(-end // size)
+        places = state.found.parts or [(number, 0) for number in range(len(state.found.slots))]
+        loaded = [(first + number, part) for number, part in places if first + number < last]
+        pages = tuple(self._pages(*each, tables, state.computed, end) for each in loaded)
+        tiers = self._tier_of_each_chunk(state.found, last - first)
+        state.sources = tokens_by_tier(tiers, first, state.computed, tokens, size)
+        state.reason = ", ".join(f"{tier} {chunks * size}" for tier, chunks in Counter(tiers).items())
         del self._waiting[state.holder]
         self._holders[state.view.request_id] = state.holder
-        self._planned.append((state.view.request_id, Transfer(tuple(slots), pages)))
-        return [block for (row,) in pages[: state.found.exact] for block in row if block != NO_BLOCK]
+        if self._expected(tables, state.computed, end) - _blocks_of(pages):
+            self._impossible.append(state.view.request_id)
+            return []
+        self._planned.append((state.view.request_id, Transfer(tuple(state.found.slots[: len(loaded)]), pages)))
+        return list(_blocks_of(pages[: state.found.exact]))
+
+    def _pages(self, chunk: int, part: int, tables: BlockTables, computed: int, end: int) -> ChunkPages:
+        """The blocks that one part of a chunk is loaded into: those behind ``computed`` tokens and before ``end``."""
+        groups = self._layout.parts[part].groups
+        return tuple(
+            tuple(
+                table[block] if block in _span(computed, end, group.block_tokens) else NO_BLOCK
+                for block in self._layout.stored_blocks(number, chunk)
+            )
+            if number in groups
+            else ()
+            for number, (group, table) in enumerate(zip(self._layout.groups, tables, strict=True))
+        )
+
+    def _expected(self, tables: BlockTables, computed: int, end: int) -> set[int]:
+        """The blocks that the engine keeps for these tokens, of every group."""
+        spans = (_span(computed, end, group.block_tokens) for group in self._layout.groups)
+        blocks = (table[span.start : span.stop] for table, span in zip(tables, spans, strict=True))
+        return set(chain.from_iterable(blocks)) - {NO_BLOCK}
+
+    def _tier_of_each_chunk(self, found: Lookup, chunks: int) -> list[str]:
+        """Which tier supplied each chunk; for one of which nothing needs to be loaded, that of the next one."""
+        places = found.parts or [(number, 0) for number in range(len(found.slots))]
+        tiers: dict[int, str] = {}
+        for (number, _), tier in zip(places, found.sources, strict=True):
+            tiers.setdefault(number, tier)
+        numbers = sorted(tiers)
+        return [tiers[next(each for each in numbers if each >= number)] for number in range(chunks)]
 
     def take_planned(self) -> tuple[tuple[str, Transfer], ...]:
         """The transfers planned since the last call, by request."""
         planned, self._planned = self._planned, []
         return tuple(planned)
+
+    def take_impossible(self) -> tuple[str, ...]:
+        """The requests since the last call that were promised a load which cannot begin."""
+        impossible, self._impossible = self._impossible, []
+        return tuple(impossible)
 
     def end(self, request_ids: Collection[str]) -> None:
         """Release the slots of loads that every rank has ended. Requests without a load are ignored."""
@@ -94,8 +133,14 @@ class Loads:
         """The requests among these that have a load under way."""
         return self._holders.keys() & request_ids
 
-    def _blocks_of(self, chunk: int) -> range:
-        return range(chunk * self._chunk_blocks, (chunk + 1) * self._chunk_blocks)
+
+def _span(computed: int, end: int, block_tokens: int) -> range:
+    """The blocks that hold tokens behind ``computed`` and before ``end``."""
+    return range(computed // block_tokens, -(-end // block_tokens))
+
+
+def _blocks_of(pages: Sequence[ChunkPages]) -> set[int]:
+    return set(chain.from_iterable(chain.from_iterable(pages))) - {NO_BLOCK}
 
 
 def tokens_by_tier(tiers: Sequence[str], first: int, computed: int, tokens: int, chunk_tokens: int) -> Counter[str]:

@@ -13,41 +13,51 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import takewhile
 
-from kvtier_core.engine.step import ScheduledRequest
+from kvtier_core.engine.step import BlockTables, ScheduledRequest
+from kvtier_core.interfaces import NO_BLOCK
 
 
 class Provenance:
     """The trusted blocks. A block is not trusted unless it is known to be."""
 
-    def __init__(self, block_tokens: int):
+    def __init__(self, block_tokens: Sequence[int]):
+        """``block_tokens`` are those of a block of each group."""
         self._block_tokens = block_tokens
         self._trusted: set[int] = set()
 
-    def allocated(self, blocks: Sequence[int], computed: int) -> None:
+    def allocated(self, tables: BlockTables, computed: int) -> None:
         """A request was given these blocks. All behind its first ``computed`` tokens are about to be overwritten."""
-        self._trusted.difference_update(blocks[-(-computed // self._block_tokens) :])
+        for blocks, size in zip(tables, self._block_tokens, strict=True):
+            self._trusted.difference_update(blocks[-(-computed // size) :])
 
     def loaded(self, blocks: Iterable[int]) -> None:
         """kvtier loads these blocks. If that fails the engine frees them, and `allocated` comes before their reuse."""
         self._trusted.update(blocks)
 
     def computed(
-        self, trusted: int | None, request: ScheduledRequest, block_table: Callable[[str], Sequence[int]]
+        self, trusted: int | None, request: ScheduledRequest, block_tables: Callable[[str], BlockTables]
     ) -> int:
         """This step's forward computes tokens of a request. Call it in the order of scheduling.
 
         ``trusted`` is how many tokens, from the first one on, had trusted KV before the step; None finds out from the
         blocks. Returns how many have it after the step: all, or ``trusted`` if the forward also reads other KV.
         """
-        size, start, end = self._block_tokens, request.computed, request.end
-        if trusted is None or not start % size or start // size < end // size:  # otherwise no block is begun or filled
-            blocks = block_table(request.request_id)
+        start, end = request.computed, request.end
+        if trusted is None or any(not start % size or start // size < end // size for size in self._block_tokens):
+            tables = list(zip(block_tables(request.request_id), self._block_tokens, strict=True))
             if trusted is None:
-                trusted = size * sum(1 for _ in takewhile(self._trusted.__contains__, blocks[: -(-start // size)]))
-            self._trusted.difference_update(blocks[start // size : -(-end // size)])
+                trusted = min(self._leading(blocks[: -(-start // size)]) * size for blocks, size in tables)
+            for blocks, size in tables:
+                self._trusted.difference_update(blocks[start // size : -(-end // size)])
             if trusted >= start:
-                self._trusted.update(blocks[start // size : end // size])
+                for blocks, size in tables:
+                    self._trusted.update(blocks[start // size : end // size])
+                self._trusted.discard(NO_BLOCK)
         return end if trusted >= start else trusted
+
+    def _leading(self, blocks: Sequence[int]) -> int:
+        """How many blocks are trusted, or not kept by the engine, before the first that is neither."""
+        return sum(1 for _ in takewhile(lambda block: block == NO_BLOCK or block in self._trusted, blocks))
 
     def trusts_any(self, blocks: Collection[int]) -> bool:
         """Is at least one of these blocks trusted?"""

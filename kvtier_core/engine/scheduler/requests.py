@@ -10,6 +10,7 @@ import attrs
 
 from kvtier_core.engine.request_view import Bypass, RequestView
 from kvtier_core.interfaces import TokenDatabase
+from kvtier_core.layouts import ChunkLayout, chunk_key
 from kvtier_core.stack.interface import Declined, Lookup, Stack
 from kvtier_core.types import ChunkKey
 
@@ -23,11 +24,12 @@ class RequestState:
     holder: str  #: under which the stack pins for it; unique, even among requests of the same id
     bypass: Bypass | None = None
     load_failed: bool = False  #: nothing more is looked up for it; what it computes is stored
-    keys: list[ChunkKey] = attrs.field(factory=list)
+    keys: list[ChunkKey] = attrs.field(factory=list)  #: as the token database made them
     stored_chunks: int = 0  #: from the first one on, that were handed to the stack or found in it
     computed: int = 0  #: tokens that the engine had when it last asked for a match
     trusted: int | None = None  #: tokens, from the first one on, with trusted KV (see provenance); None: not known yet
     found: Lookup = attrs.field(factory=Lookup)  #: the lookup then, from the chunk that contains ``computed`` on
+    shared: int = 0  #: chunks that others had stored of its tokens then, though it may not have been able to load them
     declined: Declined | None = None  #: what it left in a tier
     sources: Counter[str] = attrs.field(factory=Counter)  #: tokens of its last load, by tier
     waiting_since: float | None = None  #: since when the engine is asked to wait for a lower tier
@@ -42,10 +44,11 @@ class RequestState:
 class Requests:
     """Request states by id. A request is known from its first `track` to its `finish`."""
 
-    def __init__(self, stack: Stack, database: TokenDatabase, chunk_tokens: int, clock: Callable[[], float]):
+    def __init__(self, stack: Stack, database: TokenDatabase, layout: ChunkLayout, clock: Callable[[], float]):
         self._stack = stack
         self._database = database
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens = layout.tokens
+        self._parted = len(layout.parts) > 1
         self._clock = clock
         self._states: dict[str, RequestState] = {}
         self._arrivals = itertools.count(1)
@@ -90,7 +93,7 @@ class Requests:
                 salt=identity.salt,
                 extra=identity.extra(self._chunk_tokens),
             )
-        return state.keys[:chunks]
+        return list(map(chunk_key, state.keys[:chunks])) if self._parted else state.keys[:chunks]
 
     def reset(self, database: TokenDatabase, bypass: Bypass) -> None:
         """Name chunks by another token database from now on, and bypass every request that is under way."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 
@@ -34,16 +34,20 @@ class StoreJobs:
         return len(self._jobs)
 
     def begin(
-        self, path: Sequence[ChunkKey], pages: Iterable[ChunkPages], salt: bytes
+        self,
+        path: Sequence[ChunkKey],
+        pages: Mapping[ChunkKey, ChunkPages],
+        salt: bytes,
+        parts: Sequence[ChunkKey] = (),
     ) -> tuple[tuple[int, Transfer], ...]:
-        """Store the chunks of a path that the stack admits. ``pages`` are the block ids of each chunk and group.
+        """Store the chunks of a path that the stack admits, and other parts of chunks, from these ``pages``.
 
         Returns the new job and its transfer, or nothing if the stack admits no chunk.
         """
-        slots = self._stack.reserve(path, _holder(self._last_job + 1), salt)
+        slots = self._stack.reserve(path, _holder(self._last_job + 1), salt, parts)
         if not slots:
             return ()
-        wanted = tuple(chunk for key, chunk in zip(path, pages, strict=True) if key in slots)
+        wanted = tuple(map(pages.__getitem__, slots))
         blocks = frozenset(itertools.chain.from_iterable(itertools.chain.from_iterable(wanted)))
         self._last_job += 1
         self._jobs[self._last_job] = _StoreJob(list(slots), blocks, self._ranks)

@@ -10,6 +10,9 @@ from kvtier_core.stack.index.frequency_filter import FrequencyFilter
 from kvtier_core.stack.index.prefix_tree import PrefixTree
 from kvtier_core.types import ChunkKey
 
+#: Which chunks of a path to admit.
+Admitted = Callable[[Sequence[ChunkKey]], Sequence[ChunkKey]]
+
 
 class CacheIndex:
     """The held keys of one tier, and its eviction policy.
@@ -47,13 +50,12 @@ class CacheIndex:
         """The key of the chunk that a key names a part of."""
         return key
 
-    def split(self, keys: Sequence[ChunkKey]) -> tuple[Sequence[ChunkKey], Sequence[ChunkKey]]:
-        """The keys of chunks among these, and the keys of their other parts, both in order."""
-        return keys, ()
+    def with_their_parts(self, keys: Sequence[ChunkKey], admitted: Admitted) -> list[ChunkKey]:
+        """Those of ``keys`` that are to be admitted: chunks as ``admitted`` says, other parts if their chunks are.
 
-    def joining(self, parts: Sequence[ChunkKey], chunks: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Those of the ``parts`` whose chunks are held, or among the ``chunks``."""
-        return [part for part in parts if self.chunk_of(part) in self.held or self.chunk_of(part) in chunks]
+        ``admitted(path)`` returns the chunks to admit among those of a path, root first, that are not held.
+        """
+        return list(admitted(keys))
 
     def other_parts(self, chunks: Sequence[ChunkKey]) -> list[ChunkKey]:
         """The keys of all parts but the first that are held of these chunks."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 from kvtier_core.layouts import chunk_key, number_of_part
-from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.stack.index.cache_index import Admitted, CacheIndex
 from kvtier_core.types import ChunkKey
 
 
@@ -25,8 +25,15 @@ class PartedIndex(CacheIndex):
     def chunk_of(self, key: ChunkKey) -> ChunkKey:
         return chunk_key(key)
 
-    def split(self, keys: Sequence[ChunkKey]) -> tuple[Sequence[ChunkKey], Sequence[ChunkKey]]:
-        return [key for key in keys if not number_of_part(key)], [key for key in keys if number_of_part(key)]
+    def with_their_parts(self, keys: Sequence[ChunkKey], admitted: Admitted) -> list[ChunkKey]:
+        chunks, parts = _split(keys)
+        # A chunk that is on its way here, and not held yet, would be admitted now as it was before.
+        homes = dict.fromkeys(home for part in parts if (home := chunk_key(part)) not in self.held)
+        joined = set(admitted([*homes, *(chunk for chunk in chunks if chunk not in homes)]))
+        return [
+            *(chunk for chunk in chunks if chunk in joined),
+            *(part for part in parts if chunk_key(part) in self.held or chunk_key(part) in joined),
+        ]
 
     def other_parts(self, chunks: Sequence[ChunkKey]) -> list[ChunkKey]:
         return [part for chunk in chunks for part in self._others.get(chunk, ())]
@@ -40,7 +47,7 @@ class PartedIndex(CacheIndex):
     ) -> None:
         above = [None if number_of_part(key) else parent for key, parent in zip(keys, parents, strict=True)]
         self.held.add(keys, above, nbytes, [0] * len(keys) if places is None else places)
-        chunks, others = self.split(keys)
+        chunks, others = _split(keys)
         for chunk in reversed(chunks):
             self._policy.admit(chunk, nbytes)
             self._orphaned.pop(chunk, None)
@@ -51,7 +58,7 @@ class PartedIndex(CacheIndex):
 
     def remove(self, keys: Sequence[ChunkKey], *, evicted: bool = False) -> list[int]:
         places = self.held.remove(keys)
-        chunks, others = self.split(keys)
+        chunks, others = _split(keys)
         for part in others:
             held = self._others[chunk_key(part)]
             del held[part]
@@ -86,7 +93,17 @@ class PartedIndex(CacheIndex):
                 gone.add(last)
                 parent = self.held.parent(last)
                 children[parent] += 1
-                useless = parent in self.held and parent not in self._others and may_leave(parent)
-                last = parent if useless and self.held.children(parent) <= children[parent] else None
+                last = parent if self._is_useless(parent, children) and may_leave(parent) else None
             if leaving:
                 yield leaving
+
+    def _is_useless(self, chunk: ChunkKey | None, gone: Mapping[ChunkKey | None, int]) -> bool:
+        """Is a chunk no boundary, and does nothing follow it once so many of its children are gone?"""
+        if chunk is None or chunk not in self.held or chunk in self._others:
+            return False
+        return self.held.children(chunk) <= gone[chunk]
+
+
+def _split(keys: Sequence[ChunkKey]) -> tuple[list[ChunkKey], list[ChunkKey]]:
+    """The keys of chunks among these, and the keys of their other parts."""
+    return [key for key in keys if not number_of_part(key)], [key for key in keys if number_of_part(key)]

@@ -46,9 +46,9 @@ class _Path:
         """How many leading chunks are held, with or without all that a boundary needs."""
         return next((i for i, key in enumerate(self.chunks) if not holds(key)), len(self.chunks))
 
-    def restorable(self, holds: _Holds) -> int:
-        """The last boundary of which all parts are held: how many chunks lie before it. 0 if there is none."""
-        return next((i for i in range(self.run(holds), 0, -1) if all(map(holds, self.needed(i)))), 0)
+    def restorable(self, most: int, holds: _Holds) -> int:
+        """The last boundary of which all parts are held, as the number of chunks before it: at most ``most``, or 0."""
+        return next((i for i in range(most, 0, -1) if all(map(holds, self.needed(i)))), 0)
 
     def parents(self, keys: Sequence[ChunkKey]) -> Iterator[ChunkKey | None]:
         """The parent of each of these parts in the prefix tree."""
@@ -76,7 +76,8 @@ class BoundarySearch(Search):
         sought = _Path(self._layout, path, skipped)
         lease = self._leases.of(path, holder)
         self._ask(path)
-        ready, later = sought.restorable(self._is_ready), sought.restorable(self._may_come)
+        chain = sought.run(self._may_come)
+        ready, later = sought.restorable(chain, self._is_ready), sought.restorable(chain, self._may_come)
         below = self._bring(sought, ready, later, limit, salt)
         later = ready + below.chunks
         needed = [*sought.needed(ready), *sought.needed(later)]
@@ -90,7 +91,7 @@ class BoundarySearch(Search):
             sources=tuple(lease.beyond[key][1] for key in keys),
             parts=tuple(place for _, place in places),
             chunks=ready,
-            chain=sought.run(self._may_come),
+            chain=chain,
             exact=self._arenas[0].exact_run(keys),
             pending=below.chunks,
             awaited=below.tier,
@@ -102,7 +103,8 @@ class BoundarySearch(Search):
         """Stores are asked for the whole path; the parts of its last boundary are brought up if all of them may be."""
         self._ask(path)
         sought = _Path(self._layout, path, skipped)
-        ready, later = sought.restorable(self._is_ready), sought.restorable(self._may_come)
+        chain = sought.run(self._may_come)
+        ready, later = sought.restorable(chain, self._is_ready), sought.restorable(chain, self._may_come)
         if sum(not self._is_ready(key) for key in sought.needed(later)) <= self._room_ahead:
             self._bring(sought, ready, later, limit, salt)
 

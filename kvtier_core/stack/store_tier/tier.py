@@ -162,15 +162,18 @@ class StoreTier:
         Behind them those of the path's other parts whose chunks are here, or would be. A shared store has no victims:
         what this tier forgets stays there.
         """
-        chunks, parts = self.index.split(self._writable(path))
-        frequent = self.index.meets_frequency(chunks)
+        return self.index.with_their_parts(self._writable(path), self._preferred)
+
+    def _preferred(self, path: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
+        """The chunks of a path, all writable, that enough requests named and that are preferred to their victims."""
+        frequent = self.index.meets_frequency(path)
         if self.backend.shared:
-            return [*frequent, *self.index.joining(parts, frequent)]
+            return frequent
         room = self._space.room + self.incompatible.evictable(path)
         admitted, _ = self.index.plan_admission(
             frequent, self._codec.max_frame_nbytes, room, self.index.held.nbytes, spared=(self._in_use, set(path))
         )
-        return admitted + self.index.joining(parts, admitted)
+        return admitted
 
     def write(self, frames: Sequence[FrameWrite], release: Release) -> None:
         """Store frames of one path, root first, that `would_admit` returned. Calls ``release(key)`` once for each.

@@ -1,0 +1,50 @@
+"""Where later requests may continue: which chunks of a prompt get all of their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvtier_core.engine.step import OfferedStates
+from kvtier_core.layouts import ChunkLayout, KVKind
+
+
+class Boundaries:
+    """Chooses the boundaries of prompts for one engine.
+
+    What a window needs is there while the engine computes past it, so that any boundary can be stored: the end of each
+    prompt, where the next turn of its conversation continues; where a request found that the prompt it shares with
+    others goes on without a boundary; and others in so regular distances that they take no more room than the chunks
+    between them. A recurrent state is there when the engine offers it, and nowhere else.
+    """
+
+    def __init__(self, layout: ChunkLayout):
+        self._layout = layout
+        self._states = frozenset(
+            number for part in layout.parts for number in part.groups if layout.groups[number].kind is KVKind.STATE
+        )
+        self.spacing = _spacing(layout)  #: chunks between two boundaries that are stored in any case; 0: none are
+
+    def among(
+        self, first: int, end: int, prompt_tokens: int, shared: int, offered: Mapping[int, OfferedStates]
+    ) -> list[int]:
+        """The boundaries to store behind more than ``first`` and at most ``end`` chunks of a prompt.
+
+        ``shared`` is how many chunks others have stored of it; ``offered`` the states that the engine offers, by the
+        tokens behind which they are.
+        """
+        tokens = self._layout.tokens
+        if self._states:
+            return [n for n in range(first + 1, end + 1) if self._states <= offered.get(n * tokens, {}).keys()]
+        ends = {prompt_tokens // tokens, (prompt_tokens - 1) // tokens, shared}
+        return [n for n in range(first + 1, end + 1) if n in ends or not n % self.spacing]
+
+
+def _spacing(layout: ChunkLayout) -> int:
+    """Chunks in which windows are as large as what every chunk has; 1 if they are no larger in each single one."""
+    chunk, others = layout.parts[0].payload_nbytes, layout.parts[1:]
+    if sum(part.payload_nbytes for part in others) <= chunk:
+        return 1
+    longest = max(layout.tokens, *(layout.groups[part.groups[0]].reach for part in others)) // layout.tokens
+    behind = range(longest, 2 * longest + 1)
+    most = max(sum(len(layout.needed(part, n)) * part.payload_nbytes for part in others) for n in behind)
+    return -(-most // chunk)

@@ -1,0 +1,170 @@
+"""vLLM's KV cache groups: which of them a prefix needs, and what of their block tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    SparseCacheRole,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvtier_core.engine.step import BlockTables, OfferedStates, ScheduledRequest
+from kvtier_core.interfaces import NO_BLOCK
+from kvtier_core.layouts import KVGroup, KVKind, KVStructure
+
+#: What a request needs of the layers with such a spec to continue behind a prefix, by exact type: a subclass may need
+#: something else.
+_KINDS: Mapping[type[KVCacheSpec], KVKind] = {
+    FullAttentionSpec: KVKind.FULL_ATTENTION,
+    MLAAttentionSpec: KVKind.FULL_ATTENTION,
+    SlidingWindowSpec: KVKind.SLIDING_WINDOW,
+    SlidingWindowMLASpec: KVKind.SLIDING_WINDOW,
+    ChunkedLocalAttentionSpec: KVKind.CHUNKED_LOCAL,
+    MambaSpec: KVKind.STATE,
+}
+#: vLLM continues behind a prefix without what these keep, as long as it does not reuse it itself.
+_SCRATCH = (CircularBufferSpec, SlidingWindowMLASpec)
+_NULL_BLOCK = 0
+
+
+def specs_of(group: int, kv_cache_config: KVCacheConfig) -> dict[str, KVCacheSpec]:
+    """The specs of a group's layers, by name."""
+    spec = kv_cache_config.kv_cache_groups[group].kv_cache_spec
+    inner = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
+    return {name: inner.get(name, spec) for name in kv_cache_config.kv_cache_groups[group].layer_names}
+
+
+def served(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
+    """The numbers of the groups that a prefix needs."""
+    groups = enumerate(kv_cache_config.kv_cache_groups)
+    return tuple(number for number, group in groups if not _is_scratch(group.kv_cache_spec))
+
+
+def _is_scratch(spec: KVCacheSpec) -> bool:
+    return type(spec) in _SCRATCH and not spec.prefix_cacheable
+
+
+def refusal(kv_cache_config: KVCacheConfig) -> str:
+    """Why prefixes of this engine cannot be restored; empty if they can."""
+    kinds = set()
+    for number in served(kv_cache_config):
+        needs = set()
+        for name, spec in specs_of(number, kv_cache_config).items():
+            if type(spec) not in _KINDS:
+                return f"layer {name} keeps {type(spec).__name__} state, and what a prefix needs of that is not known"
+            if getattr(spec, "non_causal", False):
+                return f"layer {name} attends to later tokens, so that KV depends on more than its prefix"
+            if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none":
+                return "vLLM keeps no recurrent states of prefixes when prefix caching is off"
+            needs.add((_KINDS[type(spec)], _reach(spec)))
+        if len(needs) > 1:
+            return f"the layers of KV cache group {number} need different parts of a prefix"
+        kinds.update(kind for kind, _ in needs)
+    if kinds == {KVKind.STATE}:
+        return "a model of recurrent states alone is not served yet"
+    return ""
+
+
+def kv_group(number: int, kv_cache_config: KVCacheConfig, page_nbytes: Sequence[int], dtypes: Sequence[str]) -> KVGroup:
+    """A group that is served, whose layers have pages of these sizes and elements of these types."""
+    specs = specs_of(number, kv_cache_config).values()
+    structures = {_structure(spec) for spec in specs}
+    spec = next(iter(specs))
+    return KVGroup(
+        name=f"group {number}",
+        kind=_KINDS[type(spec)],
+        page_nbytes=page_nbytes,
+        block_tokens=kv_cache_config.kv_cache_groups[number].kv_cache_spec.block_size,
+        dtype=" ".join(sorted(set(dtypes))),
+        structure=structures.pop() if len(structures) == 1 else KVStructure.OPAQUE,
+        reach=_reach(spec),
+    )
+
+
+def _reach(spec: KVCacheSpec) -> int:
+    """Tokens of a window or of a chunk of local attention; of a window with those that vLLM keeps behind it."""
+    if isinstance(spec, SlidingWindowSpec):
+        return spec.sliding_window + spec.extra_retained_tokens
+    return spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else 0
+
+
+def _structure(spec: KVCacheSpec) -> KVStructure:
+    """What the elements of this layer's pages are: OPAQUE unless they are plain numbers, one for each of the KV's."""
+    if not isinstance(spec, AttentionSpec):
+        return KVStructure.OPAQUE
+    plain = spec.kv_quant_mode == KVQuantMode.NONE and spec.dtype.is_floating_point and spec.tokens_per_state == 1
+    latent = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
+    if not plain or (latent and getattr(spec, "cache_role", None) == SparseCacheRole.INDEXER):
+        return KVStructure.OPAQUE
+    return KVStructure.MLA_LATENT if latent else KVStructure.KEYS_AND_VALUES
+
+
+@attrs.frozen
+class Tables:
+    """What the scheduler side is told of vLLM's block tables."""
+
+    served: tuple[int, ...]  #: vLLM's numbers of the groups that the layout has, in its order
+    block_tokens: tuple[int, ...]  #: of every group of vLLM's
+    every_state: frozenset[int]  #: groups that keep the state behind each block, not only the last one
+
+    @classmethod
+    def of(cls, kv_cache_config: KVCacheConfig) -> Tables:
+        """The tables of an engine that is served."""
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        return cls(
+            served(kv_cache_config),
+            tuple(spec.block_size for spec in specs),
+            frozenset(
+                number
+                for number, spec in enumerate(specs)
+                if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "all"
+            ),
+        )
+
+    def of_request(self, block_ids: Sequence[Sequence[int]]) -> BlockTables:
+        """The tables of the groups that are served."""
+        return [[NO_BLOCK if block == _NULL_BLOCK else block for block in block_ids[number]] for number in self.served]
+
+    def new_blocks(self, output: SchedulerOutput) -> set[int]:
+        """Blocks given to requests for a step, except those that vLLM found computed, which are only read."""
+        blocks: set[int] = set()
+        for new in output.scheduled_new_reqs:
+            for ids, size in zip(new.block_ids, self.block_tokens, strict=True):
+                blocks.update(ids[new.num_computed_tokens // size :])
+        for tables in output.scheduled_cached_reqs.new_block_ids:
+            for ids in tables or ():
+                blocks.update(ids)
+        return blocks - {_NULL_BLOCK}
+
+    def states(
+        self, output: SchedulerOutput, requests: Sequence[ScheduledRequest]
+    ) -> dict[str, dict[int, OfferedStates]]:
+        """The recurrent states that a step leaves behind, by request and by the tokens behind which each is."""
+        places = {number: place for place, number in enumerate(self.served)}
+        offered: dict[str, dict[int, dict[int, int]]] = {}
+        given = getattr(output.kv_connector_block_state, "boundary_state_offloads", {})  # since vLLM 0.32
+        for request_id, states in given.items():
+            for number, block, tokens in states:
+                offered.setdefault(request_id, {}).setdefault(tokens, {})[places[number]] = block
+        for request in requests if self.every_state else ():
+            block_ids = output.kv_connector_block_state.get_block_ids(request.request_id)
+            for number in self.every_state:
+                size = self.block_tokens[number]
+                for block in range(request.computed // size, request.end // size):
+                    states = offered.setdefault(request.request_id, {}).setdefault((block + 1) * size, {})
+                    states[places[number]] = block_ids[number][block]
+        return offered

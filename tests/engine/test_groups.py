@@ -1,0 +1,160 @@
+"""Engines with several KV groups: what they are given to load is all that their next forward reads, in every group."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from fake_host import BLOCK, Host
+
+import kvtier_disk.plugin
+from kvtier_core.config.load import load_config
+from kvtier_core.config.registry import Registry
+from kvtier_core.layouts import ChunkLayout, KVKind
+from kvtier_core.testing.samples import make_group
+
+CHUNK = 8
+FULL = make_group((512, 128), block_tokens=BLOCK)
+WINDOW = make_group((256, 256), name="window", block_tokens=BLOCK, kind=KVKind.SLIDING_WINDOW, reach=13)
+LONG = make_group((192,), name="long window", block_tokens=2, kind=KVKind.SLIDING_WINDOW, reach=28)
+LOCAL = make_group((384,), name="local", block_tokens=BLOCK, kind=KVKind.CHUNKED_LOCAL, reach=3 * CHUNK)
+STATE = make_group((700,), name="state", block_tokens=CHUNK, kind=KVKind.STATE)
+
+MODELS = {
+    "full attention and a window": [FULL, WINDOW],
+    "a window, full attention, a longer window": [WINDOW, FULL, LONG],
+    "full and local attention": [FULL, LOCAL],
+    "full attention and states": [STATE, FULL],
+    "full attention, a window and states": [FULL, WINDOW, STATE],
+    "a window alone": [WINDOW],
+    "two windows": [LONG, WINDOW],
+}
+
+
+@pytest.fixture(params=MODELS, ids=lambda name: name.replace(" ", "-"))
+def layout(request):
+    return ChunkLayout(MODELS[request.param], CHUNK)
+
+
+@pytest.fixture
+def host(layout, tmp_path):
+    """``host(slots)`` is a host over an arena with so many slots, above a disk that all hosts share one by one."""
+    hosts = []
+
+    def start(slots=200, **options):
+        heap = {"type": "heap", "capacity": f"{slots * layout.frame_nbytes}B", "eviction": "lru"}
+        disk = {"type": "disk", "path": str(tmp_path), "capacity": "4MiB", "min_free": "0B", "eviction": "lru"}
+        values = {"version": 1, "chunk_tokens": CHUNK, "load_wait": "10s", "tiers": [heap, disk]}
+        stack = load_config(values, Registry.of(kvtier_disk.plugin))
+        hosts.append(Host(stack, layout=layout, blocks=200, **options))
+        return hosts[-1]
+
+    yield start
+    for each in hosts:
+        each.close()
+
+
+def prompt(seed, tokens, prefix=()):
+    drawn = random.Random(seed)
+    return [*prefix, *(drawn.randrange(1000) for _ in range(tokens - len(prefix)))]
+
+
+def test_a_prompt_that_returns_is_loaded_up_to_its_last_whole_chunk(host):
+    served, asked = host(), prompt(1, 6 * CHUNK + 3)
+    assert (served.ask("first", asked), served.ask("second", asked)) == (0, 6 * CHUNK)
+    served.assert_at_rest()
+
+
+def test_one_token_is_always_left_to_compute(host):
+    """The state behind the last token says nothing of what that token would be answered with."""
+    served, asked = host(), prompt(1, 6 * CHUNK)
+    served.ask("first", asked)
+    served.ask("next turn", prompt(2, 8 * CHUNK, asked))
+    assert 0 < served.ask("second", asked) < 6 * CHUNK
+    served.assert_at_rest()
+
+
+def test_the_next_turn_of_a_conversation_continues_where_the_last_one_ended(host):
+    served, asked = host(), []
+    for turn in range(5):
+        asked = prompt(turn, len(asked) + 2 * CHUNK + 3, asked)
+        before = (len(asked) - 2 * CHUNK - 3) // CHUNK * CHUNK
+        assert served.ask(f"turn {turn}", asked) == before
+    served.assert_at_rest()
+
+
+def test_what_two_prompts_share_is_loaded_from_the_third_on(host, layout):
+    """No boundary was stored where they part, unless windows are small; the second one stores it on its way."""
+    if any(group.kind is KVKind.STATE for group in layout.groups):
+        pytest.skip("states are where the engine offers them")
+    served, shared = host(), prompt(0, 5 * CHUNK + 1)
+    served.ask("first", prompt(1, 9 * CHUNK, shared))
+    served.ask("second", prompt(2, 9 * CHUNK, shared))
+    assert served.ask("third", prompt(3, 9 * CHUNK, shared)) == 5 * CHUNK
+
+
+def test_a_new_engine_is_warm_from_the_disk(host):
+    first, asked = host(), prompt(1, 6 * CHUNK + 3)
+    first.ask("first", asked)
+    first.close()
+    second = host()
+    assert second.ask("second", asked) == 6 * CHUNK
+    second.assert_at_rest()
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_stores_read_pages_before_others_overwrite_them(host, late):
+    """The engine gives the blocks that left a window, and those of finished requests, to the next one at once."""
+    served = host(blocks=60) if False else host()
+    served.late_stores = late
+    prompts = [prompt(seed, 5 * CHUNK + 3) for seed in range(6)]
+    for turn in range(2):
+        for number, asked in enumerate(prompts):
+            served.run(served.submit(f"{turn} {number}", asked))
+    served.settle()
+    assert [served.ask(f"again {number}", asked) for number, asked in enumerate(prompts)] == [5 * CHUNK] * 6
+
+
+def test_a_boundary_that_lacks_a_part_is_not_found(host, layout):
+    """Whatever part of it is missing, in whatever order parts are lost."""
+    if len(layout.parts) == 1:
+        pytest.skip("a chunk has one part")
+    asked, rng = prompt(1, 6 * CHUNK + 3), random.Random(7)
+    served = host()
+    served.ask("first", asked)
+    index = served.manager._hot.index
+    for number in range(4):
+        key = rng.choice(sorted(index.held))
+        served.manager._hot._release([key], evicted=True)
+        served.ask(f"after {number}", asked)
+    served.assert_at_rest()
+
+
+def test_a_small_arena_evicts_whole_boundaries(host, layout):
+    """Many prompts in turn, of which a few fit: whatever is found is whole, and chunks of no use do not stay."""
+    served = host(slots=24)
+    rng, starts = random.Random(3), [prompt(seed, 4 * CHUNK) for seed in range(3)]
+    for number in range(40):
+        start = rng.choice(starts)
+        served.ask(f"{number}", prompt(rng.randrange(6), rng.randrange(len(start), 7 * CHUNK), start))
+    served.assert_at_rest()
+    assert served.manager.usage()[0].chunks <= 24
+
+
+def test_preempted_requests_continue_where_they_may(host):
+    served, asked = host(), prompt(1, 6 * CHUNK + 3)
+    request = served.submit("first", asked)
+    for _ in range(3):
+        served.step()
+    served.preempt(request)
+    served.run(request)
+    served.settle()
+    assert served.ask("second", asked) == 6 * CHUNK
+
+
+def test_a_load_that_fails_is_computed(host):
+    served, asked = host(), prompt(1, 6 * CHUNK + 3)
+    served.ask("first", asked)
+    served.failing.add("second")
+    assert served.ask("second", asked) == 0
+    served.assert_at_rest()
