@@ -163,6 +163,17 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def with_words(tmp_path_factory) -> dict[str, Any]:
+    """Options of an engine of the tiny model with a tokenizer, in which the token 12 is the word w12."""
+    import tiny_llama
+    import words
+
+    path = tmp_path_factory.mktemp("tokenizer")
+    words.tokenizer(tiny_llama.VOCAB).save_pretrained(path)
+    return {"skip_tokenizer_init": False, "tokenizer": str(path)}
+
+
+@pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
     """For engines with processes of their own."""
     fork_server = ForkServer()

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import words
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     Blip2Config,
     Blip2ForConditionalGeneration,
     Blip2Processor,
     BlipImageProcessor,
-    PreTrainedTokenizerFast,
 )
 
 VOCAB = 2048
@@ -39,12 +38,9 @@ _TEXT = {
 
 
 def make(folder: Path) -> None:
-    words = {"<unk>": 0} | {f"w{i}": i for i in range(1, VOCAB - 1)} | {"<image>": VOCAB - 1}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     Blip2Processor(
         BlipImageProcessor(size={"height": _PIXELS, "width": _PIXELS}),
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<unk>"),
+        words.tokenizer(VOCAB, image=VOCAB - 1),
         num_query_tokens=IMAGE_TOKENS,
     ).save_pretrained(folder)
     config = Blip2Config(
