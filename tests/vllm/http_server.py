@@ -1,0 +1,133 @@
+"""`vllm serve` in a process of its own, on a free port of the loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import httpx
+
+_PATIENCE = 240.0  # seconds for it to start, of which it takes some twenty when nothing else runs
+_FAREWELL = 40.0  # seconds for it to end
+
+
+@attrs.frozen
+class Completion:
+    """The answer to one prompt."""
+
+    response: Mapping[str, Any]  #: as it came, from JSON
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.response["choices"][0]["token_ids"]
+
+    @property
+    def logprobs(self) -> list[float]:
+        return self.response["choices"][0]["logprobs"]["token_logprobs"]
+
+    @property
+    def cached(self) -> int:
+        """How many tokens of the prompt were not computed."""
+        return (self.response["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+
+
+@attrs.define
+class Server:
+    """A running server."""
+
+    client: httpx.Client
+    log: Path  #: what all of its processes wrote
+    _read: int = 0  #: how many of the log's hits were told before
+
+    def complete(self, prompt: Sequence[int], **options: Any) -> Completion:
+        """A greedy completion of four tokens."""
+        asked = {"prompt": list(prompt), "max_tokens": 4, "temperature": 0, "logprobs": 1, "return_token_ids": True}
+        return Completion(self.post("/v1/completions", json={**asked, **options}))
+
+    def post(self, path: str, **options: Any) -> dict[str, Any]:
+        """What it answers to a request that it grants."""
+        response = self.client.post(path, **options)
+        assert response.is_success, response.text
+        return response.json()
+
+    def get(self, path: str) -> httpx.Response:
+        return self.client.get(path)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over all of its labels."""
+        lines = [line.split() for line in self.get("/metrics").text.splitlines()]
+        return sum(float(words[1]) for words in lines if words[0].partition("{")[0] == name)
+
+    def hits(self) -> list[str]:
+        """What kvtier said of each request since it was asked last, without the times behind it."""
+        told = [line.split(": hit ")[1] for line in self.log.read_text().splitlines() if ": hit " in line]
+        fresh, self._read = told[self._read :], len(told)
+        return [f"hit {line.partition('; waited ')[0]}" for line in fresh]
+
+
+@contextlib.contextmanager
+def serving(folder: Path, model: Path, stack: Mapping[str, Any], *options: str) -> Iterator[Server]:
+    """A server of the model with kvtier, ended as an operator ends it."""
+    _call_it_vllm(folder)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    transfer = {
+        "kv_connector": "KVTierConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": stack,
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--kv-transfer-config", json.dumps(transfer), *options]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)]),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    log = folder / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=output, cwd=folder, start_new_session=True
+        )
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
+            _wait(process, client, log)
+            yield Server(client, log)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_FAREWELL)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _wait(process: subprocess.Popen, client: httpx.Client, log: Path) -> None:
+    deadline = time.monotonic() + _PATIENCE
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(httpx.TransportError):
+            if client.get("/health").status_code == httpx.codes.OK:
+                return
+        time.sleep(0.2)
+    raise AssertionError(f"it does not serve\n{log.read_text()[-6000:]}")
+
+
+def _call_it_vllm(folder: Path) -> None:
+    """The wheel for CPUs has another name than `vllm`, under which the program asks for its own version."""
+    import vllm
+
+    about = folder / f"vllm-{vllm.__version__}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm.__version__}+cpu\n")
