@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
@@ -19,6 +21,7 @@ from kvtier_core.vllm.requests.names import CachedNames
 class _Tracked:
     request: Request
     identity: RequestIdentity | Bypass
+    hints: Mapping[str, str]
     computed: int = 0  #: tokens that vLLM had when it last asked for a match
 
 
@@ -37,10 +40,11 @@ class RequestTracker:
         """The request as it is now. The first call must come before the engine has computed any of it."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            tracked = self._tracked[request.request_id] = _Tracked(request, self._identifier.identify(request))
+            tracked = _Tracked(request, self._identifier.identify(request), hints_of(request))
+            self._tracked[request.request_id] = tracked
             if adapter := request.lora_request:
                 self._names.note_adapter(adapter.lora_name, self._identifier.adapter(adapter))
-        return _view(request, tracked.identity)
+        return _view(request, tracked)
 
     def check_cached(self, request_id: str, computed: int) -> Bypass | None:
         """Why vLLM's own KV of the first ``computed`` tokens may not be this request's; None if it is."""
@@ -84,7 +88,7 @@ class RequestTracker:
     def finish(self, request: Request) -> RequestView | None:
         """Forget a request. Returns its last view; None if it never had one."""
         tracked = self._tracked.pop(request.request_id, None)
-        return tracked and _view(request, tracked.identity)
+        return tracked and _view(request, tracked)
 
     def _check_encoded(self, tracked: _Tracked, scheduled: ScheduledRequest) -> Bypass | None:
         if isinstance(tracked.identity, Bypass):
@@ -97,13 +101,14 @@ class RequestTracker:
         return bypass
 
 
-def _view(request: Request, identity: RequestIdentity | Bypass) -> RequestView:
+def _view(request: Request, tracked: _Tracked) -> RequestView:
+    identity = tracked.identity
     return RequestView(
         request_id=request.request_id,
         token_ids=request.all_token_ids,
         prompt_tokens=request.num_prompt_tokens,
         identity=identity if isinstance(identity, Bypass) else identity.kv,
-        hints=hints_of(request),
+        hints=tracked.hints,
         reads_cache=not request.skip_reading_prefix_cache,
         computed_tokens=request.num_computed_tokens,
         preemptions=request.num_preemptions,
