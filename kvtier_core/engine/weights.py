@@ -83,7 +83,7 @@ def digest(path: Path, *, sampled: bool = False) -> str | None:
 
 def code_digest(path: Path) -> str:
     """The digest of a file of code, or of all code in a folder, as 64 hex digits. Raises OSError."""
-    files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.suffix in _CODE)
+    files = sorted(each for each in path.rglob("*") if each.suffix in _CODE) if path.is_dir() else [path]
     return _digest(path, files, sampled=False)
 
 

@@ -353,6 +353,19 @@ def test_while_a_rank_is_at_its_self_test_requests_wait_for_it(host, said):
     assert waiting.offered == 3 * CHUNK
 
 
+def test_but_no_longer_than_they_may(host, said):
+    now = [0.0]
+    served, asked = host(settings={"load_wait": "2s"}, clock=lambda: now[0]), prompt(1, 3 * CHUNK)
+    served.outcomes = Counter()
+    served.ask("first", asked)
+    waiting = served.submit("second", asked)
+    served.step()
+    now[0] = 2.0
+    served.run(waiting)
+    assert waiting.offered == 0
+    assert said()[-1] == "hit 0 of 24 tokens: the self-test is not over"
+
+
 def test_a_failed_self_test_ends_it_all(host, said, caplog):
     served, asked = host(ranks=2), prompt(1, 3 * CHUNK)
     served.outcomes = Counter({"": 1, "rank 1: arena heap: a load did not restore block 3 of layer a": 1})

@@ -354,7 +354,8 @@ def test_reports_of_all_ranks_arrive_as_they_were_and_are_removed(runtime):
 def test_a_missing_report_is_a_refusal(engine, said, monkeypatch):
     monkeypatch.setattr(reports, "leave", lambda *args: None)
     with engine(cpu()) as served:
-        assert "kvtier: this engine is not served: the workers did not report" in "\n".join(said())
+        why = "the workers did not report: do they run on another machine, or with another XDG_RUNTIME_DIR?"
+        assert f"kvtier: this engine is not served: {why}" in said()
         assert [served.ask(asked_of(9)[0])[0].cached for _ in range(2)] == [0, 0]
 
 
@@ -367,7 +368,7 @@ def test_a_report_that_is_none_is_a_refusal(runtime):
     kinds = ({**whole, "groups": [{**group, "kind": "half attention"}]}, {**whole, "groups": [{**group, "more": 1}]})
     for text in ("", "{", *map(json.dumps, [*parts, *kinds])):
         file.write_text(text)
-        assert "cannot be read" in reports.collect("engine", 1).reason
+        assert reports.collect("engine", 1).reason.startswith("the reports of the workers cannot be read: ")
     target = file.with_name("elsewhere")
     file.rename(target)
     file.symlink_to(target)

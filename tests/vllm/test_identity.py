@@ -8,8 +8,10 @@ import importlib.metadata
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
+import types
 import typing
 
 import attrs
@@ -241,8 +243,16 @@ def test_a_file_that_a_setting_names_counts_with_its_content(base, tmp_path):
 def test_a_setting_that_cannot_be_compared_is_not_guessed(base):
     config = copy.copy(base)
     config.additional_config = {"hook": lambda: None}
-    with pytest.raises(UnidentifiedError, match=r"additional_config\.hook is a function"):
+    why = r"vLLM's setting additional_config\.hook is a function, which cannot be compared between engines"
+    with pytest.raises(UnidentifiedError, match=why):
         facts(config)
+
+
+def test_a_file_that_a_setting_names_and_that_cannot_be_read_is_not_guessed(base, tmp_path, monkeypatch):
+    (tmp_path / "scales.json").write_text("1")
+    monkeypatch.setattr(settings.weights, "file_digest", lambda path: path.joinpath("none").read_bytes())
+    with pytest.raises(UnidentifiedError, match=r"scales\.json cannot be read: Not a directory"):
+        settings._plain(str(tmp_path / "scales.json"), "")
 
 
 # -- what the engine adds ----------------------------------------------------------------------------------
@@ -303,11 +313,24 @@ def test_a_model_from_elsewhere_counts_with_its_code(base, tmp_path, monkeypatch
     assert before["model code"].startswith("acme.llama.Llama ")
 
 
+def test_a_model_whose_code_cannot_be_told_is_not_guessed(base, tmp_path, monkeypatch):
+    made_here = type("Llama", (), {"__module__": "made_here"})
+    monkeypatch.setattr(namespace, "get_model_cls", lambda model: made_here)
+    with pytest.raises(UnidentifiedError, match=r"the code of the model, made_here\.Llama, is not in a file"):
+        namespace.facts_of_worker(base.model_config, IdentityConfig("name:acme 7"))
+    monkeypatch.setitem(sys.modules, "made_here", types.ModuleType("made_here"))
+    for file in ("gone.py", "packed.zip/made_here/__init__.py"):
+        sys.modules["made_here"].__file__ = str(tmp_path / file)
+        with pytest.raises(UnidentifiedError, match=r"the code of the model, made_here\.Llama, cannot be read: "):
+            namespace.facts_of_worker(base.model_config, IdentityConfig("name:acme 7"))
+
+
 def test_a_model_with_weights_from_two_places_is_not_guessed(base, monkeypatch):
     from vllm.model_executor.models.ultravox import UltravoxModel
 
     monkeypatch.setattr(namespace, "get_model_cls", lambda model: UltravoxModel)
-    with pytest.raises(UnidentifiedError, match="may load weights from a second place"):
+    why = "may load weights from a second place; identity: {weights: name:…} names them"
+    with pytest.raises(UnidentifiedError, match=re.escape(why)):
         namespace.facts_of_worker(base.model_config, IdentityConfig())
     assert namespace.facts_of_worker(base.model_config, IdentityConfig("name:ultravox of Tuesday"))
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
+import attrs
 import pytest
 import torch
 from test_identity import engine_config
+from vllm.config import SpeculativeConfig
 
+from kvtier_core.engine.messages import WorkerReport
+from kvtier_core.testing.samples import make_group
 from kvtier_core.vllm import layout
 
 
@@ -86,6 +91,26 @@ def test_one_group_of_another_kind_is_refused(config, kind, more):
     assert layout.refusal(config, groups(spec(kind, **more))) == why
 
 
+def test_attention_to_later_tokens_is_refused(config, specs):
+    """Then the KV of a token is not that of its prefix."""
+    specs["full"] = dataclasses.replace(specs["full"], non_causal=True)
+    why = "layer layer 0 attends to later tokens, so that KV depends on more than its prefix"
+    assert layout.refusal(config, groups(specs["full"])) == why
+
+
+def test_speculation_is_refused(config, specs):
+    config.speculative_config = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
+    assert layout.refusal(config, groups(specs["full"])) == "speculative decoding is not served yet"
+
+
+def test_ranks_must_agree():
+    one = WorkerReport("cpu", (make_group((4096,)),), ())
+    assert layout.disagreement([one, one]) == ""
+    other = attrs.evolve(one, facts=(("cpu isa", "amx"),))
+    assert layout.disagreement([one, other]) == "the pages of the workers differ"
+    assert layout.disagreement([one, attrs.evolve(one, refusal="why not")]) == "why not"
+
+
 @pytest.mark.parametrize(
     "kind, more, structure",
     [
@@ -125,6 +150,8 @@ def test_a_rank_of_a_dense_model_is_a_replica(model, specs, rank):
         ("data_parallel_index", 1, "vLLM says that this is data parallel rank 1 and not how many there are"),
         ("enable_elastic_ep", True, "a number of ranks that may change (elastic expert parallelism) is not served"),
         ("pipeline_parallel_size", 2, "pipeline parallelism is not served yet"),
+        ("prefill_context_parallel_size", 2, "prefill context parallelism is not served yet"),
+        ("decode_context_parallel_size", 2, "decode context parallelism is not served yet"),
     ],
 )
 def test_what_else_is_parallel_is_refused(config, specs, field, value, why):

@@ -262,11 +262,13 @@ def test_a_request_under_way_when_the_weights_change_is_not_kept(engine, said):
         llm.add_request("1", {"prompt_token_ids": asked}, sampling)
         llm.step()
         llm.step()
+        llm.add_request("2", {"prompt_token_ids": asked}, sampling)
+        said()
         assert served.connector.reset_cache()
         while llm.has_unfinished_requests():
             llm.step()
+        assert hits(said()) == ["hit 0 of 530 tokens: it began before the cache was reset"]
         assert served.manager.usage()[0].chunks == 0
-        said()
         served.ask(asked)
         assert hits(said()) == ["hit 0 of 530 tokens: not stored"]
         served.assert_at_rest()

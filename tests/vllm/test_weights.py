@@ -249,10 +249,23 @@ def test_weights_that_do_not_come_from_files_are_not_guessed(model):
     for load_format in ("acme", "tensorizer", "runai_streamer", "modelexpress", "ipc_cache", "npcache"):
         unknown = model_weights.identify(*configs(model, load_format=load_format), IdentityConfig())
         assert isinstance(unknown, Unknown), load_format
-        assert "identity: {weights: name:…} names them" in unknown.reason
+        assert unknown.reason == (
+            f"load_format {load_format!r} takes the weights from where they cannot be identified; "
+            "identity: {weights: name:…} names them"
+        )
         named = model_weights.identify(*configs(model, load_format=load_format), IdentityConfig("name:acme 7"))
         assert named.fact == "name:acme 7"
         assert "this is not checked" in named.warning
+
+
+def test_weights_in_an_object_store_are_not_guessed(model):
+    """The engine runs from a copy of the small files in the store; those of the weights are streamed."""
+    config, load = configs(model)
+    config.model_weights = "s3://models/llama"
+    assert model_weights.identify(config, load, IdentityConfig()) == Unknown(
+        "the weights are in s3://models/llama, not on this disk; identity: {weights: name:…} names them"
+    )
+    assert model_weights.identify(config, load, IdentityConfig("name:llama@7")).fact == "name:llama@7"
 
 
 def test_a_loader_put_in_the_place_of_vllms_own_is_not_trusted(model, monkeypatch):
@@ -274,6 +287,7 @@ def test_dummy_weights_are_their_seed(model):
 def test_what_cannot_be_found_is_not_guessed(model, tmp_path):
     config, load = configs(model)
     config.model = "acme/no-such-model"
-    assert isinstance(model_weights.identify(config, load, IdentityConfig()), Unknown)
+    unknown = model_weights.identify(config, load, IdentityConfig())
+    assert unknown.reason.startswith("the weights of acme/no-such-model cannot be read from this disk: ")
     config.model = str(tmp_path)
     assert model_weights.identify(config, load, IdentityConfig()) == Unknown(f"there are no weights in {tmp_path}")

@@ -71,6 +71,7 @@ def identify_ahead(model: ModelConfig, load: LoadConfig, asked: IdentityConfig) 
 
 
 def _not_from_the_folder(model: ModelConfig, load: LoadConfig) -> str:
+    """Why the weights may be others than those in the model's folder; empty if they are those."""
     loader = run(lambda: get_model_loader(load)).value  # None if it cannot be made in this process
     if type(loader) not in _FROM_THE_FOLDER or load.load_format == _FROM_A_CACHE:
         return f"load_format {load.load_format!r} takes the weights from where they cannot be identified"

@@ -18,6 +18,7 @@ from kvtier_core.config.model import NAMED, IdentityConfig
 from kvtier_core.engine import weights
 from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.frames.format import FORMAT_VERSION
+from kvtier_core.transfer.io_pool import run
 from kvtier_core.types import Namespace
 from kvtier_core.vllm.identity import settings
 from kvtier_core.vllm.identity.settings import UnidentifiedError
@@ -72,7 +73,7 @@ def _code_of(model: type) -> str:
     top = model.__module__.partition(".")[0]
     if top in _OF_THE_ENGINE:
         return name
-    package = getattr(sys.modules.get(top), "__file__", None) or inspect.getsourcefile(model)
+    package = getattr(sys.modules.get(top), "__file__", None) or run(lambda: inspect.getsourcefile(model)).value
     if not package:
         raise UnidentifiedError(f"the code of the model, {name}, is not in a file")
     file = Path(package)
