@@ -7,6 +7,7 @@ import functools
 import gc
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -163,13 +164,14 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def with_words(tmp_path_factory) -> dict[str, Any]:
+def with_words(model, tmp_path_factory) -> dict[str, Any]:
     """Options of an engine of the tiny model with a tokenizer, in which the token 12 is the word w12."""
     import tiny_llama
     import words
 
     path = tmp_path_factory.mktemp("tokenizer")
     words.tokenizer(tiny_llama.VOCAB).save_pretrained(path)
+    shutil.copy(model / "config.json", path)  # without it vLLM tries again for some seconds
     return {"skip_tokenizer_init": False, "tokenizer": str(path)}
 
 
