@@ -82,7 +82,7 @@ def refusal(kv_cache_config: KVCacheConfig) -> str:
 def kv_group(number: int, kv_cache_config: KVCacheConfig, page_nbytes: Sequence[int], dtypes: Sequence[str]) -> KVGroup:
     """A group that is served, whose layers have pages of these sizes and elements of these types."""
     specs = specs_of(number, kv_cache_config).values()
-    structures = {_structure(spec) for spec in specs}
+    structures = {structure_of(spec) for spec in specs}
     spec = next(iter(specs))
     return KVGroup(
         name=f"group {number}",
@@ -102,7 +102,7 @@ def _reach(spec: KVCacheSpec) -> int:
     return spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else 0
 
 
-def _structure(spec: KVCacheSpec) -> KVStructure:
+def structure_of(spec: KVCacheSpec) -> KVStructure:
     """What the elements of this layer's pages are: OPAQUE unless they are plain numbers, one for each of the KV's."""
     if not isinstance(spec, AttentionSpec):
         return KVStructure.OPAQUE

@@ -65,25 +65,9 @@ def inspect_pages(
     device = next(iter(kv_caches.values())).device
     try:
         worker_facts = namespace.facts_of_worker(vllm_config.model_config, config.identity)
-    except UnidentifiedError as error:
-        return None, WorkerReport(device.type, (), (), str(error))
-    layers: list[PageRun] = []
-    kv_groups: list[KVGroup] = []
-    for number, caches in by_group(kv_cache_config, kv_caches).items():
-        runs: dict[tuple[int, int], PageRun] = {}  # layers that share KV are views of the same pages
-        for name, cache in caches.items():
-            run = _page_run(cache, kv_cache_config.num_blocks)
-            if run is None:
-                return None, WorkerReport(
-                    device.type, (), (), f"the pages of layer {name} do not lie block after block"
-                )
-            runs.setdefault((run.base, run.stride), run)
-        layers += runs.values()
-        dtypes = [str(cache.dtype).removeprefix("torch.") for cache in caches.values()]
-        kv_groups.append(groups.kv_group(number, kv_cache_config, [run.nbytes for run in runs.values()], dtypes))
-    try:
+        layers, kv_groups = _pages(kv_cache_config, kv_caches)
         _, layout = in_chunks(config, vllm_config, kv_groups)
-    except ValueError as error:
+    except (UnidentifiedError, ValueError) as error:
         return None, WorkerReport(device.type, (), (), str(error))
     cache = PagedKVCache(
         layers=tuple(layers),
@@ -103,6 +87,25 @@ def inspect_pages(
         "cpu isa": _cpu_isa(vllm_config, kv_cache_config) if device.type == "cpu" else "none",
     }
     return cache, WorkerReport(device.type, kv_groups, tuple((name, str(fact)) for name, fact in facts.items()))
+
+
+def _pages(
+    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
+) -> tuple[list[PageRun], list[KVGroup]]:
+    """Where the pages of all layers lie, group after group, and the groups. Raises ValueError if they are scattered."""
+    layers: list[PageRun] = []
+    kv_groups: list[KVGroup] = []
+    for number, caches in by_group(kv_cache_config, kv_caches).items():
+        runs: dict[tuple[int, int], PageRun] = {}  # layers that share KV are views of the same pages
+        for name, cache in caches.items():
+            run = _page_run(cache, kv_cache_config.num_blocks)
+            if run is None:
+                raise ValueError(f"the pages of layer {name} do not lie block after block")
+            runs.setdefault((run.base, run.stride), run)
+        layers += runs.values()
+        dtypes = [str(cache.dtype).removeprefix("torch.") for cache in caches.values()]
+        kv_groups.append(groups.kv_group(number, kv_cache_config, [run.nbytes for run in runs.values()], dtypes))
+    return layers, kv_groups
 
 
 def by_group(

@@ -14,6 +14,7 @@ from vllm.config import SpeculativeConfig
 from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.testing.samples import make_group
 from kvtier_core.vllm import layout
+from kvtier_core.vllm.groups import served, structure_of
 
 
 @pytest.fixture(scope="module")
@@ -54,40 +55,50 @@ def specs():
         "full": spec("FullAttentionSpec"),
         "window": spec("SlidingWindowSpec", sliding_window=256),
         "chunked": spec("ChunkedLocalAttentionSpec", attention_chunk_size=256),
-        "state": MambaSpec(block_size=32, shapes=((2, 4),), dtypes=(torch.float32,)),
+        "state": MambaSpec(block_size=32, shapes=((2, 4),), dtypes=(torch.float32,), mamba_cache_mode="align"),
+        "scratch": spec("CircularBufferSpec"),
     }
 
 
 @pytest.mark.parametrize(
-    "kinds, helps",
-    [
-        ("full window", True),
-        ("full chunked", True),
-        ("full window chunked", True),
-        ("full state", False),
-        ("full window state", False),
-        ("window chunked", False),
-    ],
+    "kinds",
+    ["full", "window", "full window", "window full chunked", "full state", "full window state", "full scratch"],
 )
-def test_the_way_out_of_several_groups_is_named_where_it_is_one(config, specs, kinds, helps):
-    why = layout.refusal(config, groups(*(specs[kind] for kind in kinds.split())))
-    count = len(kinds.split())
-    assert why.startswith(f"the model has {count} KV cache groups and kvtier restores one")
-    assert ("--disable-hybrid-kv-cache-manager" in why) is helps
+def test_groups_that_are_served(config, specs, kinds):
+    assert layout.refusal(config, groups(*(specs[kind] for kind in kinds.split()))) == ""
+
+
+def test_scratch_is_no_part_of_a_chunk(specs):
+    """A ring that vLLM never reuses for another request."""
+    assert served(groups(specs["full"], specs["scratch"], specs["window"])) == (0, 2)
+
+
+def test_states_alone_are_refused(config, specs):
+    assert layout.refusal(config, groups(specs["state"])) == "a model of recurrent states alone is not served yet"
+
+
+def test_states_without_prefix_caching_are_refused(config, specs):
+    unkept = dataclasses.replace(specs["state"], mamba_cache_mode="none")
+    why = "vLLM keeps no recurrent states of prefixes when prefix caching is off"
+    assert layout.refusal(config, groups(specs["full"], unkept)) == why
+
+
+def test_layers_of_a_group_that_need_different_parts_are_refused(config, specs):
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
+
+    windows = {f"layer {size}": spec("SlidingWindowSpec", sliding_window=size) for size in (128, 256)}
+    mixed = groups(specs["full"])
+    mixed.kv_cache_groups.append(KVCacheGroupSpec(list(windows), UniformTypeKVCacheSpecs(32, windows)))
+    assert layout.refusal(config, mixed) == "the layers of KV cache group 1 need different parts of a prefix"
 
 
 @pytest.mark.parametrize(
     "kind, more",
-    [
-        ("SlidingWindowSpec", {"sliding_window": 256}),
-        ("RSWASpec", {"rswa_window": 256}),
-        ("SinkFullAttentionSpec", {"sink_len": 4}),
-        ("HiddenStateCacheSpec", {}),
-    ],
+    [("RSWASpec", {"rswa_window": 256}), ("SinkFullAttentionSpec", {"sink_len": 4}), ("HiddenStateCacheSpec", {})],
 )
-def test_one_group_of_another_kind_is_refused(config, kind, more):
-    """Also a kind that is derived from full attention: what it keeps and drops is its own."""
-    why = f"layer layer 0 keeps {kind} state, not the KV of every token"
+def test_a_kind_that_is_not_known_is_refused(config, kind, more):
+    """Also one that is derived from full attention: what it keeps and drops is its own."""
+    why = f"layer layer 0 keeps {kind} state, and what a prefix needs of that is not known"
     assert layout.refusal(config, groups(spec(kind, **more))) == why
 
 
@@ -124,7 +135,7 @@ def test_ranks_must_agree():
     ],
 )
 def test_what_a_page_holds_is_said_only_where_it_is_known(kind, more, structure):
-    assert layout._structure(spec(kind, **more)) == structure
+    assert structure_of(spec(kind, **more)) == structure
 
 
 def test_an_engine_alone_is_one_replica(config, specs):

@@ -36,28 +36,7 @@ def test_latent_attention(engine, said, tmp_path):
     hits_as_the_engines_own(engine, said, tmp_path / "store", asked, options)
 
 
-def test_a_model_with_several_kv_groups_is_refused_and_answered_right(engine, said, tmp_path):
-    import tiny_hybrids
-
-    tiny_hybrids.make_gemma3(tmp_path)
-    asked = prompt(61, 530)
-    with engine(model=tmp_path) as plain:
-        truth = plain.ask(asked)[0]
-    with engine(cpu(), model=tmp_path) as served:
-        lines = said()
-        answers = [served.ask(asked)[0], served.ask(asked)[0]]
-        reasons = hits(said())
-    reason = (
-        "the model has 4 KV cache groups and kvtier restores one; "
-        "start vLLM with --disable-hybrid-kv-cache-manager, and it has one"
-    )
-    assert lines[-1] == f"kvtier: this engine is not served: {reason}"
-    assert reasons == [f"hit 0 of 530 tokens: {reason}"] * 2
-    assert [answer.cached for answer in answers] == [0, 0]
-    assert all(answer.differs(truth) == 0 for answer in answers)
-
-
-def test_it_is_served_in_the_way_that_the_refusal_names(engine, said, tmp_path):
+def test_a_hybrid_model_whose_layers_all_keep_every_token(engine, said, tmp_path):
     import tiny_hybrids
 
     tiny_hybrids.make_gemma3(tmp_path / "model")
