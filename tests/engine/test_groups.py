@@ -41,10 +41,10 @@ def host(layout, tmp_path):
     """``host(slots)`` is a host over an arena with so many slots, above a disk that all hosts share one by one."""
     hosts = []
 
-    def start(slots=200, **options):
+    def start(slots=200, shared=False, **options):
         heap = {"type": "heap", "capacity": f"{slots * layout.frame_nbytes}B", "eviction": "lru"}
         disk = {"type": "disk", "path": str(tmp_path), "capacity": "4MiB", "min_free": "0B", "eviction": "lru"}
-        values = {"version": 1, "chunk_tokens": CHUNK, "load_wait": "10s", "tiers": [heap, disk]}
+        values = {"version": 1, "chunk_tokens": CHUNK, "load_wait": "10s", "tiers": [heap, disk | {"shared": shared}]}
         stack = load_config(values, Registry.of(kvtier_disk.plugin))
         hosts.append(Host(stack, layout=layout, blocks=200, **options))
         return hosts[-1]
@@ -102,10 +102,19 @@ def test_a_new_engine_is_warm_from_the_disk(host):
     second.assert_at_rest()
 
 
+def test_engines_that_share_a_store_find_what_the_other_one_stored(host):
+    """Which boundaries are there is asked at once, for all parts of a prompt."""
+    first, second, asked = host(shared=True), host(shared=True), prompt(1, 6 * CHUNK + 3)
+    assert second.ask("before", asked[: 2 * CHUNK + 1]) == 0
+    first.ask("first", asked)
+    assert second.ask("second", asked) == 6 * CHUNK
+    second.assert_at_rest()
+
+
 @pytest.mark.parametrize("late", [0, 3])
 def test_stores_read_pages_before_others_overwrite_them(host, late):
     """The engine gives the blocks that left a window, and those of finished requests, to the next one at once."""
-    served = host(blocks=60) if False else host()
+    served = host()
     served.late_stores = late
     prompts = [prompt(seed, 5 * CHUNK + 3) for seed in range(6)]
     for turn in range(2):
@@ -157,4 +166,32 @@ def test_a_load_that_fails_is_computed(host):
     served.ask("first", asked)
     served.failing.add("second")
     assert served.ask("second", asked) == 0
+    served.assert_at_rest()
+
+
+@pytest.mark.parametrize("slots", [12, 40])
+def test_a_busy_host_under_many_kinds_of_trouble(host, slots):
+    """Prompts that share beginnings, aborted, preempted and failed at random, in an arena that is too small."""
+    served, drawn = host(slots), random.Random(slots)
+    starts = [prompt(seed, 3 * CHUNK) for seed in range(3)]
+    served.late_stores, served.late_loads = 2, 1
+    alive, loaded = [], 0
+    for number in range(250):
+        if len(alive) < 3:
+            asked = prompt(
+                drawn.randrange(5), drawn.randrange(CHUNK, 8 * CHUNK), drawn.choice(starts)[: drawn.randrange(25)]
+            )
+            alive.append(served.submit(f"{number}", asked))
+        served.failing = {each.request_id for each in alive if drawn.random() < 0.05}
+        served.step()
+        for each in [each for each in alive if each.state == "running"]:
+            if drawn.random() < 0.05:
+                served.preempt(each)
+            elif each.computed == len(each.tokens) or drawn.random() < 0.05:
+                loaded += bool(each.offered)
+                served.finish(each, "abort" if each.computed < len(each.tokens) else "stop")
+        alive = [each for each in alive if each.state != "finished"]
+    served.failing = set()
+    served.run(*alive)
+    assert loaded > 5
     served.assert_at_rest()

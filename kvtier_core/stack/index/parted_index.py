@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from kvtier_core.layouts import chunk_key, number_of_part
 from kvtier_core.stack.index.cache_index import Admitted, CacheIndex
@@ -88,20 +88,17 @@ class PartedIndex(CacheIndex):
         for (chunk,) in super()._eviction_candidates(spared, pinned):
             leaving: list[ChunkKey] = []
             last: ChunkKey | None = chunk
-            while last is not None and last not in gone and all(map(may_leave, self.other_parts([last]))):
-                leaving += [last, *self.other_parts([last])]
+            while last is not None and last not in gone and self.held.children(last) <= children[last]:
+                parts = self.other_parts([last])
+                if not all(map(may_leave, parts)) or (leaving and parts):
+                    break  # in use, or a boundary
+                leaving += [last, *parts]
                 gone.add(last)
                 parent = self.held.parent(last)
                 children[parent] += 1
-                last = parent if self._is_useless(parent, children) and may_leave(parent) else None
+                last = parent if parent is not None and parent in self.held and may_leave(parent) else None
             if leaving:
                 yield leaving
-
-    def _is_useless(self, chunk: ChunkKey | None, gone: Mapping[ChunkKey | None, int]) -> bool:
-        """Is a chunk no boundary, and does nothing follow it once so many of its children are gone?"""
-        if chunk is None or chunk not in self.held or chunk in self._others:
-            return False
-        return self.held.children(chunk) <= gone[chunk]
 
 
 def _split(keys: Sequence[ChunkKey]) -> tuple[list[ChunkKey], list[ChunkKey]]:
