@@ -46,9 +46,13 @@ class KVGroup:
     def fact(self) -> str:
         """All of it in plain words, as a fact of a namespace."""
         pages = " ".join(map(str, self.page_nbytes))
-        kind = f"{self.kind} of {self.reach}" if self.reach else self.kind
         tokens = f"{self.block_tokens} tokens a block"
-        return f"{self.name}: {kind}, {tokens}, {self.dtype}, {self.structure}, pages of {pages} bytes"
+        return f"{self.name}: {self.needs}, {tokens}, {self.dtype}, {self.structure}, pages of {pages} bytes"
+
+    @property
+    def needs(self) -> str:
+        """What a prefix needs of it, in plain words."""
+        return f"{self.kind} of {self.reach}" if self.reach else str(self.kind)
 
     def needed(self, tokens: int) -> range:
         """The blocks without which no request can continue behind its first ``tokens``, a multiple of a block."""

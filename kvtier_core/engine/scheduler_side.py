@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvtier_core.config.compose import open_token_database
 from kvtier_core.config.model import StackConfig
@@ -80,6 +80,10 @@ class SchedulerSide:
         # that kvtier loads are not among them: the mover's load itself waits for the stores that still read them.
         self._new_blocks: set[int] = set()
         self._logged_stall: float | None = None
+
+    def describe(self) -> Iterator[str]:
+        """What is stored of each group of layers, and where requests can continue; empty if that is everywhere."""
+        return self._boundaries.describe() if self._boundaries else iter(())
 
     # -- a request arrives -----------------------------------------------------------------------------
 

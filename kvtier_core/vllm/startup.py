@@ -116,7 +116,7 @@ class Startup:
         manager = open_stack(config, context)
         before_start = Namespace.of(namespace.facts_before_start(self.vllm_config, weights))
         self._log_stack(manager, config, chunk, context, before_start)
-        return SchedulerSide(
+        side = SchedulerSide(
             config,
             manager,
             context.namespace,
@@ -126,6 +126,9 @@ class Startup:
             observe=self.registry.observe,
             recorder=recorder,
         )
+        for line in side.describe():
+            logger.info("kvtier: %s", line)
+        return side
 
     def _log_stack(
         self,

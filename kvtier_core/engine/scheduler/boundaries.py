@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from kvtier_core.engine.step import OfferedStates
 from kvtier_core.layouts import ChunkLayout, KVKind
+from kvtier_core.types import Nbytes
 
 
 class Boundaries:
@@ -22,7 +23,25 @@ class Boundaries:
         self._states = frozenset(
             number for part in layout.parts for number in part.groups if layout.groups[number].kind is KVKind.STATE
         )
-        self.spacing = _spacing(layout)  #: chunks between two boundaries that are stored in any case; 0: none are
+        self.spacing = _spacing(layout)  #: chunks between two boundaries that are stored in any case
+
+    def describe(self) -> Iterator[str]:
+        """A line for each group, and one that says where requests can continue."""
+        for part in self._layout.parts:
+            for group in (self._layout.groups[number] for number in part.groups):
+                nbytes = group.stored(self._layout.tokens) * sum(group.page_nbytes) * self._layout.ranks
+                where = "of every chunk" if part.number == 0 else "of chunks that a boundary needs"
+                yield f"{group.name}: {group.needs}: {Nbytes(nbytes)} {where}"
+        tokens = self._layout.tokens
+        if self._states:
+            yield f"requests can continue where the engine keeps states, at multiples of {tokens} tokens"
+        elif self.spacing == 1:
+            yield f"requests can continue at multiples of {tokens} tokens"
+        else:
+            yield (
+                f"requests can continue at multiples of {self.spacing * tokens} tokens, at the last {tokens} of each "
+                "prompt, and where prompts that begin alike part"
+            )
 
     def among(
         self, first: int, end: int, prompt_tokens: int, shared: int, offered: Mapping[int, OfferedStates]
