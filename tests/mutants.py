@@ -45,7 +45,7 @@ CODEC = "kvtier_core/frames/codec.py"
 KEYED_SEAL = "kvtier_core/frames/keyed_seal.py"
 CODEC_IDENTITY = "kvtier_core/frames/identity.py"
 ARENA = "kvtier_core/stack/arena.py"
-LEASES = "kvtier_core/stack/leases.py"
+LEASES = "kvtier_core/stack/lookup/leases.py"
 SEALING = "tests/core/test_sealing.py::"
 SEALED_TIERS = "tests/core/test_sealed_tiers.py::"
 CODEC_TESTS = "tests/core/test_codec.py::"
@@ -92,6 +92,10 @@ SHARED_DISK = "plugins/kvtier_disk/tests/test_shared_disk.py::"
 SHARED_CAPACITY = "plugins/kvtier_disk/tests/test_shared_capacity.py::"
 SELFTEST = "tests/vllm/test_self_test.py::"
 SEAM = "tests/engine/test_scheduler_side.py::"
+LAYOUTS = "kvtier_core/layouts.py"
+SEARCH = "kvtier_core/stack/lookup/boundaries.py"
+PARTED = "kvtier_core/stack/index/parted_index.py"
+GROUPS = "tests/engine/test_groups.py::"
 BESIDE = "tests/vllm/test_beside_others.py::"
 
 MUTANTS = (
@@ -287,10 +291,10 @@ MUTANTS = (
     ),
     Mutant(
         "whatever-is-derived-from-full-attention",
-        "kvtier_core/vllm/layout.py",
-        "if type(spec) not in _STRUCTURES:",
-        "if not isinstance(spec, FullAttentionSpec):",
-        "tests/vllm/test_layout.py::test_one_group_of_another_kind_is_refused",
+        "kvtier_core/vllm/groups.py",
+        "if type(spec) not in _KINDS:",
+        "if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec | MambaSpec):",
+        "tests/vllm/test_layout.py::test_a_kind_that_is_not_known_is_refused",
     ),
     Mutant(
         "embeddings-from-anywhere",
@@ -379,14 +383,14 @@ MUTANTS = (
     Mutant(
         "blocks-are-ours-for-ever",
         PROVENANCE,
-        "self._trusted.difference_update(blocks[-(-computed // self._block_tokens) :])",
+        "self._trusted.difference_update(blocks[-(-computed // size) :])",
         "pass",
         BESIDE + "test_what_others_loaded_is_not_stored_nor_what_stands_on_it[True-False]",
     ),
     Mutant(
         "made-up-kv-is-ours",
         PROVENANCE,
-        "trusted = size * sum(1 for _ in takewhile(self._trusted.__contains__, blocks[: -(-start // size)]))",
+        "trusted = min(self._leading(blocks[: -(-start // size)]) * size for blocks, size in tables)",
         "trusted = start",
         BESIDE + "test_what_another_connector_made_up_is_not_stored",
     ),
@@ -949,28 +953,28 @@ MUTANTS = (
     # -- leases, admission, shared stores
     Mutant(
         "what-comes-up-is-anybodys",
-        MANAGER,
-        "self._pin(awaited, lease, holder, leading=False)",
+        LEASES,
+        "self.pin(awaited, lease, holder)",
         "pass",
         "tests/core/test_manager.py::test_what_comes_up_is_kept_for_whom_asked",
     ),
     Mutant(
         "another-path-keeps-the-old-lease",
-        MANAGER,
-        "            self._unpin(lease.pinned(), holder)\n            lease = None",
+        LEASES,
+        "            self.release(holder)\n            lease = None",
         "            lease = None",
         "tests/core/test_manager.py::test_another_path_of_a_holder_ends_what_it_had_found",
     ),
     Mutant(
         "another-path-keeps-what-lies-beyond",
         LEASES,
-        " and self.beyond.keys() <= set(path)",
-        "",
+        "return {chunk_of(key) for key in lease.beyond} <= set(path)",
+        "return True",
         "tests/core/test_manager.py::test_a_shorter_path_of_a_holder_keeps_nothing_beyond_it",
     ),
     Mutant(
         "a-holder-finds-what-was-invalidated",
-        MANAGER,
+        LEASES,
         "            lease.valid = False\n",
         "",
         "tests/core/test_manager.py::test_a_holder_does_not_find_again_what_was_invalidated",
@@ -1104,16 +1108,16 @@ MUTANTS = (
     ),
     Mutant(
         "requests-wait-for-probes",
-        MANAGER,
+        "kvtier_core/stack/lookup/chain.py",
         "return Requested() if path[at] in self._promotions.probes else Requested(1, arena.name)",
         "return Requested(1, arena.name)",
         ASKING + "test_nobody_waits_for_a_probe",
     ),
     Mutant(
         "prefetching-takes-the-whole-arena",
-        MANAGER,
-        "max(0, self._hot.memory.slots // _PREFETCH_SHARE - unused)",
-        "self._hot.memory.slots",
+        "kvtier_core/stack/lookup/search.py",
+        "max(0, self._arenas[0].memory.slots // _PREFETCH_SHARE - unused)",
+        "self._arenas[0].memory.slots",
         ASKING + "test_a_prefetch_brings_up_a_quarter_of_the_arena_and_pins_nothing",
     ),
     Mutant(
@@ -1155,8 +1159,8 @@ MUTANTS = (
     Mutant(
         "chunks-in-the-wrong-pages",
         LOADS,
-        "Transfer(tuple(slots), pages)",
-        "Transfer(tuple(reversed(slots)), pages)",
+        "Transfer(tuple(state.found.slots[: len(loaded)]), pages)",
+        "Transfer(tuple(reversed(state.found.slots[: len(loaded)])), pages)",
         SEAM + "test_a_busy_host_under_many_kinds_of_trouble",
     ),
     Mutant(
@@ -1423,15 +1427,15 @@ MUTANTS = (
     Mutant(
         "stores-without-their-salt",
         STORES,
-        "_holder(self._last_job + 1), salt)",
-        "_holder(self._last_job + 1))",
+        "_holder(self._last_job + 1), salt, parts)",
+        '_holder(self._last_job + 1), b"", parts)',
         SALTS + "test_what_was_stored_is_found_after_a_restart",
     ),
     Mutant(
         "lookups-without-their-salt",
         LOADS,
-        "state.holder, limit, state.view.identity.salt)",
-        "state.holder, limit)",
+        "state.holder, limit, state.view.identity.salt, skipped)",
+        'state.holder, limit, b"", skipped)',
         SALTS + "test_what_was_stored_is_found_after_a_restart",
     ),
     Mutant(
@@ -1546,6 +1550,62 @@ MUTANTS = (
         "folder.lstat()",
         "folder.stat()",
         BESIDE + "test_a_folder_that_others_could_write_to_is_not_believed",
+    ),
+    Mutant(
+        "windows-one-block-short",
+        LAYOUTS,
+        "return -(-(self.reach - 1) // self.block_tokens)",
+        "return (self.reach - 1) // self.block_tokens",
+        "tests/core/test_layouts.py::test_what_a_group_needs_behind_a_prefix",
+    ),
+    Mutant(
+        "what-the-engine-keeps-stays-as-it-is",
+        LOADS,
+        "if self._expected(tables, state.computed, end) - _blocks_of(pages):",
+        "if False:",
+        GROUPS + "test_an_engine_that_keeps_more_than_was_found_computes_it",
+    ),
+    Mutant(
+        "no-token-left-to-compute",
+        SCHEDULER,
+        "return view.tokens - 1 if self._boundaries else view.tokens",
+        "return view.tokens",
+        GROUPS + "test_one_token_is_always_left_to_compute",
+    ),
+    Mutant(
+        "boundaries-without-their-parts",
+        SEARCH,
+        "if all(map(holds, self.needed(i)))",
+        "if holds(self.chunks[i - 1])",
+        GROUPS + "test_a_boundary_that_lacks_a_part_is_not_found",
+    ),
+    Mutant(
+        "boundaries-with-holes",
+        "kvtier_core/engine/scheduler/chunk_pages.py",
+        "if not any(map(_has_holes, pages.values())):",
+        "if True:",
+        GROUPS + "test_a_window_that_has_passed_is_not_stored",
+    ),
+    Mutant(
+        "parts-outlive-their-chunk",
+        PARTED,
+        "leaving += [last, *parts]",
+        "leaving += [last]",
+        "tests/core/test_parted_index.py::test_a_boundary_leaves_with_its_parts_and_the_chunks_that_only_it_needed",
+    ),
+    Mutant(
+        "parts-in-use-leave",
+        PARTED,
+        "if not all(map(may_leave, parts)) or (leaving and parts):",
+        "if leaving and parts:",
+        "tests/core/test_parted_index.py::test_what_is_pinned_or_spared_stays_and_all_before_it",
+    ),
+    Mutant(
+        "useless-chunks-stay",
+        PARTED,
+        "last = parent if parent is not None and parent in self.held and may_leave(parent) else None",
+        "last = None",
+        "tests/core/test_parted_index.py::test_a_boundary_leaves_with_its_parts_and_the_chunks_that_only_it_needed",
     ),
     Mutant(
         "one-salt-for-all-recordings",

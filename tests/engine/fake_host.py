@@ -277,11 +277,12 @@ class Host:
                     self._hurry(job)
         self._stores.update((job, (self.late_stores, transfer)) for job, transfer in plan.stores)
         progress = progress.merge(self._end_stores())
-        ended = self._end_loads()
+        ended = self._end_loads() | set(plan.failed_loads)
         invalid, self.invalid = self.invalid, set()
-        self.side.progress(StepResult(ended, ended & self.failing, invalid, progress))
+        failed = ended & {*self.failing, *plan.failed_loads}
+        self.side.progress(StepResult(ended, failed, invalid, progress))
         for request_id in ended:
-            self._loaded(self._requests[request_id])
+            self._loaded(self._requests[request_id], ok=request_id not in failed)
 
     def _forward(self, request: HostRequest, scheduled: ScheduledRequest) -> None:
         for number, (group, table) in enumerate(zip(self.layout.groups, request.tables, strict=True)):
@@ -329,11 +330,11 @@ class Host:
             sums += result.checksums
         return tuple(sums)
 
-    def _loaded(self, request: HostRequest) -> None:
+    def _loaded(self, request: HostRequest, *, ok: bool) -> None:
         if request.state == "finished":  # aborted meanwhile
             self._give_back(request)
             del self._requests[request.request_id]
-        elif request.request_id in self.failing:
+        elif not ok:
             self._give_back(request)
             request.state = "waiting"
         else:

@@ -10,7 +10,7 @@ from fake_host import BLOCK, Host
 import kvtier_disk.plugin
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
-from kvtier_core.layouts import ChunkLayout, KVKind
+from kvtier_core.layouts import ChunkLayout, KVKind, chunk_key
 from kvtier_core.testing.samples import make_group
 
 CHUNK = 8
@@ -194,4 +194,30 @@ def test_a_busy_host_under_many_kinds_of_trouble(host, slots):
     served.failing = set()
     served.run(*alive)
     assert loaded > 5
+    served.assert_at_rest()
+
+
+def test_a_window_that_has_passed_is_not_stored(host, layout):
+    """Of what a request loads the engine keeps the last window alone, and the earlier ones cannot be stored again."""
+    served, asked = host(), prompt(1, 6 * CHUNK + 3)
+    served.ask("first", asked)
+    hot, tier = served.manager._hot, served.manager._tiers[0]
+    chunks = served.side._requests._database.keys(asked[: 2 * CHUNK])
+    for level in (hot, tier):
+        lost = level.index.other_parts(list(map(chunk_key, chunks)))
+        hot._release(lost, evicted=True) if level is hot else level.index.remove(lost)
+    assert served.ask("second", asked) == 6 * CHUNK
+    served.ask("third", asked[: 2 * CHUNK + 1])
+    served.assert_at_rest()
+
+
+def test_an_engine_that_keeps_more_than_was_found_computes_it(host, layout, monkeypatch):
+    """Its blocks would hold what somebody else left there."""
+    if len(layout.parts) == 1 or any(group.kind is KVKind.STATE for group in layout.groups):
+        pytest.skip("it keeps no more")
+    served, asked, skipped = host(), prompt(1, 6 * CHUNK + 3), Host._skipped
+    served.ask("first", asked)
+    monkeypatch.setattr(Host, "_skipped", lambda self, number, tokens: max(0, skipped(self, number, tokens) - 9))
+    served.ask("second", asked)
+    assert any(plan.failed_loads for plan in served.plans)
     served.assert_at_rest()
