@@ -41,6 +41,9 @@ class SchedulerSide:
 
     The engine calls `arrived` for each request, `match` and `admitted` when it is about to start it, `finished` when it
     has ended; `plan` before each step, `progress` and `step_ended` after it. Whatever is uncertain is a miss.
+
+    The last ``recomputed_tokens``, whole blocks, of what is found are not offered: in an engine with KV of draft layers
+    the end of a chunk depends on the token behind it.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class SchedulerSide:
         namespace: Namespace,
         layout: ChunkLayout,
         *,
+        recomputed_tokens: int = 0,
         loads: bool = True,
         stores: bool = True,
         observe: Callable[[Sequence[Event]], None] = lambda events: None,
@@ -63,6 +67,7 @@ class SchedulerSide:
         self._config = config
         self._layout = layout
         self._chunk_tokens = layout.tokens
+        self._recomputed_tokens = recomputed_tokens
         self._boundaries = None if layout.keeps_every_token else Boundaries(layout)
         self._may_load, self._may_store = loads, stores
         self._recorder = recorder
@@ -122,11 +127,12 @@ class SchedulerSide:
         waits = found.pending or (found.slots and not self._self_test.is_open)
         if waits and self._waiting.allows(state, found):
             return None
-        if not found.slots or not self._self_test.is_open:
+        end = (first + found.chunks) * self._chunk_tokens - self._recomputed_tokens
+        if not found.slots or end <= computed or not self._self_test.is_open:
             state.reason = self._why_no_hit(keys, found)
             return 0
         state.found = found
-        return (first + found.chunks) * self._chunk_tokens - computed
+        return end - computed
 
     def admitted(self, view: RequestView, tables: BlockTables, tokens: int) -> None:
         """The engine allocated the request's blocks, and wants ``tokens`` of those that `match` offered loaded."""
@@ -277,6 +283,8 @@ class SchedulerSide:
             return found.miss_reason
         if not self._self_test.is_open:
             return "the self-test is not over"
+        if found.slots:
+            return f"the engine computes the last {self._recomputed_tokens} tokens itself, for its drafts"
         return f"it was not promoted within {self._config.load_wait}"
 
     def _step_stack(self) -> None:
@@ -295,7 +303,7 @@ class SchedulerSide:
         self, state: RequestState, scheduled: ScheduledRequest, step: Step
     ) -> tuple[tuple[int, Transfer], ...]:
         """Store the chunks that this step completes, as far as their KV is trusted."""
-        state.trusted = self._provenance.computed(state.trusted, scheduled, step.block_tables)
+        state.trusted = self._provenance.computed(state.trusted, scheduled, step)
         end = min(state.trusted, state.view.tokens)
         if not self._config.save_decode:
             end = min(end, state.view.prompt_tokens)

@@ -42,6 +42,8 @@ class Step:
     block_tables: Callable[[str], BlockTables]
     #: The recurrent states that the step leaves behind, by request and by the tokens behind which each is.
     states: Mapping[str, Mapping[int, OfferedStates]] = attrs.field(factory=dict)
+    #: False: it leaves some KV of its tokens unwritten, for instance that of a draft model which does not run.
+    writes_all: bool = True
 
     @property
     def computes_nothing(self) -> bool:

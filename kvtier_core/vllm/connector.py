@@ -34,7 +34,7 @@ from kvtier_core.engine.messages import StepPlan, WorkerReport
 from kvtier_core.engine.scheduler_side import SchedulerSide
 from kvtier_core.engine.worker_side import WorkerSide
 from kvtier_core.transfer.io_pool import run
-from kvtier_core.vllm import layout, versions
+from kvtier_core.vllm import layout, speculation, versions
 from kvtier_core.vllm.groups import Tables
 from kvtier_core.vllm.guard import guarded
 from kvtier_core.vllm.hit_sources import as_vllm_says
@@ -92,9 +92,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._refusal:
             return
         if self._vllm_config.parallel_config.rank == 0:
-            model_weights.identify_ahead(
-                self._vllm_config.model_config, self._vllm_config.load_config, self.config.identity
-            )
+            model_weights.identify_ahead(self._vllm_config, self.config.identity)
         table, report = layout.inspect_pages(self._vllm_config, self._kv_cache_config, kv_caches, self.config)
         # Inside a MultiConnector its settings apply, and vLLM passes them to workers only.
         whole = get_current_vllm_config_or_none()
@@ -200,7 +198,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         for request_id, bypass in self._requests.follow(scheduler_output).items():
             self.side.bypass(request_id, bypass)
         scheduled = self._requests.scheduled(scheduler_output)
-        return self.side.plan(step_of(scheduler_output, scheduled, self._tables))
+        draft = speculation.draft_model(self._vllm_config)
+        return self.side.plan(step_of(scheduler_output, scheduled, self._tables, draft))
 
     @guarded()
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -79,6 +79,13 @@ def refusal(kv_cache_config: KVCacheConfig) -> str:
     return ""
 
 
+def keep_every_token(kv_cache_config: KVCacheConfig) -> bool:
+    """Is there one group, which keeps the KV of all tokens in all layers?"""
+    if len(kv_cache_config.kv_cache_groups) != 1:
+        return False
+    return {_KINDS.get(type(spec)) for spec in specs_of(0, kv_cache_config).values()} == {KVKind.FULL_ATTENTION}
+
+
 def kv_group(number: int, kv_cache_config: KVCacheConfig, page_nbytes: Sequence[int], dtypes: Sequence[str]) -> KVGroup:
     """A group that is served, whose layers have pages of these sizes and elements of these types."""
     specs = specs_of(number, kv_cache_config).values()

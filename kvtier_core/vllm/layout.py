@@ -13,7 +13,7 @@ from kvtier_core.config.model import StackConfig
 from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.interfaces import PagedKVCache, PageRun
 from kvtier_core.layouts import ChunkLayout, KVGroup, KVKind
-from kvtier_core.vllm import groups
+from kvtier_core.vllm import groups, speculation
 from kvtier_core.vllm.identity import namespace
 from kvtier_core.vllm.identity.settings import UnidentifiedError
 
@@ -41,9 +41,9 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         return f"vLLM says that this is data parallel rank {replica} and not how many there are"
     if vllm_config.ec_transfer_config is not None or vllm_config.ec_manager_config.encoder_cache_manager_cls:
         return "embeddings of items may come from where kvtier cannot see what they were made of"
-    if vllm_config.speculative_config is not None:
-        return "speculative decoding is not served yet"
-    return ""
+    if vllm_config.speculative_config is not None and not groups.keep_every_token(kv_cache_config):
+        return "speculative decoding is served only where one KV cache group of full attention has all layers"
+    return speculation.refusal(vllm_config)
 
 
 def replica_of(parallel: ParallelConfig) -> tuple[int, int]:
@@ -64,7 +64,7 @@ def inspect_pages(
     """
     device = next(iter(kv_caches.values())).device
     try:
-        worker_facts = namespace.facts_of_worker(vllm_config.model_config, config.identity)
+        worker_facts = namespace.facts_of_worker(vllm_config, config.identity)
         layers, kv_groups = _pages(kv_cache_config, kv_caches)
         _, layout = in_chunks(config, vllm_config, kv_groups)
     except (UnidentifiedError, ValueError) as error:

@@ -25,7 +25,7 @@ from kvtier_core.interfaces import OpenContext
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.types import Namespace, Nbytes
-from kvtier_core.vllm import layout
+from kvtier_core.vllm import layout, speculation
 from kvtier_core.vllm.identity import model_weights, namespace
 from kvtier_core.vllm.identity.settings import UnidentifiedError
 
@@ -75,9 +75,7 @@ class Startup:
         report = reports[0]
         if refusal := layout.disagreement(reports) or self._missing_mover(report.device):
             return Refusal(refusal)
-        weights = model_weights.identify(
-            self.vllm_config.model_config, self.vllm_config.load_config, self.config.identity
-        )
+        weights = model_weights.identify_all(self.vllm_config, self.config.identity)
         if isinstance(weights, model_weights.Unknown):
             return Refusal(weights.reason)
         if weights.warning:
@@ -116,11 +114,13 @@ class Startup:
         manager = open_stack(config, context)
         before_start = Namespace.of(namespace.facts_before_start(self.vllm_config, weights))
         self._log_stack(manager, config, chunk, context, before_start)
+        draft = speculation.draft_model(self.vllm_config)
         side = SchedulerSide(
             config,
             manager,
             context.namespace,
             chunk,
+            recomputed_tokens=chunk.groups[0].block_tokens if draft and draft.reads_next_token else 0,
             loads=self.transfer.is_kv_consumer,
             stores=self.transfer.is_kv_producer,
             observe=self.registry.observe,

@@ -10,15 +10,19 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvtier_core.engine.step import ScheduledRequest, Step, StepResult
 from kvtier_core.vllm.groups import Tables
 from kvtier_core.vllm.metadata import WorkerProgressMetadata
+from kvtier_core.vllm.speculation import DraftModel
 
 
-def step_of(output: SchedulerOutput, requests: Sequence[ScheduledRequest], tables: Tables) -> Step:
+def step_of(
+    output: SchedulerOutput, requests: Sequence[ScheduledRequest], tables: Tables, draft: DraftModel | None
+) -> Step:
     """The step that vLLM's scheduler decided on, which computes tokens of these requests."""
     return Step(
         requests=requests,
         new_blocks=tables.new_blocks(output),
         block_tables=lambda request_id: tables.of_request(output.kv_connector_block_state.get_block_ids(request_id)),
         states=tables.states(output, requests),
+        writes_all=draft is None or draft.computes(max((request.end for request in requests), default=0)),
     )
 
 

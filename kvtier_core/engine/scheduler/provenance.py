@@ -10,10 +10,10 @@ A block is written by a load or by a forward: `allocated` is called before every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import takewhile
 
-from kvtier_core.engine.step import BlockTables, ScheduledRequest
+from kvtier_core.engine.step import BlockTables, ScheduledRequest, Step
 from kvtier_core.interfaces import NO_BLOCK
 
 
@@ -34,26 +34,25 @@ class Provenance:
         """kvtier loads these blocks. If that fails the engine frees them, and `allocated` comes before their reuse."""
         self._trusted.update(blocks)
 
-    def computed(
-        self, trusted: int | None, request: ScheduledRequest, block_tables: Callable[[str], BlockTables]
-    ) -> int:
+    def computed(self, trusted: int | None, request: ScheduledRequest, step: Step) -> int:
         """This step's forward computes tokens of a request. Call it in the order of scheduling.
 
         ``trusted`` is how many tokens, from the first one on, had trusted KV before the step; None finds out from the
-        blocks. Returns how many have it after the step: all, or ``trusted`` if the forward also reads other KV.
+        blocks. Returns how many have it after the step: all, unless the forward also reads other KV or leaves some
+        unwritten.
         """
         start, end = request.computed, request.end
         if trusted is None or any(not start % size or start // size < end // size for size in self._block_tokens):
-            tables = list(zip(block_tables(request.request_id), self._block_tokens, strict=True))
+            tables = list(zip(step.block_tables(request.request_id), self._block_tokens, strict=True))
             if trusted is None:
                 trusted = min(self._leading(blocks[: -(-start // size)]) * size for blocks, size in tables)
             for blocks, size in tables:
                 self._trusted.difference_update(blocks[start // size : -(-end // size)])
-            if trusted >= start:
+            if trusted >= start and step.writes_all:
                 for blocks, size in tables:
                     self._trusted.update(blocks[start // size : end // size])
                 self._trusted.discard(NO_BLOCK)
-        return end if trusted >= start else trusted
+        return end if trusted >= start and step.writes_all else min(trusted, start)
 
     def _leading(self, blocks: Sequence[int]) -> int:
         """How many blocks are trusted, or not kept by the engine, before the first that is neither."""

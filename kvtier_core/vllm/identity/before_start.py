@@ -19,7 +19,7 @@ def of_arguments(model: str, identity: IdentityConfig, arguments: Sequence[str])
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm"))
     config = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *arguments])).create_engine_config()
     try:
-        found = model_weights.identify(config.model_config, config.load_config, identity)
+        found = model_weights.identify_all(config, identity)
         if isinstance(found, Unknown):
             return found
         return Namespace.of(namespace.facts_before_start(config, found.fact))

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-#: Fields of `VllmConfig`, by the reason why they may differ. A name includes everything below it.
-FIELDS: Mapping[str, Sequence[str]] = {
+_FIELDS = {
     "where things lie; what is read there is identified by its bytes, or counts under another name": (
         "model_config.model",
         "model_config.model_weights",
@@ -21,12 +20,16 @@ FIELDS: Mapping[str, Sequence[str]] = {
         "compilation_config.cache_dir",
         "compilation_config.local_cache_dir",
         "compilation_config.debug_dump_path",
+        "speculative_config.model",
+        "speculative_config.revision",
         "model_config.multimodal_config.mm_encoder_fp8_scale_save_path",
     ),
     "applied to or read from other fields, which count": (
         "model_config.hf_overrides",  # to hf_config
         "quant_config",  # from model_config.quantization, quantization_config and files beside the weights
         "scheduler_config.disable_hybrid_kv_cache_manager",  # shows in the specs of the layers' caches
+        "speculative_config.target_model_config",  # model_config and parallel_config themselves
+        "speculative_config.target_parallel_config",
         "cache_config.user_specified_block_size",
         "cache_config._block_size_resolved",
         "parallel_config._allow_auto_resolve_cp_interleave_size",
@@ -186,6 +189,17 @@ FIELDS: Mapping[str, Sequence[str]] = {
         "compilation_config.traced_files",
         "compilation_config.compilation_time",
         "compilation_config.encoder_compilation_time",
+    ),
+}
+
+#: Fields of `VllmConfig`, by the reason why they may differ. A name includes everything below it.
+FIELDS: Mapping[str, Sequence[str]] = {
+    **_FIELDS,
+    "of a draft model: harmless for the reasons above": tuple(
+        f"speculative_config.draft_{name}"
+        for names in _FIELDS.values()
+        for name in names
+        if name.startswith(("model_config.", "parallel_config.", "load_config."))
     ),
 }
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import attrs
-from vllm.config import LoadConfig, ModelConfig
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.model_executor.model_loader import DefaultModelLoader, ShardedStateLoader, get_model_loader
 
 from kvtier_core.config.model import NAMED, IdentityConfig
 from kvtier_core.engine import weights
 from kvtier_core.transfer.io_pool import run, run_aside
+from kvtier_core.vllm import speculation
 
 #: Loaders that read the model's folder and nothing else. What other loaders read is not known.
 _FROM_THE_FOLDER = (DefaultModelLoader, ShardedStateLoader)
@@ -34,7 +35,7 @@ class Unknown:
 
 
 def identify(model: ModelConfig, load: LoadConfig, asked: IdentityConfig) -> ModelWeights | Unknown:
-    """The weights that an engine has loaded. Reads all of their files, unless their digest is cached.
+    """The weights that an engine has loaded for a model. Reads all of their files, unless their digest is cached.
 
     ``asked`` is what the configuration says about identifying them.
     """
@@ -65,9 +66,21 @@ def identify(model: ModelConfig, load: LoadConfig, asked: IdentityConfig) -> Mod
     return ModelWeights(found)
 
 
-def identify_ahead(model: ModelConfig, load: LoadConfig, asked: IdentityConfig) -> None:
-    """Begin `identify` on a thread, so that a later call finds the digest cached or has less to wait for."""
-    run_aside(lambda: identify(model, load, asked), "weights")
+def identify_all(config: VllmConfig, asked: IdentityConfig) -> ModelWeights | Unknown:
+    """The weights of an engine's model and, if it has one, of its draft model; as `identify`."""
+    found = identify(config.model_config, config.load_config, asked)
+    draft = speculation.draft_model(config)
+    if draft is None or asked.named or isinstance(found, Unknown):
+        return found
+    drafts = identify(draft.model, draft.load, asked)
+    if isinstance(drafts, Unknown):
+        return Unknown(f"draft model: {drafts.reason}")
+    return attrs.evolve(found, fact=f"{found.fact}; draft model: {drafts.fact}")
+
+
+def identify_ahead(config: VllmConfig, asked: IdentityConfig) -> None:
+    """Begin `identify_all` on a thread, so that a later call finds the digests cached or has less to wait for."""
+    run_aside(lambda: identify_all(config, asked), "weights")
 
 
 def _not_from_the_folder(model: ModelConfig, load: LoadConfig) -> str:

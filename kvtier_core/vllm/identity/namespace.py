@@ -20,6 +20,7 @@ from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.frames.format import FORMAT_VERSION
 from kvtier_core.transfer.io_pool import run
 from kvtier_core.types import Namespace
+from kvtier_core.vllm import speculation
 from kvtier_core.vllm.identity import settings
 from kvtier_core.vllm.identity.settings import UnidentifiedError
 
@@ -57,14 +58,25 @@ def of_engine(config: VllmConfig, weights_fact: str, chunk_tokens: int, report: 
     return Namespace.of({**facts_before_start(config, weights_fact), **facts_after_start(config, chunk_tokens, report)})
 
 
-def facts_of_worker(model: ModelConfig, asked: IdentityConfig) -> dict[str, str]:
-    """Facts that only a worker knows: the device and the code of the model. Raises UnidentifiedError."""
+def facts_of_worker(config: VllmConfig, asked: IdentityConfig) -> dict[str, str]:
+    """Facts that only a worker knows: the device, and the code of the models. Raises UnidentifiedError."""
+    facts = {
+        "device name": current_platform.get_device_name(),
+        "model code": _checked_code(config.model_config, asked),
+    }
+    if draft := speculation.draft_model(config):
+        facts["draft model code"] = _checked_code(draft.model, asked)
+    return facts
+
+
+def _checked_code(model: ModelConfig, asked: IdentityConfig) -> str:
+    """The code of a model, as `_code_of`. Raises UnidentifiedError also if its weights may be from two places."""
     found = get_model_cls(model)
     if not asked.named and _has_a_second_source(found):
         raise UnidentifiedError(
             f"{found.__qualname__} may load weights from a second place; identity: {{weights: {NAMED}…}} names them"
         )
-    return {"device name": current_platform.get_device_name(), "model code": _code_of(found)}
+    return _code_of(found)
 
 
 def _code_of(model: type) -> str:

@@ -19,6 +19,7 @@ from vllm.config.utils import SupportsHash
 
 from kvtier_core.engine import weights
 from kvtier_core.errors import KvtierError
+from kvtier_core.vllm import speculation
 from kvtier_core.vllm.identity import harmless
 
 #: Keys that the library which saved a model's configuration added; they say nothing about the model.
@@ -29,6 +30,7 @@ _NOT_SHOWN = (
     "ec_manager_config.manager_config",
     "ec_transfer_config.ec_connector_extra_config",
     "load_config.model_loader_extra_config",
+    "speculative_config.draft_load_config.model_loader_extra_config",
 )
 #: Any text under such a name may be a credential too, also in settings and variables that this version does not know.
 _LIKE_A_CREDENTIAL = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
@@ -74,8 +76,11 @@ def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def _facts(config: VllmConfig) -> dict[str, str]:
+    skipped = () if speculation.changes_kv(config) else ("speculative_config",)
     pairs = itertools.chain.from_iterable(
-        _flat(getattr(config, field.name, None), field.name) for field in dataclasses.fields(config)
+        _flat(getattr(config, field.name, None), field.name)
+        for field in dataclasses.fields(config)
+        if field.name not in skipped
     )
     return {name: _digest(json.dumps(value)) if _hidden(name, value) else json.dumps(value) for name, value in pairs}
 
@@ -90,7 +95,7 @@ def _flat(value: object, name: str) -> Iterator[tuple[str, object]]:
     if name in _HARMLESS_FIELDS:
         return
     if isinstance(value, PretrainedConfig):
-        value = {key: below for key, below in value.to_dict().items() if key not in _NOT_THE_MODEL}
+        value = _of_the_model(value.to_dict())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield name, type(value).__name__
         below = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
@@ -101,6 +106,13 @@ def _flat(value: object, name: str) -> Iterator[tuple[str, object]]:
         return
     for key in sorted(below):
         yield from _flat(below[key], f"{name}.{key}" if key.isidentifier() else f"{name}[{json.dumps(key)}]")
+
+
+def _of_the_model(saved: object) -> object:
+    """A saved configuration, which may hold others, without what says nothing about the model."""
+    if not isinstance(saved, dict):
+        return saved
+    return {key: _of_the_model(below) for key, below in saved.items() if key not in _NOT_THE_MODEL}
 
 
 def _plain(value: object, name: str) -> object:
