@@ -147,8 +147,9 @@ def keep_what_engines_share() -> None:
     """
     from vllm.platforms import current_platform
 
-    current_platform.register_triton_kernel_overrides()
-    type(current_platform).register_triton_kernel_overrides = lambda platform: None
+    if current_platform.register_triton_kernel_overrides is not None:  # None before vLLM 0.31
+        current_platform.register_triton_kernel_overrides()
+        type(current_platform).register_triton_kernel_overrides = lambda platform: None
     gc.collect()
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None  # vLLM's, which would freeze engines and thaw the modules

@@ -21,7 +21,7 @@ from kvtier_core.config.model import IdentityConfig
 from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.testing.samples import make_group
 from kvtier_core.types import Namespace
-from kvtier_core.vllm.identity import harmless, namespace, settings
+from kvtier_core.vllm.identity import harmless, model_weights, namespace, settings
 from kvtier_core.vllm.identity.settings import UnidentifiedError
 
 CHUNK = 64
@@ -306,9 +306,9 @@ def test_a_model_from_elsewhere_counts_with_its_code(base, tmp_path, monkeypatch
     import acme
 
     monkeypatch.setattr(namespace, "get_model_cls", lambda model: acme.Llama)
-    before = namespace.facts_of_worker(base.model_config, IdentityConfig())
+    before = namespace.facts_of_worker(base, IdentityConfig())
     (package / "llama.py").write_text("class Llama: scale = 2")
-    after = namespace.facts_of_worker(base.model_config, IdentityConfig())
+    after = namespace.facts_of_worker(base, IdentityConfig())
     assert before["model code"] != after["model code"]
     assert before["model code"].startswith("acme.llama.Llama ")
 
@@ -317,12 +317,12 @@ def test_a_model_whose_code_cannot_be_told_is_not_guessed(base, tmp_path, monkey
     made_here = type("Llama", (), {"__module__": "made_here"})
     monkeypatch.setattr(namespace, "get_model_cls", lambda model: made_here)
     with pytest.raises(UnidentifiedError, match=r"the code of the model, made_here\.Llama, is not in a file"):
-        namespace.facts_of_worker(base.model_config, IdentityConfig("name:acme 7"))
+        namespace.facts_of_worker(base, IdentityConfig("name:acme 7"))
     monkeypatch.setitem(sys.modules, "made_here", types.ModuleType("made_here"))
     for file in ("gone.py", "packed.zip/made_here/__init__.py"):
         sys.modules["made_here"].__file__ = str(tmp_path / file)
         with pytest.raises(UnidentifiedError, match=r"the code of the model, made_here\.Llama, cannot be read: "):
-            namespace.facts_of_worker(base.model_config, IdentityConfig("name:acme 7"))
+            namespace.facts_of_worker(base, IdentityConfig("name:acme 7"))
 
 
 def test_a_model_with_weights_from_two_places_is_not_guessed(base, monkeypatch):
@@ -331,8 +331,57 @@ def test_a_model_with_weights_from_two_places_is_not_guessed(base, monkeypatch):
     monkeypatch.setattr(namespace, "get_model_cls", lambda model: UltravoxModel)
     why = "may load weights from a second place; identity: {weights: name:…} names them"
     with pytest.raises(UnidentifiedError, match=re.escape(why)):
-        namespace.facts_of_worker(base.model_config, IdentityConfig())
-    assert namespace.facts_of_worker(base.model_config, IdentityConfig("name:ultravox of Tuesday"))
+        namespace.facts_of_worker(base, IdentityConfig())
+    assert namespace.facts_of_worker(base, IdentityConfig("name:ultravox of Tuesday"))
+
+
+# -- drafts ------------------------------------------------------------------------------------------------
+
+
+def test_drafts_from_the_tokens_alone_are_no_fact(model, base):
+    drafting = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    assert facts(engine_config(model, speculative_config=drafting)) == facts(base)
+
+
+@pytest.fixture
+def drafting(model, tmp_path):
+    """``drafting(name, seed)`` is the configuration of an engine with a draft model in a folder of that name."""
+    import tiny_drafts
+
+    def configure(name="draft", seed=1, **more):
+        if not (tmp_path / name).exists():
+            tiny_drafts.make_eagle(tmp_path / name, seed)
+        speculative = {"method": "eagle", "model": str(tmp_path / name), "num_speculative_tokens": 2, **more}
+        return engine_config(model, speculative_config=speculative)
+
+    return configure
+
+
+def test_a_draft_model_counts_by_its_weights_and_not_by_its_folder(drafting):
+    first, moved, other = drafting("first"), drafting("moved"), drafting("other", seed=2)
+    weights = [model_weights.identify_all(config, IdentityConfig()).fact for config in (first, moved, other)]
+    assert weights[0] == weights[1] != weights[2]
+    assert facts(first) == facts(moved)
+    own = model_weights.identify(first.model_config, first.load_config, IdentityConfig())
+    assert weights[0].startswith(f"{own.fact}; draft model: ")
+
+
+def test_a_draft_model_counts_with_its_settings_and_its_code(drafting, base):
+    config = drafting()
+    before = facts(config)
+    assert before != facts(base)
+    config.speculative_config.draft_model_config.hf_config.rope_theta = 20000.0
+    assert facts(config) != before
+    assert "EagleLlama" in namespace.facts_of_worker(config, IdentityConfig())["draft model code"]
+    assert "draft model code" not in namespace.facts_of_worker(base, IdentityConfig())
+
+
+def test_weights_of_a_draft_model_that_do_not_come_from_files_are_not_guessed(drafting):
+    config = drafting(draft_load_config={"load_format": "tensorizer"})
+    unknown = model_weights.identify_all(config, IdentityConfig())
+    assert isinstance(unknown, model_weights.Unknown)
+    assert unknown.reason.startswith("draft model: load_format 'tensorizer'")
+    assert model_weights.identify_all(config, IdentityConfig("name:acme 7")).fact == "name:acme 7"
 
 
 # -- the same everywhere -----------------------------------------------------------------------------------

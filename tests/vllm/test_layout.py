@@ -9,7 +9,6 @@ import attrs
 import pytest
 import torch
 from test_identity import engine_config
-from vllm.config import SpeculativeConfig
 
 from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.testing.samples import make_group
@@ -109,11 +108,6 @@ def test_attention_to_later_tokens_is_refused(config, specs):
     assert layout.refusal(config, groups(specs["full"])) == why
 
 
-def test_speculation_is_refused(config, specs):
-    config.speculative_config = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
-    assert layout.refusal(config, groups(specs["full"])) == "speculative decoding is not served yet"
-
-
 def test_ranks_must_agree():
     one = WorkerReport("cpu", (make_group((4096,)),), ())
     assert layout.disagreement([one, one]) == ""
@@ -179,3 +173,51 @@ def test_an_engine_whose_embeddings_come_from_elsewhere_is_refused(config, specs
     config.ec_manager_config.encoder_cache_manager_cls = None
     config.ec_transfer_config = ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_consumer")
     assert layout.refusal(config, groups(specs["full"])) == why
+
+
+@pytest.mark.parametrize(
+    "changes, why",
+    [
+        *(
+            ({"method": method}, f"with {method} is not served yet")
+            for method in ("medusa", "mlp_speculator", "dspark")
+        ),
+        *(({"method": method}, f"with {method} is not served yet") for method in ("dflash", "custom_class", "new")),
+        ({"method": "extract_hidden_states"}, "with extract_hidden_states is not served yet"),
+        ({"method": "eagle", "parallel_drafting": True}, "with parallel drafts is not served yet"),
+        ({"method": "mtp"}, "with several MTP modules is not served yet: they read several tokens ahead"),
+    ],
+)
+def test_drafts_that_may_leave_something_else_in_the_cache_are_refused(model, specs, changes, why):
+    config = speculating(model, **changes)
+    assert layout.refusal(config, groups(specs["full"])) == f"speculative decoding {why}"
+
+
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix", "eagle", "eagle3", "draft_model"])
+def test_other_drafts_are_served(model, specs, method):
+    assert layout.refusal(speculating(model, method=method), groups(specs["full"])) == ""
+
+
+def test_several_mtp_modules_of_which_one_drafts_are_served(model, specs):
+    config = speculating(model, method="mtp", num_speculative_tokens=1)
+    assert layout.refusal(config, groups(specs["full"])) == ""
+
+
+def speculating(model, **changes):
+    """The model drafts for itself, with two MTP modules."""
+    drafting = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    config = engine_config(model, speculative_config=drafting)
+    config.speculative_config.draft_model_config = copy.deepcopy(config.model_config)
+    config.speculative_config.draft_model_config.hf_config.num_nextn_predict_layers = 2
+    for field, value in changes.items():
+        setattr(config.speculative_config, field, value)
+    return config
+
+
+@pytest.mark.parametrize("kinds", ["window", "full full", "full window", "full state"])
+@pytest.mark.parametrize("method", ["ngram", "eagle"])
+def test_drafts_are_refused_where_not_all_layers_keep_every_token_in_one_group(model, specs, method, kinds):
+    """Also draft layers in a group of their own."""
+    why = "speculative decoding is served only where one KV cache group of full attention has all layers"
+    config = speculating(model, method=method)
+    assert layout.refusal(config, groups(*(specs[kind] for kind in kinds.split()))) == why

@@ -1,0 +1,192 @@
+"""Speculative decoding: what was rejected is never stored, and a draft model finds its own KV again.
+
+The oracle is the engine itself, with its own prefix cache or with none. What a draft model proposes depends on the KV
+of its layers at every position, so that proposals are compared as well as answers.
+"""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import tiny_drafts
+from conftest import BLOCK, cpu, cpu_and_disk, prompt
+from test_serving import NOISE, forget, hits
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+@attrs.define
+class Drafts:
+    """What an engine drafts from now on, and how much of it is accepted."""
+
+    proposed: list[list[list[int]]] = attrs.field(factory=list)  #: in each step, for each request
+    drafted: int = 0
+    accepted: int = 0
+
+    @classmethod
+    def of(cls, served) -> Drafts:
+        drafts, scheduler = cls(), served.scheduler
+        update, count = scheduler.update_draft_token_ids, scheduler.make_spec_decoding_stats
+
+        def updated(told):
+            drafts.proposed.append([list(tokens) for tokens in told.draft_token_ids])
+            update(told)
+
+        def counted(*args, num_draft_tokens, num_accepted_tokens, **more):
+            drafts.drafted += num_draft_tokens
+            drafts.accepted += num_accepted_tokens
+            return count(*args, num_draft_tokens=num_draft_tokens, num_accepted_tokens=num_accepted_tokens, **more)
+
+        scheduler.update_draft_token_ids, scheduler.make_spec_decoding_stats = updated, counted
+        return drafts
+
+    def take(self) -> list[list[list[int]]]:
+        """What was proposed since the last call."""
+        proposed, self.proposed = self.proposed, []
+        return proposed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """``folder(make)`` is a model made by a function of `tiny_drafts`."""
+    made = {}
+
+    def find(make):
+        if make not in made:
+            made[make] = tmp_path_factory.mktemp(make.__name__)
+            make(made[make])
+        return made[make]
+
+    return find
+
+
+@pytest.fixture
+def drafting(folder):
+    """``drafting(method)`` are the options of an engine that drafts so."""
+
+    def options(method):
+        if method == "ngram":
+            return {"model": folder(tiny_drafts.make_target), "speculative_config": dict(NGRAM)}
+        if method == "mtp":
+            return {
+                "model": folder(tiny_drafts.make_mtp),
+                "speculative_config": {"method": method, "num_speculative_tokens": 1},
+            }
+        make = {"eagle": tiny_drafts.make_eagle, "eagle3": tiny_drafts.make_eagle3, "draft_model": make_another}[method]
+        speculative = {"method": method, "model": str(folder(make)), "num_speculative_tokens": 3}
+        return {"model": folder(tiny_drafts.make_target), "speculative_config": speculative}
+
+    return options
+
+
+def make_another(folder):
+    tiny_drafts.make_target(folder, seed=4)
+
+
+# -- what was rejected -----------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:\\s*Encountered the use of a type that is scheduled for deprecation")  # numba's
+def test_a_rejected_draft_never_reaches_a_store(engine, said, drafting, tmp_path):
+    """An engine that drafts nothing finds the chunks that were generated, and nothing else was stored."""
+    asked, stack = prompt(1, 70), cpu_and_disk(tmp_path, chunk_tokens=BLOCK, save_decode=True)
+    stack["tiers"][1]["eviction"] = "lru"  # it learns nothing, so that there are frames of chunks and no others
+    plain = {"model": drafting("ngram")["model"]}
+    with engine(**plain) as served:
+        (answer,) = served.ask(asked, tokens=200)
+        again = [*asked, *answer.tokens]
+        (truth,) = served.ask(again)
+    with engine(stack, **drafting("ngram")) as served:
+        drafts = Drafts.of(served)
+        assert served.ask(asked, tokens=200)[0].differs(answer) < NOISE
+        served.assert_at_rest()
+    assert drafts.accepted > 20 < drafts.drafted - drafts.accepted
+    assert len(list(tmp_path.rglob("*.kv"))) == (len(again) - 1) // BLOCK
+    said()
+    with engine(stack, **plain) as served:
+        (warm,) = served.ask(again)
+        assert hits(said()) == ["hit 256 of 270 tokens: disk 256"]
+    assert warm.differs(truth) < NOISE
+
+
+@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+def test_nor_does_what_a_draft_model_kept_for_it(engine, drafting, method):
+    """Behind generated tokens it proposes what it does when it reads them in a prompt; another salt finds nothing."""
+    asked = prompt(2, 70)
+    with engine(cpu(chunk_tokens=BLOCK, save_decode=True), **drafting(method)) as served:
+        drafts = Drafts.of(served)
+        (answer,) = served.ask(asked, tokens=200)
+        assert 0 < drafts.accepted < drafts.drafted
+        again = [*asked, *answer.tokens]
+        drafts.take()
+        (cold,), expected = served.ask(again, tokens=20, salt="other"), drafts.take()
+        (warm,), proposed = served.ask(again, tokens=20), drafts.take()
+        served.assert_at_rest()
+    assert (cold.cached, warm.cached) == (0, 256 if method == "draft_model" else 256 - BLOCK)
+    assert warm.differs(cold) < NOISE
+    assert proposed == expected
+
+
+# -- a draft model's own KV ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model"])
+def test_a_hit_is_bit_equal_to_the_engines_own_and_drafts_alike(engine, said, drafting, tmp_path, method):
+    asked, options = prompt(3, 530), drafting(method) | {"enable_prefix_caching": True}
+    with engine(cpu_and_disk(tmp_path), **options) as first:
+        first.ask(asked)
+        drafts = Drafts.of(first)
+        own = first.ask(asked, tokens=30)[0]
+        expected = drafts.take()
+        forget(first)
+        warm = first.ask(asked, tokens=30)[0]
+        assert drafts.take() == expected
+        first.assert_at_rest()
+    with engine(cpu_and_disk(tmp_path), **options) as second:
+        drafts = Drafts.of(second)
+        said()
+        again = second.ask(asked, tokens=30)[0]
+        assert drafts.take() == expected
+        kept = 512 if method == "draft_model" else 512 - BLOCK
+        assert hits(said()) == [f"hit {kept} of 530 tokens: disk 512"]
+    assert own.cached == warm.cached == again.cached == kept
+    assert warm.differs(own) == again.differs(own) == 0
+
+
+def test_where_prompts_part_at_the_end_of_a_chunk_the_engine_computes_the_last_block(engine, drafting):
+    """What the draft layer keeps there comes from the token behind it, which is another one."""
+    shared = prompt(4, 512)
+    first, second = prompt(5, 530, shared), prompt(6, 530, shared)
+    with engine(cpu(), **drafting("eagle"), enable_prefix_caching=True) as served:
+        served.ask(second, salt="other")
+        drafts = Drafts.of(served)
+        (own,), expected = served.ask(second, tokens=30, salt="other"), drafts.take()
+        served.ask(first)
+        forget(served)
+        drafts.take()
+        (warm,), proposed = served.ask(second, tokens=30), drafts.take()
+    assert own.cached == warm.cached == 512 - BLOCK
+    assert warm.differs(own) == 0
+    assert proposed == expected
+
+
+def test_a_prompt_of_which_only_the_last_block_was_found(engine, said, drafting):
+    """vLLM has all before it: there is nothing to offer, and the log says why."""
+    asked = prompt(7, 70)
+    with engine(cpu(), **drafting("eagle"), enable_prefix_caching=True) as served:
+        served.ask(asked)
+        said()
+        assert served.ask(asked)[0].cached == BLOCK
+        why = "the engine computes the last 32 tokens itself, for its drafts"
+        assert hits(said()) == [f"hit 0 of 70 tokens (the engine had 32): {why}"]
+        served.assert_at_rest()
+
+
+def test_what_a_draft_model_had_no_room_to_compute_is_not_stored(engine, drafting):
+    """It does not run in a step with a request whose drafts might be too long, and then for no request of it."""
+    short, long = prompt(8, 200), prompt(9, 575)
+    with engine(cpu(), **drafting("eagle"), max_model_len=576, max_num_seqs=2) as served:
+        served.ask(short, long, tokens=1)
+        assert [answer.cached for answer in served.ask(short, tokens=1)] == [0]
+        assert [answer.cached for answer in served.ask(short, tokens=1)] != [0]
+        served.assert_at_rest()
