@@ -376,9 +376,23 @@ MUTANTS = (
     Mutant(
         "what-others-loaded-is-ours",
         PROVENANCE,
-        "return end if trusted >= start else trusted",
+        "return end if trusted >= start and step.writes_all else min(trusted, start)",
         "return end",
         BESIDE + "test_what_others_loaded_is_not_stored_nor_what_stands_on_it[False-True]",
+    ),
+    Mutant(
+        "kv-that-no-draft-model-wrote",
+        "kvtier_core/vllm/speculation.py",
+        "tokens + self.tokens <= self.model.max_model_len",
+        "True",
+        "tests/vllm/test_speculation.py::test_what_a_draft_model_had_no_room_to_compute_is_not_stored",
+    ),
+    Mutant(
+        "the-draft-kv-of-another-token",
+        "kvtier_core/engine/scheduler_side.py",
+        " * self._chunk_tokens - self._recomputed_tokens",
+        " * self._chunk_tokens",
+        "tests/engine/test_recomputed.py::test_the_end_of_what_is_found_may_be_left_to_the_engine",
     ),
     Mutant(
         "blocks-are-ours-for-ever",
