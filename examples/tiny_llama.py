@@ -93,6 +93,36 @@ def make_mla(folder: Path, seed: int = 0) -> None:
     write(folder, config, draw)
 
 
+def make_experts(folder: Path, seed: int = 0) -> None:
+    """Experts as in Qwen 3: of four in each layer every token is computed by two."""
+    heads, kv_heads, head_dim, experts = 4, 2, 64, 4
+    config = COMMON | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_act": "silu",
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "num_experts": experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": INNER,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    draw = Draw(seed)
+    for layer in draw.layers(experts=experts):
+        draw.matrix(f"{layer}.self_attn.q_proj", heads * head_dim, HIDDEN)
+        draw.matrix(f"{layer}.self_attn.k_proj", kv_heads * head_dim, HIDDEN)
+        draw.matrix(f"{layer}.self_attn.v_proj", kv_heads * head_dim, HIDDEN)
+        draw.matrix(f"{layer}.self_attn.o_proj", HIDDEN, heads * head_dim, HEARD)
+        for norm in ("self_attn.q_norm", "self_attn.k_norm"):
+            draw.ones(f"{layer}.{norm}", head_dim)
+        draw.ones(f"{layer}.input_layernorm", HIDDEN)
+        draw.ones(f"{layer}.post_attention_layernorm", HIDDEN)
+    write(folder, config, draw)
+
+
 class Draw:
     """The tensors of a checkpoint, drawn in the order of the calls."""
 
@@ -108,15 +138,18 @@ class Draw:
         """The weight of a norm that changes nothing."""
         self._put(name, torch.full((size,), self._norm))
 
-    def layers(self, count: int = LAYERS):
+    def layers(self, count: int = LAYERS, experts: int = 0):
         """Draw the tensors that every model has; yields the prefix of each layer for the others."""
         self._put("model.embed_tokens", torch.randn(VOCAB, HIDDEN, generator=self._random))
         for number in range(count):
             layer = f"model.layers.{number}"
             yield layer
-            self.matrix(f"{layer}.mlp.gate_proj", INNER, HIDDEN)
-            self.matrix(f"{layer}.mlp.up_proj", INNER, HIDDEN)
-            self.matrix(f"{layer}.mlp.down_proj", HIDDEN, INNER)
+            if experts:
+                self.matrix(f"{layer}.mlp.gate", experts, HIDDEN)
+            for mlp in [f"{layer}.mlp.experts.{expert}" for expert in range(experts)] or [f"{layer}.mlp"]:
+                self.matrix(f"{mlp}.gate_proj", INNER, HIDDEN)
+                self.matrix(f"{mlp}.up_proj", INNER, HIDDEN)
+                self.matrix(f"{mlp}.down_proj", HIDDEN, INNER)
         self.ones("model.norm", HIDDEN)
         self.matrix("lm_head", VOCAB, HIDDEN, LOUD)
 

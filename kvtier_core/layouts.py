@@ -79,7 +79,7 @@ class KVGroup:
 class LayerPlace(NamedTuple):
     """Where the pages of one layer lie in a shard."""
 
-    layer: int  #: its number among the layers of all groups, group after group
+    layer: int  #: its number among the layers that the rank has, group after group
     group: int  #: number of its group in the layout
     page_nbytes: int
     offset: int  #: bytes from the start of the shard to the layer's first page; the others follow side by side
@@ -87,38 +87,48 @@ class LayerPlace(NamedTuple):
 
 
 @attrs.frozen
+class Shard:
+    """What one rank has of a frame, or several ranks that have the same.
+
+    It is group after group; a group is layer after layer; a layer is pages in token order, side by side: the last ones
+    of the chunk, if not all of them are stored.
+    """
+
+    offset: int  #: bytes from the start of the frame
+    layers: tuple[LayerPlace, ...]  #: in its order
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all its pages."""
+        return sum(layer.page_nbytes * layer.blocks for layer in self.layers)
+
+
+@attrs.frozen
 class Part:
     """The layout of one frame of a chunk.
 
-    A frame is a header of 4 KiB, then one shard per rank, then zeros up to a multiple of `FRAME_ALIGNMENT`. A shard is
-    group after group; a group is layer after layer; a layer is pages in token order, side by side: the last ones of the
-    chunk, if not all of them are stored.
+    A frame is a header of 4 KiB, then the shards of the ranks, then zeros up to a multiple of `FRAME_ALIGNMENT`.
     """
 
     number: int  #: in the chunk layout
     groups: tuple[int, ...]  #: numbers of the groups in this frame
     blocks: tuple[int, ...]  #: of each group of the chunk layout, the pages of one layer; 0 if it is in another frame
-    layers: tuple[LayerPlace, ...]  #: in the order of a shard
-    ranks: int
-
-    @cached_property
-    def shard_nbytes(self) -> int:
-        """Bytes of one rank's part of a payload."""
-        return sum(layer.page_nbytes * layer.blocks for layer in self.layers)
+    shards: tuple[Shard, ...]  #: in the order of the frame
+    replicas: int  #: consecutive ranks that have the same shard
 
     @cached_property
     def payload_nbytes(self) -> int:
-        """Bytes of all ranks' shards."""
-        return self.shard_nbytes * self.ranks
+        """Bytes of all shards."""
+        return sum(shard.nbytes for shard in self.shards)
 
     @cached_property
     def frame_nbytes(self) -> int:
         """Bytes of the whole frame."""
         return FRAME_ALIGNMENT + -(-self.payload_nbytes // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
 
-    def shard_offset(self, rank: int) -> int:
-        """Bytes from the start of the frame to the shard of ``rank``."""
-        return FRAME_ALIGNMENT + rank * self.shard_nbytes
+    def shard_of(self, rank: int) -> Shard:
+        """What this rank has of the frame."""
+        return self.shards[rank // self.replicas]
 
 
 @attrs.frozen
@@ -134,9 +144,13 @@ class ChunkLayout:
     groups.
     """
 
-    groups: tuple[KVGroup, ...] = attrs.field(converter=tuple)
+    groups: tuple[KVGroup, ...] = attrs.field(converter=tuple)  #: with the layers of all pipeline stages
     tokens: int = attrs.field()  #: of a chunk: a multiple of every group's ``block_tokens``, else ValueError
-    ranks: int = 1
+    ranks: int = attrs.field(default=1)  #: of all stages, stage after stage
+    replicas: int = 1  #: so many consecutive ranks of a stage have the same bytes, and the first one stores them
+    #: Of each pipeline stage the number of layers of each group; empty if there is one stage. ValueError unless these
+    #: are all layers, and the ranks can be divided by stages and replicas.
+    stages: tuple[tuple[int, ...], ...] = ()
 
     @tokens.validator
     def _check_tokens(self, attribute: attrs.Attribute, tokens: int) -> None:
@@ -146,10 +160,37 @@ class ChunkLayout:
             if group.kind is KVKind.CHUNKED_LOCAL and group.reach % tokens:
                 raise ValueError(f"{group.reach} tokens of local attention are no whole chunks ({group.name})")
 
+    def __attrs_post_init__(self) -> None:
+        layers = tuple(len(group.page_nbytes) for group in self.groups)
+        if self.stages and tuple(map(sum, zip(*self.stages, strict=True))) != layers:
+            raise ValueError(f"stages of {self.stages} layers for groups of {layers}")
+        if self.ranks % (max(1, len(self.stages)) * self.replicas):
+            raise ValueError(f"{self.ranks} ranks of {max(1, len(self.stages))} stages, {self.replicas} alike")
+
     @property
     def keeps_every_token(self) -> bool:
         """Does the engine keep the KV of all tokens of a request, in every group?"""
         return all(group.kind is KVKind.FULL_ATTENTION for group in self.groups)
+
+    @property
+    def shards(self) -> int:
+        """Shards of each frame."""
+        return self.ranks // self.replicas
+
+    def stores(self, rank: int) -> bool:
+        """Does this rank store its shard? Else another one does, which has the same bytes."""
+        return rank % self.replicas == 0
+
+    def pages_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """Bytes of a page of each layer that a rank has, by group."""
+        if not self.stages:
+            return tuple(group.page_nbytes for group in self.groups)
+        stage = rank * len(self.stages) // self.ranks
+        ends = tuple(map(sum, zip(*self.stages[: stage + 1], strict=True)))
+        return tuple(
+            group.page_nbytes[end - count : end]
+            for group, end, count in zip(self.groups, ends, self.stages[stage], strict=True)
+        )
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -161,15 +202,23 @@ class ChunkLayout:
         return tuple(self._part(number, groups) for number, groups in enumerate(sets))
 
     def _part(self, number: int, groups: Sequence[int]) -> Part:
-        firsts = list(accumulate((len(group.page_nbytes) for group in self.groups), initial=0))
+        blocks = tuple(group.stored(self.tokens) * (place in groups) for place, group in enumerate(self.groups))
+        shards, offset = [], FRAME_ALIGNMENT
+        for rank in range(0, self.ranks, self.replicas):
+            shards.append(Shard(offset, self._places(rank, groups)))
+            offset += shards[-1].nbytes
+        return Part(number, tuple(groups), blocks, tuple(shards), self.replicas)
+
+    def _places(self, rank: int, groups: Sequence[int]) -> tuple[LayerPlace, ...]:
+        pages = self.pages_of(rank)
+        firsts = list(accumulate(map(len, pages), initial=0))
         layers, offset = [], 0
         for place in groups:
             blocks = self.groups[place].stored(self.tokens)
-            for layer, nbytes in enumerate(self.groups[place].page_nbytes, firsts[place]):
+            for layer, nbytes in enumerate(pages[place], firsts[place]):
                 layers.append(LayerPlace(layer, place, nbytes, offset, blocks))
                 offset += nbytes * blocks
-        blocks = (group.stored(self.tokens) * (place in groups) for place, group in enumerate(self.groups))
-        return Part(number, tuple(groups), tuple(blocks), tuple(layers), self.ranks)
+        return tuple(layers)
 
     def stored_blocks(self, group: int, chunk: int) -> range:
         """The blocks of a group of which a chunk's frame has the pages, by their place in a block table."""

@@ -1003,7 +1003,7 @@ MUTANTS = (
     Mutant(
         "a-slot-for-each-self-test",
         MANAGER,
-        "        if self._self_test_key is None:",
+        "        if not self._self_test_keys:",
         "        if True:",
         "tests/core/test_manager.py::test_self_test_slots_are_reserved_once",
     ),

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from kvtier_core.layouts import KVGroup
+from kvtier_core.layouts import ChunkLayout, KVGroup
 from kvtier_core.types import Slot
 
 
@@ -25,10 +25,11 @@ class WorkerReport:
     """What a worker found when it inspected the engine's pages. Each worker sends one at start-up, as JSON."""
 
     device: str  #: type of its device, as torch names it
-    groups: tuple[KVGroup, ...] = attrs.field(converter=_groups)  #: in the order of a shard
+    groups: tuple[KVGroup, ...] = attrs.field(converter=_groups)  #: with the layers that this worker has
     facts: tuple[tuple[str, str], ...] = attrs.field(converter=_pairs)  #: what else makes pages interchangeable
     refusal: str = ""  #: why these pages cannot be moved, in plain words; empty if they can
     failure_policy: str = ""  #: what the engine does when a load fails, in its own words; empty if not known
+    replicas: int = 1  #: consecutive ranks that hold the same bytes, as the engine says
 
 
 #: Of one chunk, the engine's block ids of each group, in token order, or NO_BLOCK.
@@ -48,7 +49,8 @@ class StepPlan:
     """What the workers must do in one step. Sent by the scheduler side to every worker side."""
 
     arenas: tuple[str, ...] = ()  #: handles by which workers reach the arenas, by the number of the arena
-    self_test_slots: tuple[Slot, ...] = ()  #: an empty slot of each arena; empty once the self-test is over
+    layout: ChunkLayout | None = None  #: of the chunks in them; None once the self-test is over
+    self_test_slots: tuple[Slot, ...] = ()  #: empty slots, one of each arena for each of the ranks that share a shard
     loads: tuple[tuple[str, Transfer], ...] = ()  #: by request id
     stores: tuple[tuple[int, Transfer], ...] = ()  #: by store job
     stores_to_fence: tuple[int, ...] = ()  #: store jobs not known to have ended, whose pages this step overwrites
@@ -62,7 +64,7 @@ class WorkerProgress:
     ended: Counter[int] = attrs.field(factory=Counter)  #: by store job: how many workers ended it
     failed: Counter[int] = attrs.field(factory=Counter)  #: by store job: how many of those failed
     self_tests: Counter[str] = attrs.field(factory=Counter)  #: workers by the problem their self-test found; "": none
-    checksums: dict[tuple[int, int], tuple[int, ...]] = attrs.field(factory=dict)  #: of shards, by job and rank
+    checksums: dict[tuple[int, int], tuple[int, ...]] = attrs.field(factory=dict)  #: of shards, by job and shard
 
     def merge(self, other: WorkerProgress) -> WorkerProgress:
         """The progress of both together."""

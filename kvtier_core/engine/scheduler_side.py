@@ -73,11 +73,11 @@ class SchedulerSide:
         self._recorder = recorder
         self._clock = clock
         self._arenas = tuple(manager.handles)
-        self._self_test = SelfTestGate(manager, layout.ranks)
+        self._self_test = SelfTestGate(manager, layout.ranks, layout.replicas)
         self._requests = Requests(manager, self._open_database(), layout, clock)
         self._provenance = Provenance([group.block_tokens for group in layout.groups])
         self._loads = Loads(manager, layout)
-        self._stores = StoreJobs(manager, layout.ranks)
+        self._stores = StoreJobs(manager, layout.ranks, layout.shards)
         self._waiting = Waiting(config, clock)
         self.savings = self._waiting.savings
         self._stepped = False  # has the stack been stepped since the last plan?
@@ -176,6 +176,7 @@ class SchedulerSide:
                 stores += self._plan_store(state, scheduled, step)
         return StepPlan(
             arenas=self._arenas,
+            layout=self._layout if self._self_test.slots else None,
             self_test_slots=self._self_test.slots,
             loads=self._loads.take_planned(),
             stores=tuple(stores),

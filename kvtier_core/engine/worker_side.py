@@ -6,7 +6,7 @@ import enum
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import attrs
@@ -16,6 +16,7 @@ from kvtier_core.config.model import ArenaTierConfig
 from kvtier_core.engine.messages import StepPlan, Transfer, WorkerProgress
 from kvtier_core.engine.self_test import LayerCaches, try_copies
 from kvtier_core.interfaces import Mover, PagedKVCache, PageList
+from kvtier_core.layouts import ChunkLayout
 from kvtier_core.transfer.io_pool import run
 from kvtier_core.types import Slot
 
@@ -24,6 +25,10 @@ logger = logging.getLogger("vllm.kvtier")
 #: Seconds that a step which computes nothing waits for loads. Without the wait the engine would step again at once and
 #: take the GIL from the thread that copies.
 _IDLE_WAIT = 2e-3
+
+
+#: The engine's pages as this rank has them, for a layout of its chunks.
+Pages = Callable[[ChunkLayout], PagedKVCache]
 
 
 class _Direction(enum.Enum):
@@ -60,16 +65,18 @@ class WorkerSide:
     Call every method on the thread that enqueues the engine's forwards.
     """
 
-    def __init__(self, arenas: Sequence[ArenaTierConfig], table: PagedKVCache, caches: Sequence[LayerCaches]):
-        """``caches`` are the engine's own tensors, for the self-test; ``table`` says where they lie."""
+    def __init__(self, arenas: Sequence[ArenaTierConfig], rank: int, pages: Pages, caches: Sequence[LayerCaches]):
+        """``caches`` are the engine's own tensors, for the self-test; ``pages`` says where they lie."""
         self._arenas = arenas
-        self._table = table
+        self._rank = rank
+        self._pages = pages
         self._caches = caches
+        self._layout: ChunkLayout | None = None  # that of the first plan
         self._movers: list[Mover | None] = []
         self._jobs: dict[int, _Job] = {}  # by number
         self._begun: dict[_Task, _Begun] = {}
         self._failed: set[_Task] = set()
-        self._checksums: dict[tuple[int, int], tuple[int, ...]] = {}  # by store job of the plan, and rank
+        self._checksums: dict[tuple[int, int], tuple[int, ...]] = {}  # by store job of the plan, and shard
         self._ended: list[_Task] = []
         self._self_tests: Counter[str] = Counter()  # outcomes that have not been reported
         self._last_job = 0
@@ -87,23 +94,27 @@ class WorkerSide:
 
     def attach(self, plan: StepPlan) -> None:
         """Attach the arenas that the plan names and run the self-test, once. If it fails, no arena is used."""
-        if self._movers or not plan.arenas or self._suspended:
+        if self._movers or plan.layout is None or self._suspended:
             return
-        outcome = run(lambda: self._attach(plan.arenas, plan.self_test_slots))
+        self._layout = plan.layout
+        outcome = run(lambda: self._attach(plan.arenas, plan.layout, plan.self_test_slots))
         problem = outcome.value if outcome.error is None else f"{type(outcome.error).__name__}: {outcome.error}"
-        self._self_tests[problem and f"rank {self._table.rank}: {problem}"] += 1
+        self._self_tests[problem and f"rank {self._rank}: {problem}"] += 1
         if problem:
             self.close()
             self._movers = [None] * len(plan.arenas)
 
-    def _attach(self, handles: Sequence[str], slots: Sequence[Slot]) -> str:
+    def _attach(self, handles: Sequence[str], layout: ChunkLayout, slots: Sequence[Slot]) -> str:
         """What the self-test found wrong; empty if nothing."""
-        for tier, handle, slot in zip(self._arenas, handles, slots, strict=True):
-            mover = attach(tier, handle, self._table)
+        table = self._pages(layout)
+        for number, (tier, handle) in enumerate(zip(self._arenas, handles, strict=True)):
+            mover = attach(tier, handle, table)
             self._movers.append(mover)
             for fact in mover.facts().items():
-                logger.info("kvtier: rank %d: arena %s: %s: %s", self._table.rank, tier.name, *fact)
-            if wrong := try_copies(mover, self._table, self._caches, slot.index):
+                logger.info("kvtier: rank %d: arena %s: %s: %s", self._rank, tier.name, *fact)
+            # Ranks that share a shard would overwrite each other's bytes in one slot.
+            slot = [slot.index for slot in slots if slot.arena == number][self._rank % layout.replicas]
+            if wrong := try_copies(mover, table, self._caches, slot):
                 return f"arena {tier.name}: {wrong}"
         return ""
 
@@ -118,9 +129,16 @@ class WorkerSide:
             self._ended.append(_Task(_Direction.LOAD, request_id))
 
     def store(self, plan: StepPlan) -> None:
-        """Begin the plan's stores, after the forward. `fence` keeps later forwards from overwriting their pages."""
+        """Begin the plan's stores, after the forward. `fence` keeps later forwards from overwriting their pages.
+
+        Of ranks that hold the same bytes only the first one stores them.
+        """
         for job, transfer in plan.stores:
-            self._begin(_Task(_Direction.STORE, job), transfer)
+            task = _Task(_Direction.STORE, job)
+            if self._layout is None or self._layout.stores(self._rank):
+                self._begin(task, transfer)
+            else:
+                self._ended.append(task)
 
     def fence(self, plan: StepPlan) -> None:
         """Before the forward: make it wait for the stores that still read pages which it may overwrite."""
@@ -211,4 +229,4 @@ class WorkerSide:
         self._ended.append(task)
         if task.direction is _Direction.STORE and len(begun.checksums) == begun.slots:
             checksums = (begun.checksums[place] for place in range(begun.slots))
-            self._checksums[task.id, self._table.rank] = tuple(checksums)
+            self._checksums[task.id, self._rank // self._layout.replicas] = tuple(checksums)

@@ -46,9 +46,9 @@ crc32 = choose("crc32", zlib.crc32)
 combine = choose("crc32_combine", plain_combine)
 
 
-def join(checksums: Sequence[int], nbytes: int) -> int:
-    """The checksum of parts in sequence, from the checksum of each; at least one part, all of ``nbytes``."""
-    joined, *others = checksums
-    for checksum in others:
-        joined = combine(joined, checksum, nbytes)
+def join(checksums: Sequence[int], nbytes: Sequence[int]) -> int:
+    """The checksum of parts in sequence, from the checksum and the length of each; at least one part."""
+    joined = checksums[0]
+    for checksum, length in zip(checksums[1:], nbytes[1:], strict=True):
+        joined = combine(joined, checksum, length)
     return joined

@@ -34,7 +34,7 @@ class PageRun:
 class PagedKVCache:
     """The engine's KV cache as one worker process sees it."""
 
-    layers: tuple[PageRun, ...]  #: all layers of all groups, group after group
+    layers: tuple[PageRun, ...]  #: all layers that this rank has, group after group
     blocks: int  #: pages in each layer; block ids are less
     device: str  #: in torch's words: ``cpu``, ``cuda:0`` …
     rank: int  #: whose shard this worker copies

@@ -121,8 +121,11 @@ class Stack(abc.ABC):
         """Unpin all that the holder looked up and free all that it reserved. Nothing happens if there is none."""
 
     @abc.abstractmethod
-    def reserve_self_test_slots(self) -> list[Slot]:
-        """An empty slot of each arena, kept free until `release_self_test_slots`. The same ones if called again."""
+    def reserve_self_test_slots(self, count: int = 1) -> list[Slot]:
+        """So many empty slots of each arena, kept free until `release_self_test_slots`.
+
+        The same ones if called again. Every arena has a slot for each rank that shares a shard.
+        """
 
     @abc.abstractmethod
     def release_self_test_slots(self) -> None:

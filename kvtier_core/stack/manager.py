@@ -66,7 +66,7 @@ class StorageManager(Stack):
         self._leases = Leases(self._arenas)
         parts = self._arenas, self._tiers, self._promotions, self._leases
         self._search = BoundarySearch(*parts, layout) if len(layout.parts) > 1 else ChainSearch(*parts)
-        self._self_test_key: ChunkKey | None = None
+        self._self_test_keys: list[ChunkKey] = []
         self._closed = False
 
     # -- requests ----------------------------------------------------------------------------------
@@ -142,18 +142,17 @@ class StorageManager(Stack):
 
     # -- self-test ---------------------------------------------------------------------------------
 
-    def reserve_self_test_slots(self) -> list[Slot]:
-        if self._self_test_key is None:
-            self._self_test_key = ChunkKey(secrets.token_bytes(KEY_NBYTES))
+    def reserve_self_test_slots(self, count: int = 1) -> list[Slot]:
+        if not self._self_test_keys:
+            self._self_test_keys = [ChunkKey(secrets.token_bytes(KEY_NBYTES)) for _ in range(count)]
             for arena in self._arenas:
-                arena.reserve([self._self_test_key])
-        return [slot for arena in self._arenas for slot in arena.slots([self._self_test_key])]
+                arena.reserve(self._self_test_keys)
+        return [slot for arena in self._arenas for slot in arena.slots(self._self_test_keys)]
 
     def release_self_test_slots(self) -> None:
-        if self._self_test_key is not None:
-            for arena in self._arenas:
-                arena.abort([self._self_test_key])
-            self._self_test_key = None
+        for arena in self._arenas:
+            arena.abort(self._self_test_keys)
+        self._self_test_keys = []
 
     # -- time passes -------------------------------------------------------------------------------
 

@@ -92,7 +92,7 @@ class WriteThrough:
         """Write headers and checksums, on a thread of the pool."""
         for key, view, checksums in work:
             part = self._layout.part_of(key)
-            checksum = join(checksums, part.shard_nbytes) if checksums else None
+            checksum = join(checksums, [shard.nbytes for shard in part.shards]) if checksums else None
             seal(view, namespace, key, part.payload_nbytes, payload_checksum=checksum)
 
     def _sealed(self, keys: Sequence[ChunkKey], slots: Sequence[Slot], plan: AdmissionPlan, outcome: Outcome) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Sequence
+from itertools import chain
 
 from kvtier_core.frames.format import seal
 from kvtier_core.interfaces import OpenContext, PagedKVCache, PageRun
@@ -27,9 +28,11 @@ def make_group(
     return KVGroup(name, kind, page_nbytes, block_tokens, "uint8", KVStructure.OPAQUE, reach)
 
 
-def make_layout(page_nbytes: Sequence[int] = (4608, 1536, 4608), blocks: int = 4, ranks: int = 1) -> ChunkLayout:
+def make_layout(
+    page_nbytes: Sequence[int] = (4608, 1536, 4608), blocks: int = 4, ranks: int = 1, replicas: int = 1
+) -> ChunkLayout:
     """One group, by default small, with layers of two sizes, and a payload that is no multiple of FRAME_ALIGNMENT."""
-    return ChunkLayout([make_group(page_nbytes)], blocks * _BLOCK_TOKENS, ranks)
+    return ChunkLayout([make_group(page_nbytes)], blocks * _BLOCK_TOKENS, ranks, replicas)
 
 
 def make_namespace(model: str = "tiny") -> Namespace:
@@ -96,15 +99,16 @@ def address_of(view: memoryview) -> int:
 class PagedBuffer:
     """An engine's KV cache in host memory: random strides, padding, an odd start; all of it poisoned.
 
-    Layers are numbered group after group.
+    Layers are those of a rank, numbered group after group.
     """
 
     device = "cpu"
 
-    def __init__(self, layout: ChunkLayout, blocks: int, rng: random.Random):
+    def __init__(self, layout: ChunkLayout, blocks: int, rng: random.Random, rank: int = 0):
         self.blocks = blocks
         self._layout = layout
-        self._page_nbytes = [nbytes for group in layout.groups for nbytes in group.page_nbytes]
+        self._rank = rank
+        self._page_nbytes = list(chain(*layout.pages_of(rank)))
         self._strides = [nbytes + rng.choice((0, 64, 512)) for nbytes in self._page_nbytes]
         self._starts = [rng.randrange(256) for _ in self._page_nbytes]
         self._layers = [
@@ -114,7 +118,7 @@ class PagedBuffer:
         for layer in self._layers:
             poison(layer)
 
-    def kv_cache(self, rank: int = 0) -> PagedKVCache:
+    def kv_cache(self) -> PagedKVCache:
         """The pages as a mover sees them."""
         runs = tuple(
             PageRun(address_of(layer) + start, stride, nbytes)
@@ -122,7 +126,7 @@ class PagedBuffer:
                 self._layers, self._starts, self._strides, self._page_nbytes, strict=True
             )
         )
-        return PagedKVCache(runs, self.blocks, self.device, rank, self._layout)
+        return PagedKVCache(runs, self.blocks, self.device, self._rank, self._layout)
 
     def page(self, layer: int, block: int) -> bytes:
         """A copy of one page."""

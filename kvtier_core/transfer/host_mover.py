@@ -45,7 +45,7 @@ class HostMover(Mover):
         self._memory: ctypes.c_char | None = ctypes.c_char.from_buffer(memory)
         base = ctypes.addressof(self._memory)
         self._copiers = [
-            copier(list(layers_of(cache, part)), base + part.shard_offset(cache.rank), slot_nbytes)
+            copier(list(layers_of(cache, part)), base + part.shard_of(cache.rank).offset, slot_nbytes)
             for part in cache.layout.parts
         ]
         self._pool = IOPool("mover")

@@ -28,13 +28,13 @@ class Layer(NamedTuple):
 def check_cache(cache: PagedKVCache, slot_nbytes: int) -> None:
     """Raises ContractError unless the pages and the rank are those of the layout, and its frames fit the slots."""
     layout = cache.layout
-    expected = [nbytes for group in layout.groups for nbytes in group.page_nbytes]
+    if not 0 <= cache.rank < layout.ranks:
+        raise ContractError(f"rank {cache.rank} is not one of {layout.ranks}")
+    expected = list(chain(*layout.pages_of(cache.rank)))
     if [run.nbytes for run in cache.layers] != expected:
         raise ContractError(f"pages of {[run.nbytes for run in cache.layers]} bytes for {expected}")
     if any(run.stride < run.nbytes for run in cache.layers):
         raise ContractError("pages of a layer overlap: a stride is less than its nbytes")
-    if not 0 <= cache.rank < layout.ranks:
-        raise ContractError(f"rank {cache.rank} is not one of {layout.ranks}")
     if slot_nbytes != layout.frame_nbytes:
         raise ContractError(f"slots of {slot_nbytes} bytes for frames of {layout.frame_nbytes}")
 
@@ -86,8 +86,8 @@ def _wrong_lengths(cache: PagedKVCache, part: Part, chunk: Sequence[Sequence[int
 
 
 def layers_of(cache: PagedKVCache, part: Part) -> Iterator[Layer]:
-    """All layers of a part, in the order of a shard."""
+    """The layers of a part that this rank has, in the order of its shard."""
     firsts = list(accumulate(part.blocks, initial=0))
-    for place in part.layers:
+    for place in part.shard_of(cache.rank).layers:
         run = cache.layers[place.layer]
         yield Layer(run.base, run.stride, run.nbytes, place.offset, firsts[place.group], place.blocks)

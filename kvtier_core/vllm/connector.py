@@ -34,7 +34,7 @@ from kvtier_core.engine.messages import StepPlan, WorkerReport
 from kvtier_core.engine.scheduler_side import SchedulerSide
 from kvtier_core.engine.worker_side import WorkerSide
 from kvtier_core.transfer.io_pool import run
-from kvtier_core.vllm import layout, speculation, versions
+from kvtier_core.vllm import groups, layout, speculation, versions
 from kvtier_core.vllm.groups import Tables
 from kvtier_core.vllm.guard import guarded
 from kvtier_core.vllm.hit_sources import as_vllm_says
@@ -71,7 +71,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if refusal := layout.refusal(vllm_config, kv_cache_config):
             self._refuse(refusal)
         else:
-            self.config.check_engine(layout.scheduler_block(kv_cache_config))
+            self.config.check_engine(groups.scheduler_block(kv_cache_config, vllm_config.parallel_config))
         if role is KVConnectorRole.SCHEDULER and (warning := versions.warning()):
             logger.warning("kvtier: %s", warning)
         # Two kvtier connectors in one MultiConnector have the same name; their reports are equal.
@@ -89,22 +89,26 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Inspect the pages of this worker and report them to the scheduler's connector."""
+        rank = self._vllm_config.parallel_config.rank
         if self._refusal:
-            return
-        if self._vllm_config.parallel_config.rank == 0:
+            return self._report(rank, WorkerReport("", (), (), self._refusal))  # the scheduler sees other layers
+        if rank == 0:
             model_weights.identify_ahead(self._vllm_config, self.config.identity)
-        table, report = layout.inspect_pages(self._vllm_config, self._kv_cache_config, kv_caches, self.config)
+        pages, report = layout.inspect_pages(self._vllm_config, self._kv_cache_config, kv_caches, self.config)
         # Inside a MultiConnector its settings apply, and vLLM passes them to workers only.
         whole = get_current_vllm_config_or_none()
         if whole and whole.kv_transfer_config:
             report = attrs.evolve(report, failure_policy=whole.kv_transfer_config.kv_load_failure_policy)
+        self._report(rank, report)
+        if pages is not None:
+            caches = layout.by_group(self._kv_cache_config, kv_caches)
+            self.side = WorkerSide(self.config.arenas, rank, pages, list(caches.values()))
+
+    def _report(self, rank: int, report: WorkerReport) -> None:
         try:
-            reports.leave(self._engine, self._vllm_config.parallel_config.rank, report)
+            reports.leave(self._engine, rank, report)
         except OSError as error:
             logger.warning("kvtier: this worker cannot report what it found: %s", error)
-        if table is not None:
-            caches = layout.by_group(self._kv_cache_config, kv_caches)
-            self.side = WorkerSide(self.config.arenas, table, list(caches.values()))
 
     @guarded()
     def unregister_kv_caches(self) -> None:
@@ -134,7 +138,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(opened, Refusal):
             return self._refuse(opened.reason)
         self._requests = RequestTracker()
-        self._tables = Tables.of(self._kv_cache_config)
+        self._tables = Tables.of(self._kv_cache_config, self._vllm_config.parallel_config)
         self.side = opened
 
     def _refuse(self, reason: str) -> None:

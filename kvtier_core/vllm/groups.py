@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import attrs
+from vllm.config import ParallelConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -86,16 +88,39 @@ def keep_every_token(kv_cache_config: KVCacheConfig) -> bool:
     return {_KINDS.get(type(spec)) for spec in specs_of(0, kv_cache_config).values()} == {KVKind.FULL_ATTENTION}
 
 
-def kv_group(number: int, kv_cache_config: KVCacheConfig, page_nbytes: Sequence[int], dtypes: Sequence[str]) -> KVGroup:
+def scheduler_block(kv_cache_config: KVCacheConfig, parallel: ParallelConfig) -> int:
+    """Tokens of the smallest prefix that has whole blocks of every group that is served."""
+    blocks = block_tokens(kv_cache_config, parallel)
+    return math.lcm(*(blocks[number] for number in served(kv_cache_config)))
+
+
+def block_tokens(kv_cache_config: KVCacheConfig, parallel: ParallelConfig) -> tuple[int, ...]:
+    """Tokens of a block of each group of vLLM's.
+
+    With decode context parallelism a block is as many times longer as there are ranks that divide it, and the page of
+    each has its share of the block's tokens.
+    """
+    ranks = parallel.decode_context_parallel_size
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return tuple(spec.block_size * (ranks if spec.dcp_sharded else 1) for spec in specs)
+
+
+def kv_group(
+    number: int,
+    kv_cache_config: KVCacheConfig,
+    parallel: ParallelConfig,
+    page_nbytes: Sequence[int],
+    dtypes: Sequence[str],
+) -> KVGroup:
     """A group that is served, whose layers have pages of these sizes and elements of these types."""
     specs = specs_of(number, kv_cache_config).values()
     structures = {structure_of(spec) for spec in specs}
-    spec = next(iter(specs))
+    spec = next(iter(specs), kv_cache_config.kv_cache_groups[number].kv_cache_spec)  # a stage may have no layer of it
     return KVGroup(
         name=f"group {number}",
         kind=_KINDS[type(spec)],
         page_nbytes=page_nbytes,
-        block_tokens=kv_cache_config.kv_cache_groups[number].kv_cache_spec.block_size,
+        block_tokens=block_tokens(kv_cache_config, parallel)[number],
         dtype=" ".join(sorted(set(dtypes))),
         structure=structures.pop() if len(structures) == 1 else KVStructure.OPAQUE,
         reach=_reach(spec),
@@ -129,12 +154,12 @@ class Tables:
     every_state: frozenset[int]  #: groups that keep the state behind each block, not only the last one
 
     @classmethod
-    def of(cls, kv_cache_config: KVCacheConfig) -> Tables:
+    def of(cls, kv_cache_config: KVCacheConfig, parallel: ParallelConfig) -> Tables:
         """The tables of an engine that is served."""
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         return cls(
             served(kv_cache_config),
-            tuple(spec.block_size for spec in specs),
+            block_tokens(kv_cache_config, parallel),
             frozenset(
                 number
                 for number, spec in enumerate(specs)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Mapping
 
 import torch
 from vllm.config import ParallelConfig, VllmConfig
@@ -11,8 +11,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 
 from kvtier_core.config.model import StackConfig
 from kvtier_core.engine.messages import WorkerReport
+from kvtier_core.engine.worker_side import Pages
 from kvtier_core.interfaces import PagedKVCache, PageRun
-from kvtier_core.layouts import ChunkLayout, KVGroup, KVKind
+from kvtier_core.layouts import KVGroup
 from kvtier_core.vllm import groups, speculation
 from kvtier_core.vllm.identity import namespace
 from kvtier_core.vllm.identity.settings import UnidentifiedError
@@ -25,17 +26,10 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         return "vLLM itself does not reuse the prefixes of this model"
     if why := groups.refusal(kv_cache_config):
         return why
-    for what, size in (
-        ("pipeline", parallel.pipeline_parallel_size),
-        ("prefill context", parallel.prefill_context_parallel_size),
-        ("decode context", parallel.decode_context_parallel_size),
-    ):
-        if size > 1:
-            return f"{what} parallelism is not served yet"
+    if parallel.prefill_context_parallel_size > 1:
+        return "which ranks have whole pages after a step with prefill context parallelism has never been seen"
     if parallel.enable_elastic_ep:
         return "a number of ranks that may change (elastic expert parallelism) is not served"
-    if parallel.data_parallel_size > 1:  # a rank of a dense model sees a size of one here
-        return "data parallelism of a model with experts is not served yet"
     replica, replicas = replica_of(parallel)
     if replica >= replicas:
         return f"vLLM says that this is data parallel rank {replica} and not how many there are"
@@ -50,32 +44,28 @@ def replica_of(parallel: ParallelConfig) -> tuple[int, int]:
     """The data parallel rank of this engine, and the number of ranks on all nodes.
 
     vLLM runs the ranks of a dense model as independent engines, and resets their configuration to one rank of one. What
-    it leaves is the index, and the size in a field meant for elastic models.
+    it leaves is the index, and the size in a field meant for elastic models. Ranks of a model with experts have the
+    same there.
     """
     return parallel.data_parallel_index, parallel.elastic_ep_max_dp_size
 
 
 def inspect_pages(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor], config: StackConfig
-) -> tuple[PagedKVCache | None, WorkerReport]:
+) -> tuple[Pages | None, WorkerReport]:
     """Inspect the pages that vLLM hands over at start-up.
 
-    Returns them for the movers, or None if they cannot be moved, and what this worker reports to the scheduler.
+    Returns them for the movers, or None if they cannot be moved, and what this worker reports to the scheduler, which
+    alone knows the layout of chunks: another pipeline stage has other layers.
     """
+    parallel = vllm_config.parallel_config
     device = next(iter(kv_caches.values())).device
     try:
         worker_facts = namespace.facts_of_worker(vllm_config, config.identity)
-        layers, kv_groups = _pages(kv_cache_config, kv_caches)
-        _, layout = in_chunks(config, vllm_config, kv_groups)
+        layers, kv_groups = _pages(kv_cache_config, kv_caches, parallel)
     except (UnidentifiedError, ValueError) as error:
         return None, WorkerReport(device.type, (), (), str(error))
-    cache = PagedKVCache(
-        layers=tuple(layers),
-        blocks=kv_cache_config.num_blocks,
-        device=str(device),
-        rank=vllm_config.parallel_config.rank,
-        layout=layout,
-    )
+    pages = functools.partial(PagedKVCache, tuple(layers), kv_cache_config.num_blocks, str(device), parallel.rank)
     facts = {
         **worker_facts,
         "device": device.type,
@@ -86,11 +76,12 @@ def inspect_pages(
         "attention backend": _attention_backends(vllm_config, kv_caches),
         "cpu isa": _cpu_isa(vllm_config, kv_cache_config) if device.type == "cpu" else "none",
     }
-    return cache, WorkerReport(device.type, kv_groups, tuple((name, str(fact)) for name, fact in facts.items()))
+    told = tuple((name, str(fact)) for name, fact in facts.items())
+    return pages, WorkerReport(device.type, kv_groups, told, replicas=kv_cache_config.kv_tp_replicas)
 
 
 def _pages(
-    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
+    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor], parallel: ParallelConfig
 ) -> tuple[list[PageRun], list[KVGroup]]:
     """Where the pages of all layers lie, group after group, and the groups. Raises ValueError if they are scattered."""
     layers: list[PageRun] = []
@@ -104,7 +95,8 @@ def _pages(
             runs.setdefault((run.base, run.stride), run)
         layers += runs.values()
         dtypes = [str(cache.dtype).removeprefix("torch.") for cache in caches.values()]
-        kv_groups.append(groups.kv_group(number, kv_cache_config, [run.nbytes for run in runs.values()], dtypes))
+        nbytes = [run.nbytes for run in runs.values()]
+        kv_groups.append(groups.kv_group(number, kv_cache_config, parallel, nbytes, dtypes))
     return layers, kv_groups
 
 
@@ -119,37 +111,6 @@ def by_group(
         number: {name: kv_caches[name] for name in sorted(kv_cache_config.kv_cache_groups[number].layer_names)}
         for number in served
     }
-
-
-def scheduler_block(kv_cache_config: KVCacheConfig) -> int:
-    """Tokens of the smallest prefix that has whole blocks of every group."""
-    return math.lcm(
-        *(kv_cache_config.kv_cache_groups[number].kv_cache_spec.block_size for number in groups.served(kv_cache_config))
-    )
-
-
-def in_chunks(
-    config: StackConfig, vllm_config: VllmConfig, kv_groups: Sequence[KVGroup]
-) -> tuple[StackConfig, ChunkLayout]:
-    """The stack with ``chunk_tokens`` as a number, and its chunks. Scheduler and workers compute the same here.
-
-    Raises ValueError if no chunk suits all groups.
-    """
-    block = math.lcm(*(group.block_tokens for group in kv_groups))
-    ranks = vllm_config.parallel_config.world_size
-    if config.chunk_tokens == "auto":
-        # States are where vLLM leaves them, behind some blocks: a chunk that ends elsewhere would have none.
-        most = block if any(group.kind is KVKind.STATE for group in kv_groups) else None
-        reaches = [group.reach for group in kv_groups if group.kind is KVKind.CHUNKED_LOCAL]
-        config = config.sized(block, ChunkLayout(kv_groups, block, ranks).payload_nbytes, most=most, within=reaches)
-    return config, ChunkLayout(kv_groups, config.chunk_tokens, ranks)
-
-
-def disagreement(reports: Sequence[WorkerReport]) -> str:
-    """Why the pages of these workers cannot be moved together; empty if they can."""
-    if refusals := [report.refusal for report in reports if report.refusal]:
-        return refusals[0]
-    return "" if len(set(reports)) == 1 else "the pages of the workers differ"
 
 
 def _specs(kv_cache_config: KVCacheConfig) -> dict[str, KVCacheSpec]:

@@ -18,6 +18,7 @@ from kvtier_core.config.model import StackConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.config.yaml_nodes import shown
 from kvtier_core.engine.messages import WorkerReport
+from kvtier_core.engine.ranks import Ranks
 from kvtier_core.engine.recorder import Recorder
 from kvtier_core.engine.scheduler_side import SchedulerSide
 from kvtier_core.errors import ConfigError, Problem
@@ -72,17 +73,21 @@ class Startup:
 
         Raises ConfigError: an engine does not start with an incomplete stack.
         """
-        report = reports[0]
-        if refusal := layout.disagreement(reports) or self._missing_mover(report.device):
+        ranks = Ranks(reports, self.vllm_config.parallel_config.pipeline_parallel_size)
+        if refusal := ranks.disagreement() or self._missing_mover(reports[0].device):
             return Refusal(refusal)
+        try:
+            config, chunk = ranks.in_chunks(self.config)
+        except ValueError as error:
+            return Refusal(str(error))
         weights = model_weights.identify_all(self.vllm_config, self.config.identity)
         if isinstance(weights, model_weights.Unknown):
             return Refusal(weights.reason)
         if weights.warning:
             logger.warning("kvtier: %s", weights.warning)
-        self._check_failure_policy(report.failure_policy or self.transfer.kv_load_failure_policy)
+        self._check_failure_policy(reports[0].failure_policy or self.transfer.kv_load_failure_policy)
         try:
-            return self._open(report, weights.fact)
+            return self._open(config, chunk, ranks.as_one(), weights.fact)
         except UnidentifiedError as error:
             return Refusal(str(error))
 
@@ -99,9 +104,8 @@ class Startup:
                 policy,
             )
 
-    def _open(self, report: WorkerReport, weights: str) -> SchedulerSide:
+    def _open(self, config: StackConfig, chunk: ChunkLayout, report: WorkerReport, weights: str) -> SchedulerSide:
         """Open the stack. Raises ConfigError; UnidentifiedError if a setting cannot be compared between engines."""
-        config, chunk = layout.in_chunks(self.config, self.vllm_config, report.groups)
         replica, replicas = layout.replica_of(self.vllm_config.parallel_config)
         context = OpenContext(
             namespace=namespace.of_engine(self.vllm_config, weights, config.chunk_tokens, report),

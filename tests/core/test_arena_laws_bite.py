@@ -72,8 +72,8 @@ class Copier(interfaces.Mover):
         """Of each wanted page: its memory in the engine, and in the slot."""
         for chunk, slot in zip(pages, slots, strict=True):
             part = self.part_of(chunk)
-            at = part.shard_offset(self.kv_cache.rank)
-            for place in part.layers:
+            at = part.shard_of(self.kv_cache.rank).offset
+            for place in part.shard_of(self.kv_cache.rank).layers:
                 run = self.kv_cache.layers[place.layer]
                 for block in chunk[place.group]:
                     if block != interfaces.NO_BLOCK:
@@ -238,6 +238,21 @@ class ForgetsTheRank(Copier):
         super().__init__(memory, attrs.evolve(cache, rank=0))
 
 
+class TakesRanksForStages(Copier):
+    """As if all stages had the layers of the first one's shard side by side."""
+
+    def __init__(self, memory, cache):
+        first = cache.rank * len(cache.layout.stages or [()]) // cache.layout.ranks
+        super().__init__(memory, attrs.evolve(cache, rank=min(cache.rank, first)))
+
+
+class TakesAllReplicasForTheFirst(Copier):
+    """As if who stores nothing had the bytes of rank 0."""
+
+    def __init__(self, memory, cache):
+        super().__init__(memory, attrs.evolve(cache, rank=cache.rank if cache.layout.stores(cache.rank) else 0))
+
+
 class CopiesOneByteTooMany(Copier):
     def load(self, job, slots, pages):
         super().load(job, slots, pages)
@@ -364,6 +379,8 @@ BUGS = [
     (PlantedArena(mover=TakesEveryGroupForTheFirst), "test_each_group_has_its_own_blocks"),
     (PlantedArena(mover=TakesEveryPartForTheFirst), "test_each_part_has_its_own_groups"),
     (PlantedArena(mover=ForgetsTheRank), "test_ranks_do_not_meet"),
+    (PlantedArena(mover=TakesRanksForStages), "test_stages_have_layers_of_their_own"),
+    (PlantedArena(mover=TakesAllReplicasForTheFirst), "test_ranks_with_the_same_bytes_share_a_shard"),
     (PlantedArena(mover=ReportsTwice), "test_every_job_is_reported_once"),
     (PlantedArena(mover=Lazy), "test_wait_frees_the_pages"),
     (PlantedArena(mover=MoverClosesOnce), "test_mover_closes_twice"),

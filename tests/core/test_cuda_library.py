@@ -80,7 +80,7 @@ def arguments(runtime, to_slots, pages, slots):
     """What both take, of each group of a job; and what must be kept until they return."""
     layers = list(layers_of(runtime.kv_cache, runtime.part))
     memory = ctypes.addressof(ctypes.c_char.from_buffer(runtime.slots))
-    shards = memory + runtime.part.shard_offset(runtime.rank)
+    shards = memory + runtime.part.shard_of(runtime.rank).offset
     for number, first in enumerate(itertools.accumulate(runtime.part.blocks[:-1], initial=0)):
         own = [layer for layer in layers if layer.first == first]
         flat = (ctypes.c_uint64 * (4 * len(own)))(*(number for layer in own for number in layer[:4]))

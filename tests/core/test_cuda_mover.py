@@ -25,7 +25,7 @@ CHUNK = [[0, 1, 2, 3]]
 def torch_copier(runtime):
     memory = ctypes.addressof(ctypes.c_char.from_buffer(runtime.slots))
     nbytes = runtime.layout.frame_nbytes
-    shards = memory + runtime.part.shard_offset(runtime.rank)
+    shards = memory + runtime.part.shard_of(runtime.rank).offset
     return TorchCopier(torch.cpu, runtime.kv_cache, runtime.part, shards, len(runtime.slots) // nbytes, nbytes)
 
 
@@ -166,8 +166,8 @@ def read(runtime, row):
 
 
 def payload(runtime, slot):
-    begin = slot * runtime.layout.frame_nbytes + runtime.part.shard_offset(0)
-    return bytes(runtime.slots[begin : begin + runtime.part.shard_nbytes])
+    begin = slot * runtime.layout.frame_nbytes + runtime.part.shard_of(0).offset
+    return bytes(runtime.slots[begin : begin + runtime.part.shard_of(0).nbytes])
 
 
 def engine_with_few_blocks(runtime, mover, device, rounds=12):
@@ -190,7 +190,7 @@ def engine_with_few_blocks(runtime, mover, device, rounds=12):
         device.engine.run(lambda row=row, byte=byte: write(runtime, row, byte))
         mover.store(job, [[row]], [slot])
         under_way[slot] = job, row
-        computed[slot] = bytes([byte]) * runtime.part.shard_nbytes
+        computed[slot] = bytes([byte]) * runtime.part.shard_of(0).nbytes
         for _ in range(device.rng.randrange(4)):
             device.step()
     device.finish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 
 import attrs
 import pytest
@@ -18,10 +19,10 @@ from kvtier_core.types import FRAME_ALIGNMENT
 def test_a_chunk_of_two_ranks():
     layout = make_layout((4608, 1536, 4608), blocks=4, ranks=2)
     (part,) = layout.parts
-    assert part.shard_nbytes == 4 * (4608 + 1536 + 4608) == 43008
+    assert [shard.nbytes for shard in part.shards] == [4 * (4608 + 1536 + 4608)] * 2 == [43008] * 2
     assert part.payload_nbytes == layout.payload_nbytes == 86016
     assert part.frame_nbytes == layout.frame_nbytes == 4096 + 86016, "an aligned payload needs no padding"
-    assert [part.shard_offset(rank) for rank in range(2)] == [4096, 4096 + 43008]
+    assert [part.shard_of(rank).offset for rank in range(2)] == [4096, 4096 + 43008]
 
 
 def test_a_shard_is_group_after_group():
@@ -29,8 +30,9 @@ def test_a_shard_is_group_after_group():
     layout = ChunkLayout([make_group((1000, 24)), make_group((100,), name="group 1", block_tokens=4)], tokens=32)
     (part,) = layout.parts
     assert part.blocks == (2, 8)
-    assert part.layers == ((0, 0, 1000, 0, 2), (1, 0, 24, 2000, 2), (2, 1, 100, 2048, 8))
-    assert part.shard_nbytes == 2048 + 800
+    (shard,) = part.shards
+    assert shard.layers == ((0, 0, 1000, 0, 2), (1, 0, 24, 2000, 2), (2, 1, 100, 2048, 8))
+    assert shard.nbytes == 2048 + 800
 
 
 @pytest.mark.parametrize("tokens", [8, 24])
@@ -75,10 +77,10 @@ def test_a_frame_is_a_multiple_of_its_alignment():
 def test_shards_lie_side_by_side_in_the_frame(pages, blocks, ranks):
     layout = make_layout(tuple(pages), blocks, ranks)
     (part,) = layout.parts
-    offsets = [part.shard_offset(rank) for rank in range(ranks + 1)]
-    assert offsets[0] == FRAME_ALIGNMENT
-    assert {after - before for before, after in itertools.pairwise(offsets)} == {part.shard_nbytes}
-    assert 0 <= layout.frame_nbytes - offsets[-1] < FRAME_ALIGNMENT
+    shards = [part.shard_of(rank) for rank in range(ranks)]
+    assert shards[0].offset == FRAME_ALIGNMENT
+    assert all(before.offset + before.nbytes == after.offset for before, after in itertools.pairwise(shards))
+    assert 0 <= layout.frame_nbytes - (shards[-1].offset + shards[-1].nbytes) < FRAME_ALIGNMENT
     assert layout.frame_nbytes % FRAME_ALIGNMENT == 0
 
 
@@ -108,7 +110,7 @@ def test_groups_that_need_every_token_share_a_frame_and_the_others_have_their_ow
     layout = ChunkLayout([WINDOW, FULL, STATE, attrs.evolve(FULL, name="latent")], 16, ranks=2)
     assert [part.groups for part in layout.parts] == [(1, 3), (0,), (2,)]
     assert [part.blocks for part in layout.parts] == [(0, 4, 0, 4), (3, 0, 0, 0), (0, 0, 1, 0)]
-    assert [place.layer for part in layout.parts for place in part.layers] == [2, 4, 0, 1, 3]
+    assert [place.layer for part in layout.parts for place in part.shard_of(1).layers] == [2, 4, 0, 1, 3]
     assert [part.payload_nbytes for part in layout.parts] == [2 * 800, 2 * 3 * 40, 2 * 700]
     assert layout.payload_nbytes == 1600 and layout.frame_nbytes == 2 * FRAME_ALIGNMENT
 
@@ -130,3 +132,42 @@ def test_the_key_of_a_part_names_its_chunk():
     for number in (0, 1, 255):
         key = part_key(chunk, number)
         assert (chunk_key(key), number_of_part(key)) == (chunk, number)
+
+
+# -- ranks that do not all have the same layers, or the same bytes ------------------------------------
+
+
+def test_a_stage_has_its_own_layers_of_each_group():
+    """Three stages of two ranks, the first without the second group."""
+    groups = [make_group((100, 10, 1)), make_group((7,), name="group 1", block_tokens=8)]
+    layout = ChunkLayout(groups, 16, ranks=6, stages=((1, 0), (1, 1), (1, 0)))
+    assert [layout.pages_of(rank) for rank in (0, 1)] == [((100,), ())] * 2
+    assert [layout.pages_of(rank) for rank in (2, 3)] == [((10,), (7,))] * 2
+    assert [layout.pages_of(rank) for rank in (4, 5)] == [((1,), ())] * 2
+    (part,) = layout.parts
+    assert [shard.nbytes for shard in part.shards] == [100, 100, 24, 24, 1, 1]
+    assert [part.shard_of(rank).offset - FRAME_ALIGNMENT for rank in range(6)] == [0, 100, 200, 224, 248, 249]
+    assert part.shard_of(3).layers == ((0, 0, 10, 0, 1), (1, 1, 7, 10, 2))
+    assert part.payload_nbytes == 250
+
+
+def test_ranks_with_the_same_bytes_have_one_shard_which_the_first_one_stores():
+    layout = ChunkLayout([make_group((100, 10))], 16, ranks=8, replicas=2, stages=((1,), (1,)))
+    (part,) = layout.parts
+    assert layout.shards == len(part.shards) == 4
+    assert [layout.stores(rank) for rank in range(8)] == [True, False] * 4
+    assert [part.shard_of(rank).nbytes for rank in range(8)] == [100] * 4 + [10] * 4
+    assert [part.shard_of(rank) is part.shard_of(rank + 1) for rank in (0, 1, 2, 3)] == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"ranks": 3, "replicas": 2}, "3 ranks of 1 stages, 2 alike"),
+        ({"ranks": 4, "replicas": 4, "stages": ((1,), (1,))}, "4 ranks of 2 stages, 4 alike"),
+        ({"ranks": 2, "stages": ((1,), (2,))}, "stages of ((1,), (2,)) layers for groups of (2,)"),
+    ],
+)
+def test_ranks_are_of_whole_stages_and_have_all_layers(more, why):
+    with pytest.raises(ValueError, match=f"^{re.escape(why)}$"):
+        ChunkLayout([make_group((100, 10))], 16, **more)

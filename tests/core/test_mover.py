@@ -59,8 +59,8 @@ class World:
     def bytes_of(self, pages, slots):
         """Index in the buffer and in the slots of every byte that a job moves."""
         for chunk, slot in zip(pages, slots, strict=True):
-            place = slot * self.layout.frame_nbytes + self.part.shard_offset(self.rank)
-            for layer in self.part.layers:
+            place = slot * self.layout.frame_nbytes + self.part.shard_of(self.rank).offset
+            for layer in self.part.shard_of(self.rank).layers:
                 start, run = self.starts[layer.layer], self.kv_cache.layers[layer.layer]
                 for block in chunk[layer.group]:
                     if block != NO_BLOCK:
@@ -159,8 +159,9 @@ def test_store(job):
     assert runtime.state() == expected
     ((ended, ok, checksums),) = runtime.mover.finished()
     assert (ended, ok) == (1, True)
-    shards = [slot * runtime.layout.frame_nbytes + runtime.part.shard_offset(runtime.rank) for slot in slots]
-    expected_sums = [zlib.crc32(runtime.slots[begin : begin + runtime.part.shard_nbytes]) for begin in shards]
+    shard = runtime.part.shard_of(runtime.rank)
+    begins = [slot * runtime.layout.frame_nbytes + shard.offset for slot in slots]
+    expected_sums = [zlib.crc32(runtime.slots[begin : begin + shard.nbytes]) for begin in begins]
     assert list(checksums) in ([], expected_sums), "what lies in a shard, holes and all"
 
 

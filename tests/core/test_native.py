@@ -65,8 +65,8 @@ def test_combine_over_a_terabyte():
 
 
 def test_join():
-    thirds = [NOISE[:1000], NOISE[1000:2000], NOISE[2000:3000]]
-    assert checksum.join([zlib.crc32(each) for each in thirds], 1000) == zlib.crc32(NOISE[:3000])
+    parts = [NOISE[:1000], NOISE[1000:1001], NOISE[1001:3000]]
+    assert checksum.join([zlib.crc32(each) for each in parts], [1000, 1, 1999]) == zlib.crc32(NOISE[:3000])
 
 
 class Pages:

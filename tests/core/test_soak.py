@@ -74,7 +74,9 @@ class Engine:
 
     def _pages(self):
         return [
-            (i, block, layer.page_nbytes) for i, layer in enumerate(LAYOUT.parts[0].layers) for block in range(BLOCKS)
+            (i, block, layer.page_nbytes)
+            for i, layer in enumerate(LAYOUT.parts[0].shard_of(0).layers)
+            for block in range(BLOCKS)
         ]
 
     def _job(self):

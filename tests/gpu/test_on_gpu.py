@@ -34,8 +34,8 @@ class GpuPages(PagedBuffer):
 
     device = "cuda:0"
 
-    def __init__(self, layout, blocks, rng, *, align=1):
-        super().__init__(layout, 1, rng)
+    def __init__(self, layout, blocks, rng, rank=0, *, align=1):
+        super().__init__(layout, 1, rng, rank)
         self.blocks = blocks
         self._starts = [start - start % align for start in self._starts]
         self.tensors = [
@@ -43,8 +43,8 @@ class GpuPages(PagedBuffer):
             for start, stride in zip(self._starts, self._strides, strict=True)
         ]
 
-    def kv_cache(self, rank=0):
-        cache = super().kv_cache(rank)
+    def kv_cache(self):
+        cache = super().kv_cache()
         runs = [
             attrs.evolve(run, base=tensor.data_ptr() + start)
             for run, tensor, start in zip(cache.layers, self.tensors, self._starts, strict=True)
@@ -74,8 +74,8 @@ class TestCpuArenaOnGpu(ArenaLaws):
     def config(self, folder):
         return CpuConfig()
 
-    def paged_buffer(self, layout, blocks, rng):
-        return GpuPages(layout, blocks, rng)
+    def paged_buffer(self, layout, blocks, rng, rank=0):
+        return GpuPages(layout, blocks, rng, rank)
 
 
 class Slots:
@@ -114,10 +114,10 @@ def test_every_method_copies_each_byte_that_is_wanted_and_no_other(method, shape
     rank = layout.ranks - 1
     (part,) = layout.parts
     blocks = 3 * max(part.blocks) + 2
-    pages = GpuPages(layout, blocks, rng, align=align)
+    pages = GpuPages(layout, blocks, rng, rank, align=align)
     pages.fill(rng)
     memory = Slots(layout, 4)
-    mover = memory.mover(pages.kv_cache(rank), method)
+    mover = memory.mover(pages.kv_cache(), method)
     drawn = [rng.sample(range(blocks), 3 * count) for count in part.blocks]
     drawn = [[NO_BLOCK if rng.random() < 0.2 else block for block in group] for group in drawn]
     chunks, slots = [[group[i::3] for group in drawn] for i in range(3)], [3, 0, 2]
@@ -132,8 +132,8 @@ def test_every_method_copies_each_byte_that_is_wanted_and_no_other(method, shape
     assert settle(mover, [1]) == {1: True}
     assert all(memory.view(slot) == expected[slot] for slot in range(4)), "not what a store should leave"
 
-    other = GpuPages(layout, blocks, rng, align=align)
-    loader = memory.mover(other.kv_cache(rank), method)
+    other = GpuPages(layout, blocks, rng, rank, align=align)
+    loader = memory.mover(other.kv_cache(), method)
     untouched = [tensor.clone() for tensor in other.tensors]
     for chunk in chunks:
         for layer, block, _, _ in wanted(layout, rank, chunk):
@@ -151,8 +151,8 @@ def test_every_method_copies_each_byte_that_is_wanted_and_no_other(method, shape
 def wanted(layout, rank, chunk):
     """Layer, block, place in the slot and bytes of each page that is wanted."""
     (part,) = layout.parts
-    begin = part.shard_offset(rank)
-    for layer in part.layers:
+    begin = part.shard_of(rank).offset
+    for layer in part.shard_of(rank).layers:
         for block in chunk[layer.group]:
             if block != NO_BLOCK:
                 yield layer.layer, block, begin, layer.page_nbytes

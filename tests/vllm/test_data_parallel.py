@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 
-from conftest import cpu_and_disk, prompt
+import pytest
+from conftest import cpu, cpu_and_disk, prompt
+from cpu_parallel import let_experts_exchange
 from test_serving import NOISE
 
 
-def live(model: str, stack: dict) -> list:
-    """In another process: either replica is asked for a prompt of its own, twice, and stopped as by
-    `--shutdown-timeout 20`.
+def live(model: str, stack: dict, asked: list, options: dict) -> list:
+    """In another process: the replicas are asked in turn, and stopped as by `--shutdown-timeout 20`.
+
+    ``asked`` are pairs of a replica and the seed of a prompt.
     """
-    return asyncio.run(_live(model, stack))
+    let_experts_exchange()
+    return asyncio.run(_live(model, stack, asked, options))
 
 
-async def _live(model: str, stack: dict) -> list:
+async def _live(model: str, stack: dict, asked: list, options: dict) -> list:
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -38,32 +42,34 @@ async def _live(model: str, stack: dict) -> list:
         seed=0,
         kv_transfer_config=transfer,
         data_parallel_size=2,
+        **options,
     )
     engine = AsyncLLM.from_vllm_config(arguments.create_engine_config())
-    said = [await _ask(engine, rank, turn) for turn in (0, 1) for rank in (0, 1)]
+    said = [await _ask(engine, replica, seed, f"request-{turn}") for turn, (replica, seed) in enumerate(asked)]
     engine.shutdown(timeout=20)
     return said
 
 
-async def _ask(engine, rank: int, turn: int) -> tuple:
+async def _ask(engine, replica: int, seed: int, request: str) -> tuple:
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=4, logprobs=1, detokenize=False, ignore_eos=True)
-    asked = {"prompt_token_ids": prompt(80 + rank, 530)}
-    said = [each async for each in engine.generate(asked, sampling, f"{rank}-{turn}", data_parallel_rank=rank)]
+    asked = {"prompt_token_ids": prompt(seed, 530)}
+    said = [each async for each in engine.generate(asked, sampling, request, data_parallel_rank=replica)]
     (answer,) = said[-1].outputs
     logprobs = [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
     return list(answer.token_ids), logprobs, said[-1].num_cached_tokens
 
 
-def one_life(fork_server, model, stack):
+def one_life(fork_server, model, stack, asked, **options):
     """The answers of its replicas, and what they logged."""
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(["0", "1"] * options.get("tensor_parallel_size", 1)),
     }
-    return fork_server.run("test_data_parallel:live", environment, model=str(model), stack=stack)
+    arguments = {"model": str(model), "stack": stack, "asked": asked, "options": options}
+    return fork_server.run("test_data_parallel:live", environment, **arguments)
 
 
 def largest_difference(answers, truth):
@@ -82,7 +88,8 @@ def test_two_replicas_share_nothing_and_come_back_warm(engine, fork_server, mode
     asked = [prompt(80 + rank, 530) for rank in (0, 1)]
     with engine() as plain:
         truth = [plain.ask(each)[0] for each in asked] * 2
-    (cold, warm), logs = zip(*(one_life(fork_server, model, stack) for _ in range(2)), strict=True)
+    turns = [(0, 80), (1, 81)] * 2
+    (cold, warm), logs = zip(*(one_life(fork_server, model, stack, turns) for _ in range(2)), strict=True)
 
     assert [cached for *_, cached in cold] == [0, 0, 512, 512]
     assert [cached for *_, cached in warm] == [512, 512, 512, 512]
@@ -103,3 +110,50 @@ def test_two_replicas_share_nothing_and_come_back_warm(engine, fork_server, mode
         alone.settle()
     assert sorted(tmp_path.glob("replica-*/**/*.kv")) == sorted(kept[0] + kept[1])
     assert len(list(tmp_path.rglob("*.kv"))) == 24
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_replicas_find_in_a_shared_store_what_another_one_stored(engine, fork_server, model, tmp_path, ranks):
+    with engine() as plain:
+        truth = [plain.ask(prompt(seed, 530))[0] for seed in (80, 81)]
+    turns = [(0, 80), (1, 80), (1, 81), (0, 81)]
+    answers, log = one_life(fork_server, model, shared(tmp_path), turns, tensor_parallel_size=ranks)
+    assert [cached for *_, cached in answers] == [0, 512, 0, 512]
+    assert log.count("hit 512 of 530 tokens: disk 512") == 2
+    assert largest_difference(answers, [truth[0], truth[0], truth[1], truth[1]]) < NOISE
+
+
+def shared(path):
+    """A stack over memory and a folder that all replicas share."""
+    stack = cpu("64MiB")
+    stack["tiers"].append({"type": "disk", "shared": True, "path": str(path), "min_free": "0B"})
+    return stack
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    import tiny_llama
+
+    path = tmp_path_factory.mktemp("experts")
+    tiny_llama.make_experts(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"enable_expert_parallel": True}, {"enable_expert_parallel": True, "tensor_parallel_size": 2}],
+    ids=["each expert in parts", "some experts a rank", "some experts a rank of four"],
+)
+def test_replicas_of_a_model_with_experts_do_the_same(engine, fork_server, experts, tmp_path, options):
+    """While one replica computes, the other one runs batches of made-up tokens with it. Nothing of those is stored."""
+    with engine(model=experts) as plain:
+        truth = [plain.ask(prompt(seed, 530))[0] for seed in (80, 81)]
+    turns = [(0, 80), (1, 80), (1, 81), (0, 81)]
+    answers, log = one_life(fork_server, experts, shared(tmp_path), turns, **options)
+    assert [cached for *_, cached in answers] == [0, 512, 0, 512]
+    assert log.count("hit 512 of 530 tokens: disk 512") == 2
+    assert largest_difference(answers, [truth[0], truth[0], truth[1], truth[1]]) < NOISE
+    for replica in (0, 1):
+        assert f"data parallel: replica {replica} of 2; capacities are divided by 2" in log
+    assert log.count("in all: cpu: stored 8 (2MiB)") == log.count("in all: disk: written 8 ") == 2
+    assert len(list(tmp_path.rglob("*.kv"))) == 16

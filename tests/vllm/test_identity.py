@@ -218,6 +218,16 @@ def test_an_option_that_does_not_does_not(model, base, options):
     assert facts(engine_config(model, **options)).differences(facts(base)) == []
 
 
+def test_how_many_ranks_share_experts_does_not_count_but_that_several_do(tmp_path):
+    """They exchange tokens, for which a kernel may round them."""
+    import tiny_llama
+
+    tiny_llama.make_experts(tmp_path)
+    one, two, three = (facts(engine_config(tmp_path, data_parallel_size=ranks)) for ranks in (1, 2, 3))
+    assert one.differences(two) == [("experts exchange tokens", "False", "True")]
+    assert two.differences(three) == []
+
+
 def test_ways_to_quantize_are_told_apart(base):
     """As vLLM keeps ``--quantization-config``: an object of its own, or the mapping that was written."""
     from vllm.config.quantization import QuantizationConfigArgs

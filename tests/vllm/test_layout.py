@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 
-import attrs
 import pytest
 import torch
 from test_identity import engine_config
 
-from kvtier_core.engine.messages import WorkerReport
-from kvtier_core.testing.samples import make_group
+from kvtier_core.vllm import groups as kv_groups
 from kvtier_core.vllm import layout
 from kvtier_core.vllm.groups import served, structure_of
 
@@ -108,14 +106,6 @@ def test_attention_to_later_tokens_is_refused(config, specs):
     assert layout.refusal(config, groups(specs["full"])) == why
 
 
-def test_ranks_must_agree():
-    one = WorkerReport("cpu", (make_group((4096,)),), ())
-    assert layout.disagreement([one, one]) == ""
-    other = attrs.evolve(one, facts=(("cpu isa", "amx"),))
-    assert layout.disagreement([one, other]) == "the pages of the workers differ"
-    assert layout.disagreement([one, attrs.evolve(one, refusal="why not")]) == "why not"
-
-
 @pytest.mark.parametrize(
     "kind, more, structure",
     [
@@ -148,20 +138,48 @@ def test_a_rank_of_a_dense_model_is_a_replica(model, specs, rank):
     assert layout.refusal(config, groups(specs["full"])) == ""
 
 
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_of_a_model_with_experts_is_one_too(model, specs, rank):
+    """vLLM leaves its configuration as it is."""
+    config = engine_config(model, data_parallel_size=3)
+    config.parallel_config.data_parallel_index = config.parallel_config.data_parallel_rank = rank
+    assert config.parallel_config.data_parallel_size == 3
+    assert layout.replica_of(config.parallel_config) == (rank, 3)
+    assert layout.refusal(config, groups(specs["full"])) == ""
+
+
 @pytest.mark.parametrize(
     "field, value, why",
     [
-        ("data_parallel_size", 2, "data parallelism of a model with experts is not served yet"),
         ("data_parallel_index", 1, "vLLM says that this is data parallel rank 1 and not how many there are"),
+        (
+            "prefill_context_parallel_size",
+            2,
+            "which ranks have whole pages after a step with prefill context parallelism has never been seen",
+        ),
         ("enable_elastic_ep", True, "a number of ranks that may change (elastic expert parallelism) is not served"),
-        ("pipeline_parallel_size", 2, "pipeline parallelism is not served yet"),
-        ("prefill_context_parallel_size", 2, "prefill context parallelism is not served yet"),
-        ("decode_context_parallel_size", 2, "decode context parallelism is not served yet"),
     ],
 )
 def test_what_else_is_parallel_is_refused(config, specs, field, value, why):
     setattr(config.parallel_config, field, value)
     assert layout.refusal(config, groups(specs["full"])) == why
+
+
+@pytest.mark.parametrize("field", ["tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"])
+def test_ranks_that_share_a_prompt_are_served(config, specs, field):
+    setattr(config.parallel_config, field, 2)
+    assert layout.refusal(config, groups(specs["full"])) == ""
+
+
+@pytest.mark.parametrize(("ranks", "sharded", "tokens"), [(1, True, 32), (2, True, 64), (4, True, 128), (4, False, 32)])
+def test_with_decode_context_parallelism_blocks_are_as_long_as_vllm_says(config, ranks, sharded, tokens):
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    config.parallel_config.decode_context_parallel_size = ranks
+    kv_cache_config = groups(spec("FullAttentionSpec", dcp_sharded=sharded))
+    assert resolve_kv_cache_block_sizes(kv_cache_config, config) == (tokens, tokens)
+    assert kv_groups.block_tokens(kv_cache_config, config.parallel_config) == (tokens,)
+    assert kv_groups.scheduler_block(kv_cache_config, config.parallel_config) == tokens
 
 
 def test_an_engine_whose_embeddings_come_from_elsewhere_is_refused(config, specs):

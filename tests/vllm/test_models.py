@@ -63,7 +63,7 @@ def test_the_pages_themselves_come_back(engine, monkeypatch):
     def pages_of(mover, chunk):
         return {
             (layer.base, place): read(layer.base + block * layer.stride, layer.nbytes)
-            for layer, its in zip(mover._cache.layers, mover._cache.layout.parts[0].layers, strict=True)
+            for layer, its in zip(mover._cache.layers, mover._cache.layout.parts[0].shard_of(0).layers, strict=True)
             for place, block in enumerate(chunk[its.group])
         }
 

@@ -12,10 +12,11 @@ logger = logging.getLogger("vllm.kvtier")
 
 
 class SelfTestGate:
-    """Reserves a slot of each arena for the workers' self-tests, and collects the outcomes."""
+    """Reserves slots of each arena for the workers' self-tests, and collects the outcomes."""
 
-    def __init__(self, stack: Stack, ranks: int):
-        self.slots: tuple[Slot, ...] = tuple(stack.reserve_self_test_slots())  #: empty once it is over
+    def __init__(self, stack: Stack, ranks: int, replicas: int):
+        """``replicas`` ranks at a time share a shard, and need a slot each."""
+        self.slots: tuple[Slot, ...] = tuple(stack.reserve_self_test_slots(replicas))  #: empty once it is over
         self.failure = ""  #: why nothing is stored or loaded any more; empty if nothing failed
         self._stack = stack
         self._ranks_left = ranks

@@ -18,15 +18,16 @@ class _StoreJob:
     blocks: frozenset[int]  #: the blocks whose pages are read
     waiting: int  #: workers that have not reported its end
     failed: bool = False
-    checksums: dict[int, Sequence[int]] = attrs.field(factory=dict)  #: of the shards, by rank
+    checksums: dict[int, Sequence[int]] = attrs.field(factory=dict)  #: of each chunk, by shard
 
 
 class StoreJobs:
     """The stores under way, by the job number that the workers use."""
 
-    def __init__(self, stack: Stack, ranks: int):
+    def __init__(self, stack: Stack, ranks: int, shards: int):
         self._stack = stack
         self._ranks = ranks
+        self._shards = shards
         self._jobs: dict[int, _StoreJob] = {}
         self._last_job = 0
 
@@ -64,8 +65,8 @@ class StoreJobs:
 
     def record(self, progress: WorkerProgress) -> None:
         """Process what the workers ended."""
-        for (job, rank), checksums in progress.checksums.items():
-            self._jobs[job].checksums[rank] = checksums
+        for (job, shard), checksums in progress.checksums.items():
+            self._jobs[job].checksums[shard] = checksums
         for job, workers in progress.ended.items():
             self._end(job, workers, failed=bool(progress.failed[job]))
 
@@ -83,10 +84,10 @@ class StoreJobs:
             self._stack.commit(_holder(job), self._checksums_by_chunk(store))
 
     def _checksums_by_chunk(self, store: _StoreJob) -> dict[ChunkKey, Sequence[int]]:
-        """For each chunk the checksums of its shards, by rank; empty unless every rank computed them."""
-        if len(store.checksums) != self._ranks:
+        """For each chunk the checksums of its shards; empty unless all were computed."""
+        if len(store.checksums) != self._shards:
             return {}
-        by_chunk = zip(*(store.checksums[rank] for rank in range(self._ranks)), strict=True)
+        by_chunk = zip(*(store.checksums[shard] for shard in range(self._shards)), strict=True)
         return dict(zip(store.keys, by_chunk, strict=True))
 
 

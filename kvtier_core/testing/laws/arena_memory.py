@@ -31,9 +31,9 @@ class ArenaMemoryLaws(Laws):
     def config(self, folder: Path) -> ArenaConfig:
         return super().config(folder)
 
-    def paged_buffer(self, layout: ChunkLayout, blocks: int, rng: random.Random) -> PagedBuffer:
+    def paged_buffer(self, layout: ChunkLayout, blocks: int, rng: random.Random, rank: int = 0) -> PagedBuffer:
         """An engine's paged buffer that the mover can reach."""
-        return PagedBuffer(layout, blocks, rng)
+        return PagedBuffer(layout, blocks, rng, rank)
 
     @contextlib.contextmanager
     def opened(

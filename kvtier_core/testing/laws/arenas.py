@@ -62,7 +62,7 @@ class ArenaLaws(ArenaMemoryLaws):
             slots, pages = engine.choose()
             engine.mover.store(1, pages, slots)
             checksums = list(reports_of(engine.mover, [1])[1].checksums)
-            shards = [engine.memory.view(slot)[FRAME_ALIGNMENT:][: engine.part.shard_nbytes] for slot in slots]
+            shards = [engine.memory.view(slot)[FRAME_ALIGNMENT:][: engine.part.shard_of(0).nbytes] for slot in slots]
             expected = [zlib.crc32(shard) for shard in shards]
             assert checksums in ([], expected), (
                 f"checksums are the CRC-32 of each slot's shard, {expected}, or none at all; reported are {checksums}"
@@ -97,7 +97,7 @@ class ArenaLaws(ArenaMemoryLaws):
             mover.load(1, [0], [elsewhere])
             assert settle(mover, [1]) == {1: True}, "a load through a second mover failed"
             mover.close()
-            for layer in engine.part.layers:
+            for layer in engine.part.shard_of(0).layers:
                 for source, target in zip(chunk[layer.group], elsewhere[layer.group], strict=True):
                     assert same(other.page(layer.layer, target), engine.pages.page(layer.layer, source)), (
                         f"block {source} of layer {layer.layer} was stored; block {target} has other bytes after it "
@@ -138,23 +138,45 @@ class ArenaLaws(ArenaMemoryLaws):
             assert same(engine.pages.everything(), expected), "a load did not fill the pages of each group"
 
     def test_ranks_do_not_meet(self, tmp_path: Path):
-        layout = make_layout(ranks=3)
+        self._each_has_its_shard(tmp_path, make_layout(ranks=3))
+
+    def test_stages_have_layers_of_their_own(self, tmp_path: Path):
+        """Two pipeline stages of two ranks: the first has one layer, the second two."""
+        groups = [make_group((512, 1024, 768))]
+        self._each_has_its_shard(tmp_path, ChunkLayout(groups, 64, ranks=4, stages=((1,), (2,))))
+
+    def test_ranks_with_the_same_bytes_share_a_shard(self, tmp_path: Path):
+        """One of two stores it, and both load it."""
+        self._each_has_its_shard(tmp_path, make_layout(ranks=4, replicas=2))
+
+    def _each_has_its_shard(self, tmp_path: Path, layout: ChunkLayout) -> None:
         (part,) = layout.parts
         rng = random.Random(7)
         chunk = [rng.sample(range(BLOCKS), blocks) for blocks in part.blocks]
         with self.opened(tmp_path, layout) as memory:
             poison(memory.view(0))
             expected = bytearray(memory.view(0))
-            for rank in (1, 0, 2):
-                pages = self.paged_buffer(layout, BLOCKS, rng)
+            for rank in rng.sample(range(layout.ranks), layout.ranks):
+                if not layout.stores(rank):
+                    continue
+                pages = self.paged_buffer(layout, BLOCKS, rng, rank)
                 pages.fill(rng)
-                mover = self.config(tmp_path).attach(memory.handle, pages.kv_cache(rank))
+                mover = self.config(tmp_path).attach(memory.handle, pages.kv_cache())
                 mover.store(1, [chunk], [0])
                 assert settle(mover, [1]) == {1: True}, f"the store of rank {rank} failed"
                 mover.close()
-                begin = part.shard_offset(rank)
-                expected[begin : begin + part.shard_nbytes] = shard_of(pages, part, chunk)
+                shard = part.shard_of(rank)
+                expected[shard.offset : shard.offset + shard.nbytes] = shard_of(pages, shard, chunk)
                 assert same(memory.view(0), expected), f"rank {rank} did not write its own shard and nothing else"
+            for rank in range(layout.ranks):
+                pages = self.paged_buffer(layout, BLOCKS, rng, rank)
+                mover = self.config(tmp_path).attach(memory.handle, pages.kv_cache())
+                mover.load(1, [0], [chunk])
+                assert settle(mover, [1]) == {1: True}, f"the load of rank {rank} failed"
+                mover.close()
+                shard = part.shard_of(rank)
+                held = expected[shard.offset : shard.offset + shard.nbytes]
+                assert same(shard_of(pages, shard, chunk), held), f"rank {rank} did not read its own shard"
 
     # -- jobs --------------------------------------------------------------------------------------
 

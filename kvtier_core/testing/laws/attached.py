@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 import attrs
 
 from kvtier_core.interfaces import NO_BLOCK, AllocatorBackend, JobResult, Mover, PageList
-from kvtier_core.layouts import Part
+from kvtier_core.layouts import Part, Shard
 from kvtier_core.testing.samples import PagedBuffer, poison
 
 BLOCKS = 24  #: pages in each layer of the paged buffer
@@ -35,9 +35,9 @@ def reports_of(mover: Mover, jobs: Collection[int]) -> dict[int, JobResult]:
     return reports
 
 
-def shard_of(pages: PagedBuffer, part: Part, chunk: Sequence[Sequence[int]]) -> bytes:
+def shard_of(pages: PagedBuffer, shard: Shard, chunk: Sequence[Sequence[int]]) -> bytes:
     """What a rank's shard of a chunk with these block ids, group by group, must be."""
-    return b"".join(pages.page(layer.layer, block) for layer in part.layers for block in chunk[layer.group])
+    return b"".join(pages.page(layer.layer, block) for layer in shard.layers for block in chunk[layer.group])
 
 
 @attrs.frozen
@@ -92,8 +92,9 @@ class AttachedEngine:
 
     def _pieces(self, chunk: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int, int]]:
         """Layer, block, place in the slot and bytes of each page that is wanted, of rank 0."""
-        begin = self.part.shard_offset(0)
-        for layer in self.part.layers:
+        shard = self.part.shard_of(0)
+        begin = shard.offset
+        for layer in shard.layers:
             for block in chunk[layer.group]:
                 if block != NO_BLOCK:
                     yield layer.layer, block, begin, layer.page_nbytes

@@ -181,7 +181,7 @@ def open_mover(
             autotune = autotune or ScratchAutotune(library, device)
         copiers: list[Copier] = []
         for part in cache.layout.parts:
-            shards = address + part.shard_offset(cache.rank)
+            shards = address + part.shard_of(cache.rank).offset
             if isinstance(library, str):
                 copiers.append(TorchCopier(torch.cuda, cache, part, shards, slots, slot_nbytes, library))
             else:

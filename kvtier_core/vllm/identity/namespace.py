@@ -38,6 +38,7 @@ def facts_before_start(config: VllmConfig, weights_fact: str) -> dict[str, objec
         "engine": f"vllm {vllm.__version__}, torch {torch.__version__}",
         "plugins": _plugins(),
         "weights": weights_fact,
+        "experts exchange tokens": config.model_config.is_moe and config.parallel_config.use_all2all,  # maybe rounded
         **settings.before_start(config),
         **settings.variables(),
     }
@@ -49,6 +50,7 @@ def facts_after_start(config: VllmConfig, chunk_tokens: int, report: WorkerRepor
         **settings.after_start(config),
         **dict(report.facts),
         "KV groups": "; ".join(group.fact for group in report.groups),
+        "ranks with the same KV": report.replicas,
         "chunk tokens": chunk_tokens,
     }
 

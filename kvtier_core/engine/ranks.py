@@ -1,0 +1,83 @@
+"""What the ranks of an engine reported, put together: one layout of chunks for all of them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import attrs
+
+from kvtier_core.config.model import StackConfig
+from kvtier_core.engine.messages import WorkerReport
+from kvtier_core.layouts import ChunkLayout, KVGroup, KVKind, KVStructure
+
+
+@attrs.frozen
+class Ranks:
+    """The reports of all ranks, pipeline stage after pipeline stage. Those of one stage have the same layers."""
+
+    reports: tuple[WorkerReport, ...] = attrs.field(converter=tuple)
+    stages: int = 1
+
+    def disagreement(self) -> str:
+        """Why the pages of these workers cannot be moved together; empty if they can."""
+        if refusals := [report.refusal for report in self.reports if report.refusal]:
+            return refusals[0]
+        if any(len(set(self._stage(number))) > 1 for number in range(self.stages)):
+            return "the pages of the workers differ"
+        alike = {(each.device, each.failure_policy, *map(_without_layers, each.groups)) for each in self._firsts}
+        return "" if len(alike) == 1 else "the pages of the pipeline stages differ in more than their layers"
+
+    def as_one(self) -> WorkerReport:
+        """The report of an engine that agrees, with the layers of all stages and what is true of any of them."""
+        firsts = self._firsts
+        groups = [_joined(groups) for groups in zip(*(report.groups for report in firsts), strict=True)]
+        facts = [dict(report.facts) for report in firsts]
+        told = [(name, " | ".join(dict.fromkeys(each.get(name, "") for each in facts))) for name in facts[0]]
+        replicas = math.gcd(*(report.replicas for report in firsts))
+        return attrs.evolve(firsts[0], groups=groups, facts=told, replicas=replicas)
+
+    def in_chunks(self, config: StackConfig) -> tuple[StackConfig, ChunkLayout]:
+        """The stack with ``chunk_tokens`` as a number, and the layout of its chunks, for an engine that agrees.
+
+        Raises ValueError if no chunk suits all groups.
+        """
+        whole = self.as_one()
+        counts = [tuple(len(group.page_nbytes) for group in report.groups) for report in self._firsts]
+        stages = tuple(counts) if self.stages > 1 else ()
+        layout = functools.partial(
+            ChunkLayout, whole.groups, ranks=len(self.reports), replicas=whole.replicas, stages=stages
+        )
+        block = math.lcm(*(group.block_tokens for group in whole.groups))
+        if config.chunk_tokens == "auto":
+            # States are where the engine leaves them, behind some blocks: a chunk that ends elsewhere would have none.
+            most = block if any(group.kind is KVKind.STATE for group in whole.groups) else None
+            reaches = [group.reach for group in whole.groups if group.kind is KVKind.CHUNKED_LOCAL]
+            config = config.sized(block, layout(tokens=block).payload_nbytes, most=most, within=reaches)
+        return config, layout(tokens=config.chunk_tokens)
+
+    @property
+    def _firsts(self) -> list[WorkerReport]:
+        """The report of one rank of each stage."""
+        return [self._stage(number)[0] for number in range(self.stages)]
+
+    def _stage(self, number: int) -> Sequence[WorkerReport]:
+        ranks = len(self.reports) // self.stages
+        return self.reports[number * ranks : (number + 1) * ranks]
+
+
+def _without_layers(group: KVGroup) -> KVGroup:
+    """What all stages must have in common of a group."""
+    return attrs.evolve(group, page_nbytes=(), dtype="", structure=KVStructure.OPAQUE)
+
+
+def _joined(groups: Sequence[KVGroup]) -> KVGroup:
+    """A group with its layers of all stages."""
+    structures = {group.structure for group in groups if group.page_nbytes}
+    return attrs.evolve(
+        groups[0],
+        page_nbytes=[nbytes for group in groups for nbytes in group.page_nbytes],
+        dtype=" ".join(sorted({dtype for group in groups for dtype in group.dtype.split()})),
+        structure=structures.pop() if len(structures) == 1 else KVStructure.OPAQUE,
+    )

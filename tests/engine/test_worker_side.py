@@ -1,0 +1,81 @@
+"""The worker sides of ranks that have the same KV: one stores it, and each tests its copies in a slot of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from kvtier_core.config.compose import open_stack
+from kvtier_core.config.load import load_config
+from kvtier_core.config.registry import Registry
+from kvtier_core.engine.messages import StepPlan, Transfer
+from kvtier_core.engine.worker_side import WorkerSide
+from kvtier_core.errors import ConfigError
+from kvtier_core.interfaces import PagedKVCache, PageRun
+from kvtier_core.testing.samples import make_context, make_layout
+from kvtier_core.types import Slot
+
+LAYOUT = make_layout((64, 32), blocks=2, ranks=2, replicas=2)
+BLOCKS = 8
+EMPTY = bytes(LAYOUT.frame_nbytes)
+
+
+def stack_of(slots):
+    tiers = [{"type": "heap", "capacity": f"{slots * LAYOUT.frame_nbytes}B"}]
+    return load_config({"version": 1, "chunk_tokens": LAYOUT.tokens, "tiers": tiers}, Registry.discover())
+
+
+@pytest.fixture
+def arena():
+    return stack_of(4).arenas[0].config.open(make_context(layout=LAYOUT, capacity=4 * LAYOUT.frame_nbytes))
+
+
+@pytest.fixture
+def ranks(arena):
+    """The worker sides of both ranks, after the first step."""
+    plan = StepPlan(arenas=(arena.handle,), layout=LAYOUT, self_test_slots=(Slot(0, 0), Slot(0, 1)))
+    sides = []
+    for rank in range(2):
+        caches = {name: torch.rand(BLOCKS, nbytes // 4) for name, nbytes in (("a", 64), ("b", 32))}
+        sides.append(WorkerSide(stack_of(4).arenas, rank, pages_of(caches, rank), [caches]))
+        sides[rank].attach(plan)
+    yield sides
+    for side in sides:
+        side.close()
+
+
+def pages_of(caches, rank):
+    runs = tuple(PageRun(cache.data_ptr(), cache[0].nbytes, cache[0].nbytes) for cache in caches.values())
+    return lambda layout: PagedKVCache(runs, BLOCKS, "cpu", rank, layout)
+
+
+def test_each_tests_a_slot_of_its_own(ranks, arena):
+    assert [side.progress().self_tests for side in ranks] == [Counter({"": 1})] * 2
+    used = [bytes(arena.view(slot)) != EMPTY for slot in range(4)]
+    assert used == [True, True, False, False]
+
+
+def test_one_stores_and_both_load(ranks, arena):
+    pages = (((3, 5),),)
+    for side in ranks:
+        side.progress()
+    for side in reversed(ranks):  # first the one that stores nothing
+        assert bytes(arena.view(2)) == EMPTY
+        side.store(StepPlan(stores=((7, Transfer((Slot(0, 2),), pages)),)))
+    stored, other = (side.progress() for side in ranks)
+    assert stored.ended == other.ended == Counter({7: 1})
+    assert not stored.failed and not other.failed and not other.checksums
+    assert set(stored.checksums) <= {(7, 0)}, "they are summed by shard"
+    assert bytes(arena.view(2)) != EMPTY
+    for side in ranks:
+        side.load(StepPlan(loads=(("a request", Transfer((Slot(0, 2),), (((1, 2),),))),)), idle=True)
+        assert side.loaded() == ({"a request"}, set())
+
+
+def test_an_arena_has_a_slot_for_each(arena):
+    context = make_context(layout=LAYOUT)
+    open_stack(stack_of(2), context).close()
+    with pytest.raises(ConfigError, match="2 ranks with the same KV test 2 slots, and it has 1"):
+        open_stack(stack_of(1), context)

@@ -1,0 +1,100 @@
+"""One engine of several ranks: pipeline stages with layers of their own, and ranks that hold the same KV."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Engine, cpu_and_disk
+from cpu_parallel import let_stages_receive
+from test_processes import ASKED, largest_difference
+from test_serving import NOISE
+
+
+def ask_in_stages(model: str, stack: dict, options: dict) -> list:
+    """In another process: two passes over two prompts."""
+    let_stages_receive()
+    engine = Engine(Path(model), stack, **options)
+    rows = [engine.ask(*ASKED), engine.ask(*ASKED)]
+    engine.llm.llm_engine.engine_core.shutdown()
+    return [[[a.tokens, a.logprobs, a.cached] for a in row] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def of_five_layers(tmp_path_factory):
+    """Two stages cannot have the same number of them."""
+    import tiny_llama
+
+    path = tmp_path_factory.mktemp("five")
+    tiny_llama.make(path, layers=5)
+    return path
+
+
+@pytest.fixture
+def start(fork_server, tmp_path):
+    """``start(function, model, **options)`` is an engine's life over a folder, with a core for each two ranks."""
+
+    def start(function, model, **options):
+        ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
+        environment = {
+            "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # of functions that a test calls in workers
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank % 2) for rank in range(ranks)),
+        }
+        arguments = {"model": str(model), "stack": cpu_and_disk(tmp_path), "options": options}
+        return fork_server.run(f"test_parallel:{function}", environment, **arguments)
+
+    return start
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stages_keep_their_layers_and_reuse_them(engine, start, of_five_layers, ranks):
+    """From memory, and from disk in a new engine. The frames hold the layers of all stages."""
+    with engine(model=of_five_layers) as plain:
+        truth = [(list(answer.tokens), answer.logprobs, 0) for answer in plain.ask(*ASKED)]
+    ask = functools.partial(start, "ask_in_stages", of_five_layers, pipeline_parallel_size=2)
+    (cold, warm), log = ask(tensor_parallel_size=ranks)
+    (disk, _), again = ask(tensor_parallel_size=ranks)
+    assert [[cached for *_, cached in each] for each in (cold, warm, disk)] == [[0, 0], [512, 512], [512, 512]]
+    assert log.count("hit 512 of 530 tokens: cpu 512") == again.count("hit 512 of 530 tokens: disk 512") == 2
+    for answers in (cold, warm, disk):
+        assert largest_difference(answers, truth) < NOISE
+    assert "frames of 324KiB" in log  # 5 layers of 2 heads of 64 tokens, keys and values of 64 numbers
+
+
+def ask_and_compare(model: str, stack: dict, options: dict) -> list:
+    """In another process: an answer computed, one from the engine's own cache, one from ours; then what ranks hold."""
+    engine = Engine(Path(model), stack, enable_prefix_caching=True, **options)
+    answers = []
+    for forgets in (False, False, True):
+        if forgets:
+            assert engine.llm.reset_prefix_cache()
+        answers += engine.ask(ASKED[0])
+    held = engine.llm.collective_rpc(digests_of_pages)
+    engine.llm.llm_engine.engine_core.shutdown()
+    return [[[a.tokens, a.logprobs, a.cached] for a in answers], held]
+
+
+def digests_of_pages(worker) -> list[str]:
+    """Of the KV that a worker computed for the first 512 tokens, by layer. Block 0 is vLLM's own."""
+    blocks = slice(1, 1 + 512 // worker.vllm_config.cache_config.block_size)
+    pages = (cache[blocks].contiguous().view(torch.uint8) for cache in worker.model_runner.kv_caches)
+    return [hashlib.sha256(each.numpy()).hexdigest() for each in pages]
+
+
+def test_the_latent_is_stored_once(start, tmp_path):
+    """Every rank of latent attention has all of it, to the last bit."""
+    import tiny_llama
+
+    tiny_llama.make_mla(tmp_path / "model")
+    start = functools.partial(start, "ask_and_compare", tmp_path / "model", dtype="bfloat16", tensor_parallel_size=2)
+    ((cold, own, ours), held), log = start()
+    ((disk, *_), _), again = start()
+    assert held[0] == held[1] and len(set(held[0])) == 4
+    assert [cold[2], own[2]] == [0, 512] and own == ours == disk
+    assert "hit 512 of 530 tokens: cpu 512" in log and "hit 512 of 530 tokens: disk 512" in again
+    assert "frames of 292KiB" in log  # 4 layers, 64 tokens of 512 + 64 numbers, and a header
