@@ -115,7 +115,9 @@ def kv_group(
     """A group that is served, whose layers have pages of these sizes and elements of these types."""
     specs = specs_of(number, kv_cache_config).values()
     structures = {structure_of(spec) for spec in specs}
-    spec = next(iter(specs), kv_cache_config.kv_cache_groups[number].kv_cache_spec)  # a stage may have no layer of it
+    spec = kv_cache_config.kv_cache_groups[number].kv_cache_spec  # also where a pipeline stage has no layer of it
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        spec = next(iter(spec.kv_cache_specs.values()))
     return KVGroup(
         name=f"group {number}",
         kind=_KINDS[type(spec)],

@@ -66,6 +66,19 @@ def test_stages_keep_their_layers_and_reuse_them(engine, start, of_five_layers, 
     assert "frames of 324KiB" in log  # 5 layers of 2 heads of 64 tokens, keys and values of 64 numbers
 
 
+def test_a_stage_may_have_no_layer_of_a_group(engine, start, tmp_path):
+    """Windows in both stages, and full attention in the second one alone."""
+    import tiny_hybrids
+
+    tiny_hybrids.make_gemma3(tmp_path / "model")
+    with engine(model=tmp_path / "model") as plain:
+        truth = [(list(answer.tokens), answer.logprobs, 0) for answer in plain.ask(*ASKED)]
+    (cold, warm), log = start("ask_in_stages", tmp_path / "model", pipeline_parallel_size=2)
+    assert [[cached for *_, cached in each] for each in (cold, warm)] == [[0, 0], [512, 512]]
+    assert log.count("hit 512 of 530 tokens: cpu 512") == 2
+    assert max(largest_difference(answers, truth) for answers in (cold, warm)) < NOISE
+
+
 def ask_and_compare(model: str, stack: dict, options: dict) -> list:
     """In another process: an answer computed, one from the engine's own cache, one from ours; then what ranks hold."""
     engine = Engine(Path(model), stack, enable_prefix_caching=True, **options)
