@@ -433,7 +433,7 @@ MUTANTS = (
     Mutant(
         "the-policy-inside-counts",
         STARTUP,
-        "report.failure_policy or ",
+        "reports[0].failure_policy or ",
         "",
         BESIDE + "test_or_behind_it",
     ),
@@ -462,7 +462,7 @@ MUTANTS = (
     Mutant(
         "no-self-test",
         WORKER,
-        "if wrong := try_copies(mover, self._table, self._caches, slot.index):",
+        "if wrong := try_copies(mover, table, self._caches, slot):",
         'if wrong := "":',
         SELFTEST + "test_an_engine_with_another_layout_is_caught_before_traffic",
     ),
