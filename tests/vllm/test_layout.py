@@ -196,16 +196,30 @@ def test_an_engine_whose_embeddings_come_from_elsewhere_is_refused(config, specs
 @pytest.mark.parametrize(
     "changes, why",
     [
-        *(({"method": method}, f"{method} is not served yet") for method in ("medusa", "mlp_speculator", "dspark")),
-        *(({"method": method}, f"{method} is not served yet") for method in ("dflash", "custom_class", "new")),
-        ({"method": "extract_hidden_states"}, "extract_hidden_states is not served yet"),
-        ({"method": "eagle", "parallel_drafting": True}, "parallel drafts is not served yet"),
-        ({"method": "mtp"}, "several MTP modules is not served yet: they read several tokens ahead"),
+        *(
+            ({"method": method}, f"speculative decoding with {method} is not served yet")
+            for method in (
+                "medusa",
+                "mlp_speculator",
+                "dspark",
+                "dflash",
+                "custom_class",
+                "extract_hidden_states",
+                "new",
+            )
+        ),
+        (
+            {"method": "eagle", "parallel_drafting": True},
+            "speculative decoding with parallel drafts is not served yet",
+        ),
+        (
+            {"method": "mtp"},
+            "speculative decoding with several MTP modules is not served yet: they read several tokens ahead",
+        ),
     ],
 )
 def test_drafts_that_may_leave_something_else_in_the_cache_are_refused(model, specs, changes, why):
-    config = speculating(model, **changes)
-    assert layout.refusal(config, groups(specs["full"])) == f"speculative decoding with {why}"
+    assert layout.refusal(speculating(model, **changes), groups(specs["full"])) == why
 
 
 @pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix", "eagle", "eagle3", "draft_model"])
