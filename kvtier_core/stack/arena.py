@@ -41,6 +41,11 @@ class Arena:
         return len(self._reserved)
 
     @property
+    def available(self) -> int:
+        """Number of slots that are free, or hold a chunk that nobody has pinned."""
+        return self.memory.slots - len(self._reserved) - len(self._pinned)
+
+    @property
     def pins(self) -> int:
         """Number of pins of all holders."""
         return self._pinned.total()

@@ -140,6 +140,8 @@ class BoundarySearch(Search):
         part_limit = limit and attrs.evolve(limit, chunk_seconds=limit.chunk_seconds * gained / len(missing))
         awaited = ""
         keys = [key for _, key in missing if not self._arriving(key)]
+        if len(keys) > self._arenas[0].available:  # else requests that wait for each other's slots would all wait
+            return Requested()
         for tier in self._tiers:
             here = [key for key in keys if tier.has(key)]
             keys = [key for key in keys if key not in here]
@@ -159,5 +161,7 @@ class BoundarySearch(Search):
             return ""
         if below.declined or not self._may_come(sought.chunks[chunks]):
             return self._miss_reason(sought.chunks[chunks], below)
+        if sought.restorable(sought.run(self._may_come), self._may_come) > chunks:
+            return f"no room in {self._arenas[0].name} to bring it up"
         others = [self._layout.groups[group].name for part in self._layout.parts[1:] for group in part.groups]
         return f"what follows is stored without what a request needs of {', '.join(others)} to continue there"
