@@ -183,8 +183,9 @@ class Arena:
         if self.ready_run(keys) < len(keys):
             raise ContractError(f"{self.name}: pin of a chunk that is not READY")
         places = self.index.held.places(keys)
-        self._pinned.update(places)
-        self._pins.setdefault(holder, Counter()).update(places)
+        if places:  # a holder of nothing never releases it
+            self._pinned.update(places)
+            self._pins.setdefault(holder, Counter()).update(places)
         return [Slot(self.number, place) for place in places]
 
     def unpin(self, slots: Sequence[Slot], holder: str) -> None:

@@ -129,6 +129,11 @@ def test_a_pin_is_its_owners_alone(arena):
     assert arena.pins_by_holder() == {"two": 2}
 
 
+def test_who_pins_nothing_is_no_holder(arena):
+    assert arena.pin([], "nobody") == []
+    assert "nobody" not in arena.pins_by_holder()
+
+
 def test_pins_are_counted(arena):
     fill(arena, A, B)
     slots = [*arena.pin([A], "test"), *arena.pin([A, B], "test")]
