@@ -134,6 +134,11 @@ class SchedulerSide:
         state.found = found
         return end - computed
 
+    def shared_tokens(self, request_id: str) -> int:
+        """How many tokens of a request others have stored, as `match` found, with or without what it needs there."""
+        state = self._requests.get(request_id)
+        return state.shared * self._chunk_tokens if state else 0
+
     def admitted(self, view: RequestView, tables: BlockTables, tokens: int) -> None:
         """The engine allocated the request's blocks, and wants ``tokens`` of those that `match` offered loaded."""
         state = self._requests.track(view)

@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
     SparseCacheRole,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.request import Request
 
 from kvtier_core.engine.step import BlockTables, OfferedStates, ScheduledRequest
 from kvtier_core.interfaces import NO_BLOCK
@@ -145,6 +146,16 @@ def structure_of(spec: KVCacheSpec) -> KVStructure:
     if not plain or (latent and getattr(spec, "cache_role", None) == SparseCacheRole.INDEXER):
         return KVStructure.OPAQUE
     return KVStructure.MLA_LATENT if latent else KVStructure.KEYS_AND_VALUES
+
+
+def keep_states_behind(request: Request, tokens: int) -> None:
+    """Have vLLM keep the recurrent states behind so many tokens of a prompt, which others have stored.
+
+    vLLM itself ends a step where a prompt parts from what its prefix cache has, and keeps the states there. It looks
+    for that place just before it asks the connector, so what is set here holds until the request is scheduled.
+    """
+    if tokens > getattr(request, "shared_prefix_boundary", tokens):  # since vLLM 0.32
+        request.shared_prefix_boundary = tokens
 
 
 @attrs.frozen
