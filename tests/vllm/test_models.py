@@ -39,7 +39,7 @@ def test_latent_attention(engine, said, tmp_path):
 def test_a_hybrid_model_whose_layers_all_keep_every_token(engine, said, tmp_path):
     import tiny_hybrids
 
-    tiny_hybrids.make_gemma3(tmp_path / "model")
+    tiny_hybrids.make("gemma3", tmp_path / "model")
     asked = prompt(61, 530)
     options = {"model": tmp_path / "model", "disable_hybrid_kv_cache_manager": True, "enable_prefix_caching": True}
     hits_as_the_engines_own(engine, said, tmp_path / "store", asked, options)
