@@ -11,11 +11,12 @@ import contextlib
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_hybrids
 from chaos import HANG, POOL, Life, arenas_of, asked, make_plugin
 from conftest import CHUNK, Answer, cpu_and_disk
 from fork_server import ForkServer, pids
@@ -24,11 +25,13 @@ from test_serving import NOISE
 
 from kvtier_core.builtin.chained import Chained
 from kvtier_core.frames.format import verify
-from kvtier_core.types import FRAME_ALIGNMENT, Namespace
+from kvtier_core.layouts import chunk_key, part_key
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace
 
 pytestmark = pytest.mark.long
 
 ROUNDS = 20 * LONG
+HYBRID_ROUNDS = 9 * LONG
 
 #: When the kill comes, round after round. Some are aimed: ``writing`` and ``removing`` when a file is about to be
 #: touched, ``torn`` in the middle of a frame, ``rename`` between its last byte and its name. In the rounds ``engine``
@@ -53,9 +56,6 @@ PHASES = (
     "served from disk by the next",
     "damage was refused",
 )
-
-#: Of the disk: half of the pool's frames. The arena has room for a third of those.
-CAPACITY = 16 << 20
 
 
 class Ledger:
@@ -104,6 +104,10 @@ class Ledger:
 
 class Campaign:
     """Round after round on one folder."""
+
+    #: Bytes of the disk: half of the frames of the pool. The arena has room for a third of those.
+    capacity = 16 << 20
+    blocks = 256  #: of the engine
 
     def __init__(self, folder: Path, model: Path, fork_server: ForkServer):
         self.rounds = 0
@@ -162,8 +166,8 @@ class Campaign:
     def _stack(self, **access: str) -> dict[str, Any]:
         told = {"type": "told"}
         # As long as it takes: on a busy machine, too, what lies there is a hit.
-        stack = cpu_and_disk(self._store, f"{CAPACITY // 3}B", load_wait="60s", token_database=told)
-        stack["tiers"][1] |= {"capacity": f"{CAPACITY}B", **access}
+        stack = cpu_and_disk(self._store, f"{self.capacity // 3}B", load_wait="60s", token_database=told)
+        stack["tiers"][1] |= {"capacity": f"{self.capacity}B", **access}
         return stack
 
     @contextlib.contextmanager
@@ -181,7 +185,7 @@ class Campaign:
             plugin=str(self._folder / "plugin"),
             model=str(self._model),
             stack=stack,
-            options={"num_gpu_blocks_override": 256, **options},
+            options={"num_gpu_blocks_override": self.blocks, **options},
         )
         try:
             yield life
@@ -282,7 +286,7 @@ class Campaign:
             whole = memoryview(frames[key].read_bytes())
             damage = verify(whole, self._ledger.namespaces[home_of(frames[key])], bytes.fromhex(key))
             assert damage is None, f"{frames[key]}: {damage.value}"
-        assert nbytes_of(frames) <= CAPACITY
+        assert nbytes_of(frames) <= self.capacity
         self._ledger.promised |= good  # of some the report did not come through; from now on they are owed, too
 
     def _compare(self, told: Iterable[tuple]) -> None:
@@ -315,6 +319,30 @@ class Campaign:
         return list(itertools.takewhile(good.__contains__, keys))
 
 
+class HybridCampaign(Campaign):
+    """With windows beside full attention: what lies there counts up to a boundary with all its parts."""
+
+    capacity = 24 << 20
+    blocks = 1024
+    windows = 3  #: groups of layers with a window, each a part of its own
+    behind = 4  #: chunks of a window
+
+    def _lying(self, number: int) -> list[str]:
+        """The leading chunks of a prompt, up to the last boundary of which everything lies on the disk."""
+        namespace = self._ledger.namespaces.get(self._ledger.home)
+        if namespace is None:
+            return []
+        good = self._frames().keys() - self._ledger.harmed
+        chunks = [chunk_key(key) for key in Chained(namespace, CHUNK).keys(asked(number))]
+        leading = len(list(itertools.takewhile(lambda key: key.hex() in good, chunks)))
+        boundaries = (end for end in range(leading, 0, -1) if self._parts(chunks[:end]) <= good)
+        return [key.hex() for key in chunks[: next(boundaries, 0)]]
+
+    def _parts(self, chunks: Sequence[ChunkKey]) -> set[str]:
+        """What a boundary behind these chunks needs of the windows."""
+        return {part_key(key, 1 + part).hex() for key in chunks[-self.behind :] for part in range(self.windows)}
+
+
 def answers(told: Iterable[tuple]) -> Iterator[tuple[int, Answer]]:
     for what, *words in told:
         if what == "answer":
@@ -334,14 +362,32 @@ def nbytes_of(frames: dict[str, Path]) -> int:
     return sum(path.stat().st_size for path in frames.values())
 
 
+def named(number: int) -> str:
+    return f"{number}-{MOMENTS[number % len(MOMENTS)]}"
+
+
 @pytest.fixture(scope="module")
 def campaign(model, fork_server, tmp_path_factory) -> Campaign:
     return Campaign(tmp_path_factory.mktemp("chaos"), model, fork_server)
 
 
-@pytest.mark.parametrize("number", range(ROUNDS), ids=lambda number: f"{number}-{MOMENTS[number % len(MOMENTS)]}")
+@pytest.mark.parametrize("number", range(ROUNDS), ids=named)
 def test_round(campaign, number):
     campaign.round(number)
+
+
+@pytest.fixture(scope="module")
+def hybrid_campaign(fork_server, tmp_path_factory) -> Campaign:
+    folder = tmp_path_factory.mktemp("chaos")
+    tiny_hybrids.make("gemma3", folder / "model")
+    return HybridCampaign(folder, folder / "model", fork_server)
+
+
+@pytest.mark.parametrize(
+    "number", range(HYBRID_ROUNDS), ids=lambda number: f"{number}-{MOMENTS[number % len(MOMENTS)]}"
+)
+def test_round_with_several_groups(hybrid_campaign, number):
+    hybrid_campaign.round(number)
 
 
 def test_the_kills_fell_into_everything(campaign):
