@@ -1,11 +1,11 @@
-"""python -m benchmarks [copies seals disk redis s3 lookup entries ttft noreuse] [--folder FOLDER] [--write]"""
+"""python -m benchmarks [copies seals disk redis s3 lookup entries ttft hybrids noreuse] [--folder FOLDER] [--write]"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from benchmarks import copies, disk, entries, lookup, noreuse, redis_tier, s3_tier, seals, ttft
+from benchmarks import copies, disk, entries, hybrids, lookup, noreuse, redis_tier, s3_tier, seals, ttft
 from benchmarks.conditions import conditions, heading
 from benchmarks.measure import progress
 
@@ -19,6 +19,7 @@ SECTIONS = {
     "lookup": lookup,
     "entries": entries,
     "ttft": ttft,
+    "hybrids": hybrids,
     "noreuse": noreuse,
 }
 RESULTS = Path(__file__).with_name("RESULTS.md")

@@ -1,4 +1,4 @@
-"""The two models that engines are measured with."""
+"""The models that engines are measured with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import attrs
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # which is no package
 from real_model import ModelUnavailable, checkpoint
 
-__all__ = ["RANDOM", "TRAINED", "Model", "ModelUnavailable"]
+__all__ = ["HYBRID", "RANDOM", "TRAINED", "Model", "ModelUnavailable"]
 
 
 @attrs.frozen
@@ -30,5 +30,13 @@ def _random(folder: Path) -> Path:
     return folder / "model"
 
 
+def _hybrid(folder: Path) -> Path:
+    import tiny_hybrids
+
+    tiny_hybrids.make("gemma3", folder / "model")
+    return folder / "model"
+
+
 RANDOM = Model("the random model of `examples/tiny_llama.py`", _random)
+HYBRID = Model("the random model of `examples/tiny_hybrids.py` in the shape of Gemma 3", _hybrid)
 TRAINED = Model("SmolLM2-135M-Instruct, the trained model of `examples/real_model.py`,", lambda folder: checkpoint())

@@ -29,7 +29,7 @@ def tables(folder: Path) -> Iterator[Table]:
         Workload("Time to first token, trained model", TRAINED, prompts=6, warming=1, recipes=_recipes),
     ):
         with scratch(folder) as place:
-            yield _table(workload, place)
+            yield measure(workload, place)
 
 
 @attrs.frozen
@@ -43,7 +43,8 @@ class Workload:
     recipes: Callable[[Path, Tiers], list[Recipe]]
 
 
-def _table(workload: Workload, place: Path) -> Table:
+def measure(workload: Workload, place: Path) -> Table:
+    """Ask each engine every prompt twice."""
     try:
         checkpoint = workload.model.checkpoint(place)
     except ModelUnavailable as error:
