@@ -166,7 +166,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if bypass := self._requests.check_cached(request.request_id, num_computed_tokens):
             self.side.bypass(request.request_id, bypass)
         tokens = self.side.match(view, num_computed_tokens)
-        groups.keep_states_behind(request, self.side.shared_tokens(request.request_id))
+        self._tables.keep_states_behind(request, self.side.shared_tokens(request.request_id))
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:

@@ -148,23 +148,14 @@ def structure_of(spec: KVCacheSpec) -> KVStructure:
     return KVStructure.MLA_LATENT if latent else KVStructure.KEYS_AND_VALUES
 
 
-def keep_states_behind(request: Request, tokens: int) -> None:
-    """Have vLLM keep the recurrent states behind so many tokens of a prompt, which others have stored.
-
-    vLLM itself ends a step where a prompt parts from what its prefix cache has, and keeps the states there. It looks
-    for that place just before it asks the connector, so what is set here holds until the request is scheduled.
-    """
-    if tokens > getattr(request, "shared_prefix_boundary", tokens):  # since vLLM 0.32
-        request.shared_prefix_boundary = tokens
-
-
 @attrs.frozen
 class Tables:
     """What the scheduler side is told of vLLM's block tables."""
 
     served: tuple[int, ...]  #: vLLM's numbers of the groups that the layout has, in its order
     block_tokens: tuple[int, ...]  #: of every group of vLLM's
-    every_state: frozenset[int]  #: groups that keep the state behind each block, not only the last one
+    states_of: frozenset[int]  #: groups of recurrent states
+    every_state: frozenset[int]  #: those of them that keep the state behind each block, not only the last one
 
     @classmethod
     def of(cls, kv_cache_config: KVCacheConfig, parallel: ParallelConfig) -> Tables:
@@ -173,12 +164,22 @@ class Tables:
         return cls(
             served(kv_cache_config),
             block_tokens(kv_cache_config, parallel),
+            frozenset(number for number, spec in enumerate(specs) if isinstance(spec, MambaSpec)),
             frozenset(
                 number
                 for number, spec in enumerate(specs)
                 if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "all"
             ),
         )
+
+    def keep_states_behind(self, request: Request, tokens: int) -> None:
+        """Have vLLM keep the recurrent states behind so many tokens of a prompt, which others have stored.
+
+        vLLM itself ends a step where a prompt parts from what its prefix cache has, and keeps the states there. It
+        looks for that place just before it asks the connector: what is set here holds until the request is scheduled.
+        """
+        if self.states_of and tokens > getattr(request, "shared_prefix_boundary", tokens):  # since vLLM 0.32
+            request.shared_prefix_boundary = tokens
 
     def of_request(self, block_ids: Sequence[Sequence[int]]) -> BlockTables:
         """The tables of the groups that are served."""
