@@ -110,8 +110,10 @@ class Loads:
         tiers: dict[int, str] = {}
         for (number, _), tier in zip(places, found.sources, strict=True):
             tiers.setdefault(number, tier)
-        numbers = sorted(tiers)
-        return [tiers[next(each for each in numbers if each >= number)] for number in range(chunks)]
+        of_each: list[str] = []
+        for number in sorted(tiers):
+            of_each += [tiers[number]] * (number + 1 - len(of_each))
+        return of_each[:chunks]
 
     def take_planned(self) -> tuple[tuple[str, Transfer], ...]:
         """The transfers planned since the last call, by request."""
