@@ -26,6 +26,8 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         return "vLLM itself does not reuse the prefixes of this model"
     if why := groups.refusal(kv_cache_config):
         return why
+    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False) and vllm_config.device_config.device_type != "cpu":
+        return "vLLM zeroes and copies blocks of this model by itself, in an order that was seen on the CPU alone"
     if parallel.prefill_context_parallel_size > 1:
         return "which ranks have whole pages after a step with prefill context parallelism has never been seen"
     if parallel.enable_elastic_ep:

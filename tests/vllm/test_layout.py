@@ -80,6 +80,15 @@ def test_states_without_prefix_caching_are_refused(config, specs):
     assert layout.refusal(config, groups(specs["full"], unkept)) == why
 
 
+def test_states_on_a_gpu_are_refused(config, specs):
+    """vLLM zeroes their blocks and copies them on streams of its own choice."""
+    config.device_config = copy.copy(config.device_config)
+    config.device_config.device_type = "cuda"
+    why = "vLLM zeroes and copies blocks of this model by itself, in an order that was seen on the CPU alone"
+    assert layout.refusal(config, groups(specs["full"], specs["state"])) == why
+    assert layout.refusal(config, groups(specs["full"], specs["window"])) == ""
+
+
 def test_layers_of_a_group_that_need_different_parts_are_refused(config, specs):
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
