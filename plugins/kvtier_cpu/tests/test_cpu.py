@@ -113,7 +113,8 @@ def holders(inode):
 def test_nothing_is_left_of_a_killed_owner(owner):
     handle = owner.stdout.readline()
     inode = json.loads(handle)["inode"]
-    mover = attach(handle)
+    buffer = PagedBuffer(LAYOUT, BLOCKS, random.Random(0))
+    mover = attach(handle, buffer)  # which keeps no hold of it
     assert holders(inode) == {owner.pid, os.getpid()}
     owner.kill()
     owner.wait()
