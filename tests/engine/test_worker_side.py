@@ -70,7 +70,8 @@ def test_one_stores_and_both_load(ranks, arena):
     assert set(stored.checksums) <= {(7, 0)}, "they are summed by shard"
     assert bytes(arena.view(2)) != EMPTY
     for side in ranks:
-        side.load(StepPlan(loads=(("a request", Transfer((Slot(0, 2),), (((1, 2),),))),)), idle=True)
+        side.load(StepPlan(loads=(("a request", Transfer((Slot(0, 2),), (((1, 2),),))),)), idle=False)
+        side.suspend()  # waits for it
         assert side.loaded() == ({"a request"}, set())
 
 

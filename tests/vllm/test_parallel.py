@@ -70,7 +70,7 @@ def test_a_stage_may_have_no_layer_of_a_group(engine, start, tmp_path):
     """Windows in both stages, and full attention in the second one alone."""
     import tiny_hybrids
 
-    tiny_hybrids.make_gemma3(tmp_path / "model")
+    tiny_hybrids.make("gemma3", tmp_path / "model")
     with engine(model=tmp_path / "model") as plain:
         truth = [(list(answer.tokens), answer.logprobs, 0) for answer in plain.ask(*ASKED)]
     (cold, warm), log = start("ask_in_stages", tmp_path / "model", pipeline_parallel_size=2)
