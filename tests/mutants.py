@@ -389,10 +389,31 @@ MUTANTS = (
     ),
     Mutant(
         "the-draft-kv-of-another-token",
+        "kvtier_core/engine/scheduler/requests.py",
+        "if self._lookahead:",
+        "if False:",
+        "tests/engine/test_lookahead.py::test_a_chunk_is_found_where_the_tokens_behind_it_are_the_same_too",
+    ),
+    Mutant(
+        "draft-kv-that-is-not-final",
         "kvtier_core/engine/scheduler_side.py",
-        " * self._chunk_tokens - self._recomputed_tokens",
-        " * self._chunk_tokens",
-        "tests/engine/test_recomputed.py::test_the_end_of_what_is_found_may_be_left_to_the_engine",
+        "state.trusted + bool(self._lookahead)",
+        "state.trusted + self._lookahead",
+        "tests/engine/test_lookahead.py::test_a_chunk_is_found_where_the_tokens_behind_it_are_the_same_too",
+    ),
+    Mutant(
+        "states-behind-drafts",
+        "kvtier_core/vllm/groups.py",
+        "offered.pop(request_id, None)",
+        "pass",
+        "tests/vllm/test_layout.py::test_a_state_is_not_taken_while_drafts_may_still_be_rejected",
+    ),
+    Mutant(
+        "zeroed-before-they-are-read",
+        "kvtier_core/engine/worker_side.py",
+        "if self._fence_at_once:",
+        "if False:",
+        "tests/engine/test_worker_side.py::test_stores_of_an_engine_that_overwrites_blocks_early_are_fenced_at_once",
     ),
     Mutant(
         "blocks-are-ours-for-ever",
@@ -1582,7 +1603,7 @@ MUTANTS = (
     Mutant(
         "no-token-left-to-compute",
         SCHEDULER,
-        "return view.tokens - 1 if self._boundaries else view.tokens",
+        "return view.tokens - 1 if self._boundaries and not self._lookahead else view.tokens",
         "return view.tokens",
         GROUPS + "test_one_token_is_always_left_to_compute",
     ),

@@ -42,8 +42,8 @@ class SchedulerSide:
     The engine calls `arrived` for each request, `match` and `admitted` when it is about to start it, `finished` when it
     has ended; `plan` before each step, `progress` and `step_ended` after it. Whatever is uncertain is a miss.
 
-    The last ``recomputed_tokens``, whole blocks, of what is found are not offered: in an engine with KV of draft layers
-    the end of a chunk depends on the token behind it.
+    The engine reads ``lookahead`` tokens behind a position to compute all of its KV: none, unless it has draft layers.
+    So the KV of a chunk depends on these tokens as well, and so does its key.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SchedulerSide:
         namespace: Namespace,
         layout: ChunkLayout,
         *,
-        recomputed_tokens: int = 0,
+        lookahead: int = 0,
         loads: bool = True,
         stores: bool = True,
         observe: Callable[[Sequence[Event]], None] = lambda events: None,
@@ -67,14 +67,14 @@ class SchedulerSide:
         self._config = config
         self._layout = layout
         self._chunk_tokens = layout.tokens
-        self._recomputed_tokens = recomputed_tokens
+        self._lookahead = lookahead
         self._boundaries = None if layout.keeps_every_token else Boundaries(layout)
         self._may_load, self._may_store = loads, stores
         self._recorder = recorder
         self._clock = clock
         self._arenas = tuple(manager.handles)
         self._self_test = SelfTestGate(manager, layout.ranks, layout.replicas)
-        self._requests = Requests(manager, self._open_database(), layout, clock)
+        self._requests = Requests(manager, self._open_database(), layout, lookahead, clock)
         self._provenance = Provenance([group.block_tokens for group in layout.groups])
         self._loads = Loads(manager, layout)
         self._stores = StoreJobs(manager, layout.ranks, layout.shards)
@@ -127,7 +127,7 @@ class SchedulerSide:
         waits = found.pending or (found.slots and not self._self_test.is_open)
         if waits and self._waiting.allows(state, found):
             return None
-        end = (first + found.chunks) * self._chunk_tokens - self._recomputed_tokens
+        end = (first + found.chunks) * self._chunk_tokens
         if not found.slots or end <= computed or not self._self_test.is_open:
             state.reason = self._why_no_hit(keys, found)
             return 0
@@ -283,14 +283,14 @@ class SchedulerSide:
 
     def _why_no_hit(self, keys: Sequence[ChunkKey], found: Lookup) -> str:
         """Why a lookup found nothing that can be loaded now."""
+        if not keys and self._lookahead:
+            return f"nothing left that fills a chunk of {self._chunk_tokens} and the {self._lookahead} that drafts read"
         if not keys:
             return f"nothing left that fills a chunk of {self._chunk_tokens}"
         if not found.slots and not found.pending:
             return found.miss_reason
         if not self._self_test.is_open:
             return "the self-test is not over"
-        if found.slots:
-            return f"the engine computes the last {self._recomputed_tokens} tokens itself, for its drafts"
         return f"it was not promoted within {self._config.load_wait}"
 
     def _step_stack(self) -> None:
@@ -310,10 +310,10 @@ class SchedulerSide:
     ) -> tuple[tuple[int, Transfer], ...]:
         """Store the chunks that this step completes, as far as their KV is trusted."""
         state.trusted = self._provenance.computed(state.trusted, scheduled, step)
-        end = min(state.trusted, state.view.tokens)
-        if not self._config.save_decode:
-            end = min(end, state.view.prompt_tokens)
-        whole = end // self._chunk_tokens
+        known = state.view.tokens if self._config.save_decode else state.view.prompt_tokens
+        # What depends on the tokens behind a position is computed with the last of them, or just before.
+        end = min(state.trusted + bool(self._lookahead), known)
+        whole = self._requests.chunks(end)
         if whole <= state.stored_chunks or state.bypass or self._self_test.failure or not self._may_store:
             return ()
         stored, state.stored_chunks = state.stored_chunks, whole
@@ -324,13 +324,15 @@ class SchedulerSide:
         if self._boundaries:
             first = pages.whole_from(first)
             offered = step.states.get(scheduled.request_id, {})
-            wanted = self._boundaries.among(stored, whole, state.view.prompt_tokens, state.shared, offered)
+            # The next turn of a conversation continues behind the prompt, and a prompt that returns a token before.
+            asked = {self._requests.chunks(state.view.prompt_tokens - left) for left in (0, 1)} | {state.shared}
+            wanted = self._boundaries.among(stored, whole, asked, offered)
             pages.add_boundaries(wanted, offered)
         return self._stores.begin(path[first:], pages.by_key(first), state.view.identity.salt, pages.parts)
 
     def _loadable(self, view: RequestView) -> int:
-        """Of how many tokens KV may be loaded. Where not all of it is kept, one has to be left to compute."""
-        return view.tokens - 1 if self._boundaries else view.tokens
+        """Of how many tokens the chunks may be loaded. Where not all KV is kept, one token is left to compute."""
+        return view.tokens - 1 if self._boundaries and not self._lookahead else view.tokens
 
     def _distrust_all(self) -> None:
         """Store nothing that the engine's blocks hold now, nor anything that is computed from it."""

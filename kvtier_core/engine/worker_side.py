@@ -6,7 +6,7 @@ import enum
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import attrs
@@ -65,12 +65,25 @@ class WorkerSide:
     Call every method on the thread that enqueues the engine's forwards.
     """
 
-    def __init__(self, arenas: Sequence[ArenaTierConfig], rank: int, pages: Pages, caches: Sequence[LayerCaches]):
-        """``caches`` are the engine's own tensors, for the self-test; ``pages`` says where they lie."""
+    def __init__(
+        self,
+        arenas: Sequence[ArenaTierConfig],
+        rank: int,
+        pages: Pages,
+        caches: Sequence[LayerCaches],
+        *,
+        fence_at_once: bool = False,
+    ):
+        """``caches`` are the engine's own tensors, for the self-test; ``pages`` says where they lie.
+
+        ``fence_at_once``: the engine may overwrite blocks in a step before it calls `fence`, so that whatever it does
+        next waits for a store as soon as that has begun.
+        """
         self._arenas = arenas
         self._rank = rank
         self._pages = pages
         self._caches = caches
+        self._fence_at_once = fence_at_once
         self._layout: ChunkLayout | None = None  # that of the first plan
         self._movers: list[Mover | None] = []
         self._jobs: dict[int, _Job] = {}  # by number
@@ -139,10 +152,15 @@ class WorkerSide:
                 self._begin(task, transfer)
             else:
                 self._ended.append(task)
+        if self._fence_at_once:
+            self._fence(job for job, _ in plan.stores)
 
     def fence(self, plan: StepPlan) -> None:
         """Before the forward: make it wait for the stores that still read pages which it may overwrite."""
-        to_fence = {_Task(_Direction.STORE, job) for job in plan.stores_to_fence}
+        self._fence(plan.stores_to_fence)
+
+    def _fence(self, stores: Iterable[int]) -> None:
+        to_fence = {_Task(_Direction.STORE, job) for job in stores}
         if jobs := {number for number, job in self._jobs.items() if job.task in to_fence}:
             for mover in self._movers:
                 if mover is not None:

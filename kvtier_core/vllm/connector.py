@@ -102,7 +102,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._report(rank, report)
         if pages is not None:
             caches = layout.by_group(self._kv_cache_config, kv_caches)
-            self.side = WorkerSide(self.config.arenas, rank, pages, list(caches.values()))
+            # vLLM zeroes and copies blocks of such models by itself, at the very beginning of a step.
+            early = getattr(self._kv_cache_config, "needs_kv_cache_zeroing", True)
+            tensors = list(caches.values())
+            self.side = WorkerSide(self.config.arenas, rank, pages, tensors, fence_at_once=early)
 
     def _report(self, rank: int, report: WorkerReport) -> None:
         try:

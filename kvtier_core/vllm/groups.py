@@ -82,11 +82,9 @@ def refusal(kv_cache_config: KVCacheConfig) -> str:
     return ""
 
 
-def keep_every_token(kv_cache_config: KVCacheConfig) -> bool:
-    """Is there one group, which keeps the KV of all tokens in all layers?"""
-    if len(kv_cache_config.kv_cache_groups) != 1:
-        return False
-    return {_KINDS.get(type(spec)) for spec in specs_of(0, kv_cache_config).values()} == {KVKind.FULL_ATTENTION}
+def keep_states(kv_cache_config: KVCacheConfig) -> bool:
+    """Does any group keep recurrent states?"""
+    return any(isinstance(group.kv_cache_spec, MambaSpec) for group in kv_cache_config.kv_cache_groups)
 
 
 def scheduler_block(kv_cache_config: KVCacheConfig, parallel: ParallelConfig) -> int:
@@ -199,7 +197,10 @@ class Tables:
     def states(
         self, output: SchedulerOutput, requests: Sequence[ScheduledRequest]
     ) -> dict[str, dict[int, OfferedStates]]:
-        """The recurrent states that a step leaves behind, by request and by the tokens behind which each is."""
+        """The recurrent states that a step leaves behind, by request and by the tokens behind which each is.
+
+        Of a request with drafts in this step none: its state is copied once it is known how many were right.
+        """
         places = {number: place for place, number in enumerate(self.served)}
         offered: dict[str, dict[int, dict[int, int]]] = {}
         given = getattr(output.kv_connector_block_state, "boundary_state_offloads", {})  # since vLLM 0.32
@@ -213,4 +214,6 @@ class Tables:
                 for block in range(request.computed // size, request.end // size):
                     states = offered.setdefault(request.request_id, {}).setdefault((block + 1) * size, {})
                     states[places[number]] = block_ids[number][block]
+        for request_id in output.scheduled_spec_decode_tokens:
+            offered.pop(request_id, None)
         return offered

@@ -26,8 +26,6 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         return "vLLM itself does not reuse the prefixes of this model"
     if why := groups.refusal(kv_cache_config):
         return why
-    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False) and vllm_config.device_config.device_type != "cpu":
-        return "vLLM zeroes and copies blocks of this model by itself, in an order that was seen on the CPU alone"
     if parallel.prefill_context_parallel_size > 1:
         return "which ranks have whole pages after a step with prefill context parallelism has never been seen"
     if parallel.enable_elastic_ep:
@@ -37,9 +35,7 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         return f"vLLM says that this is data parallel rank {replica} and not how many there are"
     if vllm_config.ec_transfer_config is not None or vllm_config.ec_manager_config.encoder_cache_manager_cls:
         return "embeddings of items may come from where kvtier cannot see what they were made of"
-    if vllm_config.speculative_config is not None and not groups.keep_every_token(kv_cache_config):
-        return "speculative decoding is served only where one KV cache group of full attention has all layers"
-    return speculation.refusal(vllm_config)
+    return speculation.refusal(vllm_config, groups.keep_states(kv_cache_config))
 
 
 def replica_of(parallel: ParallelConfig) -> tuple[int, int]:

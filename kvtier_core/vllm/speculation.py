@@ -2,18 +2,18 @@
 
 Among a request's token ids are no drafts but those that were accepted, and only the KV of these tokens is stored: what
 a rejected draft left behind was overwritten before. What is left to mind is the KV of a draft model's own layers. EAGLE
-and MTP compute it at a position from the token behind that too, so a chunk's key does not say what its end holds.
+and MTP compute it at a position from the token behind that too, several MTP modules from several tokens.
 """
 
 from __future__ import annotations
 
 import attrs
-from vllm.config import LoadConfig, ModelConfig, SpeculativeConfig, VllmConfig
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
-#: Ways to draft from the tokens alone: nothing of theirs is in the KV cache.
-_FROM_TOKENS = ("ngram", "ngram_gpu", "suffix")
-#: Ways to draft with a model that has KV, and whether that at a position depends on the token behind it too.
-_WITH_A_MODEL = {"eagle": True, "eagle3": True, "mtp": True, "draft_model": False}
+#: Ways to draft from tokens or from the model's last output: nothing of theirs is in the KV cache.
+_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+#: Ways to draft with layers that have KV.
+_WITH_KV = ("eagle", "eagle3", "mtp", "dflash", "dspark", "draft_model")
 
 
 @attrs.frozen
@@ -22,7 +22,7 @@ class DraftModel:
 
     model: ModelConfig
     load: LoadConfig  #: where its weights come from
-    reads_next_token: bool  #: its KV at a position depends on the token behind that too
+    lookahead: int  #: tokens behind a position that its KV there depends on
     tokens: int  #: that it drafts at once, at most
 
     def computes(self, tokens: int) -> bool:
@@ -35,20 +35,23 @@ class DraftModel:
 
 def changes_kv(config: VllmConfig) -> bool:
     """Can drafts, or how they are made, change what is in the KV cache?"""
-    return config.speculative_config is not None and config.speculative_config.method not in _FROM_TOKENS
+    return config.speculative_config is not None and config.speculative_config.method not in _WITHOUT_KV
 
 
-def refusal(config: VllmConfig) -> str:
-    """Why an engine that drafts like this is not served; empty if it is, or drafts nothing."""
+def refusal(config: VllmConfig, keeps_states: bool) -> str:
+    """Why an engine that drafts like this is not served; empty if it is, or drafts nothing.
+
+    ``keeps_states``: it has layers with recurrent states.
+    """
     speculative = config.speculative_config
     if not changes_kv(config):
         return ""
-    if speculative.method not in _WITH_A_MODEL:
-        return f"speculative decoding with {speculative.method} is not served yet"
-    if speculative.parallel_drafting:
-        return "speculative decoding with parallel drafts is not served yet"
-    if _modules(speculative) > 1:
-        return "speculative decoding with several MTP modules is not served yet: they read several tokens ahead"
+    if speculative.method not in _WITH_KV:
+        return f"what speculative decoding with {speculative.method} leaves in the KV cache is not known"
+    if _lookahead(config) is None:
+        return "this vLLM does not say how many tokens its MTP modules read ahead"
+    if keeps_states and _lookahead(config) > 1:
+        return "several MTP modules complete the KV behind a recurrent state only after vLLM has let go of that state"
     return ""
 
 
@@ -60,14 +63,17 @@ def draft_model(config: VllmConfig) -> DraftModel | None:
     return DraftModel(
         model=speculative.draft_model_config,
         load=speculative.draft_load_config or config.load_config,
-        reads_next_token=_WITH_A_MODEL.get(speculative.method, True),
+        lookahead=_lookahead(config) or 0,
         tokens=speculative.num_speculative_tokens,
     )
 
 
-def _modules(speculative: SpeculativeConfig) -> int:
-    """How many MTP modules draft, one behind the other."""
-    if speculative.method != "mtp":
-        return 1
+def _lookahead(config: VllmConfig) -> int | None:
+    """How many tokens behind a position its KV depends on; None if this vLLM does not say."""
+    if hasattr(config, "num_prefill_lookahead_tokens"):  # since vLLM 0.32
+        return config.num_prefill_lookahead_tokens
+    speculative = config.speculative_config
+    if not speculative.use_eagle():
+        return 0
     modules = getattr(speculative.draft_model_config.hf_config, "num_nextn_predict_layers", 1)
-    return min(modules, speculative.num_speculative_tokens)
+    return 1 if speculative.method != "mtp" or min(modules, speculative.num_speculative_tokens) == 1 else None

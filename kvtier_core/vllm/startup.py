@@ -124,7 +124,7 @@ class Startup:
             manager,
             context.namespace,
             chunk,
-            recomputed_tokens=chunk.groups[0].block_tokens if draft and draft.reads_next_token else 0,
+            lookahead=draft.lookahead if draft else 0,
             loads=self.transfer.is_kv_consumer,
             stores=self.transfer.is_kv_producer,
             observe=self.registry.observe,

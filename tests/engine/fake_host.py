@@ -4,6 +4,9 @@ Its KV is a digest of all tokens up to and including a block, and of what else t
 computes anything it asserts that all blocks it stands on hold exactly that. So whatever goes wrong between the
 scheduler side and the pages fails there.
 
+With a lookahead, as draft layers have it, the KV of a block depends on so many tokens behind it, too. Of these a step
+sees the first one behind what it computes, and writes the KV again that depends on later ones.
+
 Of groups with a window it keeps what their window needs, and frees the rest while the request runs. Of a recurrent
 state it keeps the last one in a block, writes to it in place, and offers it when it is behind a whole block.
 """
@@ -75,13 +78,16 @@ class Host:
         blocks: int = 40,
         budget: int = 16,
         ranks: int = 1,
+        lookahead: int = 0,
         **options: Any,
     ):
         """``ranks`` report each store; all but one do nothing else."""
+        self.lookahead = lookahead
         self.late_stores = self.late_loads = 0
         self.layout = layout
         self.manager = open_stack(stack, make_context(layout=layout))
         waiting_for = attrs.evolve(layout, ranks=ranks)
+        options["lookahead"] = lookahead
         self.side = SchedulerSide(stack, self.manager, make_context().namespace, waiting_for, **options)
         self.plans: list[StepPlan] = []
         self.outcomes = Counter({"": 1})  # of self-tests, to be reported in the next step
@@ -123,6 +129,7 @@ class Host:
 
     def generate(self, request: HostRequest, token: int) -> None:
         request.tokens.append(token)
+        self._write(request, max(0, request.computed - self.lookahead), request.computed)
 
     def preempt(self, request: HostRequest) -> None:
         self._give_back(request)
@@ -286,16 +293,23 @@ class Host:
 
     def _forward(self, request: HostRequest, scheduled: ScheduledRequest) -> None:
         for number, (group, table) in enumerate(zip(self.layout.groups, request.tables, strict=True)):
-            size, start, end = group.block_tokens, scheduled.computed, scheduled.end
+            size, start = group.block_tokens, scheduled.computed
             for block in range(max(self._skipped(number, start), request.foreign // size), -(-start // size)):
                 tokens = start if group.kind is KVKind.STATE else (block + 1) * size
-                if tokens <= start:
+                if tokens <= request.offered or tokens <= start - max(0, self.lookahead - 1):
                     why = f"{request.request_id} computes on wrong KV in its block {block} of {group.name}"
                     assert self._holds(request, number, table[block], tokens), why
+        self._write(request, max(request.offered, scheduled.computed - self.lookahead), scheduled.end)
+        request.computed = scheduled.end
+
+    def _write(self, request: HostRequest, start: int, end: int) -> None:
+        """The KV of these tokens, and of what else is in their blocks, as far as it can be known."""
+        for number, (group, table) in enumerate(zip(self.layout.groups, request.tables, strict=True)):
+            size = group.block_tokens
             for block in range(start // size, -(-end // size)):
                 if table[block] != NO_BLOCK:
-                    self._fill(number, table[block], self._kv(request, min((block + 1) * size, end)))
-        request.computed = scheduled.end
+                    kv = self._kv(request, number, min((block + 1) * size, end), seen=end + 1)
+                    self._fill(number, table[block], kv)
 
     def _hurry(self, job: int) -> None:
         self._stores[job] = (0, self._stores[job][1])
@@ -344,15 +358,17 @@ class Host:
 
     # -- pages -------------------------------------------------------------------------------------------
 
-    def _kv(self, request: HostRequest, tokens: int) -> bytes:
-        """What the KV of a block depends on that ends behind so many tokens."""
+    def _kv(self, request: HostRequest, group: int, tokens: int, seen: int) -> bytes:
+        """What the KV of a block of a group depends on that ends behind so many tokens."""
+        if self.layout.groups[group].kind is not KVKind.STATE:
+            tokens = min(tokens + self.lookahead, seen)
         salt, items = b"", ()
         if isinstance(request.identity, KVIdentity):
             salt, items = request.identity.salt, request.identity.items
         return repr((salt, [item for item in items if item.offset < tokens], request.tokens[:tokens])).encode()
 
     def _holds(self, request: HostRequest, group: int, block: int, tokens: int) -> bool:
-        kv = self._kv(request, tokens)
+        kv = self._kv(request, group, tokens, seen=len(request.tokens))
         return all(self._buffer.page(layer, block) == _page(kv, layer, nbytes) for layer, nbytes in self._layers(group))
 
     def _fill(self, group: int, block: int, kv: bytes) -> None:

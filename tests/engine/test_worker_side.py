@@ -15,6 +15,7 @@ from kvtier_core.engine.worker_side import WorkerSide
 from kvtier_core.errors import ConfigError
 from kvtier_core.interfaces import PagedKVCache, PageRun
 from kvtier_core.testing.samples import make_context, make_layout
+from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.types import Slot
 
 LAYOUT = make_layout((64, 32), blocks=2, ranks=2, replicas=2)
@@ -73,6 +74,18 @@ def test_one_stores_and_both_load(ranks, arena):
         side.load(StepPlan(loads=(("a request", Transfer((Slot(0, 2),), (((1, 2),),))),)), idle=False)
         side.suspend()  # waits for it
         assert side.loaded() == ({"a request"}, set())
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_stores_of_an_engine_that_overwrites_blocks_early_are_fenced_at_once(arena, monkeypatch, at_once):
+    fenced = []
+    monkeypatch.setattr(HostMover, "fence", lambda mover, jobs: fenced.append(len(jobs)))
+    caches = {name: torch.rand(BLOCKS, nbytes // 4) for name, nbytes in (("a", 64), ("b", 32))}
+    side = WorkerSide(stack_of(4).arenas, 0, pages_of(caches, 0), [caches], fence_at_once=at_once)
+    side.attach(StepPlan(arenas=(arena.handle,), layout=LAYOUT, self_test_slots=(Slot(0, 0), Slot(0, 1))))
+    side.store(StepPlan(stores=((7, Transfer((Slot(0, 2),), (((3, 5),),))),)))
+    assert fenced == [1] * at_once
+    side.close()
 
 
 def test_an_arena_has_a_slot_for_each(arena):

@@ -119,7 +119,9 @@ class Engine:
         ]
 
     def settle(self) -> None:
-        """Let everything on its way down arrive."""
+        """Let everything on its way down arrive. What the last step stored may be reported by the next one."""
+        while self.scheduler.has_requests():
+            self.llm.llm_engine.step()
         self.connector.side.drain(timeout=20)
 
     def assert_at_rest(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from pathlib import Path
 
 import pytest
 from conftest import cpu, cpu_and_disk, prompt
@@ -45,9 +47,21 @@ async def _live(model: str, stack: dict, asked: list, options: dict) -> list:
         **options,
     )
     engine = AsyncLLM.from_vllm_config(arguments.create_engine_config())
-    said = [await _ask(engine, replica, seed, f"request-{turn}") for turn, (replica, seed) in enumerate(asked)]
+    said = []
+    for turn, (replica, seed) in enumerate(asked):
+        said.append(await _ask(engine, replica, seed, f"request-{turn}"))
+        for tier in stack["tiers"]:
+            if tier.get("shared"):
+                await _stored(Path(tier["path"]), prompts=len({seed for _, seed in asked[: turn + 1]}))
     engine.shutdown(timeout=20)
     return said
+
+
+async def _stored(folder: Path, prompts: int) -> None:
+    """Wait until the chunks of so many prompts are in a folder that replicas share."""
+    deadline = time.monotonic() + 30
+    while len(list(folder.rglob("*.kv"))) < 8 * prompts and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
 
 
 async def _ask(engine, replica: int, seed: int, request: str) -> tuple:

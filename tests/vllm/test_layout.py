@@ -9,8 +9,9 @@ import pytest
 import torch
 from test_identity import engine_config
 
+from kvtier_core.engine.step import ScheduledRequest
 from kvtier_core.vllm import groups as kv_groups
-from kvtier_core.vllm import layout
+from kvtier_core.vllm import layout, speculation
 from kvtier_core.vllm.groups import served, structure_of
 
 
@@ -78,15 +79,6 @@ def test_states_without_prefix_caching_are_refused(config, specs):
     unkept = dataclasses.replace(specs["state"], mamba_cache_mode="none")
     why = "vLLM keeps no recurrent states of prefixes when prefix caching is off"
     assert layout.refusal(config, groups(specs["full"], unkept)) == why
-
-
-def test_states_on_a_gpu_are_refused(config, specs):
-    """vLLM zeroes their blocks and copies them on streams of its own choice."""
-    config.device_config = copy.copy(config.device_config)
-    config.device_config.device_type = "cuda"
-    why = "vLLM zeroes and copies blocks of this model by itself, in an order that was seen on the CPU alone"
-    assert layout.refusal(config, groups(specs["full"], specs["state"])) == why
-    assert layout.refusal(config, groups(specs["full"], specs["window"])) == ""
 
 
 def test_layers_of_a_group_that_need_different_parts_are_refused(config, specs):
@@ -202,60 +194,76 @@ def test_an_engine_whose_embeddings_come_from_elsewhere_is_refused(config, specs
     assert layout.refusal(config, groups(specs["full"])) == why
 
 
+@pytest.mark.parametrize("method", ["custom_class", "extract_hidden_states", "new"])
+def test_drafts_that_may_leave_anything_in_the_cache_are_refused(model, specs, method):
+    why = f"what speculative decoding with {method} leaves in the KV cache is not known"
+    assert layout.refusal(speculating(model, method=method), groups(specs["full"])) == why
+
+
+@pytest.mark.parametrize("kinds", ["full", "window", "full full", "full window", "full state"])
 @pytest.mark.parametrize(
-    "changes, why",
+    "method, lookahead",
     [
-        *(
-            ({"method": method}, f"speculative decoding with {method} is not served yet")
-            for method in (
-                "medusa",
-                "mlp_speculator",
-                "dspark",
-                "dflash",
-                "custom_class",
-                "extract_hidden_states",
-                "new",
-            )
-        ),
-        (
-            {"method": "eagle", "parallel_drafting": True},
-            "speculative decoding with parallel drafts is not served yet",
-        ),
-        (
-            {"method": "mtp"},
-            "speculative decoding with several MTP modules is not served yet: they read several tokens ahead",
-        ),
+        *((method, None) for method in ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")),
+        *((method, 1) for method in ("eagle", "eagle3", "mtp", "dflash", "dspark")),
+        ("draft_model", 0),
     ],
 )
-def test_drafts_that_may_leave_something_else_in_the_cache_are_refused(model, specs, changes, why):
-    assert layout.refusal(speculating(model, **changes), groups(specs["full"])) == why
+def test_other_drafts_are_served_whatever_the_layers_keep(model, specs, method, lookahead, kinds):
+    """Also draft layers in a group of their own."""
+    config = speculating(model, method=method)
+    assert layout.refusal(config, groups(*(specs[kind] for kind in kinds.split()))) == ""
+    draft = speculation.draft_model(config)
+    assert (draft and draft.lookahead) == lookahead
 
 
-@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix", "eagle", "eagle3", "draft_model"])
-def test_other_drafts_are_served(model, specs, method):
-    assert layout.refusal(speculating(model, method=method), groups(specs["full"])) == ""
-
-
-def test_several_mtp_modules_of_which_one_drafts_are_served(model, specs):
-    config = speculating(model, method="mtp", num_speculative_tokens=1)
+def test_parallel_drafts_are_served(model, specs):
+    config = speculating(model, method="eagle", parallel_drafting=True)
     assert layout.refusal(config, groups(specs["full"])) == ""
 
 
-def speculating(model, **changes):
-    """The model drafts for itself, with two MTP modules."""
+def test_mtp_modules_read_as_far_ahead_as_there_are_drafts(model, specs):
+    """One draft a module, of three modules; but with states there is no boundary that has all it needs."""
+    config = speculating(model, method="mtp", num_speculative_tokens=3, modules=3)
+    assert speculation.draft_model(config).lookahead == 3
+    assert layout.refusal(config, groups(specs["full"], specs["window"])) == ""
+    why = "several MTP modules complete the KV behind a recurrent state only after vLLM has let go of that state"
+    assert layout.refusal(config, groups(specs["full"], specs["state"])) == why
+
+
+def speculating(model, modules=1, **changes):
+    """The model drafts for itself, with so many MTP modules."""
     drafting = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     config = engine_config(model, speculative_config=drafting)
     config.speculative_config.draft_model_config = copy.deepcopy(config.model_config)
-    config.speculative_config.draft_model_config.hf_config.num_nextn_predict_layers = 2
+    config.speculative_config.draft_model_config.hf_config.num_nextn_predict_layers = modules
     for field, value in changes.items():
         setattr(config.speculative_config, field, value)
     return config
 
 
-@pytest.mark.parametrize("kinds", ["window", "full full", "full window", "full state"])
-@pytest.mark.parametrize("method", ["ngram", "eagle"])
-def test_drafts_are_refused_where_not_all_layers_keep_every_token_in_one_group(model, specs, method, kinds):
-    """Also draft layers in a group of their own."""
-    why = "speculative decoding is served only where one KV cache group of full attention has all layers"
-    config = speculating(model, method=method)
-    assert layout.refusal(config, groups(*(specs[kind] for kind in kinds.split()))) == why
+def test_several_mtp_modules_are_refused_where_vllm_does_not_say_how_far_they_read(model, specs, monkeypatch):
+    """Before 0.32."""
+    config = speculating(model, method="mtp", modules=2)
+    monkeypatch.delattr(type(config), "num_prefill_lookahead_tokens")
+    why = "this vLLM does not say how many tokens its MTP modules read ahead"
+    assert layout.refusal(config, groups(specs["full"])) == why
+    config.speculative_config.num_speculative_tokens = 1
+    assert layout.refusal(config, groups(specs["full"])) == ""
+    assert speculation.draft_model(config).lookahead == 1
+
+
+@pytest.mark.parametrize("mode", ["align", "all"])
+def test_a_state_is_not_taken_while_drafts_may_still_be_rejected(config, specs, mode):
+    """vLLM copies the state behind the last token that was right, after it has said that there is one to store."""
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+
+    state = dataclasses.replace(specs["state"], mamba_cache_mode=mode)
+    tables = kv_groups.Tables.of(groups(specs["full"], state), config.parallel_config)
+    output = SchedulerOutput.make_empty()
+    output.kv_connector_block_state = KVConnectorBlockState(
+        {"drafts", "plain"}, lambda request_id: ([1, 2], [3, 4]), {each: [(1, 3, 32)] for each in ("drafts", "plain")}
+    )
+    output.scheduled_spec_decode_tokens = {"drafts": [7, 7]}
+    steps = [ScheduledRequest(request_id, computed=30, scheduled=3) for request_id in ("drafts", "plain")]
+    assert tables.states(output, steps) == {"plain": {32: {1: 3}}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from kvtier_core.engine.step import OfferedStates
 from kvtier_core.layouts import ChunkLayout, KVKind
@@ -43,19 +43,16 @@ class Boundaries:
                 "prompt, and where prompts that begin alike part"
             )
 
-    def among(
-        self, first: int, end: int, prompt_tokens: int, shared: int, offered: Mapping[int, OfferedStates]
-    ) -> list[int]:
+    def among(self, first: int, end: int, asked: Collection[int], offered: Mapping[int, OfferedStates]) -> list[int]:
         """The boundaries to store behind more than ``first`` and at most ``end`` chunks of a prompt.
 
-        ``shared`` is how many chunks others have stored of it; ``offered`` the states that the engine offers, by the
+        ``asked`` are those where others are likely to continue; ``offered`` the states that the engine offers, by the
         tokens behind which they are.
         """
         tokens = self._layout.tokens
         if self._states:
             return [n for n in range(first + 1, end + 1) if self._states <= offered.get(n * tokens, {}).keys()]
-        ends = {prompt_tokens // tokens, (prompt_tokens - 1) // tokens, shared}
-        return [n for n in range(first + 1, end + 1) if n in ends or not n % self.spacing]
+        return [n for n in range(first + 1, end + 1) if n in asked or not n % self.spacing]
 
 
 def _spacing(layout: ChunkLayout) -> int:

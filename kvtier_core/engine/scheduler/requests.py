@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import attrs
 
@@ -12,7 +14,10 @@ from kvtier_core.engine.request_view import Bypass, RequestView
 from kvtier_core.interfaces import TokenDatabase
 from kvtier_core.layouts import ChunkLayout, chunk_key
 from kvtier_core.stack.interface import Declined, Lookup, Stack
-from kvtier_core.types import ChunkKey
+from kvtier_core.types import KEY_NBYTES, ChunkKey
+
+#: BLAKE2b's personalization of keys that depend on the tokens behind a chunk, too.
+_AHEAD = b"kvtier-ahead"
 
 
 @attrs.define
@@ -25,6 +30,7 @@ class RequestState:
     bypass: Bypass | None = None
     load_failed: bool = False  #: nothing more is looked up for it; what it computes is stored
     keys: list[ChunkKey] = attrs.field(factory=list)  #: as the token database made them
+    path: list[ChunkKey] = attrs.field(factory=list)  #: the same, as the stack knows them
     stored_chunks: int = 0  #: from the first one on, that were handed to the stack or found in it
     computed: int = 0  #: tokens that the engine had when it last asked for a match
     trusted: int | None = None  #: tokens, from the first one on, with trusted KV (see provenance); None: not known yet
@@ -42,12 +48,18 @@ class RequestState:
 
 
 class Requests:
-    """Request states by id. A request is known from its first `track` to its `finish`."""
+    """Request states by id. A request is known from its first `track` to its `finish`.
 
-    def __init__(self, stack: Stack, database: TokenDatabase, layout: ChunkLayout, clock: Callable[[], float]):
+    The KV of a chunk depends on ``lookahead`` tokens behind it, too: so does its key, and it has none without them.
+    """
+
+    def __init__(
+        self, stack: Stack, database: TokenDatabase, layout: ChunkLayout, lookahead: int, clock: Callable[[], float]
+    ):
         self._stack = stack
         self._database = database
         self._chunk_tokens = layout.tokens
+        self._lookahead = lookahead
         self._parted = len(layout.parts) > 1
         self._clock = clock
         self._states: dict[str, RequestState] = {}
@@ -82,18 +94,32 @@ class Requests:
         """Forget a request. Returns its last state; None if it was never tracked."""
         return self._states.pop(request_id, None)
 
+    def chunks(self, tokens: int) -> int:
+        """How many whole chunks have a key if so many tokens are known."""
+        return max(0, tokens - self._lookahead) // self._chunk_tokens
+
     def keys(self, state: RequestState, tokens: int) -> list[ChunkKey]:
         """Keys of all whole chunks among the first ``tokens`` of a request that is not bypassed; computed once."""
-        chunks = tokens // self._chunk_tokens
+        chunks = self.chunks(tokens)
         if chunks > len(state.keys):
-            identity = state.view.identity
+            identity, known = state.view.identity, len(state.keys)
+            extra = identity.extra(self._chunk_tokens)
             state.keys = self._database.keys(
-                state.view.token_ids[: chunks * self._chunk_tokens],
-                known=state.keys,
-                salt=identity.salt,
-                extra=identity.extra(self._chunk_tokens),
+                state.view.token_ids[: chunks * self._chunk_tokens], known=state.keys, salt=identity.salt, extra=extra
             )
-        return list(map(chunk_key, state.keys[:chunks])) if self._parted else state.keys[:chunks]
+            state.path += [self._in_stack(state, chunk, extra) for chunk in range(known, chunks)]
+        return state.path[:chunks]
+
+    def _in_stack(self, state: RequestState, chunk: int, extra: Mapping[int, bytes]) -> ChunkKey:
+        """The key of a chunk as the stack knows it."""
+        key, end = state.keys[chunk], (chunk + 1) * self._chunk_tokens
+        if self._lookahead:
+            ahead = state.view.token_ids[end : end + self._lookahead]
+            last = (end + self._lookahead - 1) // self._chunk_tokens
+            items = [extra.get(each, b"") for each in range(chunk + 1, last + 1)]
+            material = key + struct.pack(f"<{len(ahead)}I", *ahead) + b"".join(items)
+            key = ChunkKey(hashlib.blake2b(material, digest_size=KEY_NBYTES, person=_AHEAD).digest())
+        return chunk_key(key) if self._parted else key
 
     def reset(self, database: TokenDatabase, bypass: Bypass) -> None:
         """Name chunks by another token database from now on, and bypass every request that is under way."""

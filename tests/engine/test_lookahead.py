@@ -1,0 +1,109 @@
+"""Engines with KV of draft layers: it depends on the tokens behind it; what a step leaves unwritten is not kept."""
+
+from __future__ import annotations
+
+import random
+
+import attrs
+import pytest
+from fake_host import BLOCK, CHUNK, LAYOUT, Host
+
+import kvtier_cpu.plugin
+from kvtier_core.config.load import load_config
+from kvtier_core.config.registry import Registry
+from kvtier_core.engine.request_view import KVIdentity, PromptItem
+from kvtier_core.engine.scheduler.provenance import Provenance
+from kvtier_core.engine.step import ScheduledRequest, Step
+from kvtier_core.layouts import ChunkLayout, KVKind
+from kvtier_core.testing.samples import make_group
+
+WINDOW = make_group((256, 256), name="window", block_tokens=BLOCK, kind=KVKind.SLIDING_WINDOW, reach=2 * CHUNK)
+
+
+@pytest.fixture
+def host():
+    """``host(lookahead)`` is a host whose KV depends on so many tokens behind it."""
+    hosts = []
+
+    def start(lookahead, layout=LAYOUT, **more):
+        tiers = [{"type": "cpu", "capacity": f"{32 * layout.frame_nbytes}B"}]
+        values = {"version": 1, "chunk_tokens": CHUNK, "tiers": tiers, **more}
+        stack = load_config(values, Registry.of(kvtier_cpu.plugin))
+        hosts.append(Host(stack, layout=layout, lookahead=lookahead, blocks=80))
+        return hosts[-1]
+
+    yield start
+    for each in hosts:
+        each.close()
+
+
+def prompt(seed, tokens, prefix=()):
+    drawn = random.Random(seed)
+    return [*prefix, *(drawn.randrange(1000) for _ in range(tokens - len(prefix)))]
+
+
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_a_chunk_is_found_where_the_tokens_behind_it_are_the_same_too(host, lookahead):
+    served, asked = host(lookahead), prompt(1, 4 * CHUNK + 3)
+    assert (served.ask("first", asked), served.ask("second", asked)) == (0, 4 * CHUNK)
+    for same in range(lookahead):
+        assert served.ask(f"parts {same} behind", prompt(2 + same, 50, asked[: 2 * CHUNK + same])) == CHUNK
+    assert served.ask("parts later", prompt(9, 50, asked[: 2 * CHUNK + lookahead])) == 2 * CHUNK
+    served.assert_at_rest()
+
+
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_a_prompt_without_these_tokens_has_no_such_chunk(host, caplog, lookahead):
+    caplog.set_level("INFO")
+    served, asked = host(lookahead), prompt(1, 2 * CHUNK + lookahead - 1)
+    assert (served.ask("first", asked), served.ask("second", asked)) == (0, CHUNK)
+    assert served.ask("short", asked[: CHUNK + lookahead - 1]) == 0
+    why = f"nothing left that fills a chunk of {CHUNK} and the {lookahead} that drafts read"
+    assert f"short: hit 0 of {CHUNK + lookahead - 1} tokens: {why}" in caplog.text
+    assert served.ask("one more", [*asked, 7]) == CHUNK
+    assert served.ask("again", [*asked, 7]) == 2 * CHUNK
+    served.assert_at_rest()
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, ChunkLayout([*LAYOUT.groups, WINDOW], CHUNK)], ids=["full", "window"])
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_what_is_generated_is_kept_once_the_tokens_behind_it_are_known(host, lookahead, layout):
+    served, asked = host(lookahead, layout, save_decode=True), prompt(1, CHUNK + 3)
+    request = served.submit("first", asked)
+    for token in range(3 * CHUNK):
+        while request.computed < len(request.tokens):
+            served.step()
+        served.generate(request, token)
+    served.run(request)
+    again = [*request.tokens, 1, 2, 3]
+    assert served.ask("second", again) == 4 * CHUNK
+    served.assert_at_rest()
+
+
+def test_an_item_behind_a_chunk_counts_as_the_tokens_there(host):
+    served, asked = host(1), prompt(1, 2 * CHUNK + 3)
+
+    def showing(image):
+        return KVIdentity(items=(PromptItem(2 * CHUNK, 2, image),))
+
+    assert served.ask("first", asked, identity=showing("a cat")) == 0
+    assert served.ask("another", asked, identity=showing("a dog")) == CHUNK
+    assert served.ask("the same", asked, identity=showing("a cat")) == 2 * CHUNK
+    served.assert_at_rest()
+
+
+def test_what_a_step_leaves_unwritten_is_not_trusted_nor_what_stands_on_it():
+    provenance = Provenance([BLOCK])
+    whole = Step((), (), lambda request_id: [[1, 2, 3]])
+    partial = attrs.evolve(whole, writes_all=False)
+    assert provenance.computed(None, ScheduledRequest("a", 0, BLOCK), whole) == BLOCK
+    assert provenance.computed(BLOCK, ScheduledRequest("a", BLOCK, BLOCK), partial) == BLOCK
+    assert provenance.computed(BLOCK, ScheduledRequest("a", 2 * BLOCK, BLOCK), whole) == BLOCK
+    assert [provenance.trusts_any([block]) for block in (1, 2, 3)] == [True, False, False]
+
+
+def test_what_was_computed_for_rejected_drafts_is_not_trusted_when_it_is_not_written_again():
+    """Three of the tokens counted before the step were rejected since."""
+    provenance = Provenance([BLOCK])
+    partial = Step((), (), lambda request_id: [[1, 2, 3]], writes_all=False)
+    assert provenance.computed(BLOCK + 3, ScheduledRequest("a", BLOCK, 1), partial) == BLOCK
