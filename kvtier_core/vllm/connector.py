@@ -103,7 +103,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if pages is not None:
             caches = layout.by_group(self._kv_cache_config, kv_caches)
             # vLLM zeroes and copies blocks of such models by itself, at the very beginning of a step.
-            early = getattr(self._kv_cache_config, "needs_kv_cache_zeroing", True)
+            early = self._kv_cache_config.needs_kv_cache_zeroing
             tensors = list(caches.values())
             self.side = WorkerSide(self.config.arenas, rank, pages, tensors, fence_at_once=early)
 

@@ -28,6 +28,7 @@ from vllm.v1.request import Request
 from kvtier_core.engine.step import BlockTables, OfferedStates, ScheduledRequest
 from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.layouts import KVGroup, KVKind, KVStructure
+from kvtier_core.vllm import versions
 
 #: What a request needs of the layers with such a spec to continue behind a prefix, by exact type: a subclass may need
 #: something else.
@@ -101,7 +102,7 @@ def block_tokens(kv_cache_config: KVCacheConfig, parallel: ParallelConfig) -> tu
     """
     ranks = parallel.decode_context_parallel_size
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    return tuple(spec.block_size * (ranks if spec.dcp_sharded else 1) for spec in specs)
+    return tuple(spec.block_size * (ranks if versions.is_sharded(spec) else 1) for spec in specs)
 
 
 def kv_group(
@@ -176,7 +177,7 @@ class Tables:
         vLLM itself ends a step where a prompt parts from what its prefix cache has, and keeps the states there. It
         looks for that place just before it asks the connector: what is set here holds until the request is scheduled.
         """
-        if self.states_of and tokens > getattr(request, "shared_prefix_boundary", tokens):  # since vLLM 0.32
+        if self.states_of and tokens > request.shared_prefix_boundary:
             request.shared_prefix_boundary = tokens
 
     def of_request(self, block_ids: Sequence[Sequence[int]]) -> BlockTables:
@@ -203,8 +204,7 @@ class Tables:
         """
         places = {number: place for place, number in enumerate(self.served)}
         offered: dict[str, dict[int, dict[int, int]]] = {}
-        given = getattr(output.kv_connector_block_state, "boundary_state_offloads", {})  # since vLLM 0.32
-        for request_id, states in given.items():
+        for request_id, states in output.kv_connector_block_state.boundary_state_offloads.items():
             for number, block, tokens in states:
                 offered.setdefault(request_id, {}).setdefault(tokens, {})[places[number]] = block
         for request in requests if self.every_state else ():

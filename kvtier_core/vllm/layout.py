@@ -14,7 +14,7 @@ from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.engine.worker_side import Pages
 from kvtier_core.interfaces import PagedKVCache, PageRun
 from kvtier_core.layouts import KVGroup
-from kvtier_core.vllm import groups, speculation
+from kvtier_core.vllm import groups, speculation, versions
 from kvtier_core.vllm.identity import namespace
 from kvtier_core.vllm.identity.settings import UnidentifiedError
 
@@ -75,7 +75,7 @@ def inspect_pages(
         "cpu isa": _cpu_isa(vllm_config, kv_cache_config) if device.type == "cpu" else "none",
     }
     told = tuple((name, str(fact)) for name, fact in facts.items())
-    return pages, WorkerReport(device.type, kv_groups, told, replicas=kv_cache_config.kv_tp_replicas)
+    return pages, WorkerReport(device.type, kv_groups, told, replicas=versions.replicas_of(kv_cache_config))
 
 
 def _pages(

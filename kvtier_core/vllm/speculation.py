@@ -10,6 +10,8 @@ from __future__ import annotations
 import attrs
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
+from kvtier_core.vllm import versions
+
 #: Ways to draft from tokens or from the model's last output: nothing of theirs is in the KV cache.
 _WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 #: Ways to draft with layers that have KV.
@@ -48,9 +50,9 @@ def refusal(config: VllmConfig, keeps_states: bool) -> str:
         return ""
     if speculative.method not in _WITH_KV:
         return f"what speculative decoding with {speculative.method} leaves in the KV cache is not known"
-    if _lookahead(config) is None:
+    if versions.lookahead_of(config) is None:
         return "this vLLM does not say how many tokens its MTP modules read ahead"
-    if keeps_states and _lookahead(config) > 1:
+    if keeps_states and versions.lookahead_of(config) > 1:
         return "several MTP modules complete the KV behind a recurrent state only after vLLM has let go of that state"
     return ""
 
@@ -63,17 +65,6 @@ def draft_model(config: VllmConfig) -> DraftModel | None:
     return DraftModel(
         model=speculative.draft_model_config,
         load=speculative.draft_load_config or config.load_config,
-        lookahead=_lookahead(config) or 0,
+        lookahead=versions.lookahead_of(config) or 0,
         tokens=speculative.num_speculative_tokens,
     )
-
-
-def _lookahead(config: VllmConfig) -> int | None:
-    """How many tokens behind a position its KV depends on; None if this vLLM does not say."""
-    if hasattr(config, "num_prefill_lookahead_tokens"):  # since vLLM 0.32
-        return config.num_prefill_lookahead_tokens
-    speculative = config.speculative_config
-    if not speculative.use_eagle():
-        return 0
-    modules = getattr(speculative.draft_model_config.hf_config, "num_nextn_predict_layers", 1)
-    return 1 if speculative.method != "mtp" or min(modules, speculative.num_speculative_tokens) == 1 else None

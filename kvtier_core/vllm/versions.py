@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 
 import vllm
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ModuleNotFoundError:  # before 0.32, which has no sources of hits
     CacheHitSource = None
 
-__all__ = ["FIRST", "LAST", "CacheHitSource", "warning"]
+__all__ = ["FIRST", "LAST", "CacheHitSource", "is_sharded", "lookahead_of", "replicas_of", "warning"]
 
 #: The first and the last version that kvtier was tested with, as major and minor number.
 FIRST, LAST = (0, 30), (0, 33)
@@ -24,3 +26,24 @@ def warning(version: str = vllm.__version__) -> str:
         return ""
     tested = " to ".join(".".join(map(str, each)) for each in (FIRST, LAST))
     return f"vLLM {version} was not tested with this kvtier, which serves {tested}"
+
+
+def is_sharded(spec: KVCacheSpec) -> bool:
+    """Do the ranks of decode context parallelism divide the tokens of a block of this kind?"""
+    return getattr(spec, "dcp_sharded", True)  # every kind's, before 0.32
+
+
+def replicas_of(config: KVCacheConfig) -> int:
+    """How many tensor-parallel ranks have the same KV; 1 too where vLLM does not say."""
+    return getattr(config, "kv_tp_replicas", 1)  # since 0.32
+
+
+def lookahead_of(config: VllmConfig) -> int | None:
+    """How many tokens behind a position the KV of draft layers depends on there; None if vLLM does not say."""
+    if hasattr(config, "num_prefill_lookahead_tokens"):  # since 0.32
+        return config.num_prefill_lookahead_tokens
+    speculative = config.speculative_config
+    if not speculative.use_eagle():
+        return 0
+    modules = getattr(speculative.draft_model_config.hf_config, "num_nextn_predict_layers", 1)
+    return 1 if speculative.method != "mtp" or min(modules, speculative.num_speculative_tokens) == 1 else None
