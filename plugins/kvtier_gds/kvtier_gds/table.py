@@ -1,8 +1,8 @@
 """The table of a slab: which frames lie where in it. It alone says what is there after a restart. Raises OSError.
 
 A record is written when its frame is whole, and cleared before the frame's place is used again. It lies within one
-page, so that a kill leaves it as it was or as it will be. What a power cut makes of it is refused by its checksum, and a
-frame that is not the one that it names by the checksums of the frame.
+page, so that a kill leaves it as it was or as it will be. What a power cut makes of it is refused by its checksum, and
+a frame that is not the one that it names by the checksums of the frame.
 """
 
 from __future__ import annotations
