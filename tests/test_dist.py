@@ -105,7 +105,7 @@ def test_no_requirement_names_an_engine(built, name):
     [
         ("kvtier_cpu", set()),
         ("kvtier_disk", set()),
-        ("kvtier_gds", set()),
+        ("kvtier_gds", {"kvtier-cpu"}),
         ("kvtier_redis", {"hiredis", "redis"}),
         ("kvtier_s3", {"boto3", "obstore"}),
         ("kvtier_minimal", set()),

@@ -74,7 +74,9 @@ def _read_tiers(
         raise node.wrong("a stack needs at least one tier")
     collector = ProblemCollector()
     classes = [_class_of(item, choose, collector) for item in items]
-    if classes[0] is not None and not issubclass(classes[0], ArenaConfig):
+    arenas = [cls for cls in classes if cls is not None and issubclass(cls, ArenaConfig)]
+    alone = not arenas and classes[0] is not None and classes[0].staging_arena is not BackendConfig.staging_arena
+    if classes[0] is not None and classes[0] not in arenas and not alone:
         why = f"the first tier must be an arena, and '{classes[0].type}' is none: no engine can reach its memory"
         collector.problems.append(items[0].entries()["type"].problem(why, "put an arena first, cpu for instance"))
     tiers = []
@@ -83,7 +85,14 @@ def _read_tiers(
             with collector:
                 tiers.append(_read_tier(item, cls, choose, name, plugins[cls]))
     collector.raise_if_any()
-    return tuple(tiers)
+    return (*([_staging(tiers[0])] if alone else []), *tiers)
+
+
+def _staging(tier: StoreTierConfig) -> ArenaTierConfig:
+    """The arena above a tier that brings its own."""
+    arena, capacity = tier.config.staging_arena()
+    source = attrs.evolve(tier.source, path=f"{tier.source.path}.staging")
+    return ArenaTierConfig(arena.type, arena, capacity, source=source)
 
 
 def _class_of(node: Node, choose: Choose, collector: ProblemCollector) -> type | None:

@@ -10,7 +10,8 @@ from typing import ClassVar, Literal
 
 import attrs
 
-from kvtier_core.interfaces import Backend, BackendConfig, Medium, OpenContext, Stored
+from kvtier_core.interfaces import ArenaConfig, Backend, BackendConfig, Medium, OpenContext, Stored
+from kvtier_core.types import Nbytes
 
 #: The folder of one of several engines is called this, followed by its number.
 _REPLICA = "replica-"
@@ -40,6 +41,13 @@ class GdsConfig(BackendConfig):
     mode: Literal["auto", "gds", "bounce"] = "auto"
     direct: Literal["auto", "on", "off"] = "auto"  #: bypass the page cache (O_DIRECT) where the file system can
     io: Literal["auto", "io_uring", "calls"] = "auto"  #: a batch of frames at once (io_uring), or one after the other
+    #: Of memory, through which frames pass where no arena stands above this tier.
+    staging: Nbytes = attrs.field(default=Nbytes(2 << 30), validator=attrs.validators.gt(0))
+
+    def staging_arena(self) -> tuple[ArenaConfig, Nbytes] | None:
+        from kvtier_cpu.config import CpuConfig
+
+        return CpuConfig(), self.staging
 
     def open(self, ctx: OpenContext) -> Backend:
         from kvtier_gds.backend import GdsBackend
