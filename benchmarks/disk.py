@@ -25,6 +25,7 @@ from kvtier_core.transfer.files import ring_works
 from kvtier_core.transfer.io_pool import IOPool
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace, Nbytes
 from kvtier_disk.config import DiskConfig
+from kvtier_gds.config import GdsConfig
 
 ROUNDS = 7
 WIDTHS = (1, 2, 4)  # threads of a tier
@@ -35,6 +36,7 @@ RAW = "raw files"
 RING = "bare io_uring loop"
 BACKEND = "kvtier_disk"
 SHARED = "kvtier_disk, shared"
+SLABS = "kvtier_gds, bounce"
 TRUSTING = "Tier over kvtier_disk, no frame sealed or checked"
 TIER = "Tier over kvtier_disk"
 
@@ -58,10 +60,10 @@ def _against_files(bench: _Bench, frame_nbytes: int) -> Table:
         says=f"{Nbytes(TOTAL)} in new files of one frame each, {THREADS} threads, `direct: {direct}`. Raw is `open` "
         "with O_DIRECT, one `pwritev` or `preadv` from or to aligned memory, `close`; no fsync anywhere. "
         f"{_of_the_ring()} kvtier_disk writes under a temporary name and renames; with `shared: true` it opens the "
-        "folder anew at each call, as one on a network file system. The tier adds index and threads. Its "
-        "last row also seals each frame, on one thread as the manager does, and verifies every byte of each read: the "
-        "difference to the row above it is the cost of verification. Ratios are of speeds in the same round: "
-        f"median (min to max) of {ROUNDS}.",
+        "folder anew at each call, as one on a network file system. kvtier_gds writes to places in one preallocated "
+        "file, whose blocks were written before. The tier adds index and threads. Its last row also seals each frame, "
+        "on one thread as the manager does, and verifies every byte of each read: the difference to the row above it "
+        f"is the cost of verification. Ratios are of speeds in the same round: median (min to max) of {ROUNDS}.",
         header=("", "write GiB/s", "of raw", "of io_uring", "read GiB/s", "of raw", "of io_uring"),
         rows=[(case, *_cells(writes, case, RAW, RING), *_cells(reads, case, RAW, RING)) for case in writes.seconds],
     )
@@ -113,6 +115,7 @@ class _Bench:
         self.raw = RawFiles(place / "raw")
         self.ring = RingFiles(place / "ring", len(self.keys))
         self.backend = _open(place / "backend", context)
+        self.slabs = GdsConfig(paths=(place / "slabs",), direct="on").open(context)
         self.shared = _open(place / "shared", attrs.evolve(context, capacity=Nbytes(0)), shared=True)
         self.tiers = {width: self._tier(_open(place / f"tier{width}", context), width) for width in WIDTHS}
         self.tier = self.tiers[THREADS]
@@ -145,6 +148,11 @@ class _Bench:
                 lambda: self.in_threads(self.shared.write, self.frames),
                 before=lambda: self.shared.delete(self.keys),
             ),
+            Case(
+                SLABS,
+                lambda: self.in_threads(self.slabs.write, self.frames),
+                before=lambda: self.slabs.delete(self.keys),
+            ),
             Case(TRUSTING, lambda: self.write(self.tier), before=lambda: self.clear(self.tier)),
             Case(TIER, lambda: self.sealed_write(self.tier), before=lambda: self.clear(self.tier)),
         ]
@@ -155,6 +163,7 @@ class _Bench:
             *self.if_there_is_a_ring(Case(RING, lambda: self.ring.read(self.landings))),
             Case(BACKEND, lambda: self.in_threads(self.backend.read, self.landings)),
             Case(SHARED, lambda: self.in_threads(self.shared.read, self.landings)),
+            Case(SLABS, lambda: self.in_threads(self.slabs.read, self.landings)),
             Case(TRUSTING, lambda: self.read(self.tier), before=lambda: self.trust(self.tier)),
             Case(TIER, lambda: self.read(self.tier), before=lambda: self.verify(self.tier)),
         ]
@@ -220,6 +229,7 @@ class _Bench:
         self.ring.close()
         self.backend.close()
         self.shared.close()
+        self.slabs.close()
         for tier in self.tiers.values():
             tier.close(1.0)
 

@@ -78,6 +78,8 @@ SELF_TEST = "kvtier_core/engine/self_test.py"
 STARTUP = "kvtier_core/vllm/startup.py"
 TRANSFER = "kvtier_core/transfer"
 DISK = "plugins/kvtier_disk/kvtier_disk"
+GDS = "plugins/kvtier_gds/kvtier_gds"
+GDS_TESTS = "plugins/kvtier_gds/tests/test_gds.py::"
 ABOUT_IDENTITY = "tests/vllm/test_identity.py::"
 REQUEST_TESTS = "tests/vllm/test_request_identity.py::"
 WEIGHT_TESTS = "tests/vllm/test_weights.py::"
@@ -1268,6 +1270,44 @@ MUTANTS = (
         "if listed.status.st_mtime < before or not listed.is_unfinished",
         "if True",
         "plugins/kvtier_disk/tests/test_shared_fsck.py::test_what_may_still_be_written_is_no_damage",
+    ),
+    # -- slabs
+    Mutant(
+        "a-slab-remembers-what-was-deleted",
+        GDS + "/backend.py",
+        "                    place.slab.clear(place)\n                except OSError as error:",
+        "                    pass\n                except OSError as error:",
+        GDS_TESTS + "test_what_was_deleted_stays_deleted_after_a_kill",
+    ),
+    Mutant(
+        "a-record-before-its-frame",
+        GDS + "/backend.py",
+        "            stored = 0\n",
+        "            stored = 0\n"
+        "            for key, place in zip(keys, places, strict=True):\n"
+        "                self._publish(key, place)\n",
+        GDS_TESTS + "test_neither_the_frame_that_was_written_nor_the_one_that_lay_there",
+    ),
+    Mutant(
+        "two-frames-in-one-place",
+        GDS + "/table.py",
+        "        if not kept or kept[-1][1].end <= record.at:\n",
+        "        if True:\n",
+        GDS_TESTS + "test_of_records_that_overlap_the_newer_counts",
+    ),
+    Mutant(
+        "any-record-is-believed",
+        GDS + "/table.py",
+        "raw[_FIELDS.size :][: _CHECKSUM.size] != _CHECKSUM.pack(zlib.crc32(fields))",
+        "False",
+        GDS_TESTS + "test_every_bit_of_a_record_counts",
+    ),
+    Mutant(
+        "slabs-of-all-namespaces",
+        GDS + "/backend.py",
+        "if record.namespace != self._namespace.digest:",
+        "if False:",
+        GDS_TESTS + "test_frames_of_others_leave_for_what_has_no_room_oldest_first",
     ),
     # -- security
     Mutant(

@@ -12,8 +12,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable
-
-import attrs
+from typing import NamedTuple
 
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey
 
@@ -26,8 +25,7 @@ _CHECKSUM = struct.Struct("<I")
 _READ_NBYTES = 16384 * RECORD_NBYTES
 
 
-@attrs.frozen
-class Record:
+class Record(NamedTuple):
     """A frame in a slab."""
 
     namespace: bytes  #: the digest
@@ -96,7 +94,7 @@ def without_overlaps(records: Iterable[tuple[int, Record]], nbytes: int) -> dict
     Only a power cut leaves two, where the table reached the disk in part.
     """
     kept: list[tuple[int, Record]] = []
-    for entry, record in sorted(records, key=lambda pair: (pair[1].at, pair[1].order)):
+    for entry, record in sorted(records, key=lambda pair: pair[1].at):
         if record.end > nbytes:
             continue
         while kept and kept[-1][1].end > record.at and kept[-1][1].order < record.order:

@@ -232,21 +232,34 @@ def test_of_a_frame_that_is_replaced_all_or_nothing(tmp_path):
 def _change_record(path, of, **changes):
     entry, record = next(pair for pair in records(path).items() if pair[1].key == of)
     with open(path / "kvtier.table", "r+b") as file:
-        Table(file.fileno()).put(entry, attrs.evolve(record, **changes))
+        Table(file.fileno()).put(entry, record._replace(**changes))
 
 
-def test_of_records_that_overlap_the_newer_counts(tmp_path):
+@pytest.mark.parametrize("offset", [-FRAME_ALIGNMENT, 0, FRAME_ALIGNMENT])
+def test_of_records_that_overlap_the_newer_counts(tmp_path, offset):
     """As after a power cut, when the table reached the disk in part."""
     backend = open_slabs(tmp_path)
-    write(backend, *KEYS[:3])
+    write(backend, *KEYS[:2])
     backend.close()
-    _change_record(tmp_path, KEYS[0], at=place_of(KEYS[1], tmp_path)[1].at)
-    _change_record(tmp_path, KEYS[2], key=KEYS[1])
+    _change_record(tmp_path, KEYS[0], at=place_of(KEYS[1], tmp_path)[1].at + offset)
     backend = open_slabs(tmp_path)
     assert held(backend) == [KEYS[1]]
-    assert [record.key for record in records(tmp_path).values()] == [KEYS[1]]
-    write(backend, *KEYS[8:15])
-    assert [whole(backend, key) for key in KEYS[8:15]] == [True] * 7
+    assert [record.key for record in records(tmp_path).values()] == [KEYS[1]], "what is dropped is not found again"
+    write(backend, *KEYS[2:9])
+    assert all(whole(backend, key) for key in KEYS[1:9])
+    backend.close()
+
+
+def test_of_two_records_of_a_key_the_newer_counts(tmp_path):
+    backend = open_slabs(tmp_path)
+    write(backend, *KEYS[:2])
+    backend.close()
+    _change_record(tmp_path, KEYS[0], key=KEYS[1])
+    backend = open_slabs(tmp_path)
+    assert whole(backend, KEYS[1])
+    assert len(records(tmp_path)) == 1
+    write(backend, *KEYS[2:9])
+    assert all(whole(backend, key) for key in KEYS[1:9])
     backend.close()
 
 
