@@ -15,6 +15,7 @@ from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError
 from kvtier_core.testing.samples import make_keys
+from kvtier_core.types import FRAME_ALIGNMENT
 
 CHUNKS = 4
 PATHS = [make_keys(CHUNKS * 40)[i : i + CHUNKS] for i in range(0, CHUNKS * 40, CHUNKS)]
@@ -64,6 +65,18 @@ def test_slabs_that_are_full_take_newcomers_for_the_least_recent(stack, tmp_path
         stored(serving, PATHS)
         assert sum(stored(serving, PATHS[-8:])) == CHUNKS * 8
         assert not serving.seen & {"io_error", "breaker_open", "corrupt", "missing"}
+
+
+def test_what_the_policy_learned_takes_no_chunks_place(stack, tmp_path):
+    """It is a frame of another length, written before the slabs are full; the tier has kept its bytes for it."""
+    names = "[" + ", ".join(str(tmp_path / name) for name in "abc") + "]"
+    capacity = 400 * FRAME + 4 * FRAME_ALIGNMENT
+    paths = [make_keys(CHUNKS * 150)[i : i + CHUNKS] for i in range(0, CHUNKS * 150, CHUNKS)]
+    with stack(CPU, f"{{type: gds, paths: {names}, capacity: {capacity}B, eviction: gittins}}") as serving:
+        stored(serving, paths)
+        _, slabs = serving.manager.usage()
+        assert slabs.chunks == 400 and "evicted" in serving.seen
+        assert not serving.seen & {"io_error", "breaker_open"}
 
 
 def test_slabs_above_a_bucket(stack, tmp_path, s3_server):  # noqa: F811

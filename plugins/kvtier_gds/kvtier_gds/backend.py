@@ -38,7 +38,7 @@ class GdsBackend(Backend):
         self._held: dict[ChunkKey, Place] = {}  # our frames
         self._others: list[tuple[bytes, Place]] = []  # frames of other namespaces, and their digests; oldest last
         self._slabs: list[Slab] = []
-        frame_nbytes = ctx.layout.frame_nbytes
+        self._frame_nbytes = frame_nbytes = ctx.layout.frame_nbytes
         with contextlib.ExitStack() as undoing:
             undoing.callback(self.close)
             for path, nbytes in zip(paths, _divided(ctx.capacity, len(paths), frame_nbytes), strict=True):
@@ -89,7 +89,8 @@ class GdsBackend(Backend):
                     self._publish(key, place)
                     stored += 1
             except BaseException as error:
-                self._release(places[stored:])
+                if not (isinstance(error, OSError) and _is_of_one_place(error, places)):
+                    self._release(places[stored:])
                 if isinstance(error, OSError) and error.errno in FULL:
                     raise StoreFull(f"{self._paths}: {error.strerror}", missing=sum(map(len, frames))) from error
                 raise
@@ -135,7 +136,7 @@ class GdsBackend(Backend):
 
     def _recover(self, longest: int) -> None:
         """Index the frames that lie in the slabs, oldest first. Raises OSError."""
-        found = [(record, slab.place_of(entry)) for slab in self._slabs for entry, record in slab.records.items()]
+        found = [each for slab in self._slabs for each in slab.take_found()]
         found.sort(key=lambda pair: pair[0].order)
         self._order = found[-1][0].order + 1 if found else 0
         for record, place in reversed(found):
@@ -171,9 +172,17 @@ class GdsBackend(Backend):
         return places
 
     def _reserve_one(self, nbytes: int) -> Place | None:
-        """A place on the slab with most room, so that all drives have as much to do."""
+        """A place on the slab with most room, so that all drives have as much to do.
+
+        But a frame that is shorter than most goes where it costs no place of a longer one.
+        """
+
+        def cost(slab: Slab) -> tuple[int, int]:
+            usual = self._frame_nbytes
+            return slab.free // usual - (slab.free - nbytes) // usual, -slab.free
+
         with self._lock:
-            slabs = sorted(self._slabs, key=lambda slab: slab.free, reverse=True)
+            slabs = sorted(self._slabs, key=cost)
             return next((place for slab in slabs if (place := slab.reserve(nbytes)) is not None), None)
 
     def _remove_oldest_other(self, nbytes: int) -> None:
@@ -211,6 +220,16 @@ class GdsBackend(Backend):
     def _on(self, each: Iterator[bool]) -> str:
         yes = sum(each)
         return {0: "off", len(self._slabs): "on"}.get(yes, f"on for {yes} of {len(self._slabs)} paths")
+
+
+def _is_of_one_place(error: OSError, places: Sequence[Place]) -> bool:
+    """Does a drive answer, but not take what was written to one of these places? They are not used until a restart."""
+    try:
+        for folder in {place.slab.folder: None for place in places}:
+            raise_if_store_failed([error], folder)
+    except OSError:
+        return False
+    return True
 
 
 def _divided(capacity: int, slabs: int, frame_nbytes: int) -> list[int]:

@@ -60,23 +60,23 @@ class Slab:
             self._table_fd = self.folder.open(TABLE, flags)
             undoing.callback(os.close, self._table_fd)
             self._table = Table(self._table_fd)
-            self.records = self._recover(nbytes)  #: of the frames that lie here, by entry
+            self._found = self._recover(nbytes)
             self.preallocated = self._resize(self.fd, nbytes)
-            self._resize(self._table_fd, RECORD_NBYTES * max(nbytes // frame_nbytes, max(self.records, default=-1) + 1))
+            self._entries = max(self._found, default=-1) + 1  # the first that was never used
+            self._resize(self._table_fd, RECORD_NBYTES * max(nbytes // frame_nbytes, self._entries))
             self._closing = undoing.pop_all()
-        self._extents = Extents(nbytes, sorted((record.at, record.nbytes) for record in self.records.values()))
-        self._entries = max(self.records, default=-1) + 1  # the first that was never used
-        self._free_entries = [entry for entry in reversed(range(self._entries)) if entry not in self.records]
+        self._extents = Extents(nbytes, sorted((record.at, record.nbytes) for record in self._found.values()))
+        self._free_entries = [entry for entry in reversed(range(self._entries)) if entry not in self._found]
 
     @property
     def free(self) -> int:
         """Bytes that no frame takes."""
         return self._extents.free
 
-    def place_of(self, entry: int) -> Place:
-        """Where the frame of a record lies."""
-        record = self.records[entry]
-        return Place(self, entry, record.at, record.nbytes)
+    def take_found(self) -> list[tuple[Record, Place]]:
+        """The frames that lay here at the start, and where; once."""
+        found, self._found = self._found, {}
+        return [(record, Place(self, entry, record.at, record.nbytes)) for entry, record in found.items()]
 
     def reserve(self, nbytes: int) -> Place | None:
         """A place for a frame; None if there is none that is long enough."""

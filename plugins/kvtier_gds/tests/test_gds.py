@@ -343,6 +343,15 @@ def test_the_capacity_to_the_last_frame_however_it_is_divided(three):
     backend.close()
 
 
+def test_more_drives_than_frames(three):
+    backend = open_slabs(*three, frames=1)
+    write(backend, KEYS[0])
+    assert whole(backend, KEYS[0])
+    with pytest.raises(StoreFull):
+        write(backend, KEYS[1])
+    backend.close()
+
+
 def test_a_batch_that_does_not_fit_leaves_its_room(tmp_path):
     backend = open_slabs(tmp_path, frames=4)
     write(backend, *KEYS[:2])

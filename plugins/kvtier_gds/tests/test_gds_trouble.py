@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 from slabs import NBYTES, open_slabs, read, whole, write
 
-from kvtier_core.errors import BackendError
+from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.frames.format import verify
 from kvtier_core.testing.disks import btrfs, ext4, tmpfs
 from kvtier_core.testing.samples import make_keys, make_namespace
@@ -81,6 +84,29 @@ def test_a_write_that_fails_leaves_its_room(tmp_path):
         write(backend, *NEW)
         assert all(whole(backend, key) for key in [*OLD, *NEW])
         backend.close()
+
+
+def test_a_place_that_takes_no_frame_is_not_tried_again(tmp_path, monkeypatch):
+    """Simulated: no file system here has a block that can be read and not written."""
+    backend = open_slabs(tmp_path, frames=16, io="calls")
+    write(backend, *OLD)
+    pwritev = os.pwritev
+    bad = 9 * NBYTES
+
+    def refuse(fd, views, at):
+        if at == bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pwritev(fd, views, at)
+
+    monkeypatch.setattr(os, "pwritev", refuse)
+    write(backend, NEW[0])
+    with pytest.raises(BackendError, match="Input/output error"):
+        write(backend, NEW[1])
+    write(backend, *NEW[1:7])
+    assert all(whole(backend, key) for key in [*OLD, *NEW[:7]])
+    with pytest.raises(StoreFull):
+        write(backend, NEW[7])
+    backend.close()
 
 
 @each_way
