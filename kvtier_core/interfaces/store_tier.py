@@ -131,7 +131,7 @@ class BackendConfig(abc.ABC):
     def staging_arena(self) -> tuple[ArenaConfig, Nbytes] | None:
         """The arena, and its capacity, that goes above this tier in a stack that has none: frames pass through it.
 
-        By default None: then the user has to write one.
+        By default None: then the user has to write one. Raises BackendError or ImportError.
         """
         return None
 
