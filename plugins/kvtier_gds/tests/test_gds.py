@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import random
 import re
 import signal
 import stat
+import time
 
 import attrs
 import pytest
 from slabs import NBYTES, dies, held, open_slabs, place_of, read, records, whole, write
 
 from kvtier_core.errors import BackendError, StoreFull
+from kvtier_core.frames.format import verify
 from kvtier_core.testing.disks import tmpfs
 from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT
@@ -178,6 +182,43 @@ def test_what_was_deleted_stays_deleted_after_a_kill(tmp_path):
     backend = open_slabs(tmp_path)
     assert held(backend) == [KEYS[0], KEYS[2]]
     backend.close()
+
+
+def _write_and_delete_for_ever(paths, seed, started):
+    """In slabs that are always nearly full, so that every place is used again and again, by frames of all lengths."""
+    backend, rng, there = open_slabs(*paths), random.Random(seed), _keys_in(paths)
+    while True:
+        if len(there) > 5:
+            backend.delete([there.pop(rng.randrange(len(there)))])
+        key = rng.choice(KEYS)
+        with contextlib.suppress(StoreFull):
+            backend.write([key], [make_frame(key, rng.randrange(2, 13) * FRAME_ALIGNMENT, seed=rng.getrandbits(32))])
+            there = [*(other for other in there if other != key), key]
+        started.set()
+
+
+def _keys_in(paths):
+    return [record.key for path in paths if path.exists() for record in records(path).values()]
+
+
+def test_whatever_a_kill_leaves_is_whole(three):
+    spawn = multiprocessing.get_context("spawn")
+    rng = random.Random(0)
+    found = 0
+    for seed in range(6):
+        started = spawn.Event()
+        writer = spawn.Process(target=_write_and_delete_for_ever, args=(three[:2], seed, started), daemon=True)
+        writer.start()
+        assert started.wait(60)
+        time.sleep(rng.uniform(0, 0.1))
+        writer.kill()
+        writer.join()
+        backend = open_slabs(*three[:2])
+        for key, nbytes in backend.scan():
+            assert verify(memoryview(read(backend, key, nbytes)), make_namespace(), key) is None
+            found += 1
+        backend.close()
+    assert found > 6
 
 
 def _die_half_way_through_the_frame(path):
