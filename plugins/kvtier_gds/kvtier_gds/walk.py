@@ -25,21 +25,26 @@ def everything_in(path: Path) -> Iterator[Iterator[Stored]]:
     """
     if not path.is_dir():
         raise BackendError(f"{path}: no such folder")
-    with contextlib.ExitStack() as closing, backend_errors(path):
-        lock = FolderLock(path)
-        folder = lock.take()
-        closing.callback(lock.release)
-        names = {entry.name for entry in folder.entries()}
-        if not {FRAMES, TABLE} <= names:
-            yield iter(())
-            return
-        frames = folder.open(FRAMES, os.O_RDONLY)
-        closing.callback(os.close, frames)
-        records = folder.open(TABLE, os.O_RDWR)
-        closing.callback(os.close, records)
-        table = Table(records)
-        kept = without_overlaps(table.records().items(), os.fstat(frames).st_size)
-        yield (_Listed(path, frames, table, entry, record).stored() for entry, record in kept.items())
+    with contextlib.ExitStack() as closing:
+        with backend_errors(path):
+            found = _listed(path, closing)
+        yield (each.stored() for each in found)
+
+
+def _listed(path: Path, closing: contextlib.ExitStack) -> list[_Listed]:
+    """The frames of the slab, whose files stay open, and whose folder locked, until ``closing`` closes."""
+    lock = FolderLock(path)
+    folder = lock.take()
+    closing.callback(lock.release)
+    if not {FRAMES, TABLE} <= {entry.name for entry in folder.entries()}:
+        return []
+    frames = folder.open(FRAMES, os.O_RDONLY)
+    closing.callback(os.close, frames)
+    records = folder.open(TABLE, os.O_RDWR)
+    closing.callback(os.close, records)
+    table = Table(records)
+    kept = without_overlaps(table.records().items(), os.fstat(frames).st_size)
+    return [_Listed(path, frames, table, entry, record) for entry, record in kept.items()]
 
 
 @attrs.frozen
