@@ -12,7 +12,7 @@ from pathlib import Path
 
 import attrs
 
-from benchmarks.bare import RawFiles, RingFiles, must
+from benchmarks.bare import RawFiles, RawPlaces, RingFiles, must
 from benchmarks.measure import GIB, Case, Table, Times, interleaved, progress, scratch
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import seal
@@ -25,6 +25,7 @@ from kvtier_core.transfer.files import ring_works
 from kvtier_core.transfer.io_pool import IOPool
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace, Nbytes
 from kvtier_disk.config import DiskConfig
+from kvtier_gds.config import GdsConfig
 
 ROUNDS = 7
 WIDTHS = (1, 2, 4)  # threads of a tier
@@ -32,9 +33,11 @@ THREADS = 4  # as it has by default
 TOTAL = 256 << 20
 GROUP = 4 << 20  # bytes a call, as a tier groups them
 RAW = "raw files"
+PLACES = "one preallocated raw file"
 RING = "bare io_uring loop"
 BACKEND = "kvtier_disk"
 SHARED = "kvtier_disk, shared"
+SLABS = "kvtier_gds, bounce"
 TRUSTING = "Tier over kvtier_disk, no frame sealed or checked"
 TIER = "Tier over kvtier_disk"
 
@@ -58,10 +61,11 @@ def _against_files(bench: _Bench, frame_nbytes: int) -> Table:
         says=f"{Nbytes(TOTAL)} in new files of one frame each, {THREADS} threads, `direct: {direct}`. Raw is `open` "
         "with O_DIRECT, one `pwritev` or `preadv` from or to aligned memory, `close`; no fsync anywhere. "
         f"{_of_the_ring()} kvtier_disk writes under a temporary name and renames; with `shared: true` it opens the "
-        "folder anew at each call, as one on a network file system. The tier adds index and threads. Its "
-        "last row also seals each frame, on one thread as the manager does, and verifies every byte of each read: the "
-        "difference to the row above it is the cost of verification. Ratios are of speeds in the same round: "
-        f"median (min to max) of {ROUNDS}.",
+        "folder anew at each call, as one on a network file system. kvtier_gds has one preallocated file, as the raw "
+        "row of that name, whose blocks were written before in all rounds but the first. The tier adds index and "
+        "threads. Its last row also seals each frame, on one thread as the manager does, and verifies every byte of "
+        "each read: the difference to the row above it is the cost of verification. Ratios are of speeds in the same "
+        f"round: median (min to max) of {ROUNDS}.",
         header=("", "write GiB/s", "of raw", "of io_uring", "read GiB/s", "of raw", "of io_uring"),
         rows=[(case, *_cells(writes, case, RAW, RING), *_cells(reads, case, RAW, RING)) for case in writes.seconds],
     )
@@ -111,8 +115,10 @@ class _Bench:
         self.codec = FrameCodec(namespace, layout)
         context = OpenContext(namespace, layout, "benchmark", Nbytes(2 * TOTAL))
         self.raw = RawFiles(place / "raw")
+        self.places = RawPlaces(place / "places", self.keys, frame_nbytes)
         self.ring = RingFiles(place / "ring", len(self.keys))
         self.backend = _open(place / "backend", context)
+        self.slabs = GdsConfig(paths=(place / "slabs",), direct="on").open(context)
         self.shared = _open(place / "shared", attrs.evolve(context, capacity=Nbytes(0)), shared=True)
         self.tiers = {width: self._tier(_open(place / f"tier{width}", context), width) for width in WIDTHS}
         self.tier = self.tiers[THREADS]
@@ -134,6 +140,7 @@ class _Bench:
     def writes(self) -> list[Case]:
         return [
             Case(RAW, lambda: self.in_threads(self.raw.write, self.frames), before=lambda: self.raw.delete(self.keys)),
+            Case(PLACES, lambda: self.in_threads(self.places.write, self.frames)),
             *self.if_there_is_a_ring(Case(RING, lambda: self.ring.write(self.frames), before=self.ring.empty)),
             Case(
                 BACKEND,
@@ -145,6 +152,11 @@ class _Bench:
                 lambda: self.in_threads(self.shared.write, self.frames),
                 before=lambda: self.shared.delete(self.keys),
             ),
+            Case(
+                SLABS,
+                lambda: self.in_threads(self.slabs.write, self.frames),
+                before=lambda: self.slabs.delete(self.keys),
+            ),
             Case(TRUSTING, lambda: self.write(self.tier), before=lambda: self.clear(self.tier)),
             Case(TIER, lambda: self.sealed_write(self.tier), before=lambda: self.clear(self.tier)),
         ]
@@ -152,9 +164,11 @@ class _Bench:
     def reads(self) -> list[Case]:
         return [
             Case(RAW, lambda: self.in_threads(self.raw.read, self.landings)),
+            Case(PLACES, lambda: self.in_threads(self.places.read, self.landings)),
             *self.if_there_is_a_ring(Case(RING, lambda: self.ring.read(self.landings))),
             Case(BACKEND, lambda: self.in_threads(self.backend.read, self.landings)),
             Case(SHARED, lambda: self.in_threads(self.shared.read, self.landings)),
+            Case(SLABS, lambda: self.in_threads(self.slabs.read, self.landings)),
             Case(TRUSTING, lambda: self.read(self.tier), before=lambda: self.trust(self.tier)),
             Case(TIER, lambda: self.read(self.tier), before=lambda: self.verify(self.tier)),
         ]
@@ -218,8 +232,10 @@ class _Bench:
         self.threads.shutdown()
         self.sealer.shutdown()
         self.ring.close()
+        self.places.close()
         self.backend.close()
         self.shared.close()
+        self.slabs.close()
         for tier in self.tiers.values():
             tier.close(1.0)
 

@@ -74,7 +74,7 @@ class Ring {
     io_uring_sqe& entry = entries_.at<io_uring_sqe>(0)[index] = {};
     entry.opcode = direction == Direction::kRead ? IORING_OP_READ : IORING_OP_WRITE;
     entry.fd = move.fd;
-    entry.off = piece.offset;
+    entry.off = move.at + piece.offset;
     entry.addr = reinterpret_cast<uintptr_t>(move.memory + piece.offset);
     entry.len = static_cast<unsigned>(piece.nbytes);
     entry.user_data = tag;

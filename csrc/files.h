@@ -1,5 +1,4 @@
-// Reads or writes many files at once, each from its beginning, with io_uring (J. Axboe, "Efficient IO with io_uring",
-// 2019).
+// Reads or writes places in many files at once, with io_uring (J. Axboe, "Efficient IO with io_uring", 2019).
 #pragma once
 
 #include <cstddef>
@@ -15,6 +14,7 @@ struct Move {
   int fd;
   std::byte* memory;  // only read from if the direction is kWrite
   size_t nbytes;
+  uint64_t at;  // where in the file
 };
 
 // Returns for each move the bytes moved, or -errno; fewer bytes than asked for only where a file that is read ends

@@ -44,26 +44,28 @@ uint32_t crc32(nb::handle data, uint32_t crc) {
 }
 
 using Outcomes = std::optional<std::vector<int64_t>>;
+using Places = std::vector<uint64_t>;
 
-Outcomes move_all(const std::vector<int>& fds, const std::vector<nb::object>& views, kvtier::Direction direction) {
-  if (fds.size() != views.size()) throw nb::value_error("as many files as views");
+Outcomes move_all(const std::vector<int>& fds, const std::vector<nb::object>& views, const Places& at,
+                  kvtier::Direction direction) {
+  if (fds.size() != views.size() || fds.size() != at.size()) throw nb::value_error("as many files as views and places");
   std::deque<Bytes> buffers;
   std::vector<kvtier::Move> moves;
   for (size_t i = 0; i < fds.size(); i++) {
     const Bytes& bytes = buffers.emplace_back(
         views[i], direction == kvtier::Direction::kRead ? PyBUF_WRITABLE : PyBUF_SIMPLE);
-    moves.push_back({fds[i], bytes.data(), bytes.size()});
+    moves.push_back({fds[i], bytes.data(), bytes.size(), at[i]});
   }
   const nb::gil_scoped_release released;
   return kvtier::move_all(moves, direction);
 }
 
-Outcomes read_files(const std::vector<int>& fds, const std::vector<nb::object>& into) {
-  return move_all(fds, into, kvtier::Direction::kRead);
+Outcomes read_files(const std::vector<int>& fds, const std::vector<nb::object>& into, const Places& at) {
+  return move_all(fds, into, at, kvtier::Direction::kRead);
 }
 
-Outcomes write_files(const std::vector<int>& fds, const std::vector<nb::object>& from) {
-  return move_all(fds, from, kvtier::Direction::kWrite);
+Outcomes write_files(const std::vector<int>& fds, const std::vector<nb::object>& from, const Places& at) {
+  return move_all(fds, from, at, kvtier::Direction::kWrite);
 }
 
 using LayerTuple = std::tuple<uintptr_t, size_t, size_t, size_t, size_t, size_t>;
@@ -87,8 +89,8 @@ NB_MODULE(_native, m) {
   m.def("chain", &kvtier::chain, "parent"_a, "tokens"_a, "chunk_tokens"_a, "first"_a, "extra"_a, "person"_a);
   kvtier::bind_tree(m);
 
-  m.def("read_files", &read_files, "fds"_a, "into"_a);
-  m.def("write_files", &write_files, "fds"_a, "from"_a);
+  m.def("read_files", &read_files, "fds"_a, "into"_a, "at"_a);
+  m.def("write_files", &write_files, "fds"_a, "from"_a, "at"_a);
   m.def("ring_works", &kvtier::ring_works);
 
   const nb::call_guard<nb::gil_scoped_release> released;

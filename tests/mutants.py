@@ -76,7 +76,10 @@ SELF_TEST_GATE = "kvtier_core/engine/scheduler/self_test_gate.py"
 REQUEST_VIEW = "kvtier_core/engine/request_view.py"
 SELF_TEST = "kvtier_core/engine/self_test.py"
 STARTUP = "kvtier_core/vllm/startup.py"
+TRANSFER = "kvtier_core/transfer"
 DISK = "plugins/kvtier_disk/kvtier_disk"
+GDS = "plugins/kvtier_gds/kvtier_gds"
+GDS_TESTS = "plugins/kvtier_gds/tests/test_gds.py::"
 ABOUT_IDENTITY = "tests/vllm/test_identity.py::"
 REQUEST_TESTS = "tests/vllm/test_request_identity.py::"
 WEIGHT_TESTS = "tests/vllm/test_weights.py::"
@@ -881,16 +884,16 @@ MUTANTS = (
     ),
     Mutant(
         "one-frames-failure-is-everybodys",
-        DISK + "/folder_backend.py",
+        TRANSFER + "/disk_access.py",
         "if failure.errno not in OF_ONE_FRAME:",
         "if True:",
         DISK_TROUBLE + "test_a_bad_sector_is_one_frames_alone",
     ),
     Mutant(
         "a-dead-device-is-a-bad-frame",
-        DISK + "/folder_backend.py",
-        "                probe_device(root)\n",
-        "                pass\n",
+        TRANSFER + "/disk_access.py",
+        "            probe_device(folder)\n",
+        "            pass\n",
         DISK_TROUBLE + "test_a_device_that_fails_and_comes_back",
     ),
     Mutant(
@@ -973,7 +976,7 @@ MUTANTS = (
     ),
     Mutant(
         "errors-of-the-system-escape",
-        DISK + "/folder.py",
+        TRANSFER + "/folder.py",
         'raise BackendError(f"{error.filename or path}: {error.strerror}") from error',
         "raise",
         "plugins/kvtier_disk/tests/test_disk_trouble.py",
@@ -1277,7 +1280,7 @@ MUTANTS = (
     ),
     Mutant(
         "a-shared-folder-is-swept",
-        DISK + "/folder_lock.py",
+        DISK + "/shared_folder.py",
         "    if is_shared(folder):\n",
         "    if False:\n",
         SHARED_DISK + "test_an_engine_that_wants_it_for_itself_is_refused",
@@ -1289,59 +1292,97 @@ MUTANTS = (
         "if True",
         "plugins/kvtier_disk/tests/test_shared_fsck.py::test_what_may_still_be_written_is_no_damage",
     ),
+    # -- slabs
+    Mutant(
+        "a-slab-remembers-what-was-deleted",
+        GDS + "/backend.py",
+        "                    place.slab.clear(place)\n                except OSError as error:",
+        "                    pass\n                except OSError as error:",
+        GDS_TESTS + "test_what_was_deleted_stays_deleted_after_a_kill",
+    ),
+    Mutant(
+        "a-record-before-its-frame",
+        GDS + "/backend.py",
+        "            stored = 0\n",
+        "            stored = 0\n"
+        "            for key, place in zip(keys, places, strict=True):\n"
+        "                self._publish(key, place)\n",
+        GDS_TESTS + "test_neither_the_frame_that_was_written_nor_the_one_that_lay_there",
+    ),
+    Mutant(
+        "two-frames-in-one-place",
+        GDS + "/table.py",
+        "        if not kept or kept[-1][1].end <= record.at:\n",
+        "        if True:\n",
+        GDS_TESTS + "test_of_records_that_overlap_the_newer_counts",
+    ),
+    Mutant(
+        "any-record-is-believed",
+        GDS + "/table.py",
+        "raw[_FIELDS.size :][: _CHECKSUM.size] != _CHECKSUM.pack(zlib.crc32(fields))",
+        "False",
+        GDS_TESTS + "test_every_bit_of_a_record_counts",
+    ),
+    Mutant(
+        "slabs-of-all-namespaces",
+        GDS + "/backend.py",
+        "if record.namespace != self._namespace.digest:",
+        "if False:",
+        GDS_TESTS + "test_frames_of_others_leave_for_what_has_no_room_oldest_first",
+    ),
     # -- security
     Mutant(
         "files-for-everyone",
-        DISK + "/folder.py",
+        TRANSFER + "/folder.py",
         "flags, 0o600,",
         "flags, 0o644,",
         "plugins/kvtier_disk/tests/test_disk.py::test_names_come_from_keys_and_nobody_else_may_look",
     ),
     Mutant(
         "follows-links",
-        DISK + "/folder.py",
+        TRANSFER + "/folder.py",
         "if stat.S_ISLNK(status.st_mode):",
         "if False:",
         "plugins/kvtier_disk/tests/test_disk.py::test_a_link_is_refused",
     ),
     Mutant(
         "folders-of-others",
-        DISK + "/folder.py",
+        TRANSFER + "/folder.py",
         "status.st_uid != os.geteuid()",
         "False",
         "plugins/kvtier_disk/tests/test_disk.py::test_a_folder_of_somebody_else_is_refused",
     ),
     Mutant(
         "folders-for-others",
-        DISK + "/folder.py",
+        TRANSFER + "/folder.py",
         "status.st_mode & 0o022",
         "False",
         "plugins/kvtier_disk/tests/test_disk.py::test_a_folder_that_others_may_write_to_is_refused",
     ),
     Mutant(
         "folders-above-are-anybodys",
-        DISK + "/folder.py",
+        TRANSFER + "/folder.py",
         "    parents_must_be_safe(path)\n",
         "",
         DISK_SECURITY + "test_a_folder_above_that_others_may_write_to_is_refused",
     ),
     Mutant(
         "any-folder-at-the-path",
-        DISK + "/folder_lock.py",
+        TRANSFER + "/folder_lock.py",
         "if os.path.samestat(status, os.fstat(held.fd)):",
         "if True:",
         DISK_SECURITY + "test_what_is_put_in_place_of_a_folder_is_never_read",
     ),
     Mutant(
         "any-folder-inside",
-        DISK + "/folder.py",
+        TRANSFER + "/folder.py",
         "        must_be_ours(os.fstat(fd), *inner._called)\n",
         "",
         DISK_SECURITY + "test_what_is_put_in_place_of_a_folder_is_never_read",
     ),
     Mutant(
         "opens-before-it-looks",
-        DISK + "/folder.py",
+        TRANSFER + "/folder.py",
         "self._must_be_file(name, self.status(name))",
         "pass",
         DISK_SECURITY + "test_what_stands_for_a_frame_is_no_frame",
@@ -1349,7 +1390,7 @@ MUTANTS = (
     Mutant(
         "facts-of-any-namespace",
         DISK + "/namespaces.py",
-        "return namespace if namespace_folder_name(namespace) == name else None",
+        "return namespace if namespace is not None and namespace_folder_name(namespace) == name else None",
         "return namespace",
         DISK_TESTS + "test_odd_facts_are_passed_over",
     ),

@@ -19,6 +19,7 @@ SOURCES = {
     "kvtier": ROOT,
     "kvtier_cpu": ROOT / "plugins/kvtier_cpu",
     "kvtier_disk": ROOT / "plugins/kvtier_disk",
+    "kvtier_gds": ROOT / "plugins/kvtier_gds",
     "kvtier_redis": ROOT / "plugins/kvtier_redis",
     "kvtier_s3": ROOT / "plugins/kvtier_s3",
     "kvtier_minimal": ROOT / "examples/kvtier_minimal",
@@ -82,9 +83,10 @@ def test_the_core_requires_three_packages(built):
     [
         ("cpu", {"kvtier-cpu"}),
         ("disk", {"kvtier-disk"}),
+        ("gds", {"kvtier-gds"}),
         ("redis", {"kvtier-redis"}),
         ("s3", {"kvtier-s3"}),
-        ("all", {"kvtier-cpu", "kvtier-disk", "kvtier-redis", "kvtier-s3"}),
+        ("all", {"kvtier-cpu", "kvtier-disk", "kvtier-gds", "kvtier-redis", "kvtier-s3"}),
     ],
 )
 def test_extras_bring_the_plugins(built, extra, brings):
@@ -103,6 +105,7 @@ def test_no_requirement_names_an_engine(built, name):
     [
         ("kvtier_cpu", set()),
         ("kvtier_disk", set()),
+        ("kvtier_gds", {"kvtier-cpu"}),
         ("kvtier_redis", {"hiredis", "redis"}),
         ("kvtier_s3", {"boto3", "obstore"}),
         ("kvtier_minimal", set()),
@@ -175,6 +178,7 @@ def test_the_command_lists_every_plugin(python):
     assert {
         ("cpu", "kvtier-cpu:cpu"),
         ("disk", "kvtier-disk:disk"),
+        ("gds", "kvtier-gds:gds"),
         ("redis", "kvtier-redis:redis"),
         ("s3", "kvtier-s3:s3"),
         ("minimal", "kvtier-minimal:minimal"),

@@ -139,7 +139,7 @@ def test_configs_of_plugins_are_light(package: Path):
 
 
 def test_packages_were_found():
-    ours = {"kvtier_cpu", "kvtier_disk", "kvtier_redis", "kvtier_s3", "kvtier_minimal"}
+    ours = {"kvtier_cpu", "kvtier_disk", "kvtier_gds", "kvtier_redis", "kvtier_s3", "kvtier_minimal"}
     assert ours <= {package.name for package in PACKAGES}
 
 

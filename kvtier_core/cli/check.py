@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _settings(config: StackConfig) -> Iterator[tuple[str, str]]:
     for i, tier in enumerate(config.tiers):
-        yield from _of_tier(tier, f"$.tiers[{i}]")
+        yield from _of_tier(tier, config.path_of(i))
     yield from _of_fields(config, "$", but=("tiers", "_places", "_plugins"))
 
 

@@ -236,7 +236,7 @@ class _Opening:
 
     def _call(self, chosen: object, key: str = "", verb: str = "open") -> _Call:
         """A call to a plugin of this tier. ``key`` is the setting that chose it, empty for the tier itself."""
-        path = f"$.tiers[{self.number}]"
+        path = self.config.path_of(self.number)
         return _Call(
             self.config.plugin_of(chosen),
             f"the {key} of tier {self.tier.name}" if key else f"tier {self.tier.name}",
@@ -251,7 +251,7 @@ class _Opening:
             divided = f", divided among {replicas} data parallel replicas," if replicas > 1 else ""
             why = f"{limit}{divided} {verb} no chunk: one is {math.ceil(kib / 102.4) / 10:g}MiB"
             hint = f"write at least {kib * replicas}KiB"
-            raise ConfigError([self.config.problem(f"$.tiers[{self.number}].{key}", why, hint)])
+            raise ConfigError([self.config.problem(f"{self.config.path_of(self.number)}.{key}", why, hint)])
 
 
 def _contradiction(arena: AllocatorBackend, ctx: OpenContext) -> str:

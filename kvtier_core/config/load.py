@@ -14,7 +14,9 @@ from kvtier_core.config.decode import Choose, Setting, Unavailable
 from kvtier_core.config.model import ArenaTierConfig, Source, StackConfig, StoreTierConfig
 from kvtier_core.config.registry import KINDS, Registry
 from kvtier_core.config.yaml_nodes import Node, ProblemCollector
+from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.interfaces import ArenaConfig, BackendConfig
+from kvtier_core.transfer.io_pool import run
 
 _KIND_OF = {family: kind for kind, described in KINDS.items() for family in described.families}
 #: Fields of a tier that are not keys in YAML.
@@ -74,16 +76,34 @@ def _read_tiers(
         raise node.wrong("a stack needs at least one tier")
     collector = ProblemCollector()
     classes = [_class_of(item, choose, collector) for item in items]
-    if classes[0] is not None and not issubclass(classes[0], ArenaConfig):
-        why = f"the first tier must be an arena, and '{classes[0].type}' is none: no engine can reach its memory"
-        collector.problems.append(items[0].entries()["type"].problem(why, "put an arena first, cpu for instance"))
+    arenas = [cls for cls in classes if cls is not None and issubclass(cls, ArenaConfig)]
+    alone = not arenas and classes[0] is not None and classes[0].staging_arena is not BackendConfig.staging_arena
+    if classes[0] is not None and classes[0] not in arenas and not alone:
+        collector.problems.append(_no_arena(items[0], classes[0]))
     tiers = []
     for item, cls, name in zip(items, classes, _names(classes), strict=True):
         if cls is not None:
             with collector:
                 tiers.append(_read_tier(item, cls, choose, name, plugins[cls]))
     collector.raise_if_any()
-    return tuple(tiers)
+    return (*([_staging(items[0], tiers[0])] if alone else []), *tiers)
+
+
+def _no_arena(node: Node, cls: type) -> Problem:
+    why = f"the first tier must be an arena, and '{cls.type}' is none: no engine can reach its memory"
+    return node.entries()["type"].problem(why, "put an arena first, cpu for instance")
+
+
+def _staging(node: Node, tier: StoreTierConfig) -> ArenaTierConfig:
+    """The arena above a tier that brings its own. Raises ConfigError."""
+    outcome = run(tier.config.staging_arena)
+    if outcome.error is not None:
+        raise node.wrong(f"{tier.source.plugin} cannot bring an arena: {outcome.error}") from outcome.error
+    if outcome.value is None:
+        raise ConfigError([_no_arena(node, type(tier.config))])
+    arena, capacity = outcome.value
+    source = attrs.evolve(tier.source, path=f"{tier.source.path}.staging")
+    return ArenaTierConfig(arena.type, arena, capacity, source=source)
 
 
 def _class_of(node: Node, choose: Choose, collector: ProblemCollector) -> type | None:

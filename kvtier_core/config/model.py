@@ -144,6 +144,11 @@ class StackConfig:
         """The tiers whose memory the engine can reach; the first one is always an arena."""
         return tuple(tier for tier in self.tiers if isinstance(tier, ArenaTierConfig))
 
+    def path_of(self, number: int) -> str:
+        """Where the tier of this number was written."""
+        path = self.tiers[number].source.path
+        return f"$.tiers[{number}]" if path == Source().path else path
+
     def origin(self, path: str) -> str:
         """Where this setting was written, or ``default``."""
         return self._places.get(path, "default")

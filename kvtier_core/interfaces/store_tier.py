@@ -10,6 +10,7 @@ from typing import ClassVar
 import attrs
 
 from kvtier_core.errors import BackendError
+from kvtier_core.interfaces.arena import ArenaConfig
 from kvtier_core.interfaces.context import Medium, OpenContext
 from kvtier_core.types import ChunkKey, Namespace, Nbytes
 
@@ -126,6 +127,13 @@ class BackendConfig(abc.ABC):
 
         Raises BackendError, or ConfigError with problems whose path begins at ``$``, the tier.
         """
+
+    def staging_arena(self) -> tuple[ArenaConfig, Nbytes] | None:
+        """The arena, and its capacity, that goes above this tier in a stack that has none: frames pass through it.
+
+        By default None: then the user has to write one. Raises BackendError or ImportError.
+        """
+        return None
 
     @contextlib.contextmanager
     def walk(self) -> Iterator[Iterator[Stored]]:

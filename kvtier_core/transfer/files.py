@@ -1,15 +1,18 @@
-"""Reads and writes many files, each from its beginning: with io_uring all at once, else one after the other."""
+"""Reads and writes places in many files: with io_uring all at once, else one after the other."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 from collections.abc import Callable, Sequence
 
 from kvtier_core.native import choose
+from kvtier_core.types import FRAME_ALIGNMENT
 
 _ring_works = choose("ring_works", lambda: False)
-_read_files = choose("read_files", lambda fds, into: None)
-_write_files = choose("write_files", lambda fds, views: None)
+_read_files = choose("read_files", lambda fds, into, at: None)
+_write_files = choose("write_files", lambda fds, views, at: None)
 
 
 def ring_works() -> bool:
@@ -17,48 +20,92 @@ def ring_works() -> bool:
     return _ring_works()
 
 
-def read_files(fds: Sequence[int], into: Sequence[memoryview], *, ring: bool) -> list[int | OSError]:
-    """Read each file of ``fds`` from its beginning into the view with the same number.
+def read_files(
+    fds: Sequence[int], into: Sequence[memoryview], *, ring: bool, direct: bool = False, at: Sequence[int] | None = None
+) -> list[int | OSError]:
+    """Read each file of ``fds`` into the view with the same number.
 
-    With O_DIRECT, views begin and end at multiples of `FRAME_ALIGNMENT`. The files must not have O_NONBLOCK set.
-    ``ring``: with io_uring, where the calling thread gets a ring.
+    Parameters
+    ----------
+    fds
+        Files that are open for reading, without O_NONBLOCK.
+    into
+        Where to. With O_DIRECT, each is a multiple of `FRAME_ALIGNMENT` bytes long.
+    ring
+        With io_uring, where the calling thread gets a ring.
+    direct
+        The files are open with O_DIRECT: what is read into a view that is not aligned is copied there.
+    at
+        Where in each file to begin, with O_DIRECT at a multiple of `FRAME_ALIGNMENT`; by default at its beginning.
 
     Returns for each file the bytes read, fewer than its view only where the file ends before, or the OSError.
     """
-    outcomes = _read_files(fds, into) if ring else None
-    if outcomes is None:
-        return [_caught(os.preadv, fd, view) for fd, view in zip(fds, into, strict=True)]
-    return [outcome if outcome >= 0 else _error(outcome) for outcome in outcomes]
+    at = [0] * len(fds) if at is None else at
+    landings = [bounce(len(view)) if direct and not _is_aligned(view) else view for view in into]
+    raw = _read_files(fds, landings, at) if ring else None
+    if raw is None:
+        outcomes = [_caught(os.preadv, *each) for each in zip(fds, landings, at, strict=True)]
+    else:
+        outcomes = [outcome if outcome >= 0 else _error(outcome) for outcome in raw]
+    for view, landing, outcome in zip(into, landings, outcomes, strict=True):
+        if landing is not view and isinstance(outcome, int):
+            view[:outcome] = landing[:outcome]
+    return outcomes
 
 
-def write_files(fds: Sequence[int], views: Sequence[memoryview], *, ring: bool) -> None:
-    """Write every byte of each view to the file with the same number, from its beginning; see `read_files`.
+def write_files(
+    fds: Sequence[int],
+    views: Sequence[memoryview],
+    *,
+    ring: bool,
+    direct: bool = False,
+    at: Sequence[int] | None = None,
+) -> None:
+    """Write every byte of each view to the file with the same number; see `read_files`.
 
     Raises the OSError of the first file that failed, after all requests under way have ended.
     """
-    outcomes = _write_files(fds, views) if ring else None
+    at = [0] * len(fds) if at is None else at
+    views = [_bounce_of(view) if direct and not _is_aligned(view) else view for view in views]
+    outcomes = _write_files(fds, views, at) if ring else None
     if outcomes is None:
-        for fd, view in zip(fds, views, strict=True):
-            _all_of(os.pwritev, fd, view)
+        for each in zip(fds, views, at, strict=True):
+            _all_of(os.pwritev, *each)
     else:
         for outcome in outcomes:
             if outcome < 0:
                 raise _error(outcome)
 
 
-def _all_of(call: Callable[[int, list[memoryview], int], int], fd: int, view: memoryview) -> int:
+def bounce(nbytes: int) -> memoryview:
+    """Memory that is aligned for O_DIRECT."""
+    return memoryview(mmap.mmap(-1, nbytes))
+
+
+def _bounce_of(view: memoryview) -> memoryview:
+    copy = bounce(len(view))
+    copy[:] = view
+    return copy
+
+
+def _is_aligned(view: memoryview) -> bool:
+    """Can O_DIRECT use the view itself? Slots of an arena qualify; ctypes finds no address of a read-only view."""
+    return not view.readonly and ctypes.addressof(ctypes.c_char.from_buffer(view)) % FRAME_ALIGNMENT == 0
+
+
+def _all_of(call: Callable[[int, list[memoryview], int], int], fd: int, view: memoryview, at: int) -> int:
     done = 0
     while done < len(view):
-        count = call(fd, [view[done:]], done)
+        count = call(fd, [view[done:]], at + done)
         if not count:
             break
         done += count
     return done
 
 
-def _caught(call: Callable[[int, list[memoryview], int], int], fd: int, view: memoryview) -> int | OSError:
+def _caught(call: Callable[[int, list[memoryview], int], int], fd: int, view: memoryview, at: int) -> int | OSError:
     try:
-        return _all_of(call, fd, view)
+        return _all_of(call, fd, view, at)
     except OSError as error:
         return error.with_traceback(None)  # its traceback would keep the view
 

@@ -263,6 +263,54 @@ def test_every_problem_of_a_file_is_told(write):
     ]
 
 
+@attrs.frozen
+class LoneConfig(BackendConfig):
+    """A store tier that may bring an arena."""
+
+    type: ClassVar[str] = "lone"
+    brings: Literal["an arena", "nothing", "an error"] = "an arena"
+
+    def open(self, ctx):
+        return Shelf("lone", False)
+
+    def staging_arena(self):
+        if self.brings == "an error":
+            raise ImportError("No module named 'memory'")
+        return (CpuConfig(), Nbytes(8 << 20)) if self.brings == "an arena" else None
+
+
+class LonePlugin(Plugin):
+    @hookimpl
+    def kvtier_backends(self):
+        return [CpuConfig, LoneConfig]
+
+
+def load_lone(*tiers, **settings):
+    lone = {"type": "lone", "capacity": "1GiB", **settings}
+    return load_config({"version": 1, "tiers": [lone, *tiers]}, Registry.of(LonePlugin()))
+
+
+def test_a_store_tier_may_bring_the_arena_above_it():
+    config = load_lone()
+    assert [tier.name for tier in config.tiers] == ["cpu", "lone"]
+    assert config.arenas[0].capacity == 8 << 20
+    assert [config.path_of(number) for number in range(2)] == ["$.tiers[0].staging", "$.tiers[0]"]
+    manager = open_stack(config, CTX)
+    assert journal == ["open cpu 8MiB", "open lone"]
+    manager.close()
+
+
+def test_an_arena_that_is_not_brought_or_written_too_late():
+    no_arena = (
+        "inline: $.tiers[0].type: the first tier must be an arena, and 'lone' is none: no engine can reach its memory; "
+        "put an arena first, cpu for instance"
+    )
+    assert complaints(lambda: load_lone(brings="nothing")) == [no_arena]
+    assert complaints(lambda: load_lone({"type": "cpu", "capacity": "1GiB"})) == [no_arena]
+    (failed,) = complaints(lambda: load_lone(brings="an error"))
+    assert failed.endswith("cannot bring an arena: No module named 'memory'")
+
+
 def test_unknown_types_do_not_hide_the_rest():
     assert complaints(load, {"version": 1, "tiers": [{"type": "cpu", "capacity": "1GiB"}, {"type": "tape"}]}) == [
         "inline: $.tiers[1].type: no tier 'tape' is installed (have: cpu, disk, heap)",

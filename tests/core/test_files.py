@@ -79,6 +79,25 @@ def test_past_the_page_cache(tmp_path, opened, ring):
 
 
 @each_way
+@pytest.mark.parametrize("direct", [False, True])
+def test_places_in_one_file(tmp_path, opened, ring, direct):
+    """More than are under way at once, in no order, from and into memory that is not aligned."""
+    flags = os.O_DIRECT if direct else 0
+    fd = opened(tmp_path / "file", os.O_RDWR | os.O_CREAT | flags)
+    nbytes = [PIECE, 4096, PIECE + 4096] * 12
+    ends = [sum(nbytes[: i + 1]) for i in range(len(nbytes))]
+    places = [end - length for end, length in zip(ends, nbytes, strict=True)]
+    views = [noise(length, i).toreadonly() for i, length in enumerate(nbytes)]
+    order = random.Random(0).sample(range(len(views)), len(views))
+    write_files([fd] * len(order), [views[i] for i in order], ring=ring, direct=direct, at=[places[i] for i in order])
+    assert (tmp_path / "file").read_bytes() == b"".join(views)
+    into = [memoryview(bytearray(nbytes[i] + 1))[1:] for i in order]
+    counts = read_files([fd] * len(order), into, ring=ring, direct=direct, at=[places[i] for i in order])
+    assert counts == [nbytes[i] for i in order]
+    assert into == [views[i] for i in order]
+
+
+@each_way
 def test_one_that_cannot_be_read_is_told_beside_the_others(tmp_path, opened, ring):
     for i, name in enumerate("ab"):
         (tmp_path / name).write_bytes(noise(2 * PIECE, i))

@@ -281,14 +281,14 @@ def test_names_that_nobody_offers():
     )
 
 
-@pytest.mark.parametrize("extra", ["cpu", "disk", "redis", "s3"])
+@pytest.mark.parametrize("extra", ["cpu", "disk", "gds", "redis", "s3"])
 def test_an_extra_is_suggested(extra):
     assert Registry.of().choose("tier", extra) == Unavailable(
         f"no tier '{extra}' is installed (have: heap)", f"pip install 'kvtier[{extra}]'"
     )
 
 
-@pytest.mark.parametrize("name", ["gds", "kafka", "all", "plot", "testing", "c", "cpu.*"])
+@pytest.mark.parametrize("name", ["kafka", "all", "plot", "testing", "c", "cpu.*"])
 def test_no_extra_is_suggested_that_does_not_exist_or_brings_no_such_tier(name):
     assert "pip" not in Registry.of().choose("tier", name).hint
 

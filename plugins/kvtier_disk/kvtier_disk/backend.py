@@ -8,14 +8,15 @@ from pathlib import Path
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import OpenContext
+from kvtier_core.transfer.folder import Folder, backend_errors
+from kvtier_core.transfer.folder_lock import FolderLock
 from kvtier_core.types import ChunkKey
 from kvtier_disk.files import publish
-from kvtier_disk.folder import Folder, backend_errors
 from kvtier_disk.folder_backend import FolderBackend
-from kvtier_disk.folder_lock import FolderLock
 from kvtier_disk.frames import Found, Place, move_to_quarantine, place_of, quarantined
 from kvtier_disk.namespaces import make_namespace_folder
 from kvtier_disk.opening import effective_access, sweep
+from kvtier_disk.shared_folder import must_not_be_shared
 from kvtier_disk.space_account import SpaceAccount
 
 
@@ -23,7 +24,7 @@ class DiskBackend(FolderBackend):
     """Frames as files in a folder that this process locks. `kvtier_disk.config` says what the settings mean."""
 
     def __init__(self, path: Path, ctx: OpenContext, *, direct: str, io: str, min_free: int, quarantine: int):
-        lock = FolderLock(path)
+        lock = FolderLock(path, must_not_be_shared)
         super().__init__(path, lock, ctx, direct=direct, io=io, min_free=min_free)
         self._quarantine_nbytes = quarantine
         self._capacity = ctx.capacity

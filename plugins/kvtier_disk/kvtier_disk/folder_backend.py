@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import errno
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Protocol
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.interfaces import Backend, OpenContext
+from kvtier_core.transfer.disk_access import FULL, raise_if_store_failed
+from kvtier_core.transfer.folder import Folder, NoFile, backend_errors
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace, Nbytes
-from kvtier_disk.files import Access, discard, probe_device, read_frames, write_unfinished
-from kvtier_disk.folder import Folder, NoFile, backend_errors
+from kvtier_disk.files import Access, discard, read_frames, write_unfinished
 from kvtier_disk.frames import (
     Found,
     Place,
@@ -25,22 +25,6 @@ from kvtier_disk.frames import (
 )
 from kvtier_disk.namespaces import make_namespace_folder, read_facts
 from kvtier_disk.space_account import free_of
-
-#: Errors that one frame's file may cause by itself, if the device still answers. All others are the whole store's.
-OF_ONE_FRAME = {
-    errno.EACCES,
-    errno.EBADMSG,  # the file system's checksum is wrong
-    errno.EILSEQ,  # the device's checksum is wrong
-    errno.EIO,
-    errno.ELOOP,
-    errno.ENODATA,  # a bad sector
-    errno.ENOTDIR,
-    errno.EPERM,
-    errno.EREMOTEIO,
-    errno.EUCLEAN,  # the file system's own structures are damaged
-}
-
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class Home(Protocol):
@@ -156,7 +140,7 @@ class FolderBackend(Backend):
         except BaseException as error:  # OSError, or BackendError for a folder that others may write to
             discard(folder, places[published:], self._access)
             self.space.give(sum(needed[published:]))
-            if isinstance(error, OSError) and error.errno in _FULL:
+            if isinstance(error, OSError) and error.errno in FULL:
                 raise StoreFull(f"{self._path}: {error.strerror}", missing=sum(map(len, frames))) from error
             raise
 
@@ -171,15 +155,7 @@ class FolderBackend(Backend):
         self, root: Folder, keys: Sequence[ChunkKey], outcomes: Sequence[int | OSError | NoFile]
     ) -> list[int | BackendError]:
         """Errors of single frames become values; an error of the whole store is raised."""
-        failures = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
-        for failure in failures:
-            if failure.errno not in OF_ONE_FRAME:
-                raise failure
-        if failures:
-            try:
-                probe_device(root)
-            except OSError:
-                raise failures[0] from None
+        raise_if_store_failed(outcomes, root)
         return [
             self._of_one_frame(key, outcome) if isinstance(outcome, OSError) else outcome
             for key, outcome in zip(keys, outcomes, strict=True)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import attrs
 
+from kvtier_core.transfer.folder import Folder
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace
-from kvtier_disk.folder import Folder
 
 _QUARANTINE = "quarantine"
 _UNFINISHED = ".tmp"

@@ -7,14 +7,13 @@ Raises OSError, and BackendError for a refusal.
 from __future__ import annotations
 
 import contextlib
-import os
 
+from kvtier_core.transfer import namespace_file
+from kvtier_core.transfer.folder import Folder
 from kvtier_core.types import Namespace
-from kvtier_disk.folder import Folder, NoFile
 from kvtier_disk.frames import namespace_folder_name, unfinished
 
 _FACTS = "namespace.json"
-_MAX_NBYTES = 1 << 20
 
 
 def make_namespace_folder(root: Folder, namespace: Namespace, writer: str = "") -> Folder:
@@ -26,30 +25,18 @@ def make_namespace_folder(root: Folder, namespace: Namespace, writer: str = "") 
     folder = root.inner(name, make=True)
     if read_facts(root, name) != namespace:
         with contextlib.suppress(OSError):
-            _write_facts(folder, namespace, unfinished(_FACTS, writer))
+            namespace_file.write_facts(folder, _FACTS, namespace, unfinished(_FACTS, writer))
     return folder
-
-
-def _write_facts(folder: Folder, namespace: Namespace, name: str) -> None:
-    folder.remove(name)
-    try:
-        with open(folder.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="ascii") as file:
-            file.write(namespace.to_json())
-        folder.rename(name, folder, _FACTS)
-    except OSError:
-        folder.remove(name)
-        raise
 
 
 def read_facts(root: Folder, name: str) -> Namespace | None:
     """The namespace of the folder with this name; None if its facts are missing, or belong to another name."""
     try:
-        with open(root.inner(name).open(_FACTS, os.O_RDONLY), "rb") as file:
-            written = file.read(_MAX_NBYTES)
-        namespace = Namespace.from_json(written)
-    except (OSError, NoFile, ValueError, RecursionError):
+        folder = root.inner(name)
+    except OSError:
         return None
-    return namespace if namespace_folder_name(namespace) == name else None
+    namespace = namespace_file.read_facts(folder, _FACTS)
+    return namespace if namespace is not None and namespace_folder_name(namespace) == name else None
 
 
 def remove_facts(root: Folder, name: str) -> None:

@@ -6,10 +6,9 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtier_core.errors import BackendError
-from kvtier_core.transfer.files import ring_works
-from kvtier_disk.files import Access, probe_direct, remove_probes
-from kvtier_disk.folder import Folder
+from kvtier_core.transfer.disk_access import effective_direct, effective_ring, remove_probes
+from kvtier_core.transfer.folder import Folder
+from kvtier_disk.files import Access
 from kvtier_disk.frames import Found, everything, namespace_folders, oldest_first, quarantined, remove_if_empty
 from kvtier_disk.namespaces import remove_facts
 
@@ -41,28 +40,5 @@ def effective_access(path: Path, root: Folder, *, direct: str, io: str, writer: 
     ``writer`` names this process, where others write as well. ``path`` names the folder in errors.
     Raises BackendError if a setting asks for what is not available here.
     """
-    bypass = _effective_direct(path, root, direct)
-    if io == "calls" or (io == "auto" and not bypass):
-        return Access(bypass, ring=False, writer=writer)  # with the page cache, a ring only adds a kernel thread
-    ring = ring_works()
-    if io == "io_uring" and not ring:
-        raise BackendError(
-            f"{path}: io is io_uring, and there is none here: kvtier was built without it, or the "
-            "kernel or a container's rules forbid it; with io: auto plain calls are used"
-        )
-    return Access(bypass, ring, writer)
-
-
-def _effective_direct(path: Path, root: Folder, direct: str) -> bool:
-    if direct == "off":
-        return False
-    try:
-        probe_direct(root)
-    except OSError as error:
-        if direct == "on":
-            raise BackendError(
-                f"{path}: direct is on, but no page can be written past the page cache: "
-                f"{error.strerror}; with direct: auto the page cache is used"
-            ) from error
-        return False
-    return True
+    bypass = effective_direct(path, root, direct)
+    return Access(bypass, effective_ring(path, io, direct=bypass), writer)

@@ -11,11 +11,12 @@ from typing import Any
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import OpenContext
+from kvtier_core.transfer.disk_access import OF_ONE_FRAME, probe_device
+from kvtier_core.transfer.folder import Folder, NoFile, NotOurs, backend_errors
 from kvtier_core.transfer.shared_space import SharedSpace
 from kvtier_core.types import ChunkKey
-from kvtier_disk.files import probe_device, publish
-from kvtier_disk.folder import Folder, NoFile, NotOurs, backend_errors
-from kvtier_disk.folder_backend import OF_ONE_FRAME, FolderBackend
+from kvtier_disk.files import publish
+from kvtier_disk.folder_backend import FolderBackend
 from kvtier_disk.frames import Place
 from kvtier_disk.namespaces import make_namespace_folder
 from kvtier_disk.opening import effective_access

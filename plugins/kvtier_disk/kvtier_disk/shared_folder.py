@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from kvtier_core.errors import BackendError
-from kvtier_disk.folder import Folder, make_safe
+from kvtier_core.transfer.folder import Folder, make_safe
 
 #: The file in the folder which says that it is shared; it also holds the account of a capacity.
 SHARED = ".kvtier-shared"
@@ -19,6 +19,15 @@ def is_shared(folder: Folder) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def must_not_be_shared(folder: Folder) -> None:
+    """Raise BackendError if several engines use this folder."""
+    if is_shared(folder):
+        raise BackendError(
+            f"{folder.path}: several engines share this folder; write shared: true, "
+            f"or remove {SHARED} from it when no engine uses it any more"
+        )
 
 
 class SharedFolder:

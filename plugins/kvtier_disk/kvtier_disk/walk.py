@@ -12,10 +12,12 @@ import attrs
 
 from kvtier_core.errors import BackendError, Gone
 from kvtier_core.interfaces import Stored
-from kvtier_disk.files import PROBE, is_gone
-from kvtier_disk.folder import Folder, backend_errors
-from kvtier_disk.folder_lock import FolderLock
+from kvtier_core.transfer.disk_access import PROBE
+from kvtier_core.transfer.folder import Folder, backend_errors
+from kvtier_core.transfer.folder_lock import FolderLock
+from kvtier_disk.files import is_gone
 from kvtier_disk.frames import Found, Place, everything, is_unfinished, quarantined
+from kvtier_disk.shared_folder import must_not_be_shared
 
 #: Seconds after which nobody is writing an unfinished file any more.
 _ABANDONED = 24 * 3600.0
@@ -25,7 +27,7 @@ _ABANDONED = 24 * 3600.0
 def everything_in(path: Path) -> Iterator[Iterator[Stored]]:
     """Everything in the folder, which is locked meanwhile. Raises BackendError, also when an engine uses it."""
     _must_exist(path)
-    lock = FolderLock(path)
+    lock = FolderLock(path, must_not_be_shared)
     with backend_errors(path):
         root = lock.take()
     try:

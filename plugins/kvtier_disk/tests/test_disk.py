@@ -17,8 +17,9 @@ import pytest
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.format import FrameError, verify
 from kvtier_core.testing.samples import Poisoned, make_context, make_frame, make_key, make_keys, make_namespace
+from kvtier_core.transfer import disk_access
 from kvtier_core.types import FRAME_ALIGNMENT, Nbytes
-from kvtier_disk import opening, plugin
+from kvtier_disk import plugin
 from kvtier_disk.config import DiskConfig
 
 NBYTES = 4 * FRAME_ALIGNMENT
@@ -589,7 +590,7 @@ def test_of_a_batch_that_fails_nothing_unfinished_is_left(tmp_path, io):
 
 
 def test_without_a_ring_calls_do(tmp_path, monkeypatch):
-    monkeypatch.setattr(opening, "ring_works", lambda: False)
+    monkeypatch.setattr(disk_access, "ring_works", lambda: False)
     disk = open_disk(tmp_path)
     assert disk.facts()["io"] == "auto -> calls"
     disk.close()

@@ -5,9 +5,9 @@ import os
 
 from kvtier_core.testing import BackendLaws, SharedBackendLaws
 from kvtier_core.testing.samples import make_context, make_frame, make_keys
+from kvtier_core.transfer.folder import Folder
 from kvtier_core.types import Nbytes
 from kvtier_disk.config import DiskConfig
-from kvtier_disk.folder import Folder
 
 
 class Spoiling:

@@ -6,24 +6,26 @@ import errno
 import fcntl
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from kvtier_core.errors import BackendError
-from kvtier_disk.folder import Folder, make_safe
-from kvtier_disk.shared_folder import SHARED, is_shared
+from kvtier_core.transfer.folder import Folder, make_safe
 
 
 class FolderLock:
     """A folder of this user, locked by this process from `take` to `release`."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, check: Callable[[Folder], None] = lambda folder: None):
+        """``check`` raises BackendError for a folder that is not to be used; it is called when the folder is locked."""
         self.path = path
+        self._check = check
         self._folder: Folder | None = None
 
     def take(self) -> Folder:
         """Make the folder if it is missing, lock it, and return it."""
         make_safe(self.path)
-        before, self._folder = self._folder, _locked(self.path)
+        before, self._folder = self._folder, self._locked()
         if before is not None:
             _unlock(before)
         return self._folder
@@ -72,22 +74,20 @@ class FolderLock:
             raise BackendError(f"{self.path}: the tier is closed")
         return held
 
-
-def _locked(path: Path) -> Folder:
-    folder = Folder.at(path)
-    try:
-        fcntl.flock(folder.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise BackendError(
-            f"{path}: another live process keeps its frames here; give each engine a path of its own"
-        ) from None
-    if is_shared(folder):
-        _unlock(folder)
-        raise BackendError(
-            f"{path}: several engines share this folder; write shared: true, "
-            f"or remove {SHARED} from it when no engine uses it any more"
-        )
-    return folder
+    def _locked(self) -> Folder:
+        folder = Folder.at(self.path)
+        try:
+            fcntl.flock(folder.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BackendError(
+                f"{self.path}: another live process keeps its frames here; give each engine a path of its own"
+            ) from None
+        try:
+            self._check(folder)
+        except BaseException:
+            _unlock(folder)
+            raise
+        return folder
 
 
 def _unlock(folder: Folder) -> None:

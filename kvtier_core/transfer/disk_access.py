@@ -1,0 +1,141 @@
+"""How files in a folder are accessed, and whether the device behind them still answers. Raises OSError."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvtier_core.errors import BackendError
+from kvtier_core.transfer.files import bounce, ring_works
+from kvtier_core.transfer.folder import Folder
+from kvtier_core.types import FRAME_ALIGNMENT
+
+#: The names of probes begin so.
+PROBE = ".kvtier-probe"
+
+#: Errors that one frame may cause by itself, if the device still answers. All others are the whole store's.
+OF_ONE_FRAME = {
+    errno.EACCES,
+    errno.EBADMSG,  # the file system's checksum is wrong
+    errno.EILSEQ,  # the device's checksum is wrong
+    errno.EIO,
+    errno.ELOOP,
+    errno.ENODATA,  # a bad sector
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EREMOTEIO,
+    errno.EUCLEAN,  # the file system's own structures are damaged
+}
+
+#: Errors of a file system that has no room.
+FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+def effective_direct(path: Path, folder: Folder, asked: str) -> bool:
+    """Are files in ``folder`` to be opened with O_DIRECT, given the setting ``direct: auto|on|off``?
+
+    ``path`` names the folder in errors. Raises BackendError if it is on, and not possible here.
+    """
+    if asked == "off":
+        return False
+    try:
+        probe_direct(folder)
+    except OSError as error:
+        if asked == "on":
+            raise BackendError(
+                f"{path}: direct is on, but no page can be written past the page cache: "
+                f"{error.strerror}; with direct: auto the page cache is used"
+            ) from error
+        return False
+    return True
+
+
+def effective_ring(path: Path, asked: str, *, direct: bool) -> bool:
+    """Are files to be moved with io_uring, given the setting ``io: auto|io_uring|calls``?
+
+    ``path`` names the folder in errors. Raises BackendError if it is asked for, and there is none here.
+    """
+    if asked == "calls" or (asked == "auto" and not direct):
+        return False  # with the page cache, a ring only adds a kernel thread
+    ring = ring_works()
+    if asked == "io_uring" and not ring:
+        raise BackendError(
+            f"{path}: io is io_uring, and there is none here: kvtier was built without it, or the "
+            "kernel or a container's rules forbid it; with io: auto plain calls are used"
+        )
+    return ring
+
+
+def raise_if_store_failed(outcomes: Sequence[object], folder: Folder) -> None:
+    """Raise the first OSError among the outcomes that is not one frame's own: the device must still answer."""
+    failures = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
+    for failure in failures:
+        if failure.errno not in OF_ONE_FRAME:
+            raise failure
+    if failures:
+        try:
+            probe_device(folder)
+        except OSError:
+            raise failures[0] from None
+
+
+def probe_direct(folder: Folder) -> None:
+    """Write a page with O_DIRECT: on some file systems the open succeeds and the write fails."""
+    with _probe(folder, os.O_DIRECT) as fd:
+        os.pwritev(fd, [bounce(FRAME_ALIGNMENT)], 0)
+
+
+def probe_device(folder: Folder) -> None:
+    """Write a page to the folder's device and read it back, bypassing all caches if possible. Raises OSError."""
+    try:
+        _there_and_back(folder, os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        _there_and_back(folder, 0)
+
+
+def remove_probes(folder: Folder) -> None:
+    """Remove the probes of processes that were killed."""
+    for entry in folder.entries():
+        if entry.name.startswith(PROBE):
+            folder.remove(entry.name)
+
+
+def new_file(folder: Folder, name: str, flags: int) -> int:
+    """A descriptor of a new file. What already has its name is removed and not written to."""
+    try:
+        return folder.open(name, flags | os.O_CREAT | os.O_EXCL)
+    except FileExistsError:
+        folder.remove(name)
+        return folder.open(name, flags | os.O_CREAT | os.O_EXCL)
+
+
+def _there_and_back(folder: Folder, flags: int) -> None:
+    page, found = bounce(FRAME_ALIGNMENT), bounce(FRAME_ALIGNMENT)
+    page[:] = os.urandom(FRAME_ALIGNMENT)
+    with _probe(folder, flags) as fd:
+        os.pwritev(fd, [page], 0)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if os.preadv(fd, [found], 0) != FRAME_ALIGNMENT or found != page:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@contextlib.contextmanager
+def _probe(folder: Folder, flags: int) -> Iterator[int]:
+    """A new file that is removed afterwards; each has a name of its own."""
+    name = f"{PROBE}-{secrets.token_hex(8)}"
+    try:
+        fd = new_file(folder, name, os.O_RDWR | flags)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+    finally:
+        with contextlib.suppress(OSError):
+            folder.remove(name)

@@ -1,0 +1,1 @@
+"""A kvtier store tier of slabs: preallocated files on the NVMe drives of this machine."""

@@ -1,0 +1,240 @@
+"""A tier of slabs: spreads frames over the drives, and knows where each lies."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from kvtier_core.errors import BackendError, StoreFull
+from kvtier_core.interfaces import Backend, OpenContext
+from kvtier_core.transfer.disk_access import FULL, raise_if_store_failed
+from kvtier_core.transfer.files import read_files, write_files
+from kvtier_core.transfer.folder import backend_errors
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace
+from kvtier_gds.facts import keep_facts, other_namespaces
+from kvtier_gds.slab import Place, Slab
+from kvtier_gds.table import Record
+
+
+class GdsBackend(Backend):
+    """Frames in slabs that this process locks. `kvtier_gds.config` says what the settings mean.
+
+    The lock guards what is known of the slabs; no call waits for a disk under it.
+    """
+
+    def __init__(self, paths: Sequence[Path], ctx: OpenContext, *, mode: str, direct: str, io: str):
+        if mode == "gds":
+            raise BackendError(
+                "mode is gds, and no engine side of this release takes frames from a drive to a GPU; "
+                "with mode: auto they bounce through an arena"
+            )
+        self._asked = {"mode": mode, "direct": direct, "io": io}
+        self._paths = ", ".join(map(str, paths))
+        self._namespace = ctx.namespace
+        self._lock = threading.Lock()
+        self._held: dict[ChunkKey, Place] = {}  # our frames
+        self._others: list[tuple[bytes, Place]] = []  # frames of other namespaces, and their digests; oldest last
+        self._slabs: list[Slab] = []
+        self._frame_nbytes = frame_nbytes = ctx.layout.frame_nbytes
+        with contextlib.ExitStack() as undoing:
+            undoing.callback(self.close)
+            for path, nbytes in zip(paths, _divided(ctx.capacity, len(paths), frame_nbytes), strict=True):
+                with backend_errors(path):
+                    self._slabs.append(Slab(path, nbytes, frame_nbytes, direct=direct, io=io))
+            with backend_errors(Path(self._paths)):
+                self._recover(ctx.max_frame_nbytes or sys.maxsize)
+                for slab in self._slabs:
+                    keep_facts(slab.folder, self._namespace, {digest for digest, _ in self._others})
+            undoing.pop_all()
+        self._direct = any(slab.direct for slab in self._slabs)
+        self._ring = any(slab.ring for slab in self._slabs)
+
+    def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        return [key in self._held for key in keys]
+
+    def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
+        with self._errors():
+            outcomes: list[int | BackendError] = [0] * len(keys)
+            whole: list[tuple[int, Place]] = []  # the number of a frame that is here and fits, and where it lies
+            for i, (key, view) in enumerate(zip(keys, into, strict=True)):
+                place = self._held.get(key)
+                if place is not None and place.nbytes <= len(view):
+                    whole.append((i, place))
+            places = [place for _, place in whole]
+            found = self._read(places, [into[i][: place.nbytes] for i, place in whole])
+            for (i, place), outcome in zip(whole, found, strict=True):
+                if isinstance(outcome, OSError):
+                    outcomes[i] = BackendError(f"{place.slab.path}: at {place.at}: {outcome.strerror}")
+                elif outcome == place.nbytes:
+                    outcomes[i] = outcome
+            return outcomes
+
+    def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> Sequence[BackendError | None] | None:
+        self.delete(keys)
+        with self._errors():
+            places = self._reserve([len(frame) for frame in frames])
+            stored = 0
+            try:
+                write_files(
+                    [place.slab.fd for place in places],
+                    frames,
+                    ring=self._ring,
+                    direct=self._direct,
+                    at=[place.at for place in places],
+                )
+                for key, place in zip(keys, places, strict=True):
+                    self._publish(key, place)
+                    stored += 1
+            except BaseException as error:
+                if not (isinstance(error, OSError) and _is_of_one_place(error, places)):
+                    self._release(places[stored:])
+                if isinstance(error, OSError) and error.errno in FULL:
+                    raise StoreFull(f"{self._paths}: {error.strerror}", missing=sum(map(len, frames))) from error
+                raise
+
+    def delete(self, keys: Sequence[ChunkKey]) -> None:
+        with self._errors():
+            failures: list[OSError] = []
+            for key in keys:
+                place = self._held.get(key)
+                if place is None:
+                    continue
+                try:
+                    place.slab.clear(place)
+                except OSError as error:  # it stays, and so do its bytes; the others are deleted
+                    failures.append(error)
+                    continue
+                del self._held[key]
+                self._release([place])
+            if failures:
+                raise failures[0]
+
+    def scan(self) -> Iterator[tuple[ChunkKey, int]]:
+        return iter([(key, place.nbytes) for key, place in list(self._held.items())])
+
+    def namespaces(self) -> Iterator[Namespace]:
+        with self._errors():
+            found = [each for slab in self._slabs for each in other_namespaces(slab.folder, self._namespace)]
+            return iter(dict.fromkeys(found))
+
+    def facts(self) -> Mapping[str, str]:
+        return {
+            "mode": f"{self._asked['mode']} -> bounce",
+            "direct": f"{self._asked['direct']} -> {self._on(slab.direct for slab in self._slabs)}",
+            "io": f"{self._asked['io']} -> {'io_uring' if self._ring else 'calls'}",
+            "preallocated": self._on(slab.preallocated for slab in self._slabs),
+        }
+
+    def close(self) -> None:
+        slabs, self._slabs = self._slabs, []
+        self._held.clear()
+        for slab in slabs:
+            slab.close()
+
+    def _recover(self, longest: int) -> None:
+        """Index the frames that lie in the slabs, oldest first. Raises OSError."""
+        found = [each for slab in self._slabs for each in slab.take_found()]
+        found.sort(key=lambda pair: pair[0].order)
+        self._order = found[-1][0].order + 1 if found else 0
+        for record, place in reversed(found):
+            if record.namespace != self._namespace.digest:
+                self._others.append((record.namespace, place))
+            elif record.key in self._held or record.nbytes > longest:
+                place.slab.clear(place)
+                self._release([place])
+            else:
+                self._held[record.key] = place
+        self._held = dict(reversed(self._held.items()))
+
+    def _read(self, places: Sequence[Place], into: Sequence[memoryview]) -> Sequence[int | OSError]:
+        """What came of each read. Raises the OSError of a drive that does not answer."""
+        fds, at = [place.slab.fd for place in places], [place.at for place in places]
+        outcomes = read_files(fds, into, ring=self._ring, direct=self._direct, at=at)
+        for slab in self._slabs:
+            its = [outcome for place, outcome in zip(places, outcomes, strict=True) if place.slab is slab]
+            raise_if_store_failed(its, slab.folder)
+        return outcomes
+
+    def _reserve(self, lengths: Sequence[int]) -> list[Place]:
+        """Places for frames of these lengths. Frames of other namespaces make room, the oldest first."""
+        places: list[Place] = []
+        try:
+            for nbytes in lengths:
+                while (place := self._reserve_one(nbytes)) is None:
+                    self._remove_oldest_other(sum(lengths))
+                places.append(place)
+        except BaseException:
+            self._release(places)
+            raise
+        return places
+
+    def _reserve_one(self, nbytes: int) -> Place | None:
+        """A place on the slab with most room, so that all drives have as much to do.
+
+        But a frame that is shorter than most goes where it costs no place of a longer one.
+        """
+
+        def cost(slab: Slab) -> tuple[int, int]:
+            usual = self._frame_nbytes
+            return slab.free // usual - (slab.free - nbytes) // usual, -slab.free
+
+        with self._lock:
+            slabs = sorted(self._slabs, key=cost)
+            return next((place for slab in slabs if (place := slab.reserve(nbytes)) is not None), None)
+
+    def _remove_oldest_other(self, nbytes: int) -> None:
+        with self._lock:
+            if not self._others:
+                raise StoreFull(f"{self._paths}: no {nbytes} bytes in a row are free", missing=nbytes)
+            oldest = self._others.pop()
+        _, place = oldest
+        try:
+            place.slab.clear(place)
+        except OSError:
+            with self._lock:
+                self._others.append(oldest)
+            raise
+        self._release([place])
+
+    def _publish(self, key: ChunkKey, place: Place) -> None:
+        with self._lock:
+            order, self._order = self._order, self._order + 1
+        place.slab.publish(place, Record(self._namespace.digest, key, place.at, place.nbytes, order))
+        self._held[key] = place
+
+    def _release(self, places: Sequence[Place]) -> None:
+        with self._lock:
+            for place in places:
+                place.slab.release(place)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        if not self._slabs:
+            raise BackendError(f"{self._paths}: the tier is closed")
+        with backend_errors(Path(self._paths)):
+            yield
+
+    def _on(self, each: Iterator[bool]) -> str:
+        yes = sum(each)
+        return {0: "off", len(self._slabs): "on"}.get(yes, f"on for {yes} of {len(self._slabs)} paths")
+
+
+def _is_of_one_place(error: OSError, places: Sequence[Place]) -> bool:
+    """Does a drive answer, but not take what was written to one of these places? They are not used until a restart."""
+    try:
+        for folder in {place.slab.folder: None for place in places}:
+            raise_if_store_failed([error], folder)
+    except OSError:
+        return False
+    return True
+
+
+def _divided(capacity: int, slabs: int, frame_nbytes: int) -> list[int]:
+    """The bytes of each slab: as many whole frames in all as the capacity has room for, and the rest in the first."""
+    frames, rest = divmod(capacity, frame_nbytes)
+    shares = [(frames // slabs + (i < frames % slabs)) * frame_nbytes for i in range(slabs)]
+    shares[0] += rest // FRAME_ALIGNMENT * FRAME_ALIGNMENT
+    return shares

@@ -1,0 +1,64 @@
+"""The settings of a gds tier."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import attrs
+
+from kvtier_core.interfaces import ArenaConfig, Backend, BackendConfig, Medium, OpenContext, Stored
+from kvtier_core.types import Nbytes
+
+#: The folder of one of several engines is called this, followed by its number.
+_REPLICA = "replica-"
+
+
+def _some_and_each_once(config: object, field: attrs.Attribute, paths: tuple[Path, ...]) -> None:
+    if not paths:
+        raise ValueError("'paths' must name at least one folder")
+    if len(set(paths)) < len(paths):
+        raise ValueError("'paths' names a folder twice")
+
+
+@attrs.frozen
+class GdsConfig(BackendConfig):
+    """Frames in preallocated files, one on each of several drives, that belong to one engine at a time.
+
+    When several engines share a configuration, each has folders of its own below these: ``replica-0`` and so on.
+    """
+
+    type: ClassVar[str] = "gds"
+    medium: ClassVar[Medium] = Medium.DISK
+
+    #: Folders, each on a drive of its own: the frames are spread over them.
+    paths: tuple[Path, ...] = attrs.field(validator=_some_and_each_once)
+    #: ``bounce``: frames pass through the slots of an arena. ``gds``: straight between drive and GPU, which needs an
+    #: engine side that takes them there; there is none yet.
+    mode: Literal["auto", "gds", "bounce"] = "auto"
+    direct: Literal["auto", "on", "off"] = "auto"  #: bypass the page cache (O_DIRECT) where the file system can
+    io: Literal["auto", "io_uring", "calls"] = "auto"  #: a batch of frames at once (io_uring), or one after the other
+    #: Of memory, through which frames pass where no arena stands above this tier.
+    staging: Nbytes = attrs.field(default=Nbytes(2 << 30), validator=attrs.validators.gt(0))
+
+    def staging_arena(self) -> tuple[ArenaConfig, Nbytes] | None:
+        from kvtier_cpu.config import CpuConfig
+
+        return CpuConfig(), self.staging
+
+    def open(self, ctx: OpenContext) -> Backend:
+        from kvtier_gds.backend import GdsBackend
+
+        paths = [path / f"{_REPLICA}{ctx.replica}" for path in self.paths] if ctx.replicas > 1 else self.paths
+        return GdsBackend(paths, ctx, mode=self.mode, direct=self.direct, io=self.io)
+
+    @contextlib.contextmanager
+    def walk(self) -> Iterator[Iterator[Stored]]:
+        from kvtier_gds.walk import everything_in
+
+        folders = [each for path in self.paths for each in (path, *sorted(path.glob(f"{_REPLICA}[0-9]*")))]
+        with contextlib.ExitStack() as locks:
+            yield itertools.chain.from_iterable([locks.enter_context(everything_in(folder)) for folder in folders])

@@ -1,0 +1,70 @@
+"""Which bytes of a slab are free."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+
+
+class Extents:
+    """Hands out contiguous bytes, from the shortest free extent that is long enough.
+
+    Frames of one length, which is what an engine without a serializer writes, leave no gap that the next one does not
+    fill. Frames of varying lengths do, and then there may be no extent for a frame although as much is free.
+    """
+
+    def __init__(self, nbytes: int, taken: Iterable[tuple[int, int]] = ()):
+        """``taken`` has place and length of what is in use, in order; no two overlap."""
+        self.free = 0  #: bytes that are not taken
+        self._nbytes_at: dict[int, int] = {}  # of the free extents: where each begins, and its length
+        self._start_of: dict[int, int] = {}  # where each ends, and where it begins
+        self._starts: dict[int, dict[int, None]] = {}  # by length, in the order in which they became free
+        self._lengths: list[int] = []  # that occur, in order
+        end = 0
+        for at, length in taken:
+            self._add(end, at - end)
+            end = at + length
+        self._add(end, nbytes - end)
+
+    def take(self, nbytes: int) -> int | None:
+        """Where so many bytes were free, which are taken from now on; None if there is no such place."""
+        i = bisect.bisect_left(self._lengths, nbytes)
+        if i == len(self._lengths):
+            return None
+        length = self._lengths[i]
+        at = next(iter(self._starts[length]))
+        self._remove(at)
+        self._add(at + nbytes, length - nbytes)
+        return at
+
+    def give(self, at: int, nbytes: int) -> None:
+        """These bytes are free again, and one with the free ones beside them."""
+        end = at + nbytes
+        if (before := self._start_of.get(at)) is not None:
+            self._remove(before)
+            at = before
+        if end in self._nbytes_at:
+            end += self._remove(end)
+        self._add(at, end - at)
+
+    def _add(self, at: int, nbytes: int) -> None:
+        if not nbytes:
+            return
+        self.free += nbytes
+        self._nbytes_at[at] = nbytes
+        self._start_of[at + nbytes] = at
+        if nbytes not in self._starts:
+            bisect.insort(self._lengths, nbytes)
+        self._starts.setdefault(nbytes, {})[at] = None
+
+    def _remove(self, at: int) -> int:
+        """Returns its length."""
+        nbytes = self._nbytes_at.pop(at)
+        self.free -= nbytes
+        del self._start_of[at + nbytes]
+        starts = self._starts[nbytes]
+        del starts[at]
+        if not starts:
+            del self._starts[nbytes]
+            self._lengths.remove(nbytes)
+        return nbytes

@@ -1,0 +1,11 @@
+"""Offers the store tier `gds`: preallocated slabs on the NVMe drives of this machine."""
+
+from __future__ import annotations
+
+from kvtier_core.hookspecs import hookimpl
+from kvtier_gds.config import GdsConfig
+
+
+@hookimpl
+def kvtier_backends():
+    return [GdsConfig]

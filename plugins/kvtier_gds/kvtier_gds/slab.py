@@ -1,0 +1,143 @@
+"""One preallocated file with frames, and the table beside it, in a folder that this process locks. Raises OSError."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+from pathlib import Path
+
+import attrs
+
+from kvtier_core.errors import BackendError
+from kvtier_core.transfer.disk_access import FULL, effective_direct, effective_ring, remove_probes
+from kvtier_core.transfer.folder import Folder
+from kvtier_core.transfer.folder_lock import FolderLock
+from kvtier_core.types import Nbytes
+from kvtier_gds.extents import Extents
+from kvtier_gds.table import RECORD_NBYTES, Record, Table, without_overlaps
+
+FRAMES = "kvtier.slab"
+TABLE = "kvtier.table"
+
+#: The file system has no way to give a file its blocks before they are written.
+_CANNOT = {errno.EOPNOTSUPP, errno.ENOSYS}
+
+_fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong)
+
+
+@attrs.frozen(eq=False)
+class Place:
+    """Where a frame lies, or will."""
+
+    slab: Slab
+    entry: int  #: in the slab's table
+    at: int
+    nbytes: int
+
+
+class Slab:
+    """`reserve` and `release` are called by one thread at a time; `publish` and `clear` wait for the disk."""
+
+    def __init__(self, path: Path, nbytes: int, frame_nbytes: int, *, direct: str, io: str):
+        """Make or open the slab in this folder, with room for ``nbytes``, in frames of mostly ``frame_nbytes``.
+
+        Frames that lie beyond are dropped. Raises BackendError, too.
+        """
+        self.path = path
+        self._lock = FolderLock(path)
+        with contextlib.ExitStack() as undoing:
+            undoing.callback(self._lock.release)
+            self.folder: Folder = self._lock.take()
+            remove_probes(self.folder)
+            self.direct = effective_direct(path, self.folder, direct)
+            self.ring = effective_ring(path, io, direct=self.direct)
+            flags = os.O_RDWR | os.O_CREAT
+            self.fd = self.folder.open(FRAMES, flags | (os.O_DIRECT if self.direct else 0))
+            undoing.callback(os.close, self.fd)
+            self._table_fd = self.folder.open(TABLE, flags)
+            undoing.callback(os.close, self._table_fd)
+            self._table = Table(self._table_fd)
+            self._found = self._recover(nbytes)
+            self.preallocated = self._resize(self.fd, nbytes)
+            self._entries = max(self._found, default=-1) + 1  # the first that was never used
+            self._resize(self._table_fd, RECORD_NBYTES * max(nbytes // frame_nbytes, self._entries))
+            self._closing = undoing.pop_all()
+        self._extents = Extents(nbytes, sorted((record.at, record.nbytes) for record in self._found.values()))
+        self._free_entries = [entry for entry in reversed(range(self._entries)) if entry not in self._found]
+
+    @property
+    def free(self) -> int:
+        """Bytes that no frame takes."""
+        return self._extents.free
+
+    def take_found(self) -> list[tuple[Record, Place]]:
+        """The frames that lay here at the start, and where; once."""
+        found, self._found = self._found, {}
+        return [(record, Place(self, entry, record.at, record.nbytes)) for entry, record in found.items()]
+
+    def reserve(self, nbytes: int) -> Place | None:
+        """A place for a frame; None if there is none that is long enough."""
+        at = self._extents.take(nbytes)
+        if at is None:
+            return None
+        if self._free_entries:
+            return Place(self, self._free_entries.pop(), at, nbytes)
+        self._entries += 1
+        return Place(self, self._entries - 1, at, nbytes)
+
+    def release(self, place: Place) -> None:
+        """The place is free again; its record is cleared, or was never written."""
+        self._extents.give(place.at, place.nbytes)
+        self._free_entries.append(place.entry)
+
+    def publish(self, place: Place, record: Record) -> None:
+        """The frame at this place is whole: after a restart it is found."""
+        self._table.put(place.entry, record)
+
+    def clear(self, place: Place) -> None:
+        """The frame at this place is not found any more, after a restart neither."""
+        self._table.clear(place.entry)
+
+    def close(self) -> None:
+        """Close the files and unlock the folder. May be called twice."""
+        self._closing.close()
+
+    def _recover(self, nbytes: int) -> dict[int, Record]:
+        """The frames that lie here. What else the table names is cleared, before its place is used."""
+        found = self._table.records()
+        kept = without_overlaps(found.items(), min(nbytes, os.fstat(self.fd).st_size))
+        for entry in found.keys() - kept.keys():
+            self._table.clear(entry)
+        return kept
+
+    def _resize(self, fd: int, nbytes: int) -> bool:
+        """Give a file of the slab this length, and its blocks. False if this file system cannot do the latter.
+
+        Raises BackendError if there is no room; then the file is as it was.
+        """
+        before = os.fstat(fd).st_size
+        if before > nbytes:
+            os.ftruncate(fd, nbytes)
+        try:
+            return _allocated(fd, nbytes)
+        except OSError as error:
+            os.ftruncate(fd, min(before, nbytes))
+            if error.errno not in FULL:
+                raise
+            why = f"{Nbytes(nbytes)} do not fit on this file system ({error.strerror})"
+            raise BackendError(f"{self.path}: {why}; make room there, or write a smaller capacity") from error
+
+
+def _allocated(fd: int, nbytes: int) -> bool:
+    """Not `os.posix_fallocate`: where the file system cannot it writes to every block, for minutes."""
+    while nbytes and _fallocate(fd, 0, 0, nbytes):
+        error = ctypes.get_errno()
+        if error in _CANNOT:
+            os.ftruncate(fd, nbytes)
+            return False
+        if error != errno.EINTR:
+            raise OSError(error, os.strerror(error))
+    return True

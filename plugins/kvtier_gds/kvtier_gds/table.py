@@ -1,0 +1,104 @@
+"""The table of a slab: which frames lie where in it. It alone says what is there after a restart. Raises OSError.
+
+A record is written when its frame is whole, and cleared before the frame's place is used again. It lies within one
+page, so that a kill leaves it as it was or as it will be. What a power cut makes of it is refused by its checksum, and
+a frame that is not the one that it names by the checksums of the frame.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+import zlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey
+
+RECORD_NBYTES = 128
+_DIGEST_NBYTES = 32
+_MAGIC = b"kvslab1\n"
+#: Magic, namespace digest, key, place, length, order; then the checksum of these fields.
+_FIELDS = struct.Struct(f"<8s{_DIGEST_NBYTES}s{KEY_NBYTES}sQQQ")
+_CHECKSUM = struct.Struct("<I")
+_READ_NBYTES = 16384 * RECORD_NBYTES
+
+
+class Record(NamedTuple):
+    """A frame in a slab."""
+
+    namespace: bytes  #: the digest
+    key: ChunkKey
+    at: int
+    nbytes: int
+    order: int  #: the later it was written, the larger
+
+    @property
+    def end(self) -> int:
+        """Where it ends in the slab."""
+        return self.at + self.nbytes
+
+    def packed(self) -> bytes:
+        """As it lies in the table."""
+        fields = _FIELDS.pack(_MAGIC, self.namespace, self.key, self.at, self.nbytes, self.order)
+        return (fields + _CHECKSUM.pack(zlib.crc32(fields))).ljust(RECORD_NBYTES, b"\0")
+
+    @classmethod
+    def unpacked(cls, raw: bytes) -> Record | None:
+        """None if this is no record, or that of no possible frame."""
+        fields = raw[: _FIELDS.size]
+        if not raw.startswith(_MAGIC) or raw[_FIELDS.size :][: _CHECKSUM.size] != _CHECKSUM.pack(zlib.crc32(fields)):
+            return None
+        _, namespace, key, at, nbytes, order = _FIELDS.unpack(fields)
+        if not nbytes or at % FRAME_ALIGNMENT or nbytes % FRAME_ALIGNMENT:
+            return None
+        return cls(namespace, ChunkKey(key), at, nbytes, order)
+
+
+class Table:
+    """A file of records. An entry is the number of one; several threads may use different entries at once."""
+
+    def __init__(self, fd: int):
+        """``fd`` is open for reading and writing, and stays the caller's."""
+        self._fd = fd
+
+    def records(self) -> dict[int, Record]:
+        """All records by their entries. What is no record is a free entry."""
+        found: dict[int, Record] = {}
+        first = 0
+        while raw := os.pread(self._fd, _READ_NBYTES, first * RECORD_NBYTES):
+            for i in range(len(raw) // RECORD_NBYTES):
+                record = Record.unpacked(raw[i * RECORD_NBYTES : (i + 1) * RECORD_NBYTES])
+                if record is not None:
+                    found[first + i] = record
+            first += -(-len(raw) // RECORD_NBYTES)
+        return found
+
+    def put(self, entry: int, record: Record) -> None:
+        """Write a record; what it names is found from now on."""
+        self._write(entry, record.packed())
+
+    def clear(self, entry: int) -> None:
+        """From now on this entry names nothing."""
+        self._write(entry, bytes(RECORD_NBYTES))
+
+    def _write(self, entry: int, raw: bytes) -> None:
+        if os.pwrite(self._fd, raw, entry * RECORD_NBYTES) != RECORD_NBYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def without_overlaps(records: Iterable[tuple[int, Record]], nbytes: int) -> dict[int, Record]:
+    """The records, by place, that lie within ``nbytes`` and do not overlap: of two that do, the newer one.
+
+    Only a power cut leaves two, where the table reached the disk in part.
+    """
+    kept: list[tuple[int, Record]] = []
+    for entry, record in sorted(records, key=lambda pair: pair[1].at):
+        if record.end > nbytes:
+            continue
+        while kept and kept[-1][1].end > record.at and kept[-1][1].order < record.order:
+            kept.pop()
+        if not kept or kept[-1][1].end <= record.at:
+            kept.append((entry, record))
+    return dict(kept)

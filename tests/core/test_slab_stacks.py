@@ -1,0 +1,117 @@
+"""Stacks with slabs in them, from their files: alone, below memory, and above a bucket."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from servers.s3 import BUCKET, s3_server  # noqa: F401 - a fixture
+from serving import FRAME, Serving
+
+import kvtier_gds.plugin
+import kvtier_s3.plugin
+from kvtier_core.cli import main
+from kvtier_core.config.load import load_config
+from kvtier_core.config.registry import Registry
+from kvtier_core.errors import ConfigError
+from kvtier_core.testing.samples import make_keys
+from kvtier_core.types import FRAME_ALIGNMENT
+
+CHUNKS = 4
+PATHS = [make_keys(CHUNKS * 40)[i : i + CHUNKS] for i in range(0, CHUNKS * 40, CHUNKS)]
+CPU = f"{{type: cpu, capacity: {CHUNKS * FRAME}B}}"
+PLUGINS = [kvtier_gds.plugin, kvtier_s3.plugin]
+
+
+@pytest.fixture
+def stack(tmp_path):
+    """Opens a stack of these tiers."""
+
+    def start(*tiers):
+        file = tmp_path / "kvtier.yaml"
+        file.write_text("version: 1\nload: always\ntiers:\n" + "".join(f"  - {tier}\n" for tier in tiers))
+        return Serving(file, *PLUGINS)
+
+    return start
+
+
+def slabs(tmp_path, *, frames=CHUNKS * 40, staging=CHUNKS * FRAME):
+    paths = f"[{tmp_path / 'a'}, {tmp_path / 'b'}]"
+    return f"{{type: gds, paths: {paths}, capacity: {frames * FRAME + (1 << 20)}B, staging: {staging}B, eviction: lru}}"
+
+
+def stored(serving, paths):
+    """How many chunks come back, in how many paths."""
+    return [serving.ask(path) for path in paths]
+
+
+def test_slabs_alone(stack, tmp_path):
+    with stack(slabs(tmp_path)) as serving:
+        assert stored(serving, PATHS) == [0] * 40
+        assert stored(serving, PATHS) == [CHUNKS] * 40
+    with stack(slabs(tmp_path)) as serving:
+        assert stored(serving, PATHS) == [CHUNKS] * 40
+
+
+def test_what_slabs_alone_stored_is_found_below_memory(stack, tmp_path):
+    with stack(slabs(tmp_path)) as serving:
+        stored(serving, PATHS)
+    with stack(CPU, slabs(tmp_path)) as serving:
+        assert stored(serving, PATHS) == [CHUNKS] * 40
+
+
+def test_slabs_that_are_full_take_newcomers_for_the_least_recent(stack, tmp_path):
+    with stack(CPU, slabs(tmp_path, frames=CHUNKS * 10)) as serving:
+        stored(serving, PATHS)
+        assert sum(stored(serving, PATHS[-8:])) == CHUNKS * 8
+        assert not serving.seen & {"io_error", "breaker_open", "corrupt", "missing"}
+
+
+def test_what_the_policy_learned_takes_no_chunks_place(stack, tmp_path):
+    """It is a frame of another length, written before the slabs are full; the tier has kept its bytes for it."""
+    names = "[" + ", ".join(str(tmp_path / name) for name in "abc") + "]"
+    capacity = 400 * FRAME + 4 * FRAME_ALIGNMENT
+    paths = [make_keys(CHUNKS * 150)[i : i + CHUNKS] for i in range(0, CHUNKS * 150, CHUNKS)]
+    with stack(CPU, f"{{type: gds, paths: {names}, capacity: {capacity}B, eviction: gittins}}") as serving:
+        stored(serving, paths)
+        _, slabs = serving.manager.usage()
+        assert slabs.chunks == 400 and "evicted" in serving.seen
+        assert not serving.seen & {"io_error", "breaker_open"}
+
+
+def test_slabs_above_a_bucket(stack, tmp_path, s3_server):  # noqa: F811
+    bucket = f"{{type: s3, bucket: {BUCKET}, prefix: slabs, endpoint: '{s3_server.url}'}}"
+    with stack(CPU, slabs(tmp_path), bucket) as serving:
+        stored(serving, PATHS[:4])
+    for name in "ab":
+        shutil.rmtree(tmp_path / name)
+    with stack(CPU, slabs(tmp_path), bucket) as serving:
+        assert stored(serving, PATHS[:4]) == [CHUNKS] * 4
+    with stack(CPU, slabs(tmp_path)) as serving:
+        assert stored(serving, PATHS[:4]) == [CHUNKS] * 4, "what came up from the bucket was written to the slabs"
+
+
+def complaint(tmp_path, tiers):
+    file = tmp_path / "kvtier.yaml"
+    file.write_text("version: 1\ntiers:\n" + "".join(f"  - {tier}\n" for tier in tiers))
+    with pytest.raises(ConfigError) as error:
+        load_config(file, Registry.discover())
+    return str(error.value)
+
+
+def test_an_arena_below_is_none_above(tmp_path):
+    assert "the first tier must be an arena, and 'gds' is none" in complaint(tmp_path, [slabs(tmp_path), CPU])
+
+
+def test_staging_that_holds_no_chunk_is_told_where_it_was_written(stack, tmp_path):
+    with pytest.raises(ConfigError, match=r"kvtier.yaml:4: \$.tiers\[0\].staging.capacity: 4KiB holds no chunk"):
+        stack(slabs(tmp_path, staging=4096))
+    assert "$.tiers[0].staging: 'staging' must be > 0" in complaint(tmp_path, [slabs(tmp_path, staging=0)])
+
+
+def test_the_command_shows_the_arena_that_was_not_written(tmp_path, capsys):
+    file = tmp_path / "kvtier.yaml"
+    file.write_text(f"version: 1\ntiers:\n  - {slabs(tmp_path, staging=FRAME)}\n")
+    assert main(["check", str(file)]) == 0
+    shown = {tuple(line.split()[:2]) for line in capsys.readouterr().out.splitlines()}
+    assert {("$.tiers[0].type", "gds"), ("$.tiers[0].staging.type", "cpu")} <= shown
