@@ -1,7 +1,7 @@
 """A device without hardware: streams whose work is done late, and in the worst order that the rules of CUDA allow.
 
 Work of one stream is done in the order in which it was given. Between streams only events keep an order. What else
-comes first is drawn from a seed: mostly one stream gets far ahead while the others stand still.
+comes first is drawn from a seed: some streams get far ahead while others stand still, until the host waits for them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-#: How often another stream becomes the one that gets ahead, and how often it is passed over.
-_TURNS, _PASSED_OVER = 0.04, 0.1
+#: How often, in pieces of work and in calls of the host, other streams get ahead.
+_TURNS = 0.02
 #: Pieces of work that a device does while the host does something else.
 _MEANWHILE = (0, 0, 1, 2, 8)
 
@@ -28,8 +28,9 @@ class SimulatedStreams:
     def __init__(self, seed: int = 0, *, progresses: bool = False):
         self.rng = random.Random(seed)
         self.engine = SimulatedStream(self)  #: the engine's own, which is no default stream
-        self._streams = [self.engine]
-        self._current = self._ahead = self.engine
+        self._current = self.engine
+        self._streams = [self.engine]  # those that get ahead first
+        self._awake = 1  # so many of the first streams do not stand still
         self._progresses = progresses
 
     # -- what torch has ----------------------------------------------------------------------------------
@@ -56,16 +57,7 @@ class SimulatedStreams:
 
     def step(self) -> bool:
         """Do one piece of work. False if no stream can go on."""
-        ready = [stream for stream in self._streams if stream.is_ready]
-        if not ready:
-            return False
-        if self.rng.random() < _TURNS:
-            self._ahead = self.rng.choice(self._streams)
-        chosen = self._ahead if self._ahead in ready else self.rng.choice(ready)
-        if self.rng.random() < _PASSED_OVER:
-            chosen = self.rng.choice(ready)
-        chosen.work.popleft()[1]()
-        return True
+        return self._step(len(self._streams))
 
     def finish(self) -> None:
         """Do all work. Raises RuntimeError if streams wait for each other."""
@@ -77,8 +69,22 @@ class SimulatedStreams:
     def pass_time(self) -> None:
         """What the device does while the host does something else."""
         if self._progresses:
+            self._turn()
             for _ in range(self.rng.choice(_MEANWHILE)):
-                self.step()
+                self._step(self._awake)
+
+    def _step(self, awake: int) -> bool:
+        self._turn()
+        for stream in self._streams[:awake]:
+            if stream.is_ready:
+                stream.work.popleft()[1]()
+                return True
+        return False
+
+    def _turn(self) -> None:
+        if self.rng.random() < _TURNS:
+            self.rng.shuffle(self._streams)
+            self._awake = self.rng.randint(1, len(self._streams))
 
 
 class SimulatedStream:
