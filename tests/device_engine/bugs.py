@@ -27,7 +27,7 @@ def _nothing(engine: Any) -> None: ...
 class Bug:
     """``scheduler`` changes the engine in the scheduler's process."""
 
-    rule: str  #: what it breaks
+    rule: str  #: that it breaks; empty: none
     mover: type[DeviceMover] = DeviceMover
     side: type[WorkerSide] = WorkerSide
     scheduler: Callable[[Any], None] = _nothing
@@ -187,7 +187,7 @@ def _counts_loads_of_one_rank(engine: Any) -> None:
 
 _ZEROING = {"zeroes": True}
 BUGS = {
-    "": Bug("none is broken"),
+    "": Bug(""),
     "a store does not wait for the forward": Bug("1", StoresDoNotWait),
     "a store is begun before the forward": Bug("1", side=StoresBeforeTheForward),
     "no fence": Bug("2", NoFence),
@@ -195,14 +195,14 @@ BUGS = {
     "no store is named to be fenced": Bug("2", scheduler=_forgets_stores),
     "a load does not wait for a store of its pages": Bug("2", LoadsOvertakeStores),
     "zeroed before the fence": Bug("2", setup=_ZEROING),
-    "zeroed before the fence, and fenced at once": Bug("none is broken", side=FencesAtOnce, setup=_ZEROING),
+    "zeroed before the fence, and fenced at once": Bug("", side=FencesAtOnce, setup=_ZEROING),
     "a load does not wait for the forward": Bug("3", LoadsDoNotWait),
     "a load is reported before its event": Bug("4", LoadsEndAtOnce),
     "a load is reported when one rank has it": Bug("4", scheduler=_counts_loads_of_one_rank, setup={"ranks": 2}),
     "a store is reported before its event": Bug("5", StoresEndAtOnce),
     "a store is reported when one rank has it": Bug("5", scheduler=_believes_the_first_rank, setup={"ranks": 2}),
-    "a failed load is reported before its last copy": Bug("5", FailuresEndAtOnce, setup={"failures": 0.1}),
+    "a failed load is reported before its last copy": Bug("5", FailuresEndAtOnce, setup={"failures": 0.2}),
     "a slot is unpinned while it is loaded": Bug("5", scheduler=_unpins_what_is_loaded, setup={"slots": 10}),
     "a page is freed while it is loaded": Bug("3", scheduler=_frees_what_is_loaded),
-    "a page is touched during a sleep": Bug("sleep", side=TouchesPagesInItsSleep, setup={"sleeps": True}),
+    "a page is touched during a sleep": Bug("a sleep", side=TouchesPagesInItsSleep, setup={"sleeps": True}),
 }

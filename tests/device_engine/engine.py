@@ -7,7 +7,7 @@ import os
 import random
 import signal
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -91,11 +91,11 @@ class Engine(Scheduling):
 
     # -- traffic -----------------------------------------------------------------------------------------
 
-    def serve(self, requests: int) -> None:
-        """Serve so many requests to their end, whatever becomes of them meanwhile."""
+    def serve(self, requests: int, until: Callable[[], object] = lambda: False) -> None:
+        """Serve so many requests to their end, whatever becomes of them meanwhile, or ``until`` something happens."""
         left = requests
         for _ in range(_STEPS):
-            if not left and not self._requests:
+            if until() or (not left and not self._requests):
                 return
             while left and len(self._requests) < self._setup.active and self._rng.random() < 0.7:
                 left -= 1

@@ -17,6 +17,7 @@ from device_engine.content import Forward
 from device_engine.devices import CudaDevice, Enqueued, SimulatedDevice
 from device_engine.setup import Setup
 from kvtier_core.engine.messages import StepPlan, WorkerProgress
+from kvtier_core.transfer.io_pool import run
 
 #: Steps that the host may be ahead of the device.
 AHEAD = 2
@@ -111,7 +112,7 @@ def serve(connection: Connection, setup: Setup, rank: int) -> None:
 
 
 def _answer(worker: Worker, name: str, arguments: tuple[Any, ...]) -> object:
-    try:
-        return getattr(worker, name)(*arguments)
-    except Exception:
-        return Failure(traceback.format_exc())
+    outcome = run(lambda: getattr(worker, name)(*arguments))
+    if outcome.error is not None:
+        return Failure("".join(traceback.format_exception(outcome.error)))
+    return outcome.value
