@@ -1,6 +1,6 @@
 """An engine whose device does everything late and in the worst order: no forward ever reads wrong KV, nothing is left.
 
-On a GPU the same engine runs in tests/gpu.
+On a GPU the same engine runs in `make gpu-check`.
 """
 
 from __future__ import annotations
