@@ -18,7 +18,7 @@ _ENGINE = Setup(
     budget=128,
     active=8,
     prompt_tokens=500,
-    busy=20,
+    busy=60,
 )
 _ZEROING = "zeroed before the fence, and fenced at once"
 
@@ -28,7 +28,7 @@ KINDS = {
     "one block a chunk, pages of 512 KiB": attrs.evolve(_ENGINE, chunk_tokens=16, token_words=(4096,)),
     "an arena that is page-locked meanwhile": attrs.evolve(_ENGINE, slots=4096),
     "copies that fail": attrs.evolve(_ENGINE, failures=0.05),
-    "two ranks on one device": attrs.evolve(_ENGINE, ranks=2, busy=10),
+    "two ranks on one device": attrs.evolve(_ENGINE, ranks=2, busy=30),
     "memory that is unmapped in its sleep": attrs.evolve(_ENGINE, sleeps=True),
     "new blocks are zeroed, and stores fenced at once": attrs.evolve(_ENGINE, zeroes=True, bug=_ZEROING),
 }

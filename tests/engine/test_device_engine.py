@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import attrs
 import pytest
+from device_engine import on_gpu
 from device_engine.bugs import BUGS
 from device_engine.engine import Engine, WorkerDied, WrongKV, run
 from device_engine.setup import Setup
@@ -79,3 +80,13 @@ def test_what_is_torn_would_be_noticed(tmp_path):
             killed = attrs.evolve(setup, seed=seed)
             killed_in_mid_copy(killed)
             found_by_the_next(killed)
+
+
+# -- the engines that a GPU is checked with ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", on_gpu.KINDS)
+def test_what_is_run_on_a_gpu_runs_here(kind):
+    setup = on_gpu.KINDS[kind]
+    here = attrs.evolve(setup, device="cpu", slots=min(setup.slots, 40))
+    assert run(here, 15).requests == 15
