@@ -89,4 +89,4 @@ def test_what_is_torn_would_be_noticed(tmp_path):
 def test_what_is_run_on_a_gpu_runs_here(kind):
     setup = on_gpu.KINDS[kind]
     here = attrs.evolve(setup, device="cpu", slots=min(setup.slots, 40))
-    assert run(here, 15).requests == 15
+    assert run(here, 6).requests == 6
