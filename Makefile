@@ -78,9 +78,10 @@ sanitize: $(VENV)/ready
 bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks
 
-# With the Python at hand, which has torch for its GPU: .venv's has none. Builds, compares every byte, measures.
+# With the Python at hand, which has torch for its GPU: .venv's has none. Builds, compares every byte, measures; one
+# report, in OUT (build) as text and as JSON.
 gpu-check:
-	PYTHONPATH=.:plugins/kvtier_cpu $(PYTHON) -m benchmarks.gpu
+	PYTHONPATH=.:tests:plugins/kvtier_cpu:plugins/kvtier_disk $(PYTHON) -m benchmarks.gpu $(OUT)
 
 # An sdist of each, and the wheel that is made from it.
 dist: $(VENV)/ready

@@ -1,21 +1,47 @@
-"""python -m benchmarks.gpu: is the CUDA code correct on this GPU, and how fast is it? What `make gpu-check` runs.
+"""python -m benchmarks.gpu [FOLDER]: is the CUDA code correct on this GPU, and how fast is it? For `make gpu-check`.
 
-Uses this Python and installs nothing. Exits with 0 only if everything was checked and is correct.
+Uses this Python and installs nothing. Prints one report, and leaves it in the folder (``build``) as ``gpu-check.txt``
+and ``gpu-check.json``. Exits with 0 only if everything was checked and is correct.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from benchmarks.gpu_report import ROOT, Section, as_json, as_text, failed, run
+from benchmarks.measure import progress
+
 _MODULES = {"torch": "torch", "attrs": "attrs", "pluggy": "pluggy", "yaml": "PyYAML", "pytest": "pytest"}
+#: In which all is done.
+SECONDS = 530.0
 
 
-def main() -> str | None:
+def sections() -> list[Section]:
+    """What is checked: first whether it is right, then how fast it is."""
+    python = sys.executable
+    build = "cmake -S csrc/cuda -B build/cuda && cmake --build build/cuda && cmake --install build/cuda --prefix ."
+    tests = (python, "-m", "pytest", "-p", "no:cacheprovider", "tests/gpu")
+
+    def measured(name: str, limit: float) -> Section:
+        return Section(name, (python, "-m", "benchmarks.gpu_sections", name), limit)
+
+    return [
+        measured("machine", 60),
+        Section("build", ("sh", "-c", build), 120),
+        Section("tests", tests, 150),
+        measured("engine", 180),
+        measured("copies", 90),
+        measured("registration", 60),
+        measured("tokens", 45),
+        measured("planted", 60),
+        measured("forward", 120),
+    ]
+
+
+def main(folder: Path = ROOT / "build") -> str | None:
     """Why nothing could be checked, or what is wrong; None if all is well."""
     if missing := [dist for module, dist in _MODULES.items() if importlib.util.find_spec(module) is None]:
         return f"gpu-check: this Python lacks {', '.join(missing)}: {sys.executable} -m pip install {' '.join(missing)}"
@@ -25,23 +51,17 @@ def main() -> str | None:
 
     if not torch.cuda.is_available():
         return f"gpu-check: no GPU: torch {torch.__version__} finds none here. Nothing was checked."
-    try:
-        _run("cmake", "-S", "csrc/cuda", "-B", "build/cuda")
-        _run("cmake", "--build", "build/cuda")
-        _run("cmake", "--install", "build/cuda", "--prefix", ".")
-        _run(sys.executable, "-m", "pytest", "tests/gpu")
-    except subprocess.CalledProcessError as error:
-        return f"gpu-check: failed: {' '.join(map(str, error.cmd))}"
-    from benchmarks import gpu_copies
-
-    for table in gpu_copies.tables():
-        print(table, end="\n\n", flush=True)
-    return None
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, cwd=ROOT, check=True)
+    outcomes = []
+    folder.mkdir(parents=True, exist_ok=True)
+    for outcome in run(sections(), SECONDS):
+        progress(f"gpu-check: {outcome.section}: {'; '.join(outcome.problems) or 'ok'} ({outcome.seconds:.0f} s)")
+        outcomes.append(outcome)
+        # After each one: whoever ends this early has what there is.
+        (folder / "gpu-check.txt").write_text(as_text(outcomes))
+        (folder / "gpu-check.json").write_text(as_json(outcomes))
+    print(as_text(outcomes), end="")
+    return f"gpu-check: failed: {', '.join(wrong)}" if (wrong := failed(outcomes)) else None
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*map(Path, sys.argv[1:2])))

@@ -92,6 +92,8 @@ def turned(items: Sequence, by: int) -> list:
 
 @attrs.frozen
 class Table:
+    """Numbers may stay numbers: they are rounded in the text."""
+
     title: str
     says: str  #: what was moved, what is compared to what
     header: Sequence[str]
@@ -103,4 +105,10 @@ class Table:
 
 
 def _line(cells: Sequence[object]) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
+    return f"| {' | '.join(map(_cell, cells))} |"
+
+
+def _cell(value: object) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"

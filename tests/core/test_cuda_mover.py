@@ -1,9 +1,7 @@
 """The mover of a device: its copies on the CPU, its order on a device whose streams run when a test says so."""
 
 import ctypes
-import random
 import threading
-from collections import deque
 
 import attrs
 import pytest
@@ -14,6 +12,7 @@ from test_mover import World, jobs
 
 from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.testing.samples import make_layout
+from kvtier_core.testing.streams import LateCopier, SimulatedStreams
 from kvtier_core.transfer.cuda.autotune import DMA, KERNEL, choose
 from kvtier_core.transfer.cuda.copiers import TorchCopier
 from kvtier_core.transfer.cuda.host_registration import HostRegistration, NoRegistration
@@ -75,77 +74,8 @@ def test_torch_loads_what_the_host_mover_loads(job):
 # -- order -----------------------------------------------------------------------------------------------
 
 
-class Device:
-    """Streams of work that somebody gave and nobody has done: the next is that of any stream which may go on."""
-
-    def __init__(self, seed=0):
-        self.rng = random.Random(seed)
-        self.streams = []
-        self.engine = self.Stream()
-
-    def Stream(self, device=None):
-        self.streams.append(_Stream())
-        return self.streams[-1]
-
-    def Event(self):
-        return _Event(self)
-
-    def current_stream(self, device):
-        return self.engine
-
-    def step(self):
-        ready = [stream for stream in self.streams if stream.work and stream.work[0][0]()]
-        if ready:
-            self.rng.choice(ready).work.popleft()[1]()
-        return bool(ready)
-
-    def finish(self):
-        while self.step():
-            pass
-        assert not any(stream.work for stream in self.streams), "streams wait for each other"
-
-
-class _Stream:
-    def __init__(self):
-        self.work = deque()
-
-    def run(self, work, when=lambda: True):
-        self.work.append((when, work))
-
-    def wait_event(self, event):
-        assert event.recorded, "nobody would wait for that"
-        self.run(lambda: None, when=lambda: event.past)
-
-
-class _Event:
-    def __init__(self, device):
-        self.device, self.recorded, self.past = device, False, False
-
-    def record(self, stream):
-        self.recorded = True
-        stream.run(lambda: setattr(self, "past", True))
-
-    def query(self):
-        return self.past
-
-
-class LaterCopier:
-    """Copies of torch's, each when its stream comes to it."""
-
-    def __init__(self, runtime):
-        self.copier = torch_copier(runtime)
-
-    def gather(self, rows, slots, stream):
-        stream.run(lambda: self.copier.gather(rows, slots, torch.cpu.Stream()))
-
-    def scatter(self, rows, slots, stream):
-        stream.run(lambda: self.copier.scatter(rows, slots, torch.cpu.Stream()))
-
-    def facts(self):
-        return {}
-
-    def close(self):
-        pass
+def late_copier(runtime):
+    return LateCopier(torch_copier(runtime))
 
 
 def write(runtime, row, byte):
@@ -209,8 +139,8 @@ def settle(mover, device, job, reported):
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 1 << 32))
 def test_whatever_the_streams_do_first(seed):
-    runtime, device = World(make_layout(page_nbytes=(48, 96), blocks=4), gaps=[0, 16]), Device(seed)
-    engine_with_few_blocks(runtime, mover_of(runtime, copier=LaterCopier(runtime), streams=device), device)
+    runtime, device = World(make_layout(page_nbytes=(48, 96), blocks=4), gaps=[0, 16]), SimulatedStreams(seed)
+    engine_with_few_blocks(runtime, mover_of(runtime, copier=late_copier(runtime), streams=device), device)
 
 
 class WithoutFence(DeviceMover):
@@ -238,10 +168,10 @@ class LoadsOvertakeStores(DeviceMover):
 @pytest.mark.parametrize("kind", [WithoutFence, BeforeTheForward, LoadsOvertakeStores])
 def test_the_test_of_order_would_see(kind):
     def found(seed):
-        runtime, device = World(make_layout(page_nbytes=(48, 96), blocks=4), gaps=[0, 16]), Device(seed)
+        runtime, device = World(make_layout(page_nbytes=(48, 96), blocks=4), gaps=[0, 16]), SimulatedStreams(seed)
         try:
             engine_with_few_blocks(
-                runtime, mover_of(runtime, copier=LaterCopier(runtime), streams=device, kind=kind), device
+                runtime, mover_of(runtime, copier=late_copier(runtime), streams=device, kind=kind), device
             )
         except AssertionError:
             return True
@@ -252,8 +182,8 @@ def test_the_test_of_order_would_see(kind):
 
 def test_nobody_is_held_up(runtime):
     """No call waits for the device, and a job is reported when its last copy has been made."""
-    device = Device()
-    mover = mover_of(runtime, copier=LaterCopier(runtime), streams=device)
+    device = SimulatedStreams()
+    mover = mover_of(runtime, copier=late_copier(runtime), streams=device)
     before = runtime.state()
     mover.store(1, [CHUNK], [0])
     mover.load(2, [1], [[[4, 5, 6, 7]]])
@@ -266,8 +196,8 @@ def test_nobody_is_held_up(runtime):
 
 
 def test_a_fence_for_a_job_that_was_reported_is_none(runtime):
-    device = Device()
-    mover = mover_of(runtime, copier=LaterCopier(runtime), streams=device)
+    device = SimulatedStreams()
+    mover = mover_of(runtime, copier=late_copier(runtime), streams=device)
     mover.store(1, [CHUNK], [0])
     device.finish()
     mover.finished()
@@ -276,8 +206,8 @@ def test_a_fence_for_a_job_that_was_reported_is_none(runtime):
 
 
 def test_a_copy_that_fails_has_ended_before_that_is_said(runtime):
-    device = Device()
-    copier = LaterCopier(runtime)
+    device = SimulatedStreams()
+    copier = late_copier(runtime)
     copier.gather = lambda rows, slots, stream: 1 / 0
     mover = mover_of(runtime, copier=copier, streams=device)
     mover.store(1, [CHUNK], [0])
@@ -287,8 +217,8 @@ def test_a_copy_that_fails_has_ended_before_that_is_said(runtime):
 
 
 def test_close_waits_and_then_refuses(runtime):
-    device = Device()
-    mover = mover_of(runtime, copier=LaterCopier(runtime), streams=device)
+    device = SimulatedStreams()
+    mover = mover_of(runtime, copier=late_copier(runtime), streams=device)
     mover.store(1, [CHUNK], [0])
     threading.Timer(0.05, device.finish).start()
     mover.close()
@@ -319,7 +249,7 @@ def test_wrong_numbers_begin_no_copy(runtime, pages, slots, why):
 
 
 def test_a_job_under_way_is_not_begun_again(runtime):
-    mover = mover_of(runtime, copier=LaterCopier(runtime), streams=Device())
+    mover = mover_of(runtime, copier=late_copier(runtime), streams=SimulatedStreams())
     mover.store(1, [CHUNK], [0])
     with pytest.raises(ContractError, match="^job 1 has not ended$"):
         mover.load(1, [0], [CHUNK])

@@ -6,9 +6,6 @@ scheduler side and the pages fails there.
 
 With a lookahead, as draft layers have it, the KV of a block depends on so many tokens behind it, too. Of these a step
 sees the first one behind what it computes, and writes the KV again that depends on later ones.
-
-Of groups with a window it keeps what their window needs, and frees the rest while the request runs. Of a recurrent
-state it keeps the last one in a block, writes to it in place, and offers it when it is behind a whole block.
 """
 
 from __future__ import annotations
@@ -19,17 +16,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import attrs
+from device_engine.scheduling import HostRequest, Scheduling
 
-from kvtier_core.config.compose import open_stack
 from kvtier_core.config.model import StackConfig
 from kvtier_core.engine.messages import ChunkPages, StepPlan, Transfer, WorkerProgress
-from kvtier_core.engine.request_view import Bypass, KVIdentity, RequestView
-from kvtier_core.engine.scheduler_side import SchedulerSide
-from kvtier_core.engine.step import ScheduledRequest, Step, StepResult
+from kvtier_core.engine.request_view import KVIdentity
+from kvtier_core.engine.step import ScheduledRequest, StepResult
 from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.layouts import ChunkLayout, KVKind
-from kvtier_core.testing.samples import PagedBuffer, make_context, make_group
+from kvtier_core.testing.samples import PagedBuffer, make_group
 
 BLOCK = 4
 CHUNK = 8
@@ -38,36 +33,7 @@ FRAME = LAYOUT.frame_nbytes
 GARBAGE = b"\xbd"
 
 
-@attrs.define(eq=False)
-class HostRequest:
-    """What the host knows of a request."""
-
-    request_id: str
-    tokens: list[int]
-    prompt: int
-    identity: KVIdentity | Bypass = KVIdentity()
-    hints: dict[str, str] = attrs.field(factory=dict)
-    reads_cache: bool = True
-    foreign: int = 0  #: tokens at its beginning that another connector loads, as garbage
-    state: str = "waiting"
-    tables: list[list[int]] = attrs.field(factory=list)  #: by group
-    computed: int = 0
-    offered: int = 0  #: tokens that were loaded for it
-    preemptions: int = 0
-
-    @property
-    def blocks(self) -> list[int]:
-        """Those of the first group."""
-        return self.tables[0]
-
-    def view(self) -> RequestView:
-        return RequestView(
-            self.request_id, self.tokens, self.prompt, self.identity, self.hints, self.reads_cache,
-            self.computed, self.preemptions,
-        )  # fmt: skip
-
-
-class Host:
+class Host(Scheduling):
     """``late_stores`` and ``late_loads`` are steps after which a copy touches its pages, if nothing makes it sooner."""
 
     def __init__(
@@ -82,32 +48,18 @@ class Host:
         **options: Any,
     ):
         """``ranks`` report each store; all but one do nothing else."""
+        super().__init__(stack, layout, range(blocks), budget, ranks, lookahead=lookahead, **options)
         self.lookahead = lookahead
         self.late_stores = self.late_loads = 0
-        self.layout = layout
-        self.manager = open_stack(stack, make_context(layout=layout))
-        waiting_for = attrs.evolve(layout, ranks=ranks)
-        options["lookahead"] = lookahead
-        self.side = SchedulerSide(stack, self.manager, make_context().namespace, waiting_for, **options)
-        self.plans: list[StepPlan] = []
         self.outcomes = Counter({"": 1})  # of self-tests, to be reported in the next step
         self.invalid: set[int] = set()  # blocks, to be reported in the next step
         self.failing: set[str] = set()  # requests whose loads fail
         self._buffer = PagedBuffer(layout, blocks, random.Random(0))
         self._mover = stack.arenas[0].config.attach(self.manager.handles[0], self._buffer.kv_cache())
-        self._free = list(range(blocks))
-        self._budget = budget
-        self._foreign: list[int] = []  # blocks that another connector loads in the next step
-        self._new_blocks: set[int] = set()  # given to requests since the last step
-        self._requests: dict[str, HostRequest] = {}
         self._stores: dict[int, tuple[int, Transfer]] = {}  # steps to go, by job
         self._loads: dict[str, tuple[int, Transfer]] = {}
 
     # -- what a test does --------------------------------------------------------------------------------
-
-    def submit(self, request_id: str, tokens: Sequence[int], **more: Any) -> HostRequest:
-        request = self._requests[request_id] = HostRequest(request_id, list(tokens), len(tokens), **more)
-        return request
 
     def ask(self, request_id: str, tokens: Sequence[int], **more: Any) -> int:
         """Serve a prompt to its end, and let everything come to rest. How many of its tokens were loaded."""
@@ -131,140 +83,15 @@ class Host:
         request.tokens.append(token)
         self._write(request, max(0, request.computed - self.lookahead), request.computed)
 
-    def preempt(self, request: HostRequest) -> None:
-        self._give_back(request)
-        request.state, request.computed = "waiting", 0
-        request.preemptions += 1
-
-    def finish(self, request: HostRequest, reason: str = "stop") -> None:
-        """Its blocks are another's at once, unless a load still writes to them."""
-        self.side.finished(request.view(), reason)
-        if request.state != "loading":
-            self._give_back(request)
-            del self._requests[request.request_id]
-        request.state = "finished"
-
     def settle(self) -> None:
         while self._stores or self._loads:
             self.step()
         self.side.drain(20.0)
 
-    def assert_at_rest(self) -> None:
-        self.settle()
-        assert not self.manager.pins_by_holder() and not self.manager.jobs
-        assert not any(level.inflight for level in self.manager.usage())
-        assert not (self.side._loads or self.side._stores or self.side._requests)
-        assert not self.side.busy()
-
     def close(self) -> None:
         self.settle()
         self._mover.close()
         self.side.close()
-
-    # -- a step ------------------------------------------------------------------------------------------
-
-    def step(self) -> StepPlan:
-        for request in self._requests.values():
-            if request.state == "waiting":
-                self._admit(request)
-        scheduled = [
-            ScheduledRequest(each.request_id, each.computed, self._budget_of(each))
-            for each in self._requests.values()
-            if each.state == "running" and each.computed < len(each.tokens)
-        ]
-        for each in scheduled:
-            self._release_skipped(self._requests[each.request_id], each.computed)
-            self._new_blocks.update(self._grow(self._requests[each.request_id], each.end, states=True))
-        new_blocks, self._new_blocks = self._new_blocks, set()
-        states = {each.request_id: self._offered(each) for each in scheduled}
-        plan = self.side.plan(Step(scheduled, new_blocks, self._tables, states))
-        self.plans.append(plan)
-        self._work(plan, scheduled)
-        return plan
-
-    def _admit(self, request: HostRequest) -> None:
-        tokens = self.side.match(request.view(), 0)
-        if request.foreign:
-            tokens = 0  # the other connector was asked first
-        needed = sum(-(-len(request.tokens) // group.block_tokens) for group in self.layout.groups)
-        if tokens is None or len(self._free) < needed:
-            return
-        request.tables = [[NO_BLOCK] * self._skipped(number, tokens) for number in range(len(self.layout.groups))]
-        self._grow(request, tokens, states=True)
-        self._grow(request, len(request.tokens))
-        self._foreign += request.blocks[: request.foreign // BLOCK]
-        self.side.admitted(request.view(), self._tables(request.request_id), tokens)
-        request.offered = tokens
-        if tokens:
-            request.state = "loading"
-        else:
-            self._start(request, request.foreign)
-
-    def _start(self, request: HostRequest, computed: int) -> None:
-        request.state = "running"
-        request.computed = min(computed, len(request.tokens) - 1)  # something must be computed
-        for group, table in zip(self.layout.groups, request.tables, strict=True):
-            self._new_blocks.update(set(table[request.computed // group.block_tokens :]) - {NO_BLOCK})
-
-    def _grow(self, request: HostRequest, tokens: int, *, states: bool = False) -> list[int]:
-        """Blocks for so many tokens, of the last state only, and of that only with ``states``."""
-        new = []
-        for group, table in zip(self.layout.groups, request.tables, strict=True):
-            wanted = -(-tokens // group.block_tokens) - len(table)
-            if group.kind is KVKind.STATE:
-                wanted = wanted if states else 0
-                table += [NO_BLOCK] * (wanted - 1)
-                wanted = min(wanted, 1)
-            taken = [self._free.pop(0) for _ in range(wanted)]
-            table += taken
-            new += taken
-        return new
-
-    def _skipped(self, number: int, tokens: int) -> int:
-        """Blocks of a group that a request with so many computed tokens needs no more."""
-        group = self.layout.groups[number]
-        match group.kind:
-            case KVKind.FULL_ATTENTION:
-                return 0
-            case KVKind.SLIDING_WINDOW:
-                return max(0, tokens - group.reach + 1) // group.block_tokens
-            case KVKind.CHUNKED_LOCAL:
-                return tokens // group.reach * group.reach // group.block_tokens
-            case KVKind.STATE:
-                return max(0, tokens - 1) // group.block_tokens
-
-    def _release_skipped(self, request: HostRequest, computed: int) -> None:
-        for number, table in enumerate(request.tables):
-            for block in range(min(self._skipped(number, computed), len(table))):
-                if table[block] != NO_BLOCK:
-                    self._free.insert(0, table[block])
-                    table[block] = NO_BLOCK
-
-    def _give_back(self, request: HostRequest) -> None:
-        for table in request.tables:
-            self._free[:0] = [block for block in table if block != NO_BLOCK]  # the next one gets them
-        request.tables = [[] for _ in self.layout.groups]
-
-    def _budget_of(self, request: HostRequest) -> int:
-        """Tokens to compute in a step: to the end of a block of states, if there are any."""
-        end = min(len(request.tokens), request.computed + self._budget)
-        sizes = [group.block_tokens for group in self.layout.groups if group.kind is KVKind.STATE]
-        if sizes and end // sizes[0] * sizes[0] > request.computed:
-            end = end // sizes[0] * sizes[0]
-        return end - request.computed
-
-    def _tables(self, request_id: str) -> list[list[int]]:
-        return [list(table) for table in self._requests[request_id].tables]
-
-    def _offered(self, scheduled: ScheduledRequest) -> dict[int, dict[int, int]]:
-        """The states that a step leaves behind a whole block."""
-        tables = self._requests[scheduled.request_id].tables
-        states = {
-            number: tables[number][scheduled.end // group.block_tokens - 1]
-            for number, group in enumerate(self.layout.groups)
-            if group.kind is KVKind.STATE and not scheduled.end % group.block_tokens
-        }
-        return {scheduled.end: states} if states else {}
 
     # -- the worker --------------------------------------------------------------------------------------
 
@@ -343,18 +170,6 @@ class Host:
             assert result.ok
             sums += result.checksums
         return tuple(sums)
-
-    def _loaded(self, request: HostRequest, *, ok: bool) -> None:
-        if request.state == "finished":  # aborted meanwhile
-            self._give_back(request)
-            del self._requests[request.request_id]
-        elif not ok:
-            self._give_back(request)
-            request.state = "waiting"
-        else:
-            request.computed = request.offered
-            self.side.admitted(request.view(), self._tables(request.request_id), 0)
-            self._start(request, request.computed)
 
     # -- pages -------------------------------------------------------------------------------------------
 

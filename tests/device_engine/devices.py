@@ -1,0 +1,258 @@
+"""The device of a worker: its memory, its streams, and the forward that is enqueued on the engine's."""
+
+from __future__ import annotations
+
+import abc
+import json
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from device_engine import content
+from device_engine.content import Forward, as_signed
+from device_engine.memory import CudaMemory, HostMemory, Memory
+from device_engine.setup import Setup
+from kvtier_core.errors import BackendError
+from kvtier_core.interfaces import JobResult, Mover, PagedKVCache, PageList, PageRun
+from kvtier_core.layouts import ChunkLayout
+from kvtier_core.testing.streams import LateCopier, SimulatedStreams
+from kvtier_core.transfer.cuda.copiers import TorchCopier
+from kvtier_core.transfer.cuda.host_registration import NoRegistration
+from kvtier_core.transfer.cuda.mover import DeviceMover
+from kvtier_cpu.config import CpuConfig
+from kvtier_cpu.segment import Address, reach
+
+
+@attrs.frozen
+class Enqueued:
+    """A step that the host has enqueued."""
+
+    done: Any  #: an event behind it
+    wrong: torch.Tensor  #: in the host's memory, when it is done: wrong tokens so far
+
+    def wait(self) -> int:
+        """Let the host wait for the device. Returns how many tokens were wrong so far."""
+        self.done.synchronize()
+        return int(self.wrong)
+
+
+class Device(abc.ABC):
+    """Of one rank. ``streams`` is torch's module, or what stands for it."""
+
+    def __init__(self, setup: Setup, rank: int, streams: Any, device: str):
+        self.streams = streams
+        self._setup, self._rank, self._name = setup, rank, device
+        self.caches, self._memory = [], []
+        for words in setup.token_words:
+            shape = (setup.blocks, setup.block_tokens * words)
+            if setup.sleeps:
+                self._memory.append(self._unmappable(8 * shape[0] * shape[1]))
+                self.caches.append(self._memory[-1].tensor.view(torch.int64).view(shape))
+            else:
+                self.caches.append(torch.zeros(shape, dtype=torch.int64, device=device))
+        self._wrong = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def pages(self, layout: ChunkLayout) -> PagedKVCache:
+        """Where the pages lie, for the worker side."""
+        runs = tuple(PageRun(each.data_ptr(), each.stride(0) * 8, each.stride(0) * 8) for each in self.caches)
+        return PagedKVCache(runs, self._setup.blocks, self._name, self._rank, layout)
+
+    def sleep(self) -> None:
+        """Give the pages' memory back."""
+        for memory in self._memory:
+            memory.unmap()
+
+    def wake(self) -> None:
+        """Other memory at the same addresses."""
+        for memory in self._memory:
+            memory.map_elsewhere()
+
+    @abc.abstractmethod
+    def arena(self, kind: type[DeviceMover], fails: Callable[[], bool]) -> CpuConfig:
+        """The arena's settings for a worker with this device, whose mover is of this kind."""
+
+    @abc.abstractmethod
+    def zero(self, blocks: Sequence[int]) -> None:
+        """Enqueue a kernel that zeroes blocks."""
+
+    @abc.abstractmethod
+    def launch(self, forward: Forward) -> Enqueued:
+        """Enqueue a step."""
+
+    def idle(self) -> bool:
+        """The host has nothing to compute. True if the device has done something meanwhile, without a clock."""
+        return False
+
+    def attached(self) -> None:
+        """The arena was attached, and is being page-locked."""
+
+    @abc.abstractmethod
+    def _unmappable(self, nbytes: int) -> Memory: ...
+
+    def _tables(self, forward: Forward) -> Iterator[list[int]]:
+        yield list(forward.reads)
+        yield as_signed(forward.read_histories, self._rank)
+        yield list(forward.writes)
+        yield as_signed(forward.write_histories, self._rank)
+
+
+class SimulatedDevice(Device):
+    """Pages in the host's memory, and streams that do their work late."""
+
+    def __init__(self, setup: Setup, rank: int):
+        self._simulated = SimulatedStreams(setup.seed * 64 + rank, progresses=True)
+        super().__init__(setup, rank, self._simulated, "cpu")
+
+    def arena(self, kind: type[DeviceMover], fails: Callable[[], bool]) -> CpuConfig:
+        return _SimulatedArena(open_mover=lambda *attached: self._mover(kind, fails, *attached))
+
+    def _mover(self, kind: type[DeviceMover], fails: Callable[[], bool], handle: str, cache: PagedKVCache) -> Mover:
+        fields = json.loads(handle)
+        slot_nbytes = fields.pop("slot_nbytes")
+        memory = torch.frombuffer(reach(Address(**fields)), dtype=torch.uint8)
+        slots = len(memory) // slot_nbytes
+        copiers = []
+        for part in cache.layout.parts:
+            shards = memory.data_ptr() + part.shard_of(cache.rank).offset
+            copiers.append(LateCopier(TorchCopier(torch.cpu, cache, part, shards, slots, slot_nbytes), fails))
+        return kind(cache, slots, copiers, self.streams, NoRegistration(), memory)
+
+    def zero(self, blocks: Sequence[int]) -> None:
+        self._simulated.engine.run(lambda: [cache.index_fill_(0, torch.tensor(blocks), 0) for cache in self.caches])
+
+    def launch(self, forward: Forward) -> Enqueued:
+        tables = [torch.tensor(each, dtype=torch.int64) for each in self._tables(forward)]
+        engine, told = self._simulated.engine, torch.zeros(1, dtype=torch.int64)
+        engine.run(lambda: content.forward(self.caches, self._setup.block_tokens, self._wrong, *tables))
+        engine.run(lambda: told.copy_(self._wrong))
+        self._simulated.pass_time()
+        return Enqueued(engine.record_event(), told)
+
+    def idle(self) -> bool:
+        for _ in range(4):
+            self._simulated.pass_time()
+        return True
+
+    def sleep(self) -> None:
+        self._simulated.engine.synchronize()
+        super().sleep()
+
+    def _unmappable(self, nbytes: int) -> Memory:
+        return HostMemory(nbytes)
+
+
+class CudaDevice(Device):
+    """A GPU as vLLM uses one: a stream that is not the default one, and a CUDA graph for each size of a batch."""
+
+    _SIZES = (256, 1024, 4096, 16384)
+
+    def __init__(self, setup: Setup, rank: int):
+        torch.cuda.set_device(setup.device)
+        torch.cuda.set_stream(torch.cuda.Stream())
+        super().__init__(setup, rank, torch.cuda, setup.device)
+        self._static = [torch.zeros(self._SIZES[-1], dtype=torch.int64, device=setup.device) for _ in range(4)]
+        self._matrix = torch.randn(4096, 4096, device=setup.device, dtype=torch.bfloat16)
+        self._product = torch.empty_like(self._matrix)
+        self._forward(self._SIZES[0])  # whatever torch makes at the first call must not be made inside a graph
+        torch.cuda.synchronize()
+        self._graphs = {size: self._captured(size) for size in self._SIZES}
+
+    def arena(self, kind: type[DeviceMover], fails: Callable[[], bool]) -> CpuConfig:
+        return _CudaArena(kind=kind, fails=fails)
+
+    def attached(self) -> None:
+        """Capture the graphs anew: with a large arena the thread that locks it is at work now."""
+        self._graphs = {size: self._captured(size) for size in self._SIZES}
+
+    def zero(self, blocks: Sequence[int]) -> None:
+        places = self._on_device(blocks)
+        for cache in self.caches:
+            cache.index_fill_(0, places, 0)
+
+    def launch(self, forward: Forward) -> Enqueued:
+        tables = list(self._tables(forward))
+        size = next(size for size in self._SIZES if size >= max(map(len, tables)))
+        for static, table in zip(self._static, tables, strict=True):
+            static[:size].copy_(self._on_device(table + [0] * (size - len(table))))
+        self._graphs[size].replay()
+        told = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        told.copy_(self._wrong, non_blocking=True)
+        return Enqueued(torch.cuda.current_stream().record_event(), told)
+
+    def _captured(self, size: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._forward(size)
+        return graph
+
+    def _forward(self, size: int) -> None:
+        for _ in range(self._setup.busy):
+            torch.matmul(self._matrix, self._matrix, out=self._product)
+        tables = (static[:size] for static in self._static)
+        content.forward(self.caches, self._setup.block_tokens, self._wrong, *tables)
+
+    def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
+        # Not from pageable memory: torch would wait for the device, and the host could not run ahead of it.
+        host = torch.tensor(numbers, dtype=torch.int64).pin_memory()
+        return host.to(self._name, non_blocking=True)
+
+    def _unmappable(self, nbytes: int) -> Memory:
+        return CudaMemory(nbytes, torch.cuda.current_device())
+
+
+@attrs.frozen
+class _CudaArena(CpuConfig):
+    """The arena and the mover that serve; jobs may be made to fail before they begin."""
+
+    kind: type[DeviceMover] = attrs.field(kw_only=True)
+    fails: Callable[[], bool] = attrs.field(kw_only=True)
+
+    def attach(self, handle: str, cache: PagedKVCache) -> Mover:
+        mover = super().attach(handle, cache)
+        mover.__class__ = self.kind  # with a bug, if one is planted
+        return _FailingMover(mover, self.fails)
+
+
+class _FailingMover(Mover):
+    def __init__(self, mover: DeviceMover, fails: Callable[[], bool]):
+        self._mover, self._fails = mover, fails
+
+    def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
+        self._may_fail(job)
+        self._mover.store(job, pages, slots)
+
+    def load(self, job: int, slots: Sequence[int], pages: PageList) -> None:
+        self._may_fail(job)
+        self._mover.load(job, slots, pages)
+
+    def finished(self) -> Sequence[JobResult]:
+        return self._mover.finished()
+
+    def wait(self, jobs: Collection[int], timeout: float = math.inf) -> None:
+        self._mover.wait(jobs, timeout)
+
+    def fence(self, jobs: Collection[int]) -> None:
+        self._mover.fence(jobs)
+
+    def facts(self) -> Mapping[str, str]:
+        return self._mover.facts()
+
+    def close(self) -> None:
+        self._mover.close()
+
+    def _may_fail(self, job: int) -> None:
+        if job > 0 and self._fails():  # those of the self-test have other numbers
+            raise BackendError("this job was to fail")
+
+
+@attrs.frozen
+class _SimulatedArena(CpuConfig):
+    """The arena as it is, reached by another mover."""
+
+    open_mover: Callable[[str, PagedKVCache], Mover] = attrs.field(kw_only=True)
+
+    def attach(self, handle: str, cache: PagedKVCache) -> Mover:
+        return self.open_mover(handle, cache)

@@ -1,0 +1,58 @@
+"""The shape of an engine: what both of its processes must know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import attrs
+
+import kvtier_cpu.plugin
+import kvtier_disk.plugin
+from kvtier_core.config.load import load_config
+from kvtier_core.config.model import StackConfig
+from kvtier_core.config.registry import Registry
+from kvtier_core.layouts import ChunkLayout
+from kvtier_core.testing.samples import make_group
+
+
+@attrs.frozen
+class Setup:
+    """By default small, so that blocks and slots are used again soon."""
+
+    device: str = "cpu"  #: ``cuda:0`` for a real one
+    seed: int = 0
+    ranks: int = 1
+    block_tokens: int = 4
+    chunk_tokens: int = 8
+    token_words: tuple[int, ...] = (2, 6)  #: of each layer, words of 8 bytes that a token has
+    blocks: int = 48  #: of which block 0 belongs to nobody
+    slots: int = 24
+    budget: int = 16  #: tokens that a request computes in a step
+    active: int = 6  #: requests at a time
+    prompt_tokens: int = 72  #: of the longest prompt
+    failures: float = 0.0  #: of the chunks, or on a GPU of the jobs, that are copied
+    zeroes: bool = False  #: the engine zeroes new blocks before it calls a connector, as vLLM does for hybrid models
+    sleeps: bool = False  #: its pages can be unmapped
+    busy: int = 0  #: matrices that each forward multiplies besides, on a GPU
+    disk: Path | None = None  #: the folder of a tier below the arena
+    bug: str = ""  #: one of `bugs.BUGS`
+
+    @property
+    def layout(self) -> ChunkLayout:
+        pages = [8 * words * self.block_tokens for words in self.token_words]
+        group = make_group(pages, block_tokens=self.block_tokens)
+        return ChunkLayout([group], self.chunk_tokens, self.ranks)
+
+    @property
+    def stack(self) -> StackConfig:
+        frame = self.layout.frame_nbytes
+        tiers: list[Mapping[str, str]] = [
+            {"type": "cpu", "capacity": f"{self.slots * frame}B", "eviction": "lru", "huge_pages": "off"}
+        ]
+        if self.disk:
+            disk = {"type": "disk", "path": str(self.disk), "capacity": f"{400 * frame}B", "min_free": "0B"}
+            tiers.append(disk | {"eviction": "lru"})
+        # Answers are loaded too, so that chunks end where requests still write.
+        values = {"version": 1, "chunk_tokens": self.chunk_tokens, "load_wait": "10s", "save_decode": True}
+        return load_config(values | {"tiers": tiers}, Registry.of(kvtier_cpu.plugin, kvtier_disk.plugin))
