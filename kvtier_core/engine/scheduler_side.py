@@ -232,6 +232,8 @@ class SchedulerSide:
         state = self._requests.finish(view.request_id)
         if state:
             self._loads.release(state)
+        if not self._requests:  # there may be no further step to tell it in
+            self.events.watch(self.manager.usage, now=True)
         if state and self._recorder:
             self._recorder.record(
                 state.since,

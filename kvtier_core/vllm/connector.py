@@ -40,7 +40,7 @@ from kvtier_core.vllm.guard import guarded
 from kvtier_core.vllm.hit_sources import as_vllm_says
 from kvtier_core.vllm.identity import model_weights
 from kvtier_core.vllm.metadata import StepPlanMetadata, WorkerProgressMetadata
-from kvtier_core.vllm.metrics import KVTierPromMetrics, KVTierStats
+from kvtier_core.vllm.metrics import KVTierPromMetrics, KVTierStats, StatsOfEvents
 from kvtier_core.vllm.requests.tracker import RequestTracker
 from kvtier_core.vllm.startup import Refusal, Startup, read_config
 from kvtier_core.vllm.steps import result_of, step_of
@@ -64,6 +64,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self.side: SchedulerSide | WorkerSide | None = None
         self._requests: RequestTracker | None = None  # scheduler
         self._tables: Tables | None = None  # scheduler
+        self._stats = StatsOfEvents()  # scheduler
         self._reports: Sequence[WorkerReport] | reports.NoReports = ()  # scheduler
         self._promised: list[str] = []  # scheduler: requests whose load is in no plan yet
         self._awaited: set[str] = set()  # worker: requests whose load has not ended
@@ -140,6 +141,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._requests = RequestTracker()
         self._tables = Tables.of(self._kv_cache_config, self._vllm_config.parallel_config)
         self.side = opened
+        self.side.events.listeners.append(self._stats.observe)
 
     def _refuse(self, reason: str) -> None:
         self._refusal = reason
@@ -212,14 +214,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self.side.progress(result_of(connector_output))
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What each tier saved since the last call. vLLM calls the scheduler's connector once after each step."""
+        """What was counted since the last call. vLLM calls the scheduler's connector once after each step."""
         return self._step_ended() if self.role is KVConnectorRole.SCHEDULER else None
 
     @guarded()
     def _step_ended(self) -> KVConnectorStats | None:
         self.side.step_ended()
-        saved = self.side.savings.take_news()
-        return KVTierStats.of(saved) if saved else None
+        return self._stats.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
