@@ -89,6 +89,11 @@ class SchedulerSide:
         self._new_blocks: set[int] = set()
         self._logged_stall: float | None = None
 
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk."""
+        return self._layout.tokens
+
     def describe(self) -> Iterator[str]:
         """What is stored of each group of layers, and where requests can continue; empty if that is everywhere."""
         return self._boundaries.describe() if self._boundaries else iter(())
@@ -161,6 +166,11 @@ class SchedulerSide:
             self._log_hit(state, tokens)
             if not tokens:
                 self._count(state, {})
+
+    def keys(self, request_id: str) -> Sequence[ChunkKey]:
+        """Those of a request's whole chunks that are known so far; none of a request that is bypassed."""
+        state = self._requests.get(request_id)
+        return state.keys if state else ()
 
     def sources(self, request_id: str) -> Mapping[str, int]:
         """Tokens of the load that was just admitted, by the tier that supplied them."""

@@ -6,12 +6,13 @@ A side that raises an exception is disabled, the reason is logged, and the engin
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -34,7 +35,7 @@ from kvtier_core.engine.messages import StepPlan, WorkerReport
 from kvtier_core.engine.scheduler_side import SchedulerSide
 from kvtier_core.engine.worker_side import WorkerSide
 from kvtier_core.transfer.io_pool import run
-from kvtier_core.vllm import groups, layout, speculation, versions
+from kvtier_core.vllm import groups, kv_events, layout, speculation, versions
 from kvtier_core.vllm.groups import Tables
 from kvtier_core.vllm.guard import guarded
 from kvtier_core.vllm.hit_sources import as_vllm_says
@@ -65,6 +66,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._requests: RequestTracker | None = None  # scheduler
         self._tables: Tables | None = None  # scheduler
         self._stats = StatsOfEvents()  # scheduler
+        self._kv_events: kv_events.KVEvents | None = None  # scheduler
         self._reports: Sequence[WorkerReport] | reports.NoReports = ()  # scheduler
         self._promised: list[str] = []  # scheduler: requests whose load is in no plan yet
         self._awaited: set[str] = set()  # worker: requests whose load has not ended
@@ -141,7 +143,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._requests = RequestTracker()
         self._tables = Tables.of(self._kv_cache_config, self._vllm_config.parallel_config)
         self.side = opened
-        self.side.events.listeners.append(self._stats.observe)
+        opened.events.listeners.append(self._stats.observe)
+        if not kv_events.why_not(self._vllm_config, self._kv_cache_config):
+            hashed = self._kv_cache_config.hash_block_size
+            self._kv_events = kv_events.KVEvents(self.config, opened.chunk_tokens, hashed)
+            opened.events.listeners.append(self._kv_events.observe)
 
     def _refuse(self, reason: str) -> None:
         self._refusal = reason
@@ -159,6 +165,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded()
     def _arrived(self, request: Request) -> None:
         self.side.arrived(self._requests.view(request))
+        self._name_blocks(request)
 
     @guarded((0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -222,6 +229,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self.side.step_ended()
         return self._stats.take()
 
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Which blocks came to a tier or left it, for those who subscribe to vLLM's events."""
+        return self._kv_events.take() if self._kv_events else ()
+
+    def _name_blocks(self, request: Request) -> None:
+        if self._kv_events:
+            self._kv_events.name(request, self.side.keys(request.request_id))
+
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
         """The report that another process made of `get_kv_connector_stats`."""
@@ -260,7 +275,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             logger.info("kvtier: vLLM reset its caches; what is stored is kept: on_reset is keep")
             return True
         logger.info("kvtier: vLLM reset its caches; what is stored is invalidated: weights may have changed")
-        return self.side.invalidate_all()
+        ended = self.side.invalidate_all()
+        if self._kv_events:
+            self._kv_events.clear()
+        return ended
 
     # -- a worker's connector ------------------------------------------------------------------------------
 
@@ -326,5 +344,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Drop a side that failed. Loads that vLLM waits for are reported as failed: `_promised` and `_awaited`."""
         side, self.side = self.side, None
         self._refusal = "kvtier failed before; see the log"
+        if self._kv_events:
+            self._kv_events.clear()
         if isinstance(side, WorkerSide) and run(side.close).error is not None:
             logger.error("kvtier: a copy may still be under way")
