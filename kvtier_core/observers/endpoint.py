@@ -138,7 +138,8 @@ class _OwnersSocket(socketserver.UnixStreamServer):
             try:
                 probe.connect(str(self._path))
             except ConnectionRefusedError:
-                self._path.unlink()
+                if self._path.is_socket():  # a file of another kind is left alone, and the bind fails
+                    self._path.unlink()
             else:
                 raise OSError(errno.EADDRINUSE, f"another process serves {self._path}")
         super().server_bind()
