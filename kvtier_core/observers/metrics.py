@@ -44,7 +44,7 @@ BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 _OPERATION = ("tier", "operation")
 _REASON = ("tier", "reason")
 _COUNTERS = {
-    "kvtier_query_tokens": "Tokens of requests that neither the engine nor a tier above had: hits, misses and bypasses",
+    "kvtier_query_tokens": "Tokens that neither the engine nor a tier above had",
     "kvtier_hit_tokens": "Tokens whose KV was loaded from the tier",
     "kvtier_miss_tokens": "Tokens that the tier did not have",
 }
@@ -58,11 +58,13 @@ _GAUGES = {
 }
 METRICS = (
     *(Metric(name, MetricType.COUNTER, text) for name, text in _COUNTERS.items()),
-    Metric("kvtier_bypass_tokens", MetricType.COUNTER, "Tokens that were not looked up, or sooner computed", _REASON),
+    Metric(
+        "kvtier_bypass_tokens", MetricType.COUNTER, "Tokens that were not looked up, or were sooner computed", _REASON
+    ),
     Metric("kvtier_avoided_seconds", MetricType.COUNTER, "Seconds of computing that loading made unnecessary"),
     Metric("kvtier_waited_seconds", MetricType.COUNTER, "Seconds that requests waited for the tier"),
-    Metric("kvtier_chunks", MetricType.COUNTER, "Frames to which anything else happened", ("tier", "event")),
-    Metric("kvtier_moved_bytes", MetricType.COUNTER, "Bytes of the frames that were moved", _OPERATION),
+    Metric("kvtier_chunks", MetricType.COUNTER, "Frames to which anything else happened, by event", ("tier", "event")),
+    Metric("kvtier_moved_bytes", MetricType.COUNTER, "Bytes of the frames that were moved, or deleted", _OPERATION),
     Metric("kvtier_operation_seconds", MetricType.HISTOGRAM, "Seconds that one operation took", _OPERATION),
     Metric("kvtier_evicted_chunks", MetricType.COUNTER, "Frames that left the tier", _REASON),
     Metric("kvtier_rejected_chunks", MetricType.COUNTER, "Frames that the tier did not take", _REASON),
