@@ -144,10 +144,15 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._tables = Tables.of(self._kv_cache_config, self._vllm_config.parallel_config)
         self.side = opened
         opened.events.listeners.append(self._stats.observe)
-        if not kv_events.why_not(self._vllm_config, self._kv_cache_config):
-            hashed = self._kv_cache_config.hash_block_size
-            self._kv_events = kv_events.KVEvents(self.config, opened.chunk_tokens, hashed)
-            opened.events.listeners.append(self._kv_events.observe)
+        if kv_events.wanted(self._vllm_config):
+            self._tell_routers(opened)
+
+    def _tell_routers(self, side: SchedulerSide) -> None:
+        if obstacle := kv_events.obstacle(self._kv_cache_config):
+            logger.info("kvtier: vLLM's KV events say nothing of these tiers: %s", obstacle)
+            return
+        self._kv_events = kv_events.KVEvents(self.config, side.chunk_tokens, self._kv_cache_config.hash_block_size)
+        side.events.listeners.append(self._kv_events.observe)
 
     def _refuse(self, reason: str) -> None:
         self._refusal = reason

@@ -30,11 +30,13 @@ _HELD = {EventKind.STORED, EventKind.PROMOTED, EventKind.WRITTEN, EventKind.READ
 _GONE = {EventKind.EVICTED, EventKind.MISSING, EventKind.CORRUPT, EventKind.INCOMPATIBLE}
 
 
-def why_not(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Why no events are told; empty if they are."""
-    wanted = vllm_config.kv_events_config
-    if wanted is None or not wanted.enable_kv_cache_events:
-        return "vLLM's kv_events_config does not ask for them"
+def wanted(vllm_config: VllmConfig) -> bool:
+    """Does vLLM publish events?"""
+    return vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events
+
+
+def obstacle(kv_cache_config: KVCacheConfig) -> str:
+    """What keeps an engine's tiers out of these events; empty if nothing does."""
     if to_event_extra_keys is None:
         return "this vLLM has another form of events"
     if len(kv_cache_config.kv_cache_groups) > 1:
