@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
+import tiny_hybrids
 import zmq
 from conftest import BLOCK, CHUNK, cpu, cpu_and_disk, prompt
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+
+from kvtier_core.engine.scheduler_side import SchedulerSide
 
 ASKED = prompt(160, 10 * CHUNK + 3)
 OTHER = prompt(161, 10 * CHUNK + 3)
@@ -142,3 +145,33 @@ def test_nothing_is_collected_that_nobody_wants(engine):
         served.ask(ASKED)
         assert served.connector._kv_events is None
         assert list(served.connector.take_events()) == []
+
+
+def test_what_cannot_be_loaded_any_more_is_taken_back(engine, router, monkeypatch):
+    with engine(cpu(), kv_events_config=router.config, enable_prefix_caching=True) as served:
+        router.join(served)
+        served.ask(ASKED, tokens=1)
+        served.settle()
+        served.ask(prompt(162, BLOCK), tokens=1)
+        router.listen()
+        assert len(router.held["CPU"]) == 10 * CHUNK // BLOCK
+        monkeypatch.setattr(SchedulerSide, "match", lambda self, *args, **options: 1 / 0)
+        served.ask(prompt(163, BLOCK), tokens=1)
+        assert served.connector.side is None, "kvtier has failed"
+        served.ask(prompt(164, BLOCK), tokens=1)
+        router.listen()
+        assert not router.held["CPU"]
+
+
+def test_a_hybrid_models_tiers_are_not_told_and_the_log_says_why(engine, router, tmp_path, said):
+    tiny_hybrids.make("gemma3", tmp_path)
+    with engine(
+        cpu(chunk_tokens="auto"), kv_events_config=router.config, enable_prefix_caching=True, model=tmp_path
+    ) as served:
+        assert any(line.startswith("kvtier: vLLM's KV events say nothing of these tiers: ") for line in said())
+        router.join(served)
+        served.ask(ASKED, tokens=1)
+        served.settle()
+        served.ask(prompt(162, BLOCK), tokens=1)
+        router.listen()
+        assert {event.medium for event in router.events} == {"GPU"}
