@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 
 import pytest
 from source_copy import ROOT
 
+from kvtier_core.config.compose import open_observers
+from kvtier_core.config.load import load_config
+from kvtier_core.config.registry import Registry
 from kvtier_core.engine.scheduler.accounting import DECLINED, NOT_ASKED
 from kvtier_core.observers.metrics import METRICS, MetricType, Readings
+from kvtier_core.testing.samples import make_context
 from kvtier_core.types import Event, EventKind, Usage
 
 DOCUMENT = (ROOT / "docs/metrics.md").read_text()
@@ -51,7 +56,7 @@ def test_the_document_has_the_table_of_the_code():
 
 
 def test_the_document_names_no_other_metric():
-    named = set(re.findall(r"\bkvtier_[a-z_]+\b", DOCUMENT)) - {"kvtier_observers", "kvtier_core"}
+    named = set(re.findall(r"\bkvtier_[a-z_]+\b", DOCUMENT)) - {"kvtier_observers", "kvtier_core", "kvtier_minimal"}
     assert {name.removesuffix("_total") for name in named} == OF_A_NAME.keys()
 
 
@@ -89,6 +94,26 @@ def test_what_is_counted_of_an_event_is_counted_once():
 
 def test_the_reasons_of_bypasses_are_documented():
     assert f"`{DECLINED}`" in DOCUMENT and f"`{NOT_ASKED}`" in DOCUMENT
+
+
+def test_the_observer_of_the_document_works(tmp_path, monkeypatch, capsys):
+    (source,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+    (tmp_path / "rings_a_bell.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    plugin = importlib.import_module("rings_a_bell")
+    written = {"version": 1, "tiers": [{"type": "heap", "capacity": "1GiB"}], "observers": [{"type": "bell"}]}
+    ((_, observer),) = open_observers(load_config(written, Registry.of(plugin)), make_context())
+    observer.observe([Event(EventKind.BREAKER_OPEN, "cpu")])
+    assert capsys.readouterr().out == ""
+    observer.observe([Event(EventKind.BREAKER_OPEN, "disk")])
+    assert capsys.readouterr().out == "\a"
+
+
+def test_the_configuration_of_the_document_is_one(tmp_path):
+    (written,) = re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL)
+    file = tmp_path / "kvtier.yaml"
+    file.write_text(written.replace("type: cpu", "type: heap"))
+    assert [each.type for each in load_config(file, Registry.of()).observers] == ["prometheus", "jsonl"]
 
 
 # -- the dashboard -------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ class SchedulerSide:
                 self._count(state, {})
 
     def keys(self, request_id: str) -> Sequence[ChunkKey]:
-        """Those of a request's whole chunks that are known so far; none of a request that is bypassed."""
+        """Those of a request's whole chunks that are known so far; none if its KV depends on what is not known."""
         state = self._requests.get(request_id)
         return state.keys if state else ()
 
