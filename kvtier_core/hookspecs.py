@@ -12,13 +12,13 @@ and in that module, for instance::
         return [MineConfig]
 
 The module and the Configs in it import nothing but the standard library and the dependencies of kvtier itself. Each
-hook that offers something returns a list of Config classes. A name that two plugins offer must be written in full in
+hook returns a list of Config classes. A name that two plugins offer must be written in full in
 YAML: ``type: disk@kvtier-disk:disk``, the name and the plugin as `kvtier plugins` shows it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import pluggy
 
@@ -26,10 +26,10 @@ from kvtier_core.interfaces import (
     ArenaConfig,
     BackendConfig,
     EvictionConfig,
+    ObserverConfig,
     SerializerConfig,
     TokenDatabaseConfig,
 )
-from kvtier_core.types import Event
 
 #: The major version of the plugin interface is part of the group's name.
 GROUP = "kvtier.v1"
@@ -59,5 +59,5 @@ def kvtier_serializers() -> Iterable[type[SerializerConfig]]:
 
 
 @hookspec
-def kvtier_observe(events: Sequence[Event]) -> None:
-    """Called with the events of a step, on the owner's thread. Must not block; if it raises, it is not called again."""
+def kvtier_observers() -> Iterable[type[ObserverConfig]]:
+    """What ``observers[].type`` may name."""

@@ -84,11 +84,14 @@ class Namespace:
 
 
 class EventKind(enum.Enum):
-    """What can happen to chunks of a tier."""
+    """What can happen to chunks of a tier, and to requests that look there."""
 
     STORED = "stored"  #: a chunk of the engine became READY in an arena
     PROMOTED = "promoted"  #: a chunk was read from a tier below, verified, and is READY in an arena
+    LOADED = "loaded"  #: the engine has copied chunks of an arena into its pages
+    READ = "read"  #: a store tier has read frames, which passed verification
     WRITTEN = "written"  #: a tier has stored a frame
+    ASKED = "asked"  #: a shared store has said which of these frames it has
     EVICTED = "evicted"  #: a tier dropped a chunk to make room
     REJECTED = "rejected"  #: a tier did not take a chunk: no room, too much in flight, or its policy
     MISSING = "missing"  #: a frame was gone from a store whose index had it
@@ -97,17 +100,13 @@ class EventKind(enum.Enum):
     IO_ERROR = "io_error"  #: a store raised
     BREAKER_OPEN = "breaker_open"  #: a tier failed repeatedly and is not called for a while
     BREAKER_CLOSED = "breaker_closed"  #: the tier works again
-
-
-@attrs.frozen
-class Event:
-    """Something that happened to chunks of one tier."""
-
-    kind: EventKind
-    tier: str  #: its name
-    keys: tuple[ChunkKey, ...] = ()
-    nbytes: int = 0  #: of their frames, in all
-    why: str = ""  #: in plain words
+    QUERIED = "queried"  #: a request had tokens that no tier above supplied
+    HIT = "hit"  #: of these, what the tier supplied
+    MISSED = "missed"  #: what it did not have
+    BYPASSED = "bypassed"  #: what was not asked for, or is sooner computed than loaded
+    AVOIDED = "avoided"  #: computing that a load made unnecessary, in seconds
+    WAITED = "waited"  #: a request waited for the tier, in seconds
+    USAGE = "usage"  #: what the tier holds has changed; told once a second at most
 
 
 @attrs.frozen
@@ -120,6 +119,22 @@ class Usage:
     capacity: int  #: in bytes
     pins: int = 0  #: of an arena: slots in use by requests and tiers, counted once for each use
     inflight: int = 0  #: of a store tier: bytes on their way to it or from it
+    can_read: bool = True  #: False while a breaker, or a call that hangs, keeps reads from a store tier
+    can_write: bool = True  #: the same for writes
+
+
+@attrs.frozen
+class Event:
+    """Something that happened to chunks of one tier, or to a request that looked there."""
+
+    kind: EventKind
+    tier: str  #: its name
+    keys: tuple[ChunkKey, ...] = ()
+    nbytes: int = 0  #: of their frames, in all
+    why: str = ""  #: in plain words
+    seconds: float = 0.0  #: that it took; 0 if it took no time, or is not known
+    tokens: int = 0  #: of a request
+    usage: Usage | None = None  #: of USAGE alone
 
 
 _SIZE = re.compile(r"([0-9]+)\s*(B|KiB|MiB|GiB|TiB|PiB)")

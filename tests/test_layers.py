@@ -15,7 +15,13 @@ ROOT = Path(__file__).parents[1]
 CORE = "kvtier_core"
 
 #: From the ground up.
-FLOORS = ["errors types layouts native _native", "interfaces hookspecs", "frames transfer", "stack", "policies builtin"]
+FLOORS = [
+    "errors types layouts native _native",
+    "interfaces hookspecs",
+    "frames transfer",
+    "stack",
+    "policies observers builtin",
+]
 FLOORS += ["config", "engine", "vllm simulate testing", "cli"]
 #: What a plugin may use of the core. Its tests may also use `testing`.
 FOR_PLUGINS = {"types", "layouts", "interfaces", "errors", "hookspecs", "transfer"}

@@ -6,6 +6,8 @@ from kvtier_core.builtin.chained import ChainedConfig
 from kvtier_core.builtin.heap import HeapConfig
 from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.hookspecs import hookimpl
+from kvtier_core.observers.jsonl import JsonLinesConfig
+from kvtier_core.observers.prometheus import PrometheusConfig
 from kvtier_core.policies.arc import ArcConfig
 from kvtier_core.policies.fifo import FifoConfig
 from kvtier_core.policies.gittins import GittinsConfig
@@ -45,3 +47,8 @@ def kvtier_token_databases():
 @hookimpl
 def kvtier_serializers():
     return [RawConfig]
+
+
+@hookimpl
+def kvtier_observers():
+    return [JsonLinesConfig, PrometheusConfig]

@@ -41,7 +41,10 @@ def run(options: argparse.Namespace) -> int:
 def _settings(config: StackConfig) -> Iterator[tuple[str, str]]:
     for i, tier in enumerate(config.tiers):
         yield from _of_tier(tier, config.path_of(i))
-    yield from _of_fields(config, "$", but=("tiers", "_places", "_plugins"))
+    yield from _of_fields(config, "$", but=("tiers", "observers", "_places", "_plugins"))
+    for i, observer in enumerate(config.observers):
+        yield f"$.observers[{i}].type", observer.type
+        yield from _of_fields(observer, f"$.observers[{i}]")
 
 
 def _of_tier(tier: ArenaTierConfig | StoreTierConfig, path: str) -> Iterator[tuple[str, str]]:

@@ -24,6 +24,7 @@ from kvtier_core.interfaces import (
     Backend,
     EvictionPolicy,
     Mover,
+    Observer,
     OpenContext,
     PagedKVCache,
     Serializer,
@@ -103,6 +104,25 @@ def open_token_database(config: StackConfig, namespace: Namespace) -> TokenDatab
     chosen, path = config.token_database, "$.token_database"
     call = _Call(config.plugin_of(chosen), "the token database", path, config.problem)
     return call.returns(TokenDatabase, lambda: chosen.open(namespace, config.chunk_tokens))
+
+
+def open_observers(config: StackConfig, ctx: OpenContext) -> list[tuple[str, Observer]]:
+    """The observers of a configuration, by the names that the log gives them.
+
+    Raises ConfigError with everything that is wrong with every observer; then none stays open.
+    """
+    collector, opened = ProblemCollector(), []
+    with contextlib.ExitStack() as closing:
+        for i, chosen in enumerate(config.observers):
+            name = f"observer {chosen.type}"
+            call = _Call(config.plugin_of(chosen), name, f"$.observers[{i}]", config.problem)
+            with collector:
+                observer = call.returns(Observer, functools.partial(chosen.open, ctx))
+                closing.callback(run, observer.close)
+                opened.append((f"{name} ($.observers[{i}])", observer))
+        collector.raise_if_any()
+        closing.pop_all()
+    return opened
 
 
 def attach(tier: ArenaTierConfig, handle: str, cache: PagedKVCache) -> Mover:

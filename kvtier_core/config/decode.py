@@ -13,11 +13,18 @@ import attrs
 from kvtier_core.config.scalars import NUMBERS, SCALARS, Choose, Read, Unavailable, guess, number, one_of, read_text
 from kvtier_core.config.yaml_nodes import Node, ProblemCollector
 from kvtier_core.errors import ConfigError, ContractError
-from kvtier_core.interfaces import ArenaConfig, BackendConfig, EvictionConfig, SerializerConfig, TokenDatabaseConfig
+from kvtier_core.interfaces import (
+    ArenaConfig,
+    BackendConfig,
+    EvictionConfig,
+    ObserverConfig,
+    SerializerConfig,
+    TokenDatabaseConfig,
+)
 
 T = TypeVar("T")
 
-_FAMILIES = (ArenaConfig, BackendConfig, EvictionConfig, SerializerConfig, TokenDatabaseConfig)
+_FAMILIES = (ArenaConfig, BackendConfig, EvictionConfig, ObserverConfig, SerializerConfig, TokenDatabaseConfig)
 
 
 def reader(annotation: Any) -> Read:

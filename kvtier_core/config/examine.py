@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -12,7 +11,14 @@ import pluggy
 from kvtier_core import hookspecs
 from kvtier_core.config.decode import settings
 from kvtier_core.errors import ContractError
-from kvtier_core.interfaces import ArenaConfig, BackendConfig, EvictionConfig, SerializerConfig, TokenDatabaseConfig
+from kvtier_core.interfaces import (
+    ArenaConfig,
+    BackendConfig,
+    EvictionConfig,
+    ObserverConfig,
+    SerializerConfig,
+    TokenDatabaseConfig,
+)
 from kvtier_core.transfer.io_pool import run
 
 
@@ -32,6 +38,7 @@ KINDS = {
     "eviction policy": Kind("kvtier_eviction_policies", (EvictionConfig,)),
     "token database": Kind("kvtier_token_databases", (TokenDatabaseConfig,)),
     "serializer": Kind("kvtier_serializers", (SerializerConfig,)),
+    "observer": Kind("kvtier_observers", (ObserverConfig,)),
 }
 _HOOKS = [name for name in vars(hookspecs) if name.startswith("kvtier_")]
 
@@ -69,8 +76,8 @@ class Offer:
         return "arena" if issubclass(self.config, ArenaConfig) else "store tier"
 
 
-def examine(plugin: str, version: str, implementation: Any) -> tuple[list[Offer], Callable[..., Any] | None]:
-    """What a plugin offers, and its hook for events if it has one.
+def examine(plugin: str, version: str, implementation: Any) -> list[Offer]:
+    """What a plugin offers.
 
     Raises ContractError, or any exception of pluggy or the plugin, if anything is wrong: then nothing of it is used.
     """
@@ -89,8 +96,7 @@ def examine(plugin: str, version: str, implementation: Any) -> tuple[list[Offer]
     for kind, name in names:
         if names.count((kind, name)) > 1:
             raise ContractError(f"offers {kind} '{name}' twice")
-    observe = manager.hook.kvtier_observe
-    return offers, observe if observe.get_hookimpls() else None
+    return offers
 
 
 def _must_be_marked(manager: pluggy.PluginManager, implementation: Any) -> None:

@@ -11,7 +11,14 @@ import attrs
 from kvtier_core.builtin.chained import ChainedConfig
 from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.errors import ConfigError, Problem
-from kvtier_core.interfaces import ArenaConfig, BackendConfig, EvictionConfig, SerializerConfig, TokenDatabaseConfig
+from kvtier_core.interfaces import (
+    ArenaConfig,
+    BackendConfig,
+    EvictionConfig,
+    ObserverConfig,
+    SerializerConfig,
+    TokenDatabaseConfig,
+)
 from kvtier_core.policies.gittins import GittinsConfig
 from kvtier_core.types import EnvSecret, Nbytes, Seconds
 
@@ -136,6 +143,7 @@ class StackConfig:
     #: for which: ``keep`` is for an engine whose weights never change while it runs.
     on_reset: Literal["forget", "keep"] = "forget"
     record: RecordConfig | None = None
+    observers: tuple[ObserverConfig, ...] = ()  #: what is told of every event
     _places: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)  # by path: file and line
     _plugins: Mapping[type, str] = attrs.field(factory=dict, eq=False, repr=False)  # by Config class: its plugin
 
@@ -164,10 +172,12 @@ class StackConfig:
         return Problem(self._places[max(written, key=len)] if written else "StackConfig", path, why, hint)
 
     def describe(self) -> Iterator[str]:
-        """A line for each tier that names the plugins chosen for it."""
+        """A line for each tier that names the plugins chosen for it, and one for each observer."""
         for tier in self.tiers:
             serializer = f", serializer {tier.serializer.type}" if isinstance(tier, StoreTierConfig) else ""
             yield f"{tier.name}: {self.plugin_of(tier.config)}, eviction policy {tier.eviction.type}{serializer}"
+        for observer in self.observers:
+            yield f"observer {observer.type}: {self.plugin_of(observer)}"
 
     def check_engine(self, block_size: int) -> None:
         """Raise ConfigError if the stack does not suit an engine whose blocks have so many tokens."""

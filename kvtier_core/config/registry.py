@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -15,7 +15,6 @@ from kvtier_core.config.decode import Unavailable, guess
 from kvtier_core.config.examine import KINDS, Offer, examine
 from kvtier_core.errors import KvtierError
 from kvtier_core.transfer.io_pool import run
-from kvtier_core.types import Event
 
 __all__ = ["KINDS", "Broken", "Offer", "Registry"]
 
@@ -43,11 +42,10 @@ class Registry:
     """All offers of all plugins, by kind and name. No result depends on the order of plugins."""
 
     def __init__(self, version: str = "", log: logging.Logger = _LOG) -> None:
-        """Begin with the core's own plugin, of this ``version``. Errors of observers are logged to ``log``."""
+        """Begin with the core's own plugin, of this ``version``. Problems are logged to ``log``."""
         self.broken: list[Broken] = []
         self._log = log
         self._offers: list[Offer] = []
-        self._observers: list[tuple[str, str, Callable[..., Any]]] = []  # plugin, version, hook
         self._add("kvtier:builtin", version, lambda: builtin)
 
     @classmethod
@@ -110,18 +108,6 @@ class Registry:
             way_out = f"broken and not used: {', '.join(sorted(broken.plugin for broken in self.broken))}"
         return Unavailable(f"no {kind} {name!r} is installed (have: {', '.join(have)})", way_out)
 
-    def observe(self, events: Sequence[Event]) -> None:
-        """Pass events to the observers. One that raises is logged, counts as broken, and is not called again."""
-        for observer in list(self._observers):
-            plugin, version, hook = observer
-            error = run(lambda hook=hook: hook(events=events)).error
-            if error is not None:
-                why = f"kvtier_observe raised {type(error).__name__}: {error}; it is not called again"
-                broken = Broken(plugin, version, _on_one_line(why))
-                self._log.error("kvtier: a plugin is broken: %s", broken, exc_info=error)
-                self.broken.append(broken)
-                self._observers.remove(observer)
-
     def _find(self, kind: str, name: str) -> list[Offer]:
         return [offer for offer in self._offers if offer.kind == kind and name in offer.names]
 
@@ -132,10 +118,7 @@ class Registry:
             why = str(error) if isinstance(error, KvtierError) else f"{type(error).__name__}: {error}"
             self.broken.append(Broken(plugin, version, _on_one_line(why)))
             return
-        offers, observe = outcome.value
-        self._offers += offers
-        if observe is not None:
-            self._observers.append((plugin, version, observe))
+        self._offers += outcome.value
 
 
 def _on_one_line(text: str) -> str:

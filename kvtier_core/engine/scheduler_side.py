@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from kvtier_core.config.compose import open_token_database
 from kvtier_core.config.model import StackConfig
 from kvtier_core.engine.messages import StepPlan, Transfer
+from kvtier_core.engine.observers import Observers
 from kvtier_core.engine.recorder import Recorder
 from kvtier_core.engine.request_view import Bypass, RequestView
+from kvtier_core.engine.scheduler.accounting import looked_up
 from kvtier_core.engine.scheduler.boundaries import Boundaries
 from kvtier_core.engine.scheduler.chunk_pages import PagesOfChunks
 from kvtier_core.engine.scheduler.event_log import EventLog
@@ -24,7 +26,7 @@ from kvtier_core.engine.step import BlockTables, ScheduledRequest, Step, StepRes
 from kvtier_core.interfaces import TokenDatabase
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.interface import Lookup, Stack
-from kvtier_core.types import ChunkKey, Event, Namespace
+from kvtier_core.types import ChunkKey, Event, EventKind, Namespace
 
 logger = logging.getLogger("vllm.kvtier")
 
@@ -56,13 +58,13 @@ class SchedulerSide:
         lookahead: int = 0,
         loads: bool = True,
         stores: bool = True,
-        observe: Callable[[Sequence[Event]], None] = lambda events: None,
+        observers: Observers | None = None,
         recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         """``loads`` and ``stores`` say which of the two this engine does; ``clock`` returns seconds."""
         self.manager = manager
-        self.events = EventLog(observe, clock)
+        self.events = EventLog(observers or Observers(), clock)
         self.namespace = self._first_namespace = namespace
         self._config = config
         self._layout = layout
@@ -78,6 +80,7 @@ class SchedulerSide:
         self._provenance = Provenance([group.block_tokens for group in layout.groups])
         self._loads = Loads(manager, layout)
         self._stores = StoreJobs(manager, layout.ranks, layout.shards)
+        self._tiers = [usage.tier for usage in manager.usage()]
         self._waiting = Waiting(config, clock)
         self.savings = self._waiting.savings
         self._stepped = False  # has the stack been stepped since the last plan?
@@ -85,6 +88,11 @@ class SchedulerSide:
         # that kvtier loads are not among them: the mover's load itself waits for the stores that still read them.
         self._new_blocks: set[int] = set()
         self._logged_stall: float | None = None
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk."""
+        return self._layout.tokens
 
     def describe(self) -> Iterator[str]:
         """What is stored of each group of layers, and where requests can continue; empty if that is everywhere."""
@@ -156,6 +164,13 @@ class SchedulerSide:
         if not state.logged:
             state.logged = True
             self._log_hit(state, tokens)
+            if not tokens:
+                self._count(state, {})
+
+    def keys(self, request_id: str) -> Sequence[ChunkKey]:
+        """Those of a request's whole chunks that are known so far; none if its KV depends on what is not known."""
+        state = self._requests.get(request_id)
+        return state.path if state else ()
 
     def sources(self, request_id: str) -> Mapping[str, int]:
         """Tokens of the load that was just admitted, by the tier that supplied them."""
@@ -170,6 +185,8 @@ class SchedulerSide:
             self.drain(_IDLE_WAIT)
         else:
             self.events.record(self.manager.step())
+        self.events.watch(self.manager.usage, now=step.computes_nothing)
+        self.events.tell(self.savings.take_events())
         self._stepped = False
         self._waiting.speed.planned(sum(request.scheduled for request in step.requests), self._clock())
         self._loads.release_forgotten()
@@ -200,6 +217,8 @@ class SchedulerSide:
         for request_id in self._loads.under_way(result.ended_loads) - failed:
             if state := self._requests.get(request_id):
                 self._waiting.loaded(state)
+                self.events.tell(self._loaded(state))
+                self._count(state, state.sources)
         self._loads.end(result.ended_loads)
         for request_id in failed:
             if state := self._requests.get(request_id):
@@ -223,6 +242,8 @@ class SchedulerSide:
         state = self._requests.finish(view.request_id)
         if state:
             self._loads.release(state)
+        if not self._requests:  # there may be no further step to tell it in
+            self.events.watch(self.manager.usage, now=True)
         if state and self._recorder:
             self._recorder.record(
                 state.since,
@@ -257,12 +278,14 @@ class SchedulerSide:
         if self.namespace is not self._first_namespace:
             self.manager.invalidate_all(self._first_namespace)  # no other process could find a later epoch's
         self.events.record(self.manager.close())
+        self.events.tell(self.savings.take_events())
         if self._recorder:
             self._recorder.close()
         self.events.log_totals()
         for line in self.savings.describe():
             logger.info("kvtier: in all: %s", line)
         self._log_pins()
+        self.events.close()
 
     # -- inside ----------------------------------------------------------------------------------------
 
@@ -304,6 +327,20 @@ class SchedulerSide:
         why = state.reason + (self._waiting.explain(state, tokens) if tokens else "")
         view = state.view
         logger.info("kvtier: %s: hit %d of %d tokens%s: %s", view.request_id, tokens, view.tokens, had, why)
+
+    def _loaded(self, state: RequestState) -> list[Event]:
+        """The load of a request has ended well: an event for each arena that it was loaded from."""
+        seconds = self._clock() - state.load_begun
+        arenas = [tier.name for tier in self._config.arenas]
+        return [
+            Event(EventKind.LOADED, arenas[number], nbytes=nbytes, seconds=seconds)
+            for number, nbytes in state.loaded.items()
+        ]
+
+    def _count(self, state: RequestState, hits: Mapping[str, int]) -> None:
+        """Tell what became of a request's tokens: what was loaded of each tier, after that has ended well."""
+        asked = bool(hits) or not self._why_no_lookup(state)
+        self.events.tell(looked_up(self._tiers, state, hits, self._chunk_tokens, asked=asked))
 
     def _plan_store(
         self, state: RequestState, scheduled: ScheduledRequest, step: Step

@@ -6,6 +6,7 @@
     an eviction policy                         EvictionConfig, EvictionPolicy
     an encoding of stored payloads             SerializerConfig, Serializer
     other names for chunks                     TokenDatabaseConfig, TokenDatabase
+    a log, metrics                             ObserverConfig, Observer
 
 Each of them is opened by a Config: a frozen attrs class that names itself in ``type`` and whose fields are the keys a
 user may write in YAML. The module of a Config imports nothing heavy; its ``open`` does. `kvtier_core.hookspecs` says
@@ -27,6 +28,7 @@ from kvtier_core.interfaces.arena import (
 )
 from kvtier_core.interfaces.context import Medium, OpenContext
 from kvtier_core.interfaces.eviction import MAX_POLICY_STATE_NBYTES, EvictionConfig, EvictionPolicy
+from kvtier_core.interfaces.observer import Observer, ObserverConfig
 from kvtier_core.interfaces.serializer import Serializer, SerializerConfig
 from kvtier_core.interfaces.store_tier import Backend, BackendConfig, Stored
 from kvtier_core.interfaces.token_database import TokenDatabase, TokenDatabaseConfig
@@ -43,6 +45,8 @@ __all__ = [
     "JobResult",
     "Medium",
     "Mover",
+    "Observer",
+    "ObserverConfig",
     "OpenContext",
     "PageList",
     "PageRun",

@@ -115,7 +115,7 @@ class StorageManager(Stack):
         parents = dict(zip(path, (None, *path), strict=False))
         if parts:
             reserved += self._reserve_parts(parts, path)
-        self._reservations.add(holder, {key: parents.get(key) for key in reserved}, plan)
+        self._reservations.add(holder, {key: parents.get(key) for key in reserved}, plan, self._clock())
         return dict(zip(reserved, self._hot.slots(reserved), strict=True))
 
     def _reserve_parts(self, parts: Sequence[ChunkKey], path: Sequence[ChunkKey]) -> list[ChunkKey]:
@@ -134,10 +134,10 @@ class StorageManager(Stack):
         return absent
 
     def commit(self, holder: str, checksums: Mapping[ChunkKey, Sequence[int]] | None = None) -> None:
-        parents, plan = self._reservations.take(holder)
+        parents, plan, since = self._reservations.take(holder)
         kept = self._hot.commit(list(parents), list(parents.values()))
         if kept:
-            self._report(EventKind.STORED, self._hot, kept)
+            self._report(EventKind.STORED, self._hot, kept, seconds=self._clock() - since)
             self._write_through.begin(kept, checksums or {}, plan)
 
     # -- self-test ---------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class StorageManager(Stack):
     def _evicted(self, arena: Arena, keys: Sequence[ChunkKey]) -> None:
         self._leases.evicted(keys)
         if keys:
-            self._report(EventKind.EVICTED, arena, keys)
+            self._report(EventKind.EVICTED, arena, keys, why="for room")
 
     def _has_slot(self, key: ChunkKey) -> bool:
         return any(arena.has_slot(key) for arena in self._arenas)
@@ -274,5 +274,8 @@ class StorageManager(Stack):
     def _pools(self) -> list[Pool]:
         return [self._pool, *(tier.pool for tier in self._tiers)]
 
-    def _report(self, kind: EventKind, arena: Arena, keys: Sequence[ChunkKey], why: str = "") -> None:
-        self._events.append(Event(kind, arena.name, tuple(keys), self._layout.payloads_nbytes(keys), why))
+    def _report(
+        self, kind: EventKind, arena: Arena, keys: Sequence[ChunkKey], why: str = "", seconds: float = 0.0
+    ) -> None:
+        nbytes = self._layout.payloads_nbytes(keys)
+        self._events.append(Event(kind, arena.name, tuple(keys), nbytes, why, seconds))

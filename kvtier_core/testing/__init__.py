@@ -13,6 +13,7 @@ collect the class::
 `ArenaLaws`                 an `ArenaConfig`, its memory and its mover
 `BackendLaws`               a `BackendConfig` whose store belongs to one engine at a time
 `SharedBackendLaws`         a `BackendConfig` whose store several processes use at once (`shared = True`)
+`ObserverLaws`              an `ObserverConfig`
 `PolicyLaws`                an `EvictionConfig`; needs hypothesis
 `SerializerLaws`            a `SerializerConfig`
 `TokenDatabaseLaws`         a `TokenDatabaseConfig`
@@ -47,6 +48,7 @@ _HOMES = {
     "Fault": "faults",
     "FaultyBackend": "faults",
     "Laws": "laws.base",
+    "ObserverLaws": "laws.observers",
     "PolicyLaws": "laws.policies",
     "Proxy": "network",
     "SerializerLaws": "laws.serializers",

@@ -6,12 +6,13 @@ A side that raises an exception is disabled, the reason is logged, and the engin
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -34,13 +35,13 @@ from kvtier_core.engine.messages import StepPlan, WorkerReport
 from kvtier_core.engine.scheduler_side import SchedulerSide
 from kvtier_core.engine.worker_side import WorkerSide
 from kvtier_core.transfer.io_pool import run
-from kvtier_core.vllm import groups, layout, speculation, versions
+from kvtier_core.vllm import groups, kv_events, layout, speculation, versions
 from kvtier_core.vllm.groups import Tables
 from kvtier_core.vllm.guard import guarded
 from kvtier_core.vllm.hit_sources import as_vllm_says
 from kvtier_core.vllm.identity import model_weights
 from kvtier_core.vllm.metadata import StepPlanMetadata, WorkerProgressMetadata
-from kvtier_core.vllm.metrics import KVTierPromMetrics, KVTierStats
+from kvtier_core.vllm.metrics import KVTierPromMetrics, KVTierStats, StatsOfEvents
 from kvtier_core.vllm.requests.tracker import RequestTracker
 from kvtier_core.vllm.startup import Refusal, Startup, read_config
 from kvtier_core.vllm.steps import result_of, step_of
@@ -64,6 +65,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self.side: SchedulerSide | WorkerSide | None = None
         self._requests: RequestTracker | None = None  # scheduler
         self._tables: Tables | None = None  # scheduler
+        self._stats = StatsOfEvents()  # scheduler
+        self._kv_events: kv_events.KVEvents | None = None  # scheduler
         self._reports: Sequence[WorkerReport] | reports.NoReports = ()  # scheduler
         self._promised: list[str] = []  # scheduler: requests whose load is in no plan yet
         self._awaited: set[str] = set()  # worker: requests whose load has not ended
@@ -143,6 +146,16 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._requests = RequestTracker()
         self._tables = Tables.of(self._kv_cache_config, self._vllm_config.parallel_config)
         self.side = opened
+        opened.events.listeners.append(self._stats.observe)
+        if kv_events.wanted(self._vllm_config):
+            self._tell_routers(opened)
+
+    def _tell_routers(self, side: SchedulerSide) -> None:
+        if obstacle := kv_events.obstacle(self._kv_cache_config):
+            logger.info("kvtier: vLLM's KV events say nothing of these tiers: %s", obstacle)
+            return
+        self._kv_events = kv_events.KVEvents(self.config, side.chunk_tokens, self._kv_cache_config.hash_block_size)
+        side.events.listeners.append(self._kv_events.observe)
 
     def _refuse(self, reason: str) -> None:
         self._refusal = reason
@@ -160,6 +173,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded()
     def _arrived(self, request: Request) -> None:
         self.side.arrived(self._requests.view(request))
+        self._name_blocks(request)
 
     @guarded((0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -215,14 +229,21 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self.side.progress(result_of(connector_output))
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What each tier saved since the last call. vLLM calls the scheduler's connector once after each step."""
+        """What was counted since the last call. vLLM calls the scheduler's connector once after each step."""
         return self._step_ended() if self.role is KVConnectorRole.SCHEDULER else None
 
     @guarded()
     def _step_ended(self) -> KVConnectorStats | None:
         self.side.step_ended()
-        saved = self.side.savings.take_news()
-        return KVTierStats.of(saved) if saved else None
+        return self._stats.take()
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Which blocks came to a tier or left it, for those who subscribe to vLLM's events."""
+        return self._kv_events.take() if self._kv_events else ()
+
+    def _name_blocks(self, request: Request) -> None:
+        if self._kv_events:
+            self._kv_events.name(request, self.side.keys(request.request_id))
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -262,7 +283,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             logger.info("kvtier: vLLM reset its caches; what is stored is kept: on_reset is keep")
             return True
         logger.info("kvtier: vLLM reset its caches; what is stored is invalidated: weights may have changed")
-        return self.side.invalidate_all()
+        ended = self.side.invalidate_all()
+        if self._kv_events:
+            self._kv_events.clear()
+        return ended
 
     # -- a worker's connector ------------------------------------------------------------------------------
 
@@ -328,5 +352,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Drop a side that failed. Loads that vLLM waits for are reported as failed: `_promised` and `_awaited`."""
         side, self.side = self.side, None
         self._refusal = "kvtier failed before; see the log"
+        if self._kv_events:
+            self._kv_events.clear()
         if isinstance(side, WorkerSide) and run(side.close).error is not None:
             logger.error("kvtier: a copy may still be under way")

@@ -1,34 +1,33 @@
-"""What the tiers save, as vLLM's metrics: in its log, and at ``/metrics``."""
+"""The table of metrics through vLLM: at its ``/metrics``, and in its log."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import prometheus_client
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvtier_core.engine.scheduler.savings import TierSavings
+from kvtier_core.observers.metrics import BUCKETS, METRICS, Metric, MetricType, Reading, Readings
+from kvtier_core.types import Event
 
-#: By the fields of `TierSavings`.
-_COUNTERS = {
-    "loaded": ("vllm:kvtier_loaded_tokens", "Tokens whose KV was loaded."),
-    "declined": ("vllm:kvtier_declined_tokens", "Tokens whose KV a tier had, and which were sooner computed."),
-    "avoided": ("vllm:kvtier_avoided_seconds", "Seconds of computing that loading made unnecessary."),
-    "waited": ("vllm:kvtier_waited_seconds", "Seconds that requests waited for a tier."),
-}
-_NET = ("vllm:kvtier_net_seconds_saved", "Seconds of computing avoided, less the seconds waited.")
+_METRICS = {metric.name: metric for metric in METRICS}
+#: Joins labels: what vLLM sends from process to process has text as its keys.
+_AND = "|"
 
 
 class KVTierStats(KVConnectorStats):
-    """What each tier saved since the last report: ``data[tier][field of TierSavings]``."""
+    """Readings since the last report: ``data[metric][labels]`` is the sum of a counter, the last value of a gauge, or
+    the list of what a histogram observes."""
 
     @classmethod
-    def of(cls, savings: Mapping[str, TierSavings]) -> KVTierStats:
-        """The report of these savings."""
-        return cls({tier: {name: getattr(each, name) for name in _COUNTERS} for tier, each in savings.items()})
+    def of(cls, readings: Iterable[Reading]) -> KVTierStats:
+        """The report of these readings."""
+        stats = cls({})
+        for name, labels, value in readings:
+            stats._add(name, _AND.join(labels), [value] if _METRICS[name].type is MetricType.HISTOGRAM else value)
+        return stats
 
     def reset(self) -> None:
         """Forget everything."""
@@ -39,23 +38,48 @@ class KVTierStats(KVConnectorStats):
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> KVTierStats:
-        """The sum of both reports."""
-        tiers = self.data.keys() | other.data.keys()
-        return KVTierStats(
-            {tier: dict(Counter(self.data.get(tier, {})) + Counter(other.data.get(tier, {}))) for tier in tiers}
-        )
+        """Both reports as one; ``other`` is the later one."""
+        both = KVTierStats({})
+        for report in (self, other):
+            for name, values in report.data.items():
+                for labels, value in values.items():
+                    both._add(name, labels, value)
+        return both
 
     def reduce(self) -> dict[str, int | float]:
-        """For a line of vLLM's log."""
+        """For a line of vLLM's log: tokens, and seconds saved or waited."""
         return {
-            f"{tier} {name}": round(value, 3)
-            for tier, values in sorted(self.data.items())
-            for name, value in values.items()
+            f"{labels} {name.removeprefix('kvtier_')}": round(value, 3)
+            for name, values in sorted(self.data.items())
+            if _METRICS[name].type is MetricType.COUNTER and _METRICS[name].unit in ("tokens", "seconds")
+            for labels, value in sorted(values.items())
         }
+
+    def _add(self, name: str, labels: str, value: Any) -> None:
+        values = self.data.setdefault(name, {})
+        gauge = _METRICS[name].type is MetricType.GAUGE
+        values[labels] = value if gauge or labels not in values else values[labels] + value
+
+
+class StatsOfEvents:
+    """Collects what the scheduler's connector reports after each step."""
+
+    def __init__(self) -> None:
+        self._readings = Readings()
+        self._news: list[Reading] = []
+
+    def observe(self, events: Sequence[Event]) -> None:
+        """Count events."""
+        self._news += self._readings.of(events)
+
+    def take(self) -> KVTierStats | None:
+        """What came since the last call."""
+        news, self._news = self._news, []
+        return KVTierStats.of(news) if news else None
 
 
 class KVTierPromMetrics(KVConnectorPromMetrics):
-    """The same as Prometheus metrics, with the label ``tier``."""
+    """The same as Prometheus metrics, with vLLM's own labels before those of the table."""
 
     def __init__(
         self,
@@ -65,21 +89,37 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        labels = [*labelnames, "tier"]
-        counter, gauge = metric_types[prometheus_client.Counter], metric_types[prometheus_client.Gauge]
-        self._counters = {
-            name: counter(name=metric, documentation=text, labelnames=labels)
-            for name, (metric, text) in _COUNTERS.items()
-        }
-        metric, text = _NET
-        self._net = gauge(name=metric, documentation=text, labelnames=labels)
-        self._saved: Counter[tuple[int, str]] = Counter()
+        _unregister_former()
+        self._shown = {metric.name: self._make(metric) for metric in METRICS}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add a report of one engine."""
-        for tier, values in transfer_stats_data.items():
-            labels = [*self.per_engine_labelvalues[engine_idx], tier]
-            for name, counter in self._counters.items():
-                counter.labels(*labels).inc(values.get(name, 0))
-            self._saved[engine_idx, tier] += values.get("avoided", 0.0) - values.get("waited", 0.0)
-            self._net.labels(*labels).set(self._saved[engine_idx, tier])
+        for name, values in transfer_stats_data.items():
+            for labels, value in values.items():
+                shown = self._shown[name].labels(*self.per_engine_labelvalues[engine_idx], *labels.split(_AND))
+                match _METRICS[name].type:
+                    case MetricType.COUNTER:
+                        shown.inc(value)
+                    case MetricType.GAUGE:
+                        shown.set(value)
+                    case MetricType.HISTOGRAM:
+                        for each in value:
+                            shown.observe(each)
+
+    def _make(self, metric: Metric) -> Any:
+        own = {"name": metric.name, "documentation": metric.text, "labelnames": [*self._labelnames, *metric.labels]}
+        match metric.type:
+            case MetricType.COUNTER:
+                return self._counter_cls(**own)
+            case MetricType.GAUGE:
+                return self._gauge_cls(**own, multiprocess_mode="mostrecent")
+            case MetricType.HISTOGRAM:
+                return self._histogram_cls(**own, buckets=BUCKETS)
+
+
+def _unregister_former() -> None:
+    """Another engine of this process has begun before: vLLM drops what that registered, but only of its own names."""
+    registry = prometheus_client.REGISTRY
+    for collector in list(registry._collector_to_names):
+        if getattr(collector, "_name", None) in _METRICS:
+            registry.unregister(collector)

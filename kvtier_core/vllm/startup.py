@@ -12,12 +12,13 @@ import vllm
 from vllm.config import KVTransferConfig, VllmConfig
 
 from kvtier_core import native
-from kvtier_core.config.compose import open_stack
+from kvtier_core.config.compose import open_observers, open_stack
 from kvtier_core.config.load import load_config
 from kvtier_core.config.model import StackConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.config.yaml_nodes import shown
 from kvtier_core.engine.messages import WorkerReport
+from kvtier_core.engine.observers import Observers
 from kvtier_core.engine.ranks import Ranks
 from kvtier_core.engine.recorder import Recorder
 from kvtier_core.engine.scheduler_side import SchedulerSide
@@ -115,7 +116,12 @@ class Startup:
             replicas=replicas,
         )
         recorder = Recorder(config, replicas) if config.record else None
-        manager = open_stack(config, context)
+        observers = Observers(open_observers(config, context))
+        try:
+            manager = open_stack(config, context)
+        except ConfigError:
+            observers.close()
+            raise
         before_start = Namespace.of(namespace.facts_before_start(self.vllm_config, weights))
         self._log_stack(manager, config, chunk, context, before_start)
         draft = speculation.draft_model(self.vllm_config)
@@ -127,7 +133,7 @@ class Startup:
             lookahead=draft.lookahead if draft else 0,
             loads=self.transfer.is_kv_consumer,
             stores=self.transfer.is_kv_producer,
-            observe=self.registry.observe,
+            observers=observers,
             recorder=recorder,
         )
         for line in side.describe():

@@ -100,9 +100,9 @@ def test_processes_with_other_options_take_turns_on_one_folder(tmp_path):
     """None of them gets the other's KV, and each gets its own if nobody wrote over it."""
     assert in_new_process(take_a_turn, tmp_path, 1) == ([], set(), True)
     assert in_new_process(take_a_turn, tmp_path, 2) == ([], {"incompatible"}, True)
-    assert take_a_turn(tmp_path, 2) == (PAYLOADS, {"promoted"}, True)
+    assert take_a_turn(tmp_path, 2) == (PAYLOADS, {"promoted", "read"}, True)
     assert take_a_turn(tmp_path, 1) == ([], {"incompatible"}, True)
-    assert in_new_process(take_a_turn, tmp_path, 1) == (PAYLOADS, {"promoted"}, True)
+    assert in_new_process(take_a_turn, tmp_path, 1) == (PAYLOADS, {"promoted", "read"}, True)
 
 
 def test_its_room_is_counted_until_it_is_gone():

@@ -164,6 +164,7 @@ def test_what_is_stored_comes_back(pool):
     assert told(bench.settle()) == [
         (EventKind.EVICTED, "cpu", THEIRS[::-1]),
         (EventKind.PROMOTED, "cpu", OURS),
+        (EventKind.READ, "disk", OURS),
     ]
     assert bench.look(OURS) == [READY] * 4
     assert bench.load(OURS) == ([0] * 4, ["cpu"] * 4)
@@ -176,9 +177,11 @@ def test_events_count_bytes(bench):
     assert stored.nbytes == 4 * LAYOUT.payload_nbytes
     assert written.nbytes == 4 * LAYOUT.frame_nbytes
     bench.store(THEIRS)
-    (evicted, promoted), _ = bench.bring_up(OURS)
+    (evicted, promoted, read), _ = bench.bring_up(OURS)
     assert (promoted.nbytes, promoted.why) == (4 * LAYOUT.payload_nbytes, "from disk")
     assert (evicted.kind, evicted.nbytes) == (EventKind.EVICTED, 4 * LAYOUT.payload_nbytes)
+    assert evicted.why == "for room"
+    assert (read.tier, read.nbytes) == ("disk", 4 * LAYOUT.frame_nbytes)
 
 
 def test_an_eviction_is_free(bench):
@@ -196,7 +199,7 @@ def test_what_comes_up_is_offered_to_the_tiers_it_passed():
     events, _ = bench.bring_up(OURS)
     assert (EventKind.PROMOTED, "cpu", OURS) in told(events)
     assert (EventKind.WRITTEN, "disk", OURS) in told(events)
-    assert not any(event.tier == "disk1" for event in events)
+    assert {event.kind for event in events if event.tier == "disk1"} == {EventKind.READ}
     assert set(bench.shelves[0].frames) == set(OURS)
     bench.at_rest()
 

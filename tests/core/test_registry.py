@@ -14,10 +14,8 @@ from kvtier_core.cli import main
 from kvtier_core.config.decode import Unavailable
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
-from kvtier_core.hookspecs import hookimpl
 from kvtier_core.policies.gittins import GittinsConfig
 from kvtier_core.policies.lru import LruConfig
-from kvtier_core.types import Event, EventKind
 
 HEAD = """
 import attrs
@@ -78,6 +76,8 @@ def test_the_core_offers_what_it_ships_through_the_same_door():
     registry = Registry.of()
     assert [(offer.kind, offer.name) for offer in registry.offers()] == [
         *(("eviction policy", name) for name in POLICIES),
+        ("observer", "jsonl"),
+        ("observer", "prometheus"),
         ("serializer", "raw"),
         ("tier", "heap"),
         ("token database", "chained"),
@@ -138,12 +138,12 @@ BROKEN = {
     backend("").replace("@hookimpl\n", ""): (
         "bad_mine defines kvtier_backends without @hookimpl: nothing of it is used"
     ),
-    backend("") + "\ndef kvtier_observe(events): ...": (
-        "bad_mine defines kvtier_observe without @hookimpl: nothing of it is used"
+    backend("") + "\ndef kvtier_observers(): ...": (
+        "bad_mine defines kvtier_observers without @hookimpl: nothing of it is used"
     ),
     "x = 1": (
         "bad_mine implements none of the hooks: kvtier_backends, kvtier_eviction_policies, kvtier_token_databases, "
-        "kvtier_serializers, kvtier_observe"
+        "kvtier_serializers, kvtier_observers"
     ),
     backend("").replace("[MineConfig]", "MineConfig"): (
         "kvtier_backends returned a class, and not a list: write `return [MineConfig]`"
@@ -308,29 +308,3 @@ def test_no_plugin_is_blamed_for_a_part_of_its_name(install, name):
     unavailable = Registry.discover().choose("tier", name)
     assert unavailable.why.startswith(f"no tier '{name}' is installed")
     assert unavailable.hint in ("broken and not used: acme-tiers:s99", "did you mean 'heap'?")
-
-
-class Observer:
-    def __init__(self, fails):
-        self.fails = fails
-        self.seen = []
-
-    @hookimpl
-    def kvtier_observe(self, events):
-        self.seen.append(events)
-        if self.fails:
-            raise RuntimeError("no")
-
-
-def test_an_observer_that_raises_is_dropped_and_no_other(caplog):
-    good, bad = Observer(fails=False), Observer(fails=True)
-    registry = Registry.of(bad, good)
-    events = [Event(EventKind.STORED, "cpu")]
-    with caplog.at_level(logging.ERROR):
-        registry.observe(events)
-        registry.observe(events)
-    assert good.seen == [events, events]
-    assert bad.seen == [events]
-    why = "kvtier_observe raised RuntimeError: no; it is not called again"
-    assert [str(broken) for broken in registry.broken] == [f"Observer: {why}"]
-    assert [record.getMessage() for record in caplog.records] == [f"kvtier: a plugin is broken: Observer: {why}"]

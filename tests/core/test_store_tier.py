@@ -125,8 +125,42 @@ def test_down_and_up_again(bench):
     bench.settle()
     assert slots == {A: sealed(A), B: sealed(B)}
     assert (bench.good, bench.bad) == ([A, B], [])
-    assert bench.tier.events == [Event(EventKind.WRITTEN, "disk", (A, B), 2 * FRAME)]
+    assert bench.tier.events == [
+        Event(EventKind.WRITTEN, "disk", (A, B), 2 * FRAME),
+        Event(EventKind.READ, "disk", (A, B), 2 * FRAME),
+    ]
     assert bench.tier.usage() == Usage("disk", chunks=2, nbytes=2 * FRAME, capacity=4 * FRAME)
+
+
+def test_calls_are_timed_on_their_thread(bench):
+    """The time that they waited for a thread does not count."""
+
+    def slow(call, seconds):
+        def answer(*arguments):
+            bench.now += seconds
+            return call(*arguments)
+
+        return answer
+
+    bench.shelf.write, bench.shelf.read = slow(bench.shelf.write, 0.5), slow(bench.shelf.read, 0.25)
+    bench.write(A)
+    bench.now += 100.0
+    bench.settle()
+    bench.read(A)
+    bench.now += 100.0
+    bench.settle()
+    assert [(event.kind.value, event.seconds) for event in bench.tier.events] == [("written", 0.5), ("read", 0.25)]
+
+
+def test_a_breaker_that_is_open_shows_in_the_usage(bench):
+    bench.write(A)
+    bench.settle()
+    assert (bench.tier.usage().can_read, bench.tier.usage().can_write) == (True, True)
+    bench.shelf.fails = True
+    for _ in range(3):
+        bench.read(A)
+        bench.settle()
+    assert (bench.tier.usage().can_read, bench.tier.usage().can_write) == (False, True)
 
 
 def test_what_is_there_is_not_written_again(bench):
@@ -298,7 +332,7 @@ def test_what_the_store_lost_is_forgotten(bench):
     bench.read(A, B)
     bench.settle()
     assert (bench.good, bench.bad) == ([B], [A])
-    assert bench.events() == [("missing", [A])]
+    assert bench.events() == [("missing", [A]), ("read", [B])]
     assert bench.has(A, B) == [False, True]
     assert bench.tier.usage().nbytes == FRAME
     assert bench.tier.would_admit([A])
@@ -312,11 +346,14 @@ def test_what_is_damaged_is_never_served_and_deleted(bench):
     bench.read(A, B)
     bench.turn()
     assert (bench.good, bench.bad) == ([B], [A])
-    assert bench.tier.events == [Event(EventKind.CORRUPT, "disk", (A,), why="a frame of another key")]
+    assert bench.tier.events == [
+        Event(EventKind.CORRUPT, "disk", (A,), why="a frame of another key"),
+        Event(EventKind.READ, "disk", (B,), FRAME),
+    ]
     assert bench.has(A) == [False]
     bench.settle()
     assert set(bench.shelf.frames) == {B}
-    assert bench.tier.events[1:] == []
+    assert len(bench.tier.events) == 2
     assert bench.tier.usage().nbytes == FRAME
     assert bench.tier.would_admit([A])
 
@@ -363,7 +400,10 @@ def test_what_cannot_be_read_is_its_keys_alone(bench, monkeypatch):
         bench.settle()
         assert (bench.good, bench.bad) == ([B, C], [A])
         assert (slots[B], slots[C]) == (sealed(B), sealed(C))
-        assert bench.tier.events == [Event(EventKind.CORRUPT, "disk", (A,), why="sdb: Input/output error")]
+        assert bench.tier.events == [
+            Event(EventKind.CORRUPT, "disk", (A,), why="sdb: Input/output error"),
+            Event(EventKind.READ, "disk", (B, C), 2 * FRAME),
+        ]
         assert set(bench.shelf.frames) == {B, C}
         assert bench.tier.would_admit([A]) == [A]
 
@@ -616,7 +656,7 @@ def test_reads_rest_while_writes_go_on(bench, monkeypatch):
     assert bench.read(A)
     assert bench.has(B) == [False], "one probe at a time"
     bench.settle()
-    assert bench.events() == [("breaker_closed", [])]
+    assert bench.events() == [("read", [A]), ("breaker_closed", [])]
     assert bench.has(A, B) == [True, True]
 
 

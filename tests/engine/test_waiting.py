@@ -8,6 +8,7 @@ from test_scheduler_side import prompt, said, stack  # noqa: F401 - fixtures
 
 from kvtier_core.engine.scheduler.prefill_speed import PrefillSpeed
 from kvtier_core.engine.scheduler.savings import Savings, TierSavings
+from kvtier_core.types import EventKind
 
 CHUNKS = 4
 ASKED = prompt(1, CHUNKS * CHUNK + 3)
@@ -71,8 +72,14 @@ def test_savings_are_divided_by_tokens_and_told_once():
         "far": TierSavings(100, 64, 0.5, pytest.approx(0.6)),
     }
     assert savings.by_tier["far"].net == pytest.approx(-0.1)
-    assert savings.take_news() == savings.by_tier
-    assert savings.take_news() == {}
+    assert [(event.kind, event.tier, pytest.approx(event.seconds)) for event in savings.take_events()] == [
+        (EventKind.AVOIDED, "cpu", 1.5),
+        (EventKind.WAITED, "cpu", 0.3),
+        (EventKind.AVOIDED, "far", 0.5),
+        (EventKind.WAITED, "far", 0.1),
+        (EventKind.WAITED, "far", 0.5),
+    ]
+    assert savings.take_events() == []
     assert list(savings.describe())[1] == (
         "far: -0.10 s saved (0.50 s of computing avoided, 0.60 s waited), 100 tokens loaded, 64 declined"
     )

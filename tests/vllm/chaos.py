@@ -28,9 +28,13 @@ import attrs
 from fork_server import ForkServer
 
 from kvtier_core.builtin.chained import Chained, ChainedConfig
+from kvtier_core.engine.scheduler.event_log import EventLog
 from kvtier_core.hookspecs import hookimpl
 from kvtier_core.stack.store_tier.policy_state import key_of
-from kvtier_core.types import FRAME_ALIGNMENT, Event, Namespace
+from kvtier_core.types import FRAME_ALIGNMENT, Event, EventKind, Namespace
+
+#: What is told of a frame: what became of it, and not that it was read.
+_TOLD = set(EventKind) - {EventKind.READ, EventKind.ASKED}
 
 _UNFINISHED = re.compile(r"[0-9a-f]{64}\.tmp")
 
@@ -109,17 +113,25 @@ class ToldConfig(ChainedConfig):
         return super().open(namespace, chunk_tokens)
 
 
+@functools.cache
+def _overhear() -> None:
+    """Tell of events on the owner's thread. An observer is told a moment later, when the next file may be touched."""
+    pass_on = EventLog.tell
+
+    def overheard(log: EventLog, events: Sequence[Event]) -> None:
+        for event in events:
+            for key in event.keys if event.tier == "disk" and event.kind in _TOLD else ():
+                tell(event.kind.value, key.hex())
+        pass_on(log, events)
+
+    EventLog.tell = overheard
+
+
 @hookimpl
 def kvtier_token_databases():
+    _overhear()
     witness()  # plugins are asked what they offer before anything is opened
     return [ToldConfig]
-
-
-@hookimpl
-def kvtier_observe(events: Sequence[Event]) -> None:
-    for event in events:
-        for key in event.keys if event.tier == "disk" else ():
-            tell(event.kind.value, key.hex())
 
 
 # -- in the engine's first process: what it is ordered ---------------------------------------------------

@@ -94,7 +94,7 @@ def test_a_client_that_hangs_up(server):
 
 def test_what_was_loaded_is_among_the_metrics(server):
     asked = prompt(312, 530)
-    names = ["vllm:kvtier_loaded_tokens_total", "vllm:external_prefix_cache_hits_total"]
+    names = ["kvtier_hit_tokens_total", "vllm:external_prefix_cache_hits_total"]
     server.complete(asked)
     before = [server.metric(name) for name in names]
     server.post("/reset_prefix_cache")

@@ -1,12 +1,13 @@
-"""Logs and counts the stack's events, and passes them to the observers of plugins."""
+"""Logs and counts the stack's events, and passes them to observers."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 
+from kvtier_core.engine.observers import Observers
 from kvtier_core.stack.stats import Stats
-from kvtier_core.types import Event, EventKind
+from kvtier_core.types import Event, EventKind, Usage
 
 logger = logging.getLogger("vllm.kvtier")
 
@@ -21,14 +22,21 @@ _LOG_LEVELS = {
 }
 
 
-class EventLog:
-    """Handles batches of events. ``clock`` returns seconds; ``observe`` is called with every batch."""
+#: Seconds between two looks at what the tiers hold.
+_USAGE_EVERY = 1.0
 
-    def __init__(self, observe: Callable[[Sequence[Event]], None], clock: Callable[[], float]):
+
+class EventLog:
+    """Handles batches of events. ``clock`` returns seconds."""
+
+    def __init__(self, observers: Observers, clock: Callable[[], float]):
         self.stats = Stats(clock())
-        self._observe = observe
+        self.listeners: list[Callable[[Sequence[Event]], None]] = []  #: the engine's own, called on this thread
+        self._observers = observers
         self._clock = clock
         self.last_event = clock()  #: time of the last event, or of the start
+        self._usage: dict[str, Usage] = {}  # as it was told last, by tier
+        self._next_look = clock()
 
     def record(self, events: Sequence[Event]) -> None:
         """Log, count and pass on events. Every ten minutes the counters are logged too."""
@@ -40,9 +48,28 @@ class EventLog:
         if events:
             self.last_event = self._clock()
             self.stats.count_events(events)
-            self._observe(events)
             for line in self.stats.due(self._clock()):
                 logger.info("kvtier: so far: %s", line)
+        self.tell(events)
+
+    def tell(self, events: Sequence[Event]) -> None:
+        """Pass on events, of requests for instance, that the log does not count."""
+        for listener in self.listeners if events else ():
+            listener(events)
+        self._observers.tell(events)
+
+    def watch(self, usage: Callable[[], Sequence[Usage]], *, now: bool = False) -> None:
+        """Pass on what has changed of what the tiers hold: once a second, or ``now``."""
+        if self._clock() < self._next_look and not now:
+            return
+        self._next_look = self._clock() + _USAGE_EVERY
+        changed = [each for each in usage() if each != self._usage.get(each.tier)]
+        self._usage.update((each.tier, each) for each in changed)
+        self.tell([Event(EventKind.USAGE, each.tier, nbytes=each.nbytes, usage=each) for each in changed])
+
+    def close(self) -> None:
+        """Close the observers, when they have been told everything."""
+        self._observers.close()
 
     def log_totals(self) -> None:
         """Log the counters of each tier."""

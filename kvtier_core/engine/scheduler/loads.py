@@ -77,6 +77,9 @@ class Loads:
         tiers = self._tier_of_each_chunk(state.found, last - first)
         state.sources = tokens_by_tier(tiers, first, state.computed, tokens, size)
         state.reason = ", ".join(f"{tier} {chunks * size}" for tier, chunks in Counter(tiers).items())
+        state.loaded = Counter()
+        for slot, (_, part) in zip(state.found.slots, loaded, strict=False):
+            state.loaded[slot.arena] += self._layout.parts[part].payload_nbytes
         del self._waiting[state.holder]
         self._holders[state.view.request_id] = state.holder
         if self._expected(tables, state.computed, end) - _blocks_of(pages):

@@ -43,6 +43,7 @@ class RequestState:
     awaited_chunks: int = 0  #: the most chunks that it waited for at once
     waited: float = 0.0  #: seconds that it had waited when it was admitted
     load_begun: float = 0.0  #: when its last load was planned
+    loaded: Counter[int] = attrs.field(factory=Counter)  #: bytes of that load, by the number of the arena
     reason: str = ""  #: the reason of the last answer, for the log
     logged: bool = False
 

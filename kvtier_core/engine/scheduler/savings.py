@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
+from kvtier_core.types import Event, EventKind
+
 
 @attrs.frozen
 class TierSavings:
@@ -36,7 +38,7 @@ class Savings:
 
     def __init__(self) -> None:
         self.by_tier: dict[str, TierSavings] = {}
-        self._news: dict[str, TierSavings] = {}  # since the last `take_news`
+        self._events: list[Event] = []  # since the last `take_events`
 
     def loaded(self, tokens: Mapping[str, int], compute_seconds: float | None, waited: float) -> None:
         """A load has ended: so many tokens of each tier, which the engine would have computed in so many seconds."""
@@ -57,11 +59,13 @@ class Savings:
         """A line a tier."""
         return (f"{tier}: {savings}" for tier, savings in self.by_tier.items())
 
-    def take_news(self) -> dict[str, TierSavings]:
-        """What was added since the last call, by tier."""
-        news, self._news = self._news, {}
-        return news
+    def take_events(self) -> list[Event]:
+        """The seconds that were added since the last call."""
+        events, self._events = self._events, []
+        return events
 
     def _add(self, tier: str, more: TierSavings) -> None:
-        for totals in (self.by_tier, self._news):
-            totals[tier] = totals.get(tier, TierSavings()) + more
+        self.by_tier[tier] = self.by_tier.get(tier, TierSavings()) + more
+        for kind, seconds in ((EventKind.AVOIDED, more.avoided), (EventKind.WAITED, more.waited)):
+            if seconds:
+                self._events.append(Event(kind, tier, seconds=seconds))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -11,7 +12,7 @@ from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.store_tier.health import StoreHealth
 from kvtier_core.stack.store_tier.keys_in_use import KeysInUse
 from kvtier_core.stack.store_tier.space import Space
-from kvtier_core.transfer.io_pool import Pool
+from kvtier_core.transfer.io_pool import Pool, Work
 
 
 @attrs.frozen
@@ -27,6 +28,19 @@ class StoreParts:
     clock: Callable[[], float]
 
 
+class Timed(NamedTuple):
+    """What a call to a store returned, and when, by the tier's clock."""
+
+    value: Any
+    ended: float
+    begun: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, once it was on a thread."""
+        return self.ended - self.begun
+
+
 class StoreCalls:
     """The base of each kind of calls. Call every method on the owner's thread."""
 
@@ -38,3 +52,13 @@ class StoreCalls:
         self._space = parts.space
         self._in_use = parts.in_use
         self._clock = parts.clock
+
+    def _timed(self, work: Work) -> Callable[[], Timed]:
+        """The same work, on a thread, with the time that it took."""
+
+        def timed() -> Timed:
+            begun = self._clock()
+            value = work()
+            return Timed(value, self._clock(), begun)
+
+        return timed

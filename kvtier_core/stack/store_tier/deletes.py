@@ -47,7 +47,7 @@ class Deletes(StoreCalls):
         self.invalidated = InvalidatedKeys()
         self._landed = landed
 
-    def evict(self, victims: Sequence[ChunkKey]) -> None:
+    def evict(self, victims: Sequence[ChunkKey], why: str) -> None:
         """Evict these frames, none of which is in use."""
         if self._backend.shared:
             self._index.remove(victims, evicted=True)
@@ -57,7 +57,7 @@ class Deletes(StoreCalls):
         self._delete(
             victims,
             self._backend.delete,
-            lambda: self._health.report(EventKind.EVICTED, victims, nbytes=nbytes),
+            lambda seconds: self._health.report(EventKind.EVICTED, victims, nbytes=nbytes, why=why, seconds=seconds),
         )
 
     def evict_incompatible(self, nbytes: int) -> None:
@@ -65,7 +65,7 @@ class Deletes(StoreCalls):
         frames = self._space.incompatible.take(nbytes)
         for key, taken in frames.items():
             self._index.admit([key], [None], taken)
-        self.evict(list(frames))
+        self.evict(list(frames), "it cannot be read here")
 
     def discard(self, missing: Sequence[ChunkKey], corrupt: Sequence[ChunkKey]) -> None:
         """Delete what may be left of ``missing`` frames, and quarantine ``corrupt`` ones."""
@@ -86,7 +86,7 @@ class Deletes(StoreCalls):
         invalidated = [key for key in keys if key in self.invalidated]
         present = [key for key in invalidated if key in self._index]
         self.invalidated.difference_update(set(invalidated) - set(present))
-        self.evict(present)
+        self.evict(present, "invalidated")
 
     def retry(self) -> None:
         """Retry the deletes that failed.
@@ -119,7 +119,12 @@ class Deletes(StoreCalls):
         self._pool.submit_store(lambda: self._backend.quarantine(keys), told)
 
     def _delete(
-        self, keys: Sequence[ChunkKey], delete: _Delete, then: Callable[[], None] = lambda: None, *, again: bool = False
+        self,
+        keys: Sequence[ChunkKey],
+        delete: _Delete,
+        then: Callable[[float], None] = lambda seconds: None,
+        *,
+        again: bool = False,
     ) -> None:
         """Remove frames from store and index, in this order. ``again``: a failure is neither counted nor reported."""
         if not keys:
@@ -143,7 +148,7 @@ class Deletes(StoreCalls):
             if not again:
                 self._health.record_outcome(self._health.writes, keys, outcome)
             if outcome.error is None:
-                then()
+                then(outcome.value.seconds)
             self._landed()
 
-        self._pool.submit_store(lambda: delete(keys), deleted)
+        self._pool.submit_store(self._timed(lambda: delete(keys)), deleted)

@@ -36,6 +36,7 @@ class FrameRead:
 
     status: ReadStatus
     why: str = ""
+    nbytes: int = 0  #: that it takes in the store, if it is served
 
 
 @attrs.frozen
@@ -103,5 +104,5 @@ def _decode(
         return FrameRead(ReadStatus.MISSING)
     error = codec.decode_verified(key, buffer, count, slot, salt)
     if error is None:
-        return FrameRead(ReadStatus.VERIFIED)
+        return FrameRead(ReadStatus.VERIFIED, nbytes=count)
     return FrameRead(ReadStatus.INCOMPATIBLE if error.incompatible else ReadStatus.CORRUPT, error.value)

@@ -37,6 +37,16 @@ class StoreHealth:
         """May a write begin now?"""
         return not self._hangs and self.writes.allows(self._clock())
 
+    @property
+    def reads_blocked(self) -> bool:
+        """Does a breaker, or a call that hangs, keep reads from the store, but for a probe?"""
+        return self._hangs or self.reads.open
+
+    @property
+    def writes_blocked(self) -> bool:
+        """The same for writes."""
+        return self._hangs or self.writes.open
+
     def begin(self, breaker: Breaker) -> None:
         """A call begins that counts for ``breaker``: `reads` or `writes`."""
         breaker.begin(self._clock())
@@ -60,6 +70,8 @@ class StoreHealth:
             self.report(EventKind.BREAKER_CLOSED, [])
         self._hangs = hangs
 
-    def report(self, kind: EventKind, keys: Sequence[ChunkKey], *, nbytes: int = 0, why: str = "") -> None:
+    def report(
+        self, kind: EventKind, keys: Sequence[ChunkKey], *, nbytes: int = 0, why: str = "", seconds: float = 0.0
+    ) -> None:
         """Add an event of this tier."""
-        self.events.append(Event(kind, self._name, tuple(keys), nbytes, why))
+        self.events.append(Event(kind, self._name, tuple(keys), nbytes, why, seconds))

@@ -8,12 +8,12 @@ from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.stack.batches import in_groups
 from kvtier_core.stack.store_tier.asking.lookup_queue import LookupQueue
 from kvtier_core.stack.store_tier.asking.speed import StoreSpeed
-from kvtier_core.stack.store_tier.calls import StoreCalls, StoreParts
+from kvtier_core.stack.store_tier.calls import StoreCalls, StoreParts, Timed
 from kvtier_core.stack.store_tier.deletes import Deletes
 from kvtier_core.stack.store_tier.frame_io import ReadStatus, read_frames
 from kvtier_core.stack.store_tier.keys_in_use import Use
 from kvtier_core.transfer.io_pool import Outcome
-from kvtier_core.types import ChunkKey
+from kvtier_core.types import ChunkKey, EventKind
 
 #: ``arrived(good, bad)``: the views of ``good`` hold verified frames.
 Arrived = Callable[[Sequence[ChunkKey], Sequence[ChunkKey]], None]
@@ -47,7 +47,7 @@ class Reads(StoreCalls):
         self._speed.begin(len(groups), self._clock())
         for group in groups:
             self._pool.submit_load(
-                lambda group=group: (read_frames(self._backend, codec, group, salts), self._clock()),
+                self._timed(lambda group=group: read_frames(self._backend, codec, group, salts)),
                 lambda outcome, group=group: self._arrive(group, arrived, outcome),
             )
 
@@ -55,16 +55,21 @@ class Reads(StoreCalls):
         keys = [key for key, _ in wanted]
         nbytes = sum(len(view) for _, view in wanted)
         self.inflight_nbytes -= nbytes
-        reads, ended = outcome.value or ([None] * len(keys), self._clock())  # None: unknown, the frame stays indexed
-        self._speed.end(nbytes if outcome.error is None else 0, ended)
+        now = self._clock()
+        call = outcome.value or Timed([None] * len(keys), now, now)  # None: unknown, the frame stays indexed
+        self._speed.end(nbytes if outcome.error is None else 0, call.ended)
         found: dict[ReadStatus, list[ChunkKey]] = {status: [] for status in ReadStatus}
-        for key, read in zip(keys, reads, strict=True):
+        stored = 0  # bytes that the frames take in the store
+        for key, read in zip(keys, call.value, strict=True):
             del self._in_use[key]
             if read is None or key in self._deletes.invalidated:
                 continue
             found[read.status].append(key)
+            stored += read.nbytes
             if read.status.event is not None:
                 self._health.report(read.status.event, [key], why=read.why)
+        if verified := found[ReadStatus.VERIFIED]:
+            self._health.report(EventKind.READ, verified, nbytes=stored, seconds=call.seconds)
         self._health.record_outcome(self._health.reads, keys, outcome)
         self._deletes.delete_invalidated(keys)
         self._forget_incompatible(found[ReadStatus.INCOMPATIBLE])
@@ -73,8 +78,8 @@ class Reads(StoreCalls):
             self._lookup_queue.not_there([*found[ReadStatus.MISSING], *found[ReadStatus.IO_ERROR]])
             self._index.remove(found[ReadStatus.IO_ERROR])
         self._deletes.discard(found[ReadStatus.MISSING], found[ReadStatus.CORRUPT])
-        good = set(found[ReadStatus.VERIFIED])
-        arrived(found[ReadStatus.VERIFIED], [key for key in keys if key not in good])
+        good = set(verified)
+        arrived(verified, [key for key in keys if key not in good])
 
     def _forget_incompatible(self, keys: Sequence[ChunkKey]) -> None:
         """Remove frames of another codec from the index. They stay in the store, for an engine that can read them."""

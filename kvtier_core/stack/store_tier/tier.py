@@ -87,7 +87,15 @@ class StoreTier:
 
     def usage(self) -> Usage:
         """What the tier holds now."""
-        return Usage(self.name, len(self.index), self.index.used, self.capacity, inflight=self._inflight)
+        return Usage(
+            self.name,
+            len(self.index),
+            self.index.used,
+            self.capacity,
+            inflight=self._inflight,
+            can_read=not self._health.reads_blocked,
+            can_write=not self._health.writes_blocked,
+        )
 
     # -- what is here ------------------------------------------------------------------------------
 
@@ -301,9 +309,9 @@ class StoreTier:
         for key, nbytes in self.backend.scan():
             if key != self._policy_state.key and key not in self.index:
                 self.index.admit([key], [None], nbytes)
-        self._deletes.evict(self._space.excess(self._in_use))
+        self._deletes.evict(self._space.excess(self._in_use), "beyond its capacity")
 
     def _index_found(self, keys: Sequence[ChunkKey]) -> None:
         """Remember what the store was asked for and has; forget others if there are too many."""
         self.index.admit(keys, [None] * len(keys), self._codec.max_frame_nbytes)
-        self._deletes.evict(self._space.excess(self._in_use))
+        self._deletes.evict(self._space.excess(self._in_use), "beyond its capacity")

@@ -76,7 +76,7 @@ class Writes(StoreCalls):
             self.waiting_nbytes += self._waiting[-1].view_nbytes
             self._space.waiting_nbytes += self._waiting[-1].stored_nbytes
         self._space.incompatible.begin_write(keys)
-        self._deletes.evict(victims)
+        self._deletes.evict(victims, "for room")
         self._deletes.evict_incompatible(-self._space.room)
         self.start()
 
@@ -114,14 +114,15 @@ class Writes(StoreCalls):
         self._begun += 1
         self.begun_nbytes += group.view_nbytes
         self._pool.submit_store(
-            lambda: write_frames(self._backend, group.codec, group.frames), lambda outcome: self._ended(group, outcome)
+            self._timed(lambda: write_frames(self._backend, group.codec, group.frames)),
+            lambda outcome: self._ended(group, outcome),
         )
 
     def _ended(self, group: _Group, outcome: Outcome) -> None:
         """A call has returned: with the bytes that each frame takes, or with the error for which it was not stored."""
         self._begun -= 1
         self.begun_nbytes -= group.view_nbytes
-        stored = outcome.value or [outcome.error] * len(group.frames)
+        stored = outcome.value.value if outcome.value else [outcome.error] * len(group.frames)
         for frame, nbytes in zip(group.frames, stored, strict=True):
             self._space.incompatible.end_write([frame.key], replaced=isinstance(nbytes, int))
             if isinstance(nbytes, int):
@@ -138,9 +139,8 @@ class Writes(StoreCalls):
         self._health.record_outcome(self._health.writes, group.keys, outcome)
         pairs = list(zip(group.keys, stored, strict=True))
         if written := [key for key, nbytes in pairs if isinstance(nbytes, int)]:
-            self._health.report(
-                EventKind.WRITTEN, written, nbytes=sum(nbytes for nbytes in stored if isinstance(nbytes, int))
-            )
+            nbytes = sum(each for each in stored if isinstance(each, int))
+            self._health.report(EventKind.WRITTEN, written, nbytes=nbytes, seconds=outcome.value.seconds)
         for key, error in pairs if outcome.error is None else ():
             if not isinstance(error, int):
                 self._health.report(EventKind.IO_ERROR, [key], why=str(error))
@@ -166,4 +166,4 @@ class Writes(StoreCalls):
             return self._space.limit.close(self._clock())
         self._space.limit.full(self._space.stored_nbytes, missing, self._clock())
         self._deletes.evict_incompatible(-self._space.room)
-        self._deletes.evict(self._space.excess(self._in_use))
+        self._deletes.evict(self._space.excess(self._in_use), "the store is full")

@@ -60,7 +60,7 @@ def test_a_store_that_hangs_is_given_up_when_the_time_is_up(server, open_s3):
     backend.write(KEYS, FRAMES)
     with server.stopped():
         for call in calls(backend):
-            with pytest.raises(BackendError, match="no answer in time"):
+            with pytest.raises(BackendError, match="no answer"):  # in time, or as the client's own timeout says it
                 call()
     assert backend.write(KEYS, FRAMES) is None  # what was asked of it meanwhile it may have done since
     assert read(backend) == [NBYTES] * 3

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from kvtier_core.stack.batches import as_many, leading_run
 from kvtier_core.stack.store_tier.asking.lookup_queue import LookupQueue
 from kvtier_core.stack.store_tier.asking.speed import StoreSpeed
-from kvtier_core.stack.store_tier.calls import StoreCalls, StoreParts
+from kvtier_core.stack.store_tier.calls import StoreCalls, StoreParts, Timed
 from kvtier_core.stack.store_tier.keys_in_use import Use
 from kvtier_core.transfer.io_pool import Outcome
-from kvtier_core.types import ChunkKey
+from kvtier_core.types import ChunkKey, EventKind
 
 
 class Lookups(StoreCalls):
@@ -48,18 +48,17 @@ class Lookups(StoreCalls):
         self._health.begin(self._health.reads)
         begun = self._clock()
 
-        def ask() -> tuple[Sequence[bool], float]:
-            return as_many(self._backend.contains(keys), keys), self._clock()
-
         def answered(outcome: Outcome) -> None:
             # That there is no answer takes its time, too: nobody should wait for that again and again.
-            answers, ended = outcome.value or ([False] * len(keys), self._clock())
-            self._speed.answered(ended - begun)
-            found = self._answered(keys, answers, outcome)
+            call = outcome.value or Timed([False] * len(keys), self._clock(), begun)
+            self._speed.answered(call.ended - begun)
+            if outcome.error is None:
+                self._health.report(EventKind.ASKED, keys, seconds=call.seconds)
+            found = self._answered(keys, call.value, outcome)
             self._found += found
             then(found)
 
-        self._pool.submit_load(ask, answered)
+        self._pool.submit_load(self._timed(lambda: as_many(self._backend.contains(keys), keys)), answered)
 
     def _answered(self, keys: Sequence[ChunkKey], answers: Sequence[bool], outcome: Outcome) -> list[ChunkKey]:
         """The keys that the store has, and the index does not know."""

@@ -1,0 +1,111 @@
+"""Tells observers what happens, each on a thread of its own, so that the engine waits for none of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from kvtier_core.interfaces import Observer
+from kvtier_core.transfer.io_pool import IOPool, Outcome, Pool, run, run_aside, run_within
+from kvtier_core.types import Event
+
+logger = logging.getLogger("vllm.kvtier")
+
+#: Events that may wait for one observer, some 300 bytes each and 40 for every key. One that is further behind is
+#: dropped: it would take memory for as long as the engine runs.
+_MAX_WAITING = 1 << 16
+#: Seconds that one call may take before the log tells of it.
+_SLOW = 5.0
+#: Seconds that `close` waits for each observer.
+_CLOSE_TIMEOUT = 2.0
+
+
+class Observers:
+    """The observers of one engine. Call every method on the owner's thread; none waits but `close`."""
+
+    def __init__(self, opened: Iterable[tuple[str, Observer]] = (), pool: Callable[[str, int], Pool] = IOPool):
+        """``opened`` are names for the log, and observers that are open; ``pool`` makes a pool of so many threads."""
+        self._told = [_Told(name, observer, pool("observer", 1)) for name, observer in opened]
+
+    def tell(self, events: Sequence[Event]) -> None:
+        """Pass on what has happened, if anything. Call it regularly: it also looks for observers that fail or block."""
+        for told in self._told:
+            told.tell(events)
+        self._told = [told for told in self._told if not told.dropped]
+
+    def close(self) -> None:
+        """Let each observer finish what it was told, for a moment, and close it."""
+        for told in self._told:
+            told.close()
+        self._told = []
+
+
+class _Told:
+    """One observer, with the thread that calls it."""
+
+    def __init__(self, name: str, observer: Observer, pool: Pool):
+        self.dropped = False
+        self._name = name
+        self._observer = observer
+        self._pool = pool
+        self._waiting = 0  # events that it was not told yet
+        self._failed = False  # set on its thread, so that it is not called again before the owner knows
+        self._blocks = False
+
+    def tell(self, events: Sequence[Event]) -> None:
+        self._pool.step()
+        self._watch()
+        if events and not self.dropped:
+            batch = tuple(events)
+            self._waiting += len(batch)
+            self._pool.submit_store(lambda: self._observe(batch), lambda outcome: self._observed(len(batch), outcome))
+
+    def close(self) -> None:
+        """Close it when it has been told everything, or soon."""
+        deadline = time.monotonic() + _CLOSE_TIMEOUT
+        while self._pool.jobs and time.monotonic() < deadline:
+            self._pool.wait(0.1)
+            self._pool.step()
+        if not self.dropped:
+            self._close()
+
+    def _observe(self, events: Sequence[Event]) -> None:
+        """On the observer's thread."""
+        if self._failed:
+            return
+        called = run(lambda: self._observer.observe(events))
+        if called.error is not None:
+            self._failed = True
+            raise called.error
+
+    def _observed(self, events: int, outcome: Outcome) -> None:
+        self._waiting -= events
+        if outcome.error is not None:
+            self._drop(f"it raised {type(outcome.error).__name__}: {outcome.error}", outcome.error)
+
+    def _watch(self) -> None:
+        """Say once that a call takes long, and drop an observer that is too far behind."""
+        seconds = self._pool.longest()
+        if seconds > _SLOW and not self._blocks:
+            logger.warning("kvtier: %s: a call has taken %.0f s; events wait for it", self._name, seconds)
+        self._blocks = seconds > _SLOW
+        if self._waiting > _MAX_WAITING:
+            self._drop(f"{self._waiting} events wait for it")
+
+    def _drop(self, why: str, error: BaseException | None = None) -> None:
+        if not self.dropped:
+            self.dropped = True
+            logger.error("kvtier: %s is dropped, and told nothing any more: %s", self._name, why, exc_info=error)
+            run_aside(self._close, "observer-end")  # the engine waits for no observer
+
+    def _close(self) -> None:
+        """Close it, unless a call still runs."""
+        if not self._pool.close(_CLOSE_TIMEOUT):
+            logger.warning("kvtier: %s stays open: a call does not return", self._name)
+            return
+        closed = run_within(self._observer.close, _CLOSE_TIMEOUT)
+        if closed is None:
+            logger.warning("kvtier: %s cannot be closed: it does not return", self._name)
+        elif closed.error is not None:
+            logger.warning("kvtier: %s cannot be closed: %s", self._name, closed.error)

@@ -1,0 +1,154 @@
+"""Counts events, and serves the counts over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import pathlib
+import socket
+import socketserver
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import MetricsHandler
+from prometheus_client.registry import CollectorRegistry
+
+from kvtier_core.interfaces import Observer
+from kvtier_core.observers import metrics
+from kvtier_core.observers.metrics import BUCKETS, METRICS, MetricType, Reading, Readings
+from kvtier_core.transfer.io_pool import run_aside
+from kvtier_core.types import Event
+
+logger = logging.getLogger("vllm.kvtier")
+
+#: Seconds that a client may keep the only thread.
+_PATIENCE = 5.0
+_TYPES = {metric.name: metric.type for metric in METRICS}
+
+
+class Values:
+    """What the table of metrics shows, of one engine.
+
+    prometheus_client's own metrics are not used: with several API servers they would appear at vLLM's endpoint too.
+    """
+
+    def __init__(self, engine: int):
+        self._engine = str(engine)
+        self._lock = threading.Lock()  # one thread counts, another one serves
+        self._values: dict[str, dict[tuple[str, ...], float]] = {metric.name: {} for metric in METRICS}
+        self._counts: dict[str, dict[tuple[str, ...], Counter[float]]] = {metric.name: {} for metric in METRICS}
+
+    def add(self, readings: Iterable[Reading]) -> None:
+        """Count these readings."""
+        with self._lock:
+            for name, labels, value in readings:
+                values = self._values[name]
+                values[labels] = value if _TYPES[name] is MetricType.GAUGE else values.get(labels, 0) + value
+                if _TYPES[name] is MetricType.HISTOGRAM:
+                    counts = self._counts[name].setdefault(labels, Counter())
+                    counts[next((bound for bound in BUCKETS if value <= bound), float("inf"))] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        """For a registry of prometheus_client."""
+        with self._lock:
+            return iter([self._family(metric) for metric in METRICS])
+
+    def _family(self, metric: metrics.Metric) -> Metric:
+        labels = ["engine", *metric.labels]
+        if metric.type is MetricType.HISTOGRAM:
+            family = HistogramMetricFamily(metric.name, metric.text, labels=labels)
+            for values, total in self._values[metric.name].items():
+                family.add_metric([self._engine, *values], self._buckets(metric.name, values), total)
+            return family
+        kind = CounterMetricFamily if metric.type is MetricType.COUNTER else GaugeMetricFamily
+        family = kind(metric.name, metric.text, labels=labels)
+        for values, value in self._values[metric.name].items():
+            family.add_metric([self._engine, *values], value)
+        return family
+
+    def _buckets(self, name: str, labels: tuple[str, ...]) -> list[tuple[str, float]]:
+        """Each bound with how many values are not beyond it."""
+        counts, so_far, buckets = self._counts[name][labels], 0, []
+        for bound in (*BUCKETS, float("inf")):
+            so_far += counts[bound]
+            buckets.append(("+Inf" if bound == float("inf") else str(bound), so_far))
+        return buckets
+
+
+class Endpoint(Observer):
+    """Serves the metrics until it is closed, one client at a time."""
+
+    def __init__(self, engine: int, address: tuple[str, int] | pathlib.Path):
+        """``engine`` is the number of the replica, ``address`` a host and a port, or a Unix socket. Raises OSError."""
+        self._readings = Readings()
+        self._values = Values(engine)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self._values)
+        handler = type("Handler", (MetricsHandler,), {"registry": registry, "timeout": _PATIENCE})
+        self._path = address if isinstance(address, pathlib.Path) else None
+        self._server = (_TCPServer if self._path is None else _OwnersSocket)(address, handler)
+        logger.info("kvtier: metrics at %s", self.address)
+        self._thread = run_aside(lambda: self._server.serve_forever(poll_interval=0.1), "metrics")
+
+    @property
+    def address(self) -> str:
+        """Where it serves: a URL, or the path of a socket."""
+        if self._path is not None:
+            return str(self._path)
+        host, port = self._server.server_address[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+
+    def observe(self, events: Sequence[Event]) -> None:
+        """Count them."""
+        self._values.add(self._readings.of(events))
+
+    def close(self) -> None:
+        """Serve no more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+        if self._path is not None:
+            with contextlib.suppress(FileNotFoundError):
+                self._path.unlink()
+
+
+class _TCPServer(socketserver.TCPServer):
+    allow_reuse_address = True
+
+    def __init__(self, address: tuple[str, int], handler: type):
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, handler)
+
+    def handle_error(self, request: object, client: object) -> None:
+        """A client that hangs up is no news."""
+
+
+class _OwnersSocket(socketserver.UnixStreamServer):
+    def __init__(self, path: pathlib.Path, handler: type):
+        self._path = path
+        super().__init__(str(path), handler)
+
+    def server_bind(self) -> None:
+        """Bind, in place of what a killed engine has left; nobody can connect before it is the owner's alone."""
+        with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(str(self._path))
+            except ConnectionRefusedError:
+                if self._path.is_socket():  # a file of another kind is left alone, and the bind fails
+                    self._path.unlink()
+            else:
+                raise OSError(errno.EADDRINUSE, f"another process serves {self._path}")
+        super().server_bind()
+        os.chmod(self._path, 0o600)
+
+    def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
+        """A handler expects the address of a client, which a Unix socket has not."""
+        request, _ = super().get_request()
+        return request, ("", 0)
+
+    def handle_error(self, request: object, client: object) -> None:
+        """A client that hangs up is no news."""

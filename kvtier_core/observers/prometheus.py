@@ -1,0 +1,48 @@
+"""An observer that shows Prometheus' metrics at an address of its own."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import ClassVar
+
+import attrs
+
+from kvtier_core.errors import BackendError
+from kvtier_core.interfaces import Observer, ObserverConfig, OpenContext
+
+_PORTS = [attrs.validators.ge(0), attrs.validators.le(65535)]
+
+
+def _either(config: object, field: attrs.Attribute, socket: pathlib.Path | None) -> None:
+    if socket is not None and (config.port or config.host != "127.0.0.1"):
+        raise ValueError("'socket' is instead of 'host' and 'port'")
+
+
+@attrs.frozen
+class PrometheusConfig(ObserverConfig):
+    """The keys of ``type: prometheus``. Nobody who reaches the address is asked for a password."""
+
+    type: ClassVar[str] = "prometheus"
+    host: str = "127.0.0.1"  #: an address of this machine
+    port: int = attrs.field(
+        default=0, validator=_PORTS
+    )  #: 0: any free one. Data parallel replicas take those behind it
+    #: A Unix socket, its owner's alone, instead. Each data parallel replica has one: ``PATH.0``, ``PATH.1`` …
+    socket: pathlib.Path | None = attrs.field(default=None, validator=_either)
+
+    def open(self, ctx: OpenContext) -> Observer:
+        """Begin to serve. Raises BackendError."""
+        try:
+            from kvtier_core.observers.endpoint import Endpoint
+        except ImportError as error:
+            raise BackendError(f"{error}; pip install 'kvtier[prometheus]'") from error
+        try:
+            return Endpoint(ctx.replica, self._address(ctx))
+        except OSError as error:
+            raise BackendError(f"metrics cannot be served: {error}") from error
+
+    def _address(self, ctx: OpenContext) -> tuple[str, int] | pathlib.Path:
+        """Where this replica serves."""
+        if self.socket is None:
+            return self.host, self.port and self.port + ctx.replica
+        return self.socket if ctx.replicas == 1 else pathlib.Path(f"{self.socket}.{ctx.replica}")

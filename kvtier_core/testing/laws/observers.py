@@ -1,0 +1,223 @@
+"""The laws of an observer. Subclass `ObserverLaws` and name a config."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import enum
+import gc
+import multiprocessing
+import random
+import signal
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import ClassVar
+
+import attrs
+import pytest
+
+from kvtier_core.interfaces import Observer, ObserverConfig, OpenContext
+from kvtier_core.testing import resources
+from kvtier_core.testing.laws.base import Laws, in_new_process
+from kvtier_core.testing.samples import make_context, make_keys
+from kvtier_core.transfer.io_pool import run_within
+from kvtier_core.types import Event, EventKind, Usage
+
+#: An event as an observer may pass it on: its kind, its tier, and how many chunks.
+Told = tuple[str, str, int]
+
+_MANY = 10_000
+#: Of so many events an observer may keep this many, to send them together for instance.
+_MAY_KEEP = 1000
+#: Seconds after which a call is said to hang.
+_PATIENCE = 60.0
+
+
+class _Newer(enum.Enum):
+    """What a later release may add."""
+
+    KIND = "a kind of a later release"
+
+
+class ObserverLaws(Laws):
+    """Subclass, and implement `config`; also `told`, if what was observed can be found anywhere."""
+
+    ordered: ClassVar[bool] = True  #: does `told` return each event? False: one entry a kind and tier, with the sum
+
+    def config(self, folder: Path) -> ObserverConfig:
+        return super().config(folder)
+
+    def told(self, folder: Path, observer: Observer) -> Iterable[Told]:
+        """What the observer has passed on so far: all that was ever observed in this folder, if it keeps that."""
+        pytest.skip(f"{type(self).__name__} does not say what it was told")
+
+    @contextlib.contextmanager
+    def opened(self, folder: Path, ctx: OpenContext | None = None) -> Iterator[Observer]:
+        """The observer under test, closed afterwards."""
+        observer = self.config(folder).open(ctx or make_context())
+        try:
+            yield observer
+        finally:
+            _aside(observer.close)
+
+    def test_every_event_is_told_once_and_in_order(self, tmp_path: Path):
+        events = some_events(200)
+        with self.opened(tmp_path) as observer:
+            for batch in _batches(events):
+                _aside(lambda batch=batch: observer.observe(batch))
+            self._must_have_told(self.told(tmp_path, observer), events)
+
+    def test_any_event_is_taken(self, tmp_path: Path):
+        """Of every kind, also one of a later release; without keys and with thousands; with any text."""
+        keys = tuple(make_keys(2000))
+        usage = Usage("disk", chunks=1, nbytes=2, capacity=0, inflight=1 << 60, can_read=False)
+        hard = [
+            *(Event(kind, "disk", usage=usage if kind is EventKind.USAGE else None) for kind in EventKind),
+            *(Event(kind, "disk", keys, 1 << 62, "for room", 1e-9, 1 << 40) for kind in EventKind),
+            Event(EventKind.IO_ERROR, "disk#2", why='no "room"\n\\ in \x00 \ud800 the \u2028 house' * 100),
+            Event(_Newer.KIND, "disk", keys[:1]),
+            Event(EventKind.READ, "disk", seconds=float("inf")),
+        ]
+        with self.opened(tmp_path) as observer:
+            for event in hard:
+                try:
+                    _aside(lambda event=event: observer.observe((event,)))
+                except Exception as error:
+                    error.add_note(f"while it observed {event.kind}")
+                    raise
+
+    def test_events_stay_as_they_are(self, tmp_path: Path):
+        """The same objects are shown to all observers."""
+        events = tuple(some_events(50))
+        before = copy.deepcopy(events)
+        with self.opened(tmp_path) as observer:
+            _aside(lambda: observer.observe(events))
+        assert events == before, "an observer changed an event, which others are told too"
+
+    def test_what_was_observed_is_not_kept(self, tmp_path: Path):
+        """A server runs for months."""
+        with self.opened(tmp_path) as observer:
+            alive = []
+            for _ in range(_MANY // 100):
+                events = tuple(some_events(100))
+                alive += map(weakref.ref, events)
+                _aside(lambda events=events: observer.observe(events))
+                del events
+            gc.collect()
+            kept = sum(ref() is not None for ref in alive)
+        assert kept <= _MAY_KEEP, f"of {_MANY} events it keeps {kept}"
+
+    def test_close_releases_everything(self, tmp_path: Path):
+        """Also what was opened and never told anything."""
+        if not resources.READABLE:
+            pytest.skip("what a process holds is read from /proc")
+        with self.opened(tmp_path):
+            pass  # what is imported and kept at the first time
+        before = resources.Resources.now()
+        for count in (0, 100):
+            with self.opened(tmp_path) as observer:
+                if count:
+                    _aside(lambda: observer.observe(tuple(some_events(100))))
+        left = before.since()
+        assert not left, f"after close it still holds {', '.join(left)}"
+
+    def test_engines_that_share_a_configuration_share_nothing(self, tmp_path: Path):
+        """Data parallel replicas are open at the same time, and end one after the other."""
+        contexts = [attrs.evolve(make_context(), replica=number, replicas=2) for number in (0, 1)]
+        with self.opened(tmp_path, contexts[0]) as first, self.opened(tmp_path, contexts[1]) as second:
+            for observer in (first, second, first):
+                _aside(lambda observer=observer: observer.observe(tuple(some_events(10))))
+        with self.opened(tmp_path, contexts[1]) as again:
+            _aside(lambda: again.observe(tuple(some_events(10))))
+
+    def test_two_engines_may_be_in_one_process(self, tmp_path: Path):
+        with self.opened(tmp_path / "one") as first, self.opened(tmp_path / "another") as second:
+            for observer in (first, second):
+                _aside(lambda observer=observer: observer.observe(tuple(some_events(10))))
+
+    def test_it_opens_again_after_a_kill(self, tmp_path: Path):
+        """An engine that is killed closes nothing, and may be writing."""
+        spawn = multiprocessing.get_context("spawn")
+        for _ in range(3):
+            ours, its = spawn.Pipe()
+            child = spawn.Process(target=observe_until_killed, args=(self.config(tmp_path), its))
+            child.start()
+            its.close()
+            with contextlib.suppress(EOFError):
+                ours.recv()  # it observes, or has failed
+            child.kill()
+            child.join()
+            assert child.exitcode == -signal.SIGKILL, "a process of its own cannot observe"
+        with self.opened(tmp_path) as observer:
+            _aside(lambda: observer.observe(tuple(some_events(10))))
+
+    def test_it_opens_in_any_process(self, tmp_path: Path):
+        assert in_new_process(observe_once, self.config(tmp_path)) == 10
+
+    def _must_have_told(self, told: Iterable[Told], events: Sequence[Event]) -> None:
+        expected = [(event.kind.value, event.tier, len(event.keys)) for event in events]
+        if self.ordered:
+            found = list(told)
+            assert len(found) == len(expected), f"{len(expected)} events happened, and {len(found)} were told"
+            parting = next((i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]), None)
+            assert parting is None, f"event {parting} was {expected[parting]}, and told was {found[parting]}"
+            return
+        sums: Counter[tuple[str, str]] = Counter()
+        for kind, tier, chunks in expected:
+            sums[kind, tier] += chunks
+        counted = {(kind, tier): chunks for kind, tier, chunks in told}
+        assert counted == sums, f"what happened is {dict(sums)}, and told was {counted}"
+
+
+def some_events(count: int) -> list[Event]:
+    """Events of chunks as a stack reports them, the same at every run."""
+    rng, keys = random.Random(0), make_keys(20)
+    kinds = [EventKind.STORED, EventKind.PROMOTED, EventKind.WRITTEN, EventKind.READ, EventKind.MISSING]
+    return [
+        Event(
+            rng.choice(kinds),
+            rng.choice(("cpu", "disk")),
+            tuple(rng.sample(keys, rng.randrange(1, 5))),
+            rng.randrange(1 << 30),
+            seconds=rng.random(),
+        )
+        for _ in range(count)
+    ]
+
+
+def observe_once(config: ObserverConfig) -> int:
+    """Open, observe some events, close; returns how many."""
+    events = some_events(10)
+    observer = config.open(make_context())
+    observer.observe(tuple(events))
+    observer.close()
+    return len(events)
+
+
+def observe_until_killed(config: ObserverConfig, pipe: Connection) -> None:
+    """In a process of its own: says that it has begun, and never stops observing."""
+    observer = config.open(make_context())
+    events = tuple(some_events(100))
+    observer.observe(events)
+    pipe.send("observing")
+    while True:
+        observer.observe(events)
+
+
+def _batches(events: Sequence[Event]) -> Iterator[tuple[Event, ...]]:
+    """One after the other, of one event and of many."""
+    at, size = 0, 1
+    while at < len(events):
+        yield tuple(events[at : at + size])
+        at, size = at + size, size % 17 + 1
+
+
+def _aside(call: Callable[[], None]) -> None:
+    """Call it on another thread, as it is in an engine."""
+    outcome = run_within(call, _PATIENCE)
+    assert outcome is not None, f"a call has taken {_PATIENCE:.0f} s"
+    if outcome.error is not None:
+        raise outcome.error
