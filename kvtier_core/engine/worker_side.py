@@ -212,7 +212,7 @@ class WorkerSide:
     def _collect(self) -> None:
         """Process the jobs that the movers have finished."""
         for mover in self._movers:
-            for number, ok, checksums in mover.finished() if mover is not None else ():
+            for number, ok, checksums, filled in mover.finished() if mover is not None else ():
                 job = self._jobs.pop(number)
                 self._begun[job.task].checksums.update(zip(job.places, checksums, strict=False))
                 self._end(job.task, ok=ok)
