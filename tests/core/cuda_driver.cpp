@@ -49,6 +49,7 @@ struct State {
   std::map<uint64_t, uint64_t> locked, allocated;
   std::vector<std::unique_ptr<FakeStream>> streams;
   size_t longest_batch = 0, most_in_batch = SIZE_MAX, copies = 0, largest_copy = 0;
+  void* held = nullptr;
   unsigned lanes = 32;
 };
 State state;
@@ -150,11 +151,13 @@ void fake_call(void* stream, void (*function)()) { put(stream, function); }
 
 uint64_t fake_work(void* stream) { return static_cast<FakeStream*>(stream)->work.size(); }
 
+void fake_hold(void* stream) { state.held = stream; }
+
 // Does the next work of one of the streams that may go on, the `chosen`-th of them. Returns how many there were.
 uint64_t fake_step(uint64_t chosen) {
   std::vector<FakeStream*> ready;
   for (auto& stream : state.streams)
-    if (!stream->work.empty() && stream->work.front().ready()) ready.push_back(stream.get());
+    if (stream.get() != state.held && !stream->work.empty() && stream->work.front().ready()) ready.push_back(stream.get());
   if (ready.empty()) return 0;
   FakeStream* stream = ready[chosen % ready.size()];
   const auto run = std::move(stream->work.front().run);

@@ -68,14 +68,14 @@ class FakeCuda:
         return Library(self.path).device(0, self.driver)
 
     def mover(self, runtime, *, memory=None, **options):
-        """A mover for the pages of a `World` and its slots, or these."""
+        """A mover for the pages of a `World` and its slots, or these; with little memory to stage copies in."""
         return open_mover(
             attrs.evolve(runtime.kv_cache, device="cuda:0"),
             memory or memoryview(runtime.slots),
             runtime.layout.frame_nbytes,
             device=options.pop("device", None) or self.device(),
             engine=self,
-            **options,
+            **{"half_nbytes": 64 << 10} | options,
         )
 
     def fail(self, function, *, after=0, times=1 << 30, result=1):
@@ -87,6 +87,10 @@ class FakeCuda:
     def step(self):
         """Do the next work of any stream that may go on; False if none may."""
         return bool(self.c.fake_step(ctypes.c_uint64(self.rng.getrandbits(32))))
+
+    def hold(self, stream):
+        """Do no work of this stream; None: of all again."""
+        self.c.fake_hold(ctypes.c_void_p(stream and stream.cuda_stream))
 
     def finish(self):
         while self.step():
