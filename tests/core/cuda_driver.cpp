@@ -41,7 +41,7 @@ struct Failure {
 };
 
 struct State {
-  bool deferred = false, has_code = true;
+  bool deferred = false, discards = false, has_code = true;
   int version = 13000, devices = 1;
   std::map<int, int> attributes{{19, 1}, {41, 1}, {91, 1}, {99, 1}};
   std::map<std::string, int> calls;
@@ -72,6 +72,7 @@ Result called(const char* name) {
   if (!contexts) return kNoContext
 
 void put(void* stream, std::function<void()> run, std::function<bool()> ready = [] { return true; }) {
+  if (state.discards) return;
   if (!state.deferred) return run();
   static_cast<FakeStream*>(stream)->work.push_back({std::move(ready), std::move(run)});
 }
@@ -128,6 +129,7 @@ void fake_reset(int deferred) {
   state = State{};
   state.deferred = deferred != 0;
 }
+void fake_discard() { state.discards = true; }  // nothing is ever done: only what it takes to ask for it is measured
 void fake_version(int version) { state.version = version; }
 void fake_devices(int count) { state.devices = count; }
 void fake_code(int fits) { state.has_code = fits != 0; }

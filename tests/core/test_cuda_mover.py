@@ -2,6 +2,7 @@
 
 import mmap
 import threading
+from array import array
 
 import attrs
 import pytest
@@ -159,8 +160,8 @@ class WithoutFence(DeviceMover):
 
 
 class BeforeTheForward(DeviceMover):
-    def _enqueue(self, copy, rows, slots, through):
-        copy(rows, slots, through)
+    def _enqueue(self, copy, checked, through):
+        copy(array("i", checked.blocks), array("i", checked.slots), through)
         return True
 
 
@@ -346,7 +347,7 @@ def eventually(done):
 def test_all_is_locked_in_pieces_and_given_back():
     kernel = Kernel()
     registration = registered(kernel)
-    assert eventually(lambda: registration.covers(BASE, 10 * PAGE))
+    assert eventually(lambda: registration.end == BASE + 10 * PAGE)
     assert kernel.locked == {BASE + first * PAGE: count * PAGE for first, count in ((0, 3), (3, 3), (6, 3), (9, 1))}
     assert registration.facts() == {"page-locked": "40KiB -> 40KiB"}
     registration.close()
@@ -358,7 +359,7 @@ def test_pieces_begin_and_end_where_pages_of_the_system_do():
     """Else neighbours would share one, and the second could not be locked."""
     kernel = Kernel()
     registration = registered(kernel, BASE + 100, 4 * PAGE)
-    assert eventually(lambda: registration.covers(BASE + 100, 4 * PAGE))
+    assert eventually(lambda: registration.end == BASE + 5 * PAGE)
     assert kernel.locked == {BASE: 3 * PAGE, BASE + 3 * PAGE: 2 * PAGE}
     registration.close()
 
@@ -367,7 +368,7 @@ def test_after_each_piece_the_driver_is_left_to_the_engine_for_as_long():
     pauses, kernel = [], Kernel(pieces=1)
     registration = registered(kernel, pause=pauses.append)
     kernel.may.release(3)
-    assert eventually(lambda: registration.covers(BASE, 10 * PAGE))
+    assert eventually(lambda: registration.end == BASE + 10 * PAGE)
     registration.close()
     assert len(pauses) == 3 and all(pause > 0 for pause in pauses)
 
@@ -375,10 +376,9 @@ def test_after_each_piece_the_driver_is_left_to_the_engine_for_as_long():
 def test_memory_is_used_when_it_is_locked_and_not_before():
     kernel = Kernel(pieces=1)
     registration = registered(kernel)
-    assert registration.covers(BASE, 3 * PAGE) and not registration.covers(BASE + 2 * PAGE, 2 * PAGE)
+    assert registration.end == BASE + 3 * PAGE
     kernel.may.release()
-    assert eventually(lambda: registration.covers(BASE + 2 * PAGE, 2 * PAGE))
-    assert not registration.covers(BASE, 7 * PAGE) and not registration.covers(BASE - 1, PAGE)
+    assert eventually(lambda: registration.end == BASE + 6 * PAGE)
     kernel.may.release(2)
     registration.close()
     assert kernel.locked == {}
@@ -391,7 +391,7 @@ def test_what_cannot_be_locked_is_not_used_and_says_why():
     kernel.may.release()
     assert eventually(lambda: "no more" in registration.facts()["page-locked"])
     assert registration.facts() == {"page-locked": "40KiB -> 12KiB (no more)"}
-    assert not registration.covers(BASE + 3 * PAGE, 1)
+    assert registration.end == BASE + 3 * PAGE
     registration.close()
 
 
@@ -415,29 +415,17 @@ def test_movers_over_the_same_memory_lock_it_once(runtime):
         assert cuda.c.fake_locked_ranges() == (left > 0)
 
 
-class LockedUpTo:
-    """The first slots are locked."""
-
-    def __init__(self, address, nbytes):
-        self.end = address + nbytes
-
-    def covers(self, address, nbytes):
-        return address + nbytes <= self.end
-
-    def facts(self):
-        return {}
-
-
-def partly_locked(runtime, cuda, slots):
-    mover = cuda.mover(runtime, autotune=decided(Method.STAGED))
-    arena = mover._slots
-    mover._slots = attrs.evolve(arena, locked=LockedUpTo(arena.address, slots * arena.nbytes))
+def partly_locked(runtime, slots):
+    """A mover of which so many slots are locked, and a byte less than one more."""
+    mover = FakeCuda().mover(runtime, autotune=decided(Method.STAGED))
+    (registration,) = host_registration._shared.values()
+    registration.end = mover._slots.address + (slots + 1) * runtime.layout.frame_nbytes - 1
     return mover
 
 
 def test_of_a_store_with_slots_that_are_not_locked_yet_the_others_are_filled():
     runtime = World(make_layout(page_nbytes=(48, 96), blocks=2), slots=5)
-    mover = partly_locked(runtime, FakeCuda(), 3)
+    mover = partly_locked(runtime, 3)
     pages, slots = [[[0, 1]], [[2, 3]], [[4, 5]]], [2, 4, 0]
     expected = runtime.after_store([pages[0], pages[2]], [2, 0])
     mover.store(1, pages, slots)
@@ -449,7 +437,7 @@ def test_of_a_store_with_slots_that_are_not_locked_yet_the_others_are_filled():
 
 def test_what_touches_no_locked_slot_is_a_miss_and_so_is_a_load_of_any():
     runtime = World(make_layout(page_nbytes=(48, 96), blocks=4), slots=5)
-    mover = partly_locked(runtime, FakeCuda(), 3)
+    mover = partly_locked(runtime, 3)
     before = runtime.state()
     mover.store(1, [CHUNK], [4])
     mover.load(2, [0, 3], [CHUNK, [[4, 5, 6, 7]]])

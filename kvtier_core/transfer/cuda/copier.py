@@ -3,54 +3,40 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
-from itertools import chain
-from typing import Protocol
+from collections.abc import Mapping
 
 from kvtier_core.transfer.cuda.autotune import Choice
 from kvtier_core.transfer.cuda.library import Direction, NativePart
 
 
-class Copier(Protocol):
-    """Enqueues copies and returns at once. Called on the thread that enqueues the engine's work.
+class Copier:
+    """Copies one ``part`` of chunks, called ``name``, as was chosen for each direction.
 
-    Rows are flat, see `page_lists.Layer`. The caller has checked that all blocks and slots exist.
+    Both methods enqueue and return at once, on the thread that enqueues the engine's work. ``blocks`` are the block ids
+    of all chunks of a job, see `page_lists.CheckedJob`, and ``slots`` a slot for each; the caller has checked that all
+    of them exist. Raise BackendError, perhaps half-way.
     """
-
-    def gather(self, rows: Sequence[Sequence[int]], slots: Sequence[int], through: Direction) -> None:
-        """Copy pages to slots. Pages are read in the order of ``kernels``, slots written in that of ``bus``."""
-
-    def scatter(self, rows: Sequence[Sequence[int]], slots: Sequence[int], through: Direction) -> None:
-        """Copy slots to pages. The pages are there when ``kernels`` has done it."""
-
-    def facts(self) -> Mapping[str, str]:
-        """The method of copying, in plain words."""
-
-    def close(self) -> None:
-        """Free its resources. Called after all copies have ended."""
-
-
-class NativeCopier:
-    """Copies one ``part`` of chunks, called ``name``, as was chosen for each direction."""
 
     def __init__(self, name: str, part: NativePart, store: Choice, load: Choice):
         self._name = name
         self._part = part
         self._store, self._load = store, load
 
-    def gather(self, rows: Sequence[Sequence[int]], slots: Sequence[int], through: Direction) -> None:
-        self._copy(self._store, True, rows, slots, through)
+    def gather(self, blocks: array[int], slots: array[int], through: Direction) -> None:
+        """Copy pages to slots: pages are read in the order of ``kernels``, slots written in that of ``bus``."""
+        self._copy(self._store, True, blocks, slots, through)
 
-    def scatter(self, rows: Sequence[Sequence[int]], slots: Sequence[int], through: Direction) -> None:
-        self._copy(self._load, False, rows, slots, through)
+    def scatter(self, blocks: array[int], slots: array[int], through: Direction) -> None:
+        """Copy slots to pages, which are there when ``kernels`` has done it."""
+        self._copy(self._load, False, blocks, slots, through)
 
     def facts(self) -> Mapping[str, str]:
+        """How copies are made, in plain words."""
         return {f"stores of {self._name}": str(self._store), f"loads of {self._name}": str(self._load)}
 
     def close(self) -> None:
+        """Free its resources. Called after all copies have ended."""
         self._part.close()
 
-    def _copy(
-        self, choice: Choice, to_slots: bool, rows: Sequence[Sequence[int]], slots: Sequence[int], through: Direction
-    ) -> None:
-        self._part.copy(choice.method, to_slots, array("i", chain.from_iterable(rows)), array("i", slots), through)
+    def _copy(self, choice: Choice, to_slots: bool, blocks: array[int], slots: array[int], through: Direction) -> None:
+        self._part.copy(choice.method, to_slots, blocks, slots, through)

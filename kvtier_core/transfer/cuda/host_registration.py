@@ -37,24 +37,20 @@ class HostRegistration:
         self.movers = 0  #: that use it, see `share`
         self.base = address // mmap.PAGESIZE * mmap.PAGESIZE  #: where the first piece begins
         self.piece_nbytes = piece_nbytes
-        self._end = -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._whole = -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         self._nbytes = nbytes
         self._lock, self._unlock, self._pause = lock, unlock, pause
-        self._locked = self.base  # the end of what is locked; after the first piece only the thread changes it
+        self.end = self.base  #: of what is page-locked; after the first piece only the thread changes it
         self._closing = False
         self._problem = ""
         self._lock_next()
         self._pool = IOPool("page-lock")
         self._pool.submit_store(self._lock_rest, self._note_problem)
 
-    def covers(self, address: int, nbytes: int) -> bool:
-        """Is this memory page-locked?"""
-        return self.base <= address and address + nbytes <= self._locked
-
     def facts(self) -> Mapping[str, str]:
         """How much is page-locked, in plain words."""
         self._pool.step()
-        whole, done = Nbytes(self._nbytes), Nbytes(min(self._nbytes, self._locked - self.base))
+        whole, done = Nbytes(self._nbytes), Nbytes(min(self._nbytes, self.end - self.base))
         return {"page-locked": f"{whole} -> {done}" + (f" ({self._problem})" if self._problem else "")}
 
     def close(self) -> None:
@@ -62,21 +58,21 @@ class HostRegistration:
         self._closing = True
         self._pool.close(_FOREVER)
         self._pool.step()
-        for begin in range(self.base, self._locked, self.piece_nbytes):
+        for begin in range(self.base, self.end, self.piece_nbytes):
             run(lambda begin=begin: self._unlock(begin))
-        self._locked = self.base
+        self.end = self.base
 
     def _lock_rest(self) -> None:
         """Lock the remaining pieces, on the thread."""
-        while self._locked < self._end and not self._closing:
+        while self.end < self._whole and not self._closing:
             begun = time.monotonic()
             self._lock_next()
             self._pause(_PAUSE * (time.monotonic() - begun))
 
     def _lock_next(self) -> None:
-        end = min(self._end, self._locked + self.piece_nbytes)
-        self._lock(self._locked, end - self._locked)
-        self._locked = end
+        end = min(self._whole, self.end + self.piece_nbytes)
+        self._lock(self.end, end - self.end)
+        self.end = end
 
     def _note_problem(self, outcome: Outcome) -> None:
         if outcome.error is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ import attrs
 import torch
 
 from kvtier_core.errors import ContractError
-from kvtier_core.interfaces import NO_BLOCK, JobResult, Mover, PagedKVCache, PageList
+from kvtier_core.interfaces import JobResult, Mover, PagedKVCache, PageList
 from kvtier_core.transfer.cuda.copier import Copier
 from kvtier_core.transfer.cuda.library import Direction
 from kvtier_core.transfer.io_pool import run
@@ -34,13 +35,14 @@ logger = logging.getLogger("vllm.kvtier")
 
 
 class Locked(Protocol):
-    """Says which slots are page-locked."""
+    """Which memory is page-locked: that of an arena, from its first slot on."""
 
-    def covers(self, address: int, nbytes: int) -> bool:
-        """Is this memory page-locked?"""
+    base: int  #: address where it begins
+    piece_nbytes: int  #: bytes that are locked at a time
+    end: int  #: address behind it
 
     def facts(self) -> Mapping[str, str]:
-        """How much is, in plain words."""
+        """How much is page-locked, in plain words."""
 
 
 @attrs.frozen
@@ -52,9 +54,10 @@ class ArenaSlots:
     nbytes: int  #: of a slot
     locked: Locked
 
-    def usable(self, slot: int) -> bool:
-        """May the device access this slot? A copy of what is not page-locked would block the host."""
-        return self.locked.covers(self.address + slot * self.nbytes, self.nbytes)
+    @property
+    def usable(self) -> int:
+        """The device may access so many slots, from the first one on. A copy to others would block the host."""
+        return (self.locked.end - self.address) // self.nbytes
 
 
 @attrs.frozen
@@ -62,7 +65,9 @@ class _Job:
     pages: Any  #: an event behind all that touches pages
     done: Any  #: an event behind all copies
     result: JobResult  #: if the device has done all that was enqueued
-    read: frozenset[int] = frozenset()  #: blocks that a store reads
+    #: Blocks that a store reads, of all groups together, and NO_BLOCK: a load may then wait for another group's store,
+    #: which only costs time.
+    read: frozenset[int] = frozenset()
 
 
 class DeviceMover(Mover):
@@ -98,26 +103,28 @@ class DeviceMover(Mover):
 
     def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
         checked = self._checked(job, pages, slots)
-        filled = [place for place, slot in enumerate(checked.slots) if self._slots.usable(slot)]
-        if not filled and checked.slots:
+        usable = self._slots.usable
+        places = [place for place, slot in enumerate(checked.slots) if slot < usable]
+        if not places and checked.slots:
             self._results.append(JobResult(job, ok=False))
             return
-        rows, chosen = [checked.rows[place] for place in filled], [checked.slots[place] for place in filled]
-        copied = self._enqueue(self._copiers[checked.part.number].gather, rows, chosen, self._stores)
-        ok = copied and len(filled) == len(checked.slots)
-        result = JobResult(job, ok, filled=tuple(filled) if copied and not ok else ())
-        self._jobs[job] = _Job(self._now(self._stores.kernels), self._now(self._stores.bus), result, _blocks(rows))
+        whole = len(places) == len(checked.slots)
+        if not whole:
+            checked = checked.only(places)
+        copied = self._enqueue(self._copiers[checked.part.number].gather, checked, self._stores)
+        result = JobResult(job, copied and whole, filled=tuple(places) if copied and not whole else ())
+        read = frozenset(checked.blocks)
+        self._jobs[job] = _Job(self._now(self._stores.kernels), self._now(self._stores.bus), result, read)
 
     def load(self, job: int, slots: Sequence[int], pages: PageList) -> None:
         checked = self._checked(job, pages, slots)
-        if not all(map(self._slots.usable, checked.slots)):
+        if max(checked.slots, default=-1) >= self._slots.usable:
             self._results.append(JobResult(job, ok=False))
             return
-        written = _blocks(checked.rows)
         for other in self._jobs.values():
-            if not other.read.isdisjoint(written):
+            if not other.read.isdisjoint(checked.blocks):
                 self._loads.kernels.wait_event(other.pages)
-        ok = self._enqueue(self._copiers[checked.part.number].scatter, checked.rows, checked.slots, self._loads)
+        ok = self._enqueue(self._copiers[checked.part.number].scatter, checked, self._loads)
         done = self._now(self._loads.kernels)
         self._jobs[job] = _Job(done, done, JobResult(job, ok))
 
@@ -158,14 +165,13 @@ class DeviceMover(Mover):
 
     def _enqueue(
         self,
-        copy: Callable[[Sequence[Sequence[int]], Sequence[int], Direction], None],
-        rows: Sequence[Sequence[int]],
-        slots: Sequence[int],
+        copy: Callable[[array[int], array[int], Direction], None],
+        checked: CheckedJob,
         through: Direction,
     ) -> bool:
         """Enqueue copies behind what the engine has enqueued so far. False if that fails, perhaps half-way."""
         through.kernels.wait_event(self._now(self._engine.current_stream(self._device)))
-        outcome = run(lambda: copy(rows, slots, through))
+        outcome = run(lambda: copy(array("i", checked.blocks), array("i", checked.slots), through))
         if outcome.error is not None:
             logger.warning("kvtier: copies cannot be enqueued: %s", outcome.error)
         return outcome.error is None
@@ -182,8 +188,3 @@ class DeviceMover(Mover):
         if self._closed:
             raise ContractError("the mover is closed")
         return check_job(self._cache, self._slots.count, pages, slots)
-
-
-def _blocks(rows: Sequence[Sequence[int]]) -> frozenset[int]:
-    """The blocks of all groups together: a load may then wait for another group's store, which only costs time."""
-    return frozenset(block for row in rows for block in row if block != NO_BLOCK)

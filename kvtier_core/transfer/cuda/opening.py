@@ -15,8 +15,7 @@ from kvtier_core.interfaces import PagedKVCache
 from kvtier_core.layouts import Part
 from kvtier_core.transfer.cuda import host_registration
 from kvtier_core.transfer.cuda.autotune import Autotune, ScratchAutotune
-from kvtier_core.transfer.cuda.copier import NativeCopier
-from kvtier_core.transfer.cuda.host_registration import HostRegistration
+from kvtier_core.transfer.cuda.copier import Copier
 from kvtier_core.transfer.cuda.library import Device, Direction, Method, NativePart, Staging, load
 from kvtier_core.transfer.cuda.mover import ArenaSlots, DeviceMover
 from kvtier_core.transfer.page_lists import check_cache, layers_of
@@ -57,10 +56,7 @@ def open_mover(
         )
         slots = ArenaSlots(address, count, slot_nbytes, registration)
         autotune = autotune or ScratchAutotune(device, stores, loads)
-        copiers = [
-            _copier(device, cache, part, slots, registration, (stores, loads), autotune, undo)
-            for part in cache.layout.parts
-        ]
+        copiers = [_copier(device, cache, part, slots, (stores, loads), autotune, undo) for part in cache.layout.parts]
         return DeviceMover(cache, slots, copiers, engine, stores, loads, undo.pop_all().close)
 
 
@@ -81,14 +77,13 @@ def _copier(
     cache: PagedKVCache,
     part: Part,
     slots: ArenaSlots,
-    registration: HostRegistration,
     directions: Sequence[Direction],
     autotune: Autotune,
     undo: contextlib.ExitStack,
-) -> NativeCopier:
+) -> Copier:
     layers = list(layers_of(cache, part))
     shards = slots.address + part.shard_of(cache.rank).offset
-    native = device.part(layers, shards, slots.nbytes, registration.base, registration.piece_nbytes)
+    native = device.part(layers, shards, slots.nbytes, slots.locked.base, slots.locked.piece_nbytes)
     undo.callback(native.close)
     stores, loads = directions
     store, load_ = (
@@ -96,7 +91,7 @@ def _copier(
         for through, to_slots in ((stores, True), (loads, False))
     )
     name = ", ".join(cache.layout.groups[group].name for group in part.groups)
-    return NativeCopier(name, native, store, load_)
+    return Copier(name, native, store, load_)
 
 
 def _possible(native: NativePart, through: Direction, to_slots: bool) -> list[Method]:
