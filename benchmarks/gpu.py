@@ -6,12 +6,17 @@ Uses this Python and installs nothing. Exits with 0 only if everything was check
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import json
+import mmap
+import platform
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+REPORT = ROOT / "build/gpu-check.json"  #: the tables again
 _MODULES = {"torch": "torch", "attrs": "attrs", "pluggy": "pluggy", "yaml": "PyYAML", "pytest": "pytest"}
 
 
@@ -32,11 +37,30 @@ def main() -> str | None:
         _run(sys.executable, "-m", "pytest", "tests/gpu")
     except subprocess.CalledProcessError as error:
         return f"gpu-check: failed: {' '.join(map(str, error.cmd))}"
-    from benchmarks import gpu_copies
+    from benchmarks import gpu_copies, gpu_effects
 
-    for table in gpu_copies.tables():
+    report: dict[str, object] = {"conditions": _conditions()}
+    print(report["conditions"], end="\n\n", flush=True)
+    for table in itertools.chain(gpu_effects.tables(), gpu_copies.tables()):
         print(table, end="\n\n", flush=True)
+        report[table.title] = {"header": table.header, "rows": [list(map(str, row)) for row in table.rows]}
+        REPORT.write_text(json.dumps(report, indent=1))  # what was measured is kept if the next table fails
     return None
+
+
+def _conditions() -> str:
+    import torch
+
+    from kvtier_core.transfer.cuda.library import load
+
+    query = (
+        "nvidia-smi",
+        "--query-gpu=name,driver_version,pcie.link.gen.current,pcie.link.width.current",
+        "--format=csv",
+    )
+    asked = subprocess.run(query, capture_output=True, text=True).stdout.strip() if shutil.which("nvidia-smi") else ""
+    told = [asked, f"torch {torch.__version__}, CUDA {torch.version.cuda}, Linux {platform.release()}"]
+    return "\n".join([*told, f"pages of the system: {mmap.PAGESIZE} bytes", f"kvtier: {load().device(0).abilities}"])
 
 
 def _run(*command: str) -> None:
