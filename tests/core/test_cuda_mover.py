@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from test_mover import World, jobs
 
 from kvtier_core.errors import BackendError, ContractError
-from kvtier_core.testing.samples import make_layout
+from kvtier_core.layouts import ChunkLayout
+from kvtier_core.testing.samples import make_group, make_layout
 from kvtier_core.transfer.cuda import host_registration
 from kvtier_core.transfer.cuda.autotune import Choice, ScratchAutotune, choose, decided
 from kvtier_core.transfer.cuda.host_registration import HostRegistration
@@ -154,6 +155,24 @@ def test_whatever_the_streams_do_first(seed, store, load):
     run(seed, store, load)
 
 
+@pytest.mark.parametrize("to_slots", [True, False])
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 1 << 32))
+def test_the_slices_of_a_job_use_the_same_memory_one_after_the_other(to_slots, seed):
+    runtime = World(make_layout(page_nbytes=(48, 96), blocks=2), gaps=[0, 16])
+    cuda = FakeCuda(deferred=True, seed=seed)
+    mover = cuda.mover(runtime, autotune=decided(Method.STAGED), half_nbytes=256)
+    pages, slots = [[[0, 1]], [[4, 3]], [[7, 2]]], [2, 0, 1]
+    expected = runtime.after_store(pages, slots) if to_slots else runtime.after_load(slots, pages)
+    if to_slots:
+        mover.store(1, pages, slots)
+    else:
+        mover.load(1, slots, pages)
+    cuda.finish()
+    mover.close()
+    assert runtime.state() == expected
+
+
 class WithoutFence(DeviceMover):
     def fence(self, jobs):
         pass
@@ -260,6 +279,22 @@ def test_a_copy_that_fails_has_ended_before_that_is_said(runtime, method, caplog
     streams = mover._stores
     cuda.finish()
     assert not streams.kernels.work and not streams.bus.work
+    assert ended(mover) == [(1, False)]
+    mover.close()
+
+
+def test_what_fails_half_way_is_reported_when_no_page_is_read_any_more():
+    """The pages of one group are being gathered when those of the other cannot be; nothing is on the bus yet."""
+    runtime = World(ChunkLayout([make_group((48,)), make_group((96,), name="group 1")], 64))
+    cuda = FakeCuda(deferred=True)
+    mover = cuda.mover(runtime, autotune=decided(Method.STAGED))
+    cuda.fail("cuLaunchKernel", after=1, times=1, result=719)
+    mover.store(1, [[[0, 1, 2, 3], [4, 5, 6, 7]]], [0])
+    cuda.hold(mover._stores.kernels)
+    cuda.finish()
+    assert ended(mover) == []
+    cuda.hold(None)
+    cuda.finish()
     assert ended(mover) == [(1, False)]
     mover.close()
 
