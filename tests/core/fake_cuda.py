@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import mmap
+import os
 import random
 import shutil
 import subprocess
@@ -34,6 +35,7 @@ def libraries():
     code = folder / "kernels"
     code.write_bytes(b"the driver of the tests does not read this")
     compiler = ("g++", "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{SOURCE}")
+    compiler += tuple(os.environ.get("CXXFLAGS", "").split())
     kernels = f'-DKVTIER_KERNELS="{code}"'
     built(*compiler, "-fvisibility=hidden", kernels, *SOURCE.glob("*.cpp"), "-o", folder / FILE, "-ldl")
     built(*compiler, Path(__file__).with_name("cuda_driver.cpp"), "-o", folder / "libcuda.so.1")

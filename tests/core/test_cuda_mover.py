@@ -532,6 +532,13 @@ def test_what_does_not_work_is_not_chosen():
     assert set(autotuned(cuda, ALTERNATING, False).speeds) == {Method.DIRECT}
 
 
+def test_where_nothing_can_be_measured_pages_of_any_size_are_staged():
+    cuda = FakeCuda()
+    cuda.fail("cuMemHostRegister", result=2)
+    assert autotuned(cuda, ALTERNATING, False) == Choice(Method.STAGED)
+    assert cuda.c.fake_allocations() == 2, "what was allocated for it is freed"
+
+
 def test_an_engine_that_leaves_no_memory_is_served_all_the_same(runtime):
     cuda = FakeCuda()
     cuda.fail("cuMemAlloc", times=2, result=2)  # for staged copies

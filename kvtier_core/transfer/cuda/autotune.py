@@ -72,7 +72,7 @@ class ScratchAutotune:
         with ExitStack() as cleanup:
             scratch = run(lambda: _Scratch(self._device, layers, self._nbytes, cleanup))
             if scratch.error is not None:  # too little memory is no reason to copy nothing
-                return Choice(possible[-1])
+                return Choice(Method.STAGED if Method.STAGED in possible else Method.DIRECT)
             rounds = {
                 method: [self._seconds(scratch.value, method, to_slots) for _ in range(_ROUNDS)] for method in possible
             }
