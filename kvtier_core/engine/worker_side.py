@@ -228,7 +228,7 @@ class WorkerSide:
         task, begun = job.task, self._begun[job.task]
         begun.jobs -= 1
         if not ok:
-            begun.empty.update(place for number, place in enumerate(job.places) if number not in filled)
+            begun.empty.update(set(job.places).difference(job.places[number] for number in filled))
         if begun.jobs:
             return
         del self._begun[task]

@@ -75,20 +75,28 @@ def check_job(cache: PagedKVCache, slots: int, pages: PageList, wanted: Sequence
     # All at once: a job may have ten thousand chunks, and the engine waits.
     numbers, blocks = list(map(index, wanted)), list(map(index, chain.from_iterable(chain.from_iterable(pages))))
     good = {tuple(map(len, chunk)) for chunk in pages} <= {part.blocks}
-    if not numbers or (good and _within(numbers, 0, slots) and _within(blocks, NO_BLOCK, cache.blocks)):
-        return CheckedJob(part, blocks, numbers)
-    for chunk, slot in zip(pages, numbers, strict=True):
-        if not 0 <= slot < slots:
-            raise ContractError(f"slot {slot} is not one of {slots}")
-        if tuple(map(len, chunk)) != part.blocks:
-            raise ContractError(_wrong_lengths(cache, part, chunk))
-        if not _within(row := list(chain(*chunk)), NO_BLOCK, cache.blocks):
-            raise ContractError(f"block ids {row} are not all NO_BLOCK or one of {cache.blocks}")
-    raise AssertionError("a job that is neither right nor wrong")
+    if numbers and not (good and _within(numbers, 0, slots) and _within(blocks, NO_BLOCK, cache.blocks)):
+        wrong = (_wrong(cache, slots, part, chunk, slot) for chunk, slot in zip(pages, numbers, strict=True))
+        raise ContractError(next(filter(None, wrong)))
+    return CheckedJob(part, blocks, numbers)
 
 
 def _within(numbers: Sequence[int], first: int, end: int) -> bool:
     return first <= min(numbers) and max(numbers) < end
+
+
+def _wrong(cache: PagedKVCache, slots: int, part: Part, chunk: Sequence[Sequence[int]], slot: int) -> str:
+    """What is wrong with one chunk of a job; empty if nothing."""
+    if not 0 <= slot < slots:
+        return f"slot {slot} is not one of {slots}"
+    if tuple(map(len, chunk)) != part.blocks:
+        return _wrong_lengths(cache, part, chunk)
+    row = list(chain(*chunk))
+    return (
+        ""
+        if _within(row, NO_BLOCK, cache.blocks)
+        else (f"block ids {row} are not all NO_BLOCK or one of {cache.blocks}")
+    )
 
 
 def _part_of(cache: PagedKVCache, chunk: Sequence[Sequence[int]]) -> Part:

@@ -390,6 +390,21 @@ def test_all_is_locked_in_pieces_and_given_back():
     assert kernel.locked == {}
 
 
+def test_what_is_needed_at_once_is_locked_at_once():
+    """However long it is: the self-test uses the first slots."""
+    kernel = Kernel(pieces=2)
+    registration = registered(kernel, at_once=4 * PAGE)
+    assert registration.end == BASE + 6 * PAGE
+    kernel.may.release(2)
+    registration.close()
+    kernel = Kernel(pieces=1)
+    kernel.lock = lambda address, nbytes, lock=kernel.lock: lock(address, nbytes) or setattr(kernel, "refusing", True)
+    kernel.may.release()
+    with pytest.raises(BackendError, match="^no more$"):
+        registered(kernel, at_once=4 * PAGE)
+    assert kernel.locked == {}, "half of it is given back"
+
+
 def test_pieces_begin_and_end_where_pages_of_the_system_do():
     """Else neighbours would share one, and the second could not be locked."""
     kernel = Kernel()

@@ -6,6 +6,7 @@ import mmap
 import time
 from collections.abc import Callable, Mapping
 
+from kvtier_core.errors import BackendError
 from kvtier_core.transfer.io_pool import IOPool, Outcome, run
 from kvtier_core.types import Nbytes
 
@@ -20,9 +21,9 @@ _FOREVER = 1e6  # seconds
 class HostRegistration:
     """Page-locks ``nbytes`` from ``address`` on, in pieces of ``piece_nbytes``.
 
-    The first piece is locked before the constructor returns, which raises BackendError if that fails; a thread
-    locks the rest. ``lock`` takes an address and bytes, ``unlock`` an address; both raise BackendError. No page of the
-    system is in two pieces. Methods are called on the thread that enqueues the engine's work.
+    The first ``at_once`` bytes are locked before the constructor returns, which raises BackendError if that fails; a
+    thread locks the rest. ``lock`` takes an address and bytes, ``unlock`` an address; both raise BackendError. No page
+    of the system is in two pieces. Methods are called on the thread that enqueues the engine's work.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class HostRegistration:
         nbytes: int,
         lock: Callable[[int, int], object],
         unlock: Callable[[int], object],
+        at_once: int = 1,
         piece_nbytes: int = PIECE_NBYTES,
         pause: Callable[[float], object] = time.sleep,
     ):
@@ -43,7 +45,12 @@ class HostRegistration:
         self.end = self.base  #: of what is page-locked; after the first piece only the thread changes it
         self._closing = False
         self._problem = ""
-        self._lock_next()
+        try:
+            while self.end < min(self._whole, address + at_once):
+                self._lock_next()
+        except BackendError:
+            self._unlock_all()
+            raise
         self._pool = IOPool("page-lock")
         self._pool.submit_store(self._lock_rest, self._note_problem)
 
@@ -58,9 +65,7 @@ class HostRegistration:
         self._closing = True
         self._pool.close(_FOREVER)
         self._pool.step()
-        for begin in range(self.base, self.end, self.piece_nbytes):
-            run(lambda begin=begin: self._unlock(begin))
-        self.end = self.base
+        self._unlock_all()
 
     def _lock_rest(self) -> None:
         """Lock the remaining pieces, on the thread."""
@@ -74,6 +79,11 @@ class HostRegistration:
         self._lock(self.end, end - self.end)
         self.end = end
 
+    def _unlock_all(self) -> None:
+        for begin in range(self.base, self.end, self.piece_nbytes):
+            run(lambda begin=begin: self._unlock(begin))
+        self.end = self.base
+
     def _note_problem(self, outcome: Outcome) -> None:
         if outcome.error is not None:
             self._problem = str(outcome.error)
@@ -84,13 +94,13 @@ _shared: dict[tuple[int, int], HostRegistration] = {}
 
 
 def share(
-    address: int, nbytes: int, lock: Callable[[int, int], object], unlock: Callable[[int], object]
+    address: int, nbytes: int, at_once: int, lock: Callable[[int, int], object], unlock: Callable[[int], object]
 ) -> HostRegistration:
     """The registration of this memory for one more mover of this process, which gives it back with `release`.
 
-    Raises BackendError if nothing can be page-locked.
+    Raises BackendError if not even the first ``at_once`` bytes can be page-locked.
     """
-    registration = _shared.get((address, nbytes)) or HostRegistration(address, nbytes, lock, unlock)
+    registration = _shared.get((address, nbytes)) or HostRegistration(address, nbytes, lock, unlock, at_once)
     _shared[address, nbytes] = registration
     registration.movers += 1
     return registration

@@ -49,7 +49,9 @@ def open_mover(
         keep = ctypes.c_char.from_buffer(memory)  # an mmap cannot be closed while its buffer is exported
         undo.callback(lambda keep: None, keep)
         address, count = ctypes.addressof(keep), len(memory) // slot_nbytes
-        registration = host_registration.share(address, count * slot_nbytes, device.lock, device.unlock)
+        # The first slots are those of the self-test, one for each of the ranks that share a shard.
+        at_once = cache.layout.replicas * slot_nbytes
+        registration = host_registration.share(address, count * slot_nbytes, at_once, device.lock, device.unlock)
         undo.callback(host_registration.release, registration)
         stores, loads = (
             Direction(engine.Stream(on), engine.Stream(on), _staging(device, half_nbytes, undo)) for _ in range(2)
