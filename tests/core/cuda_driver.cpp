@@ -42,7 +42,7 @@ struct Failure {
 
 struct State {
   bool deferred = false, discards = false, has_code = true;
-  int version = 13000, devices = 1;
+  int version = 13000;
   std::map<int, int> attributes{{19, 1}, {41, 1}, {91, 1}, {99, 1}};
   std::map<std::string, int> calls;
   std::map<std::string, Failure> failures;
@@ -131,7 +131,6 @@ void fake_reset(int deferred) {
 }
 void fake_discard() { state.discards = true; }  // nothing is ever done: only what it takes to ask for it is measured
 void fake_version(int version) { state.version = version; }
-void fake_devices(int count) { state.devices = count; }
 void fake_code(int fits) { state.has_code = fits != 0; }
 void fake_attribute(int number, int value) { state.attributes[number] = value; }
 void fake_most_in_batch(uint64_t count) { state.most_in_batch = count; }
@@ -175,7 +174,7 @@ Result cuInit(unsigned) {
   return kSuccess;
 }
 Result cuDeviceGet(int* device, int ordinal) {
-  if (ordinal >= state.devices) return 101;
+  if (ordinal) return 101;
   *device = ordinal;
   return kSuccess;
 }
