@@ -49,6 +49,7 @@ bool find_driver(const char* path, Driver* driver, const char** why) {
   need("cuMemHostRegister_v2", &driver->lock);
   need("cuMemHostUnregister", &driver->unlock);
   need("cuMemcpyHtoD_v2", &driver->write);
+  need("cuStreamSynchronize", &driver->synchronize);
   need("cuMemcpyHtoDAsync_v2", &driver->copy_to_device);
   need("cuMemcpyDtoHAsync_v2", &driver->copy_to_host);
   need("cuEventCreate", &driver->create_event);

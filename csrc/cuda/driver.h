@@ -43,6 +43,7 @@ struct Driver {
   Result (*lock)(void*, size_t, unsigned);
   Result (*unlock)(void*);
   Result (*write)(uint64_t, const void*, size_t);
+  Result (*synchronize)(Stream);
   Result (*copy_to_device)(uint64_t, const void*, size_t, Stream);
   Result (*copy_to_host)(void*, uint64_t, size_t, Stream);
   Result (*create_event)(Event*, unsigned);

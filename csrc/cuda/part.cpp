@@ -45,8 +45,10 @@ bool Part::open() {
   if (!device_.call(&Driver::create_event, "create an event", &turn_, kEventWithoutTiming)) return false;
   const size_t nbytes = layers_.size() * sizeof(Layer);
   if (!nbytes) return true;
+  // A short write returns before it has arrived, and the streams that will read it do not wait for this one.
   return device_.call(&Driver::allocate, "allocate memory for the layers", &on_device_, nbytes) &&
-         device_.call(&Driver::write, "write the layers", on_device_, layers_.data(), nbytes);
+         device_.call(&Driver::write, "write the layers", on_device_, layers_.data(), nbytes) &&
+         device_.call(&Driver::synchronize, "wait for the layers", nullptr);
 }
 
 Part::~Part() {
