@@ -29,15 +29,13 @@ def sections() -> list[Section]:
         return Section(name, (python, "-m", "benchmarks.gpu_sections", name), limit)
 
     return [
-        measured("machine", 60),
         Section("build", ("sh", "-c", build), 120),
+        measured("machine", 60),
         Section("tests", tests, 150),
         measured("engine", 180),
-        measured("copies", 90),
-        measured("registration", 60),
-        measured("tokens", 45),
+        measured("effects", 75),
+        measured("copies", 180),
         measured("planted", 60),
-        measured("forward", 120),
     ]
 
 

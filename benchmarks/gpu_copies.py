@@ -8,140 +8,215 @@ import mmap
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 
 from benchmarks.measure import Case, Table, interleaved, progress
 from kvtier_core.interfaces import Mover, PagedKVCache, PageRun
 from kvtier_core.testing.samples import make_layout
-from kvtier_core.transfer.cuda.autotune import DMA, KERNEL, decided
-from kvtier_core.transfer.cuda.library import load
-from kvtier_core.transfer.cuda.mover import open_mover
+from kvtier_core.transfer.cuda.autotune import decided
+from kvtier_core.transfer.cuda.library import Method
+from kvtier_core.transfer.cuda.opening import open_mover
 from kvtier_core.types import Nbytes
 
-ROUNDS, REPEATS = 7, 3
-PAGES = [2 << 10, 8 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20]
+ROUNDS, REPEATS = 5, 3
+PAGES = [2 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 512 << 10, 2 << 20]
+JOBS = [16, 256, 4096, 50_000]  # pages
 LAYERS, BLOCKS = 8, 4
-NBYTES = 64 << 20  # of a job, whatever its pages
+NBYTES = 256 << 20  # of a job, whatever its pages
 MATRIX = 8192
-METHODS = {"torch": "torch's operators", KERNEL: "kernel", DMA: "copy engine", "chosen": "as chosen"}
+METHODS = ("direct", "staged", "kernel", "chosen")
 
 
 def tables() -> Iterator[Table]:
-    device = torch.cuda.get_device_properties(0)
-    progress(f"{device.name}, CUDA {torch.version.cuda}, torch {torch.__version__}")
-    if isinstance(problem := load(), str):
-        raise RuntimeError(problem)
-    benches = [_Bench(nbytes) for nbytes in PAGES]
+    """How fast the copies are, and what they cost the engine."""
     for direction in ("store", "load"):
         for busy in (False, True):
-            yield _speeds(benches, direction, busy)
-    yield _losses(benches)
-    for bench in benches:
-        bench.close()
+            yield _speeds(direction, busy)
+    yield _both_ways()
+    for page_nbytes in (8 << 10, 64 << 10):
+        yield _by_count(page_nbytes)
+    yield _losses()
 
 
-def _speeds(benches: Sequence[_Bench], direction: str, busy: bool) -> Table:
+def _speeds(direction: str, busy: bool) -> Table:
     rows: list[list[object]] = []
-    matrices = _Matrices(busy)
-    for bench in benches:
-        progress(f"{direction}, pages of {Nbytes(bench.page_nbytes)}{', matrices meanwhile' if busy else ''}")
-        cases = [Case("memcpy", functools.partial(bench.memcpy, direction), before=matrices.more)]
-        for each in METHODS:
-            cases.append(Case(each, functools.partial(bench.move, each, direction), before=matrices.more))
-        times = interleaved(cases, ROUNDS, REPEATS)
+    matrices = Matrices(busy)
+    for page_nbytes in PAGES:
+        progress(f"{direction}, pages of {Nbytes(page_nbytes)}{', matrices meanwhile' if busy else ''}")
+        bench = Bench(page_nbytes, NBYTES)
+        times = interleaved(_cases(bench, direction, matrices.more), ROUNDS, REPEATS)
         torch.cuda.synchronize()
         speed = bench.nbytes / times.median("memcpy") / 1e9
-        ratios = [times.ratio("memcpy", each) for each in METHODS]
-        host = statistics.median(bench.host[direction])
-        rows.append([Nbytes(bench.page_nbytes), f"{speed:.1f}", *ratios, f"{host * 1e6:.0f}", bench.chosen])
+        ratios = [times.ratio("memcpy", each) if each in times.seconds else "-" for each in METHODS]
+        call = f"{statistics.median(bench.calls[direction]) * 1e6:.0f}"
+        chosen = next(fact for name, fact in bench.movers["chosen"].facts().items() if name.startswith(direction))
+        rows.append([Nbytes(page_nbytes), f"{speed:.1f}", *ratios, call, chosen])
+        bench.close()
     return Table(
         title=f"GPU: {direction}{', while matrices are multiplied' if busy else ''}",
         says=f"{Nbytes(NBYTES)} a job in {LAYERS} layers of {BLOCKS} pages a chunk, random blocks, from call to "
         "last byte. The ratio is speed to that of one pinned cudaMemcpyAsync in the same round: median "
-        f"(min to max) of {ROUNDS} rounds, each the best of {REPEATS}. µs: what the call takes of the engine's thread.",
-        header=("pages", "memcpy GB/s", *METHODS.values(), "call, µs", "chosen"),
+        f"(min to max) of {ROUNDS} rounds, each the best of {REPEATS}. µs: what the call takes of the engine's thread, "
+        "as chosen. At the end what was measured when the arena was attached.",
+        header=("pages", "memcpy GB/s", *METHODS, "call, µs", "chosen"),
         rows=rows,
     )
 
 
-def _losses(benches: Sequence[_Bench]) -> Table:
+def _cases(bench: Bench, direction: str, before: Callable[[], None]) -> list[Case]:
+    cases = [Case("memcpy", functools.partial(bench.memcpy, direction), before=before)]
+    for each in METHODS:
+        if direction == "load" or each != "kernel":  # no kernel writes to the host
+            cases.append(Case(each, functools.partial(bench.move, each, direction), before=before))
+    return cases
+
+
+def _both_ways() -> Table:
+    """A store and a load at once, to two pinned copies at once."""
+    rows: list[list[object]] = []
+    for page_nbytes in PAGES:
+        progress(f"both directions, pages of {Nbytes(page_nbytes)}")
+        bench = Bench(page_nbytes, NBYTES)
+        cases = [Case("memcpy", bench.memcpy_both_ways)]
+        cases += [Case(each, functools.partial(bench.move_both_ways, each)) for each in METHODS]
+        times = interleaved(cases, ROUNDS, REPEATS)
+        speed = 2 * bench.nbytes / times.median("memcpy") / 1e9
+        rows.append([Nbytes(page_nbytes), f"{speed:.1f}", *(times.ratio("memcpy", each) for each in METHODS)])
+        bench.close()
+    return Table(
+        title="GPU: a store and a load at once",
+        says=f"{Nbytes(NBYTES)} each way. The ratio is speed to that of two pinned cudaMemcpyAsync at once. With "
+        "'kernel' the store is direct.",
+        header=("pages", "memcpy GB/s", *METHODS),
+        rows=rows,
+    )
+
+
+def _by_count(page_nbytes: int) -> Table:
+    """Short jobs and long ones: where submitting costs more than copying."""
+    rows: list[list[object]] = []
+    for count in JOBS:
+        progress(f"jobs of {count} pages of {Nbytes(page_nbytes)}")
+        bench = Bench(page_nbytes, count * page_nbytes)
+        for direction in ("store", "load"):
+            times = interleaved(_cases(bench, direction, lambda: None), ROUNDS, REPEATS)
+            ratios = [times.ratio("memcpy", each) if each in times.seconds else "-" for each in METHODS]
+            call = f"{statistics.median(bench.calls[direction]) * 1e6:.0f}"
+            rows.append([f"{direction}, {count}", f"{times.median('memcpy') * 1e6:.0f}", *ratios, call])
+        bench.close()
+    return Table(
+        title=f"GPU: jobs of some pages of {Nbytes(page_nbytes)}",
+        says="As above, by pages in a job.",
+        header=("job", "memcpy, µs", *METHODS, "call, µs"),
+        rows=rows,
+    )
+
+
+def _losses() -> Table:
     """How much longer the same matrices take during continuous copies."""
     rows: list[list[object]] = []
-    matrices = _Matrices()
-    for bench in benches:
-        progress(f"matrices beside copies of pages of {Nbytes(bench.page_nbytes)}")
+    matrices = Matrices()
+    kinds = [("store", "direct"), ("store", "staged"), ("load", "direct"), ("load", "staged"), ("load", "kernel")]
+    for page_nbytes in PAGES:
+        progress(f"matrices beside copies of pages of {Nbytes(page_nbytes)}")
+        bench = Bench(page_nbytes, NBYTES)
         cases = [Case("alone", matrices.run)]
-        for direction, method in itertools.product(("store", "load"), (KERNEL, DMA)):
+        for direction, method in kinds:
             copy = functools.partial(bench.move, method, direction)
             cases.append(Case(f"{direction} {method}", functools.partial(matrices.run, copy)))
         times = interleaved(cases, ROUNDS)
-        rows.append([Nbytes(bench.page_nbytes), *(times.ratio(case.name, "alone") for case in cases[1:])])
+        rows.append([Nbytes(page_nbytes), *(times.ratio(case.name, "alone") for case in cases[1:])])
+        bench.close()
     return Table(
         title="GPU: what a matrix multiplication loses",
-        says=f"{_Matrices.BATCH} of {MATRIX}² bfloat16, beside copies without a pause. The ratio is time to that "
+        says=f"{Matrices.BATCH} of {MATRIX}² bfloat16, beside copies without a pause. The ratio is time to that "
         f"of the same matrices alone: median (min to max) of {ROUNDS} rounds.",
-        header=("pages", "store, kernel", "store, copy engine", "load, kernel", "load, copy engine"),
+        header=("pages", *(f"{direction}, {method}" for direction, method in kinds)),
         rows=rows,
     )
 
 
-class _Bench:
+class Bench:
     """One paged buffer, one arena, and a mover for each method."""
 
-    def __init__(self, page_nbytes: int):
-        self.page_nbytes = page_nbytes
+    def __init__(self, page_nbytes: int, nbytes: int):
         layout = make_layout((page_nbytes,) * LAYERS, BLOCKS)
-        self.chunks = NBYTES // layout.payload_nbytes
+        self.chunks = max(1, nbytes // layout.payload_nbytes)
         self.nbytes = self.chunks * layout.payload_nbytes
-        blocks = self.chunks * BLOCKS
+        blocks = 2 * self.chunks * BLOCKS
         self.pages = torch.zeros((LAYERS, blocks, page_nbytes), dtype=torch.uint8, device="cuda:0").random_()
-        self.plain = torch.empty(self.nbytes, dtype=torch.uint8, device="cuda:0")
-        self.pinned = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+        self.plain = torch.empty((2, self.nbytes), dtype=torch.uint8, device="cuda:0")
+        self.pinned = torch.empty((2, self.nbytes), dtype=torch.uint8, pin_memory=True)
+        self.aside = torch.cuda.Stream()
         runs = tuple(PageRun(layer.data_ptr(), page_nbytes, page_nbytes) for layer in self.pages)
         self.kv_cache = PagedKVCache(runs, blocks, "cuda:0", 0, layout)
-        self.slots = mmap.mmap(-1, self.chunks * layout.frame_nbytes)
+        self.slots = mmap.mmap(-1, 2 * self.chunks * layout.frame_nbytes)
         drawn = random.Random(0).sample(range(blocks), blocks)
-        self.block_ids = [[drawn[first : first + BLOCKS]] for first in range(0, blocks, BLOCKS)]
+        chunks = [[drawn[first : first + BLOCKS]] for first in range(0, blocks, BLOCKS)]
+        # Stores and loads have blocks and slots of their own.
+        self.block_ids = {"store": chunks[: self.chunks], "load": chunks[self.chunks :]}
+        self.places = {"store": range(self.chunks), "load": range(self.chunks, 2 * self.chunks)}
         self.movers = {method: self._mover(method) for method in METHODS}
-        self.chosen = "; ".join(self.movers["chosen"].facts().values())
         self.jobs = itertools.count()
-        self.host: dict[str, list[float]] = {"store": [], "load": []}  # seconds, of the calls as chosen
+        self.calls: dict[str, list[float]] = {"store": [], "load": []}  # seconds, as chosen
+        whole = Nbytes(len(self.slots))
+        while self.movers["chosen"].facts()["page-locked"] != f"{whole} -> {whole}":
+            time.sleep(0.01)
 
     def memcpy(self, direction: str) -> None:
-        to, from_ = (self.pinned, self.plain) if direction == "store" else (self.plain, self.pinned)
-        to.copy_(from_, non_blocking=True)
+        self._memcpy(direction)
+        torch.cuda.current_stream().synchronize()
+
+    def memcpy_both_ways(self) -> None:
+        self._memcpy("store")
+        with torch.cuda.stream(self.aside):
+            self._memcpy("load")
+        self.aside.synchronize()
         torch.cuda.current_stream().synchronize()
 
     def move(self, method: str, direction: str) -> None:
-        mover, job, slots = self.movers[method], next(self.jobs), range(self.chunks)
-        begin = time.perf_counter()
-        if direction == "store":
-            mover.store(job, self.block_ids, slots)
-        else:
-            mover.load(job, slots, self.block_ids)
-        if method == "chosen":
-            self.host[direction].append(time.perf_counter() - begin)
-        while not (ended := mover.finished()):
-            pass
-        if not ended[0].ok:
-            raise RuntimeError(f"the {direction} failed")
+        self._begin(method, direction)
+        self._end(method, 1)
+
+    def move_both_ways(self, method: str) -> None:
+        self._begin(method, "store")
+        self._begin(method, "load")
+        self._end(method, 2)
 
     def close(self) -> None:
         for mover in self.movers.values():
             mover.close()
 
+    def _memcpy(self, direction: str) -> None:
+        number = int(direction == "load")
+        to, from_ = (self.pinned, self.plain) if direction == "store" else (self.plain, self.pinned)
+        to[number].copy_(from_[number], non_blocking=True)
+
+    def _begin(self, method: str, direction: str) -> None:
+        mover, job = self.movers[method], next(self.jobs)
+        begin = time.perf_counter()
+        if direction == "store":
+            mover.store(job, self.block_ids[direction], self.places[direction])
+        else:
+            mover.load(job, self.places[direction], self.block_ids[direction])
+        if method == "chosen":
+            self.calls[direction].append(time.perf_counter() - begin)
+
+    def _end(self, method: str, jobs: int) -> None:
+        while jobs:
+            for ended in self.movers[method].finished():
+                jobs -= 1
+                if not ended.ok:
+                    raise RuntimeError("a job failed")
+
     def _mover(self, method: str) -> Mover:
-        nbytes = self.kv_cache.layout.frame_nbytes
-        if method == "torch":
-            return open_mover(self.kv_cache, self.slots, nbytes, library="asked for")
-        return open_mover(
-            self.kv_cache, self.slots, nbytes, autotune=decided(method) if method in (KERNEL, DMA) else None
-        )
+        autotune = None if method == "chosen" else decided(Method[method.upper()])
+        return open_mover(self.kv_cache, self.slots, self.kv_cache.layout.frame_nbytes, autotune=autotune)
 
 
-class _Matrices:
+class Matrices:
     """A stream that always has something to multiply, if it is ``busy`` at all."""
 
     BATCH = 40

@@ -68,6 +68,8 @@ RECORDER = "kvtier_core/engine/recorder.py"
 CONNECTOR = "kvtier_core/vllm/connector.py"
 PROVENANCE = "kvtier_core/engine/scheduler/provenance.py"
 REPORTS = "kvtier_core/engine/worker_reports.py"
+DEVICE_MOVER = "kvtier_core/transfer/cuda/mover.py"
+CUDA_PART = "csrc/cuda/part.cpp"
 PAGE_LISTS = "kvtier_core/transfer/page_lists.py"
 STORES = "kvtier_core/engine/scheduler/store_jobs.py"
 LOADS = "kvtier_core/engine/scheduler/loads.py"
@@ -528,30 +530,123 @@ MUTANTS = (
     ),
     Mutant(
         "stores-before-their-forward",
-        "kvtier_core/transfer/cuda/mover.py",
-        "stream.wait_event(self._now(self._streams.current_stream(self._device)))",
+        DEVICE_MOVER,
+        "through.kernels.wait_event(self._now(self._engine.current_stream(self._device)))",
         "pass",
         "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
     ),
     Mutant(
         "loads-overtake-stores",
-        "kvtier_core/transfer/cuda/mover.py",
-        "self._loads.wait_event(other.done)",
+        DEVICE_MOVER,
+        "self._loads.kernels.wait_event(other.pages)",
         "pass",
         "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
     ),
     Mutant(
+        "gathered-is-stored",
+        DEVICE_MOVER,
+        "self._now(self._stores.bus), result",
+        "self._now(self._stores.kernels), result",
+        "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
+    ),
+    Mutant(
+        "copy-engines-before-the-forward",
+        CUDA_PART,
+        "if (!order(streams.kernels, turn_, streams.bus)) return false;",
+        "",
+        "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
+    ),
+    Mutant(
+        "pages-are-free-before-copy-engines-read-them",
+        CUDA_PART,
+        "return order(streams.bus, turn_, streams.kernels) && listed;",
+        "return listed;",
+        "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
+    ),
+    Mutant(
+        "gathers-into-a-half-that-is-not-empty",
+        CUDA_PART,
+        'if (half.used && !device_.call(&Driver::wait, "wait for an event", streams.kernels, half.emptied, 0u)) '
+        "return false;",
+        "",
+        "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
+    ),
+    Mutant(
+        "loads-into-a-half-that-is-not-empty",
+        CUDA_PART,
+        'if (half.used && !device_.call(&Driver::wait, "wait for an event", streams.bus, half.emptied, 0u)) '
+        "return false;",
+        "",
+        "tests/core/test_cuda_mover.py::test_the_slices_of_a_job_use_the_same_memory_one_after_the_other",
+    ),
+    Mutant(
+        "half-a-store-is-over-before-it-has-ended",
+        CUDA_PART,
+        "if (!done) order(",
+        "if (false) order(",
+        "tests/core/test_cuda_mover.py::test_what_fails_half_way_is_reported_when_no_page_is_read_any_more",
+    ),
+    Mutant(
+        "holes-are-copied-too",
+        CUDA_PART,
+        "if (std::all_of(row, row + chunks.width, [](int32_t block) { return block >= 0; })) {",
+        "if (true) {",
+        "tests/core/test_cuda_mover.py::test_what_a_job_stores",
+    ),
+    Mutant(
         "any-slot-at-any-time",
-        "kvtier_core/transfer/cuda/mover.py",
-        "if not self._registration.covers(checked.slots):",
-        "if False:",
-        "tests/core/test_cuda_mover.py::test_a_job_with_a_slot_that_is_not_locked_yet_is_a_miss",
+        DEVICE_MOVER,
+        "return (self.locked.end - self.address) // self.nbytes",
+        "return self.count",
+        "tests/core/test_cuda_mover.py::test_what_touches_no_locked_slot_is_a_miss_and_so_is_a_load_of_any",
+    ),
+    Mutant(
+        "copies-across-locked-pieces",
+        "csrc/cuda/copies.cpp",
+        "std::min(nbytes, left)",
+        "nbytes",
+        "tests/core/test_cuda_library.py::test_no_copy_reaches_from_one_locked_piece_into_the_next",
+    ),
+    Mutant(
+        "one-system-page-in-two-pieces",
+        "kvtier_core/transfer/cuda/host_registration.py",
+        "self.base = address // mmap.PAGESIZE * mmap.PAGESIZE",
+        "self.base = address",
+        "tests/core/test_cuda_mover.py::test_pieces_begin_and_end_where_pages_of_the_system_do",
+    ),
+    Mutant(
+        "calls-of-any-length",
+        "csrc/cuda/copies.h",
+        "kMost = 2048",
+        "kMost = 4096",
+        "tests/core/test_cuda_library.py::test_no_call_has_more_copies_than_drivers_survive",
+    ),
+    Mutant(
+        "kernels-write-to-the-host",
+        "csrc/cuda/kvtier_cuda.cpp",
+        "return !to_slots && device->has_kernels()",
+        "return device->has_kernels()",
+        "tests/core/test_cuda_library.py::test_a_kernel_never_writes_to_the_host",
+    ),
+    Mutant(
+        "empty-slots-are-served",
+        STORES,
+        "store.keys[store.filled :]",
+        "()",
+        "tests/engine/test_scheduler_side.py::test_of_a_store_that_filled_some_slots_the_leading_chunks_are_kept",
+    ),
+    Mutant(
+        "an-empty-slot-counts-as-filled",
+        WORKER,
+        "leading = min(begun.empty)",
+        "leading = begun.slots",
+        "tests/engine/test_worker_side.py::test_of_a_store_that_fills_some_slots_the_leading_ones_are_reported",
     ),
     Mutant(
         "block-ids-of-any-number",
         PAGE_LISTS,
-        "if tuple(map(len, chunk)) != part.blocks:",
-        "if False:",
+        "good = {tuple(map(len, chunk)) for chunk in pages} <= {part.blocks}",
+        "good = True",
         "tests/core/test_mover.py::test_wrong_numbers_touch_no_memory",
     ),
     Mutant(

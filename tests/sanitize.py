@@ -22,6 +22,8 @@ ARGUMENTS = (
     "tests/core/test_prefix_tree.py",
     "tests/core/test_native_policies.py",
     "tests/core/test_mover.py",
+    "tests/core/test_cuda_library.py",
+    "tests/core/test_cuda_mover.py",
     "tests/core/test_machine.py",
     "--capture=sys",  # what the sanitizers say shall be seen
     "--deselect=tests/core/test_native.py::test_it_links_nothing_of_the_engines",  # it links the sanitizers
@@ -37,6 +39,7 @@ def main() -> int:
             **os.environ,
             "LD_PRELOAD": " ".join(map(_library, ("libasan.so", "libstdc++.so"))),
             "ASAN_OPTIONS": "detect_leaks=0",  # Python itself leaves much behind
+            "CXXFLAGS": FLAGS,  # for what tests compile themselves
         }
         return copy.test(ARGUMENTS, environment).returncode
 

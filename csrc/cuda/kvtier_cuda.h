@@ -1,9 +1,9 @@
-// Copies pages in GPU memory to page-locked slots and back, enqueued on a stream. A plain C interface: its callers need
+// Copies pages in GPU memory to page-locked slots and back, enqueued on streams. A plain C interface: its callers need
 // no CUDA toolkit, and it loads where there is no driver.
 //
-// Every function but kvtier_cuda_error and kvtier_cuda_close returns a cudaError_t; 0 is success. Addresses are raw:
-// the caller has checked that every block and every slot exists, and keeps both sides alive until the stream has done
-// the copy. It calls on one thread, whose current device may be changed to the one that was opened.
+// A function that returns an int returns 1, or 0 if it failed; then kvtier_cuda_problem says why. Addresses are raw:
+// the caller has checked that every block and every slot exists, and keeps both sides alive until the streams have done
+// the copy. It calls on one thread, except for lock and unlock; no call changes the thread's current context.
 #pragma once
 
 #include <stdint.h>
@@ -11,34 +11,56 @@
 #ifdef __cplusplus
 extern "C" {
 namespace kvtier {
+class Device;
+class Staging;
+class Part;
 struct Layer;
-struct Piece;
 }  // namespace kvtier
-using kvtier::Layer;
-using kvtier::Piece;
+using KvtierDevice = kvtier::Device;
+using KvtierStaging = kvtier::Staging;
+using KvtierPart = kvtier::Part;
+using KvtierLayer = kvtier::Layer;
 #endif
 
 #define KVTIER_API __attribute__((visibility("default")))
 
-struct KvtierPages;
+enum KvtierMethod { KVTIER_DIRECT = 0, KVTIER_STAGED = 1, KVTIER_KERNEL = 2 };
 
-// How many devices there are.
-KVTIER_API int kvtier_cuda_devices(int* count);
-// What an error means, in plain words.
-KVTIER_API const char* kvtier_cuda_error(int error);
+// Why the last call on this thread failed, in plain words.
+KVTIER_API const char* kvtier_cuda_problem(void);
 
-// The layers of one KV group, which are copied from `layers`. `shards` is the address of this rank's shard in slot 0.
-KVTIER_API int kvtier_cuda_open(int device, const Layer* layers, uint32_t layer_count, uint64_t shards,
-                                uint64_t slot_nbytes, struct KvtierPages** pages);
-KVTIER_API void kvtier_cuda_close(struct KvtierPages* pages);
+// A device of the driver in the library of this name, with the context that the engine uses. It is never closed.
+KVTIER_API int kvtier_cuda_open(const char* driver, int ordinal, KvtierDevice** device);
+// May the kernels be used, may they use host addresses, and are copies enqueued many at a time? All three may be 0.
+KVTIER_API void kvtier_cuda_abilities(KvtierDevice* device, int* kernels, int* reaches_host, int* batches);
 
-// Enqueues a kernel that reads or writes the slots in host memory. cudaErrorNotSupported if the device cannot.
-KVTIER_API int kvtier_cuda_kernel(struct KvtierPages* pages, int to_slots, const Piece* pieces, uint32_t count,
-                                  void* stream);
-// Enqueues copies by the device's copy engines: in one call where the driver supports it, else one by one; `batched`
-// says which.
-KVTIER_API int kvtier_cuda_dma(struct KvtierPages* pages, int to_slots, const Piece* pieces, uint32_t count,
-                               void* stream, int* batched);
+// Page-locks memory. Any thread may call.
+KVTIER_API int kvtier_cuda_lock(KvtierDevice* device, uint64_t address, uint64_t nbytes);
+KVTIER_API int kvtier_cuda_unlock(KvtierDevice* device, uint64_t address);
+
+// Device memory.
+KVTIER_API int kvtier_cuda_allocate(KvtierDevice* device, uint64_t nbytes, uint64_t* address);
+KVTIER_API int kvtier_cuda_free(KvtierDevice* device, uint64_t address);
+
+// Device memory in two halves, to stage copies of one direction in.
+KVTIER_API int kvtier_cuda_stage(KvtierDevice* device, uint64_t half_nbytes, KvtierStaging** staging);
+KVTIER_API void kvtier_cuda_unstage(KvtierDevice* device, KvtierStaging* staging);
+
+// The layers of one part of a chunk, in the order of the shard. `shards` is the address of this rank's shard in slot 0;
+// slots are page-locked in pieces of `piece_nbytes` from `locked` on.
+KVTIER_API int kvtier_cuda_part(KvtierDevice* device, const KvtierLayer* layers, uint32_t layer_count, uint64_t shards,
+                                uint64_t slot_nbytes, uint64_t locked, uint64_t piece_nbytes, KvtierPart** part);
+KVTIER_API void kvtier_cuda_close_part(KvtierDevice* device, KvtierPart* part);
+
+// Can its copies of one direction be made like this? `staging` may be null.
+KVTIER_API int kvtier_cuda_can(KvtierDevice* device, KvtierPart* part, int method, int to_slots,
+                               KvtierStaging* staging);
+// Enqueues the copies of `chunks` chunks. `rows` has `width` block ids for each, group after group, or -1; `slots` has
+// its slot. Whatever is returned, the stream `kernels` is then behind all that touches pages, and `bus` behind all that
+// writes to slots. `staging` is always used with the same two streams.
+KVTIER_API int kvtier_cuda_copy(KvtierDevice* device, KvtierPart* part, int method, int to_slots, const int32_t* rows,
+                                const int32_t* slots, uint32_t chunks, uint32_t width, void* kernels, void* bus,
+                                KvtierStaging* staging);
 
 #ifdef __cplusplus
 }

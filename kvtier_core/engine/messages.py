@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -65,6 +66,7 @@ class WorkerProgress:
     failed: Counter[int] = attrs.field(factory=Counter)  #: by store job: how many of those failed
     self_tests: Counter[str] = attrs.field(factory=Counter)  #: workers by the problem their self-test found; "": none
     checksums: dict[tuple[int, int], tuple[int, ...]] = attrs.field(factory=dict)  #: of shards, by job and shard
+    filled: dict[int, int] = attrs.field(factory=dict)  #: by store job: only so many leading slots were filled
 
     def merge(self, other: WorkerProgress) -> WorkerProgress:
         """The progress of both together."""
@@ -73,4 +75,8 @@ class WorkerProgress:
             self.failed + other.failed,
             self.self_tests + other.self_tests,
             self.checksums | other.checksums,
+            {
+                job: min(counts.get(job, math.inf) for counts in (self.filled, other.filled))
+                for job in self.filled | other.filled
+            },
         )

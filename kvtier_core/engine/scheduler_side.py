@@ -254,7 +254,9 @@ class SchedulerSide:
             )
 
     def busy(self) -> bool:
-        """Must the engine keep stepping because transfers are under way? False if they seem to hang."""
+        """Must the engine keep stepping because transfers are under way, or self-tests? False if they seem to hang."""
+        if self._self_test.wants_steps():
+            return True
         if not (self._stores or self._loads or self.manager.jobs):
             return False
         if self._clock() - self.events.last_event < _STALL_TIMEOUT:

@@ -57,6 +57,7 @@ class _Begun:
     slots: int
     jobs: int  #: that have not ended
     checksums: dict[int, int] = attrs.field(factory=dict)  #: of a store's shards, by place in the transfer
+    empty: set[int] = attrs.field(factory=set)  #: places in the transfer of slots that were not filled
 
 
 class WorkerSide:
@@ -90,6 +91,7 @@ class WorkerSide:
         self._begun: dict[_Task, _Begun] = {}
         self._failed: set[_Task] = set()
         self._checksums: dict[tuple[int, int], tuple[int, ...]] = {}  # by store job of the plan, and shard
+        self._filled: dict[int, int] = {}  # by store job of the plan: only so many leading slots
         self._ended: list[_Task] = []
         self._self_tests: Counter[str] = Counter()  # outcomes that have not been reported
         self._last_job = 0
@@ -186,8 +188,9 @@ class WorkerSide:
         self._ended = [task for task in self._ended if task.direction is _Direction.LOAD]
         self._failed.difference_update(failed)
         checksums, self._checksums = self._checksums, {}
+        filled, self._filled = self._filled, {}
         return WorkerProgress(
-            Counter(task.id for task in ended), Counter(task.id for task in failed), self_tests, checksums
+            Counter(task.id for task in ended), Counter(task.id for task in failed), self_tests, checksums, filled
         )
 
     def close(self) -> None:
@@ -216,7 +219,7 @@ class WorkerSide:
     def _submit(self, job: _Job, arena: int, slots: Sequence[int], pages: PageList) -> None:
         mover = self._movers[arena] if arena < len(self._movers) and not self._suspended else None
         if mover is None:
-            return self._end(job.task, ok=False)
+            return self._end(job, ok=False)
         self._last_job += 1
         number = self._last_job
         self._jobs[number] = job
@@ -225,26 +228,35 @@ class WorkerSide:
         if outcome.error is not None:
             logger.warning("kvtier: %s %s failed: %s", job.task.direction.value, job.task.id, outcome.error)
             del self._jobs[number]
-            self._end(job.task, ok=False)
+            self._end(job, ok=False)
 
     def _collect(self) -> None:
         """Process the jobs that the movers have finished."""
         for mover in self._movers:
-            for number, ok, checksums in mover.finished() if mover is not None else ():
+            for number, ok, checksums, filled in mover.finished() if mover is not None else ():
                 job = self._jobs.pop(number)
                 self._begun[job.task].checksums.update(zip(job.places, checksums, strict=False))
-                self._end(job.task, ok=ok)
+                self._end(job, ok=ok, filled=filled)
 
-    def _end(self, task: _Task, *, ok: bool) -> None:
-        """One of the jobs of a task has ended."""
-        begun = self._begun[task]
+    def _end(self, job: _Job, *, ok: bool, filled: Sequence[int] = ()) -> None:
+        """One of the jobs of a task has ended. If it failed, ``filled`` are the slots that a store filled all the same.
+
+        Of a store the chunks before the first empty slot are good: nobody could reach those behind it.
+        """
+        task, begun = job.task, self._begun[job.task]
         begun.jobs -= 1
         if not ok:
-            self._failed.add(task)
+            begun.empty.update(set(job.places).difference(job.places[number] for number in filled))
         if begun.jobs:
             return
         del self._begun[task]
         self._ended.append(task)
+        if begun.empty:
+            leading = min(begun.empty)
+            if task.direction is _Direction.STORE and leading:
+                self._filled[task.id] = leading
+            else:
+                self._failed.add(task)
         if task.direction is _Direction.STORE and len(begun.checksums) == begun.slots:
             checksums = (begun.checksums[place] for place in range(begun.slots))
             self._checksums[task.id, self._rank // self._layout.replicas] = tuple(checksums)

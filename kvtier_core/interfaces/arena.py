@@ -79,6 +79,8 @@ class JobResult(NamedTuple):
     ok: bool  #: were all pages copied?
     #: Of a store: the CRC-32 of this rank's shard of each slot, in the order of the job. Empty: not computed.
     checksums: Sequence[int] = ()
+    #: Of a store that is not ``ok``: the places, in the job, of slots that hold their pages all the same.
+    filled: Sequence[int] = ()
 
 
 class Mover(abc.ABC):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 
 from kvtier_core.errors import ContractError
 from kvtier_core.interfaces import AllocatorBackend
@@ -170,7 +170,7 @@ class Arena:
             self._inexact.update(keys)
         return list(keys)
 
-    def abort(self, keys: Sequence[ChunkKey]) -> None:
+    def abort(self, keys: Collection[ChunkKey]) -> None:
         """Free the slots of these keys, which will not be filled."""
         self._must_be_reserved(keys)
         for key in keys:
@@ -216,7 +216,7 @@ class Arena:
             self._invalidated.pop(place, None)
         self._free += places
 
-    def _must_be_reserved(self, keys: Sequence[ChunkKey]) -> None:
+    def _must_be_reserved(self, keys: Collection[ChunkKey]) -> None:
         if not all(map(self._reserved.__contains__, keys)):
             raise ContractError(f"{self.name}: this chunk was not reserved, or was committed or aborted before")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 
@@ -110,10 +110,16 @@ class Stack(abc.ABC):
         """
 
     @abc.abstractmethod
-    def commit(self, holder: str, checksums: Mapping[ChunkKey, Sequence[int]] | None = None) -> None:
-        """All slots that the holder reserved are filled: their chunks are READY, and are written to the tiers below.
+    def commit(
+        self,
+        holder: str,
+        checksums: Mapping[ChunkKey, Sequence[int]] | None = None,
+        empty: Collection[ChunkKey] = (),
+    ) -> None:
+        """The slots that the holder reserved are filled: their chunks are READY, and are written to the tiers below.
 
-        ``checksums`` holds the CRC-32 of each rank's shard, for the chunks whose bytes were summed while copying.
+        Those of the chunks in ``empty`` are not, and are free again. ``checksums`` holds the CRC-32 of each rank's
+        shard, for the chunks whose bytes were summed while copying.
         """
 
     @abc.abstractmethod

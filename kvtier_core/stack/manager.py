@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvtier_core.errors import ContractError
 from kvtier_core.layouts import ChunkLayout
@@ -133,8 +133,16 @@ class StorageManager(Stack):
             absent = arena.without_slot(absent)
         return absent
 
-    def commit(self, holder: str, checksums: Mapping[ChunkKey, Sequence[int]] | None = None) -> None:
+    def commit(
+        self,
+        holder: str,
+        checksums: Mapping[ChunkKey, Sequence[int]] | None = None,
+        empty: Collection[ChunkKey] = (),
+    ) -> None:
         parents, plan, since = self._reservations.take(holder)
+        self._hot.abort(empty)
+        for key in empty:
+            del parents[key]
         kept = self._hot.commit(list(parents), list(parents.values()))
         if kept:
             self._report(EventKind.STORED, self._hot, kept, seconds=self._clock() - since)

@@ -44,8 +44,23 @@ class CheckedJob:
     """A job whose blocks and slots all exist."""
 
     part: Part  #: what its slots hold
-    rows: list[list[int]]  #: the block ids of each chunk, group after group, as plain ints
+    blocks: list[int]  #: the block ids of chunk after chunk, group after group
     slots: list[int]
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """The block ids of each chunk."""
+        width = sum(self.part.blocks)
+        return [self.blocks[begin : begin + width] for begin in range(0, len(self.blocks), width)]
+
+    def only(self, places: Sequence[int]) -> CheckedJob:
+        """The chunks of these places in the job."""
+        rows = self.rows
+        return CheckedJob(
+            self.part,
+            list(chain.from_iterable(rows[place] for place in places)),
+            [self.slots[place] for place in places],
+        )
 
 
 def check_job(cache: PagedKVCache, slots: int, pages: PageList, wanted: Sequence[int]) -> CheckedJob:
@@ -56,16 +71,32 @@ def check_job(cache: PagedKVCache, slots: int, pages: PageList, wanted: Sequence
     """
     if len(pages) != len(wanted):
         raise ContractError(f"{len(pages)} chunks of pages for {len(wanted)} slots")
-    rows, numbers = [list(map(index, chain(*chunk))) for chunk in pages], list(map(index, wanted))
     part = _part_of(cache, pages[0]) if pages else cache.layout.parts[0]
-    for chunk, row, slot in zip(pages, rows, numbers, strict=True):
-        if not 0 <= slot < slots:
-            raise ContractError(f"slot {slot} is not one of {slots}")
-        if tuple(map(len, chunk)) != part.blocks:
-            raise ContractError(_wrong_lengths(cache, part, chunk))
-        if min(row) < NO_BLOCK or max(row) >= cache.blocks:
-            raise ContractError(f"block ids {row} are not all NO_BLOCK or one of {cache.blocks}")
-    return CheckedJob(part, rows, numbers)
+    # All at once: a job may have ten thousand chunks, and the engine waits.
+    numbers, blocks = list(map(index, wanted)), list(map(index, chain.from_iterable(chain.from_iterable(pages))))
+    good = {tuple(map(len, chunk)) for chunk in pages} <= {part.blocks}
+    if numbers and not (good and _within(numbers, 0, slots) and _within(blocks, NO_BLOCK, cache.blocks)):
+        wrong = (_wrong(cache, slots, part, chunk, slot) for chunk, slot in zip(pages, numbers, strict=True))
+        raise ContractError(next(filter(None, wrong)))
+    return CheckedJob(part, blocks, numbers)
+
+
+def _within(numbers: Sequence[int], first: int, end: int) -> bool:
+    return first <= min(numbers) and max(numbers) < end
+
+
+def _wrong(cache: PagedKVCache, slots: int, part: Part, chunk: Sequence[Sequence[int]], slot: int) -> str:
+    """What is wrong with one chunk of a job; empty if nothing."""
+    if not 0 <= slot < slots:
+        return f"slot {slot} is not one of {slots}"
+    if tuple(map(len, chunk)) != part.blocks:
+        return _wrong_lengths(cache, part, chunk)
+    row = list(chain(*chunk))
+    return (
+        ""
+        if _within(row, NO_BLOCK, cache.blocks)
+        else (f"block ids {row} are not all NO_BLOCK or one of {cache.blocks}")
+    )
 
 
 def _part_of(cache: PagedKVCache, chunk: Sequence[Sequence[int]]) -> Part:

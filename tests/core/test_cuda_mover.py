@@ -1,81 +1,78 @@
-"""The mover of a device: its copies on the CPU, its order on a device whose streams run when a test says so."""
+"""The mover of a device: the library as it is, over a driver whose streams run when a test says so."""
 
-import ctypes
+import mmap
 import threading
+from array import array
 
 import attrs
 import pytest
-import torch
+from fake_cuda import FakeCuda, anonymous
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_mover import World, jobs
 
 from kvtier_core.errors import BackendError, ContractError
-from kvtier_core.testing.samples import make_layout
-from kvtier_core.testing.streams import LateCopier, SimulatedStreams
-from kvtier_core.transfer.cuda.autotune import DMA, KERNEL, choose
-from kvtier_core.transfer.cuda.copiers import TorchCopier
-from kvtier_core.transfer.cuda.host_registration import HostRegistration, NoRegistration
+from kvtier_core.layouts import ChunkLayout
+from kvtier_core.testing.samples import make_group, make_layout
+from kvtier_core.transfer.cuda import host_registration
+from kvtier_core.transfer.cuda.autotune import Choice, ScratchAutotune, choose, decided
+from kvtier_core.transfer.cuda.host_registration import HostRegistration
+from kvtier_core.transfer.cuda.library import Direction, Method
 from kvtier_core.transfer.cuda.mover import DeviceMover
+from kvtier_core.transfer.page_lists import Layer
 
 CHUNK = [[0, 1, 2, 3]]
-
-
-def torch_copier(runtime):
-    memory = ctypes.addressof(ctypes.c_char.from_buffer(runtime.slots))
-    nbytes = runtime.layout.frame_nbytes
-    shards = memory + runtime.part.shard_of(runtime.rank).offset
-    return TorchCopier(torch.cpu, runtime.kv_cache, runtime.part, shards, len(runtime.slots) // nbytes, nbytes)
-
-
-def mover_of(runtime, *, copier=None, streams=torch.cpu, registration=None, kind=DeviceMover):
-    slots = len(runtime.slots) // runtime.layout.frame_nbytes
-    copiers = [copier or torch_copier(runtime)] * len(runtime.layout.parts)
-    return kind(runtime.kv_cache, slots, copiers, streams, registration or NoRegistration())
+WAYS = st.sampled_from(Method)
+#: So little that a job of these tests goes in several slices.
+HALF_NBYTES = 512
 
 
 def ended(mover):
     """Jobs that are reported, and whether they succeeded."""
-    return [(job, ok) for job, ok, _ in mover.finished()]
+    return [(job, ok) for job, ok, *_ in mover.finished()]
+
+
+def make_world():
+    return World(make_layout(page_nbytes=(48, 96), blocks=4), gaps=[0, 16])
 
 
 @pytest.fixture
 def runtime():
-    return World(make_layout(page_nbytes=(48, 96), blocks=4), gaps=[0, 16])
+    return make_world()
 
 
-# -- torch's operators -----------------------------------------------------------------------------------
+# -- copies ----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
-@given(jobs())
-def test_torch_stores_what_the_host_mover_stores(job):
+@pytest.mark.parametrize("half_nbytes", [HALF_NBYTES, 64 << 10])
+@pytest.mark.parametrize("method", list(Method)[:2])
+@settings(max_examples=100, deadline=None)
+@given(job=jobs())
+def test_what_a_job_stores(method, half_nbytes, job):
     runtime, pages, slots = job
     expected = runtime.after_store(pages, slots)
-    mover = mover_of(runtime)
+    mover = FakeCuda().mover(runtime, autotune=decided(method), half_nbytes=half_nbytes)
     mover.store(1, pages, slots)
-    mover.wait([1])
     assert ended(mover) == [(1, True)]
+    mover.close()
     assert runtime.state() == expected
 
 
-@settings(max_examples=150, deadline=None)
-@given(jobs())
-def test_torch_loads_what_the_host_mover_loads(job):
+@pytest.mark.parametrize("half_nbytes", [HALF_NBYTES, 64 << 10])
+@pytest.mark.parametrize("method", Method)
+@settings(max_examples=100, deadline=None)
+@given(job=jobs())
+def test_what_a_job_loads(method, half_nbytes, job):
     runtime, pages, slots = job
     expected = runtime.after_load(slots, pages)
-    mover = mover_of(runtime)
+    mover = FakeCuda().mover(runtime, autotune=decided(method), half_nbytes=half_nbytes)
     mover.load(1, slots, pages)
-    mover.wait([1])
     assert ended(mover) == [(1, True)]
+    mover.close()
     assert runtime.state() == expected
 
 
 # -- order -----------------------------------------------------------------------------------------------
-
-
-def late_copier(runtime):
-    return LateCopier(torch_copier(runtime))
 
 
 def write(runtime, row, byte):
@@ -100,47 +97,80 @@ def payload(runtime, slot):
     return bytes(runtime.slots[begin : begin + runtime.part.shard_of(0).nbytes])
 
 
-def engine_with_few_blocks(runtime, mover, device, rounds=12):
+def engine_with_few_blocks(runtime, mover, cuda, rounds=12):
     """Chunks are computed, stored and forgotten, and their blocks given away at once: to a forward, or to a load."""
     under_way, computed, reported = {}, {}, set()
     for job in range(rounds):
         slot = job % 3
-        row = device.rng.sample(range(runtime.kv_cache.blocks), 4)
+        row = cuda.rng.sample(range(runtime.kv_cache.blocks), 4)
         if under_way.get(slot) is not None:  # the owner gives a slot to nobody before its job was reported
-            settle(mover, device, under_way.pop(slot)[0], reported)
+            settle(mover, cuda, under_way.pop(slot)[0], reported)
             assert payload(runtime, slot) == computed[slot]
         stores_to_fence = [other for other, blocks in under_way.values() if not set(blocks).isdisjoint(row)]
-        if slot in computed and device.rng.random() < 0.4:
+        if slot in computed and cuda.rng.random() < 0.4:
             mover.load(job, [slot], [[row]])
-            settle(mover, device, job, reported)
+            settle(mover, cuda, job, reported)
             assert read(runtime, row) == computed[slot], "the engine reads what was not loaded"
             continue
         mover.fence(stores_to_fence)
-        byte = device.rng.randrange(256)
-        device.engine.run(lambda row=row, byte=byte: write(runtime, row, byte))
+        byte = cuda.rng.randrange(256)
+        cuda.engine.run(lambda row=row, byte=byte: write(runtime, row, byte))
         mover.store(job, [[row]], [slot])
         under_way[slot] = job, row
         computed[slot] = bytes([byte]) * runtime.part.shard_of(0).nbytes
-        for _ in range(device.rng.randrange(4)):
-            device.step()
-    device.finish()
+        for _ in range(cuda.rng.randrange(4)):
+            cuda.step()
+    cuda.finish()
     for slot, content in computed.items():
         assert payload(runtime, slot) == content, "the engine overtook a store"
 
 
-def settle(mover, device, job, reported):
+def settle(mover, cuda, job, reported):
     """Until the job is among those that were reported, which are kept."""
     while job not in reported:
-        moved = device.step()
+        moved = cuda.step()
         reported.update(number for number, ok in ended(mover) if ok)
         assert moved or job in reported
 
 
-@settings(max_examples=200, deadline=None)
+def run(seed, store, load, kind=DeviceMover):
+    runtime, cuda = make_world(), FakeCuda(deferred=True, seed=seed)
+    mover = cuda.mover(runtime, autotune=by(store, load), half_nbytes=HALF_NBYTES)
+    mover.__class__ = kind
+    try:
+        engine_with_few_blocks(runtime, mover, cuda)
+    finally:
+        cuda.finish()
+        mover.close()
+
+
+def by(store, load):
+    """Stores are made in one way, loads in another."""
+    return lambda layers, possible, to_slots: decided(store if to_slots else load)(layers, possible, to_slots)
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 1 << 32), store=WAYS, load=WAYS)
+def test_whatever_the_streams_do_first(seed, store, load):
+    run(seed, store, load)
+
+
+@pytest.mark.parametrize("to_slots", [True, False])
+@settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 1 << 32))
-def test_whatever_the_streams_do_first(seed):
-    runtime, device = World(make_layout(page_nbytes=(48, 96), blocks=4), gaps=[0, 16]), SimulatedStreams(seed)
-    engine_with_few_blocks(runtime, mover_of(runtime, copier=late_copier(runtime), streams=device), device)
+def test_the_slices_of_a_job_use_the_same_memory_one_after_the_other(to_slots, seed):
+    runtime = World(make_layout(page_nbytes=(48, 96), blocks=2), gaps=[0, 16])
+    cuda = FakeCuda(deferred=True, seed=seed)
+    mover = cuda.mover(runtime, autotune=decided(Method.STAGED), half_nbytes=256)
+    pages, slots = [[[0, 1]], [[4, 3]], [[7, 2]]], [2, 0, 1]
+    expected = runtime.after_store(pages, slots) if to_slots else runtime.after_load(slots, pages)
+    if to_slots:
+        mover.store(1, pages, slots)
+    else:
+        mover.load(1, slots, pages)
+    cuda.finish()
+    mover.close()
+    assert runtime.state() == expected
 
 
 class WithoutFence(DeviceMover):
@@ -149,12 +179,9 @@ class WithoutFence(DeviceMover):
 
 
 class BeforeTheForward(DeviceMover):
-    def _begin(self, job, stream, *rest, **kwargs):
-        wait, stream.wait_event = stream.wait_event, lambda event: None
-        try:
-            super()._begin(job, stream, *rest, **kwargs)
-        finally:
-            stream.wait_event = wait
+    def _enqueue(self, copy, checked, through):
+        copy(array("i", checked.blocks), array("i", checked.slots), through)
+        return True
 
 
 class LoadsOvertakeStores(DeviceMover):
@@ -165,65 +192,122 @@ class LoadsOvertakeStores(DeviceMover):
         self._jobs = {**held, **{job: self._jobs[job]}}
 
 
-@pytest.mark.parametrize("kind", [WithoutFence, BeforeTheForward, LoadsOvertakeStores])
-def test_the_test_of_order_would_see(kind):
+class ReportedWhenGathered(DeviceMover):
+    """As if the bus were not part of a store."""
+
+    def store(self, job, pages, slots):
+        super().store(job, pages, slots)
+        self._jobs[job] = attrs.evolve(self._jobs[job], done=self._jobs[job].pages)
+
+
+@pytest.mark.parametrize(
+    "kind, store",
+    [
+        *(
+            (kind, method)
+            for kind in (WithoutFence, BeforeTheForward, LoadsOvertakeStores)
+            for method in list(Method)[:2]
+        ),
+        (ReportedWhenGathered, Method.STAGED),
+    ],
+)
+def test_the_test_of_order_would_see(kind, store):
     def found(seed):
-        runtime, device = World(make_layout(page_nbytes=(48, 96), blocks=4), gaps=[0, 16]), SimulatedStreams(seed)
         try:
-            engine_with_few_blocks(
-                runtime, mover_of(runtime, copier=late_copier(runtime), streams=device, kind=kind), device
-            )
+            run(seed, store, Method.STAGED, kind)
         except AssertionError:
             return True
         return False
 
-    assert any(found(seed) for seed in range(200))
+    assert any(found(seed) for seed in range(300))
 
 
-def test_nobody_is_held_up(runtime):
+@pytest.mark.parametrize("method", list(Method)[:2])
+def test_nobody_is_held_up(runtime, method):
     """No call waits for the device, and a job is reported when its last copy has been made."""
-    device = SimulatedStreams()
-    mover = mover_of(runtime, copier=late_copier(runtime), streams=device)
+    cuda = FakeCuda(deferred=True)
+    mover = cuda.mover(runtime, autotune=decided(method))
     before = runtime.state()
     mover.store(1, [CHUNK], [0])
     mover.load(2, [1], [[[4, 5, 6, 7]]])
     mover.fence([1])
     mover.wait([1, 2], timeout=0)
     assert (ended(mover), runtime.state()) == ([], before)
-    device.finish()
+    cuda.finish()
     assert sorted(ended(mover)) == [(1, True), (2, True)]
     assert ended(mover) == []
+    mover.close()
+
+
+def test_pages_are_free_when_they_are_gathered(runtime):
+    """The engine goes on before a byte has passed the bus."""
+    cuda = FakeCuda(deferred=True)
+    mover = cuda.mover(runtime, autotune=decided(Method.STAGED))
+    bus, gone_on = mover._stores.bus, []
+    mover.store(1, [CHUNK], [0])
+    mover.fence([1])
+    cuda.engine.run(lambda: gone_on.append(True))
+    cuda.hold(bus)
+    cuda.finish()
+    assert gone_on and bus.work and ended(mover) == []
+    cuda.hold(None)
+    cuda.finish()
+    assert ended(mover) == [(1, True)]
+    mover.close()
 
 
 def test_a_fence_for_a_job_that_was_reported_is_none(runtime):
-    device = SimulatedStreams()
-    mover = mover_of(runtime, copier=late_copier(runtime), streams=device)
+    cuda = FakeCuda(deferred=True)
+    mover = cuda.mover(runtime, autotune=decided(Method.DIRECT))
     mover.store(1, [CHUNK], [0])
-    device.finish()
+    cuda.finish()
     mover.finished()
     mover.fence([1, 17])
-    assert not device.engine.work
+    assert not cuda.engine.work
+    mover.close()
 
 
-def test_a_copy_that_fails_has_ended_before_that_is_said(runtime):
-    device = SimulatedStreams()
-    copier = late_copier(runtime)
-    copier.gather = lambda rows, slots, stream: 1 / 0
-    mover = mover_of(runtime, copier=copier, streams=device)
-    mover.store(1, [CHUNK], [0])
+@pytest.mark.parametrize("method", list(Method)[:2])
+def test_a_copy_that_fails_has_ended_before_that_is_said(runtime, method, caplog):
+    cuda = FakeCuda(deferred=True)
+    cuda.c.fake_version(12000)
+    mover = cuda.mover(runtime, autotune=decided(method), half_nbytes=HALF_NBYTES)
+    cuda.fail("cuMemcpyDtoHAsync", after=1, times=1, result=719)
+    mover.store(1, [CHUNK, [[4, 5, 6, 7]]], [0, 1])
     assert ended(mover) == []
-    device.finish()
+    assert "copies cannot be enqueued: CUDA cannot copy to the host: " in caplog.text
+    streams = mover._stores
+    cuda.finish()
+    assert not streams.kernels.work and not streams.bus.work
     assert ended(mover) == [(1, False)]
+    mover.close()
+
+
+def test_what_fails_half_way_is_reported_when_no_page_is_read_any_more():
+    """The pages of one group are being gathered when those of the other cannot be; nothing is on the bus yet."""
+    runtime = World(ChunkLayout([make_group((48,)), make_group((96,), name="group 1")], 64))
+    cuda = FakeCuda(deferred=True)
+    mover = cuda.mover(runtime, autotune=decided(Method.STAGED))
+    cuda.fail("cuLaunchKernel", after=1, times=1, result=719)
+    mover.store(1, [[[0, 1, 2, 3], [4, 5, 6, 7]]], [0])
+    cuda.hold(mover._stores.kernels)
+    cuda.finish()
+    assert ended(mover) == []
+    cuda.hold(None)
+    cuda.finish()
+    assert ended(mover) == [(1, False)]
+    mover.close()
 
 
 def test_close_waits_and_then_refuses(runtime):
-    device = SimulatedStreams()
-    mover = mover_of(runtime, copier=late_copier(runtime), streams=device)
+    cuda = FakeCuda(deferred=True)
+    mover = cuda.mover(runtime, autotune=decided(Method.STAGED))
     mover.store(1, [CHUNK], [0])
-    threading.Timer(0.05, device.finish).start()
+    threading.Timer(0.05, cuda.finish).start()
     mover.close()
     mover.close()
     assert ended(mover) == [(1, True)]
+    assert (cuda.c.fake_allocations(), cuda.c.fake_locked_ranges()) == (0, 0)
     with pytest.raises(ContractError, match="^the mover is closed$"):
         mover.store(2, [CHUNK], [0])
 
@@ -240,22 +324,29 @@ def test_close_waits_and_then_refuses(runtime):
     ],
 )
 def test_wrong_numbers_begin_no_copy(runtime, pages, slots, why):
-    before, mover = runtime.state(), mover_of(runtime)
+    before, mover = runtime.state(), FakeCuda().mover(runtime, autotune=decided(Method.DIRECT))
     for begin in (lambda: mover.store(1, pages, slots), lambda: mover.load(1, slots, pages)):
         with pytest.raises(ContractError) as caught:
             begin()
         assert str(caught.value) == why
     assert (runtime.state(), mover.finished()) == (before, [])
+    mover.close()
 
 
 def test_a_job_under_way_is_not_begun_again(runtime):
-    mover = mover_of(runtime, copier=late_copier(runtime), streams=SimulatedStreams())
+    cuda = FakeCuda(deferred=True)
+    mover = cuda.mover(runtime, autotune=decided(Method.DIRECT))
     mover.store(1, [CHUNK], [0])
     with pytest.raises(ContractError, match="^job 1 has not ended$"):
         mover.load(1, [0], [CHUNK])
+    cuda.finish()
+    mover.close()
 
 
 # -- page-locking ----------------------------------------------------------------------------------------
+
+PAGE = mmap.PAGESIZE
+BASE = 64 * PAGE
 
 
 class Kernel:
@@ -265,18 +356,18 @@ class Kernel:
         self.may = threading.Semaphore(pieces)
         self.locked, self.refusing = {}, False
 
-    def register(self, address, nbytes):
+    def lock(self, address, nbytes):
         assert self.may.acquire(timeout=30)
         if self.refusing:
             raise BackendError("no more")
         self.locked[address] = nbytes
 
-    def unregister(self, address):
+    def unlock(self, address):
         del self.locked[address]
 
 
-def registered(kernel, slots=10):
-    return HostRegistration(1 << 20, slots, 4096, kernel.register, kernel.unregister, piece_nbytes=3 * 4096 + 100)
+def registered(kernel, address=BASE, nbytes=10 * PAGE, **options):
+    return HostRegistration(address, nbytes, kernel.lock, kernel.unlock, piece_nbytes=3 * PAGE, **options)
 
 
 def eventually(done):
@@ -288,42 +379,59 @@ def eventually(done):
     return False
 
 
-def test_pieces_are_whole_slots_and_are_all_given_back():
+def test_all_is_locked_in_pieces_and_given_back():
     kernel = Kernel()
     registration = registered(kernel)
-    assert eventually(lambda: registration.covers([9]))
-    assert kernel.locked == {
-        (1 << 20) + first * 4096: count * 4096 for first, count in ((0, 3), (3, 3), (6, 3), (9, 1))
-    }
+    assert eventually(lambda: registration.end == BASE + 10 * PAGE)
+    assert kernel.locked == {BASE + first * PAGE: count * PAGE for first, count in ((0, 3), (3, 3), (6, 3), (9, 1))}
     assert registration.facts() == {"page-locked": "40KiB -> 40KiB"}
     registration.close()
     registration.close()
     assert kernel.locked == {}
 
 
-def test_a_slot_is_used_when_it_is_locked_and_not_before(runtime):
+def test_what_is_needed_at_once_is_locked_at_once():
+    """However long it is: the self-test uses the first slots."""
+    kernel = Kernel(pieces=2)
+    registration = registered(kernel, at_once=4 * PAGE)
+    assert registration.end == BASE + 6 * PAGE
+    kernel.may.release(2)
+    registration.close()
+    kernel = Kernel(pieces=1)
+    kernel.lock = lambda address, nbytes, lock=kernel.lock: lock(address, nbytes) or setattr(kernel, "refusing", True)
+    kernel.may.release()
+    with pytest.raises(BackendError, match="^no more$"):
+        registered(kernel, at_once=4 * PAGE)
+    assert kernel.locked == {}, "half of it is given back"
+
+
+def test_pieces_begin_and_end_where_pages_of_the_system_do():
+    """Else neighbours would share one, and the second could not be locked."""
+    kernel = Kernel()
+    registration = registered(kernel, BASE + 100, 4 * PAGE)
+    assert eventually(lambda: registration.end == BASE + 5 * PAGE)
+    assert kernel.locked == {BASE: 3 * PAGE, BASE + 3 * PAGE: 2 * PAGE}
+    registration.close()
+
+
+def test_after_each_piece_the_driver_is_left_to_the_engine_for_as_long():
+    pauses, kernel = [], Kernel(pieces=1)
+    registration = registered(kernel, pause=pauses.append)
+    kernel.may.release(3)
+    assert eventually(lambda: registration.end == BASE + 10 * PAGE)
+    registration.close()
+    assert len(pauses) == 3 and all(pause > 0 for pause in pauses)
+
+
+def test_memory_is_used_when_it_is_locked_and_not_before():
     kernel = Kernel(pieces=1)
     registration = registered(kernel)
-    mover = mover_of(runtime, registration=registration)
-    assert (registration.covers([2]), registration.covers([3])) == (True, False)
+    assert registration.end == BASE + 3 * PAGE
     kernel.may.release()
-    assert eventually(lambda: registration.covers([5]))
-    assert not registration.covers([0, 6])
+    assert eventually(lambda: registration.end == BASE + 6 * PAGE)
     kernel.may.release(2)
-    mover.close()
+    registration.close()
     assert kernel.locked == {}
-
-
-def test_a_job_with_a_slot_that_is_not_locked_yet_is_a_miss():
-    runtime = World(make_layout(page_nbytes=(48, 96), blocks=4), slots=5)
-    kernel = Kernel(pieces=1)
-    mover = mover_of(runtime, registration=registered(kernel, slots=5))
-    before = runtime.state()
-    mover.store(1, [CHUNK], [4])
-    mover.load(2, [0, 3], [CHUNK, [[4, 5, 6, 7]]])
-    assert (ended(mover), runtime.state()) == ([(1, False), (2, False)], before)
-    kernel.may.release()
-    mover.close()
 
 
 def test_what_cannot_be_locked_is_not_used_and_says_why():
@@ -333,33 +441,126 @@ def test_what_cannot_be_locked_is_not_used_and_says_why():
     kernel.may.release()
     assert eventually(lambda: "no more" in registration.facts()["page-locked"])
     assert registration.facts() == {"page-locked": "40KiB -> 12KiB (no more)"}
-    assert (registration.covers([2]), registration.covers([3])) == (True, False)
+    assert registration.end == BASE + 3 * PAGE
     registration.close()
 
 
-def test_an_arena_of_which_nothing_can_be_locked_is_refused():
-    kernel = Kernel()
-    kernel.refusing = True
-    with pytest.raises(BackendError, match="^no more$"):
-        registered(kernel)
+def test_an_arena_of_which_nothing_can_be_locked_is_refused(runtime):
+    cuda = FakeCuda()
+    cuda.fail("cuMemHostRegister", result=2)
+    with pytest.raises(BackendError, match=r"^CUDA cannot page-lock memory: .*, 2\)$"):
+        cuda.mover(runtime, autotune=decided(Method.DIRECT))
+    assert not host_registration._shared
+    assert cuda.c.fake_allocations() == 0
 
 
-# -- copy engine or kernel --------------------------------------------------------------------------------------------
+def test_movers_over_the_same_memory_lock_it_once(runtime):
+    """The driver refuses to lock an address twice."""
+    cuda = FakeCuda()
+    device, memory = cuda.device(), anonymous(3 * runtime.layout.frame_nbytes)
+    movers = [cuda.mover(runtime, memory=memory, device=device, autotune=decided(Method.STAGED)) for _ in range(3)]
+    assert cuda.calls("cuMemHostRegister") == 1
+    for left in (2, 1, 0):
+        movers.pop().close()
+        assert cuda.c.fake_locked_ranges() == (left > 0)
+
+
+def partly_locked(runtime, slots):
+    """A mover of which so many slots are locked, and a byte less than one more."""
+    mover = FakeCuda().mover(runtime, autotune=decided(Method.STAGED))
+    (registration,) = host_registration._shared.values()
+    registration.end = mover._slots.address + (slots + 1) * runtime.layout.frame_nbytes - 1
+    return mover
+
+
+def test_of_a_store_with_slots_that_are_not_locked_yet_the_others_are_filled():
+    runtime = World(make_layout(page_nbytes=(48, 96), blocks=2), slots=5)
+    mover = partly_locked(runtime, 3)
+    pages, slots = [[[0, 1]], [[2, 3]], [[4, 5]]], [2, 4, 0]
+    expected = runtime.after_store([pages[0], pages[2]], [2, 0])
+    mover.store(1, pages, slots)
+    ((job, ok, checksums, filled),) = mover.finished()
+    assert (job, ok, list(checksums), list(filled)) == (1, False, [], [0, 2])
+    assert runtime.state() == expected
+    mover.close()
+
+
+def test_what_touches_no_locked_slot_is_a_miss_and_so_is_a_load_of_any():
+    runtime = World(make_layout(page_nbytes=(48, 96), blocks=4), slots=5)
+    mover = partly_locked(runtime, 3)
+    before = runtime.state()
+    mover.store(1, [CHUNK], [4])
+    mover.load(2, [0, 3], [CHUNK, [[4, 5, 6, 7]]])
+    assert (mover.finished(), runtime.state()) == ([(1, False, (), ()), (2, False, (), ())], before)
+    mover.close()
+
+
+# -- which way --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "kernel, dma, chosen",
+    "direct, staged, kernel, chosen",
     [
-        (1.0, 2.0, KERNEL),
-        (1.0, 1.1, DMA),  # not worth the multiprocessors that it takes from the engine
-        (2.0, 1.0, DMA),
-        (None, 1.0, DMA),  # this device does not read host memory
+        (10, 20, None, Method.STAGED),
+        (10, 10.5, 11.5, Method.DIRECT),  # not worth the multiprocessors that they take from the engine
+        (10, 11.5, 12, Method.STAGED),
+        (10, 11, 20, Method.KERNEL),
+        (10, None, None, Method.DIRECT),
     ],
 )
-def test_the_faster_one_is_taken(kernel, dma, chosen):
-    assert choose(lambda nbytes, to_slots, method: {KERNEL: kernel, DMA: dma}[method], 4096, True) == chosen
+def test_the_fastest_is_taken_if_it_is_worth_it(direct, staged, kernel, chosen):
+    speeds = {Method.DIRECT: direct, Method.STAGED: staged, Method.KERNEL: kernel}
+    assert choose({method: speed for method, speed in speeds.items() if speed}).method == chosen
 
 
 def test_a_device_that_copies_nothing_is_refused():
-    with pytest.raises(BackendError, match="^pages of 4096 bytes cannot be copied by the device$"):
-        choose(lambda nbytes, to_slots, method: None, 4096, True)
+    with pytest.raises(BackendError, match="^no way to copy these pages works on this device$"):
+        choose({})
+
+
+def test_the_log_has_the_figures():
+    choice = Choice(Method.STAGED, {Method.DIRECT: 12.34e9, Method.STAGED: 48e9})
+    assert str(choice) == "staged (direct 12.3 GB/s, staged 48.0 GB/s)"
+    assert str(Choice(Method.DIRECT)) == "direct (not measured)"
+
+
+def autotuned(cuda, layers, to_slots):
+    device = cuda.device()
+    through = [Direction(cuda.Stream(), cuda.Stream(), device.staging(64 << 10)) for _ in range(2)]
+    return ScratchAutotune(device, *through, nbytes=1 << 20)(layers, list(Method)[: 2 if to_slots else 3], to_slots)
+
+
+ALTERNATING = [Layer(1000 + 512 * i, 1024, 512, 512 * 4 * i, 0, 4) for i in range(2)]
+
+
+@pytest.mark.parametrize("to_slots", [True, False])
+def test_each_way_is_measured_on_pages_that_lie_as_the_engines_do(to_slots):
+    cuda = FakeCuda()
+    choice = autotuned(cuda, [*ALTERNATING, Layer(1 << 20, 96, 48, 4096, 4, 2)], to_slots)
+    assert set(choice.speeds) == set(list(Method)[: 2 if to_slots else 3])
+    assert cuda.c.fake_locked_ranges() == 0, "the scratch memory is given back"
+
+
+def test_what_does_not_work_is_not_chosen():
+    cuda = FakeCuda()
+    cuda.fail("cuLaunchKernel", result=719)
+    assert set(autotuned(cuda, ALTERNATING, False).speeds) == {Method.DIRECT}
+
+
+def test_where_nothing_can_be_measured_pages_of_any_size_are_staged():
+    cuda = FakeCuda()
+    cuda.fail("cuMemHostRegister", result=2)
+    assert autotuned(cuda, ALTERNATING, False) == Choice(Method.STAGED)
+    assert cuda.c.fake_allocations() == 2, "what was allocated for it is freed"
+
+
+def test_an_engine_that_leaves_no_memory_is_served_all_the_same(runtime):
+    cuda = FakeCuda()
+    cuda.fail("cuMemAlloc", times=2, result=2)  # for staged copies
+    expected = runtime.after_store([CHUNK], [0])
+    mover = cuda.mover(runtime)
+    facts = mover.facts()
+    assert facts["stores of group 0"].startswith("direct (direct ") and "staged" not in facts["stores of group 0"]
+    mover.store(1, [CHUNK], [0])
+    assert (ended(mover), runtime.state()) == ([(1, True)], expected)
+    mover.close()

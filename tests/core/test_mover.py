@@ -69,7 +69,7 @@ class World:
                     place += run.nbytes
 
     def ended(self):
-        return [(job, ok) for job, ok, _ in self.mover.finished()]
+        return [(job, ok) for job, ok, *_ in self.mover.finished()]
 
     def state(self):
         return bytes(self.pages), bytes(self.slots)
@@ -157,7 +157,7 @@ def test_store(job):
     runtime.mover.wait([1])
     runtime.mover.close()
     assert runtime.state() == expected
-    ((ended, ok, checksums),) = runtime.mover.finished()
+    ((ended, ok, checksums, _),) = runtime.mover.finished()
     assert (ended, ok) == (1, True)
     shard = runtime.part.shard_of(runtime.rank)
     begins = [slot * runtime.layout.frame_nbytes + shard.offset for slot in slots]

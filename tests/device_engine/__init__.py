@@ -7,6 +7,7 @@ aborted at any moment. Each forward compares every token that it reads with what
 
     content       what a token's KV is, and the forward that compares and writes it
     devices       a simulated device, and CUDA with graphs
+    late_cuda     the driver of the simulated one
     memory        pages that can be unmapped for a sleep
     worker        the process of one rank
     scheduling    what the scheduler of any engine does; also that of `fake_host`

@@ -41,7 +41,7 @@ class _Buggy(DeviceMover):
     @contextlib.contextmanager
     def _hears(self, *, new: bool, old: bool) -> Iterator[None]:
         """Streams wait for events only if those were made in here (``new``), or before (``old``)."""
-        streams, made = self._streams, []
+        streams, made = self._engine, []
         event, kind = streams.Event, type(streams.current_stream(self._device))
         wait = kind.wait_event
 

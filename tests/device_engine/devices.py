@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import abc
 import json
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -13,15 +14,17 @@ import torch
 
 from device_engine import content
 from device_engine.content import Forward, as_signed
+from device_engine.late_cuda import LateCuda
 from device_engine.memory import CudaMemory, HostMemory, Memory
 from device_engine.setup import Setup
 from kvtier_core.errors import BackendError
-from kvtier_core.interfaces import JobResult, Mover, PagedKVCache, PageList, PageRun
+from kvtier_core.interfaces import Mover, PagedKVCache, PageRun
 from kvtier_core.layouts import ChunkLayout
-from kvtier_core.testing.streams import LateCopier, SimulatedStreams
-from kvtier_core.transfer.cuda.copiers import TorchCopier
-from kvtier_core.transfer.cuda.host_registration import NoRegistration
+from kvtier_core.transfer.cuda.autotune import decided
+from kvtier_core.transfer.cuda.copier import Copier
+from kvtier_core.transfer.cuda.library import Direction, Method
 from kvtier_core.transfer.cuda.mover import DeviceMover
+from kvtier_core.transfer.cuda.opening import open_mover
 from kvtier_cpu.config import CpuConfig
 from kvtier_cpu.segment import Address, reach
 
@@ -100,44 +103,39 @@ class Device(abc.ABC):
 
 
 class SimulatedDevice(Device):
-    """Pages in the host's memory, and streams that do their work late."""
+    """Pages in the host's memory, and kvtier's own library over a driver whose streams do their work late."""
 
-    def __init__(self, setup: Setup, rank: int):
-        self._simulated = SimulatedStreams(setup.seed * 64 + rank, progresses=True)
-        super().__init__(setup, rank, self._simulated, "cpu")
+    def __init__(self, setup: Setup, rank: int, libraries: Sequence[Path]):
+        self._cuda = LateCuda(setup.seed * 64 + rank, libraries)
+        super().__init__(setup, rank, self._cuda, "cpu")
 
     def arena(self, kind: type[DeviceMover], fails: Callable[[], bool]) -> CpuConfig:
-        return _SimulatedArena(open_mover=lambda *attached: self._mover(kind, fails, *attached))
-
-    def _mover(self, kind: type[DeviceMover], fails: Callable[[], bool], handle: str, cache: PagedKVCache) -> Mover:
-        fields = json.loads(handle)
-        slot_nbytes = fields.pop("slot_nbytes")
-        memory = torch.frombuffer(reach(Address(**fields)), dtype=torch.uint8)
-        slots = len(memory) // slot_nbytes
-        copiers = []
-        for part in cache.layout.parts:
-            shards = memory.data_ptr() + part.shard_of(cache.rank).offset
-            copiers.append(LateCopier(TorchCopier(torch.cpu, cache, part, shards, slots, slot_nbytes), fails))
-        return kind(cache, slots, copiers, self.streams, NoRegistration(), memory)
+        return _SimulatedArena(kind=kind, fails=fails, cuda=self._cuda)
 
     def zero(self, blocks: Sequence[int]) -> None:
-        self._simulated.engine.run(lambda: [cache.index_fill_(0, torch.tensor(blocks), 0) for cache in self.caches])
+        self._cuda.engine.run(lambda: [cache.index_fill_(0, torch.tensor(blocks), 0) for cache in self.caches] and None)
 
     def launch(self, forward: Forward) -> Enqueued:
         tables = [torch.tensor(each, dtype=torch.int64) for each in self._tables(forward)]
-        engine, told = self._simulated.engine, torch.zeros(1, dtype=torch.int64)
-        engine.run(lambda: content.forward(self.caches, self._setup.block_tokens, self._wrong, *tables))
-        engine.run(lambda: told.copy_(self._wrong))
-        self._simulated.pass_time()
-        return Enqueued(engine.record_event(), told)
+        told = torch.zeros(1, dtype=torch.int64)
+
+        def work() -> None:
+            content.forward(self.caches, self._setup.block_tokens, self._wrong, *tables)
+            told.copy_(self._wrong)
+
+        self._cuda.engine.run(work)
+        done = self._cuda.Event()
+        done.record(self._cuda.engine)
+        self._cuda.pass_time()
+        return Enqueued(done, told)
 
     def idle(self) -> bool:
         for _ in range(4):
-            self._simulated.pass_time()
+            self._cuda.pass_time()
         return True
 
     def sleep(self) -> None:
-        self._simulated.engine.synchronize()
+        self._cuda.engine.synchronize()
         super().sleep()
 
     def _unmappable(self, nbytes: int) -> Memory:
@@ -205,54 +203,60 @@ class CudaDevice(Device):
 
 @attrs.frozen
 class _CudaArena(CpuConfig):
-    """The arena and the mover that serve; jobs may be made to fail before they begin."""
+    """The arena and the mover that serve; copies may be made to fail, and a bug may be planted."""
 
     kind: type[DeviceMover] = attrs.field(kw_only=True)
     fails: Callable[[], bool] = attrs.field(kw_only=True)
 
     def attach(self, handle: str, cache: PagedKVCache) -> Mover:
-        mover = super().attach(handle, cache)
-        mover.__class__ = self.kind  # with a bug, if one is planted
-        return _FailingMover(mover, self.fails)
+        mover = self._mover(handle, cache)
+        mover.__class__ = self.kind
+        mover._copiers = [FailingCopier(copier, self.fails) for copier in mover._copiers]
+        return mover
 
-
-class _FailingMover(Mover):
-    def __init__(self, mover: DeviceMover, fails: Callable[[], bool]):
-        self._mover, self._fails = mover, fails
-
-    def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
-        self._may_fail(job)
-        self._mover.store(job, pages, slots)
-
-    def load(self, job: int, slots: Sequence[int], pages: PageList) -> None:
-        self._may_fail(job)
-        self._mover.load(job, slots, pages)
-
-    def finished(self) -> Sequence[JobResult]:
-        return self._mover.finished()
-
-    def wait(self, jobs: Collection[int], timeout: float = math.inf) -> None:
-        self._mover.wait(jobs, timeout)
-
-    def fence(self, jobs: Collection[int]) -> None:
-        self._mover.fence(jobs)
-
-    def facts(self) -> Mapping[str, str]:
-        return self._mover.facts()
-
-    def close(self) -> None:
-        self._mover.close()
-
-    def _may_fail(self, job: int) -> None:
-        if job > 0 and self._fails():  # those of the self-test have other numbers
-            raise BackendError("this job was to fail")
+    def _mover(self, handle: str, cache: PagedKVCache) -> DeviceMover:
+        return super().attach(handle, cache)
 
 
 @attrs.frozen
-class _SimulatedArena(CpuConfig):
-    """The arena as it is, reached by another mover."""
+class _SimulatedArena(_CudaArena):
+    """The same with the driver of the tests; each direction goes a way of its own."""
 
-    open_mover: Callable[[str, PagedKVCache], Mover] = attrs.field(kw_only=True)
+    cuda: LateCuda = attrs.field(kw_only=True)
 
-    def attach(self, handle: str, cache: PagedKVCache) -> Mover:
-        return self.open_mover(handle, cache)
+    def _mover(self, handle: str, cache: PagedKVCache) -> DeviceMover:
+        fields = json.loads(handle)
+        slot_nbytes = fields.pop("slot_nbytes")
+        ways = {to_slots: decided(self.cuda.rng.choice(list(Method))) for to_slots in (True, False)}
+        return open_mover(
+            attrs.evolve(cache, device="cuda:0"),
+            reach(Address(**fields), populate=False),
+            slot_nbytes,
+            device=self.cuda.device(),
+            engine=self.cuda,
+            autotune=lambda layers, possible, to_slots: ways[to_slots](layers, possible, to_slots),
+            # So little that jobs go in several slices.
+            half_nbytes=4 * max(run.nbytes for run in cache.layers),
+        )
+
+
+class FailingCopier:
+    """Copies some of the chunks of a job and raises, when ``fails`` is true."""
+
+    def __init__(self, copier: Copier, fails: Callable[[], bool]):
+        self._copier, self._fails = copier, fails
+        self.facts = copier.facts
+        self.failed = False  #: did the last call raise?
+
+    def gather(self, rows: array[int], slots: array[int], through: Direction) -> None:
+        self._some(self._copier.gather, rows, slots, through)
+
+    def scatter(self, rows: array[int], slots: array[int], through: Direction) -> None:
+        self._some(self._copier.scatter, rows, slots, through)
+
+    def _some(self, copy: Callable[..., None], rows: array[int], slots: array[int], through: Direction) -> None:
+        self.failed = self._fails()
+        count = (len(slots) + 1) // 2 if self.failed else len(slots)
+        copy(rows[: count * (len(rows) // len(slots))], slots[:count], through)
+        if self.failed:
+            raise BackendError("this copy was to fail")

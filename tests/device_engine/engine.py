@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
+from fake_cuda import libraries
 
 from device_engine.bugs import BUGS
 from device_engine.content import Forward, histories
@@ -76,9 +77,10 @@ class Engine(Scheduling):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "kvtier_core.engine.worker_side"])
         self._workers = []
+        built = libraries() if setup.device == "cpu" else ()
         for rank in range(setup.ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, setup, rank), daemon=True)
+            process = context.Process(target=serve, args=(theirs, setup, rank, built), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))

@@ -7,7 +7,9 @@ import random
 import signal
 import traceback
 from collections import deque
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import attrs
@@ -49,10 +51,10 @@ class Failure(NamedTuple):
 class Worker:
     """One rank, with its device. Every method is called on the thread that enqueues the engine's work."""
 
-    def __init__(self, setup: Setup, rank: int):
+    def __init__(self, setup: Setup, rank: int, libraries: Sequence[Path]):
         bug = BUGS[setup.bug]
         simulated = setup.device == "cpu"
-        self._device = (SimulatedDevice if simulated else CudaDevice)(setup, rank)
+        self._device = SimulatedDevice(setup, rank, libraries) if simulated else CudaDevice(setup, rank)
         drawn = random.Random(setup.seed * 64 + rank)
         arena = self._device.arena(bug.mover, lambda: self._attached and drawn.random() < setup.failures)
         tiers = [attrs.evolve(tier, config=arena) for tier in setup.stack.arenas]
@@ -100,10 +102,10 @@ class Worker:
         return self._wrong
 
 
-def serve(connection: Connection, setup: Setup, rank: int) -> None:
+def serve(connection: Connection, setup: Setup, rank: int, libraries: Sequence[Path]) -> None:
     """The process: answers each message (a method of the worker and its arguments) until there is none any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the scheduler, and with it the connection
-    worker = Worker(setup, rank)
+    worker = Worker(setup, rank, libraries)
     with contextlib.suppress(EOFError, OSError):
         while True:
             message: tuple[str, tuple[Any, ...]] = connection.recv()

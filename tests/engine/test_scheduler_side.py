@@ -11,6 +11,7 @@ from fake_host import BLOCK, CHUNK, FRAME, Host, blocks_of
 import kvtier_disk.plugin
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
+from kvtier_core.engine.messages import WorkerProgress
 from kvtier_core.engine.request_view import Bypass, KVIdentity, PromptItem
 from kvtier_core.engine.step import Step, StepResult
 from kvtier_core.interfaces import NO_BLOCK
@@ -337,6 +338,35 @@ def test_the_self_test_is_over_when_every_rank_has_reported(host):
     served.outcomes = Counter({"": 1})
     served.step()
     assert served.step().self_test_slots == ()
+
+
+def test_an_engine_with_nothing_to_do_steps_for_the_self_test(host):
+    served = host()
+    served.outcomes = Counter()
+    assert served.side.busy()
+    assert len(served.step().self_test_slots) == 1
+    served.outcomes = Counter({"": 1})
+    served.step()
+    assert not served.side.busy()
+
+
+def test_but_not_for_ever(host):
+    served = host()
+    served.outcomes = Counter()
+    assert sum(served.side.busy() for _ in range(5000)) == 1000
+    served.outcomes = Counter({"": 1})
+    served.step()
+
+
+def test_of_a_store_that_filled_some_slots_the_leading_chunks_are_kept(host):
+    """One rank filled both slots, the other only the first. What lies behind an empty slot nobody could reach."""
+    served = host(ranks=2)
+    request = served.submit("first", prompt(1, 2 * CHUNK))
+    ((job, transfer),) = served.step().stores
+    assert len(transfer.slots) == 2
+    served.side.progress(StepResult(set(), set(), set(), WorkerProgress(Counter([job]), filled={job: 1})))
+    assert stored(served) == 1
+    served.finish(request)
 
 
 def test_while_a_rank_is_at_its_self_test_requests_wait_for_it(host, said):

@@ -13,7 +13,7 @@ from kvtier_core.config.registry import Registry
 from kvtier_core.engine.messages import StepPlan, Transfer
 from kvtier_core.engine.worker_side import WorkerSide
 from kvtier_core.errors import ConfigError
-from kvtier_core.interfaces import PagedKVCache, PageRun
+from kvtier_core.interfaces import JobResult, PagedKVCache, PageRun
 from kvtier_core.testing.samples import make_context, make_layout
 from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.types import Slot
@@ -86,6 +86,24 @@ def test_stores_of_an_engine_that_overwrites_blocks_early_are_fenced_at_once(are
     side.store(StepPlan(stores=((7, Transfer((Slot(0, 2),), (((3, 5),),))),)))
     assert fenced == [1] * at_once
     side.close()
+
+
+@pytest.mark.parametrize(
+    "filled, leading, failed",
+    [([0, 1], 2, False), ([0, 2], 1, False), ([1, 2], None, True), ([], None, True)],
+)
+def test_of_a_store_that_fills_some_slots_the_leading_ones_are_reported(ranks, monkeypatch, filled, leading, failed):
+    side = ranks[0]
+    side.progress()
+    (mover,) = side._movers
+    monkeypatch.setattr(mover, "finished", lambda: [JobResult(1, ok=False, filled=filled)])
+    slots = tuple(Slot(0, number) for number in (1, 3, 2))
+    side.store(StepPlan(stores=((7, Transfer(slots, (((0, 1),), ((2, 3),), ((4, 5),)))),)))
+    progress = side.progress()
+    assert progress.ended == Counter({7: 1})
+    assert (progress.filled.get(7), bool(progress.failed)) == (leading, failed)
+    monkeypatch.undo()
+    mover.finished()
 
 
 def test_an_arena_has_a_slot_for_each(arena):

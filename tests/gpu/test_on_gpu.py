@@ -11,12 +11,14 @@ import torch
 from kvtier_core.config.compose import open_stack
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
+from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.testing.laws.arenas import ArenaLaws, settle, shard_of
 from kvtier_core.testing.samples import PagedBuffer, make_context, make_group, make_keys, make_layout, poison
-from kvtier_core.transfer.cuda.autotune import DMA, KERNEL, decided
-from kvtier_core.transfer.cuda.mover import open_mover
+from kvtier_core.transfer.cuda.autotune import decided
+from kvtier_core.transfer.cuda.library import Method, load
+from kvtier_core.transfer.cuda.opening import HALF_NBYTES, open_mover
 from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_cpu import plugin
 from kvtier_cpu.config import CpuConfig
@@ -26,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 POISON = 0xA5
-METHODS = ("torch", KERNEL, DMA)
+METHODS = list(Method)
 
 
 class GpuPages(PagedBuffer):
@@ -79,7 +81,7 @@ class TestCpuArenaOnGpu(ArenaLaws):
 
 
 class Slots:
-    """Memory of an arena, with movers that copy as they are told."""
+    """Memory of an arena, with movers that copy as they are told. They share its page-locking."""
 
     def __init__(self, layout, slots):
         self.nbytes = layout.frame_nbytes
@@ -88,11 +90,9 @@ class Slots:
     def view(self, slot):
         return memoryview(self.memory)[slot * self.nbytes : (slot + 1) * self.nbytes]
 
-    def mover(self, cache, method):
-        if method == "torch":
-            return open_mover(cache, self.memory, self.nbytes, library="asked for")
-        mover = open_mover(cache, self.memory, self.nbytes, autotune=decided(method))
-        assert any("by " in fact for fact in mover.facts().values()), "the library of our own is not used"
+    def mover(self, cache, method, half_nbytes=HALF_NBYTES):
+        mover = open_mover(cache, self.memory, self.nbytes, autotune=decided(method), half_nbytes=half_nbytes)
+        assert str(method) in " ".join(mover.facts().values()), f"{method} is not possible here: {mover.facts()}"
         return mover
 
 
@@ -106,10 +106,11 @@ SHAPES = {
 }
 
 
+@pytest.mark.parametrize("half_nbytes", [HALF_NBYTES, 4 << 20])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("align", [1, 16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_method_copies_each_byte_that_is_wanted_and_no_other(method, shape, align):
+def test_every_method_copies_each_byte_that_is_wanted_and_no_other(method, shape, align, half_nbytes):
     layout, rng = SHAPES[shape], random.Random(shape)
     rank = layout.ranks - 1
     (part,) = layout.parts
@@ -117,7 +118,7 @@ def test_every_method_copies_each_byte_that_is_wanted_and_no_other(method, shape
     pages = GpuPages(layout, blocks, rng, rank, align=align)
     pages.fill(rng)
     memory = Slots(layout, 4)
-    mover = memory.mover(pages.kv_cache(), method)
+    mover = memory.mover(pages.kv_cache(), method, half_nbytes)
     drawn = [rng.sample(range(blocks), 3 * count) for count in part.blocks]
     drawn = [[NO_BLOCK if rng.random() < 0.2 else block for block in group] for group in drawn]
     chunks, slots = [[group[i::3] for group in drawn] for i in range(3)], [3, 0, 2]
@@ -133,7 +134,7 @@ def test_every_method_copies_each_byte_that_is_wanted_and_no_other(method, shape
     assert all(memory.view(slot) == expected[slot] for slot in range(4)), "not what a store should leave"
 
     other = GpuPages(layout, blocks, rng, rank, align=align)
-    loader = memory.mover(other.kv_cache(), method)
+    loader = memory.mover(other.kv_cache(), method, half_nbytes)
     untouched = [tensor.clone() for tensor in other.tensors]
     for chunk in chunks:
         for layer, block, _, _ in wanted(layout, rank, chunk):
@@ -179,6 +180,40 @@ def test_stores_come_after_the_forward_and_before_the_next(method):
             tensor.fill_(0xEE)
         assert settle(mover, [byte]) == {byte: True}
         assert memory.view(0)[FRAME_ALIGNMENT:] == bytes([byte]) * layout.payload_nbytes
+    mover.close()
+
+
+def test_what_is_refused_is_no_error_of_the_engines():
+    """A failed registration once made the next launch of torch's raise."""
+    device, memory = load().device(0), mmap.mmap(-1, 1 << 20)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    device.lock(address, 1 << 20)
+    with pytest.raises(BackendError, match=r"^CUDA cannot page-lock memory: .* \(CUDA_ERROR_.*, 712\)$"):
+        device.lock(address, 1 << 20)
+    with pytest.raises(BackendError, match="^CUDA cannot release page-locked memory: "):
+        device.unlock(address + 4096)
+    torch.zeros(1000, device="cuda").add_(1)
+    torch.cuda.synchronize()
+    device.unlock(address)
+
+
+def test_a_graph_is_replayed_while_slots_are_page_locked():
+    """As an engine does that captured its graphs before the arena was attached."""
+    number = torch.zeros(1, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        number += 1
+    layout = make_layout((64 << 10,) * 8, 16)
+    memory = Slots(layout, 128)
+    mover = memory.mover(GpuPages(layout, 16, random.Random(0), align=16).kv_cache(), Method.DIRECT)
+    whole, locked = mover.facts()["page-locked"].split(" -> ")
+    assert locked != whole, "all was locked at once; nothing was tested"
+    replays = 0
+    while mover.facts()["page-locked"] != f"{whole} -> {whole}":
+        graph.replay()
+        replays += 1
+    torch.cuda.synchronize()
+    assert number.item() == replays
     mover.close()
 
 

@@ -26,10 +26,16 @@ def test_a_plan_arrives_as_it_was_sent():
 
 def test_what_the_ranks_report_is_added_up():
     ranks = [
-        WorkerProgress(Counter({1: 1, 2: 1}), Counter({2: rank}), Counter({"": 1}), {(1, rank): (11 + rank,)})
+        WorkerProgress(
+            Counter({1: 1, 2: 1}),
+            Counter({2: rank}),
+            Counter({"": 1}),
+            {(1, rank): (11 + rank,)},
+            {1: 5 - rank, rank: 3},
+        )
         for rank in range(2)
     ]
     first, second = (pickle.loads(pickle.dumps(WorkerProgressMetadata(each))) for each in ranks)
     assert first.aggregate(second).progress == WorkerProgress(
-        Counter({1: 2, 2: 2}), Counter({2: 1}), Counter({"": 2}), {(1, 0): (11,), (1, 1): (12,)}
+        Counter({1: 2, 2: 2}), Counter({2: 1}), Counter({"": 2}), {(1, 0): (11,), (1, 1): (12,)}, {0: 3, 1: 3}
     )

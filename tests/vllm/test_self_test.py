@@ -119,6 +119,16 @@ def test_seeded_sampling_is_what_it_is_without_kvtier(engine):
         assert sampled(served) == expected
 
 
+def test_it_is_over_before_the_first_request(engine, said):
+    """vLLM steps as long as its scheduler says that there is something to do, as its engine's loop does."""
+    with engine(cpu()) as served:
+        core = served.llm.llm_engine.engine_core.engine_core
+        said()
+        while served.scheduler.has_requests():
+            core.step_fn()
+        assert "kvtier: self-test: every byte came back" in said()
+
+
 def test_an_engine_with_another_layout_is_caught_before_traffic(engine, said, monkeypatch, tmp_path):
     """As if a minor release had put something between the pages: the addresses are wrong, nothing else notices."""
     asked = prompt(90, 530)

@@ -10,6 +10,9 @@ from kvtier_core.types import Slot
 
 logger = logging.getLogger("vllm.kvtier")
 
+#: How often `SelfTestGate.wants_steps` says so. A worker that never reports must not keep an idle engine awake.
+_MOST_STEPS = 1000
+
 
 class SelfTestGate:
     """Reserves slots of each arena for the workers' self-tests, and collects the outcomes."""
@@ -20,11 +23,22 @@ class SelfTestGate:
         self.failure = ""  #: why nothing is stored or loaded any more; empty if nothing failed
         self._stack = stack
         self._ranks_left = ranks
+        self._steps_left = _MOST_STEPS
 
     @property
     def is_open(self) -> bool:
         """True once every rank has reported."""
         return not self._ranks_left
+
+    def wants_steps(self) -> bool:
+        """Should the engine step although it has nothing to do? Then workers attach now, and not in the first request.
+
+        Every answer counts: not for ever.
+        """
+        if self.is_open or not self._steps_left:
+            return False
+        self._steps_left -= 1
+        return True
 
     def record(self, outcomes: Counter[str]) -> None:
         """Count the outcomes of workers' self-tests; an empty text is a pass."""

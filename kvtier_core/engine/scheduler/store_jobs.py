@@ -18,7 +18,11 @@ class _StoreJob:
     blocks: frozenset[int]  #: the blocks whose pages are read
     waiting: int  #: workers that have not reported its end
     failed: bool = False
+    filled: int = attrs.field(init=False)  #: so many leading chunks are, as far as the workers have reported
     checksums: dict[int, Sequence[int]] = attrs.field(factory=dict)  #: of each chunk, by shard
+
+    def __attrs_post_init__(self) -> None:
+        self.filled = len(self.keys)
 
 
 class StoreJobs:
@@ -67,6 +71,8 @@ class StoreJobs:
         """Process what the workers ended."""
         for (job, shard), checksums in progress.checksums.items():
             self._jobs[job].checksums[shard] = checksums
+        for job, filled in progress.filled.items():
+            self._jobs[job].filled = min(self._jobs[job].filled, filled)
         for job, workers in progress.ended.items():
             self._end(job, workers, failed=bool(progress.failed[job]))
 
@@ -81,7 +87,7 @@ class StoreJobs:
         if store.failed:
             self._stack.release(_holder(job))
         else:
-            self._stack.commit(_holder(job), self._checksums_by_chunk(store))
+            self._stack.commit(_holder(job), self._checksums_by_chunk(store), store.keys[store.filled :])
 
     def _checksums_by_chunk(self, store: _StoreJob) -> dict[ChunkKey, Sequence[int]]:
         """For each chunk the checksums of its shards; empty unless all were computed."""

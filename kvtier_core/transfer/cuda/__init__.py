@@ -10,9 +10,9 @@ from kvtier_core.interfaces import Mover, PagedKVCache
 def attach(cache: PagedKVCache, memory: mmap.mmap | memoryview, slot_nbytes: int) -> Mover:
     """A mover between ``cache``, on a CUDA device, and ``memory``, an arena's slots of ``slot_nbytes`` side by side.
 
-    Raises BackendError if torch finds no such device or the memory cannot be page-locked, and ContractError if
-    ``cache`` does not fit its layout.
+    Raises BackendError if kvtier's CUDA library was not built, finds no such device or cannot page-lock the memory, and
+    ContractError if ``cache`` does not fit its layout.
     """
-    from kvtier_core.transfer.cuda.mover import open_mover
+    from kvtier_core.transfer.cuda.opening import open_mover
 
     return open_mover(cache, memory, slot_nbytes)

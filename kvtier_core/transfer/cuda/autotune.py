@@ -1,73 +1,132 @@
-"""Chooses copy engine or kernel: both copy the same pages to and from page-locked memory; the faster one is used."""
+"""Chooses how pages are copied: every way is timed on pages that lie as the engine's do, in jobs of 64 MiB and more."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import random
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import chain
 
-import torch
+import attrs
 
 from kvtier_core.errors import BackendError
-from kvtier_core.transfer.cuda.library import Library, NativePages
+from kvtier_core.transfer.cuda.host_registration import PIECE_NBYTES
+from kvtier_core.transfer.cuda.library import Device, Direction, Method, NativePart
+from kvtier_core.transfer.io_pool import run
+from kvtier_core.transfer.page_lists import Layer
 
-#: Called with the bytes of a page, whether to copy to slots, and KERNEL or DMA. Returns the seconds that a job took,
-#: or None if this device cannot copy that way.
-Autotune = Callable[[int, bool, str], float | None]
-
-KERNEL, DMA = "kernel", "dma"
-
-#: A kernel takes multiprocessors from the engine, a copy engine does not: it must be faster by this factor.
-_WORTH_IT = 1.2
-#: A job of about this size is measured, within these limits of its pages, and the best of so many rounds counts.
-_NBYTES = 4 << 20
-_PAGES = range(8, 1025)
-_ROUNDS = 5
+#: How much faster than the copy engines alone another way has to be. A staged copy takes multiprocessors for a moment,
+#: and memory twice; a kernel that reads the slots keeps multiprocessors from the engine as long as the job takes.
+_WORTH_IT = {Method.DIRECT: 1.0, Method.STAGED: 1.1, Method.KERNEL: 1.2}
+#: A job of this size is measured, or of one chunk: shorter ones do not show what submitting many copies costs.
+JOB_NBYTES = 64 << 20
+_ROUNDS = 3  #: the best counts
 
 
-def choose(autotune: Autotune, nbytes: int, to_slots: bool) -> str:
-    """KERNEL or DMA, for pages of ``nbytes`` in this direction. Raises BackendError if the device can do neither."""
-    kernel, dma = autotune(nbytes, to_slots, KERNEL), autotune(nbytes, to_slots, DMA)
-    if dma is None:
-        raise BackendError(f"pages of {nbytes} bytes cannot be copied by the device")
-    return KERNEL if kernel is not None and kernel * _WORTH_IT < dma else DMA
+@attrs.frozen
+class Choice:
+    """How the copies of one direction are made, and how fast each way was."""
+
+    method: Method
+    speeds: Mapping[Method, float] = attrs.field(factory=dict)  #: bytes a second
+
+    def __str__(self) -> str:
+        others = [f"{method} {speed / 1e9:.1f} GB/s" for method, speed in self.speeds.items()]
+        return f"{self.method} ({', '.join(others) or 'not measured'})"
 
 
-def decided(method: str) -> Autotune:
-    """An autotune that measures nothing and chooses ``method``."""
-    return lambda nbytes, to_slots, each: 1.0 if each == method else 10.0
+#: Called with the layers of a part, the ways that are possible, and whether to copy to slots.
+Autotune = Callable[[Sequence[Layer], Sequence[Method], bool], Choice]
+
+
+def choose(speeds: Mapping[Method, float]) -> Choice:
+    """The way that is worth it, by bytes a second. Raises BackendError if there is none."""
+    if not speeds:
+        raise BackendError("no way to copy these pages works on this device")
+    return Choice(max(speeds, key=lambda method: speeds[method] / _WORTH_IT[method]), speeds)
+
+
+def decided(method: Method) -> Autotune:
+    """An autotune that measures nothing. It chooses ``method`` where that is possible, else DIRECT."""
+    return lambda layers, possible, to_slots: Choice(method if method in possible else Method.DIRECT)
 
 
 class ScratchAutotune:
-    """Measures copies between scratch memory of its own on both sides, which it frees after each."""
+    """Measures copies between scratch memory on both sides, page-locked as the arena is, and frees it.
 
-    def __init__(self, library: Library, device: torch.device):
-        self._library = library
+    ``stores`` and ``loads`` are what the mover will use for each direction.
+    """
+
+    def __init__(self, device: Device, stores: Direction, loads: Direction, nbytes: int = JOB_NBYTES):
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._directions = {True: stores, False: loads}
+        self._nbytes = nbytes
 
-    def __call__(self, nbytes: int, to_slots: bool, method: str) -> float | None:
-        count = max(_PAGES.start, min(_PAGES.stop - 1, _NBYTES // nbytes))
-        pages = torch.zeros(count * nbytes, dtype=torch.uint8, device=self._device)
-        slot = torch.zeros(count * nbytes, dtype=torch.uint8, pin_memory=True)
-        layer = (pages.data_ptr(), nbytes, nbytes, 0)
-        native = self._library.open(self._device.index or 0, [layer], slot.data_ptr(), slot.nbytes)
-        # Random blocks, so that no two pages are adjacent on both sides: the engine's pages seldom are.
-        blocks = random.Random(0).sample(range(count), count)
-        pieces = array("i", [number for place, block in enumerate(blocks) for number in (block, 0, place)])
-        torch.cuda.synchronize(self._device)
-        try:
-            return min(self._seconds(native, method, to_slots, pieces) for _ in range(_ROUNDS))
-        except BackendError:
-            return None
-        finally:
-            self._stream.synchronize()
-            native.close()
+    def __call__(self, layers: Sequence[Layer], possible: Sequence[Method], to_slots: bool) -> Choice:
+        if not layers:
+            return Choice(Method.DIRECT)
+        with ExitStack() as cleanup:
+            scratch = run(lambda: _Scratch(self._device, layers, self._nbytes, cleanup))
+            if scratch.error is not None:  # too little memory is no reason to copy nothing
+                return Choice(Method.STAGED if Method.STAGED in possible else Method.DIRECT)
+            rounds = {
+                method: [self._seconds(scratch.value, method, to_slots) for _ in range(_ROUNDS)] for method in possible
+            }
+            return choose({method: scratch.value.nbytes / min(each) for method, each in rounds.items() if all(each)})
 
-    def _seconds(self, native: NativePages, method: str, to_slots: bool, pieces: array[int]) -> float:
-        copy = native.kernel if method == KERNEL else native.dma
+    def _seconds(self, scratch: _Scratch, method: Method, to_slots: bool) -> float:
+        """How long a job takes; 0 if it fails."""
+        direction = self._directions[to_slots]
         begin = time.perf_counter()
-        copy(to_slots, pieces.buffer_info()[0], len(pieces) // 3, self._stream.cuda_stream)
-        self._stream.synchronize()
-        return time.perf_counter() - begin
+        copied = run(lambda: scratch.part.copy(method, to_slots, scratch.rows, scratch.slots, direction))
+        direction.kernels.synchronize()
+        direction.bus.synchronize()
+        return time.perf_counter() - begin if copied.error is None else 0.0
+
+
+class _Scratch:
+    """Pages that lie to each other as those of ``layers`` do, slots for them, and a job over random blocks."""
+
+    part: NativePart
+
+    def __init__(self, device: Device, layers: Sequence[Layer], nbytes: int, cleanup: ExitStack):
+        shard_nbytes = sum(layer.nbytes * layer.blocks for layer in layers)
+        chunks = -(-nbytes // shard_nbytes)
+        self.nbytes = chunks * shard_nbytes
+        blocks = chunks * max(layer.blocks for layer in layers)
+        memory = mmap.mmap(-1, self.nbytes)
+        self._keep = ctypes.c_char.from_buffer(memory)
+        address = ctypes.addressof(self._keep)
+        for begin in range(address, address + self.nbytes, PIECE_NBYTES):
+            device.lock(begin, min(PIECE_NBYTES, address + self.nbytes - begin))
+            cleanup.callback(device.unlock, begin)
+        placed, pages_nbytes = _placed(layers, blocks)
+        pages = device.allocate(pages_nbytes)
+        cleanup.callback(device.free, pages)
+        moved = [layer._replace(base=pages + base) for layer, base in placed]
+        self.part = device.part(moved, address, shard_nbytes, address, PIECE_NBYTES)
+        cleanup.callback(self.part.close)
+        # Random blocks: the engine's are seldom neighbours.
+        drawn = random.Random(0)
+        width = max(layer.first + layer.blocks for layer in layers)
+        self.rows = array("i", chain(*(drawn.choices(range(blocks), k=width) for _ in range(chunks))))
+        self.slots = array("i", range(chunks))
+
+
+def _placed(layers: Sequence[Layer], blocks: int) -> tuple[list[tuple[Layer, int]], int]:
+    """Each layer with the place of its page 0 in a smaller memory of so many blocks, and the bytes of that.
+
+    Layers whose pages alternate within one stride, block after block, still do.
+    """
+    bases: dict[int, int] = {}
+    begin, place, end, stride = 0, 0, 0, 0
+    for layer in sorted(layers, key=lambda layer: layer.base):
+        if not bases or layer.base >= begin + stride or layer.stride != stride:
+            begin, place, stride = layer.base, end, layer.stride
+            end = place + -(-stride * blocks // 256) * 256
+        bases[layer.base] = place + layer.base - begin
+    return [(layer, bases[layer.base]) for layer in layers], end

@@ -2,116 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
-
-import torch
+import mmap
+import time
+from collections.abc import Callable, Mapping
 
 from kvtier_core.errors import BackendError
 from kvtier_core.transfer.io_pool import IOPool, Outcome, run
 from kvtier_core.types import Nbytes
 
-#: Approximate bytes registered at a time: meanwhile CUDA blocks every other call of the process.
-_PIECE_NBYTES = 256 << 20
+#: Bytes that are page-locked at a time. Meanwhile the driver holds a lock that launches need: some 3 ms for 32 MiB, at
+#: the 0.1 s a GB that others have measured. A multiple of every size of pages that a kernel may have.
+PIECE_NBYTES = 32 << 20
+#: After each piece the thread leaves the driver to the engine for so many times as long as the piece took.
+_PAUSE = 1.0
 _FOREVER = 1e6  # seconds
-_PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
-
-
-class Registration(Protocol):
-    """Which slots are page-locked. Called on the thread that enqueues the engine's work."""
-
-    def covers(self, slots: Collection[int]) -> bool:
-        """Are all of these slots page-locked?"""
-
-    def facts(self) -> Mapping[str, str]:
-        """How much is page-locked, in plain words."""
-
-    def close(self) -> None:
-        """Unregister all slots. Called when no copy is under way; may be called twice."""
-
-
-class NoRegistration:
-    """For a device that accesses host memory without page-locking."""
-
-    def covers(self, slots: Collection[int]) -> bool:
-        return True
-
-    def facts(self) -> Mapping[str, str]:
-        return {}
-
-    def close(self) -> None: ...
 
 
 class HostRegistration:
-    """Registers ``slots`` slots of ``slot_nbytes`` from ``address`` on.
+    """Page-locks ``nbytes`` from ``address`` on, in pieces of ``piece_nbytes``.
 
-    The first piece is registered before the constructor returns, which raises BackendError if that fails; a thread
-    registers the rest. A piece is whole slots, so that no copy reaches from one piece into another. ``register`` takes
-    an address and bytes, ``unregister`` an address; both raise BackendError. ``piece_nbytes`` is about the size of a
-    piece.
+    The first ``at_once`` bytes are locked before the constructor returns, which raises BackendError if that fails; a
+    thread locks the rest. ``lock`` takes an address and bytes, ``unlock`` an address; both raise BackendError. No page
+    of the system is in two pieces. Methods are called on the thread that enqueues the engine's work.
     """
 
     def __init__(
         self,
         address: int,
-        slots: int,
-        slot_nbytes: int,
-        register: Callable[[int, int], object],
-        unregister: Callable[[int], object],
-        piece_nbytes: int = _PIECE_NBYTES,
+        nbytes: int,
+        lock: Callable[[int, int], object],
+        unlock: Callable[[int], object],
+        at_once: int = 1,
+        piece_nbytes: int = PIECE_NBYTES,
+        pause: Callable[[float], object] = time.sleep,
     ):
-        self._address, self._slots, self._slot_nbytes = address, slots, slot_nbytes
-        self._register, self._unregister = register, unregister
-        self._per_piece = max(1, piece_nbytes // slot_nbytes)
-        self._registered = 0  # slots; after the first piece only the thread changes it
+        self.movers = 0  #: that use it, see `share`
+        self.base = address // mmap.PAGESIZE * mmap.PAGESIZE  #: where the first piece begins
+        self.piece_nbytes = piece_nbytes
+        self._whole = -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._nbytes = nbytes
+        self._lock, self._unlock, self._pause = lock, unlock, pause
+        self.end = self.base  #: of what is page-locked; after the first piece only the thread changes it
         self._closing = False
         self._problem = ""
-        self._register_next()
-        self._pool = IOPool("register")
-        self._pool.submit_store(self._register_rest, self._note_problem)
-
-    def covers(self, slots: Collection[int]) -> bool:
-        return max(slots, default=-1) < self._registered
+        try:
+            while self.end < min(self._whole, address + at_once):
+                self._lock_next()
+        except BackendError:
+            self._unlock_all()
+            raise
+        self._pool = IOPool("page-lock")
+        self._pool.submit_store(self._lock_rest, self._note_problem)
 
     def facts(self) -> Mapping[str, str]:
+        """How much is page-locked, in plain words."""
         self._pool.step()
-        whole, done = (Nbytes(count * self._slot_nbytes) for count in (self._slots, self._registered))
+        whole, done = Nbytes(self._nbytes), Nbytes(min(self._nbytes, self.end - self.base))
         return {"page-locked": f"{whole} -> {done}" + (f" ({self._problem})" if self._problem else "")}
 
     def close(self) -> None:
+        """Unlock all. Called when no copy is under way; may be called twice."""
         self._closing = True
         self._pool.close(_FOREVER)
         self._pool.step()
-        for first in range(0, self._registered, self._per_piece):
-            run(lambda first=first: self._unregister(self._address + first * self._slot_nbytes))
-        self._registered = 0
+        self._unlock_all()
 
-    def _register_rest(self) -> None:
-        """Register the remaining pieces, on the thread."""
-        while self._registered < self._slots and not self._closing:
-            self._register_next()
+    def _lock_rest(self) -> None:
+        """Lock the remaining pieces, on the thread."""
+        while self.end < self._whole and not self._closing:
+            begun = time.monotonic()
+            self._lock_next()
+            self._pause(_PAUSE * (time.monotonic() - begun))
 
-    def _register_next(self) -> None:
-        first, end = self._registered, min(self._slots, self._registered + self._per_piece)
-        self._register(self._address + first * self._slot_nbytes, (end - first) * self._slot_nbytes)
-        self._registered = end
+    def _lock_next(self) -> None:
+        end = min(self._whole, self.end + self.piece_nbytes)
+        self._lock(self.end, end - self.end)
+        self.end = end
+
+    def _unlock_all(self) -> None:
+        for begin in range(self.base, self.end, self.piece_nbytes):
+            run(lambda begin=begin: self._unlock(begin))
+        self.end = self.base
 
     def _note_problem(self, outcome: Outcome) -> None:
         if outcome.error is not None:
             self._problem = str(outcome.error)
 
 
-def register_with_cuda(address: int, slots: int, slot_nbytes: int, device: torch.device) -> HostRegistration:
-    """Registers slots by the engine's own CUDA runtime. Raises BackendError if not even the first piece can be."""
-    cudart = torch.cuda.cudart()
+#: By address and bytes: no memory of a process can be registered twice.
+_shared: dict[tuple[int, int], HostRegistration] = {}
 
-    def register(address: int, nbytes: int) -> None:
-        torch.cuda.set_device(device)  # the device is set per thread; without this CUDA would initialise another GPU
-        error = cudart.cudaHostRegister(address, nbytes, _PORTABLE_MAPPED)
-        if int(error):
-            raise BackendError(
-                f"cannot page-lock {Nbytes(nbytes)} of the arena: {cudart.cudaGetErrorString(error)}; "
-                "does `ulimit -l` or the container forbid it?"
-            )
 
-    return HostRegistration(address, slots, slot_nbytes, register, cudart.cudaHostUnregister)
+def share(
+    address: int, nbytes: int, at_once: int, lock: Callable[[int, int], object], unlock: Callable[[int], object]
+) -> HostRegistration:
+    """The registration of this memory for one more mover of this process, which gives it back with `release`.
+
+    Raises BackendError if not even the first ``at_once`` bytes can be page-locked.
+    """
+    registration = _shared.get((address, nbytes)) or HostRegistration(address, nbytes, lock, unlock, at_once)
+    _shared[address, nbytes] = registration
+    registration.movers += 1
+    return registration
+
+
+def release(registration: HostRegistration) -> None:
+    """A mover's copies have ended and it needs the memory no more. What nobody needs is unlocked."""
+    registration.movers -= 1
+    if registration.movers:
+        return
+    for key in [key for key, each in _shared.items() if each is registration]:
+        del _shared[key]
+    registration.close()

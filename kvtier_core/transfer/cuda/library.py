@@ -3,100 +3,218 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 import functools
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import attrs
 
 import kvtier_core
 from kvtier_core.errors import BackendError
+from kvtier_core.transfer.page_lists import Layer
 
 FILE = "libkvtier_cuda.so"
+#: Where the driver is found, as the engine's own CUDA runtime finds it.
+DRIVER = "libcuda.so.1"
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 _U32, _U64 = ctypes.c_uint32, ctypes.c_uint64
+_OUT, _INT_OUT = ctypes.POINTER(_POINTER), ctypes.POINTER(_INT)
 _ARGUMENTS = {
-    "kvtier_cuda_devices": (ctypes.POINTER(_INT),),
-    "kvtier_cuda_error": (_INT,),
-    "kvtier_cuda_open": (_INT, _POINTER, _U32, _U64, _U64, ctypes.POINTER(_POINTER)),
-    "kvtier_cuda_close": (_POINTER,),
-    "kvtier_cuda_kernel": (_POINTER, _INT, _POINTER, _U32, _POINTER),
-    "kvtier_cuda_dma": (_POINTER, _INT, _POINTER, _U32, _POINTER, ctypes.POINTER(_INT)),
+    "kvtier_cuda_problem": (),
+    "kvtier_cuda_open": (ctypes.c_char_p, _INT, _OUT),
+    "kvtier_cuda_abilities": (_POINTER, _INT_OUT, _INT_OUT, _INT_OUT),
+    "kvtier_cuda_lock": (_POINTER, _U64, _U64),
+    "kvtier_cuda_unlock": (_POINTER, _U64),
+    "kvtier_cuda_allocate": (_POINTER, _U64, ctypes.POINTER(_U64)),
+    "kvtier_cuda_free": (_POINTER, _U64),
+    "kvtier_cuda_stage": (_POINTER, _U64, _OUT),
+    "kvtier_cuda_unstage": (_POINTER, _POINTER),
+    "kvtier_cuda_part": (_POINTER, _POINTER, _U32, _U64, _U64, _U64, _U64, _OUT),
+    "kvtier_cuda_close_part": (_POINTER, _POINTER),
+    "kvtier_cuda_can": (_POINTER, _POINTER, _INT, _INT, _POINTER),
+    "kvtier_cuda_copy": (
+        *(_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER),
+        *(_U32, _U32, _POINTER, _POINTER, _POINTER),
+    ),
 }
 
 
-class Library:
-    """The library of this path, loaded. Raises OSError if it cannot be; every method raises BackendError.
+class Method(enum.IntEnum):
+    """How the copies of a job are made. The numbers are those of csrc/cuda/kvtier_cuda.h."""
 
-    Each method is called on the thread that enqueues the engine's work.
-    """
+    DIRECT = 0  #: copy engines, page by page
+    STAGED = 1  #: a kernel between pages and a buffer on the device, copy engines between that and the slots
+    KERNEL = 2  #: a kernel that reads the slots; loads only
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class Abilities(NamedTuple):
+    """What a device, its driver and the build of the library allow."""
+
+    kernels: bool  #: was machine code for this device built?
+    reaches_host: bool  #: may a kernel use the addresses of page-locked memory?
+    batches: bool  #: are many copies enqueued with one call?
+
+
+class Library:
+    """The library of this path, loaded. Raises BackendError if it cannot be, as every method does that fails."""
 
     def __init__(self, path: Path):
-        self.c = ctypes.CDLL(str(path))
-        for name, arguments in _ARGUMENTS.items():
-            function = getattr(self.c, name)
-            function.argtypes, function.restype = arguments, _INT
-        self.c.kvtier_cuda_error.restype = ctypes.c_char_p
-        self.c.kvtier_cuda_close.restype = None
+        try:
+            self.c = ctypes.CDLL(str(path))
+            for name, arguments in _ARGUMENTS.items():
+                function = getattr(self.c, name)
+                function.argtypes, function.restype = arguments, _INT
+        except (OSError, AttributeError) as error:
+            raise BackendError(f"{path.name} cannot be used: {error}; install kvtier again") from error
+        self._devices: dict[tuple[int, str], Device] = {}
+        self.c.kvtier_cuda_problem.restype = ctypes.c_char_p
+        for name in ("abilities", "unstage", "close_part"):
+            getattr(self.c, f"kvtier_cuda_{name}").restype = None
 
-    def devices(self) -> int:
-        """How many CUDA devices there are."""
-        count = _INT()
-        self.must(self.c.kvtier_cuda_devices(ctypes.byref(count)))
-        return count.value
+    def device(self, number: int, driver: str = DRIVER) -> Device:
+        """The device of this number, through the driver in a library of this name or path.
 
-    def open(self, device: int, layers: Sequence[Sequence[int]], shards: int, slot_nbytes: int) -> NativePages:
-        """The pages of these layers of one group, ready to be copied; see `NativePages`."""
-        return NativePages(self, device, layers, shards, slot_nbytes)
+        It is the same for all who ask, and is kept as long as this library: its context is the engine's.
+        """
+        if (number, driver) not in self._devices:
+            self._devices[number, driver] = Device(self, number, driver)
+        return self._devices[number, driver]
 
-    def must(self, error: int) -> None:
-        """Raises BackendError unless ``error`` is cudaSuccess."""
-        if error:
-            raise BackendError(f"CUDA: {self.c.kvtier_cuda_error(error).decode()} ({error})")
+    def must(self, done: int) -> None:
+        """Raises BackendError unless a call was ``done``."""
+        if not done:
+            raise BackendError(self.c.kvtier_cuda_problem().decode())
 
 
-class NativePages:
-    """Layers of one group, whose pages are copied by kernel or by copy engine.
+class Device:
+    """One CUDA device. All methods but `lock` and `unlock` are called on the thread that enqueues the engine's work."""
 
-    ``layers`` begin with the four numbers of `csrc/cuda/pages.h`: base, stride, nbytes, offset. ``shards`` is the
-    address of this rank's shard in slot 0. ``pieces`` is the address of ``count`` triples of int32: block, slot and
-    place in the chunk; it is read before a call returns.
+    def __init__(self, library: Library, number: int, driver: str):
+        self._library, self._c = library, library.c
+        self.handle = _POINTER()
+        library.must(self._c.kvtier_cuda_open(driver.encode(), number, ctypes.byref(self.handle)))
+
+    @property
+    def abilities(self) -> Abilities:
+        """What can be done now: a driver that refuses a batch of copies gets none any more."""
+        flags = [_INT() for _ in Abilities._fields]
+        self._c.kvtier_cuda_abilities(self.handle, *map(ctypes.byref, flags))
+        return Abilities(*(bool(flag.value) for flag in flags))
+
+    def lock(self, address: int, nbytes: int) -> None:
+        """Page-lock memory. Any thread may call."""
+        self._library.must(self._c.kvtier_cuda_lock(self.handle, address, nbytes))
+
+    def unlock(self, address: int) -> None:
+        """Undo `lock` of this address. Any thread may call."""
+        self._library.must(self._c.kvtier_cuda_unlock(self.handle, address))
+
+    def allocate(self, nbytes: int) -> int:
+        """The address of new memory on the device."""
+        address = _U64()
+        self._library.must(self._c.kvtier_cuda_allocate(self.handle, nbytes, ctypes.byref(address)))
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Free what `allocate` returned."""
+        self._library.must(self._c.kvtier_cuda_free(self.handle, address))
+
+    def staging(self, half_nbytes: int) -> Staging:
+        """Memory in two halves, to stage the copies of one direction in."""
+        return Staging(self._library, self, half_nbytes)
+
+    def part(
+        self, layers: Sequence[Layer], shards: int, slot_nbytes: int, locked: int, piece_nbytes: int
+    ) -> NativePart:
+        """The pages of one part of a chunk, see `NativePart`."""
+        return NativePart(self._library, self, layers, (shards, slot_nbytes, locked, piece_nbytes))
+
+
+class Staging:
+    """Device memory in two halves, through which pages are copied. Always used with the same two streams."""
+
+    def __init__(self, library: Library, device: Device, half_nbytes: int):
+        self._c, self._device = library.c, device
+        self.handle = _POINTER()
+        library.must(library.c.kvtier_cuda_stage(device.handle, half_nbytes, ctypes.byref(self.handle)))
+
+    def close(self) -> None:
+        """Free the memory. Called after all copies have ended; may be called twice."""
+        if self.handle:
+            self._c.kvtier_cuda_unstage(self._device.handle, self.handle)
+        self.handle = _POINTER()
+
+
+@attrs.frozen
+class Direction:
+    """What the copies of one direction go through: two streams, and perhaps memory on the device."""
+
+    kernels: Any  #: a stream of torch's, behind all that touches pages
+    bus: Any  #: another, behind all that reads or writes slots
+    staging: Staging | None = None
+
+
+class NativePart:
+    """The pages of one part of a chunk: its ``layers`` in the order of the shard.
+
+    ``places``: the address of this rank's shard in slot 0, and the bytes from one slot to the next; the address from
+    which on slots are page-locked, and the bytes of a piece that is locked at a time.
     """
 
-    def __init__(self, library: Library, device: int, layers: Sequence[Sequence[int]], shards: int, slot_nbytes: int):
-        self._library = library
-        self._handle = _POINTER()
-        self.batched = True  #: does the driver take many copies in one call? Known after the first
-        flat = (_U64 * (4 * len(layers)))(*(number for layer in layers for number in layer[:4]))
-        library.must(
-            library.c.kvtier_cuda_open(device, flat, len(layers), shards, slot_nbytes, ctypes.byref(self._handle))
-        )
+    def __init__(self, library: Library, device: Device, layers: Sequence[Layer], places: Sequence[int]):
+        self._library, self._c, self._device = library, library.c, device
+        self.handle = _POINTER()
+        flat = (_U64 * (len(Layer._fields) * len(layers)))(*(number for layer in layers for number in layer))
+        library.must(self._c.kvtier_cuda_part(device.handle, flat, len(layers), *places, ctypes.byref(self.handle)))
 
-    def kernel(self, to_slots: bool, pieces: int, count: int, stream: int) -> None:
-        """Enqueue one kernel for all pieces, or a few. Raises BackendError if the device cannot reach host memory."""
-        self._library.must(self._library.c.kvtier_cuda_kernel(self._handle, to_slots, pieces, count, stream))
+    def can(self, method: Method, to_slots: bool, staging: Staging | None) -> bool:
+        """Can copies of this direction be made like this?"""
+        return bool(self._c.kvtier_cuda_can(self._device.handle, self.handle, method, to_slots, _handle_of(staging)))
 
-    def dma(self, to_slots: bool, pieces: int, count: int, stream: int) -> None:
-        """Enqueue copies by the device's copy engines."""
-        batched = _INT(self.batched)
+    def copy(
+        self,
+        method: Method,
+        to_slots: bool,
+        rows: array[int],
+        slots: array[int],
+        through: Direction,
+    ) -> None:
+        """Enqueue the copies of a job: ``rows`` are the block ids of each chunk in one flat array of int32.
+
+        When this returns, or raises BackendError, ``kernels`` is behind all that touches pages, and ``bus`` behind all
+        that writes to slots.
+        """
+        width = len(rows) // len(slots) if slots else 0
+        addresses = rows.buffer_info()[0], slots.buffer_info()[0]
         self._library.must(
-            self._library.c.kvtier_cuda_dma(self._handle, to_slots, pieces, count, stream, ctypes.byref(batched))
+            self._c.kvtier_cuda_copy(
+                *(self._device.handle, self.handle, method, to_slots, *addresses, len(slots), width),
+                *(through.kernels.cuda_stream, through.bus.cuda_stream, _handle_of(through.staging)),
+            )
         )
-        self.batched = bool(batched.value)
 
     def close(self) -> None:
         """Free what the library holds for these pages. May be called twice."""
-        self._library.c.kvtier_cuda_close(self._handle)
-        self._handle = _POINTER()
+        if self.handle:
+            self._c.kvtier_cuda_close_part(self._device.handle, self.handle)
+        self.handle = _POINTER()
+
+
+def _handle_of(staging: Staging | None) -> ctypes.c_void_p:
+    return staging.handle if staging else _POINTER()
 
 
 @functools.cache
-def load() -> Library | str:
-    """The library if it finds a device, else why it is not used."""
+def load() -> Library:
+    """The library that was installed with this package. Raises BackendError."""
     path = next((each for folder in kvtier_core.__path__ if (each := Path(folder) / FILE).exists()), None)
     if path is None:
-        return f"{FILE} was not built"
-    try:
-        library = Library(path)
-        return library if library.devices() else "CUDA: no device"
-    except (OSError, BackendError) as error:
-        return str(error)
+        raise BackendError(f"{FILE} was not built: install a C++ compiler, and nvcc for its kernels, and kvtier again")
+    return Library(path)

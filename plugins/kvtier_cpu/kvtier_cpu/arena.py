@@ -46,7 +46,8 @@ def attach(handle: str, cache: PagedKVCache) -> Mover:
     """
     fields = json.loads(handle)
     slot_nbytes = fields.pop("slot_nbytes")
-    memory = reach(Address(**fields))
-    if cache.device.startswith("cuda"):
+    on_gpu = cache.device.startswith("cuda")
+    memory = reach(Address(**fields), populate=not on_gpu)  # for a GPU, page-locking maps them, in the background
+    if on_gpu:
         return cuda.attach(cache, memory, slot_nbytes)
     return HostMover(cache, memory, slot_nbytes)  # raises BackendError for any other device than the CPU

@@ -58,8 +58,11 @@ class Segment:
         self.memory = memoryview(b"")
 
 
-def reach(address: Address) -> mmap.mmap:
-    """Map the segment of another process. Raises BackendError when it is gone or cannot be opened."""
+def reach(address: Address, *, populate: bool) -> mmap.mmap:
+    """Map the segment of another process, and all of its pages if ``populate``: else each costs a fault at first.
+
+    Raises BackendError when it is gone or cannot be opened.
+    """
     path = f"/proc/{address.pid}/fd/{address.fd}"
     try:
         with open(path, "r+b", buffering=0) as file:
@@ -70,8 +73,9 @@ def reach(address: Address) -> mmap.mmap:
     except OSError as error:
         why = _WHY_NOT.get(error.errno, error.strerror)
         raise BackendError(f"cannot reach the arena of process {address.pid}: {why}") from error
-    with contextlib.suppress(OSError):  # if that fails, each page costs a fault at its first copy
-        _populate(memory)
+    if populate:
+        with contextlib.suppress(OSError):
+            _populate(memory)
     return memory
 
 

@@ -335,5 +335,5 @@ def test_memory_is_present_at_open():
 
 def test_a_gpu_that_is_not_there_is_refused(arena):
     kv_cache = attrs.evolve(PagedBuffer(LAYOUT, BLOCKS, random.Random(0)).kv_cache(), device="cuda:0")
-    with pytest.raises(BackendError, match="^no mover for device 'cuda:0': torch finds no such"):
+    with pytest.raises(BackendError, match="^no CUDA driver: |^CUDA cannot |^libkvtier_cuda.so was not built: "):
         CpuConfig().attach(arena.handle, kv_cache)

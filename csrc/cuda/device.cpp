@@ -1,0 +1,82 @@
+#include "device.h"
+
+#include <string>
+
+namespace kvtier {
+namespace {
+
+thread_local std::string last_problem;
+
+constexpr unsigned kThreads = 512;  // of a block of the kernel
+
+}  // namespace
+
+const char* problem() { return last_problem.c_str(); }
+
+bool fail(const char* why) {
+  last_problem = why;
+  return false;
+}
+
+bool Device::must(Result result, const char* what) const {
+  if (result == kSuccess) return true;
+  const char *name = nullptr, *text = nullptr;
+  driver_.error_name(result, &name);
+  driver_.error_string(result, &text);
+  last_problem = std::string("CUDA cannot ") + what + ": " + (text ? text : "?") + " (" + (name ? name : "?") + ", " +
+                 std::to_string(result) + ")";
+  return false;
+}
+
+bool Device::open(const char* driver, int ordinal) {
+  const char* why = "";
+  if (!find_driver(driver, &driver_, &why)) return fail((std::string("no CUDA driver: ") + why).c_str());
+  int number = 0;
+  if (!call(&Driver::init, "begin", 0u) || !call(&Driver::device, "find the device", &number, ordinal)) return false;
+  ordinal_ = number;
+  if (!look()) return false;
+  int reaches = 0, maps = 0;
+  if (!attribute(kCanUseHostPointer, &reaches) || !attribute(kCanMapHostMemory, &maps)) return false;
+  reaches_host_ = reaches && maps;
+  takes_batches_ = driver_.copy_batch && reaches_host_;  // elsewhere batches of such addresses fault
+  return call(&Driver::context, "enter the context", &context_, ordinal_) && load_kernels();
+}
+
+// Without these nothing here works.
+bool Device::look() const {
+  int unified = 0, locks = 0;
+  if (!attribute(kUnifiedAddressing, &unified) || !attribute(kHostRegisterSupported, &locks)) return false;
+  if (!unified) return fail("the device has addresses of its own (no unified addressing)");
+  if (!locks) return fail("the device cannot page-lock memory that it did not allocate");
+  return true;
+}
+
+bool Device::attribute(int number, int* value) const {
+  return call(&Driver::attribute, "read an attribute", value, number, ordinal_);
+}
+
+bool Device::load_kernels() {
+  const void* code = kernels();
+  if (!code) return true;
+  const Current current{*this};
+  if (!current) return false;
+  // Machine code for other architectures only is no reason to refuse the device: copy engines need none.
+  void* module = nullptr;
+  return driver_.load_module(&module, code) != kSuccess ||
+         call(&Driver::function, "find the kernel", &kernel_, module, "kvtier_copy");
+}
+
+bool Device::lock(void* address, size_t nbytes) const {
+  const unsigned flags = kRegisterPortable | (reaches_host_ ? kRegisterDeviceMap : 0);
+  return call(&Driver::lock, "page-lock memory", address, nbytes, flags);
+}
+
+bool Device::launch(unsigned blocks, const Batch& batch, const Shards& shards, const Layer* layers,
+                    uint32_t layer_count, uint32_t segments, bool to_slots, Stream stream) const {
+  uint32_t direction = to_slots;
+  const void* arguments[] = {&batch, &shards, &layers, &layer_count, &segments, &direction};
+  return call(&Driver::launch, "start the kernel", kernel_, blocks, 1u, 1u, kThreads, 1u, 1u, 0u, stream,
+              const_cast<void**>(arguments), nullptr);
+}
+
+}  // namespace kvtier

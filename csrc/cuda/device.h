@@ -1,0 +1,77 @@
+// A device as this library uses it, and the errors of its driver.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "driver.h"
+#include "pages.h"
+
+namespace kvtier {
+
+// The machine code of the kernels; null if the library was built without nvcc.
+const void* kernels();
+
+class Device {
+ public:
+  // False if there is none that can be used.
+  bool open(const char* driver, int ordinal);
+
+  // Calls of the driver by member pointer: `call(&Driver::record, "record an event", event, stream)`. On failure
+  // `problem` has what was tried and what the driver said; nothing stays behind in the driver.
+  template <typename... P, typename... A>
+  bool call(Result (*Driver::*function)(P...), const char* what, A... arguments) const {
+    return must((driver_.*function)(arguments...), what);
+  }
+  bool must(Result result, const char* what) const;
+
+  const Driver& driver() const { return driver_; }
+  Context context() const { return context_; }
+  bool has_kernels() const { return kernel_ != nullptr; }
+  // May the device use host addresses of page-locked memory? Not everywhere (WSL). Else only the driver's plain copies
+  // can be used, which look up what an address is.
+  bool reaches_host() const { return reaches_host_; }
+  bool takes_batches() const { return takes_batches_; }
+  void refuse_batches() { takes_batches_ = false; }
+
+  // Enqueues the kernel on `blocks` multiprocessors for some layers on the device, of at most `segments` a page.
+  bool launch(unsigned blocks, const Batch& batch, const Shards& shards, const Layer* layers, uint32_t layer_count,
+              uint32_t segments, bool to_slots, Stream stream) const;
+  bool lock(void* address, size_t nbytes) const;
+
+ private:
+  bool look() const;
+  bool attribute(int number, int* value) const;
+  bool load_kernels();
+
+  Driver driver_ = {};
+  int ordinal_ = -1;
+  Context context_ = nullptr;
+  Function kernel_ = nullptr;
+  bool reaches_host_ = false;
+  bool takes_batches_ = false;
+};
+
+// Why the last call on this thread failed.
+const char* problem();
+// Notes why a call failed, and returns false.
+bool fail(const char* why);
+
+// Makes a device's context, the one that the engine uses too, current on this thread while it lives.
+class Current {
+ public:
+  explicit Current(const Device& device)
+      : device_(device), ok_(device.call(&Driver::push, "enter the context", device.context())) {}
+  ~Current() {
+    Context left;
+    if (ok_) device_.driver().pop(&left);
+  }
+  Current(const Current&) = delete;
+  explicit operator bool() const { return ok_; }
+
+ private:
+  const Device& device_;
+  bool ok_;
+};
+
+}  // namespace kvtier

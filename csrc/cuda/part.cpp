@@ -1,0 +1,191 @@
+#include "part.h"
+
+#include <algorithm>
+
+namespace kvtier {
+namespace {
+
+// To the host: few, but enough to fill the bus, so that the other multiprocessors stay with the engine. Within the
+// device memory: many for a moment.
+constexpr unsigned kBlocksOnBus = 16, kBlocksOnDevice = 32;
+// Shards in a half begin at multiples of this.
+constexpr uint64_t kAlignment = 256;
+
+uint64_t aligned(uint64_t nbytes) { return (nbytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+}  // namespace
+
+bool Staging::open(Device& device, uint64_t half_nbytes) {
+  half_nbytes_ = half_nbytes;
+  if (!device.call(&Driver::allocate, "allocate memory to stage copies in", &memory_, 2 * half_nbytes)) return false;
+  for (Half& half : halves_) {
+    half.base = memory_ + (&half - halves_) * half_nbytes;
+    if (!device.call(&Driver::create_event, "create an event", &half.filled, kEventWithoutTiming) ||
+        !device.call(&Driver::create_event, "create an event", &half.emptied, kEventWithoutTiming))
+      return false;
+  }
+  return true;
+}
+
+void Staging::close(Device& device) {
+  for (Half& half : halves_) {
+    if (half.filled) device.driver().destroy_event(half.filled);
+    if (half.emptied) device.driver().destroy_event(half.emptied);
+  }
+  if (memory_) device.driver().free(memory_);
+}
+
+struct Part::Slice {
+  uint32_t chunk, chunk_end;
+  size_t layer, layer_end;
+  uint64_t shard_nbytes;  // from one shard to the next in a half
+};
+
+bool Part::open() {
+  if (!device_.call(&Driver::create_event, "create an event", &turn_, kEventWithoutTiming)) return false;
+  const size_t nbytes = layers_.size() * sizeof(Layer);
+  if (!nbytes) return true;
+  // A short write returns before it has arrived, and the streams that will read it do not wait for this one.
+  return device_.call(&Driver::allocate, "allocate memory for the layers", &on_device_, nbytes) &&
+         device_.call(&Driver::write, "write the layers", on_device_, layers_.data(), nbytes) &&
+         device_.call(&Driver::synchronize, "wait for the layers", nullptr);
+}
+
+Part::~Part() {
+  if (turn_) device_.driver().destroy_event(turn_);
+  if (on_device_) device_.driver().free(on_device_);
+}
+
+bool Part::order(Stream before, Event event, Stream after) const {
+  return device_.call(&Driver::record, "record an event", event, before) &&
+         device_.call(&Driver::wait, "wait for an event", after, event, 0u);
+}
+
+bool Part::copy_directly(bool to_slots, const Chunks& chunks, const Streams& streams) const {
+  if (!order(streams.kernels, turn_, streams.bus)) return false;
+  Copies copies(device_, pieces_, to_slots, streams.bus);
+  const bool listed = list_pages(chunks, copies);
+  return order(streams.bus, turn_, streams.kernels) && listed;
+}
+
+bool Part::list_pages(const Chunks& chunks, Copies& copies) const {
+  for (uint32_t i = 0; i < chunks.count; ++i) {
+    const int32_t* row = chunks.rows + uint64_t{i} * chunks.width;
+    for (const Layer& layer : layers_) {
+      for (uint64_t place = 0; place < layer.blocks; ++place) {
+        const int32_t block = row[layer.first + place];
+        if (block < 0) continue;
+        const Piece piece = {block, chunks.slots[i], static_cast<int32_t>(place)};
+        if (!copies.add(place_of(shards_, layer, piece), page_of(layer, piece), layer.nbytes)) return false;
+      }
+    }
+  }
+  return copies.flush();
+}
+
+bool Part::load_by_kernel(const Chunks& chunks, const Streams& streams) const {
+  const Slice all = {0, chunks.count, 0, layers_.size(), 0};
+  return launch(kBlocksOnBus, false, chunks, all, shards_, false, streams.kernels);
+}
+
+// The slots are numbered from the first chunk of the slice on if the shards are those in a half.
+bool Part::launch(unsigned blocks, bool to_slots, const Chunks& chunks, const Slice& slice, const Shards& shards,
+                  bool numbered, Stream stream) const {
+  Batch batch;
+  for (size_t begin = slice.layer, end; begin < slice.layer_end; begin = end) {
+    const Layer& group = layers_[begin];  // its layers share block ids
+    uint64_t longest = 0;
+    for (end = begin; end < slice.layer_end && layers_[end].first == group.first; ++end)
+      longest = std::max(longest, layers_[end].nbytes);
+    const auto* layers = reinterpret_cast<const Layer*>(on_device_) + begin;
+    const auto enqueue = [&] {
+      const bool done = !batch.count || device_.launch(blocks, batch, shards, layers, end - begin,
+                                                       (longest + kSegment - 1) / kSegment, to_slots, stream);
+      batch.count = 0;
+      return done;
+    };
+    batch.count = 0;
+    for (uint32_t i = slice.chunk; i < slice.chunk_end; ++i) {
+      const int32_t* row = chunks.rows + uint64_t{i} * chunks.width + group.first;
+      const int32_t slot = numbered ? static_cast<int32_t>(i - slice.chunk) : chunks.slots[i];
+      for (uint64_t place = 0; place < group.blocks; ++place) {
+        if (row[place] < 0) continue;
+        batch.pieces[batch.count++] = {row[place], slot, static_cast<int32_t>(place)};
+        if (batch.count == kBatch && !enqueue()) return false;
+      }
+    }
+    if (!enqueue()) return false;
+  }
+  return true;
+}
+
+bool Part::can_stage(const Staging& staging) const {
+  const auto fits = [&](const Layer& layer) { return aligned(layer.blocks * layer.nbytes) <= staging.half_nbytes(); };
+  return device_.has_kernels() && std::all_of(layers_.begin(), layers_.end(), fits);
+}
+
+bool Part::copy_staged(bool to_slots, const Chunks& chunks, const Streams& streams, Staging& staging) const {
+  bool done = true;
+  for (size_t layer = 0, layer_end; layer < layers_.size(); layer = layer_end) {
+    layer_end = layer + 1;
+    while (layer_end < layers_.size() && aligned(end_of(layer_end) - begin_of(layer)) <= staging.half_nbytes())
+      ++layer_end;
+    const uint64_t shard = aligned(end_of(layer_end - 1) - begin_of(layer));
+    const uint32_t together = static_cast<uint32_t>(std::max<uint64_t>(1, staging.half_nbytes() / shard));
+    for (uint32_t chunk = 0; chunk < chunks.count && done; chunk += together) {
+      const Slice slice = {chunk, std::min(chunks.count, chunk + together), layer, layer_end, shard};
+      Staging::Half& half = staging.next();
+      done = to_slots ? store_slice(chunks, slice, streams, half) : load_slice(chunks, slice, streams, half);
+    }
+  }
+  // Only after a failure is there a copy that the other stream is not behind yet.
+  if (!done) order(to_slots ? streams.kernels : streams.bus, turn_, to_slots ? streams.bus : streams.kernels);
+  return done;
+}
+
+bool Part::store_slice(const Chunks& chunks, const Slice& slice, const Streams& streams, Staging::Half& half) const {
+  if (half.used && !device_.call(&Driver::wait, "wait for an event", streams.kernels, half.emptied, 0u)) return false;
+  const Shards shards = {half.base - begin_of(slice.layer), slice.shard_nbytes};
+  Copies copies(device_, pieces_, true, streams.bus);
+  const bool copied = launch(kBlocksOnDevice, true, chunks, slice, shards, true, streams.kernels) &&
+                      order(streams.kernels, half.filled, streams.bus) &&
+                      list_shards(chunks, slice, half.base, copies);
+  half.used = true;
+  return device_.call(&Driver::record, "record an event", half.emptied, streams.bus) && copied;
+}
+
+bool Part::load_slice(const Chunks& chunks, const Slice& slice, const Streams& streams, Staging::Half& half) const {
+  if (half.used && !device_.call(&Driver::wait, "wait for an event", streams.bus, half.emptied, 0u)) return false;
+  const Shards shards = {half.base - begin_of(slice.layer), slice.shard_nbytes};
+  Copies copies(device_, pieces_, false, streams.bus);
+  const bool copied = list_shards(chunks, slice, half.base, copies) &&
+                      order(streams.bus, half.filled, streams.kernels) &&
+                      launch(kBlocksOnDevice, false, chunks, slice, shards, true, streams.kernels);
+  half.used = true;
+  return device_.call(&Driver::record, "record an event", half.emptied, streams.kernels) && copied;
+}
+
+// A whole shard is one copy; where blocks are not wanted, their places in the slot are left as they are.
+bool Part::list_shards(const Chunks& chunks, const Slice& slice, uint64_t half, Copies& copies) const {
+  const uint64_t begin = begin_of(slice.layer);
+  for (uint32_t i = slice.chunk; i < slice.chunk_end; ++i) {
+    const int32_t* row = chunks.rows + uint64_t{i} * chunks.width;
+    const uint64_t slot = shards_.base + static_cast<uint64_t>(chunks.slots[i]) * shards_.slot_nbytes;
+    const uint64_t staged = half + (i - slice.chunk) * slice.shard_nbytes;
+    if (std::all_of(row, row + chunks.width, [](int32_t block) { return block >= 0; })) {
+      if (!copies.add(slot + begin, staged, end_of(slice.layer_end - 1) - begin)) return false;
+      continue;
+    }
+    for (size_t number = slice.layer; number < slice.layer_end; ++number) {
+      const Layer& layer = layers_[number];
+      for (uint64_t place = 0; place < layer.blocks; ++place) {
+        const uint64_t at = layer.offset + place * layer.nbytes;
+        if (row[layer.first + place] < 0) continue;
+        if (!copies.add(slot + at, staged + at - begin, layer.nbytes)) return false;
+      }
+    }
+  }
+  return copies.flush();
+}
+
+}  // namespace kvtier

@@ -1,0 +1,89 @@
+// The pages of one part of a chunk, and the ways in which they are copied to slots and back.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "copies.h"
+#include "device.h"
+#include "pages.h"
+
+namespace kvtier {
+
+// The chunks of a job: row i has `width` block ids, group after group, or -1; its slot is slots[i].
+struct Chunks {
+  const int32_t* rows;
+  const int32_t* slots;
+  uint32_t count;
+  uint32_t width;
+};
+
+// On `kernels` pages are read and written; on `bus` bytes go to the host or come from there.
+struct Streams {
+  Stream kernels;
+  Stream bus;
+};
+
+// Device memory in two halves, through which pages are copied: while one half is filled the other is emptied. For jobs
+// of one direction, whose streams are always the same.
+class Staging {
+ public:
+  struct Half {
+    uint64_t base = 0;
+    Event filled = nullptr, emptied = nullptr;
+    bool used = false;
+  };
+
+  bool open(Device& device, uint64_t half_nbytes);
+  void close(Device& device);
+  uint64_t half_nbytes() const { return half_nbytes_; }
+  Half& next() { return halves_[turn_++ % 2]; }
+
+ private:
+  uint64_t memory_ = 0, half_nbytes_ = 0;
+  Half halves_[2];
+  unsigned turn_ = 0;
+};
+
+class Part {
+ public:
+  // `layers` are in the order of the shard. `shards`: where this rank's shards lie in the slots.
+  Part(Device& device, std::vector<Layer> layers, const Shards& shards, const LockedPieces& pieces)
+      : device_(device), layers_(std::move(layers)), shards_(shards), pieces_(pieces) {}
+  ~Part();
+  bool open();
+
+  // Each enqueues the copies of a job. When it returns, `kernels` is behind all that touches pages, and `bus` behind
+  // all that writes to slots, even if it failed half-way. False if it failed.
+
+  // By copy engines, page by page. Pages that are neighbours on both sides are one copy.
+  bool copy_directly(bool to_slots, const Chunks& chunks, const Streams& streams) const;
+  // A kernel copies between pages and a half of the staging memory, copy engines between that and the slots.
+  bool copy_staged(bool to_slots, const Chunks& chunks, const Streams& streams, Staging& staging) const;
+  // A kernel reads the slots in host memory and writes the pages.
+  bool load_by_kernel(const Chunks& chunks, const Streams& streams) const;
+
+  bool can_stage(const Staging& staging) const;
+
+ private:
+  struct Slice;  // of a job, as much as a half holds
+
+  bool list_pages(const Chunks& chunks, Copies& copies) const;
+  bool list_shards(const Chunks& chunks, const Slice& slice, uint64_t half, Copies& copies) const;
+  bool launch(unsigned blocks, bool to_slots, const Chunks& chunks, const Slice& slice, const Shards& shards,
+              bool numbered, Stream stream) const;
+  bool store_slice(const Chunks& chunks, const Slice& slice, const Streams& streams, Staging::Half& half) const;
+  bool load_slice(const Chunks& chunks, const Slice& slice, const Streams& streams, Staging::Half& half) const;
+  uint64_t begin_of(size_t layer) const { return layers_[layer].offset; }
+  uint64_t end_of(size_t layer) const { return begin_of(layer) + layers_[layer].blocks * layers_[layer].nbytes; }
+  bool order(Stream before, Event event, Stream after) const;
+
+  Device& device_;
+  const std::vector<Layer> layers_;
+  const Shards shards_;
+  const LockedPieces pieces_;
+  uint64_t on_device_ = 0;  // the layers again
+  Event turn_ = nullptr;
+};
+
+}  // namespace kvtier

@@ -1,0 +1,42 @@
+"""Copies whole chunks to slots and back on two streams, by kvtier's own library."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+
+from kvtier_core.transfer.cuda.autotune import Choice
+from kvtier_core.transfer.cuda.library import Direction, NativePart
+
+
+class Copier:
+    """Copies one ``part`` of chunks, called ``name``, as was chosen for each direction.
+
+    Both methods enqueue and return at once, on the thread that enqueues the engine's work. ``blocks`` are the block ids
+    of all chunks of a job, see `page_lists.CheckedJob`, and ``slots`` a slot for each; the caller has checked that all
+    of them exist. Raise BackendError, perhaps half-way.
+    """
+
+    def __init__(self, name: str, part: NativePart, store: Choice, load: Choice):
+        self._name = name
+        self._part = part
+        self._store, self._load = store, load
+
+    def gather(self, blocks: array[int], slots: array[int], through: Direction) -> None:
+        """Copy pages to slots: pages are read in the order of ``kernels``, slots written in that of ``bus``."""
+        self._copy(self._store, True, blocks, slots, through)
+
+    def scatter(self, blocks: array[int], slots: array[int], through: Direction) -> None:
+        """Copy slots to pages, which are there when ``kernels`` has done it."""
+        self._copy(self._load, False, blocks, slots, through)
+
+    def facts(self) -> Mapping[str, str]:
+        """How copies are made, in plain words."""
+        return {f"stores of {self._name}": str(self._store), f"loads of {self._name}": str(self._load)}
+
+    def close(self) -> None:
+        """Free its resources. Called after all copies have ended."""
+        self._part.close()
+
+    def _copy(self, choice: Choice, to_slots: bool, blocks: array[int], slots: array[int], through: Direction) -> None:
+        self._part.copy(choice.method, to_slots, blocks, slots, through)

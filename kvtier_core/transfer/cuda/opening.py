@@ -1,0 +1,100 @@
+"""Opens a mover for an engine on a CUDA device: page-locks slots, reserves memory, chooses how to copy."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvtier_core.errors import BackendError
+from kvtier_core.interfaces import PagedKVCache
+from kvtier_core.layouts import Part
+from kvtier_core.transfer.cuda import host_registration
+from kvtier_core.transfer.cuda.autotune import Autotune, ScratchAutotune
+from kvtier_core.transfer.cuda.copier import Copier
+from kvtier_core.transfer.cuda.library import Device, Direction, Method, NativePart, Staging, load
+from kvtier_core.transfer.cuda.mover import ArenaSlots, DeviceMover
+from kvtier_core.transfer.page_lists import check_cache, layers_of
+
+#: Of the memory through which copies of one direction are staged, two halves of this size: 128 MiB in all. A slice of
+#: a job is as long, so a token that the engine copies waits for one at most, 0.6 ms at 50 GB/s; and it keeps the bus
+#: busy for fifty times as long as it takes to enqueue.
+HALF_NBYTES = 32 << 20
+
+
+def open_mover(
+    cache: PagedKVCache,
+    memory: mmap.mmap | memoryview,
+    slot_nbytes: int,
+    *,
+    device: Device | None = None,
+    engine: Any = torch.cuda,
+    autotune: Autotune | None = None,
+    half_nbytes: int = HALF_NBYTES,
+) -> DeviceMover:
+    """A mover between ``cache`` and ``memory``, an arena's slots of ``slot_nbytes`` side by side.
+
+    The slots are page-locked in the background. ``device`` is by default that of the cache, ``engine`` torch's module
+    for it; ``autotune`` chooses how to copy, by default what it measures. Raises BackendError and ContractError, see
+    `attach`.
+    """
+    check_cache(cache, slot_nbytes)
+    on = torch.device(cache.device)
+    device = device or load().device(on.index or 0)
+    with contextlib.ExitStack() as undo:
+        keep = ctypes.c_char.from_buffer(memory)  # an mmap cannot be closed while its buffer is exported
+        undo.callback(lambda keep: None, keep)
+        address, count = ctypes.addressof(keep), len(memory) // slot_nbytes
+        # The first slots are those of the self-test, one for each of the ranks that share a shard.
+        at_once = cache.layout.replicas * slot_nbytes
+        registration = host_registration.share(address, count * slot_nbytes, at_once, device.lock, device.unlock)
+        undo.callback(host_registration.release, registration)
+        stores, loads = (
+            Direction(engine.Stream(on), engine.Stream(on), _staging(device, half_nbytes, undo)) for _ in range(2)
+        )
+        slots = ArenaSlots(address, count, slot_nbytes, registration)
+        autotune = autotune or ScratchAutotune(device, stores, loads)
+        copiers = [_copier(device, cache, part, slots, (stores, loads), autotune, undo) for part in cache.layout.parts]
+        return DeviceMover(cache, slots, copiers, engine, stores, loads, undo.pop_all().close)
+
+
+def _staging(device: Device, half_nbytes: int, undo: contextlib.ExitStack) -> Staging | None:
+    """Memory to stage copies in; None if there are no kernels for it, or the engine left too little."""
+    if not device.abilities.kernels:
+        return None
+    try:
+        staging = device.staging(half_nbytes)
+    except BackendError:
+        return None
+    undo.callback(staging.close)
+    return staging
+
+
+def _copier(
+    device: Device,
+    cache: PagedKVCache,
+    part: Part,
+    slots: ArenaSlots,
+    directions: Sequence[Direction],
+    autotune: Autotune,
+    undo: contextlib.ExitStack,
+) -> Copier:
+    layers = list(layers_of(cache, part))
+    shards = slots.address + part.shard_of(cache.rank).offset
+    native = device.part(layers, shards, slots.nbytes, slots.locked.base, slots.locked.piece_nbytes)
+    undo.callback(native.close)
+    stores, loads = directions
+    store, load_ = (
+        autotune(layers, _possible(native, through, to_slots), to_slots)
+        for through, to_slots in ((stores, True), (loads, False))
+    )
+    name = ", ".join(cache.layout.groups[group].name for group in part.groups)
+    return Copier(name, native, store, load_)
+
+
+def _possible(native: NativePart, through: Direction, to_slots: bool) -> list[Method]:
+    return [method for method in Method if native.can(method, to_slots, through.staging)]

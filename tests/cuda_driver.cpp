@@ -1,0 +1,327 @@
+// A CUDA driver without a GPU: the device's memory is the host's, and its kernel is the same code, run one lane after
+// the other. Work lies on streams until fake_step takes some of it, or is done at once. It counts the calls of each
+// function and fails those that a test wants to fail.
+//
+// What is asked of it that a real driver would refuse, or that would be undefined there, is an error of its own.
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "driver.h"
+#include "pages.h"
+
+using namespace kvtier;
+
+namespace {
+
+constexpr Result kNoContext = 201, kNotReady = 600, kAlreadyRegistered = 712, kNotRegistered = 713, kNotFound = 500;
+
+struct FakeEvent {
+  uint64_t recorded = 0, past = 0;
+};
+
+struct Work {
+  std::function<bool()> ready;
+  std::function<void()> run;
+};
+
+struct FakeStream {
+  std::deque<Work> work;
+};
+
+struct Failure {
+  int after, times, result;
+};
+
+struct State {
+  bool deferred = false, discards = false, has_code = true;
+  int version = 13000;
+  std::map<int, int> attributes{{19, 1}, {41, 1}, {91, 1}, {99, 1}};
+  std::map<std::string, int> calls;
+  std::map<std::string, Failure> failures;
+  std::map<uint64_t, uint64_t> locked, allocated;
+  std::vector<std::unique_ptr<FakeStream>> streams;
+  size_t longest_batch = 0, most_in_batch = SIZE_MAX, copies = 0, largest_copy = 0;
+  void* held = nullptr;
+  unsigned lanes = 32;
+};
+State state;
+thread_local int contexts = 0;
+
+Result called(const char* name) {
+  state.calls[name]++;
+  auto found = state.failures.find(name);
+  if (found == state.failures.end()) return kSuccess;
+  Failure& failure = found->second;
+  if (failure.after-- > 0) return kSuccess;
+  if (failure.times-- <= 0) return kSuccess;
+  return failure.result;
+}
+
+#define CALLED(name)                                           \
+  if (const Result result = called(name); result != kSuccess) return result
+#define IN_CONTEXT(name) \
+  CALLED(name);          \
+  if (!contexts) return kNoContext
+
+void put(void* stream, std::function<void()> run, std::function<bool()> ready = [] { return true; }) {
+  if (state.discards) return;
+  if (!state.deferred) return run();
+  static_cast<FakeStream*>(stream)->work.push_back({std::move(ready), std::move(run)});
+}
+
+bool within(const std::map<uint64_t, uint64_t>& ranges, uint64_t begin, uint64_t nbytes) {
+  auto behind = ranges.upper_bound(begin);
+  if (behind == ranges.begin()) return false;
+  const auto& [at, length] = *std::prev(behind);
+  return begin + nbytes <= at + length;
+}
+
+// A copy that leaves one page-locked range would fault, and one of other memory would wait for the stream.
+bool fits(uint64_t host, size_t nbytes) { return within(state.locked, host, nbytes); }
+
+void copy(void* stream, uint64_t to, uint64_t from, size_t nbytes) {
+  state.copies++;
+  state.largest_copy = std::max(state.largest_copy, nbytes);
+  put(stream, [=] { std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), nbytes); });
+}
+
+Result batch(const uint64_t* to, const uint64_t* from, const size_t* sizes, size_t count, size_t* failed, void* stream) {
+  state.longest_batch = std::max(state.longest_batch, count);
+  for (size_t i = 0; i < count; ++i) {
+    if (i >= state.most_in_batch || !(fits(to[i], sizes[i]) || fits(from[i], sizes[i]))) {
+      if (failed) *failed = i;
+      return kInvalidValue;  // after some were enqueued
+    }
+    copy(stream, to[i], from[i], sizes[i]);
+  }
+  return kSuccess;
+}
+
+Result batch_of_12(const uint64_t* to, const uint64_t* from, const size_t* sizes, size_t count,
+                   const CopyAttributes* attributes, const size_t*, size_t, size_t* failed, void* stream) {
+  IN_CONTEXT("cuMemcpyBatchAsync");
+  if (!attributes->source_order) return kInvalidValue;
+  return batch(to, from, sizes, count, failed, stream);
+}
+
+// In 13 the place for the failed copy is gone: called with the older signature, its stream would be that.
+Result batch_of_13(const uint64_t* to, const uint64_t* from, const size_t* sizes, size_t count, const CopyAttributes*,
+                   const size_t*, size_t, void* stream) {
+  IN_CONTEXT("cuMemcpyBatchAsync of 13");
+  return batch(to, from, sizes, count, nullptr, stream);
+}
+
+}  // namespace
+
+extern "C" {
+
+// -- for tests -----------------------------------------------------------------------------------------
+
+void fake_reset(int deferred) {
+  state = State{};
+  state.deferred = deferred != 0;
+}
+void fake_discard() { state.discards = true; }  // nothing is ever done: only what it takes to ask for it is measured
+void fake_version(int version) { state.version = version; }
+void fake_code(int fits) { state.has_code = fits != 0; }
+void fake_attribute(int number, int value) { state.attributes[number] = value; }
+void fake_most_in_batch(uint64_t count) { state.most_in_batch = count; }
+void fake_fail(const char* name, int after, int times, int result) { state.failures[name] = {after, times, result}; }
+int fake_calls(const char* name) { return state.calls[name]; }
+uint64_t fake_longest_batch() { return state.longest_batch; }
+uint64_t fake_copies() { return state.copies; }
+uint64_t fake_largest_copy() { return state.largest_copy; }
+uint64_t fake_locked_ranges() { return state.locked.size(); }
+uint64_t fake_allocations() { return state.allocated.size(); }
+int fake_contexts() { return contexts; }
+
+void* fake_stream() {
+  state.streams.push_back(std::make_unique<FakeStream>());
+  return state.streams.back().get();
+}
+
+void fake_call(void* stream, void (*function)()) { put(stream, function); }
+
+uint64_t fake_work(void* stream) { return static_cast<FakeStream*>(stream)->work.size(); }
+
+void fake_hold(void* stream) { state.held = stream; }
+
+// Does the next work of one of the streams that may go on, the `chosen`-th of them. Returns how many there were.
+uint64_t fake_step(uint64_t chosen) {
+  std::vector<FakeStream*> ready;
+  for (auto& stream : state.streams)
+    if (stream.get() != state.held && !stream->work.empty() && stream->work.front().ready()) ready.push_back(stream.get());
+  if (ready.empty()) return 0;
+  FakeStream* stream = ready[chosen % ready.size()];
+  const auto run = std::move(stream->work.front().run);
+  stream->work.pop_front();
+  run();
+  return ready.size();
+}
+
+// -- the driver ------------------------------------------------------------------------------------------
+
+Result cuInit(unsigned) {
+  CALLED("cuInit");
+  return kSuccess;
+}
+Result cuDeviceGet(int* device, int ordinal) {
+  if (ordinal) return 101;
+  *device = ordinal;
+  return kSuccess;
+}
+Result cuDeviceGetAttribute(int* value, int number, int) {
+  *value = state.attributes[number];
+  return kSuccess;
+}
+Result cuGetErrorName(Result, const char** name) {
+  *name = "CUDA_ERROR_OF_A_TEST";
+  return kSuccess;
+}
+Result cuGetErrorString(Result, const char** text) {
+  *text = "a test wants it";
+  return kSuccess;
+}
+Result cuDevicePrimaryCtxRetain(Context* context, int) {
+  *context = &state;
+  return kSuccess;
+}
+Result cuCtxPushCurrent_v2(Context) {
+  contexts++;
+  return kSuccess;
+}
+Result cuCtxPopCurrent_v2(Context*) {
+  contexts--;
+  return kSuccess;
+}
+
+Result cuMemAlloc_v2(uint64_t* address, size_t nbytes) {
+  IN_CONTEXT("cuMemAlloc");
+  if (!nbytes) return kInvalidValue;
+  *address = reinterpret_cast<uint64_t>(std::aligned_alloc(256, (nbytes + 255) / 256 * 256));
+  std::memset(reinterpret_cast<void*>(*address), 0x5A, nbytes);
+  state.allocated[*address] = nbytes;
+  return kSuccess;
+}
+Result cuMemFree_v2(uint64_t address) {
+  IN_CONTEXT("cuMemFree");
+  if (!state.allocated.erase(address)) return kInvalidValue;
+  std::free(reinterpret_cast<void*>(address));
+  return kSuccess;
+}
+
+Result cuMemHostRegister_v2(void* memory, size_t nbytes, unsigned) {
+  IN_CONTEXT("cuMemHostRegister");
+  const uint64_t begin = reinterpret_cast<uint64_t>(memory);
+  for (const auto& [at, length] : state.locked)
+    if (begin < at + length && at < begin + nbytes) return kAlreadyRegistered;
+  state.locked[begin] = nbytes;
+  return kSuccess;
+}
+Result cuMemHostUnregister(void* memory) {
+  IN_CONTEXT("cuMemHostUnregister");
+  return state.locked.erase(reinterpret_cast<uint64_t>(memory)) ? kSuccess : kNotRegistered;
+}
+
+Result cuMemcpyHtoD_v2(uint64_t to, const void* from, size_t nbytes) {
+  IN_CONTEXT("cuMemcpyHtoD");
+  std::memcpy(reinterpret_cast<void*>(to), from, nbytes);
+  return kSuccess;
+}
+Result cuStreamSynchronize(Stream) {
+  CALLED("cuStreamSynchronize");
+  return kSuccess;
+}
+Result cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t nbytes, void* stream) {
+  IN_CONTEXT("cuMemcpyHtoDAsync");
+  if (!fits(reinterpret_cast<uint64_t>(from), nbytes)) return kInvalidValue;
+  copy(stream, to, reinterpret_cast<uint64_t>(from), nbytes);
+  return kSuccess;
+}
+Result cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t nbytes, void* stream) {
+  IN_CONTEXT("cuMemcpyDtoHAsync");
+  if (!fits(reinterpret_cast<uint64_t>(to), nbytes)) return kInvalidValue;
+  copy(stream, reinterpret_cast<uint64_t>(to), from, nbytes);
+  return kSuccess;
+}
+
+Result cuEventCreate(Event* event, unsigned) {
+  IN_CONTEXT("cuEventCreate");
+  *event = new FakeEvent;
+  return kSuccess;
+}
+Result cuEventDestroy_v2(Event) { return kSuccess; }  // a stream may still have work that names it
+Result cuEventRecord(Event event, Stream stream) {
+  CALLED("cuEventRecord");
+  auto* recorded = static_cast<FakeEvent*>(event);
+  const uint64_t number = ++recorded->recorded;
+  put(stream, [=] { recorded->past = std::max(recorded->past, number); });
+  return kSuccess;
+}
+// For the record of this moment; one that was never recorded has passed.
+Result cuStreamWaitEvent(Stream stream, Event event, unsigned) {
+  CALLED("cuStreamWaitEvent");
+  auto* waited = static_cast<FakeEvent*>(event);
+  const uint64_t number = waited->recorded;
+  put(stream, [] {}, [=] { return waited->past >= number; });
+  return kSuccess;
+}
+Result cuEventQuery(Event event) {
+  auto* queried = static_cast<FakeEvent*>(event);
+  return queried->past >= queried->recorded ? kSuccess : kNotReady;
+}
+
+Result cuModuleLoadData(void** module, const void*) {
+  IN_CONTEXT("cuModuleLoadData");
+  if (!state.has_code) return 209;
+  *module = &state;
+  return kSuccess;
+}
+Result cuModuleGetFunction(Function* function, void*, const char* name) {
+  if (std::string(name) != "kvtier_copy") return kNotFound;
+  *function = &state;
+  return kSuccess;
+}
+
+Result cuLaunchKernel(Function, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned,
+                      Stream stream, void** arguments, void**) {
+  IN_CONTEXT("cuLaunchKernel");
+  const auto pieces = *static_cast<const Batch*>(arguments[0]);
+  const auto shards = *static_cast<const Shards*>(arguments[1]);
+  const auto* layers = *static_cast<const Layer* const*>(arguments[2]);
+  const auto layer_count = *static_cast<const uint32_t*>(arguments[3]);
+  const auto segments = *static_cast<const uint32_t*>(arguments[4]);
+  const auto to_slots = *static_cast<const uint32_t*>(arguments[5]);
+  const uint32_t workers = blocks * threads / state.lanes;
+  put(stream, [=] {
+    for (uint32_t worker = 0; worker < workers; ++worker)
+      for (uint32_t lane = 0; lane < state.lanes; ++lane)
+        copy_batch(pieces, shards, layers, layer_count, segments, to_slots != 0, worker, workers, lane, state.lanes);
+  });
+  return kSuccess;
+}
+
+Result cuGetProcAddress_v2(const char* name, void** function, int version, uint64_t, int* status) {
+  *function = nullptr;
+  *status = 1;
+  if (std::string(name) != "cuMemcpyBatchAsync" || state.version < 12080 || version < 12080) return kNotFound;
+  *status = 0;
+  *function = version >= 13000 && state.version >= 13000 ? reinterpret_cast<void*>(batch_of_13)
+                                                          : reinterpret_cast<void*>(batch_of_12);
+  return kSuccess;
+}
+
+// One page by one worker.
+void fake_copy_bytes(uint64_t to, uint64_t from, uint64_t nbytes, uint32_t lanes) {
+  for (uint32_t lane = 0; lane < lanes; ++lane) copy_bytes(to, from, nbytes, lane, lanes);
+}
+
+}  // extern "C"

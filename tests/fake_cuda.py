@@ -1,0 +1,157 @@
+"""kvtier's CUDA library without a GPU: the library as it is, over the driver of cuda_driver.cpp."""
+
+import ctypes
+import functools
+import mmap
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import attrs
+import pytest
+
+from kvtier_core.transfer.cuda.library import FILE, Library
+from kvtier_core.transfer.cuda.opening import open_mover
+
+SOURCE = Path(__file__).parents[1] / "csrc/cuda"
+_CALLBACK = ctypes.CFUNCTYPE(None)
+
+
+def built(*command):
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert not done.returncode, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@functools.cache
+def libraries():
+    """The paths of the library and of the driver. The folder is removed when Python ends."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ here")
+    folder = Path(_folder().name)
+    code = folder / "kernels"
+    code.write_bytes(b"the driver of the tests does not read this")
+    compiler = ("g++", "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{SOURCE}")
+    compiler += tuple(os.environ.get("CXXFLAGS", "").split())
+    kernels = f'-DKVTIER_KERNELS="{code}"'
+    built(*compiler, "-fvisibility=hidden", kernels, *SOURCE.glob("*.cpp"), "-o", folder / FILE, "-ldl")
+    built(*compiler, Path(__file__).with_name("cuda_driver.cpp"), "-o", folder / "libcuda.so.1")
+    return folder / FILE, folder / "libcuda.so.1"
+
+
+@functools.cache
+def _folder():
+    return tempfile.TemporaryDirectory(prefix="kvtier-cuda-")
+
+
+class FakeCuda:
+    """A driver with one device, and what torch's module for it has: streams, events, a current stream.
+
+    ``deferred``: work lies on streams until `step` takes some of it, else it is done at once.
+    """
+
+    def __init__(self, *, deferred=False, seed=0, paths=None):
+        """``paths``: what `libraries` returned, in another process."""
+        self.path, driver = paths or libraries()
+        self.driver = str(driver)
+        self.c = ctypes.CDLL(self.driver)
+        self.c.fake_stream.restype = ctypes.c_void_p
+        for name in ("step", "work", "longest_batch", "copies", "largest_copy", "locked_ranges", "allocations"):
+            getattr(self.c, f"fake_{name}").restype = ctypes.c_uint64
+        self.c.fake_reset(deferred)
+        self.rng = random.Random(seed)
+        self.engine = self.Stream()
+        self._callbacks = []
+
+    def device(self):
+        """A device that was just opened."""
+        return Library(self.path).device(0, self.driver)
+
+    def mover(self, runtime, *, memory=None, **options):
+        """A mover for the pages of a `World` and its slots, or these; with little memory to stage copies in."""
+        return open_mover(
+            attrs.evolve(runtime.kv_cache, device="cuda:0"),
+            memory or memoryview(runtime.slots),
+            runtime.layout.frame_nbytes,
+            device=options.pop("device", None) or self.device(),
+            engine=self,
+            **{"half_nbytes": 64 << 10} | options,
+        )
+
+    def fail(self, function, *, after=0, times=1 << 30, result=1):
+        self.c.fake_fail(function.encode(), after, times, result)
+
+    def calls(self, function):
+        return self.c.fake_calls(function.encode())
+
+    def step(self):
+        """Do the next work of any stream that may go on; False if none may."""
+        return bool(self.c.fake_step(ctypes.c_uint64(self.rng.getrandbits(32))))
+
+    def hold(self, stream):
+        """Do no work of this stream; None: of all again."""
+        self.c.fake_hold(ctypes.c_void_p(stream and stream.cuda_stream))
+
+    def finish(self):
+        while self.step():
+            pass
+
+    # -- torch.cuda -----------------------------------------------------------------------------------------
+
+    def Stream(self, device=None):
+        return _Stream(self)
+
+    def Event(self):
+        return _Event(self)
+
+    def current_stream(self, device=None):
+        return self.engine
+
+
+class _Stream:
+    def __init__(self, cuda):
+        self._cuda = cuda
+        self.cuda_stream = cuda.c.fake_stream()
+
+    @property
+    def work(self):
+        return self._cuda.c.fake_work(ctypes.c_void_p(self.cuda_stream))
+
+    def run(self, work):
+        """Enqueue a call."""
+        called = _CALLBACK(work)
+        self._cuda._callbacks.append(called)
+        self._cuda.c.fake_call(ctypes.c_void_p(self.cuda_stream), called)
+
+    def wait_event(self, event):
+        assert event.recorded, "nobody would wait for that"
+        self._cuda.c.cuStreamWaitEvent(ctypes.c_void_p(self.cuda_stream), event.handle, 0)
+
+    def synchronize(self):
+        while self.work:
+            assert self._cuda.step(), "streams wait for each other"
+
+
+class _Event:
+    def __init__(self, cuda):
+        self._cuda, self.recorded = cuda, False
+        self.handle = ctypes.c_void_p()
+        push, pop = cuda.c.cuCtxPushCurrent_v2, cuda.c.cuCtxPopCurrent_v2
+        push(None)
+        cuda.c.cuEventCreate(ctypes.byref(self.handle), 0)
+        pop(None)
+
+    def record(self, stream):
+        self.recorded = True
+        self._cuda.c.cuEventRecord(self.handle, ctypes.c_void_p(stream.cuda_stream))
+
+    def query(self):
+        return self._cuda.c.cuEventQuery(self.handle) == 0
+
+
+def anonymous(nbytes):
+    """Page-aligned memory."""
+    return mmap.mmap(-1, nbytes)
