@@ -27,8 +27,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
     try:
         tier = live.find_tier(options.kvtier_config, options.kvtier_tier)
-        live.TestTier = live.suite_of(tier, dict(excuse.split("=", 1) for excuse in options.kvtier_excuse))
-    except (KvtierError, TypeError, ValueError) as error:
+        live.TestTier = live.suite_of(tier, dict(excuse.partition("=")[::2] for excuse in options.kvtier_excuse))
+    except (KvtierError, TypeError) as error:
         raise pytest.UsageError(str(error)) from error
 
 
