@@ -128,6 +128,8 @@ def test_archives_hold_the_package_and_no_more(built, name):
         held = archive.namelist()
     assert {member.split("/")[0].split("-")[0] for member in held} == {package, name}
     assert f"{package}/__init__.py" in held
+    assert f"{package}/py.typed" in held
+    assert not [member for member in held if "pycache" in member or "pytest_cache" in member or ".hypothesis" in member]
     (sdist,) = built.glob(f"{name}-*.tar.gz")
     with tarfile.open(sdist) as archive:
         tops = {member.split("/")[1] for member in archive.getnames() if "/" in member}
