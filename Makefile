@@ -21,7 +21,7 @@ UV = $(if $(FIND_LINKS),UV_FIND_LINKS="$(FIND_LINKS)") $(BIN)/uv
 # Else each process of vLLM's compiles all that it imports anew: twenty seconds, many times.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-oldest programs test-long campaign chaos fuzz mutants sanitize bench gpu-check dist wheels venv clean
+.PHONY: api demo test test-oldest programs test-long campaign chaos fuzz mutants sanitize bench gpu-check dist wheels venv clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py
@@ -29,7 +29,12 @@ demo: $(VENV)/ready
 test: $(VENV)/ready programs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	$(BIN)/python -m pytest $(PARALLEL)
+
+# What plugins are written against, as a file that `make test` compares. For what is new and optional.
+api: $(VENV)/ready
+	$(BIN)/python tests/test_api_v1.py
 
 # Real engines of the oldest vLLM that is served. It lies in a folder of its own, found before the one in .venv.
 OLDEST_VLLM := 0.30.0
@@ -110,4 +115,4 @@ $(FUZZ_VENV)/ready: requirements/fuzz.lock
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(FUZZ_VENV) dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FUZZ_VENV) dist build .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -30,7 +30,7 @@ class Slot(NamedTuple):
     """Room for one chunk in an arena."""
 
     arena: int  #: number of the arena in the stack, from 0
-    index: int  #: number of the slot in the arena, from 0
+    index: int  # type: ignore[assignment]  #: number of the slot in the arena, from 0; hides a method of tuples
 
 
 @attrs.frozen

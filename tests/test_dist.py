@@ -22,7 +22,7 @@ SOURCES = {
     "kvtier_gds": ROOT / "plugins/kvtier_gds",
     "kvtier_redis": ROOT / "plugins/kvtier_redis",
     "kvtier_s3": ROOT / "plugins/kvtier_s3",
-    "kvtier_minimal": ROOT / "examples/kvtier_minimal",
+    "kvtier_example_backend": ROOT / "examples/plugins/backend",
 }
 HOW = "from kvtier_core import native; print(native.describe())"
 HEAVY = ("torch", "numpy", "vllm", "transformers", "boto3", "redis")
@@ -48,7 +48,7 @@ def built(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(built, tmp_path_factory) -> Path:
-    """The Python of an environment with what `pip install 'kvtier[all]' kvtier-minimal` brings, and nothing else."""
+    """The Python of an environment with what `pip install 'kvtier[all]'` and an example bring, and nothing else."""
     folder = tmp_path_factory.mktemp("empty")
     # These very versions, whatever a registry may have under the same names.
     ours = folder / "constraints.txt"
@@ -56,7 +56,7 @@ def python(built, tmp_path_factory) -> Path:
     run(sys.executable, "-m", "venv", folder / "venv")
     python = folder / "venv" / "bin" / "python"
     found = ("--find-links", built, "--constraint", ours)
-    run(python, "-m", "pip", "install", "--quiet", *found, "kvtier[all]", "kvtier-minimal")
+    run(python, "-m", "pip", "install", "--quiet", *found, "kvtier[all]", "kvtier-example-backend")
     return python
 
 
@@ -108,7 +108,7 @@ def test_no_requirement_names_an_engine(built, name):
         ("kvtier_gds", {"kvtier-cpu"}),
         ("kvtier_redis", {"hiredis", "redis"}),
         ("kvtier_s3", {"boto3", "obstore"}),
-        ("kvtier_minimal", set()),
+        ("kvtier_example_backend", set()),
     ],
 )
 def test_plugins_require_the_core_and_little_else(built, name, needs):
@@ -131,10 +131,13 @@ def test_archives_hold_the_package_and_no_more(built, name):
         held = archive.namelist()
     assert {member.split("/")[0].split("-")[0] for member in held} == {package, name}
     assert f"{package}/__init__.py" in held
+    assert f"{package}/py.typed" in held
+    assert not [member for member in held if "pycache" in member or "pytest_cache" in member or ".hypothesis" in member]
     (sdist,) = built.glob(f"{name}-*.tar.gz")
     with tarfile.open(sdist) as archive:
         tops = {member.split("/")[1] for member in archive.getnames() if "/" in member}
-    assert tops <= {package, "csrc", "tests", "README.md", "LICENSE", "pyproject.toml", "PKG-INFO", ".gitignore"}
+    project = {"README.md", "LICENSE", "pyproject.toml", "PKG-INFO", ".gitignore"}
+    assert tops <= {package, "csrc", "examples", "tests", *project}
 
 
 def test_the_wheel_needs_no_compiler(python):
@@ -181,7 +184,7 @@ def test_the_command_lists_every_plugin(python):
         ("gds", "kvtier-gds:gds"),
         ("redis", "kvtier-redis:redis"),
         ("s3", "kvtier-s3:s3"),
-        ("minimal", "kvtier-minimal:minimal"),
+        ("example-backend", "kvtier-example-backend:example-backend"),
         ("heap", "kvtier:builtin"),
         ("chained", "kvtier:builtin"),
         ("raw", "kvtier:builtin"),
@@ -189,12 +192,21 @@ def test_the_command_lists_every_plugin(python):
     } <= listed
 
 
+def test_the_command_begins_a_plugin_of_each_kind(python, tmp_path):
+    """The examples are in the wheel."""
+    for kind in sorted(folder.name for folder in (ROOT / "examples/plugins").iterdir()):
+        project = tmp_path / f"kvtier-my-{kind}"
+        run(python.parent / "kvtier", "new", f"my-{kind}", "--kind", kind, "--into", tmp_path)
+        made = {str(file.relative_to(project)) for file in project.rglob("*") if file.is_file()}
+        assert {"pyproject.toml", "README.md", ".github/workflows/test.yml"} <= made
+
+
 def test_the_command_checks_a_stack_of_all(python, tmp_path):
     file = tmp_path / "kvtier.yaml"
     file.write_text(
         "version: 1\ntiers:\n"
         "  - {type: cpu, capacity: 64MiB}\n"
-        "  - {type: minimal, capacity: 64MiB}\n"
+        "  - {type: example-backend, capacity: 64MiB}\n"
         f"  - {{type: disk, path: {tmp_path}, capacity: 1GiB}}\n"
     )
     assert "$.tiers[1].type" in run(python.parent / "kvtier", "check", file)

@@ -30,7 +30,7 @@ LIGHT = {CORE, "attrs", "pluggy", "yaml", *sys.stdlib_module_names}
 
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}
 PACKAGES = sorted(
-    init.parent for folder in ("plugins", "examples") for init in (ROOT / folder).glob("*/kvtier_*/__init__.py")
+    init.parent for folder in ("plugins", "examples/plugins") for init in (ROOT / folder).glob("*/kvtier_*/__init__.py")
 )
 
 
@@ -145,7 +145,7 @@ def test_configs_of_plugins_are_light(package: Path):
 
 
 def test_packages_were_found():
-    ours = {"kvtier_cpu", "kvtier_disk", "kvtier_gds", "kvtier_redis", "kvtier_s3", "kvtier_minimal"}
+    ours = {"kvtier_cpu", "kvtier_disk", "kvtier_gds", "kvtier_redis", "kvtier_s3", "kvtier_example_backend"}
     assert ours <= {package.name for package in PACKAGES}
 
 

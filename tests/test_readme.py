@@ -15,10 +15,10 @@ def blocks(language):
 
 
 def test_the_plugin_is_the_example():
-    example = ROOT / "examples/kvtier_minimal"
+    example = ROOT / "examples/plugins/backend"
     plugin, laws = blocks("python")
-    assert plugin == (example / "kvtier_minimal/plugin.py").read_text()
-    assert (example / "tests/test_minimal_laws.py").read_text().endswith(laws)
+    assert plugin == (example / "kvtier_example_backend/plugin.py").read_text()
+    assert (example / "tests/test_example_backend_laws.py").read_text().endswith(laws)
 
 
 def test_the_yaml_is_a_stack(tmp_path):

@@ -12,7 +12,7 @@ FUNCTION_LINES = 40
 
 
 def product_files() -> list[Path]:
-    packages = [ROOT / "kvtier_core", *ROOT.glob("plugins/*/kvtier_*"), *ROOT.glob("examples/*/kvtier_*")]
+    packages = [ROOT / "kvtier_core", *ROOT.glob("plugins/*/kvtier_*"), *ROOT.glob("examples/plugins/*/kvtier_*")]
     return sorted(file for package in packages for file in package.rglob("*.py"))
 
 

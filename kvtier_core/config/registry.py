@@ -9,7 +9,6 @@ from typing import Any
 
 import attrs
 
-from kvtier_core import hookspecs
 from kvtier_core.builtin import plugin as builtin
 from kvtier_core.config.decode import Unavailable, guess
 from kvtier_core.config.examine import KINDS, Offer, examine
@@ -53,11 +52,13 @@ class Registry:
         """A registry of the core's own plugin and all installed ones. A broken plugin does not affect the others."""
         from importlib import metadata  # its import takes a tenth of a second, which `of` does not need
 
-        entries = metadata.entry_points(group=hookspecs.GROUP)
-        own = [found.version for found in metadata.distributions(name="kvtier")]
-        registry = cls(*own[:1], log=log)
-        for entry in sorted(entries, key=lambda entry: (str(entry.dist.name), entry.name)):
-            registry._add(f"{entry.dist.name}:{entry.name}", entry.dist.version, entry.load)
+        from kvtier_core.config import versions
+
+        own = next((found.version for found in metadata.distributions(name="kvtier")), "")
+        registry = cls(own, log=log)
+        for entry in sorted(versions.entry_points(), key=lambda entry: (str(entry.dist.name), entry.name)):
+            plugin = f"{entry.dist.name}:{entry.name}"
+            registry._add(plugin, entry.dist.version, lambda entry=entry: versions.load(entry, own))
         return registry
 
     @classmethod

@@ -103,6 +103,13 @@ class Backend(abc.ABC):
         """
         return iter(())
 
+    def drop_namespace(self) -> None:
+        """Remove what a store keeps of this namespace besides frames: its facts, and writes that were never finished.
+
+        Called by `kvtier conform` when all frames are deleted and nobody uses the namespace any more; never by an
+        engine. By default there is nothing. Raises BackendError.
+        """
+
     def facts(self) -> Mapping[str, str]:
         """Settings whose effective value may differ from what was asked: ``{"huge_pages": "auto -> no"}``."""
         return {}

@@ -6,7 +6,7 @@ import pytest
 
 from kvtier_core.cli import main
 from kvtier_core.errors import BackendError
-from kvtier_minimal.plugin import MinimalConfig
+from kvtier_example_backend.plugin import ExampleBackendConfig
 
 
 @pytest.fixture
@@ -78,5 +78,8 @@ def test_a_command_is_needed(capsys):
 
 
 def test_a_tier_need_not_be_walked():
-    with pytest.raises(BackendError, match="a tier of type minimal cannot be walked"), MinimalConfig().walk():
+    with (
+        pytest.raises(BackendError, match="a tier of type example-backend cannot be walked"),
+        ExampleBackendConfig().walk(),
+    ):
         pass

@@ -9,10 +9,6 @@ import pytest
 from planted_backends import PlantedConfig
 from planted_shared import SharedFolder, SharedLaws, laws_for, list_oldest
 
-from kvtier_core.testing import SharedBackendLaws, laws_of
-from kvtier_core.testing.laws.shared_capacity import SharedCapacityLaws
-from kvtier_core.testing.laws.shared_trouble import SharedTroubleLaws
-
 
 class TestReference(SharedLaws):
     def config(self, folder):
@@ -251,9 +247,3 @@ BUGS = [
 def test_a_planted_bug_breaks_its_law(tmp_path, bug, law, why):
     with pytest.raises(AssertionError, match=why):
         getattr(laws_for(bug), law)(tmp_path)
-
-
-def test_every_law_of_sharing_has_a_planted_bug():
-    """Those of trouble and capacity have theirs elsewhere."""
-    elsewhere = {*laws_of(SharedTroubleLaws), *laws_of(SharedCapacityLaws)}
-    assert {law for _, law, _ in BUGS} | elsewhere == set(laws_of(SharedBackendLaws))

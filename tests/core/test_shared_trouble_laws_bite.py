@@ -11,10 +11,8 @@ from planted_backends import PlantedConfig
 from planted_shared import FolderSpace, SharedFolder, laws_for, list_oldest, locked
 
 from kvtier_core.errors import BackendError, StoreFull
-from kvtier_core.testing import BackendLaws, SharedBackendLaws, laws_of
+from kvtier_core.testing import SharedBackendLaws
 from kvtier_core.testing.laws import shared_trouble
-from kvtier_core.testing.laws.shared_capacity import SharedCapacityLaws
-from kvtier_core.testing.laws.shared_trouble import SharedTroubleLaws
 from kvtier_core.transfer.shared_space import Count, SharedSpace
 
 
@@ -307,11 +305,6 @@ def test_a_planted_bug_breaks_its_law(tmp_path, bug, law, why, monkeypatch):
     monkeypatch.setattr(shared_trouble, "PATIENCE", 1.0)
     with pytest.raises(AssertionError, match=why):
         getattr(laws_for(bug), law)(tmp_path)
-
-
-def test_every_law_of_trouble_and_capacity_has_a_planted_bug():
-    laws = {*laws_of(SharedTroubleLaws), *laws_of(SharedCapacityLaws)}
-    assert {law for _, law, _ in BUGS} == laws - set(laws_of(BackendLaws))
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ _LIVES = 3
 class ArenaMemoryLaws(Laws):
     """The laws of `ArenaLaws` that are about slots."""
 
+    contract = "kvtier_core.interfaces.arena"
+
     def config(self, folder: Path) -> ArenaConfig:
         return super().config(folder)
 
@@ -67,6 +69,11 @@ class ArenaMemoryLaws(Laws):
     # -- slots -------------------------------------------------------------------------------------
 
     def test_slots_are_as_promised(self, tmp_path: Path):
+        """There are as many slots as fit into the capacity, each as long as a frame of the layout.
+
+        Otherwise kvtier refuses such an arena when it opens, and the engine serves without it; or a part of the memory
+        would never be used.
+        """
         capacity = _SLOTS * self.layout.frame_nbytes + self.layout.frame_nbytes // 2
         memory = self.config(tmp_path).open(make_context(layout=self.layout, capacity=capacity))
         try:
@@ -80,7 +87,11 @@ class ArenaMemoryLaws(Laws):
             memory.close()
 
     def test_no_room_for_one_slot_is_an_error(self, tmp_path: Path):
-        """A BackendError, or a ConfigError that says by a path from ``$``, the tier, what to change."""
+        """A capacity without room for one slot is a BackendError, or a ConfigError that says by a path from ``$``, the
+        tier, what to change.
+
+        Otherwise the user would see the plugin's traceback, not the setting that is too small.
+        """
         ctx = make_context(layout=self.layout, capacity=self.layout.frame_nbytes - 1)
         try:
             self.config(tmp_path).open(ctx).close()
@@ -95,6 +106,12 @@ class ArenaMemoryLaws(Laws):
         raise AssertionError("open() with less capacity than one slot takes raises BackendError or ConfigError")
 
     def test_views_are_writable_aligned_and_apart(self, tmp_path: Path):
+        """The view of each slot is writable, begins at a multiple of FRAME_ALIGNMENT, and shares no byte with another
+        one.
+
+        Otherwise two chunks would overwrite each other: KV of one request in the answer to another; and a store that
+        moves bytes directly would fail at slots that are not aligned.
+        """
         with self.opened(tmp_path) as memory:
             for slot in range(memory.slots):
                 view = memory.view(slot)
@@ -110,7 +127,10 @@ class ArenaMemoryLaws(Laws):
                 )
 
     def test_many_slots_are_apart(self, tmp_path: Path):
-        """More than fit a byte: a slot number that is cut gives the memory of another slot."""
+        """More slots than fit a byte: a slot number that is cut gives the memory of another slot.
+
+        Otherwise in a large arena two chunks would lie in one place, and each would be served for the other.
+        """
         layout = make_layout(page_nbytes=(64,), blocks=1)
         with self.opened(tmp_path, layout, _MANY_SLOTS) as memory:
             for slot in range(memory.slots):
@@ -120,7 +140,12 @@ class ArenaMemoryLaws(Laws):
                 assert found == [slot, slot], f"slot {slot} of {memory.slots} shares memory with slots {found}"
 
     def test_two_arenas_share_nothing(self, tmp_path: Path):
-        """Of two engines on one node with one configuration. That one of them ends does not concern the other."""
+        """Of two engines on one node with one configuration neither sees the other's slots. That one of them ends does
+        not concern the other.
+
+        Otherwise one engine would serve the KV of the other, perhaps of another model, or lose its memory when the
+        other one ends.
+        """
         with self.opened(tmp_path, engine="engine-0") as ours, self.opened(tmp_path, engine="engine-1") as theirs:
             assert ours.handle != theirs.handle, f"two arenas have one handle: {ours.handle}"
             poison(ours.view(0))
@@ -132,7 +157,10 @@ class ArenaMemoryLaws(Laws):
             assert is_poison(ours.view(0)), "an arena changed when another one was closed"
 
     def test_memory_is_there_when_open_returns(self, tmp_path: Path):
-        """In a file with holes the first touch of a page may find no room, which ends the process by SIGBUS."""
+        """In a file with holes the first touch of a page may find no room, which ends the process by SIGBUS.
+
+        Otherwise the engine would be killed in the middle of serving, long after it started well.
+        """
         if not resources.READABLE:
             pytest.skip("where memory lies is read from /proc, which is not there")
         with self.opened(tmp_path) as memory:
@@ -143,11 +171,19 @@ class ArenaMemoryLaws(Laws):
             )
 
     def test_handle_is_plain_text(self, tmp_path: Path):
+        """The handle is text that goes through JSON unchanged.
+
+        Otherwise the engine's workers could not be told where the arena is, and nothing would be served.
+        """
         with self.opened(tmp_path) as memory:
             assert isinstance(memory.handle, str), f"handle is text; it is of type {type(memory.handle).__name__}"
             assert memory.handle.isprintable(), f"handle is plain text; it is {memory.handle!r}"
 
     def test_facts_are_plain_words(self, tmp_path: Path):
+        """`facts()` maps text to text.
+
+        Otherwise the engine's log could not say what became of the user's settings.
+        """
         with self.opened(tmp_path) as memory:
             facts = dict(memory.facts())
             assert all(isinstance(word, str) for fact in facts.items() for word in fact), (
@@ -155,13 +191,21 @@ class ArenaMemoryLaws(Laws):
             )
 
     def test_close_twice(self, tmp_path: Path):
+        """`close` may be called twice.
+
+        Otherwise an engine that ends for another reason would end with a traceback of the plugin's instead.
+        """
         with self.engine(tmp_path, seed=0) as engine:
             engine.mover.close()
             engine.memory.close()
             engine.memory.close()
 
     def test_close_gives_everything_back(self, tmp_path: Path):
-        """Descriptors, threads, child processes, shared memory, and the file that it lay in."""
+        """After `close` there are no more descriptors, threads, child processes, shared memory and files of it than
+        before `open`.
+
+        Otherwise the memory of each engine that has ended would be lost to the node until it is booted.
+        """
         if not resources.READABLE:
             pytest.skip("what a process holds is read from /proc, which is not there")
         files = self._live(tmp_path)  # what is started once and for all is started now

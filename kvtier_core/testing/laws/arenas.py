@@ -26,7 +26,12 @@ class ArenaLaws(ArenaMemoryLaws):
     # -- attaching ---------------------------------------------------------------------------------
 
     def test_attach_raises_backend_error_when_it_cannot(self, tmp_path: Path):
-        """To an arena that was closed, and to pages of a device that the mover does not know."""
+        """`attach` to an arena that was closed, or to pages of a device that the mover does not know, raises
+        BackendError.
+
+        Otherwise a worker would copy to memory that is not the arena's, or the engine would end with a traceback
+        instead of serving without kvtier.
+        """
         with self.opened(tmp_path) as memory:
             cache = self.paged_buffer(self.layout, BLOCKS, random.Random(0)).kv_cache()
             handle = memory.handle
@@ -38,7 +43,11 @@ class ArenaLaws(ArenaMemoryLaws):
 
     @pytest.mark.parametrize("seed", _SEEDS)
     def test_store_gathers_exact_bytes(self, tmp_path: Path, seed: int):
-        """A shard holds, layer after layer, the chunk's pages in token order; that of a NO_BLOCK is untouched."""
+        """A shard holds, layer after layer, the chunk's pages in token order; that of a NO_BLOCK is untouched.
+
+        Otherwise the arena would hold KV in another order than the engine reads it. The seal is made of these bytes, so
+        no checksum finds it; kvtier's self-test at the start does, and then stores and loads nothing.
+        """
         with self.engine(tmp_path, seed) as engine:
             slots, pages = engine.choose()
             for slot in range(engine.memory.slots):
@@ -57,7 +66,11 @@ class ArenaLaws(ArenaMemoryLaws):
 
     @pytest.mark.parametrize("seed", _SEEDS)
     def test_sums_are_of_what_was_stored(self, tmp_path: Path, seed: int):
-        """A mover need not sum. One that does says what lies in the shards, holes and all."""
+        """A mover need not sum. One that does says what lies in the shards, holes and all.
+
+        Otherwise each frame would carry a checksum that its bytes do not have: every chunk that comes up from a store
+        tier would count as damaged, and be computed again.
+        """
         with self.engine(tmp_path, seed) as engine:
             slots, pages = engine.choose()
             engine.mover.store(1, pages, slots)
@@ -70,7 +83,11 @@ class ArenaLaws(ArenaMemoryLaws):
 
     @pytest.mark.parametrize("seed", _SEEDS)
     def test_load_scatters_exact_bytes(self, tmp_path: Path, seed: int):
-        """Into the pages that are wanted; their neighbours, their padding and the slots stay as they are."""
+        """A load goes into the pages that are wanted; their neighbours, their padding and the slots stay as they are.
+
+        Otherwise the engine would compute on other KV than that of its prompt, or another request's KV would be
+        overwritten: wrong answers, which nothing above a mover can find.
+        """
         with self.engine(tmp_path, seed) as engine:
             slots, pages = engine.choose()
             for slot in slots:
@@ -86,7 +103,11 @@ class ArenaLaws(ArenaMemoryLaws):
             )
 
     def test_what_is_stored_is_loaded(self, tmp_path: Path):
-        """Through a second mover, to other pages."""
+        """What one mover stored another one loads, to other pages.
+
+        Otherwise a prompt that was stored by one worker would come back as other KV after the engine's blocks have
+        moved.
+        """
         with self.engine(tmp_path, seed=1) as engine:
             chunk = engine.draw()
             engine.mover.store(1, [chunk], [0])
@@ -105,12 +126,18 @@ class ArenaLaws(ArenaMemoryLaws):
                     )
 
     def test_each_group_has_its_own_blocks(self, tmp_path: Path):
-        """Of two groups with blocks of other lengths, each layer gets the pages of its own group."""
+        """Of two groups with blocks of other lengths, each layer gets the pages of its own group.
+
+        Otherwise in a model with several kinds of attention, layers of one kind would be given the KV of another.
+        """
         groups = [make_group((512, 1024)), make_group((768,), name="group 1", block_tokens=8)]
         self._comes_back(tmp_path, ChunkLayout(groups, 32), part=0)
 
     def test_each_part_has_its_own_groups(self, tmp_path: Path):
-        """A slot holds one part of a chunk: the layers of its groups and no others, the last pages of the chunk."""
+        """A slot holds one part of a chunk: the layers of its groups and no others, the last pages of the chunk.
+
+        Otherwise a hybrid model would go on behind a prompt with the states or windows of other tokens.
+        """
         groups = [
             make_group((512, 1024)),
             make_group((768, 256), name="a window", block_tokens=8, kind=KVKind.SLIDING_WINDOW, reach=17),
@@ -138,15 +165,26 @@ class ArenaLaws(ArenaMemoryLaws):
             assert same(engine.pages.everything(), expected), "a load did not fill the pages of each group"
 
     def test_ranks_do_not_meet(self, tmp_path: Path):
+        """Each rank stores to its own shard of a slot and loads from it, and touches no other.
+
+        Otherwise with tensor parallelism one rank would compute on the heads of another.
+        """
         self._each_has_its_shard(tmp_path, make_layout(ranks=3))
 
     def test_stages_have_layers_of_their_own(self, tmp_path: Path):
-        """Two pipeline stages of two ranks: the first has one layer, the second two."""
+        """Two pipeline stages of two ranks: the first has one layer, the second two.
+
+        Otherwise with pipeline parallelism a stage would be given the KV of layers that it does not have.
+        """
         groups = [make_group((512, 1024, 768))]
         self._each_has_its_shard(tmp_path, ChunkLayout(groups, 64, ranks=4, stages=((1,), (2,))))
 
     def test_ranks_with_the_same_bytes_share_a_shard(self, tmp_path: Path):
-        """One of two stores it, and both load it."""
+        """Of two ranks with the same bytes one stores the shard, and both load it.
+
+        Otherwise with latent attention a rank would load what nobody stored, or a slot would be too small for its
+        chunk.
+        """
         self._each_has_its_shard(tmp_path, make_layout(ranks=4, replicas=2))
 
     def _each_has_its_shard(self, tmp_path: Path, layout: ChunkLayout) -> None:
@@ -181,6 +219,11 @@ class ArenaLaws(ArenaMemoryLaws):
     # -- jobs --------------------------------------------------------------------------------------
 
     def test_every_job_is_reported_once(self, tmp_path: Path):
+        """`finished` reports each job that began, exactly once.
+
+        Otherwise a request would wait for its load until the engine gives up on it; or a slot would be used again while
+        a job still copies.
+        """
         with self.engine(tmp_path, seed=2) as engine:
             chunk = [list(range(blocks)) for blocks in engine.part.blocks]
             behind = [[block + len(row) for block in row] for row in chunk]
@@ -203,7 +246,11 @@ class ArenaLaws(ArenaMemoryLaws):
             assert again == [], f"finished() reports jobs again: {again}"
 
     def test_wait_frees_the_pages(self, tmp_path: Path):
-        """After it the engine may overwrite the pages; the job is still to be reported."""
+        """After `wait` the engine may overwrite the pages; the job is still to be reported.
+
+        Otherwise the pages of a request that was preempted would be overwritten while they are stored: KV of two
+        prompts in one chunk, under a good seal.
+        """
         with self.engine(tmp_path, seed=3) as engine:
             slots, pages = engine.choose(holes=False)
             expected = [engine.expected_slot(chunk)[FRAME_ALIGNMENT:] for chunk in pages]
@@ -219,6 +266,10 @@ class ArenaLaws(ArenaMemoryLaws):
             engine.mover.wait([5])
 
     def test_mover_closes_twice(self, tmp_path: Path):
+        """`close` of a mover may be called twice.
+
+        Otherwise an engine that ends for another reason would end with a traceback of the plugin's instead.
+        """
         with self.engine(tmp_path, seed=0) as engine:
             engine.mover.close()
             engine.mover.close()

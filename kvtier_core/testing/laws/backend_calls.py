@@ -16,7 +16,7 @@ from kvtier_core.testing.laws.base import Laws
 from kvtier_core.testing.samples import Poisoned, make_context, make_frame, make_key, make_keys, make_namespace, same
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey
 
-_HOSTILE_KEYS = [
+HOSTILE_KEYS = [
     bytes(KEY_NBYTES),
     b"\xff" * KEY_NBYTES,
     b"/.." * 10 + b"//",
@@ -32,6 +32,7 @@ _HOSTILE_KEYS = [
 class BackendCallLaws(Laws):
     """The laws of `BackendLaws` that are about one call after the other."""
 
+    contract = "kvtier_core.interfaces.store_tier"
     persistent: ClassVar[bool] = False  #: are the frames still there after close and open?
     scan_tick: ClassVar[float] = 0.02  #: seconds between two writes whose order `scan` can tell
 
@@ -60,13 +61,19 @@ class BackendCallLaws(Laws):
         """A whole frame of this suite's layout."""
         return make_frame(key, nbytes=self.layout.frame_nbytes, seed=seed)
 
-    def context(self, model: str = "tiny", capacity: int = 1 << 30) -> OpenContext:
-        """What the stack would tell the backend: this suite's layout, and the namespace of a model."""
-        return make_context(layout=self.layout, namespace=make_namespace(model), capacity=capacity)
+    def context(self, model: str = "tiny", capacity: int = 1 << 30, codec: str = "") -> OpenContext:
+        """What the stack would tell the backend: this suite's layout, and the namespace of a model and a codec."""
+        namespace = make_namespace(model).narrowed("codec", codec) if codec else make_namespace(model)
+        return make_context(layout=self.layout, namespace=namespace, capacity=capacity)
 
     # -- bytes -------------------------------------------------------------------------------------
 
     def test_bytes_read_are_bytes_written(self, tmp_path: Path):
+        """A frame comes back as the bytes that were written, whatever its length and wherever in memory its views
+        begin.
+
+        Otherwise every such frame would fail verification: the tier would fill and never serve a hit.
+        """
         sizes = [FRAME_ALIGNMENT, 2 * FRAME_ALIGNMENT, 7 * FRAME_ALIGNMENT, self.layout.frame_nbytes]
         with self.opened(tmp_path) as backend:
             for offset in (0, 1, 4096 - 333):
@@ -83,7 +90,11 @@ class BackendCallLaws(Laws):
                     assert room.untouched_beyond(sizes[i]), f"a read of {sizes[i]} bytes wrote outside its view"
 
     def test_only_the_given_view_is_touched(self, tmp_path: Path):
-        """Not the neighbours, not the view beyond the returned length, nothing at all for a miss."""
+        """Not the neighbours, not the view beyond the returned length, nothing at all for a miss.
+
+        Otherwise slots lie side by side in the arena: the KV of another chunk, verified already, would be overwritten,
+        and served.
+        """
         there, absent = make_keys(2)
         with self.opened(tmp_path) as backend:
             backend.write([there], [make_frame(there, nbytes=2 * FRAME_ALIGNMENT)])
@@ -96,7 +107,11 @@ class BackendCallLaws(Laws):
                 assert into[1].untouched_beyond(counts[1]), "a read wrote beyond the length that it returned"
 
     def test_misses_stay_in_place(self, tmp_path: Path):
-        """Answers come in the order of the keys, one for each."""
+        """Answers come in the order of the keys, one for each.
+
+        Otherwise the engine would be told of the wrong chunks that they are there. Their headers name other keys, so
+        each would count as damaged, and be deleted.
+        """
         keys = make_keys(16)
         present = [random.Random(key).random() < 0.5 for key in keys]
         written = [key for key, there in zip(keys, present, strict=True) if there]
@@ -114,6 +129,10 @@ class BackendCallLaws(Laws):
                 assert not damage, f"among hits and misses a view holds {damage}"
 
     def test_a_view_too_small_is_a_miss(self, tmp_path: Path):
+        """A frame that is longer than its view is a miss, and nothing is written outside the view.
+
+        Otherwise frames of another layout would overwrite the next slot: the KV of another chunk.
+        """
         key = make_key(0)
         with self.opened(tmp_path) as backend:
             backend.write([key], [make_frame(key, nbytes=3 * FRAME_ALIGNMENT)])
@@ -123,7 +142,10 @@ class BackendCallLaws(Laws):
             assert small.untouched_beyond(2 * FRAME_ALIGNMENT), "a frame longer than its view was read beyond the view"
 
     def test_no_view_is_kept(self, tmp_path: Path):
-        """The arena reuses a slot as soon as the call has returned."""
+        """The arena reuses a slot as soon as the call has returned.
+
+        Otherwise the store would write what the slot holds later, another chunk's KV, or overwrite it there.
+        """
         key = make_key(0)
         expected = bytes(self.frame(key))
         with self.opened(tmp_path) as backend:
@@ -140,6 +162,10 @@ class BackendCallLaws(Laws):
             release_view(view, target)
 
     def test_an_overwrite_gives_the_new_bytes(self, tmp_path: Path):
+        """A write of a key that is there replaces its frame, shorter or longer.
+
+        Otherwise a frame that was found damaged could never be stored well again.
+        """
         key = make_key(0)
         with self.opened(tmp_path) as backend:
             for seed, pages in enumerate((3, 5, 2, 5)):
@@ -151,7 +177,12 @@ class BackendCallLaws(Laws):
     # -- keys --------------------------------------------------------------------------------------
 
     def test_keys_are_any_32_bytes(self, tmp_path: Path):
-        keys = [ChunkKey(key) for key in _HOSTILE_KEYS]
+        """Keys are opaque: zeros, slashes, newlines, upper and lower case are all of them different keys.
+
+        Otherwise two prompts would share one frame and take turns in replacing it, or a key would name a file outside
+        the store.
+        """
+        keys = [ChunkKey(key) for key in HOSTILE_KEYS]
         frames = [make_frame(key, nbytes=2 * FRAME_ALIGNMENT, seed=i) for i, key in enumerate(keys)]
         with self.opened(tmp_path) as backend:
             early = [key for key, there in zip(keys, backend.contains(keys), strict=True) if there]
@@ -164,7 +195,10 @@ class BackendCallLaws(Laws):
                 assert same(found, written), f"the frame of key {key} came back as another one"
 
     def test_deleted_is_gone(self, tmp_path: Path):
-        """And deleting a key that is not there is no error."""
+        """A deleted key is not found any more, others are; and deleting a key that is not there is no error.
+
+        Otherwise the tier would count room as free that is not, and the store would outgrow its capacity.
+        """
         kept, deleted, never = make_keys(3)
         with self.opened(tmp_path) as backend:
             backend.write([kept, deleted], [self.frame(kept), self.frame(deleted)])
@@ -173,7 +207,10 @@ class BackendCallLaws(Laws):
             self._must_be_gone(backend, deleted, kept, never, "delete()")
 
     def test_what_is_quarantined_is_gone(self, tmp_path: Path):
-        """And a new frame can be written under its key."""
+        """After `quarantine` a key is not found, and a new frame can be written under it.
+
+        Otherwise a damaged frame would be read, verified and thrown away again at each request that names it.
+        """
         kept, damaged, never = make_keys(3)
         with self.opened(tmp_path) as backend:
             backend.write([kept, damaged], [self.frame(kept), self.frame(damaged)])
@@ -188,7 +225,11 @@ class BackendCallLaws(Laws):
                 assert same(found, self.frame(key)), f"a frame {what} is lost or another one"
 
     def test_what_cannot_be_read_is_its_keys_alone(self, tmp_path: Path):
-        """The others of its batch are served, and the next write replaces it."""
+        """The others of its batch are served, and the next write replaces it.
+
+        Otherwise one bad sector would make the whole tier count as broken: after a few such reads it is not called for
+        a while.
+        """
         keys = first, spoiled, last = make_keys(3)
         with self.opened(tmp_path) as backend:
             backend.write(keys, [self.frame(key) for key in keys])
@@ -215,6 +256,10 @@ class BackendCallLaws(Laws):
             assert same(found, self.frame(spoiled)), "a key whose frame could not be read cannot be written again"
 
     def test_an_empty_batch_is_nothing(self, tmp_path: Path):
+        """For no keys every call does nothing, and answers nothing.
+
+        Otherwise a tier whose batch came out empty would count an error of the store, and be closed after a few.
+        """
         with self.opened(tmp_path) as backend:
             backend.write([], [])
             backend.delete([])
@@ -222,7 +267,12 @@ class BackendCallLaws(Laws):
             assert answers == [[], []], f"for no keys contains() and read() return no answers; they returned {answers}"
 
     def test_two_namespaces_never_meet(self, tmp_path: Path):
-        """One after the other, for a store may belong to one process at a time."""
+        """What was written in one namespace is not found in another, and not changed from there. Here one after the
+        other, for a store may belong to one process at a time.
+
+        Otherwise an engine would read frames of another model under its own keys. Their headers name the other
+        namespace, so they would be deleted as damaged, and the other engine would find its cache empty.
+        """
         key, nbytes = make_key(0), self.layout.frame_nbytes
         ours, theirs = self.frame(key, seed=1), self.frame(key, seed=2)
         with self.opened(tmp_path, self.context("ours")) as backend:

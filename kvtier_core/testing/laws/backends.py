@@ -37,6 +37,11 @@ class BackendLaws(BackendCallLaws):
     """
 
     def test_a_shared_backend_is_tried_as_one(self, tmp_path: Path):
+        """A backend that says `shared = True` is tried by `SharedBackendLaws`.
+
+        Otherwise kvtier would ask the store for keys as if other engines could use it, and nobody has seen that they
+        can.
+        """
         with self.opened(tmp_path) as backend:
             assert not backend.shared or self._tries_sharing, (
                 f"{type(backend).__name__} says that other processes may add and drop keys (shared = True): "
@@ -48,6 +53,11 @@ class BackendLaws(BackendCallLaws):
     # -- lives -------------------------------------------------------------------------------------
 
     def test_scan_finds_what_survived(self, tmp_path: Path):
+        """`scan` names every frame that survived, with its bytes, oldest first, and nothing else.
+
+        Otherwise after a restart the engine would compute what it has stored, or the tier would exceed its capacity by
+        what it does not count.
+        """
         self._skip_unless_recovered()
         keys = make_keys(6)
         frames = [make_frame(key, nbytes=(i + 1) * FRAME_ALIGNMENT) for i, key in enumerate(keys)]
@@ -65,7 +75,11 @@ class BackendLaws(BackendCallLaws):
             assert not lost, f"{len(lost)} of {len(survivors)} frames that scan() names cannot be read as written"
 
     def test_a_scan_may_race_with_a_delete(self, tmp_path: Path):
-        """A frame that goes away while `scan` looks around may be named or not; it makes nothing fail."""
+        """A frame that goes away while `scan` looks around may be named or not; it makes nothing fail.
+
+        Otherwise a tier that makes room while it opens would fail to open now and then, and the engine would serve
+        without it.
+        """
         keys, nbytes = make_keys(12), 2 * FRAME_ALIGNMENT
         with self.opened(tmp_path) as backend:
             backend.write(keys, [make_frame(key, nbytes=nbytes) for key in keys])
@@ -80,6 +94,11 @@ class BackendLaws(BackendCallLaws):
                 others.result()
 
     def test_a_killed_writer_leaves_no_torn_frame(self, tmp_path: Path):
+        """When a process is killed in a write, each key has its whole frame or none.
+
+        Otherwise torn frames would be found at every lookup, read, and thrown away for their checksum: time and room
+        for nothing.
+        """
         self._skip_unless_recovered()
         rng = random.Random(0)
         for round_ in range(_KILLS):
@@ -94,7 +113,11 @@ class BackendLaws(BackendCallLaws):
                     assert not damage, f"a writer that was killed left a torn frame: {damage}"
 
     def test_what_other_namespaces_left_counts_against_the_capacity(self, tmp_path: Path):
-        """The tier counts its own frames. The store itself must remove what another model left."""
+        """The tier counts its own frames. The store itself must remove what another model left.
+
+        Otherwise each change of the model, or of vLLM's version, would fill the store with another capacity's worth of
+        frames that nobody reads, until it is full.
+        """
         capacity = 4 * self.layout.frame_nbytes
         for model in ("first", "second", "third"):
             ctx = self.context(model, capacity)
@@ -115,7 +138,11 @@ class BackendLaws(BackendCallLaws):
             )
 
     def test_only_backend_error_escapes(self, tmp_path: Path):
-        """Whatever a closed backend does when it is used: a BackendError or an answer."""
+        """Whatever a closed backend does when it is used: a BackendError or an answer.
+
+        Otherwise kvtier could not tell a store that fails from a plugin that is broken; the tier would count as broken
+        and be given up.
+        """
         key = make_key(0)
         with self.opened(tmp_path) as backend:
             backend.write([key], [self.frame(key)])
@@ -135,12 +162,21 @@ class BackendLaws(BackendCallLaws):
                 raise AssertionError(f"{call}() after close raises BackendError or answers; it raised {why}") from error
 
     def test_close_twice(self, tmp_path: Path):
+        """`close` may be called twice.
+
+        Otherwise an engine that ends for another reason would end with a traceback of the plugin's instead.
+        """
         backend = self.config(tmp_path).open(self.context())
         backend.close()
         backend.close()
 
     def test_close_gives_everything_back(self, tmp_path: Path):
-        """Descriptors, threads, child processes, shared memory. An engine may open and close many stores."""
+        """Descriptors, threads, child processes, shared memory: `close` releases all. An engine may open and close many
+        stores.
+
+        Otherwise a process that opens stacks again and again, as servers and tests do, would run out of descriptors or
+        memory.
+        """
         if not resources.READABLE:
             pytest.skip("what a process holds is read from /proc, which is not there")
         self._live(tmp_path)  # what is started only once is started now
@@ -151,6 +187,10 @@ class BackendLaws(BackendCallLaws):
         assert not left, f"after {_LIVES} times open, use and close there is more than before: {', '.join(left)}"
 
     def test_facts_are_plain_words(self, tmp_path: Path):
+        """`facts()` maps text to text.
+
+        Otherwise the engine's log could not say what became of the user's settings.
+        """
         with self.opened(tmp_path) as backend:
             facts = dict(backend.facts())
             assert all(isinstance(word, str) for fact in facts.items() for word in fact), (
@@ -160,13 +200,21 @@ class BackendLaws(BackendCallLaws):
     # -- threads -----------------------------------------------------------------------------------
 
     def test_threads_at_once(self, tmp_path: Path):
-        """No two calls name the same key; everything else may happen at the same time."""
+        """No two calls name the same key; everything else may happen at the same time.
+
+        Otherwise under load frames would be mixed or lost. The checksums find that, so prompts would be computed again
+        although they were stored, now and then, and never in a test with one thread.
+        """
         with self.opened(tmp_path) as backend, ThreadPoolExecutor(4) as threads:
             for one in [threads.submit(soak, backend, seed) for seed in range(4)]:
                 one.result()
 
     def test_a_slow_read_does_not_block_others(self, tmp_path: Path):
-        """One frame lies on a bad sector, or behind a slow link; those of other keys are served meanwhile."""
+        """One frame lies on a bad sector, or behind a slow link; those of other keys are served meanwhile.
+
+        Otherwise one slow frame would hold up every request that the tier has something for, until each gives up and
+        computes.
+        """
         slow, quick = make_keys(2)
         with self.opened(tmp_path) as backend, ThreadPoolExecutor(2) as threads:
             backend.write([slow, quick], [self.frame(slow), self.frame(quick)])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import json
 import multiprocessing
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -40,6 +42,7 @@ class Laws:
     """
 
     excused: ClassVar[Mapping[str, str]] = {}  #: name of a law -> why it cannot hold
+    contract: ClassVar[str] = "kvtier_core.interfaces"  #: the module that says what is promised
     layout: ClassVar[ChunkLayout] = make_layout()  #: of the chunks that the laws use; 9 pages of 4 KiB or more a frame
 
     def config(self, folder: Path) -> Any:
@@ -69,7 +72,11 @@ class Laws:
             pytest.skip(reason)
 
     def test_import_is_light(self, tmp_path: Path):
-        """An installed plugin is imported by every process of the engine, used or not: no large module, no thread."""
+        """An installed plugin is imported by every process of the engine, used or not: no large module, no thread.
+
+        Otherwise every engine on the node starts later and takes more memory, also those that never use the plugin; and
+        a thread that is there before an engine forks its workers may leave them with a lock that nobody opens.
+        """
         modules = _light_modules(type(self.config(tmp_path)))
         imported = subprocess.run(
             [sys.executable, "-c", _IMPORT.format(modules=modules, heavy=HEAVY)],
@@ -87,6 +94,16 @@ class Laws:
 def laws_of(suite: type[Laws]) -> list[str]:
     """The names of a suite's laws."""
     return [name for name in dir(suite) if name.startswith("test_")]
+
+
+def explanation(suite: type[Laws], law: str) -> str:
+    """In one paragraph: what a law is, what an engine would do with a plugin that breaks it, and where to look.
+
+    The docstring of a law has the first two, as two paragraphs.
+    """
+    told = " ".join((inspect.getdoc(getattr(suite, law)) or "").split())
+    where = f"the contract: python -m pydoc {suite.contract}; the laws, and how to read a failure: docs/plugins.md"
+    return "\n".join(textwrap.wrap(f"{told} See {where}.", 100, break_on_hyphens=False))
 
 
 def in_new_process(function: Callable[..., Any], *args: Any, hash_seed: int | None = None) -> Any:

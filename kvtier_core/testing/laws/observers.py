@@ -45,6 +45,7 @@ class _Newer(enum.Enum):
 class ObserverLaws(Laws):
     """Subclass, and implement `config`; also `told`, if what was observed can be found anywhere."""
 
+    contract: ClassVar[str] = "kvtier_core.interfaces.observer"
     ordered: ClassVar[bool] = True  #: does `told` return each event? False: one entry a kind and tier, with the sum
 
     def config(self, folder: Path) -> ObserverConfig:
@@ -64,6 +65,10 @@ class ObserverLaws(Laws):
             _aside(observer.close)
 
     def test_every_event_is_told_once_and_in_order(self, tmp_path: Path):
+        """Each event is passed on once, in the order in which it was observed, whatever the batches.
+
+        Otherwise sums would not add up, and a log would say that a chunk left before it came.
+        """
         events = some_events(200)
         with self.opened(tmp_path) as observer:
             for batch in _batches(events):
@@ -71,7 +76,10 @@ class ObserverLaws(Laws):
             self._must_have_told(self.told(tmp_path, observer), events)
 
     def test_any_event_is_taken(self, tmp_path: Path):
-        """Of every kind, also one of a later release; without keys and with thousands; with any text."""
+        """Events of every kind, also one of a later release; without keys and with thousands; with any text.
+
+        Otherwise the first such event would raise, and the engine would drop the observer until its next start.
+        """
         keys = tuple(make_keys(2000))
         usage = Usage("disk", chunks=1, nbytes=2, capacity=0, inflight=1 << 60, can_read=False)
         hard = [
@@ -90,7 +98,10 @@ class ObserverLaws(Laws):
                     raise
 
     def test_events_stay_as_they_are(self, tmp_path: Path):
-        """The same objects are shown to all observers."""
+        """An observer changes no event: the same objects are shown to all observers.
+
+        Otherwise another observer would be told of what never happened.
+        """
         events = tuple(some_events(50))
         before = copy.deepcopy(events)
         with self.opened(tmp_path) as observer:
@@ -98,7 +109,10 @@ class ObserverLaws(Laws):
         assert events == before, "an observer changed an event, which others are told too"
 
     def test_what_was_observed_is_not_kept(self, tmp_path: Path):
-        """A server runs for months."""
+        """Events are passed on or counted, and not kept.
+
+        Otherwise a server that runs for months would end without memory.
+        """
         with self.opened(tmp_path) as observer:
             alive = []
             for _ in range(_MANY // 100):
@@ -111,7 +125,10 @@ class ObserverLaws(Laws):
         assert kept <= _MAY_KEEP, f"of {_MANY} events it keeps {kept}"
 
     def test_close_releases_everything(self, tmp_path: Path):
-        """Also what was opened and never told anything."""
+        """After `close` no thread, descriptor or process is left, also of one that was never told anything.
+
+        Otherwise an engine that stops would hang, or a process that serves one engine after another would run out.
+        """
         if not resources.READABLE:
             pytest.skip("what a process holds is read from /proc")
         with self.opened(tmp_path):
@@ -125,7 +142,10 @@ class ObserverLaws(Laws):
         assert not left, f"after close it still holds {', '.join(left)}"
 
     def test_engines_that_share_a_configuration_share_nothing(self, tmp_path: Path):
-        """Data parallel replicas are open at the same time, and end one after the other."""
+        """Data parallel replicas are open at the same time, with one configuration, and end one after the other.
+
+        Otherwise the second replica would not start, or write over what the first one says.
+        """
         contexts = [attrs.evolve(make_context(), replica=number, replicas=2) for number in (0, 1)]
         with self.opened(tmp_path, contexts[0]) as first, self.opened(tmp_path, contexts[1]) as second:
             for observer in (first, second, first):
@@ -134,12 +154,19 @@ class ObserverLaws(Laws):
             _aside(lambda: again.observe(tuple(some_events(10))))
 
     def test_two_engines_may_be_in_one_process(self, tmp_path: Path):
+        """Two observers of different configurations live in one process.
+
+        Otherwise tests, and programs with two engines, would count both in one place, or not open the second.
+        """
         with self.opened(tmp_path / "one") as first, self.opened(tmp_path / "another") as second:
             for observer in (first, second):
                 _aside(lambda observer=observer: observer.observe(tuple(some_events(10))))
 
     def test_it_opens_again_after_a_kill(self, tmp_path: Path):
-        """An engine that is killed closes nothing, and may be writing."""
+        """An engine that was killed has closed nothing, and may have been writing: the next one opens all the same.
+
+        Otherwise an engine would not come back after a crash until somebody had tidied up.
+        """
         spawn = multiprocessing.get_context("spawn")
         for _ in range(3):
             ours, its = spawn.Pipe()
@@ -155,6 +182,10 @@ class ObserverLaws(Laws):
             _aside(lambda: observer.observe(tuple(some_events(10))))
 
     def test_it_opens_in_any_process(self, tmp_path: Path):
+        """A configuration can be sent to another process and opened there.
+
+        Otherwise vLLM, which runs its engine in a process of its own, could not use it.
+        """
         assert in_new_process(observe_once, self.config(tmp_path)) == 10
 
     def _must_have_told(self, told: Iterable[Told], events: Sequence[Event]) -> None:

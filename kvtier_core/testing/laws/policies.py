@@ -50,10 +50,18 @@ _SOME, _MORE, _FACTOR, _FREE = 64, 256, 8, 200
 class PolicyLaws(Laws):
     """Subclass, and implement `config`."""
 
+    contract = "kvtier_core.interfaces.eviction"
+
     def config(self, folder: Path) -> EvictionConfig:
         return super().config(folder)
 
     def test_victims_are_the_held_keys_each_once(self, tmp_path: Path):
+        """`victims` names each held key once, and nothing else.
+
+        Otherwise chunks that are never named would stay for ever and the tier would find no room: it would stop
+        storing.
+        """
+
         @_EXAMPLES
         @given(_HISTORIES)
         def holds(steps):
@@ -68,7 +76,10 @@ class PolicyLaws(Laws):
         holds()
 
     def test_asking_for_victims_changes_nothing(self, tmp_path: Path):
-        """A second call has the same answer."""
+        """A second call has the same answer.
+
+        Otherwise each look at the victims, of which there are many for one decision, would change what is evicted.
+        """
 
         @_EXAMPLES
         @given(_HISTORIES)
@@ -81,12 +92,18 @@ class PolicyLaws(Laws):
         holds()
 
     def test_the_same_history_has_the_same_victims(self, tmp_path: Path):
-        """A policy reads no clock and draws no random numbers without a seed."""
+        """A policy reads no clock and draws no random numbers without a seed.
+
+        Otherwise what `kvtier simulate` shows would not be what an engine does.
+        """
         first, second = (victims_after(self.config(tmp_path), _SEEDS) for _ in range(2))
         assert first == second, "two policies that saw the same calls name other victims"
 
     def test_every_process_has_the_same_victims(self, tmp_path: Path):
-        """With whatever PYTHONHASHSEED: the order of a set decides nothing."""
+        """With whatever PYTHONHASHSEED: the order of a set decides nothing.
+
+        Otherwise two runs of one trace would differ, and no measurement of the policy would mean anything.
+        """
         seed = 1 if os.environ.get("PYTHONHASHSEED") != "1" else 2
         here = victims_after(self.config(tmp_path), _SEEDS)
         there = in_new_process(victims_after, self.config(tmp_path), _SEEDS, hash_seed=seed)
@@ -96,7 +113,11 @@ class PolicyLaws(Laws):
         )
 
     def test_victims_may_be_left_halfway(self, tmp_path: Path):
-        """A tier takes a few victims, drops the iterator, and changes what is held."""
+        """A tier takes a few victims, drops the iterator, and changes what is held.
+
+        Otherwise the second eviction would raise, on the thread that the engine waits for, and the tier would be given
+        up.
+        """
         policy, held = self.config(tmp_path).open(), set()
         for key in KEYS:
             policy.admit(key, NBYTES)
@@ -111,7 +132,10 @@ class PolicyLaws(Laws):
             )
 
     def test_victims_take_no_quadratic_work(self, tmp_path: Path):
-        """Counted are operations on keys and lines of Python, not seconds. A tier may hold a million chunks."""
+        """Counted are operations on keys and lines of Python, not seconds. A tier may hold a million chunks.
+
+        Otherwise the engine would stand still for seconds whenever a large tier makes room.
+        """
         for task, action in {
             "telling all victims once": tell_all,
             "replacing each held key, one by one, by a newcomer": replace_all,
@@ -126,7 +150,10 @@ class PolicyLaws(Laws):
             )
 
     def test_prefers_changes_nothing(self, tmp_path: Path):
-        """The same question has the same answer, and the same victims follow."""
+        """The same question has the same answer, and the same victims follow.
+
+        Otherwise a chunk that is asked about for each of its tiers would count as used more often than it is.
+        """
         for seed in _SEEDS:
             asked, other = (after(self.config(tmp_path).open(), seed) for _ in range(2))
             victims = list(asked.victims())
@@ -138,7 +165,10 @@ class PolicyLaws(Laws):
             assert list(asked.victims()) == list(other.victims()), "prefers() changed what a later request leads to"
 
     def test_a_full_tier_does_not_stay_closed(self, tmp_path: Path):
-        """A policy may refuse newcomers, but must admit one that is requested all the time while no held key is."""
+        """A policy may refuse newcomers, but must admit one that is requested all the time while no held key is.
+
+        Otherwise a tier that has filled once would keep yesterday's prompts for ever, and never serve today's.
+        """
         policy, (newcomer, *held) = self.config(tmp_path).open(), make_keys(9)
         policy.request(held, 0.0, {})
         for key in reversed(held):
@@ -153,7 +183,10 @@ class PolicyLaws(Laws):
         )
 
     def test_saved_state_is_small_and_safe_to_restore(self, tmp_path: Path):
-        """A policy accepts the state of another one, and its victims are still the held keys."""
+        """A policy accepts the state of another one, and its victims are still the held keys.
+
+        Otherwise a restart would lose what was learned, or a tier could not be opened with what an older release saved.
+        """
         saved = self._after(tmp_path, 0).save()
         assert isinstance(saved, bytes), f"save() returns bytes; it returned {type(saved).__name__}"
         assert len(saved) <= MAX_POLICY_STATE_NBYTES, (
@@ -170,7 +203,10 @@ class PolicyLaws(Laws):
                 assert sorted(policy.victims()) == sorted(held), "after restore() victims() are not the held keys"
 
     def test_garbage_teaches_nothing(self, tmp_path: Path):
-        """Bytes that no such policy ever saved raise nothing and change nothing."""
+        """Bytes that no such policy ever saved raise nothing and change nothing.
+
+        Otherwise one damaged file would keep the engine from opening the tier.
+        """
         saved = self._after(tmp_path, 0).save()
         for garbage in _garbage(saved):
             taught, untaught = self.config(tmp_path).open(), self.config(tmp_path).open()
@@ -183,7 +219,10 @@ class PolicyLaws(Laws):
             assert taught.save() == untaught.save(), f"{seen}, the same calls teach something else"
 
     def test_memory_is_bounded(self, tmp_path: Path):
-        """It is bounded by what is held: neither ghosts nor requests for keys that are never admitted make it grow."""
+        """It is bounded by what is held: neither ghosts nor requests for keys that are never admitted make it grow.
+
+        Otherwise the engine's process would grow with every prompt it has ever seen, until it is killed.
+        """
         policy = self.config(tmp_path).open()
         held: dict[ChunkKey, None] = {}
         numbers = itertools.count()

@@ -48,6 +48,8 @@ class SerializerLaws(Laws):
     - `payloads`, if some bytes cannot be a payload at all.
     """
 
+    contract = "kvtier_core.interfaces.serializer"
+
     def config(self, folder: Path) -> SerializerConfig:
         return super().config(folder)
 
@@ -75,14 +77,21 @@ class SerializerLaws(Laws):
         return open_serializer(self.config(folder), self.layout)
 
     def test_the_codec_is_named(self, tmp_path: Path):
-        """An instance was opened, so its frames have an identity: the same for every equal config, and not raw's."""
+        """The frames of a codec have an identity: the same for every equal config, and not raw's.
+
+        Otherwise what one engine encoded another one with the same settings would not decode, or would take for raw KV.
+        """
         assert isinstance(self.open(tmp_path), Serializer)
         identity = identity_of(self.config(tmp_path))
         assert identity == identity_of(self.config(tmp_path)) == in_new_process(identity_of, self.config(tmp_path))
         assert identity.type != RAW.type, "raw is the name of the codec that does nothing"
 
     def test_other_options_are_another_codec(self, tmp_path: Path):
-        """Otherwise frames that were written with one would be decoded with the other."""
+        """Another encoding is another identity; else frames that were written with one would be decoded with the other.
+
+        Otherwise after a change of an option all old frames would decode to other bytes. Their checksums find that:
+        each would be read, decoded, and counted as damaged.
+        """
         config, others = self.config(tmp_path), self.others(tmp_path)
         fields = {field.name for field in attrs.fields(type(config))}
         varied = {name for other in others for name in fields if getattr(other, name) != getattr(config, name)}
@@ -93,6 +102,10 @@ class SerializerLaws(Laws):
             assert same(*encodings) or identity_of(one) != identity_of(other), "encodes otherwise under one identity"
 
     def test_the_bound_is_a_bound(self, tmp_path: Path):
+        """No encoding is longer than `bound` says, and `encode` writes no more than it returns.
+
+        Otherwise a payload that does not compress would overrun its buffer, or its chunk would never be stored.
+        """
         serializer = self.open(tmp_path)
         bound = serializer.bound(self.layout)
         for payload in self.payloads():
@@ -102,7 +115,11 @@ class SerializerLaws(Laws):
             assert into.untouched_beyond(nbytes), "encode wrote more than it says"
 
     def test_a_payload_comes_back_in_full(self, tmp_path: Path):
-        """Bit for bit if the codec is lossless, and otherwise within the error that it states."""
+        """Bit for bit if the codec is lossless, and otherwise within the error that it states.
+
+        Otherwise the engine would compute on other KV. Of a lossless codec the checksum finds it, and every frame is a
+        miss; of a lossy one nothing does.
+        """
         serializer = self.open(tmp_path)
         for payload in self.payloads():
             encoded = encode(serializer, payload, serializer.bound(self.layout))
@@ -112,14 +129,21 @@ class SerializerLaws(Laws):
             assert self._comes_back(tmp_path, payload, bytes(into.view))
 
     def test_an_error_that_is_stated_tells_payloads_apart(self, tmp_path: Path):
-        """A lossy codec must not be allowed to return zeros for everything."""
+        """A lossy codec must not be allowed to return zeros for everything.
+
+        Otherwise `is_close` would let any codec pass, also one that ruins the model's answers.
+        """
         if not self.config(tmp_path).lossless:
             random_payload = random.Random(1).randbytes(self.layout.payload_nbytes)
             telling = [payload for payload in (random_payload, *self.payloads()) if any(payload)]
             assert not any(self.is_close(payload, bytes(len(payload))) for payload in telling), "zeros are close"
 
     def test_one_instance_serves_several_threads(self, tmp_path: Path):
-        """Each thread has payloads of its own, and what it encodes is decoded again by itself and by a new instance."""
+        """Each thread has payloads of its own, and what it encodes is decoded again by itself and by a new instance.
+
+        Otherwise under load one frame would hold bytes of another. The checksum of the payload finds it when the frame
+        is read: a miss, and a frame stored for nothing.
+        """
         serializer, payloads = self.open(tmp_path), [payload for payload in self.payloads() if any(payload)]
         bound, together = serializer.bound(self.layout), Barrier(_THREADS)
 
@@ -141,7 +165,10 @@ class SerializerLaws(Laws):
             assert same(decode(alone, encoded, len(payload)), decoded), "another instance decodes it otherwise"
 
     def test_any_instance_decodes(self, tmp_path: Path):
-        """Also one that encoded nothing, or something else."""
+        """Also one that encoded nothing, or something else.
+
+        Otherwise after a restart no frame could be decoded.
+        """
         payloads = list(self.payloads())
         first = self.open(tmp_path)
         encodings = [encode(first, payload, first.bound(self.layout)) for payload in payloads]
@@ -153,6 +180,10 @@ class SerializerLaws(Laws):
             assert same(decode(busy, encoded, len(payload)), here)
 
     def test_any_process_decodes(self, tmp_path: Path):
+        """What one process encoded another one decodes to the same bytes.
+
+        Otherwise a store that engines share would serve each only what it wrote itself.
+        """
         payloads, serializer = list(self.payloads()), self.open(tmp_path)
         encodings = [encode(serializer, payload, serializer.bound(self.layout)) for payload in payloads]
         here = [decode(serializer, encoded, self.layout.payload_nbytes) for encoded in encodings]
@@ -160,6 +191,10 @@ class SerializerLaws(Laws):
         assert same(there, here), "another process decodes it otherwise"
 
     def test_no_view_is_kept(self, tmp_path: Path):
+        """The views are the arena's again when the call has returned, and `encode` does not change its source.
+
+        Otherwise a slot would be read or changed after it was given to another chunk.
+        """
         serializer = self.open(tmp_path)
         for payload in self.payloads():
             source, target = bytearray(payload), bytearray(serializer.bound(self.layout))
@@ -172,7 +207,10 @@ class SerializerLaws(Laws):
 
     @pytest.mark.parametrize("seed", range(3))
     def test_garbage_does_no_harm(self, tmp_path: Path, seed: int):
-        """Random bytes, a flipped bit, a missing end: a BackendError or an answer, and nothing written outside."""
+        """Random bytes, a flipped bit, a missing end: a BackendError or an answer, and nothing written outside.
+
+        Otherwise a damaged frame would raise what nobody expects, or overwrite the next slot: the KV of another chunk.
+        """
         serializer = self.open(tmp_path)
         rng = random.Random(seed)
         nbytes = self.layout.payload_nbytes

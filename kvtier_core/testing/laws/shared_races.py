@@ -20,7 +20,7 @@ from kvtier_core.testing.laws.shared_processes import (
     write_many,
 )
 from kvtier_core.testing.samples import make_frame, make_key, make_keys, make_layout, make_namespace, same
-from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace, Nbytes
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Nbytes
 
 _MIB = 1 << 20
 
@@ -37,7 +37,10 @@ class SharedRaceLaws(BackendLaws):
     """The laws of `SharedBackendLaws` for users in several processes at once."""
 
     def test_an_open_leaves_the_writes_of_others_alone(self, tmp_path: Path):
-        """What another process has not finished writing must not be swept away."""
+        """What another process has not finished writing must not be swept away.
+
+        Otherwise each engine that starts would make the writes of the running ones fail, until their breakers open.
+        """
         keys = make_keys(_WRITES)
         with users(1) as processes:
             writer = processes.submit(write_many, self.config(tmp_path), self.context(), keys, 0)
@@ -55,14 +58,21 @@ class SharedRaceLaws(BackendLaws):
             )
 
     def test_two_writers_of_one_key_leave_a_whole_frame(self, tmp_path: Path):
-        """The frame is one of the two; no reader sees a part of it or a mixture of both."""
+        """The frame is one of the two; no reader sees a part of it or a mixture of both.
+
+        Otherwise two engines that compute one prompt, the usual thing in a fleet, would leave a frame that nobody can
+        use.
+        """
         keys = make_keys(2) * (_WRITES // 2)
         with self.opened(tmp_path) as backend, users(2) as processes:
             both = [processes.submit(write_many, self.config(tmp_path), self.context(), keys, i) for i in range(2)]
             _read_meanwhile(backend, keys[:2], _LARGEST, both)
 
     def test_a_read_races_with_overwrites_and_deletes(self, tmp_path: Path):
-        """It finds the whole frame of one writer, or none, small or large; and the last one when all have ended."""
+        """It finds the whole frame of one writer, or none, small or large; and the last one when all have ended.
+
+        Otherwise popular prompts, which are written most often, would be those that are read damaged.
+        """
         key, ctx = make_key(0), self._context_of_large_frames()
         with self.opened(tmp_path, ctx) as backend, users(2) as processes:
             both = [
@@ -76,7 +86,10 @@ class SharedRaceLaws(BackendLaws):
             assert not damage, f"two processes overwrote and deleted a key; what they left is {damage}"
 
     def test_a_killed_writer_harms_nobody(self, tmp_path: Path):
-        """Under each of its keys others find a whole frame or none, and they can write it."""
+        """Under each of its keys others find a whole frame or none, and they can write it.
+
+        Otherwise an engine that was killed would leave keys that are lost to the whole fleet.
+        """
         rng = random.Random(0)
         ctx, pages = self._context_of_large_frames(), (2, 9, max(_SIZES) // FRAME_ALIGNMENT)
         with self.opened(tmp_path, ctx) as before:
@@ -89,13 +102,11 @@ class SharedRaceLaws(BackendLaws):
                             _must_be_writable(backend, key)
 
     def test_namespaces_share_keys_at_the_same_time(self, tmp_path: Path):
-        """Users with another model, or with another codec alone, neither find nor harm each other's frames."""
-        namespaces = [
-            make_namespace("ours"),
-            make_namespace("theirs"),
-            Namespace.of({"model": "ours", "codec": "another"}),
-        ]
-        contexts = [attrs.evolve(self.context(), namespace=namespace) for namespace in namespaces]
+        """Users with another model, or with another codec alone, neither find nor harm each other's frames.
+
+        Otherwise engines of two models would delete each other's frames as damaged, for ever.
+        """
+        contexts = [self.context("ours"), self.context("theirs"), self.context("ours", codec="another")]
         with users(len(contexts)) as processes:
             running = [
                 processes.submit(keep_to_itself, self.config(tmp_path), ctx, make_key(0), seed, _WRITES // 2)

@@ -26,6 +26,7 @@ class TokenDatabaseLaws(Laws):
     enters the key: every token before, the salt, the items, the namespace, and how many tokens a chunk has.
     """
 
+    contract = "kvtier_core.interfaces.token_database"
     chunk_tokens: ClassVar[int] = 16
 
     def config(self, folder: Path) -> TokenDatabaseConfig:
@@ -42,6 +43,10 @@ class TokenDatabaseLaws(Laws):
         return [rng.randrange(1 << _TOKEN_BITS) for _ in range(count)]
 
     def test_one_key_of_32_bytes_per_full_chunk(self, tmp_path: Path):
+        """There is one key for each whole chunk, of 32 bytes, and none for a rest of tokens.
+
+        Otherwise KV that is not there yet would be promised, or a chunk would never be found again.
+        """
         database = self.open(tmp_path)
         for count in range(2 * self.chunk_tokens + 2):
             found, expected = len(database.keys(self.tokens()[:count])), count // self.chunk_tokens
@@ -52,7 +57,10 @@ class TokenDatabaseLaws(Laws):
         assert kinds == {("bytes", KEY_NBYTES)}, f"a key is {KEY_NBYTES} bytes; keys() returned {sorted(kinds)}"
 
     def test_deterministic(self, tmp_path: Path):
-        """Whatever was asked before, and by whichever instance."""
+        """The same tokens have the same keys, whatever was asked before, and by whichever instance.
+
+        Otherwise an engine would not find what it stored a moment ago.
+        """
         database = self.open(tmp_path)
         keys = database.keys(self.tokens())
         database.keys(self.tokens(seed=1))
@@ -61,7 +69,10 @@ class TokenDatabaseLaws(Laws):
         assert self.open(tmp_path).keys(self.tokens()) == keys, "a second instance has other keys for the same tokens"
 
     def test_arguments_stay_as_they_are(self, tmp_path: Path):
-        """The caller keeps using its lists, and may change a result without affecting later ones."""
+        """The caller keeps using its lists, and may change a result without affecting later ones.
+
+        Otherwise the keys of one request would appear in the path of another: its KV would be served for other tokens.
+        """
         database, tokens, extra = self.open(tmp_path), self.tokens(), {1: b"cat"}
         keys = list(database.keys(tokens, extra=extra))
         known = keys[:2]
@@ -74,6 +85,10 @@ class TokenDatabaseLaws(Laws):
         assert database.keys(tokens, extra=extra) == keys, "a caller changed a returned list, and later results with it"
 
     def test_a_prefix_has_the_prefix_of_the_keys(self, tmp_path: Path):
+        """Of two prompts with a common beginning, the chunks of that beginning have the same keys.
+
+        Otherwise prompts would share nothing, and only the very same prompt would ever be a hit.
+        """
         database = self.open(tmp_path)
         keys = database.keys(self.tokens())
         for count in range(0, len(self.tokens()), 5):
@@ -82,6 +97,11 @@ class TokenDatabaseLaws(Laws):
             )
 
     def test_a_token_changes_its_key_and_all_that_follow(self, tmp_path: Path):
+        """KV depends on all tokens before it: a key does, too.
+
+        Otherwise the KV of one prompt would be served for another that differs in an earlier token. Nothing can find
+        that: the frame is the right one for its key.
+        """
         database = self.open(tmp_path)
         keys = database.keys(self.tokens())
         for place in range(_CHUNKS * self.chunk_tokens):
@@ -90,7 +110,10 @@ class TokenDatabaseLaws(Laws):
             _must_part(keys, database.keys(others), place // self.chunk_tokens, f"token {place} is another one")
 
     def test_every_bit_of_a_token_counts(self, tmp_path: Path):
-        """A vocabulary has more than 65 536 tokens."""
+        """A vocabulary has more than 65 536 tokens.
+
+        Otherwise two prompts that differ in one token would share their KV: wrong answers that nothing can find.
+        """
         database = self.open(tmp_path)
         keys = database.keys(self.tokens())
         for bit in range(_TOKEN_BITS):
@@ -99,13 +122,22 @@ class TokenDatabaseLaws(Laws):
             _must_part(keys, database.keys(others), 0, f"two token ids differ in bit {bit} alone")
 
     def test_swapped_tokens_are_other_tokens(self, tmp_path: Path):
+        """The order of tokens counts.
+
+        Otherwise two prompts with the same words in another order would share their KV: wrong answers that nothing can
+        find.
+        """
         database = self.open(tmp_path)
         others = self.tokens()
         others[0], others[1] = others[1], others[0]
         _must_part(database.keys(self.tokens()), database.keys(others), 0, "two tokens changed places")
 
     def test_chunk_sizes_share_nothing(self, tmp_path: Path):
-        """A chunk of another size is another piece of KV, even if it ends at the same token."""
+        """A chunk of another size is another piece of KV, even if it ends at the same token.
+
+        Otherwise after a change of `chunk_tokens` frames of the old size would be read for the new one, and counted as
+        damaged.
+        """
         runs = {}
         for size in (self.chunk_tokens, self.chunk_tokens // 2, 2 * self.chunk_tokens):
             runs[size] = self.open(tmp_path, chunk_tokens=size).keys(self.tokens())
@@ -116,17 +148,30 @@ class TokenDatabaseLaws(Laws):
         _must_share_nothing(runs, "chunk_tokens is")
 
     def test_salts_share_nothing(self, tmp_path: Path):
-        """Every byte of a salt counts, and its length does."""
+        """Every byte of a salt counts, and its length does.
+
+        Otherwise one tenant's prompt would be answered from the cache of another, who could find out by the time it
+        takes what others have asked.
+        """
         database = self.open(tmp_path)
         salts = [b"", b"a", b"b", b"ab", b"\0", b"a\0", _LONG, _LONG + b"\0", *_changed(_LONG)]
         _must_share_nothing({salt: database.keys(self.tokens(), salt=salt) for salt in salts}, "the salt is")
 
     def test_namespaces_share_nothing(self, tmp_path: Path):
+        """Another namespace has other keys for the same tokens.
+
+        Otherwise the KV of one model would be looked up for another one.
+        """
         models = ("ours", "theirs")
         runs = {model: self.open(tmp_path, model).keys(self.tokens()) for model in models}
         _must_share_nothing(runs, "the namespace is that of model")
 
     def test_extra_changes_its_chunk_and_all_that_follow(self, tmp_path: Path):
+        """What `extra` says of a chunk counts for it and for all that follow.
+
+        Otherwise two prompts with other images in the same place would share their KV: the answer to one would describe
+        the image of the other.
+        """
         database = self.open(tmp_path)
         cat = {2: b"cat"}
         for ours, theirs, parting in [
@@ -141,12 +186,20 @@ class TokenDatabaseLaws(Laws):
             _must_part(*runs, parting, f"extra is {ours} in one call and {theirs} in another")
 
     def test_salt_and_extra_are_not_confused(self, tmp_path: Path):
+        """The same bytes as salt and as `extra` make other keys.
+
+        Otherwise a client who chooses its salt could reach the KV of another one's images.
+        """
         database = self.open(tmp_path)
         salted, extra = database.keys(self.tokens(), salt=b"cat"), database.keys(self.tokens(), extra={0: b"cat"})
         _must_part(salted, extra, 0, "the same bytes are the salt in one call and extra[0] in another")
 
     @pytest.mark.parametrize("extra", [None, {0: b"cat", 4: b"dog"}])
     def test_known_keys_change_nothing(self, tmp_path: Path, extra: Mapping[int, bytes] | None):
+        """With `known` keys the result is the same as without.
+
+        Otherwise a prompt that grows, as every chat does, would lose its path at each turn.
+        """
         database = self.open(tmp_path)
         keys = database.keys(self.tokens(), salt=b"salt", extra=extra)
         for count in range(_CHUNKS + 1):
@@ -155,7 +208,10 @@ class TokenDatabaseLaws(Laws):
             )
 
     def test_every_process_has_the_same_keys(self, tmp_path: Path):
-        """With whatever PYTHONHASHSEED: what one engine stored the next one must find."""
+        """With whatever PYTHONHASHSEED: what one engine stored the next one must find.
+
+        Otherwise after a restart, and in a fleet, every lookup would be a miss.
+        """
         here = keys_of(self.config(tmp_path), self.chunk_tokens, self.tokens())
         for seed in (1, 2):
             there = in_new_process(keys_of, self.config(tmp_path), self.chunk_tokens, self.tokens(), hash_seed=seed)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from kvtier_core.hookspecs import hookimpl
+from kvtier_core.interfaces import ArenaConfig
 from kvtier_cpu.config import CpuConfig
 
 
 @hookimpl
-def kvtier_backends():
+def kvtier_backends() -> list[type[ArenaConfig]]:
     return [CpuConfig]

@@ -71,7 +71,7 @@ def reach(address: Address, *, populate: bool) -> mmap.mmap:
                 raise BackendError(f"{path} is no longer the arena it was: its owner is gone")
             memory = mmap.mmap(file.fileno(), address.nbytes)
     except OSError as error:
-        why = _WHY_NOT.get(error.errno, error.strerror)
+        why = _WHY_NOT.get(error.errno or 0, error.strerror)
         raise BackendError(f"cannot reach the arena of process {address.pid}: {why}") from error
     if populate:
         with contextlib.suppress(OSError):

@@ -22,8 +22,9 @@ from kvtier_disk.frames import (
     namespace_folders,
     oldest_first,
     place_of,
+    remove_if_empty,
 )
-from kvtier_disk.namespaces import make_namespace_folder, read_facts
+from kvtier_disk.namespaces import make_namespace_folder, read_facts, remove_facts
 from kvtier_disk.space_account import free_of
 
 
@@ -103,6 +104,15 @@ class FolderBackend(Backend):
             root = self._home.folder()
             others = [] if root is None else [name for name in namespace_folders(root) if name != self._name]
             return iter([facts for name in others if (facts := read_facts(root, name)) is not None])
+
+    def drop_namespace(self) -> None:
+        with backend_errors(self._path):
+            root = self._home.folder()
+            if self._namespace_folder(root) is not None:
+                for place, _ in everything_of(root, self._name):
+                    place.remove(root)
+                remove_facts(root, self._name)
+                remove_if_empty(root, self._name)
 
     def facts(self) -> Mapping[str, str]:
         return {

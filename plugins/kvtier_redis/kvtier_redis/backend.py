@@ -114,6 +114,10 @@ class RedisBackend(Backend):
         found = [_namespace(text) for text in told[1::2]] if isinstance(told, list) else []
         return iter([each for each in found if each is not None and each != self._namespace])
 
+    def drop_namespace(self) -> None:
+        names = self._names.namespaces
+        self._client.call(Deadline(self._timeout), names, "HDEL", names, self._namespace.digest.hex())
+
     def facts(self) -> Mapping[str, str]:
         return {"url": f"{self._settings.url} -> {self._trouble}"} if self._trouble else {}
 

@@ -94,6 +94,10 @@ class S3Backend(Backend):
         found = (_facts(home, bytes(answer.body)) for home, answer in read)
         return iter([namespace for namespace in found if namespace is not None])
 
+    def drop_namespace(self) -> None:
+        with self._bucket.calls.within(self._timeout):
+            self._bucket.calls.one(self._bucket.delete, self._names.facts)
+
     def facts(self) -> Mapping[str, str]:
         return self._facts
 

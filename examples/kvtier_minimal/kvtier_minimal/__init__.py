@@ -1,1 +1,0 @@
-"""The smallest complete kvtier tier."""

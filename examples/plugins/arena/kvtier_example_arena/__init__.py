@@ -1,0 +1,1 @@
+"""An arena of kvtier in memory that the engine's workers map."""

@@ -1,0 +1,1 @@
+"""A tier of kvtier that keeps frames in a dict."""

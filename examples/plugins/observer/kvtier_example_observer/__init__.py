@@ -1,0 +1,1 @@
+"""An observer of kvtier: a line for each store in trouble."""

@@ -1,0 +1,1 @@
+"""An eviction policy of kvtier: least recently used."""

@@ -1,0 +1,1 @@
+"""A serializer of kvtier: zlib."""

@@ -1,0 +1,1 @@
+"""A token database of kvtier: SHA-256."""

@@ -1,0 +1,132 @@
+"""`kvtier conform TIER --config FILE`: does a tier of yours keep the laws, where it is and as it is configured?"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import attrs
+
+from kvtier_core.config.model import StoreTierConfig
+from kvtier_core.errors import BackendError, ConfigError
+
+
+@attrs.frozen
+class Law:
+    """What became of one law."""
+
+    name: str
+    outcome: str  #: kept, broken, or not tried
+    why: str  #: it is broken or was not tried
+
+
+def add_to(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "conform",
+        help="try whether a tier keeps the laws of its interface, where it is",
+        description="Run the laws of the plugin interface against a tier of a configuration file, in namespaces of "
+        "their own, which are emptied afterwards. A tier that is not shared must not be in use. Exits with 0 if every "
+        "law that was tried is kept, with 1 if one is broken, with 2 if the tier cannot be tried.",
+    )
+    parser.add_argument("tier", help="the name of a tier: its type, or disk#2 for the second of that type")
+    parser.add_argument("--config", required=True, help="the configuration file that names the tier")
+    parser.add_argument("--excuse", metavar="LAW=WHY", action="append", default=[], help="do not try this law, and why")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="write the outcome of each law as JUnit XML, too")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Try, print the report, and return the exit status."""
+    if importlib.util.find_spec("pytest") is None:
+        return _refused("the laws are tests: pip install 'kvtier[testing]'")
+    from kvtier_core.testing.live import find_tier
+    from kvtier_core.testing.throughput import measure
+
+    try:
+        tier = find_tier(options.config, options.tier)
+        speed = attrs.asdict(measure(tier)) if isinstance(tier, StoreTierConfig) else {}
+        with tempfile.TemporaryDirectory(prefix="kvtier-conform-") as folder:
+            laws = _try(options, Path(folder))
+    except (ConfigError, BackendError, OSError) as error:
+        return _refused(str(error))
+    report = {
+        "tier": tier.name,
+        "config": tier.source.where,
+        "plugin": tier.source.plugin,
+        "kvtier": metadata.version("kvtier"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "shared": bool(getattr(tier.config, "shared", False)),
+        "throughput": speed,
+        "laws": [attrs.asdict(law) for law in laws],
+        "verdict": "broken" if any(law.outcome == "broken" for law in laws) else "kept",
+    }
+    if options.json:
+        print(json.dumps(report, indent=1))
+    else:
+        _print(report)
+    return 1 if report["verdict"] == "broken" else 0
+
+
+def _try(options: argparse.Namespace, folder: Path) -> list[Law]:
+    """Run pytest, in a process and a folder that know nothing of any project's settings. Raises BackendError."""
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    junit = folder / "laws.xml"
+    command = [sys.executable, "-m", "pytest", "--pyargs", "kvtier_core.testing.live", "--quiet", "--tb=short"]
+    command += ["-c", str(folder / "pytest.ini"), "--rootdir", str(folder), "--basetemp", str(folder / "temp")]
+    command += ["-p", "no:cacheprovider", "-p", "kvtier", "--junitxml", str(junit)]
+    command += ["--kvtier-config", str(Path(options.config).absolute()), "--kvtier-tier", options.tier]
+    command += [f"--kvtier-excuse={excuse}" for excuse in options.excuse]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode not in (0, 1):
+        raise BackendError((done.stderr or done.stdout).strip().removeprefix("ERROR: "))
+    if options.junit is not None:
+        shutil.copyfile(junit, options.junit)
+    return [_law(case) for case in ElementTree.parse(junit).iter("testcase")]
+
+
+def _law(case: ElementTree.Element) -> Law:
+    name = case.get("name", "")
+    for found in case:
+        if found.tag in ("failure", "error"):
+            return Law(name, "broken", (found.text or found.get("message", "")).strip())
+        if found.tag == "skipped":
+            return Law(name, "not tried", found.get("message", ""))
+    return Law(name, "kept", "")
+
+
+def _print(report: dict[str, Any]) -> None:
+    print(f"{report['tier']} of {report['config']}: plugin {report['plugin']}")
+    print(f"kvtier {report['kvtier']}, Python {report['python']}, {report['platform']}")
+    if speed := report["throughput"]:
+        print(
+            f"writes {speed['write']:.2f} GB/s, reads back {speed['read']:.2f} GB/s, in frames of 1MiB; "
+            f"knows of a key in {speed['contains']:.2f} ms"
+        )
+    outcomes = Counter(law["outcome"] for law in report["laws"])
+    print(f"laws: {outcomes['kept']} kept, {outcomes['not tried']} not tried, {outcomes['broken']} broken")
+    for law in report["laws"]:
+        if law["outcome"] == "not tried":
+            print(f"  not tried: {law['name']}: {law['why']}")
+    for law in report["laws"]:
+        if law["outcome"] == "broken":
+            print(f"\nbroken: {law['name']}\n{law['why']}")
+    print(f"\nverdict: {report['verdict']}")
+
+
+def _refused(why: str) -> int:
+    print(f"kvtier conform: {why}", file=sys.stderr)
+    return 2

@@ -1,0 +1,84 @@
+"""`kvtier new NAME --kind KIND`: a plugin of your own, ready to be installed, tested and used."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import attrs
+
+#: A folder a kind, each a whole project whose plugin is called `example-KIND`. They are tested as they are.
+#: A wheel has them inside the package, a clone beside it.
+EXAMPLES = next(folder for above in Path(__file__).parents[1:3] if (folder := above / "examples" / "plugins").is_dir())
+
+_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+#: What a clone has besides, where the examples have been run.
+_NOT_COPIED = frozenset({"__pycache__", ".pytest_cache", ".hypothesis"})
+
+
+@attrs.frozen
+class Name:
+    """The name of a plugin, as it is written where."""
+
+    plain: str  #: in YAML, and behind ``kvtier-`` for the distribution: ``my-tier``
+
+    @property
+    def spellings(self) -> tuple[str, str, str]:
+        """In YAML, in a module's name, and in that of a class: ``my-tier``, ``my_tier``, ``MyTier``."""
+        return self.plain, self.plain.replace("-", "_"), "".join(part.capitalize() for part in self.plain.split("-"))
+
+    def instead_of(self, other: Name, text: str) -> str:
+        """The text with this name in place of the other one."""
+        for mine, its in zip(self.spellings, other.spellings, strict=True):
+            text = text.replace(its, mine)
+        return text
+
+
+def kinds() -> list[str]:
+    """What can be begun: a kind for each example."""
+    return sorted(project.parent.name for project in EXAMPLES.glob("*/pyproject.toml"))
+
+
+def add_to(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser("new", help="begin a plugin of your own, installed and tested at once")
+    parser.add_argument("name", help="what users will write in YAML, in small letters: my-tier")
+    parser.add_argument("--kind", required=True, choices=kinds())
+    parser.add_argument("--into", type=Path, default=Path(), help="make kvtier-NAME in this folder")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Make the project and return 0, or say why not and return 2."""
+    project = options.into / f"kvtier-{options.name}"
+    if not _NAME.fullmatch(options.name):
+        return _refused(f"{options.name!r} is no name for a plugin", "use small letters, digits and single hyphens")
+    if options.name.startswith("kvtier"):
+        return _refused(f"{options.name!r} begins with kvtier", "that is put before the name of the package anyway")
+    if project.exists():
+        return _refused(f"{project} is there already", "choose another name, or another folder with --into")
+    for file in copy(options.kind, Name(options.name), project):
+        print(file)
+    print(f"\ncd {project} && pip install -e '.[test]' && pytest")
+    return 0
+
+
+def copy(kind: str, name: Name, project: Path) -> list[Path]:
+    """Make a project from the example of this kind, and return its files."""
+    example = Name(f"example-{kind}")
+    made = []
+    for source in sorted(path for path in (EXAMPLES / kind).rglob("*") if path.is_file()):
+        inside = source.relative_to(EXAMPLES / kind)
+        if _NOT_COPIED.isdisjoint(inside.parts):
+            target = project / name.instead_of(example, str(inside))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(name.instead_of(example, source.read_text()))
+            made.append(target)
+    return made
+
+
+def _refused(why: str, hint: str) -> int:
+    print(f"kvtier new: {why}; {hint}", file=sys.stderr)
+    return 2

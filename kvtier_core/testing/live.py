@@ -1,0 +1,141 @@
+"""The laws for one tier of a user's own configuration file, collected by `kvtier conform`.
+
+The store may hold frames of others, so nothing is asked of it but what an engine with another model would ask. Every
+law has namespaces that nobody else has, which are emptied when it ends, and no capacity that others would have to make
+room for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import attrs
+import pytest
+
+from kvtier_core.config.load import load_config
+from kvtier_core.config.model import ArenaTierConfig, StoreTierConfig
+from kvtier_core.config.registry import Registry
+from kvtier_core.errors import BackendError, Gone
+from kvtier_core.interfaces import BackendConfig, OpenContext
+from kvtier_core.testing.laws.arenas import ArenaLaws
+from kvtier_core.testing.laws.backend_calls import HOSTILE_KEYS
+from kvtier_core.testing.laws.backends import BackendLaws
+from kvtier_core.testing.laws.base import Laws
+from kvtier_core.testing.laws.shared_backends import SharedBackendLaws
+from kvtier_core.testing.samples import make_context, make_frame, make_key, make_keys
+from kvtier_core.types import Namespace, Nbytes
+
+#: Of a store that belongs to one engine: so much that it never makes room by deleting what others left there.
+_ENDLESS = Nbytes(1 << 60)
+#: Laws that would have to harm what others keep in the store.
+_TOO_MUCH = {
+    "test_what_other_namespaces_left_counts_against_the_capacity": "would delete what other engines left in this store"
+}
+#: Every key that a law writes.
+_KEYS = [*make_keys(512), *HOSTILE_KEYS, *(make_key(1000 * seed + i) for seed in range(1, 9) for i in range(12))]
+
+
+def find_tier(file: str, name: str) -> ArenaTierConfig | StoreTierConfig:
+    """The tier of a configuration file. Raises ConfigError, or BackendError if it has no such tier."""
+    config = load_config(Path(file), Registry.discover())
+    tiers = {tier.name: tier for tier in config.tiers}
+    if name not in tiers:
+        raise BackendError(f"{file} has no tier {name!r}; it has: {', '.join(tiers)}")
+    return tiers[name]
+
+
+def suite_of(tier: ArenaTierConfig | StoreTierConfig, excused: Mapping[str, str]) -> type[Laws]:
+    """The laws for this tier. Raises KvtierError if it cannot be opened, TypeError for an excuse that is none."""
+    if isinstance(tier, ArenaTierConfig):
+        return type("TestTier", (_LiveArena, ArenaLaws), {"tier": tier, "excused": excused})
+    suite = SharedBackendLaws if tier.config.shared else BackendLaws
+    kept = {"tier": tier, "persistent": survives(tier), "excused": {**_TOO_MUCH, **excused}}
+    return type("TestTier", (_LiveStore, suite), kept)
+
+
+def survives(tier: StoreTierConfig) -> bool:
+    """Is a frame still there after close and open? Raises BackendError or ConfigError if the store does not serve."""
+    key = make_key(0)
+    with own_namespace(tier) as ctx:
+        for call in ("write", "contains"):
+            backend = tier.config.open(ctx)
+            try:
+                if call == "contains":
+                    return bool(backend.contains([key])[0])
+                (error,) = backend.write([key], [make_frame(key)]) or [None]
+                if error is not None:
+                    raise error
+            finally:
+                backend.close()
+    raise AssertionError("contains is asked last")
+
+
+@contextlib.contextmanager
+def own_namespace(tier: StoreTierConfig) -> Iterator[OpenContext]:
+    """What the stack would tell the tier's store in a namespace that nobody else has; emptied afterwards."""
+    ctx = _own(tier, make_context(), secrets.token_hex(8))
+    try:
+        yield ctx
+    finally:
+        empty(tier.config, [ctx])
+
+
+def empty(config: BackendConfig, contexts: Collection[OpenContext]) -> None:
+    """Remove all that the laws may have left in these namespaces. Raises BackendError."""
+    if type(config).walk is not BackendConfig.walk:  # what was quarantined is in no namespace any more
+        with config.walk() as stored:
+            for each in stored:
+                if each.home and any(ctx.namespace.digest.startswith(each.home) for ctx in contexts):
+                    with contextlib.suppress(Gone):
+                        each.remove()
+    for ctx in contexts:
+        backend = config.open(ctx)
+        try:
+            there = zip(_KEYS, backend.contains(_KEYS), strict=True)
+            backend.delete([key for key, is_there in there if is_there])
+            backend.drop_namespace()
+        finally:
+            backend.close()
+
+
+def _own(tier: StoreTierConfig, ctx: OpenContext, run: str) -> OpenContext:
+    return attrs.evolve(
+        ctx,
+        namespace=ctx.namespace.narrowed("conform", run),
+        capacity=Nbytes(0) if tier.config.shared else _ENDLESS,
+        timeout=tier.timeout,
+    )
+
+
+class _LiveArena:
+    """An arena is memory of its own for each engine: nothing of anybody's can be touched."""
+
+    tier: ClassVar[ArenaTierConfig]
+
+    def config(self, folder: Path):
+        return self.tier.config
+
+
+class _LiveStore:
+    """Another namespace for each law, and nothing left in it."""
+
+    tier: ClassVar[StoreTierConfig]
+
+    @pytest.fixture(autouse=True)
+    def _leave_nothing(self) -> Iterator[None]:
+        self._run = secrets.token_hex(8)
+        self._contexts: dict[Namespace, OpenContext] = {}
+        yield
+        empty(self.tier.config, self._contexts.values())
+
+    def config(self, folder: Path) -> BackendConfig:
+        return self.tier.config
+
+    def context(self, model: str = "tiny", capacity: int = 0, codec: str = "") -> OpenContext:
+        ctx = _own(self.tier, super().context(model, capacity, codec), self._run)
+        self._contexts[ctx.namespace] = ctx
+        return ctx
