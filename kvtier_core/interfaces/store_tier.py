@@ -136,6 +136,12 @@ class BackendConfig(abc.ABC):
         """
         raise BackendError(f"a tier of type {self.type} cannot be walked")
 
+    def forget(self, namespace: Namespace) -> None:
+        """Remove what the store keeps of this namespace beside its frames: what explains it. By default nothing.
+
+        No engine uses the namespace, and none of its frames is there. Raises BackendError.
+        """
+
     def recount(self, capacity: Nbytes, nbytes: int) -> None:
         """`kvtier fsck --repair` left ``nbytes`` in a shared store with a capacity: correct its account.
 

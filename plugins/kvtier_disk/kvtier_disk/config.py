@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import attrs
 
 from kvtier_core.interfaces import Backend, BackendConfig, Medium, OpenContext, Stored
-from kvtier_core.types import Nbytes
+from kvtier_core.types import Namespace, Nbytes
 
 #: The folder of one of several engines is called this, followed by its number.
 _REPLICA = "replica-"
@@ -55,6 +55,11 @@ class DiskConfig(BackendConfig):
         folders = [self.path, *sorted(self.path.glob(f"{_REPLICA}[0-9]*"))]
         with contextlib.ExitStack() as locks:
             yield itertools.chain.from_iterable([locks.enter_context(everything_in(folder)) for folder in folders])
+
+    def forget(self, namespace: Namespace) -> None:
+        from kvtier_disk.namespaces import forget_in
+
+        forget_in(self.path, namespace)
 
     def recount(self, capacity: Nbytes, nbytes: int) -> None:
         from kvtier_disk.shared_account import recount_folder

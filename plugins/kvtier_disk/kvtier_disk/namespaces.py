@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 
 from kvtier_core.types import Namespace
-from kvtier_disk.folder import Folder, NoFile
-from kvtier_disk.frames import namespace_folder_name, unfinished
+from kvtier_disk.folder import Folder, NoFile, backend_errors
+from kvtier_disk.frames import namespace_folder_name, remove_if_empty, unfinished
 
 _FACTS = "namespace.json"
 _MAX_NBYTES = 1 << 20
@@ -57,3 +58,12 @@ def remove_facts(root: Folder, name: str) -> None:
     folder = root.inner(name)
     folder.remove(_FACTS)
     folder.remove(unfinished(_FACTS))
+
+
+def forget_in(path: Path, namespace: Namespace) -> None:
+    """Remove the folder of a namespace that has no frames. Raises BackendError."""
+    name = namespace_folder_name(namespace)
+    with backend_errors(path), contextlib.suppress(FileNotFoundError):
+        root = Folder.at(path)
+        remove_facts(root, name)
+        remove_if_empty(root, name)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import attrs
 
 from kvtier_core.interfaces import Backend, BackendConfig, OpenContext, Stored
-from kvtier_core.types import Nbytes
+from kvtier_core.types import Namespace, Nbytes
 from kvtier_redis.settings import RedisSettings
 
 
@@ -31,6 +31,11 @@ class RedisConfig(RedisSettings, BackendConfig):
 
         with everything(self) as found:
             yield found
+
+    def forget(self, namespace: Namespace) -> None:
+        from kvtier_redis.walk import forget
+
+        forget(self, namespace)
 
     def recount(self, capacity: Nbytes, nbytes: int) -> None:
         from kvtier_redis.walk import recount

@@ -12,6 +12,7 @@ import attrs
 from kvtier_core.errors import BackendError, Gone
 from kvtier_core.interfaces import Stored
 from kvtier_core.transfer import shared_space
+from kvtier_core.types import Namespace
 from kvtier_redis.account import Ledger, entry_of, remove_frame
 from kvtier_redis.client import Client
 from kvtier_redis.deadline import Deadline
@@ -29,6 +30,16 @@ def everything(settings: RedisSettings) -> Iterator[Iterator[Stored]]:
     client = Client(settings)
     try:
         yield _Walk(client, Names(settings.prefix)).stored()
+    finally:
+        client.close()
+
+
+def forget(settings: RedisSettings, namespace: Namespace) -> None:
+    """Remove the facts of a namespace. Raises BackendError."""
+    client = Client(settings)
+    try:
+        names = Names(settings.prefix).namespaces
+        client.call(Deadline(_TIMEOUT), names, "HDEL", names, namespace.digest.hex())
     finally:
         client.close()
 

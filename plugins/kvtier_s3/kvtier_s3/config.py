@@ -9,7 +9,7 @@ from typing import ClassVar
 import attrs
 
 from kvtier_core.interfaces import Backend, BackendConfig, OpenContext, Stored
-from kvtier_core.types import Nbytes
+from kvtier_core.types import Namespace, Nbytes
 from kvtier_s3.settings import S3Settings
 
 
@@ -31,6 +31,11 @@ class S3Config(S3Settings, BackendConfig):
 
         with everything_in(self) as found:
             yield found
+
+    def forget(self, namespace: Namespace) -> None:
+        from kvtier_s3.walk import forget_in
+
+        forget_in(self, namespace)
 
     def recount(self, capacity: Nbytes, nbytes: int) -> None:
         from kvtier_s3.walk import recount_bucket

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from kvtier_core.errors import Gone
 from kvtier_core.interfaces import Stored
 from kvtier_core.transfer.shared_space import recount
+from kvtier_core.types import Namespace
 from kvtier_s3.bucket import Bucket, Listed
 from kvtier_s3.errors import Absent, Conflict
-from kvtier_s3.names import FACTS, is_home, place_of
+from kvtier_s3.names import FACTS, Names, is_home, place_of
 from kvtier_s3.opening import connect
 from kvtier_s3.settings import S3Settings
 from kvtier_s3.space import BucketSpace
@@ -26,6 +27,16 @@ def everything_in(settings: S3Settings) -> Iterator[Iterator[Stored]]:
     bucket, _ = connect(settings, _SECONDS)
     try:
         yield _walk(bucket, settings.prefix)
+    finally:
+        bucket.calls.close()
+
+
+def forget_in(settings: S3Settings, namespace: Namespace) -> None:
+    """Remove the object that explains a namespace. Raises BackendError."""
+    bucket, _ = connect(settings, _SECONDS)
+    try:
+        with bucket.calls.within(_SECONDS):
+            bucket.calls.one(bucket.delete, Names.of(settings.prefix, namespace).facts)
     finally:
         bucket.calls.close()
 
