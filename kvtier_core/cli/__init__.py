@@ -7,11 +7,23 @@ import os
 import sys
 from collections.abc import Sequence
 
-from kvtier_core.cli import check, completion, fsck, identity, plan, plugins, schema, simulate
+from kvtier_core.cli import (
+    bench,
+    check,
+    clear,
+    completion,
+    doctor,
+    fsck,
+    identity,
+    plan,
+    plugins,
+    schema,
+    simulate,
+)
 from kvtier_core.cli.output import FINE, PROBLEMS, USAGE, Output
 from kvtier_core.errors import BackendError, ConfigError
 
-_COMMANDS = (check, completion, fsck, identity, plan, plugins, schema, simulate)
+_COMMANDS = (bench, check, clear, completion, doctor, fsck, identity, plan, plugins, schema, simulate)
 
 
 def parser() -> argparse.ArgumentParser:
