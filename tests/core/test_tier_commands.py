@@ -116,7 +116,8 @@ def test_the_doctor_believes_no_tier(folder, capsys, monkeypatch, backend, why):
     monkeypatch.setattr(minimal, "MinimalBackend", backend)
     monkeypatch.setattr(Registry, "discover", lambda: Registry.of(minimal))
     monkeypatch.setattr(doctor, "_PATIENCE", 1)
-    write_file("{type: minimal, capacity: 1GiB, timeout: 500ms}")
+    timeout = "500ms" if backend is Hanging else "1min"
+    write_file(f"{{type: minimal, capacity: 1GiB, timeout: {timeout}}}")
     Hanging.released.clear()
     assert main(["doctor", "kvtier.yaml", "--json"]) == PROBLEMS
     Hanging.released.set()
