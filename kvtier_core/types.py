@@ -120,6 +120,8 @@ class Usage:
     capacity: int  #: in bytes
     pins: int = 0  #: of an arena: slots in use by requests and tiers, counted once for each use
     inflight: int = 0  #: of a store tier: bytes on their way to it or from it
+    can_read: bool = True  #: False while a breaker, or a call that hangs, keeps reads from a store tier
+    can_write: bool = True  #: the same for writes
 
 
 _SIZE = re.compile(r"([0-9]+)\s*(B|KiB|MiB|GiB|TiB|PiB)")

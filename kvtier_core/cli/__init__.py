@@ -13,17 +13,35 @@ from kvtier_core.cli import (
     clear,
     completion,
     doctor,
+    explain,
     fsck,
     identity,
     plan,
     plugins,
     schema,
     simulate,
+    status,
+    top,
 )
 from kvtier_core.cli.output import FINE, PROBLEMS, USAGE, Output
 from kvtier_core.errors import BackendError, ConfigError
 
-_COMMANDS = (bench, check, clear, completion, doctor, fsck, identity, plan, plugins, schema, simulate)
+_COMMANDS = (
+    bench,
+    check,
+    clear,
+    completion,
+    doctor,
+    explain,
+    fsck,
+    identity,
+    plan,
+    plugins,
+    schema,
+    simulate,
+    status,
+    top,
+)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -48,8 +48,8 @@ class Output:
         return f"\33[{_COLOURS[meaning]}m{text}\33[0m" if meaning and _has_colours() else text
 
     def finish(self) -> None:
-        """Print the value for programs."""
-        if self.as_json:
+        """Print the value for programs, unless it was printed line by line."""
+        if self.as_json and self.value is not None:
             print(json.dumps(self.value, indent=1))
 
 

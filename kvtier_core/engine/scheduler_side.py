@@ -20,6 +20,7 @@ from kvtier_core.engine.scheduler.requests import Requests, RequestState
 from kvtier_core.engine.scheduler.self_test_gate import SelfTestGate
 from kvtier_core.engine.scheduler.store_jobs import StoreJobs
 from kvtier_core.engine.scheduler.waiting import Waiting
+from kvtier_core.engine.status.page import StatusPage
 from kvtier_core.engine.step import BlockTables, ScheduledRequest, Step, StepResult
 from kvtier_core.interfaces import TokenDatabase
 from kvtier_core.layouts import ChunkLayout
@@ -80,6 +81,7 @@ class SchedulerSide:
         self._stores = StoreJobs(manager, layout.ranks, layout.shards)
         self._waiting = Waiting(config, clock)
         self.savings = self._waiting.savings
+        self.status = StatusPage(manager, self._requests, self.events, self.savings, clock)
         self._stepped = False  # has the stack been stepped since the last plan?
         # Blocks allocated since the last plan that a forward or another connector's load will write. Blocks
         # that kvtier loads are not among them: the mover's load itself waits for the stores that still read them.
@@ -170,6 +172,7 @@ class SchedulerSide:
             self.drain(_IDLE_WAIT)
         else:
             self.events.record(self.manager.step())
+        self.status.step()
         self._stepped = False
         self._waiting.speed.planned(sum(request.scheduled for request in step.requests), self._clock())
         self._loads.release_forgotten()
@@ -223,6 +226,7 @@ class SchedulerSide:
         state = self._requests.finish(view.request_id)
         if state:
             self._loads.release(state)
+        self.status.step()
         if state and self._recorder:
             self._recorder.record(
                 state.since,
@@ -254,6 +258,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Let stores in flight finish for some seconds, then close the stack and log the totals."""
+        self.status.close()
         if self.namespace is not self._first_namespace:
             self.manager.invalidate_all(self._first_namespace)  # no other process could find a later epoch's
         self.events.record(self.manager.close())
@@ -304,6 +309,7 @@ class SchedulerSide:
         why = state.reason + (self._waiting.explain(state, tokens) if tokens else "")
         view = state.view
         logger.info("kvtier: %s: hit %d of %d tokens%s: %s", view.request_id, tokens, view.tokens, had, why)
+        self.status.note(state, tokens, why)
 
     def _plan_store(
         self, state: RequestState, scheduled: ScheduledRequest, step: Step

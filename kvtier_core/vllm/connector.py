@@ -328,5 +328,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Drop a side that failed. Loads that vLLM waits for are reported as failed: `_promised` and `_awaited`."""
         side, self.side = self.side, None
         self._refusal = "kvtier failed before; see the log"
+        if isinstance(side, SchedulerSide):
+            run(side.status.close)
         if isinstance(side, WorkerSide) and run(side.close).error is not None:
             logger.error("kvtier: a copy may still be under way")

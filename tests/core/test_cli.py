@@ -91,6 +91,7 @@ def test_check_shows_every_setting_and_its_origin(folder, capsys):
         ["$.identity.weights", "full", "default"],
         ["$.on_reset", "forget", "default"],
         ["$.record", "~", "default"],
+        ["$.status", "auto", "default"],
     ]
 
 

@@ -21,6 +21,11 @@ class Breaker:
         self._until: float | None = None
         self._probing = False
 
+    @property
+    def open(self) -> bool:
+        """Is it open, or half-open?"""
+        return self._until is not None
+
     def allows(self, now: float) -> bool:
         """May a call begin now?"""
         if self._until is None:
@@ -33,7 +38,7 @@ class Breaker:
 
     def succeed(self) -> bool:
         """A call succeeded. True if this closes the breaker."""
-        was_open = self._until is not None
+        was_open = self.open
         self.__init__()
         return was_open
 

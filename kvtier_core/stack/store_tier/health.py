@@ -37,6 +37,16 @@ class StoreHealth:
         """May a write begin now?"""
         return not self._hangs and self.writes.allows(self._clock())
 
+    @property
+    def reads_blocked(self) -> bool:
+        """Does a breaker, or a call that hangs, keep reads from the store, but for a probe?"""
+        return self._hangs or self.reads.open
+
+    @property
+    def writes_blocked(self) -> bool:
+        """The same for writes."""
+        return self._hangs or self.writes.open
+
     def begin(self, breaker: Breaker) -> None:
         """A call begins that counts for ``breaker``: `reads` or `writes`."""
         breaker.begin(self._clock())

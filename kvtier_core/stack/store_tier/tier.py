@@ -87,7 +87,15 @@ class StoreTier:
 
     def usage(self) -> Usage:
         """What the tier holds now."""
-        return Usage(self.name, len(self.index), self.index.used, self.capacity, inflight=self._inflight)
+        return Usage(
+            self.name,
+            len(self.index),
+            self.index.used,
+            self.capacity,
+            inflight=self._inflight,
+            can_read=not self._health.reads_blocked,
+            can_write=not self._health.writes_blocked,
+        )
 
     # -- what is here ------------------------------------------------------------------------------
 
