@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import socket
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ def found(named: Path | None) -> list[Path]:
     sockets = sorted(path for path in folder.glob(PATTERN) if path.is_socket())
     if not sockets:
         raise BackendError(
-            f"no engine has a socket in {folder}: is one running, as this user, with the same XDG_RUNTIME_DIR, and is it "
-            "served? Its log says 'kvtier: status at …'; name that with --socket"
+            f"no engine has a socket in {folder}: is one running, as this user, with the same XDG_RUNTIME_DIR, and is "
+            "it served? Its log says 'kvtier: status at …'; name that with --socket"
         )
     return sockets
 
@@ -44,8 +45,10 @@ def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:
     received = bytearray()
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(_PATIENCE)
+            # Where others wait for the engine, too: with a timeout of Python's own this would fail at once.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_PATIENCE), 0))
             connection.connect(str(path))
+            connection.settimeout(_PATIENCE)
             connection.sendall(json.dumps(question).encode() + b"\n")
             while piece := connection.recv(1 << 16):
                 received += piece

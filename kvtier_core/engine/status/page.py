@@ -78,8 +78,12 @@ class StatusPage:
         self._publish()
         opened = run(lambda: Server(socket_path(config.status), self._answer))
         if opened.error is not None:
-            logger.warning("kvtier: status: no socket can be opened, so that kvtier status finds no engine here: %s; "
-                           "name another place for it, status: PATH", opened.error)  # fmt: skip
+            logger.warning(
+                "kvtier: status: %s: no socket can be opened, so that kvtier status finds no engine: %s; name another "
+                "place for it, status: PATH",
+                config.status,
+                opened.error,
+            )
             return
         self._server = opened.value
         logger.info("kvtier: status at %s", self._server.path)

@@ -63,9 +63,9 @@ class Server:
         self._asked: deque[tuple[_Client, Answer]] = deque(maxlen=_MOST_CLIENTS)  # older ones have been given up
         self._replied: deque[tuple[_Client, Answer]] = deque()
         self._closed = False
-        self._wake, self._woken = socket.socketpair()
         self._listener = _listen(path)
         self._inode = path.lstat().st_ino
+        self._wake, self._woken = socket.socketpair()
         for each in (self._listener, self._woken, self._wake):
             each.setblocking(False)
         self._thread = run_aside(self._serve, "status")
