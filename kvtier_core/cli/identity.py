@@ -65,7 +65,7 @@ def _diff(first: Path, second: Path, output: Output) -> int:
     try:
         one, other = (Namespace.from_json(file.read_text()) for file in (first, second))
     except (OSError, ValueError) as error:
-        raise BackendError(f"cannot be compared: {error}") from error
+        raise BackendError(f"cannot be compared: {error}; name two files made with --json") from error
     differences = one.differences(other)
     output.value = [{"fact": name, "first": here, "second": there} for name, here, there in differences]
     for name, here, there in differences:

@@ -27,7 +27,9 @@ def token_nbytes(folder: Path) -> Nbytes:
     try:
         return Nbytes(of_text["num_hidden_layers"] * _of_layer(of_text) * _dtype_nbytes(of_text, whole))
     except (KeyError, TypeError) as error:
-        raise BackendError(f"{file}: does not say {error}, by which the KV of a token is known") from error
+        raise BackendError(
+            f"{file}: does not say {error}, by which the KV of a token is known; leave --model out"
+        ) from error
 
 
 def _of_layer(config: Mapping[str, Any]) -> int:
