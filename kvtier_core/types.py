@@ -10,7 +10,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from functools import cached_property
-from typing import NamedTuple, NewType
+from typing import ClassVar, NamedTuple, NewType
 
 import attrs
 
@@ -147,6 +147,8 @@ _ENV = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 class Nbytes(int):
     """A number of bytes, written with a binary unit: ``8GiB``."""
 
+    PATTERN: ClassVar[str] = _SIZE.pattern  #: of what `parse` reads
+
     @classmethod
     def parse(cls, text: str) -> Nbytes:
         """Read a whole number and B, KiB, MiB, GiB, TiB or PiB. Raises ValueError for anything else."""
@@ -165,6 +167,8 @@ class Nbytes(int):
 class Seconds(float):
     """A length of time in seconds, written with a unit: ``500ms``, ``2s``, ``1min``."""
 
+    PATTERN: ClassVar[str] = _TIME.pattern  #: of what `parse` reads
+
     @classmethod
     def parse(cls, text: str) -> Seconds:
         """Read a number and ms, s or min. Raises ValueError for anything else."""
@@ -180,6 +184,8 @@ class Seconds(float):
 @attrs.frozen
 class EnvSecret:
     """A secret in an environment variable, written ``env:NAME``. Only the name of the variable is ever shown."""
+
+    PATTERN: ClassVar[str] = _ENV.pattern  #: of what `parse` reads
 
     variable: str
 

@@ -135,7 +135,7 @@ def test_a_tier_that_breaks_laws_is_told_which_and_what_follows(file, tmp_path, 
 def test_what_cannot_be_tried_is_refused(file, capsys, arguments, why):
     assert main([*arguments, "--config", str(file)]) == 2
     told = capsys.readouterr()
-    assert told.err.startswith("kvtier conform: ") and why in told.err
+    assert why in told.err
     assert not told.out
 
 
@@ -143,7 +143,7 @@ def test_a_store_that_an_engine_uses_is_left_alone(file, tmp_path, capsys):
     backend = DiskConfig(path=tmp_path / "disk").open(make_context())
     assert main(["conform", "disk", "--config", str(file)]) == 2
     backend.close()
-    assert "kvtier conform: " in capsys.readouterr().err
+    assert "another live process keeps its frames here" in capsys.readouterr().err
 
 
 def test_a_failing_law_explains_itself_in_any_project(file, tmp_path, pytester_like):

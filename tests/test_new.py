@@ -130,7 +130,7 @@ def test_an_example_serves(kind, tmp_path):
 @pytest.mark.parametrize("name", ["My", "my_tier", "../my", "-my", "my-", "my--tier", "1my", "", "kvtier-my"])
 def test_a_name_that_cannot_be_is_refused(name, tmp_path, capsys):
     assert main(["new", "--kind", "backend", "--into", str(tmp_path), "--", name]) == 2
-    assert "kvtier new: " in capsys.readouterr().err
+    assert repr(name) in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

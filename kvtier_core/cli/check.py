@@ -4,38 +4,102 @@ from __future__ import annotations
 
 import argparse
 import enum
-import sys
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import attrs
 
+from kvtier_core.cli import machine, tiers
+from kvtier_core.cli.model_size import token_nbytes
+from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
 from kvtier_core.config.load import load_config
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError
-from kvtier_core.types import EnvSecret
+from kvtier_core.interfaces import Medium
+from kvtier_core.types import EnvSecret, Nbytes
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser("check", help="show the settings of a configuration file, or all its problems")
     parser.add_argument("file")
+    parser.add_argument(
+        "--open",
+        action="store_true",
+        help="open every tier as an engine would, and close it: what became of each setting",
+    )
+    parser.add_argument("--model", type=Path, help="the folder of a model: how much of it fits, and is there room?")
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Print a line for each setting and return 0, or print every problem and return 2."""
+def run(options: argparse.Namespace, output: Output) -> int:
+    """A line for each setting, or every problem of the file."""
     try:
         config = load_config(options.file, Registry.discover())
+        rows = [(path, value, config.origin(path)) for path, value in _settings(config)]
+        output.value = {"settings": [dict(zip(("path", "value", "origin"), row, strict=True)) for row in rows]}
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        for path, value, origin in rows:
+            output.say(f"{path.ljust(widths[0])}  {value.ljust(widths[1])}  {origin}")
+        token = token_nbytes(options.model) if options.model else tiers.TOKEN
+        config, layout = tiers.sized(config, token)
+        lacking = _say_sizes(config, token, output) if options.model else []
+        if options.open:
+            with tiers.opened(config, layout, range(len(config.tiers))) as opened:
+                facts = {each.tier.name: dict(each.store.facts()) for each in opened}
+            _say_facts(facts, output)
     except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    rows = [(path, value, config.origin(path)) for path, value in _settings(config)]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    for path, value, origin in rows:
-        print(f"{path.ljust(widths[0])}  {value.ljust(widths[1])}  {origin}")
-    return 0
+        output.fail(error)
+        return PROBLEMS
+    return PROBLEMS if lacking else FINE
+
+
+def _say_facts(facts: dict[str, dict[str, str]], output: Output) -> None:
+    """What became of the settings of each tier when it was opened."""
+    output.value["opened"] = facts
+    for name, of_tier in facts.items():
+        told = ", ".join(f"{setting}: {fact}" for setting, fact in of_tier.items())
+        output.say(f"{name}: opened{f': {told}' if told else ''}")
+
+
+def _say_sizes(config: StackConfig, token: Nbytes, output: Output) -> list[str]:
+    """What fits into each tier, and what this machine has; returns what it lacks."""
+    held = [(tier.name, str(tier.capacity), f"{tier.capacity // token:,}") for tier in config.tiers if tier.capacity]
+    needs = list(_needs(config))
+    lacking = [f"{what} needs {needed}, and {has} are there" for what, needed, has in needs if needed > has]
+    output.value |= {
+        "token_nbytes": int(token),
+        "chunk_tokens": config.chunk_tokens,
+        "tokens": {tier.name: tier.capacity // token for tier in config.tiers if tier.capacity},
+        "needs": [{"what": what, "needed": int(needed), "there": int(has)} for what, needed, has in needs],
+        "lacking": lacking,
+    }
+    output.say(
+        "",
+        f"KV of a token: at most {token}; of a chunk of {config.chunk_tokens}: {Nbytes(token * config.chunk_tokens)}",
+    )
+    output.say(*table(("tier", "capacity", "tokens"), held, left=1))
+    output.say(*(f"{what}: {needed} needed, {has} there" for what, needed, has in needs))
+    output.say(*(output.paint(each, "bad") for each in lacking))
+    return lacking
+
+
+def _needs(config: StackConfig) -> Iterator[tuple[str, Nbytes, Nbytes]]:
+    """What the tiers take of this machine: memory, and each of the folders; and what is there."""
+    arenas = Nbytes(sum(tier.capacity for tier in config.arenas))
+    yield "memory", arenas, _whole_mib(machine.available_memory())
+    for tier in config.tiers:
+        if tier.config.medium is Medium.DISK and tier.capacity:
+            for folder in tiers.folders(tier):
+                status = os.statvfs(tiers.nearest(folder))
+                yield f"{tier.name} in {folder}", tier.capacity, _whole_mib(status.f_bavail * status.f_frsize)
+
+
+def _whole_mib(nbytes: int) -> Nbytes:
+    return Nbytes(nbytes >> 20 << 20)
 
 
 def _settings(config: StackConfig) -> Iterator[tuple[str, str]]:

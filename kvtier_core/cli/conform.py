@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from xml.etree import ElementTree
 
 import attrs
 
+from kvtier_core.cli.output import FINE, PROBLEMS, Output
 from kvtier_core.config.model import StoreTierConfig
-from kvtier_core.errors import BackendError, ConfigError
+from kvtier_core.errors import BackendError
 
 
 @attrs.frozen
@@ -43,25 +44,24 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("tier", help="the name of a tier: its type, or disk#2 for the second of that type")
     parser.add_argument("--config", required=True, help="the configuration file that names the tier")
     parser.add_argument("--excuse", metavar="LAW=WHY", action="append", default=[], help="do not try this law, and why")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write the outcome of each law as JUnit XML, too")
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Try, print the report, and return the exit status."""
+def run(options: argparse.Namespace, output: Output) -> int:
+    """Try, and print the report. Raises ConfigError, and BackendError if the tier cannot be tried."""
     if importlib.util.find_spec("pytest") is None:
-        return _refused("the laws are tests: pip install 'kvtier[testing]'")
+        raise BackendError("the laws are tests; pip install 'kvtier[testing]'")
     from kvtier_core.testing.live import find_tier
     from kvtier_core.testing.throughput import measure
 
+    tier = find_tier(options.config, options.tier)
+    speed = attrs.asdict(measure(tier)) if isinstance(tier, StoreTierConfig) else {}
     try:
-        tier = find_tier(options.config, options.tier)
-        speed = attrs.asdict(measure(tier)) if isinstance(tier, StoreTierConfig) else {}
         with tempfile.TemporaryDirectory(prefix="kvtier-conform-") as folder:
             laws = _try(options, Path(folder))
-    except (ConfigError, BackendError, OSError) as error:
-        return _refused(str(error))
+    except OSError as error:
+        raise BackendError(f"the laws cannot be tried here: {error}") from error
     report = {
         "tier": tier.name,
         "config": tier.source.where,
@@ -74,11 +74,9 @@ def run(options: argparse.Namespace) -> int:
         "laws": [attrs.asdict(law) for law in laws],
         "verdict": "broken" if any(law.outcome == "broken" for law in laws) else "kept",
     }
-    if options.json:
-        print(json.dumps(report, indent=1))
-    else:
-        _print(report)
-    return 1 if report["verdict"] == "broken" else 0
+    output.value = report
+    output.say(*_lines(report))
+    return PROBLEMS if report["verdict"] == "broken" else FINE
 
 
 def _try(options: argparse.Namespace, folder: Path) -> list[Law]:
@@ -108,25 +106,20 @@ def _law(case: ElementTree.Element) -> Law:
     return Law(name, "kept", "")
 
 
-def _print(report: dict[str, Any]) -> None:
-    print(f"{report['tier']} of {report['config']}: plugin {report['plugin']}")
-    print(f"kvtier {report['kvtier']}, Python {report['python']}, {report['platform']}")
+def _lines(report: dict[str, Any]) -> Iterator[str]:
+    yield f"{report['tier']} of {report['config']}: plugin {report['plugin']}"
+    yield f"kvtier {report['kvtier']}, Python {report['python']}, {report['platform']}"
     if speed := report["throughput"]:
-        print(
+        yield (
             f"writes {speed['write']:.2f} GB/s, reads back {speed['read']:.2f} GB/s, in frames of 1MiB; "
             f"knows of a key in {speed['contains']:.2f} ms"
         )
     outcomes = Counter(law["outcome"] for law in report["laws"])
-    print(f"laws: {outcomes['kept']} kept, {outcomes['not tried']} not tried, {outcomes['broken']} broken")
+    yield f"laws: {outcomes['kept']} kept, {outcomes['not tried']} not tried, {outcomes['broken']} broken"
     for law in report["laws"]:
         if law["outcome"] == "not tried":
-            print(f"  not tried: {law['name']}: {law['why']}")
+            yield f"  not tried: {law['name']}: {law['why']}"
     for law in report["laws"]:
         if law["outcome"] == "broken":
-            print(f"\nbroken: {law['name']}\n{law['why']}")
-    print(f"\nverdict: {report['verdict']}")
-
-
-def _refused(why: str) -> int:
-    print(f"kvtier conform: {why}", file=sys.stderr)
-    return 2
+            yield f"\nbroken: {law['name']}\n{law['why']}"
+    yield f"\nverdict: {report['verdict']}"

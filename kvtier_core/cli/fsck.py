@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import enum
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from kvtier_core.builtin.raw import RawConfig
-from kvtier_core.config.load import load_config
+from kvtier_core.cli import tiers
+from kvtier_core.cli.output import FINE, PROBLEMS, Output
 from kvtier_core.config.model import StoreTierConfig
-from kvtier_core.config.registry import Registry
 from kvtier_core.config.seal_key import open_keyed_seal
-from kvtier_core.errors import BackendError, ConfigError, Gone
+from kvtier_core.errors import BackendError, Gone
 from kvtier_core.frames.format import FrameError, Header, inspect, keyed_fields_of, payload_pieces
 from kvtier_core.frames.identity import RAW, CodecIdentity, Protection, identity_of
 from kvtier_core.interfaces import SerializerConfig, Stored
@@ -62,28 +61,19 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Returns 0 if no damage is left, 1 if something damaged was not removed, 2 if the tier cannot be read."""
-    try:
-        config = load_config(options.config, Registry.discover())
-        tiers = {tier.name: tier for tier in config.tiers if isinstance(tier, StoreTierConfig)}
-        if options.tier not in tiers:
-            have = ", ".join(tiers) or "none"
-            raise BackendError(f"{options.config} has no tier {options.tier!r} below its arenas; it has: {have}")
-        tier = tiers[options.tier]
-        removable = set(Finding) - _HARMLESS if options.repair else set()
-        if options.remove_incompatible:
-            removable.add(Finding.INCOMPATIBLE)
-        report = _Report(tier.capacity, _identity(tier.serializer), removable, _Seals.of(tier))
-        with tier.config.walk() as found:
-            report.take_in(found)
-        report.print_totals()
-        if removable and tier.config.shared and tier.capacity is not None:
-            tier.config.recount(tier.capacity, report.left_nbytes)
-        return 1 if report.left else 0
-    except (ConfigError, BackendError) as error:
-        print(error, file=sys.stderr)
-        return 2
+def run(options: argparse.Namespace, output: Output) -> int:
+    """A line for everything that cannot be served, then totals. Raises ConfigError and BackendError."""
+    tier = tiers.store_tier(options.config, options.tier)
+    removable = set(Finding) - _HARMLESS if options.repair else set()
+    if options.remove_incompatible:
+        removable.add(Finding.INCOMPATIBLE)
+    report = _Report(output, tier.capacity, _identity(tier.serializer), removable, _Seals.of(tier))
+    with tier.config.walk() as found:
+        report.take_in(found)
+    report.print_totals()
+    if removable and tier.config.shared and tier.capacity is not None:
+        tier.config.recount(tier.capacity, report.left_nbytes)
+    return PROBLEMS if report.left else FINE
 
 
 def _identity(serializer: SerializerConfig) -> CodecIdentity:
@@ -129,17 +119,18 @@ class _Seals:
         self.unchecked += 1  # its request may have had a salt, which is not stored anywhere
         return None
 
-    def print_total(self) -> None:
+    def describe(self) -> Iterator[str]:
         """A line if some seals were not checked."""
         if self.unchecked:
             why = self.why_not or "they are encrypted with a salt, or forged"
-            print(f"seals not checked: {self.unchecked}: {why}")
+            yield f"seals not checked: {self.unchecked}: {why}"
 
 
 @attrs.define
 class _Report:
     """Counts what lies in a tier with this capacity, codec and seals, and removes what is ``removable``."""
 
+    output: Output
     capacity: Nbytes | None  #: None if the store bounds itself
     codec: CodecIdentity
     removable: set[Finding]
@@ -149,6 +140,7 @@ class _Report:
     counts: Counter[Finding] = attrs.field(factory=Counter)
     nbytes: Counter[Finding] = attrs.field(factory=Counter)
     codecs: Counter[str] = attrs.field(factory=Counter)  #: whole frames of each
+    listed: list[dict[str, Any]] = attrs.field(factory=list)  #: what cannot be served
 
     def take_in(self, found: Iterator[Stored]) -> None:
         """Print a line for everything that cannot be served."""
@@ -159,19 +151,26 @@ class _Report:
                 continue
             self.counts[finding] += 1
             self.nbytes[finding] += stored.nbytes
-            removed = finding in self.removable and _remove(stored)
+            removed = finding in self.removable and self._remove(stored)
             self.left_nbytes += 0 if removed else stored.nbytes
             if finding is not Finding.WHOLE:
-                print(f"{finding.value}: {stored.where}: {why}{': removed' if removed else ''}")
+                self.output.say(f"{finding.value}: {stored.where}: {why}{': removed' if removed else ''}")
+                self.listed.append({"finding": finding.value, "where": stored.where, "why": why, "removed": removed})
                 self.left += finding not in _HARMLESS and not removed
 
     def print_totals(self) -> None:
         """A line for each finding, and one for each codec of whole frames."""
         for finding in Finding:
-            print(f"{finding.value.ljust(12)} {self.counts[finding]:>8}  {Nbytes(self.nbytes[finding])}")
-        for codec, count in sorted(self.codecs.items()):
-            print(f"codec: {codec}: {count}")
-        self.seals.print_total()
+            total = f"{finding.value.ljust(12)} {self.counts[finding]:>8}  {Nbytes(self.nbytes[finding])}"
+            self.output.say(total)
+        self.output.say(*(f"codec: {codec}: {count}" for codec, count in sorted(self.codecs.items())))
+        self.output.say(*self.seals.describe())
+        self.output.value = {
+            "found": {each.value: {"frames": self.counts[each], "nbytes": self.nbytes[each]} for each in Finding},
+            "codecs": dict(self.codecs),
+            "seals_not_checked": self.seals.unchecked,
+            "listed": self.listed,
+        }
 
     def _look(self, stored: Stored) -> tuple[Finding, str]:
         """What it is, and why. Raises Gone."""
@@ -202,13 +201,12 @@ class _Report:
         """The codec that a frame should have: the state of a policy is raw, whatever the tier's serializer is."""
         return RAW if header.key == key_under(header.namespace) else self.codec
 
-
-def _remove(stored: Stored) -> bool:
-    try:
-        stored.remove()
-    except Gone:
+    def _remove(self, stored: Stored) -> bool:
+        try:
+            stored.remove()
+        except Gone:
+            return True
+        except BackendError as error:
+            self.output.warn(str(error))
+            return False
         return True
-    except BackendError as error:
-        print(error, file=sys.stderr)
-        return False
-    return True

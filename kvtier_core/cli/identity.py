@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
+from kvtier_core.cli.output import FINE, PROBLEMS, Output
 from kvtier_core.config.model import IdentityConfig
+from kvtier_core.errors import BackendError
 from kvtier_core.types import Namespace
 
 
@@ -27,53 +30,53 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         help="name the facts that differ between two files made with --json, or kept by a tier beside its frames",
     )
     parser.add_argument("--weights", default="full", help="how the weights are identified: full, sampled or name:…")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the facts to this file, too, for --diff")
     parser.add_argument("engine", nargs="*", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Returns 0; 1 if --diff finds a difference or the engine would not be served; 2 if the facts cannot be found."""
+def run(options: argparse.Namespace, output: Output) -> int:
+    """A line for each fact, or for each that differs. Raises BackendError if they cannot be found."""
     if options.diff:
-        return _diff(*options.diff)
-    try:
-        from kvtier_core.vllm.identity import before_start
-    except ImportError as error:
-        print(f"vLLM is asked for the model's configuration, and cannot be imported: {error}", file=sys.stderr)
-        return 2
-    facts = before_start.of_arguments(options.model, IdentityConfig(options.weights), options.engine)
+        return _diff(*options.diff, output)
+    with contextlib.redirect_stdout(sys.stderr):  # where vLLM's log goes
+        try:
+            from kvtier_core.vllm.identity import before_start
+        except ImportError as error:
+            why = f"vLLM is asked for the model's configuration, and cannot be imported: {error}"
+            raise BackendError(why) from error
+        facts = before_start.of_arguments(options.model, IdentityConfig(options.weights), options.engine)
     if isinstance(facts, before_start.Unknown):
-        print(f"an engine would not be served: {facts.reason}", file=sys.stderr)
-        return 1
-    if options.json:
-        options.json.write_text(facts.to_json())
+        output.value = {"not_served": facts.reason}
+        if not output.as_json:
+            output.warn(f"an engine would not be served: {facts.reason}")
+        return PROBLEMS
+    output.value = dict(facts.facts)
     width = max(len(name) for name, _ in facts.facts)
-    for name, fact in facts.facts:
-        print(f"{name.ljust(width)}  {fact}")
-    print(f"\ndigest before the start  {facts.digest.hex()}")
-    print(
-        "An engine adds what only it knows (attention backend, layout and bytes of its pages, device, block and chunk"
+    output.say(*(f"{name.ljust(width)}  {fact}" for name, fact in facts.facts))
+    output.say(
+        f"\ndigest before the start  {facts.digest.hex()}",
+        "An engine adds what only it knows (attention backend, layout and bytes of its pages, device, block and chunk",
+        "size) and logs both digests at start. Requests add tokens, cache_salt, LoRA adapter and images.",
     )
-    print("size) and logs both digests at start. Requests add tokens, cache_salt, LoRA adapter and images.")
-    return 0
+    return FINE
 
 
-def _diff(first: Path, second: Path) -> int:
+def _diff(first: Path, second: Path, output: Output) -> int:
     try:
         one, other = (Namespace.from_json(file.read_text()) for file in (first, second))
     except (OSError, ValueError) as error:
-        print(f"cannot be compared: {error}", file=sys.stderr)
-        return 2
+        raise BackendError(f"cannot be compared: {error}; name two files made with --json") from error
     differences = one.differences(other)
+    output.value = [{"fact": name, "first": here, "second": there} for name, here, there in differences]
     for name, here, there in differences:
         if here and there:
-            print(f"{name}\n  {first}: {here}\n  {second}: {there}")
+            output.say(f"{name}\n  {first}: {here}\n  {second}: {there}")
     for file, alone in (
         (first, [name for name, _, there in differences if not there]),
         (second, [name for name, here, _ in differences if not here]),
     ):
         if alone:
-            print(f"only in {file}: {', '.join(alone)}")
+            output.say(f"only in {file}: {', '.join(alone)}")
     if not differences:
-        print("every fact is the same: these engines share KV")
-    return 1 if differences else 0
+        output.say("every fact is the same: these engines share KV")
+    return PROBLEMS if differences else FINE

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from pathlib import Path
 
 import attrs
+
+from kvtier_core.cli.output import FINE, Output
+from kvtier_core.errors import BackendError
 
 #: A folder a kind, each a whole project whose plugin is called `example-KIND`. They are tested as they are.
 #: A wheel has them inside the package, a clone beside it.
@@ -50,19 +52,18 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Make the project and return 0, or say why not and return 2."""
+def run(options: argparse.Namespace, output: Output) -> int:
+    """Make the project. Raises BackendError if that cannot be."""
     project = options.into / f"kvtier-{options.name}"
     if not _NAME.fullmatch(options.name):
-        return _refused(f"{options.name!r} is no name for a plugin", "use small letters, digits and single hyphens")
+        raise BackendError(f"{options.name!r} is no name for a plugin; use small letters, digits and single hyphens")
     if options.name.startswith("kvtier"):
-        return _refused(f"{options.name!r} begins with kvtier", "that is put before the name of the package anyway")
+        raise BackendError(f"{options.name!r} begins with kvtier; that is put before the name of the package anyway")
     if project.exists():
-        return _refused(f"{project} is there already", "choose another name, or another folder with --into")
-    for file in copy(options.kind, Name(options.name), project):
-        print(file)
-    print(f"\ncd {project} && pip install -e '.[test]' && pytest")
-    return 0
+        raise BackendError(f"{project} is there already; choose another name, or another folder with --into")
+    output.value = [str(file) for file in copy(options.kind, Name(options.name), project)]
+    output.say(*output.value, "", f"cd {project} && pip install -e '.[test]' && pytest")
+    return FINE
 
 
 def copy(kind: str, name: Name, project: Path) -> list[Path]:
@@ -77,8 +78,3 @@ def copy(kind: str, name: Name, project: Path) -> list[Path]:
             target.write_text(name.instead_of(example, source.read_text()))
             made.append(target)
     return made
-
-
-def _refused(why: str, hint: str) -> int:
-    print(f"kvtier new: {why}; {hint}", file=sys.stderr)
-    return 2

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import attrs
 
 from kvtier_core.cli import studies
+from kvtier_core.cli.output import FINE, Output, table
 from kvtier_core.config.registry import Registry
-from kvtier_core.errors import ConfigError
 from kvtier_core.simulate import stacks
 from kvtier_core.simulate.bar import Bar
 from kvtier_core.simulate.replay import Tally
@@ -31,28 +31,21 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Print the result. Returns the exit status: 2 if the options or the trace cannot be used."""
-    try:
-        registry = Registry.discover()
-        study = studies.read(options)
-        given = [("--ram", options.ram), ("--ssd", options.ssd)]
-        budget = [
-            stacks.read_size(text, study.trace, study.layout, option) for option, text in given if text is not None
-        ]
-        everything = stacks.stack_of(
-            budget, stacks.read_policies("lru", len(budget), registry), study.trace.chunk_tokens
-        )
-        studies.check_speeds(study, [everything])
-        names = stacks.all_policies(registry) if options.policy == "all" else options.policy.split(",")
-        with Bar(_most_runs(len(names), len(budget)) * len(study.trace.prompts)) as bar:
-            search = Search(study, registry, bar)
-            search.run(names, tuple(budget))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print("\n".join([*studies.describe(study), "", *_table(search), "", *_advice(search)]))
-    return 0
+def run(options: argparse.Namespace, output: Output) -> int:
+    """All that was tried, the best first, and what to write. Raises ConfigError."""
+    registry = Registry.discover()
+    study = studies.read(options)
+    given = [("--ram", options.ram), ("--ssd", options.ssd)]
+    budget = [stacks.read_size(text, study.trace, study.layout, option) for option, text in given if text is not None]
+    everything = stacks.stack_of(budget, stacks.read_policies("lru", len(budget), registry), study.trace.chunk_tokens)
+    studies.check_speeds(study, [everything])
+    names = stacks.all_policies(registry) if options.policy == "all" else options.policy.split(",")
+    with Bar(_most_runs(len(names), len(budget)) * len(study.trace.prompts)) as bar:
+        search = Search(study, registry, bar)
+        search.run(names, tuple(budget))
+    output.say(*studies.describe(study), "", *_table(search), "", *_advice(search))
+    output.value = [_row(each, search.found[each]) for each in search.best_first()]
+    return FINE
 
 
 @attrs.frozen
@@ -89,6 +82,10 @@ class Search:
         """The candidate with the least mean prefill; of equal ones the smallest."""
         return min(self.found, key=lambda each: (self.found[each].mean, sum(each.capacities)))
 
+    def best_first(self) -> list[Candidate]:
+        """All candidates, those with the least mean prefill first."""
+        return sorted(self.found, key=lambda each: self.found[each].mean)
+
     def _try(self, capacities: tuple[Nbytes, ...], policies: tuple[str, ...]) -> None:
         candidate = Candidate(capacities, policies)
         if candidate not in self.found:
@@ -112,7 +109,7 @@ def _most_runs(policies: int, tiers: int) -> int:
 
 def _table(search: Search) -> Iterator[str]:
     """All candidates, the best first."""
-    order = sorted(search.found, key=lambda each: search.found[each].mean)
+    order = search.best_first()
     tiers = ["cpu", "disk"][: max(len(each.capacities) for each in order)]
     header = ["capacity", "policy", "mean", "p95", "hits", *(f"into {tier}" for tier in tiers)]
     rows = [
@@ -126,7 +123,19 @@ def _table(search: Search) -> Iterator[str]:
         ]
         for each, tally in ((each, search.found[each]) for each in order)
     ]
-    return studies.table(header, rows, left=2)
+    return table(header, rows, left=2)
+
+
+def _row(candidate: Candidate, tally: Tally) -> dict[str, Any]:
+    """A candidate, for programs: sizes in bytes, times in seconds."""
+    return {
+        "capacities": list(map(int, candidate.capacities)),
+        "policies": list(candidate.policies),
+        "mean": tally.mean,
+        "p95": tally.p95,
+        "hit_rate": tally.hit_rate,
+        "written": dict(tally.written),
+    }
 
 
 def _advice(search: Search) -> Iterator[str]:

@@ -3,29 +3,90 @@
 from __future__ import annotations
 
 import argparse
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from kvtier_core.config.registry import Registry
+from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
+from kvtier_core.config.registry import Broken, Offer, Registry
+from kvtier_core.hookspecs import GROUP
+
+#: Entry points of another major version are in another group, and are not looked for.
+_API = GROUP.rpartition(".")[2]
+_COLUMNS = ("kind", "name", "plugin", "version", "api", "state")
+_USABLE, _SHADOWED, _BROKEN = "usable", "shadowed", "broken"
+_MEANINGS = {_USABLE: "good", _SHADOWED: "warning", _BROKEN: "bad"}
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser("plugins", help="list what is installed, and what is broken and why")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 if anything is broken or clashes")
+    parser = commands.add_parser(
+        "plugins",
+        help="list what is installed, and what is broken and why",
+        description="List what is installed. A name that is shadowed is offered by several plugins, and must be "
+        "written in full.",
+    )
+    parser.add_argument("--strict", action="store_true", help=f"exit with {PROBLEMS} if anything is broken or shadowed")
+    parser.add_argument("--traceback", action="store_true", help="show where broken plugins failed")
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Print a line for each offer, then what is wrong; returns the exit status."""
+def run(options: argparse.Namespace, output: Output) -> int:
+    """A line for each offer, then what is wrong."""
     registry = Registry.discover()
-    rows = [("kind", "name", "plugin", "version")]
-    for offer in registry.offers():
-        aliases = f" ({', '.join(offer.aliases)})" if offer.aliases else ""
-        rows.append((offer.role, offer.name + aliases, offer.plugin, offer.version))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    rows = [*_offers(registry), *map(_of_broken, registry.broken)]
     complaints = [f"broken: {broken}" for broken in registry.broken]
     complaints += [f"clash: {clash}" for clash in registry.clashes()]
-    for complaint in complaints:
-        print(complaint)
-    return 1 if options.strict and complaints else 0
+    output.value = {"plugins": rows, "clashes": registry.clashes()}
+    for number, line in enumerate(table(_COLUMNS, list(map(_cells, rows)), left=len(_COLUMNS))):
+        text, _, state = line.rpartition(" ")
+        output.say(line if not number else f"{text} {output.paint(state, _MEANINGS[state])}")
+    output.say(*complaints)
+    if options.traceback:
+        for broken in registry.broken:
+            output.say("", f"{broken.plugin}:", *_traceback(broken))
+    return PROBLEMS if options.strict and complaints else FINE
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    """The row for people, with the aliases behind the name."""
+    aliases = f" ({', '.join(row['aliases'])})" if row.get("aliases") else ""
+    return [row[column] + (aliases if column == "name" else "") for column in _COLUMNS]
+
+
+def _offers(registry: Registry) -> Iterator[Mapping[str, Any]]:
+    for offer in registry.offers():
+        state = _USABLE if registry.choose(offer.kind, offer.name) is offer.config else _SHADOWED
+        yield {
+            "kind": offer.role,
+            "name": offer.name,
+            "aliases": list(offer.aliases),
+            "plugin": offer.plugin,
+            "version": offer.version,
+            "api": _API,
+            "state": state,
+            "choose": _choose(offer, state),
+        }
+
+
+def _choose(offer: Offer, state: str) -> str:
+    """What a user writes to get this offer."""
+    return offer.full_name if state == _SHADOWED else offer.name
+
+
+def _of_broken(broken: Broken) -> Mapping[str, str]:
+    return {
+        "kind": "-",
+        "name": "-",
+        "plugin": broken.plugin,
+        "version": broken.version,
+        "api": _API,
+        "state": _BROKEN,
+        "why": broken.why,
+        "traceback": "\n".join(_traceback(broken)),
+    }
+
+
+def _traceback(broken: Broken) -> list[str]:
+    """How the plugin failed, in Python's words."""
+    return "".join(traceback.format_exception(broken.error)).splitlines() if broken.error else []

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import attrs
 
 from kvtier_core.cli import studies
+from kvtier_core.cli.output import FINE, Output, table
 from kvtier_core.config.load import load_config
 from kvtier_core.config.model import StackConfig
 from kvtier_core.config.registry import Registry
@@ -59,28 +60,25 @@ class Row:
     bound: Tally
 
 
-def run(options: argparse.Namespace) -> int:
-    """Print the result. Returns the exit status: 2 if the options or the trace cannot be used."""
-    try:
-        if options.plot:
-            check_name(options.plot)
-        registry = Registry.discover()
-        config = load_config(options.config, registry) if options.config else None
-        study = studies.read(options, config.chunk_tokens if config and config.chunk_tokens != "auto" else 1)
-        plans = list(_of_file(options, config, registry) if config else _of_capacities(options, study, registry))
-        studies.check_speeds(study, [config for _, _, config in plans])
-        if options.plot and len({_nbytes(config) for _, _, config in plans}) < 2:
-            why = "one capacity makes no curve"
-            raise ConfigError([Problem("--plot", str(options.plot), why, "give several: --capacity 1%,5%,10%")])
-        with Bar(len(study.trace.prompts) * sum(policy != _BOUND for _, policy, _ in plans)) as bar:
-            rows = _best_first([_simulate(study, *plan, bar) for plan in plans])
-        if options.plot:
-            _picture(study, rows).save(options.plot)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print("\n".join([*studies.describe(study), *_notes(options, study, rows), "", *_table(rows)]))
-    return 0
+def run(options: argparse.Namespace, output: Output) -> int:
+    """A line for each stack. Raises ConfigError if the options or the trace cannot be used."""
+    if options.plot:
+        check_name(options.plot)
+    registry = Registry.discover()
+    config = load_config(options.config, registry) if options.config else None
+    study = studies.read(options, config.chunk_tokens if config and config.chunk_tokens != "auto" else 1)
+    plans = list(_of_file(options, config, registry) if config else _of_capacities(options, study, registry))
+    studies.check_speeds(study, [config for _, _, config in plans])
+    if options.plot and len({_nbytes(config) for _, _, config in plans}) < 2:
+        why = "one capacity makes no curve"
+        raise ConfigError([Problem("--plot", str(options.plot), why, "give several: --capacity 1%,5%,10%")])
+    with Bar(len(study.trace.prompts) * sum(policy != _BOUND for _, policy, _ in plans)) as bar:
+        rows = _best_first([_simulate(study, *plan, bar) for plan in plans])
+    if options.plot:
+        _picture(study, rows).save(options.plot)
+    output.say(*studies.describe(study), *_notes(options, study, rows), "", *_table(rows))
+    output.value = list(map(_value, rows))
+    return FINE
 
 
 def _names(options: argparse.Namespace, registry: Registry) -> list[str]:
@@ -152,7 +150,21 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
         ]
         for row in rows
     ]
-    return studies.table(header, lines, left=2)
+    return table(header, lines, left=2)
+
+
+def _value(row: Row) -> dict[str, Any]:
+    """A row, for programs: sizes in bytes, times in seconds."""
+    return {
+        "capacity": row.capacity,
+        "policy": row.policy,
+        "hit_rate": row.tally.hit_rate,
+        "optimum": row.bound.hit_rate,
+        "hits": dict(row.tally.hits),
+        "mean": row.tally.mean,
+        "p95": row.tally.p95,
+        "written": dict(row.tally.written or {}),
+    }
 
 
 def _picture(study: Study, rows: Sequence[Row]) -> Picture:

@@ -1,9 +1,9 @@
-"""What `simulate` and `plan` have in common: options for a trace, the KV of a token, and speeds; tables."""
+"""What `simulate` and `plan` have in common: options for a trace, the KV of a token, and speeds."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from kvtier_core.config.model import StackConfig
 from kvtier_core.errors import ConfigError, Problem
@@ -83,17 +83,6 @@ def describe(study: Study) -> Iterator[str]:
         f"{size(trace.distinct * study.layout.payload_nbytes)} of KV"
     )
     yield f"without a cache: mean prefill {ms(nothing.mean)}, p95 {ms(nothing.p95)}"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
-    """The lines of a table whose first ``left`` columns are aligned to the left."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for row in (header, *rows):
-        cells = [
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
 
 
 def ms(seconds: float) -> str:

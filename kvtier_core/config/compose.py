@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import attrs
@@ -59,8 +59,8 @@ _REAL = Runtime()
 
 
 @attrs.frozen
-class _Opened:
-    """A tier whose plugins are open."""
+class OpenedTier:
+    """A tier whose plugins are open, before it is a level of a stack."""
 
     tier: ArenaTierConfig | StoreTierConfig
     store: AllocatorBackend | Backend
@@ -78,15 +78,12 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
     Raises ConfigError with everything that is wrong with every tier; then nothing stays open.
     """
     collector = ProblemCollector()
-    opened: list[_Opened] = []
     levels: list[Arena | StoreTier] = []
     with contextlib.ExitStack() as closing:
         if config.chunk_tokens != "auto":
             with collector:  # a tier that cannot be opened is reported together with all other problems
                 open_token_database(config, ctx.namespace)
-        for i, tier in enumerate(config.tiers):
-            with collector:
-                opened.append(_Opening(config, i, tier, runtime, closing).open(ctx))
+        opened = _open_tiers(config, range(len(config.tiers)), ctx, runtime, closing, collector)
         collector.raise_if_any()  # a tier may evict from its store as it starts, so none starts before all are open
         for i, each in enumerate(opened):
             with collector:
@@ -97,6 +94,19 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
         manager = StorageManager(levels, namespace=ctx.namespace, layout=ctx.layout, pool=pool, clock=runtime.clock)
         closing.pop_all()
     return manager
+
+
+@contextlib.contextmanager
+def open_tiers(config: StackConfig, numbers: Iterable[int], ctx: OpenContext) -> Iterator[list[OpenedTier]]:
+    """Some tiers of a stack, by their numbers, for commands that look at them: nothing is indexed, nothing evicted.
+
+    Raises ConfigError with everything that is wrong with every tier; then nothing stays open.
+    """
+    collector = ProblemCollector()
+    with contextlib.ExitStack() as closing:
+        opened = _open_tiers(config, numbers, ctx, _REAL, closing, collector)
+        collector.raise_if_any()
+        yield opened
 
 
 def open_token_database(config: StackConfig, namespace: Namespace) -> TokenDatabase:
@@ -185,7 +195,7 @@ class _Opening:
     runtime: Runtime
     closing: contextlib.ExitStack  #: closes everything if a later step fails
 
-    def open(self, ctx: OpenContext) -> _Opened:
+    def open(self, ctx: OpenContext) -> OpenedTier:
         """Open the store with its policy and codec. Raises ConfigError."""
         tier = self.tier
         codec = self._codec(ctx)
@@ -202,14 +212,14 @@ class _Opening:
         store = self._store(attrs.evolve(ctx, max_frame_nbytes=longest))
         capacity = Nbytes(_REMEMBERED_FRAMES * codec.max_frame_nbytes) if self._shared else ctx.capacity
         index = (PartedIndex if len(ctx.layout.parts) > 1 else CacheIndex)(policy, tier.store_after)
-        return _Opened(tier, store, index, codec, capacity)
+        return OpenedTier(tier, store, index, codec, capacity)
 
     @property
     def _shared(self) -> bool:
         """Is it a tier whose store other engines use as well?"""
         return isinstance(self.tier, StoreTierConfig) and self.tier.config.shared
 
-    def start(self, opened: _Opened, arenas: int) -> Arena | StoreTier:
+    def start(self, opened: OpenedTier, arenas: int) -> Arena | StoreTier:
         """Make it a level of the stack, below ``arenas`` arenas. Raises ConfigError."""
         tier = self.tier
         if isinstance(tier, ArenaTierConfig):
@@ -292,6 +302,22 @@ def _contradiction(arena: AllocatorBackend, ctx: OpenContext) -> str:
     if not isinstance(arena.handle, str):
         return f"a handle is text, and it says {arena.handle!r}"
     return ""
+
+
+def _open_tiers(
+    config: StackConfig,
+    numbers: Iterable[int],
+    ctx: OpenContext,
+    runtime: Runtime,
+    closing: contextlib.ExitStack,
+    collector: ProblemCollector,
+) -> list[OpenedTier]:
+    """All that can be opened; the problems of the others go to ``collector``."""
+    opened = []
+    for number in numbers:
+        with collector:
+            opened.append(_Opening(config, number, config.tiers[number], runtime, closing).open(ctx))
+    return opened
 
 
 def _pool(name: str, threads: int, runtime: Runtime, closing: contextlib.ExitStack) -> Pool:

@@ -143,6 +143,8 @@ class StackConfig:
     #: for which: ``keep`` is for an engine whose weights never change while it runs.
     on_reset: Literal["forget", "keep"] = "forget"
     record: RecordConfig | None = None
+    #: The socket of `kvtier status`, `top` and `explain`: ``auto`` is one in XDG_RUNTIME_DIR, ``off`` none.
+    status: str = "auto"
     observers: tuple[ObserverConfig, ...] = ()  #: what is told of every event
     _places: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)  # by path: file and line
     _plugins: Mapping[type, str] = attrs.field(factory=dict, eq=False, repr=False)  # by Config class: its plugin

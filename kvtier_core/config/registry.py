@@ -27,6 +27,7 @@ class Broken:
     plugin: str  #: ``distribution:entry point``
     version: str
     why: str
+    error: BaseException | None = attrs.field(default=None, eq=False, repr=False)  #: what it raised
 
     def __str__(self) -> str:
         return f"{f'{self.plugin} {self.version}'.rstrip()}: {self.why}"
@@ -117,7 +118,7 @@ class Registry:
         error = outcome.error
         if error is not None:
             why = str(error) if isinstance(error, KvtierError) else f"{type(error).__name__}: {error}"
-            self.broken.append(Broken(plugin, version, _on_one_line(why)))
+            self.broken.append(Broken(plugin, version, _on_one_line(why), error))
             return
         self._offers += outcome.value
 

@@ -22,6 +22,7 @@ from kvtier_core.engine.scheduler.requests import Requests, RequestState
 from kvtier_core.engine.scheduler.self_test_gate import SelfTestGate
 from kvtier_core.engine.scheduler.store_jobs import StoreJobs
 from kvtier_core.engine.scheduler.waiting import Waiting
+from kvtier_core.engine.status.page import StatusPage
 from kvtier_core.engine.step import BlockTables, ScheduledRequest, Step, StepResult
 from kvtier_core.interfaces import TokenDatabase
 from kvtier_core.layouts import ChunkLayout
@@ -83,6 +84,7 @@ class SchedulerSide:
         self._tiers = [usage.tier for usage in manager.usage()]
         self._waiting = Waiting(config, clock)
         self.savings = self._waiting.savings
+        self.status = StatusPage(manager, self._requests, self.events, self.savings, clock)
         self._stepped = False  # has the stack been stepped since the last plan?
         # Blocks allocated since the last plan that a forward or another connector's load will write. Blocks
         # that kvtier loads are not among them: the mover's load itself waits for the stores that still read them.
@@ -187,6 +189,7 @@ class SchedulerSide:
             self.events.record(self.manager.step())
         self.events.watch(self.manager.usage, now=step.computes_nothing)
         self.events.tell(self.savings.take_events())
+        self.status.step()
         self._stepped = False
         self._waiting.speed.planned(sum(request.scheduled for request in step.requests), self._clock())
         self._loads.release_forgotten()
@@ -244,6 +247,7 @@ class SchedulerSide:
             self._loads.release(state)
         if not self._requests:  # there may be no further step to tell it in
             self.events.watch(self.manager.usage, now=True)
+        self.status.step()
         if state and self._recorder:
             self._recorder.record(
                 state.since,
@@ -277,6 +281,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Let stores in flight finish for some seconds, then close the stack and log the totals."""
+        self.status.close()
         if self.namespace is not self._first_namespace:
             self.manager.invalidate_all(self._first_namespace)  # no other process could find a later epoch's
         self.events.record(self.manager.close())
@@ -329,6 +334,7 @@ class SchedulerSide:
         why = state.reason + (self._waiting.explain(state, tokens) if tokens else "")
         view = state.view
         logger.info("kvtier: %s: hit %d of %d tokens%s: %s", view.request_id, tokens, view.tokens, had, why)
+        self.status.note(state, tokens, why)
 
     def _loaded(self, state: RequestState) -> list[Event]:
         """The load of a request has ended well: an event for each arena that it was loaded from."""

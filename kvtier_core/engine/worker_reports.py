@@ -35,7 +35,7 @@ class NoReports:
 
 def leave(engine: str, rank: int, report: WorkerReport) -> None:
     """Write a worker's report; one of the same engine and rank is replaced. Raises OSError."""
-    folder = _folder()
+    folder = runtime_folder()
     _sweep(folder)
     handle, unfinished = tempfile.mkstemp(dir=folder, suffix=_SUFFIX)  # 0600
     with open(handle, "w") as file:
@@ -46,7 +46,7 @@ def leave(engine: str, rank: int, report: WorkerReport) -> None:
 def collect(engine: str, ranks: int) -> list[WorkerReport] | NoReports:
     """The reports of all ranks of an engine, by rank."""
     try:
-        folder = _folder()
+        folder = runtime_folder()
         return [_read(folder / _name(engine, rank)) for rank in range(ranks)]
     except FileNotFoundError:
         return NoReports("the workers did not report: do they run on another machine, or with another XDG_RUNTIME_DIR?")
@@ -57,7 +57,7 @@ def collect(engine: str, ranks: int) -> list[WorkerReport] | NoReports:
 def remove(engine: str, ranks: int) -> None:
     """Remove an engine's reports, when they have been read."""
     with contextlib.suppress(OSError):
-        folder = _folder()
+        folder = runtime_folder()
         for rank in range(ranks):
             (folder / _name(engine, rank)).unlink(missing_ok=True)
 
@@ -66,8 +66,11 @@ def _name(engine: str, rank: int) -> str:
     return f"{hashlib.blake2b(engine.encode(), digest_size=16).hexdigest()}-{rank}{_SUFFIX}"
 
 
-def _folder() -> Path:
-    """The folder of the reports. Raises OSError if it cannot be made, or if another user could write to it."""
+def runtime_folder() -> Path:
+    """Where the processes of this user tell each other things.
+
+    Raises OSError if the folder cannot be made, or if another user could write to it.
+    """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and _is_ours(Path(runtime)):
         folder = Path(runtime) / "kvtier"

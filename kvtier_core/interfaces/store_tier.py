@@ -106,8 +106,8 @@ class Backend(abc.ABC):
     def drop_namespace(self) -> None:
         """Remove what a store keeps of this namespace besides frames: its facts, and writes that were never finished.
 
-        Called by `kvtier conform` when all frames are deleted and nobody uses the namespace any more; never by an
-        engine. By default there is nothing. Raises BackendError.
+        Called by commands that look at a tier, when all frames are deleted and nobody uses the namespace any more, and
+        never by an engine. By default there is nothing. Raises BackendError.
         """
 
     def facts(self) -> Mapping[str, str]:

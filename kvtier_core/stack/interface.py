@@ -56,6 +56,14 @@ class Lookup:
     miss_reason: str = ""  #: why the first chunk behind all these is not found; empty if the whole path is
 
 
+@attrs.frozen
+class Whereabouts:
+    """Where one chunk is now."""
+
+    tiers: tuple[str, ...]  #: from which it can be loaded, hottest first
+    miss_reason: str = ""  #: why it cannot be loaded from any
+
+
 class Stack(abc.ABC):
     """An ordered stack of tiers. All methods are called on one thread, the owner's, and return without waiting for I/O.
 
@@ -169,6 +177,10 @@ class Stack(abc.ABC):
     @abc.abstractmethod
     def usage(self) -> list[Usage]:
         """What each tier holds now."""
+
+    @abc.abstractmethod
+    def whereabouts(self, path: Sequence[ChunkKey]) -> list[Whereabouts]:
+        """Where each chunk of a path is, as far as this engine knows. Nothing is pinned, asked for or learned."""
 
     @abc.abstractmethod
     def pins_by_holder(self) -> Counter[str]:

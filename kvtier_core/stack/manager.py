@@ -12,7 +12,7 @@ from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.admission import AdmissionPlan
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.batches import leading_run
-from kvtier_core.stack.interface import LoadLimit, Lookup, Stack
+from kvtier_core.stack.interface import LoadLimit, Lookup, Stack, Whereabouts
 from kvtier_core.stack.lookup.boundaries import BoundarySearch
 from kvtier_core.stack.lookup.chain import ChainSearch
 from kvtier_core.stack.lookup.leases import Leases
@@ -238,6 +238,9 @@ class StorageManager(Stack):
 
     def usage(self) -> list[Usage]:
         return [level.usage() for level in self._levels]
+
+    def whereabouts(self, path: Sequence[ChunkKey]) -> list[Whereabouts]:
+        return [self._search.whereabouts(key) for key in path]
 
     def pins_by_holder(self) -> Counter[str]:
         return sum((arena.pins_by_holder() for arena in self._arenas), Counter())

@@ -30,6 +30,11 @@ class Stats:
         """Number of chunks of a tier to which this happened; of events, for those that concern a whole tier."""
         return self._chunks.get(tier, Counter())[kind]
 
+    def totals(self, tier: str) -> dict[str, dict[str, int]]:
+        """For each kind of event of a tier by its name: how many chunks, and how many bytes."""
+        chunks, nbytes = self._chunks.get(tier, Counter()), self._nbytes.get(tier, Counter())
+        return {kind.value: {"chunks": count, "nbytes": nbytes[kind]} for kind, count in chunks.items()}
+
     def due(self, now: float) -> list[str]:
         """The lines of `describe`, once every ten minutes; nothing in between."""
         if now < self._next:

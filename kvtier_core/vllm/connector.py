@@ -354,5 +354,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._refusal = "kvtier failed before; see the log"
         if self._kv_events:
             self._kv_events.clear()
+        if isinstance(side, SchedulerSide):
+            run(side.status.close)
         if isinstance(side, WorkerSide) and run(side.close).error is not None:
             logger.error("kvtier: a copy may still be under way")

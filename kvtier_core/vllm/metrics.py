@@ -25,7 +25,8 @@ class KVTierStats(KVConnectorStats):
     def of(cls, readings: Iterable[Reading]) -> KVTierStats:
         """The report of these readings."""
         stats = cls({})
-        for name, labels, value in readings:
+        for name, labels, reading in readings:
+            value = float(reading)  # vLLM sends no subclass of a number: its engine would never answer again
             stats._add(name, _AND.join(labels), [value] if _METRICS[name].type is MetricType.HISTOGRAM else value)
         return stats
 

@@ -124,6 +124,8 @@ class Startup:
             raise
         before_start = Namespace.of(namespace.facts_before_start(self.vllm_config, weights))
         self._log_stack(manager, config, chunk, context, before_start)
+        if cold := manager.why_cold():
+            logger.info("kvtier: cold because %s", cold)
         draft = speculation.draft_model(self.vllm_config)
         side = SchedulerSide(
             config,
@@ -138,6 +140,8 @@ class Startup:
         )
         for line in side.describe():
             logger.info("kvtier: %s", line)
+        about = {"engine": context.engine, "model": self.vllm_config.model_config.model, "replica": replica}
+        side.status.open(config, {**about, "identity": context.namespace.digest.hex(), "cold": cold})
         return side
 
     def _log_stack(
@@ -163,5 +167,3 @@ class Startup:
         logger.info("kvtier: identity %s, before the start %s", *digests)
         for fact in context.namespace.facts:
             logger.debug("kvtier: identity: %s: %s", *fact)
-        if cold := manager.why_cold():
-            logger.info("kvtier: cold because %s", cold)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pty
+import subprocess
+import sys
+
 import pytest
 
-from kvtier_core.cli import main
+from kvtier_core.cli import main, parser
 from kvtier_core.errors import BackendError
 from kvtier_example_backend.plugin import ExampleBackendConfig
 
@@ -26,8 +32,37 @@ def install_broken(folder):
 def test_plugins_lists_what_there_is(folder, capsys):
     assert main(["plugins", "--strict"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == ["kind", "name", "plugin", "version"]
+    assert lines[0] == ["kind", "name", "plugin", "version", "api", "state"]
     assert ["eviction", "policy", "lru", "kvtier:builtin"] in [line[:4] for line in lines]
+
+
+def test_plugins_says_how_to_choose_among_two_of_a_name(folder, capsys):
+    info = folder / "kvtier_twin-0.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvtier-twin\nVersion: 0.2\n")
+    (info / "entry_points.txt").write_text("[kvtier.v1]\ntwin = kvtier_twin\n")
+    (folder / "kvtier_twin.py").write_text(
+        "from kvtier_core.hookspecs import hookimpl\nfrom kvtier_core.policies.lru import LruConfig as Theirs\n"
+        "import attrs\n@attrs.frozen\nclass LRUConfig(Theirs):\n    type = 'lru'\n    aliases = ()\n"
+        "@hookimpl\ndef kvtier_eviction_policies():\n    return [LRUConfig]\n"
+    )
+    assert main(["plugins", "--strict", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    chosen = {each["choose"]: each["state"] for each in told["plugins"] if each["name"] == "lru"}
+    assert chosen == {"lru@kvtier-twin:twin": "shadowed", "lru@kvtier:builtin": "shadowed"}
+    assert told["clashes"] == [
+        "eviction policy 'lru' is offered by kvtier-twin:twin and by kvtier:builtin; "
+        "write 'lru@kvtier-twin:twin' or 'lru@kvtier:builtin'"
+    ]
+
+
+def test_plugins_shows_where_a_broken_one_failed(folder, capsys):
+    install_broken(folder)
+    assert main(["plugins", "--traceback"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[-1] == "ModuleNotFoundError: No module named 'kvtier_nope_missing'"
+    assert "Traceback (most recent call last):" in told
+    assert next(line.split()[-1] for line in told if "kvtier-nope:nope" in line) == "broken"
 
 
 def test_plugins_tells_what_is_broken(folder, capsys):
@@ -56,18 +91,130 @@ def test_check_shows_every_setting_and_its_origin(folder, capsys):
         ["$.identity.weights", "full", "default"],
         ["$.on_reset", "forget", "default"],
         ["$.record", "~", "default"],
+        ["$.status", "auto", "default"],
     ]
 
 
 def test_check_tells_every_problem(folder, capsys):
     (folder / "kvtier.yaml").write_text("version: 1\nchunks: 3\ntiers: []\n")
-    assert main(["check", "kvtier.yaml"]) == 2
+    assert main(["check", "kvtier.yaml"]) == 1
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err.splitlines() == [
         "kvtier.yaml:2: $.chunks: unknown key 'chunks'; did you mean 'chunk_tokens'?",
         "kvtier.yaml:3: $.tiers: a stack needs at least one tier",
     ]
+
+
+def test_problems_for_programs(folder, capsys):
+    (folder / "kvtier.yaml").write_text("version: 1\nchunks: 3\ntiers:\n  - {type: heap, capacity: 1MiB}\n")
+    assert main(["check", "kvtier.yaml", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["problems"] == [
+        {
+            "where": "kvtier.yaml:2",
+            "path": "$.chunks",
+            "why": "unknown key 'chunks'",
+            "hint": "did you mean 'chunk_tokens'?",
+        }
+    ]
+
+
+def tree(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("there", [False, True])
+def test_check_opens_what_an_engine_would_and_leaves_nothing(folder, capsys, shared, there):
+    disk = f"{{type: disk, capacity: 1GiB, path: deep/store, shared: {str(shared).lower()}, direct: off}}"
+    (folder / "kvtier.yaml").write_text(f"version: 1\ntiers:\n  - {{type: heap, capacity: 64MiB}}\n  - {disk}\n")
+    if there or shared:  # what makes a folder a shared one stays in it
+        (folder / "deep/store").mkdir(parents=True, mode=0o700)
+        assert main(["check", "kvtier.yaml", "--open"]) == 0
+        capsys.readouterr()
+    before = tree(folder)
+    assert main(["check", "kvtier.yaml", "--open", "--json"]) == 0
+    opened = json.loads(capsys.readouterr().out)["opened"]
+    assert opened["disk"]["direct"] == "off -> off"
+    assert tree(folder) == before
+
+
+def test_check_tells_what_cannot_be_opened(folder, capsys):
+    (folder / "file").write_text("")
+    disk = "{type: disk, capacity: 1GiB, path: file}"
+    (folder / "kvtier.yaml").write_text(f"version: 1\ntiers:\n  - {{type: heap, capacity: 64MiB}}\n  - {disk}\n")
+    assert main(["check", "kvtier.yaml", "--open"]) == 1
+    assert capsys.readouterr().err.splitlines() == ["kvtier.yaml:4: $.tiers[1]: file: not a folder"]
+
+
+def test_check_says_what_of_a_model_fits(folder, capsys):
+    (folder / "model").mkdir()
+    model = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    (folder / "model/config.json").write_text(json.dumps({**model, "torch_dtype": "bfloat16"}))
+    disk = "{type: disk, capacity: 4PiB, path: store}"
+    (folder / "kvtier.yaml").write_text(f"version: 1\ntiers:\n  - {{type: heap, capacity: 64MiB}}\n  - {disk}\n")
+    assert main(["check", "kvtier.yaml", "--model", "model", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["token_nbytes"], told["chunk_tokens"], told["tokens"]["heap"]) == (128 << 10, 16, 512)
+    assert [each["what"] for each in told["needs"]] == ["memory", "disk in store"]
+    assert len(told["lacking"]) == 1 and told["lacking"][0].startswith("disk in store needs 4PiB, and ")
+    assert main(["check", "kvtier.yaml", "--model", "store"]) == 2
+    assert "store/config.json: cannot be read" in capsys.readouterr().err
+
+
+def test_every_command_speaks_json():
+    (commands,) = (each.choices for each in parser()._actions if each.choices)
+    assert len(commands) >= 8
+    assert [name for name, each in commands.items() if "--json" not in each.format_help()] == []
+
+
+def on_a_terminal(*arguments, **environment):
+    """What the command writes to a terminal."""
+    ours, theirs = pty.openpty()
+    start = "import sys; from kvtier_core.cli import main; sys.exit(main())"
+    variables = {**os.environ, "TERM": "xterm", **environment}
+    with open(ours, "rb") as shown:
+        subprocess.run([sys.executable, "-c", start, *arguments], stdout=theirs, env=variables, check=True)
+        os.close(theirs)
+        return b"".join(iter(lambda: _rest(shown), b""))
+
+
+def _rest(shown):
+    try:
+        return shown.read1()
+    except OSError:  # the other end is closed
+        return b""
+
+
+def test_colours_are_for_terminals_alone(capsys):
+    assert b"\33[" in on_a_terminal("plugins", NO_COLOR="")
+    assert b"\33[" not in on_a_terminal("plugins", NO_COLOR="1")
+    assert main(["plugins"]) == 0
+    assert "\33[" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (["kvtier", "fs"], ["fsck"]),
+        (["kvtier", "fsck", "--re"], ["--repair", "--remove-incompatible"]),
+        (["kvtier", "completion", "z"], ["zsh"]),
+        (["kvtier", "check", "some-fi"], []),
+    ],
+)
+def test_bash_completes(capsys, words, expected):
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    typed = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _kvtier; echo ${{COMPREPLY[@]}}"
+    told = subprocess.run(["bash", "-c", f"{script}\n{typed}"], capture_output=True, text=True, check=True)
+    assert sorted(told.stdout.split()) == sorted(expected)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(folder):
+    start = "import sys; from kvtier_core.cli import main; sys.exit(main())"
+    command = f"{sys.executable} -c '{start}' schema | head -n 1"
+    told = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert (told.stdout, told.stderr) == ("{\n", "")
 
 
 def test_a_command_is_needed(capsys):

@@ -6,6 +6,7 @@ import prometheus_client
 from conftest import cpu_and_disk, prompt
 
 from kvtier_core.observers.metrics import METRICS, Reading
+from kvtier_core.types import Nbytes
 from kvtier_core.vllm.metrics import KVTierStats
 
 
@@ -110,3 +111,11 @@ def test_reports_of_several_steps_are_added():
     assert both.reduce() == {"cpu hit_tokens": 8, "disk hit_tokens": 96}
     both.reset()
     assert both.is_empty()
+
+
+def test_a_report_can_be_sent_to_another_process():
+    """vLLM's encoder knows no subclass of a number: its thread would end, and with it every answer of the engine."""
+    from vllm.v1.serial_utils import MsgpackEncoder
+
+    report = KVTierStats.of([Reading("kvtier_capacity_bytes", ("cpu",), Nbytes(1 << 30))])
+    MsgpackEncoder().encode(report.data)

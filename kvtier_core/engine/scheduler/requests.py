@@ -59,7 +59,7 @@ class Requests:
     ):
         self._stack = stack
         self._database = database
-        self._chunk_tokens = layout.tokens
+        self.chunk_tokens = layout.tokens  #: tokens of a chunk
         self._lookahead = lookahead
         self._parted = len(layout.parts) > 1
         self._clock = clock
@@ -97,26 +97,26 @@ class Requests:
 
     def chunks(self, tokens: int) -> int:
         """How many whole chunks have a key if so many tokens are known."""
-        return max(0, tokens - self._lookahead) // self._chunk_tokens
+        return max(0, tokens - self._lookahead) // self.chunk_tokens
 
     def keys(self, state: RequestState, tokens: int) -> list[ChunkKey]:
         """Keys of all whole chunks among the first ``tokens`` of a request that is not bypassed; computed once."""
         chunks = self.chunks(tokens)
         if chunks > len(state.keys):
             identity, known = state.view.identity, len(state.keys)
-            extra = identity.extra(self._chunk_tokens)
+            extra = identity.extra(self.chunk_tokens)
             state.keys = self._database.keys(
-                state.view.token_ids[: chunks * self._chunk_tokens], known=state.keys, salt=identity.salt, extra=extra
+                state.view.token_ids[: chunks * self.chunk_tokens], known=state.keys, salt=identity.salt, extra=extra
             )
             state.path += [self._in_stack(state, chunk, extra) for chunk in range(known, chunks)]
         return state.path[:chunks]
 
     def _in_stack(self, state: RequestState, chunk: int, extra: Mapping[int, bytes]) -> ChunkKey:
         """The key of a chunk as the stack knows it."""
-        key, end = state.keys[chunk], (chunk + 1) * self._chunk_tokens
+        key, end = state.keys[chunk], (chunk + 1) * self.chunk_tokens
         if self._lookahead:
             ahead = state.view.token_ids[end : end + self._lookahead]
-            last = (end + self._lookahead - 1) // self._chunk_tokens
+            last = (end + self._lookahead - 1) // self.chunk_tokens
             items = [extra.get(each, b"") for each in range(chunk + 1, last + 1)]
             material = key + struct.pack(f"<{len(ahead)}I", *ahead) + b"".join(items)
             key = ChunkKey(hashlib.blake2b(material, digest_size=KEY_NBYTES, person=_AHEAD).digest())

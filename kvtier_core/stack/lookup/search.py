@@ -6,7 +6,7 @@ import abc
 from collections.abc import Sequence
 
 from kvtier_core.stack.arena import Arena
-from kvtier_core.stack.interface import LoadLimit, Lookup
+from kvtier_core.stack.interface import LoadLimit, Lookup, Whereabouts
 from kvtier_core.stack.lookup.leases import Leases
 from kvtier_core.stack.promotion import Promotions, Requested
 from kvtier_core.stack.store_tier.tier import StoreTier
@@ -14,6 +14,7 @@ from kvtier_core.types import ChunkKey
 
 #: What was brought up before a request asked for it takes at most this part of the hottest arena: one in so many slots.
 _PREFETCH_SHARE = 4
+_NOT_STORED = "not stored"
 
 
 class Search(abc.ABC):
@@ -35,6 +36,20 @@ class Search(abc.ABC):
     def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None, salt: bytes, skipped: int) -> None:
         """See `Stack.prefetch`."""
 
+    def whereabouts(self, key: ChunkKey) -> Whereabouts:
+        """See `Stack.whereabouts`."""
+        arenas = [arena.name for arena in self._arenas if arena.has(key)]
+        stores = [tier.name for tier in self._tiers if tier.has(key)]
+        if arenas or stores:
+            return Whereabouts((*arenas, *stores))
+        if arena := self._arriving(key):
+            return Whereabouts((), f"on its way into {arena.name}")
+        reason = self._miss_reason(key, Requested())
+        shared = [tier.name for tier in self._tiers if tier.backend.shared]
+        if reason == _NOT_STORED and shared:
+            reason = f"not known here; {', '.join(shared)}: asked when a request names it"
+        return Whereabouts((), reason)
+
     @property
     def _room_ahead(self) -> int:
         """How many chunks may be brought up now before a request asks for them."""
@@ -55,4 +70,4 @@ class Search(abc.ABC):
         if key in self._promotions.rejected:
             return f"no room in {self._arenas[0].name} to bring it up"
         reasons = (tier.miss_reason(key) for tier in self._tiers)
-        return next(filter(None, reasons), "not stored")
+        return next(filter(None, reasons), _NOT_STORED)

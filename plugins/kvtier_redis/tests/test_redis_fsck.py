@@ -90,3 +90,12 @@ def test_all_nodes_of_a_cluster_are_looked_at(tmp_path, open_tier):
         tier.write(keys, [make_frame(key) for key in keys])
         with RedisConfig(url=nodes[0].url, mode="cluster").walk() as found:
             assert sorted(each.key for each in found) == sorted(keys)
+
+
+def test_opening_and_measuring_leave_nothing(spoiled, tmp_path):
+    file = tmp_path / "kvtier.yaml"
+    file.write_text(file.read_text().replace("capacity: 1MiB", "capacity: 64MiB"))
+    before = names(spoiled), spoiled.ask("HLEN", "kvtier:namespaces")
+    assert main(["check", "kvtier.yaml", "--open"]) == 0
+    assert main(["doctor", "kvtier.yaml"]) == 0
+    assert (names(spoiled), spoiled.ask("HLEN", "kvtier:namespaces")) == before

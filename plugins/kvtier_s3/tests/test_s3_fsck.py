@@ -1,5 +1,7 @@
 """`kvtier fsck s3`, over a bucket in which something of everything lies."""
 
+from pathlib import Path
+
 import pytest
 
 from kvtier_core.cli import main
@@ -50,6 +52,16 @@ def test_everything_is_told(file, capsys, bucket, names):
         f"foreign: {bucket.where}/{names.folder}00/note.txt: not a frame by its name, place and length",
     ):
         assert told in out.splitlines()
+
+
+def test_opening_and_measuring_leave_nothing(file, bucket, config):
+    text = Path(file).read_text()
+    Path(file).write_text(text.replace("capacity: 1MiB", "capacity: 64MiB"))
+    assert main(["doctor", file]) == 0  # the account of the capacity is the store's own, and stays
+    before = sorted(each.name for each in bucket.list(config.prefix))
+    assert main(["check", file, "--open"]) == 0
+    assert main(["doctor", file]) == 0
+    assert sorted(each.name for each in bucket.list(config.prefix)) == before
 
 
 def test_repair_leaves_what_is_whole_and_what_is_not_ours(file, capsys, bucket, config, names):

@@ -1,0 +1,106 @@
+"""`kvtier clear FILE`: removes what the store tiers of a file hold."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections import Counter
+
+from kvtier_core.cli.output import FINE, PROBLEMS, Output
+from kvtier_core.config.load import load_config
+from kvtier_core.config.model import StoreTierConfig
+from kvtier_core.config.registry import Registry
+from kvtier_core.errors import BackendError, ConfigError, Gone, Problem
+from kvtier_core.types import Nbytes
+
+_DIGEST = re.compile(r"[0-9a-f]{2,64}")
+
+
+def add_to(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "clear",
+        help="remove what the store tiers of a file hold",
+        description="Remove the frames in the store tiers of a file. What is no frame is left for kvtier fsck.",
+    )
+    parser.add_argument("file")
+    parser.add_argument("--tier", help="only this tier, disk or disk#2")
+    parser.add_argument("--namespace", help="only that with this identity: the first digits of what an engine logs")
+    parser.add_argument("--shared", action="store_true", help="also from stores that other engines may use")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, output: Output) -> int:
+    """A line for each tier. Raises ConfigError and BackendError."""
+    if options.namespace and not (_DIGEST.fullmatch(options.namespace) and len(options.namespace) % 2 == 0):
+        why = "not the digits of an identity"
+        raise ConfigError([Problem("--namespace", options.namespace, why, "copy an even number of them from the log")])
+    chosen = _chosen(options)
+    what = f"what has the identity {options.namespace}…" if options.namespace else "everything"
+    names = ", ".join(tier.name for tier in chosen)
+    if not options.yes and not _agreed(f"Remove {what} from {names}? [y/N] "):
+        output.warn("nothing was removed")
+        return PROBLEMS
+    output.value = {}
+    failed = False
+    for tier in chosen:
+        removed, errors = _clear(tier, options.namespace)
+        output.value[tier.name] = {**removed, "failed": errors}
+        output.say(f"{tier.name}: {removed['frames']} frames removed, {Nbytes(removed['nbytes'])}")
+        for error in errors:
+            output.warn(error)
+        failed = failed or bool(errors)
+    return PROBLEMS if failed else FINE
+
+
+def _chosen(options: argparse.Namespace) -> list[StoreTierConfig]:
+    """The tiers to clear. Raises BackendError if there is none, or if one must not be without a word more."""
+    config = load_config(options.file, Registry.discover())
+    stores = [tier for tier in config.tiers if isinstance(tier, StoreTierConfig)]
+    chosen = [tier for tier in stores if options.tier in (None, tier.name)]
+    if not chosen:
+        have = ", ".join(tier.name for tier in stores) or "none"
+        raise BackendError(f"{options.file}: no tier to clear below its arenas; it has: {have}")
+    shared = [tier.name for tier in chosen if tier.config.shared]
+    if shared and not options.shared:
+        why = f"{options.file}: {', '.join(shared)}: other engines may use what is there"
+        raise BackendError(f"{why}; say so with --shared, or name another tier with --tier")
+    return chosen
+
+
+def _agreed(question: str) -> bool:
+    if not sys.stdin.isatty():
+        raise BackendError("there is nobody to ask whether to remove it; say so with --yes")
+    print(question, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _clear(tier: StoreTierConfig, namespace: str | None) -> tuple[Counter[str], list[str]]:
+    """Remove frames; returns how many, and why others could not be."""
+    removed, errors = Counter(frames=0, nbytes=0), []
+    left = 0
+    with tier.config.walk() as found:
+        for stored in found:
+            ours = stored.home is not None and _is_of(stored.home, namespace)
+            try:
+                if ours:
+                    stored.remove()
+            except Gone:
+                continue
+            except BackendError as error:
+                errors.append(str(error))
+                ours = False
+            if ours:
+                removed.update(frames=1, nbytes=stored.nbytes)
+            else:
+                left += stored.nbytes
+    if tier.config.shared and tier.capacity is not None:
+        tier.config.recount(tier.capacity, left)
+    return removed, errors
+
+
+def _is_of(home: bytes, namespace: str | None) -> bool:
+    """Is this the beginning of the digest that was named? A store may keep less of it than was written."""
+    return namespace is None or home.hex().startswith(namespace) or namespace.startswith(home.hex())

@@ -1,0 +1,56 @@
+"""`kvtier completion SHELL`: what a shell needs to complete this command line, made from its parser."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+
+from kvtier_core.cli.output import FINE, Output
+
+#: zsh reads bash's way once it is told to.
+_ZSH = "autoload -Uz bashcompinit && bashcompinit\n"
+#: The first word is a command; then come its options and their choices, and files wherever nothing else is known.
+_SCRIPT = """\
+_kvtier() {{
+    local word=${{COMP_WORDS[COMP_CWORD]}} choices
+    case "${{COMP_WORDS[1]}}" in
+{cases}
+    *) choices= ;;
+    esac
+    if [ "$COMP_CWORD" -eq 1 ]; then choices="{commands}"; fi
+    COMPREPLY=($(compgen -W "$choices" -- "$word"))
+}}
+complete -o default -F _kvtier kvtier
+"""
+
+
+def add_to(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "completion",
+        help="print what makes a shell complete this command line",
+        description='In ~/.bashrc: eval "$(kvtier completion bash)"; in ~/.zshrc the same with zsh.',
+    )
+    parser.add_argument("shell", choices=("bash", "zsh"))
+    parser.set_defaults(run=functools.partial(run, lambda: commands.choices))
+
+
+def run(parsers: Callable[[], dict[str, argparse.ArgumentParser]], options: argparse.Namespace, output: Output) -> int:
+    """The script for a shell."""
+    words = {name: _words(parser) for name, parser in parsers().items()}
+    cases = "\n".join(f'    {name}) choices="{" ".join(each)}" ;;' for name, each in words.items())
+    script = _SCRIPT.format(cases=cases, commands=" ".join(words))
+    output.value = (_ZSH if options.shell == "zsh" else "") + script
+    output.say(output.value.rstrip("\n"))
+    return FINE
+
+
+def _words(parser: argparse.ArgumentParser) -> list[str]:
+    """What may follow the name of a command, but for what only its user knows."""
+    return [
+        word
+        for action in parser._actions  # argparse has no public way to them
+        for word in (*action.option_strings, *(action.choices or ()))
+        if word != "-h"
+    ]

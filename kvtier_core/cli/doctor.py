@@ -1,0 +1,180 @@
+"""`kvtier doctor FILE`: is this machine fit for this stack, and does each tier work?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import attrs
+
+from kvtier_core.cli import machine, studies, tiers
+from kvtier_core.cli.measure import Frames, median, seconds
+from kvtier_core.cli.model_size import token_nbytes
+from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
+from kvtier_core.config.compose import OpenedTier
+from kvtier_core.config.load import load_config
+from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
+from kvtier_core.config.registry import Registry
+from kvtier_core.errors import KvtierError
+from kvtier_core.layouts import ChunkLayout
+from kvtier_core.transfer.io_pool import run_within
+from kvtier_core.types import Nbytes
+
+#: Frames that are written and read, and rounds of each measurement.
+_FRAMES, _ROUNDS = 16, 3
+#: A tier that takes so many times its timeout to be opened and tried does not answer.
+_PATIENCE = 10
+
+
+def add_to(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "doctor",
+        help="try and measure each tier, and say what this machine lacks",
+        description="Open each tier as an engine would, write and read a few frames in a namespace of its own, and "
+        "remove them. A full tier makes room for them as it would for an engine's.",
+    )
+    parser.add_argument("file")
+    parser.add_argument("--model", type=Path, help="the folder of the model, by which frames have their size")
+    parser.add_argument("--prefill", type=float, default=8000.0, help="tokens a second that it computes; default: 8000")
+    parser.set_defaults(run=run)
+
+
+@attrs.frozen
+class Diagnosis:
+    """What is known of a tier; speeds in bytes a second, None where it was not measured."""
+
+    tier: str
+    trouble: str = ""  #: why it cannot be used; empty if it can
+    latency: float | None = None  #: seconds until it says whether it has a frame
+    write: float | None = None
+    read: float | None = None
+    verify: float | None = None
+    free: int | None = None  #: bytes where its folder is
+    folders: tuple[str, ...] = ()  #: with their permissions
+    advice: tuple[str, ...] = ()
+
+
+def run(options: argparse.Namespace, output: Output) -> int:
+    """The machine, each tier, and a verdict. Raises ConfigError if the file is wrong."""
+    token = token_nbytes(options.model) if options.model else tiers.TOKEN
+    config, layout = tiers.sized(load_config(options.file, Registry.discover()), token)
+    facts = list(machine.facts())
+    found = [_diagnose(config, number, layout, options.prefill * token) for number in range(len(config.tiers))]
+    output.say(*table(("machine", ""), [(fact.name, fact.value) for fact in facts], left=2), "")
+    output.say(*table(("tier", "state", "answers", "writes", "reads", "verifies", "free"), _rows(found), left=2))
+    output.say(*(f"{each.tier}: {folder}" for each in found for folder in each.folders), "")
+    troubles = [f"{each.tier} cannot be used: {each.trouble}" for each in found if each.trouble]
+    advice = [f"{fact.name}: {fact.value}; {fact.advice}" for fact in facts if fact.advice]
+    advice += [f"{each.tier}: {line}" for each in found for line in each.advice]
+    output.say(*(output.paint(line, "bad") for line in troubles), *(output.paint(line, "warning") for line in advice))
+    verdict = _verdict(len(troubles), len(found), bool(advice))
+    output.say(output.paint(verdict, "bad" if troubles else "good"))
+    output.value = {
+        "machine": {fact.name: fact.value for fact in facts},
+        "tiers": list(map(attrs.asdict, found)),
+        "advice": advice,
+        "verdict": verdict,
+    }
+    return PROBLEMS if troubles else FINE
+
+
+def _verdict(troubles: int, of: int, advice: bool) -> str:
+    if troubles:
+        return f"{troubles} of {of} tiers cannot be used: an engine would not start with this file"
+    return "every tier works" + ("; what is said above would make it better" if advice else "")
+
+
+def _rows(found: list[Diagnosis]) -> list[list[str]]:
+    """The cells of the table of tiers."""
+    return [
+        [
+            each.tier,
+            "fails" if each.trouble else "works",
+            "" if each.latency is None else f"{each.latency * 1e3:.3f} ms",
+            *("" if rate is None else f"{rate / 1e9:.2f} GB/s" for rate in (each.write, each.read, each.verify)),
+            "" if each.free is None else studies.size(each.free),
+        ]
+        for each in found
+    ]
+
+
+def _diagnose(config: StackConfig, number: int, layout: ChunkLayout, compute: float) -> Diagnosis:
+    """Open one tier, try it and close it. ``compute`` is the bytes of KV that the engine computes a second."""
+    tier = config.tiers[number]
+    limit = _PATIENCE * (tier.timeout if isinstance(tier, StoreTierConfig) else 5.0)
+    outcome = run_within(lambda: _tried(_small(config), number, layout), limit)
+    where = tuple(map(_described, tiers.folders(tier)))
+    if outcome is None:
+        return Diagnosis(tier.name, f"it does not answer within {limit:g} s; is what it needs running?", folders=where)
+    if isinstance(outcome.error, KvtierError):
+        return Diagnosis(tier.name, str(outcome.error), folders=where)
+    if outcome.error is not None:
+        raise outcome.error
+    free = [_free(folder) for folder in tiers.folders(tier)]
+    found = attrs.evolve(outcome.value, folders=where, free=min(free, default=None))
+    return attrs.evolve(found, advice=tuple(_advice(tier, found, compute)))
+
+
+def _tried(config: StackConfig, number: int, layout: ChunkLayout) -> Diagnosis:
+    with tiers.opened(config, layout, [number]) as (tier,):
+        if isinstance(tier.tier, ArenaTierConfig):
+            return _tried_arena(tier, layout)
+        with Frames(tier, layout, _FRAMES) as frames:
+            write = frames.nbytes / median(frames.write, _ROUNDS, frames.rename)[0]
+            latency = median(frames.look, _ROUNDS)[0]
+            read = frames.nbytes / median(frames.read, _ROUNDS)[0]
+            return Diagnosis(tier.tier.name, "", latency, write, read, frames.nbytes / seconds(frames.verify))
+
+
+def _tried_arena(tier: OpenedTier, layout: ChunkLayout) -> Diagnosis:
+    """Copies to a slot and back."""
+    slot, other = tier.store.view(0), memoryview(bytearray(layout.frame_nbytes))
+
+    def write() -> None:
+        slot[:] = other
+
+    def read() -> None:
+        other[:] = slot
+
+    rates = [layout.frame_nbytes / median(work, _FRAMES)[0] for work in (write, read)]
+    slot.release()
+    return Diagnosis(tier.tier.name, "", None, *rates)
+
+
+def _advice(tier: ArenaTierConfig | StoreTierConfig, found: Diagnosis, compute: float) -> list[str]:
+    told = []
+    if found.read and found.read < compute and isinstance(tier, StoreTierConfig):
+        told.append(
+            f"it reads {found.read / 1e9:.2f} GB/s, and an engine computes {compute / 1e9:.2f} GB of KV a second: "
+            "with load: auto it will seldom be used"
+        )
+    if found.free is not None and tier.capacity and found.free < tier.capacity:
+        told.append(f"its capacity is {tier.capacity}, and {studies.size(found.free)} are free, beside what it holds")
+    if isinstance(tier, ArenaTierConfig) and tier.capacity > (there := machine.available_memory()):
+        told.append(f"its capacity is {tier.capacity}, and {studies.size(there)} of memory are available")
+    return told
+
+
+def _small(config: StackConfig) -> StackConfig:
+    """The same with arenas of a few slots: their memory may be in use by an engine."""
+    few = [
+        attrs.evolve(tier, capacity=min(tier.capacity, Nbytes(64 << 20))) if isinstance(tier, ArenaTierConfig) else tier
+        for tier in config.tiers
+    ]
+    return attrs.evolve(config, tiers=tuple(few))
+
+
+def _free(folder: Path) -> int:
+    status = os.statvfs(tiers.nearest(folder))
+    return status.f_bavail * status.f_frsize
+
+
+def _described(folder: Path) -> str:
+    """A folder with its owner and permissions."""
+    try:
+        status = folder.stat()
+    except OSError:
+        return f"{folder}: not there yet; the nearest folder above it is {tiers.nearest(folder)}"
+    return f"{folder}: user {status.st_uid}, permissions {status.st_mode & 0o7777:o}"

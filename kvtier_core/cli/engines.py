@@ -1,0 +1,65 @@
+"""Asks running engines over their status sockets."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+from kvtier_core.engine.status.page import PATTERN
+from kvtier_core.engine.worker_reports import runtime_folder
+from kvtier_core.errors import BackendError
+
+#: Seconds that an engine may take to say anything. One that computes a long prompt answers what its owner is asked
+#: only after that step; one that is idle, with its next request.
+_PATIENCE = 9.0
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Add the option by which an engine is named."""
+    parser.add_argument("--socket", type=Path, help="of the engine; default: every engine of this user on this machine")
+
+
+def found(named: Path | None) -> list[Path]:
+    """The sockets to ask. Raises BackendError if there is none."""
+    if named:
+        return [named]
+    try:
+        folder = runtime_folder()
+    except OSError as error:
+        raise BackendError(f"{error}; name the socket of an engine with --socket") from error
+    sockets = sorted(path for path in folder.glob(PATTERN) if path.is_socket())
+    if not sockets:
+        raise BackendError(
+            f"no engine has a socket in {folder}: is one running, as this user, with the same XDG_RUNTIME_DIR, and is "
+            "it served? Its log says 'kvtier: status at …'; name that with --socket"
+        )
+    return sockets
+
+
+def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:
+    """The answer of an engine. Raises BackendError."""
+    received = bytearray()
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            # Where others wait for the engine, too: with a timeout of Python's own this would fail at once.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_PATIENCE), 0))
+            connection.connect(str(path))
+            connection.settimeout(_PATIENCE)
+            connection.sendall(json.dumps(question).encode() + b"\n")
+            while piece := connection.recv(1 << 16):
+                received += piece
+        answer = json.loads(received) if received else None
+    except TimeoutError as error:
+        why = "the engine is idle or busy, and looks at such a question in a step; ask again while it serves"
+        raise BackendError(f"{path}: no answer within {_PATIENCE:g} s: {why}") from error
+    except (OSError, ValueError) as error:
+        raise BackendError(f"{path}: no engine answers: {error}; it may have ended, its log says") from error
+    if not isinstance(answer, dict):
+        raise BackendError(f"{path}: the engine ended the connection without an answer; ask again")
+    if "error" in answer:
+        raise BackendError(f"{path}: {answer['error']}")
+    return answer

@@ -1,0 +1,83 @@
+"""`kvtier explain`: why a request of a running engine hit or missed, or where the chunks of a prompt are now."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvtier_core.cli import engines
+from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
+from kvtier_core.errors import BackendError
+
+
+def add_to(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "explain",
+        help="say why a request of a running engine hit or missed",
+        description="Say why a request hit or missed, or where the chunks of a prompt are. A prompt is named as one "
+        "without cache_salt, adapter and images.",
+    )
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("request", nargs="?", metavar="REQUEST_ID", help="as the client or the log has it")
+    asked.add_argument("--prompt", type=Path, metavar="FILE", help="the token ids of a prompt, a list in JSON")
+    engines.add_to(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, output: Output) -> int:
+    """The reason, or a line for each run of chunks. Raises BackendError if no engine answers."""
+    question = {"prompt": _tokens(options.prompt)} if options.prompt else {"request": options.request}
+    answers = {str(path): engines.ask(path, question) for path in engines.found(options.socket)}
+    output.value = answers
+    if options.prompt:
+        for path, answer in answers.items():
+            output.say(*([path] if len(answers) > 1 else []), *_of_prompt(answer))
+        return FINE
+    told = [line for answer in answers.values() for line in _of_request(answer["found"])]
+    output.say(*told)
+    if not told:
+        remembered = max(answer["remembered"] for answer in answers.values())
+        output.warn(
+            f"{options.request}: no engine knows this request: it is bypassed from the start, or not one of the last "
+            f"{remembered}; the log has the line of every request"
+        )
+    return FINE if told else PROBLEMS
+
+
+def _tokens(file: Path) -> list[int]:
+    try:
+        tokens = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise BackendError(f"{file}: cannot be read: {error}; write the token ids as a list in JSON") from error
+    if not (isinstance(tokens, list) and all(type(token) is int for token in tokens)):
+        raise BackendError(f"{file}: not a list of token ids; write [1, 2, 3]")
+    return tokens
+
+
+def _of_request(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    for request_id, told in found.items():
+        had = f" (the engine had {told['engine_had']})" if told["engine_had"] else ""
+        ago = f"{time.time() - told['at']:.0f} s ago"
+        yield f"{request_id}: hit {told['loaded']} of {told['tokens']} tokens{had}, {ago}: {told['why']}"
+
+
+def _of_prompt(answer: Mapping[str, Any]) -> Iterator[str]:
+    chunks, size = answer["chunks"], answer["chunk_tokens"]
+    held = len(list(itertools.takewhile(lambda chunk: chunk["tiers"], chunks)))
+    yield f"{answer['tokens']} tokens are {len(chunks)} chunks of {size}; the first {held} of them can be loaded"
+    if held < len(chunks):
+        yield f"from token {held * size} on: {chunks[held]['miss_reason']}"
+    if answer["cold"] and not held:
+        yield f"this engine started cold because {answer['cold']}"
+    rows, first = [], 0
+    for (where, reason), run in itertools.groupby(chunks, lambda each: (tuple(each["tiers"]), each["miss_reason"])):
+        last = first + len(list(run))
+        rows.append([f"{first * size} to {last * size - 1}", ", ".join(where) or "-", reason])
+        first = last
+    yield from table(("tokens", "can be loaded from", "why not"), rows, left=3) if rows else ()

@@ -1,0 +1,105 @@
+"""What this machine grants its processes, as far as Linux says it: memory, limits, huge pages, io_uring."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+
+import attrs
+
+from kvtier_core import native
+from kvtier_core.transfer.files import ring_works
+from kvtier_core.types import Nbytes
+
+#: Descriptors below which a server with many connections and a disk tier may run out.
+_FEW_FILES = 4096
+
+
+@attrs.frozen
+class Fact:
+    """One thing that is known of the machine; ``advice`` is empty if it is as it should be."""
+
+    name: str
+    value: str
+    advice: str = ""
+
+
+def facts() -> Iterator[Fact]:
+    """What a stack of tiers depends on."""
+    yield Fact("kernel", platform.release())
+    yield Fact("page size", str(Nbytes(os.sysconf("SC_PAGE_SIZE"))))
+    yield Fact("native code", native.describe(), "" if native.extension else "build it: pip install . with a compiler")
+    yield Fact("memory available", in_mib(available_memory()))
+    limit = container_limit()
+    yield Fact("container memory limit", "none" if limit is None else in_mib(limit))
+    yield Fact("locked memory (ulimit -l)", _limit(resource.RLIMIT_MEMLOCK, in_mib))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = soft != resource.RLIM_INFINITY and soft < _FEW_FILES
+    yield Fact(
+        "open files (ulimit -n)", _limit(resource.RLIMIT_NOFILE, str), "raise it: ulimit -n 65536" if few else ""
+    )
+    yield Fact("huge pages", _huge_pages())
+    yield Fact("transparent huge pages for shared memory", _chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled"))
+    why = "plain calls are used: a kernel from 5.6 on and a container that allows it have io_uring"
+    yield Fact("io_uring", "works" if ring_works() else "does not work", "" if ring_works() else why)
+
+
+def available_memory() -> int:
+    """Bytes that can still be allocated here: of the node, or of the container if that is less."""
+    lines = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines())
+    of_node = int(lines.get("MemAvailable", "0 kB").split()[0]) << 10
+    left = [_number(group / "memory.max") - _number(group / "memory.current") for group in _limited_groups()]
+    return min([of_node, *left])
+
+
+def container_limit() -> int | None:
+    """The memory that the control groups of this process may have, in bytes; None if they are not bounded."""
+    return min((_number(group / "memory.max") for group in _limited_groups()), default=None)
+
+
+def in_mib(nbytes: int) -> str:
+    """Whole MiB, for people."""
+    return f"{nbytes >> 20:,}MiB"
+
+
+def _limited_groups() -> Iterator[Path]:
+    """The control groups (version 2) of this process that bound its memory; a container shows its own as the root."""
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        own = PurePosixPath(path)
+        for group in (own, *own.parents) if not controllers else ():
+            folder = Path("/sys/fs/cgroup") / group.relative_to("/")
+            if _read(folder / "memory.max").strip().isdecimal():
+                yield folder
+
+
+def _limit(kind: int, shown: Callable[[int], str]) -> str:
+    soft, _ = resource.getrlimit(kind)
+    return "unlimited" if soft == resource.RLIM_INFINITY else shown(soft)
+
+
+def _huge_pages() -> str:
+    pools = Path("/sys/kernel/mm/hugepages")
+    counts = {pool.name.removeprefix("hugepages-"): _number(pool / "nr_hugepages") for pool in sorted(pools.glob("*"))}
+    reserved = [f"{count} of {size}" for size, count in counts.items() if count]
+    return ", ".join(reserved) or "none reserved"
+
+
+def _chosen(file: str) -> str:
+    """The word in brackets: ``always [madvise] never``."""
+    return _read(file).partition("[")[2].partition("]")[0] or "unknown"
+
+
+def _number(file: Path) -> int:
+    text = _read(file).strip()
+    return int(text) if text.isdecimal() else 0
+
+
+def _read(file: Path | str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(file).read_text()
+    return ""

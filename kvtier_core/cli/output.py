@@ -1,0 +1,76 @@
+"""What a command prints: lines for people or, with ``--json``, one value for programs. Colour only on a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+
+from kvtier_core.errors import ConfigError, KvtierError
+
+#: What a command exits with: all is well; something is wrong with what it looked at; it could not do what was asked.
+FINE, PROBLEMS, USAGE = 0, 1, 2
+
+#: By meaning: how a terminal is told to show it.
+_COLOURS = {"good": "32", "bad": "31", "warning": "33", "dim": "2"}
+
+
+@attrs.define
+class Output:
+    """Where one run of a command leaves what it found."""
+
+    as_json: bool = False
+    value: Any = None  #: of JSON's types; printed by `finish`
+
+    def say(self, *lines: str) -> None:
+        """Print lines for people."""
+        if not self.as_json:
+            for line in lines:
+                print(line)
+
+    def warn(self, line: str) -> None:
+        """Print a line about the run itself."""
+        print(line, file=sys.stderr)
+
+    def fail(self, error: KvtierError) -> None:
+        """Print everything that is wrong."""
+        if self.as_json:
+            self.value = {"problems": problems_of(error)}
+        else:
+            self.warn(str(error))
+
+    def paint(self, text: str, meaning: str) -> str:
+        """The text in the colour of its meaning: ``good``, ``bad``, ``warning`` or ``dim``."""
+        return f"\33[{_COLOURS[meaning]}m{text}\33[0m" if meaning and _has_colours() else text
+
+    def finish(self) -> None:
+        """Print the value for programs, unless it was printed line by line."""
+        if self.as_json and self.value is not None:
+            print(json.dumps(self.value, indent=1))
+
+
+def problems_of(error: KvtierError) -> list[dict[str, str]]:
+    """The problems of an error, in JSON's types."""
+    if isinstance(error, ConfigError):
+        return [attrs.asdict(problem) for problem in error.problems]
+    return [{"why": str(error)}]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
+    """The lines of a table whose first ``left`` columns are aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        cells = [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def _has_colours() -> bool:
+    """See no-color.org."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

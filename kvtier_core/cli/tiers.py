@@ -1,0 +1,79 @@
+"""What commands that look at the tiers of a file have in common: finding them, and opening them without a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import attrs
+
+from kvtier_core.config.compose import OpenedTier, open_tiers
+from kvtier_core.config.load import load_config
+from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
+from kvtier_core.config.registry import Registry
+from kvtier_core.errors import BackendError
+from kvtier_core.interfaces import Backend, OpenContext
+from kvtier_core.layouts import ChunkLayout
+from kvtier_core.simulate.stacks import layout_of
+from kvtier_core.types import Namespace, Nbytes
+
+#: KV of a token where no model is named: that of Llama 3.1 8B in 16 bits.
+TOKEN = Nbytes(128 << 10)
+#: Tokens of a block where no engine says it.
+_BLOCK_TOKENS = 16
+
+
+def store_tier(file: str, name: str) -> StoreTierConfig:
+    """The store tier of this name. Raises ConfigError, and BackendError if the file has none."""
+    config = load_config(file, Registry.discover())
+    tiers = {tier.name: tier for tier in config.tiers if isinstance(tier, StoreTierConfig)}
+    if name not in tiers:
+        raise BackendError(f"{file} has no tier {name!r} below its arenas; it has: {', '.join(tiers) or 'none'}")
+    return tiers[name]
+
+
+def sized(config: StackConfig, token: Nbytes) -> tuple[StackConfig, ChunkLayout]:
+    """The stack as an engine has it whose tokens have so many bytes of KV, and the layout of its chunks."""
+    config = config.sized(_BLOCK_TOKENS, _BLOCK_TOKENS * token)
+    return config, layout_of(config.chunk_tokens, token)
+
+
+@contextlib.contextmanager
+def opened(config: StackConfig, layout: ChunkLayout, numbers: Iterable[int]) -> Iterator[list[OpenedTier]]:
+    """Tiers by their numbers, opened as an engine would, in a namespace that nobody else has; nothing of it is left.
+
+    What is written to them is for the caller to delete. Raises ConfigError if one cannot be opened.
+    """
+    numbers = list(numbers)
+    ctx = OpenContext(Namespace.of({"check": secrets.token_hex(16)}), layout, f"kvtier-{os.getpid()}")
+    missing = [folder for number in numbers for folder in _missing_folders(config.tiers[number])]
+    try:
+        with open_tiers(config, numbers, ctx) as tiers:
+            yield tiers
+            for each in tiers:
+                if isinstance(each.store, Backend):
+                    with contextlib.suppress(BackendError):  # a store that cannot be reached was told nothing
+                        each.store.drop_namespace()
+    finally:
+        for folder in missing:
+            with contextlib.suppress(OSError):  # somebody uses it now
+                folder.rmdir()
+
+
+def folders(tier: ArenaTierConfig | StoreTierConfig) -> list[Path]:
+    """The paths among the settings of a tier."""
+    values = (getattr(tier.config, field.name) for field in attrs.fields(type(tier.config)))
+    return [value for value in values if isinstance(value, Path)]
+
+
+def nearest(folder: Path) -> Path:
+    """The folder itself, or the nearest one above it that is there."""
+    return next(each for each in (folder, *folder.absolute().parents) if each.exists())
+
+
+def _missing_folders(tier: ArenaTierConfig | StoreTierConfig) -> list[Path]:
+    """The folders that opening the tier would make, the innermost first."""
+    return [each for path in folders(tier) for each in (path, *path.parents) if not each.exists()]

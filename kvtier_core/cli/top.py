@@ -1,0 +1,70 @@
+"""`kvtier top`: the status of running engines, again and again."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvtier_core.cli import engines, status
+from kvtier_core.cli.output import FINE, Output
+
+#: Home, and clear what is below.
+_REDRAW = "\33[H\33[J"
+#: By these events bytes come into a tier.
+_IN = ("stored", "promoted", "written")
+
+
+def add_to(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser("top", help="watch the tiers of running engines; --json: a line each time")
+    engines.add_to(parser)
+    parser.add_argument("--every", type=float, default=1.0, help="seconds between two looks; default: 1")
+    parser.add_argument("--count", type=int, help="looks until it ends; default: it goes on")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, output: Output) -> int:
+    """Draws until it is interrupted, or has looked ``--count`` times. Raises BackendError if no engine answers."""
+    before: list[dict[str, Any]] = []
+    looks = 0
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            now = [engines.ask(path, {"status": True}) for path in engines.found(options.socket)]
+            _show(now, before, output)
+            before, looks = now, looks + 1
+            if looks == options.count:
+                break
+            time.sleep(options.every)
+    return FINE
+
+
+def _show(now: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], output: Output) -> None:
+    if output.as_json:
+        print(json.dumps(now), flush=True)
+        return
+    earlier = {snapshot["pid"]: snapshot for snapshot in before}
+    text = "\n".join(
+        line for each in now for line in (*status.lines(each, output, _speeds(each, earlier.get(each["pid"]))), "")
+    )
+    print(f"{_REDRAW if sys.stdout.isatty() else ''}{text}", flush=True)
+
+
+def _speeds(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, str]:
+    """GB/s into each tier between two snapshots; nothing if there are not two."""
+    seconds = now["at"] - before["at"] if before else 0.0
+    if seconds <= 0:
+        return {}
+    earlier = {tier["tier"]: _nbytes_in(tier) for tier in before["tiers"]}
+    return {
+        tier["tier"]: f"{(_nbytes_in(tier) - earlier.get(tier['tier'], 0)) / seconds / 1e9:.2f}"
+        for tier in now["tiers"]
+    }
+
+
+def _nbytes_in(tier: Mapping[str, Any]) -> int:
+    return sum(tier["events"].get(kind, {}).get("nbytes", 0) for kind in _IN)

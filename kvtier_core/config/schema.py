@@ -1,0 +1,141 @@
+"""A JSON Schema (draft 7, which editors read) of the configuration file, from the classes that it is read into.
+
+It refuses nothing that `load` accepts. What only validators know, `load` alone refuses.
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+import typing
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal, Union
+
+import attrs
+
+from kvtier_core.config.comments import comments_of, first_paragraph
+from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
+from kvtier_core.config.registry import KINDS, Offer, Registry
+from kvtier_core.interfaces import ArenaConfig
+from kvtier_core.types import EnvSecret, Nbytes, Seconds
+
+Schema = dict[str, Any]
+
+#: YAML's own types do not count: a scalar is its text.
+_TEXT: Schema = {"type": ["string", "number", "boolean"]}
+_SCALARS: Mapping[Any, Schema] = {
+    bool: {"enum": [True, False, "yes", "no", "on", "off"]},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    Nbytes: {"type": "string", "pattern": rf"^\s*({Nbytes.PATTERN})\s*$"},
+    Seconds: {"type": "string", "pattern": rf"^\s*({Seconds.PATTERN})\s*$"},
+    EnvSecret: {"type": "string", "pattern": rf"^\s*({EnvSecret.PATTERN})\s*$"},
+}
+_KIND_OF = {family: kind for kind, described in KINDS.items() for family in described.families}
+#: Words that YAML 1.1 takes for booleans, where they are choices.
+_ALSO = {"on": True, "off": False, "yes": True, "no": False}
+#: How attrs names a comparison of numbers, and how JSON Schema does.
+_BOUNDS = {">=": "minimum", ">": "exclusiveMinimum", "<=": "maximum", "<": "exclusiveMaximum"}
+
+
+def schema_of(registry: Registry) -> Schema:
+    """The schema of a file that may name every usable plugin of this registry."""
+    making = _Making(registry)
+    arenas, stores = making.tiers(True), making.tiers(False)
+    tiers = {
+        "type": "array",
+        "description": comments_of(StackConfig)["tiers"],
+        "minItems": 1,
+        "items": [{"anyOf": arenas}],
+        "additionalItems": {"anyOf": arenas + stores},
+    }
+    whole = making.group(StackConfig, but=("tiers", "_places", "_plugins"))
+    whole["properties"] = {"version": {"const": 1}, "tiers": tiers, **whole["properties"]}
+    whole["required"] = ["version", "tiers"]
+    return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "kvtier.yaml", **whole}
+
+
+@attrs.frozen
+class _Making:
+    registry: Registry
+
+    def tiers(self, arenas: bool) -> list[Schema]:
+        """What a tier may be: one that is an arena, or one that is not."""
+        offers = [offer for offer in self._offers("tier") if issubclass(offer.config, ArenaConfig) == arenas]
+        return [self._tier(offer) for offer in offers]
+
+    def _tier(self, offer: Offer) -> Schema:
+        shape = ArenaTierConfig if issubclass(offer.config, ArenaConfig) else StoreTierConfig
+        own, its = self.group(shape, but=("name", "config", "source")), self._chosen(offer)
+        its["properties"] |= own["properties"]
+        its["required"] += own["required"]
+        if shape is StoreTierConfig and offer.config.shared is not True:
+            must = {"required": ["capacity"]}
+            shared = {"required": ["shared"], "properties": {"shared": {"enum": [True, "yes", "on"]}}}
+            its["anyOf"] = [must, shared] if "shared" in its["properties"] else [must]
+        return its
+
+    def _chosen(self, offer: Offer) -> Schema:
+        """The settings of a plugin, and its name."""
+        group = self.group(offer.config)
+        group["properties"] = {"type": {"enum": self._names(offer)}, **group["properties"]}
+        group["required"] = ["type", *group["required"]]
+        return group
+
+    def group(self, cls: type, but: Collection[str] = ()) -> Schema:
+        """A mapping with the fields of a class, except those in ``but``."""
+        hints, comments = typing.get_type_hints(cls), comments_of(cls)
+        fields = [field for field in attrs.fields(cls) if field.init and field.name not in but]
+        properties = {}
+        for field in fields:
+            described = {"description": comments[field.name]} if field.name in comments else {}
+            properties[field.alias] = {**self._of(hints[field.name]), **_bounds(field.validator), **described}
+        return {
+            "type": "object",
+            "description": first_paragraph(cls),
+            "properties": properties,
+            "required": [field.alias for field in fields if field.default is attrs.NOTHING],
+            "additionalProperties": False,
+        }
+
+    def _of(self, annotation: Any) -> Schema:
+        """What `decode.reader` reads for this annotation."""
+        if annotation in _SCALARS:
+            return _SCALARS[annotation]
+        if annotation in _KIND_OF:
+            return self._choice(_KIND_OF[annotation])
+        if attrs.has(annotation):
+            return self.group(annotation)
+        origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+        if origin in (Union, types.UnionType):
+            return {"anyOf": [self._of(each) for each in arguments]}
+        if origin is tuple:
+            return {"type": "array", "items": self._of(arguments[0])}
+        if origin is Literal:
+            return _words(arguments)
+        if isinstance(annotation, enum.EnumMeta):
+            return _words([each.value for each in annotation])
+        return {"type": "null"} if annotation is types.NoneType else _TEXT
+
+    def _choice(self, kind: str) -> Schema:
+        """A plugin by its name, or a mapping with its name and its settings."""
+        offers = list(self._offers(kind))
+        bare = [name for offer in offers if not self.group(offer.config)["required"] for name in self._names(offer)]
+        return {"anyOf": [{"enum": bare}, *map(self._chosen, offers)]}
+
+    def _offers(self, kind: str) -> Iterator[Offer]:
+        return (offer for offer in self.registry.offers() if offer.kind == kind)
+
+    def _names(self, offer: Offer) -> list[str]:
+        """The names that mean this offer and no other."""
+        return [name for name in offer.names if self.registry.choose(offer.kind, name) is offer.config]
+
+
+def _words(choices: Collection[Any]) -> Schema:
+    return {"enum": [*choices, *(also for word, also in _ALSO.items() if word in choices)]}
+
+
+def _bounds(validator: Any) -> Schema:
+    """The bounds of a number, as far as attrs tells them."""
+    each = getattr(validator, "_validators", [validator])
+    return {_BOUNDS[one.compare_op]: one.bound for one in each if getattr(one, "compare_op", "") in _BOUNDS}

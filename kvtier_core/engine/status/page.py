@@ -1,0 +1,177 @@
+"""What is told of a running engine: a snapshot each second, why recent requests hit or missed, where chunks are."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvtier_core.config.model import StackConfig
+from kvtier_core.engine.request_view import KVIdentity, RequestView
+from kvtier_core.engine.scheduler.event_log import EventLog
+from kvtier_core.engine.scheduler.requests import Requests, RequestState
+from kvtier_core.engine.scheduler.savings import Savings, TierSavings
+from kvtier_core.engine.status.server import Answer, Server, sweep
+from kvtier_core.engine.worker_reports import runtime_folder
+from kvtier_core.stack.interface import Stack
+from kvtier_core.transfer.io_pool import run
+
+logger = logging.getLogger("vllm.kvtier")
+
+#: Seconds between two snapshots.
+_EVERY = 1.0
+#: Requests whose hit line is remembered.
+_REMEMBERED = 4096
+#: The sockets of the engines of this user, by the process.
+PATTERN = "status-*.sock"
+_numbers = itertools.count(1)
+
+
+def socket_path(setting: str) -> Path:
+    """Where the socket of this engine is. Raises OSError if there is no folder for it."""
+    if setting != "auto":
+        return Path(setting).expanduser()
+    folder = runtime_folder()
+    sweep(folder, PATTERN)
+    return folder / f"status-{os.getpid()}-{next(_numbers)}.sock"
+
+
+class StatusPage:
+    """Tells of one engine from `open` to `close`, and nothing before. The owner's thread calls every method.
+
+    What fails here is logged once, and nothing more is told; the engine does not notice.
+    """
+
+    def __init__(
+        self,
+        manager: Stack,
+        requests: Requests,
+        events: EventLog,
+        savings: Savings,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._manager = manager
+        self._requests = requests
+        self._events = events
+        self._savings = savings
+        self._clock = clock
+        self._server: Server | None = None
+        self._about: Mapping[str, Any] = {}
+        self._next = 0.0
+        self._tokens = 0  # of requests that were looked up
+        # Read on the server's thread: both are replaced, or grow by one value, in one step of the interpreter.
+        self._snapshot: Mapping[str, Any] = {}
+        self._recent: dict[str, Mapping[str, Any]] = {}
+
+    def open(self, config: StackConfig, about: Mapping[str, Any]) -> None:
+        """Open the socket that the configuration asks for. ``about`` is told with every snapshot."""
+        if config.status == "off":
+            return
+        self._about = {"pid": os.getpid(), **about}
+        self._publish()
+        opened = run(lambda: Server(socket_path(config.status), self._answer))
+        if opened.error is not None:
+            logger.warning(
+                "kvtier: status: %s: no socket can be opened, so that kvtier status finds no engine: %s; name another "
+                "place for it, status: PATH",
+                config.status,
+                opened.error,
+            )
+            return
+        self._server = opened.value
+        logger.info("kvtier: status at %s", self._server.path)
+
+    def note(self, state: RequestState, tokens: int, why: str) -> None:
+        """The hit line of a request is being logged: so many tokens are loaded."""
+        if self._server is None:
+            return
+        view = state.view
+        self._tokens += view.tokens
+        told = {"tokens": view.tokens, "loaded": tokens, "engine_had": state.computed, "why": why}
+        self._recent.pop(view.request_id, None)
+        self._recent[view.request_id] = {**told, "at": time.time(), "tiers": dict(state.sources if tokens else {})}
+        if len(self._recent) > _REMEMBERED:
+            del self._recent[next(iter(self._recent))]
+
+    def step(self) -> None:
+        """Publish a snapshot if it is time, or if no request is left, and answer what only the owner can."""
+        if self._server is None:
+            return
+        is_due = self._clock() >= self._next or not self._requests
+        error = run(self._publish_and_answer if is_due else self._answer_questions).error
+        if error is not None:
+            logger.warning("kvtier: status: nothing more is told: %s: %s", type(error).__name__, error)
+            self.close()
+
+    def close(self) -> None:
+        """Close the socket. May be called twice."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+    # -- on the owner's thread -----------------------------------------------------------------------
+
+    def _publish_and_answer(self) -> None:
+        self._publish()
+        self._answer_questions()
+
+    def _publish(self) -> None:
+        self._next = self._clock() + _EVERY
+        self._snapshot = {
+            **self._about,
+            "at": time.time(),
+            "requests": {"running": len(self._requests), "tokens": self._tokens},
+            "tiers": [
+                {
+                    **attrs.asdict(usage),
+                    "events": self._events.stats.totals(usage.tier),
+                    "savings": attrs.asdict(self._savings.by_tier.get(usage.tier, TierSavings())),
+                }
+                for usage in self._manager.usage()
+            ],
+        }
+
+    def _answer_questions(self) -> None:
+        while (question := self._server.take()) is not None:
+            client, asked = question
+            answered = run(lambda asked=asked: self._where(asked))
+            self._server.reply(client, answered.value or {"error": f"this prompt cannot be named: {answered.error}"})
+
+    def _where(self, asked: Answer) -> Answer:
+        """Where the chunks of a prompt are now."""
+        tokens = asked["prompt"]
+        view = RequestView("explained", tokens, len(tokens), KVIdentity())
+        path = self._requests.keys(RequestState(view, 0.0, ""), len(tokens))
+        places = self._manager.whereabouts(path)
+        return {
+            "tokens": len(tokens),
+            "chunk_tokens": self._requests.chunk_tokens,
+            "cold": self._about.get("cold", ""),
+            "chunks": [{"key": key.hex(), **attrs.asdict(place)} for key, place in zip(path, places, strict=True)],
+        }
+
+    # -- on the server's thread ----------------------------------------------------------------------
+
+    def _answer(self, asked: Answer) -> Answer | None:
+        match asked:
+            case {"status": _}:
+                return self._snapshot
+            case {"request": str(request_id)}:
+                return self._explain(request_id)
+            case {"prompt": list(tokens)} if all(isinstance(token, int) for token in tokens):
+                return None
+        return {"error": "it is asked for status, request or prompt"}
+
+    def _explain(self, request_id: str) -> Answer:
+        """vLLM appends digits to the ids that clients know."""
+        known = [request_id] if request_id in self._recent else list(self._recent)
+        whole = re.compile(rf"(?:cmpl-|chatcmpl-)?{re.escape(request_id)}(?:-.*)?")
+        found = {each: told for each in known if whole.fullmatch(each) and (told := self._recent.get(each))}
+        return {"found": found, "remembered": _REMEMBERED}

@@ -1,0 +1,215 @@
+"""`kvtier doctor`, `clear` and `bench`, over real folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import threading
+
+import pytest
+
+from kvtier_core.cli import doctor, main
+from kvtier_core.cli.output import FINE, PROBLEMS, USAGE
+from kvtier_core.config.registry import Registry
+from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_namespace
+from kvtier_core.types import FRAME_ALIGNMENT
+from kvtier_disk.config import DiskConfig
+from kvtier_example_backend import plugin as example
+from kvtier_example_backend.plugin import ExampleBackend
+
+NBYTES = 4 * FRAME_ALIGNMENT
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_file("{type: disk, capacity: 1GiB, path: store}")
+    return tmp_path
+
+
+def write_file(*tiers):
+    lines = "".join(f"  - {tier}\n" for tier in ("{type: heap, capacity: 64MiB}", *tiers))
+    with open("kvtier.yaml", "w") as file:
+        file.write(f"version: 1\ntiers:\n{lines}")
+
+
+def tree(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def filled(path, namespace="tiny", **settings):
+    """A tier's folder with three frames; returns the digest of their namespace."""
+    namespace = make_namespace(namespace)
+    disk = DiskConfig(path=path, **settings).open(make_context(namespace=namespace))
+    keys = make_keys(3)
+    disk.write(keys, [make_frame(key, nbytes=NBYTES, namespace=namespace) for key in keys])
+    disk.close()
+    return namespace.digest.hex()
+
+
+def frames(folder):
+    return len(list(folder.rglob("*.kv")))
+
+
+def test_the_doctor_measures_each_tier_and_leaves_nothing(folder, capsys):
+    before = tree(folder)
+    assert main(["doctor", "kvtier.yaml", "--json"]) == FINE
+    told = json.loads(capsys.readouterr().out)
+    heap, disk = told["tiers"]
+    assert (heap["trouble"], disk["trouble"]) == ("", "")
+    assert all(disk[rate] > 0 for rate in ("write", "read", "verify", "latency", "free"))
+    assert told["machine"]["page size"] == "4KiB"
+    assert told["verdict"].startswith("every tier works")
+    assert tree(folder) == before
+
+
+def test_the_doctor_spares_what_is_stored(folder):
+    filled(folder / "store")
+    before = tree(folder)
+    assert main(["doctor", "kvtier.yaml"]) == FINE
+    assert tree(folder / "store") == [each.removeprefix("store/") for each in before if each.startswith("store/")]
+
+
+def test_the_doctor_tells_what_cannot_be_used(folder, capsys):
+    engine = DiskConfig(path=folder / "store").open(make_context())
+    assert main(["doctor", "kvtier.yaml"]) == PROBLEMS
+    engine.close()
+    told = capsys.readouterr().out.splitlines()
+    assert told[-2:] == [
+        "disk cannot be used: kvtier.yaml:4: $.tiers[1]: store: another live process keeps its frames here; "
+        "give each engine a path of its own",
+        "1 of 2 tiers cannot be used: an engine would not start with this file",
+    ]
+
+
+class Twisted(ExampleBackend):
+    """Gives other bytes back than it was given."""
+
+    def _read_one(self, key, view):
+        count = super()._read_one(key, view)
+        view[5000] ^= 1
+        return count
+
+
+class Forgetful(ExampleBackend):
+    def write(self, keys, frames):
+        pass
+
+
+class Hanging(ExampleBackend):
+    released = threading.Event()
+
+    def write(self, keys, frames):
+        self.released.wait()
+
+
+@pytest.mark.parametrize(
+    "backend, why",
+    [
+        (Twisted, "a frame that was just written does not come back: "),
+        (Forgetful, "a frame that was just written is not there"),
+        (Hanging, "it does not answer within 0.5 s; is what it needs running?"),
+    ],
+)
+def test_the_doctor_believes_no_tier(folder, capsys, monkeypatch, backend, why):
+    monkeypatch.setattr(example, "ExampleBackend", backend)
+    monkeypatch.setattr(Registry, "discover", lambda: Registry.of(example))
+    monkeypatch.setattr(doctor, "_PATIENCE", 1)
+    timeout = "500ms" if backend is Hanging else "1min"
+    write_file(f"{{type: example-backend, capacity: 1GiB, timeout: {timeout}}}")
+    Hanging.released.clear()
+    assert main(["doctor", "kvtier.yaml", "--json"]) == PROBLEMS
+    Hanging.released.set()
+    assert json.loads(capsys.readouterr().out)["tiers"][1]["trouble"].startswith(why)
+
+
+def test_bench_stands_beside_plain_files_and_leaves_nothing(folder, capsys):
+    before = tree(folder)
+    assert main(["bench", "kvtier.yaml", "--frames", "4", "--rounds", "2", "--json"]) == FINE
+    figures = json.loads(capsys.readouterr().out)["figures"]
+    assert [(each["tier"], each["what"]) for each in figures] == [
+        ("memory", "memcpy"),
+        ("disk", "raw file, write"),
+        ("disk", "raw file, read"),
+        ("disk", "write"),
+        ("disk", "read"),
+        ("disk", "verify"),
+    ]
+    assert all(each["rate"] > 0 for each in figures)
+    assert [each["what"] for each in figures if each["of_raw"]] == ["write", "read"]
+    assert tree(folder) == before
+
+
+def test_bench_needs_a_store_tier(folder, capsys):
+    write_file()
+    assert main(["bench", "kvtier.yaml"]) == USAGE
+    assert capsys.readouterr().err == "kvtier.yaml: no tier to measure below its arenas\n"
+
+
+def test_clear_removes_what_a_tier_holds(folder, capsys):
+    filled(folder / "store"), filled(folder / "store", "other")
+    assert main(["clear", "kvtier.yaml", "--yes", "--json"]) == FINE
+    assert json.loads(capsys.readouterr().out) == {"disk": {"frames": 6, "nbytes": 6 * NBYTES, "failed": []}}
+    assert frames(folder) == 0
+
+
+def test_clear_removes_one_namespace_alone(folder, capsys):
+    filled(folder / "store")
+    other = filled(folder / "store", "other")
+    for digits in (other, other[:8]):  # what a log shows, and its beginning
+        assert main(["clear", "kvtier.yaml", "--yes", "--namespace", digits]) == FINE
+        assert frames(folder) == 3
+    assert [line for line in capsys.readouterr().out.splitlines()] == [
+        f"disk: 3 frames removed, {3 * NBYTES // 1024}KiB",
+        "disk: 0 frames removed, 0B",
+    ]
+
+
+@pytest.mark.parametrize("digits", ["xyz", "abc", ""])
+def test_clear_wants_whole_digits(folder, digits):
+    filled(folder / "store")
+    if digits:
+        assert main(["clear", "kvtier.yaml", "--yes", "--namespace", digits]) == USAGE
+    else:
+        with pytest.raises(SystemExit):
+            main(["clear", "kvtier.yaml", "--yes", "--namespace"])
+    assert frames(folder) == 3
+
+
+def test_clear_spares_shared_stores_unless_told(folder, capsys):
+    write_file("{type: disk, path: store, shared: true}")
+    filled(folder / "store", shared=True)
+    assert main(["clear", "kvtier.yaml", "--yes"]) == USAGE
+    assert "other engines may use what is there; say so with --shared" in capsys.readouterr().err
+    assert frames(folder) == 3
+    assert main(["clear", "kvtier.yaml", "--yes", "--shared"]) == FINE
+    assert frames(folder) == 0
+
+
+@pytest.mark.parametrize("answer, left", [("y", 0), ("n", 3), ("", 3)])
+def test_clear_asks(folder, capsys, monkeypatch, answer, left):
+    filled(folder / "store")
+    typed, terminal = pty.openpty()
+    os.write(typed, f"{answer}\n".encode())
+    with open(terminal) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert main(["clear", "kvtier.yaml"]) == (PROBLEMS if left else FINE)
+    os.close(typed)
+    assert "Remove everything from disk? [y/N]" in capsys.readouterr().err
+    assert frames(folder) == left
+
+
+def test_clear_asks_nobody_that_is_not_there(folder, capsys):
+    filled(folder / "store")
+    assert main(["clear", "kvtier.yaml"]) == USAGE
+    assert frames(folder) == 3
+
+
+def test_clear_leaves_a_tier_alone_that_an_engine_uses(folder, capsys):
+    filled(folder / "store")
+    engine = DiskConfig(path=folder / "store").open(make_context())
+    assert main(["clear", "kvtier.yaml", "--yes"]) == USAGE
+    engine.close()
+    assert "another live process keeps its frames here" in capsys.readouterr().err
+    assert frames(folder) == 3

@@ -1,0 +1,276 @@
+"""`kvtier status`, `top` and `explain`, over the socket of an engine of a hundred lines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import socket
+import stat
+import subprocess
+import sys
+import threading
+
+import pytest
+from fake_host import CHUNK, FRAME, Host
+
+import kvtier_disk.plugin
+from kvtier_core.cli import main
+from kvtier_core.config.load import load_config
+from kvtier_core.config.registry import Registry
+
+ABOUT = {"engine": "e", "model": "tiny", "replica": 0, "identity": "ab" * 32, "cold": ""}
+PROMPT = [random.Random(1).randrange(1000) for _ in range(4 * CHUNK + 3)]
+
+
+@pytest.fixture
+def host(tmp_path):
+    """``host(**settings)`` is a host that tells its status at ``tmp_path / "s"``, over memory and a disk."""
+    with contextlib.ExitStack() as closing:
+
+        def start(chunks=32, about=ABOUT, **settings):
+            heap = {"type": "heap", "capacity": f"{chunks * FRAME}B", "eviction": "lru"}
+            disk = {"type": "disk", "path": str(tmp_path / "disk"), "capacity": f"{100 * FRAME}B", "min_free": "0B"}
+            values = {"version": 1, "chunk_tokens": CHUNK, "load_wait": "10s", "tiers": [heap, disk]}
+            config = load_config({**values, "status": str(tmp_path / "s"), **settings}, Registry.of(kvtier_disk.plugin))
+            made = Host(config)
+            closing.callback(made.close)
+            made.side.status.open(config, about)
+            return made
+
+        yield start
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "s"
+
+
+def asked_of(path, *lines):
+    """What the engine answers to these bytes."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(path))
+        connection.settimeout(20)
+        for line in lines:
+            connection.sendall(line)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+def while_it_steps(served, *arguments):
+    """The exit status of a command whose question the owner answers in its steps."""
+    statuses = []
+    command = threading.Thread(target=lambda: statuses.append(main(arguments)))
+    command.start()
+    while command.is_alive():
+        served.step()
+    command.join()
+    return statuses[0]
+
+
+def test_the_status_is_what_the_tiers_hold(host, path, capsys):
+    served = host()
+    served.ask("first", PROMPT), served.ask("second", PROMPT)
+    served.settle()
+    served.step()
+    assert main(["status", "--socket", str(path), "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    heap, disk = told["tiers"]
+    assert (heap["chunks"], disk["chunks"], heap["savings"]["loaded"]) == (4, 4, 4 * CHUNK)
+    assert told["requests"] == {"running": 0, "tokens": 2 * len(PROMPT)}
+    assert disk["events"]["written"]["chunks"] == 4
+    assert main(["status", "--socket", str(path)]) == 0
+    table = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in table[1:]] == ["tier", "heap", "disk"]
+    assert table[2][-1] == "works" and "45.7%" in table[2]
+
+
+def test_top_looks_again_and_again(host, path, capsys):
+    served = host()
+    served.ask("first", PROMPT)
+    assert main(["top", "--socket", str(path), "--every", "0.01", "--count", "3", "--json"]) == 0
+    looks = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [look[0]["tiers"][0]["tier"] for look in looks] == ["heap"] * 3
+    assert main(["top", "--socket", str(path), "--count", "1"]) == 0
+    assert "in GB/s" in capsys.readouterr().out
+
+
+def test_a_request_is_explained_by_its_hit_line(host, path, capsys):
+    served = host()
+    served.ask("cmpl-7-0-1234abcd", PROMPT), served.ask("other", PROMPT)
+    assert main(["explain", "cmpl-7", "--socket", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("cmpl-7-0-1234abcd: hit 0 of 35 tokens, 0 s ago: not stored\n") and told.count("\n") == 1
+    assert main(["explain", "other", "--socket", str(path)]) == 0
+    assert "other: hit 32 of 35 tokens, 0 s ago: heap 32" in capsys.readouterr().out
+    assert main(["explain", "third", "--socket", str(path)]) == 1
+    assert "third: no engine knows this request" in capsys.readouterr().err
+
+
+def test_the_chunks_of_a_prompt_are_found(host, path, tmp_path, capsys):
+    served = host(chunks=2)
+    served.ask("first", PROMPT)
+    served.settle()
+    other = [*PROMPT[: 2 * CHUNK], 1, 2, 3, *PROMPT[2 * CHUNK + 3 :]]
+    (tmp_path / "prompt.json").write_text(json.dumps(other))
+    before = served.manager.usage()
+    arguments = ["explain", "--prompt", str(tmp_path / "prompt.json"), "--socket", str(path)]
+    assert while_it_steps(served, *arguments) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[:2] == [
+        f"35 tokens are 4 chunks of {CHUNK}; the first 2 of them can be loaded",
+        f"from token {2 * CHUNK} on: not stored",
+    ]
+    rows = [line.split("  ") for line in told[3:]]
+    assert all("disk" in row[1] for row in rows[:-1])
+    assert rows[-1][0] == f"{2 * CHUNK} to {4 * CHUNK - 1}" and rows[-1][-1].strip() == "not stored"
+    assert served.manager.usage() == before
+    served.assert_at_rest()
+
+
+def test_why_an_engine_started_cold(host, path, tmp_path, capsys):
+    served = host(about={**ABOUT, "cold": "disk holds another namespace: dtype was float32, is bfloat16"})
+    (tmp_path / "prompt.json").write_text(json.dumps(PROMPT))
+    arguments = ["explain", "--prompt", str(tmp_path / "prompt.json"), "--socket", str(path)]
+    assert while_it_steps(served, *arguments) == 0
+    assert (
+        "this engine started cold because disk holds another namespace: dtype was float32, is bfloat16"
+        in capsys.readouterr().out.splitlines()
+    )
+
+
+@pytest.mark.parametrize("text, why", [("[1, true]", "not a list of token ids"), ("{", "cannot be read")])
+def test_a_prompt_must_be_token_ids(tmp_path, capsys, text, why):
+    (tmp_path / "prompt.json").write_text(text)
+    assert main(["explain", "--prompt", str(tmp_path / "prompt.json"), "--socket", "nowhere"]) == 2
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"\n",
+        b"garbage\n",
+        b"[]\n",
+        b"null\n",
+        b'{"prompt": ["x"]}\n',
+        b'{"request": 3}\n',
+        b"\0" * 4096 + b"\n",
+        b"[" * 99_999 + b"\n",
+    ],
+)
+def test_garbage_disturbs_nobody(host, path, junk):
+    served = host()
+    answer = asked_of(path, junk)
+    assert not answer or "error" in json.loads(answer)
+    assert json.loads(asked_of(path, b'{"status": true}\n'))["pid"]
+    assert served.ask("first", PROMPT) == 0
+    served.assert_at_rest()
+
+
+def test_a_prompt_that_cannot_be_named_disturbs_nobody(host, path, tmp_path, capsys):
+    served = host()
+    (tmp_path / "prompt.json").write_text(json.dumps([1 << 40] * CHUNK))
+    arguments = ["explain", "--prompt", str(tmp_path / "prompt.json"), "--socket", str(path)]
+    assert while_it_steps(served, *arguments) == 2
+    assert "this prompt cannot be named" in capsys.readouterr().err
+    assert served.ask("first", PROMPT) == 0
+
+
+def test_a_question_too_long_is_not_read_to_its_end(host, path):
+    host()
+    with pytest.raises(OSError):
+        asked_of(path, *[b" " * (1 << 20)] * 12)
+    assert json.loads(asked_of(path, b'{"status": true}\n'))["pid"]
+
+
+def test_those_who_hang_are_dropped_and_others_answered(host, path, monkeypatch):
+    monkeypatch.setattr("kvtier_core.engine.status.server._PATIENCE", 1.0)
+    served = host()
+    with contextlib.ExitStack() as closing:
+        for said in [b"", b'{"sta'] * 20:
+            hanging = closing.enter_context(socket.socket(socket.AF_UNIX))
+            hanging.settimeout(20)
+            hanging.setblocking(False)
+            with contextlib.suppress(BlockingIOError):  # the kernel's queue is full too
+                hanging.connect(str(path))
+                hanging.send(said)
+        assert served.ask("first", PROMPT) == 0, "the engine goes on"
+        for _ in range(20):
+            with contextlib.suppress(OSError):
+                if asked_of(path, b'{"status": true}\n'):
+                    break
+        else:
+            pytest.fail("nobody was answered")
+
+
+def test_questions_that_nobody_waits_for_are_forgotten(host, path):
+    """An idle engine takes none."""
+    served = host()
+    question = json.dumps({"prompt": PROMPT}).encode() + b"\n"
+    for _ in range(40):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(path))
+            connection.sendall(question)
+    assert json.loads(asked_of(path, b'{"status": true}\n'))["pid"]
+    served.step()
+    assert served.ask("first", PROMPT) == 0
+
+
+def test_the_socket_is_its_owners_alone_and_goes_with_the_engine(host, path):
+    served = host()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    before = threading.active_count()
+    served.side.status.close()
+    assert not path.exists()
+    assert threading.active_count() == before - 1
+
+
+def test_a_socket_that_a_killed_engine_left_is_replaced(host, path, capsys):
+    script = "import socket, os, signal, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); "
+    subprocess.run([sys.executable, "-c", script + "os.kill(os.getpid(), signal.SIGKILL)", str(path)])
+    assert main(["status", "--socket", str(path)]) == 2
+    assert "no engine answers: [Errno 111] Connection refused; it may have ended" in capsys.readouterr().err
+    host()
+    assert main(["status", "--socket", str(path)]) == 0
+
+
+def test_what_is_no_abandoned_socket_stays_and_the_engine_serves(host, path, caplog):
+    path.write_text("something else")
+    served = host()
+    assert path.read_text() == "something else"
+    assert served.ask("first", PROMPT) == 0
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"kvtier: status: {path}: no socket can be opened, so that kvtier status finds no engine: [Errno 98] Address "
+        "already in use; name another place for it, status: PATH"
+    ]
+
+
+def test_it_can_be_turned_off(host, path):
+    host(status="off")
+    assert not path.exists()
+    assert not any(thread.name == "kvtier-status" for thread in threading.enumerate())
+
+
+def test_engines_are_found_where_they_are_by_default(host, tmp_path, monkeypatch, capsys):
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert main(["status"]) == 2
+    assert "no engine has a socket in" in capsys.readouterr().err
+    host(status="auto")
+    assert main(["status"]) == 0
+
+
+def test_a_status_that_fails_ends_alone(host, path, caplog, monkeypatch):
+    served = host()
+
+    def totals(tier):
+        raise RuntimeError("no totals")
+
+    monkeypatch.setattr(served.side.events.stats, "totals", totals)
+    served.step()
+    served.step()
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told == ["kvtier: status: nothing more is told: RuntimeError: no totals"]
+    assert not path.exists()
+    monkeypatch.undo()
+    assert served.ask("first", PROMPT) == 0
