@@ -407,6 +407,13 @@ MUTANTS = (
         "tests/engine/test_lookahead.py::test_a_chunk_is_found_where_the_tokens_behind_it_are_the_same_too",
     ),
     Mutant(
+        "numbers-of-our-own-kind",
+        "kvtier_core/vllm/metrics.py",
+        "value = float(reading)",
+        "value = reading",
+        "tests/vllm/test_metrics.py::test_a_report_can_be_sent_to_another_process",
+    ),
+    Mutant(
         "states-behind-drafts",
         "kvtier_core/vllm/groups.py",
         "offered.pop(request_id, None)",
