@@ -67,9 +67,8 @@ class SchedulerSide:
         self.manager = manager
         self.events = EventLog(observers or Observers(), clock)
         self.namespace = self._first_namespace = namespace
-        self._config = config
-        self._layout = layout
-        self._chunk_tokens = layout.tokens
+        self._config, self._layout = config, layout
+        self.chunk_tokens = layout.tokens  #: of a chunk
         self._lookahead = lookahead
         self._boundaries = None if layout.keeps_every_token else Boundaries(layout)
         self._may_load, self._may_store = loads, stores
@@ -86,15 +85,10 @@ class SchedulerSide:
         self.savings = self._waiting.savings
         self.status = StatusPage(manager, self._requests, self.events, self.savings, clock)
         self._stepped = False  # has the stack been stepped since the last plan?
-        # Blocks allocated since the last plan that a forward or another connector's load will write. Blocks
-        # that kvtier loads are not among them: the mover's load itself waits for the stores that still read them.
+        # Blocks allocated since the last plan that a forward or another connector's load will write. Not those that
+        # kvtier loads: the mover's load itself waits for the stores that still read them.
         self._new_blocks: set[int] = set()
         self._logged_stall: float | None = None
-
-    @property
-    def chunk_tokens(self) -> int:
-        """Tokens of a chunk."""
-        return self._layout.tokens
 
     def describe(self) -> Iterator[str]:
         """What is stored of each group of layers, and where requests can continue; empty if that is everywhere."""
@@ -130,14 +124,14 @@ class SchedulerSide:
             self._loads.release(state)
             return 0
         self._step_stack()
-        first = computed // self._chunk_tokens
+        first = computed // self.chunk_tokens
         keys = self._requests.keys(state, self._loadable(view))[first:]
         found = self._loads.find(state, keys, self._waiting.limit(state))
         state.shared, state.declined = first + found.chain, found.declined
         waits = found.pending or (found.slots and not self._self_test.is_open)
         if waits and self._waiting.allows(state, found):
             return None
-        end = (first + found.chunks) * self._chunk_tokens
+        end = (first + found.chunks) * self.chunk_tokens
         if not found.slots or end <= computed or not self._self_test.is_open:
             state.reason = self._why_no_hit(keys, found)
             return 0
@@ -147,7 +141,7 @@ class SchedulerSide:
     def shared_tokens(self, request_id: str) -> int:
         """How many tokens of a request others have stored, as `match` found, with or without what it needs there."""
         state = self._requests.get(request_id)
-        return state.shared * self._chunk_tokens if state else 0
+        return state.shared * self.chunk_tokens if state else 0
 
     def admitted(self, view: RequestView, tables: BlockTables, tokens: int) -> None:
         """The engine allocated the request's blocks, and wants ``tokens`` of those that `match` offered loaded."""
@@ -314,9 +308,9 @@ class SchedulerSide:
     def _why_no_hit(self, keys: Sequence[ChunkKey], found: Lookup) -> str:
         """Why a lookup found nothing that can be loaded now."""
         if not keys and self._lookahead:
-            return f"nothing left that fills a chunk of {self._chunk_tokens} and the {self._lookahead} that drafts read"
+            return f"nothing left that fills a chunk of {self.chunk_tokens} and the {self._lookahead} that drafts read"
         if not keys:
-            return f"nothing left that fills a chunk of {self._chunk_tokens}"
+            return f"nothing left that fills a chunk of {self.chunk_tokens}"
         if not found.slots and not found.pending:
             return found.miss_reason
         if not self._self_test.is_open:
@@ -348,7 +342,7 @@ class SchedulerSide:
     def _count(self, state: RequestState, hits: Mapping[str, int]) -> None:
         """Tell what became of a request's tokens: what was loaded of each tier, after that has ended well."""
         asked = bool(hits) or not self._why_no_lookup(state)
-        self.events.tell(looked_up(self._tiers, state, hits, self._chunk_tokens, asked=asked))
+        self.events.tell(looked_up(self._tiers, state, hits, self.chunk_tokens, asked=asked))
 
     def _plan_store(
         self, state: RequestState, scheduled: ScheduledRequest, step: Step
