@@ -177,7 +177,7 @@ def test_the_environment_holds_nothing_else(python):
 
 def test_the_command_lists_every_plugin(python):
     told = run(python.parent / "kvtier", "plugins", "--strict")
-    listed = {tuple(line.split()[-3:-1]) for line in told.splitlines()[1:]}
+    listed = {tuple(line.split()[-5:-3]) for line in told.splitlines()[1:]}
     assert {
         ("cpu", "kvtier-cpu:cpu"),
         ("disk", "kvtier-disk:disk"),
