@@ -208,7 +208,7 @@ def test_nothing_leaks(engine, kind, truth, tmp_path, monkeypatch, troubles):
     drawn = random.Random(len(troubles))
     for trouble in troubles:
         trouble(monkeypatch, drawn)
-    stack = cpu_and_disk(tmp_path, "3MiB", **STACK)
+    stack = cpu_and_disk(tmp_path, "3MiB", **STACK, status="off")  # which remembers the last 4096 requests
     stack["tiers"][1]["capacity"] = CAPACITY[kind]
     with engine(stack, **OPTIONS, num_gpu_blocks_override=BLOCKS[kind]) as served:
         soak = Soak(served, truth, seed=len(troubles))
