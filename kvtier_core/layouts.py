@@ -201,6 +201,15 @@ class ChunkLayout:
         sets += [[number] for number in stored if number not in every]
         return tuple(self._part(number, groups) for number, groups in enumerate(sets))
 
+    @property
+    def self_test_slots(self) -> int:
+        """Slots in which all ranks can test their copies at a time: in different parts, shards begin elsewhere."""
+        return len(self.parts) * self.replicas
+
+    def slots_to_test(self, rank: int, slots: Sequence[int]) -> Sequence[int]:
+        """Of so many slots those of one rank, one for each part."""
+        return slots[rank % self.replicas :: self.replicas]
+
     def _part(self, number: int, groups: Sequence[int]) -> Part:
         blocks = tuple(group.stored(self.tokens) * (place in groups) for place, group in enumerate(self.groups))
         shards, offset = [], FRAME_ALIGNMENT

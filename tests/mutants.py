@@ -495,7 +495,7 @@ MUTANTS = (
     Mutant(
         "no-self-test",
         WORKER,
-        "if wrong := try_copies(mover, table, self._caches, slot):",
+        "if wrong := try_copies(mover, table, self._caches, own):",
         'if wrong := "":',
         SELFTEST + "test_an_engine_with_another_layout_is_caught_before_traffic",
     ),
@@ -1181,6 +1181,13 @@ MUTANTS = (
         "        if self._holders.get(state.view.request_id) == state.holder:",
         "        if False:",
         "tests/engine/test_scheduler_side.py::test_a_lookup_during_a_load_finds_nothing_and_takes_no_pin_from_it",
+    ),
+    Mutant(
+        "all-parts-are-tested-in-one-slot",
+        LAYOUTS,
+        "return slots[rank % self.replicas :: self.replicas]",
+        "return [slots[rank % self.replicas]] * len(self.parts)",
+        "tests/engine/test_worker_side.py::test_a_rank_tests_one_part_while_another_one_tests_another_part",
     ),
     Mutant(
         "a-slot-for-each-self-test",

@@ -293,8 +293,8 @@ def _contradiction(arena: AllocatorBackend, ctx: OpenContext) -> str:
         return f"a slot holds one frame of {ctx.layout.frame_nbytes} bytes, and it says {nbytes!r}"
     if slots * nbytes > ctx.capacity:
         return f"{slots} slots of {nbytes} bytes are more than its capacity of {ctx.capacity}"
-    if slots < ctx.layout.replicas:
-        return f"{ctx.layout.replicas} ranks with the same KV test {ctx.layout.replicas} slots, and it has {slots}"
+    if slots < ctx.layout.self_test_slots:
+        return f"copies are tested in {ctx.layout.self_test_slots} slots before anything is stored, and it has {slots}"
     for slot in (0, slots - 1):
         view = arena.view(slot)
         if not isinstance(view, memoryview) or view.readonly or (len(view), view.nbytes) != (nbytes, nbytes):

@@ -51,7 +51,7 @@ class StepPlan:
 
     arenas: tuple[str, ...] = ()  #: handles by which workers reach the arenas, by the number of the arena
     layout: ChunkLayout | None = None  #: of the chunks in them; None once the self-test is over
-    self_test_slots: tuple[Slot, ...] = ()  #: empty slots, one of each arena for each of the ranks that share a shard
+    self_test_slots: tuple[Slot, ...] = ()  #: empty ones of each arena, as many as the layout says
     loads: tuple[tuple[str, Transfer], ...] = ()  #: by request id
     stores: tuple[tuple[int, Transfer], ...] = ()  #: by store job
     stores_to_fence: tuple[int, ...] = ()  #: store jobs not known to have ended, whose pages this step overwrites

@@ -75,7 +75,7 @@ class SchedulerSide:
         self._recorder = recorder
         self._clock = clock
         self._arenas = tuple(manager.handles)
-        self._self_test = SelfTestGate(manager, layout.ranks, layout.replicas)
+        self._self_test = SelfTestGate(manager, layout)
         self._requests = Requests(manager, self._open_database(), layout, lookahead, clock)
         self._provenance = Provenance([group.block_tokens for group in layout.groups])
         self._loads = Loads(manager, layout)

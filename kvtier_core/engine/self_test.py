@@ -29,12 +29,12 @@ _STORE, _LOAD = -1, -2  # jobs
 LayerCaches = Mapping[str, torch.Tensor]
 
 
-def try_copies(mover: Mover, table: PagedKVCache, caches: Sequence[LayerCaches], slot: int) -> str:
-    """Store pages to an empty slot and load them back. Returns what is wrong, in plain words; empty if nothing is.
+def try_copies(mover: Mover, table: PagedKVCache, caches: Sequence[LayerCaches], slots: Sequence[int]) -> str:
+    """Store pages to empty slots and load them back. Returns what is wrong, in plain words; empty if nothing is.
 
-    ``caches`` are those of each group; ``table`` says where they lie in memory.
+    ``caches`` are those of each group; ``table`` says where they lie in memory. There is a slot for each part.
     """
-    for part in table.layout.parts:
+    for part, slot in zip(table.layout.parts, slots, strict=True):
         layers = {name: cache for group in part.groups for name, cache in caches[group].items()}
         if wrong := _try_part(mover, table, part, layers, slot):
             return wrong

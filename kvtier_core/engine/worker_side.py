@@ -127,9 +127,8 @@ class WorkerSide:
             self._movers.append(mover)
             for fact in mover.facts().items():
                 logger.info("kvtier: rank %d: arena %s: %s: %s", self._rank, tier.name, *fact)
-            # Ranks that share a shard would overwrite each other's bytes in one slot.
-            slot = [slot.index for slot in slots if slot.arena == number][self._rank % layout.replicas]
-            if wrong := try_copies(mover, table, self._caches, slot):
+            own = layout.slots_to_test(self._rank, [slot.index for slot in slots if slot.arena == number])
+            if wrong := try_copies(mover, table, self._caches, own):
                 return f"arena {tier.name}: {wrong}"
         return ""
 

@@ -138,7 +138,7 @@ class Stack(abc.ABC):
     def reserve_self_test_slots(self, count: int = 1) -> list[Slot]:
         """So many empty slots of each arena, kept free until `release_self_test_slots`.
 
-        The same ones if called again. Every arena has a slot for each rank that shares a shard.
+        The same ones if called again. Every arena has as many as `ChunkLayout.self_test_slots`.
         """
 
     @abc.abstractmethod

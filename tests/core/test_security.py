@@ -30,12 +30,16 @@ ROOT = Path(__file__).parents[2]
 
 #: Bytes that these read become code.
 EXECUTES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "code", "codeop"}
-#: Nothing of ours listens but `ENDPOINT`, and nothing connects but the tiers of `CONNECTS`.
+#: Nothing of ours listens but `LISTENERS`, and nothing connects but the parts of the tree in `CONNECTS`.
 LISTENS = {"socket", "_socket", "socketserver", "asyncio", "http", "xmlrpc", "wsgiref", "ssl", "zmq", "select"}
-#: Where metrics are served, on loopback or a Unix socket unless an operator writes another address.
-ENDPOINT = ROOT / "kvtier_core/observers/endpoint.py"
-#: Tiers across a network, and what they connect with: to the server of its url, to the endpoint of its bucket.
-CONNECTS = {"kvtier_redis": {"socket", "ssl", "select"}, "kvtier_s3": {"asyncio"}}
+#: The endpoint of metrics, on loopback or a Unix socket unless an operator writes another address, and the socket of
+#: `kvtier status`, which is never anything but a Unix socket.
+LISTENERS = {
+    ROOT / "kvtier_core/observers/endpoint.py": {"socket", "socketserver"},
+    ROOT / "kvtier_core/engine/status/server.py": {"socket"},
+}
+#: What connects, and with what: tiers to the server of their url or the endpoint of their bucket, commands to engines.
+CONNECTS = {"kvtier_redis": {"socket", "ssl", "select"}, "kvtier_s3": {"asyncio"}, "engines.py": {"socket"}}
 #: By these it would wait for others to connect.
 WAITS = {"bind", "listen", "accept", "create_server", "start_server", "start_unix_server", "create_datagram_endpoint"}
 #: Its pipes and queues unpickle what comes through them; among the processes of a test that is no stranger's.
@@ -101,8 +105,8 @@ def is_test(file: Path) -> bool:
 
 def connects(file: Path) -> Collection[str]:
     """The modules with which a file may connect."""
-    tiers = [] if is_test(file) else [CONNECTS[part] for part in file.relative_to(ROOT).parts if part in CONNECTS]
-    return set().union(*tiers)
+    parts = [] if is_test(file) else file.relative_to(ROOT).parts
+    return set().union(*(CONNECTS[part] for part in parts if part in CONNECTS))
 
 
 @pytest.mark.parametrize(
@@ -121,10 +125,15 @@ def test_no_source_runs_what_it_reads_or_listens():
             file.read_text(),
             test=is_test(file),
             connects=connects(file),
-            listens={"socket", "socketserver"} if file == ENDPOINT else (),
+            listens=LISTENERS.get(file, ()),
         )
     ]
     assert not found, "\n".join(found)
+
+
+def test_what_listens_for_commands_is_a_unix_socket():
+    families = [name for _, name in _used(ast.parse((ROOT / "kvtier_core/engine/status/server.py").read_text()))]
+    assert {name for name in families if name.startswith("socket.AF_")} == {"socket.AF_UNIX"}
 
 
 def test_the_sources_were_found():

@@ -1,4 +1,4 @@
-"""The worker sides of ranks that have the same KV: one stores it, and each tests its copies in a slot of its own."""
+"""The worker sides of several ranks: who stores what they all have, and where each tests its copies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from kvtier_core.engine.messages import StepPlan, Transfer
 from kvtier_core.engine.worker_side import WorkerSide
 from kvtier_core.errors import ConfigError
 from kvtier_core.interfaces import JobResult, PagedKVCache, PageRun
-from kvtier_core.testing.samples import make_context, make_layout
+from kvtier_core.layouts import ChunkLayout, KVKind
+from kvtier_core.testing.samples import make_context, make_group, make_layout
 from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.types import Slot
 
@@ -56,6 +57,24 @@ def test_each_tests_a_slot_of_its_own(ranks, arena):
     assert [side.progress().self_tests for side in ranks] == [Counter({"": 1})] * 2
     used = [bytes(arena.view(slot)) != EMPTY for slot in range(4)]
     assert used == [True, True, False, False]
+
+
+def test_a_rank_tests_one_part_while_another_one_tests_another_part(monkeypatch):
+    """The shards of different parts begin at different places: in one slot they would overlap."""
+    groups = [make_group((256,), kind=KVKind.SLIDING_WINDOW, reach=16), make_group((64, 64))]
+    layout = ChunkLayout(groups, tokens=16, ranks=2, stages=((0, 2), (1, 0)))
+    arena = stack_of(4).arenas[0].config.open(make_context(layout=layout, capacity=4 * layout.frame_nbytes))
+    slots = tuple(Slot(0, number) for number in range(layout.self_test_slots))
+    plan = StepPlan(arenas=(arena.handle,), layout=layout, self_test_slots=slots)
+    window, full = {"a": torch.rand(BLOCKS, 64)}, {"b": torch.rand(BLOCKS, 16), "c": torch.rand(BLOCKS, 16)}
+    first = WorkerSide(stack_of(4).arenas, 0, pages_of(full, 0), [{}, full])
+    second = WorkerSide(stack_of(4).arenas, 1, pages_of(window, 1), [window, {}])
+    load = HostMover.load
+    monkeypatch.setattr(HostMover, "load", lambda mover, *job: (second.attach(plan), load(mover, *job)))
+    first.attach(plan)  # while it tests its copies, after it has stored, the other one begins and ends
+    assert [side.progress().self_tests for side in (first, second)] == [Counter({"": 1})] * 2
+    for side in (first, second):
+        side.close()
 
 
 def test_one_stores_and_both_load(ranks, arena):
@@ -109,5 +128,5 @@ def test_of_a_store_that_fills_some_slots_the_leading_ones_are_reported(ranks, m
 def test_an_arena_has_a_slot_for_each(arena):
     context = make_context(layout=LAYOUT)
     open_stack(stack_of(2), context).close()
-    with pytest.raises(ConfigError, match="2 ranks with the same KV test 2 slots, and it has 1"):
+    with pytest.raises(ConfigError, match="copies are tested in 2 slots before anything is stored, and it has 1"):
         open_stack(stack_of(1), context)

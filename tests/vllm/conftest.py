@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,17 @@ def engine(model):
             started.close()
 
     return start
+
+
+@pytest.fixture
+def runtime(monkeypatch) -> Iterator[Path]:
+    """The folder of what the engines and workers of this test alone tell each other.
+
+    Its path is short: that of a Unix socket has at most 107 bytes.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvtier-") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder, "kvtier")
 
 
 @pytest.fixture

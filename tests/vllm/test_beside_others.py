@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from pathlib import Path
 
 import attrs
 import pytest
@@ -24,6 +23,8 @@ from kvtier_core.engine import worker_reports as reports
 from kvtier_core.engine import worker_side as worker
 from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.testing.samples import make_group
+
+pytestmark = pytest.mark.usefixtures("runtime")
 
 #: What a neighbour claims to have of its prompts.
 CLAIMED = 256
@@ -158,15 +159,6 @@ def together(*connectors, policy="recompute"):
     }
 
 
-@pytest.fixture(autouse=True)
-def runtime(tmp_path, monkeypatch) -> Path:
-    """The folder of the workers' reports."""
-    folder = tmp_path / "runtime"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    return folder / "kvtier"
-
-
 #: Neighbours by their marks; nobody claims prompts that begin with 9.
 KINDS = {1: "sync, by block", 2: "sync", 3: "async, by request", 4: "async", 5: "accuser"}
 #: Those whose loads are found to be bad, so that vLLM itself puts it right.
@@ -239,7 +231,7 @@ def test_another_connector_may_exchange_handshakes_in_front_of_kvtier(engine, tr
     monkeypatch.setattr(Shaker, "start_load_kv", lambda *args: order.append("the other loads") or loads(*args))
     before = Shaker.shaken
     with engine(**together(neighbour("sync", 1, "Shaker"), kvtier(cpu(), kv_load_failure_policy="fail"))) as served:
-        assert (Shaker.shaken, list(runtime.iterdir())) == (before + 1, [])
+        assert (Shaker.shaken, list(runtime.glob("*.report"))) == (before + 1, [])
         served_and_exact(served, truth)
     assert order[0] == "kvtier tries pages"
     assert not warnings(said())  # what is set inside the MultiConnector does not count
@@ -249,7 +241,7 @@ def test_or_behind_it(engine, truth, said, runtime):
     before = Shaker.shaken
     inner = kvtier(cpu(), kv_load_failure_policy="recompute")
     with engine(**together(inner, neighbour("sync", 1, "Shaker"), policy="fail")) as served:
-        assert (Shaker.shaken, list(runtime.iterdir())) == (before + 1, [])
+        assert (Shaker.shaken, list(runtime.glob("*.report"))) == (before + 1, [])
         served.connector.set_xfer_handshake_metadata_pp_aware({(1, 0): Handshake()})
         assert warnings(said()) == [
             "kvtier: kv_load_failure_policy is 'fail': a request whose load fails will fail. "
@@ -283,7 +275,7 @@ def test_beside_vllms_example_connector(engine, truth, tmp_path, ours_first):
 def test_two_kvtiers_with_a_disk_each(engine, truth, tmp_path, runtime):
     stacks = [cpu_and_disk(tmp_path / name) for name in ("one", "two")]
     with engine(**together(*map(kvtier, stacks))) as served:
-        assert list(runtime.iterdir()) == []
+        assert list(runtime.glob("*.report")) == []
         served_and_exact(served, truth)
     with engine(stacks[1]) as alone:
         warm = alone.ask(asked_of(9)[0])[0]

@@ -17,6 +17,7 @@ from conftest import BLOCK, Engine, cpu_and_disk, prompt
 from sizes import LONG
 from test_serving import NOISE
 
+from kvtier_core.engine.status import page
 from kvtier_core.errors import BackendError
 from kvtier_core.testing.faults import Fault, FaultyBackend, now_and_then
 from kvtier_core.transfer.host_mover import HostMover
@@ -208,7 +209,8 @@ def test_nothing_leaks(engine, kind, truth, tmp_path, monkeypatch, troubles):
     drawn = random.Random(len(troubles))
     for trouble in troubles:
         trouble(monkeypatch, drawn)
-    stack = cpu_and_disk(tmp_path, "3MiB", **STACK, status="off")  # which remembers the last 4096 requests
+    monkeypatch.setattr(page, "_REMEMBERED", 8)  # requests; else more than there are here
+    stack = cpu_and_disk(tmp_path, "3MiB", **STACK)
     stack["tiers"][1]["capacity"] = CAPACITY[kind]
     with engine(stack, **OPTIONS, num_gpu_blocks_override=BLOCKS[kind]) as served:
         soak = Soak(served, truth, seed=len(troubles))

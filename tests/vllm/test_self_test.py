@@ -47,7 +47,7 @@ class Rig:
     def verdict(self, kv_cache=None):
         mover = HostMover(kv_cache or self.kv_cache(), self.slots, LAYOUT.frame_nbytes, PlainCopier)
         try:
-            return try_copies(mover, self.kv_cache(), [self.caches], slot=1)
+            return try_copies(mover, self.kv_cache(), [self.caches], slots=[1])
         finally:
             mover.close()
 

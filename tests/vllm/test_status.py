@@ -9,20 +9,10 @@ import socket
 import subprocess
 import sys
 
-import pytest
 from conftest import CHUNK, cpu_and_disk
 
 PROMPT = [random.Random(5).randrange(1, 500) for _ in range(4 * CHUNK + 5)]
 START = "import sys; from kvtier_core.cli import main; sys.exit(main())"
-
-
-@pytest.fixture
-def runtime(tmp_path, monkeypatch):
-    """A folder for the sockets of the engines of this test alone."""
-    folder = tmp_path / "runtime"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    return folder
 
 
 def begin(*arguments):
@@ -39,7 +29,7 @@ def ended(command):
 def test_a_running_engine_tells_of_itself(engine, runtime, tmp_path):
     (tmp_path / "prompt.json").write_text(json.dumps(PROMPT))
     with engine(cpu_and_disk(tmp_path / "disk")) as served:
-        (path,) = (runtime / "kvtier").glob("status-*.sock")
+        (path,) = runtime.glob("status-*.sock")
         hanging = socket.socket(socket.AF_UNIX)
         hanging.connect(str(path))
         hanging.sendall(b'{"stat')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
+from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.interface import Stack
 from kvtier_core.types import Slot
 
@@ -17,12 +18,12 @@ _MOST_STEPS = 1000
 class SelfTestGate:
     """Reserves slots of each arena for the workers' self-tests, and collects the outcomes."""
 
-    def __init__(self, stack: Stack, ranks: int, replicas: int):
-        """``replicas`` ranks at a time share a shard, and need a slot each."""
-        self.slots: tuple[Slot, ...] = tuple(stack.reserve_self_test_slots(replicas))  #: empty once it is over
+    def __init__(self, stack: Stack, layout: ChunkLayout):
+        #: Of each arena as many as the layout says; empty once it is over.
+        self.slots: tuple[Slot, ...] = tuple(stack.reserve_self_test_slots(layout.self_test_slots))
         self.failure = ""  #: why nothing is stored or loaded any more; empty if nothing failed
         self._stack = stack
-        self._ranks_left = ranks
+        self._ranks_left = layout.ranks
         self._steps_left = _MOST_STEPS
 
     @property
