@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kvtier_core.cli.output import FINE, Output
 
-#: zsh reads bash's way once it is told to.
+#: Lets zsh read completions written for bash.
 _ZSH = "autoload -Uz bashcompinit && bashcompinit\n"
 #: The first word is a command; then come its options and their choices, and files wherever nothing else is known.
 _SCRIPT = """\

@@ -15,7 +15,7 @@ from kvtier_core.errors import ConfigError, KvtierError
 #: What a command exits with: all is well; something is wrong with what it looked at; it could not do what was asked.
 FINE, PROBLEMS, USAGE = 0, 1, 2
 
-#: By meaning: how a terminal is told to show it.
+#: The terminal's code for each meaning.
 _COLOURS = {"good": "32", "bad": "31", "warning": "33", "dim": "2"}
 
 

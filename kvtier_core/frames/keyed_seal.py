@@ -83,7 +83,7 @@ class KeyedSeal:
         gcm = self._cipher(header, GCM(nonce), salt).encryptor()
         gcm.authenticate_additional_data(_bound(header))
         if self.encrypts:
-            # Whoever guesses a payload would learn from its checksum that the guess is right: it is encrypted, too.
+            # The checksum would confirm a guess of the payload, so it is encrypted, too.
             (hidden,) = _CHECKSUM.unpack(gcm.update(checksum))
             gcm.update_into(stored if payload is None else payload, stored)
             header = header._replace(payload_checksum=crc32(stored), decoded_checksum=hidden)

@@ -37,7 +37,7 @@ class JsonLinesConfig(ObserverConfig):
     path: pathlib.Path  #: a folder, of which other files are left alone; each start of an engine adds a file
     #: Bytes of all such files in the folder. The oldest leave for new ones.
     capacity: Nbytes = attrs.field(default=Nbytes(256 << 20), validator=_enough)
-    keys: bool = False  #: write the key of each chunk: whoever knows a prompt could find it by them
+    keys: bool = False  #: write the key of each chunk: who knows a prompt can find it by them
 
     def open(self, ctx: OpenContext) -> Observer:
         """Begin a file. Raises BackendError."""

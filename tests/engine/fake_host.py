@@ -33,6 +33,12 @@ FRAME = LAYOUT.frame_nbytes
 GARBAGE = b"\xbd"
 
 
+def prompt(seed: int, tokens: int, prefix: Sequence[int] = ()) -> list[int]:
+    """Random token ids behind a prefix."""
+    drawn = random.Random(seed)
+    return [*prefix, *(drawn.randrange(1000) for _ in range(tokens - len(prefix)))]
+
+
 class Host(Scheduling):
     """``late_stores`` and ``late_loads`` are steps after which a copy touches its pages, if nothing makes it sooner."""
 

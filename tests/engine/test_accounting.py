@@ -6,8 +6,8 @@ import random
 from collections import Counter
 
 import pytest
-from fake_host import CHUNK, FRAME, Host
-from test_scheduler_side import host, prompt, stack  # noqa: F401 - fixtures
+from fake_host import CHUNK, FRAME, Host, prompt
+from test_scheduler_side import host, stack  # noqa: F401 - fixtures
 from test_waiting import ASKED, CHUNKS, computes, delivers, served  # noqa: F401 - fixtures
 
 from kvtier_core.engine.request_view import Bypass

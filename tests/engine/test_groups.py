@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from fake_host import BLOCK, Host
+from fake_host import BLOCK, Host, prompt
 
 import kvtier_disk.plugin
 from kvtier_core.config.load import load_config
@@ -52,11 +52,6 @@ def host(layout, tmp_path):
     yield start
     for each in hosts:
         each.close()
-
-
-def prompt(seed, tokens, prefix=()):
-    drawn = random.Random(seed)
-    return [*prefix, *(drawn.randrange(1000) for _ in range(tokens - len(prefix)))]
 
 
 def test_a_prompt_that_returns_is_loaded_up_to_its_last_whole_chunk(host):

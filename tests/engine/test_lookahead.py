@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import attrs
 import pytest
-from fake_host import BLOCK, CHUNK, LAYOUT, Host
+from fake_host import BLOCK, CHUNK, LAYOUT, Host, prompt
 
 import kvtier_cpu.plugin
 from kvtier_core.config.load import load_config
@@ -35,11 +33,6 @@ def host():
     yield start
     for each in hosts:
         each.close()
-
-
-def prompt(seed, tokens, prefix=()):
-    drawn = random.Random(seed)
-    return [*prefix, *(drawn.randrange(1000) for _ in range(tokens - len(prefix)))]
 
 
 @pytest.mark.parametrize("lookahead", [1, 3])

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from fake_host import BLOCK, CHUNK, FRAME, Host, blocks_of
+from fake_host import BLOCK, CHUNK, FRAME, Host, blocks_of, prompt
 
 import kvtier_disk.plugin
 from kvtier_core.config.load import load_config
@@ -57,11 +57,6 @@ def said(caplog):
         return [line.split(": ", 2)[2] for line in found if ": hit " in line]
 
     return lines
-
-
-def prompt(seed, tokens, prefix=()):
-    drawn = random.Random(seed)
-    return [*prefix, *(drawn.randrange(1000) for _ in range(tokens - len(prefix)))]
 
 
 def stored(host):

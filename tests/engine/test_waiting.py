@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fake_host import CHUNK, FRAME, Host
-from test_scheduler_side import prompt, said, stack  # noqa: F401 - fixtures
+from fake_host import CHUNK, FRAME, Host, prompt
+from test_scheduler_side import said, stack  # noqa: F401 - fixtures
 
 from kvtier_core.engine.scheduler.prefill_speed import PrefillSpeed
 from kvtier_core.engine.scheduler.savings import Savings, TierSavings

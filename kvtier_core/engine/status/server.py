@@ -1,7 +1,7 @@
 """A Unix socket on which one thread answers questions: a line of JSON each, from what the owner has published.
 
-Whoever hangs, sends garbage or comes in masses delays no one: no call waits, lines and connections are bounded. Only
-processes of the same user, or of root, are answered. Nothing can be changed through it.
+A client that hangs or sends garbage delays no one, nor do a thousand of them: no call waits, lines and connections are
+bounded. Only processes of the same user, or of root, are answered. Nothing can be changed through it.
 """
 
 from __future__ import annotations
