@@ -203,12 +203,11 @@ class ChunkLayout:
 
     @property
     def self_test_slots(self) -> int:
-        """Slots in which all ranks can test their copies at a time: in different parts, shards begin elsewhere."""
-        return len(self.parts) * self.replicas
+        """Slots of an arena in which ranks test their copies at the start, all at a time.
 
-    def slots_to_test(self, rank: int, slots: Sequence[int]) -> Sequence[int]:
-        """Of so many slots those of one rank, one for each part."""
-        return slots[rank % self.replicas :: self.replicas]
+        One for each part and replica: in another part the shard of a rank begins elsewhere.
+        """
+        return len(self.parts) * self.replicas
 
     def _part(self, number: int, groups: Sequence[int]) -> Part:
         blocks = tuple(group.stored(self.tokens) * (place in groups) for place, group in enumerate(self.groups))

@@ -1184,9 +1184,9 @@ MUTANTS = (
     ),
     Mutant(
         "all-parts-are-tested-in-one-slot",
-        LAYOUTS,
-        "return slots[rank % self.replicas :: self.replicas]",
-        "return [slots[rank % self.replicas]] * len(self.parts)",
+        WORKER,
+        "own = of_arena[self._rank % layout.replicas :: layout.replicas]",
+        "own = [of_arena[self._rank % layout.replicas]] * len(layout.parts)",
         "tests/engine/test_worker_side.py::test_a_rank_tests_one_part_while_another_one_tests_another_part",
     ),
     Mutant(

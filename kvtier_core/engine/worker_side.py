@@ -127,7 +127,8 @@ class WorkerSide:
             self._movers.append(mover)
             for fact in mover.facts().items():
                 logger.info("kvtier: rank %d: arena %s: %s: %s", self._rank, tier.name, *fact)
-            own = layout.slots_to_test(self._rank, [slot.index for slot in slots if slot.arena == number])
+            of_arena = [slot.index for slot in slots if slot.arena == number]
+            own = of_arena[self._rank % layout.replicas :: layout.replicas]  # one for each part
             if wrong := try_copies(mover, table, self._caches, own):
                 return f"arena {tier.name}: {wrong}"
         return ""
