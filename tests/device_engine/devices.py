@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import json
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ from kvtier_core.interfaces import Mover, PagedKVCache, PageRun
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.transfer.cuda.autotune import decided
 from kvtier_core.transfer.cuda.copier import Copier
-from kvtier_core.transfer.cuda.library import Direction, Method
+from kvtier_core.transfer.cuda.library import Direction, Method, Sums
 from kvtier_core.transfer.cuda.mover import DeviceMover
 from kvtier_core.transfer.cuda.opening import open_mover
 from kvtier_cpu.config import CpuConfig
@@ -246,10 +247,11 @@ class FailingCopier:
     def __init__(self, copier: Copier, fails: Callable[[], bool]):
         self._copier, self._fails = copier, fails
         self.facts = copier.facts
+        self.checksums = copier.checksums
         self.failed = False  #: did the last call raise?
 
-    def gather(self, rows: array[int], slots: array[int], through: Direction) -> None:
-        self._some(self._copier.gather, rows, slots, through)
+    def gather(self, rows: array[int], slots: array[int], through: Direction, sums: Sums | None = None) -> None:
+        self._some(functools.partial(self._copier.gather, sums=sums), rows, slots, through)
 
     def scatter(self, rows: array[int], slots: array[int], through: Direction) -> None:
         self._some(self._copier.scatter, rows, slots, through)
