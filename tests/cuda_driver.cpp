@@ -25,7 +25,7 @@ namespace {
 constexpr Result kNoContext = 201, kNotReady = 600, kAlreadyRegistered = 712, kNotRegistered = 713, kNotFound = 500;
 
 struct FakeEvent {
-  uint64_t recorded = 0, past = 0;
+  std::shared_ptr<bool> past = std::make_shared<bool>(true);  // of the last record
 };
 
 struct Work {
@@ -272,22 +272,19 @@ Result cuEventCreate(Event* event, unsigned) {
 Result cuEventDestroy_v2(Event) { return kSuccess; }  // a stream may still have work that names it
 Result cuEventRecord(Event event, Stream stream) {
   CALLED("cuEventRecord");
-  auto* recorded = static_cast<FakeEvent*>(event);
-  const uint64_t number = ++recorded->recorded;
-  put(stream, [=] { recorded->past = std::max(recorded->past, number); });
+  const auto past = static_cast<FakeEvent*>(event)->past = std::make_shared<bool>(false);
+  put(stream, [=] { *past = true; });
   return kSuccess;
 }
-// For the record of this moment; one that was never recorded has passed.
+// For the record of this moment, whatever is recorded later; one that was never recorded has passed.
 Result cuStreamWaitEvent(Stream stream, Event event, unsigned) {
   CALLED("cuStreamWaitEvent");
-  auto* waited = static_cast<FakeEvent*>(event);
-  const uint64_t number = waited->recorded;
-  put(stream, [] {}, [=] { return waited->past >= number; });
+  const auto past = static_cast<FakeEvent*>(event)->past;
+  put(stream, [] {}, [=] { return *past; });
   return kSuccess;
 }
 Result cuEventQuery(Event event) {
-  auto* queried = static_cast<FakeEvent*>(event);
-  return queried->past >= queried->recorded ? kSuccess : kNotReady;
+  return *static_cast<FakeEvent*>(event)->past ? kSuccess : kNotReady;
 }
 
 Result cuModuleLoadData(void** module, const void*) {

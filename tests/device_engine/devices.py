@@ -111,7 +111,7 @@ class SimulatedDevice(Device):
         super().__init__(setup, rank, self._cuda, "cpu")
 
     def arena(self, kind: type[DeviceMover], fails: Callable[[], bool]) -> CpuConfig:
-        return _SimulatedArena(kind=kind, fails=fails, cuda=self._cuda)
+        return _SimulatedArena(kind=kind, fails=fails, cuda=self._cuda, staged=self._setup.staged)
 
     def zero(self, blocks: Sequence[int]) -> None:
         self._cuda.engine.run(lambda: [cache.index_fill_(0, torch.tensor(blocks), 0) for cache in self.caches] and None)
@@ -224,11 +224,14 @@ class _SimulatedArena(_CudaArena):
     """The same with the driver of the tests; each direction goes a way of its own."""
 
     cuda: LateCuda = attrs.field(kw_only=True)
+    staged: bool = attrs.field(kw_only=True)
 
     def _mover(self, handle: str, cache: PagedKVCache) -> DeviceMover:
         fields = json.loads(handle)
         slot_nbytes = fields.pop("slot_nbytes")
         ways = {to_slots: decided(self.cuda.rng.choice(list(Method))) for to_slots in (True, False)}
+        if self.staged:
+            ways[True] = decided(Method.STAGED)
         return open_mover(
             attrs.evolve(cache, device="cuda:0"),
             reach(Address(**fields), populate=False),
