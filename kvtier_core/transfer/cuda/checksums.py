@@ -12,6 +12,7 @@ import attrs
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.checksum import crc32
 from kvtier_core.transfer.cuda.library import Device, Sums
+from kvtier_core.transfer.io_pool import run
 
 #: Jobs that have checksums at a time, and chunks of such a job: 256 KiB, on the device and page-locked.
 _ROWS, ROW = 64, 1024
@@ -49,8 +50,8 @@ class SumsMemory:
 
     def close(self) -> None:
         """Free it. Called once, after all jobs have ended."""
-        self._device.unlock(self._told)
-        self._device.free(self._on_device)
+        run(lambda: self._device.unlock(self._told))  # of a device that is gone nothing need be freed
+        run(lambda: self._device.free(self._on_device))
 
 
 class StoreChecksums:
