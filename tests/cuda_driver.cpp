@@ -316,8 +316,8 @@ static void checksum(unsigned warps, Stream stream, void** arguments) {
   });
 }
 
-Result cuLaunchKernel(Function function, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned,
-                      Stream stream, void** arguments, void**) {
+Result cuLaunchKernel(Function function, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned,
+                      unsigned, Stream stream, void** arguments, void**) {
   IN_CONTEXT("cuLaunchKernel");
   if (function == &state.checksum) {
     checksum(blocks * threads / kLanes, stream, arguments);

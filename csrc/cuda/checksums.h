@@ -29,7 +29,7 @@ constexpr uint32_t kPolynomial = 0xEDB88320;  // bit i is the coefficient of x^(
 
 struct ChecksumTables {
   uint32_t powers[32];      // x^(8 * 2^k); from there on they repeat
-  uint32_t forward[4][256]; // byte n of a word, moved over the words of all lanes
+  uint32_t forward[4][256];  // byte n of a word, moved over the words of all lanes
 };
 
 KVTIER_BOTH constexpr uint32_t times(uint32_t a, uint32_t b) {
@@ -52,7 +52,7 @@ constexpr ChecksumTables checksum_tables() {
 }
 static_assert(kLanes * sizeof(Wide) == 512);
 
-// What `sum` at the begin of so many bytes adds to the checksum of all of them.
+// What `sum`, in the first of so many bytes, adds to the checksum of all of them.
 KVTIER_BOTH uint32_t moved(const ChecksumTables& tables, uint32_t sum, uint64_t nbytes) {
   for (uint32_t k = 0; nbytes; nbytes >>= 1, k = (k + 1) % 32)
     if (nbytes & 1) sum = times(sum, tables.powers[k]);

@@ -146,7 +146,7 @@ def test_without_memory_for_them_stores_have_none(runtime):
     cuda = FakeCuda()
     cuda.fail("cuMemAlloc", after=2, times=1, result=2)
     mover = cuda.mover(runtime, **STAGED)
-    assert mover.facts()["checksums of group 0"] == "on the host (no memory for them)"
+    assert mover.facts()["checksums of group 0"] == "on the host (no memory is reserved for them)"
     mover.store(1, [CHUNK], [0])
     assert reported(mover, cuda) == []
     mover.close()

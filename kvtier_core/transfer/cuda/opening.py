@@ -110,7 +110,7 @@ def _copier(
         for through, to_slots in ((stores, True), (loads, False))
     )
     name = ", ".join(cache.layout.groups[group].name for group in part.groups)
-    why_not = "" if sums else "no memory for them"
+    why_not = "" if sums else "no memory is reserved for them"
     if store.method is not Method.STAGED:
         why_not = f"stores are {store.method}"
     return Copier(name, native, store, load_, StoreChecksums(name, sums, shards, shard.nbytes, slots.nbytes, why_not))
