@@ -33,6 +33,7 @@ def sections() -> list[Section]:
         measured("machine", 60),
         Section("tests", tests, 150),
         measured("engine", 180),
+        measured("checksums", 45),
         measured("effects", 75),
         measured("copies", 180),
         measured("planted", 60),

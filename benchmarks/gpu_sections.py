@@ -107,6 +107,12 @@ def _copies() -> Items:
     return gpu_copies.tables()
 
 
+def _checksums() -> Items:
+    from benchmarks import gpu_checksums
+
+    return gpu_checksums.tables()
+
+
 def _effects() -> Items:
     from benchmarks import gpu_effects
 
@@ -130,6 +136,7 @@ def _planted() -> Items:
 SECTIONS: dict[str, Callable[[], Items]] = {
     "machine": machine,
     "engine": _engines,
+    "checksums": _checksums,
     "effects": _effects,
     "copies": _copies,
     "planted": _planted,

@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "checksums.h"
 #include "driver.h"
 #include "pages.h"
 
@@ -24,7 +25,7 @@ namespace {
 constexpr Result kNoContext = 201, kNotReady = 600, kAlreadyRegistered = 712, kNotRegistered = 713, kNotFound = 500;
 
 struct FakeEvent {
-  uint64_t recorded = 0, past = 0;
+  std::shared_ptr<bool> past = std::make_shared<bool>(true);  // of the last record
 };
 
 struct Work {
@@ -50,6 +51,8 @@ struct State {
   std::vector<std::unique_ptr<FakeStream>> streams;
   size_t longest_batch = 0, most_in_batch = SIZE_MAX, copies = 0, largest_copy = 0;
   void* held = nullptr;
+  char checksum = 0;  // its address stands for the kernel
+  bool sums_at_once = false;
   unsigned lanes = 32;
 };
 State state;
@@ -132,6 +135,7 @@ void fake_reset(int deferred) {
 void fake_discard() { state.discards = true; }  // nothing is ever done: only what it takes to ask for it is measured
 void fake_version(int version) { state.version = version; }
 void fake_code(int fits) { state.has_code = fits != 0; }
+void fake_sum_at_once() { state.sums_at_once = true; }  // a bug: what lies there when the kernel is enqueued
 void fake_attribute(int number, int value) { state.attributes[number] = value; }
 void fake_most_in_batch(uint64_t count) { state.most_in_batch = count; }
 void fake_fail(const char* name, int after, int times, int result) { state.failures[name] = {after, times, result}; }
@@ -253,6 +257,13 @@ Result cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t nbytes, void* stream
   return kSuccess;
 }
 
+Result cuMemsetD32Async(uint64_t to, unsigned word, size_t count, void* stream) {
+  IN_CONTEXT("cuMemsetD32Async");
+  if (!count || to % 4) return kInvalidValue;
+  put(stream, [=] { std::fill_n(reinterpret_cast<uint32_t*>(to), count, word); });
+  return kSuccess;
+}
+
 Result cuEventCreate(Event* event, unsigned) {
   IN_CONTEXT("cuEventCreate");
   *event = new FakeEvent;
@@ -261,22 +272,19 @@ Result cuEventCreate(Event* event, unsigned) {
 Result cuEventDestroy_v2(Event) { return kSuccess; }  // a stream may still have work that names it
 Result cuEventRecord(Event event, Stream stream) {
   CALLED("cuEventRecord");
-  auto* recorded = static_cast<FakeEvent*>(event);
-  const uint64_t number = ++recorded->recorded;
-  put(stream, [=] { recorded->past = std::max(recorded->past, number); });
+  const auto past = static_cast<FakeEvent*>(event)->past = std::make_shared<bool>(false);
+  put(stream, [=] { *past = true; });
   return kSuccess;
 }
-// For the record of this moment; one that was never recorded has passed.
+// For the record of this moment, whatever is recorded later; one that was never recorded has passed.
 Result cuStreamWaitEvent(Stream stream, Event event, unsigned) {
   CALLED("cuStreamWaitEvent");
-  auto* waited = static_cast<FakeEvent*>(event);
-  const uint64_t number = waited->recorded;
-  put(stream, [] {}, [=] { return waited->past >= number; });
+  const auto past = static_cast<FakeEvent*>(event)->past;
+  put(stream, [] {}, [=] { return *past; });
   return kSuccess;
 }
 Result cuEventQuery(Event event) {
-  auto* queried = static_cast<FakeEvent*>(event);
-  return queried->past >= queried->recorded ? kSuccess : kNotReady;
+  return *static_cast<FakeEvent*>(event)->past ? kSuccess : kNotReady;
 }
 
 Result cuModuleLoadData(void** module, const void*) {
@@ -286,14 +294,35 @@ Result cuModuleLoadData(void** module, const void*) {
   return kSuccess;
 }
 Result cuModuleGetFunction(Function* function, void*, const char* name) {
-  if (std::string(name) != "kvtier_copy") return kNotFound;
-  *function = &state;
+  if (std::string(name) != "kvtier_copy" && std::string(name) != "kvtier_checksum") return kNotFound;
+  *function = std::string(name) == "kvtier_copy" ? static_cast<Function>(&state) : &state.checksum;
   return kSuccess;
 }
 
-Result cuLaunchKernel(Function, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned,
-                      Stream stream, void** arguments, void**) {
+static void checksum(unsigned warps, Stream stream, void** arguments) {
+  const auto ranges = *static_cast<const Ranges*>(arguments[0]);
+  auto* sums = *static_cast<uint32_t* const*>(arguments[1]);
+  const auto add_all = [=](uint32_t* to) {
+    static constexpr ChecksumTables tables = checksum_tables();
+    // From the last to the first: whatever order warps come in.
+    for (uint32_t worker = warps; worker--;)
+      for (uint32_t lane = 0; lane < kLanes; ++lane) sum_ranges(ranges, tables, to, worker, warps, lane);
+  };
+  if (!state.sums_at_once) return put(stream, [=] { add_all(sums); });
+  std::vector<uint32_t> early(ranges.count);
+  add_all(early.data());
+  put(stream, [=] {
+    for (uint32_t i = 0; i < ranges.count; ++i) sums[i] ^= early[i];
+  });
+}
+
+Result cuLaunchKernel(Function function, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned,
+                      unsigned, Stream stream, void** arguments, void**) {
   IN_CONTEXT("cuLaunchKernel");
+  if (function == &state.checksum) {
+    checksum(blocks * threads / kLanes, stream, arguments);
+    return kSuccess;
+  }
   const auto pieces = *static_cast<const Batch*>(arguments[0]);
   const auto shards = *static_cast<const Shards*>(arguments[1]);
   const auto* layers = *static_cast<const Layer* const*>(arguments[2]);

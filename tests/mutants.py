@@ -70,6 +70,7 @@ PROVENANCE = "kvtier_core/engine/scheduler/provenance.py"
 REPORTS = "kvtier_core/engine/worker_reports.py"
 DEVICE_MOVER = "kvtier_core/transfer/cuda/mover.py"
 CUDA_PART = "csrc/cuda/part.cpp"
+DEVICE_CHECKSUMS = "kvtier_core/transfer/cuda/checksums.py"
 PAGE_LISTS = "kvtier_core/transfer/page_lists.py"
 STORES = "kvtier_core/engine/scheduler/store_jobs.py"
 LOADS = "kvtier_core/engine/scheduler/loads.py"
@@ -599,6 +600,34 @@ MUTANTS = (
         "if (std::all_of(row, row + chunks.width, [](int32_t block) { return block >= 0; })) {",
         "if (true) {",
         "tests/core/test_cuda_mover.py::test_what_a_job_stores",
+    ),
+    Mutant(
+        "checksums-of-holes",
+        DEVICE_MOVER,
+        "if whole and NO_BLOCK not in read else None",
+        "if whole else None",
+        "tests/core/test_device_checksums.py::test_a_staged_store_reports_those_of_its_shards_if_they_are_whole",
+    ),
+    Mutant(
+        "checksums-are-told-before-they-are-computed",
+        CUDA_PART,
+        "done = order(streams.kernels, turn_, streams.bus) &&",
+        "done =",
+        "tests/core/test_device_checksums.py::test_a_staged_store_reports_those_of_its_shards_if_they_are_whole",
+    ),
+    Mutant(
+        "two-jobs-tell-their-checksums-in-one-place",
+        DEVICE_CHECKSUMS,
+        "self._free.pop()",
+        "self._free[-1]",
+        "tests/core/test_device_checksums.py::test_jobs_under_way_at_once_have_their_own",
+    ),
+    Mutant(
+        "any-checksum-of-a-device-is-believed",
+        DEVICE_CHECKSUMS,
+        "!= told[0]:",
+        "is None:",
+        "tests/core/test_device_checksums.py::test_what_the_host_computes_otherwise_is_not_reported_and_told_once",
     ),
     Mutant(
         "any-slot-at-any-time",

@@ -24,6 +24,7 @@ ARGUMENTS = (
     "tests/core/test_mover.py",
     "tests/core/test_cuda_library.py",
     "tests/core/test_cuda_mover.py",
+    "tests/core/test_device_checksums.py",
     "tests/core/test_machine.py",
     "--capture=sys",  # what the sanitizers say shall be seen
     "--deselect=tests/core/test_native.py::test_it_links_nothing_of_the_engines",  # it links the sanitizers

@@ -7,7 +7,10 @@ namespace {
 
 thread_local std::string last_problem;
 
-constexpr unsigned kThreads = 512;  // of a block of the kernel
+constexpr unsigned kThreads = 512;  // of a block of a kernel
+constexpr unsigned kBlocksToSum = 32;  // within the device memory: many for a moment
+
+constexpr ChecksumTables kTables = checksum_tables();
 
 }  // namespace
 
@@ -63,7 +66,8 @@ bool Device::load_kernels() {
   // Machine code for other architectures only is no reason to refuse the device: copy engines need none.
   void* module = nullptr;
   return driver_.load_module(&module, code) != kSuccess ||
-         call(&Driver::function, "find the kernel", &kernel_, module, "kvtier_copy");
+         (call(&Driver::function, "find a kernel", &kernel_, module, "kvtier_copy") &&
+          call(&Driver::function, "find a kernel", &checksum_, module, "kvtier_checksum"));
 }
 
 bool Device::lock(void* address, size_t nbytes) const {
@@ -77,6 +81,22 @@ bool Device::launch(unsigned blocks, const Batch& batch, const Shards& shards, c
   const void* arguments[] = {&batch, &shards, &layers, &layer_count, &segments, &direction};
   return call(&Driver::launch, "start the kernel", kernel_, blocks, 1u, 1u, kThreads, 1u, 1u, 0u, stream,
               const_cast<void**>(arguments), nullptr);
+}
+
+bool Device::begin_checksums(uint64_t sums, uint32_t count, uint64_t nbytes, Stream stream) const {
+  return !count || call(&Driver::fill, "fill memory", sums, sum_of_zeros(kTables, nbytes), size_t{count}, stream);
+}
+
+bool Device::add_checksums(const Ranges& ranges, uint64_t sums, Stream stream) const {
+  if (!ranges.count || !ranges.nbytes) return true;
+  const void* arguments[] = {&ranges, &sums};
+  return call(&Driver::launch, "start the kernel of checksums", checksum_, kBlocksToSum, 1u, 1u, kThreads, 1u, 1u, 0u,
+              stream, const_cast<void**>(arguments), nullptr);
+}
+
+bool Device::tell_checksums(uint64_t sums, uint32_t count, uint64_t told, Stream stream) const {
+  return !count || call(&Driver::copy_to_host, "copy checksums to the host", reinterpret_cast<void*>(told), sums,
+                        count * sizeof(uint32_t), stream);
 }
 
 }  // namespace kvtier

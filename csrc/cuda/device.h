@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "checksums.h"
 #include "driver.h"
 #include "pages.h"
 
@@ -27,7 +28,7 @@ class Device {
 
   const Driver& driver() const { return driver_; }
   Context context() const { return context_; }
-  bool has_kernels() const { return kernel_ != nullptr; }
+  bool has_kernels() const { return checksum_ != nullptr; }
   // May the device use host addresses of page-locked memory? Not everywhere (WSL). Else only the driver's plain copies
   // can be used, which look up what an address is.
   bool reaches_host() const { return reaches_host_; }
@@ -37,6 +38,11 @@ class Device {
   // Enqueues the kernel on `blocks` multiprocessors for some layers on the device, of at most `segments` a page.
   bool launch(unsigned blocks, const Batch& batch, const Shards& shards, const Layer* layers, uint32_t layer_count,
               uint32_t segments, bool to_slots, Stream stream) const;
+  // The checksums of what lies on the device, in three steps on one stream: `count` sums of so many bytes each begin
+  // there, ranges are added to them, as often as there are ranges, and they go to page-locked memory.
+  bool begin_checksums(uint64_t sums, uint32_t count, uint64_t nbytes, Stream stream) const;
+  bool add_checksums(const Ranges& ranges, uint64_t sums, Stream stream) const;
+  bool tell_checksums(uint64_t sums, uint32_t count, uint64_t told, Stream stream) const;
   bool lock(void* address, size_t nbytes) const;
 
  private:
@@ -47,7 +53,7 @@ class Device {
   Driver driver_ = {};
   int ordinal_ = -1;
   Context context_ = nullptr;
-  Function kernel_ = nullptr;
+  Function kernel_ = nullptr, checksum_ = nullptr;
   bool reaches_host_ = false;
   bool takes_batches_ = false;
 };

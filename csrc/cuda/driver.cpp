@@ -52,6 +52,7 @@ bool find_driver(const char* path, Driver* driver, const char** why) {
   need("cuStreamSynchronize", &driver->synchronize);
   need("cuMemcpyHtoDAsync_v2", &driver->copy_to_device);
   need("cuMemcpyDtoHAsync_v2", &driver->copy_to_host);
+  need("cuMemsetD32Async", &driver->fill);
   need("cuEventCreate", &driver->create_event);
   need("cuEventDestroy_v2", &driver->destroy_event);
   need("cuEventRecord", &driver->record);

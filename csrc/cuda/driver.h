@@ -46,6 +46,7 @@ struct Driver {
   Result (*synchronize)(Stream);
   Result (*copy_to_device)(uint64_t, const void*, size_t, Stream);
   Result (*copy_to_host)(void*, uint64_t, size_t, Stream);
+  Result (*fill)(uint64_t, unsigned, size_t, Stream);  // words of 4 bytes
   Result (*create_event)(Event*, unsigned);
   Result (*destroy_event)(Event);
   Result (*record)(Event, Stream);

@@ -1,16 +1,31 @@
 // What runs on the device. Compiled to machine code that is embedded in the library (kernels.cpp).
 #include <cuda.h>
 
+#include "checksums.h"
 #include "driver.h"
 #include "pages.h"
 
-// A name in C, by which the library finds it.
+// Names in C, by which the library finds them.
 extern "C" __global__ void __launch_bounds__(512)
     kvtier_copy(const __grid_constant__ kvtier::Batch batch, kvtier::Shards shards, const kvtier::Layer* layers,
                 uint32_t layer_count, uint32_t segments, uint32_t to_slots) {
   const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
   kvtier::copy_batch(batch, shards, layers, layer_count, segments, to_slots != 0, thread / 32,
                      gridDim.x * blockDim.x / 32, thread % 32, 32);
+}
+
+namespace {
+__device__ const kvtier::ChecksumTables kTables = kvtier::checksum_tables();
+}
+
+extern "C" __global__ void __launch_bounds__(512) kvtier_checksum(kvtier::Ranges ranges, uint32_t* sums) {
+  __shared__ kvtier::ChecksumTables tables;  // each lane looks up another entry
+  for (uint32_t i = threadIdx.x; i < sizeof tables / 4; i += blockDim.x)
+    reinterpret_cast<uint32_t*>(&tables)[i] = reinterpret_cast<const uint32_t*>(&kTables)[i];
+  __syncthreads();
+  const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
+  kvtier::sum_ranges(ranges, tables, sums, thread / kvtier::kLanes, gridDim.x * blockDim.x / kvtier::kLanes,
+                     thread % kvtier::kLanes);
 }
 
 // Is what driver.h declares what the toolkit declares?

@@ -90,14 +90,24 @@ int kvtier_cuda_can(KvtierDevice* device, KvtierPart* part, int method, int to_s
 
 int kvtier_cuda_copy(KvtierDevice* device, KvtierPart* part, int method, int to_slots, const int32_t* rows,
                      const int32_t* slots, uint32_t chunks, uint32_t width, void* kernels, void* bus,
-                     KvtierStaging* staging) {
+                     KvtierStaging* staging, uint64_t sums, uint64_t told) {
   const Current current{*device};
   if (!current) return 0;
   if (!kvtier_cuda_can(device, part, method, to_slots, staging))
     return kvtier::fail("these pages cannot be copied like this");
   const kvtier::Chunks all = {rows, slots, chunks, width};
   const kvtier::Streams streams = {kernels, bus};
-  if (method == KVTIER_STAGED) return part->copy_staged(to_slots != 0, all, streams, *staging);
+  if (method == KVTIER_STAGED) return part->copy_staged(to_slots != 0, all, streams, *staging, {sums, told});
   if (method == KVTIER_KERNEL) return part->load_by_kernel(all, streams);
   return part->copy_directly(to_slots != 0, all, streams);
+}
+
+int kvtier_cuda_checksums(KvtierDevice* device, uint64_t address, uint64_t stride, uint64_t nbytes, uint32_t count,
+                          uint64_t sums, uint64_t told, void* stream) {
+  const Current current{*device};
+  if (!current) return 0;
+  if (!device->has_kernels()) return kvtier::fail("nothing on this device computes checksums");
+  return device->begin_checksums(sums, count, nbytes, stream) &&
+         device->add_checksums({address, stride, nbytes, 0, count}, sums, stream) &&
+         device->tell_checksums(sums, count, told, stream);
 }

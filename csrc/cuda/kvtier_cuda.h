@@ -57,10 +57,18 @@ KVTIER_API int kvtier_cuda_can(KvtierDevice* device, KvtierPart* part, int metho
                                KvtierStaging* staging);
 // Enqueues the copies of `chunks` chunks. `rows` has `width` block ids for each, group after group, or -1; `slots` has
 // its slot. Whatever is returned, the stream `kernels` is then behind all that touches pages, and `bus` behind all that
-// writes to slots. `staging` is always used with the same two streams.
+// writes to slots. `staging` is always used with the same two streams. A staged store of whole
+// chunks may have `sums` and `told`, see kvtier_cuda_checksums: the CRC-32 of each shard is there when `bus` has done
+// it. Else they are 0.
 KVTIER_API int kvtier_cuda_copy(KvtierDevice* device, KvtierPart* part, int method, int to_slots, const int32_t* rows,
                                 const int32_t* slots, uint32_t chunks, uint32_t width, void* kernels, void* bus,
-                                KvtierStaging* staging);
+                                KvtierStaging* staging, uint64_t sums, uint64_t told);
+
+// Enqueues the CRC-32, as zlib computes it, of `count` ranges on the device, of `nbytes` each and `stride` apart. They
+// are computed in `sums`, device memory of four bytes a range, and copied to `told`, page-locked memory of that size,
+// where they are when the stream has done it. Needs kernels.
+KVTIER_API int kvtier_cuda_checksums(KvtierDevice* device, uint64_t address, uint64_t stride, uint64_t nbytes,
+                                     uint32_t count, uint64_t sums, uint64_t told, void* stream);
 
 #ifdef __cplusplus
 }

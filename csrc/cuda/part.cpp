@@ -124,8 +124,9 @@ bool Part::can_stage(const Staging& staging) const {
   return device_.has_kernels() && std::all_of(layers_.begin(), layers_.end(), fits);
 }
 
-bool Part::copy_staged(bool to_slots, const Chunks& chunks, const Streams& streams, Staging& staging) const {
-  bool done = true;
+bool Part::copy_staged(bool to_slots, const Chunks& chunks, const Streams& streams, Staging& staging,
+                       const Sums& sums) const {
+  bool done = !sums.told || device_.begin_checksums(sums.on_device, chunks.count, shard_nbytes(), streams.kernels);
   for (size_t layer = 0, layer_end; layer < layers_.size(); layer = layer_end) {
     layer_end = layer + 1;
     while (layer_end < layers_.size() && aligned(end_of(layer_end) - begin_of(layer)) <= staging.half_nbytes())
@@ -135,23 +136,35 @@ bool Part::copy_staged(bool to_slots, const Chunks& chunks, const Streams& strea
     for (uint32_t chunk = 0; chunk < chunks.count && done; chunk += together) {
       const Slice slice = {chunk, std::min(chunks.count, chunk + together), layer, layer_end, shard};
       Staging::Half& half = staging.next();
-      done = to_slots ? store_slice(chunks, slice, streams, half) : load_slice(chunks, slice, streams, half);
+      done = to_slots ? store_slice(chunks, slice, streams, half, sums) : load_slice(chunks, slice, streams, half);
     }
   }
+  if (done && sums.told)
+    done = order(streams.kernels, turn_, streams.bus) &&
+           device_.tell_checksums(sums.on_device, chunks.count, sums.told, streams.bus);
   // Only after a failure is there a copy that the other stream is not behind yet.
   if (!done) order(to_slots ? streams.kernels : streams.bus, turn_, to_slots ? streams.bus : streams.kernels);
   return done;
 }
 
-bool Part::store_slice(const Chunks& chunks, const Slice& slice, const Streams& streams, Staging::Half& half) const {
+bool Part::store_slice(const Chunks& chunks, const Slice& slice, const Streams& streams, Staging::Half& half,
+                       const Sums& sums) const {
   if (half.used && !device_.call(&Driver::wait, "wait for an event", streams.kernels, half.emptied, 0u)) return false;
   const Shards shards = {half.base - begin_of(slice.layer), slice.shard_nbytes};
   Copies copies(device_, pieces_, true, streams.bus);
   const bool copied = launch(kBlocksOnDevice, true, chunks, slice, shards, true, streams.kernels) &&
                       order(streams.kernels, half.filled, streams.bus) &&
+                      (!sums.told || sum_slice(slice, half.base, sums, streams.kernels)) &&
                       list_shards(chunks, slice, half.base, copies);
   half.used = true;
   return device_.call(&Driver::record, "record an event", half.emptied, streams.bus) && copied;
+}
+
+// Beside the copies to the slots. The next gather into this half comes later on the same stream.
+bool Part::sum_slice(const Slice& slice, uint64_t half, const Sums& sums, Stream stream) const {
+  const uint64_t begin = begin_of(slice.layer), end = end_of(slice.layer_end - 1);
+  const Ranges ranges = {half, slice.shard_nbytes, end - begin, shard_nbytes() - end, slice.chunk_end - slice.chunk};
+  return device_.add_checksums(ranges, sums.on_device + slice.chunk * sizeof(uint32_t), stream);
 }
 
 bool Part::load_slice(const Chunks& chunks, const Slice& slice, const Streams& streams, Staging::Half& half) const {

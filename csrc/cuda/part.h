@@ -24,6 +24,12 @@ struct Streams {
   Stream bus;
 };
 
+// Where the checksums of a store go, four bytes a chunk: on the device, and page-locked. 0: nowhere.
+struct Sums {
+  uint64_t on_device;
+  uint64_t told;
+};
+
 // Device memory in two halves, through which pages are copied: while one half is filled the other is emptied. For jobs
 // of one direction, whose streams are always the same.
 class Staging {
@@ -58,8 +64,10 @@ class Part {
 
   // By copy engines, page by page. Pages that are neighbours on both sides are one copy.
   bool copy_directly(bool to_slots, const Chunks& chunks, const Streams& streams) const;
-  // A kernel copies between pages and a half of the staging memory, copy engines between that and the slots.
-  bool copy_staged(bool to_slots, const Chunks& chunks, const Streams& streams, Staging& staging) const;
+  // A kernel copies between pages and a half of the staging memory, copy engines between that and the slots. Of a store
+  // of whole chunks what is staged may be summed: `sums` are there when `bus` has done all.
+  bool copy_staged(bool to_slots, const Chunks& chunks, const Streams& streams, Staging& staging,
+                   const Sums& sums) const;
   // A kernel reads the slots in host memory and writes the pages.
   bool load_by_kernel(const Chunks& chunks, const Streams& streams) const;
 
@@ -72,10 +80,13 @@ class Part {
   bool list_shards(const Chunks& chunks, const Slice& slice, uint64_t half, Copies& copies) const;
   bool launch(unsigned blocks, bool to_slots, const Chunks& chunks, const Slice& slice, const Shards& shards,
               bool numbered, Stream stream) const;
-  bool store_slice(const Chunks& chunks, const Slice& slice, const Streams& streams, Staging::Half& half) const;
+  bool store_slice(const Chunks& chunks, const Slice& slice, const Streams& streams, Staging::Half& half,
+                   const Sums& sums) const;
+  bool sum_slice(const Slice& slice, uint64_t half, const Sums& sums, Stream stream) const;
   bool load_slice(const Chunks& chunks, const Slice& slice, const Streams& streams, Staging::Half& half) const;
   uint64_t begin_of(size_t layer) const { return layers_[layer].offset; }
   uint64_t end_of(size_t layer) const { return begin_of(layer) + layers_[layer].blocks * layers_[layer].nbytes; }
+  uint64_t shard_nbytes() const { return layers_.empty() ? 0 : end_of(layers_.size() - 1); }
   bool order(Stream before, Event event, Stream after) const;
 
   Device& device_;

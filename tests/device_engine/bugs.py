@@ -112,6 +112,15 @@ class FailuresEndAtOnce(_Early):
             self._report(job, ok=False)
 
 
+class ChecksumsBeforeTheGather(DeviceMover):
+    """Of a simulated device; but those of the self-test are right."""
+
+    def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
+        if job >= 0:
+            self._engine.c.fake_sum_at_once()
+        super().store(job, pages, slots)
+
+
 # -- the worker side -------------------------------------------------------------------------------------
 
 
@@ -175,7 +184,8 @@ def _believes_the_first_rank(engine: Any) -> None:
 
     def believed(reports: Sequence[WorkerProgress | None]) -> WorkerProgress | None:
         whole, first = merged(reports), reports[0] or WorkerProgress()
-        return whole and attrs.evolve(whole, ended=Counter(dict.fromkeys(first.ended, len(reports))))
+        ended = Counter(dict.fromkeys(first.ended, len(reports)))
+        return whole and attrs.evolve(whole, ended=ended, checksums=first.checksums)
 
     engine.merged = believed
 
@@ -197,6 +207,7 @@ BUGS = {
     "a load is reported before its event": Bug("4", LoadsEndAtOnce),
     "a load is reported when one rank has it": Bug("4", scheduler=_counts_loads_of_one_rank, setup={"ranks": 2}),
     "a store is reported before its event": Bug("5", StoresEndAtOnce),
+    "a checksum is computed before its pages are gathered": Bug("5", ChecksumsBeforeTheGather, setup={"staged": True}),
     "a store is reported when one rank has it": Bug("5", scheduler=_believes_the_first_rank, setup={"ranks": 2}),
     "a failed load is reported before its last copy": Bug("5", FailuresEndAtOnce, setup={"failures": 0.2}),
     "a slot is unpinned while it is loaded": Bug("5", scheduler=_unpins_what_is_loaded, setup={"slots": 10}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import json
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ from kvtier_core.interfaces import Mover, PagedKVCache, PageRun
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.transfer.cuda.autotune import decided
 from kvtier_core.transfer.cuda.copier import Copier
-from kvtier_core.transfer.cuda.library import Direction, Method
+from kvtier_core.transfer.cuda.library import Direction, Method, Sums
 from kvtier_core.transfer.cuda.mover import DeviceMover
 from kvtier_core.transfer.cuda.opening import open_mover
 from kvtier_cpu.config import CpuConfig
@@ -110,7 +111,7 @@ class SimulatedDevice(Device):
         super().__init__(setup, rank, self._cuda, "cpu")
 
     def arena(self, kind: type[DeviceMover], fails: Callable[[], bool]) -> CpuConfig:
-        return _SimulatedArena(kind=kind, fails=fails, cuda=self._cuda)
+        return _SimulatedArena(kind=kind, fails=fails, cuda=self._cuda, staged=self._setup.staged)
 
     def zero(self, blocks: Sequence[int]) -> None:
         self._cuda.engine.run(lambda: [cache.index_fill_(0, torch.tensor(blocks), 0) for cache in self.caches] and None)
@@ -223,11 +224,14 @@ class _SimulatedArena(_CudaArena):
     """The same with the driver of the tests; each direction goes a way of its own."""
 
     cuda: LateCuda = attrs.field(kw_only=True)
+    staged: bool = attrs.field(kw_only=True)
 
     def _mover(self, handle: str, cache: PagedKVCache) -> DeviceMover:
         fields = json.loads(handle)
         slot_nbytes = fields.pop("slot_nbytes")
         ways = {to_slots: decided(self.cuda.rng.choice(list(Method))) for to_slots in (True, False)}
+        if self.staged:
+            ways[True] = decided(Method.STAGED)
         return open_mover(
             attrs.evolve(cache, device="cuda:0"),
             reach(Address(**fields), populate=False),
@@ -246,10 +250,11 @@ class FailingCopier:
     def __init__(self, copier: Copier, fails: Callable[[], bool]):
         self._copier, self._fails = copier, fails
         self.facts = copier.facts
+        self.checksums = copier.checksums
         self.failed = False  #: did the last call raise?
 
-    def gather(self, rows: array[int], slots: array[int], through: Direction) -> None:
-        self._some(self._copier.gather, rows, slots, through)
+    def gather(self, rows: array[int], slots: array[int], through: Direction, sums: Sums | None = None) -> None:
+        self._some(functools.partial(self._copier.gather, sums=sums), rows, slots, through)
 
     def scatter(self, rows: array[int], slots: array[int], through: Direction) -> None:
         self._some(self._copier.scatter, rows, slots, through)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
 import signal
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +22,8 @@ from device_engine.setup import Setup
 from device_engine.worker import AHEAD, Failure, Order, Report, serve
 from kvtier_core.engine.messages import StepPlan, WorkerProgress
 from kvtier_core.engine.step import ScheduledRequest, StepResult
+from kvtier_core.types import Slot
+from kvtier_cpu.segment import Address, reach
 
 #: Base prompts, of which every request has a beginning.
 _PREFIXES = 10
@@ -54,6 +58,7 @@ class Tally:
     preempted: int = 0
     fenced: int = 0  #: stores that a step named
     sleeps: int = 0
+    checksums: int = 0  #: of shards, that a device has computed
 
 
 class Engine(Scheduling):
@@ -72,6 +77,10 @@ class Engine(Scheduling):
         self._taken: set[int] = set()  # blocks, since the last step
         self._planned: deque[_Planned] = deque()
         self._loads_told: dict[str, tuple[int, bool]] = {}  # ranks, and whether one failed
+        self._stored_in: dict[int, Sequence[Slot]] = {}  # by store job
+        address = json.loads(self.manager.handles[0])
+        del address["slot_nbytes"]
+        self._slots = reach(Address(**address), populate=False)  # as the workers see them
         BUGS[setup.bug].scheduler(self)
         # A fork server: each worker has its own CUDA, and torch is imported once.
         context = multiprocessing.get_context("forkserver")
@@ -197,6 +206,7 @@ class Engine(Scheduling):
         self.plans.clear()
         self.tally.steps += 1
         self.tally.fenced += len(plan.stores_to_fence)
+        self._stored_in.update((job, transfer.slots) for job, transfer in plan.stores)
         forward = self._forward(scheduled)
         taken, self._taken = sorted(self._taken), set()
         self._send("step", Order(plan, forward, taken, idle=not scheduled))
@@ -241,6 +251,8 @@ class Engine(Scheduling):
                 if told[0] == self._setup.ranks:
                     del self._loads_told[request_id]
         progress = self.merged([report.progress for report in reports])
+        if progress:
+            self._must_be_sealed_right(progress)
         self.side.progress(StepResult(ended, failed, (), progress))
         self.side.step_ended()
         for request_id in ended:
@@ -299,6 +311,16 @@ class Engine(Scheduling):
     def _must_be_right(self, wrong: int) -> None:
         if wrong:
             raise WrongKV(f"step {self.tally.steps}: {wrong} tokens were read that are not what was computed")
+
+    def _must_be_sealed_right(self, progress: WorkerProgress) -> None:
+        """The checksums with which frames will be sealed are those of what lies in the slots."""
+        for (job, number), checksums in progress.checksums.items():
+            shard = self.layout.parts[0].shards[number]
+            for slot, checksum in zip(self._stored_in[job], checksums, strict=True):
+                begin = slot.index * self.layout.frame_nbytes + shard.offset
+                self.tally.checksums += 1
+                if zlib.crc32(self._slots[begin : begin + shard.nbytes]) != checksum:
+                    raise WrongKV(f"step {self.tally.steps}: {slot} has another checksum than its frame is to have")
 
     def _drawn(self, count: int) -> list[int]:
         return [self._rng.randrange(1 << 16) for _ in range(count)]

@@ -34,6 +34,7 @@ class Setup:
     failures: float = 0.0  #: of the chunks, or on a GPU of the jobs, that are copied
     zeroes: bool = False  #: the engine zeroes new blocks before it calls a connector, as vLLM does for hybrid models
     sleeps: bool = False  #: its pages can be unmapped
+    staged: bool = False  #: stores are staged, so that the device computes checksums; else how is drawn, or measured
     busy: int = 0  #: matrices that each forward multiplies besides, on a GPU
     disk: Path | None = None  #: the folder of a tier below the arena
     bug: str = ""  #: one of `bugs.BUGS`

@@ -5,12 +5,16 @@ On a GPU the same engine runs in `make gpu-check`.
 
 from __future__ import annotations
 
+import zlib
+
 import attrs
 import pytest
 from device_engine import on_gpu
 from device_engine.bugs import BUGS
 from device_engine.engine import Engine, WorkerDied, WrongKV, run
 from device_engine.setup import Setup
+
+from kvtier_core.frames.format import header_of, payload_of
 
 KINDS = {
     "as it is": Setup(),
@@ -39,6 +43,16 @@ def test_no_forward_reads_wrong_kv_and_nothing_is_left(kind):
 def test_each_rule_is_needed(name):
     with pytest.raises((WrongKV, WorkerDied)):
         run(Setup(seed=1, bug=name, **BUGS[name].setup), MOST_REQUESTS)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_frames_are_sealed_with_what_the_device_computed(tmp_path, ranks):
+    tally = run(Setup(seed=1, ranks=ranks, staged=True, disk=tmp_path), 100)
+    frames = [memoryview(file.read_bytes()) for file in tmp_path.rglob("*.kv")]
+    assert tally.checksums >= len(frames) > 20
+    for frame in frames:
+        payload = payload_of(frame)[: header_of(frame).payload_nbytes]
+        assert header_of(frame).payload_checksum == zlib.crc32(payload)
 
 
 def test_a_seed_is_a_run():

@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import random
+import zlib
 
 import attrs
 import pytest
@@ -17,6 +18,7 @@ from kvtier_core.layouts import ChunkLayout
 from kvtier_core.testing.laws.arenas import ArenaLaws, settle, shard_of
 from kvtier_core.testing.samples import PagedBuffer, make_context, make_group, make_keys, make_layout, poison
 from kvtier_core.transfer.cuda.autotune import decided
+from kvtier_core.transfer.cuda.checksums import SumsMemory
 from kvtier_core.transfer.cuda.library import Method, load
 from kvtier_core.transfer.cuda.opening import HALF_NBYTES, open_mover
 from kvtier_core.types import FRAME_ALIGNMENT
@@ -158,6 +160,42 @@ def wanted(layout, rank, chunk):
             if block != NO_BLOCK:
                 yield layer.layer, block, begin, layer.page_nbytes
             begin += layer.page_nbytes
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 17, 4096, (64 << 10) - 1, (64 << 10) + 16, 5_000_003, 80 << 20])
+@pytest.mark.parametrize("begin", [0, 1, 4, 15, 16])
+def test_checksums_are_those_of_zlib(nbytes, begin):
+    device, stream = load().device(0), torch.cuda.current_stream()
+    memory = SumsMemory(device)
+    sums, stride = memory.take(3), nbytes + 7
+    content = torch.empty(begin + 3 * stride, dtype=torch.uint8, device="cuda").random_()
+    device.checksums(content.data_ptr() + begin, nbytes, sums, stream, stride)
+    stream.synchronize()
+    here = GpuPages._bytes(content)
+    begins = range(begin, begin + 3 * stride, stride)
+    assert sums.read() == tuple(zlib.crc32(here[at : at + nbytes]) for at in begins)
+    memory.close()
+
+
+@pytest.mark.parametrize("half_nbytes", [HALF_NBYTES, 4 << 20])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_staged_store_reports_the_checksums_of_its_shards(shape, half_nbytes):
+    layout, rng = SHAPES[shape], random.Random(shape)
+    (part,) = layout.parts
+    blocks = 3 * max(part.blocks)
+    pages = GpuPages(layout, blocks, rng, layout.ranks - 1)
+    pages.fill(rng)
+    memory = Slots(layout, 3)
+    mover = memory.mover(pages.kv_cache(), Method.STAGED, half_nbytes)
+    drawn = [rng.sample(range(blocks), 3 * count) for count in part.blocks]
+    shard = part.shard_of(layout.ranks - 1)
+    for job in range(3):
+        mover.store(job, [[group[i::3] for group in drawn] for i in range(3)], [2, 0, 1])
+        mover.wait([job])
+        (ended,) = mover.finished()
+        begins = [slot * layout.frame_nbytes + shard.offset for slot in (2, 0, 1)]
+        assert list(ended.checksums) == [zlib.crc32(memory.memory[at : at + shard.nbytes]) for at in begins]
+    mover.close()
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -6,7 +6,8 @@ from array import array
 from collections.abc import Mapping
 
 from kvtier_core.transfer.cuda.autotune import Choice
-from kvtier_core.transfer.cuda.library import Direction, NativePart
+from kvtier_core.transfer.cuda.checksums import StoreChecksums
+from kvtier_core.transfer.cuda.library import Direction, NativePart, Sums
 
 
 class Copier:
@@ -17,26 +18,31 @@ class Copier:
     of them exist. Raise BackendError, perhaps half-way.
     """
 
-    def __init__(self, name: str, part: NativePart, store: Choice, load: Choice):
+    def __init__(self, name: str, part: NativePart, store: Choice, load: Choice, checksums: StoreChecksums):
         self._name = name
         self._part = part
         self._store, self._load = store, load
+        self.checksums = checksums  #: of what `gather` copies
 
-    def gather(self, blocks: array[int], slots: array[int], through: Direction) -> None:
-        """Copy pages to slots: pages are read in the order of ``kernels``, slots written in that of ``bus``."""
-        self._copy(self._store, True, blocks, slots, through)
+    def gather(self, blocks: array[int], slots: array[int], through: Direction, sums: Sums | None = None) -> None:
+        """Copy pages to slots: pages are read in the order of ``kernels``, slots written in that of ``bus``.
+
+        ``sums``: see `NativePart.copy`.
+        """
+        self._part.copy(self._store.method, True, blocks, slots, through, sums)
 
     def scatter(self, blocks: array[int], slots: array[int], through: Direction) -> None:
         """Copy slots to pages, which are there when ``kernels`` has done it."""
-        self._copy(self._load, False, blocks, slots, through)
+        self._part.copy(self._load.method, False, blocks, slots, through)
 
     def facts(self) -> Mapping[str, str]:
         """How copies are made, in plain words."""
-        return {f"stores of {self._name}": str(self._store), f"loads of {self._name}": str(self._load)}
+        return {
+            f"stores of {self._name}": str(self._store),
+            f"checksums of {self._name}": self.checksums.fact,
+            f"loads of {self._name}": str(self._load),
+        }
 
     def close(self) -> None:
         """Free its resources. Called after all copies have ended."""
         self._part.close()
-
-    def _copy(self, choice: Choice, to_slots: bool, blocks: array[int], slots: array[int], through: Direction) -> None:
-        self._part.copy(choice.method, to_slots, blocks, slots, through)

@@ -38,8 +38,9 @@ _ARGUMENTS = {
     "kvtier_cuda_can": (_POINTER, _POINTER, _INT, _INT, _POINTER),
     "kvtier_cuda_copy": (
         *(_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER),
-        *(_U32, _U32, _POINTER, _POINTER, _POINTER),
+        *(_U32, _U32, _POINTER, _POINTER, _POINTER, _U64, _U64),
     ),
+    "kvtier_cuda_checksums": (_POINTER, _U64, _U64, _U64, _U32, _U64, _U64, _POINTER),
 }
 
 
@@ -60,6 +61,19 @@ class Abilities(NamedTuple):
     kernels: bool  #: was machine code for this device built?
     reaches_host: bool  #: may a kernel use the addresses of page-locked memory?
     batches: bool  #: are many copies enqueued with one call?
+
+
+@attrs.frozen
+class Sums:
+    """Where checksums go, of four bytes each: on the device, where they are computed, and page-locked on the host."""
+
+    on_device: int  #: address
+    told: int  #: address
+    count: int
+
+    def read(self) -> tuple[int, ...]:
+        """The checksums, once the stream has done what computes them."""
+        return tuple((_U32 * self.count).from_address(self.told))
 
 
 class Library:
@@ -130,6 +144,16 @@ class Device:
         """Memory in two halves, to stage the copies of one direction in."""
         return Staging(self._library, self, half_nbytes)
 
+    def checksums(self, address: int, nbytes: int, sums: Sums, stream: Any, stride: int = 0) -> None:
+        """Enqueue the CRC-32, as zlib computes it, of memory on the device: of ``nbytes`` from ``address`` on, and of
+        as many ``stride`` bytes further on, until there are as many as ``sums``.
+
+        `Sums.read` has them when ``stream`` has done it.
+        """
+        ranges = address, stride, nbytes, sums.count
+        places = sums.on_device, sums.told, stream.cuda_stream
+        self._library.must(self._c.kvtier_cuda_checksums(self.handle, *ranges, *places))
+
     def part(
         self, layers: Sequence[Layer], shards: int, slot_nbytes: int, locked: int, piece_nbytes: int
     ) -> NativePart:
@@ -185,8 +209,11 @@ class NativePart:
         rows: array[int],
         slots: array[int],
         through: Direction,
+        sums: Sums | None = None,
     ) -> None:
         """Enqueue the copies of a job: ``rows`` are the block ids of each chunk in one flat array of int32.
+
+        Of a staged store of whole chunks ``sums`` get the CRC-32 of each shard, when ``bus`` has done it.
 
         When this returns, or raises BackendError, ``kernels`` is behind all that touches pages, and ``bus`` behind all
         that writes to slots.
@@ -197,6 +224,7 @@ class NativePart:
             self._c.kvtier_cuda_copy(
                 *(self._device.handle, self.handle, method, to_slots, *addresses, len(slots), width),
                 *(through.kernels.cuda_stream, through.bus.cuda_stream, _handle_of(through.staging)),
+                *((sums.on_device, sums.told) if sums else (0, 0)),
             )
         )
 

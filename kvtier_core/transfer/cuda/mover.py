@@ -12,6 +12,7 @@ pages are copied by copy engines alone, the kernels' stream waits for the bus.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -23,7 +24,8 @@ import attrs
 import torch
 
 from kvtier_core.errors import ContractError
-from kvtier_core.interfaces import JobResult, Mover, PagedKVCache, PageList
+from kvtier_core.interfaces import NO_BLOCK, JobResult, Mover, PagedKVCache, PageList
+from kvtier_core.transfer.cuda.checksums import PendingChecksums
 from kvtier_core.transfer.cuda.copier import Copier
 from kvtier_core.transfer.cuda.library import Direction
 from kvtier_core.transfer.io_pool import run
@@ -68,6 +70,12 @@ class _Job:
     #: Blocks that a store reads, of all groups together, and NO_BLOCK: a load may then wait for another group's store,
     #: which only costs time.
     read: frozenset[int] = frozenset()
+    checksums: PendingChecksums | None = None
+
+    def end(self, *, ok: bool) -> JobResult:
+        """The device has done it, or failed."""
+        result = self.result if ok else JobResult(self.result.job, ok=False)
+        return result._replace(checksums=self.checksums.end(ok=result.ok)) if self.checksums else result
 
 
 class DeviceMover(Mover):
@@ -111,10 +119,14 @@ class DeviceMover(Mover):
         whole = len(places) == len(checked.slots)
         if not whole:
             checked = checked.only(places)
-        copied = self._enqueue(self._copiers[checked.part.number].gather, checked, self._stores)
-        result = JobResult(job, copied and whole, filled=tuple(places) if copied and not whole else ())
         read = frozenset(checked.blocks)
-        self._jobs[job] = _Job(self._now(self._stores.kernels), self._now(self._stores.bus), result, read)
+        copier = self._copiers[checked.part.number]
+        # What lies in a slot where a page is not wanted the device does not know.
+        checksums = copier.checksums.begin(checked.slots) if whole and NO_BLOCK not in read else None
+        gather = functools.partial(copier.gather, sums=checksums and checksums.sums)
+        copied = self._enqueue(gather, checked, self._stores)
+        result = JobResult(job, copied and whole, filled=tuple(places) if copied and not whole else ())
+        self._jobs[job] = _Job(self._now(self._stores.kernels), self._now(self._stores.bus), result, read, checksums)
 
     def load(self, job: int, slots: Sequence[int], pages: PageList) -> None:
         checked = self._checked(job, pages, slots)
@@ -133,7 +145,7 @@ class DeviceMover(Mover):
             outcome = run(begun.done.query)
             if outcome.error is not None or outcome.value:
                 del self._jobs[job]
-                self._results.append(begun.result if outcome.error is None else JobResult(job, ok=False))
+                self._results.append(begun.end(ok=outcome.error is None))
         results, self._results = self._results, []
         return results
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from kvtier_core.interfaces import PagedKVCache
 from kvtier_core.layouts import Part
 from kvtier_core.transfer.cuda import host_registration
 from kvtier_core.transfer.cuda.autotune import Autotune, ScratchAutotune
+from kvtier_core.transfer.cuda.checksums import StoreChecksums, SumsMemory
 from kvtier_core.transfer.cuda.copier import Copier
 from kvtier_core.transfer.cuda.library import Device, Direction, Method, NativePart, Staging, load
 from kvtier_core.transfer.cuda.mover import ArenaSlots, DeviceMover
@@ -35,12 +37,13 @@ def open_mover(
     engine: Any = torch.cuda,
     autotune: Autotune | None = None,
     half_nbytes: int = HALF_NBYTES,
+    checksums: bool = True,
 ) -> DeviceMover:
     """A mover between ``cache`` and ``memory``, an arena's slots of ``slot_nbytes`` side by side.
 
     The slots are page-locked in the background. ``device`` is by default that of the cache, ``engine`` torch's module
-    for it; ``autotune`` chooses how to copy, by default what it measures. Raises BackendError and ContractError, see
-    `attach`.
+    for it; ``autotune`` chooses how to copy, by default what it measures; ``checksums`` says whether those of staged
+    stores are computed. Raises BackendError and ContractError, see `attach`.
     """
     check_cache(cache, slot_nbytes)
     on = torch.device(cache.device)
@@ -58,7 +61,9 @@ def open_mover(
         )
         slots = ArenaSlots(address, count, slot_nbytes, registration)
         autotune = autotune or ScratchAutotune(device, stores, loads)
-        copiers = [_copier(device, cache, part, slots, (stores, loads), autotune, undo) for part in cache.layout.parts]
+        sums = _sums_memory(device, undo) if checksums and stores.staging else None
+        opened = functools.partial(_copier, device, cache, slots, (stores, loads), autotune, sums, undo)
+        copiers = [opened(part) for part in cache.layout.parts]
         return DeviceMover(cache, slots, copiers, engine, stores, loads, undo.pop_all().close)
 
 
@@ -74,17 +79,29 @@ def _staging(device: Device, half_nbytes: int, undo: contextlib.ExitStack) -> St
     return staging
 
 
+def _sums_memory(device: Device, undo: contextlib.ExitStack) -> SumsMemory | None:
+    """Memory for checksums; None if the engine left too little."""
+    try:
+        memory = SumsMemory(device)
+    except BackendError:
+        return None
+    undo.callback(memory.close)
+    return memory
+
+
 def _copier(
     device: Device,
     cache: PagedKVCache,
-    part: Part,
     slots: ArenaSlots,
     directions: Sequence[Direction],
     autotune: Autotune,
+    sums: SumsMemory | None,
     undo: contextlib.ExitStack,
+    part: Part,
 ) -> Copier:
     layers = list(layers_of(cache, part))
-    shards = slots.address + part.shard_of(cache.rank).offset
+    shard = part.shard_of(cache.rank)
+    shards = slots.address + shard.offset
     native = device.part(layers, shards, slots.nbytes, slots.locked.base, slots.locked.piece_nbytes)
     undo.callback(native.close)
     stores, loads = directions
@@ -93,7 +110,10 @@ def _copier(
         for through, to_slots in ((stores, True), (loads, False))
     )
     name = ", ".join(cache.layout.groups[group].name for group in part.groups)
-    return Copier(name, native, store, load_)
+    why_not = "" if sums else "no memory is reserved for them"
+    if store.method is not Method.STAGED:
+        why_not = f"stores are {store.method}"
+    return Copier(name, native, store, load_, StoreChecksums(name, sums, shards, shard.nbytes, slots.nbytes, why_not))
 
 
 def _possible(native: NativePart, through: Direction, to_slots: bool) -> list[Method]:
