@@ -58,7 +58,7 @@ class StoreChecksums:
     """The checksums of the stores of one part, called ``name``: of this rank's shard in each slot.
 
     ``shard`` is the address of that in slot 0. Those of the first store, which is that of the self-test, are compared
-    with what has arrived. If they differ no store has any, and whoever seals a frame reads it. ``why_not``: why there
+    with what has arrived. If they differ no store has any, and sealing reads the frame. ``why_not``: why there
     are none from the beginning.
     """
 
