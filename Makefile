@@ -84,11 +84,11 @@ sanitize: $(VENV)/ready
 bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks
 
-# The site, in build/site. A warning is an error, and nothing is fetched.
+# The site, in build/site. A warning is an error (unless it is hidden by --quiet), and nothing is fetched.
 docs: $(VENV)/ready $(DOCS_VENV)/ready
 	mkdir -p build/docs
 	$(BIN)/python docs/building/settings.py >build/docs/settings.md
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --clean
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --clean
 
 # With the Python at hand, which has torch for its GPU: .venv's has none. Builds, compares every byte, measures; one
 # report, in OUT (build) as text and as JSON.
