@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import types
 import typing
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Union
 
@@ -30,6 +30,8 @@ _WORDS: dict[Any, str] = {
     Path: "a path",
     types.NoneType: "`~`",
 }
+#: What YAML has for a value of Python's.
+_VALUES = {"None": "~", "True": "true", "False": "false"}
 _KIND_OF = {family: kind for kind, described in KINDS.items() for family in described.families}
 #: What every tier has of its own, and what the core's classes keep beside it.
 _INNER = ("name", "config", "source", "tiers", "_places", "_plugins")
@@ -74,21 +76,17 @@ def written(annotation: Any) -> str:
     if attrs.has(annotation) and annotation not in _WORDS:
         return "a mapping, below"
     if origin in (Union, types.UnionType):
-        return _either([written(each) for each in arguments])
+        return " or ".join(written(each) for each in arguments)
     if origin is tuple:
         return f"a list; each: {written(arguments[0])}"
     if origin is Literal:
-        return _either([f"`{each}`" for each in arguments])
+        return " or ".join(f"`{each}`" for each in arguments)
     return _WORDS.get(annotation, "text")
 
 
 def _plain(text: str) -> str:
     """Code as Markdown has it."""
     return text.replace("``", "`")
-
-
-def _either(choices: Collection[str]) -> str:
-    return " or ".join(choices)
 
 
 def _default(field: attrs.Attribute) -> str:
@@ -99,10 +97,8 @@ def _default(field: attrs.Attribute) -> str:
         return f"`{value.type}`"
     if attrs.has(type(value)) or value in ((), ""):
         return ""
-    return f"`{_SAID.get(repr(value), value)}`"
+    return f"`{_VALUES.get(repr(value), value)}`"
 
-
-_SAID = {"None": "~", "True": "true", "False": "false"}
 
 if __name__ == "__main__":
     sys.stdout.write("\n".join(pages(Registry.discover())) + "\n")
