@@ -27,9 +27,13 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.gl
 PAGES += [ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md"]
 LANGUAGES = {"yaml", "python", "sh", "json", "text", ""}  #: the last two are no code
 #: What a page may tell its readers to run besides kvtier: it builds, installs, serves, asks, or looks.
-OTHERS = {"bash", "cat", "cd", "curl", "git", "make", "pip", "pytest", "python", "sudo", "vllm"}
+OTHERS = {"cd", "curl", "make", "pip", "pytest", "python", "source", "sudo", "vllm"}
 #: Bash reads the commands and finds none of them: each is written down instead.
-RECORD = r"""command_not_found_handle() { printf '%s\x1f' "$@" >>commands; printf '\x1e' >>commands; }"""
+RECORD = r"""
+command_not_found_handle() { printf '%s\x1f' "$@" >>commands; printf '\x1e' >>commands; }
+cd() { command_not_found_handle cd "$@"; }
+source() { command_not_found_handle source "$@"; }
+"""
 
 WHOLE = parser()
 (COMMANDS,) = (each.choices for each in WHOLE._actions if isinstance(each, argparse._SubParsersAction))
@@ -61,8 +65,7 @@ def commands_in(script, folder):
         ["/bin/bash", "-c", f"{RECORD}\n{script}"], cwd=folder, env={"PATH": "/nowhere"}, capture_output=True, text=True
     )
     assert "syntax error" not in ran.stderr and "unexpected" not in ran.stderr, ran.stderr
-    written = (folder / "commands").read_text() if (folder / "commands").exists() else ""
-    return [command.split("\x1f")[:-1] for command in written.split("\x1e")[:-1]]
+    return [command.split("\x1f")[:-1] for command in (folder / "commands").read_text().split("\x1e")[:-1]]
 
 
 @pytest.mark.parametrize(("page", "script"), each(scripts))
