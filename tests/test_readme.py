@@ -26,9 +26,3 @@ def test_the_yaml_is_a_stack(tmp_path):
     (tmp_path / "kvtier.yaml").write_text(yaml)
     config = load_config(tmp_path / "kvtier.yaml", Registry.discover())
     assert [tier.name for tier in config.tiers] == ["cpu", "disk"]
-
-
-def test_its_links_lead_somewhere():
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []

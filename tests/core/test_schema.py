@@ -17,7 +17,7 @@ from kvtier_core.errors import ConfigError
 REGISTRY = Registry.discover()
 SCHEMA = schema_of(REGISTRY)
 VALID = jsonschema.Draft7Validator(SCHEMA)
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("plugins/*/README.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("plugins/*/README.md"))]
 BLOCKS = [
     pytest.param(block, id=f"{page.relative_to(ROOT)}-{number}")
     for page in PAGES
