@@ -118,8 +118,14 @@ class Names:
         if not name.startswith(f"{self.prefix}:".encode()) or (match := _FRAME.fullmatch(rest)) is None:
             return None
         frame = name[: len(self.prefix) + 1 + match.end(2) + 1]
-        home, key, write = (each and each.decode() for each in match.groups())
-        return Found(name, frame, bytes.fromhex(home), ChunkKey(bytes.fromhex(key)), write)
+        home, key, write = match.groups()
+        return Found(
+            name,
+            frame,
+            bytes.fromhex(home.decode()),
+            ChunkKey(bytes.fromhex(key.decode())),
+            None if write is None else write.decode(),
+        )
 
 
 @attrs.frozen
