@@ -9,6 +9,7 @@ ABI that nanobind needs begins with 3.12. Those run wherever the C and C++ libra
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -83,6 +84,7 @@ def run(*command: object, **settings: str) -> str:
     return done.stdout
 
 
+@functools.cache
 def _epoch() -> dict[str, str]:
     """The time that archives name: the commit's."""
     seconds = run("git", "-C", ROOT, "log", "-1", "--format=%ct").strip()

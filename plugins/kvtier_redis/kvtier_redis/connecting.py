@@ -87,7 +87,7 @@ class Dialer:
     def _connection(self, address: Address, deadline: Deadline) -> AbstractConnection:
         options = {**self.options(deadline), **self.login, "db": self.db, "retry": NO_RETRY}
         if not address.port:
-            # That it is abstract, because it has no host, is said to type checkers alone.
+            # Only a type checker believes that it is abstract: it has no host.
             return redis.UnixDomainSocketConnection(path=address.host, **options)  # type: ignore[abstract]
         kind = redis.SSLConnection if self.tls else redis.Connection
         return kind(host=address.host, port=address.port, socket_keepalive=True, **options)
