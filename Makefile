@@ -22,7 +22,7 @@ UV = $(if $(FIND_LINKS),UV_FIND_LINKS="$(FIND_LINKS)") $(BIN)/uv
 # Else each process of vLLM's compiles all that it imports anew: twenty seconds, many times.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: api demo test test-oldest programs test-long campaign chaos fuzz mutants sanitize bench docs gpu-check dist wheels venv clean
+.PHONY: api demo test test-oldest programs test-long campaign chaos fuzz mutants sanitize bench docs gpu-check dist venv clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py
@@ -95,15 +95,10 @@ docs: $(VENV)/ready $(DOCS_VENV)/ready
 gpu-check:
 	PYTHONPATH=.:tests:plugins/kvtier_cpu:plugins/kvtier_disk $(PYTHON) -m benchmarks.gpu $(OUT)
 
-# An sdist of each, and the wheel that is made from it.
+# What is released, in dist: sdists that anyone can build again, byte for byte, and wheels for each Python from 3.11 on.
 dist: $(VENV)/ready
 	rm -rf dist
-	for dist in $(DISTS); do $(BIN)/python -m build --no-isolation --outdir dist $$dist || exit 1; done
-
-# What a user installs without a compiler.
-wheels: $(VENV)/ready
-	rm -rf dist
-	for dist in $(DISTS); do $(BIN)/python -m build --no-isolation --wheel --outdir dist $$dist || exit 1; done
+	$(BIN)/python tests/release.py dist
 
 venv: $(VENV)/ready
 

@@ -717,15 +717,15 @@ MUTANTS = (
     Mutant(
         "options-do-not-count",
         CODEC_IDENTITY,
-        "[name, version, _fields(config)]",
+        "[name, version, _fields(type(config), config)]",
         "[name, version]",
         CODEC_TESTS + "test_every_option_counts",
     ),
     Mutant(
         "versions-of-plugins-do-not-count",
         CODEC_IDENTITY,
-        "[name, version, _fields(config)]",
-        "[name, _fields(config)]",
+        "[name, version, _fields(type(config), config)]",
+        "[name, _fields(type(config), config)]",
         CODEC_TESTS + "test_the_format_version_of_a_plugin_counts",
     ),
     Mutant(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import email
 import os
 import re
-import subprocess
+import shutil
 import sys
 import tarfile
 import zipfile
@@ -13,6 +13,9 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+import release
+from release import run
+from sizes import LONG
 
 ROOT = Path(__file__).parents[1]
 SOURCES = {
@@ -24,36 +27,30 @@ SOURCES = {
     "kvtier_s3": ROOT / "plugins/kvtier_s3",
     "kvtier_example_backend": ROOT / "examples/plugins/backend",
 }
+#: The Python of these tests, and in `make test-long` each that is at hand.
+PYTHONS = release.pythons() if LONG > 1 else {sys.version_info.minor: Path(sys.executable)}
 HOW = "from kvtier_core import native; print(native.describe())"
 HEAVY = ("torch", "numpy", "vllm", "transformers", "boto3", "redis")
 
 
-def run(*command: object, **settings: str) -> str:
-    """What the command prints. It sees nothing of this environment's packages and settings for Python."""
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
-    env |= settings
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env=env, cwd="/")
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """A folder with an sdist of each distribution, and the wheel that was made from that sdist."""
+    """A folder with what is released: an sdist of each distribution, and the wheels that were made from that sdist."""
     folder = tmp_path_factory.mktemp("dist")
-    for source in SOURCES.values():
-        run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source)
+    release.release(SOURCES.values(), folder, PYTHONS)
     return folder
 
 
-@pytest.fixture(scope="module")
-def python(built, tmp_path_factory) -> Path:
+@pytest.fixture(
+    scope="module", params=[pytest.param(each, marks=pytest.mark.long) for each in PYTHONS], ids="3.{}".format
+)
+def python(request, built, tmp_path_factory) -> Path:
     """The Python of an environment with what `pip install 'kvtier[all]'` and an example bring, and nothing else."""
     folder = tmp_path_factory.mktemp("empty")
     # These very versions, whatever a registry may have under the same names.
     ours = folder / "constraints.txt"
     ours.write_text("".join(f"{name}=={metadata(built, name)['Version']}\n" for name in SOURCES))
-    run(sys.executable, "-m", "venv", folder / "venv")
+    run(PYTHONS[request.param], "-m", "venv", folder / "venv")
     python = folder / "venv" / "bin" / "python"
     found = ("--find-links", built, "--constraint", ours)
     run(python, "-m", "pip", "install", "--quiet", *found, "kvtier[all]", "kvtier-example-backend")
@@ -61,7 +58,7 @@ def python(built, tmp_path_factory) -> Path:
 
 
 def metadata(built: Path, name: str) -> Message:
-    (wheel,) = built.glob(f"{name}-*.whl")
+    wheel = next(built.glob(f"{name}-*.whl"))  # the core's say the same
     with zipfile.ZipFile(wheel) as archive:
         (member,) = [member for member in archive.namelist() if member.endswith(".dist-info/METADATA")]
         return email.message_from_bytes(archive.read(member))
@@ -123,12 +120,16 @@ def test_metadata_is_complete(built, name):
     assert told.get_payload().strip(), "the README is missing"
 
 
+@pytest.mark.parametrize("name", [name for name in SOURCES if "example" not in name])
+def test_metadata_names_the_pythons_on_which_it_was_tried(built, name):
+    named = metadata(built, name).get_all("Classifier")
+    assert {f"Programming Language :: Python :: 3.{minor}" for minor in PYTHONS} <= {*named}
+
+
 @pytest.mark.parametrize("name", SOURCES)
 def test_archives_hold_the_package_and_no_more(built, name):
     package = "kvtier_core" if name == "kvtier" else name
-    (wheel,) = built.glob(f"{name}-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        held = archive.namelist()
+    held = [member for wheel in built.glob(f"{name}-*.whl") for member in zipfile.ZipFile(wheel).namelist()]
     assert {member.split("/")[0].split("-")[0] for member in held} == {package, name}
     assert f"{package}/__init__.py" in held
     assert f"{package}/py.typed" in held
@@ -146,11 +147,45 @@ def test_the_wheel_needs_no_compiler(python):
 
 
 def test_the_extension_is_named_as_the_wheel_is_tagged(built):
-    """A wheel for every Python from 3.12 on holds a file that each of them finds."""
-    (wheel,) = built.glob("kvtier-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        (extension,) = [name for name in archive.namelist() if "/_native." in name and not name.endswith(".stamp")]
-    assert (".abi3." in extension) == ("-abi3-" in wheel.name)
+    """A wheel for every Python from 3.12 on holds a file that each of them finds, on any Linux that is not too old."""
+    for wheel in built.glob("kvtier-*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            (extension,) = [name for name in archive.namelist() if re.search(r"/_native\..*so$", name)]
+        assert (".abi3." in extension) == ("-abi3-" in wheel.name)
+        assert re.search(r"-(many|musl)linux_\d+_\d+_\w+\.whl$", wheel.name)
+
+
+def test_what_is_compiled_links_nothing_of_the_engines(built, tmp_path):
+    for wheel in built.glob("kvtier-*.whl"):
+        zipfile.ZipFile(wheel).extractall(tmp_path / wheel.stem)
+    libraries = [*tmp_path.rglob("*.so")]
+    assert len(libraries) == 2 * len([*built.glob("kvtier-*.whl")])
+    for library in libraries:
+        ldd = run("ldd", library, LD_PRELOAD="", LD_LIBRARY_PATH="")
+        linked = {line.split()[0].split(".so")[0].rsplit("/")[-1] for line in ldd.splitlines()}
+        assert linked <= {"linux-vdso", "libstdc++", "libgcc_s", "libm", "libc", "ld-linux-x86-64", "ld-linux-aarch64"}
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory) -> Path:
+    """The same sources in another folder, with other times and permissions."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    listed = run("git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
+    for name in filter(None, listed.split("\0")):
+        copy = folder / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, copy)
+        copy.chmod(0o600)
+        os.utime(copy, (10**9, 10**9))
+    return folder
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_sdists_are_equal_wherever_and_whenever_they_are_built(built, elsewhere, name, tmp_path):
+    (sdist,) = built.glob(f"{name}-*.tar.gz")
+    again = release.build_sdist(elsewhere / SOURCES[name].relative_to(ROOT), tmp_path)
+    assert again.name == sdist.name
+    assert again.read_bytes() == sdist.read_bytes()
 
 
 def test_without_a_compiler_the_core_is_installed_all_the_same(built, python, tmp_path):
@@ -170,9 +205,10 @@ def test_without_a_compiler_the_core_is_installed_all_the_same(built, python, tm
 def test_the_environment_holds_nothing_else(python):
     listed = run(python, "-m", "pip", "list", "--format", "freeze").lower().replace("_", "-")
     installed = {line.split("==")[0] for line in listed.split()} - {"pip", "setuptools"}
-    brought = {"attrs", "pluggy", "pyyaml", "hiredis", "redis", "typing-extensions"}
+    brought = {"attrs", "pluggy", "pyyaml", "hiredis", "redis"}
     brought |= {"boto3", "botocore", "jmespath", "obstore", "python-dateutil", "s3transfer", "six", "urllib3"}
-    assert installed == {*brought, *(name.replace("_", "-") for name in SOURCES)}
+    # Before Python 3.13 obstore needs typing-extensions, too.
+    assert installed - {"typing-extensions"} == {*brought, *(name.replace("_", "-") for name in SOURCES)}
 
 
 def test_the_command_lists_every_plugin(python):
@@ -210,6 +246,29 @@ def test_the_command_checks_a_stack_of_all(python, tmp_path):
         f"  - {{type: disk, path: {tmp_path}, capacity: 1GiB}}\n"
     )
     assert "$.tiers[1].type" in run(python.parent / "kvtier", "check", file)
+
+
+def test_a_stack_stores_and_loads(python, tmp_path):
+    """Through the arena, and from the disk when it is opened again."""
+    file = tmp_path / "kvtier.yaml"
+    file.write_text(
+        "version: 1\ntiers:\n"
+        "  - {type: cpu, capacity: 4MiB}\n"
+        f"  - {{type: disk, path: {tmp_path}/store, capacity: 16MiB, min_free: 0B}}\n"
+    )
+    run(python.parent / "kvtier", "check", file)
+    # kvtier_core.testing, which has the pages of such an engine, needs it.
+    run(python, "-m", "pip", "install", "--quiet", "--target", tmp_path / "testing", "pytest")
+    script = (
+        f"import sys; sys.path += [{str(tmp_path / 'testing')!r}, {str(ROOT / 'tests/core')!r}]\n"
+        "from pathlib import Path\n"
+        "from serving import Serving\n"
+        "path = [bytes([i]) * 32 for i in range(4)]\n"
+        "for asked in range(2):\n"
+        f"    with Serving(Path({str(file)!r})) as stack:\n"
+        "        print(stack.ask(path), stack.ask(path))\n"
+    )
+    assert run(python, "-c", script).split() == ["0", "4", "4", "4"]
 
 
 @pytest.mark.parametrize("module", ["kvtier_core", "kvtier_core.config.compose", "kvtier_core.cli", "kvtier_core.vllm"])

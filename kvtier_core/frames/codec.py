@@ -65,8 +65,8 @@ class FrameCodec:
 
     def with_namespace(self, namespace: Namespace) -> Self:
         """The same codec, with the same serializer, for frames of another namespace."""
-        apart = {"shared": self._shared, "keyed_seal": self._keyed_seal}
-        return type(self)(namespace, self._layout, self._serializer, self.identity, **apart)
+        serializer, identity, keyed_seal = self._serializer, self.identity, self._keyed_seal
+        return type(self)(namespace, self._layout, serializer, identity, shared=self._shared, keyed_seal=keyed_seal)
 
     def encode(self, key: ChunkKey, sealed: memoryview, salt: bytes = b"") -> memoryview:
         """The frame to store for a sealed raw frame in a slot. Its length is a multiple of `FRAME_ALIGNMENT`.
@@ -82,27 +82,34 @@ class FrameCodec:
         if header.codec != RAW:
             raise ContractError(f"a slot that is to be written holds a frame that is {header.codec}")
         if self._serializer is not None:
-            return self._encoded(key, header, payload_of(sealed), salt)
+            return self._encoded(self._serializer, key, header, payload_of(sealed), salt)
         frame = sealed[: _frame_nbytes(header.payload_nbytes)]
-        return frame if self._keyed_seal is None else self._protected(key, header, payload_of(frame), salt)
+        if self._keyed_seal is None:
+            return frame
+        return self._protected(self._keyed_seal, key, header, payload_of(frame), salt)
 
-    def _encoded(self, key: ChunkKey, header: Header, payload: memoryview, salt: bytes) -> memoryview:
+    def _encoded(
+        self, serializer: Serializer, key: ChunkKey, header: Header, payload: memoryview, salt: bytes
+    ) -> memoryview:
         encoded = memoryview(bytearray(self.max_frame_nbytes))
-        nbytes = self._serializer.encode(payload, encoded[FRAME_ALIGNMENT:])
+        nbytes = serializer.encode(payload, encoded[FRAME_ALIGNMENT:])
         if self.identity.lossless:
             decoded_checksum = header.payload_checksum
         else:
-            decoded_checksum = self._decoded_checksum(encoded[FRAME_ALIGNMENT : FRAME_ALIGNMENT + nbytes], len(payload))
+            stored = encoded[FRAME_ALIGNMENT : FRAME_ALIGNMENT + nbytes]
+            decoded_checksum = self._decoded_checksum(serializer, stored, len(payload))
         seal(encoded, self.namespace, key, nbytes, codec=self.identity, decoded_checksum=decoded_checksum)
         if self._keyed_seal is not None:
             self._keyed_seal.close(encoded, salt=salt)
         return encoded[: _frame_nbytes(nbytes)]
 
-    def _protected(self, key: ChunkKey, header: Header, payload: memoryview, salt: bytes) -> memoryview:
+    def _protected(
+        self, keyed_seal: KeyedSeal, key: ChunkKey, header: Header, payload: memoryview, salt: bytes
+    ) -> memoryview:
         """A copy of a raw frame with the keyed seal."""
         copy = memoryview(bytearray(_frame_nbytes(len(payload))))
         seal(copy, self.namespace, key, len(payload), payload_checksum=header.payload_checksum)
-        self._keyed_seal.close(copy, payload, salt=salt)
+        keyed_seal.close(copy, payload, salt=salt)
         return copy
 
     def seal_raw(self, key: ChunkKey, frame: memoryview, nbytes: int) -> None:
@@ -131,17 +138,17 @@ class FrameCodec:
             raise ContractError(f"read returned {count} bytes for a view of {len(buffer)}")
         frame = buffer[:count]
         nbytes = self._layout.part_of(key).payload_nbytes
-        raw = self._serializer is None
-        if error := self._verify(key, frame, self.identity, nbytes if raw else None, salt):
+        serializer = self._serializer
+        if error := self._verify(key, frame, self.identity, nbytes if serializer is None else None, salt):
             return error
-        if raw:
+        if serializer is None:
             if self._keyed_seal is not None:  # another tier stores the slot as it is, under the arena's namespace
                 seal(slot, self._arena_namespace, key, nbytes, payload_checksum=header_of(frame).payload_checksum)
             return None
         payload = slot[FRAME_ALIGNMENT : FRAME_ALIGNMENT + nbytes]
         decoded = None
         with contextlib.suppress(Exception):  # whatever a plugin raises must not fail the other frames of the batch
-            decoded = self._serializer.decode(payload_of(frame), payload)
+            decoded = serializer.decode(payload_of(frame), payload)
         if decoded is None:
             return FrameError.UNDECODABLE
         checksum = crc32(payload)
@@ -160,10 +167,10 @@ class FrameCodec:
             return error
         return self._keyed_seal.open(frame, salt=salt)
 
-    def _decoded_checksum(self, encoded: memoryview, nbytes: int) -> int:
+    def _decoded_checksum(self, serializer: Serializer, encoded: memoryview, nbytes: int) -> int:
         """The checksum of a payload of ``nbytes`` that a lossy serializer has encoded and decoded."""
         decoded = memoryview(bytearray(nbytes))
-        if self._serializer.decode(encoded, decoded) != nbytes:
+        if serializer.decode(encoded, decoded) != nbytes:
             raise BackendError(f"{self.identity} decodes what it encoded to another length")
         return crc32(decoded)
 

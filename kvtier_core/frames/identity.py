@@ -80,13 +80,13 @@ def identity_of(config: SerializerConfig) -> CodecIdentity:
         raise _unusable(f"{name} does not state whether it is lossless")
     if type(version) is not int:
         raise _unusable(f"the format version of {name} is not an int")
-    described = json.dumps([name, version, _fields(config)], ensure_ascii=True, separators=(",", ":"))
+    described = json.dumps([name, version, _fields(type(config), config)], ensure_ascii=True, separators=(",", ":"))
     digest = hashlib.blake2b(described.encode(), digest_size=DIGEST_NBYTES, person=b"kvtier-codec").digest()
     return CodecIdentity(name, digest, lossless)
 
 
-def _fields(options: object) -> list:
-    return [[field.name, _canonical(getattr(options, field.name), field.name)] for field in attrs.fields(type(options))]
+def _fields(kind: type[attrs.AttrsInstance], options: object) -> list[object]:
+    return [[field.name, _canonical(getattr(options, field.name), field.name)] for field in attrs.fields(kind)]
 
 
 def _canonical(value: object, name: str) -> object:
@@ -105,8 +105,9 @@ def _canonical(value: object, name: str) -> object:
         return ["path", str(value)]
     if isinstance(value, tuple | list):
         return ["list", [_canonical(each, name) for each in value]]
-    if attrs.has(type(value)):
-        return ["group", getattr(value, "type", type(value).__name__), _fields(value)]
+    kind = type(value)
+    if attrs.has(kind):
+        return ["group", getattr(value, "type", kind.__name__), _fields(kind, value)]
     raise _unusable(f"its option {name} is a {type(value).__name__}, which cannot be compared between processes")
 
 

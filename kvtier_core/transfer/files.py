@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from kvtier_core.native import choose
 from kvtier_core.types import FRAME_ALIGNMENT
 
-_ring_works = choose("ring_works", lambda: False)
-_read_files = choose("read_files", lambda fds, into, at: None)
-_write_files = choose("write_files", lambda fds, views, at: None)
+_Move = Callable[[Sequence[int], Sequence[memoryview], Sequence[int]], list[int] | None]
+
+_ring_works: Callable[[], bool] = choose("ring_works", lambda: False)
+_read_files: _Move = choose("read_files", lambda fds, into, at: None)
+_write_files: _Move = choose("write_files", lambda fds, views, at: None)
 
 
 def ring_works() -> bool:

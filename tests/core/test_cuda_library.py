@@ -17,22 +17,31 @@ from kvtier_core.transfer.page_lists import Layer
 INVALID, NOT_SUPPORTED, LAUNCH_FAILED = 1, 801, 719
 UNIFIED, REACHES_HOST, LOCKS = 41, 91, 99
 MIB = 1 << 20
+FATBIN = bytes.fromhex("50ed55ba01001000")  # how what nvcc compiled begins
 
 
 # -- how it is built -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["with nvcc", "without"])
+KERNELS = {
+    "with nvcc": "-DKVTIER_GPU_ARCHITECTURES=90",
+    "without": "-DCMAKE_CUDA_COMPILER=",
+    "nvcc fails": "-DCMAKE_CUDA_COMPILER=/bin/false",
+}
+
+
+@pytest.fixture(scope="module", params=KERNELS)
 def library(request, tmp_path_factory):
     for tool in ("cmake", "g++", *(["nvcc"] if request.param == "with nvcc" else [])):
         if shutil.which(tool) is None:
             pytest.skip(f"no {tool} here")
     build = tmp_path_factory.mktemp("build")
-    kernels = "-DKVTIER_CUDA_ARCHITECTURES=90" if request.param == "with nvcc" else "-DCMAKE_CUDA_COMPILER="
-    built("cmake", "-S", SOURCE, "-B", build, kernels)
+    built("cmake", "-S", SOURCE, "-B", build, KERNELS[request.param])
     assert "warning" not in built("cmake", "--build", build)
     built("cmake", "--install", build, "--prefix", build / "installed")
-    return build / "installed/kvtier_core" / FILE
+    library = build / "installed/kvtier_core" / FILE
+    assert (FATBIN in library.read_bytes()) == (request.param == "with nvcc")
+    return library
 
 
 def test_it_loads_and_tells_whether_there_is_a_device(library):

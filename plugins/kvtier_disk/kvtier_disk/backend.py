@@ -23,6 +23,8 @@ from kvtier_disk.space_account import SpaceAccount
 class DiskBackend(FolderBackend):
     """Frames as files in a folder that this process locks. `kvtier_disk.config` says what the settings mean."""
 
+    space: SpaceAccount
+
     def __init__(self, path: Path, ctx: OpenContext, *, direct: str, io: str, min_free: int, quarantine: int):
         lock = FolderLock(path, must_not_be_shared)
         super().__init__(path, lock, ctx, direct=direct, io=io, min_free=min_free)

@@ -29,7 +29,8 @@ class DiskConfig(BackendConfig):
     medium: ClassVar[Medium] = Medium.DISK
 
     path: Path  #: the folder; each engine needs one of its own unless it is shared
-    shared: bool = False  #: engines, also of other machines, use the folder at once
+    #: Engines, also of other machines, use the folder at once.
+    shared: bool = False  # type: ignore[misc]  # the interface leaves it to the user here
     direct: Literal["auto", "on", "off"] = "auto"  #: bypass the page cache (O_DIRECT) where the file system can
     io: Literal["auto", "io_uring", "calls"] = "auto"  #: a batch of files at once (io_uring), or one after the other
     min_free: Nbytes = Nbytes(1 << 30)  #: no write leaves less than this free on the file system
@@ -39,11 +40,11 @@ class DiskConfig(BackendConfig):
         from kvtier_disk.backend import DiskBackend
         from kvtier_disk.shared import SharedDiskBackend
 
-        settings = {"direct": self.direct, "io": self.io, "min_free": self.min_free}
+        direct, io, min_free = self.direct, self.io, self.min_free
         if self.shared:
-            return SharedDiskBackend(self.path, ctx, **settings)
+            return SharedDiskBackend(self.path, ctx, direct=direct, io=io, min_free=min_free)
         path = self.path / f"{_REPLICA}{ctx.replica}" if ctx.replicas > 1 else self.path
-        return DiskBackend(path, ctx, quarantine=self.quarantine, **settings)
+        return DiskBackend(path, ctx, direct=direct, io=io, min_free=min_free, quarantine=self.quarantine)
 
     @contextlib.contextmanager
     def walk(self) -> Iterator[Iterator[Stored]]:

@@ -86,6 +86,7 @@ class FolderBackend(Backend):
                 folder = make_namespace_folder(root, self._namespace, self._access.writer)
             self._check_free(root, sum(map(len, frames)))
             self._write(folder, list(map(place_of, keys)), frames)
+        return None
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         with backend_errors(self._path):
@@ -102,13 +103,15 @@ class FolderBackend(Backend):
     def namespaces(self) -> Iterator[Namespace]:
         with backend_errors(self._path):
             root = self._home.folder()
-            others = [] if root is None else [name for name in namespace_folders(root) if name != self._name]
+            if root is None:
+                return iter(())
+            others = [name for name in namespace_folders(root) if name != self._name]
             return iter([facts for name in others if (facts := read_facts(root, name)) is not None])
 
     def drop_namespace(self) -> None:
         with backend_errors(self._path):
             root = self._home.folder()
-            if self._namespace_folder(root) is not None:
+            if root is not None and self._namespace_folder(root) is not None:
                 for place, _ in everything_of(root, self._name):
                     place.remove(root)
                 remove_facts(root, self._name)

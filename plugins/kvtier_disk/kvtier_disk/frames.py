@@ -179,8 +179,9 @@ def _frame(place: Place, entry: os.DirEntry[str]) -> Found | None:
     name = _FRAME.fullmatch(entry.name)
     status = entry.stat(follow_symlinks=False)
     namespace_folder, shard = place.folders
-    right_place = name and shard == entry.name[:2]
-    if not right_place or not stat.S_ISREG(status.st_mode) or not status.st_size or status.st_size % FRAME_ALIGNMENT:
+    if name is None or shard != entry.name[:2]:
+        return None
+    if not stat.S_ISREG(status.st_mode) or not status.st_size or status.st_size % FRAME_ALIGNMENT:
         return None
     return _found(place, entry, namespace_folder, name[1])
 

@@ -7,7 +7,7 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import OpenContext
@@ -23,6 +23,8 @@ from kvtier_disk.opening import effective_access
 from kvtier_disk.shared_account import FolderAccount
 from kvtier_disk.shared_folder import SharedFolder
 
+R = TypeVar("R", bound=Sequence[Any] | None)
+
 #: Bytes of the capacity that an engine takes at a time: a lock of a file on a server costs several round trips.
 _QUANTUM = 64 << 20
 
@@ -31,6 +33,7 @@ class SharedDiskBackend(FolderBackend):
     """Frames as files in a folder that nobody locks and nobody cleans."""
 
     shared = True
+    space: SharedSpace | _Unbounded
 
     def __init__(self, path: Path, ctx: OpenContext, *, direct: str, io: str, min_free: int):
         home = SharedFolder(path)
@@ -69,7 +72,7 @@ class SharedDiskBackend(FolderBackend):
 
         self._write_taken(folder, places, frames, list(map(len, frames)), replace)
 
-    def _apart(self, call: Callable[..., Sequence[Any] | None], *batch: Sequence[Any]) -> Sequence[Any] | None:
+    def _apart(self, call: Callable[..., R], *batch: Sequence[Any]) -> R | list[Any]:
         """The outcome of a call for a batch.
 
         If it fails for what may be one key's alone, and the folder can be used, each key is tried by itself.

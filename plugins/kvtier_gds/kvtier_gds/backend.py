@@ -94,6 +94,7 @@ class GdsBackend(Backend):
                 if isinstance(error, OSError) and error.errno in FULL:
                     raise StoreFull(f"{self._paths}: {error.strerror}", missing=sum(map(len, frames))) from error
                 raise
+        return None
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         with self._errors():

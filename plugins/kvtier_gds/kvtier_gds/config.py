@@ -42,7 +42,7 @@ class GdsConfig(BackendConfig):
     direct: Literal["auto", "on", "off"] = "auto"  #: bypass the page cache (O_DIRECT) where the file system can
     io: Literal["auto", "io_uring", "calls"] = "auto"  #: a batch of frames at once (io_uring), or one after the other
     #: Of memory, through which frames pass where no arena stands above this tier.
-    staging: Nbytes = attrs.field(default=Nbytes(2 << 30), validator=attrs.validators.gt(0))
+    staging: Nbytes = attrs.field(default=Nbytes(2 << 30), validator=attrs.validators.gt(Nbytes(0)))
 
     def staging_arena(self) -> tuple[ArenaConfig, Nbytes] | None:
         from kvtier_cpu.config import CpuConfig

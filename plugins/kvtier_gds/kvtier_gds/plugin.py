@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from kvtier_core.hookspecs import hookimpl
+from kvtier_core.interfaces import BackendConfig
 from kvtier_gds.config import GdsConfig
 
 
 @hookimpl
-def kvtier_backends():
+def kvtier_backends() -> list[type[BackendConfig]]:
     return [GdsConfig]

@@ -49,7 +49,8 @@ class Ledger:
 
     def renew(self, entries: Sequence[bytes]) -> int:
         """Make them the newest. Returns how many of them are there."""
-        return self._call("ZADD", self._names.ledger, "XX", "CH", *_timed(entries))
+        renewed: int = self._call("ZADD", self._names.ledger, "XX", "CH", *_timed(entries))
+        return renewed
 
     def take_out(self, entry: bytes) -> bool:
         """Whoever gets True, because it was there, counts its bytes as freed."""

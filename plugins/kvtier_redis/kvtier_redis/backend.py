@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.interfaces import Backend, OpenContext
@@ -154,7 +155,7 @@ class RedisBackend(Backend):
         return values
 
 
-def _namespace(text: object) -> Namespace | None:
+def _namespace(text: Any) -> Namespace | None:
     try:
         return Namespace.from_json(text)
     except (TypeError, ValueError, RecursionError):

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import attrs
 import redis
 from redis.backoff import NoBackoff
+from redis.connection import AbstractConnection
 from redis.exceptions import RedisClusterException
 from redis.retry import Retry
 
@@ -53,7 +54,7 @@ def address_in(url: str) -> Address:
 class Dialer:
     """Opens connections as the settings say."""
 
-    login: Mapping[str, str] = attrs.field(repr=False)  #: user and password, the password alone, or nothing
+    login: Mapping[str, str | None] = attrs.field(repr=False)  #: user and password, the password alone, or nothing
     db: int
     tls: Mapping[str, Any]  #: what redis-py is to know about TLS; nothing: there is none
 
@@ -61,7 +62,7 @@ class Dialer:
     def of(cls, settings: RedisSettings) -> Dialer:
         """Reads the password, and looks for the files of TLS. Raises BackendError."""
         parts = urlsplit(settings.url)
-        login = {}
+        login: dict[str, str | None] = {}
         if settings.password is not None:
             login = {"username": settings.username or None, "password": settings.password.value}
         database = "" if parts.scheme == "unix" else parts.path.strip("/")
@@ -75,18 +76,21 @@ class Dialer:
 
     def open(self, address: Address, deadline: Deadline) -> Link:
         """A connection to a server that accepted user and password. Raises BackendError and what is in FAILURES."""
-        options = {**self.options(deadline), **self.login, "db": self.db, "retry": NO_RETRY}
-        if not address.port:
-            connection = redis.UnixDomainSocketConnection(path=address.host, **options)
-        else:
-            kind = redis.SSLConnection if self.tls else redis.Connection
-            connection = kind(host=address.host, port=address.port, socket_keepalive=True, **options)
+        connection = self._connection(address, deadline)
         try:
             connection.connect()
             return Link(connection, deadline)
         except BaseException:
             connection.disconnect()
             raise
+
+    def _connection(self, address: Address, deadline: Deadline) -> AbstractConnection:
+        options = {**self.options(deadline), **self.login, "db": self.db, "retry": NO_RETRY}
+        if not address.port:
+            # Only a type checker believes that it is abstract: it has no host.
+            return redis.UnixDomainSocketConnection(path=address.host, **options)  # type: ignore[abstract]
+        kind = redis.SSLConnection if self.tls else redis.Connection
+        return kind(host=address.host, port=address.port, socket_keepalive=True, **options)
 
 
 def _tls(settings: RedisSettings) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class Link:
 
     def call(self, *words: bytes | str | int) -> Any:
         """Send one command, and return its answer. Raises ServerError if that is an error."""
-        self.send(hiredis.pack_command(words))
+        self.send(command(*words))
         answer = self.reply()
         if isinstance(answer, ServerError):
             raise answer
@@ -173,7 +173,7 @@ class Link:
 
 def _socket_of(connection: AbstractConnection) -> socket.socket:
     """The one place that knows the name which redis-py gives to a connection's socket: there is none for others."""
-    sock = getattr(connection, "_sock", None)
+    sock: socket.socket | None = getattr(connection, "_sock", None)
     if sock is None:
         raise BackendError("this version of redis-py does not show the sockets of its connections")
     return sock
@@ -203,7 +203,8 @@ def plain(told: str) -> str:
 
 def command(*words: bytes | str | int) -> bytes:
     """A command as it is sent."""
-    return hiredis.pack_command(words)
+    packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type]  # typed as if it took one word
+    return packed
 
 
 def command_around(before: Sequence[bytes], nbytes: int, after: Sequence[bytes]) -> tuple[bytes, bytes]:

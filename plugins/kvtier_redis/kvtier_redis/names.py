@@ -118,8 +118,8 @@ class Names:
         if not name.startswith(f"{self.prefix}:".encode()) or (match := _FRAME.fullmatch(rest)) is None:
             return None
         frame = name[: len(self.prefix) + 1 + match.end(2) + 1]
-        home, key, write = (each and each.decode() for each in match.groups())
-        return Found(name, frame, bytes.fromhex(home), ChunkKey(bytes.fromhex(key)), write)
+        home, key = (bytes.fromhex(match[i].decode()) for i in (1, 2))
+        return Found(name, frame, home, ChunkKey(key), None if match[3] is None else match[3].decode())
 
 
 @attrs.frozen

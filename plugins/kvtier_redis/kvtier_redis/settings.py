@@ -29,12 +29,12 @@ def _check_url(config: object, field: attrs.Attribute, url: str) -> None:
     if parts.scheme == "unix":
         valid = len(parts.path) > 1 and not parts.netloc
     else:
-        valid = parts.scheme in ("redis", "rediss") and has_port and re.fullmatch(r"/?[0-9]{0,4}", parts.path)
+        valid = parts.scheme in ("redis", "rediss") and has_port and bool(re.fullmatch(r"/?[0-9]{0,4}", parts.path))
     if not valid or parts.query or parts.fragment:
         raise ValueError(_URLS)
 
 
-def _check_mode(config: object, field: attrs.Attribute, mode: str) -> None:
+def _check_mode(config: RedisSettings, field: attrs.Attribute, mode: str) -> None:
     if mode == "sentinel" and not (config.sentinels and config.service):
         raise ValueError("mode: sentinel needs sentinels, host:port of each, and service, the name of the master")
     if mode != "single" and config.url.startswith("unix:"):

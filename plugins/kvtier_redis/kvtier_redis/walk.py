@@ -6,6 +6,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import attrs
 
@@ -62,7 +63,7 @@ class _Walk:
         with ledger.until(Deadline(_TIMEOUT)):
             yield ledger
 
-    def call(self, name: bytes, *words: bytes | str | int) -> object:
+    def call(self, name: bytes, *words: bytes | str | int) -> Any:
         return self.client.call(Deadline(_TIMEOUT), name, *words)
 
     def stored(self) -> Iterator[Stored]:
@@ -79,7 +80,7 @@ class _Walk:
 
     def found(self) -> Iterator[Found]:
         """Every name that this tier made, once."""
-        seen = set()
+        seen: set[bytes] = set()
         for address in self.client.servers.all(Deadline(_TIMEOUT)):
             cursor = b"0"
             while True:
@@ -166,7 +167,7 @@ class _Walk:
         self.call(name, "UNLINK", name)
 
 
-def _page(answer: object) -> tuple[bytes, list[bytes]]:
+def _page(answer: Any) -> tuple[bytes, list[bytes]]:
     """The next cursor and the names of an answer to SCAN."""
     try:
         cursor, listed = answer

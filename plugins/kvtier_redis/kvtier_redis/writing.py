@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import attrs
 
 from kvtier_core.errors import BackendError, StoreFull
+from kvtier_core.types import ChunkKey
 from kvtier_redis.account import Account, entry_of, remove_frame
 from kvtier_redis.client import Client, Outcomes
 from kvtier_redis.deadline import Deadline
@@ -36,7 +37,7 @@ class Expiry:
 class Write:
     """Frames on their way to the servers."""
 
-    def __init__(self, home: str, keys: Sequence[bytes], frames: Sequence[memoryview], part: int, expiry: Expiry):
+    def __init__(self, home: str, keys: Sequence[ChunkKey], frames: Sequence[memoryview], part: int, expiry: Expiry):
         self._expiry = expiry
         self._replaced: dict[int, Manifest | None] = {}
         self._uncertain: set[int] = set()  # whose manifests were sent, and may be there or not

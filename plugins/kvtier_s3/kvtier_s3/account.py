@@ -51,7 +51,7 @@ class Account:
     @property
     def protects_bytes(self) -> bool:
         """Does TLS protect what is sent, or does it not leave this machine?"""
-        return self.url.startswith("https:") or _is_this_machine(urlsplit(self.url).hostname)
+        return self.url.startswith("https:") or _is_this_machine(urlsplit(self.url).hostname or "")
 
     def url_of(self, bucket: str) -> str:
         """Where the bucket is, if it is named in the host."""

@@ -112,9 +112,8 @@ class S3Backend(Backend):
     def _lengths(self, keys: Sequence[ChunkKey]) -> list[int]:
         """The bytes of each key's frame; 0 if there is none, or if the store cannot tell. Raises BackendError."""
         answers = self._bucket.calls.at_once(self._bucket.head, [self._names.frame(key) for key in keys])
-        failed = [isinstance(answer, BackendError) for answer in answers]
-        raise_if_store_is_down(each if bad else None for each, bad in zip(answers, failed, strict=True))
-        return [0 if bad else each.nbytes for each, bad in zip(answers, failed, strict=True)]
+        raise_if_store_is_down(each if isinstance(each, BackendError) else None for each in answers)
+        return [0 if isinstance(each, BackendError) else each.nbytes for each in answers]
 
     def _write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> list[Write]:
         if self._space is None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 import attrs
 import obstore
@@ -16,6 +17,9 @@ from kvtier_core.errors import BackendError
 from kvtier_s3.calls import Calls
 from kvtier_s3.copies import Copies
 from kvtier_s3.errors import Absent, error_of
+
+if TYPE_CHECKING:
+    from obstore import GetOptions, PutMode
 
 _DIGITS = "0123456789abcdef"
 _PAGE = 1000  # names in one answer, of a listing
@@ -70,8 +74,11 @@ class Bucket:
 
         Of an object with more than ``room`` bytes nothing is read.
         """
-        options = {"range": (begin, begin + nbytes)} if nbytes is not None else {}
-        options |= {"if_match": etag} if etag else {}
+        options: GetOptions = {}
+        if nbytes is not None:
+            options["range"] = (begin, begin + nbytes)
+        if etag:
+            options["if_match"] = etag
         async with self._asking():
             found = await obstore.get_async(self._store, name, options=options)
             total, (first, end) = found.meta["size"], found.range
@@ -87,24 +94,25 @@ class Bucket:
         *,
         new: bool = False,
         etag: str = "",
-        meta: Mapping[str, str] | None = None,
+        meta: dict[str, str] | None = None,
     ) -> str:
         """Write an object in one request: ``new`` only where there is none, ``etag`` only in place of that version.
 
         Returns the ETag of what was written.
         """
-        mode = "create" if new else {"e_tag": etag} if etag else "overwrite"
+        mode: PutMode = "create" if new else {"e_tag": etag} if etag else "overwrite"
         async with self._asking(len(body)):
             with self._copies.of(body) as copy:
                 put = obstore.put_async(self._store, name, copy, mode=mode, attributes=meta, use_multipart=False)
                 return (await put)["e_tag"] or ""
 
-    async def upload(self, name: str, body: memoryview, *, part: int, width: int, meta: Mapping[str, str]) -> str:
+    async def upload(self, name: str, body: memoryview, *, part: int, width: int, meta: dict[str, str]) -> str:
         """Write an object in parts of this length, ``width`` at a time. Returns the ETag of what was written."""
-        how = {"use_multipart": True, "chunk_size": part, "max_concurrency": width}
         async with self._asking(len(body)), contextlib.aclosing(_copies(body, part)) as copies:
-            put = await obstore.put_async(self._store, name, copies, attributes=meta, **how)
-            return put["e_tag"] or ""
+            put = obstore.put_async(
+                self._store, name, copies, attributes=meta, use_multipart=True, chunk_size=part, max_concurrency=width
+            )
+            return (await put)["e_tag"] or ""
 
     async def delete(self, name: str) -> None:
         """Remove an object, if it is there."""
@@ -118,28 +126,30 @@ class Bucket:
         except Absent:
             return None
 
-    def list(self, folder: str) -> list[Listed]:
+    def list(self, folder: str) -> Sequence[Listed]:
         """All objects in a folder and below, in no order. Of many, pages are asked for side by side, by a hex digit."""
         few = self.calls.one(self._list, folder, f"{folder}/", f"{folder}0", most=_PAGE)
         if len(few) < _PAGE:
             return few
         ends = [f"{folder}/{digit}" for digit in _DIGITS[1:]]
         answers = self.calls.at_once(self._list, [folder] * len(_DIGITS), [f"{folder}/", *ends], [*ends, f"{folder}0"])
+        listed: list[Listed] = []
         for answer in answers:
             if isinstance(answer, BackendError):
                 raise answer
-        return [each for answer in answers for each in answer]
+            listed += answer
+        return listed
 
-    def folders(self, prefix: str) -> list[str]:
+    def folders(self, prefix: str) -> Sequence[str]:
         """The names of the folders in this one."""
         return self.calls.one(self._folders, prefix)
 
-    async def _folders(self, prefix: str) -> list[str]:
+    async def _folders(self, prefix: str) -> Sequence[str]:
         async with self._asking():
             found = await obstore.list_with_delimiter_async(self._store, prefix)
         return [name.removeprefix(f"{prefix}/") for name in found["common_prefixes"]]
 
-    async def _list(self, folder: str, after: str, last: str, most: float = math.inf) -> list[Listed]:
+    async def _list(self, folder: str, after: str, last: str, most: float = math.inf) -> Sequence[Listed]:
         listed: list[Listed] = []
         async with self._asking():
             async for page in obstore.list(self._store, folder, offset=after, chunk_size=_PAGE):
@@ -162,7 +172,7 @@ class Bucket:
             raise failure  # here, so that it has no context: that may quote what signs a request
 
 
-async def _copies(body: memoryview, part: int) -> AsyncIterator[bytes]:
+async def _copies(body: memoryview, part: int) -> AsyncGenerator[bytes, None]:
     """Made in this thread's loop, so that nothing reads the body when the call has ended."""
     for begin in range(0, len(body), part):
         yield bytes(body[begin : begin + part])

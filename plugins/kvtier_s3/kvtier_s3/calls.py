@@ -43,7 +43,8 @@ class Calls:
     @property
     def gate(self) -> asyncio.Semaphore:
         """What every request of this thread passes."""
-        return self._local.loop.gate
+        loop: _Loop = self._local.loop
+        return loop.gate
 
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[None]:
@@ -64,12 +65,13 @@ class Calls:
             raise BackendError(f"{self._where}: the tier is closed")
         if _in_event_loop():
             return self._on_another_thread(lambda: self.at_once(ask, *arguments))
-        if not hasattr(self._local, "loop"):
+        loop: _Loop | None = getattr(self._local, "loop", None)
+        if loop is None:
             # With a factory, the loop does not become the one that the thread finds by default.
             runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-            self._local.loop = _Loop(runner, asyncio.Semaphore(self._width))
-            self._loops.append(self._local.loop)
-        return self._local.loop.runner.run(self._run(ask, list(zip(*arguments, strict=True))))
+            loop = self._local.loop = _Loop(runner, asyncio.Semaphore(self._width))
+            self._loops.append(loop)
+        return loop.runner.run(self._run(ask, list(zip(*arguments, strict=True))))
 
     def one(self, ask: Callable[..., Coroutine[Any, Any, T]], argument: object, *more: object, **how: object) -> T:
         """What ``ask`` returns for these arguments. Raises BackendError."""
@@ -114,7 +116,7 @@ class Calls:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-        return [self._outcome(task) for task in tasks]
+        return list(map(self._outcome, tasks))
 
     def _outcome(self, task: asyncio.Future[T]) -> T | BackendError:
         if task.cancelled():

@@ -89,6 +89,7 @@ def _refusal(status: int, code: str, where: str, nbytes: int) -> BackendError:
 
 def raise_if_store_is_down(failures: Iterable[BackendError | None]) -> None:
     """Raise if every key failed, and none for a reason of its own."""
-    failures = list(failures)
-    if failures and all(isinstance(failure, StoreDown) for failure in failures):
-        raise failures[0]
+    outcomes = list(failures)
+    down = [failure for failure in outcomes if isinstance(failure, StoreDown)]
+    if down and len(down) == len(outcomes):
+        raise down[0]

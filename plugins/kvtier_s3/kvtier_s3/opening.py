@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING
 
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
@@ -23,8 +23,11 @@ from kvtier_s3.settings import S3Settings
 from kvtier_s3.space import QUANTUM, BucketSpace, conditions_hold
 from kvtier_s3.writes import Writer
 
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig, S3Config
+
 #: Attempts after the first one, after pauses that are random and ever longer.
-_RETRIES = {
+_RETRIES: RetryConfig = {
     "max_retries": 4,
     "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1), "base": 2},
 }
@@ -60,7 +63,7 @@ def connect(settings: S3Settings, timeout: Seconds) -> tuple[Bucket, dict[str, s
     unsigned = settings.unsigned == "on" or (settings.unsigned == "auto" and account.protects_bytes)
     url = account.url_of(settings.bucket) if by_host else account.url
     # What obstore would take from the environment is named here, where it would decide otherwise than boto3.
-    how = {"region": account.region, "endpoint": url, "aws_endpoint_url_s3": url, "conditional_put": "etag"}
+    how: S3Config = {"region": account.region, "endpoint": url, "aws_endpoint_url_s3": url, "conditional_put": "etag"}
     how |= {"virtual_hosted_style_request": by_host, "unsigned_payload": unsigned, "skip_signature": False}
     how |= {"disable_bulk_delete": True, **_encryption(settings)}
     limit = timedelta(seconds=timeout)
@@ -82,15 +85,16 @@ def connect(settings: S3Settings, timeout: Seconds) -> tuple[Bucket, dict[str, s
     return Bucket(settings.bucket, Calls(f"s3://{settings.bucket}", settings.requests), store), facts
 
 
-def _client_options(account: Account, limit: timedelta) -> dict[str, Any]:
-    trusted = {} if account.ca is None else {"root_certificate": account.ca.read_bytes()}
+def _client_options(account: Account, limit: timedelta) -> ClientConfig:
+    trusted: ClientConfig = {} if account.ca is None else {"root_certificate": account.ca.read_bytes()}
     return {"allow_http": account.url.startswith("http:"), "timeout": limit, "connect_timeout": limit, **trusted}
 
 
-def _encryption(settings: S3Settings) -> dict[str, str]:
+def _encryption(settings: S3Settings) -> S3Config:
     if settings.sse == "none":
         return {}
-    return {"server_side_encryption": settings.sse} | ({"sse_kms_key_id": settings.kms_key} if settings.kms_key else {})
+    key: S3Config = {"sse_kms_key_id": settings.kms_key} if settings.kms_key else {}
+    return {"server_side_encryption": settings.sse, **key}
 
 
 def _reach(bucket: Bucket, names: Names, ctx: OpenContext) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from kvtier_core.errors import Gone
 from kvtier_core.interfaces import Stored
 from kvtier_core.transfer.shared_space import recount
+from kvtier_core.types import Seconds
 from kvtier_s3.bucket import Bucket, Listed
 from kvtier_s3.errors import Absent, Conflict
 from kvtier_s3.names import FACTS, is_home, place_of
@@ -16,8 +17,8 @@ from kvtier_s3.opening import connect
 from kvtier_s3.settings import S3Settings
 from kvtier_s3.space import BucketSpace
 
-_SECONDS = 60.0  # for one request
-_RECOUNT_SECONDS = 300.0
+_SECONDS = Seconds(60)  # for one request
+_RECOUNT_SECONDS = Seconds(300)
 
 
 @contextlib.contextmanager

