@@ -23,6 +23,7 @@ from kvtier_core.interfaces import (
     AllocatorBackend,
     Backend,
     EvictionPolicy,
+    Landing,
     Mover,
     Observer,
     OpenContext,
@@ -67,6 +68,12 @@ class OpenedTier:
     index: CacheIndex
     codec: FrameCodec
     capacity: Nbytes  #: this engine's share; of a shared store, bytes of the frames that it remembers to be there
+    parts: int = 1  #: frames of a chunk
+
+    @property
+    def lands(self) -> bool:
+        """Can workers use its frames as they lie in its files, without the stack?"""
+        return bool(self.store.landing) and self.codec.is_raw and self.parts == 1
 
 
 def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) -> StorageManager:
@@ -140,10 +147,20 @@ def attach(tier: ArenaTierConfig, handle: str, cache: PagedKVCache) -> Mover:
 
     ``handle`` is what `AllocatorBackend.handle` said where the arena was opened. Raises ConfigError.
     """
-    source = tier.source
-    problem = functools.partial(Problem, source.where)
-    call = _Call(source.plugin, f"tier {tier.name}", source.path, problem, "attach to")
-    return call.returns(Mover, lambda: tier.config.attach(handle, cache))
+    return _worker_call(tier, "attach to").returns(Mover, lambda: tier.config.attach(handle, cache))
+
+
+def land(tier: StoreTierConfig, handle: str) -> Landing:
+    """In a worker process: what reads the files of this store, whose `Backend.landing` is ``handle``.
+
+    Raises ConfigError.
+    """
+    return _worker_call(tier, "read the files of").returns(Landing, lambda: tier.config.land(handle))
+
+
+def _worker_call(tier: ArenaTierConfig | StoreTierConfig, verb: str) -> _Call:
+    problem = functools.partial(Problem, tier.source.where)
+    return _Call(tier.source.plugin, f"tier {tier.name}", tier.source.path, problem, verb)
 
 
 @attrs.frozen
@@ -212,7 +229,7 @@ class _Opening:
         store = self._store(attrs.evolve(ctx, max_frame_nbytes=longest))
         capacity = Nbytes(_REMEMBERED_FRAMES * codec.max_frame_nbytes) if self._shared else ctx.capacity
         index = (PartedIndex if len(ctx.layout.parts) > 1 else CacheIndex)(policy, tier.store_after)
-        return OpenedTier(tier, store, index, codec, capacity)
+        return OpenedTier(tier, store, index, codec, capacity, len(ctx.layout.parts))
 
     @property
     def _shared(self) -> bool:
@@ -236,6 +253,7 @@ class _Opening:
                 inflight=tier.inflight,
                 timeout=tier.timeout,
                 threads=tier.threads,
+                lands=opened.lands,
                 clock=self.runtime.clock,
             )
         )
