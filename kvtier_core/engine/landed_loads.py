@@ -16,10 +16,9 @@ from typing import NamedTuple
 import attrs
 
 from kvtier_core.errors import BackendError
-from kvtier_core.frames.format import verify_by_digest
 from kvtier_core.interfaces import JobResult, Landing, Mover, PagedKVCache, PageList
 from kvtier_core.stack.batches import as_many, in_groups
-from kvtier_core.stack.store_tier.frame_io import FrameRead, ReadStatus
+from kvtier_core.stack.store_tier.frame_io import FrameRead, ReadStatus, examine
 from kvtier_core.transfer import cuda
 from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.transfer.io_pool import IOPool, Outcome, run
@@ -147,12 +146,7 @@ class LandedLoads:
     def _verified(self, frame: StoredFrame, view: memoryview, count: int | BackendError) -> FrameRead:
         if isinstance(count, BackendError):
             return FrameRead(ReadStatus.CORRUPT, str(count))
-        if not count:
-            return FrameRead(ReadStatus.MISSING)
-        error = verify_by_digest(view[:count], frame.namespace, frame.key, payload_nbytes=self._payload_nbytes)
-        if error is None:
-            return FrameRead(ReadStatus.VERIFIED, nbytes=count)
-        return FrameRead(ReadStatus.INCOMPATIBLE if error.incompatible else ReadStatus.CORRUPT, error.value)
+        return examine(frame, view[:count], self._payload_nbytes)
 
     def _arrived(self, number: int, slots: list[int], outcome: Outcome) -> None:
         piece = self._reading.pop(number, None)

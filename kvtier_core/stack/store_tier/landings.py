@@ -105,10 +105,16 @@ class Landings(StoreCalls):
         free = [key for key in held.keys if not self._holders[key]]
         for key in free:
             del self._holders[key], self._in_use[key]
-        discarded = {key: self._unusable.pop(key) for key in free if key in self._unusable}
-        missing = [key for key, status in discarded.items() if status is ReadStatus.MISSING]
-        self._deletes.discard(missing, [key for key in discarded if key not in missing])
-        self._deletes.delete_invalidated([key for key in free if key not in discarded])
+        unusable: dict[ReadStatus, list[ChunkKey]] = {status: [] for status in ReadStatus}
+        for key in free:
+            if key in self._unusable:
+                unusable[self._unusable.pop(key)].append(key)
+        if incompatible := unusable[ReadStatus.INCOMPATIBLE]:
+            self._deletes.invalidated.difference_update(incompatible)
+            self._space.incompatible.add(incompatible, self._index.held.nbytes)
+            self._index.remove(incompatible)
+        self._deletes.discard(unusable[ReadStatus.MISSING], unusable[ReadStatus.CORRUPT])
+        self._deletes.delete_invalidated([key for key in free if key not in self._in_use])
 
     def _lost(self, key: ChunkKey) -> None:
         if key not in self._holders:
