@@ -31,6 +31,9 @@ from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, StoredFrame
 class StoreTier:
     """A store tier. Call every method on the owner's thread. Errors of the backend do not raise: they become events."""
 
+    lossless: bool  #: False if promoted chunks may differ from those that were stored
+    lands: bool  #: do workers read its frames where they lie, without slots?
+
     def __init__(
         self,
         name: str,
@@ -48,19 +51,16 @@ class StoreTier:
     ):
         """``capacity`` is bytes of frames; ``inflight`` is bytes of arena slots that calls may hold at once.
 
-        ``timeout`` is the seconds after which a call should have given up by itself, ``threads`` how many ``pool`` has.
-        If it ``lands``, workers read its frames where they lie, and it reads none into slots.
+        ``timeout`` is the seconds after which a call should have given up, ``threads`` how many ``pool`` has. If it
+        ``lands``, workers read its frames where they lie, and it reads none into slots.
         """
         self.name = name
         self.backend = backend
         self.pool = pool
         self.index = index
         self.capacity = capacity
-        self.lossless = codec.lossless  #: False if promoted chunks may differ from those that were stored
-        self.lands = lands
-        self._codec = codec
-        self._inflight_limit = inflight
-        self._clock = clock
+        self.lossless, self.lands = codec.lossless, lands
+        self._codec, self._inflight_limit, self._clock = codec, inflight, clock
         self._in_use = KeysInUse()
         self._health = StoreHealth(name, pool, timeout, clock)
         self._policy_state = PolicyState(backend, index, codec, capacity)
