@@ -54,6 +54,7 @@ class Runtime:
     pool: Callable[[str, int], Pool] = IOPool  #: makes a pool of threads from its name and their number
     clock: Callable[[], float] = time.monotonic  #: seconds
     codec: type[FrameCodec] = FrameCodec
+    recomputes: bool = True  #: does the engine compute what a load could not bring?
 
 
 _REAL = Runtime()
@@ -68,12 +69,6 @@ class OpenedTier:
     index: CacheIndex
     codec: FrameCodec
     capacity: Nbytes  #: this engine's share; of a shared store, bytes of the frames that it remembers to be there
-    parts: int = 1  #: frames of a chunk
-
-    @property
-    def lands(self) -> bool:
-        """Can workers use its frames as they lie in its files, without the stack?"""
-        return bool(self.store.landing) and self.codec.is_raw and self.parts == 1
 
 
 def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) -> StorageManager:
@@ -229,7 +224,7 @@ class _Opening:
         store = self._store(attrs.evolve(ctx, max_frame_nbytes=longest))
         capacity = Nbytes(_REMEMBERED_FRAMES * codec.max_frame_nbytes) if self._shared else ctx.capacity
         index = (PartedIndex if len(ctx.layout.parts) > 1 else CacheIndex)(policy, tier.store_after)
-        return OpenedTier(tier, store, index, codec, capacity, len(ctx.layout.parts))
+        return OpenedTier(tier, store, index, codec, capacity)
 
     @property
     def _shared(self) -> bool:
@@ -253,10 +248,20 @@ class _Opening:
                 inflight=tier.inflight,
                 timeout=tier.timeout,
                 threads=tier.threads,
-                lands=opened.lands,
+                not_landing=self._why_not_landing(opened),
                 clock=self.runtime.clock,
             )
         )
+
+    def _why_not_landing(self, opened: OpenedTier) -> str:
+        """Why workers may not read the frames of this store by themselves; empty if they may."""
+        if not opened.store.landing or opened.store.shared:
+            return "the tier has no files for that"
+        if not opened.codec.is_raw:
+            return "they are encoded or have a keyed seal"
+        if opened.codec.parts > 1:
+            return "the model's chunks have several parts"
+        return "" if self.runtime.recomputes else "the engine fails requests whose load fails (kv_load_failure_policy)"
 
     def _codec(self, ctx: OpenContext) -> FrameCodec:
         if isinstance(self.tier, ArenaTierConfig):

@@ -64,6 +64,11 @@ class FrameCodec:
         return self._serializer is None and self._keyed_seal is None
 
     @property
+    def parts(self) -> int:
+        """How many frames a chunk has at most."""
+        return len(self._layout.parts)
+
+    @property
     def lossless(self) -> bool:
         """False if a decoded payload may differ from the one that was encoded."""
         return self.identity.lossless

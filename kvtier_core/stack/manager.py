@@ -248,7 +248,7 @@ class StorageManager(Stack):
             if isinstance(level, StoreTier) and level.backend.shared:
                 words = ["shared with other engines"]  # what it holds nobody knows
             if isinstance(level, StoreTier) and level.backend.landing:
-                words.append(f"frames land in the engine's pages: {'yes' if level.lands else 'no, they are not raw'}")
+                words.append(f"workers read it: {'yes' if level.lands else f'no, {level.not_landing}'}")
             words += [f"{name}: {fact}" for name, fact in facts.items()]
             lines.append(f"{level.name}: {', '.join(words)}")
         return lines

@@ -149,15 +149,16 @@ class StackMachine(RuleBasedStateMachine):
         self.pools = [self.sealer, *(tier.pool for tier in self.tier_levels)]
 
     def _tier(self, number: int, frames: int) -> StoreTier:
+        shelf = self.shelf()
         return StoreTier(
             f"tier{number}",
-            self.shelf(),
+            shelf,
             pool=ManualPool(),
             index=CacheIndex(self.policy.open()),
             codec=self.codec,
             capacity=frames * self.codec.max_frame_nbytes,
             inflight=4 * LAYOUT.frame_nbytes,
-            lands=bool(self.shelf.landing),
+            not_landing="" if shelf.landing else "a shelf has no files",
             clock=lambda: self.now,
         )
 

@@ -64,7 +64,7 @@ def test_what_lands_is_bit_equal_to_the_engines_own_prefix_hit(engine, said, tmp
         second.assert_at_rest()
         lines = said()
     assert any("hit 512 of 530 tokens: gds 512" in line for line in lines)
-    assert any("mode: gds -> gds" in line and "land in the engine's pages: yes" in line for line in lines)
+    assert any("mode: gds -> gds" in line and "workers read it: yes" in line for line in lines)
     assert len(landed) == len(set(landed)) == HITS // cpu()["chunk_tokens"]
     assert warm.cached == HITS
     assert warm.differs(own) == 0

@@ -32,7 +32,7 @@ class StoreTier:
     """A store tier. Call every method on the owner's thread. Errors of the backend do not raise: they become events."""
 
     lossless: bool  #: False if promoted chunks may differ from those that were stored
-    lands: bool  #: do workers read its frames where they lie, without slots?
+    not_landing: str  #: why workers may not read its frames where they lie, without slots; empty if they do
 
     def __init__(
         self,
@@ -46,20 +46,20 @@ class StoreTier:
         inflight: int,
         timeout: float = 5.0,
         threads: int = 4,
-        lands: bool = False,
+        not_landing: str = "it is not set up for that",
         clock: Callable[[], float] = time.monotonic,
     ):
         """``capacity`` is bytes of frames; ``inflight`` is bytes of arena slots that calls may hold at once.
 
-        ``timeout`` is the seconds after which a call should have given up, ``threads`` how many ``pool`` has. If it
-        ``lands``, workers read its frames where they lie, and it reads none into slots.
+        ``timeout`` is the seconds after which a call should have given up, ``threads`` how many ``pool`` has. Unless
+        there is a reason for ``not_landing``, workers read its frames where they lie, and it reads none into slots.
         """
         self.name = name
         self.backend = backend
         self.pool = pool
         self.index = index
         self.capacity = capacity
-        self.lossless, self.lands = codec.lossless, lands
+        self.lossless, self.not_landing = codec.lossless, not_landing
         self._codec, self._inflight_limit, self._clock = codec, inflight, clock
         self._in_use = KeysInUse()
         self._health = StoreHealth(name, pool, timeout, clock)
@@ -74,6 +74,11 @@ class StoreTier:
         self._reads = Reads(parts, deletes=self._deletes, lookup_queue=self._lookups.queue, speed=speed)
         self._landings = Landings(parts, deletes=self._deletes, speed=speed)
         self._recover()
+
+    @property
+    def lands(self) -> bool:
+        """Do workers read its frames where they lie, without slots?"""
+        return not self.not_landing
 
     @property
     def incompatible(self) -> IncompatibleFrames:
