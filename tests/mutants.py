@@ -1495,6 +1495,20 @@ MUTANTS = (
         "if False:",
         GDS_TESTS + "test_frames_of_others_leave_for_what_has_no_room_oldest_first",
     ),
+    Mutant(
+        "whatever-lands-is-used",
+        "kvtier_core/engine/landed_loads.py",
+        "if not unread and run(",
+        "if run(",
+        "tests/engine/test_landed_loads.py::test_what_does_not_verify_reaches_no_page",
+    ),
+    Mutant(
+        "a-place-that-is-held-is-given-away",
+        "kvtier_core/stack/store_tier/landings.py",
+        "free = [key for key in held.keys if not self._holders[key]]",
+        "free = list(held.keys)",
+        "tests/core/test_landings.py::test_what_one_of_two_still_holds_stays",
+    ),
     # -- security
     Mutant(
         "files-for-everyone",
