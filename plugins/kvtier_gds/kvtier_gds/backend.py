@@ -126,7 +126,7 @@ class GdsBackend(Backend):
 
     def facts(self) -> Mapping[str, str]:
         return {
-            "mode": f"{self._asked['mode']} -> {'gds' if self.landing else 'bounce'}",
+            "mode": "gds" if self.landing else f"{self._asked['mode']} -> bounce",
             "direct": f"{self._asked['direct']} -> {self._on(slab.direct for slab in self._slabs)}",
             "io": f"{self._asked['io']} -> {'io_uring' if self._ring else 'calls'}",
             "preallocated": self._on(slab.preallocated for slab in self._slabs),

@@ -123,9 +123,9 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
 
 
 def test_what_was_asked_and_what_is(tmp_path):
-    for mode, effective in (("auto", "bounce"), ("bounce", "bounce"), ("gds", "gds")):
+    for mode, effective in (("auto", "auto -> bounce"), ("bounce", "bounce -> bounce"), ("gds", "gds")):
         backend = open_slabs(tmp_path, mode=mode, direct="off", io="calls")
-        facts = {"mode": f"{mode} -> {effective}", "direct": "off -> off", "io": "calls -> calls", "preallocated": "on"}
+        facts = {"mode": effective, "direct": "off -> off", "io": "calls -> calls", "preallocated": "on"}
         assert backend.facts() == facts
         backend.close()
 
