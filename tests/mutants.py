@@ -811,7 +811,7 @@ MUTANTS = (
         "_HARMLESS = {Finding.WHOLE}",
         "plugins/kvtier_disk/tests/test_fsck.py::test_what_another_codec_or_version_wrote_is_told_and_left",
     ),
-    Mutant("any-namespace", FRAME, "header.namespace != namespace.digest", "False", "tests/core/test_frame.py"),
+    Mutant("any-namespace", FRAME, "header.namespace != namespace", "False", "tests/core/test_frame.py"),
     Mutant("any-key", FRAME, "header.key != key", "False", "tests/core/test_frame.py"),
     Mutant(
         "any-length",
@@ -924,8 +924,8 @@ MUTANTS = (
     Mutant(
         "copies-in-its-sleep",
         WORKER,
-        "if arena < len(self._movers) and not self._suspended else None",
-        "if arena < len(self._movers) else None",
+        "        if self._suspended:\n            mover = None\n",
+        "",
         "tests/vllm/test_sleep.py::test_no_page_is_touched_while_the_engine_sleeps",
     ),
     Mutant(
@@ -1362,8 +1362,8 @@ MUTANTS = (
     Mutant(
         "chunks-in-the-wrong-pages",
         LOADS,
-        "Transfer(tuple(state.found.slots[: len(loaded)]), pages)",
-        "Transfer(tuple(reversed(state.found.slots[: len(loaded)])), pages)",
+        "tuple(state.found.slots[: len(loaded)])",
+        "tuple(reversed(state.found.slots[: len(loaded)]))",
         SEAM + "test_a_busy_host_under_many_kinds_of_trouble",
     ),
     Mutant(
@@ -1501,6 +1501,13 @@ MUTANTS = (
         "if not unread and run(",
         "if run(",
         "tests/engine/test_landed_loads.py::test_what_does_not_verify_reaches_no_page",
+    ),
+    Mutant(
+        "a-frame-longer-than-its-slot",
+        "kvtier_core/engine/landed_loads.py",
+        "min(frame.extent.nbytes, self._slot_nbytes)",
+        "frame.extent.nbytes",
+        "tests/engine/test_landed_loads.py::test_a_frame_that_is_longer_than_a_slot_does_not_reach_into_the_next",
     ),
     Mutant(
         "a-place-that-is-held-is-given-away",

@@ -24,8 +24,9 @@ from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.transfer.io_pool import IOPool, Outcome, run
 from kvtier_core.types import ChunkKey, StoredFrame
 
-#: Of a worker's memory that frames pass through: some groups are read while others are copied.
+#: Of a worker's memory that frames pass through.
 _STAGING_NBYTES = 64 << 20
+_THREADS = 2  #: while one verifies, another one reads
 #: Seconds for which `LandedLoads.wait` sleeps at a time.
 _POLL = 1e-3
 
@@ -62,7 +63,8 @@ class LandedLoads:
         self._memory = memoryview(mmap.mmap(-1, slots * self._slot_nbytes))
         self.mover = _mover(cache, self._memory, self._slot_nbytes)
         self._free = list(range(slots))
-        self._pool = IOPool("landing")
+        self._most = max(1, slots // 2)  # in a piece: while one is copied another one is read
+        self._pool = IOPool("landing", _THREADS)
         self._jobs: dict[int, _Job] = {}
         self._waiting: deque[_Piece] = deque()
         self._reading: dict[int, _Piece] = {}  # by number
@@ -73,11 +75,10 @@ class LandedLoads:
 
     def load(self, job: int, frames: Sequence[StoredFrame], pages: PageList) -> None:
         """Begin to load these frames into pages; see `Mover.load`."""
-        most = max(1, len(self._free) // 2)
         pieces = []
         for group in in_groups(list(zip(frames, pages, strict=True)), lambda pair: pair[0].extent.nbytes):
-            for at in range(0, len(group), most):
-                these, their_pages = zip(*group[at : at + most], strict=True)
+            for at in range(0, len(group), self._most):
+                these, their_pages = zip(*group[at : at + self._most], strict=True)
                 pieces.append(_Piece(job, these, their_pages))
         self._jobs[job] = _Job(len(pieces))
         self._waiting += pieces
@@ -137,10 +138,12 @@ class LandedLoads:
             )
 
     def _read(self, frames: Sequence[StoredFrame], slots: Sequence[int]) -> list[FrameRead]:
-        """On the pool's thread: read frames into slots, and verify them."""
+        """On a thread: read frames into slots, and verify them."""
+        # One that is longer than a slot is none of ours, and must not reach into the next slot.
+        extents = [frame.extent._replace(nbytes=min(frame.extent.nbytes, self._slot_nbytes)) for frame in frames]
         begins = [slot * self._slot_nbytes for slot in slots]
-        into = [self._memory[at : at + frame.extent.nbytes] for at, frame in zip(begins, frames, strict=True)]
-        counts = as_many(self._landing.read([frame.extent for frame in frames], into), frames)
+        into = [self._memory[at : at + extent.nbytes] for at, extent in zip(begins, extents, strict=True)]
+        counts = as_many(self._landing.read(extents, into), frames)
         return [self._verified(*each) for each in zip(frames, into, counts, strict=True)]
 
     def _verified(self, frame: StoredFrame, view: memoryview, count: int | BackendError) -> FrameRead:

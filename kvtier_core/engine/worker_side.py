@@ -236,7 +236,7 @@ class WorkerSide:
                 mover.wait(jobs, timeout)
 
     def _begin(self, task: _Task, transfer: Transfer) -> None:
-        jobs: dict[tuple[int, tuple[bool, ...]], list[int]] = {}
+        jobs: dict[tuple[int | str, tuple[bool, ...]], list[int]] = {}
         for place, (slot, pages) in enumerate(zip(transfer.slots, transfer.pages, strict=True)):
             source = slot.tier if isinstance(slot, StoredFrame) else slot.arena
             jobs.setdefault((source, tuple(map(bool, pages))), []).append(place)

@@ -164,6 +164,19 @@ def test_what_does_not_verify_reaches_no_page(machine):
     assert same(machine.content(), empty)
 
 
+def test_a_frame_that_is_longer_than_a_slot_does_not_reach_into_the_next(machine, monkeypatch):
+    longest, read = [], GdsLanding.read
+
+    def noted(landing, extents, into):
+        longest.extend(map(len, into))
+        return read(landing, extents, into)
+
+    monkeypatch.setattr(GdsLanding, "read", noted)
+    (frame,) = machine.frames(KEYS[:1])
+    machine.load([frame._replace(extent=frame.extent._replace(nbytes=2 * NBYTES))])
+    assert longest == [NBYTES] * 2
+
+
 def test_a_request_fails_with_one_of_its_chunks_and_others_do_not(machine):
     machine.change(KEYS[2], b"\xff", at=NBYTES - 1)
     assert [failed for failed, _ in machine.load(machine.frames())] == [True, True]
