@@ -138,7 +138,7 @@ class Backend(abc.ABC):
 class Landing(abc.ABC):
     """Reads frames of a store in a worker process of the engine, which verifies each before it uses it.
 
-    Called on several threads at once. It may be in the middle of a read when the store is closed or its process is killed.
+    Called on several threads at once, and possibly in the middle of a read when the store is closed or its process dies.
     """
 
     @abc.abstractmethod

@@ -172,9 +172,9 @@ def test_a_frame_that_is_longer_than_a_slot_does_not_reach_into_the_next(machine
         return read(landing, extents, into)
 
     monkeypatch.setattr(GdsLanding, "read", noted)
-    (frame,) = machine.frames(KEYS[:1])
-    machine.load([frame._replace(extent=frame.extent._replace(nbytes=2 * NBYTES))])
-    assert longest == [NBYTES] * 2
+    frames = machine.frames(KEYS[:3])
+    machine.load([frame._replace(extent=frame.extent._replace(nbytes=2 * NBYTES)) for frame in frames])
+    assert longest == [NBYTES] * 6
 
 
 def test_a_request_fails_with_one_of_its_chunks_and_others_do_not(machine):
