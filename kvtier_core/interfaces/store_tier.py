@@ -138,7 +138,7 @@ class Backend(abc.ABC):
 class Landing(abc.ABC):
     """Reads frames of a store in a worker process of the engine, which verifies each before it uses it.
 
-    Called on several threads at once, and possibly in the middle of a read when the store is closed or its process dies.
+    Called on several threads at once. The store may be closed, or its process killed, in the middle of a read.
     """
 
     @abc.abstractmethod
