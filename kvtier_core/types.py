@@ -33,6 +33,23 @@ class Slot(NamedTuple):
     index: int  # type: ignore[assignment]  #: number of the slot in the arena, from 0; hides a method of tuples
 
 
+class Extent(NamedTuple):
+    """Where a frame lies in the files of a store."""
+
+    file: int  #: number of the file, from 0
+    at: int  #: where in it the frame begins, a multiple of `FRAME_ALIGNMENT`
+    nbytes: int
+
+
+class StoredFrame(NamedTuple):
+    """A chunk in a store tier, from which workers load it without a slot."""
+
+    tier: str  #: its name
+    extent: Extent
+    key: ChunkKey  #: that the frame must name
+    namespace: bytes  #: the digest of that which it must name
+
+
 @attrs.frozen
 class Namespace:
     """Everything that must be equal for two engines to share KV, as named facts in plain words.
@@ -88,7 +105,7 @@ class EventKind(enum.Enum):
 
     STORED = "stored"  #: a chunk of the engine became READY in an arena
     PROMOTED = "promoted"  #: a chunk was read from a tier below, verified, and is READY in an arena
-    LOADED = "loaded"  #: the engine has copied chunks of an arena into its pages
+    LOADED = "loaded"  #: the engine has copied chunks of a tier into its pages
     READ = "read"  #: a store tier has read frames, which passed verification
     WRITTEN = "written"  #: a tier has stored a frame
     ASKED = "asked"  #: a shared store has said which of these frames it has

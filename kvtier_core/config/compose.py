@@ -23,6 +23,7 @@ from kvtier_core.interfaces import (
     AllocatorBackend,
     Backend,
     EvictionPolicy,
+    Landing,
     Mover,
     Observer,
     OpenContext,
@@ -53,6 +54,7 @@ class Runtime:
     pool: Callable[[str, int], Pool] = IOPool  #: makes a pool of threads from its name and their number
     clock: Callable[[], float] = time.monotonic  #: seconds
     codec: type[FrameCodec] = FrameCodec
+    recomputes: bool = True  #: does the engine compute what a load could not bring?
 
 
 _REAL = Runtime()
@@ -140,10 +142,20 @@ def attach(tier: ArenaTierConfig, handle: str, cache: PagedKVCache) -> Mover:
 
     ``handle`` is what `AllocatorBackend.handle` said where the arena was opened. Raises ConfigError.
     """
-    source = tier.source
-    problem = functools.partial(Problem, source.where)
-    call = _Call(source.plugin, f"tier {tier.name}", source.path, problem, "attach to")
-    return call.returns(Mover, lambda: tier.config.attach(handle, cache))
+    return _worker_call(tier, "attach to").returns(Mover, lambda: tier.config.attach(handle, cache))
+
+
+def land(tier: StoreTierConfig, handle: str) -> Landing:
+    """In a worker process: what reads the files of this store, whose `Backend.landing` is ``handle``.
+
+    Raises ConfigError.
+    """
+    return _worker_call(tier, "read the files of").returns(Landing, lambda: tier.config.land(handle))
+
+
+def _worker_call(tier: ArenaTierConfig | StoreTierConfig, verb: str) -> _Call:
+    problem = functools.partial(Problem, tier.source.where)
+    return _Call(tier.source.plugin, f"tier {tier.name}", tier.source.path, problem, verb)
 
 
 @attrs.frozen
@@ -236,9 +248,20 @@ class _Opening:
                 inflight=tier.inflight,
                 timeout=tier.timeout,
                 threads=tier.threads,
+                not_landing=self._why_not_landing(opened),
                 clock=self.runtime.clock,
             )
         )
+
+    def _why_not_landing(self, opened: OpenedTier) -> str:
+        """Why workers may not read the frames of this store by themselves; empty if they may."""
+        if not opened.store.landing or opened.store.shared:
+            return "the tier has no files for that"
+        if not opened.codec.is_raw:
+            return "they are encoded or have a keyed seal"
+        if opened.codec.parts > 1:
+            return "the model's chunks have several parts"
+        return "" if self.runtime.recomputes else "the engine fails requests whose load fails (kv_load_failure_policy)"
 
     def _codec(self, ctx: OpenContext) -> FrameCodec:
         if isinstance(self.tier, ArenaTierConfig):

@@ -154,6 +154,11 @@ class StackConfig:
         """The tiers whose memory the engine can reach; the first one is always an arena."""
         return tuple(tier for tier in self.tiers if isinstance(tier, ArenaTierConfig))
 
+    @property
+    def stores(self) -> tuple[StoreTierConfig, ...]:
+        """The tiers below the arenas."""
+        return tuple(tier for tier in self.tiers if isinstance(tier, StoreTierConfig))
+
     def path_of(self, number: int) -> str:
         """Where the tier of this number was written."""
         path = self.tiers[number].source.path

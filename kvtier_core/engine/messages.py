@@ -10,7 +10,8 @@ from typing import Any
 import attrs
 
 from kvtier_core.layouts import ChunkLayout, KVGroup
-from kvtier_core.types import Slot
+from kvtier_core.stack.store_tier.frame_io import FrameRead
+from kvtier_core.types import ChunkKey, Slot, StoredFrame
 
 
 def _pairs(rows: Iterable[Iterable[str]]) -> tuple[tuple[str, str], ...]:
@@ -39,9 +40,9 @@ ChunkPages = tuple[tuple[int, ...], ...]
 
 @attrs.frozen
 class Transfer:
-    """Chunks to be copied between ``slots[i]`` and ``pages[i]``."""
+    """Chunks to be copied between ``slots[i]`` and ``pages[i]``. A load may have stored frames in place of slots."""
 
-    slots: tuple[Slot, ...]
+    slots: tuple[Slot | StoredFrame, ...]
     pages: tuple[ChunkPages, ...]
 
 
@@ -50,6 +51,7 @@ class StepPlan:
     """What the workers must do in one step. Sent by the scheduler side to every worker side."""
 
     arenas: tuple[str, ...] = ()  #: handles by which workers reach the arenas, by the number of the arena
+    landings: dict[str, str] = attrs.field(factory=dict)  #: the same for store tiers that they read, by name
     layout: ChunkLayout | None = None  #: of the chunks in them; None once the self-test is over
     self_test_slots: tuple[Slot, ...] = ()  #: empty ones of each arena, as many as the layout says
     loads: tuple[tuple[str, Transfer], ...] = ()  #: by request id
@@ -67,6 +69,8 @@ class WorkerProgress:
     self_tests: Counter[str] = attrs.field(factory=Counter)  #: workers by the problem their self-test found; "": none
     checksums: dict[tuple[int, int], tuple[int, ...]] = attrs.field(factory=dict)  #: of shards, by job and shard
     filled: dict[int, int] = attrs.field(factory=dict)  #: by store job: only so many leading slots were filled
+    #: By request whose load failed: the frames of stores that could not be used, and why.
+    unread: dict[str, dict[ChunkKey, FrameRead]] = attrs.field(factory=dict)
 
     def merge(self, other: WorkerProgress) -> WorkerProgress:
         """The progress of both together."""
@@ -78,5 +82,9 @@ class WorkerProgress:
             {
                 job: min(counts.get(job, math.inf) for counts in (self.filled, other.filled))
                 for job in self.filled | other.filled
+            },
+            {
+                request_id: self.unread.get(request_id, {}) | other.unread.get(request_id, {})
+                for request_id in self.unread | other.unread
             },
         )

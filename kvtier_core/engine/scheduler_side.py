@@ -74,7 +74,7 @@ class SchedulerSide:
         self._may_load, self._may_store = loads, stores
         self._recorder = recorder
         self._clock = clock
-        self._arenas = tuple(manager.handles)
+        self._arenas, self._landings = tuple(manager.handles), manager.landings
         self._self_test = SelfTestGate(manager, layout)
         self._requests = Requests(manager, self._open_database(), layout, lookahead, clock)
         self._provenance = Provenance([group.block_tokens for group in layout.groups])
@@ -195,6 +195,7 @@ class SchedulerSide:
                 stores += self._plan_store(state, scheduled, step)
         return StepPlan(
             arenas=self._arenas,
+            landings=self._landings if self._self_test.slots else {},
             layout=self._layout if self._self_test.slots else None,
             self_test_slots=self._self_test.slots,
             loads=self._loads.take_planned(),
@@ -210,13 +211,14 @@ class SchedulerSide:
         if result.progress:
             self._self_test.record(result.progress.self_tests)
             self._stores.record(result.progress)
+            self._loads.note_unread(result.progress.unread)
         failed = self._loads.under_way(result.failed_loads)
         for request_id in self._loads.under_way(result.ended_loads) - failed:
             if state := self._requests.get(request_id):
                 self._waiting.loaded(state)
                 self.events.tell(self._loaded(state))
                 self._count(state, state.sources)
-        self._loads.end(result.ended_loads)
+        self._loads.end(result.ended_loads, failed)
         for request_id in failed:
             if state := self._requests.get(request_id):
                 state.load_failed, state.logged = True, False
@@ -331,12 +333,12 @@ class SchedulerSide:
         self.status.note(state, tokens, why)
 
     def _loaded(self, state: RequestState) -> list[Event]:
-        """The load of a request has ended well: an event for each arena that it was loaded from."""
+        """The load of a request has ended well: an event for each tier that it was loaded from."""
         seconds = self._clock() - state.load_begun
-        arenas = [tier.name for tier in self._config.arenas]
+        names = dict(enumerate(tier.name for tier in self._config.arenas))
         return [
-            Event(EventKind.LOADED, arenas[number], nbytes=nbytes, seconds=seconds)
-            for number, nbytes in state.loaded.items()
+            Event(EventKind.LOADED, names.get(place, place), nbytes=nbytes, seconds=seconds)
+            for place, nbytes in state.loaded.items()
         ]
 
     def _count(self, state: RequestState, hits: Mapping[str, int]) -> None:

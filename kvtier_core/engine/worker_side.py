@@ -6,19 +6,21 @@ import enum
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import attrs
 
-from kvtier_core.config.compose import attach
-from kvtier_core.config.model import ArenaTierConfig
+from kvtier_core.config.compose import attach, land
+from kvtier_core.config.model import ArenaTierConfig, StoreTierConfig
+from kvtier_core.engine.landed_loads import LandedLoads
 from kvtier_core.engine.messages import StepPlan, Transfer, WorkerProgress
 from kvtier_core.engine.self_test import LayerCaches, try_copies
 from kvtier_core.interfaces import Mover, PagedKVCache, PageList
 from kvtier_core.layouts import ChunkLayout
+from kvtier_core.stack.store_tier.frame_io import FrameRead
 from kvtier_core.transfer.io_pool import run
-from kvtier_core.types import Slot
+from kvtier_core.types import ChunkKey, StoredFrame
 
 logger = logging.getLogger("vllm.kvtier")
 
@@ -73,20 +75,26 @@ class WorkerSide:
         pages: Pages,
         caches: Sequence[LayerCaches],
         *,
+        stores: Sequence[StoreTierConfig] = (),
         fence_at_once: bool = False,
     ):
         """``caches`` are the engine's own tensors, for the self-test; ``pages`` says where they lie.
+
+        Of ``stores`` this worker reads those by itself that the plans name.
 
         ``fence_at_once``: the engine may overwrite blocks in a step before it calls `fence`, so that whatever it does
         next waits for a store as soon as that has begun.
         """
         self._arenas = arenas
+        self._stores = stores
         self._rank = rank
         self._pages = pages
         self._caches = caches
         self._fence_at_once = fence_at_once
         self._layout: ChunkLayout | None = None  # that of the first plan
         self._movers: list[Mover | None] = []
+        self._landed: dict[str, LandedLoads] = {}  # by the name of the store tier
+        self._unread: dict[str, dict[ChunkKey, FrameRead]] = {}  # by request
         self._jobs: dict[int, _Job] = {}  # by number
         self._begun: dict[_Task, _Begun] = {}
         self._failed: set[_Task] = set()
@@ -112,26 +120,37 @@ class WorkerSide:
         if self._movers or plan.layout is None or self._suspended:
             return
         self._layout = plan.layout
-        outcome = run(lambda: self._attach(plan.arenas, plan.layout, plan.self_test_slots))
+        outcome = run(lambda: self._attach(plan))
         problem = outcome.value if outcome.error is None else f"{type(outcome.error).__name__}: {outcome.error}"
         self._self_tests[problem and f"rank {self._rank}: {problem}"] += 1
         if problem:
             self.close()
             self._movers = [None] * len(plan.arenas)
 
-    def _attach(self, handles: Sequence[str], layout: ChunkLayout, slots: Sequence[Slot]) -> str:
+    def _attach(self, plan: StepPlan) -> str:
         """What the self-test found wrong; empty if nothing."""
-        table = self._pages(layout)
-        for number, (tier, handle) in enumerate(zip(self._arenas, handles, strict=True)):
+        table = self._pages(plan.layout)
+        for number, (tier, handle) in enumerate(zip(self._arenas, plan.arenas, strict=True)):
             mover = attach(tier, handle, table)
             self._movers.append(mover)
-            for fact in mover.facts().items():
-                logger.info("kvtier: rank %d: arena %s: %s: %s", self._rank, tier.name, *fact)
-            of_arena = [slot.index for slot in slots if slot.arena == number]
-            own = of_arena[self._rank % layout.replicas :: layout.replicas]  # one for each part
+            self._log_facts(f"arena {tier.name}", mover.facts())
+            slots = [slot.index for slot in plan.self_test_slots if slot.arena == number]
+            own = slots[self._rank % plan.layout.replicas :: plan.layout.replicas]  # one for each part
             if wrong := try_copies(mover, table, self._caches, own):
                 return f"arena {tier.name}: {wrong}"
+        for tier in self._stores:
+            if tier.name not in plan.landings:
+                continue
+            landing = land(tier, plan.landings[tier.name])
+            self._log_facts(tier.name, landing.facts())
+            landed = self._landed[tier.name] = LandedLoads(landing, table, tier.timeout)
+            if wrong := try_copies(landed.mover, table, self._caches, range(len(plan.layout.parts))):
+                return f"{tier.name}: {wrong}"
         return ""
+
+    def _log_facts(self, of: str, facts: Mapping[str, str]) -> None:
+        for fact in facts.items():
+            logger.info("kvtier: rank %d: %s: %s: %s", self._rank, of, *fact)
 
     def load(self, plan: StepPlan, *, idle: bool) -> None:
         """Begin the plan's loads. In an ``idle`` step, which computes nothing, wait briefly for those under way."""
@@ -182,7 +201,8 @@ class WorkerSide:
         self._collect()
         ended = [task for task in self._ended if task.direction is _Direction.STORE]
         self_tests, self._self_tests = self._self_tests, Counter()
-        if not ended and not self_tests:
+        unread, self._unread = self._unread, {}
+        if not ended and not self_tests and not unread:
             return None
         failed = [task for task in ended if task in self._failed]
         self._ended = [task for task in self._ended if task.direction is _Direction.LOAD]
@@ -190,34 +210,56 @@ class WorkerSide:
         checksums, self._checksums = self._checksums, {}
         filled, self._filled = self._filled, {}
         return WorkerProgress(
-            Counter(task.id for task in ended), Counter(task.id for task in failed), self_tests, checksums, filled
+            Counter(task.id for task in ended),
+            Counter(task.id for task in failed),
+            self_tests,
+            checksums,
+            filled,
+            unread,
         )
 
     def close(self) -> None:
-        """Close the movers. May be called twice."""
+        """Close the movers and the files. May be called twice."""
         for mover in self._movers:
             if mover is not None:
                 mover.close()
-        self._movers = []
+        for landed in self._landed.values():
+            landed.close()
+        self._movers, self._landed = [], {}
 
     def _wait(self, direction: _Direction, timeout: float) -> None:
         """Wait for the jobs of one direction, at most ``timeout`` seconds in each arena."""
         jobs = {number for number, job in self._jobs.items() if job.task.direction is direction}
-        for mover in self._movers:
+        for mover in (*self._movers, *self._landed.values()):
             if mover is not None and jobs:
                 mover.wait(jobs, timeout)
 
     def _begin(self, task: _Task, transfer: Transfer) -> None:
-        jobs: dict[tuple[int, tuple[bool, ...]], list[int]] = {}
+        jobs: dict[tuple[int | str, tuple[bool, ...]], list[int]] = {}
         for place, (slot, pages) in enumerate(zip(transfer.slots, transfer.pages, strict=True)):
-            jobs.setdefault((slot.arena, tuple(map(bool, pages))), []).append(place)
+            source = slot.tier if isinstance(slot, StoredFrame) else slot.arena
+            jobs.setdefault((source, tuple(map(bool, pages))), []).append(place)
         self._begun[task] = _Begun(len(transfer.slots), len(jobs))
-        for (arena, _), places in jobs.items():
-            slots = [transfer.slots[place].index for place in places]
-            self._submit(_Job(task, places), arena, slots, [transfer.pages[place] for place in places])
+        for (source, _), places in jobs.items():
+            slots = [transfer.slots[place] for place in places]
+            pages = [transfer.pages[place] for place in places]
+            if isinstance(source, str):
+                # Its mover does not know the stores of the others, which may still read these pages.
+                self._fence(task.id for task in self._begun if task.direction is _Direction.STORE)
+                self._submit(_Job(task, places), self._landed.get(source), slots, pages)
+            else:
+                mover = self._movers[source] if source < len(self._movers) else None
+                self._submit(_Job(task, places), mover, [slot.index for slot in slots], pages)
 
-    def _submit(self, job: _Job, arena: int, slots: Sequence[int], pages: PageList) -> None:
-        mover = self._movers[arena] if arena < len(self._movers) and not self._suspended else None
+    def _submit(
+        self,
+        job: _Job,
+        mover: Mover | LandedLoads | None,
+        slots: Sequence[int] | Sequence[StoredFrame],
+        pages: PageList,
+    ) -> None:
+        if self._suspended:
+            mover = None
         if mover is None:
             return self._end(job, ok=False)
         self._last_job += 1
@@ -237,6 +279,12 @@ class WorkerSide:
                 job = self._jobs.pop(number)
                 self._begun[job.task].checksums.update(zip(job.places, checksums, strict=False))
                 self._end(job, ok=ok, filled=filled)
+        for landed in self._landed.values():
+            for number, ok, *_ in landed.finished():
+                job = self._jobs.pop(number)
+                if unread := landed.take_unread(number):
+                    self._unread.setdefault(job.task.id, {}).update(unread)
+                self._end(job, ok=ok)
 
     def _end(self, job: _Job, *, ok: bool, filled: Sequence[int] = ()) -> None:
         """One of the jobs of a task has ended. If it failed, ``filled`` are the slots that a store filled all the same.

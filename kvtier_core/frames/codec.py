@@ -59,6 +59,16 @@ class FrameCodec:
         return cls(ctx.namespace, ctx.layout, serializer, RAW if serializer is None else identity_of(config))
 
     @property
+    def is_raw(self) -> bool:
+        """Are frames stored as they lie in a slot, header and payload?"""
+        return self._serializer is None and self._keyed_seal is None
+
+    @property
+    def parts(self) -> int:
+        """How many frames a chunk has at most."""
+        return len(self._layout.parts)
+
+    @property
     def lossless(self) -> bool:
         """False if a decoded payload may differ from the one that was encoded."""
         return self.identity.lossless

@@ -162,6 +162,19 @@ def verify(
     ``payload_nbytes`` is the length that the payload must have; None if its codec encodes to varying lengths. The seal
     must be that of ``keyed``, and is not opened: bytes and checksums may be anybody's until `KeyedSeal.open`.
     """
+    return verify_by_digest(frame, namespace.digest, key, codec=codec, payload_nbytes=payload_nbytes, keyed=keyed)
+
+
+def verify_by_digest(
+    frame: memoryview,
+    namespace: bytes,
+    key: ChunkKey,
+    *,
+    codec: CodecIdentity = RAW,
+    payload_nbytes: int | None = None,
+    keyed: SealIdentity = UNKEYED,
+) -> FrameError | None:
+    """The same where only the digest of the namespace is known."""
     header = read_header(frame)
     if isinstance(header, FrameError):
         return header
@@ -171,7 +184,7 @@ def verify(
         return error
     if keyed != UNKEYED and keyed_fields_of(frame).key_id != keyed.key_id:
         return FrameError.SEAL
-    if header.namespace != namespace.digest:
+    if header.namespace != namespace:
         return FrameError.NAMESPACE
     if header.key != key:
         return FrameError.KEY

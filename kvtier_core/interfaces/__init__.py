@@ -1,7 +1,7 @@
 """What a plugin implements.
 
     to write                                   implement
-    a tier that stores frames (disk, remote)   BackendConfig, Backend
+    a tier that stores frames (disk, remote)   BackendConfig, Backend; and Landing, if workers may read it
     a tier of memory that a device reaches     ArenaConfig, AllocatorBackend, Mover
     an eviction policy                         EvictionConfig, EvictionPolicy
     an encoding of stored payloads             SerializerConfig, Serializer
@@ -30,7 +30,7 @@ from kvtier_core.interfaces.context import Medium, OpenContext
 from kvtier_core.interfaces.eviction import MAX_POLICY_STATE_NBYTES, EvictionConfig, EvictionPolicy
 from kvtier_core.interfaces.observer import Observer, ObserverConfig
 from kvtier_core.interfaces.serializer import Serializer, SerializerConfig
-from kvtier_core.interfaces.store_tier import Backend, BackendConfig, Stored
+from kvtier_core.interfaces.store_tier import Backend, BackendConfig, Landing, Stored
 from kvtier_core.interfaces.token_database import TokenDatabase, TokenDatabaseConfig
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "EvictionConfig",
     "EvictionPolicy",
     "JobResult",
+    "Landing",
     "Medium",
     "Mover",
     "Observer",

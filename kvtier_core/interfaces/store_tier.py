@@ -12,7 +12,7 @@ import attrs
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces.arena import ArenaConfig
 from kvtier_core.interfaces.context import Medium, OpenContext
-from kvtier_core.types import ChunkKey, Namespace, Nbytes
+from kvtier_core.types import ChunkKey, Extent, Namespace, Nbytes
 
 
 class Backend(abc.ABC):
@@ -110,12 +110,52 @@ class Backend(abc.ABC):
         never by an engine. By default there is nothing. Raises BackendError.
         """
 
+    @property
+    def landing(self) -> str:
+        """Plain text with which `BackendConfig.land` reaches the files of this store from a worker process.
+
+        By default empty: frames pass through the slots of an arena. Always empty if the store is shared.
+        """
+        return ""
+
+    def locate(self, keys: Sequence[ChunkKey]) -> Sequence[Extent | None]:
+        """Where the frame of each key lies in the files of a `landing`; None if there is none.
+
+        Called on the owner's thread, and answered without the medium. The frame stays there until the tier calls
+        `write`, `delete` or `quarantine` for its key, which it does when no worker reads it any more. Raises
+        BackendError.
+        """
+        return [None] * len(keys)
+
     def facts(self) -> Mapping[str, str]:
         """Settings whose effective value may differ from what was asked: ``{"huge_pages": "auto -> no"}``."""
         return {}
 
     def close(self) -> None:
         """Release threads, descriptors, processes: everything. May be called twice; no other call is under way."""
+
+
+class Landing(abc.ABC):
+    """Reads frames of a store in a worker process of the engine, which verifies each before it uses it.
+
+    Called on several threads at once. The store may be closed, or its process killed, in the middle of a read.
+    """
+
+    @abc.abstractmethod
+    def read(self, extents: Sequence[Extent], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
+        """Read ``extents[i]`` into ``into[i]``, which is as long and begins at a multiple of `FRAME_ALIGNMENT`.
+
+        Returns for each the bytes that were read, fewer only where its file ends before, or the BackendError for which
+        this frame alone cannot be read. Raises BackendError if the store as a whole cannot be read. No view is kept.
+        """
+
+    def facts(self) -> Mapping[str, str]:
+        """Settings whose effective value may differ from what was asked: ``{"direct": "auto -> on"}``."""
+        return {}
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Release everything. May be called twice; no read is under way."""
 
 
 @attrs.frozen
@@ -141,6 +181,13 @@ class BackendConfig(abc.ABC):
         By default None: then the user has to write one. Raises BackendError or ImportError.
         """
         return None
+
+    def land(self, handle: str) -> Landing:
+        """In each worker process: reach the files behind a `Backend.landing`.
+
+        Called once, before the first forward. Raises BackendError if it cannot, by default always.
+        """
+        raise BackendError(f"frames of a tier of type {self.type} pass through an arena")
 
     @contextlib.contextmanager
     def walk(self) -> Iterator[Iterator[Stored]]:

@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 
-from kvtier_core.types import ChunkKey, Event, Namespace, Slot, Usage
+from kvtier_core.stack.store_tier.frame_io import FrameRead
+from kvtier_core.types import ChunkKey, Event, Namespace, Slot, StoredFrame, Usage
 
 
 @attrs.frozen
@@ -39,10 +40,11 @@ class Declined:
 class Lookup:
     """What a stack has of a path.
 
-    The slots are pinned for the holder that asked, until `Stack.release`.
+    Slots are pinned, and frames stay where they are, for the holder that asked, until `Stack.release`.
     """
 
-    slots: Sequence[Slot] = ()  #: of the leading chunks that can be loaded now
+    #: Of the leading chunks that can be loaded now; of a chunk that workers read from a store its frame.
+    slots: Sequence[Slot | StoredFrame] = ()
     sources: Sequence[str] = ()  #: for each slot, the tier that supplied its chunk
     #: Where chunks have several parts: for each slot the number of its chunk in the path, and of the part in the chunk.
     #: Empty: slot ``i`` holds the only part of chunk ``i``.
@@ -94,6 +96,18 @@ class Stack(abc.ABC):
         Chunks that lie below the arenas are requested, as far as they are worth loading within ``limit``, without
         one all of them. `step` begins to read them, and they are pinned for the holder as they arrive. A holder has
         one path at a time: another path releases what was found for the one before.
+        """
+
+    @abc.abstractmethod
+    def load_begins(self, frames: Sequence[StoredFrame], holder: str) -> None:
+        """The workers begin to read these frames, which a lookup found for the holder. `load_ended` follows."""
+
+    @abc.abstractmethod
+    def load_ended(self, holder: str, unread: Mapping[ChunkKey, FrameRead], *, ok: bool) -> None:
+        """All workers have ended that, if it began. Call it before `release`.
+
+        ``unread`` are the frames that one of them could not use, and why: they are not found any more. Not ``ok``: the
+        load has failed, for that or for another reason.
         """
 
     @abc.abstractmethod
@@ -169,6 +183,11 @@ class Stack(abc.ABC):
     @abc.abstractmethod
     def handles(self) -> list[str]:
         """How a worker process reaches each arena, by the number of the arena."""
+
+    @property
+    @abc.abstractmethod
+    def landings(self) -> dict[str, str]:
+        """How a worker process reaches the files of each tier whose frames it reads, by the name of the tier."""
 
     @abc.abstractmethod
     def describe(self) -> list[str]:

@@ -18,10 +18,11 @@ from kvtier_core.stack.lookup.chain import ChainSearch
 from kvtier_core.stack.lookup.leases import Leases
 from kvtier_core.stack.promotion import Promotions
 from kvtier_core.stack.reservations import Reservations
+from kvtier_core.stack.store_tier.frame_io import FrameRead
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.write_through import WriteThrough
 from kvtier_core.transfer.io_pool import Pool, run
-from kvtier_core.types import KEY_NBYTES, ChunkKey, Event, EventKind, Namespace, Nbytes, Slot, Usage
+from kvtier_core.types import KEY_NBYTES, ChunkKey, Event, EventKind, Namespace, Nbytes, Slot, StoredFrame, Usage
 
 
 class StorageManager(Stack):
@@ -59,11 +60,13 @@ class StorageManager(Stack):
             make_room=self._make_room,
             report=lambda event: self._events.append(event),
         )
+        landing = [tier for tier in self._tiers if tier.lands]
+        reading = [tier for tier in self._tiers if not tier.lands]
         self._promotions = Promotions(
-            self._hot, self._tiers, layout.frame_nbytes, make_room=self._make_room, arrived=self._promoted
+            self._hot, reading, layout.frame_nbytes, make_room=self._make_room, arrived=self._promoted
         )
         self._reservations = Reservations()
-        self._leases = Leases(self._arenas)
+        self._leases = Leases(self._arenas, landing)
         parts = self._arenas, self._tiers, self._promotions, self._leases
         self._search = BoundarySearch(*parts, layout) if len(layout.parts) > 1 else ChainSearch(*parts)
         self._self_test_keys: list[ChunkKey] = []
@@ -90,6 +93,14 @@ class StorageManager(Stack):
         self, path: Sequence[ChunkKey], limit: LoadLimit | None = None, salt: bytes = b"", skipped: int = 0
     ) -> None:
         self._search.prefetch(path, limit, salt, skipped)
+
+    def load_begins(self, frames: Sequence[StoredFrame], holder: str) -> None:
+        for tier in self._tiers:
+            tier.load_begins([frame.key for frame in frames if frame.tier == tier.name], holder)
+
+    def load_ended(self, holder: str, unread: Mapping[ChunkKey, FrameRead], *, ok: bool) -> None:
+        for tier in self._tiers:
+            tier.load_ended(holder, unread, ok=ok)
 
     def release(self, holder: str) -> None:
         self._leases.release(holder)
@@ -224,6 +235,10 @@ class StorageManager(Stack):
     def handles(self) -> list[str]:
         return [arena.memory.handle for arena in self._arenas]
 
+    @property
+    def landings(self) -> dict[str, str]:
+        return {tier.name: tier.backend.landing for tier in self._tiers if tier.lands}
+
     def describe(self) -> list[str]:
         lines = []
         for level in self._levels:
@@ -232,6 +247,8 @@ class StorageManager(Stack):
             words = [f"{Nbytes(usage.capacity)}", f"{usage.chunks} chunks held"]
             if isinstance(level, StoreTier) and level.backend.shared:
                 words = ["shared with other engines"]  # what it holds nobody knows
+            if isinstance(level, StoreTier) and level.backend.landing:
+                words.append(f"workers read it: {'yes' if level.lands else f'no, {level.not_landing}'}")
             words += [f"{name}: {fact}" for name, fact in facts.items()]
             lines.append(f"{level.name}: {', '.join(words)}")
         return lines

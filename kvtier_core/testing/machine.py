@@ -24,10 +24,11 @@ from kvtier_core.policies.lru import LruConfig
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.manager import StorageManager
+from kvtier_core.stack.store_tier.frame_io import FrameRead, ReadStatus, examine
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_layout
-from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace, Slot
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace, Slot, StoredFrame
 
 LAYOUT = make_layout((24,), blocks=2, ranks=2)
 NAMESPACE = Namespace.of({"model": "machine"})
@@ -39,6 +40,9 @@ PATHS = {
     for name in ("abcdef", "abcxyz", "abqr", "mnop")
 }
 
+
+#: Holder, chunks, where they are, epoch.
+_Lease = tuple[str, list[ChunkKey], Sequence[Slot | StoredFrame], int]
 
 #: Chooses an item, modulo the number of items: small numbers make short failure reports.
 _WHICH = st.integers(0, 7)
@@ -127,7 +131,7 @@ class StackMachine(RuleBasedStateMachine):
         self.namespace = NAMESPACE
         self.holders = 0
         self.storing: list[str] = []  # holders of reservations
-        self.loading: list[tuple[str, list[ChunkKey], Sequence[Slot], int]] = []  # leases: holder, chunks, epoch
+        self.loading: list[_Lease] = []
         self.codec = FrameCodec.open(self.serializer, OpenContext(NAMESPACE, LAYOUT, "machine"))
         self.sealer = ManualPool()
         self.memories = [Slots(slots) for slots in self.arenas]
@@ -145,14 +149,16 @@ class StackMachine(RuleBasedStateMachine):
         self.pools = [self.sealer, *(tier.pool for tier in self.tier_levels)]
 
     def _tier(self, number: int, frames: int) -> StoreTier:
+        shelf = self.shelf()
         return StoreTier(
             f"tier{number}",
-            self.shelf(),
+            shelf,
             pool=ManualPool(),
             index=CacheIndex(self.policy.open()),
             codec=self.codec,
             capacity=frames * self.codec.max_frame_nbytes,
             inflight=4 * LAYOUT.frame_nbytes,
+            not_landing="" if shelf.landing else "a shelf has no files",
             clock=lambda: self.now,
         )
 
@@ -208,11 +214,26 @@ class StackMachine(RuleBasedStateMachine):
     def finish_load(self, which: int) -> None:
         """Check the bytes of what a lookup found, and release it."""
         holder, keys, slots, epoch = self.loading.pop(which % len(self.loading))
+        self.manager.load_begins([slot for slot in slots if isinstance(slot, StoredFrame)], holder)
+        unread = {}
         for key, slot in zip(keys, slots, strict=True):
-            view = self.memories[slot.arena].view(slot.index)
-            held = bytes(view[FRAME_ALIGNMENT : FRAME_ALIGNMENT + LAYOUT.payload_nbytes])
-            assert held == payload(key, epoch), "a pinned slot does not hold its chunk"
+            view = self._landed(slot, unread) if isinstance(slot, StoredFrame) else self._view(slot)
+            if key not in unread:
+                held = bytes(view[FRAME_ALIGNMENT : FRAME_ALIGNMENT + LAYOUT.payload_nbytes])
+                assert held == payload(key, epoch), "what is held for a request is not its chunk"
+        self.manager.load_ended(holder, unread, ok=not unread)
         self.manager.release(holder)
+
+    def _view(self, slot: Slot) -> memoryview:
+        return self.memories[slot.arena].view(slot.index)
+
+    def _landed(self, frame: StoredFrame, unread: dict[ChunkKey, FrameRead]) -> memoryview:
+        """The frame as a worker reads it."""
+        (tier,) = [tier for tier in self.tier_levels if tier.name == frame.tier]
+        view = memoryview(tier.backend.bytes_at(frame.extent, frame.key))
+        if (read := examine(frame, view, LAYOUT.payload_nbytes)).status is not ReadStatus.VERIFIED:
+            unread[frame.key] = read
+        return view
 
     @precondition(lambda self: self.loading)
     @rule(which=_WHICH)
@@ -313,7 +334,12 @@ class StackMachine(RuleBasedStateMachine):
         for arena in self.arena_levels:
             taken = arena.free + arena.reserved + len(arena.index)
             assert taken == arena.memory.slots, f"{arena.name}: {taken} slots of {arena.memory.slots} accounted for"
-            assert arena.pins >= sum(slot.arena == arena.number for _, _, slots, _ in self.loading for slot in slots)
+            assert arena.pins >= sum(
+                slot.arena == arena.number
+                for _, _, slots, _ in self.loading
+                for slot in slots
+                if isinstance(slot, Slot)
+            )
         for tier in self.tier_levels:
             assert tier.index.used == sum(map(tier.index.held.nbytes, tier.index.held))
             if not tier.backend.shared:

@@ -108,7 +108,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             # vLLM zeroes and copies blocks of such models by itself, at the very beginning of a step.
             early = self._kv_cache_config.needs_kv_cache_zeroing
             tensors = list(caches.values())
-            self.side = WorkerSide(self.config.arenas, rank, pages, tensors, fence_at_once=early)
+            arenas, stores = self.config.arenas, self.config.stores
+            self.side = WorkerSide(arenas, rank, pages, tensors, stores=stores, fence_at_once=early)
 
     def _report(self, rank: int, report: WorkerReport) -> None:
         try:

@@ -12,7 +12,7 @@ import vllm
 from vllm.config import KVTransferConfig, VllmConfig
 
 from kvtier_core import native
-from kvtier_core.config.compose import open_observers, open_stack
+from kvtier_core.config.compose import Runtime, open_observers, open_stack
 from kvtier_core.config.load import load_config
 from kvtier_core.config.model import StackConfig
 from kvtier_core.config.registry import Registry
@@ -33,6 +33,7 @@ from kvtier_core.vllm.identity.settings import UnidentifiedError
 
 logger = logging.getLogger("vllm.kvtier")
 
+_RECOMPUTE = "recompute"  #: what vLLM is to do with a request whose load has failed
 _CONFIG_KEY = "kvtier.config"
 _CONFIG_ENV = "KVTIER_CONFIG"
 
@@ -86,9 +87,10 @@ class Startup:
             return Refusal(weights.reason)
         if weights.warning:
             logger.warning("kvtier: %s", weights.warning)
-        self._check_failure_policy(reports[0].failure_policy or self.transfer.kv_load_failure_policy)
+        policy = reports[0].failure_policy or self.transfer.kv_load_failure_policy
+        self._check_failure_policy(policy)
         try:
-            return self._open(config, chunk, ranks.as_one(), weights.fact)
+            return self._open(config, chunk, ranks.as_one(), weights.fact, Runtime(recomputes=policy == _RECOMPUTE))
         except UnidentifiedError as error:
             return Refusal(str(error))
 
@@ -98,14 +100,16 @@ class Startup:
         return f"arena {lacking[0]} has no mover for {device} yet" if lacking else ""
 
     def _check_failure_policy(self, policy: str) -> None:
-        if policy != "recompute":
+        if policy != _RECOMPUTE:
             logger.warning(
                 "kvtier: kv_load_failure_policy is %r: a request whose load fails will fail. Set it to 'recompute'"
                 " (around a MultiConnector, not inside it).",
                 policy,
             )
 
-    def _open(self, config: StackConfig, chunk: ChunkLayout, report: WorkerReport, weights: str) -> SchedulerSide:
+    def _open(
+        self, config: StackConfig, chunk: ChunkLayout, report: WorkerReport, weights: str, runtime: Runtime
+    ) -> SchedulerSide:
         """Open the stack. Raises ConfigError; UnidentifiedError if a setting cannot be compared between engines."""
         replica, replicas = layout.replica_of(self.vllm_config.parallel_config)
         context = OpenContext(
@@ -118,7 +122,7 @@ class Startup:
         recorder = Recorder(config, replicas) if config.record else None
         observers = Observers(open_observers(config, context))
         try:
-            manager = open_stack(config, context)
+            manager = open_stack(config, context, runtime)
         except ConfigError:
             observers.close()
             raise

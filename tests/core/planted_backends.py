@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from pathlib import Path
 from typing import ClassVar
@@ -10,8 +11,9 @@ from typing import ClassVar
 import attrs
 
 from kvtier_core.errors import BackendError
-from kvtier_core.interfaces import Backend, BackendConfig, Stored
+from kvtier_core.interfaces import Backend, BackendConfig, Landing, Stored
 from kvtier_core.testing import BackendLaws
+from kvtier_core.types import Extent
 
 
 class Reference(Backend):
@@ -74,6 +76,51 @@ class Reference(Backend):
         self.closed = True
 
 
+class Slab(Reference):
+    """The same with a copy of each frame in one file, from which workers read it."""
+
+    def __init__(self, folder, ctx):
+        super().__init__(folder, ctx)
+        self.places = {}
+
+    @property
+    def landing(self):
+        return str(self.folder / "slab")
+
+    def write_one(self, key, frame):
+        super().write_one(key, frame)
+        self.places[key] = Extent(0, self.place() * len(frame), len(frame))
+        with open(self.landing, "ab"):
+            pass
+        with open(self.landing, "r+b") as file:
+            file.seek(self.places[key].at)
+            file.write(frame)
+
+    def place(self):
+        """The first that is free, where all frames are of one length."""
+        taken = {extent.at // extent.nbytes for extent in self.places.values()}
+        return next(place for place in itertools.count() if place not in taken)
+
+    def delete(self, keys):
+        super().delete(keys)
+        for key in keys:
+            self.places.pop(key, None)
+
+    def locate(self, keys):
+        return [self.places.get(key) for key in keys]
+
+
+class SlabLanding(Landing):
+    def __init__(self, handle):
+        self.file = open(handle, "rb")  # noqa: SIM115 - until close
+
+    def read(self, extents, into):
+        return [os.preadv(self.file.fileno(), [view], at) for (_, at, _), view in zip(extents, into, strict=True)]
+
+    def close(self):
+        self.file.close()
+
+
 @attrs.frozen
 class PlantedConfig(BackendConfig):
     type: ClassVar[str] = "planted"
@@ -83,6 +130,9 @@ class PlantedConfig(BackendConfig):
 
     def open(self, ctx):
         return self.backend(self.folder, ctx)
+
+    def land(self, handle):
+        return SlabLanding(handle)
 
     @contextlib.contextmanager
     def walk(self):

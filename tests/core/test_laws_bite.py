@@ -11,7 +11,7 @@ import time
 from typing import ClassVar
 
 import pytest
-from planted_backends import PlantedConfig, Reference, SpoiltLaws
+from planted_backends import PlantedConfig, Reference, Slab, SpoiltLaws
 
 from kvtier_core.errors import BackendError
 from kvtier_core.testing import BackendLaws, Laws, resources
@@ -259,7 +259,21 @@ class LeavesAZombie(LeavesAChild):
 
 
 GIVES_BACK = "test_close_gives_everything_back"
+
+
+class GivesAwayThePlaces(Slab):
+    def place(self):
+        return 0
+
+
+class LocatesWhatIsGone(Slab):
+    def delete(self, keys):
+        Reference.delete(self, keys)
+
+
 BUGS = [
+    (GivesAwayThePlaces, "test_workers_read_a_frame_where_it_lies"),
+    (LocatesWhatIsGone, "test_workers_read_a_frame_where_it_lies"),
     (SaysThatItIsShared, "test_a_shared_backend_is_tried_as_one"),
     (LooksTwiceWhileItScans, "test_a_scan_may_race_with_a_delete"),
     (ScansLazily, "test_a_scan_may_race_with_a_delete"),
@@ -298,6 +312,10 @@ BUGS = [
     (TalksInNumbers, "test_facts_are_plain_words"),
     (SharesAScratchBuffer, "test_threads_at_once"),
 ]
+
+
+def test_a_slab_keeps_the_law_of_those_that_workers_read(tmp_path):
+    laws_for(Slab).test_workers_read_a_frame_where_it_lies(tmp_path)
 
 
 @pytest.mark.parametrize(("bug", "law"), [pytest.param(*pair, id=f"{pair[0].__name__}-{pair[1]}") for pair in BUGS])

@@ -20,10 +20,14 @@ from kvtier_core.interfaces import Serializer, SerializerConfig
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.promotion import Promotions
+from kvtier_core.stack.store_tier.frame_io import FrameRead, ReadStatus
+from kvtier_core.stack.store_tier.landings import Landings
 from kvtier_core.stack.store_tier.space import Space
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.write_through import WriteThrough
+from kvtier_core.testing import machine
 from kvtier_core.testing.machine import SharedShelf, Shelf, StackMachine
+from kvtier_core.types import Extent
 
 #: Together about half a minute, most of it for the shapes: what goes wrong there is not a policy's fault.
 THOROUGH = settings(
@@ -65,6 +69,38 @@ class ZipConfig(SerializerConfig):
         return Zip()
 
 
+class Slab(Shelf):
+    """A store in which a new frame takes the first place that is free, and whose frames are read there."""
+
+    landing = "in this process"
+
+    def __init__(self):
+        super().__init__()
+        self.places = {}
+
+    def write(self, keys, frames):
+        super().write(keys, frames)
+        for key in keys:
+            taken = self.places.values()
+            self.places.setdefault(key, next(place for place in itertools.count() if place not in taken))
+
+    def delete(self, keys):
+        super().delete(keys)
+        for key in keys:
+            self.places.pop(key, None)
+
+    def locate(self, keys):
+        self._gate()
+        return [Extent(0, self.places[key], len(self.frames[key])) if key in self.frames else None for key in keys]
+
+    def read(self, keys, into):
+        raise AssertionError("a frame was read into a slot")
+
+    def bytes_at(self, extent, key):
+        assert self.places.get(key) == extent.at, "the place of a frame that is held was given away"
+        return self.frames.get(key, b"")
+
+
 SHAPES = {
     "arena alone": {"tiers": ()},
     "arena and tier": {},
@@ -73,6 +109,8 @@ SHAPES = {
     "two arenas, two tiers": {"arenas": (4, 5), "tiers": (4, 12)},
     "a serializer": {"serializer": ZipConfig()},
     "a shared store": {"shelf": SharedShelf},
+    "workers read the tier": {"shelf": Slab},
+    "workers read both tiers": {"shelf": Slab, "tiers": (4, 12)},
 }
 POLICIES = [config() for config in kvtier_eviction_policies()]
 
@@ -178,6 +216,22 @@ def keeps_what_was_never_written(monkeypatch):
     )
 
 
+def gives_away_what_is_held(monkeypatch):
+    hold = Landings.hold
+
+    def unnoticed(self, keys, holder):
+        extents = hold(self, keys, holder)
+        for key in keys[: len(extents)]:
+            self._in_use.pop(key, None)
+        return extents
+
+    monkeypatch.setattr(Landings, "hold", unnoticed)
+
+
+def believes_what_landed(monkeypatch):
+    monkeypatch.setattr(machine, "examine", lambda frame, *found: FrameRead(ReadStatus.VERIFIED))
+
+
 MUTANTS = [
     evicts_what_is_pinned,
     believes_every_frame,
@@ -200,6 +254,13 @@ def test_a_planted_bug_is_found(plant, monkeypatch):
     plant(monkeypatch)
     with pytest.raises((AssertionError, ContractError)):  # not the TypeError of a plant that does not fit the code
         run_state_machine_as_test(StackMachine, settings=HUNT)
+
+
+@pytest.mark.parametrize("plant", [gives_away_what_is_held, believes_what_landed], ids=lambda plant: plant.__name__)
+def test_a_planted_bug_of_what_lands_is_found(plant, monkeypatch):
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, KeyError)):
+        run_state_machine_as_test(type("Machine", (StackMachine,), {"shelf": Slab}), settings=HUNT)
 
 
 def test_shelves_are_what_they_claim():

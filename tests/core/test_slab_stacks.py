@@ -6,15 +6,16 @@ import shutil
 
 import pytest
 from servers.s3 import BUCKET, s3_server  # noqa: F401 - a fixture
-from serving import FRAME, Serving
+from serving import FRAME, LAYOUT, Serving
 
 import kvtier_gds.plugin
 import kvtier_s3.plugin
 from kvtier_core.cli import main
+from kvtier_core.config.compose import Runtime, open_stack
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError
-from kvtier_core.testing.samples import make_keys
+from kvtier_core.testing.samples import make_context, make_keys
 from kvtier_core.types import FRAME_ALIGNMENT
 
 CHUNKS = 4
@@ -89,6 +90,19 @@ def test_slabs_above_a_bucket(stack, tmp_path, s3_server):  # noqa: F811
         assert stored(serving, PATHS[:4]) == [CHUNKS] * 4
     with stack(CPU, slabs(tmp_path)) as serving:
         assert stored(serving, PATHS[:4]) == [CHUNKS] * 4, "what came up from the bucket was written to the slabs"
+
+
+@pytest.mark.parametrize("mode", ["gds", "auto"])
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_workers_read_the_slabs_where_a_failed_load_is_a_miss(tmp_path, mode, recomputes):
+    file = tmp_path / "kvtier.yaml"
+    file.write_text(f"version: 1\ntiers:\n  - {CPU}\n  - {slabs(tmp_path)[:-1]}, mode: {mode}}}\n")
+    config = load_config(file, Registry.discover())
+    manager = open_stack(config, make_context(layout=LAYOUT), Runtime(recomputes=recomputes))
+    assert list(manager.landings) == ["gds"] * (mode == "gds" and recomputes)
+    told = "workers read it: yes" if recomputes else "workers read it: no, the engine fails requests whose load fails"
+    assert (told in manager.describe()[1]) == (mode == "gds")
+    manager.close()
 
 
 def complaint(tmp_path, tiers):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 
 from kvtier_core.engine.messages import ChunkPages, Transfer
@@ -12,7 +12,8 @@ from kvtier_core.engine.step import BlockTables
 from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.interface import LoadLimit, Lookup, Stack
-from kvtier_core.types import ChunkKey
+from kvtier_core.stack.store_tier.frame_io import FrameRead
+from kvtier_core.types import ChunkKey, StoredFrame
 
 #: Steps for which a waiting request keeps its pins if the engine does not ask about it again.
 _KEPT_STEPS = 2
@@ -32,6 +33,7 @@ class Loads:
         self._impossible: list[str] = []  # requests that were promised a load which cannot begin
         self._holders: dict[str, str] = {}  # of the loads under way, by request id
         self._waiting: dict[str, int] = {}  # by holder: steps since its last lookup
+        self._unread: dict[str, dict[ChunkKey, FrameRead]] = {}  # of loads under way, by request id
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -79,13 +81,16 @@ class Loads:
         state.reason = ", ".join(f"{tier} {chunks * size}" for tier, chunks in Counter(tiers).items())
         state.loaded = Counter()
         for slot, (_, part) in zip(state.found.slots, loaded, strict=False):
-            state.loaded[slot.arena] += self._layout.parts[part].payload_nbytes
+            place = slot.tier if isinstance(slot, StoredFrame) else slot.arena
+            state.loaded[place] += self._layout.parts[part].payload_nbytes
         del self._waiting[state.holder]
         self._holders[state.view.request_id] = state.holder
         if self._expected(tables, state.computed, end) - _blocks_of(pages):
             self._impossible.append(state.view.request_id)
             return []
-        self._planned.append((state.view.request_id, Transfer(tuple(state.found.slots[: len(loaded)]), pages)))
+        slots = tuple(state.found.slots[: len(loaded)])
+        self._stack.load_begins([slot for slot in slots if isinstance(slot, StoredFrame)], state.holder)
+        self._planned.append((state.view.request_id, Transfer(slots, pages)))
         return list(_blocks_of(pages[: state.found.exact]))
 
     def _pages(self, chunk: int, part: int, tables: BlockTables, computed: int, end: int) -> ChunkPages:
@@ -128,10 +133,17 @@ class Loads:
         impossible, self._impossible = self._impossible, []
         return tuple(impossible)
 
-    def end(self, request_ids: Collection[str]) -> None:
+    def note_unread(self, unread: Mapping[str, Mapping[ChunkKey, FrameRead]]) -> None:
+        """Ranks could not use these frames, by request. The loads end later, when every rank has."""
+        for request_id, frames in unread.items():
+            if request_id in self._holders:
+                self._unread.setdefault(request_id, {}).update(frames)
+
+    def end(self, request_ids: Collection[str], failed: Collection[str]) -> None:
         """Release the slots of loads that every rank has ended. Requests without a load are ignored."""
         for request_id in request_ids:
             if holder := self._holders.pop(request_id, None):
+                self._stack.load_ended(holder, self._unread.pop(request_id, {}), ok=request_id not in failed)
                 self._stack.release(holder)
 
     def under_way(self, request_ids: Collection[str]) -> set[str]:

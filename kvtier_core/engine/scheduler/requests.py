@@ -43,7 +43,8 @@ class RequestState:
     awaited_chunks: int = 0  #: the most chunks that it waited for at once
     waited: float = 0.0  #: seconds that it had waited when it was admitted
     load_begun: float = 0.0  #: when its last load was planned
-    loaded: Counter[int] = attrs.field(factory=Counter)  #: bytes of that load, by the number of the arena
+    #: Bytes of that load, by the number of the arena, or by the name of a store tier that workers read.
+    loaded: Counter[int | str] = attrs.field(factory=Counter)
     reason: str = ""  #: the reason of the last answer, for the log
     logged: bool = False
 

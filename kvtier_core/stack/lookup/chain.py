@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvtier_core.stack.batches import leading_run
 from kvtier_core.stack.interface import LoadLimit, Lookup
+from kvtier_core.stack.lookup.leases import Lease
 from kvtier_core.stack.lookup.search import Search
 from kvtier_core.stack.promotion import Requested
+from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.types import ChunkKey
 
 
@@ -22,6 +25,9 @@ class ChainSearch(Search):
         while at < len(path):
             if run := self._ready_run(path, at):
                 self._leases.pin(path[at : at + run], lease, holder, leading=at == len(lease.slots))
+            elif tier := self._landing(path, at):
+                below = self._hold(tier, path, at, lease, holder, limit)
+                run = below.chunks
             else:
                 below = self._request(path, at, limit, salt)
                 run, awaited = below.chunks, awaited or below.tier
@@ -29,8 +35,8 @@ class ChainSearch(Search):
             if not run:
                 break
             at += run
-        if below.declined:
-            tier = next(tier for tier in self._tiers if tier.readable(path, at))
+        tier = next((tier for tier in self._tiers if tier.name == below.tier), None)
+        if below.declined and not tier.lands:
             declined = path[at : at + tier.readable(path, at)]
             self._promotions.probe(tier, declined, [path[at - 1] if at else None, *declined], salt)
         self._leases.drop_if_empty(holder)
@@ -53,7 +59,12 @@ class ChainSearch(Search):
         """Stores are asked for the whole path; the beginning of it is brought up."""
         at = self._ready_run(path, 0) if path else 0
         end = min(len(path), at + self._room_ahead)
-        while at < end and (run := self._ready_run(path, at) or self._request(path[:end], at, limit, salt).chunks):
+        while at < end:
+            if not (run := self._ready_run(path, at)):
+                tier = self._landing(path, at)  # it stays there
+                run = tier.readable(path, at) if tier else self._request(path[:end], at, limit, salt).chunks
+            if not run:
+                break
             at += run
         for tier in self._tiers:
             tier.request_lookup(path, at)
@@ -61,6 +72,24 @@ class ChainSearch(Search):
     def _ready_run(self, path: Sequence[ChunkKey], at: int) -> int:
         """How many chunks of a path from one on are READY in one arena."""
         return max(arena.ready_run(path, at) for arena in self._arenas)
+
+    def _landing(self, path: Sequence[ChunkKey], at: int) -> StoreTier | None:
+        """The tier in which workers can read this chunk of a path."""
+        return next((tier for tier in self._tiers if tier.lands and tier.readable(path[at : at + 1])), None)
+
+    def _hold(
+        self, tier: StoreTier, path: Sequence[ChunkKey], at: int, lease: Lease, holder: str, limit: LoadLimit | None
+    ) -> Requested:
+        """Hold the frames of a path from one on that are worth loading, up to a chunk that is READY in an arena.
+
+        Of those that are not, some are loaded all the same now and then, to see how fast the store is by now.
+        """
+        run = path[at : at + tier.readable(path, at)]
+        keys = leading_run(run, lambda key: not any(arena.has(key) for arena in self._arenas))
+        choice = tier.choose(len(keys), limit)
+        chosen = keys[: choice.chunks or tier.probe(len(keys))]
+        held = self._leases.hold(tier, chosen, lease, holder, leading=at == len(lease.slots))
+        return Requested(held, tier.name, None if held else choice.declined)
 
     def _request(self, path: Sequence[ChunkKey], at: int, limit: LoadLimit | None, salt: bytes) -> Requested:
         """Request the chunks of a path from one on that is not READY, unless it is on its way."""

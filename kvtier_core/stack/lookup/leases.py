@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import attrs
 
 from kvtier_core.stack.arena import Arena
-from kvtier_core.types import ChunkKey, Slot
+from kvtier_core.stack.batches import leading_run
+from kvtier_core.stack.store_tier.tier import StoreTier
+from kvtier_core.types import ChunkKey, Slot, StoredFrame
+
+#: From where a chunk is loaded.
+_Place = Slot | StoredFrame
 
 
 @attrs.define
 class Lease:
-    """READY chunks of one path that are pinned for one holder."""
+    """READY chunks of one path that are pinned for one holder, and frames of it that are held in a store."""
 
     path: list[ChunkKey] = attrs.field(factory=list)  #: the leading chunks that are pinned
-    slots: list[Slot] = attrs.field(factory=list)  #: of each of them
+    slots: list[_Place] = attrs.field(factory=list)  #: of each of them
     sources: list[str] = attrs.field(factory=list)  #: for each of them the tier that supplied it
-    beyond: dict[ChunkKey, tuple[Slot, str]] = attrs.field(factory=dict)  #: what else is pinned
+    beyond: dict[ChunkKey, tuple[_Place, str]] = attrs.field(factory=dict)  #: what else is pinned
     awaited: set[ChunkKey] = attrs.field(factory=set)  #: on their way: to be pinned when they arrive
     valid: bool = True  #: False once everything was invalidated: the slots stay pinned, and are never found again
 
     def __bool__(self) -> bool:
         return bool(self.slots or self.beyond or self.awaited)
 
-    def extend(self, keys: Sequence[ChunkKey], slots: Sequence[Slot], sources: Sequence[str]) -> None:
+    def extend(self, keys: Sequence[ChunkKey], slots: Sequence[_Place], sources: Sequence[str]) -> None:
         """Append chunks to the leading run."""
         self.path += keys
         self.slots += slots
@@ -32,15 +38,17 @@ class Lease:
 
     def pinned(self) -> Iterator[Slot]:
         """All slots, once each."""
-        yield from self.slots
-        yield from (slot for slot, _ in self.beyond.values())
+        places = chain(self.slots, (place for place, _ in self.beyond.values()))
+        return (place for place in places if isinstance(place, Slot))
 
 
 class Leases:
     """The leases of all holders."""
 
-    def __init__(self, arenas: Sequence[Arena]):
+    def __init__(self, arenas: Sequence[Arena], tiers: Sequence[StoreTier]):
+        """``tiers`` are those whose frames workers read."""
         self._arenas = arenas
+        self._tiers = tiers
         self._by_holder: dict[str, Lease] = {}
         self.promoted_from: dict[ChunkKey, str] = {}  #: READY chunks that no request has used since their promotion
 
@@ -68,11 +76,13 @@ class Leases:
             del self._by_holder[holder]
 
     def release(self, holder: str) -> None:
-        """Unpin all that is pinned for a holder."""
+        """Unpin all that is pinned for a holder, and let go of its frames."""
         if lease := self._by_holder.pop(holder, None):
             slots = list(lease.pinned())
             for arena in self._arenas:
                 arena.unpin([slot for slot in slots if slot.arena == arena.number], holder)
+            for tier in self._tiers:
+                tier.release(holder)
 
     def pin(self, keys: Sequence[ChunkKey], lease: Lease, holder: str, *, leading: bool = False) -> None:
         """Pin READY chunks that the lease does not hold yet; ``leading`` ones are the next of its leading run."""
@@ -87,8 +97,17 @@ class Leases:
                 return lease.extend(keys, slots, sources)
             lease.beyond.update(zip(here, zip(slots, sources, strict=True), strict=True))
         if leading:
-            pinned = [lease.beyond.pop(key) for key in keys]
-            lease.extend(keys, [slot for slot, _ in pinned], [source for _, source in pinned])
+            _lead(lease, keys)
+
+    def hold(self, tier: StoreTier, keys: Sequence[ChunkKey], lease: Lease, holder: str, *, leading: bool) -> int:
+        """Hold the frames of leading ones of these keys, which a tier can read. Returns how many."""
+        fresh = [key for key in keys if key not in lease.beyond]
+        frames = tier.hold(fresh, holder)
+        lease.beyond.update((frame.key, (frame, tier.name)) for frame in frames)
+        held = leading_run(keys, lease.beyond.__contains__)
+        if leading:
+            _lead(lease, held)
+        return len(held)
 
     def arrived(self, keys: Sequence[ChunkKey], tier: str) -> None:
         """Chunks were promoted from a tier: pin them for those who wait for them."""
@@ -118,3 +137,9 @@ class Leases:
         for key in keys:
             homes.setdefault(next(arena for arena in self._arenas if arena.has(key)), []).append(key)
         return homes
+
+
+def _lead(lease: Lease, keys: Sequence[ChunkKey]) -> None:
+    """These chunks, which the lease has, are the next of its leading run."""
+    pinned = [lease.beyond.pop(key) for key in keys]
+    lease.extend(keys, [place for place, _ in pinned], [source for _, source in pinned])

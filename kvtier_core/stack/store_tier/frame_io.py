@@ -10,9 +10,10 @@ import attrs
 
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.codec import FrameCodec
+from kvtier_core.frames.format import FrameError, verify_by_digest
 from kvtier_core.interfaces import Backend
 from kvtier_core.stack.batches import as_many
-from kvtier_core.types import ChunkKey, EventKind
+from kvtier_core.types import ChunkKey, EventKind, StoredFrame
 
 
 class ReadStatus(enum.Enum):
@@ -105,4 +106,17 @@ def _decode(
     error = codec.decode_verified(key, buffer, count, slot, salt)
     if error is None:
         return FrameRead(ReadStatus.VERIFIED, nbytes=count)
+    return _unusable(error)
+
+
+def examine(frame: StoredFrame, found: memoryview, payload_nbytes: int) -> FrameRead:
+    """Verify what was read where a stored frame lies. It is raw, and its payload has this length."""
+    if not found:
+        return FrameRead(ReadStatus.MISSING)
+    if error := verify_by_digest(found, frame.namespace, frame.key, payload_nbytes=payload_nbytes):
+        return _unusable(error)
+    return FrameRead(ReadStatus.VERIFIED, nbytes=len(found))
+
+
+def _unusable(error: FrameError) -> FrameRead:
     return FrameRead(ReadStatus.INCOMPATIBLE if error.incompatible else ReadStatus.CORRUPT, error.value)

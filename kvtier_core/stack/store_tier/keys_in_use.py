@@ -14,6 +14,7 @@ class Use(enum.Enum):
 
     WRITING = "is being written"
     READING = "is being read"
+    LANDING = "is read by the engine's workers"  # as often as they like: it stays where it is
     DELETING = "is still being deleted"  # and stays in the index until the delete has completed
     QUARANTINING = "is being put in quarantine"  # in a shared store
 

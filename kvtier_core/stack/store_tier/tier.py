@@ -15,20 +15,24 @@ from kvtier_core.stack.store_tier.asking.lookups import Lookups
 from kvtier_core.stack.store_tier.asking.speed import StoreSpeed
 from kvtier_core.stack.store_tier.calls import StoreParts
 from kvtier_core.stack.store_tier.deletes import Deletes
-from kvtier_core.stack.store_tier.frame_io import FrameWrite
+from kvtier_core.stack.store_tier.frame_io import FrameRead, FrameWrite
 from kvtier_core.stack.store_tier.health import StoreHealth
 from kvtier_core.stack.store_tier.incompatible import IncompatibleFrames
 from kvtier_core.stack.store_tier.keys_in_use import KeysInUse, Use
+from kvtier_core.stack.store_tier.landings import Landings
 from kvtier_core.stack.store_tier.policy_state import PolicyState
 from kvtier_core.stack.store_tier.reads import Arrived, Reads
 from kvtier_core.stack.store_tier.space import CapacityLimit, Space
 from kvtier_core.stack.store_tier.writes import Release, Writes
 from kvtier_core.transfer.io_pool import Pool, run_within
-from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Usage
+from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, StoredFrame, Usage
 
 
 class StoreTier:
     """A store tier. Call every method on the owner's thread. Errors of the backend do not raise: they become events."""
+
+    lossless: bool  #: False if promoted chunks may differ from those that were stored
+    not_landing: str  #: why workers may not read its frames where they lie, without slots; empty if they do
 
     def __init__(
         self,
@@ -42,21 +46,21 @@ class StoreTier:
         inflight: int,
         timeout: float = 5.0,
         threads: int = 4,
+        not_landing: str = "it is not set up for that",
         clock: Callable[[], float] = time.monotonic,
     ):
         """``capacity`` is bytes of frames; ``inflight`` is bytes of arena slots that calls may hold at once.
 
-        ``timeout`` is the seconds after which a call should have given up by itself, ``threads`` how many ``pool`` has.
+        ``timeout`` is the seconds after which a call should have given up, ``threads`` how many ``pool`` has. Unless
+        there is a reason for ``not_landing``, workers read its frames where they lie, and it reads none into slots.
         """
         self.name = name
         self.backend = backend
         self.pool = pool
         self.index = index
         self.capacity = capacity
-        self.lossless = codec.lossless  #: False if promoted chunks may differ from those that were stored
-        self._codec = codec
-        self._inflight_limit = inflight
-        self._clock = clock
+        self.lossless, self.not_landing = codec.lossless, not_landing
+        self._codec, self._inflight_limit, self._clock = codec, inflight, clock
         self._in_use = KeysInUse()
         self._health = StoreHealth(name, pool, timeout, clock)
         self._policy_state = PolicyState(backend, index, codec, capacity)
@@ -68,7 +72,13 @@ class StoreTier:
         self._deletes = Deletes(parts, landed=lambda: self._writes.start())
         self._writes = Writes(parts, deletes=self._deletes, concurrent=max(1, threads - 1))
         self._reads = Reads(parts, deletes=self._deletes, lookup_queue=self._lookups.queue, speed=speed)
+        self._landings = Landings(parts, deletes=self._deletes, speed=speed)
         self._recover()
+
+    @property
+    def lands(self) -> bool:
+        """Do workers read its frames where they lie, without slots?"""
+        return not self.not_landing
 
     @property
     def incompatible(self) -> IncompatibleFrames:
@@ -105,7 +115,11 @@ class StoreTier:
             return 0
         run = self.index.held.run(keys, start)
         invalidated = self._deletes.invalidated
-        unreadable = (i for i in range(run) if keys[start + i] in self._in_use or keys[start + i] in invalidated)
+        unreadable = (
+            i
+            for i, key in enumerate(keys[start : start + run])
+            if self._in_use.get(key) not in (None, Use.LANDING) or key in invalidated
+        )
         return next(unreadable, run)
 
     def has(self, key: ChunkKey) -> bool:
@@ -126,11 +140,11 @@ class StoreTier:
 
     def choose(self, chunks: int, limit: LoadLimit | None) -> LoadChoice:
         """How many chunks of a readable run to load."""
-        return self._chooser.choose(chunks, self._codec.max_frame_nbytes, self._reads.inflight_nbytes, limit)
+        return self._chooser.choose(chunks, self._codec.max_frame_nbytes, self._reading_nbytes, limit)
 
     def probe(self, chunks: int) -> int:
         """How many chunks of a readable run that was declined to load all the same, while nobody waits."""
-        return self._chooser.probe(chunks, self._codec.max_frame_nbytes, self._reads.inflight_nbytes)
+        return self._chooser.probe(chunks, self._codec.max_frame_nbytes, self._reading_nbytes)
 
     def request_lookup(self, path: Sequence[ChunkKey], start: int = 0) -> int:
         """How many keys from ``start`` on a shared store may have although the index does not know them.
@@ -265,6 +279,34 @@ class StoreTier:
         self._writes.shed(self._inflight + sum(len(view) for _, view in begun) - self._inflight_limit)
         self._reads.begin(begun, self._codec, arrived, salts or {})
         return [key for key, _ in begun]
+
+    # -- landing -----------------------------------------------------------------------------------
+
+    def hold(self, keys: Sequence[ChunkKey], holder: str) -> list[StoredFrame]:
+        """The frames of leading ones of these readable keys, which stay where they are until the holder is released.
+
+        Only of a tier that `lands`. The holder holds none of them yet.
+        """
+        extents = self._landings.hold(keys, holder)
+        namespace = self._codec.namespace.digest
+        return [StoredFrame(self.name, extent, key, namespace) for key, extent in zip(keys, extents, strict=False)]
+
+    def load_begins(self, keys: Sequence[ChunkKey], holder: str) -> None:
+        """The workers begin to read these frames, which the holder holds. `load_ended` follows, then `release`."""
+        self._landings.begin(keys, holder)
+
+    def load_ended(self, holder: str, unread: Mapping[ChunkKey, FrameRead], *, ok: bool) -> None:
+        """All workers have ended that. ``unread`` are frames that one could not use. Not ``ok``: some were not read."""
+        self._landings.end(holder, unread, ok=ok)
+
+    def release(self, holder: str) -> None:
+        """Let go of what is held for a holder."""
+        self._landings.release(holder)
+
+    @property
+    def _reading_nbytes(self) -> int:
+        """Bytes that are being read, or are held to be read."""
+        return self._reads.inflight_nbytes + self._landings.held_nbytes
 
     @property
     def _inflight(self) -> int:

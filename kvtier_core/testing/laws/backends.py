@@ -18,6 +18,7 @@ from kvtier_core.testing.laws.backend_calls import BackendCallLaws
 from kvtier_core.testing.laws.backend_frames import come_and_go, damage_of, read, soak, write_and_die
 from kvtier_core.testing.resources import Resources
 from kvtier_core.testing.samples import Poisoned, make_frame, make_key, make_keys, make_namespace
+from kvtier_core.transfer.files import bounce
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey
 
 #: Seconds within which a read that is not blocked returns, even on a busy machine.
@@ -196,6 +197,30 @@ class BackendLaws(BackendCallLaws):
             assert all(isinstance(word, str) for fact in facts.items() for word in fact), (
                 f"facts() maps text to text; it returned {facts}"
             )
+
+    def test_workers_read_a_frame_where_it_lies(self, tmp_path: Path):
+        """If there is a `landing`, what it reads where `locate` says is the frame, until its key is deleted or written
+        again, whatever else is; and a key without a frame lies nowhere.
+
+        Otherwise workers would read something else in its place. The checksums find that, so such a request would wait
+        for a load and then be computed.
+        """
+        kept, gone, new = (make_keys(9)[i : i + 3] for i in (0, 3, 6))
+        with self.opened(tmp_path) as backend:
+            if not backend.landing:
+                pytest.skip("frames of this store pass through the slots of an arena")
+            backend.write([*kept, *gone], [self.frame(key) for key in (*kept, *gone)])
+            where = backend.locate(kept)
+            backend.delete(gone)
+            backend.write(new, [self.frame(key) for key in new])
+            assert list(backend.locate(gone)) == [None] * len(gone), "a frame that was deleted is located"
+            with contextlib.closing(self.config(tmp_path).land(backend.landing)) as landing:
+                for key, extent in zip([*kept, *new], [*where, *backend.locate(new)], strict=True):
+                    into = bounce(extent.nbytes)
+                    (count,) = landing.read([extent], [into])
+                    assert count == extent.nbytes and into == self.frame(key), (
+                        f"what lies at {extent} is not the frame that was located there, which is still stored"
+                    )
 
     # -- threads -----------------------------------------------------------------------------------
 

@@ -13,8 +13,9 @@ from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.transfer.disk_access import FULL, raise_if_store_failed
 from kvtier_core.transfer.files import read_files, write_files
 from kvtier_core.transfer.folder import backend_errors
-from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Extent, Namespace
 from kvtier_gds.facts import keep_facts, other_namespaces
+from kvtier_gds.landing import handle_of
 from kvtier_gds.slab import Place, Slab
 from kvtier_gds.table import Record
 
@@ -26,11 +27,6 @@ class GdsBackend(Backend):
     """
 
     def __init__(self, paths: Sequence[Path], ctx: OpenContext, *, mode: str, direct: str, io: str):
-        if mode == "gds":
-            raise BackendError(
-                "mode is gds, and no engine side of this release takes frames from a drive to a GPU; "
-                "with mode: auto they bounce through an arena"
-            )
         self._asked = {"mode": mode, "direct": direct, "io": io}
         self._paths = ", ".join(map(str, paths))
         self._namespace = ctx.namespace
@@ -121,9 +117,17 @@ class GdsBackend(Backend):
             found = [each for slab in self._slabs for each in other_namespaces(slab.folder, self._namespace)]
             return iter(dict.fromkeys(found))
 
+    @property
+    def landing(self) -> str:
+        return handle_of(self._slabs) if self._asked["mode"] == "gds" else ""
+
+    def locate(self, keys: Sequence[ChunkKey]) -> Sequence[Extent | None]:
+        places = [self._held.get(key) for key in keys]
+        return [Extent(self._slabs.index(place.slab), place.at, place.nbytes) if place else None for place in places]
+
     def facts(self) -> Mapping[str, str]:
         return {
-            "mode": f"{self._asked['mode']} -> bounce",
+            "mode": "gds" if self.landing else f"{self._asked['mode']} -> bounce",
             "direct": f"{self._asked['direct']} -> {self._on(slab.direct for slab in self._slabs)}",
             "io": f"{self._asked['io']} -> {'io_uring' if self._ring else 'calls'}",
             "preallocated": self._on(slab.preallocated for slab in self._slabs),

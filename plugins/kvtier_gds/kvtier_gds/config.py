@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 import attrs
 
-from kvtier_core.interfaces import ArenaConfig, Backend, BackendConfig, Medium, OpenContext, Stored
+from kvtier_core.interfaces import ArenaConfig, Backend, BackendConfig, Landing, Medium, OpenContext, Stored
 from kvtier_core.types import Nbytes
 
 #: The folder of one of several engines is called this, followed by its number.
@@ -36,8 +36,8 @@ class GdsConfig(BackendConfig):
 
     #: Folders, each on a drive of its own: the frames are spread over them.
     paths: tuple[Path, ...] = attrs.field(validator=_some_and_each_once)
-    #: ``bounce``: frames pass through the slots of an arena. ``gds``: straight between drive and GPU, which needs an
-    #: engine side that takes them there; there is none yet.
+    #: ``bounce``: frames pass through the slots of an arena. ``gds``: the engine's workers read them from the drive,
+    #: each into memory of its own, and copy them from there into pages; stores pass through an arena all the same.
     mode: Literal["auto", "gds", "bounce"] = "auto"
     direct: Literal["auto", "on", "off"] = "auto"  #: bypass the page cache (O_DIRECT) where the file system can
     io: Literal["auto", "io_uring", "calls"] = "auto"  #: a batch of frames at once (io_uring), or one after the other
@@ -54,6 +54,11 @@ class GdsConfig(BackendConfig):
 
         paths = [path / f"{_REPLICA}{ctx.replica}" for path in self.paths] if ctx.replicas > 1 else self.paths
         return GdsBackend(paths, ctx, mode=self.mode, direct=self.direct, io=self.io)
+
+    def land(self, handle: str) -> Landing:
+        from kvtier_gds.landing import GdsLanding
+
+        return GdsLanding(handle)
 
     @contextlib.contextmanager
     def walk(self) -> Iterator[Iterator[Stored]]:

@@ -24,12 +24,12 @@ class Slabs(BackendLaws):
 
 class TestOneDirect(Slabs):
     def config(self, folder):
-        return GdsConfig(paths=(folder / "kv",))
+        return GdsConfig(paths=(folder / "kv",), mode="gds")
 
 
 class TestThreeBuffered(Slabs):
     def config(self, folder):
-        return GdsConfig(paths=tuple(folder / name for name in "abc"), direct="off")
+        return GdsConfig(paths=tuple(folder / name for name in "abc"), direct="off", mode="gds")
 
 
 del Slabs  # it has no config, and is no suite

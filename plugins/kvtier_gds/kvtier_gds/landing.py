@@ -1,0 +1,80 @@
+"""Reads frames in a worker process of the engine, from the slabs that the tier's process owns."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtier_core.errors import BackendError
+from kvtier_core.interfaces import Landing
+from kvtier_core.transfer.disk_access import raise_if_store_failed
+from kvtier_core.transfer.files import read_files, ring_works
+from kvtier_core.transfer.folder import Folder, backend_errors
+from kvtier_core.types import Extent
+from kvtier_gds.slab import FRAMES, Slab
+
+
+def handle_of(slabs: Sequence[Slab]) -> str:
+    """How a worker reaches these slabs."""
+    return json.dumps([_described(slab) for slab in slabs])
+
+
+def _described(slab: Slab) -> list[str | int]:
+    status = os.fstat(slab.fd)
+    return [str(slab.path), status.st_dev, status.st_ino, slab.direct, slab.ring]
+
+
+class GdsLanding(Landing):
+    """The files of all slabs, open for reading."""
+
+    def __init__(self, handle: str):
+        """``handle`` is what `handle_of` said. Raises BackendError."""
+        with contextlib.ExitStack() as undoing:
+            self._files = [_open(undoing, *described) for described in json.loads(handle)]
+            self._closing = undoing.pop_all()
+        self._direct = any(file.direct for file in self._files)
+        self._ring = all(file.ring for file in self._files) and ring_works()
+
+    def read(self, extents: Sequence[Extent], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
+        files = [self._files[extent.file] for extent in extents]
+        fds, at = [file.fd for file in files], [extent.at for extent in extents]
+        outcomes = read_files(fds, into, ring=self._ring, direct=self._direct, at=at)
+        for file in self._files:
+            with backend_errors(file.folder.path):
+                its = [outcome for each, outcome in zip(files, outcomes, strict=True) if each is file]
+                raise_if_store_failed(its, file.folder)
+        return [
+            BackendError(f"{file.folder.path}: at {extent.at}: {outcome.strerror}")
+            if isinstance(outcome, OSError)
+            else outcome
+            for file, extent, outcome in zip(files, extents, outcomes, strict=True)
+        ]
+
+    def facts(self) -> Mapping[str, str]:
+        return {"landing": f"{'O_DIRECT' if self._direct else 'page cache'}, {'io_uring' if self._ring else 'calls'}"}
+
+    def close(self) -> None:
+        self._closing.close()
+
+
+class _File(NamedTuple):
+    folder: Folder
+    fd: int
+    direct: bool
+    ring: bool
+
+
+def _open(undoing: contextlib.ExitStack, path: str, device: int, inode: int, direct: bool, ring: bool) -> _File:
+    """A slab, if it is still the one of the tier's process."""
+    with backend_errors(Path(path)):
+        folder = Folder.at(Path(path))
+        fd = folder.open(FRAMES, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+        undoing.callback(os.close, fd)
+        status = os.fstat(fd)
+    if (status.st_dev, status.st_ino) != (device, inode):
+        raise BackendError(f"{path}: another file has taken the place of the slab; restart the engine")
+    return _File(folder, fd, direct, ring)

@@ -1,0 +1,103 @@
+"""Workers read the slabs themselves: where the tier says that a frame lies, in files that the tier's process owns."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from slabs import NBYTES, dies, open_slabs, write
+
+from kvtier_core.errors import BackendError
+from kvtier_core.testing.samples import make_frame, make_keys
+from kvtier_core.transfer.files import bounce
+from kvtier_core.types import FRAME_ALIGNMENT, Extent
+from kvtier_gds.config import GdsConfig
+
+KEYS = make_keys(12)
+
+
+@pytest.fixture
+def three(tmp_path):
+    return [tmp_path / name for name in "abc"]
+
+
+def land(backend):
+    return GdsConfig(paths=("unused",)).land(backend.landing)
+
+
+def read(landing, extent):
+    into = bounce(extent.nbytes)
+    (count,) = landing.read([extent], [into])
+    return count if isinstance(count, BackendError) else bytes(into[:count])
+
+
+@pytest.mark.parametrize("io", ["io_uring", "calls"])
+@pytest.mark.parametrize("direct", ["auto", "off"])
+def test_every_frame_is_where_the_tier_says(three, io, direct):
+    backend = open_slabs(*three, frames=16, mode="gds", io=io, direct=direct)
+    landing = land(backend)
+    write(backend, *KEYS)
+    extents = backend.locate(KEYS)
+    assert {extent.file for extent in extents} == {0, 1, 2}
+    assert [read(landing, extent) for extent in extents] == [make_frame(key, NBYTES) for key in KEYS]
+    backend.delete(KEYS[:1])
+    assert backend.locate([*KEYS[:2], make_keys(13)[-1]]) == [None, extents[1], None]
+    landing.close()
+    landing.close()
+    backend.close()
+
+
+@pytest.mark.parametrize("mode", ["auto", "bounce"])
+def test_otherwise_frames_pass_through_an_arena(tmp_path, mode):
+    backend = open_slabs(tmp_path, mode=mode)
+    assert backend.landing == ""
+    backend.close()
+
+
+def test_what_is_cut_off_is_short(tmp_path):
+    backend = open_slabs(tmp_path, mode="gds")
+    landing = land(backend)
+    write(backend, *KEYS[:4])
+    (extent,) = backend.locate(KEYS[3:4])
+    os.truncate(tmp_path / "kvtier.slab", extent.at + FRAME_ALIGNMENT)
+    assert len(read(landing, extent)) == FRAME_ALIGNMENT
+    assert read(landing, Extent(0, 1 << 30, NBYTES)) == b""
+    landing.close()
+    backend.close()
+
+
+def test_a_worker_reads_on_when_the_tier_is_closed(tmp_path):
+    backend = open_slabs(tmp_path, mode="gds")
+    landing = land(backend)
+    write(backend, KEYS[0])
+    (extent,) = backend.locate(KEYS[:1])
+    backend.close()
+    assert read(landing, extent) == make_frame(KEYS[0], NBYTES)
+    landing.close()
+
+
+def test_another_file_in_the_place_of_a_slab_is_refused(tmp_path):
+    backend = open_slabs(tmp_path, mode="gds")
+    os.rename(tmp_path / "kvtier.slab", tmp_path / "moved")
+    (tmp_path / "kvtier.slab").write_bytes(bytes(NBYTES))
+    with pytest.raises(BackendError, match="another file has taken the place of the slab"):
+        land(backend)
+    backend.close()
+
+
+def _store_and_die(path):
+    backend = open_slabs(path, mode="gds")
+    write(backend, *KEYS[:6])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_was_stored_before_a_kill_lands(tmp_path):
+    dies(_store_and_die, tmp_path)
+    backend = open_slabs(tmp_path, mode="gds")
+    landing = land(backend)
+    assert [read(landing, extent) for extent in backend.locate(KEYS[:6])] == [
+        make_frame(key, NBYTES) for key in KEYS[:6]
+    ]
+    landing.close()
+    backend.close()

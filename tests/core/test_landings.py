@@ -1,0 +1,156 @@
+"""Frames of a store that workers read where they lie: they stay there while somebody holds them, and then may go."""
+
+from __future__ import annotations
+
+import pytest
+from test_machine import Slab
+
+from kvtier_core.builtin.raw import RawConfig
+from kvtier_core.frames.codec import FrameCodec
+from kvtier_core.policies.lru import LruConfig
+from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.stack.interface import LoadLimit
+from kvtier_core.stack.store_tier.frame_io import FrameRead, FrameWrite, ReadStatus
+from kvtier_core.stack.store_tier.tier import StoreTier
+from kvtier_core.testing.pool import ManualPool
+from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_layout, make_namespace
+from kvtier_core.types import EventKind
+
+LAYOUT = make_layout()
+FRAME = LAYOUT.frame_nbytes
+KEYS = make_keys(10)
+HERE, LATER = KEYS[:4], KEYS[4:]
+
+
+class Tier(StoreTier):
+    """It has room for four frames."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.slab = Slab()
+        super().__init__(
+            "slab",
+            self.slab,
+            pool=ManualPool(),
+            index=CacheIndex(LruConfig().open()),
+            codec=FrameCodec.open(RawConfig(), make_context(layout=LAYOUT)),
+            capacity=4 * FRAME,
+            inflight=1 << 30,
+            not_landing="",
+            clock=lambda: self.now,
+        )
+
+    def store(self, *keys):
+        for key in keys:
+            self.index.request([key], self.now, {})
+            self.write([FrameWrite(key, None, make_frame(key, FRAME))], lambda key: None)
+            self.rest()
+
+    def rest(self):
+        while self.pool.queue:
+            self.pool.run(0)
+            self.pool.step()
+
+    def load(self, keys, holder="request", ok=True, **unread):
+        frames = self.hold(keys, holder)
+        self.load_begins([frame.key for frame in frames], holder)
+        self.now += 1.0
+        self.load_ended(holder, {frame.key: FrameRead(**unread) for frame in frames} if unread else {}, ok=ok)
+        self.release(holder)
+        self.rest()
+
+    def told(self):
+        kinds = [event.kind for event in self.events]
+        self.events.clear()
+        return kinds
+
+
+@pytest.fixture
+def tier():
+    tier = Tier()
+    tier.store(*HERE)
+    tier.told()
+    return tier
+
+
+def test_what_one_of_two_still_holds_stays(tier):
+    first, second = tier.hold(HERE[:2], "a"), tier.hold(HERE[:2], "b")
+    assert first == second and tier.readable(HERE) == 4
+    tier.release("a")
+    tier.store(*LATER)
+    assert list(tier.slab.locate(HERE[:2])) == [frame.extent for frame in first]
+    assert tier.readable(HERE) == 2, "the others made room"
+    tier.release("b")
+    tier.store(*reversed(LATER))
+    assert tier.readable(HERE[:1]) == 0
+
+
+def test_who_holds_nothing_releases_nothing(tier):
+    tier.release("nobody")
+    tier.load_begins([], "nobody")
+    tier.load_ended("nobody", {}, ok=True)
+    assert tier.told() == []
+
+
+def test_what_was_read_is_told(tier):
+    tier.load(HERE[:2])
+    (event,) = tier.events
+    assert (event.kind, event.keys, event.nbytes, event.seconds) == (EventKind.READ, tuple(HERE[:2]), 2 * FRAME, 1.0)
+
+
+@pytest.mark.parametrize("status", [ReadStatus.CORRUPT, ReadStatus.MISSING])
+def test_what_does_not_verify_is_never_found_again_and_is_removed_when_nobody_holds_it(tier, status):
+    tier.hold(HERE[:1], "another")
+    tier.load(HERE[:1], status=status, why="bad", ok=False)
+    assert tier.told() == [EventKind(status.value)]
+    assert tier.readable(HERE) == 0 and HERE[0] in tier.slab.frames
+    tier.release("another")
+    tier.rest()
+    assert HERE[0] not in tier.slab.frames and HERE[0] not in tier.index
+
+
+def test_what_another_codec_wrote_is_left_alone(tier):
+    tier.load(HERE[:1], status=ReadStatus.INCOMPATIBLE, why="lz4", ok=False)
+    assert tier.told() == [EventKind.INCOMPATIBLE]
+    assert HERE[0] in tier.slab.frames and HERE[0] in tier.incompatible and tier.readable(HERE) == 0
+
+
+def test_a_new_epoch_waits_for_who_holds_and_finds_nothing(tier):
+    (frame,) = tier.hold(HERE[:1], "request")
+    tier.invalidate_all(make_namespace("renewed"))
+    tier.rest()
+    assert list(tier.slab.frames) == [HERE[0]] and tier.readable(HERE) == 0
+    assert frame.namespace == make_namespace().digest
+    tier.release("request")
+    tier.rest()
+    assert not tier.slab.frames
+
+
+def test_a_frame_without_a_place_ends_the_run_and_is_missing(tier):
+    del tier.slab.frames[HERE[2]]
+    assert [frame.key for frame in tier.hold(HERE, "request")] == HERE[:2]
+    assert tier.told() == [EventKind.MISSING]
+    tier.rest()
+    assert HERE[2] not in tier.index
+
+
+def test_a_store_that_fails_again_and_again_rests_and_is_tried_once(tier):
+    for _ in range(3):
+        tier.load(HERE[:1], status=ReadStatus.IO_ERROR, why="gone", ok=False)
+    assert tier.told() == [EventKind.IO_ERROR] * 3 + [EventKind.BREAKER_OPEN]
+    assert tier.readable(HERE) == 0 and len(tier.slab.frames) == 4, "nothing is deleted"
+    tier.now += 10.0
+    assert tier.readable(HERE) == 4
+    tier.hold(HERE[:1], "probe")
+    tier.load_begins(HERE[:1], "probe")
+    assert tier.readable(HERE) == 0, "one at a time"
+    tier.load_ended("probe", {}, ok=True)
+    tier.release("probe")
+    assert tier.told() == [EventKind.READ, EventKind.BREAKER_CLOSED] and tier.readable(HERE) == 4
+
+
+def test_what_is_slower_than_computing_is_declined_once_that_is_known(tier):
+    limit = LoadLimit(chunk_seconds=0.1, wait=2.0)
+    assert tier.choose(4, limit).chunks == 4
+    tier.load(HERE[:1])  # a second
+    assert tier.choose(4, limit).declined and tier.choose(4, LoadLimit(chunk_seconds=2.0, wait=9.0)).chunks == 4

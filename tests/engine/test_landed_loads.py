@@ -1,0 +1,224 @@
+"""A worker that reads frames by itself, from real slabs: what reaches its pages was verified, and nothing else does."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import torch
+
+import kvtier_core.engine.landed_loads as landed_loads
+from kvtier_core.config.load import load_config
+from kvtier_core.config.registry import Registry
+from kvtier_core.engine.messages import StepPlan, Transfer, WorkerProgress
+from kvtier_core.engine.worker_side import WorkerSide
+from kvtier_core.errors import BackendError
+from kvtier_core.interfaces import PagedKVCache, PageRun
+from kvtier_core.stack.store_tier.frame_io import FrameRead, ReadStatus
+from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_layout, make_namespace
+from kvtier_core.types import Slot, StoredFrame
+from kvtier_gds.landing import GdsLanding
+
+LAYOUT = make_layout((4096, 2048), blocks=2, ranks=2)
+NBYTES = LAYOUT.frame_nbytes
+CHUNKS = 6
+BLOCKS = 2 * CHUNKS
+KEYS = make_keys(CHUNKS)
+HOME = make_namespace()
+SELF_TEST = tuple(Slot(0, number) for number in range(LAYOUT.self_test_slots))
+
+
+class Machine:
+    """A stack's stores, and the worker sides of two ranks."""
+
+    def __init__(self, folder):
+        tiers = [
+            {"type": "heap", "capacity": f"{8 * NBYTES}B"},
+            {"type": "gds", "paths": [str(folder)], "capacity": f"{8 * NBYTES}B", "mode": "gds", "timeout": "200ms"},
+        ]
+        config = load_config({"version": 1, "chunk_tokens": LAYOUT.tokens, "tiers": tiers}, Registry.discover())
+        context = make_context(layout=LAYOUT, namespace=HOME, capacity=8 * NBYTES)
+        self.arena = config.arenas[0].config.open(context)
+        self.slabs = config.stores[0].config.open(context)
+        self.slabs.write(KEYS, [make_frame(key, NBYTES, seed, HOME) for seed, key in enumerate(KEYS)])
+        self.caches = [
+            [torch.zeros(BLOCKS, nbytes // 4, dtype=torch.int32) for nbytes in (4096, 2048)] for _ in range(2)
+        ]
+        self.sides = [
+            WorkerSide(
+                config.arenas, rank, self._pages(rank), [dict(zip("ab", caches, strict=True))], stores=config.stores
+            )
+            for rank, caches in enumerate(self.caches)
+        ]
+        self.plan = StepPlan(
+            arenas=(self.arena.handle,), landings={"gds": self.slabs.landing}, layout=LAYOUT, self_test_slots=SELF_TEST
+        )
+
+    def attach(self):
+        """What the self-tests found wrong."""
+        for side in self.sides:
+            side.attach(self.plan)
+        return [side.progress().self_tests for side in self.sides]
+
+    def _pages(self, rank):
+        runs = tuple(PageRun(cache.data_ptr(), cache[0].nbytes, cache[0].nbytes) for cache in self.caches[rank])
+        return lambda layout: PagedKVCache(runs, BLOCKS, "cpu", rank, layout)
+
+    def frames(self, keys=KEYS, named=None, namespace=HOME):
+        extents = self.slabs.locate(keys)
+        return [StoredFrame("gds", *each, namespace.digest) for each in zip(extents, named or keys, strict=True)]
+
+    def load(self, places, request="request"):
+        """Load chunk after chunk into block after block, on both ranks: the outcomes of each."""
+        pages = tuple(((2 * number, 2 * number + 1),) for number in range(len(places)))
+        return [self._load(side, StepPlan(loads=((request, Transfer(tuple(places), pages)),))) for side in self.sides]
+
+    def _load(self, side, plan):
+        side.load(plan, idle=False)
+        side.suspend()  # waits for it
+        side.resume()
+        ended, failed = side.loaded()
+        assert ended == {request for request, _ in plan.loads}
+        progress = side.progress() or WorkerProgress()
+        return bool(failed), {key: read.status for read_of in progress.unread.values() for key, read in read_of.items()}
+
+    def content(self):
+        return [[cache.clone() for cache in caches] for caches in self.caches]
+
+    def wipe(self):
+        for caches in self.caches:
+            for cache in caches:
+                cache.zero_()
+
+    def change(self, key, content, at=0):
+        (extent,) = self.slabs.locate([key])
+        with open(self.slabs._slabs[0].path / "kvtier.slab", "r+b") as slab:
+            slab.seek(extent.at + at)
+            slab.write(content)
+
+    def close(self):
+        for side in self.sides:
+            side.close()
+        self.slabs.close()
+        self.arena.close()
+
+
+@pytest.fixture
+def opened(tmp_path):
+    with contextlib.closing(Machine(tmp_path)) as machine:
+        yield machine
+
+
+@pytest.fixture
+def machine(opened):
+    assert [list(outcomes) for outcomes in opened.attach()] == [[""], [""]]
+    return opened
+
+
+def same(content, other):
+    return all(torch.equal(*pair) for ranks in zip(content, other, strict=True) for pair in zip(*ranks, strict=True))
+
+
+def good(machine):
+    """What an arena brings to the pages from the same frames."""
+    for number, (seed, key) in enumerate(enumerate(KEYS)):
+        machine.arena.view(number)[:] = make_frame(key, NBYTES, seed, HOME)
+    assert machine.load([Slot(0, number) for number in range(CHUNKS)]) == [(False, {})] * 2
+    content = machine.content()
+    machine.wipe()
+    return content
+
+
+def test_each_rank_gets_the_shard_that_an_arena_would_bring(machine):
+    expected = good(machine)
+    assert machine.load(machine.frames()) == [(False, {})] * 2
+    assert same(machine.content(), expected) and expected[0][0].any()
+
+
+def test_a_request_may_load_from_an_arena_and_from_a_store(machine):
+    expected = good(machine)
+    places = [Slot(0, 0), *machine.frames()[1:4], Slot(0, 4), *machine.frames()[5:]]
+    assert machine.load(places) == [(False, {})] * 2
+    assert same(machine.content(), expected)
+
+
+def test_more_chunks_than_there_is_memory_for(opened, monkeypatch):
+    monkeypatch.setattr(landed_loads, "_STAGING_NBYTES", NBYTES)
+    opened.attach()
+    expected = good(opened)
+    assert opened.load(opened.frames()) == [(False, {})] * 2
+    assert same(opened.content(), expected)
+
+
+def test_what_does_not_verify_reaches_no_page(machine):
+    empty = machine.content()
+    stranger = machine.frames(KEYS[:1], named=KEYS[1:2])
+    assert machine.load(stranger) == [(True, {KEYS[1]: ReadStatus.CORRUPT})] * 2
+    foreign = machine.frames(KEYS[:1], namespace=make_namespace("another"))
+    assert machine.load(foreign) == [(True, {KEYS[0]: ReadStatus.CORRUPT})] * 2
+    machine.change(KEYS[2], b"\xff", at=NBYTES - 1)
+    assert machine.load(machine.frames(KEYS[2:3])) == [(True, {KEYS[2]: ReadStatus.CORRUPT})] * 2
+    machine.change(KEYS[3], bytes(NBYTES))
+    assert machine.load(machine.frames(KEYS[3:4])) == [(True, {KEYS[3]: ReadStatus.CORRUPT})] * 2
+    assert same(machine.content(), empty)
+
+
+def test_a_frame_that_is_longer_than_a_slot_does_not_reach_into_the_next(machine, monkeypatch):
+    longest, read = [], GdsLanding.read
+
+    def noted(landing, extents, into):
+        longest.extend(map(len, into))
+        return read(landing, extents, into)
+
+    monkeypatch.setattr(GdsLanding, "read", noted)
+    frames = machine.frames(KEYS[:3])
+    machine.load([frame._replace(extent=frame.extent._replace(nbytes=2 * NBYTES)) for frame in frames])
+    assert longest == [NBYTES] * 6
+
+
+def test_a_request_fails_with_one_of_its_chunks_and_others_do_not(machine):
+    machine.change(KEYS[2], b"\xff", at=NBYTES - 1)
+    assert [failed for failed, _ in machine.load(machine.frames())] == [True, True]
+    assert machine.load(machine.frames(KEYS[:2])) == [(False, {})] * 2
+
+
+def test_a_store_that_fails_as_a_whole_says_so(machine, monkeypatch):
+    def fail(landing, extents, into):
+        raise BackendError("gone")
+
+    monkeypatch.setattr(GdsLanding, "read", fail)
+    assert machine.load(machine.frames(KEYS[:2])) == [(True, dict.fromkeys(KEYS[:2], ReadStatus.IO_ERROR))] * 2
+
+
+def test_a_read_that_hangs_fails_and_loads_go_on_when_it_returns(machine, monkeypatch):
+    returns, read = threading.Event(), GdsLanding.read
+
+    def hang(landing, extents, into):
+        returns.wait(30)
+        into[0][:] = bytes(len(into[0]))
+        return read(landing, extents, into)
+
+    monkeypatch.setattr(GdsLanding, "read", hang)
+    assert machine.load(machine.frames(KEYS[:1])) == [(True, {KEYS[0]: ReadStatus.IO_ERROR})] * 2
+    monkeypatch.undo()
+    expected = good(machine)
+    returns.set()
+    while machine.load(machine.frames(KEYS[:1])) != [(False, {})] * 2:  # it may take a moment to return
+        pass
+    assert machine.load(machine.frames()) == [(False, {})] * 2
+    assert same(machine.content(), expected)
+
+
+def test_files_that_cannot_be_reached_are_told_at_the_start(opened, tmp_path):
+    (tmp_path / "kvtier.slab").unlink()
+    outcomes = [outcome for outcomes in opened.attach() for outcome in outcomes]
+    assert len(outcomes) == 2 and all("No such file" in outcome for outcome in outcomes)
+    assert [failed for failed, _ in opened.load(opened.frames())] == [True, True]
+
+
+def test_what_one_rank_could_not_read_was_not_read():
+    bad = FrameRead(ReadStatus.CORRUPT, "damaged")
+    first = WorkerProgress(unread={"a": {KEYS[0]: bad}})
+    merged = first.merge(WorkerProgress(unread={"a": {KEYS[1]: bad}, "b": {KEYS[2]: bad}}))
+    assert merged.unread == {"a": {KEYS[0]: bad, KEYS[1]: bad}, "b": {KEYS[2]: bad}}

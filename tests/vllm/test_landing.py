@@ -1,0 +1,169 @@
+"""Real vLLM whose workers read the slabs themselves: no frame passes through a slot on its way to the pages."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from conftest import Engine, cpu, prompt
+from test_serving import NOISE
+
+from kvtier_gds.backend import GdsBackend
+from kvtier_gds.landing import GdsLanding
+
+ASKED = prompt(5, 530)
+HITS = 512
+
+
+def slabs(tmp_path, capacity="64MiB", staging="64MiB"):
+    paths = [str(tmp_path / name) for name in "ab"]
+    return {"type": "gds", "paths": paths, "capacity": capacity, "staging": staging, "mode": "gds"}
+
+
+def alone(*where, **room):
+    return {**cpu(), "tiers": [slabs(*where, **room)]}
+
+
+@pytest.fixture
+def landed(monkeypatch):
+    """The extents that workers read. No other way from the slabs is open."""
+    extents = []
+    read = GdsLanding.read
+
+    def noted(landing, wanted, into):
+        extents.extend(wanted)
+        return read(landing, wanted, into)
+
+    def closed(backend, keys, into):
+        raise AssertionError("a frame was read into a slot")
+
+    monkeypatch.setattr(GdsLanding, "read", noted)
+    monkeypatch.setattr(GdsBackend, "read", closed)
+    return extents
+
+
+@pytest.fixture
+def own(engine, tmp_path):
+    """The answer of the engine that stored the prompt, from its own prefix cache."""
+    with engine(alone(tmp_path), enable_prefix_caching=True) as first:
+        first.ask(ASKED)
+        answer = first.ask(ASKED)[0]
+        first.assert_at_rest()
+    assert answer.cached == HITS
+    return answer
+
+
+@pytest.mark.parametrize("above", [[], cpu()["tiers"]], ids=["alone", "below cpu"])
+def test_what_lands_is_bit_equal_to_the_engines_own_prefix_hit(engine, said, tmp_path, own, landed, above):
+    with engine({**cpu(), "tiers": [*above, slabs(tmp_path)]}, enable_prefix_caching=True) as second:
+        warm = second.ask(ASKED)[0]
+        second.assert_at_rest()
+        lines = said()
+    assert any("hit 512 of 530 tokens: gds 512" in line for line in lines)
+    assert any("workers read it: yes, mode: gds" in line for line in lines)
+    assert len(landed) == len(set(landed)) == HITS // cpu()["chunk_tokens"]
+    assert warm.cached == HITS
+    assert warm.differs(own) == 0
+
+
+@pytest.mark.parametrize("damage", ["a bit", "another chunk's frame"])
+def test_a_frame_that_changes_between_lookup_and_read_reaches_no_request(
+    engine, said, tmp_path, own, landed, monkeypatch, damage
+):
+    """Its request is computed, the frame is dropped, and its chunk is stored anew."""
+    read = GdsLanding.read
+
+    def after_damage(landing, extents, into):
+        for at in range(1, len(extents), 3):
+            wrong, other = extents[at], extents[at - 1]
+            with open(tmp_path / "ab"[other.file] / "kvtier.slab", "rb") as slab:
+                slab.seek(other.at)
+                content = slab.read(other.nbytes)
+            with open(tmp_path / "ab"[wrong.file] / "kvtier.slab", "r+b") as slab:
+                slab.seek(wrong.at + 5000 if damage == "a bit" else wrong.at)
+                slab.write(b"\xff" if damage == "a bit" else content)
+        monkeypatch.setattr(GdsLanding, "read", read)
+        return read(landing, extents, into)
+
+    monkeypatch.setattr(GdsLanding, "read", after_damage)
+    with engine(alone(tmp_path)) as second:
+        computed = second.ask(ASKED)[0]
+        second.assert_at_rest()
+        assert any("corrupt" in line for line in said())
+        assert computed.cached == 0
+        assert computed.differs(own) < NOISE
+        second.ask(ASKED)  # from memory; the slabs are offered again what was dropped
+        second.assert_at_rest()
+    with engine(alone(tmp_path)) as third:
+        again = third.ask(ASKED)[0]
+        third.assert_at_rest()
+    assert again.cached == HITS
+    assert again.differs(own) == 0
+
+
+def test_while_places_change_hands_every_answer_is_right(engine, tmp_path, landed):
+    """The slabs have no room for all of the prompts, and memory for a third: what lands is evicted all the time."""
+    prompts = [prompt(seed, 330, prefix=prompt(seed % 4, 128)) for seed in range(12)]
+    with engine() as plain:
+        truth = plain.ask(*prompts)
+    drawn = random.Random(0)
+    with engine(alone(tmp_path, capacity="8MiB", staging="4MiB")) as served:
+        for _ in range(5):
+            order = drawn.sample(range(len(prompts)), len(prompts))
+            for number, answer in zip(order, served.ask(*(prompts[each] for each in order)), strict=True):
+                assert answer.differs(truth[number]) < NOISE
+        served.assert_at_rest()
+        assert served.manager.usage()[-1].nbytes <= 8 << 20
+    assert len(landed) > len(set(landed)) > 8
+
+
+def ask_until_a_load(model, stack):
+    """In another process, which is killed in the middle of a load."""
+    read = GdsLanding.read
+
+    def die(landing, extents, into):
+        read(landing, extents[:1], into[:1])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    GdsLanding.read = die
+    Engine(Path(model), stack).ask(ASKED)
+
+
+def test_an_engine_that_is_killed_in_a_load_leaves_all_that_it_had(engine, fork_server, model, tmp_path, own, landed):
+    log = tmp_path / "log"
+    fork_server.start("test_landing:ask_until_a_load", log, {}, model=str(model), stack=alone(tmp_path))
+    while not log.exists() or fork_server.members():
+        time.sleep(0.05)
+    assert "self-test: every byte came back" in log.read_text() and "Traceback" not in log.read_text()[-2000:]
+    with engine(alone(tmp_path), enable_prefix_caching=True) as second:
+        warm = second.ask(ASKED)[0]
+        second.assert_at_rest()
+    assert warm.cached == HITS and landed
+    assert warm.differs(own) == 0
+
+
+def ask_once(model, stack, options):
+    engine = Engine(Path(model), stack, **options)
+    (answer,) = engine.ask(ASKED)
+    engine.llm.llm_engine.engine_core.shutdown()
+    return answer.tokens, answer.logprobs, answer.cached
+
+
+def test_each_rank_reads_its_shard(fork_server, model, tmp_path):
+    """In processes of their own."""
+    environment = {
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    }
+    arguments = {"model": str(model), "stack": alone(tmp_path), "options": {"tensor_parallel_size": 2}}
+    cold, _ = fork_server.run("test_landing:ask_once", environment, **arguments)
+    warm, log = fork_server.run("test_landing:ask_once", environment, **arguments)
+    assert "hit 512 of 530 tokens: gds 512" in log and "workers read it: yes" in log
+    assert all(f"rank {rank}: gds: landing" in log for rank in range(2))
+    assert (cold[0], cold[2], warm[2]) == (warm[0], 0, HITS)
+    assert max(abs(a - b) for a, b in zip(cold[1], warm[1], strict=True)) < NOISE
