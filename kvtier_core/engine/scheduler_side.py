@@ -215,7 +215,7 @@ class SchedulerSide:
         for request_id in self._loads.under_way(result.ended_loads) - failed:
             if state := self._requests.get(request_id):
                 self._waiting.loaded(state)
-                self.events.tell(self._loaded(state))
+                self.events.record(self._loaded(state))
                 self._count(state, state.sources)
         self._loads.end(result.ended_loads)
         for request_id in failed:

