@@ -208,7 +208,7 @@ class EnvSecret:
         """The secret. Raises BackendError if the variable is not set, or empty."""
         value = os.environ.get(self.variable)
         if not value:
-            raise BackendError(f"the environment variable {self.variable} is not set")
+            raise BackendError(f"the environment variable {self.variable} is not set; set it where the engine runs")
         return value
 
     def __str__(self) -> str:

@@ -395,4 +395,4 @@ class SchedulerSide:
 
     def _log_pins(self) -> None:
         for holder, pins in self.manager.pins_by_holder().items():
-            logger.warning("kvtier: %s still holds %d slots", holder, pins)
+            logger.warning("kvtier: %s still holds %d slots; a tier that hangs, or a fault of kvtier", holder, pins)

@@ -11,6 +11,7 @@ import pytest
 from servers.otlp import Collector, known_of
 
 from kvtier_core.errors import BackendError
+from kvtier_core.observers.metrics import Readings
 from kvtier_core.observers.opentelemetry import OpenTelemetryConfig
 from kvtier_core.testing import ObserverLaws
 from kvtier_core.testing.samples import make_context, make_keys
@@ -78,6 +79,11 @@ def test_a_request_is_a_span_with_a_child_for_what_each_tier_did(collector):
     assert known_of(spans["read disk"]) == {"kvtier.tier": "disk", "kvtier.chunks": 3, "kvtier.bytes": 4096}
     assert spans["read disk"].start_time_unix_nano == 100_500_000_000
     assert (spans["corrupt disk"].status.code, spans["corrupt disk"].status.message) == (2, "checksum")
+
+
+def test_that_requests_come_and_go_is_counted_nowhere():
+    told = [Event(kind, "", tuple(make_keys(1)), request="a") for kind in (EventKind.ARRIVED, EventKind.FINISHED)]
+    assert not list(Readings().of(told))
 
 
 def test_a_call_for_several_requests_is_in_the_trace_of_each(collector):
