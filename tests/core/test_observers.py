@@ -249,10 +249,15 @@ def test_a_line_says_what_is_known(tmp_path):
     keys = tuple(make_keys(2))
     usage = Usage("disk", chunks=2, nbytes=3, capacity=4)
     observer.observe(
-        [Event(EventKind.READ, "disk", keys, 4096, seconds=0.25), Event(EventKind.USAGE, "disk", usage=usage)]
+        [
+            Event(EventKind.READ, "disk", keys, 4096, seconds=0.25),
+            Event(EventKind.USAGE, "disk", usage=usage),
+            Event(EventKind.HIT, "disk", tokens=8, request="r" * 300),
+        ]
     )
     observer.close()
-    read, used = lines_of(tmp_path)
+    read, used, hit = lines_of(tmp_path)
+    assert (hit["tokens"], hit["request"]) == (8, "r" * 256)
     assert abs(read.pop("time") - time.time()) < 3600
     assert read == {"event": "read", "tier": "disk", "chunks": 2, "bytes": 4096, "seconds": 0.25}
     assert used["usage"] == {
