@@ -8,6 +8,7 @@ import json
 import os
 import re
 import secrets
+import time
 from collections.abc import Mapping
 from functools import cached_property
 from typing import ClassVar, NamedTuple, NewType
@@ -123,6 +124,8 @@ class EventKind(enum.Enum):
     BYPASSED = "bypassed"  #: what was not asked for, or is sooner computed than loaded
     AVOIDED = "avoided"  #: computing that a load made unnecessary, in seconds
     WAITED = "waited"  #: a request waited for the tier, in seconds
+    ARRIVED = "arrived"  #: a request was first seen, with the keys of its chunks; of no tier
+    FINISHED = "finished"  #: it has ended, or was aborted, with the seconds since it arrived; of no tier
     USAGE = "usage"  #: what the tier holds has changed; told once a second at most
 
 
@@ -145,13 +148,16 @@ class Event:
     """Something that happened to chunks of one tier, or to a request that looked there."""
 
     kind: EventKind
-    tier: str  #: its name
+    tier: str  #: its name; empty for what concerns no tier
     keys: tuple[ChunkKey, ...] = ()
     nbytes: int = 0  #: of their frames, in all
     why: str = ""  #: in plain words
     seconds: float = 0.0  #: that it took; 0 if it took no time, or is not known
     tokens: int = 0  #: of a request
     usage: Usage | None = None  #: of USAGE alone
+    request: str = ""  #: its id, of events of a request
+    traceparent: str = ""  #: of ARRIVED: where the request's own trace is continued (W3C Trace Context)
+    at: float = attrs.field(factory=time.time, eq=False)  #: when it was noticed, in seconds since 1970
 
 
 _SIZE = re.compile(r"([0-9]+)\s*(B|KiB|MiB|GiB|TiB|PiB)")
@@ -219,7 +225,7 @@ class EnvSecret:
         """The secret. Raises BackendError if the variable is not set, or empty."""
         value = os.environ.get(self.variable)
         if not value:
-            raise BackendError(f"the environment variable {self.variable} is not set")
+            raise BackendError(f"the environment variable {self.variable} is not set; set it where the engine runs")
         return value
 
     def __str__(self) -> str:

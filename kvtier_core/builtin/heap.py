@@ -43,7 +43,8 @@ class Heap(AllocatorBackend):
         self.slot_nbytes = ctx.layout.frame_nbytes
         self.slots = ctx.capacity // self.slot_nbytes
         if not self.slots:
-            raise BackendError(f"heap: capacity {ctx.capacity} has no room for a chunk of {Nbytes(self.slot_nbytes)}")
+            chunk = Nbytes(self.slot_nbytes)
+            raise BackendError(f"heap: capacity {ctx.capacity} has no room for a chunk of {chunk}; write a larger one")
         try:
             self.memory = memoryview(mmap.mmap(-1, self.slots * self.slot_nbytes))
         except OSError as error:

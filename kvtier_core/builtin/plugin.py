@@ -7,6 +7,7 @@ from kvtier_core.builtin.heap import HeapConfig
 from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.hookspecs import hookimpl
 from kvtier_core.observers.jsonl import JsonLinesConfig
+from kvtier_core.observers.opentelemetry import OpenTelemetryConfig
 from kvtier_core.observers.prometheus import PrometheusConfig
 from kvtier_core.policies.arc import ArcConfig
 from kvtier_core.policies.fifo import FifoConfig
@@ -51,4 +52,4 @@ def kvtier_serializers():
 
 @hookimpl
 def kvtier_observers():
-    return [JsonLinesConfig, PrometheusConfig]
+    return [JsonLinesConfig, OpenTelemetryConfig, PrometheusConfig]

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvtier_core.cli import engines, studies
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
 
 _COLUMNS = ("tier", "holds", "of", "full", "chunks", "hits", "in flight", "pins", "saved", "state")
+#: Of a terminal that is too narrow for all.
+_FIRST_TO_GO = ("pins", "chunks", "of", "in flight")
+_OF_TENANTS = ("tenant", "requests", "tokens", "hits", "share")
+#: Tenants that are shown, those with the most tokens.
+_TENANTS = 8
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -33,21 +40,48 @@ def run(options: argparse.Namespace, output: Output) -> int:
     return PROBLEMS if rest else FINE
 
 
-def lines(snapshot: Mapping[str, Any], output: Output, more: Mapping[str, str] | None = None) -> Iterator[str]:
-    """A snapshot for people; ``more`` has a further column, by the name of the tier."""
-    running = snapshot["requests"]["running"]
-    age = time.time() - snapshot["at"]
-    yield (
-        f"pid {snapshot['pid']}: {snapshot['model']}, {running} requests, identity {snapshot['identity'][:16]}…, "
-        f"{age:.0f} s ago"
-    )
+def lines(
+    snapshot: Mapping[str, Any], output: Output, more: Mapping[str, Sequence[str]] | None = None
+) -> Iterator[str]:
+    """A snapshot for people; ``more`` has further columns, by their heads, with a cell for each tier."""
+    requests, age = snapshot["requests"]["running"], time.time() - snapshot["at"]
+    about = f"{snapshot['model']}, {requests} request{'s' * (requests != 1)}, {age:.0f} s ago"
+    yield fitting(f"pid {snapshot['pid']}: {about}, identity {snapshot['identity'][:16]}…")
     if snapshot["cold"]:
         yield output.paint(f"it started cold because {snapshot['cold']}", "warning")
-    columns = (*_COLUMNS[:-1], *(["in GB/s"] if more is not None else []), _COLUMNS[-1])
-    rows = [_cells(tier, snapshot, more) for tier in snapshot["tiers"]]
-    for number, line in enumerate(table(columns, rows, left=1)):
+    columns = dict(
+        zip(_COLUMNS, zip(*(_cells(tier, snapshot) for tier in snapshot["tiers"]), strict=True), strict=True)
+    )
+    columns |= {**(more or {}), "state": columns.pop("state")}
+    for number, line in enumerate(_narrowed(columns)):
         rests = number and state(snapshot["tiers"][number - 1]) != "works"
         yield output.paint(line, "bad") if rests else line
+    tenants = snapshot["tenants"]
+    if [each["tenant"] for each in tenants] not in ([], ["-"]):
+        yield ""
+        yield from table(_OF_TENANTS, [_of_tenant(each, tenants) for each in tenants[:_TENANTS]], left=1)
+        if len(tenants) > _TENANTS:
+            yield f"and {len(tenants) - _TENANTS} more; --json has them"
+
+
+def fitting(line: str) -> str:
+    """What a terminal has room for in a line."""
+    width = _width()
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def _narrowed(columns: dict[str, Sequence[str]]) -> list[str]:
+    """A table of these columns, without those that matter least as far as a terminal is too narrow."""
+    for dropped in ("", *_FIRST_TO_GO):
+        columns = {head: cells for head, cells in columns.items() if head != dropped}
+        lines = list(table(tuple(columns), list(zip(*columns.values(), strict=True)), left=1))
+        if max(map(len, lines)) <= _width():
+            break
+    return lines
+
+
+def _width() -> int:
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
 
 
 def state(tier: Mapping[str, Any]) -> str:
@@ -59,7 +93,7 @@ def state(tier: Mapping[str, Any]) -> str:
     ]
 
 
-def _cells(tier: Mapping[str, Any], snapshot: Mapping[str, Any], more: Mapping[str, str] | None) -> list[str]:
+def _cells(tier: Mapping[str, Any], snapshot: Mapping[str, Any]) -> list[str]:
     saved = tier["savings"]["avoided"] - tier["savings"]["waited"]
     return [
         tier["tier"],
@@ -70,7 +104,18 @@ def _cells(tier: Mapping[str, Any], snapshot: Mapping[str, Any], more: Mapping[s
         f"{tier['savings']['loaded'] / (snapshot['requests']['tokens'] or 1):.1%}",
         studies.size(tier["inflight"]),
         str(tier["pins"]),
-        f"{saved:.1f} s",
-        *([] if more is None else [more.get(tier["tier"], "")]),
+        f"{round(saved, 1) + 0.0:.1f} s",  # no -0.0
         state(tier),
+    ]
+
+
+def _of_tenant(each: Mapping[str, Any], tenants: Sequence[Mapping[str, Any]]) -> list[str]:
+    """``share`` is that of all tokens that were loaded."""
+    loaded = sum(tenant["loaded"] for tenant in tenants)
+    return [
+        each["tenant"],
+        str(each["requests"]),
+        str(each["tokens"]),
+        f"{each['loaded'] / (each['tokens'] or 1):.1%}",
+        f"{each['loaded'] / (loaded or 1):.0%}",
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,8 @@ from kvtier_core.cli.output import FINE, Output
 
 #: Home, and clear what is below.
 _REDRAW = "\33[H\33[J"
-#: By these events bytes come into a tier.
-_IN = ("stored", "promoted", "written")
+#: By these events bytes come into a tier, and leave it for the engine or an arena.
+_SPEEDS = {"in GB/s": ("stored", "promoted", "written"), "out GB/s": ("loaded", "read")}
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -48,23 +49,30 @@ def _show(now: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]],
         print(json.dumps(now), flush=True)
         return
     earlier = {snapshot["pid"]: snapshot for snapshot in before}
-    text = "\n".join(
+    lines = [
         line for each in now for line in (*status.lines(each, output, _speeds(each, earlier.get(each["pid"]))), "")
-    )
-    print(f"{_REDRAW if sys.stdout.isatty() else ''}{text}", flush=True)
+    ]
+    if sys.stdout.isatty():
+        room = shutil.get_terminal_size().lines - 1  # the cursor is below, and a screen that scrolls flickers
+        print(_REDRAW + "\n".join(lines[:room]), flush=True)
+    else:
+        print("\n".join(lines), flush=True)
 
 
-def _speeds(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, str]:
-    """GB/s into each tier between two snapshots; nothing if there are not two."""
+def _speeds(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, list[str]]:
+    """GB/s into each tier and out of it between two snapshots; a dash if there are not two."""
     seconds = now["at"] - before["at"] if before else 0.0
-    if seconds <= 0:
-        return {}
-    earlier = {tier["tier"]: _nbytes_in(tier) for tier in before["tiers"]}
+    earlier = {tier["tier"]: tier for tier in before["tiers"]} if before else {}
     return {
-        tier["tier"]: f"{(_nbytes_in(tier) - earlier.get(tier['tier'], 0)) / seconds / 1e9:.2f}"
-        for tier in now["tiers"]
+        head: [
+            f"{(_nbytes(tier, kinds) - _nbytes(earlier[tier['tier']], kinds)) / seconds / 1e9:.2f}"
+            if seconds > 0 and tier["tier"] in earlier
+            else "-"
+            for tier in now["tiers"]
+        ]
+        for head, kinds in _SPEEDS.items()
     }
 
 
-def _nbytes_in(tier: Mapping[str, Any]) -> int:
-    return sum(tier["events"].get(kind, {}).get("nbytes", 0) for kind in _IN)
+def _nbytes(tier: Mapping[str, Any], kinds: Sequence[str]) -> int:
+    return sum(tier["events"].get(kind, {}).get("nbytes", 0) for kind in kinds)

@@ -138,7 +138,7 @@ def from_yaml(text: str, name: str, collector: ProblemCollector) -> Node:
     except (ValueError, OverflowError) as error:  # PyYAML raises these for escapes and versions that are out of range
         raise ConfigError([Problem(name, "$", f"not YAML: {error}")]) from error
     if composed is None:
-        raise ConfigError([Problem(f"{name}:1", "$", "the file is empty")])
+        raise ConfigError([Problem(f"{name}:1", "$", "the file is empty", "write version: 1, and tiers")])
     return _from_composed(composed, name, composed.start_mark.line + 1, "$", collector)
 
 
@@ -151,7 +151,7 @@ def from_plain(value: object, where: str, collector: ProblemCollector, path: str
         for key, below in value.items():
             with collector:
                 if not isinstance(key, str):
-                    raise ConfigError([Problem(where, path, f"a key must be text, not {key!r}")])
+                    raise ConfigError([Problem(where, path, f"a key must be text, not {key!r}", "put it in quotes")])
                 entries[key] = from_plain(below, where, collector, _below(path, key), depth + 1)
         return Node(where, path, entries)
     if isinstance(value, list | tuple):
@@ -203,7 +203,9 @@ def _entries(composed: yaml.MappingNode, name: str, path: str, collector: Proble
     for key, value in composed.value:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode):
-            collector.problems.append(Problem(f"{name}:{line}", path, "a key must be text"))
+            collector.problems.append(
+                Problem(f"{name}:{line}", path, "a key must be text", "write a name, and a colon")
+            )
             continue
         node = _from_composed(value, name, line, _below(path, key.value), collector)
         if key.value == "<<":

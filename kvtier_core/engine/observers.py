@@ -96,16 +96,21 @@ class _Told:
     def _drop(self, why: str, error: BaseException | None = None) -> None:
         if not self.dropped:
             self.dropped = True
-            logger.error("kvtier: %s is dropped, and told nothing any more: %s", self._name, why, exc_info=error)
+            logger.error(
+                "kvtier: %s is dropped, and told nothing until the engine starts anew: %s",
+                self._name,
+                why,
+                exc_info=error,
+            )
             run_aside(self._close, "observer-end")  # the engine waits for no observer
 
     def _close(self) -> None:
         """Close it, unless a call still runs."""
         if not self._pool.close(_CLOSE_TIMEOUT):
-            logger.warning("kvtier: %s stays open: a call does not return", self._name)
+            logger.warning("kvtier: %s stays open: a call does not return; it ends with the process", self._name)
             return
         closed = run_within(self._observer.close, _CLOSE_TIMEOUT)
         if closed is None:
-            logger.warning("kvtier: %s cannot be closed: it does not return", self._name)
+            logger.warning("kvtier: %s cannot be closed: it does not return; it ends with the process", self._name)
         elif closed.error is not None:
             logger.warning("kvtier: %s cannot be closed: %s", self._name, closed.error)

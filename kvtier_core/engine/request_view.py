@@ -53,6 +53,7 @@ class RequestView:
     reads_cache: bool = True  #: False: the client asked not to read cached prefixes
     computed_tokens: int = 0  #: tokens, from the first one on, whose KV the engine counts as computed
     preemptions: int = 0  #: how often the engine has preempted it
+    traceparent: str = ""  #: where its client's trace is continued (W3C Trace Context)
 
     @property
     def tokens(self) -> int:

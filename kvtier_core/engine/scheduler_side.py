@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from kvtier_core.config.compose import open_token_database
 from kvtier_core.config.model import StackConfig
@@ -98,11 +99,11 @@ class SchedulerSide:
 
     def track(self, view: RequestView) -> None:
         """Note a request, so that it can be bypassed before its first `match`. May be repeated."""
-        self._requests.track(view)
+        self._track(view)
 
     def arrived(self, view: RequestView) -> None:
         """A request joins the engine's queue: what lower tiers have for it is brought up while it waits there."""
-        state = self._requests.track(view)
+        state = self._track(view)
         if not self._why_no_lookup(state):
             keys = self._requests.keys(state, self._loadable(view))
             self.manager.prefetch(keys, self._waiting.limit(state), view.identity.salt)
@@ -117,7 +118,7 @@ class SchedulerSide:
 
         The engine may ask as often as it likes, until it calls `admitted`.
         """
-        state = self._requests.track(view)
+        state = self._track(view)
         state.computed, state.found, state.shared, state.declined = computed, Lookup(), 0, None
         if reason := self._why_no_lookup(state):
             state.reason = reason
@@ -145,7 +146,7 @@ class SchedulerSide:
 
     def admitted(self, view: RequestView, tables: BlockTables, tokens: int) -> None:
         """The engine allocated the request's blocks, and wants ``tokens`` of those that `match` offered loaded."""
-        state = self._requests.track(view)
+        state = self._track(view)
         self._waiting.end(state, tokens)
         if not view.computed_tokens:  # otherwise it returns from a load
             state.trusted = None
@@ -216,7 +217,7 @@ class SchedulerSide:
         for request_id in self._loads.under_way(result.ended_loads) - failed:
             if state := self._requests.get(request_id):
                 self._waiting.loaded(state)
-                self.events.tell(self._loaded(state))
+                self.events.record(self._loaded(state))
                 self._count(state, state.sources)
         self._loads.end(result.ended_loads, failed)
         for request_id in failed:
@@ -241,6 +242,7 @@ class SchedulerSide:
         state = self._requests.finish(view.request_id)
         if state:
             self._loads.release(state)
+            self._tell_of(EventKind.FINISHED, state, seconds=self._clock() - state.since, why=reason)
         if not self._requests:  # there may be no further step to tell it in
             self.events.watch(self.manager.usage, now=True)
         self.status.step()
@@ -292,6 +294,16 @@ class SchedulerSide:
 
     # -- inside ----------------------------------------------------------------------------------------
 
+    def _track(self, view: RequestView) -> RequestState:
+        is_new = self._requests.get(view.request_id) is None
+        state = self._requests.track(view)
+        if is_new:
+            self._tell_of(EventKind.ARRIVED, state, keys=tuple(state.path), traceparent=view.traceparent)
+        return state
+
+    def _tell_of(self, kind: EventKind, state: RequestState, **known: Any) -> None:
+        self.events.tell([Event(kind, "", request=state.view.request_id, tokens=state.view.tokens, **known)])
+
     def _open_database(self) -> TokenDatabase:
         return open_token_database(self._config, self.namespace)
 
@@ -337,14 +349,17 @@ class SchedulerSide:
         seconds = self._clock() - state.load_begun
         names = dict(enumerate(tier.name for tier in self._config.arenas))
         return [
-            Event(EventKind.LOADED, names.get(place, place), nbytes=nbytes, seconds=seconds)
+            Event(
+                EventKind.LOADED, names.get(place, place), nbytes=nbytes, seconds=seconds, request=state.view.request_id
+            )
             for place, nbytes in state.loaded.items()
         ]
 
     def _count(self, state: RequestState, hits: Mapping[str, int]) -> None:
         """Tell what became of a request's tokens: what was loaded of each tier, after that has ended well."""
         asked = bool(hits) or not self._why_no_lookup(state)
-        self.events.tell(looked_up(self._tiers, state, hits, self.chunk_tokens, asked=asked))
+        ago = self._clock() - state.load_begun
+        self.events.tell(looked_up(self._tiers, state, hits, self.chunk_tokens, asked=asked, ago=ago))
 
     def _plan_store(
         self, state: RequestState, scheduled: ScheduledRequest, step: Step
@@ -384,4 +399,4 @@ class SchedulerSide:
 
     def _log_pins(self) -> None:
         for holder, pins in self.manager.pins_by_holder().items():
-            logger.warning("kvtier: %s still holds %d slots", holder, pins)
+            logger.warning("kvtier: %s still holds %d slots; a tier that hangs, or a fault of kvtier", holder, pins)

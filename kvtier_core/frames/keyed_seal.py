@@ -63,7 +63,7 @@ class KeyedSeal:
         """The seal with this secret, which counts as it is written. Raises ValueError if it is too short."""
         material = os.fsencode(secret)
         if len(material) < MIN_SECRET_NBYTES:
-            raise ValueError(f"it has fewer than {MIN_SECRET_NBYTES} characters")
+            raise ValueError(f"it has fewer than {MIN_SECRET_NBYTES} characters; openssl rand -hex 32 makes one")
         root = hmac.digest(b"kvtier seal_key", material, "sha256")  # HKDF's first half, `_derived` is the other
         protection = Protection.READING if encrypt else Protection.FORGERY
         return cls(SealIdentity(protection, _derived(root, KEY_ID_NBYTES, b"key id")), root)

@@ -22,6 +22,8 @@ from kvtier_core.types import Event, Nbytes
 _FILES = 4
 #: The shortest file: a line without keys takes less than a tenth of it.
 _SHORTEST = 16 << 10
+#: Characters of a request's id, which a client may choose.
+_ID = 256
 
 
 def _enough(config: object, field: attrs.Attribute, nbytes: Nbytes) -> None:
@@ -90,7 +92,7 @@ class JsonLines(Observer):
         """An event as JSON, without what is empty."""
         told: dict[str, Any] = {"time": now, "event": event.kind.value, "tier": event.tier}
         told |= {"chunks": len(event.keys), "bytes": event.nbytes, "tokens": event.tokens}
-        told |= {"seconds": round(event.seconds, 6), "why": event.why}
+        told |= {"seconds": round(event.seconds, 6), "why": event.why, "request": event.request[:_ID]}
         told = {name: value for name, value in told.items() if value}
         if event.usage:
             told["usage"] = attrs.asdict(event.usage, filter=lambda field, value: field.name != "tier")

@@ -109,6 +109,8 @@ class Readings:
         for event in events:
             if event.usage is not None:
                 yield from _of_usage(event.usage)
+            elif event.kind in (EventKind.ARRIVED, EventKind.FINISHED):
+                continue
             elif name := _OF_TOKENS.get(event.kind):
                 yield Reading(name, (event.tier,), event.tokens)
             elif event.kind is EventKind.BYPASSED:

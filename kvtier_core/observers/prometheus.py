@@ -39,7 +39,7 @@ class PrometheusConfig(ObserverConfig):
         try:
             return Endpoint(ctx.replica, self._address(ctx))
         except OSError as error:
-            raise BackendError(f"metrics cannot be served: {error}") from error
+            raise BackendError(f"metrics cannot be served: {error}; name another port or socket") from error
 
     def _address(self, ctx: OpenContext) -> tuple[str, int] | pathlib.Path:
         """Where this replica serves."""

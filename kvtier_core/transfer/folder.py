@@ -157,7 +157,7 @@ def must_be_ours(status: os.stat_result, *called: Path | str) -> None:
     if stat.S_ISLNK(status.st_mode):
         raise NotOurs(f"{Path(*called)}: a link; name the folder itself")
     if not stat.S_ISDIR(status.st_mode):
-        raise BackendError(f"{Path(*called)}: not a folder")
+        raise BackendError(f"{Path(*called)}: not a folder; name one")
     if status.st_uid != os.geteuid():
         raise NotOurs(f"{Path(*called)}: belongs to user {status.st_uid}; kvtier uses only folders of its own user")
     _not_for_others(status, *called)
@@ -172,7 +172,7 @@ def make_safe(path: Path) -> None:
     must_be_ours(path.lstat(), path)
     parents_must_be_safe(path)
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise BackendError(f"{path}: this user may not write here")
+        raise BackendError(f"{path}: this user may not write here; give it the permission, or name another folder")
 
 
 def parents_must_be_safe(path: Path) -> None:

@@ -115,7 +115,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             reports.leave(self._engine, rank, report)
         except OSError as error:
-            logger.warning("kvtier: this worker cannot report what it found: %s", error)
+            logger.warning(
+                "kvtier: this worker cannot report its pages to the scheduler, so that the engine will not be served: "
+                "%s; set XDG_RUNTIME_DIR to a folder of this user",
+                error,
+            )
 
     @guarded()
     def unregister_kv_caches(self) -> None:
@@ -358,4 +362,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(side, SchedulerSide):
             run(side.status.close)
         if isinstance(side, WorkerSide) and run(side.close).error is not None:
-            logger.error("kvtier: a copy may still be under way")
+            logger.error(
+                "kvtier: this worker's copies do not end, and may still use its pages; nothing that they fill is used"
+            )

@@ -144,7 +144,7 @@ def test_check_tells_what_cannot_be_opened(folder, capsys):
     disk = "{type: disk, capacity: 1GiB, path: file}"
     (folder / "kvtier.yaml").write_text(f"version: 1\ntiers:\n  - {{type: heap, capacity: 64MiB}}\n  - {disk}\n")
     assert main(["check", "kvtier.yaml", "--open"]) == 1
-    assert capsys.readouterr().err.splitlines() == ["kvtier.yaml:4: $.tiers[1]: file: not a folder"]
+    assert capsys.readouterr().err.splitlines() == ["kvtier.yaml:4: $.tiers[1]: file: not a folder; name one"]
 
 
 def test_check_says_what_of_a_model_fits(folder, capsys):

@@ -322,7 +322,7 @@ def test_no_depth_of_plain_values_is_too_deep_to_be_refused():
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (b"", ":1: $: the file is empty"),
+        (b"", ":1: $: the file is empty; write version: 1, and tiers"),
         (b"version: 1\ntiers: \0", ":2: $: character 0x0 is not allowed"),
         (b"version: 1\n\ttiers: []", ":2: $: "),
         (YAML[1].encode("utf-16"), ": $: cannot be read: "),

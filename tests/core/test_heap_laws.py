@@ -19,7 +19,7 @@ def test_no_room_for_one_slot():
     ctx = make_context(layout=make_layout(page_nbytes=(4096,), blocks=1), capacity=Nbytes(4096))
     with pytest.raises(BackendError) as caught:
         HeapConfig().open(ctx)
-    assert str(caught.value) == "heap: capacity 4KiB has no room for a chunk of 8KiB"
+    assert str(caught.value) == "heap: capacity 4KiB has no room for a chunk of 8KiB; write a larger one"
 
 
 def test_another_process_cannot_attach():

@@ -102,7 +102,9 @@ def test_one_that_raises_is_dropped_and_said_once_and_the_others_go_on(caplog):
     assert good.seen == [STORED] * 5
     assert bad.seen == [STORED], "not even what it was to be told already"
     assert (good.closed, bad.closed) == (1, 1)
-    assert said(caplog) == ["kvtier: observer bad is dropped, and told nothing any more: it raised RuntimeError: no"]
+    assert said(caplog) == [
+        "kvtier: observer bad is dropped, and told nothing until the engine starts anew: it raised RuntimeError: no"
+    ]
 
 
 def test_the_engine_does_not_wait_for_one_that_blocks(caplog):
@@ -139,7 +141,9 @@ def test_memory_for_one_that_blocks_is_bounded(caplog):
         telling.tell([STORED] * 1000)
     assert len(pool.queue) * 1000 <= _MAX_WAITING + 1000
     until(lambda: not pool.queue)
-    assert said(caplog)[-1] == ("kvtier: observer slow is dropped, and told nothing any more: 66000 events wait for it")
+    assert said(caplog)[-1] == (
+        "kvtier: observer slow is dropped, and told nothing until the engine starts anew: 66000 events wait for it"
+    )
 
 
 def test_a_call_that_never_returns_does_not_keep_the_engine_from_closing(caplog, monkeypatch):
@@ -149,7 +153,7 @@ def test_a_call_that_never_returns_does_not_keep_the_engine_from_closing(caplog,
     telling.tell([STORED])
     telling.close()
     assert stuck.closed == 0, "it is still in use"
-    assert said(caplog) == ["kvtier: observer stuck stays open: a call does not return"]
+    assert said(caplog) == ["kvtier: observer stuck stays open: a call does not return; it ends with the process"]
     stuck.go.set()
 
 
@@ -202,7 +206,7 @@ def test_all_problems_are_reported_and_none_stays_open():
         ({"type": "jsonl", "path": "/x", "capacity": "1KiB"}, "'capacity' must be at least 1MiB"),
         ({"type": "prometheus", "port": 70000}, "'port' must be <= 65535: 70000"),
         ({"type": "prometheus", "socket": "/x", "port": 1}, "'socket' is instead of 'host' and 'port'"),
-        ({"type": "promteheus"}, "no observer 'promteheus' is installed (have: jsonl, prometheus, seen)"),
+        ({"type": "promteheus"}, "no observer 'promteheus' is installed (have: jsonl, opentelemetry, prometheus, "),
     ],
 )
 def test_what_is_wrong_is_said_at_its_line(wrong, why):
@@ -245,10 +249,15 @@ def test_a_line_says_what_is_known(tmp_path):
     keys = tuple(make_keys(2))
     usage = Usage("disk", chunks=2, nbytes=3, capacity=4)
     observer.observe(
-        [Event(EventKind.READ, "disk", keys, 4096, seconds=0.25), Event(EventKind.USAGE, "disk", usage=usage)]
+        [
+            Event(EventKind.READ, "disk", keys, 4096, seconds=0.25),
+            Event(EventKind.USAGE, "disk", usage=usage),
+            Event(EventKind.HIT, "disk", tokens=8, request="r" * 300),
+        ]
     )
     observer.close()
-    read, used = lines_of(tmp_path)
+    read, used, hit = lines_of(tmp_path)
+    assert (hit["tokens"], hit["request"]) == (8, "r" * 256)
     assert abs(read.pop("time") - time.time()) < 3600
     assert read == {"event": "read", "tier": "disk", "chunks": 2, "bytes": 4096, "seconds": 0.25}
     assert used["usage"] == {

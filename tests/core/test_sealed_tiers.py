@@ -251,7 +251,8 @@ def test_a_stack_is_opened_from_its_settings(tmp_path, secret, encrypt):
 
 def test_a_variable_that_is_not_set(tmp_path):
     told = problem_of(config_of(tmp_path, variable="KVTIER_TEST_NOT_SET"))
-    assert told == "StackConfig: $.tiers[1].seal_key: the environment variable KVTIER_TEST_NOT_SET is not set"
+    why = "the environment variable KVTIER_TEST_NOT_SET is not set; set it where the engine runs"
+    assert told == f"StackConfig: $.tiers[1].seal_key: {why}"
 
 
 def test_a_secret_that_is_too_short(tmp_path, monkeypatch):

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
+import pty
 import random
 import socket
 import stat
+import struct
 import subprocess
 import sys
+import termios
 import threading
 
+import pyte
 import pytest
 from fake_host import CHUNK, FRAME, Host
 
 import kvtier_disk.plugin
-from kvtier_core.cli import main
+from kvtier_core.cli import main, top
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
+from kvtier_core.engine.request_view import KVIdentity
+from kvtier_core.engine.status.tenants import Tenants
 
 ABOUT = {"engine": "e", "model": "tiny", "replica": 0, "identity": "ab" * 32, "cold": ""}
 PROMPT = [random.Random(1).randrange(1000) for _ in range(4 * CHUNK + 3)]
@@ -91,7 +99,71 @@ def test_top_looks_again_and_again(host, path, capsys):
     looks = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [look[0]["tiers"][0]["tier"] for look in looks] == ["heap"] * 3
     assert main(["top", "--socket", str(path), "--count", "1"]) == 0
-    assert "in GB/s" in capsys.readouterr().out
+    assert "in GB/s  out GB/s" in capsys.readouterr().out
+
+
+def test_what_was_read_and_loaded_is_told(host, path, capsys):
+    with_disk = host()
+    with_disk.ask("first", PROMPT), with_disk.ask("second", PROMPT)
+    with_disk.settle()
+    with_disk.step()
+    assert main(["status", "--socket", str(path), "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert told["tiers"][0]["events"]["loaded"]["nbytes"] > 0
+    one = {"at": 1.0, "tiers": [{"tier": "disk", "events": {"read": {"nbytes": 10**9}}}]}
+    later = {"at": 3.0, "tiers": [{"tier": "disk", "events": {"read": {"nbytes": 5 * 10**9}}}]}
+    assert top._speeds(later, one) == {"in GB/s": ["0.00"], "out GB/s": ["2.00"]}
+
+
+def test_tenants_are_told_by_digest_and_are_bounded():
+    tenants = Tenants()
+    for number in range(1000):
+        tenants.count(b"secret %d" % number, 10 + number, 5)
+    tenants.count(b"", 1, 0)
+    told = tenants.describe()
+    assert len(told) <= 66 and "secret" not in str(told)
+    assert sum(each["tokens"] for each in told) == sum(range(10, 1010)) + 1
+    assert sum(each["requests"] for each in told) == 1001
+    assert told[0]["tenant"] == "others" and "-" in [each["tenant"] for each in told]
+
+
+@pytest.mark.parametrize("columns, lines", [(80, 24), (120, 40)])
+def test_top_fits_a_terminal(host, path, columns, lines):
+    served = host()
+    for number in range(12):
+        salt = KVIdentity(b"salt %d" % number) if number else KVIdentity()
+        served.ask(f"first {number}", PROMPT, identity=salt)
+    served.ask("again", PROMPT)
+    served.settle()
+    served.step()
+    script = f"import sys; from kvtier_core.cli import main; sys.exit(main(['top', '--socket', {str(path)!r}, "
+    script += "'--count', '3', '--every', '0.1']))"
+    screen = screen_of([sys.executable, "-c", script], columns, lines)
+    print("\n".join(screen))
+    heads = screen[1].split("  ")
+    assert screen[0].startswith("pid ") and heads[0] == "tier" and heads[-1].strip() == "state"
+    assert [line.split()[0] for line in screen[2:4]] == ["heap", "disk"], "a table is not wrapped"
+    assert all(line.endswith("works") for line in screen[2:4])
+    assert "out GB/s" in screen[1]
+    assert screen[5].split() == ["tenant", "requests", "tokens", "hits", "share"]
+    assert not any("salt" in line for line in screen)
+
+
+def screen_of(command, columns, lines):
+    """What a terminal of this size shows in the end, without what is empty at the right and below."""
+    screen = pyte.Screen(columns, lines)
+    stream = pyte.ByteStream(screen)
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+    unset = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env={**unset, "TERM": "xterm"}) as running:
+        os.close(slave)
+        with contextlib.suppress(OSError):  # so a terminal ends on Linux
+            while piece := os.read(master, 1 << 16):
+                stream.feed(piece)
+        os.close(master)
+    assert running.returncode == 0, "\n".join(screen.display)
+    return [line.rstrip() for line in screen.display]
 
 
 def test_a_request_is_explained_by_its_hit_line(host, path, capsys):
@@ -270,7 +342,7 @@ def test_a_status_that_fails_ends_alone(host, path, caplog, monkeypatch):
     served.step()
     served.step()
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert told == ["kvtier: status: nothing more is told: RuntimeError: no totals"]
+    assert told == ["kvtier: status: nothing more is told until the engine starts anew: RuntimeError: no totals"]
     assert not path.exists()
     monkeypatch.undo()
     assert served.ask("first", PROMPT) == 0

@@ -64,9 +64,9 @@ def test_an_end_without_a_plan_is_ignored():
 
 def test_savings_are_divided_by_tokens_and_told_once():
     savings = Savings()
-    savings.loaded({"cpu": 300, "far": 100}, 2.0, 0.4)
-    savings.waited_in_vain("far", 0.5)
-    savings.declined("far", 64)
+    savings.loaded("a", {"cpu": 300, "far": 100}, 2.0, 0.4)
+    savings.waited_in_vain("a", "far", 0.5)
+    savings.declined("a", "far", 64)
     assert savings.by_tier == {
         "cpu": TierSavings(300, 0, 1.5, pytest.approx(0.3)),
         "far": TierSavings(100, 64, 0.5, pytest.approx(0.6)),

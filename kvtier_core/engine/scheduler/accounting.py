@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 from kvtier_core.engine.scheduler.requests import RequestState
@@ -13,15 +14,16 @@ NOT_ASKED = "not looked up"
 
 
 def looked_up(
-    tiers: Sequence[str], state: RequestState, hits: Mapping[str, int], chunk_tokens: int, *, asked: bool
+    tiers: Sequence[str], state: RequestState, hits: Mapping[str, int], chunk_tokens: int, *, asked: bool, ago: float
 ) -> list[Event]:
     """What became of the tokens that the engine lacked: call it once, when it is known what was loaded of them.
 
     A tier is queried for what no tier above it had. ``tiers`` are all of them, the hottest first; ``hits`` are tokens
-    by tier. Without ``asked`` nothing was looked up for the request.
+    by tier. Without ``asked`` nothing was looked up for the request. The engine was answered ``ago`` seconds ago.
     """
     events: list[Event] = []
     left = state.view.tokens - state.computed
+    request, answered = state.view.request_id, time.time() - ago
     for tier in tiers:
         if left <= 0:
             break
@@ -30,7 +32,7 @@ def looked_up(
         declined = min(here * chunk_tokens, left - hit)
         missed = left - hit - declined if asked else 0
         events += [
-            Event(kind, tier, tokens=tokens, why=why)
+            Event(kind, tier, tokens=tokens, why=why, seconds=state.waited, request=request, at=answered)
             for kind, tokens, why in (
                 (EventKind.QUERIED, left, ""),
                 (EventKind.HIT, hit, ""),

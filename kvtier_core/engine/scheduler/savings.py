@@ -40,20 +40,20 @@ class Savings:
         self.by_tier: dict[str, TierSavings] = {}
         self._events: list[Event] = []  # since the last `take_events`
 
-    def loaded(self, tokens: Mapping[str, int], compute_seconds: float | None, waited: float) -> None:
+    def loaded(self, request: str, tokens: Mapping[str, int], compute_seconds: float | None, waited: float) -> None:
         """A load has ended: so many tokens of each tier, which the engine would have computed in so many seconds."""
         total = sum(tokens.values())
         for tier, count in tokens.items():
             share = count / total
-            self._add(tier, TierSavings(count, 0, (compute_seconds or 0.0) * share, waited * share))
+            self._add(request, tier, TierSavings(count, 0, (compute_seconds or 0.0) * share, waited * share))
 
-    def waited_in_vain(self, tier: str, seconds: float) -> None:
+    def waited_in_vain(self, request: str, tier: str, seconds: float) -> None:
         """A request waited for a tier, and then did without it."""
-        self._add(tier, TierSavings(waited=seconds))
+        self._add(request, tier, TierSavings(waited=seconds))
 
-    def declined(self, tier: str, tokens: int) -> None:
+    def declined(self, request: str, tier: str, tokens: int) -> None:
         """A request found tokens in a tier, and computes them."""
-        self._add(tier, TierSavings(declined=tokens))
+        self._add(request, tier, TierSavings(declined=tokens))
 
     def describe(self) -> Iterator[str]:
         """A line a tier."""
@@ -64,8 +64,8 @@ class Savings:
         events, self._events = self._events, []
         return events
 
-    def _add(self, tier: str, more: TierSavings) -> None:
+    def _add(self, request: str, tier: str, more: TierSavings) -> None:
         self.by_tier[tier] = self.by_tier.get(tier, TierSavings()) + more
         for kind, seconds in ((EventKind.AVOIDED, more.avoided), (EventKind.WAITED, more.waited)):
             if seconds:
-                self._events.append(Event(kind, tier, seconds=seconds))
+                self._events.append(Event(kind, tier, seconds=seconds, request=request))

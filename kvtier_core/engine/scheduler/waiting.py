@@ -45,15 +45,18 @@ class Waiting:
         """The engine no longer waits: the request is admitted, and loads so many tokens."""
         state.waited, state.load_begun = self._waited(state), self._clock()
         if not tokens and state.awaited:
-            self.savings.waited_in_vain(state.awaited, state.waited)
+            self.savings.waited_in_vain(state.view.request_id, state.awaited, state.waited)
         if state.declined:
-            self.savings.declined(state.declined.tier, state.declined.chunks * self._chunk_tokens)
+            self.savings.declined(
+                state.view.request_id, state.declined.tier, state.declined.chunks * self._chunk_tokens
+            )
         state.waiting_since, state.awaited, state.awaited_chunks = None, "", 0
 
     def loaded(self, state: RequestState) -> None:
         """The load of a request has ended well."""
         waited = state.waited + self._clock() - state.load_begun
-        self.savings.loaded(state.sources, self.speed.seconds(state.sources.total()), waited)
+        computing = self.speed.seconds(state.sources.total())
+        self.savings.loaded(state.view.request_id, state.sources, computing, waited)
 
     def explain(self, state: RequestState, tokens: int) -> str:
         """For the log line of a request that loads so many tokens: what it waited, and what it left in a tier."""

@@ -19,6 +19,7 @@ from kvtier_core.engine.scheduler.event_log import EventLog
 from kvtier_core.engine.scheduler.requests import Requests, RequestState
 from kvtier_core.engine.scheduler.savings import Savings, TierSavings
 from kvtier_core.engine.status.server import Answer, Server, sweep
+from kvtier_core.engine.status.tenants import Tenants
 from kvtier_core.engine.worker_reports import runtime_folder
 from kvtier_core.stack.interface import Stack
 from kvtier_core.transfer.io_pool import run
@@ -66,6 +67,7 @@ class StatusPage:
         self._about: Mapping[str, Any] = {}
         self._next = 0.0
         self._tokens = 0  # of requests that were looked up
+        self._tenants = Tenants()
         # Read on the server's thread: both are replaced, or grow by one value, in one step of the interpreter.
         self._snapshot: Mapping[str, Any] = {}
         self._recent: dict[str, Mapping[str, Any]] = {}
@@ -94,6 +96,8 @@ class StatusPage:
             return
         view = state.view
         self._tokens += view.tokens
+        if isinstance(view.identity, KVIdentity):
+            self._tenants.count(view.identity.salt, view.tokens, tokens)
         told = {"tokens": view.tokens, "loaded": tokens, "engine_had": state.computed, "why": why}
         self._recent.pop(view.request_id, None)
         self._recent[view.request_id] = {**told, "at": time.time(), "tiers": dict(state.sources if tokens else {})}
@@ -107,7 +111,9 @@ class StatusPage:
         is_due = self._clock() >= self._next or not self._requests
         error = run(self._publish_and_answer if is_due else self._answer_questions).error
         if error is not None:
-            logger.warning("kvtier: status: nothing more is told: %s: %s", type(error).__name__, error)
+            logger.warning(
+                "kvtier: status: nothing more is told until the engine starts anew: %s: %s", type(error).__name__, error
+            )
             self.close()
 
     def close(self) -> None:
@@ -136,6 +142,7 @@ class StatusPage:
                 }
                 for usage in self._manager.usage()
             ],
+            "tenants": self._tenants.describe(),
         }
 
     def _answer_questions(self) -> None:

@@ -112,6 +112,7 @@ def _view(request: Request, tracked: _Tracked) -> RequestView:
         reads_cache=not request.skip_reading_prefix_cache,
         computed_tokens=request.num_computed_tokens,
         preemptions=request.num_preemptions,
+        traceparent=(request.trace_headers or {}).get("traceparent", ""),
     )
 
 

@@ -21,7 +21,8 @@ class CpuArena(AllocatorBackend):
         self.slot_nbytes = ctx.layout.frame_nbytes
         self.slots = ctx.capacity // self.slot_nbytes
         if not self.slots:
-            raise BackendError(f"cpu: capacity {ctx.capacity} has no room for a chunk of {Nbytes(self.slot_nbytes)}")
+            chunk = Nbytes(self.slot_nbytes)
+            raise BackendError(f"cpu: capacity {ctx.capacity} has no room for a chunk of {chunk}; write a larger one")
         self._huge_pages = huge_pages
         self._segment = Segment(self.slots * self.slot_nbytes, huge_pages)
 

@@ -96,7 +96,9 @@ def _open(nbytes: int, huge_pages: str) -> tuple[io.FileIO, mmap.mmap, str]:
             return *_make(nbytes, 0, _fault_in_huge), "transparent"
         return *_make(nbytes, 0, _fault_in), "off"
     except OSError as error:
-        raise BackendError(f"cpu: cannot have {in_mib(nbytes)} of shared memory: {error.strerror}") from error
+        raise BackendError(
+            f"cpu: cannot have {in_mib(nbytes)} of shared memory: {error.strerror}; lower the capacity"
+        ) from error
 
 
 def _make(nbytes: int, flags: int, fault_in: Callable[[mmap.mmap], None]) -> tuple[io.FileIO, mmap.mmap]:

@@ -182,7 +182,7 @@ def test_a_view_outlives_close():
 def test_no_room_for_one_slot():
     with pytest.raises(BackendError) as caught:
         open_cpu(capacity=4096)
-    assert str(caught.value) == "cpu: capacity 4KiB has no room for a chunk of 48KiB"
+    assert str(caught.value) == "cpu: capacity 4KiB has no room for a chunk of 48KiB; write a larger one"
 
 
 def test_more_than_there_is(monkeypatch):
@@ -318,7 +318,7 @@ def test_memory_that_the_kernel_refuses(monkeypatch):
     monkeypatch.setattr(segment, "_populate", refuse)
     with pytest.raises(BackendError) as caught:
         open_cpu(capacity=1 << 20)
-    assert str(caught.value) == "cpu: cannot have 1MiB of shared memory: Cannot allocate memory"
+    assert str(caught.value) == "cpu: cannot have 1MiB of shared memory: Cannot allocate memory; lower the capacity"
 
 
 def test_memory_is_present_at_open():

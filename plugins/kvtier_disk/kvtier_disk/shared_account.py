@@ -103,7 +103,9 @@ def _lock(file: int, path: Path, timeout: float) -> None:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise BackendError(f"{path}: another engine has held its lock for {timeout:g} seconds") from None
+                raise BackendError(
+                    f"{path}: another engine has held its lock for {timeout:g} seconds; is it stopped?"
+                ) from None
         except OSError as error:
             if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 why = "this file system has no locks, and a capacity needs them; mount it with locks, or write none"

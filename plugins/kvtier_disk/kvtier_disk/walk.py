@@ -54,7 +54,7 @@ def everything_shared_in(path: Path) -> Iterator[Stored]:
 
 def _must_exist(path: Path) -> None:
     if not path.is_dir():
-        raise BackendError(f"{path}: no such folder")
+        raise BackendError(f"{path}: no such folder; is it mounted?")
 
 
 def _listed(root: Folder, *, probes: bool = False) -> Iterator[tuple[_Listed, Found | None]]:

@@ -102,7 +102,7 @@ class Client:
                 self.servers.distrust()
                 _fill(outcomes, numbers, error)
         if sum(map(len, groups.values())) < len(todo):
-            _fill(outcomes, todo, BackendError("no node of the cluster serves the slot of this key"))
+            _fill(outcomes, todo, BackendError("no node of the cluster serves the slot of this key; see CLUSTER INFO"))
 
 
 def unless_all_failed(outcomes: Outcomes) -> Outcomes:

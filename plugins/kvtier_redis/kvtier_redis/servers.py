@@ -105,7 +105,9 @@ class Cluster(Servers):
         self._refresh(deadline)
         address = self._slots.get(key_slot(name))
         if address is None:
-            raise BackendError(f"{self._seed}: no node of the cluster serves the slot {key_slot(name)}")
+            raise BackendError(
+                f"{self._seed}: no node of the cluster serves the slot {key_slot(name)}; see CLUSTER INFO"
+            )
         return address
 
     def all(self, deadline: Deadline) -> Sequence[Address]:

@@ -40,7 +40,7 @@ def _check_mode(config: RedisSettings, field: attrs.Attribute, mode: str) -> Non
     if mode != "single" and config.url.startswith("unix:"):
         raise ValueError(f"mode: {mode} needs hosts and ports, and the url is a Unix socket's")
     if mode == "cluster" and urlsplit(config.url).path.strip("/0"):
-        raise ValueError("a cluster has only database 0")
+        raise ValueError("a cluster has only database 0; leave the number out of the url")
 
 
 def _check_sentinels(config: object, field: attrs.Attribute, sentinels: tuple[str, ...]) -> None:

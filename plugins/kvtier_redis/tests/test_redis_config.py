@@ -47,7 +47,11 @@ def test_everything_at_once(tmp_path):
         ('url: "redis://host/0?password=s3cret"', "url", "write redis://host:port/db"),
         ('url: "unix://run/redis.sock"', "url", "write redis://host:port/db"),
         ('url: "unix:///run/redis.sock", mode: cluster', "mode", "mode: cluster needs hosts and ports"),
-        ('url: "redis://host/1", mode: cluster', "mode", "a cluster has only database 0"),
+        (
+            'url: "redis://host/1", mode: cluster',
+            "mode",
+            "a cluster has only database 0; leave the number out of the url",
+        ),
         ("mode: sentinel", "mode", "mode: sentinel needs sentinels, host:port of each, and service"),
         ("mode: many", "mode", "'many' is not one of single, cluster, sentinel"),
         ("sentinels: [host]", "sentinels", "write each sentinel as host:port"),
