@@ -9,7 +9,12 @@ import pytest
 import torch
 from test_identity import engine_config
 
+from kvtier_core.engine.self_test import try_copies
 from kvtier_core.engine.step import ScheduledRequest
+from kvtier_core.interfaces import PagedKVCache
+from kvtier_core.testing.samples import make_layout
+from kvtier_core.transfer.copier import PlainCopier
+from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.vllm import groups as kv_groups
 from kvtier_core.vllm import layout, speculation
 from kvtier_core.vllm.groups import served, structure_of
@@ -313,3 +318,18 @@ def test_the_order_of_layers_in_a_frame_is_told(config):
     """It is part of the namespace: engines of one layout whose layers lie in another order share no frames."""
     there, back = (laid_out("BLNHC", names) for names in (NAMES, NAMES[::-1]))
     assert layout._names(*there) == layout._names(*back)[::-1]
+
+
+@pytest.mark.parametrize("page_layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+@pytest.mark.parametrize("chunk_blocks", [1, 3])
+def test_pages_come_back_however_vllm_lays_them_out(config, page_layout, chunk_blocks):
+    engine, caches = laid_out(page_layout, NAMES)
+    runs, _ = layout._pages(engine, caches, config.parallel_config)
+    chunks = make_layout([run.nbytes for run in runs], chunk_blocks)
+    table = PagedKVCache(tuple(runs), engine.num_blocks, "cpu", 0, chunks)
+    slots = memoryview(bytearray(2 * chunks.frame_nbytes))
+    mover = HostMover(table, slots, chunks.frame_nbytes, PlainCopier)
+    try:
+        assert try_copies(mover, table, [caches], slots=[1]) == ""
+    finally:
+        mover.close()
