@@ -314,7 +314,7 @@ def test_other_layers_are_in_the_order_of_their_names(page_layout):
     assert layout._names(engine, caches) == sorted(NAMES)
 
 
-def test_the_order_of_layers_in_a_frame_is_told(config):
+def test_the_order_of_layers_in_a_frame_is_told():
     """It is part of the namespace: engines of one layout whose layers lie in another order share no frames."""
     there, back = (laid_out("BLNHC", names) for names in (NAMES, NAMES[::-1]))
     assert layout._names(*there) == layout._names(*back)[::-1]
