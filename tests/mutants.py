@@ -177,6 +177,13 @@ MUTANTS = (
         ABOUT_IDENTITY + "test_every_fact_of_the_pages_counts",
     ),
     Mutant(
+        "layers-in-any-order",
+        "kvtier_core/vllm/layout.py",
+        "[*framed, *sorted(kv_caches)]",
+        "sorted(kv_caches)",
+        "tests/vllm/test_layout.py::test_the_order_of_layers_in_a_frame_is_told",
+    ),
+    Mutant(
         "no-salt-in-the-keys",
         REQUESTS,
         'ingredients["cache_salt"] = request.cache_salt',

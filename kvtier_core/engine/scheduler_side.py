@@ -346,14 +346,9 @@ class SchedulerSide:
 
     def _loaded(self, state: RequestState) -> list[Event]:
         """The load of a request has ended well: an event for each tier that it was loaded from."""
-        seconds = self._clock() - state.load_begun
+        told = {"seconds": self._clock() - state.load_begun, "request": state.view.request_id}
         names = dict(enumerate(tier.name for tier in self._config.arenas))
-        return [
-            Event(
-                EventKind.LOADED, names.get(place, place), nbytes=nbytes, seconds=seconds, request=state.view.request_id
-            )
-            for place, nbytes in state.loaded.items()
-        ]
+        return [Event(EventKind.LOADED, names.get(at, at), nbytes=n, **told) for at, n in state.loaded.items()]
 
     def _count(self, state: RequestState, hits: Mapping[str, int]) -> None:
         """Tell what became of a request's tokens: what was loaded of each tier, after that has ended well."""

@@ -68,7 +68,7 @@ def inspect_pages(
         **worker_facts,
         "device": device.type,
         "page layout": kv_cache_config.kv_cache_layout,
-        "layers": " ".join(sorted(kv_caches)),
+        "layers": " ".join(_names(kv_cache_config, kv_caches)),
         "page shape": sorted({(*cache.shape[1:], str(cache.dtype)) for cache in kv_caches.values()}, key=str),
         "cache specs": sorted({repr(spec) for spec in _specs(kv_cache_config).values()}),
         "attention backend": _attention_backends(vllm_config, kv_caches),
@@ -101,14 +101,31 @@ def _pages(
 def by_group(
     kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """The tensors of the layers of each group that is served, in the order of names."""
+    """The tensors of the layers of each group that is served, in the order in which frames have them."""
     served = groups.served(kv_cache_config)
     if len(kv_cache_config.kv_cache_groups) == 1:
-        return {served[0]: dict(sorted(kv_caches.items()))}
-    return {
-        number: {name: kv_caches[name] for name in sorted(kv_cache_config.kv_cache_groups[number].layer_names)}
-        for number in served
-    }
+        return {served[0]: _in_order(kv_caches)}
+    members = {number: kv_cache_config.kv_cache_groups[number].layer_names for number in served}
+    return {number: _in_order({name: kv_caches[name] for name in names}) for number, names in members.items()}
+
+
+def _in_order(caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Layers by name; by address if a block has the pages of all side by side, so that they are copied as one.
+
+    Then their addresses differ by what the engine's configuration says. Those of separate allocations are arbitrary.
+    """
+    order = dict(sorted(caches.items()))
+    bases = [cache.data_ptr() for cache in order.values()]
+    strides = [cache.stride(0) * cache.element_size() for cache in order.values()]
+    if bases and max(bases) - min(bases) < min(strides):
+        return dict(sorted(order.items(), key=lambda item: item[1].data_ptr()))
+    return order
+
+
+def _names(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]) -> list[str]:
+    """All layers, first those of frames in their order."""
+    framed = (name for caches in by_group(kv_cache_config, kv_caches).values() for name in caches)
+    return list(dict.fromkeys([*framed, *sorted(kv_caches)]))
 
 
 def _specs(kv_cache_config: KVCacheConfig) -> dict[str, KVCacheSpec]:

@@ -63,9 +63,10 @@ def forward(
     """
     matter = reads >= block_tokens
     for layer, cache in enumerate(caches):
-        rows = cache.view(-1, cache.shape[1] // block_tokens)
-        differs = (rows[reads] != kv(read_histories, layer, rows.shape[1])).any(1)
+        rows = cache.unflatten(1, (block_tokens, -1))
+        read = rows[reads // block_tokens, reads % block_tokens]
+        differs = (read != kv(read_histories, layer, rows.shape[2])).any(1)
         wrong += (differs & matter).sum()
     for layer, cache in enumerate(caches):
-        rows = cache.view(-1, cache.shape[1] // block_tokens)
-        rows[writes] = kv(write_histories, layer, rows.shape[1])
+        rows = cache.unflatten(1, (block_tokens, -1))
+        rows[writes // block_tokens, writes % block_tokens] = kv(write_histories, layer, rows.shape[2])

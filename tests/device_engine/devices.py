@@ -50,18 +50,20 @@ class Device(abc.ABC):
         self.streams = streams
         self._setup, self._rank, self._name = setup, rank, device
         self.caches, self._memory = [], []
-        for words in setup.token_words:
-            shape = (setup.blocks, setup.block_tokens * words)
+        pages = [setup.block_tokens * words for words in setup.token_words]
+        for together in [pages] if setup.block_major else [[page] for page in pages]:
+            shape = (setup.blocks, sum(together))
             if setup.sleeps:
                 self._memory.append(self._unmappable(8 * shape[0] * shape[1]))
-                self.caches.append(self._memory[-1].tensor.view(torch.int64).view(shape))
+                whole = self._memory[-1].tensor.view(torch.int64).view(shape)
             else:
-                self.caches.append(torch.zeros(shape, dtype=torch.int64, device=device))
+                whole = torch.zeros(shape, dtype=torch.int64, device=device)
+            self.caches += whole.split(together, dim=1)
         self._wrong = torch.zeros(1, dtype=torch.int64, device=device)
 
     def pages(self, layout: ChunkLayout) -> PagedKVCache:
         """Where the pages lie, for the worker side."""
-        runs = tuple(PageRun(each.data_ptr(), each.stride(0) * 8, each.stride(0) * 8) for each in self.caches)
+        runs = tuple(PageRun(each.data_ptr(), each.stride(0) * 8, each.shape[1] * 8) for each in self.caches)
         return PagedKVCache(runs, self._setup.blocks, self._name, self._rank, layout)
 
     def sleep(self) -> None:
@@ -118,7 +120,7 @@ class SimulatedDevice(Device):
 
     def launch(self, forward: Forward) -> Enqueued:
         tables = [torch.tensor(each, dtype=torch.int64) for each in self._tables(forward)]
-        told = torch.zeros(1, dtype=torch.int64)
+        told = torch.ones(1, dtype=torch.int64)  # wrong, unless the work gets to its end
 
         def work() -> None:
             content.forward(self.caches, self._setup.block_tokens, self._wrong, *tables)

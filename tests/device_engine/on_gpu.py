@@ -25,6 +25,7 @@ KINDS = {
     "pages of 64 KiB": _ENGINE,
     "pages of 8 KiB": attrs.evolve(_ENGINE, token_words=(64,) * 8, slots=60),
     "one block a chunk, pages of 512 KiB": attrs.evolve(_ENGINE, chunk_tokens=16, token_words=(4096,)),
+    "one block a chunk, layers side by side": attrs.evolve(_ENGINE, chunk_tokens=16, block_major=True),
     "an arena that is page-locked meanwhile": attrs.evolve(_ENGINE, slots=4096),
     "copies that fail": attrs.evolve(_ENGINE, failures=0.05),
     "two ranks on one device": attrs.evolve(_ENGINE, ranks=2, busy=30),

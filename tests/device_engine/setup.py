@@ -33,6 +33,7 @@ class Setup:
     prompt_tokens: int = 72  #: of the longest prompt
     failures: float = 0.0  #: of the chunks, or on a GPU of the jobs, that are copied
     zeroes: bool = False  #: the engine zeroes new blocks before it calls a connector, as vLLM does for hybrid models
+    block_major: bool = False  #: a block has the pages of all layers side by side
     sleeps: bool = False  #: its pages can be unmapped
     staged: bool = False  #: stores are staged, so that the device computes checksums; else how is drawn, or measured
     busy: int = 0  #: matrices that each forward multiplies besides, on a GPU

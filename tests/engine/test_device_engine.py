@@ -22,6 +22,8 @@ KINDS = {
     "two ranks": Setup(ranks=2),
     "memory that is unmapped in its sleep": Setup(sleeps=True),
     "one block a chunk, one layer": Setup(block_tokens=8, token_words=(3,), blocks=30),
+    "layers side by side": Setup(block_major=True),
+    "layers side by side, one block a chunk": Setup(block_major=True, block_tokens=8, blocks=30),
     "new blocks are zeroed, and stores fenced at once": Setup(zeroes=True),
 }
 REQUESTS = 400

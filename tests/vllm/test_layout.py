@@ -9,7 +9,12 @@ import pytest
 import torch
 from test_identity import engine_config
 
+from kvtier_core.engine.self_test import try_copies
 from kvtier_core.engine.step import ScheduledRequest
+from kvtier_core.interfaces import PagedKVCache
+from kvtier_core.testing.samples import make_layout
+from kvtier_core.transfer.copier import PlainCopier
+from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.vllm import groups as kv_groups
 from kvtier_core.vllm import layout, speculation
 from kvtier_core.vllm.groups import served, structure_of
@@ -267,3 +272,64 @@ def test_a_state_is_not_taken_while_drafts_may_still_be_rejected(config, specs, 
     output.scheduled_spec_decode_tokens = {"drafts": [7, 7]}
     steps = [ScheduledRequest(request_id, computed=30, scheduled=3) for request_id in ("drafts", "plain")]
     assert tables.states(output, steps) == {"plain": {32: {1: 3}}}
+
+
+# -- the order of layers in a frame --------------------------------------------------------------------------
+
+
+def laid_out(page_layout, names, blocks=8):
+    """The tensors of layers as vLLM 0.32 makes them, all in one allocation."""
+    from vllm.v1 import kv_cache_interface
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    each = spec("FullAttentionSpec")
+    order = KVCacheLayout[page_layout]
+    layer_stride, block_stride, *_ = kv_cache_interface.compute_layout_strides(each, blocks, len(names), order)
+    size = each.page_size_bytes * blocks * len(names)
+    placed = kv_cache_interface.KVCacheTensor(size, names, layer_stride, block_stride)
+    raw = torch.zeros(size, dtype=torch.int8)
+    views = kv_cache_interface.create_kv_cache_views(raw, each, blocks, order, placed)
+    engine = dataclasses.replace(groups(each), num_blocks=blocks)
+    return engine, dict(zip(names, views, strict=True))
+
+
+NAMES = [f"model.layers.{number}.attn" for number in range(12)]
+
+
+@pytest.mark.parametrize("page_layout", ["BLHNC", "BLNHC"])
+def test_layers_that_lie_side_by_side_are_in_that_order(config, page_layout):
+    """So that a mover copies a block of all of them at once; by name, 10 would come before 2."""
+    engine, caches = laid_out(page_layout, NAMES)
+    runs, _ = layout._pages(engine, caches, config.parallel_config)
+    page = runs[0].nbytes
+    assert [run.base - runs[0].base for run in runs] == [number * page for number in range(len(NAMES))]
+    assert {run.stride for run in runs} == {len(NAMES) * page}
+    assert layout._names(engine, caches) == NAMES
+
+
+@pytest.mark.parametrize("page_layout", ["LBHNC", "LBNHC"])
+def test_other_layers_are_in_the_order_of_their_names(page_layout):
+    """Wherever they lie: before 0.32 they may be allocated one by one, elsewhere in every start."""
+    engine, caches = laid_out(page_layout, NAMES)
+    assert layout._names(engine, caches) == sorted(NAMES)
+
+
+def test_the_order_of_layers_in_a_frame_is_told():
+    """It is part of the namespace: engines of one layout whose layers lie in another order share no frames."""
+    there, back = (laid_out("BLNHC", names) for names in (NAMES, NAMES[::-1]))
+    assert layout._names(*there) == layout._names(*back)[::-1]
+
+
+@pytest.mark.parametrize("page_layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+@pytest.mark.parametrize("chunk_blocks", [1, 3])
+def test_pages_come_back_however_vllm_lays_them_out(config, page_layout, chunk_blocks):
+    engine, caches = laid_out(page_layout, NAMES)
+    runs, _ = layout._pages(engine, caches, config.parallel_config)
+    chunks = make_layout([run.nbytes for run in runs], chunk_blocks)
+    table = PagedKVCache(tuple(runs), engine.num_blocks, "cpu", 0, chunks)
+    slots = memoryview(bytearray(2 * chunks.frame_nbytes))
+    mover = HostMover(table, slots, chunks.frame_nbytes, PlainCopier)
+    try:
+        assert try_copies(mover, table, [caches], slots=[1]) == ""
+    finally:
+        mover.close()
