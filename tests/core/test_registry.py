@@ -77,6 +77,7 @@ def test_the_core_offers_what_it_ships_through_the_same_door():
     assert [(offer.kind, offer.name) for offer in registry.offers()] == [
         *(("eviction policy", name) for name in POLICIES),
         ("observer", "jsonl"),
+        ("observer", "opentelemetry"),
         ("observer", "prometheus"),
         ("serializer", "raw"),
         ("tier", "heap"),

@@ -118,7 +118,7 @@ def test_a_folder_that_is_removed_and_something_else_in_its_place(disk, backend)
     assert reads(backend, OLD) == {"miss": ALL}
     (disk.folder / "kv").touch()
     assert reads(backend, OLD) == deletes(backend, OLD) == {"Not a directory": ALL}
-    assert writes(backend, NEW) == {"not a folder": ALL}
+    assert writes(backend, NEW) == {"not a folder; name one": ALL}
     (disk.folder / "kv").unlink()
     works_again(disk, backend)
 
