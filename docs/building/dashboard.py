@@ -23,7 +23,7 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 14, 30, 44  # margins
 POINTS = 120
 COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#4b5563")
 #: How a unit of Grafana's is written.
-UNITS = {"percentunit": "of 1", "Bps": "B/s", "bytes": "B", "s": "s", "short": "", "bool_on_off": ""}
+UNITS = {"percentunit": "%", "Bps": "B/s", "bytes": "B", "s": "s", "short": "", "bool_on_off": ""}
 
 
 class Series(NamedTuple):
@@ -90,7 +90,7 @@ def _panel(panel: Panel, end: float, seconds: float) -> Iterator[str]:
     for share in (0.0, 0.5, 1.0):
         y = bottom - share * (bottom - TOP)
         yield f'<path d="M{LEFT} {y:.1f}H{right}" stroke="#e5e7eb"/>'
-        value = _written(low + share * (high - low))
+        value = _written((low + share * (high - low)) * (100 if panel.unit == "percentunit" else 1))
         yield f'<text x="{LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{value}</text>'
     x = float(LEFT)
     for line, colour in zip(panel.series, COLOURS * len(panel.series), strict=False):
