@@ -55,7 +55,7 @@ def main(folder: Path = ROOT / "build") -> str | None:
     for outcome in run(sections(), SECONDS):
         progress(f"gpu-check: {outcome.section}: {'; '.join(outcome.problems) or 'ok'} ({outcome.seconds:.0f} s)")
         outcomes.append(outcome)
-        # After each one: whoever ends this early has what there is.
+        # After each one, so that a report is there if this is ended early.
         (folder / "gpu-check.txt").write_text(as_text(outcomes))
         (folder / "gpu-check.json").write_text(as_json(outcomes))
     print(as_text(outcomes), end="")

@@ -276,7 +276,7 @@ Result cuEventRecord(Event event, Stream stream) {
   put(stream, [=] { *past = true; });
   return kSuccess;
 }
-// For the record of this moment, whatever is recorded later; one that was never recorded has passed.
+// Waits for the latest record so far, not for later ones. An event that was never recorded has passed.
 Result cuStreamWaitEvent(Stream stream, Event event, unsigned) {
   CALLED("cuStreamWaitEvent");
   const auto past = static_cast<FakeEvent*>(event)->past;

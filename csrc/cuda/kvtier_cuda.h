@@ -56,10 +56,9 @@ KVTIER_API void kvtier_cuda_close_part(KvtierDevice* device, KvtierPart* part);
 KVTIER_API int kvtier_cuda_can(KvtierDevice* device, KvtierPart* part, int method, int to_slots,
                                KvtierStaging* staging);
 // Enqueues the copies of `chunks` chunks. `rows` has `width` block ids for each, group after group, or -1; `slots` has
-// its slot. Whatever is returned, the stream `kernels` is then behind all that touches pages, and `bus` behind all that
-// writes to slots. `staging` is always used with the same two streams. A staged store of whole
-// chunks may have `sums` and `told`, see kvtier_cuda_checksums: the CRC-32 of each shard is there when `bus` has done
-// it. Else they are 0.
+// its slot. Even after a failure the stream `kernels` is then behind all that touches pages, and `bus` behind all that
+// writes to slots. `staging` is always used with the same two streams. A staged store of whole chunks may have `sums`
+// and `told`, see kvtier_cuda_checksums: the CRC-32 of each shard is there when `bus` has done it. Else they are 0.
 KVTIER_API int kvtier_cuda_copy(KvtierDevice* device, KvtierPart* part, int method, int to_slots, const int32_t* rows,
                                 const int32_t* slots, uint32_t chunks, uint32_t width, void* kernels, void* bus,
                                 KvtierStaging* staging, uint64_t sums, uint64_t told);

@@ -16,8 +16,9 @@ from kvtier_core.cli.output import FINE, Output
 
 #: Home, and clear what is below.
 _REDRAW = "\33[H\33[J"
-#: By these events bytes come into a tier, and leave it for the engine or an arena.
-_SPEEDS = {"in GB/s": ("stored", "promoted", "written"), "out GB/s": ("loaded", "read")}
+#: By these events bytes come into a tier, and leave it for the engine or an arena. Of a frame that workers read from a
+#: store both are told, so that the larger sum has all bytes once.
+_SPEEDS = {"in GB/s": (sum, ("stored", "promoted", "written")), "out GB/s": (max, ("loaded", "read"))}
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -65,14 +66,14 @@ def _speeds(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[st
     earlier = {tier["tier"]: tier for tier in before["tiers"]} if before else {}
     return {
         head: [
-            f"{(_nbytes(tier, kinds) - _nbytes(earlier[tier['tier']], kinds)) / seconds / 1e9:.2f}"
+            f"{(of(_nbytes(tier, kinds)) - of(_nbytes(earlier[tier['tier']], kinds))) / seconds / 1e9:.2f}"
             if seconds > 0 and tier["tier"] in earlier
             else "-"
             for tier in now["tiers"]
         ]
-        for head, kinds in _SPEEDS.items()
+        for head, (of, kinds) in _SPEEDS.items()
     }
 
 
-def _nbytes(tier: Mapping[str, Any], kinds: Sequence[str]) -> int:
-    return sum(tier["events"].get(kind, {}).get("nbytes", 0) for kind in kinds)
+def _nbytes(tier: Mapping[str, Any], kinds: Sequence[str]) -> list[int]:
+    return [tier["events"].get(kind, {}).get("nbytes", 0) for kind in kinds]

@@ -293,7 +293,7 @@ def _new_socket(address: Address) -> socket.socket:
 
 
 def _bound(address: Address) -> socket.socket:
-    """A socket that listens once it is told to.
+    """A bound socket that does not listen yet.
 
     Several may be bound to one port. One that never listens keeps it, so that nobody else gets the port of a proxy that
     refuses connections for a while.

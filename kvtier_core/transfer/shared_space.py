@@ -62,7 +62,7 @@ class SharedSpace:
     """The capacity of a shared store, for one of its users. All methods may be called on any thread.
 
     What lies in the store never exceeds the capacity: bytes are counted before they are written, and given back after
-    they are removed. Whoever finds the capacity exceeded lists the store and removes the oldest frames.
+    they are removed. The user that finds the capacity exceeded lists the store and removes the oldest frames.
 
     A user that is killed leaves what it had taken in the account. Each listing corrects that: the store holds no more
     than what is listed and what was taken since ten minutes, and no less than what is listed.

@@ -27,7 +27,7 @@ from kvtier_cpu.segment import Address, reach
 
 #: Base prompts, of which every request has a beginning.
 _PREFIXES = 10
-_STEPS = 20_000  # in which whatever is under way must end
+_STEPS = 20_000  # in which all that is under way must end
 
 
 class WrongKV(AssertionError):

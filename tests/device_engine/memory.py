@@ -18,7 +18,7 @@ class Memory(abc.ABC):
 
     @abc.abstractmethod
     def unmap(self) -> None:
-        """Give the memory back. Whoever touches the address now is killed."""
+        """Give the memory back. A process that touches the address now is killed."""
 
     @abc.abstractmethod
     def map_elsewhere(self) -> None:

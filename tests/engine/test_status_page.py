@@ -110,8 +110,15 @@ def test_what_was_read_and_loaded_is_told(host, path, capsys):
     assert main(["status", "--socket", str(path), "--json"]) == 0
     (told,) = json.loads(capsys.readouterr().out)
     assert told["tiers"][0]["events"]["loaded"]["nbytes"] > 0
-    one = {"at": 1.0, "tiers": [{"tier": "disk", "events": {"read": {"nbytes": 10**9}}}]}
-    later = {"at": 3.0, "tiers": [{"tier": "disk", "events": {"read": {"nbytes": 5 * 10**9}}}]}
+
+
+@pytest.mark.parametrize("kinds", [["read"], ["loaded"], ["read", "loaded"]], ids=" and ".join)
+def test_what_leaves_a_tier_is_counted_once(kinds):
+    """Of a frame that workers read from a store, both are told."""
+    one, later = (
+        {"at": at, "tiers": [{"tier": "gds", "events": {kind: {"nbytes": nbytes} for kind in kinds}}]}
+        for at, nbytes in ((1.0, 10**9), (3.0, 5 * 10**9))
+    )
     assert top._speeds(later, one) == {"in GB/s": ["0.00"], "out GB/s": ["2.00"]}
 
 
@@ -125,6 +132,14 @@ def test_tenants_are_told_by_digest_and_are_bounded():
     assert sum(each["tokens"] for each in told) == sum(range(10, 1010)) + 1
     assert sum(each["requests"] for each in told) == 1001
     assert told[0]["tenant"] == "others" and "-" in [each["tenant"] for each in told]
+
+
+def test_who_sees_a_digest_cannot_try_out_salts():
+    one, other = Tenants(), Tenants()
+    for tenants in (one, one, other):
+        tenants.count(b"guessable", 1, 0)
+    assert [each["requests"] for each in one.describe()] == [2]
+    assert one.describe()[0]["tenant"] != other.describe()[0]["tenant"]
 
 
 @pytest.mark.parametrize("columns, lines", [(80, 24), (120, 40)])

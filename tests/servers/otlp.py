@@ -9,7 +9,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class Collector(http.server.ThreadingHTTPServer):
-    """Receives spans over OTLP, and answers when it is told to."""
+    """Receives spans over OTLP. A test decides when it answers."""
 
     daemon_threads = True
 

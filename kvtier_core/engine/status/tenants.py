@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -25,14 +26,15 @@ class _Counts:
 
 
 class Tenants:
-    """Counts by digest: a salt is a secret between a client and its engine, and never told."""
+    """Counts by a keyed digest: who sees it cannot try out which salt it is of, so that none is told."""
 
     def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
         self._counts: dict[str, _Counts] = {}
 
     def count(self, salt: bytes, tokens: int, loaded: int) -> None:
         """A request had so many tokens, of which so many are loaded."""
-        tenant = hashlib.blake2b(salt, digest_size=4).hexdigest() if salt else "-"
+        tenant = hashlib.blake2b(salt, digest_size=4, key=self._key).hexdigest() if salt else "-"
         if tenant not in self._counts and len(self._counts) >= _APART:
             apart = [name for name in self._counts if name != OTHERS]
             least = min(apart, key=lambda name: self._counts[name].tokens)

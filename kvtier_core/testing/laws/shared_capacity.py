@@ -62,7 +62,7 @@ class SharedCapacityLaws(BackendLaws):
                 assert not _missing(backend, [key]), f"one of the last {_USERS} frames written to a full store is gone"
 
     def test_the_oldest_go_first(self, tmp_path: Path):
-        """When room is needed the oldest frames make it, whoever wrote them.
+        """When room is needed the oldest frames leave, those of every engine alike.
 
         Otherwise what was stored a moment ago would be gone when its prompt comes back.
         """

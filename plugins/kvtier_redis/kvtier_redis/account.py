@@ -1,10 +1,10 @@
 """The capacity of a store: what all engines keep on the servers together, counted there.
 
-The account says how many bytes the frames in the ledger have. Whoever enters a frame has counted its bytes before, and
-whoever takes it out counts them as freed; so two engines that evict at once, or one that is evicted from while it
-writes, leave no error. A frame is in the ledger before its first part is stored. So what a killed engine leaves behind
-is an entry without a frame, which goes when it is the oldest, or bytes too many in the account, which `SharedSpace`
-corrects.
+The account says how many bytes the frames in the ledger have. An engine counts the bytes of a frame before it
+enters it, and the one that takes it out counts them as freed; so two engines that evict at once, or one that is evicted
+from while it writes, leave no error. A frame is in the ledger before its first part is stored. So what a killed engine
+leaves behind is an entry without a frame, which goes when it is the oldest, or bytes too many in the account, which
+`SharedSpace` corrects.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Ledger:
         yield
 
     def enter(self, entries: Sequence[bytes]) -> None:
-        """Enter frames as the newest. Whoever does so has counted their bytes."""
+        """Enter frames as the newest. Count their bytes before."""
         self._call("ZADD", self._names.ledger, *_timed(entries))
 
     def renew(self, entries: Sequence[bytes]) -> int:
@@ -53,7 +53,7 @@ class Ledger:
         return renewed
 
     def take_out(self, entry: bytes) -> bool:
-        """Whoever gets True, because it was there, counts its bytes as freed."""
+        """Take an entry out. True if it was there: then the caller counts its bytes as freed."""
         return bool(self._call("ZREM", self._names.ledger, entry))
 
     def entered_before(self, moment: float) -> list[bytes]:

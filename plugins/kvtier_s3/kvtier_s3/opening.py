@@ -100,7 +100,7 @@ def _encryption(settings: S3Settings) -> S3Config:
 def _reach(bucket: Bucket, names: Names, ctx: OpenContext) -> bool:
     """Leave the facts of the namespace beside its frames. False if the store does not answer.
 
-    Raises BackendError if it refuses to be read. Whoever may not write is told at the first frame.
+    Raises BackendError if it refuses to be read. A missing permission to write shows with the first frame.
     """
     try:
         explained = bucket.fetch(names.facts, FACTS_NBYTES) is not None
