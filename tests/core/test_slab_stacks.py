@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 
 import pytest
@@ -15,8 +16,11 @@ from kvtier_core.config.compose import Runtime, open_stack
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError
-from kvtier_core.testing.samples import make_context, make_keys
+from kvtier_core.layouts import ChunkLayout, KVKind
+from kvtier_core.testing.samples import make_context, make_group, make_keys
 from kvtier_core.types import FRAME_ALIGNMENT
+from kvtier_gds.backend import GdsBackend
+from kvtier_gds.config import GdsConfig
 
 CHUNKS = 4
 PATHS = [make_keys(CHUNKS * 40)[i : i + CHUNKS] for i in range(0, CHUNKS * 40, CHUNKS)]
@@ -92,17 +96,40 @@ def test_slabs_above_a_bucket(stack, tmp_path, s3_server):  # noqa: F811
         assert stored(serving, PATHS[:4]) == [CHUNKS] * 4, "what came up from the bucket was written to the slabs"
 
 
+@pytest.fixture
+def landing(tmp_path):
+    """Opens a stack whose slabs have these settings: returns the tiers that workers read, and what it says of slabs."""
+
+    def opened(settings, layout=LAYOUT, runtime=None):
+        file = tmp_path / "kvtier.yaml"
+        file.write_text(f"version: 1\ntiers:\n  - {CPU}\n  - {slabs(tmp_path)[:-1]}, {settings}}}\n")
+        config = load_config(file, Registry.discover())
+        with contextlib.closing(open_stack(config, make_context(layout=layout), runtime or Runtime())) as manager:
+            return list(manager.landings), manager.describe()[1]
+
+    return opened
+
+
 @pytest.mark.parametrize("mode", ["gds", "auto"])
 @pytest.mark.parametrize("recomputes", [True, False])
-def test_workers_read_the_slabs_where_a_failed_load_is_a_miss(tmp_path, mode, recomputes):
-    file = tmp_path / "kvtier.yaml"
-    file.write_text(f"version: 1\ntiers:\n  - {CPU}\n  - {slabs(tmp_path)[:-1]}, mode: {mode}}}\n")
-    config = load_config(file, Registry.discover())
-    manager = open_stack(config, make_context(layout=LAYOUT), Runtime(recomputes=recomputes))
-    assert list(manager.landings) == ["gds"] * (mode == "gds" and recomputes)
+def test_workers_read_the_slabs_where_a_failed_load_is_a_miss(landing, mode, recomputes):
+    tiers, said = landing(f"mode: {mode}", runtime=Runtime(recomputes=recomputes))
+    assert tiers == ["gds"] * (mode == "gds" and recomputes)
     told = "workers read it: yes" if recomputes else "workers read it: no, the engine fails requests whose load fails"
-    assert (told in manager.describe()[1]) == (mode == "gds")
-    manager.close()
+    assert (told in said) == (mode == "gds")
+
+
+def test_workers_read_no_frames_that_they_cannot_verify(landing, monkeypatch):
+    """They have no key and no codec, know of one frame a chunk, and a shared store may replace what they read."""
+    monkeypatch.setenv("SLAB_KEY", "0123456789abcdef" * 2)
+    sealed = landing('mode: gds, seal_key: "env:SLAB_KEY"')
+    window = make_group((512,), kind=KVKind.SLIDING_WINDOW, reach=16)
+    in_parts = landing("mode: gds", layout=ChunkLayout([make_group((512,)), window], LAYOUT.tokens))
+    for cls in (GdsConfig, GdsBackend):
+        monkeypatch.setattr(cls, "shared", True)
+    assert (sealed[0], in_parts[0], landing("mode: gds")[0]) == ([], [], [])
+    assert "no, they are encoded or have a keyed seal" in sealed[1]
+    assert "no, the model's chunks have several parts" in in_parts[1]
 
 
 def complaint(tmp_path, tiers):
