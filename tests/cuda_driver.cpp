@@ -11,6 +11,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -56,6 +57,7 @@ struct State {
   unsigned lanes = 32;
 };
 State state;
+std::recursive_mutex using_state;
 thread_local int contexts = 0;
 
 Result called(const char* name) {
@@ -68,7 +70,8 @@ Result called(const char* name) {
   return failure.result;
 }
 
-#define CALLED(name)                                           \
+#define CALLED(name)                                             \
+  const std::lock_guard<std::recursive_mutex> alone{using_state}; \
   if (const Result result = called(name); result != kSuccess) return result
 #define IN_CONTEXT(name) \
   CALLED(name);          \
@@ -146,6 +149,15 @@ uint64_t fake_largest_copy() { return state.largest_copy; }
 uint64_t fake_locked_ranges() { return state.locked.size(); }
 uint64_t fake_allocations() { return state.allocated.size(); }
 int fake_contexts() { return contexts; }
+// Is this an address of device memory? Then where that begins, and how long it is.
+int fake_on_device(uint64_t address, uint64_t* begin, size_t* nbytes) {
+  const std::lock_guard<std::recursive_mutex> alone{using_state};
+  if (!within(state.allocated, address, 1)) return 0;
+  const auto& [at, length] = *std::prev(state.allocated.upper_bound(address));
+  if (begin) *begin = at;
+  if (nbytes) *nbytes = length;
+  return 1;
+}
 
 void* fake_stream() {
   state.streams.push_back(std::make_unique<FakeStream>());

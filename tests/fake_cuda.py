@@ -38,7 +38,8 @@ def libraries():
     compiler += tuple(os.environ.get("CXXFLAGS", "").split())
     kernels = f'-DKVTIER_KERNELS="{code}"'
     built(*compiler, "-fvisibility=hidden", kernels, *SOURCE.glob("*.cpp"), "-o", folder / FILE, "-ldl")
-    built(*compiler, Path(__file__).with_name("cuda_driver.cpp"), "-o", folder / "libcuda.so.1")
+    drivers = (Path(__file__).with_name(f"cuda_driver{part}.cpp") for part in ("", "_for_kvikio"))
+    built(*compiler, *drivers, "-o", folder / "libcuda.so.1")
     return folder / FILE, folder / "libcuda.so.1"
 
 

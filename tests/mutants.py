@@ -1540,10 +1540,31 @@ MUTANTS = (
     ),
     Mutant(
         "a-frame-longer-than-its-slot",
-        "kvtier_core/engine/landed_loads.py",
-        "min(frame.extent.nbytes, self._slot_nbytes)",
+        "kvtier_core/engine/landed_memory.py",
+        "min(frame.extent.nbytes, slot_nbytes)",
         "frame.extent.nbytes",
         "tests/engine/test_landed_loads.py::test_a_frame_that_is_longer_than_a_slot_does_not_reach_into_the_next",
+    ),
+    Mutant(
+        "payloads-on-a-gpu-are-not-summed",
+        "kvtier_core/stack/store_tier/frame_io.py",
+        "if error := verify_checksums(found, checksum):",
+        "if False:",
+        "tests/engine/test_device_landing.py",
+    ),
+    Mutant(
+        "payloads-that-ended-early-are-summed",
+        "kvtier_core/stack/store_tier/frame_io.py",
+        "if read < payload_nbytes:",
+        "if False:",
+        "tests/engine/test_device_landing.py",
+    ),
+    Mutant(
+        "frames-that-workers-refuse-stay-promised",
+        "kvtier_core/stack/manager.py",
+        "self._leases.release_frames(tier)",
+        "pass",
+        "tests/core/test_slab_stacks.py::test_what_workers_refuse_to_read_passes_through_an_arena",
     ),
     Mutant(
         "a-place-that-is-held-is-given-away",

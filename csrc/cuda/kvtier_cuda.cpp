@@ -82,6 +82,7 @@ void kvtier_cuda_close_part(KvtierDevice* device, KvtierPart* part) {
 }
 
 int kvtier_cuda_can(KvtierDevice* device, KvtierPart* part, int method, int to_slots, KvtierStaging* staging) {
+  if (part->slots_on_device()) return method == KVTIER_KERNEL && device->has_kernels();
   if (method == KVTIER_STAGED) return staging && part->can_stage(*staging);
   // A kernel that writes to the host is not offered: others saw illegal accesses on Hopper (SGLang 8991).
   if (method == KVTIER_KERNEL) return !to_slots && device->has_kernels() && device->reaches_host();
@@ -98,7 +99,7 @@ int kvtier_cuda_copy(KvtierDevice* device, KvtierPart* part, int method, int to_
   const kvtier::Chunks all = {rows, slots, chunks, width};
   const kvtier::Streams streams = {kernels, bus};
   if (method == KVTIER_STAGED) return part->copy_staged(to_slots != 0, all, streams, *staging, {sums, told});
-  if (method == KVTIER_KERNEL) return part->load_by_kernel(all, streams);
+  if (method == KVTIER_KERNEL) return part->copy_by_kernel(to_slots != 0, all, streams);
   return part->copy_directly(to_slots != 0, all, streams);
 }
 

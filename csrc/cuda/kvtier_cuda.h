@@ -3,7 +3,7 @@
 //
 // A function that returns an int returns 1, or 0 if it failed; then kvtier_cuda_problem says why. Addresses are raw:
 // the caller has checked that every block and every slot exists, and keeps both sides alive until the streams have done
-// the copy. It calls on one thread, except for lock and unlock; no call changes the thread's current context.
+// the copy. It calls on one thread, but where it says so; no call changes the thread's current context.
 #pragma once
 
 #include <stdint.h>
@@ -47,7 +47,7 @@ KVTIER_API int kvtier_cuda_stage(KvtierDevice* device, uint64_t half_nbytes, Kvt
 KVTIER_API void kvtier_cuda_unstage(KvtierDevice* device, KvtierStaging* staging);
 
 // The layers of one part of a chunk, in the order of the shard. `shards` is the address of this rank's shard in slot 0;
-// slots are page-locked in pieces of `piece_nbytes` from `locked` on.
+// slots are page-locked in pieces of `piece_nbytes` from `locked` on, or lie on the device if that is 0.
 KVTIER_API int kvtier_cuda_part(KvtierDevice* device, const KvtierLayer* layers, uint32_t layer_count, uint64_t shards,
                                 uint64_t slot_nbytes, uint64_t locked, uint64_t piece_nbytes, KvtierPart** part);
 KVTIER_API void kvtier_cuda_close_part(KvtierDevice* device, KvtierPart* part);
@@ -65,7 +65,7 @@ KVTIER_API int kvtier_cuda_copy(KvtierDevice* device, KvtierPart* part, int meth
 
 // Enqueues the CRC-32, as zlib computes it, of `count` ranges on the device, of `nbytes` each and `stride` apart. They
 // are computed in `sums`, device memory of four bytes a range, and copied to `told`, page-locked memory of that size,
-// where they are when the stream has done it. Needs kernels.
+// where they are when the stream has done it. Needs kernels. Any thread may call.
 KVTIER_API int kvtier_cuda_checksums(KvtierDevice* device, uint64_t address, uint64_t stride, uint64_t nbytes,
                                      uint32_t count, uint64_t sums, uint64_t told, void* stream);
 

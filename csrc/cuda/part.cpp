@@ -83,9 +83,12 @@ bool Part::list_pages(const Chunks& chunks, Copies& copies) const {
   return copies.flush();
 }
 
-bool Part::load_by_kernel(const Chunks& chunks, const Streams& streams) const {
+bool Part::copy_by_kernel(bool to_slots, const Chunks& chunks, const Streams& streams) const {
   const Slice all = {0, chunks.count, 0, layers_.size(), 0};
-  return launch(kBlocksOnBus, false, chunks, all, shards_, false, streams.kernels);
+  const unsigned blocks = slots_on_device() ? kBlocksOnDevice : kBlocksOnBus;
+  const bool copied = launch(blocks, to_slots, chunks, all, shards_, false, streams.kernels);
+  const bool ordered = !to_slots || order(streams.kernels, turn_, streams.bus);
+  return ordered && copied;
 }
 
 // The slots are numbered from the first chunk of the slice on if the shards are those in a half.

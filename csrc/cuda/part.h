@@ -68,10 +68,11 @@ class Part {
   // of whole chunks what is staged may be summed: `sums` are there when `bus` has done all.
   bool copy_staged(bool to_slots, const Chunks& chunks, const Streams& streams, Staging& staging,
                    const Sums& sums) const;
-  // A kernel reads the slots in host memory and writes the pages.
-  bool load_by_kernel(const Chunks& chunks, const Streams& streams) const;
+  // A kernel copies between pages and slots: to pages from host memory, or either way if the slots lie on the device.
+  bool copy_by_kernel(bool to_slots, const Chunks& chunks, const Streams& streams) const;
 
   bool can_stage(const Staging& staging) const;
+  bool slots_on_device() const { return !pieces_.nbytes; }
 
  private:
   struct Slice;  // of a job, as much as a half holds

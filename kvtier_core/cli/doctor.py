@@ -52,6 +52,7 @@ class Diagnosis:
     read: float | None = None
     verify: float | None = None
     free: int | None = None  #: bytes where its folder is
+    settings: tuple[str, ...] = ()  #: whose effective value may differ from what was asked
     folders: tuple[str, ...] = ()  #: with their permissions
     advice: tuple[str, ...] = ()
 
@@ -64,7 +65,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     found = [_diagnose(config, number, layout, options.prefill * token) for number in range(len(config.tiers))]
     output.say(*table(("machine", ""), [(fact.name, fact.value) for fact in facts], left=2), "")
     output.say(*table(("tier", "state", "answers", "writes", "reads", "verifies", "free"), _rows(found), left=2))
-    output.say(*(f"{each.tier}: {folder}" for each in found for folder in each.folders), "")
+    output.say(*(f"{each.tier}: {line}" for each in found for line in (*each.settings, *each.folders)), "")
     troubles = [f"{each.tier} cannot be used: {each.trouble}" for each in found if each.trouble]
     advice = [f"{fact.name}: {fact.value}; {fact.advice}" for fact in facts if fact.advice]
     advice += [f"{each.tier}: {line}" for each in found for line in each.advice]
@@ -119,13 +120,15 @@ def _diagnose(config: StackConfig, number: int, layout: ChunkLayout, compute: fl
 
 def _tried(config: StackConfig, number: int, layout: ChunkLayout) -> Diagnosis:
     with tiers.opened(config, layout, [number]) as (tier,):
+        settings = tuple(f"{name}: {fact}" for name, fact in tier.store.facts().items())
         if isinstance(tier.tier, ArenaTierConfig):
-            return _tried_arena(tier, layout)
+            return attrs.evolve(_tried_arena(tier, layout), settings=settings)
         with Frames(tier, layout, _FRAMES) as frames:
             write = frames.nbytes / median(frames.write, _ROUNDS, frames.rename)[0]
             latency = median(frames.look, _ROUNDS)[0]
             read = frames.nbytes / median(frames.read, _ROUNDS)[0]
-            return Diagnosis(tier.tier.name, "", latency, write, read, frames.nbytes / seconds(frames.verify))
+            verify = frames.nbytes / seconds(frames.verify)
+            return Diagnosis(tier.tier.name, "", latency, write, read, verify, settings=settings)
 
 
 def _tried_arena(tier: OpenedTier, layout: ChunkLayout) -> Diagnosis:

@@ -7,7 +7,6 @@ is what reaches the pages; what does not verify reaches none.
 from __future__ import annotations
 
 import math
-import mmap
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -15,17 +14,17 @@ from typing import NamedTuple
 
 import attrs
 
-from kvtier_core.errors import BackendError
+from kvtier_core.engine.landed_memory import open_memory
 from kvtier_core.interfaces import JobResult, Landing, Mover, PagedKVCache, PageList
-from kvtier_core.stack.batches import as_many, in_groups
-from kvtier_core.stack.store_tier.frame_io import FrameRead, ReadStatus, examine
-from kvtier_core.transfer import cuda
-from kvtier_core.transfer.host_mover import HostMover
+from kvtier_core.stack.batches import in_groups
+from kvtier_core.stack.store_tier.frame_io import FrameRead, ReadStatus
 from kvtier_core.transfer.io_pool import IOPool, Outcome, run
 from kvtier_core.types import ChunkKey, StoredFrame
 
 #: Of a worker's memory that frames pass through.
 _STAGING_NBYTES = 64 << 20
+#: Pieces of jobs that may be in that memory at a time: being read, verified and copied.
+_PIECES = 8
 _THREADS = 2  #: while one verifies, another one reads
 #: Seconds for which `LandedLoads.wait` sleeps at a time.
 _POLL = 1e-3
@@ -53,25 +52,32 @@ class LandedLoads:
     def __init__(self, landing: Landing, cache: PagedKVCache, timeout: float):
         """A read that takes longer than ``timeout`` seconds has failed, and so has all that waits behind it.
 
-        Raises BackendError if the pages cannot be reached from this memory.
+        Raises BackendError if workers are not to read these files, see `landed_memory.open_memory`.
         """
         self._landing = landing
         self._timeout = timeout
-        self._payload_nbytes = cache.layout.payload_nbytes
-        self._slot_nbytes = cache.layout.frame_nbytes
-        slots = max(cache.layout.self_test_slots, _STAGING_NBYTES // self._slot_nbytes)
-        self._memory = memoryview(mmap.mmap(-1, slots * self._slot_nbytes))
-        self.mover = _mover(cache, self._memory, self._slot_nbytes)
-        self._free = list(range(slots))
-        self._most = max(1, slots // 2)  # in a piece: while one is copied another one is read
+        slots = max(2, _STAGING_NBYTES // cache.layout.frame_nbytes)  # while one is copied another one is read
+        pieces = min(_PIECES, slots)
+        self._most = slots // pieces  # in a piece
+        self._free = [piece * self._most for piece in range(pieces)]  # the first slots of those without a piece
+        self._memory = open_memory(landing, cache, slots, timeout)
         self._pool = IOPool("landing", _THREADS)
         self._jobs: dict[int, _Job] = {}
         self._waiting: deque[_Piece] = deque()
         self._reading: dict[int, _Piece] = {}  # by number
-        self._copying: dict[int, tuple[_Piece, list[int]]] = {}  # by job of the mover, with the slots
+        self._copying: dict[int, tuple[_Piece, int]] = {}  # by job of the mover, with the first slot
         self._last = 0
         self._unread: dict[int, dict[ChunkKey, FrameRead]] = {}  # by job
         self._results: list[JobResult] = []
+
+    @property
+    def mover(self) -> Mover:
+        """Copies from the memory to the pages."""
+        return self._memory.mover
+
+    def facts(self) -> Mapping[str, str]:
+        """Where frames are read to, in plain words."""
+        return {**self._landing.facts(), **self._memory.facts()}
 
     def load(self, job: int, frames: Sequence[StoredFrame], pages: PageList) -> None:
         """Begin to load these frames into pages; see `Mover.load`."""
@@ -108,53 +114,40 @@ class LandedLoads:
     def close(self) -> None:
         """Close the files and the mover. Jobs under way are not reported."""
         idle = self._pool.close(self._timeout)
-        self.mover.close()
+        self.mover.wait(self._copying.keys())
         if idle:  # else a thread still reads into the memory
             self._landing.close()
+            self._memory.close()
 
     def _step(self) -> None:
         self._pool.step()
         if self._pool.longest() > self._timeout:
             self._give_up()
         for number, ok, *_ in self.mover.finished():
-            piece, slots = self._copying.pop(number)
-            self._free += slots
+            piece, first = self._copying.pop(number)
+            self._free.append(first)
             self._end(piece, ok=ok)
         self._start()
 
     def _start(self) -> None:
         """Begin the reads for which there is memory."""
-        while self._waiting and len(self._waiting[0].frames) <= len(self._free):
+        while self._waiting and self._free:
             piece = self._waiting.popleft()
             if not self._jobs[piece.job].ok:  # its request computes them all
                 self._end(piece, ok=False)
                 continue
-            slots = [self._free.pop() for _ in piece.frames]
+            first = self._free.pop()
             self._last += 1
             self._reading[self._last] = piece
             self._pool.submit_load(
-                lambda piece=piece, slots=slots: self._read(piece.frames, slots),
-                lambda outcome, number=self._last, slots=slots: self._arrived(number, slots, outcome),
+                lambda piece=piece, first=first: self._memory.read(piece.frames, first),
+                lambda outcome, number=self._last, first=first: self._arrived(number, first, outcome),
             )
 
-    def _read(self, frames: Sequence[StoredFrame], slots: Sequence[int]) -> list[FrameRead]:
-        """On a thread: read frames into slots, and verify them."""
-        # One that is longer than a slot is none of ours, and must not reach into the next slot.
-        extents = [frame.extent._replace(nbytes=min(frame.extent.nbytes, self._slot_nbytes)) for frame in frames]
-        begins = [slot * self._slot_nbytes for slot in slots]
-        into = [self._memory[at : at + extent.nbytes] for at, extent in zip(begins, extents, strict=True)]
-        counts = as_many(self._landing.read(extents, into), frames)
-        return [self._verified(*each) for each in zip(frames, into, counts, strict=True)]
-
-    def _verified(self, frame: StoredFrame, view: memoryview, count: int | BackendError) -> FrameRead:
-        if isinstance(count, BackendError):
-            return FrameRead(ReadStatus.CORRUPT, str(count))
-        return examine(frame, view[:count], self._payload_nbytes)
-
-    def _arrived(self, number: int, slots: list[int], outcome: Outcome) -> None:
+    def _arrived(self, number: int, first: int, outcome: Outcome) -> None:
         piece = self._reading.pop(number, None)
         if piece is None:  # it was given up
-            self._free += slots
+            self._free.append(first)
             return
         if outcome.error is None:
             reads = outcome.value
@@ -166,10 +159,11 @@ class LandedLoads:
             for frame, read in zip(piece.frames, reads, strict=True)
             if read.status is not ReadStatus.VERIFIED
         }
+        slots = range(first, first + len(piece.frames))
         if not unread and run(lambda: self.mover.load(number, slots, piece.pages)).error is None:
-            self._copying[number] = piece, slots
+            self._copying[number] = piece, first
             return
-        self._free += slots
+        self._free.append(first)
         self._end(piece, ok=False, unread=unread)
 
     def _give_up(self) -> None:
@@ -190,9 +184,3 @@ class LandedLoads:
         if not job.left:
             del self._jobs[piece.job]
             self._results.append(JobResult(piece.job, job.ok))
-
-
-def _mover(cache: PagedKVCache, memory: memoryview, slot_nbytes: int) -> Mover:
-    if cache.device.startswith("cuda"):
-        return cuda.attach(cache, memory, slot_nbytes)
-    return HostMover(cache, memory, slot_nbytes)

@@ -71,6 +71,8 @@ class WorkerProgress:
     filled: dict[int, int] = attrs.field(factory=dict)  #: by store job: only so many leading slots were filled
     #: By request whose load failed: the frames of stores that could not be used, and why.
     unread: dict[str, dict[ChunkKey, FrameRead]] = attrs.field(factory=dict)
+    #: By store tier whose frames a worker was to read by itself: why it does not.
+    not_landing: dict[str, str] = attrs.field(factory=dict)
 
     def merge(self, other: WorkerProgress) -> WorkerProgress:
         """The progress of both together."""
@@ -87,4 +89,5 @@ class WorkerProgress:
                 request_id: self.unread.get(request_id, {}) | other.unread.get(request_id, {})
                 for request_id in self.unread | other.unread
             },
+            self.not_landing | other.not_landing,
         )

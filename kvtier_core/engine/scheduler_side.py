@@ -210,7 +210,7 @@ class SchedulerSide:
         if self._provenance.trusts_any(result.invalid_blocks):
             self._distrust_all()
         if result.progress:
-            self._self_test.record(result.progress.self_tests)
+            self._self_test.record(result.progress.self_tests, result.progress.not_landing)
             self._stores.record(result.progress)
             self._loads.note_unread(result.progress.unread)
         failed = self._loads.under_way(result.failed_loads)

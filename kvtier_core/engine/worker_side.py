@@ -95,6 +95,7 @@ class WorkerSide:
         self._movers: list[Mover | None] = []
         self._landed: dict[str, LandedLoads] = {}  # by the name of the store tier
         self._unread: dict[str, dict[ChunkKey, FrameRead]] = {}  # by request
+        self._not_landing: dict[str, str] = {}  # by store tier: why it does not, not reported yet
         self._jobs: dict[int, _Job] = {}  # by number
         self._begun: dict[_Task, _Begun] = {}
         self._failed: set[_Task] = set()
@@ -141,9 +142,12 @@ class WorkerSide:
         for tier in self._stores:
             if tier.name not in plan.landings:
                 continue
-            landing = land(tier, plan.landings[tier.name])
-            self._log_facts(tier.name, landing.facts())
-            landed = self._landed[tier.name] = LandedLoads(landing, table, tier.timeout)
+            outcome = run(lambda tier=tier: LandedLoads(land(tier, plan.landings[tier.name]), table, tier.timeout))
+            if outcome.error is not None:
+                self._not_landing[tier.name] = f"rank {self._rank}: {outcome.error}"
+                continue
+            landed = self._landed[tier.name] = outcome.value
+            self._log_facts(tier.name, landed.facts())
             if wrong := try_copies(landed.mover, table, self._caches, range(len(plan.layout.parts))):
                 return f"{tier.name}: {wrong}"
         return ""
@@ -202,6 +206,7 @@ class WorkerSide:
         ended = [task for task in self._ended if task.direction is _Direction.STORE]
         self_tests, self._self_tests = self._self_tests, Counter()
         unread, self._unread = self._unread, {}
+        not_landing, self._not_landing = self._not_landing, {}
         if not ended and not self_tests and not unread:
             return None
         failed = [task for task in ended if task in self._failed]
@@ -216,6 +221,7 @@ class WorkerSide:
             checksums,
             filled,
             unread,
+            not_landing,
         )
 
     def close(self) -> None:

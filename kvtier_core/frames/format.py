@@ -175,6 +175,27 @@ def verify_by_digest(
     keyed: SealIdentity = UNKEYED,
 ) -> FrameError | None:
     """The same where only the digest of the namespace is known."""
+    header = expected_header(frame, namespace, key, codec=codec, payload_nbytes=payload_nbytes, keyed=keyed)
+    if isinstance(header, FrameError):
+        return header
+    if header.payload_nbytes > len(frame) - FRAME_ALIGNMENT:
+        return FrameError.SHORT
+    return verify_checksums(header, crc32(payload_of(frame)))
+
+
+def expected_header(
+    frame: memoryview,
+    namespace: bytes,
+    key: ChunkKey,
+    *,
+    codec: CodecIdentity = RAW,
+    payload_nbytes: int | None = None,
+    keyed: SealIdentity = UNKEYED,
+) -> Header | FrameError:
+    """The header of a frame if it is that of the one asked for. Neither is the payload verified, nor need it be there.
+
+    See `verify`; ``namespace`` is the digest.
+    """
     header = read_header(frame)
     if isinstance(header, FrameError):
         return header
@@ -192,9 +213,7 @@ def verify_by_digest(
         return FrameError.CODEC
     if payload_nbytes is not None and header.payload_nbytes != payload_nbytes:
         return FrameError.LENGTH
-    if header.payload_nbytes > len(frame) - FRAME_ALIGNMENT:
-        return FrameError.SHORT
-    return verify_checksums(header, crc32(payload_of(frame)))
+    return header
 
 
 def read_header(frame: memoryview) -> Header | FrameError:

@@ -30,7 +30,7 @@ from kvtier_core.interfaces.context import Medium, OpenContext
 from kvtier_core.interfaces.eviction import MAX_POLICY_STATE_NBYTES, EvictionConfig, EvictionPolicy
 from kvtier_core.interfaces.observer import Observer, ObserverConfig
 from kvtier_core.interfaces.serializer import Serializer, SerializerConfig
-from kvtier_core.interfaces.store_tier import Backend, BackendConfig, Landing, Stored
+from kvtier_core.interfaces.store_tier import Backend, BackendConfig, DeviceMemory, Landing, Stored
 from kvtier_core.interfaces.token_database import TokenDatabase, TokenDatabaseConfig
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "ArenaConfig",
     "Backend",
     "BackendConfig",
+    "DeviceMemory",
     "EvictionConfig",
     "EvictionPolicy",
     "JobResult",

@@ -135,11 +135,35 @@ class Backend(abc.ABC):
         """Release threads, descriptors, processes: everything. May be called twice; no other call is under way."""
 
 
+@attrs.frozen
+class DeviceMemory:
+    """Memory of a GPU, of this process."""
+
+    ordinal: int  #: of the GPU in this process
+    address: int
+    nbytes: int
+
+    def part(self, at: int, nbytes: int) -> DeviceMemory:
+        """So many bytes of it, from its byte ``at`` on."""
+        return DeviceMemory(self.ordinal, self.address + at, nbytes)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        """As libraries for arrays on GPUs ask for it."""
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+
 class Landing(abc.ABC):
     """Reads frames of a store in a worker process of the engine, which verifies each before it uses it.
 
     Called on several threads at once. The store may be closed, or its process killed, in the middle of a read.
     """
+
+    #: Do workers read by themselves only where that is into a GPU's memory, and no slower than into the host's? Else
+    #: frames pass through an arena.
+    device_only: bool = False
+    #: Frames with which the two can be compared.
+    samples: Sequence[Extent] = ()
 
     @abc.abstractmethod
     def read(self, extents: Sequence[Extent], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
@@ -148,6 +172,19 @@ class Landing(abc.ABC):
         Returns for each the bytes that were read, fewer only where its file ends before, or the BackendError for which
         this frame alone cannot be read. Raises BackendError if the store as a whole cannot be read. No view is kept.
         """
+
+    def reach_device(self, memory: DeviceMemory) -> None:
+        """Make ready for `read_to_device` into parts of this memory, which stays where it is until `close`.
+
+        Called at most once, on a thread of its own, and before the first read. Raises BackendError if files cannot be
+        read straight into the memory of this GPU, by default always: it then uses the memory no more,
+        and frames are read into the host's.
+        """
+        raise BackendError("its files are read into the host's memory")
+
+    def read_to_device(self, extents: Sequence[Extent], into: Sequence[DeviceMemory]) -> Sequence[int | BackendError]:
+        """As `read`, into memory that `reach_device` was told of. The bytes are there when this returns."""
+        raise BackendError("its files are read into the host's memory")
 
     def facts(self) -> Mapping[str, str]:
         """Settings whose effective value may differ from what was asked: ``{"direct": "auto -> on"}``."""

@@ -145,6 +145,13 @@ class Stack(abc.ABC):
         """
 
     @abc.abstractmethod
+    def stop_landing(self, tier: str, why: str) -> None:
+        """The workers do not read the frames of this tier by themselves: from now on they pass through an arena.
+
+        Called before any load from it begins. What is held of it is released.
+        """
+
+    @abc.abstractmethod
     def release(self, holder: str) -> None:
         """Unpin all that the holder looked up and free all that it reserved. Nothing happens if there is none."""
 

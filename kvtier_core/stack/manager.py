@@ -60,13 +60,11 @@ class StorageManager(Stack):
             make_room=self._make_room,
             report=lambda event: self._events.append(event),
         )
-        landing = [tier for tier in self._tiers if tier.lands]
-        reading = [tier for tier in self._tiers if not tier.lands]
         self._promotions = Promotions(
-            self._hot, reading, layout.frame_nbytes, make_room=self._make_room, arrived=self._promoted
+            self._hot, self._tiers, layout.frame_nbytes, make_room=self._make_room, arrived=self._promoted
         )
         self._reservations = Reservations()
-        self._leases = Leases(self._arenas, landing)
+        self._leases = Leases(self._arenas, self._tiers)
         parts = self._arenas, self._tiers, self._promotions, self._leases
         self._search = BoundarySearch(*parts, layout) if len(layout.parts) > 1 else ChainSearch(*parts)
         self._self_test_keys: list[ChunkKey] = []
@@ -101,6 +99,10 @@ class StorageManager(Stack):
     def load_ended(self, holder: str, unread: Mapping[ChunkKey, FrameRead], *, ok: bool) -> None:
         for tier in self._tiers:
             tier.load_ended(holder, unread, ok=ok)
+
+    def stop_landing(self, tier: str, why: str) -> None:
+        next(each for each in self._tiers if each.name == tier).not_landing = why
+        self._leases.release_frames(tier)
 
     def release(self, holder: str) -> None:
         self._leases.release(holder)
@@ -248,7 +250,7 @@ class StorageManager(Stack):
             if isinstance(level, StoreTier) and level.backend.shared:
                 words = ["shared with other engines"]  # what it holds nobody knows
             if isinstance(level, StoreTier) and level.backend.landing:
-                words.append(f"workers read it: {'yes' if level.lands else f'no, {level.not_landing}'}")
+                words.append(f"workers read it: {'if they can' if level.lands else f'no, {level.not_landing}'}")
             words += [f"{name}: {fact}" for name, fact in facts.items()]
             lines.append(f"{level.name}: {', '.join(words)}")
         return lines

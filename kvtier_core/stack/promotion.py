@@ -47,13 +47,18 @@ class Promotions:
         #: Declined chunks that come up all the same, to see how fast their store is by now. Nobody waits for them.
         self.probes: set[ChunkKey] = set()
         self._hot = hot
-        self._tiers = tiers
+        self._all = tiers
         self._frame_nbytes = frame_nbytes
         self._make_room = make_room
         self._arrived = arrived
         self._requests: dict[ChunkKey, _Request] = {}
         self._reading: dict[ChunkKey, _Request] = {}
         self._questions: dict[ChunkKey, _Request] = {}  # what stores are asked for
+
+    @property
+    def _tiers(self) -> list[StoreTier]:
+        """Those that it reads: the workers read the others."""
+        return [tier for tier in self._all if not tier.lands]
 
     @property
     def under_way(self) -> int:

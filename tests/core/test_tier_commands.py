@@ -59,6 +59,7 @@ def test_the_doctor_measures_each_tier_and_leaves_nothing(folder, capsys):
     heap, disk = told["tiers"]
     assert (heap["trouble"], disk["trouble"]) == ("", "")
     assert all(disk[rate] > 0 for rate in ("write", "read", "verify", "latency", "free"))
+    assert any(line.startswith("direct: auto -> ") for line in disk["settings"])
     assert told["machine"]["page size"] == "4KiB"
     assert told["verdict"].startswith("every tier works")
     assert tree(folder) == before

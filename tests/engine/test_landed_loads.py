@@ -32,10 +32,11 @@ SELF_TEST = tuple(Slot(0, number) for number in range(LAYOUT.self_test_slots))
 class Machine:
     """A stack's stores, and the worker sides of two ranks."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, *, arena="heap", device="cpu", mode="gds"):
+        self.device = device
         tiers = [
-            {"type": "heap", "capacity": f"{8 * NBYTES}B"},
-            {"type": "gds", "paths": [str(folder)], "capacity": f"{8 * NBYTES}B", "mode": "gds", "timeout": "200ms"},
+            {"type": arena, "capacity": f"{8 * NBYTES}B"},
+            {"type": "gds", "paths": [str(folder)], "capacity": f"{8 * NBYTES}B", "mode": mode, "timeout": "200ms"},
         ]
         config = load_config({"version": 1, "chunk_tokens": LAYOUT.tokens, "tiers": tiers}, Registry.discover())
         context = make_context(layout=LAYOUT, namespace=HOME, capacity=8 * NBYTES)
@@ -63,7 +64,7 @@ class Machine:
 
     def _pages(self, rank):
         runs = tuple(PageRun(cache.data_ptr(), cache[0].nbytes, cache[0].nbytes) for cache in self.caches[rank])
-        return lambda layout: PagedKVCache(runs, BLOCKS, "cpu", rank, layout)
+        return lambda layout: PagedKVCache(runs, BLOCKS, self.device, rank, layout)
 
     def frames(self, keys=KEYS, named=None, namespace=HOME):
         extents = self.slabs.locate(keys)
@@ -212,13 +213,18 @@ def test_a_read_that_hangs_fails_and_loads_go_on_when_it_returns(machine, monkey
 
 def test_files_that_cannot_be_reached_are_told_at_the_start(opened, tmp_path):
     (tmp_path / "kvtier.slab").unlink()
-    outcomes = [outcome for outcomes in opened.attach() for outcome in outcomes]
-    assert len(outcomes) == 2 and all("No such file" in outcome for outcome in outcomes)
+    for side in opened.sides:
+        side.attach(opened.plan)
+    progress = [side.progress() for side in opened.sides]
+    assert [list(each.self_tests) for each in progress] == [[""], [""]], "the arena is served all the same"
+    assert all("No such file" in each.not_landing["gds"] for each in progress)
     assert [failed for failed, _ in opened.load(opened.frames())] == [True, True]
 
 
 def test_what_one_rank_could_not_read_was_not_read():
     bad = FrameRead(ReadStatus.CORRUPT, "damaged")
     first = WorkerProgress(unread={"a": {KEYS[0]: bad}})
-    merged = first.merge(WorkerProgress(unread={"a": {KEYS[1]: bad}, "b": {KEYS[2]: bad}}))
+    second = WorkerProgress(unread={"a": {KEYS[1]: bad}, "b": {KEYS[2]: bad}}, not_landing={"gds": "no GPU"})
+    merged = first.merge(second)
     assert merged.unread == {"a": {KEYS[0]: bad, KEYS[1]: bad}, "b": {KEYS[2]: bad}}
+    assert merged.not_landing == second.merge(first).not_landing == {"gds": "no GPU"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.interface import Stack
@@ -41,8 +42,14 @@ class SelfTestGate:
         self._steps_left -= 1
         return True
 
-    def record(self, outcomes: Counter[str]) -> None:
-        """Count the outcomes of workers' self-tests; an empty text is a pass."""
+    def record(self, outcomes: Counter[str], not_landing: Mapping[str, str]) -> None:
+        """Count the outcomes of workers' self-tests; an empty text is a pass.
+
+        ``not_landing``: the tiers whose frames a worker does not read by itself, and why.
+        """
+        for tier, why in not_landing.items():
+            self._stack.stop_landing(tier, why)
+            logger.info("kvtier: frames of %s pass through an arena: %s", tier, why)
         if not outcomes or self.is_open:
             return
         self._ranks_left -= outcomes.total()

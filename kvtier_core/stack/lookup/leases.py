@@ -36,17 +36,19 @@ class Lease:
         self.slots += slots
         self.sources += sources
 
+    def places(self) -> Iterator[_Place]:
+        """Where all of them are, once each."""
+        return chain(self.slots, (place for place, _ in self.beyond.values()))
+
     def pinned(self) -> Iterator[Slot]:
-        """All slots, once each."""
-        places = chain(self.slots, (place for place, _ in self.beyond.values()))
-        return (place for place in places if isinstance(place, Slot))
+        """The slots among them."""
+        return (place for place in self.places() if isinstance(place, Slot))
 
 
 class Leases:
     """The leases of all holders."""
 
     def __init__(self, arenas: Sequence[Arena], tiers: Sequence[StoreTier]):
-        """``tiers`` are those whose frames workers read."""
         self._arenas = arenas
         self._tiers = tiers
         self._by_holder: dict[str, Lease] = {}
@@ -83,6 +85,12 @@ class Leases:
                 arena.unpin([slot for slot in slots if slot.arena == arena.number], holder)
             for tier in self._tiers:
                 tier.release(holder)
+
+    def release_frames(self, tier: str) -> None:
+        """Release the holders that hold frames of a tier."""
+        for holder, lease in list(self._by_holder.items()):
+            if any(isinstance(place, StoredFrame) and place.tier == tier for place in lease.places()):
+                self.release(holder)
 
     def pin(self, keys: Sequence[ChunkKey], lease: Lease, holder: str, *, leading: bool = False) -> None:
         """Pin READY chunks that the lease does not hold yet; ``leading`` ones are the next of its leading run."""

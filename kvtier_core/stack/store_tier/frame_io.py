@@ -10,7 +10,7 @@ import attrs
 
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.codec import FrameCodec
-from kvtier_core.frames.format import FrameError, verify_by_digest
+from kvtier_core.frames.format import FrameError, expected_header, verify_by_digest, verify_checksums
 from kvtier_core.interfaces import Backend
 from kvtier_core.stack.batches import as_many
 from kvtier_core.types import ChunkKey, EventKind, StoredFrame
@@ -116,6 +116,20 @@ def examine(frame: StoredFrame, found: memoryview, payload_nbytes: int) -> Frame
     if error := verify_by_digest(found, frame.namespace, frame.key, payload_nbytes=payload_nbytes):
         return _unusable(error)
     return FrameRead(ReadStatus.VERIFIED, nbytes=len(found))
+
+
+def examine_parts(frame: StoredFrame, header: memoryview, payload_nbytes: int, read: int, checksum: int) -> FrameRead:
+    """The same of a frame whose payload lies elsewhere: ``read`` bytes behind the header, whose CRC-32 is known."""
+    if not header:
+        return FrameRead(ReadStatus.MISSING)
+    found = expected_header(header, frame.namespace, frame.key, payload_nbytes=payload_nbytes)
+    if isinstance(found, FrameError):
+        return _unusable(found)
+    if read < payload_nbytes:
+        return _unusable(FrameError.SHORT)
+    if error := verify_checksums(found, checksum):
+        return _unusable(error)
+    return FrameRead(ReadStatus.VERIFIED, nbytes=frame.extent.nbytes)
 
 
 def _unusable(error: FrameError) -> FrameRead:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import mmap
+from typing import TYPE_CHECKING
 
 from kvtier_core.interfaces import Mover, PagedKVCache
+
+if TYPE_CHECKING:
+    from kvtier_core.transfer.cuda.device_slots import DeviceSlots
 
 
 def attach(cache: PagedKVCache, memory: mmap.mmap | memoryview, slot_nbytes: int) -> Mover:
@@ -16,3 +20,10 @@ def attach(cache: PagedKVCache, memory: mmap.mmap | memoryview, slot_nbytes: int
     from kvtier_core.transfer.cuda.opening import open_mover
 
     return open_mover(cache, memory, slot_nbytes)
+
+
+def device_slots(cache: PagedKVCache, count: int) -> DeviceSlots:
+    """So many slots in the memory of the device of ``cache``, with a mover. Raises BackendError."""
+    from kvtier_core.transfer.cuda.device_slots import DeviceSlots
+
+    return DeviceSlots(cache, count)

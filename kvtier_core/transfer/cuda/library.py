@@ -49,7 +49,7 @@ class Method(enum.IntEnum):
 
     DIRECT = 0  #: copy engines, page by page
     STAGED = 1  #: a kernel between pages and a buffer on the device, copy engines between that and the slots
-    KERNEL = 2  #: a kernel that reads the slots; loads only
+    KERNEL = 2  #: a kernel between pages and slots; loads only, unless the slots lie on the device
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -108,7 +108,10 @@ class Library:
 
 
 class Device:
-    """One CUDA device. All methods but `lock` and `unlock` are called on the thread that enqueues the engine's work."""
+    """One CUDA device.
+
+    All methods but `lock`, `unlock` and `checksums` are called on the thread that enqueues the engine's work.
+    """
 
     def __init__(self, library: Library, number: int, driver: str):
         self._library, self._c = library, library.c
@@ -148,7 +151,7 @@ class Device:
         """Enqueue the CRC-32, as zlib computes it, of memory on the device: of ``nbytes`` from ``address`` on, and of
         as many ``stride`` bytes further on, until there are as many as ``sums``.
 
-        `Sums.read` has them when ``stream`` has done it.
+        `Sums.read` has them when ``stream`` has done it. Any thread may call.
         """
         ranges = address, stride, nbytes, sums.count
         places = sums.on_device, sums.told, stream.cuda_stream
@@ -189,7 +192,7 @@ class NativePart:
     """The pages of one part of a chunk: its ``layers`` in the order of the shard.
 
     ``places``: the address of this rank's shard in slot 0, and the bytes from one slot to the next; the address from
-    which on slots are page-locked, and the bytes of a piece that is locked at a time.
+    which on slots are page-locked, and the bytes of a piece that is locked at a time, 0 if they lie on the device.
     """
 
     def __init__(self, library: Library, device: Device, layers: Sequence[Layer], places: Sequence[int]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +15,14 @@ from kvtier_core.transfer.disk_access import FULL, raise_if_store_failed
 from kvtier_core.transfer.files import read_files, write_files
 from kvtier_core.transfer.folder import backend_errors
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Extent, Namespace
+from kvtier_gds.device_reads import gpudirect
 from kvtier_gds.facts import keep_facts, other_namespaces
 from kvtier_gds.landing import handle_of
 from kvtier_gds.slab import Place, Slab
 from kvtier_gds.table import Record
+
+#: Frames that workers may read to compare ways, if as many are there.
+_SAMPLES = 256
 
 
 class GdsBackend(Backend):
@@ -119,15 +124,19 @@ class GdsBackend(Backend):
 
     @property
     def landing(self) -> str:
-        return handle_of(self._slabs) if self._asked["mode"] == "gds" else ""
+        if self._asked["mode"] == "bounce":
+            return ""
+        samples = [self._extent(place) for place in itertools.islice(self._held.values(), _SAMPLES)]
+        return handle_of(self._slabs, samples, device_only=self._asked["mode"] == "auto")
 
     def locate(self, keys: Sequence[ChunkKey]) -> Sequence[Extent | None]:
         places = [self._held.get(key) for key in keys]
-        return [Extent(self._slabs.index(place.slab), place.at, place.nbytes) if place else None for place in places]
+        return [self._extent(place) if place else None for place in places]
 
     def facts(self) -> Mapping[str, str]:
         return {
-            "mode": "gds" if self.landing else f"{self._asked['mode']} -> bounce",
+            "mode": self._asked["mode"],
+            **({"GPUDirect Storage": gpudirect()} if self.landing else {}),
             "direct": f"{self._asked['direct']} -> {self._on(slab.direct for slab in self._slabs)}",
             "io": f"{self._asked['io']} -> {'io_uring' if self._ring else 'calls'}",
             "preallocated": self._on(slab.preallocated for slab in self._slabs),
@@ -138,6 +147,9 @@ class GdsBackend(Backend):
         self._held.clear()
         for slab in slabs:
             slab.close()
+
+    def _extent(self, place: Place) -> Extent:
+        return Extent(self._slabs.index(place.slab), place.at, place.nbytes)
 
     def _recover(self, longest: int) -> None:
         """Index the frames that lie in the slabs, oldest first. Raises OSError."""

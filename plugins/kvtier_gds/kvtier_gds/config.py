@@ -37,7 +37,9 @@ class GdsConfig(BackendConfig):
     #: Folders, each on a drive of its own: the frames are spread over them.
     paths: tuple[Path, ...] = attrs.field(validator=_some_and_each_once)
     #: ``bounce``: frames pass through the slots of an arena. ``gds``: the engine's workers read them from the drive,
-    #: each into memory of its own, and copy them from there into pages; stores pass through an arena all the same.
+    #: each into memory of its own, on a GPU into the GPU's where GPUDirect Storage is available, and copy them from
+    #: there into pages; stores pass through an arena all the same. ``auto``: ``gds`` where that is into a GPU's memory
+    #: and no slower than into the host's, else ``bounce``.
     mode: Literal["auto", "gds", "bounce"] = "auto"
     direct: Literal["auto", "on", "off"] = "auto"  #: bypass the page cache (O_DIRECT) where the file system can
     io: Literal["auto", "io_uring", "calls"] = "auto"  #: a batch of frames at once (io_uring), or one after the other

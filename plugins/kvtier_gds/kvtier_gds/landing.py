@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier_core.errors import BackendError
-from kvtier_core.interfaces import Landing
+from kvtier_core.interfaces import DeviceMemory, Landing
 from kvtier_core.transfer.disk_access import raise_if_store_failed
-from kvtier_core.transfer.files import read_files, ring_works
+from kvtier_core.transfer.files import bounce, read_files, ring_works
 from kvtier_core.transfer.folder import Folder, backend_errors
 from kvtier_core.types import Extent
+from kvtier_gds.device_reads import DeviceReads
 from kvtier_gds.slab import FRAMES, Slab
 
 
-def handle_of(slabs: Sequence[Slab]) -> str:
-    """How a worker reaches these slabs."""
-    return json.dumps([_described(slab) for slab in slabs])
+def handle_of(slabs: Sequence[Slab], samples: Sequence[Extent], *, device_only: bool) -> str:
+    """How a worker reaches these slabs. For the others see `Landing`."""
+    slabs_there = [_described(slab) for slab in slabs]
+    return json.dumps({"slabs": slabs_there, "samples": samples, "device_only": device_only})
 
 
 def _described(slab: Slab) -> list[str | int]:
@@ -33,8 +35,12 @@ class GdsLanding(Landing):
 
     def __init__(self, handle: str):
         """``handle`` is what `handle_of` said. Raises BackendError."""
+        said = json.loads(handle)
+        self.device_only = said["device_only"]
+        self.samples = [Extent(*sample) for sample in said["samples"]]
+        self._device: DeviceReads | None = None
         with contextlib.ExitStack() as undoing:
-            self._files = [_open(undoing, *described) for described in json.loads(handle)]
+            self._files = [_open(undoing, *described) for described in said["slabs"]]
             self._closing = undoing.pop_all()
         self._direct = any(file.direct for file in self._files)
         self._ring = all(file.ring for file in self._files) and ring_works()
@@ -54,10 +60,33 @@ class GdsLanding(Landing):
             for file, extent, outcome in zip(files, extents, outcomes, strict=True)
         ]
 
+    def reach_device(self, memory: DeviceMemory) -> None:
+        self._device = DeviceReads([file.fd for file in self._files], memory)
+
+    def read_to_device(self, extents: Sequence[Extent], into: Sequence[DeviceMemory]) -> Sequence[int | BackendError]:
+        assert self._device, "only after `reach_device`"
+        outcomes = self._device.read(extents, into)
+        return [
+            self._read_aside(extent, outcome.error) if outcome.error else outcome.value
+            for extent, outcome in zip(extents, outcomes, strict=True)
+        ]
+
+    def _read_aside(self, extent: Extent, error: BaseException) -> int | BackendError:
+        """The answer for a frame with which a read into the GPU failed: what the host would read of it.
+
+        Raises BackendError if that is all of it: then the frame is good, and the way is not.
+        """
+        (count,) = self.read([extent], [bounce(extent.nbytes)])
+        if count == extent.nbytes:
+            raise BackendError(f"KvikIO cannot read what the host can: {error}") from error
+        return count
+
     def facts(self) -> Mapping[str, str]:
         return {"landing": f"{'O_DIRECT' if self._direct else 'page cache'}, {'io_uring' if self._ring else 'calls'}"}
 
     def close(self) -> None:
+        if self._device:
+            self._device.close()
         self._closing.close()
 
 

@@ -22,6 +22,7 @@ from kvtier_core.testing.samples import make_context, make_frame, make_keys, mak
 from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_gds import plugin, slab
 from kvtier_gds.config import GdsConfig
+from kvtier_gds.device_reads import gpudirect
 from kvtier_gds.extents import Extents
 from kvtier_gds.table import RECORD_NBYTES, Table
 
@@ -123,11 +124,26 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
 
 
 def test_what_was_asked_and_what_is(tmp_path):
-    for mode, effective in (("auto", "auto -> bounce"), ("bounce", "bounce -> bounce"), ("gds", "gds")):
+    for mode in ("auto", "bounce", "gds"):
         backend = open_slabs(tmp_path, mode=mode, direct="off", io="calls")
-        facts = {"mode": effective, "direct": "off -> off", "io": "calls -> calls", "preallocated": "on"}
+        facts = {"mode": mode, "direct": "off -> off", "io": "calls -> calls", "preallocated": "on"}
+        if mode != "bounce":
+            facts["GPUDirect Storage"] = gpudirect()
         assert backend.facts() == facts
         backend.close()
+
+
+def test_what_is_missing_for_gpudirect_storage_is_told(tmp_path, monkeypatch):
+    assert gpudirect(tmp_path) == "no: no NVIDIA GPU is here"
+    for name in ("nvidia", "nvidia-fs"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "nvidia/version").touch()
+    monkeypatch.setattr("importlib.util.find_spec", {"kvikio": None}.get)
+    assert gpudirect(tmp_path) == "no: KvikIO is not installed"
+    monkeypatch.setattr("importlib.util.find_spec", {"kvikio": "found"}.get)
+    assert gpudirect(tmp_path) == "no: the kernel module nvidia-fs is not loaded"
+    (tmp_path / "nvidia-fs/version").touch()
+    assert gpudirect(tmp_path) == "perhaps: each worker tries it"
 
 
 @pytest.mark.parametrize("io", ["io_uring", "calls"])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import pytest
 from slabs import NBYTES, dies, open_slabs, write
 
 from kvtier_core.errors import BackendError
+from kvtier_core.interfaces import DeviceMemory
 from kvtier_core.testing.samples import make_frame, make_keys
 from kvtier_core.transfer.files import bounce
 from kvtier_core.types import FRAME_ALIGNMENT, Extent
@@ -48,10 +50,29 @@ def test_every_frame_is_where_the_tier_says(three, io, direct):
     backend.close()
 
 
-@pytest.mark.parametrize("mode", ["auto", "bounce"])
-def test_otherwise_frames_pass_through_an_arena(tmp_path, mode):
-    backend = open_slabs(tmp_path, mode=mode)
+def test_with_bounce_frames_pass_through_an_arena(tmp_path):
+    backend = open_slabs(tmp_path, mode="bounce")
     assert backend.landing == ""
+    backend.close()
+
+
+def test_auto_wants_a_gpu_and_names_frames_to_compare_ways(tmp_path):
+    for mode in ("auto", "gds"):
+        backend = open_slabs(tmp_path, mode=mode)
+        write(backend, *KEYS[:3])
+        landing = land(backend)
+        assert (landing.device_only, landing.samples) == (mode == "auto", backend.locate(KEYS[:3]))
+        landing.close()
+        backend.close()
+
+
+def test_without_kvikio_no_file_is_read_into_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    backend = open_slabs(tmp_path, mode="auto")
+    landing = land(backend)
+    with pytest.raises(BackendError, match="KvikIO is not there"):
+        landing.reach_device(DeviceMemory(0, 4096, 4096))
+    landing.close()
     backend.close()
 
 

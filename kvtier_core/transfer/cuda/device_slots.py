@@ -1,0 +1,82 @@
+"""Slots in the memory of a device, for frames that are read, summed and copied to the pages there."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import attrs
+import torch
+
+from kvtier_core.errors import BackendError
+from kvtier_core.interfaces import DeviceMemory, PagedKVCache
+from kvtier_core.layouts import Part
+from kvtier_core.transfer.cuda.autotune import Choice
+from kvtier_core.transfer.cuda.checksums import StoreChecksums, SumsMemory
+from kvtier_core.transfer.cuda.copier import Copier
+from kvtier_core.transfer.cuda.library import Device, Direction, Method, load
+from kvtier_core.transfer.cuda.mover import ArenaSlots, DeviceMover
+from kvtier_core.transfer.page_lists import check_cache, layers_of
+
+
+@attrs.frozen
+class _OnDevice:
+    """Memory of the device: nothing of it has to be page-locked."""
+
+    base: int
+    end: int
+    piece_nbytes: int = 0
+
+    def facts(self) -> dict[str, str]:
+        return {}
+
+
+class DeviceSlots:
+    """``count`` slots on the device of ``cache``. All methods but `checksums` are called on the engine's thread.
+
+    Raises BackendError if kvtier's CUDA library has no kernels for the device, or the engine left too little memory.
+    """
+
+    def __init__(self, cache: PagedKVCache, count: int, *, device: Device | None = None, engine: Any = torch.cuda):
+        nbytes = cache.layout.frame_nbytes
+        check_cache(cache, nbytes)
+        on = torch.device(cache.device)
+        self._device = device = device or load().device(on.index or 0)
+        if not device.abilities.kernels:
+            raise BackendError("no kernels were built for this GPU")
+        with contextlib.ExitStack() as undo:
+            address = device.allocate(count * nbytes)
+            undo.callback(device.free, address)
+            self.memory = DeviceMemory(on.index or 0, address, count * nbytes)  #: slot after slot
+            self._nbytes = nbytes
+            self._sums = SumsMemory(device)
+            undo.callback(self._sums.close)
+            self._new_stream = lambda: engine.Stream(on)
+            slots = ArenaSlots(address, count, nbytes, _OnDevice(address, address + count * nbytes))
+            copiers = [self._copier(cache, part, slots, undo) for part in cache.layout.parts]
+            streams = [Direction(engine.Stream(on), engine.Stream(on)) for _ in range(2)]
+            self.mover = DeviceMover(cache, slots, copiers, engine, *streams, undo.pop_all().close)
+
+    def checksums(self, first: int, count: int, offset: int, nbytes: int) -> tuple[int, ...]:
+        """The CRC-32 of so many bytes, behind ``offset``, of each of ``count`` slots from ``first`` on.
+
+        Waits for the device. Any thread may call. Raises BackendError.
+        """
+        sums = self._sums.take(count)
+        if sums is None:
+            raise BackendError("no memory is left for checksums")
+        stream = self._new_stream()
+        address = self.memory.address + first * self._nbytes + offset
+        self._device.checksums(address, nbytes, sums, stream, self._nbytes)
+        stream.synchronize()
+        told = sums.read()
+        self._sums.give_back(sums)  # not if anything failed: the device may still write there
+        return told
+
+    def _copier(self, cache: PagedKVCache, part: Part, slots: ArenaSlots, undo: contextlib.ExitStack) -> Copier:
+        shards = slots.address + part.shard_of(cache.rank).offset
+        native = self._device.part(list(layers_of(cache, part)), shards, slots.nbytes, slots.locked.base, 0)
+        undo.callback(native.close)
+        name = ", ".join(cache.layout.groups[group].name for group in part.groups)
+        none = StoreChecksums(name, None, shards, 0, slots.nbytes, "the slots lie on the device")
+        return Copier(name, native, Choice(Method.KERNEL), Choice(Method.KERNEL), none)

@@ -1,0 +1,80 @@
+"""Reads slabs straight into the memory of a GPU (GPUDirect Storage), by KvikIO, which a user installs beside this."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvtier_core.errors import BackendError
+from kvtier_core.interfaces import DeviceMemory
+from kvtier_core.transfer.io_pool import Outcome, run
+from kvtier_core.types import Extent
+
+#: Reads that KvikIO has under way at a time, unless the environment says otherwise.
+_THREADS, _THREADS_VARIABLE = 8, "KVIKIO_NTHREADS"
+#: Where kernel modules of NVIDIA's say that they are loaded.
+_MODULES = Path("/proc/driver")
+
+
+def gpudirect(modules: Path = _MODULES) -> str:
+    """Can files be read into a GPU here? In plain words, as far as that can be said without asking its driver."""
+    if not (modules / "nvidia/version").exists():
+        return "no: no NVIDIA GPU is here"
+    if importlib.util.find_spec("kvikio") is None:
+        return "no: KvikIO is not installed"
+    if not (modules / "nvidia-fs/version").exists():
+        return "no: the kernel module nvidia-fs is not loaded"
+    return "perhaps: each worker tries it"
+
+
+class DeviceReads:
+    """Files that are open for reads into ``memory``."""
+
+    def __init__(self, fds: Sequence[int], memory: DeviceMemory, *, must_be_direct: bool = True):
+        """``must_be_direct``: reads must not pass through the host's memory.
+
+        Raises BackendError if that cannot be. May hang where the driver is broken.
+        """
+        kvikio = _kvikio()
+        if must_be_direct and not kvikio.cufile_driver.get("is_gds_available"):
+            raise BackendError("GPUDirect Storage is not available: cuFile finds no nvidia-fs; see `kvtier doctor`")
+        if _THREADS_VARIABLE not in os.environ:
+            kvikio.defaults.set("num_threads", _THREADS)
+        with contextlib.ExitStack() as closing:
+            kvikio.buffer.memory_register(memory)
+            closing.callback(kvikio.buffer.memory_deregister, memory)
+            # KvikIO opens files by path: this is the path of the very file that is open.
+            self._files = [closing.enter_context(kvikio.CuFile(f"/proc/self/fd/{fd}")) for fd in fds]
+            self._closing = closing.pop_all()
+
+    def read(self, extents: Sequence[Extent], into: Sequence[DeviceMemory]) -> list[Outcome]:
+        """Read each extent into the memory with the same number. The values are the bytes that were read."""
+        begun = [run(partial(self._begin, *each)) for each in zip(extents, into, strict=True)]
+        # All are waited for: what is left alone would still write.
+        return [each if each.error else run(each.value) for each in begun]
+
+    def close(self) -> None:
+        """Close the files and leave the memory. May be called twice; no read is under way."""
+        self._closing.close()
+
+    def _begin(self, extent: Extent, into: DeviceMemory) -> Any:
+        """Begin to read. What is returned waits for the end."""
+        if not extent.nbytes:
+            return lambda: 0
+        return self._files[extent.file].pread(into, extent.nbytes, extent.at).get
+
+
+def _kvikio() -> Any:
+    try:
+        import kvikio
+        import kvikio.buffer
+        import kvikio.cufile_driver
+        import kvikio.defaults
+    except Exception as error:  # of a library that it loads, too
+        raise BackendError(f"KvikIO is not there: {error}; the README of kvtier-gds says how to install it") from error
+    return kvikio

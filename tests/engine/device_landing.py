@@ -1,0 +1,279 @@
+"""Tests that `test_device_landing.py` runs in a process of its own: frames that are read into the memory of a GPU.
+
+KvikIO is the real one. The driver is that of the tests, whose device memory is the host's, so that KvikIO reads through
+a buffer of its own; so does its GPUDirect Storage not work, and is not asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from pathlib import Path
+
+import kvikio.buffer
+import pytest
+from fake_cuda import FakeCuda
+from test_landed_loads import KEYS, NBYTES, Machine, good, same
+
+from kvtier_core.engine import landed_loads, landed_memory
+from kvtier_core.engine.landed_memory import _OnGPU
+from kvtier_core.errors import BackendError
+from kvtier_core.stack.store_tier.frame_io import ReadStatus
+from kvtier_core.testing.samples import make_namespace
+from kvtier_core.transfer import cuda
+from kvtier_core.transfer.cuda.device_slots import DeviceSlots
+from kvtier_core.transfer.cuda.library import FILE
+from kvtier_core.transfer.cuda.opening import open_mover
+from kvtier_core.types import FRAME_ALIGNMENT
+from kvtier_gds import landing
+from kvtier_gds.device_reads import DeviceReads
+from kvtier_gds.landing import GdsLanding
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    folder = Path(os.environ["LD_LIBRARY_PATH"])
+    fake = FakeCuda(paths=(folder / FILE, folder / "libcuda.so.1"))
+    device = fake.device()
+    slots = functools.partial(DeviceSlots, device=device, engine=fake)
+    mover = functools.partial(open_mover, device=device, engine=fake, half_nbytes=64 << 10)
+    monkeypatch.setattr(cuda, "device_slots", slots)
+    monkeypatch.setattr(cuda, "attach", mover)
+    monkeypatch.setattr(landing, "DeviceReads", functools.partial(DeviceReads, must_be_direct=False))
+    yield fake
+    free_buffers_of_kvikio(fake)
+
+
+def free_buffers_of_kvikio(fake):
+    """It keeps them, and the next driver knows nothing of them."""
+    fake.c.cuCtxPushCurrent_v2(None)
+    kvikio.buffer.bounce_buffer_free()
+    fake.c.cuCtxPopCurrent_v2(None)
+
+
+@pytest.fixture
+def opened(fake, tmp_path):
+    with contextlib.closing(Machine(tmp_path, arena="cpu", device="cuda:0")) as machine:
+        yield machine
+
+
+@pytest.fixture
+def machine(opened):
+    attached(opened)
+    assert [where(side) for side in opened.sides] == ["the GPU's memory"] * 2
+    return opened
+
+
+def attached(machine):
+    assert [list(outcomes) for outcomes in machine.attach()] == [[""], [""]]
+
+
+def where(side):
+    return side._landed["gds"].facts()["read into"]
+
+
+def test_each_rank_gets_the_shard_that_an_arena_would_bring(machine):
+    expected = good(machine)
+    assert expected[0][0].any()
+    assert machine.load(machine.frames()) == [(False, {})] * 2
+    assert same(machine.content(), expected)
+
+
+def test_more_chunks_than_there_is_memory_for(opened, monkeypatch):
+    monkeypatch.setattr(landed_loads, "_STAGING_NBYTES", NBYTES)
+    attached(opened)
+    expected = good(opened)
+    assert opened.load(opened.frames()) == [(False, {})] * 2
+    assert same(opened.content(), expected)
+
+
+def test_only_payloads_pass_through_the_gpu(machine, monkeypatch):
+    to_host, read = [], GdsLanding.read
+
+    def noted(landing, extents, into):
+        to_host.extend(map(len, into))
+        return read(landing, extents, into)
+
+    monkeypatch.setattr(GdsLanding, "read", noted)
+    machine.load(machine.frames())
+    assert to_host == [FRAME_ALIGNMENT] * 2 * len(KEYS)
+
+
+@pytest.mark.parametrize("at", [0, 40, FRAME_ALIGNMENT, NBYTES // 2])
+def test_what_does_not_verify_reaches_no_page(machine, at):
+    empty = machine.content()
+    machine.change(KEYS[2], b"\xff" * 8, at=at)
+    assert machine.load(machine.frames(KEYS[2:3])) == [(True, {KEYS[2]: ReadStatus.CORRUPT})] * 2
+    assert same(machine.content(), empty)
+
+
+def test_a_frame_of_another_key_or_namespace_reaches_no_page(machine):
+    empty = machine.content()
+    stranger = machine.frames(KEYS[:1], named=KEYS[1:2])
+    assert machine.load(stranger) == [(True, {KEYS[1]: ReadStatus.CORRUPT})] * 2
+    foreign = machine.frames(KEYS[:1], namespace=make_namespace("another"))
+    assert machine.load(foreign) == [(True, {KEYS[0]: ReadStatus.CORRUPT})] * 2
+    assert same(machine.content(), empty)
+
+
+@pytest.mark.parametrize("nbytes", [FRAME_ALIGNMENT, NBYTES - FRAME_ALIGNMENT])
+def test_a_frame_that_is_too_short_reaches_no_page(machine, nbytes):
+    empty = machine.content()
+    machine.load(machine.frames(KEYS[1:2]))  # what lies in a slot from before is no part of the frame
+    (frame,) = machine.frames(KEYS[1:2])
+    machine.wipe()
+    short = frame._replace(extent=frame.extent._replace(nbytes=nbytes))
+    assert machine.load([short]) == [(True, {KEYS[1]: ReadStatus.CORRUPT})] * 2
+    assert same(machine.content(), empty)
+
+
+def test_a_slab_that_ends_too_early_is_told(machine, tmp_path):
+    frames = machine.frames()
+    with open(tmp_path / "kvtier.slab", "r+b") as slab:
+        slab.truncate(frames[3].extent.at + NBYTES // 2)
+    outcomes = machine.load(frames)
+    assert [failed for failed, _ in outcomes] == [True, True]
+    for _, unread in outcomes:
+        assert set(unread) == set(KEYS[3:]) and ReadStatus.VERIFIED not in unread.values()
+
+
+@pytest.mark.parametrize("host", [True, False], ids=["what the host can read", "a bad sector"])
+def test_a_read_that_fails_is_its_frames_fault_only_if_the_host_cannot_read_it_either(machine, monkeypatch, host):
+    begin, read = DeviceReads._begin, GdsLanding.read
+    bad = machine.frames(KEYS[1:2])[0].extent.at + FRAME_ALIGNMENT
+
+    def refuse(reads, extent, into):
+        if extent.at == bad:
+            raise OSError("cuFile says no")
+        return begin(reads, extent, into)
+
+    def spoiled(landing, extents, into):
+        if not host and extents[0].at == bad:
+            return [BackendError("a bad sector")]
+        return read(landing, extents, into)
+
+    monkeypatch.setattr(DeviceReads, "_begin", refuse)
+    monkeypatch.setattr(GdsLanding, "read", spoiled)
+    unread = dict.fromkeys(KEYS[:3], ReadStatus.IO_ERROR) if host else {KEYS[1]: ReadStatus.CORRUPT}
+    assert machine.load(machine.frames(KEYS[:3])) == [(True, unread)] * 2
+
+
+def test_a_gpu_that_computes_no_checksums_loads_nothing(machine, fake):
+    fake.fail("cuLaunchKernel", result=719)
+    assert machine.load(machine.frames(KEYS[:2])) == [(True, dict.fromkeys(KEYS[:2], ReadStatus.IO_ERROR))] * 2
+
+
+# -- where it cannot be ----------------------------------------------------------------------------------
+
+
+def test_without_room_on_the_gpu_the_hosts_memory_is_used(opened, fake, monkeypatch):
+    def full(cache, slots):
+        raise BackendError("CUDA cannot allocate memory: out of memory")
+
+    monkeypatch.setattr(cuda, "device_slots", full)
+    attached(opened)
+    assert [where(side) for side in opened.sides] == [
+        "the host's memory (CUDA cannot allocate memory: out of memory)"
+    ] * 2
+    expected = good(opened)
+    assert opened.load(opened.frames()) == [(False, {})] * 2
+    assert same(opened.content(), expected)
+
+
+def test_without_gpudirect_storage_the_hosts_memory_is_used(opened, fake, monkeypatch):
+    monkeypatch.setattr(landing, "DeviceReads", DeviceReads)
+    attached(opened)
+    assert all("GPUDirect Storage is not available" in where(side) for side in opened.sides)
+    expected = good(opened)
+    assert opened.load(opened.frames()) == [(False, {})] * 2
+    assert same(opened.content(), expected)
+
+
+def test_a_driver_that_hangs_is_not_waited_for(opened, monkeypatch):
+    go = threading.Event()
+    monkeypatch.setattr(GdsLanding, "reach_device", lambda *_: go.wait(30))
+    attached(opened)
+    assert all("did not answer for 0.2s" in where(side) for side in opened.sides)
+    go.set()
+
+
+def test_closing_gives_everything_back(fake, tmp_path, monkeypatch):
+    left = []
+    monkeypatch.setattr(kvikio.buffer, "memory_deregister", lambda memory: left.append(fake.c.fake_allocations()))
+    with contextlib.closing(Machine(tmp_path, arena="cpu", device="cuda:0")) as machine:
+        attached(machine)
+        machine.load(machine.frames())
+    assert len(left) == 2 and all(left), "cuFile knows memory that is gone"
+    free_buffers_of_kvikio(fake)
+    assert (fake.c.fake_allocations(), fake.c.fake_locked_ranges()) == (0, 0)
+
+
+# -- auto --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def automatic(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(landed_memory, "_COMPARED_NBYTES", 2 * NBYTES)
+    with contextlib.closing(Machine(tmp_path, arena="cpu", device="cuda:0", mode="auto")) as machine:
+        yield machine
+
+
+def compares(monkeypatch, to_gpu, to_host):
+    """The two ways are compared, and this comes out of it: bytes a second."""
+    measured = _OnGPU._speeds
+
+    def pretend(memory):
+        assert all(measured(memory))
+        return to_gpu, to_host
+
+    monkeypatch.setattr(_OnGPU, "_speeds", pretend)
+
+
+def refusals(machine):
+    for side in machine.sides:
+        side.attach(machine.plan)
+    return [side.progress().not_landing for side in machine.sides]
+
+
+def test_auto_reads_into_the_gpu_where_that_is_no_slower(automatic, monkeypatch):
+    compares(monkeypatch, 6.1e9, 6.0e9)
+    assert refusals(automatic) == [{}, {}]
+    assert where(automatic.sides[0]) == "the GPU's memory (6.1 GB/s, and 6.0 into the host's)"
+    expected = good(automatic)
+    assert automatic.load(automatic.frames()) == [(False, {})] * 2
+    assert same(automatic.content(), expected)
+
+
+def test_auto_leaves_it_to_an_arena_where_that_is_slower(automatic, fake, monkeypatch):
+    compares(monkeypatch, 2e9, 6e9)
+    assert refusals(automatic) == [
+        {"gds": f"rank {rank}: reads into its GPU are not used: slower: 2.0 GB/s, and 6.0 into the host's"}
+        for rank in range(2)
+    ]
+    assert automatic.load(automatic.frames())[0][0], "the workers read it all the same"
+
+
+def test_auto_leaves_it_to_an_arena_if_a_comparison_fails(automatic, monkeypatch):
+    monkeypatch.setattr(GdsLanding, "read_to_device", lambda *_: [0, 0])
+    assert all(
+        "reads into its GPU are not used: frames that are there cannot be read" in refused["gds"]
+        for refused in refusals(automatic)
+    )
+
+
+def test_auto_leaves_it_to_an_arena_without_gpudirect_storage(automatic, monkeypatch):
+    monkeypatch.setattr(landing, "DeviceReads", DeviceReads)
+    assert all("GPUDirect Storage is not available" in refused["gds"] for refused in refusals(automatic))
+
+
+def test_what_hangs_keeps_its_files_and_memory(automatic, fake, monkeypatch):
+    """It would read into what others got meanwhile, or from another file."""
+    go, closed = threading.Event(), []
+    monkeypatch.setattr(GdsLanding, "read_to_device", lambda *_: go.wait(30))
+    monkeypatch.setattr(GdsLanding, "close", closed.append)
+    before = fake.c.fake_allocations()
+    assert all("could not be compared within 0.2s" in refused["gds"] for refused in refusals(automatic))
+    assert not closed and fake.c.fake_allocations() > before
+    go.set()
