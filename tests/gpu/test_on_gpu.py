@@ -12,16 +12,27 @@ import torch
 from kvtier_core.config.compose import open_stack
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
+from kvtier_core.engine.landed_loads import LandedLoads
 from kvtier_core.errors import BackendError
-from kvtier_core.interfaces import NO_BLOCK
+from kvtier_core.frames.format import seal
+from kvtier_core.interfaces import NO_BLOCK, Landing
 from kvtier_core.layouts import ChunkLayout
+from kvtier_core.stack.store_tier.frame_io import ReadStatus
 from kvtier_core.testing.laws.arenas import ArenaLaws, settle, shard_of
-from kvtier_core.testing.samples import PagedBuffer, make_context, make_group, make_keys, make_layout, poison
+from kvtier_core.testing.samples import (
+    PagedBuffer,
+    make_context,
+    make_group,
+    make_keys,
+    make_layout,
+    make_namespace,
+    poison,
+)
 from kvtier_core.transfer.cuda.autotune import decided
 from kvtier_core.transfer.cuda.checksums import SumsMemory
 from kvtier_core.transfer.cuda.library import Method, load
 from kvtier_core.transfer.cuda.opening import HALF_NBYTES, open_mover
-from kvtier_core.types import FRAME_ALIGNMENT
+from kvtier_core.types import FRAME_ALIGNMENT, Extent, StoredFrame
 from kvtier_cpu import plugin
 from kvtier_cpu.config import CpuConfig
 
@@ -196,6 +207,68 @@ def test_a_staged_store_reports_the_checksums_of_its_shards(shape, half_nbytes):
         begins = [slot * layout.frame_nbytes + shard.offset for slot in (2, 0, 1)]
         assert list(ended.checksums) == [zlib.crc32(memory.memory[at : at + shard.nbytes]) for at in begins]
     mover.close()
+
+
+class HostFrames(Landing):
+    """Frames in the host's memory, which torch copies into the GPU's."""
+
+    def __init__(self, frames):
+        self.frames = frames
+
+    def read(self, extents, into):
+        for view, frame in zip(into, self._parts(extents), strict=True):
+            view[:] = frame
+        return list(map(len, into))
+
+    def reach_device(self, memory):
+        torch.as_tensor(memory, device=GpuPages.device).fill_(POISON)
+
+    def read_to_device(self, extents, into):
+        for memory, frame in zip(into, self._parts(extents), strict=True):
+            torch.as_tensor(memory, device=GpuPages.device).copy_(torch.frombuffer(frame, dtype=torch.uint8))
+        torch.cuda.synchronize()
+        return [memory.nbytes for memory in into]
+
+    def close(self):
+        pass
+
+    def _parts(self, extents):
+        return [self.frames[extent.file][extent.at : extent.at + extent.nbytes] for extent in extents]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_read_into_the_gpus_memory_reaches_the_pages_if_it_verifies(shape):
+    layout, rng, home, keys = SHAPES[shape], random.Random(shape), make_namespace(), make_keys(3)
+    (part,) = layout.parts
+    shard = part.shard_of(layout.ranks - 1)
+    pages = GpuPages(layout, 3 * max(part.blocks), rng, layout.ranks - 1)
+    pages.fill(rng)
+    drawn = [rng.sample(range(pages.blocks), 3 * count) for count in part.blocks]
+    chunks = [[group[i::3] for group in drawn] for i in range(3)]
+    shards = [shard_of(pages, shard, chunk) for chunk in chunks]
+    frames = [bytearray(layout.frame_nbytes) for _ in chunks]
+    for key, frame, stored in zip(keys, frames, shards, strict=True):
+        frame[shard.offset : shard.offset + shard.nbytes] = stored
+        seal(memoryview(frame), home, key, layout.payload_nbytes)
+    places = [StoredFrame("store", Extent(i, 0, layout.frame_nbytes), keys[i], home.digest) for i in range(3)]
+    landed = LandedLoads(HostFrames(frames), pages.kv_cache(), 5.0)
+    assert landed.facts()["read into"] == "the GPU's memory"
+    pages.fill(rng)
+    before = pages.everything()
+    frames[1][shard.offset] ^= 1
+    assert outcome(landed, 1, places[1:2], chunks[1:2]) == (False, {keys[1]: ReadStatus.CORRUPT})
+    assert pages.everything() == before
+    frames[1][shard.offset] ^= 1
+    assert outcome(landed, 2, places, chunks) == (True, {})
+    assert [shard_of(pages, shard, chunk) for chunk in chunks] == shards
+    landed.close()
+
+
+def outcome(landed, job, frames, chunks):
+    landed.load(job, frames, chunks)
+    landed.wait([job])
+    (ended,) = landed.finished()
+    return ended.ok, {key: read.status for key, read in landed.take_unread(job).items()}
 
 
 @pytest.mark.parametrize("method", METHODS)

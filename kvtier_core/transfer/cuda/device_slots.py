@@ -52,6 +52,7 @@ class DeviceSlots:
             self._sums = SumsMemory(device)
             undo.callback(self._sums.close)
             self._new_stream = lambda: engine.Stream(on)
+            self._idle: list[Any] = []  # streams for checksums, one for each thread that computes them
             slots = ArenaSlots(address, count, nbytes, _OnDevice(address, address + count * nbytes))
             copiers = [self._copier(cache, part, slots, undo) for part in cache.layout.parts]
             streams = [Direction(engine.Stream(on), engine.Stream(on)) for _ in range(2)]
@@ -65,12 +66,17 @@ class DeviceSlots:
         sums = self._sums.take(count)
         if sums is None:
             raise BackendError("no memory is left for checksums")
-        stream = self._new_stream()
+        try:
+            stream = self._idle.pop()
+        except IndexError:
+            stream = self._new_stream()
         address = self.memory.address + first * self._nbytes + offset
         self._device.checksums(address, nbytes, sums, stream, self._nbytes)
         stream.synchronize()
         told = sums.read()
-        self._sums.give_back(sums)  # not if anything failed: the device may still write there
+        # Not if anything failed: the device may still write there.
+        self._sums.give_back(sums)
+        self._idle.append(stream)
         return told
 
     def _copier(self, cache: PagedKVCache, part: Part, slots: ArenaSlots, undo: contextlib.ExitStack) -> Copier:
