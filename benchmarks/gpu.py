@@ -36,6 +36,7 @@ def sections() -> list[Section]:
         measured("checksums", 45),
         measured("effects", 75),
         measured("copies", 180),
+        measured("landing", 45),
         measured("planted", 60),
     ]
 

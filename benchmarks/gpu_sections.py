@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
-from benchmarks.gpu_report import lines_of
+from benchmarks.gpu_report import ROOT, lines_of
 from benchmarks.measure import Table
 from kvtier_core.transfer.io_pool import run
 
@@ -119,6 +119,12 @@ def _effects() -> Items:
     return gpu_effects.tables()
 
 
+def _landing() -> Items:
+    from benchmarks import gpu_landing
+
+    return gpu_landing.tables(ROOT / "build")
+
+
 def _engines() -> Items:
     from device_engine import engine, on_gpu
 
@@ -139,6 +145,7 @@ SECTIONS: dict[str, Callable[[], Items]] = {
     "checksums": _checksums,
     "effects": _effects,
     "copies": _copies,
+    "landing": _landing,
     "planted": _planted,
 }
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from device_engine.engine import Tally, WrongKV
 
-from benchmarks import gpu, gpu_sections
+from benchmarks import gpu, gpu_landing, gpu_sections
 from benchmarks.gpu_report import Ended, Outcome, Section, as_json, as_text, failed, lines_of, run, start
 from benchmarks.measure import Table
 
@@ -113,6 +113,13 @@ def test_engines_are_told_and_wrong_kv_is_a_problem():
     ]
     (table,) = gpu_sections.planted({"a bug": wrong, "another": lambda: tally})
     assert [row[1].split(":")[0] for row in table.rows] == ["WrongKV", "not noticed"]
+
+
+def test_ways_from_slabs_to_pages_bring_the_same_bytes(tmp_path):
+    table, *problems = gpu_landing.tables(tmp_path, device="cpu", frames=9)
+    assert not problems
+    assert [row[0] for row in table.rows] == ["bounce", "gds, host's memory", "raw", "gds, GPU's memory"]
+    assert table.rows[-1][-1] == "the engine runs on no GPU"
 
 
 # -- the command -----------------------------------------------------------------------------------------
