@@ -66,9 +66,9 @@ class ArenaTierConfig:
 
     name: str  #: its type; from the second tier of a type on with a number, ``cpu#2``
     config: ArenaConfig
-    capacity: Nbytes = attrs.field(**_CAPACITY)
-    eviction: EvictionConfig = attrs.field(factory=GittinsConfig)
-    store_after: int = attrs.field(**_STORE_AFTER)
+    capacity: Nbytes = attrs.field(**_CAPACITY)  #: of the frames in its slots; never exceeded
+    eviction: EvictionConfig = attrs.field(factory=GittinsConfig)  #: what leaves it when it is full
+    store_after: int = attrs.field(**_STORE_AFTER)  #: requests that must have named a chunk before it is stored here
     source: Source = attrs.field(default=Source(), eq=False, repr=False)
 
 
@@ -80,13 +80,14 @@ class StoreTierConfig:
     config: BackendConfig
     #: Required unless the tier is shared: then its store bounds itself, or all of its users keep within this together.
     capacity: Nbytes | None = attrs.field(default=None, validator=attrs.validators.optional(_more_than_nothing))
-    eviction: EvictionConfig = attrs.field(factory=GittinsConfig)
-    serializer: SerializerConfig = attrs.field(factory=RawConfig)
+    eviction: EvictionConfig = attrs.field(factory=GittinsConfig)  #: what leaves it when it is full
+    serializer: SerializerConfig = attrs.field(factory=RawConfig)  #: how chunks are encoded in it
+    #: How many calls to the store are made at a time.
     threads: int = attrs.field(default=4, validator=[attrs.validators.ge(1), attrs.validators.le(_MOST_THREADS)])
     #: Bytes of arena slots that calls to this tier may hold at a time.
     inflight: Nbytes = attrs.field(default=Nbytes(1 << 30), validator=_more_than_nothing)
     timeout: Seconds = Seconds(5)  #: of one call to the store; while one takes longer there is no other
-    store_after: int = attrs.field(**_STORE_AFTER)
+    store_after: int = attrs.field(**_STORE_AFTER)  #: requests that must have named a chunk before it is stored here
     #: With it nobody else can forge a frame of this tier: at least 32 characters, which count as they are written.
     seal_key: EnvSecret | None = None
     encrypt: bool = attrs.field(default=False, validator=_with_a_key)  #: what the tier stores, with ``seal_key``
@@ -132,17 +133,18 @@ class StackConfig:
     """A whole configuration: the tiers, and the settings of the stack."""
 
     tiers: tuple[ArenaTierConfig | StoreTierConfig, ...]  #: hottest first
+    #: Tokens that are stored, found and loaded together. ``auto``: as few blocks as have 1 MiB, and 256 at most.
     chunk_tokens: int | Literal["auto"] = attrs.field(default="auto", validator=_one_or_more)
-    token_database: TokenDatabaseConfig = attrs.field(factory=ChainedConfig)
+    token_database: TokenDatabaseConfig = attrs.field(factory=ChainedConfig)  #: how chunks get their keys
     load_wait: Seconds = attrs.field(default=Seconds(2))  #: how long a request waits for chunks from store tiers
     #: ``auto`` loads from a store tier what that brings sooner than computing it would; ``always`` all that is there.
     load: Literal["auto", "always"] = "auto"
     save_decode: bool = False  #: store chunks of generated tokens, too
-    identity: IdentityConfig = attrs.field(factory=IdentityConfig)
+    identity: IdentityConfig = attrs.field(factory=IdentityConfig)  #: with whom KV may be shared
     #: What to do when vLLM resets its caches. It does so for new weights, for a sleep and for a pause, and does not say
     #: for which: ``keep`` is for an engine whose weights never change while it runs.
     on_reset: Literal["forget", "keep"] = "forget"
-    record: RecordConfig | None = None
+    record: RecordConfig | None = None  #: where traffic is recorded; by default nowhere
     #: The socket of `kvtier status`, `top` and `explain`: ``auto`` is one in XDG_RUNTIME_DIR, ``off`` none.
     status: str = "auto"
     observers: tuple[ObserverConfig, ...] = ()  #: what is told of every event

@@ -70,11 +70,13 @@ class RedisSettings:
 
     #: The server; in a cluster one of its nodes; with sentinels only the scheme and the database count.
     url: str = attrs.field(default="redis://127.0.0.1:6379/0", validator=_check_url)
+    #: The addresses of Sentinels, which say where the master is.
     sentinels: tuple[str, ...] = attrs.field(default=(), converter=tuple, validator=_check_sentinels)
     service: str = ""  #: the name that the sentinels know the master by
+    #: What ``url`` names.
     mode: Literal["single", "cluster", "sentinel"] = attrs.field(default="single", validator=_check_mode)
     username: str = ""  #: of the server's ACL; without one it is ``default``
-    password: EnvSecret | None = None
+    password: EnvSecret | None = None  #: of ``username``, or of the server
     ca: Path | None = None  #: who signed the server's certificate, besides those that the system trusts
     cert: Path | None = None  #: of this client, if the server asks for one
     key: Path | None = None  #: of this client's certificate

@@ -49,7 +49,7 @@ def _long_enough(config: object, field: attrs.Attribute, nbytes: Nbytes) -> None
 class S3Settings:
     """Where the bucket is and how it is used. Credentials come from where boto3 finds them, never from here."""
 
-    bucket: str = attrs.field(validator=_bucket_name)
+    bucket: str = attrs.field(validator=_bucket_name)  #: its name; it must be there
     prefix: str = attrs.field(default="kvtier", validator=_plain_name)  #: of the names of all objects
     endpoint: str | None = attrs.field(default=None, validator=_plain_url)  #: of another store than AWS
     #: By default what the environment or the profile says, or us-east-1.
