@@ -15,7 +15,8 @@ _NUMBERS = {
     "aarch64": {"set_mempolicy": 237, "get_mempolicy": 236},
 }
 _DEFAULT, _PREFERRED, _INTERLEAVE = 0, 1, 3
-_WORDS = 1024 // 64  # of a mask of nodes: no kernel is built for more than 1024
+_MASK_NBYTES = 1024 // 8  # no kernel is built for more than 1024 nodes
+_MASK_LENGTH = 8 * _MASK_NBYTES + 1  # in bits, as the calls want it: they take one less
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -44,9 +45,10 @@ def interleaving(nodes: Iterable[int]) -> MemoryPolicy:
 
 def current() -> MemoryPolicy:
     """The policy of this thread. Raises OSError if the kernel does not tell."""
-    mode, mask = ctypes.c_int(), (ctypes.c_uint64 * _WORDS)()
-    _call("get_mempolicy", ctypes.byref(mode), mask, _bits(mask), None, 0)
-    return MemoryPolicy(mode.value, frozenset(n for n in range(64 * _WORDS) if mask[n // 64] >> n % 64 & 1))
+    mode, mask = ctypes.c_int(), ctypes.create_string_buffer(_MASK_NBYTES)
+    _call("get_mempolicy", ctypes.byref(mode), mask, _MASK_LENGTH, None, 0)
+    bits = int.from_bytes(mask.raw, "little")
+    return MemoryPolicy(mode.value, frozenset(node for node in range(bits.bit_length()) if bits >> node & 1))
 
 
 @contextlib.contextmanager
@@ -61,15 +63,8 @@ def under(policy: MemoryPolicy) -> Iterator[None]:
 
 
 def _set(policy: MemoryPolicy) -> None:
-    mask = (ctypes.c_uint64 * _WORDS)()
-    for node in policy.nodes:
-        mask[node // 64] |= 1 << node % 64
-    _call("set_mempolicy", policy.mode, mask, _bits(mask))
-
-
-def _bits(mask: ctypes.Array[ctypes.c_uint64]) -> int:
-    """The length of a mask as the calls want it: they take one bit less."""
-    return 8 * ctypes.sizeof(mask) + 1
+    bits = sum(1 << node for node in policy.nodes)
+    _call("set_mempolicy", policy.mode, bits.to_bytes(_MASK_NBYTES, "little"), _MASK_LENGTH)
 
 
 def _call(name: str, *args: Any) -> None:
