@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
+import mmap
 import os
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,12 +20,14 @@ from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import OpenContext
 from kvtier_core.layouts import ChunkLayout, KVKind
 from kvtier_core.testing.samples import make_context, make_group, make_layout
+from kvtier_core.transfer import numa
 from kvtier_cpu import memory_policy, segment
 from kvtier_cpu.config import CpuConfig
 from kvtier_cpu.memory_policy import MemoryPolicy, current, interleaving, preferring, under
 from kvtier_cpu.placement import PageRange, choose, ranges_by_node
 
 TWO_RANKS = make_layout(ranks=2)  # whose shards are of 43008 bytes, and no whole pages
+NODES = sorted(numa.nodes()) or [0]
 NOWHERE = 1000  # a node that no machine has
 NOT_THERE = os.strerror(errno.EINVAL)
 
@@ -250,23 +254,33 @@ def test_a_failure_half_way_leaves_the_thread_as_it_was(monkeypatch):
     assert current() == before
 
 
-@placed
-@pytest.mark.parametrize("nodes", [(0, 0), (0, NOWHERE)])
-def test_every_page_is_there_and_on_the_node(nodes):
-    arena = CpuConfig(huge_pages="off").open(context(*nodes))
+def nodes_of_pages(arena) -> list[int]:
+    """The node of each page; a negative number is an error, -2 that the page is not there."""
     inode = str(json.loads(arena.handle)["inode"])
-    maps = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if f" {inode} " in line]
-    assert len(maps) == 1, "the mapping is not split"
-    address = int(maps[0].partition("-")[0], 16)
-    assert nodes_of_pages(address, arena.slots * arena.slot_nbytes) == {0}
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    (mapping,) = [line for line in maps if f" {inode} " in line and "memfd:kvtier" in line]
+    begin = int(mapping.partition("-")[0], 16)
+    pages = range(begin, begin + arena.slots * arena.slot_nbytes, mmap.PAGESIZE)
+    found = (ctypes.c_int * len(pages))()
+    move_pages = {"x86_64": 279, "aarch64": 239}[os.uname().machine]
+    libc = ctypes.CDLL(None)
+    assert not libc.syscall(move_pages, 0, len(pages), (ctypes.c_void_p * len(pages))(*pages), None, found, 0)
+    return list(found)
+
+
+@placed
+@pytest.mark.parametrize("nodes", [(NODES[0], NODES[-1]), (NODES[-1], NODES[0]), (NODES[-1], NODES[-1])])
+def test_every_page_is_on_the_node_of_its_shard(nodes):
+    arena = CpuConfig(huge_pages="off").open(context(*nodes))
+    assert nodes_of_pages(arena) == page_by_page(TWO_RANKS, nodes, arena.slots, mmap.PAGESIZE)
     arena.close()
 
 
-def nodes_of_pages(address: int, nbytes: int) -> set[int]:
-    """The nodes of these pages; a negative number is that of an error, -2 of a page that is not there."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    pages = range(address, address + nbytes, os.sysconf("SC_PAGE_SIZE"))
-    status = (ctypes.c_int * len(pages))()
-    move_pages = {"x86_64": 279, "aarch64": 239}[os.uname().machine]
-    assert not libc.syscall(move_pages, 0, len(pages), (ctypes.c_void_p * len(pages))(*pages), None, status, 0)
-    return set(status)
+@placed
+@pytest.mark.skipif(len(NODES) == 1, reason="this machine has one NUMA node")
+def test_pages_of_no_particular_node_are_on_all():
+    arena = CpuConfig(huge_pages="off").open(context())
+    counts = Counter(nodes_of_pages(arena))
+    assert counts.keys() == set(NODES)
+    assert max(counts.values()) - min(counts.values()) <= 1
+    arena.close()
