@@ -77,13 +77,13 @@ class Placement:
         return self.slots * self.layout.frame_nbytes
 
     def ranges(self, page_nbytes: int) -> Iterable[PageRange]:
-        """All pages of the arena, in order: a page that is larger than was known goes to whom it begins with."""
+        """All pages of the arena, in order, so that a huge page, too, is on the node of the shard that it begins in."""
         if len({self.policies.get(node) for node in self.nodes}) == 1:
             return [PageRange(0, whole_pages(self.nbytes, page_nbytes), self.nodes[0])]
         return ranges_by_node(self.layout, self.nodes, self.slots, page_nbytes)
 
     def on(self, node: int | None) -> contextlib.AbstractContextManager[None]:
-        """In this block the thread allocates memory of this node."""
+        """In this block the thread allocates memory of this node, if it has any left."""
         policy = self.policies.get(node)
         return memory_policy.under(policy) if policy else contextlib.nullcontext()
 
@@ -104,6 +104,7 @@ def choose(asked: str, ctx: OpenContext, slots: int, sys: Path = Path("/sys")) -
 
 
 def _wanted(nodes: Sequence[int | None], sys: Path) -> dict[int | None, MemoryPolicy]:
+    """A policy for each of these nodes, where there is a choice."""
     wanted: dict[int | None, MemoryPolicy] = {}
     for node in sorted({node for node in nodes if node is not None}):
         wanted[node] = memory_policy.preferring(node)

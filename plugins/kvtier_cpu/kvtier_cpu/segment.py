@@ -42,7 +42,7 @@ class Address(NamedTuple):
 
 
 class Segment:
-    """Memory for at least all pages of a placement, all of it allocated now.
+    """Memory for all slots of a placement, allocated now.
 
     Raises BackendError if the memory, or the requested kind of pages, is not available.
     """
