@@ -32,6 +32,8 @@ class WorkerReport:
     refusal: str = ""  #: why these pages cannot be moved, in plain words; empty if they can
     failure_policy: str = ""  #: what the engine does when a load fails, in its own words; empty if not known
     replicas: int = 1  #: consecutive ranks that hold the same bytes, as the engine says
+    #: That its device is on; None if it is not known, or the machine has one. Ranks need not have the same.
+    numa_node: int | None = attrs.field(default=None, eq=False)
 
 
 #: Of one chunk, the engine's block ids of each group, in token order, or NO_BLOCK.

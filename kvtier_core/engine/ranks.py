@@ -57,6 +57,12 @@ class Ranks:
             config = config.sized(block, layout(tokens=block).payload_nbytes, most=most, within=reaches)
         return config, layout(tokens=config.chunk_tokens)
 
+    def numa_nodes(self, layout: ChunkLayout) -> tuple[int | None, ...]:
+        """The node of each shard of this layout, where all ranks that copy it have the same."""
+        nodes = [report.numa_node for report in self.reports]
+        alike = [set(nodes[rank : rank + layout.replicas]) for rank in range(0, layout.ranks, layout.replicas)]
+        return tuple(each.pop() if len(each) == 1 else None for each in alike)
+
     @property
     def _firsts(self) -> list[WorkerReport]:
         """The report of one rank of each stage."""

@@ -34,4 +34,7 @@ class OpenContext:
     replica: int = 0  #: which of the engines that share this configuration this is (data parallelism), from 0
     replicas: int = 1  #: how many such engines there are; none may touch what another one stores
     max_frame_nbytes: Nbytes = Nbytes(0)  #: no frame that this tier writes is longer; 0: not known
+    #: Of each shard of the layout the NUMA node of the devices that copy it. None: it is not known, they have several,
+    #: or the machine has one. Empty: not known of any.
+    numa_nodes: tuple[int | None, ...] = ()
     timeout: Seconds = Seconds(5)  #: after this a call to a store tier should give up and raise BackendError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping
 
 import torch
@@ -14,6 +15,7 @@ from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.engine.worker_side import Pages
 from kvtier_core.interfaces import PagedKVCache, PageRun
 from kvtier_core.layouts import KVGroup
+from kvtier_core.transfer import numa
 from kvtier_core.vllm import groups, speculation, versions
 from kvtier_core.vllm.identity import namespace
 from kvtier_core.vllm.identity.settings import UnidentifiedError
@@ -75,7 +77,15 @@ def inspect_pages(
         "cpu isa": _cpu_isa(vllm_config, kv_cache_config) if device.type == "cpu" else "none",
     }
     told = tuple((name, str(fact)) for name, fact in facts.items())
-    return pages, WorkerReport(device.type, kv_groups, told, replicas=versions.replicas_of(kv_cache_config))
+    replicas = versions.replicas_of(kv_cache_config)
+    return pages, WorkerReport(device.type, kv_groups, told, replicas=replicas, numa_node=_numa_node(device))
+
+
+def _numa_node(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(device)
+        return numa.node_of_gpu(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id)
+    return numa.node_of_cpus(os.sched_getaffinity(0))
 
 
 def _pages(

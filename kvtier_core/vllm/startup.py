@@ -90,7 +90,7 @@ class Startup:
         policy = reports[0].failure_policy or self.transfer.kv_load_failure_policy
         self._check_failure_policy(policy)
         try:
-            return self._open(config, chunk, ranks.as_one(), weights.fact, Runtime(recomputes=policy == _RECOMPUTE))
+            return self._open(config, chunk, ranks, weights.fact, Runtime(recomputes=policy == _RECOMPUTE))
         except UnidentifiedError as error:
             return Refusal(str(error))
 
@@ -108,18 +108,11 @@ class Startup:
             )
 
     def _open(
-        self, config: StackConfig, chunk: ChunkLayout, report: WorkerReport, weights: str, runtime: Runtime
+        self, config: StackConfig, chunk: ChunkLayout, ranks: Ranks, weights: str, runtime: Runtime
     ) -> SchedulerSide:
         """Open the stack. Raises ConfigError; UnidentifiedError if a setting cannot be compared between engines."""
-        replica, replicas = layout.replica_of(self.vllm_config.parallel_config)
-        context = OpenContext(
-            namespace=namespace.of_engine(self.vllm_config, weights, config.chunk_tokens, report),
-            layout=chunk,
-            engine=self.transfer.engine_id,
-            replica=replica,
-            replicas=replicas,
-        )
-        recorder = Recorder(config, replicas) if config.record else None
+        context = self._context(config, chunk, ranks, weights)
+        recorder = Recorder(config, context.replicas) if config.record else None
         observers = Observers(open_observers(config, context))
         try:
             manager = open_stack(config, context, runtime)
@@ -144,9 +137,21 @@ class Startup:
         )
         for line in side.describe():
             logger.info("kvtier: %s", line)
-        about = {"engine": context.engine, "model": self.vllm_config.model_config.model, "replica": replica}
+        about = {"engine": context.engine, "model": self.vllm_config.model_config.model, "replica": context.replica}
         side.status.open(config, {**about, "identity": context.namespace.digest.hex(), "cold": cold})
         return side
+
+    def _context(self, config: StackConfig, chunk: ChunkLayout, ranks: Ranks, weights: str) -> OpenContext:
+        """Raises UnidentifiedError if a setting cannot be compared between engines."""
+        replica, replicas = layout.replica_of(self.vllm_config.parallel_config)
+        return OpenContext(
+            namespace=namespace.of_engine(self.vllm_config, weights, config.chunk_tokens, ranks.as_one()),
+            layout=chunk,
+            engine=self.transfer.engine_id,
+            replica=replica,
+            replicas=replicas,
+            numa_nodes=ranks.numa_nodes(chunk),
+        )
 
     def _log_stack(
         self,

@@ -10,7 +10,7 @@ from kvtier_core.config.registry import Registry
 from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.engine.ranks import Ranks
 from kvtier_core.layouts import KVStructure
-from kvtier_core.testing.samples import make_group
+from kvtier_core.testing.samples import make_group, make_layout
 
 GROUP = attrs.evolve(make_group((100, 100)), dtype="float32", structure=KVStructure.KEYS_AND_VALUES)
 REPORT = WorkerReport("cpu", (GROUP,), (("layers", "a b"), ("page layout", "LBHNC")), failure_policy="recompute")
@@ -82,3 +82,14 @@ def test_the_layout_has_the_shards_of_all_ranks():
     assert layout.payload_nbytes == 2 * (100 + 100 + 50)
     _, plain = Ranks([REPORT, REPORT]).in_chunks(config)
     assert (plain.ranks, plain.shards, plain.stages) == (2, 2, ())
+
+
+def on_nodes(*nodes, replicas=1):
+    return Ranks([attrs.evolve(REPORT, numa_node=node, replicas=replicas) for node in nodes])
+
+
+def test_each_shard_is_on_the_node_of_those_who_copy_it():
+    assert on_nodes(0, 1).disagreement() == "", "devices of one stage may be on several nodes"
+    assert on_nodes(0, 0, None, 1).numa_nodes(make_layout(ranks=4)) == (0, 0, None, 1)
+    shared = make_layout(ranks=6, replicas=2)
+    assert on_nodes(1, 1, 0, 1, None, None, replicas=2).numa_nodes(shared) == (1, None, None)

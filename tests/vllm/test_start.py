@@ -9,6 +9,7 @@ from test_serving import hits
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError
 from kvtier_core.stack.stats import Stats
+from kvtier_core.transfer import numa
 
 BROKEN = """\
 version: 1
@@ -128,3 +129,13 @@ def test_what_happened_is_told_while_it_happens(engine, said):
         served.ask(prompt(73, 530))
         served.settle()
         assert "kvtier: so far: cpu: stored 8 (2MiB)" in said()
+
+
+@pytest.mark.parametrize("nodes, near", [({0: range(4096), 1: ()}, True), ({0: range(4096)}, False)])
+def test_slots_are_near_the_device_that_a_worker_reports(engine, said, monkeypatch, nodes, near):
+    """On a machine with two nodes, as far as the worker sees; one that has one is left alone."""
+    monkeypatch.setattr(numa, "nodes", lambda sys: {node: frozenset(cpus) for node, cpus in nodes.items()})
+    said()
+    with engine(cpu()):
+        (tier,) = [line for line in said() if "numa: auto -> " in line]
+    assert ("node 0" in tier) == near, "the kernel may refuse; then the line says for which node"

@@ -10,21 +10,29 @@ from kvtier_core.interfaces import AllocatorBackend, Mover, OpenContext, PagedKV
 from kvtier_core.transfer import cuda
 from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.types import Nbytes
+from kvtier_cpu.placement import choose
 from kvtier_cpu.segment import Address, Segment, reach
 
 
 class CpuArena(AllocatorBackend):
     """As many slots as fit into the capacity; all of their memory is allocated when the arena is opened."""
 
-    def __init__(self, ctx: OpenContext, huge_pages: str):
-        """``huge_pages`` is "auto", "on" or "off". Raises BackendError if the memory is not available."""
+    def __init__(self, ctx: OpenContext, huge_pages: str, numa: str):
+        """``huge_pages`` is "auto", "on" or "off", ``numa`` "auto" or "off".
+
+        Raises BackendError if the memory is not available.
+        """
         self.slot_nbytes = ctx.layout.frame_nbytes
         self.slots = ctx.capacity // self.slot_nbytes
         if not self.slots:
             chunk = Nbytes(self.slot_nbytes)
             raise BackendError(f"cpu: capacity {ctx.capacity} has no room for a chunk of {chunk}; write a larger one")
-        self._huge_pages = huge_pages
-        self._segment = Segment(self.slots * self.slot_nbytes, huge_pages)
+        placement = choose(numa, ctx, self.slots)
+        self._segment = Segment(placement, huge_pages)
+        self._facts = {
+            "huge_pages": f"{huge_pages} -> {self._segment.pages}",
+            "numa": f"{numa} -> {placement.effective}",
+        }
 
     def view(self, slot: int) -> memoryview:
         return self._segment.memory[slot * self.slot_nbytes : (slot + 1) * self.slot_nbytes]
@@ -34,7 +42,7 @@ class CpuArena(AllocatorBackend):
         return json.dumps({**self._segment.address._asdict(), "slot_nbytes": self.slot_nbytes})
 
     def facts(self) -> Mapping[str, str]:
-        return {"huge_pages": f"{self._huge_pages} -> {self._segment.pages}"}
+        return self._facts
 
     def close(self) -> None:
         self._segment.close()

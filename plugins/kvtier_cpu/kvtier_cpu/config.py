@@ -19,10 +19,12 @@ class CpuConfig(ArenaConfig):
 
     huge_pages: Literal["auto", "on", "off"] = "auto"  #: "on" refuses to open without them
 
+    numa: Literal["auto", "off"] = "auto"  #: "auto" takes each rank's part of a slot from memory near its device
+
     def open(self, ctx: OpenContext) -> AllocatorBackend:
         from kvtier_cpu.arena import CpuArena
 
-        return CpuArena(ctx, self.huge_pages)
+        return CpuArena(ctx, self.huge_pages, self.numa)
 
     def attach(self, handle: str, cache: PagedKVCache) -> Mover:
         from kvtier_cpu.arena import attach

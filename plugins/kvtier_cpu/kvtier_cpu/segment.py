@@ -13,12 +13,13 @@ import errno
 import io
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from kvtier_core.errors import BackendError
 from kvtier_cpu.memory_limit import in_mib, must_be_available
+from kvtier_cpu.placement import Placement, whole_pages
 
 _SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
@@ -41,13 +42,13 @@ class Address(NamedTuple):
 
 
 class Segment:
-    """At least ``nbytes`` of memory, all of it allocated now.
+    """Memory for all slots of a placement, allocated now.
 
     Raises BackendError if the memory, or the requested kind of pages, is not available.
     """
 
-    def __init__(self, nbytes: int, huge_pages: str):
-        self._file, memory, self.pages = _open(nbytes, huge_pages)
+    def __init__(self, placement: Placement, huge_pages: str):
+        self._file, memory, self.pages = _open(placement, huge_pages)
         self.memory = memoryview(memory)
         status = os.fstat(self._file.fileno())
         self.address = Address(os.getpid(), self._file.fileno(), status.st_dev, status.st_ino, status.st_size)
@@ -75,15 +76,17 @@ def reach(address: Address, *, populate: bool) -> mmap.mmap:
         raise BackendError(f"cannot reach the arena of process {address.pid}: {why}") from error
     if populate:
         with contextlib.suppress(OSError):
-            _populate(memory)
+            for begin, nbytes in _in_pieces(0, len(memory)):
+                _populate(memory, begin, nbytes)
     return memory
 
 
-def _open(nbytes: int, huge_pages: str) -> tuple[io.FileIO, mmap.mmap, str]:
+def _open(placement: Placement, huge_pages: str) -> tuple[io.FileIO, mmap.mmap, str]:
     """A memfd, its memory, and the kind of its pages."""
     if huge_pages != "off":
         with contextlib.suppress(OSError):  # none are reserved, or too few, or the kernel has none
-            return *_make(nbytes, os.MFD_HUGETLB, _populate), "hugetlb"
+            return *_make(placement, "hugetlb"), "hugetlb"
+    nbytes = placement.nbytes
     huge = huge_pages != "off" and _shmem_enabled() not in ("never", "deny")
     if huge_pages == "on" and not huge:
         raise BackendError(
@@ -91,54 +94,53 @@ def _open(nbytes: int, huge_pages: str) -> tuple[io.FileIO, mmap.mmap, str]:
             f"{_SHMEM_ENABLED} is {_shmem_enabled()}; with huge_pages: auto ordinary pages are used"
         )
     must_be_available(nbytes)
+    pages = "transparent" if huge else "off"
     try:
-        if huge:
-            return *_make(nbytes, 0, _fault_in_huge), "transparent"
-        return *_make(nbytes, 0, _fault_in), "off"
+        return *_make(placement, pages), pages
     except OSError as error:
         raise BackendError(
             f"cpu: cannot have {in_mib(nbytes)} of shared memory: {error.strerror}; lower the capacity"
         ) from error
 
 
-def _make(nbytes: int, flags: int, fault_in: Callable[[mmap.mmap], None]) -> tuple[io.FileIO, mmap.mmap]:
+def _make(placement: Placement, pages: str) -> tuple[io.FileIO, mmap.mmap]:
+    """A memfd and its memory: every page is allocated now, while that can still fail."""
+    flags = os.MFD_CLOEXEC | (os.MFD_HUGETLB if pages == "hugetlb" else 0)
+    allocate = _populate if pages == "hugetlb" else _populate_or_touch
     with contextlib.ExitStack() as undo:
-        file = io.FileIO(os.memfd_create("kvtier", flags | os.MFD_CLOEXEC), "r+")
+        file = io.FileIO(os.memfd_create("kvtier", flags), "r+")
         undo.callback(file.close)
         page_nbytes = os.fstat(file.fileno()).st_blksize
-        file.truncate(-(-nbytes // page_nbytes) * page_nbytes)
+        file.truncate(whole_pages(placement.nbytes, page_nbytes))
         memory = mmap.mmap(file.fileno(), 0)
-        fault_in(memory)
+        if pages == "transparent":
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        for first, end, node in placement.ranges(page_nbytes):
+            with placement.on(node):
+                for begin, nbytes in _in_pieces(first, end):
+                    allocate(memory, begin, nbytes)
         undo.pop_all()
     return file, memory
 
 
-def _fault_in_huge(memory: mmap.mmap) -> None:
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    _fault_in(memory)
-
-
-def _fault_in(memory: mmap.mmap) -> None:
-    """Allocate every page now, while that can still fail."""
+def _populate_or_touch(memory: mmap.mmap, begin: int, nbytes: int) -> None:
     try:
-        _populate(memory)
+        _populate(memory, begin, nbytes)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        for begin, nbytes in _in_pieces(memory):
-            pages = range(begin, begin + nbytes, mmap.PAGESIZE)
-            memory[pages.start : pages.stop : pages.step] = bytes(len(pages))
+        pages = range(begin, begin + nbytes, mmap.PAGESIZE)
+        memory[pages.start : pages.stop : pages.step] = bytes(len(pages))
 
 
-def _populate(memory: mmap.mmap) -> None:
-    """Allocate every page. Raises OSError where touching a page would be a SIGBUS."""
-    for begin, nbytes in _in_pieces(memory):
-        memory.madvise(_MADV_POPULATE_WRITE, begin, nbytes)
+def _populate(memory: mmap.mmap, begin: int, nbytes: int) -> None:
+    """Allocate these pages. Raises OSError where touching a page would be a SIGBUS."""
+    memory.madvise(_MADV_POPULATE_WRITE, begin, nbytes)
 
 
-def _in_pieces(memory: mmap.mmap) -> Iterator[tuple[int, int]]:
-    for begin in range(0, len(memory), _PIECE):
-        yield begin, min(_PIECE, len(memory) - begin)
+def _in_pieces(first: int, end: int) -> Iterator[tuple[int, int]]:
+    for begin in range(first, end, _PIECE):
+        yield begin, min(_PIECE, end - begin)
 
 
 def _shmem_enabled() -> str:
