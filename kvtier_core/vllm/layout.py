@@ -84,7 +84,8 @@ def inspect_pages(
 def _numa_node(device: torch.device) -> int | None:
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
-        return numa.node_of_gpu(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id)
+        address = [getattr(gpu, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+        return None if None in address else numa.node_of_gpu(*address)
     return numa.node_of_cpus(os.sched_getaffinity(0))
 
 

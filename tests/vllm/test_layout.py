@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from kvtier_core.engine.self_test import try_copies
 from kvtier_core.engine.step import ScheduledRequest
 from kvtier_core.interfaces import PagedKVCache
 from kvtier_core.testing.samples import make_layout
+from kvtier_core.transfer import numa
 from kvtier_core.transfer.copier import PlainCopier
 from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.vllm import groups as kv_groups
@@ -333,3 +335,13 @@ def test_pages_come_back_however_vllm_lays_them_out(config, page_layout, chunk_b
         assert try_copies(mover, table, [caches], slots=[1]) == ""
     finally:
         mover.close()
+
+
+def test_the_node_of_a_gpu_is_that_of_its_pci_address(monkeypatch):
+    asked = []
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x17, pci_device_id=2)
+    monkeypatch.setattr(numa, "node_of_gpu", lambda *address: asked.append(address) or 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    assert (layout._numa_node(torch.device("cuda:0")), asked) == (1, [(0, 0x17, 2)])
+    del gpu.pci_device_id  # an older torch
+    assert layout._numa_node(torch.device("cuda:0")) is None
