@@ -146,9 +146,12 @@ def test_an_engine_that_is_killed_in_a_load_leaves_all_that_it_had(engine, fork_
     assert warm.differs(own) == 0
 
 
-def ask_once(model, stack, options):
+def ask_in_processes(model, stack, options):
+    """The first answer. Only what was loaded is known to be stored by all ranks, so it asks until then."""
     engine = Engine(Path(model), stack, **options)
     (answer,) = engine.ask(ASKED)
+    while engine.ask(ASKED)[0].cached != HITS:
+        pass
     engine.llm.llm_engine.engine_core.shutdown()
     return answer.tokens, answer.logprobs, answer.cached
 
@@ -161,8 +164,8 @@ def test_each_rank_reads_its_shard(fork_server, model, tmp_path):
         "VLLM_CPU_OMP_THREADS_BIND": "0|1",
     }
     arguments = {"model": str(model), "stack": alone(tmp_path), "options": {"tensor_parallel_size": 2}}
-    cold, _ = fork_server.run("test_landing:ask_once", environment, **arguments)
-    warm, log = fork_server.run("test_landing:ask_once", environment, **arguments)
+    cold, _ = fork_server.run("test_landing:ask_in_processes", environment, **arguments)
+    warm, log = fork_server.run("test_landing:ask_in_processes", environment, **arguments)
     assert "hit 512 of 530 tokens: gds 512" in log and "read into: the host's memory" in log
     assert all(f"rank {rank}: gds: landing" in log for rank in range(2))
     assert (cold[0], cold[2], warm[2]) == (warm[0], 0, HITS)
