@@ -116,7 +116,7 @@ class _OnGPU:
         self._landing = landing
         self._timeout = timeout
         self._layout = cache.layout
-        self._slots = cuda.device_slots(cache, slots)
+        self._slots = cuda.open_device_slots(cache, slots)
         self.mover: Mover = self._slots.mover
         self._compared = ""
         outcome = run_within(lambda: landing.reach_device(self._slots.memory), timeout)

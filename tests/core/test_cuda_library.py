@@ -3,7 +3,9 @@
 import ctypes
 import shutil
 from array import array
+from functools import partial
 
+import attrs
 import pytest
 import torch
 from fake_cuda import SOURCE, FakeCuda, anonymous, built
@@ -11,6 +13,7 @@ from test_mover import World
 
 from kvtier_core.errors import BackendError
 from kvtier_core.testing.samples import make_layout
+from kvtier_core.transfer import cuda as package
 from kvtier_core.transfer.cuda.library import FILE, Direction, Library, Method
 from kvtier_core.transfer.page_lists import Layer
 
@@ -57,6 +60,19 @@ def test_it_needs_nothing_that_an_engine_may_have_in_another_version(library):
     assert "libc.so" in needs
     assert "torch" not in needs
     assert "cuda" not in needs.replace(str(library), "")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_nothing_is_opened():
+    cache = attrs.evolve(World(make_layout()).kv_cache, device="cuda:0")
+    slot_nbytes = cache.layout.frame_nbytes
+    for _ in range(2):  # not only before modules of the package are imported
+        for opening in (
+            partial(package.attach, cache, anonymous(slot_nbytes), slot_nbytes),
+            partial(package.open_device_slots, cache, 1),
+        ):
+            with pytest.raises(BackendError):
+                opening()
 
 
 def test_a_library_of_another_kvtier_is_refused(tmp_path):

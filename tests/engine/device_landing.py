@@ -39,7 +39,7 @@ def fake(monkeypatch):
     device = fake.device()
     slots = functools.partial(DeviceSlots, device=device, engine=fake)
     mover = functools.partial(open_mover, device=device, engine=fake, half_nbytes=64 << 10)
-    monkeypatch.setattr(cuda, "device_slots", slots)
+    monkeypatch.setattr(cuda, "open_device_slots", slots)
     monkeypatch.setattr(cuda, "attach", mover)
     monkeypatch.setattr(landing, "DeviceReads", functools.partial(DeviceReads, must_be_direct=False))
     yield fake
@@ -172,7 +172,7 @@ def test_without_room_on_the_gpu_the_hosts_memory_is_used(opened, fake, monkeypa
     def full(cache, slots):
         raise BackendError("CUDA cannot allocate memory: out of memory")
 
-    monkeypatch.setattr(cuda, "device_slots", full)
+    monkeypatch.setattr(cuda, "open_device_slots", full)
     attached(opened)
     assert [where(side) for side in opened.sides] == [
         "the host's memory (CUDA cannot allocate memory: out of memory)"

@@ -22,7 +22,7 @@ def attach(cache: PagedKVCache, memory: mmap.mmap | memoryview, slot_nbytes: int
     return open_mover(cache, memory, slot_nbytes)
 
 
-def device_slots(cache: PagedKVCache, count: int) -> DeviceSlots:
+def open_device_slots(cache: PagedKVCache, count: int) -> DeviceSlots:
     """So many slots in the memory of the device of ``cache``, with a mover. Raises BackendError."""
     from kvtier_core.transfer.cuda.device_slots import DeviceSlots
 
