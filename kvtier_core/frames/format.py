@@ -162,20 +162,7 @@ def verify(
     ``payload_nbytes`` is the length that the payload must have; None if its codec encodes to varying lengths. The seal
     must be that of ``keyed``, and is not opened: bytes and checksums may be anybody's until `KeyedSeal.open`.
     """
-    return verify_by_digest(frame, namespace.digest, key, codec=codec, payload_nbytes=payload_nbytes, keyed=keyed)
-
-
-def verify_by_digest(
-    frame: memoryview,
-    namespace: bytes,
-    key: ChunkKey,
-    *,
-    codec: CodecIdentity = RAW,
-    payload_nbytes: int | None = None,
-    keyed: SealIdentity = UNKEYED,
-) -> FrameError | None:
-    """The same where only the digest of the namespace is known."""
-    header = expected_header(frame, namespace, key, codec=codec, payload_nbytes=payload_nbytes, keyed=keyed)
+    header = expected_header(frame, namespace.digest, key, codec=codec, payload_nbytes=payload_nbytes, keyed=keyed)
     if isinstance(header, FrameError):
         return header
     if header.payload_nbytes > len(frame) - FRAME_ALIGNMENT:

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from kvtier_core.errors import BackendError
+from kvtier_core.frames.checksum import crc32
 from kvtier_core.frames.codec import FrameCodec
-from kvtier_core.frames.format import FrameError, expected_header, verify_by_digest, verify_checksums
+from kvtier_core.frames.format import FrameError, expected_header, verify_checksums
 from kvtier_core.interfaces import Backend
 from kvtier_core.stack.batches import as_many
-from kvtier_core.types import ChunkKey, EventKind, StoredFrame
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, EventKind, StoredFrame
 
 
 class ReadStatus(enum.Enum):
@@ -111,11 +112,8 @@ def _decode(
 
 def examine(frame: StoredFrame, found: memoryview, payload_nbytes: int) -> FrameRead:
     """Verify what was read where a stored frame lies. It is raw, and its payload has this length."""
-    if not found:
-        return FrameRead(ReadStatus.MISSING)
-    if error := verify_by_digest(found, frame.namespace, frame.key, payload_nbytes=payload_nbytes):
-        return _unusable(error)
-    return FrameRead(ReadStatus.VERIFIED, nbytes=len(found))
+    header, behind = found[:FRAME_ALIGNMENT], found[FRAME_ALIGNMENT:]
+    return examine_parts(frame, header, payload_nbytes, len(behind), crc32(behind[:payload_nbytes]))
 
 
 def examine_parts(frame: StoredFrame, header: memoryview, payload_nbytes: int, read: int, checksum: int) -> FrameRead:
