@@ -6,13 +6,14 @@ Their YAML is loaded by tests/core/test_schema.py. Anchors, and which pages the 
 from __future__ import annotations
 
 import argparse
-import ast
-import importlib
+import contextlib
 import json
 import re
 import runpy
 import subprocess
+import sys
 import textwrap
+import types
 import typing
 
 import attrs
@@ -22,6 +23,9 @@ from source_copy import ROOT
 from kvtier_core.cli import parser
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine.scheduler.event_log import _LOG_LEVELS
+from kvtier_core.interfaces import Observer
+from kvtier_core.testing.samples import make_context, make_keys
+from kvtier_core.types import Event, EventKind
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("plugins/*/README.md"))]
 PAGES += [ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md"]
@@ -87,11 +91,18 @@ def test_a_command_in_a_sentence_has_these_options(page, said):
 
 
 @pytest.mark.parametrize(("page", "block"), each(lambda text: fences(text, "python")))
-def test_python_compiles_and_imports_what_is_there(page, block):
-    for node in ast.walk(ast.parse(block)):
-        if isinstance(node, ast.ImportFrom) and node.module != "__future__":
-            module = importlib.import_module(node.module)
-            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+def test_python_runs_and_what_it_offers_opens(page, block, monkeypatch):
+    shown = types.ModuleType("shown")
+    monkeypatch.setitem(sys.modules, "shown", shown)
+    exec(compile(block, page.name, "exec"), vars(shown))
+    offered = [offer.config for offer in Registry.of(shown).offers() if offer.config.__module__ == "shown"]
+    assert bool(offered) == ("@hookimpl" in block)
+    for config in offered:
+        with contextlib.closing(config().open(make_context())) as opened:
+            if isinstance(opened, Observer):
+                opened.observe([Event(EventKind.BREAKER_OPEN, "disk")])
+            else:
+                assert list(opened.contains(make_keys(2))) == [False, False]
 
 
 @pytest.mark.parametrize(("page", "block"), each(lambda text: fences(text, "json")))
