@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -44,6 +45,13 @@ def refused() -> str:
 
 
 placed = pytest.mark.skipif(bool(refused()), reason=refused())
+
+
+@pytest.fixture(autouse=True)
+def no_policy():
+    """An engine that ran in this process before may have left one."""
+    with contextlib.nullcontext() if refused() else under(MemoryPolicy(0)):
+        yield
 
 
 def context(*nodes: int | None, layout: ChunkLayout = TWO_RANKS, capacity: int = 4 << 20) -> OpenContext:
