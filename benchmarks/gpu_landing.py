@@ -14,9 +14,9 @@ import torch
 from benchmarks.measure import Case, Table, interleaved, progress, scratch
 from kvtier_core.engine.landed_loads import LandedLoads
 from kvtier_core.errors import BackendError
+from kvtier_core.frames.format import verify
 from kvtier_core.interfaces import DeviceMemory, Landing, Mover, PagedKVCache, PageRun
 from kvtier_core.stack.batches import in_groups
-from kvtier_core.stack.store_tier.frame_io import ReadStatus, examine
 from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_layout
 from kvtier_core.transfer import cuda
 from kvtier_core.transfer.files import bounce
@@ -91,6 +91,7 @@ class _Bench:
         self.frame_nbytes = layout.frame_nbytes
         self.frames, self.nbytes = frames, frames * layout.frame_nbytes
         context = make_context(layout=layout, capacity=Nbytes(self.nbytes))
+        self._namespace = context.namespace
         self._slabs = GdsBackend([folder / "slab"], context, mode="gds", direct="auto", io="auto")
         self._keys = make_keys(frames)
         for seed, key in enumerate(self._keys):
@@ -130,7 +131,7 @@ class _Bench:
         into = [memoryview(self._slots)[i * self.frame_nbytes : (i + 1) * self.frame_nbytes] for i in group]
         assert list(self._slabs.read([self._keys[i] for i in group], into)) == [self.frame_nbytes] * len(group)
         for i, slot in zip(group, into, strict=True):
-            assert examine(self._wanted[i], slot, self._cache.layout.payload_nbytes).status is ReadStatus.VERIFIED
+            assert verify(slot, self._namespace, self._keys[i]) is None
 
     def _load(self, group: Sequence[int], outcome: Outcome) -> None:
         assert outcome.error is None, outcome.error

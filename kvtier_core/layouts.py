@@ -192,6 +192,14 @@ class ChunkLayout:
             for group, end, count in zip(self.groups, ends, self.stages[stage], strict=True)
         )
 
+    def alone(self, rank: int) -> ChunkLayout:
+        """The layout of what one rank has, as if there were no other."""
+        groups = [
+            attrs.evolve(group, page_nbytes=pages)
+            for group, pages in zip(self.groups, self.pages_of(rank), strict=True)
+        ]
+        return ChunkLayout(groups, self.tokens)
+
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """The layout of each of its frames."""

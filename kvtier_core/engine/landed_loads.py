@@ -15,6 +15,7 @@ from typing import NamedTuple
 import attrs
 
 from kvtier_core.engine.landed_memory import open_memory
+from kvtier_core.engine.own_shard import OwnShard
 from kvtier_core.interfaces import JobResult, Landing, Mover, PagedKVCache, PageList
 from kvtier_core.stack.batches import in_groups
 from kvtier_core.stack.store_tier.frame_io import FrameRead, ReadStatus
@@ -56,11 +57,13 @@ class LandedLoads:
         """
         self._landing = landing
         self._timeout = timeout
-        slots = max(2, _STAGING_NBYTES // cache.layout.frame_nbytes)  # while one is copied another one is read
+        own = OwnShard.of(cache.layout, cache.rank)
+        slots = max(2, _STAGING_NBYTES // own.layout.frame_nbytes)  # while one is copied another one is read
         pieces = min(_PIECES, slots)
         self._most = slots // pieces  # in a piece
         self._free = [piece * self._most for piece in range(pieces)]  # the first slots of those without a piece
-        self._memory = open_memory(landing, cache, slots, timeout)
+        self._slot_nbytes = own.layout.frame_nbytes
+        self._memory = open_memory(landing, own, own.slots_of(cache), slots, timeout)
         self._pool = IOPool("landing", _THREADS)
         self._jobs: dict[int, _Job] = {}
         self._waiting: deque[_Piece] = deque()
@@ -82,7 +85,7 @@ class LandedLoads:
     def load(self, job: int, frames: Sequence[StoredFrame], pages: PageList) -> None:
         """Begin to load these frames into pages; see `Mover.load`."""
         pieces = []
-        for group in in_groups(list(zip(frames, pages, strict=True)), lambda pair: pair[0].extent.nbytes):
+        for group in in_groups(list(zip(frames, pages, strict=True)), lambda _: self._slot_nbytes):
             for at in range(0, len(group), self._most):
                 these, their_pages = zip(*group[at : at + self._most], strict=True)
                 pieces.append(_Piece(job, these, their_pages))

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Protocol
 
+from kvtier_core.engine.own_shard import OwnShard
 from kvtier_core.errors import BackendError
+from kvtier_core.frames.checksum import crc32
 from kvtier_core.interfaces import Landing, Mover, PagedKVCache
 from kvtier_core.stack.batches import as_many, leading
-from kvtier_core.stack.store_tier.frame_io import FrameRead, ReadStatus, examine, examine_parts
+from kvtier_core.stack.store_tier.frame_io import FrameRead, ReadStatus
 from kvtier_core.transfer import cuda
 from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.transfer.io_pool import run_within
@@ -27,7 +29,7 @@ _ROUNDS = 2  #: the best counts
 
 
 class LandedMemory(Protocol):
-    """Slots side by side."""
+    """Slots side by side, each for the header and this rank's shard of a frame; see `OwnShard`."""
 
     mover: Mover  #: copies from them to the pages
 
@@ -44,14 +46,14 @@ class LandedMemory(Protocol):
         """Release the memory and the mover. No read is under way."""
 
 
-def open_memory(landing: Landing, cache: PagedKVCache, slots: int, timeout: float) -> LandedMemory:
-    """On the GPU if files can be read into its memory, else in the host's.
+def open_memory(landing: Landing, own: OwnShard, cache: PagedKVCache, slots: int, timeout: float) -> LandedMemory:
+    """On the GPU if files can be read into its memory, else in the host's. ``cache`` is that of the slots.
 
     A read or a driver that does not answer for ``timeout`` seconds has failed. Raises BackendError if the pages cannot
     be reached, or if workers are not to read by themselves; then the landing is closed, unless a call to it hangs.
     """
     try:
-        return _on_gpu_or_in_host(landing, cache, slots, timeout)
+        return _on_gpu_or_in_host(landing, own, cache, slots, timeout)
     except _Hangs:
         raise
     except BaseException:
@@ -59,13 +61,15 @@ def open_memory(landing: Landing, cache: PagedKVCache, slots: int, timeout: floa
         raise
 
 
-def _on_gpu_or_in_host(landing: Landing, cache: PagedKVCache, slots: int, timeout: float) -> LandedMemory:
+def _on_gpu_or_in_host(
+    landing: Landing, own: OwnShard, cache: PagedKVCache, slots: int, timeout: float
+) -> LandedMemory:
     try:
-        memory = _OnGPU(landing, cache, slots, timeout)
+        memory = _OnGPU(landing, own, cache, slots, timeout)
     except BackendError as error:
         if landing.device_only:
             raise
-        return _InHost(landing, cache, slots, str(error))
+        return _InHost(landing, own, cache, slots, str(error))
     if landing.device_only:
         memory.compare()
     return memory
@@ -78,26 +82,25 @@ class _Hangs(BackendError):
 class _InHost:
     """A `LandedMemory` of the host."""
 
-    def __init__(self, landing: Landing, cache: PagedKVCache, slots: int, why: str):
+    def __init__(self, landing: Landing, own: OwnShard, cache: PagedKVCache, slots: int, why: str):
         """``why`` it is not the GPU's."""
         self._landing = landing
+        self._own = own
         self._why = why
-        self._layout = cache.layout
-        self._memory = memoryview(mmap.mmap(-1, slots * cache.layout.frame_nbytes))
+        self._slot_nbytes = cache.layout.frame_nbytes
+        self._memory = memoryview(mmap.mmap(-1, slots * self._slot_nbytes))
         attach = cuda.attach if cache.device.startswith("cuda") else HostMover
-        self.mover: Mover = attach(cache, self._memory, cache.layout.frame_nbytes)
+        self.mover: Mover = attach(cache, self._memory, self._slot_nbytes)
 
     def read(self, frames: Sequence[StoredFrame], first: int) -> list[FrameRead]:
-        extents = _within_slots(frames, self._layout.frame_nbytes)
-        begins = range(first * self._layout.frame_nbytes, len(self._memory), self._layout.frame_nbytes)
-        into = [self._memory[at : at + extent.nbytes] for at, extent in zip(begins, extents, strict=False)]
-        counts = as_many(self._landing.read(extents, into), frames)
-        return [
-            FrameRead(ReadStatus.CORRUPT, str(count))
-            if isinstance(count, BackendError)
-            else examine(frame, view[:count], self._layout.payload_nbytes)
-            for frame, view, count in zip(frames, into, counts, strict=True)
-        ]
+        begins = range(first * self._slot_nbytes, (first + len(frames)) * self._slot_nbytes, self._slot_nbytes)
+        extents = [*map(self._own.header, frames), *map(self._own.extent, frames)]
+        starts = [*begins, *(begin + FRAME_ALIGNMENT for begin in begins)]
+        into = [self._memory[at : at + extent.nbytes] for at, extent in zip(starts, extents, strict=True)]
+        counts = as_many(self._landing.read(extents, into), extents)
+        headers = _as_read(into[: len(frames)], counts[: len(frames)])
+        shards = [self._memory[at : at + self._own.nbytes] for at in starts[len(frames) :]]
+        return _examined(self._own, frames, headers, counts[len(frames) :], map(crc32, shards))
 
     def facts(self) -> Mapping[str, str]:
         return {"read into": f"the host's memory ({self._why})"}
@@ -109,13 +112,14 @@ class _InHost:
 class _OnGPU:
     """A `LandedMemory` of the worker's GPU. Headers are read into the host's memory."""
 
-    def __init__(self, landing: Landing, cache: PagedKVCache, slots: int, timeout: float):
+    def __init__(self, landing: Landing, own: OwnShard, cache: PagedKVCache, slots: int, timeout: float):
         """Raises BackendError if that cannot be, or is not there within ``timeout`` seconds."""
         if not cache.device.startswith("cuda"):
             raise BackendError("the engine runs on no GPU")
         self._landing = landing
+        self._own = own
         self._timeout = timeout
-        self._layout = cache.layout
+        self._slot_nbytes = cache.layout.frame_nbytes
         self._slots = cuda.open_device_slots(cache, slots)
         self.mover: Mover = self._slots.mover
         self._compared = ""
@@ -127,20 +131,13 @@ class _OnGPU:
             raise BackendError(str(outcome.error)) from outcome.error
 
     def read(self, frames: Sequence[StoredFrame], first: int) -> list[FrameRead]:
-        extents = _within_slots(frames, self._layout.frame_nbytes)
-        headers = _read_headers(self._landing, extents)
-        slot_nbytes, payload_nbytes = self._layout.frame_nbytes, self._layout.payload_nbytes
-        begins = range(first * slot_nbytes + FRAME_ALIGNMENT, self._slots.memory.nbytes, slot_nbytes)
-        payloads = [_behind_header(extent) for extent in extents]
-        into = [self._slots.memory.part(at, each.nbytes) for at, each in zip(begins, payloads, strict=False)]
-        counts = as_many(self._landing.read_to_device(payloads, into), frames)
-        checksums = self._slots.checksums(first, len(frames), FRAME_ALIGNMENT, payload_nbytes)
-        return [
-            FrameRead(ReadStatus.CORRUPT, str(error))
-            if (error := next((each for each in (header, count) if isinstance(each, BackendError)), None))
-            else examine_parts(frame, header, payload_nbytes, count, checksum)
-            for frame, header, count, checksum in zip(frames, headers, counts, checksums, strict=True)
-        ]
+        headers = _read_headers(self._landing, [self._own.header(frame) for frame in frames])
+        begins = range(first * self._slot_nbytes + FRAME_ALIGNMENT, self._slots.memory.nbytes, self._slot_nbytes)
+        extents = [self._own.extent(frame) for frame in frames]
+        into = [self._slots.memory.part(at, each.nbytes) for at, each in zip(begins, extents, strict=False)]
+        counts = as_many(self._landing.read_to_device(extents, into), frames)
+        checksums = self._slots.checksums(first, len(frames), FRAME_ALIGNMENT, self._own.nbytes)
+        return _examined(self._own, frames, headers, counts, checksums)
 
     def compare(self) -> None:
         """Raises BackendError if reads into the host's memory are faster. Of too few frames nothing is measured."""
@@ -179,23 +176,32 @@ class _OnGPU:
         return to_gpu, to_host
 
 
-def _within_slots(frames: Sequence[StoredFrame], slot_nbytes: int) -> list[Extent]:
-    """Where they lie. One that is longer than a slot is none of ours, and must not reach into the next slot."""
-    return [frame.extent._replace(nbytes=min(frame.extent.nbytes, slot_nbytes)) for frame in frames]
-
-
-def _behind_header(extent: Extent) -> Extent:
-    return extent._replace(at=extent.at + FRAME_ALIGNMENT, nbytes=max(0, extent.nbytes - FRAME_ALIGNMENT))
-
-
 def _read_headers(landing: Landing, extents: Sequence[Extent]) -> list[memoryview | BackendError]:
     memory = memoryview(mmap.mmap(-1, len(extents) * FRAME_ALIGNMENT))
-    headers = [extent._replace(nbytes=min(extent.nbytes, FRAME_ALIGNMENT)) for extent in extents]
     begins = range(0, len(memory), FRAME_ALIGNMENT)
-    into = [memory[at : at + header.nbytes] for at, header in zip(begins, headers, strict=True)]
-    counts = landing.read(headers, into)
+    into = [memory[at : at + extent.nbytes] for at, extent in zip(begins, extents, strict=True)]
+    return _as_read(into, landing.read(extents, into))
+
+
+def _as_read(into: Sequence[memoryview], counts: Sequence[int | BackendError]) -> list[memoryview | BackendError]:
     return [
         count if isinstance(count, BackendError) else view[:count] for view, count in zip(into, counts, strict=True)
+    ]
+
+
+def _examined(
+    own: OwnShard,
+    frames: Sequence[StoredFrame],
+    headers: Sequence[memoryview | BackendError],
+    counts: Sequence[int | BackendError],
+    checksums: Iterable[int],
+) -> list[FrameRead]:
+    """What became of each frame, from its header, the bytes read of its shard, and their checksum."""
+    return [
+        FrameRead(ReadStatus.CORRUPT, str(error))
+        if (error := next((each for each in (header, count) if isinstance(each, BackendError)), None))
+        else own.examine(frame, header, count, checksum)
+        for frame, header, count, checksum in zip(frames, headers, counts, checksums, strict=True)
     ]
 
 

@@ -6,8 +6,18 @@ import contextlib
 from typing import TYPE_CHECKING, Self
 
 from kvtier_core.errors import BackendError, ContractError
-from kvtier_core.frames.checksum import crc32
-from kvtier_core.frames.format import FrameError, Header, header_of, payload_of, read_header, seal, verify
+from kvtier_core.frames.checksum import crc32, join
+from kvtier_core.frames.format import (
+    FrameError,
+    Header,
+    checksums_of,
+    header_of,
+    payload_of,
+    read_header,
+    seal,
+    seal_part,
+    verify,
+)
 from kvtier_core.frames.identity import DECODED_LOSSY, RAW, UNKEYED, CodecIdentity, identity_of
 from kvtier_core.interfaces import OpenContext, Serializer, SerializerConfig
 from kvtier_core.layouts import ChunkLayout
@@ -147,13 +157,15 @@ class FrameCodec:
         if not 0 < count <= len(buffer):
             raise ContractError(f"read returned {count} bytes for a view of {len(buffer)}")
         frame = buffer[:count]
-        nbytes = self._layout.part_of(key).payload_nbytes
+        part = self._layout.part_of(key)
+        nbytes = part.payload_nbytes
         serializer = self._serializer
         if error := self._verify(key, frame, self.identity, nbytes if serializer is None else None, salt):
             return error
         if serializer is None:
             if self._keyed_seal is not None:  # another tier stores the slot as it is, under the arena's namespace
-                seal(slot, self._arena_namespace, key, nbytes, payload_checksum=header_of(frame).payload_checksum)
+                known = (header_of(frame).payload_checksum,) if len(part.shards) == 1 else ()
+                seal_part(slot, self._arena_namespace, key, part, known)
             return None
         payload = slot[FRAME_ALIGNMENT : FRAME_ALIGNMENT + nbytes]
         decoded = None
@@ -161,11 +173,12 @@ class FrameCodec:
             decoded = serializer.decode(payload_of(frame), payload)
         if decoded is None:
             return FrameError.UNDECODABLE
-        checksum = crc32(payload)
+        checksums = checksums_of(slot, part)
+        checksum = join(checksums, [shard.nbytes for shard in part.shards])
         if decoded != nbytes or header_of(frame).decoded_checksum != checksum:
             return FrameError.DECODED
         codec = RAW if self.identity.lossless else DECODED_LOSSY
-        seal(slot, self._arena_namespace, key, nbytes, codec=codec, payload_checksum=checksum)
+        seal_part(slot, self._arena_namespace, key, part, checksums, codec=codec)
         return None
 
     def _verify(

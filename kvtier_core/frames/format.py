@@ -4,19 +4,21 @@ The header carries three CRC-32 checksums: of the stored payload, of the payload
 own fields. Without a serializer the first two are the same number. CRC-32 is used because the checksum of a payload can
 be computed from those of the ranks' shards, and because zlib has it where the compiled extension could not be built.
 
+A frame of several shards has the checksum of each behind the header's fields, so that a rank that reads its own shard
+alone can verify it; it says so in its flags.
+
 A checksum is no signature. A frame with a keyed seal (`frames/keyed_seal.py`) says so in its flags, and has a key id, a
-nonce and a tag behind the header's fields, where others have zeros. A reader without that key does not serve it: its
-payload may be encrypted.
+nonce and a tag there instead. A reader without that key does not serve it: its payload may be encrypted.
 """
 
 from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from kvtier_core.frames.checksum import crc32
+from kvtier_core.frames.checksum import crc32, join
 from kvtier_core.frames.identity import (
     DIGEST_NBYTES,
     KEY_ID_NBYTES,
@@ -27,6 +29,7 @@ from kvtier_core.frames.identity import (
     Protection,
     SealIdentity,
 )
+from kvtier_core.layouts import Part
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace
 
 FORMAT_VERSION = 2
@@ -37,11 +40,13 @@ _MAGIC = b"kvtier\r\n"
 _FIELDS = struct.Struct(f"<8sHHQ32s{KEY_NBYTES}s{MAX_TYPE_NBYTES}s{DIGEST_NBYTES}sII")
 _CHECKSUM = struct.Struct("<I")
 _FIELDS_END = _FIELDS.size + _CHECKSUM.size
-_LOSSLESS = 1  #: a flag; those of `Protection` are the others
-_FLAGS = {protection.value | lossless for protection in Protection for lossless in (0, _LOSSLESS)}
+_LOSSLESS, _SHARDS = 1, 8  #: flags; those of `Protection` are the others
+_FLAGS = {what | lossless for what in (*(each.value for each in Protection), _SHARDS) for lossless in (0, _LOSSLESS)}
 #: Of a keyed seal: key id, nonce and tag, each as long as AES-GCM has it; then the checksum of these.
 _KEYED = struct.Struct(f"<{KEY_ID_NBYTES}s12s16s")
 _KEYED_END = _FIELDS_END + _KEYED.size + _CHECKSUM.size
+#: How many shards there are. The CRC-32 of each follows, then the checksum of the header's fields and all these.
+_COUNT = struct.Struct("<H")
 #: `payload_pieces` reads a payload in pieces of this many bytes.
 _PIECE_NBYTES = 4 << 20
 
@@ -58,6 +63,7 @@ class FrameError(enum.Enum):
     CODEC = "a frame of another codec"
     SEAL = "a frame of another seal key, or of none"
     LENGTH = "a payload of another length"
+    SHARDS = "without a checksum of each shard"
     CHECKSUM = "the checksum does not match"
     FORGED = "the seal does not match: forged, or of another salt"
     UNDECODABLE = "whole, but its codec cannot decode it"
@@ -69,7 +75,14 @@ class FrameError(enum.Enum):
         return self in _INCOMPATIBLE
 
 
-_INCOMPATIBLE = {FrameError.VERSION, FrameError.SEAL, FrameError.CODEC, FrameError.UNDECODABLE, FrameError.DECODED}
+_INCOMPATIBLE = {
+    FrameError.VERSION,
+    FrameError.SEAL,
+    FrameError.CODEC,
+    FrameError.SHARDS,
+    FrameError.UNDECODABLE,
+    FrameError.DECODED,
+}
 
 
 class Header(NamedTuple):
@@ -95,7 +108,7 @@ class Header(NamedTuple):
     @property
     def protection(self) -> Protection:
         """How the frame is protected."""
-        return Protection(self.flags & ~_LOSSLESS)
+        return Protection(self.flags & ~(_LOSSLESS | _SHARDS))
 
     def protected(self, protection: Protection) -> Header:
         """The same header with the flag of this protection alone."""
@@ -123,29 +136,64 @@ def seal(
     codec: CodecIdentity = RAW,
     payload_checksum: int | None = None,
     decoded_checksum: int | None = None,
+    shard_checksums: Sequence[int] = (),
 ) -> None:
     """Write the header of ``frame``, whose payload is already in place.
 
     Without ``payload_checksum``, the CRC-32 of the payload, the payload is read once to compute it. Without
-    ``decoded_checksum`` the payload counts as decoded.
+    ``decoded_checksum`` the payload counts as decoded. ``shard_checksums`` are the CRC-32 of several shards, see
+    `seal_part`.
     """
     if payload_checksum is None:
         payload_checksum = crc32(frame[FRAME_ALIGNMENT : FRAME_ALIGNMENT + payload_nbytes])
     if decoded_checksum is None:
         decoded_checksum = payload_checksum
-    flags = _LOSSLESS if codec.lossless else 0
+    flags = (_LOSSLESS if codec.lossless else 0) | (_SHARDS if shard_checksums else 0)
     fields = _MAGIC, FORMAT_VERSION, flags, payload_nbytes, namespace.digest, key, codec.type.encode(), codec.digest
-    write_header(frame, Header(*fields, payload_checksum, decoded_checksum))
+    packed = Header(*fields, payload_checksum, decoded_checksum).packed()
+    _write_page(frame, _summed(packed) + (_summed(_table(shard_checksums), packed) if shard_checksums else b""))
+
+
+def seal_part(
+    frame: memoryview,
+    namespace: Namespace,
+    key: ChunkKey,
+    part: Part,
+    checksums: Sequence[int] = (),
+    *,
+    codec: CodecIdentity = RAW,
+) -> None:
+    """Write the header of a frame of a chunk, whose shards are already in place as they lie in a slot.
+
+    ``checksums`` are the CRC-32 of the shards, at most a thousand; without them each is read once.
+    """
+    checksums = checksums or checksums_of(frame, part)
+    joined = join(checksums, [shard.nbytes for shard in part.shards])
+    several = checksums if len(checksums) > 1 else ()
+    seal(frame, namespace, key, part.payload_nbytes, codec=codec, payload_checksum=joined, shard_checksums=several)
+
+
+def checksums_of(frame: memoryview, part: Part) -> list[int]:
+    """The CRC-32 of each shard of a frame that lies in a slot."""
+    return [crc32(frame[shard.offset : shard.offset + shard.nbytes]) for shard in part.shards]
 
 
 def write_header(frame: memoryview, header: Header, keyed: KeyedFields | None = None) -> None:
     """Write the header page of ``frame`` with these fields and their checksums."""
-    page = _summed(header.packed()) + (_summed(_KEYED.pack(*keyed)) if keyed else b"")
+    _write_page(frame, _summed(header.packed()) + (_summed(_KEYED.pack(*keyed)) if keyed else b""))
+
+
+def _write_page(frame: memoryview, page: bytes) -> None:
     frame[:FRAME_ALIGNMENT] = page.ljust(FRAME_ALIGNMENT, b"\0")
 
 
-def _summed(fields: bytes) -> bytes:
-    return fields + _CHECKSUM.pack(crc32(fields))
+def _summed(fields: bytes, first: bytes = b"") -> bytes:
+    """The fields and the checksum of what comes ``first``, and of them."""
+    return fields + _CHECKSUM.pack(crc32(first + fields))
+
+
+def _table(checksums: Sequence[int]) -> bytes:
+    return _COUNT.pack(len(checksums)) + struct.pack(f"<{len(checksums)}I", *checksums)
 
 
 def verify(
@@ -188,7 +236,7 @@ def expected_header(
         return header
     if header.protection is not keyed.protection:
         return FrameError.SEAL
-    if error := _verify_keyed_fields(header, frame):
+    if error := _verify_further_fields(header, frame):
         return error
     if keyed != UNKEYED and keyed_fields_of(frame).key_id != keyed.key_id:
         return FrameError.SEAL
@@ -228,7 +276,7 @@ def inspect(nbytes: int, read: Callable[[int, int], bytes]) -> Header | FrameErr
     header = read_header(page)
     if isinstance(header, FrameError):
         return header
-    if error := _verify_keyed_fields(header, page):
+    if error := _verify_further_fields(header, page):
         return error
     end = FRAME_ALIGNMENT + header.payload_nbytes
     if end > nbytes:
@@ -275,10 +323,24 @@ def verify_checksums(header: Header, payload_checksum: int) -> FrameError | None
     return None if decoded or header.decoded_checksum == payload_checksum else FrameError.CHECKSUM
 
 
-def _verify_keyed_fields(header: Header, frame: memoryview) -> FrameError | None:
-    """A damaged key id would make a frame look like one of another key."""
-    if header.protection is Protection.NONE or frame[_FIELDS_END:_KEYED_END] == _summed(
-        _KEYED.pack(*keyed_fields_of(frame))
-    ):
-        return None
-    return FrameError.HEADER
+def shard_checksums_of(frame: memoryview) -> Sequence[int]:
+    """The CRC-32 of each shard, from the header of a frame that `expected_header` accepted; empty if it has none."""
+    if not header_of(frame).flags & _SHARDS:
+        return ()
+    (count,) = _COUNT.unpack_from(frame, _FIELDS_END)
+    return struct.unpack_from(f"<{count}I", frame, _FIELDS_END + _COUNT.size)
+
+
+def _verify_further_fields(header: Header, frame: memoryview) -> FrameError | None:
+    """What follows the header's fields. A damaged key id would make a frame look like one of another key."""
+    if header.flags & _SHARDS:
+        (count,) = _COUNT.unpack_from(frame, _FIELDS_END)
+        end = _FIELDS_END + _COUNT.size + 4 * count + _CHECKSUM.size
+        table = frame[_FIELDS_END : end - _CHECKSUM.size]
+        if end > FRAME_ALIGNMENT or frame[_FIELDS_END:end] != _summed(bytes(table), header.packed()):
+            return FrameError.HEADER
+    elif header.protection is not Protection.NONE:
+        fields = _KEYED.pack(*keyed_fields_of(frame))
+        if frame[_FIELDS_END:_KEYED_END] != _summed(fields):
+            return FrameError.HEADER
+    return None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from kvtier_core.frames.checksum import join
-from kvtier_core.frames.format import seal
+from kvtier_core.frames.format import seal_part
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.admission import AdmissionPlan
 from kvtier_core.stack.arena import Arena
@@ -91,9 +90,7 @@ class WriteThrough:
     def _seal(self, work: Sequence[tuple[ChunkKey, memoryview, Sequence[int]]], namespace: Namespace) -> None:
         """Write headers and checksums, on a thread of the pool."""
         for key, view, checksums in work:
-            part = self._layout.part_of(key)
-            checksum = join(checksums, [shard.nbytes for shard in part.shards]) if checksums else None
-            seal(view, namespace, key, part.payload_nbytes, payload_checksum=checksum)
+            seal_part(view, namespace, key, self._layout.part_of(key), checksums)
 
     def _sealed(self, keys: Sequence[ChunkKey], slots: Sequence[Slot], plan: AdmissionPlan, outcome: Outcome) -> None:
         self._sealing.difference_update(keys)

@@ -14,23 +14,27 @@ from typing import ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvtier_core.builtin.heap import Heap
 from kvtier_core.builtin.raw import RawConfig
+from kvtier_core.engine.own_shard import OwnShard
 from kvtier_core.errors import BackendError
+from kvtier_core.frames.checksum import crc32
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import seal
 from kvtier_core.frames.identity import CodecIdentity
-from kvtier_core.interfaces import AllocatorBackend, Backend, EvictionConfig, OpenContext, SerializerConfig
+from kvtier_core.interfaces import Backend, EvictionConfig, OpenContext, SerializerConfig
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.manager import StorageManager
-from kvtier_core.stack.store_tier.frame_io import FrameRead, ReadStatus, examine
+from kvtier_core.stack.store_tier.frame_io import FrameRead, ReadStatus
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.testing.pool import ManualPool
-from kvtier_core.testing.samples import make_layout
+from kvtier_core.testing.samples import make_context, make_layout
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace, Slot, StoredFrame
 
 LAYOUT = make_layout((24,), blocks=2, ranks=2)
+_SHARDS = OwnShard.of(LAYOUT, rank=0)  # both: the second does not begin where it could be read alone
 NAMESPACE = Namespace.of({"model": "machine"})
 OTHER_CODEC = CodecIdentity("machine", bytes(range(32)), lossless=True)
 
@@ -48,23 +52,11 @@ _Lease = tuple[str, list[ChunkKey], Sequence[Slot | StoredFrame], int]
 _WHICH = st.integers(0, 7)
 
 
-class Slots(AllocatorBackend):
-    """An arena's memory for tests: a bytearray."""
+class Slots(Heap):
+    """An arena's memory for so many chunks."""
 
     def __init__(self, slots: int):
-        self.slots = slots
-        self.slot_nbytes = LAYOUT.frame_nbytes
-        self._memory = bytearray(slots * self.slot_nbytes)
-
-    def view(self, slot: int) -> memoryview:
-        return memoryview(self._memory)[slot * self.slot_nbytes : (slot + 1) * self.slot_nbytes]
-
-    @property
-    def handle(self) -> str:
-        return "in this process"
-
-    def close(self) -> None:
-        pass
+        super().__init__(make_context(layout=LAYOUT, capacity=slots * LAYOUT.frame_nbytes))
 
 
 class Shelf(Backend):
@@ -231,7 +223,9 @@ class StackMachine(RuleBasedStateMachine):
         """The frame as a worker reads it."""
         (tier,) = [tier for tier in self.tier_levels if tier.name == frame.tier]
         view = memoryview(tier.backend.bytes_at(frame.extent, frame.key))
-        if (read := examine(frame, view, LAYOUT.payload_nbytes)).status is not ReadStatus.VERIFIED:
+        checksum = crc32(view[FRAME_ALIGNMENT : FRAME_ALIGNMENT + LAYOUT.payload_nbytes])
+        read = _SHARDS.examine(frame, view[:FRAME_ALIGNMENT], len(view) - FRAME_ALIGNMENT, checksum)
+        if read.status is not ReadStatus.VERIFIED:
             unread[frame.key] = read
         return view
 

@@ -9,7 +9,7 @@ import pytest
 from serializing import CONTEXT
 
 from kvtier_core.frames.codec import FrameCodec
-from kvtier_core.frames.format import payload_of, seal
+from kvtier_core.frames.format import payload_of, seal_part
 from kvtier_core.frames.identity import RAW, identity_of
 from kvtier_core.frames.keyed_seal import KeyedSeal
 from kvtier_core.testing.machine import LAYOUT, NAMESPACE, payload
@@ -32,7 +32,7 @@ def sealed(key=KEY, namespace=NAMESPACE, content=None):
     """A chunk in an arena's slot."""
     slot = memoryview(bytearray(LAYOUT.frame_nbytes))
     slot[FRAME_ALIGNMENT : FRAME_ALIGNMENT + LAYOUT.payload_nbytes] = content or payload(key, 0)
-    seal(slot, namespace, key, LAYOUT.payload_nbytes)
+    seal_part(slot, namespace, key, LAYOUT.part_of(key))
     return slot
 
 

@@ -119,6 +119,8 @@ def test_a_shard_longer_than_the_memory_that_serves():
     runtime = World(make_layout((5 << 20, 7 << 20), 3), slots=2)
     cuda = FakeCuda()
     mover = cuda.mover(runtime, autotune=decided(Method.STAGED), half_nbytes=HALF_NBYTES)
+    while mover.facts()["page-locked"] != "73736KiB -> 73736KiB":  # by its thread; till then slots are not filled
+        pass
     mover.store(1, [[[0, 1, 2]], [[2, 3, 0]]], [1, 0])
     assert reported(mover, cuda) == shards(runtime, [1, 0])
     mover.close()

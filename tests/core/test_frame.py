@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import struct
 import zlib
 
@@ -11,8 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier_core.frames.format import FrameError, inspect, payload_of, read_header, seal, verify
+from kvtier_core.frames.format import (
+    FrameError,
+    header_of,
+    inspect,
+    payload_of,
+    read_header,
+    seal,
+    seal_part,
+    shard_checksums_of,
+    verify,
+)
 from kvtier_core.frames.identity import DECODED_LOSSY, RAW, CodecIdentity
+from kvtier_core.testing.samples import make_layout
 from kvtier_core.types import FRAME_ALIGNMENT, Namespace
 
 NAMESPACE = Namespace.of({"model": "golden", "block": 16})
@@ -105,10 +117,12 @@ ERRORS = [
     (FrameError.SHORT, lambda: sealed()[:-1], {}),
     (FrameError.MAGIC, lambda: flipped(sealed(), 0), {}),
     (FrameError.VERSION, lambda: flipped(sealed(), 8), {}),
-    (FrameError.VERSION, lambda: resealed(flipped(sealed(), FLAGS_AT, 3)), {}),
+    (FrameError.VERSION, lambda: resealed(flipped(sealed(), FLAGS_AT, 4)), {}),
+    (FrameError.VERSION, lambda: resealed(flipped(flipped(sealed(), FLAGS_AT, 3), FLAGS_AT, 1)), {}),
     (FrameError.SEAL, lambda: resealed(flipped(sealed(), FLAGS_AT, 1)), {}),
     (FrameError.SEAL, lambda: resealed(flipped(sealed(), FLAGS_AT, 2)), {}),
     (FrameError.HEADER, lambda: flipped(sealed(), LENGTH_AT), {}),
+    (FrameError.HEADER, lambda: resealed(flipped(sealed(), FLAGS_AT, 3)), {}),
     (FrameError.CODEC, lambda: sealed(codec=CODEC), {}),
     (FrameError.CODEC, lambda: sealed(codec=DECODED_LOSSY), {}),
     (FrameError.LENGTH, sealed, {"payload_nbytes": len(PAYLOAD) + 1}),
@@ -125,9 +139,10 @@ def test_each_error_has_its_name(error, spoil, asked):
 
 
 def test_every_error_was_seen():
-    """The other three are found where frames are opened and decoded."""
+    """The other four are found where frames are opened and decoded, and where shards are read alone."""
     seen = {error for error, _, _ in ERRORS}
-    assert {*seen, FrameError.FORGED, FrameError.UNDECODABLE, FrameError.DECODED} == set(FrameError)
+    elsewhere = {FrameError.FORGED, FrameError.UNDECODABLE, FrameError.DECODED, FrameError.SHARDS}
+    assert seen | elsewhere == set(FrameError)
 
 
 def test_a_frame_of_version_1_is_incompatible():
@@ -143,7 +158,7 @@ def test_a_frame_of_version_1_is_incompatible():
 def test_what_is_damaged_is_not_called_incompatible():
     """Nor the other way round: what is incompatible is never deleted, and what is damaged is."""
     incompatible = {error.name for error in FrameError if error.incompatible}
-    assert incompatible == {"VERSION", "SEAL", "CODEC", "UNDECODABLE", "DECODED"}
+    assert incompatible == {"VERSION", "SEAL", "CODEC", "SHARDS", "UNDECODABLE", "DECODED"}
     for place in range(FLAGS_AT, HEADER_NBYTES):
         assert check(flipped(sealed(), place)) is FrameError.HEADER
 
@@ -197,3 +212,49 @@ def test_the_payload_is_a_view_of_what_was_sealed():
     assert bytes(payload) == PAYLOAD
     payload[0] = 0
     assert view[FRAME_ALIGNMENT] == 0, "a copy"
+
+
+# -- frames of several shards ------------------------------------------------------------------------------------
+
+PART = make_layout((4096, 100), blocks=1, ranks=3).parts[0]
+TABLE = slice(HEADER_NBYTES, HEADER_NBYTES + 2 + 3 * 4 + 4)
+
+
+def of_shards(seed=0, checksums=()):
+    view = memoryview(bytearray(b"\xa5" * FRAME_ALIGNMENT + random.Random(seed).randbytes(PART.payload_nbytes)))
+    seal_part(view, NAMESPACE, KEY, PART, checksums)
+    return view
+
+
+def check_shards(view):
+    return check(view, payload_nbytes=PART.payload_nbytes)
+
+
+def test_each_shard_has_its_checksum():
+    view = of_shards()
+    expected = [zlib.crc32(view[shard.offset :][: shard.nbytes]) for shard in PART.shards]
+    assert list(shard_checksums_of(view)) == expected and len(expected) == 3
+    assert check_shards(view) is None and looked_at(view) == read_header(view)
+    assert bytes(of_shards(checksums=expected)) == bytes(view), "those that ranks computed are taken"
+    assert header_of(view).payload_checksum == zlib.crc32(payload_of(view))
+
+
+def test_where_there_is_one_shard_the_payload_has_the_only_checksum():
+    view, (part,) = sealed(), make_layout((len(PAYLOAD),), blocks=1).parts
+    seal_part(view, NAMESPACE, KEY, part)
+    assert bytes(view) == bytes(sealed())
+    assert shard_checksums_of(view) == ()
+
+
+@pytest.mark.parametrize("place", range(TABLE.start, TABLE.stop))
+def test_a_damaged_checksum_of_a_shard_is_found_by_every_reader(place):
+    for bit in range(8):
+        view = flipped(of_shards(), place, bit)
+        assert check_shards(view) is looked_at(view) is FrameError.HEADER
+
+
+def test_the_checksums_of_another_frame_do_not_fit():
+    """As if a drive had written the one half of a header, and of the other one only what was there before."""
+    view, other = of_shards(), of_shards(seed=1)
+    view[TABLE] = other[TABLE]
+    assert check_shards(view) is FrameError.HEADER

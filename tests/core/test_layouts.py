@@ -84,6 +84,25 @@ def test_shards_lie_side_by_side_in_the_frame(pages, blocks, ranks):
     assert layout.frame_nbytes % FRAME_ALIGNMENT == 0
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        make_layout(ranks=3),
+        make_layout(ranks=4, replicas=2),
+        ChunkLayout([make_group((8, 16, 24)), make_group((5, 6), name="latent")], 32, 4, stages=((1, 2), (2, 0))),
+    ],
+    ids=["ranks", "replicas", "stages"],
+)
+def test_a_rank_alone_has_its_shard_behind_the_header(layout):
+    for rank in range(layout.ranks):
+        alone = layout.alone(rank)
+        (own,) = alone.parts[0].shards
+        shard = layout.parts[0].shard_of(rank)
+        assert (own.offset, own.layers, own.nbytes) == (FRAME_ALIGNMENT, shard.layers, shard.nbytes)
+        assert alone.payload_nbytes == shard.nbytes and alone.parts[0].blocks == layout.parts[0].blocks
+        assert alone.stores(0), "to try its copies"
+
+
 # -- groups that are needed at other places ------------------------------------------------------------
 
 FULL = make_group((100,), block_tokens=4)

@@ -14,6 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from sizes import LONG
 
 from kvtier_core.builtin.plugin import kvtier_eviction_policies
+from kvtier_core.engine.own_shard import OwnShard
 from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import Serializer, SerializerConfig
@@ -25,7 +26,6 @@ from kvtier_core.stack.store_tier.landings import Landings
 from kvtier_core.stack.store_tier.space import Space
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.write_through import WriteThrough
-from kvtier_core.testing import machine
 from kvtier_core.testing.machine import SharedShelf, Shelf, StackMachine
 from kvtier_core.types import Extent
 
@@ -229,7 +229,7 @@ def gives_away_what_is_held(monkeypatch):
 
 
 def believes_what_landed(monkeypatch):
-    monkeypatch.setattr(machine, "examine", lambda frame, *found: FrameRead(ReadStatus.VERIFIED))
+    monkeypatch.setattr(OwnShard, "examine", lambda *_: FrameRead(ReadStatus.VERIFIED))
 
 
 MUTANTS = [

@@ -219,7 +219,7 @@ def test_a_frame_that_cannot_be_sealed_stays_where_it_is(bench, monkeypatch):
     def seal(*arguments):
         raise OSError("planned")
 
-    monkeypatch.setattr(write_through, "seal", seal)
+    monkeypatch.setattr(write_through, "seal_part", seal)
     assert told(bench.store(OURS)) == [(EventKind.STORED, "cpu", OURS), (EventKind.IO_ERROR, "cpu", OURS)]
     assert bench.look(OURS) == [READY] * 4
     bench.at_rest()

@@ -15,7 +15,7 @@ from pathlib import Path
 import kvikio.buffer
 import pytest
 from fake_cuda import FakeCuda
-from test_landed_loads import HASTY, KEYS, NBYTES, Machine, good, same
+from test_landed_loads import HASTY, KEYS, NBYTES, SHARD, Machine, good, same
 
 from kvtier_core.engine import landed_loads, landed_memory
 from kvtier_core.engine.landed_memory import _OnGPU
@@ -101,12 +101,22 @@ def test_only_payloads_pass_through_the_gpu(machine, monkeypatch):
     assert to_host == [FRAME_ALIGNMENT] * 2 * len(KEYS)
 
 
-@pytest.mark.parametrize("at", [0, 40, FRAME_ALIGNMENT, NBYTES // 2])
+@pytest.mark.parametrize("at", [0, 40])
 def test_what_does_not_verify_reaches_no_page(machine, at):
     empty = machine.content()
     machine.change(KEYS[2], b"\xff" * 8, at=at)
     assert machine.load(machine.frames(KEYS[2:3])) == [(True, {KEYS[2]: ReadStatus.CORRUPT})] * 2
     assert same(machine.content(), empty)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("place", [0, SHARD // 2, SHARD - 8])
+def test_a_damaged_shard_reaches_no_page_of_its_rank(machine, rank, place):
+    empty = machine.content()
+    machine.change(KEYS[2], b"\xff" * 8, at=FRAME_ALIGNMENT + rank * SHARD + place)
+    outcomes = machine.load(machine.frames(KEYS[2:3]))
+    assert outcomes[rank] == (True, {KEYS[2]: ReadStatus.CORRUPT}) and outcomes[1 - rank] == (False, {})
+    assert same([machine.content()[rank]], [empty[rank]])
 
 
 def test_a_frame_of_another_key_or_namespace_reaches_no_page(machine):
@@ -118,15 +128,19 @@ def test_a_frame_of_another_key_or_namespace_reaches_no_page(machine):
     assert same(machine.content(), empty)
 
 
-@pytest.mark.parametrize("nbytes", [FRAME_ALIGNMENT, NBYTES - FRAME_ALIGNMENT])
-def test_a_frame_that_is_too_short_reaches_no_page(machine, nbytes):
+@pytest.mark.parametrize(
+    ("nbytes", "ranks"),
+    [(FRAME_ALIGNMENT, [0, 1]), (2 * FRAME_ALIGNMENT, [0, 1]), (NBYTES - FRAME_ALIGNMENT, [1])],
+)
+def test_a_frame_that_is_too_short_reaches_no_page(machine, nbytes, ranks):
     empty = machine.content()
     machine.load(machine.frames(KEYS[1:2]))  # what lies in a slot from before is no part of the frame
     (frame,) = machine.frames(KEYS[1:2])
     machine.wipe()
     short = frame._replace(extent=frame.extent._replace(nbytes=nbytes))
-    assert machine.load([short]) == [(True, {KEYS[1]: ReadStatus.CORRUPT})] * 2
-    assert same(machine.content(), empty)
+    outcomes = machine.load([short])
+    assert [outcomes[rank] for rank in ranks] == [(True, {KEYS[1]: ReadStatus.CORRUPT})] * len(ranks)
+    assert same([machine.content()[rank] for rank in ranks], [empty[rank] for rank in ranks])
 
 
 def test_a_slab_that_ends_too_early_is_told(machine, tmp_path):
@@ -142,15 +156,16 @@ def test_a_slab_that_ends_too_early_is_told(machine, tmp_path):
 @pytest.mark.parametrize("host", [True, False], ids=["what the host can read", "a bad sector"])
 def test_a_read_that_fails_is_its_frames_fault_only_if_the_host_cannot_read_it_either(machine, monkeypatch, host):
     begin, read = DeviceReads._begin, GdsLanding.read
-    bad = machine.frames(KEYS[1:2])[0].extent.at + FRAME_ALIGNMENT
+    payload = machine.frames(KEYS[1:2])[0].extent.at + FRAME_ALIGNMENT
+    bad = {payload, payload + SHARD}
 
     def refuse(reads, extent, into):
-        if extent.at == bad:
+        if extent.at in bad:
             raise OSError("cuFile says no")
         return begin(reads, extent, into)
 
     def spoiled(landing, extents, into):
-        if not host and extents[0].at == bad:
+        if not host and extents[0].at in bad:
             return [BackendError("a bad sector")]
         return read(landing, extents, into)
 

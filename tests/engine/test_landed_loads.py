@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 
 import pytest
 import torch
@@ -14,14 +15,16 @@ from kvtier_core.config.registry import Registry
 from kvtier_core.engine.messages import StepPlan, Transfer, WorkerProgress
 from kvtier_core.engine.worker_side import WorkerSide
 from kvtier_core.errors import BackendError
+from kvtier_core.frames.format import seal_part
 from kvtier_core.interfaces import PagedKVCache, PageRun
 from kvtier_core.stack.store_tier.frame_io import FrameRead, ReadStatus
 from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_layout, make_namespace
-from kvtier_core.types import Slot, StoredFrame
+from kvtier_core.types import FRAME_ALIGNMENT, Slot, StoredFrame
 from kvtier_gds.landing import GdsLanding
 
 LAYOUT = make_layout((4096, 2048), blocks=2, ranks=2)
 NBYTES = LAYOUT.frame_nbytes
+SHARD = LAYOUT.payload_nbytes // 2
 CHUNKS = 6
 BLOCKS = 2 * CHUNKS
 KEYS = make_keys(CHUNKS)
@@ -30,22 +33,31 @@ HASTY = "500ms"
 SELF_TEST = tuple(Slot(0, number) for number in range(LAYOUT.self_test_slots))
 
 
-class Machine:
-    """A stack's stores, and the worker sides of two ranks."""
+def sealed(key, seed, layout=LAYOUT):
+    """A frame as a stack seals it, with a random payload."""
+    frame = make_frame(key, layout.frame_nbytes, seed)
+    seal_part(frame, HOME, key, layout.parts[0])
+    return frame
 
-    def __init__(self, folder, *, arena="heap", device="cpu", mode="gds", timeout="60s"):
-        self.device = device
+
+class Machine:
+    """A stack's stores, and the worker sides of two ranks with pages for two layers."""
+
+    def __init__(self, folder, *, layout=LAYOUT, arena="heap", device="cpu", mode="gds", timeout="60s"):
+        self.device, self.layout = device, layout
+        capacity = 8 * layout.frame_nbytes
         tiers = [
-            {"type": arena, "capacity": f"{8 * NBYTES}B"},
-            {"type": "gds", "paths": [str(folder)], "capacity": f"{8 * NBYTES}B", "mode": mode, "timeout": timeout},
+            {"type": arena, "capacity": f"{capacity}B"},
+            {"type": "gds", "paths": [str(folder)], "capacity": f"{capacity}B", "mode": mode, "timeout": timeout},
         ]
-        config = load_config({"version": 1, "chunk_tokens": LAYOUT.tokens, "tiers": tiers}, Registry.discover())
-        context = make_context(layout=LAYOUT, namespace=HOME, capacity=8 * NBYTES)
+        config = load_config({"version": 1, "chunk_tokens": layout.tokens, "tiers": tiers}, Registry.discover())
+        context = make_context(layout=layout, namespace=HOME, capacity=capacity)
         self.arena = config.arenas[0].config.open(context)
         self.slabs = config.stores[0].config.open(context)
-        self.slabs.write(KEYS, [make_frame(key, NBYTES, seed, HOME) for seed, key in enumerate(KEYS)])
+        self.slabs.write(KEYS, [sealed(key, seed, layout) for seed, key in enumerate(KEYS)])
         self.caches = [
-            [torch.zeros(BLOCKS, nbytes // 4, dtype=torch.int32) for nbytes in (4096, 2048)] for _ in range(2)
+            [torch.zeros(BLOCKS, nbytes // 4, dtype=torch.int32) for nbytes in layout.groups[0].page_nbytes]
+            for _ in range(2)
         ]
         self.sides = [
             WorkerSide(
@@ -54,7 +66,7 @@ class Machine:
             for rank, caches in enumerate(self.caches)
         ]
         self.plan = StepPlan(
-            arenas=(self.arena.handle,), landings={"gds": self.slabs.landing}, layout=LAYOUT, self_test_slots=SELF_TEST
+            arenas=(self.arena.handle,), landings={"gds": self.slabs.landing}, layout=layout, self_test_slots=SELF_TEST
         )
 
     def attach(self):
@@ -94,6 +106,7 @@ class Machine:
                 cache.zero_()
 
     def change(self, key, content, at=0):
+        """Bytes of its frame in the slab."""
         (extent,) = self.slabs.locate([key])
         with open(self.slabs._slabs[0].path / "kvtier.slab", "r+b") as slab:
             slab.seek(extent.at + at)
@@ -131,8 +144,8 @@ def same(content, other):
 
 def good(machine):
     """What an arena brings to the pages from the same frames."""
-    for number, (seed, key) in enumerate(enumerate(KEYS)):
-        machine.arena.view(number)[:] = make_frame(key, NBYTES, seed, HOME)
+    for number, key in enumerate(KEYS):
+        machine.arena.view(number)[:] = sealed(key, number, machine.layout)
     assert machine.load([Slot(0, number) for number in range(CHUNKS)]) == [(False, {})] * 2
     content = machine.content()
     machine.wipe()
@@ -166,28 +179,76 @@ def test_what_does_not_verify_reaches_no_page(machine):
     assert machine.load(stranger) == [(True, {KEYS[1]: ReadStatus.CORRUPT})] * 2
     foreign = machine.frames(KEYS[:1], namespace=make_namespace("another"))
     assert machine.load(foreign) == [(True, {KEYS[0]: ReadStatus.CORRUPT})] * 2
-    machine.change(KEYS[2], b"\xff", at=NBYTES - 1)
+    machine.change(KEYS[2], b"\xff", at=40)
     assert machine.load(machine.frames(KEYS[2:3])) == [(True, {KEYS[2]: ReadStatus.CORRUPT})] * 2
     machine.change(KEYS[3], bytes(NBYTES))
     assert machine.load(machine.frames(KEYS[3:4])) == [(True, {KEYS[3]: ReadStatus.CORRUPT})] * 2
     assert same(machine.content(), empty)
 
 
-def test_a_frame_that_is_longer_than_a_slot_does_not_reach_into_the_next(machine, monkeypatch):
-    longest, read = [], GdsLanding.read
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("place", [0, SHARD - 1])
+def test_a_damaged_shard_reaches_no_page_of_its_rank(machine, rank, place):
+    expected = good(machine)
+    machine.change(KEYS[2], b"\xff", at=FRAME_ALIGNMENT + rank * SHARD + place)
+    outcomes = machine.load(machine.frames())
+    assert outcomes[rank] == (True, {KEYS[2]: ReadStatus.CORRUPT}) and outcomes[1 - rank] == (False, {})
+    damaged, whole = machine.content()[rank], machine.content()[1 - rank]
+    assert not any(cache[4:6].any() for cache in damaged)
+    assert all(torch.equal(*pair) for pair in zip(whole, expected[1 - rank], strict=True))
+
+
+def noted_reads(monkeypatch):
+    """What is read from now on: where, and how much."""
+    reads, read = [], GdsLanding.read
 
     def noted(landing, extents, into):
-        longest.extend(map(len, into))
+        reads.extend((extent.at, len(view)) for extent, view in zip(extents, into, strict=True))
         return read(landing, extents, into)
 
     monkeypatch.setattr(GdsLanding, "read", noted)
+    return reads
+
+
+def test_each_rank_reads_the_header_and_its_own_shard(machine, monkeypatch):
+    reads = noted_reads(monkeypatch)
+    frames = machine.frames()
+    machine.load(frames)
+    starts = [frame.extent.at for frame in frames]
+    payloads = [(at + FRAME_ALIGNMENT + rank * SHARD, SHARD) for rank in range(2) for at in starts]
+    assert sorted(reads) == sorted([*payloads, *((at, FRAME_ALIGNMENT) for at in starts * 2)])
+
+
+def test_a_shard_that_begins_within_a_page_is_read_with_all_others(tmp_path, monkeypatch):
+    """The first one does not, and is read alone, up to the end of its last page."""
+    layout = make_layout((2048, 1024), blocks=2, ranks=2)
+    with contextlib.closing(Machine(tmp_path, layout=layout)) as machine:
+        machine.attach()
+        expected = good(machine)
+        reads = noted_reads(monkeypatch)
+        assert machine.load(machine.frames()) == [(False, {})] * 2
+        assert same(machine.content(), expected) and expected[1][1].any()
+        own, both = 2 * FRAME_ALIGNMENT, layout.frame_nbytes - FRAME_ALIGNMENT
+        assert [Counter(nbytes for _, nbytes in reads)[nbytes] for nbytes in (own, both)] == [CHUNKS, CHUNKS]
+        machine.change(KEYS[2], b"\xff", at=FRAME_ALIGNMENT)
+        assert [failed for failed, _ in machine.load(machine.frames())] == [True, True]
+
+
+def test_a_frame_without_checksums_of_its_shards_is_a_miss(machine):
+    """One that another version of kvtier wrote: through an arena it could still be read."""
+    machine.slabs.write(KEYS[:1], [make_frame(KEYS[0], NBYTES, 0, HOME)])
+    assert machine.load(machine.frames(KEYS[:1])) == [(True, {KEYS[0]: ReadStatus.INCOMPATIBLE})] * 2
+
+
+def test_a_frame_that_is_longer_than_a_slot_does_not_reach_into_the_next(machine, monkeypatch):
+    reads = noted_reads(monkeypatch)
     frames = machine.frames(KEYS[:3])
     machine.load([frame._replace(extent=frame.extent._replace(nbytes=2 * NBYTES)) for frame in frames])
-    assert longest == [NBYTES] * 6
+    assert sorted(nbytes for _, nbytes in reads) == [FRAME_ALIGNMENT] * 6 + [SHARD] * 6
 
 
 def test_a_request_fails_with_one_of_its_chunks_and_others_do_not(machine):
-    machine.change(KEYS[2], b"\xff", at=NBYTES - 1)
+    machine.change(KEYS[2], b"\xff", at=40)
     assert [failed for failed, _ in machine.load(machine.frames())] == [True, True]
     assert machine.load(machine.frames(KEYS[:2])) == [(False, {})] * 2
 

@@ -12,6 +12,8 @@ import pytest
 from conftest import Engine, cpu, prompt
 from test_serving import NOISE
 
+from kvtier_core.frames.format import header_of
+from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_gds.backend import GdsBackend
 from kvtier_gds.landing import GdsLanding
 
@@ -65,7 +67,7 @@ def test_what_lands_is_bit_equal_to_the_engines_own_prefix_hit(engine, said, tmp
         lines = said()
     assert any("hit 512 of 530 tokens: gds 512" in line for line in lines)
     assert any("workers read it: if they can, mode: gds" in line for line in lines)
-    assert len(landed) == len(set(landed)) == HITS // cpu()["chunk_tokens"]
+    assert len(landed) == len(set(landed)) == 2 * HITS // cpu()["chunk_tokens"], "each header, and each payload"
     assert warm.cached == HITS
     assert warm.differs(own) == 0
 
@@ -77,15 +79,22 @@ def test_a_frame_that_changes_between_lookup_and_read_reaches_no_request(
     """Its request is computed, the frame is dropped, and its chunk is stored anew."""
     read = GdsLanding.read
 
+    def content(extent):
+        with open(tmp_path / "ab"[extent.file] / "kvtier.slab", "rb") as slab:
+            return os.pread(slab.fileno(), extent.nbytes, extent.at)
+
+    def write(extent, what, at=0):
+        with open(tmp_path / "ab"[extent.file] / "kvtier.slab", "r+b") as slab:
+            os.pwrite(slab.fileno(), what, extent.at + at)
+
     def after_damage(landing, extents, into):
-        for at in range(1, len(extents), 3):
-            wrong, other = extents[at], extents[at - 1]
-            with open(tmp_path / "ab"[other.file] / "kvtier.slab", "rb") as slab:
-                slab.seek(other.at)
-                content = slab.read(other.nbytes)
-            with open(tmp_path / "ab"[wrong.file] / "kvtier.slab", "r+b") as slab:
-                slab.seek(wrong.at + 5000 if damage == "a bit" else wrong.at)
-                slab.write(b"\xff" if damage == "a bit" else content)
+        headers, payloads = extents[: len(extents) // 2], extents[len(extents) // 2 :]
+        for at in range(1, len(headers), 3):
+            if damage == "a bit":
+                write(payloads[at], b"\xff", 900)
+            else:
+                write(headers[at], content(headers[at - 1]))
+                write(payloads[at], content(payloads[at - 1]))
         monkeypatch.setattr(GdsLanding, "read", read)
         return read(landing, extents, into)
 
@@ -156,8 +165,22 @@ def ask_in_processes(model, stack, options):
     return answer.tokens, answer.logprobs, answer.cached
 
 
+def damage_second_shards(folder):
+    """Of every other frame in its slabs."""
+    for path in folder.glob("*/kvtier.slab"):
+        with open(path, "r+b") as slab:
+            begins = [at for at in range(0, os.path.getsize(path), FRAME_ALIGNMENT) if magic(slab, at)]
+            for at in begins[1::2]:
+                header = header_of(memoryview(os.pread(slab.fileno(), FRAME_ALIGNMENT, at)))
+                os.pwrite(slab.fileno(), b"\xff", at + FRAME_ALIGNMENT + header.payload_nbytes * 3 // 4)
+
+
+def magic(slab, at):
+    return os.pread(slab.fileno(), 8, at) == b"kvtier\r\n"
+
+
 def test_each_rank_reads_its_shard(fork_server, model, tmp_path):
-    """In processes of their own."""
+    """In processes of their own. What is damaged for one rank is computed by both."""
     environment = {
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -170,3 +193,7 @@ def test_each_rank_reads_its_shard(fork_server, model, tmp_path):
     assert all(f"rank {rank}: gds: landing" in log for rank in range(2))
     assert (cold[0], cold[2], warm[2]) == (warm[0], 0, HITS)
     assert max(abs(a - b) for a, b in zip(cold[1], warm[1], strict=True)) < NOISE
+    damage_second_shards(tmp_path)
+    computed, log = fork_server.run("test_landing:ask_in_processes", environment, **arguments)
+    assert "corrupt" in log and computed[2] < HITS
+    assert max(abs(a - b) for a, b in zip(cold[1], computed[1], strict=True)) < NOISE

@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from kvtier_core.errors import BackendError
-from kvtier_core.frames.checksum import crc32
 from kvtier_core.frames.codec import FrameCodec
-from kvtier_core.frames.format import FrameError, expected_header, verify_checksums
+from kvtier_core.frames.format import FrameError
 from kvtier_core.interfaces import Backend
 from kvtier_core.stack.batches import as_many
-from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, EventKind, StoredFrame
+from kvtier_core.types import ChunkKey, EventKind
 
 
 class ReadStatus(enum.Enum):
@@ -107,28 +106,9 @@ def _decode(
     error = codec.decode_verified(key, buffer, count, slot, salt)
     if error is None:
         return FrameRead(ReadStatus.VERIFIED, nbytes=count)
-    return _unusable(error)
+    return unusable(error)
 
 
-def examine(frame: StoredFrame, found: memoryview, payload_nbytes: int) -> FrameRead:
-    """Verify what was read where a stored frame lies. It is raw, and its payload has this length."""
-    header, behind = found[:FRAME_ALIGNMENT], found[FRAME_ALIGNMENT:]
-    return examine_parts(frame, header, payload_nbytes, len(behind), crc32(behind[:payload_nbytes]))
-
-
-def examine_parts(frame: StoredFrame, header: memoryview, payload_nbytes: int, read: int, checksum: int) -> FrameRead:
-    """The same of a frame whose payload lies elsewhere: ``read`` bytes behind the header, whose CRC-32 is known."""
-    if not header:
-        return FrameRead(ReadStatus.MISSING)
-    found = expected_header(header, frame.namespace, frame.key, payload_nbytes=payload_nbytes)
-    if isinstance(found, FrameError):
-        return _unusable(found)
-    if read < payload_nbytes:
-        return _unusable(FrameError.SHORT)
-    if error := verify_checksums(found, checksum):
-        return _unusable(error)
-    return FrameRead(ReadStatus.VERIFIED, nbytes=frame.extent.nbytes)
-
-
-def _unusable(error: FrameError) -> FrameRead:
+def unusable(error: FrameError) -> FrameRead:
+    """The outcome of reading a frame that is not the one asked for."""
     return FrameRead(ReadStatus.INCOMPATIBLE if error.incompatible else ReadStatus.CORRUPT, error.value)

@@ -1,0 +1,75 @@
+"""What a worker reads of each frame that lands: its own shard, if that can be read alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import attrs
+
+from kvtier_core.frames.format import FrameError, expected_header, shard_checksums_of, verify_checksums
+from kvtier_core.interfaces import PagedKVCache
+from kvtier_core.layouts import ChunkLayout, Part
+from kvtier_core.stack.store_tier.frame_io import FrameRead, ReadStatus, unusable
+from kvtier_core.types import FRAME_ALIGNMENT, Extent, StoredFrame
+
+
+@attrs.frozen
+class OwnShard:
+    """The shard of one rank; or all shards, if there is one, or if that of the rank begins within a page of 4 KiB.
+
+    It is read into slots of a layout of its own: a header, then what was read.
+    """
+
+    layout: ChunkLayout  #: of such slots
+    rank: int  #: of the worker, in this layout
+    _part: Part  # of the frames as they are stored
+    _number: int | None  # of the shard in them; None: all shards
+
+    @classmethod
+    def of(cls, layout: ChunkLayout, rank: int) -> Self:
+        """For chunks that have one part."""
+        (part,) = layout.parts
+        shard = part.shard_of(rank)
+        if len(part.shards) == 1 or not shard.nbytes or shard.offset % FRAME_ALIGNMENT:
+            return cls(layout, rank, part, None)
+        return cls(layout.alone(rank), 0, part, part.shards.index(shard))
+
+    def slots_of(self, cache: PagedKVCache) -> PagedKVCache:
+        """The same pages with the layout of such slots."""
+        return attrs.evolve(cache, layout=self.layout, rank=self.rank)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the checksum is of."""
+        return self.layout.payload_nbytes
+
+    def header(self, frame: StoredFrame) -> Extent:
+        """Where its header lies."""
+        return frame.extent._replace(nbytes=min(frame.extent.nbytes, FRAME_ALIGNMENT))
+
+    def extent(self, frame: StoredFrame) -> Extent:
+        """Where the shard lies, up to the end of a page of 4 KiB; no more than a slot can hold, or the frame has."""
+        offset = FRAME_ALIGNMENT if self._number is None else self._part.shards[self._number].offset
+        room, behind = self.layout.frame_nbytes - FRAME_ALIGNMENT, max(0, frame.extent.nbytes - offset)
+        return frame.extent._replace(at=frame.extent.at + offset, nbytes=min(room, behind))
+
+    def examine(self, frame: StoredFrame, header: memoryview, read: int, checksum: int) -> FrameRead:
+        """Verify what was read: a header, and ``read`` bytes of the shard, whose CRC-32 is known."""
+        if not header:
+            return FrameRead(ReadStatus.MISSING)
+        found = expected_header(header, frame.namespace, frame.key, payload_nbytes=self._part.payload_nbytes)
+        if isinstance(found, FrameError):
+            return unusable(found)
+        if read < self.nbytes:
+            return unusable(FrameError.SHORT)
+        if self._number is None:
+            error = verify_checksums(found, checksum)
+        else:
+            error = self._compare(shard_checksums_of(header), self._number, checksum)
+        return unusable(error) if error else FrameRead(ReadStatus.VERIFIED, nbytes=frame.extent.nbytes)
+
+    def _compare(self, checksums: Sequence[int], number: int, checksum: int) -> FrameError | None:
+        if len(checksums) != len(self._part.shards):
+            return FrameError.SHARDS
+        return None if checksums[number] == checksum else FrameError.CHECKSUM
