@@ -195,10 +195,10 @@ class ChunkLayout:
     def alone(self, rank: int) -> ChunkLayout:
         """The layout of what one rank has, as if there were no other."""
         groups = [
-            attrs.evolve(group, page_nbytes=pages)
+            attrs.evolve(group, page_nbytes=pages)  # type: ignore[arg-type]  # mypy misreads the converter
             for group, pages in zip(self.groups, self.pages_of(rank), strict=True)
         ]
-        return ChunkLayout(groups, self.tokens)
+        return ChunkLayout(groups, self.tokens)  # type: ignore[arg-type]
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
