@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu_copies import Bench
 from benchmarks.measure import GIB, Table, progress
-from kvtier_core.transfer.cuda.host_registration import HostRegistration
+from kvtier_core.transfer.cuda.host_registration import HostRegistration, Pieces
 from kvtier_core.transfer.cuda.library import load
 from kvtier_core.types import Nbytes
 
@@ -62,7 +62,8 @@ class _Locking:
     def begin(self) -> Callable[[], bool]:
         self._free, self._begun = torch.cuda.mem_get_info()[0], time.perf_counter()
         device = load().device(0)
-        self.registration = HostRegistration(self._address, LOCKED, device.lock, device.unlock, self._piece_nbytes)
+        pieces = Pieces(self._address, LOCKED, self._piece_nbytes, self._piece_nbytes)
+        self.registration = HostRegistration(pieces, device.lock, device.unlock)
         return self._over
 
     def _over(self) -> bool:

@@ -52,7 +52,7 @@ def table() -> Table:
 class _Locked:
     """All memory is page-locked."""
 
-    base, piece_nbytes, end = _SLOTS, HALF_NBYTES, 1 << 60
+    base, stride, end = _SLOTS, HALF_NBYTES, 1 << 60
 
     def facts(self) -> dict[str, str]:
         return {}

@@ -653,8 +653,8 @@ MUTANTS = (
     Mutant(
         "one-system-page-in-two-pieces",
         "kvtier_core/transfer/cuda/host_registration.py",
-        "self.base = address // mmap.PAGESIZE * mmap.PAGESIZE",
-        "self.base = address",
+        "self.base = pieces.address // mmap.PAGESIZE * mmap.PAGESIZE",
+        "self.base = pieces.address",
         "tests/core/test_cuda_mover.py::test_pieces_begin_and_end_where_pages_of_the_system_do",
     ),
     Mutant(

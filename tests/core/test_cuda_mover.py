@@ -14,9 +14,9 @@ from test_mover import World, jobs
 from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.testing.samples import make_group, make_layout
-from kvtier_core.transfer.cuda import host_registration
+from kvtier_core.transfer.cuda import host_registration, opening
 from kvtier_core.transfer.cuda.autotune import Choice, ScratchAutotune, choose, decided
-from kvtier_core.transfer.cuda.host_registration import HostRegistration
+from kvtier_core.transfer.cuda.host_registration import HostRegistration, Pieces
 from kvtier_core.transfer.cuda.library import Direction, Method
 from kvtier_core.transfer.cuda.mover import DeviceMover
 from kvtier_core.transfer.page_lists import Layer
@@ -366,8 +366,8 @@ class Kernel:
         del self.locked[address]
 
 
-def registered(kernel, address=BASE, nbytes=10 * PAGE, **options):
-    return HostRegistration(address, nbytes, kernel.lock, kernel.unlock, piece_nbytes=3 * PAGE, **options)
+def registered(kernel, address=BASE, nbytes=10 * PAGE, stride=3 * PAGE, **options):
+    return HostRegistration(Pieces(address, nbytes, 3 * PAGE, stride), kernel.lock, kernel.unlock, **options)
 
 
 def eventually(done):
@@ -412,6 +412,18 @@ def test_pieces_begin_and_end_where_pages_of_the_system_do():
     assert eventually(lambda: registration.end == BASE + 5 * PAGE)
     assert kernel.locked == {BASE: 3 * PAGE, BASE + 3 * PAGE: 2 * PAGE}
     registration.close()
+
+
+def test_in_every_stride_one_piece_is_locked():
+    """The shards of one rank, in slots of which the rest is of others."""
+    kernel = Kernel(pieces=2)
+    registration = registered(kernel, BASE + PAGE, 16 * PAGE, stride=8 * PAGE, at_once=8 * PAGE)
+    assert kernel.locked == {BASE + PAGE: 3 * PAGE} or registration.end == BASE + 17 * PAGE
+    assert eventually(lambda: registration.end == BASE + 17 * PAGE)
+    assert kernel.locked == {BASE + PAGE: 3 * PAGE, BASE + 9 * PAGE: 3 * PAGE}
+    assert registration.facts() == {"page-locked": "24KiB -> 24KiB"}
+    registration.close()
+    assert kernel.locked == {}
 
 
 def test_after_each_piece_the_driver_is_left_to_the_engine_for_as_long():
@@ -464,6 +476,50 @@ def test_movers_over_the_same_memory_lock_it_once(runtime):
     for left in (2, 1, 0):
         movers.pop().close()
         assert cuda.c.fake_locked_ranges() == (left > 0)
+
+
+@pytest.mark.parametrize("method", Method)
+def test_each_rank_locks_its_own_shards_alone(method, monkeypatch):
+    """The driver of the tests refuses copies that leave what is locked, and to lock a page of the system twice."""
+    monkeypatch.setattr(opening, "_SHORTEST_PIECE", PAGE)
+    layout, memory, cuda = make_layout((PAGE // 4,), blocks=4, ranks=2), anonymous(3 * 3 * PAGE), FakeCuda()
+    device, movers = cuda.device(), []
+    for rank in range(2):
+        runtime = World(layout, rank=rank)
+        memory[:], runtime.slots = runtime.slots, memoryview(memory)
+        mover = cuda.mover(runtime, autotune=decided(method), device=device, checksums=False)
+        movers.append(mover)
+        assert eventually(lambda mover=mover: mover.facts()["page-locked"] == "12KiB -> 12KiB")
+        assert cuda.c.fake_locked_ranges() == 3 * len(movers)
+        expected = runtime.after_load([2, 0], [CHUNK, [[4, 5, 6, 7]]])
+        mover.load(1, [2, 0], [CHUNK, [[4, 5, 6, 7]]])
+        assert ended(mover) == [(1, True)] and runtime.state() == expected
+        if method is not Method.KERNEL:
+            expected = runtime.after_store([CHUNK], [1])
+            mover.store(2, [CHUNK], [1])
+            assert ended(mover) == [(2, True)] and runtime.state() == expected
+    for mover in movers:
+        mover.close()
+    assert cuda.c.fake_locked_ranges() == 0
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        make_layout((PAGE // 4,), blocks=4),
+        make_layout((PAGE // 4,), blocks=4, ranks=2, replicas=2),
+        make_layout((PAGE // 4,), blocks=3, ranks=2),
+        make_layout((PAGE // 8,), blocks=4, ranks=2),
+        make_layout((9 << 20,), blocks=4, ranks=2),
+    ],
+    ids=["one rank", "the same on both", "within a page", "short", "long"],
+)
+def test_else_all_of_the_memory_is_locked(layout, monkeypatch):
+    monkeypatch.setattr(opening, "_SHORTEST_PIECE", PAGE)
+    cache = World(make_layout((8,), blocks=1)).kv_cache
+    for rank in range(layout.ranks):
+        pieces = opening._pieces(attrs.evolve(cache, layout=layout, rank=rank), BASE, 7, layout.frame_nbytes)
+        assert pieces == Pieces(BASE, 7 * layout.frame_nbytes)
 
 
 def partly_locked(runtime, slots):

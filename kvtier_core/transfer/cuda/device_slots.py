@@ -25,7 +25,7 @@ class _OnDevice:
 
     base: int
     end: int
-    piece_nbytes: int = 0
+    stride: int = 0
 
     def facts(self) -> dict[str, str]:
         return {}

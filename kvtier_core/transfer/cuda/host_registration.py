@@ -6,6 +6,8 @@ import mmap
 import time
 from collections.abc import Callable, Mapping
 
+import attrs
+
 from kvtier_core.errors import BackendError
 from kvtier_core.transfer.io_pool import IOPool, Outcome, run
 from kvtier_core.types import Nbytes
@@ -18,35 +20,49 @@ _PAUSE = 1.0
 _FOREVER = 1e6  # seconds
 
 
-class HostRegistration:
-    """Page-locks ``nbytes`` from ``address`` on, in pieces of ``piece_nbytes``.
+@attrs.frozen
+class Pieces:
+    """What is page-locked of ``nbytes`` from ``address`` on: all, or in every ``stride`` bytes the first few."""
 
-    The first ``at_once`` bytes are locked before the constructor returns, which raises BackendError if that fails; a
-    thread locks the rest. ``lock`` takes an address and bytes, ``unlock`` an address; both raise BackendError. No page
-    of the system is in two pieces. Methods are called on the thread that enqueues the engine's work.
+    address: int
+    nbytes: int
+    piece_nbytes: int = PIECE_NBYTES  #: of one piece
+    stride: int = PIECE_NBYTES  #: from the beginning of a piece to that of the next
+
+    def nbytes_in(self, nbytes: int) -> Nbytes:
+        """How much of the first ``nbytes`` is page-locked."""
+        before, rest = divmod(min(nbytes, self.nbytes), self.stride)
+        return Nbytes(before * self.piece_nbytes + min(rest, self.piece_nbytes))
+
+
+class HostRegistration:
+    """Page-locks pieces of memory, one after the other.
+
+    Those that begin in the first ``at_once`` bytes are locked before the constructor returns, which raises BackendError
+    if that fails; a thread locks the others. ``lock`` takes an address and bytes, ``unlock`` an address; both raise
+    BackendError. No page of the system is in two pieces. Methods are called on the thread that enqueues the engine's
+    work.
     """
 
     def __init__(
         self,
-        address: int,
-        nbytes: int,
+        pieces: Pieces,
         lock: Callable[[int, int], object],
         unlock: Callable[[int], object],
         at_once: int = 1,
-        piece_nbytes: int = PIECE_NBYTES,
         pause: Callable[[float], object] = time.sleep,
     ):
         self.movers = 0  #: that use it, see `share`
-        self.base = address // mmap.PAGESIZE * mmap.PAGESIZE  #: where the first piece begins
-        self.piece_nbytes = piece_nbytes
-        self._whole = -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._nbytes = nbytes
+        self.base = pieces.address // mmap.PAGESIZE * mmap.PAGESIZE  #: where the first piece begins
+        self.stride = pieces.stride
+        self._pieces = pieces
+        self._whole = -(-(pieces.address + pieces.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         self._lock, self._unlock, self._pause = lock, unlock, pause
-        self.end = self.base  #: of what is page-locked; after the first piece only the thread changes it
+        self.end = self.base  #: where the next piece begins; after the first one only the thread changes it
         self._closing = False
         self._problem = ""
         try:
-            while self.end < min(self._whole, address + at_once):
+            while self.end < min(self._whole, pieces.address + at_once):
                 self._lock_next()
         except BackendError:
             self._unlock_all()
@@ -57,7 +73,7 @@ class HostRegistration:
     def facts(self) -> Mapping[str, str]:
         """How much is page-locked, in plain words."""
         self._pool.step()
-        whole, done = Nbytes(self._nbytes), Nbytes(min(self._nbytes, self.end - self.base))
+        whole, done = (self._pieces.nbytes_in(nbytes) for nbytes in (self._pieces.nbytes, self.end - self.base))
         return {"page-locked": f"{whole} -> {done}" + (f" ({self._problem})" if self._problem else "")}
 
     def close(self) -> None:
@@ -75,12 +91,11 @@ class HostRegistration:
             self._pause(_PAUSE * (time.monotonic() - begun))
 
     def _lock_next(self) -> None:
-        end = min(self._whole, self.end + self.piece_nbytes)
-        self._lock(self.end, end - self.end)
-        self.end = end
+        self._lock(self.end, min(self._whole - self.end, self._pieces.piece_nbytes))
+        self.end = min(self._whole, self.end + self.stride)
 
     def _unlock_all(self) -> None:
-        for begin in range(self.base, self.end, self.piece_nbytes):
+        for begin in range(self.base, self.end, self.stride):
             run(lambda begin=begin: self._unlock(begin))
         self.end = self.base
 
@@ -89,19 +104,19 @@ class HostRegistration:
             self._problem = str(outcome.error)
 
 
-#: By address and bytes: no memory of a process can be registered twice.
-_shared: dict[tuple[int, int], HostRegistration] = {}
+#: No memory of a process can be registered twice.
+_shared: dict[Pieces, HostRegistration] = {}
 
 
 def share(
-    address: int, nbytes: int, at_once: int, lock: Callable[[int, int], object], unlock: Callable[[int], object]
+    pieces: Pieces, at_once: int, lock: Callable[[int, int], object], unlock: Callable[[int], object]
 ) -> HostRegistration:
-    """The registration of this memory for one more mover of this process, which gives it back with `release`.
+    """The registration of these pieces for one more mover of this process, which gives it back with `release`.
 
-    Raises BackendError if not even the first ``at_once`` bytes can be page-locked.
+    Raises BackendError if not even those in the first ``at_once`` bytes can be page-locked.
     """
-    registration = _shared.get((address, nbytes)) or HostRegistration(address, nbytes, lock, unlock, at_once)
-    _shared[address, nbytes] = registration
+    registration = _shared.get(pieces) or HostRegistration(pieces, lock, unlock, at_once)
+    _shared[pieces] = registration
     registration.movers += 1
     return registration
 

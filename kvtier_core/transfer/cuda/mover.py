@@ -37,11 +37,11 @@ logger = logging.getLogger("vllm.kvtier")
 
 
 class Locked(Protocol):
-    """Which memory is page-locked: that of an arena, from its first slot on."""
+    """Which memory is page-locked: of an arena's slots this rank's shards, or all, from the first slot on."""
 
-    base: int  #: address where it begins
-    piece_nbytes: int  #: bytes that are locked at a time
-    end: int  #: address behind it
+    base: int  #: address where the first piece begins
+    stride: int  #: from there to where the next one begins; 0: it need not be locked
+    end: int  #: address up to which nothing is missing
 
     def facts(self) -> Mapping[str, str]:
         """How much is page-locked, in plain words."""

@@ -18,6 +18,7 @@ from kvtier_core.transfer.cuda import host_registration
 from kvtier_core.transfer.cuda.autotune import Autotune, ScratchAutotune
 from kvtier_core.transfer.cuda.checksums import StoreChecksums, SumsMemory
 from kvtier_core.transfer.cuda.copier import Copier
+from kvtier_core.transfer.cuda.host_registration import PIECE_NBYTES, Pieces
 from kvtier_core.transfer.cuda.library import Device, Direction, Method, NativePart, Staging, load
 from kvtier_core.transfer.cuda.mover import ArenaSlots, DeviceMover
 from kvtier_core.transfer.page_lists import check_cache, layers_of
@@ -26,6 +27,8 @@ from kvtier_core.transfer.page_lists import check_cache, layers_of
 #: a job is as long, so a token that the engine copies waits for one at most, 0.6 ms at 50 GB/s; and it keeps the bus
 #: busy for fifty times as long as it takes to enqueue.
 HALF_NBYTES = 32 << 20
+#: Shorter shards are not page-locked one by one: drivers look a piece up for every copy, and each takes them a call.
+_SHORTEST_PIECE = 1 << 20
 
 
 def open_mover(
@@ -54,7 +57,8 @@ def open_mover(
         address, count = ctypes.addressof(keep), len(memory) // slot_nbytes
         # The first slots are those of the self-test, one for each of the ranks that share a shard.
         at_once = cache.layout.replicas * slot_nbytes
-        registration = host_registration.share(address, count * slot_nbytes, at_once, device.lock, device.unlock)
+        pieces = _pieces(cache, address, count, slot_nbytes)
+        registration = host_registration.share(pieces, at_once, device.lock, device.unlock)
         undo.callback(host_registration.release, registration)
         stores, loads = (
             Direction(engine.Stream(on), engine.Stream(on), _staging(device, half_nbytes, undo)) for _ in range(2)
@@ -65,6 +69,16 @@ def open_mover(
         opened = functools.partial(_copier, device, cache, slots, (stores, loads), autotune, sums, undo)
         copiers = [opened(part) for part in cache.layout.parts]
         return DeviceMover(cache, slots, copiers, engine, stores, loads, undo.pop_all().close)
+
+
+def _pieces(cache: PagedKVCache, address: int, count: int, slot_nbytes: int) -> Pieces:
+    """What is page-locked: of each slot this rank's shard, or all if that shares pages or is too short or too long."""
+    part = cache.layout.parts[0]
+    shard = part.shard_of(cache.rank)
+    alone = len(cache.layout.parts) == 1 and len(part.shards) > 1 and _SHORTEST_PIECE <= shard.nbytes <= PIECE_NBYTES
+    if not alone or any(each % mmap.PAGESIZE for each in (address, slot_nbytes, shard.offset, shard.nbytes)):
+        return Pieces(address, count * slot_nbytes)
+    return Pieces(address + shard.offset, count * slot_nbytes, shard.nbytes, slot_nbytes)
 
 
 def _staging(device: Device, half_nbytes: int, undo: contextlib.ExitStack) -> Staging | None:
@@ -102,7 +116,7 @@ def _copier(
     layers = list(layers_of(cache, part))
     shard = part.shard_of(cache.rank)
     shards = slots.address + shard.offset
-    native = device.part(layers, shards, slots.nbytes, slots.locked.base, slots.locked.piece_nbytes)
+    native = device.part(layers, shards, slots.nbytes, slots.locked.base, slots.locked.stride)
     undo.callback(native.close)
     stores, loads = directions
     store, load_ = (
