@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import math
 import time
@@ -81,7 +82,7 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
     """
     collector = ProblemCollector()
     levels: list[Arena | StoreTier] = []
-    with contextlib.ExitStack() as closing:
+    with _nothing_is_collected(), contextlib.ExitStack() as closing:
         if config.chunk_tokens != "auto":
             with collector:  # a tier that cannot be opened is reported together with all other problems
                 open_token_database(config, ctx.namespace)
@@ -96,6 +97,18 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
         manager = StorageManager(levels, namespace=ctx.namespace, layout=ctx.layout, pool=pool, clock=runtime.clock)
         closing.pop_all()
     return manager
+
+
+@contextlib.contextmanager
+def _nothing_is_collected() -> Iterator[None]:
+    """Python looks through all objects again and again while millions are made, and all of these stay."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

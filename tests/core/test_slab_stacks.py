@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import shutil
 
 import pytest
@@ -15,7 +16,7 @@ from kvtier_core.cli import main
 from kvtier_core.config.compose import Runtime, open_stack
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
-from kvtier_core.errors import ConfigError
+from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.layouts import ChunkLayout, KVKind
 from kvtier_core.testing.samples import make_context, make_group, make_keys
 from kvtier_core.types import FRAME_ALIGNMENT, StoredFrame
@@ -49,6 +50,23 @@ def slabs(tmp_path, *, frames=CHUNKS * 40, staging=CHUNKS * FRAME, more="mode: b
 def stored(serving, paths):
     """How many chunks come back, in how many paths."""
     return [serving.ask(path) for path in paths]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_collected_while_a_stack_opens(stack, tmp_path, monkeypatch, fails):
+    """With a million frames it would take as long again."""
+    collected, opened = [], GdsBackend.__init__
+
+    def noted(backend, *arguments, **settings):
+        collected.append(gc.isenabled())
+        if fails:
+            raise BackendError("no such drive")
+        opened(backend, *arguments, **settings)
+
+    monkeypatch.setattr(GdsBackend, "__init__", noted)
+    with pytest.raises(ConfigError) if fails else contextlib.nullcontext(), stack(slabs(tmp_path)):
+        pass
+    assert collected == [False] and gc.isenabled()
 
 
 def test_slabs_alone(stack, tmp_path):

@@ -7,8 +7,7 @@ import ctypes
 import errno
 import os
 from pathlib import Path
-
-import attrs
+from typing import NamedTuple
 
 from kvtier_core.errors import BackendError
 from kvtier_core.transfer.disk_access import FULL, effective_direct, effective_ring, remove_probes
@@ -28,8 +27,7 @@ _fallocate = ctypes.CDLL(None, use_errno=True).fallocate
 _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong)
 
 
-@attrs.frozen(eq=False)
-class Place:
+class Place(NamedTuple):
     """Where a frame lies, or will."""
 
     slab: Slab

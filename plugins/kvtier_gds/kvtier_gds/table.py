@@ -21,7 +21,7 @@ _DIGEST_NBYTES = 32
 _MAGIC = b"kvslab1\n"
 #: Magic, namespace digest, key, place, length, order; then the checksum of these fields.
 _FIELDS = struct.Struct(f"<8s{_DIGEST_NBYTES}s{KEY_NBYTES}sQQQ")
-_CHECKSUM = struct.Struct("<I")
+_RECORD = struct.Struct(_FIELDS.format + "I")
 _READ_NBYTES = 16384 * RECORD_NBYTES
 
 
@@ -42,15 +42,14 @@ class Record(NamedTuple):
     def packed(self) -> bytes:
         """As it lies in the table."""
         fields = _FIELDS.pack(_MAGIC, self.namespace, self.key, self.at, self.nbytes, self.order)
-        return (fields + _CHECKSUM.pack(zlib.crc32(fields))).ljust(RECORD_NBYTES, b"\0")
+        return (fields + struct.pack("<I", zlib.crc32(fields))).ljust(RECORD_NBYTES, b"\0")
 
     @classmethod
-    def unpacked(cls, raw: bytes) -> Record | None:
-        """None if this is no record, or that of no possible frame."""
-        fields = raw[: _FIELDS.size]
-        if not raw.startswith(_MAGIC) or raw[_FIELDS.size :][: _CHECKSUM.size] != _CHECKSUM.pack(zlib.crc32(fields)):
+    def unpacked(cls, raw: bytes | memoryview, begin: int = 0) -> Record | None:
+        """What begins there; None if it is no record, or that of no possible frame."""
+        magic, namespace, key, at, nbytes, order, checksum = _RECORD.unpack_from(raw, begin)
+        if magic != _MAGIC or checksum != zlib.crc32(raw[begin : begin + _FIELDS.size]):
             return None
-        _, namespace, key, at, nbytes, order = _FIELDS.unpack(fields)
         if not nbytes or at % FRAME_ALIGNMENT or nbytes % FRAME_ALIGNMENT:
             return None
         return cls(namespace, ChunkKey(key), at, nbytes, order)
@@ -69,7 +68,7 @@ class Table:
         first = 0
         while raw := os.pread(self._fd, _READ_NBYTES, first * RECORD_NBYTES):
             for i in range(len(raw) // RECORD_NBYTES):
-                record = Record.unpacked(raw[i * RECORD_NBYTES : (i + 1) * RECORD_NBYTES])
+                record = Record.unpacked(raw, i * RECORD_NBYTES)
                 if record is not None:
                     found[first + i] = record
             first += -(-len(raw) // RECORD_NBYTES)
