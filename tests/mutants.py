@@ -1152,7 +1152,7 @@ MUTANTS = (
         STORE_TIER + "/health.py",
         "if outcome.error is None or isinstance(outcome.error, StoreFull):",
         "if outcome.error is None:",
-        "tests/core/test_store_tier.py::test_frames_that_wait_while_the_store_turns_out_to_be_full_are_no_failure",
+        "tests/core/test_store_tier.py::test_a_store_without_any_room_is_full_and_not_broken",
     ),
     Mutant(
         "the-granted-is-all-there",

@@ -509,6 +509,15 @@ def test_what_lacks_more_than_all_there_is_evicts_nobody():
     assert bench.has(A, B, C) == [True] * 3
 
 
+def test_a_store_without_any_room_is_full_and_not_broken():
+    bench = Bench(frames=100, shelf=Cramped(0))
+    for key in (A, B, C, D, E, F):
+        bench.write(key)
+    bench.settle()
+    assert [kind for kind, _ in bench.events()] == ["io_error"] * 6
+    assert bench.tier.usage().can_write
+
+
 def test_frames_that_wait_while_the_store_turns_out_to_be_full_are_no_failure():
     bench = Bench(frames=100, shelf=Cramped(2))
     for key in (A, B, C, D, E, F):
