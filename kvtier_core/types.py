@@ -35,10 +35,10 @@ class Slot(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Where a frame lies in the files of a store."""
+    """Where a frame, or a part of one, lies in the files of a store."""
 
     file: int  #: number of the file, from 0
-    at: int  #: where in it the frame begins, a multiple of `FRAME_ALIGNMENT`
+    at: int  #: where in it that begins, a multiple of `FRAME_ALIGNMENT`
     nbytes: int
 
 

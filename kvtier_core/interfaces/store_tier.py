@@ -169,6 +169,8 @@ class Landing(abc.ABC):
     def read(self, extents: Sequence[Extent], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
         """Read ``extents[i]`` into ``into[i]``, which is as long and begins at a multiple of `FRAME_ALIGNMENT`.
 
+        An extent is that of a frame, or lies within one: a header, or a rank's own shard.
+
         Returns for each the bytes that were read, fewer only where its file ends before, or the BackendError for which
         this frame alone cannot be read. Raises BackendError if the store as a whole cannot be read. No view is kept.
         """

@@ -76,8 +76,21 @@ class Reference(Backend):
         self.closed = True
 
 
+class SlabLanding(Landing):
+    def __init__(self, handle):
+        self.file = open(handle, "rb")  # noqa: SIM115 - until close
+
+    def read(self, extents, into):
+        return [os.preadv(self.file.fileno(), [view], at) for (_, at, _), view in zip(extents, into, strict=True)]
+
+    def close(self):
+        self.file.close()
+
+
 class Slab(Reference):
     """The same with a copy of each frame in one file, from which workers read it."""
+
+    lands = SlabLanding
 
     def __init__(self, folder, ctx):
         super().__init__(folder, ctx)
@@ -110,17 +123,6 @@ class Slab(Reference):
         return [self.places.get(key) for key in keys]
 
 
-class SlabLanding(Landing):
-    def __init__(self, handle):
-        self.file = open(handle, "rb")  # noqa: SIM115 - until close
-
-    def read(self, extents, into):
-        return [os.preadv(self.file.fileno(), [view], at) for (_, at, _), view in zip(extents, into, strict=True)]
-
-    def close(self):
-        self.file.close()
-
-
 @attrs.frozen
 class PlantedConfig(BackendConfig):
     type: ClassVar[str] = "planted"
@@ -132,7 +134,7 @@ class PlantedConfig(BackendConfig):
         return self.backend(self.folder, ctx)
 
     def land(self, handle):
-        return SlabLanding(handle)
+        return self.backend.lands(handle)
 
     @contextlib.contextmanager
     def walk(self):

@@ -11,11 +11,12 @@ import time
 from typing import ClassVar
 
 import pytest
-from planted_backends import PlantedConfig, Reference, Slab, SpoiltLaws
+from planted_backends import PlantedConfig, Reference, Slab, SlabLanding, SpoiltLaws
 
 from kvtier_core.errors import BackendError
 from kvtier_core.testing import BackendLaws, Laws, resources
 from kvtier_core.testing.laws import backends
+from kvtier_core.testing.samples import make_layout
 from kvtier_core.types import FRAME_ALIGNMENT
 
 
@@ -271,7 +272,18 @@ class LocatesWhatIsGone(Slab):
         Reference.delete(self, keys)
 
 
+class FromTheirBeginning(SlabLanding):
+    def read(self, extents, into):
+        nbytes = make_layout().frame_nbytes
+        return super().read([extent._replace(at=extent.at // nbytes * nbytes) for extent in extents], into)
+
+
+class ReadsFramesFromTheirBeginning(Slab):
+    lands = FromTheirBeginning
+
+
 BUGS = [
+    (ReadsFramesFromTheirBeginning, "test_workers_read_a_frame_where_it_lies"),
     (GivesAwayThePlaces, "test_workers_read_a_frame_where_it_lies"),
     (LocatesWhatIsGone, "test_workers_read_a_frame_where_it_lies"),
     (SaysThatItIsShared, "test_a_shared_backend_is_tried_as_one"),

@@ -199,8 +199,8 @@ class BackendLaws(BackendCallLaws):
             )
 
     def test_workers_read_a_frame_where_it_lies(self, tmp_path: Path):
-        """If there is a `landing`, what it reads where `locate` says is the frame, until its key is deleted or written
-        again, whatever else is; and a key without a frame lies nowhere.
+        """If there is a `landing`, what it reads where `locate` says is the frame, whole or in parts, until its key is
+        deleted or written again, whatever else is; and a key without a frame lies nowhere.
 
         Otherwise workers would read something else in its place. The checksums find that, so such a request would wait
         for a load and then be computed.
@@ -220,6 +220,13 @@ class BackendLaws(BackendCallLaws):
                     (count,) = landing.read([extent], [into])
                     assert count == extent.nbytes and into == self.frame(key), (
                         f"what lies at {extent} is not the frame that was located there, which is still stored"
+                    )
+                    header = extent._replace(nbytes=FRAME_ALIGNMENT)
+                    behind = extent._replace(at=extent.at + FRAME_ALIGNMENT, nbytes=extent.nbytes - FRAME_ALIGNMENT)
+                    parts = [bounce(each.nbytes) for each in (header, behind)]
+                    counts = list(landing.read([header, behind], parts))
+                    assert counts == [header.nbytes, behind.nbytes] and b"".join(parts) == self.frame(key), (
+                        f"of the frame at {extent} header and payload were asked for apart, and are not what came"
                     )
 
     # -- threads -----------------------------------------------------------------------------------
