@@ -99,16 +99,16 @@ class _Bench:
             Case("check (at each read from below)", _in_turn(self.check), before=self.seal_all),
         ]
 
-    def store(self, row: list[int], slot: int) -> Sequence[int]:
+    def store(self, row: Sequence[int], slot: int) -> Sequence[int]:
         job = next(self.jobs)
         self.mover.store(job, [[row]], [slot])
         return _end(self.mover, job)
 
-    def store_and_seal(self, row: list[int], slot: int) -> None:
+    def store_and_seal(self, row: Sequence[int], slot: int) -> None:
         summed = next(iter(self.store(row, slot)), None)
         seal(self.arena.view(slot), self.namespace, KEY, self.shape.layout.payload_nbytes, payload_checksum=summed)
 
-    def load(self, slot: int, row: list[int]) -> None:
+    def load(self, slot: int, row: Sequence[int]) -> None:
         job = next(self.jobs)
         self.mover.load(job, [slot], [[row]])
         _end(self.mover, job)

@@ -19,7 +19,8 @@ from kvtier_core.frames.format import seal
 from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.stack.index.cache_index import CacheIndex
-from kvtier_core.stack.store_tier.tier import FrameWrite, StoreTier
+from kvtier_core.stack.store_tier.frame_io import FrameWrite
+from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.testing.samples import make_layout
 from kvtier_core.transfer.files import ring_works
 from kvtier_core.transfer.io_pool import IOPool
@@ -213,7 +214,7 @@ class _Bench:
         tier._codec = self.codec
 
     def read(self, tier: StoreTier) -> None:
-        arrived = []
+        arrived: list[object] = []
         tier.read(list(zip(self.keys, self.landings, strict=True)), lambda good, bad: arrived.extend(good))
         self.settle(tier)
         must(len(arrived) == len(self.keys))

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class Answer:
 class Engine:
     """A process that runs an LLM, and the pipe to it."""
 
-    def __init__(self, recipe: Recipe, model: Path, process: multiprocessing.Process, pipe: Connection):
+    def __init__(self, recipe: Recipe, model: Path, process: BaseProcess, pipe: Connection):
         self.name = recipe.name
         self._process = process
         self._pipe = pipe

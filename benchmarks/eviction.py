@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import attrs
 
 from benchmarks.conditions import conditions, heading
 from benchmarks.measure import Table, progress
 from kvtier_core.cli.studies import size
+from kvtier_core.config.model import StackConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.interfaces import EvictionConfig, EvictionPolicy
 from kvtier_core.simulate import stacks
@@ -105,7 +106,7 @@ def _about(study: Study) -> str:
     )
 
 
-def _stack(study: Study, sizes: tuple[Nbytes, ...] | list[Nbytes], name: str, watch: Stopwatch | None = None):
+def _stack(study: Study, sizes: Sequence[Nbytes], name: str, watch: Stopwatch | None = None) -> StackConfig:
     policies = stacks.read_policies(name, len(sizes), Registry.discover())
     if watch is not None:
         policies = tuple(TimedConfig(policy, watch) for policy in policies)
@@ -125,8 +126,8 @@ class TimedConfig(EvictionConfig):
     config: EvictionConfig
     watch: Stopwatch
 
-    def open(self) -> Timed:
-        return Timed(self.config.open(), self.watch)
+    def open(self) -> EvictionPolicy:
+        return cast(EvictionPolicy, Timed(self.config.open(), self.watch))
 
 
 class Timed:

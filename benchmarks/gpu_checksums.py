@@ -33,6 +33,7 @@ def _kernel(wrong: list[str]) -> Table:
     device, stream = load().device(0), torch.cuda.current_stream()
     memory = SumsMemory(device)
     sums = memory.take(1)
+    assert sums, "there is memory for them"
     content = torch.empty(NBYTES, dtype=torch.uint8, device="cuda:0").random_()
     other, here = torch.empty_like(content), content.cpu()
     rows: list[list[object]] = []

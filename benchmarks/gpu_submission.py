@@ -15,6 +15,7 @@ from benchmarks.measure import Table
 from kvtier_core.interfaces import PagedKVCache, PageRun
 from kvtier_core.testing.samples import make_layout
 from kvtier_core.transfer.cuda.autotune import Choice
+from kvtier_core.transfer.cuda.checksums import StoreChecksums
 from kvtier_core.transfer.cuda.copier import Copier
 from kvtier_core.transfer.cuda.library import Direction, Method
 from kvtier_core.transfer.cuda.mover import ArenaSlots, DeviceMover
@@ -74,7 +75,8 @@ def _seconds(shape: tuple[int, int, int], to_slots: bool, method: Method) -> flo
     (part,) = layout.parts
     shards = _SLOTS + part.shard_of(0).offset
     native = device.part(list(layers_of(cache, part)), shards, layout.frame_nbytes, _SLOTS, HALF_NBYTES)
-    copier = Copier("pages", native, Choice(method), Choice(method))
+    none = StoreChecksums("pages", None, shards, 0, layout.frame_nbytes, "not measured")
+    copier = Copier("pages", native, Choice(method), Choice(method), none)
     slots = ArenaSlots(_SLOTS, chunks, layout.frame_nbytes, _Locked())
     mover = DeviceMover(cache, slots, [copier], cuda, stores, loads)
     ids = cuda.rng.sample(range(BLOCKS), BLOCKS)
@@ -91,5 +93,5 @@ def _seconds(shape: tuple[int, int, int], to_slots: bool, method: Method) -> flo
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests/core"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     print(table())

@@ -19,7 +19,8 @@ def _group(kind: KVKind, layers: int, block_nbytes: int, block_tokens: int, reac
     """Layers of one kind, of which vLLM may make several groups; the bytes are the same."""
     name = f"{layers} layers, {kind}" + (f" of {reach}" if reach else "")
     pages = (block_nbytes,) * layers
-    return KVGroup(name, kind, pages, block_tokens, "bfloat16", KVStructure.KEYS_AND_VALUES, reach)
+    what = KVStructure.KEYS_AND_VALUES
+    return KVGroup(name, kind, pages, block_tokens, "bfloat16", what, reach)  # type: ignore[arg-type]
 
 
 #: Chunks and groups of models as they are published, in bfloat16, with the blocks that vLLM makes for a GPU: of 16
@@ -67,7 +68,7 @@ def tables(folder: Path) -> Iterator[Table]:
 def _bytes() -> Table:
     rows: list[list[object]] = []
     for model, (chunk_tokens, groups) in _MODELS.items():
-        layout = ChunkLayout(groups, chunk_tokens)
+        layout = ChunkLayout(groups, chunk_tokens)  # type: ignore[arg-type]
         stored = _stored(layout)
         for part in layout.parts:
             (group,) = (groups[number] for number in part.groups)
@@ -89,7 +90,7 @@ def _stored(layout: ChunkLayout) -> list[int]:
     """Bytes of the payloads of each part that are stored of a prompt."""
     chunks = TOKENS // layout.tokens
     states = {number: 0 for number, group in enumerate(layout.groups) if group.kind is KVKind.STATE}
-    boundaries = Boundaries(layout).among(0, chunks, TOKENS, 0, {chunks * layout.tokens: states})
+    boundaries = Boundaries(layout).among(0, chunks, {chunks}, {chunks * layout.tokens: states})
     parts = [set(range(chunks))]
     parts += [{number for end in boundaries for number in layout.needed(part, end)} for part in layout.parts[1:]]
     return [len(numbers) * part.payload_nbytes for numbers, part in zip(parts, layout.parts, strict=True)]

@@ -158,7 +158,7 @@ class _BareClient:
                 self._receive(self._line[:5])
         for _ in parts[-WINDOW:]:
             self._receive(self._line[:5])
-        must(self._line[:5] == b"+OK\r\n")
+        must(bytes(self._line[:5]) == b"+OK\r\n")
 
     def read(self, frames: Sequence[memoryview]) -> list[int]:
         parts = _parts(frames)
@@ -169,7 +169,7 @@ class _BareClient:
                     name = b"part:%d" % ahead
                     self._connection.sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name))
             self._receive(head)
-            must(head == b"$%d\r\n" % PART)
+            must(bytes(head) == b"$%d\r\n" % PART)
             self._receive(part)
             self._receive(self._line[:2])
         return [len(frame) for frame in frames]
@@ -179,7 +179,7 @@ class _BareClient:
 
     def ask(self, *words: bytes) -> object:
         """One command, packed and parsed by hiredis."""
-        self._connection.sendall(hiredis.pack_command(words))
+        self._connection.sendall(hiredis.pack_command(words))  # type: ignore[arg-type]
         reader = hiredis.Reader()
         while (answer := reader.gets()) is False:
             reader.feed(self._connection.recv(1 << 16))

@@ -163,7 +163,7 @@ class _Bench:
     async def _get_obstore(self, name: str, into: memoryview) -> None:
         async def get(begin: int) -> None:
             piece = into[begin : begin + PART]
-            how = {"range": (begin, begin + len(piece))} if len(into) > PART else {}
+            how: obstore.GetOptions = {"range": (begin, begin + len(piece))} if len(into) > PART else {}
             found = await obstore.get_async(self.obstore, name, options=how)
             piece[:] = memoryview(await found.bytes_async())
 
@@ -191,6 +191,7 @@ def _server() -> Iterator[int]:
     command = [sys.executable, "-m", "benchmarks.s3_server"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
+            assert process.stdout
             yield int(process.stdout.readline())
         finally:
             process.kill()
