@@ -6,7 +6,7 @@ namespace kvtier {
 
 bool Copies::add(uint64_t host, uint64_t on_device, uint64_t nbytes) {
   while (nbytes) {
-    const uint64_t left = pieces_.nbytes - (host - pieces_.base) % pieces_.nbytes;
+    const uint64_t left = pieces_.stride - (host - pieces_.base) % pieces_.stride;
     const uint64_t some = std::min(nbytes, left);
     if (!append(host, on_device, some)) return false;
     host += some;
@@ -19,7 +19,7 @@ bool Copies::add(uint64_t host, uint64_t on_device, uint64_t nbytes) {
 bool Copies::append(uint64_t host, uint64_t on_device, uint64_t nbytes) {
   const uint64_t to = to_host_ ? host : on_device, from = to_host_ ? on_device : host;
   nbytes_ += nbytes;
-  if (count_ && (host - pieces_.base) % pieces_.nbytes) {
+  if (count_ && (host - pieces_.base) % pieces_.stride) {
     const size_t last = count_ - 1;
     if (to_[last] + sizes_[last] == to && from_[last] + sizes_[last] == from) {
       sizes_[last] += nbytes;

@@ -9,12 +9,12 @@
 
 namespace kvtier {
 
-// Host memory is page-locked in pieces, which begin at multiples of `nbytes` from `base` on. No copy reaches from one
-// into the next, which drivers refuse; and none is so long that a token of the engine waits for it. Pieces of 0 bytes:
+// Host memory is page-locked in pieces, of which one begins every `stride` bytes from `base` on. No copy reaches from
+// one into the next, which drivers refuse; and none is so long that a token of the engine waits for it. A stride of 0:
 // it is memory of the device.
 struct LockedPieces {
   uint64_t base;
-  uint64_t nbytes;
+  uint64_t stride;
 };
 
 class Copies {

@@ -65,12 +65,12 @@ void kvtier_cuda_unstage(KvtierDevice* device, KvtierStaging* staging) {
 }
 
 int kvtier_cuda_part(KvtierDevice* device, const KvtierLayer* layers, uint32_t layer_count, uint64_t shards,
-                     uint64_t slot_nbytes, uint64_t locked, uint64_t piece_nbytes, KvtierPart** part) {
+                     uint64_t slot_nbytes, uint64_t locked, uint64_t stride, KvtierPart** part) {
   const Current current{*device};
   if (!current) return 0;
   auto opened = std::make_unique<kvtier::Part>(*device, std::vector<kvtier::Layer>(layers, layers + layer_count),
                                                kvtier::Shards{shards, slot_nbytes},
-                                               kvtier::LockedPieces{locked, piece_nbytes});
+                                               kvtier::LockedPieces{locked, stride});
   if (!opened->open()) return 0;
   *part = opened.release();
   return 1;

@@ -47,9 +47,9 @@ KVTIER_API int kvtier_cuda_stage(KvtierDevice* device, uint64_t half_nbytes, Kvt
 KVTIER_API void kvtier_cuda_unstage(KvtierDevice* device, KvtierStaging* staging);
 
 // The layers of one part of a chunk, in the order of the shard. `shards` is the address of this rank's shard in slot 0;
-// slots are page-locked in pieces of `piece_nbytes` from `locked` on, or lie on the device if that is 0.
+// slots are page-locked in pieces that begin every `stride` bytes from `locked` on, or lie on the device if that is 0.
 KVTIER_API int kvtier_cuda_part(KvtierDevice* device, const KvtierLayer* layers, uint32_t layer_count, uint64_t shards,
-                                uint64_t slot_nbytes, uint64_t locked, uint64_t piece_nbytes, KvtierPart** part);
+                                uint64_t slot_nbytes, uint64_t locked, uint64_t stride, KvtierPart** part);
 KVTIER_API void kvtier_cuda_close_part(KvtierDevice* device, KvtierPart* part);
 
 // Can its copies of one direction be made like this? `staging` may be null.

@@ -72,7 +72,7 @@ class Part {
   bool copy_by_kernel(bool to_slots, const Chunks& chunks, const Streams& streams) const;
 
   bool can_stage(const Staging& staging) const;
-  bool slots_on_device() const { return !pieces_.nbytes; }
+  bool slots_on_device() const { return !pieces_.stride; }
 
  private:
   struct Slice;  // of a job, as much as a half holds

@@ -157,11 +157,9 @@ class Device:
         places = sums.on_device, sums.told, stream.cuda_stream
         self._library.must(self._c.kvtier_cuda_checksums(self.handle, *ranges, *places))
 
-    def part(
-        self, layers: Sequence[Layer], shards: int, slot_nbytes: int, locked: int, piece_nbytes: int
-    ) -> NativePart:
+    def part(self, layers: Sequence[Layer], shards: int, slot_nbytes: int, locked: int, stride: int) -> NativePart:
         """The pages of one part of a chunk, see `NativePart`."""
-        return NativePart(self._library, self, layers, (shards, slot_nbytes, locked, piece_nbytes))
+        return NativePart(self._library, self, layers, (shards, slot_nbytes, locked, stride))
 
 
 class Staging:
