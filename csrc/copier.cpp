@@ -24,8 +24,8 @@ Destination Copier::destination_of(size_t chunks) const {
   return chunks * chunk_nbytes_ < kLarge ? Destination::kCached : Destination::kStreamed;
 }
 
-// Calls visit(page, place, nbytes) in the order of the slot; `page` is null where no block is wanted. Pages that lie
-// side by side in the engine too are one piece.
+// Calls visit(page, place, nbytes, next) in the order of the slot; `page` is null where no block is wanted. Pages that
+// lie side by side in the engine too are one piece. `next` is the page behind it, or `page` itself.
 template <typename Visit>
 void Copier::each_piece(const Row& row, int64_t slot, Visit visit) const {
   for (const Layer& layer : layers_) {
@@ -36,8 +36,9 @@ void Copier::each_piece(const Row& row, int64_t slot, Visit visit) const {
       end = i + 1;
       const bool wanted = blocks[i] >= 0;
       while (dense && wanted && end < layer.blocks && blocks[end] == blocks[end - 1] + 1) end++;
-      visit(wanted ? at(layer.base + static_cast<size_t>(blocks[i]) * layer.stride) : nullptr,
-            at(begin + i * layer.nbytes), (end - i) * layer.nbytes);
+      const auto page = [&](int64_t block) { return at(layer.base + static_cast<size_t>(block) * layer.stride); };
+      visit(wanted ? page(blocks[i]) : nullptr, at(begin + i * layer.nbytes), (end - i) * layer.nbytes,
+            page(end < layer.blocks && blocks[end] >= 0 ? blocks[end] : blocks[i]));
     }
   }
 }
@@ -46,8 +47,8 @@ std::vector<uint32_t> Copier::gather(const std::vector<Row>& rows, const std::ve
   const Destination destination = destination_of(rows.size());
   std::vector<uint32_t> checksums(rows.size());
   for (size_t i = 0; i < rows.size(); i++)
-    each_piece(rows[i], slots[i], [&](std::byte* page, std::byte* place, size_t nbytes) {
-      checksums[i] = page ? crc32_copy(checksums[i], place, page, nbytes, destination)
+    each_piece(rows[i], slots[i], [&](std::byte* page, std::byte* place, size_t nbytes, const std::byte* next) {
+      checksums[i] = page ? crc32_copy(checksums[i], place, page, nbytes, destination, next)
                           : crc32(checksums[i], place, nbytes);
     });
   store_fence();
@@ -57,7 +58,7 @@ std::vector<uint32_t> Copier::gather(const std::vector<Row>& rows, const std::ve
 void Copier::scatter(const std::vector<Row>& rows, const std::vector<int64_t>& slots) const {
   const Destination destination = destination_of(rows.size());
   for (size_t i = 0; i < rows.size(); i++)
-    each_piece(rows[i], slots[i], [&](std::byte* page, const std::byte* place, size_t nbytes) {
+    each_piece(rows[i], slots[i], [&](std::byte* page, const std::byte* place, size_t nbytes, const std::byte*) {
       if (page) copy(page, place, nbytes, destination);
     });
   store_fence();

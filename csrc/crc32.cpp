@@ -98,6 +98,7 @@ KVTIER_WIDE inline __m512i forward(__m512i x, __m512i factors, __m512i onto) {
 }
 
 struct Nowhere {
+  void read_ahead(const std::byte*, size_t) const {}
   KVTIER_WIDE void take(__m512i, __m512i, __m512i, __m512i) {}
   void take(const std::byte*, size_t) {}
 };
@@ -105,7 +106,15 @@ struct Nowhere {
 template <Destination kDestination>
 struct Copied {
   std::byte* to;
+  const std::byte* next;
 
+  // 256 bytes, so far before they are needed that memory has time to answer. `left` are those of this piece from `data`
+  // on; behind them it is the next piece that will be read.
+  void read_ahead(const std::byte* data, size_t left) const {
+    constexpr size_t kAhead = 4096;
+    const std::byte* const at = left > kAhead ? data + kAhead : next + (kAhead - left);
+    for (int line = 0; line < 4; line++) _mm_prefetch(at + 64 * line, _MM_HINT_T0);
+  }
   KVTIER_WIDE void take(__m512i a, __m512i b, __m512i c, __m512i d) {
     put(0, a), put(1, b), put(2, c), put(3, d);
     to += 256;
@@ -129,6 +138,7 @@ KVTIER_WIDE uint32_t by_512(uint32_t crc, const std::byte* data, size_t nbytes, 
   __m512i x1 = b, x2 = c, x3 = d;
   const __m512i over_2048 = _mm512_maskz_broadcast_i32x4(0xFFFF, _mm_set_epi64x(high(2048), low(2048)));
   for (data += 256, nbytes -= 256; nbytes >= 256; data += 256, nbytes -= 256) {
+    sink.read_ahead(data, nbytes);
     a = wide(data, 0), b = wide(data, 1), c = wide(data, 2), d = wide(data, 3);
     sink.take(a, b, c, d);
     x0 = forward(x0, over_2048, a);
@@ -174,13 +184,14 @@ uint32_t update(uint32_t crc, const std::byte* data, size_t nbytes) {
 
 uint32_t crc32(uint32_t crc, const std::byte* data, size_t nbytes) { return ~update(~crc, data, nbytes); }
 
-uint32_t crc32_copy(uint32_t crc, std::byte* to, const std::byte* from, size_t nbytes, Destination destination) {
+uint32_t crc32_copy(uint32_t crc, std::byte* to, const std::byte* from, size_t nbytes, Destination destination,
+                    [[maybe_unused]] const std::byte* next) {
 #if defined(__x86_64__)
   if (kMethod == Method::kWide && nbytes >= 256) {
     if (destination == Destination::kCached)
-      return ~by_512(~crc, from, nbytes, Copied<Destination::kCached>{to});
+      return ~by_512(~crc, from, nbytes, Copied<Destination::kCached>{to, next});
     if (reinterpret_cast<uintptr_t>(to) % 64 == 0)
-      return ~by_512(~crc, from, nbytes, Copied<Destination::kStreamed>{to});
+      return ~by_512(~crc, from, nbytes, Copied<Destination::kStreamed>{to, next});
   }
 #endif
   constexpr size_t kBlock = 8192;  // what was checksummed is copied from the first-level cache
