@@ -23,7 +23,7 @@ def sections() -> list[Section]:
     """What is checked: first whether it is right, then how fast it is."""
     python = sys.executable
     build = "cmake -S csrc/cuda -B build/cuda && cmake --build build/cuda && cmake --install build/cuda --prefix ."
-    tests = (python, "-m", "pytest", "-p", "no:cacheprovider", "tests/gpu")
+    tests = (python, "-m", "pytest", "-p", "no:cacheprovider", "tests/gpu/test_on_gpu.py")
 
     def measured(name: str, limit: float) -> Section:
         return Section(name, (python, "-m", "benchmarks.gpu_sections", name), limit)

@@ -1,0 +1,47 @@
+"""What `test_on_gpu.py` does, over the driver of the tests, so that it still fits what it tests when a GPU comes."""
+
+import ctypes
+import functools
+
+import attrs
+import pytest
+import test_on_gpu
+from fake_cuda import FakeCuda
+from test_on_gpu import SHAPES, GpuPages, HostFrames
+
+from kvtier_core.transfer import cuda
+from kvtier_core.transfer.cuda.device_slots import DeviceSlots
+from kvtier_core.transfer.cuda.library import Method
+from kvtier_core.transfer.cuda.opening import open_mover
+
+QUICK = ["words", "several ranks", "ranks that lock and read their shards alone", "two groups"]
+
+
+@pytest.fixture(autouse=True)
+def memory_of_the_host(monkeypatch):
+    """In place of the GPU's: that is where this driver keeps it."""
+    fake, kv_cache = FakeCuda(), GpuPages.kv_cache
+    options = {"device": fake.device(), "engine": fake}
+
+    def read_to_device(landing, extents, into):
+        for memory, frame in zip(into, landing._parts(extents), strict=True):
+            ctypes.memmove(memory.address, bytes(frame), memory.nbytes)
+        return [memory.nbytes for memory in into]
+
+    monkeypatch.setattr(cuda, "open_device_slots", functools.partial(DeviceSlots, **options))
+    monkeypatch.setattr(test_on_gpu, "open_mover", functools.partial(open_mover, **options))
+    monkeypatch.setattr(GpuPages, "device", "cpu")
+    monkeypatch.setattr(GpuPages, "kv_cache", lambda pages: attrs.evolve(kv_cache(pages), device="cuda:0"))
+    monkeypatch.setattr(HostFrames, "reach_device", lambda *_: None)
+    monkeypatch.setattr(HostFrames, "read_to_device", read_to_device)
+
+
+@pytest.mark.parametrize("method", Method)
+@pytest.mark.parametrize("shape", QUICK)
+def test_copies(method, shape):
+    test_on_gpu.test_every_method_copies_each_byte_that_is_wanted_and_no_other(method, shape, 16, 4 << 20)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_reads_into_its_memory(shape):
+    test_on_gpu.test_what_is_read_into_the_gpus_memory_reaches_the_pages_if_it_verifies(shape)
