@@ -165,7 +165,7 @@ def seal_part(
 ) -> None:
     """Write the header of a frame of a chunk, whose shards are already in place as they lie in a slot.
 
-    ``checksums`` are the CRC-32 of the shards, at most a thousand; without them each is read once.
+    ``checksums`` are the CRC-32 of the shards, without which each is read once. The header has room for some 900.
     """
     checksums = checksums or checksums_of(frame, part)
     joined = join(checksums, [shard.nbytes for shard in part.shards])

@@ -248,7 +248,7 @@ def prompt(seed: int, tokens: int, prefix: Sequence[int] = ()) -> list[int]:
 
 
 def cpu(capacity: str = "64MiB", **options: Any) -> dict[str, Any]:
-    """A stack that loads whatever is there, however busy this machine is: a tiny model would compute it sooner."""
+    """A stack that waits a minute for whatever is there, although a tiny model would compute it sooner."""
     settings = {"chunk_tokens": CHUNK, "load": "always", "load_wait": "60s", **options}
     return {"version": 1, **settings, "tiers": [{"type": "cpu", "capacity": capacity}]}
 

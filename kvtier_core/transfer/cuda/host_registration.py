@@ -22,7 +22,7 @@ _FOREVER = 1e6  # seconds
 
 @attrs.frozen
 class Pieces:
-    """What is page-locked of ``nbytes`` from ``address`` on: all, or in every ``stride`` bytes the first few."""
+    """What is page-locked of ``nbytes`` from ``address`` on: all, or of every ``stride`` bytes the first few."""
 
     address: int
     nbytes: int

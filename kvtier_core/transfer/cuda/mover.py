@@ -41,7 +41,7 @@ class Locked(Protocol):
 
     base: int  #: address where the first piece begins
     stride: int  #: from there to where the next one begins; 0: it need not be locked
-    end: int  #: address up to which nothing is missing
+    end: int  #: address up to which every piece is locked
 
     def facts(self) -> Mapping[str, str]:
         """How much is page-locked, in plain words."""

@@ -27,7 +27,7 @@ from kvtier_core.transfer.page_lists import check_cache, layers_of
 #: a job is as long, so a token that the engine copies waits for one at most, 0.6 ms at 50 GB/s; and it keeps the bus
 #: busy for fifty times as long as it takes to enqueue.
 HALF_NBYTES = 32 << 20
-#: Shorter shards are not page-locked one by one: drivers look a piece up for every copy, and each takes them a call.
+#: Shorter shards are not page-locked one by one: there would be too many calls, and pieces for the driver to remember.
 _SHORTEST_PIECE = 1 << 20
 
 
