@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -67,8 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, or those of the process; returns the exit status."""
     options = parser().parse_args(arguments)
     output = Output(options.json)
+    # What a plugin prints while it is imported is not part of the value.
+    apart = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
     try:
-        status = _run(options, output)
+        with apart:
+            status = _run(options, output)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, `head` for instance, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

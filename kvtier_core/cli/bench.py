@@ -14,7 +14,6 @@ import attrs
 
 from kvtier_core.cli import tiers
 from kvtier_core.cli.measure import Frames, aligned, copied, median
-from kvtier_core.cli.model_size import token_nbytes
 from kvtier_core.cli.output import FINE, Output, table
 from kvtier_core.config.compose import OpenedTier
 from kvtier_core.config.load import load_config
@@ -60,11 +59,11 @@ class Figure:
 
 def run(options: argparse.Namespace, output: Output) -> int:
     """A line for each thing that was measured. Raises ConfigError and BackendError."""
-    token = token_nbytes(options.model) if options.model else tiers.TOKEN
-    config, layout = tiers.sized(load_config(options.file, Registry.discover()), token)
+    config = load_config(options.file, Registry.discover())
     numbers = [i for i, tier in enumerate(config.tiers) if isinstance(tier, StoreTierConfig)]
     if not numbers:
         raise BackendError(f"{options.file}: no tier to measure below its arenas")
+    config, layout = tiers.sized(config, tiers.kv_of_token(options.model, output))
     nbytes = options.frames * layout.frame_nbytes
     memcpy = Figure.of("memcpy", nbytes, options.rounds, copied(nbytes))
     rows = [_row("memory", memcpy, memcpy, None)]

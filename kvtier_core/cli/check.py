@@ -12,7 +12,6 @@ from typing import Any
 import attrs
 
 from kvtier_core.cli import machine, tiers
-from kvtier_core.cli.model_size import token_nbytes
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
 from kvtier_core.config.load import load_config
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
@@ -44,9 +43,12 @@ def run(options: argparse.Namespace, output: Output) -> int:
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         for path, value, origin in rows:
             output.say(f"{path.ljust(widths[0])}  {value.ljust(widths[1])}  {origin}")
-        token = token_nbytes(options.model) if options.model else tiers.TOKEN
-        config, layout = tiers.sized(config, token)
-        lacking = _say_sizes(config, token, output) if options.model else []
+        lacking = []
+        if options.model or options.open:
+            token = tiers.kv_of_token(options.model, output)
+            config, layout = tiers.sized(config, token)
+        if options.model:
+            lacking = _say_sizes(config, token, output)
         if options.open:
             with tiers.opened(config, layout, range(len(config.tiers))) as opened:
                 facts = {each.tier.name: dict(each.store.facts()) for each in opened}
@@ -61,8 +63,7 @@ def _say_facts(facts: dict[str, dict[str, str]], output: Output) -> None:
     """What became of the settings of each tier when it was opened."""
     output.value["opened"] = facts
     for name, of_tier in facts.items():
-        told = ", ".join(f"{setting}: {fact}" for setting, fact in of_tier.items())
-        output.say(f"{name}: opened{f': {told}' if told else ''}")
+        output.say(f"{name}: {', '.join(f'{setting}: {fact}' for setting, fact in of_tier.items()) or 'opened'}")
 
 
 def _say_sizes(config: StackConfig, token: Nbytes, output: Output) -> list[str]:
@@ -114,7 +115,9 @@ def _settings(config: StackConfig) -> Iterator[tuple[str, str]]:
 def _of_tier(tier: ArenaTierConfig | StoreTierConfig, path: str) -> Iterator[tuple[str, str]]:
     yield f"{path}.type", tier.config.type
     yield from _of_fields(tier.config, path)
-    yield from _of_fields(tier, path, but=("name", "config", "source"))
+    shared = isinstance(tier, StoreTierConfig) and tier.config.shared
+    evicts = ("eviction",) if shared else ()  # what leaves a shared store is not for one engine's policy
+    yield from _of_fields(tier, path, but=("name", "config", "source", *evicts))
 
 
 def _of_fields(config: Any, path: str, but: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:

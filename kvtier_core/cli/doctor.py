@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
 
 from kvtier_core.cli import machine, studies, tiers
 from kvtier_core.cli.measure import Frames, median, seconds
-from kvtier_core.cli.model_size import token_nbytes
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
 from kvtier_core.config.compose import OpenedTier
 from kvtier_core.config.load import load_config
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.registry import Registry
-from kvtier_core.errors import KvtierError
+from kvtier_core.errors import ConfigError, KvtierError
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.transfer.io_pool import run_within
 from kvtier_core.types import Nbytes
@@ -47,6 +47,7 @@ class Diagnosis:
 
     tier: str
     trouble: str = ""  #: why it cannot be used; empty if it can
+    opens: bool = True  #: a tier that does not open keeps an engine from starting
     latency: float | None = None  #: seconds until it says whether it has a frame
     write: float | None = None
     read: float | None = None
@@ -59,10 +60,14 @@ class Diagnosis:
 
 def run(options: argparse.Namespace, output: Output) -> int:
     """The machine, each tier, and a verdict. Raises ConfigError if the file is wrong."""
-    token = token_nbytes(options.model) if options.model else tiers.TOKEN
-    config, layout = tiers.sized(load_config(options.file, Registry.discover()), token)
+    config = load_config(options.file, Registry.discover())
+    token = tiers.kv_of_token(options.model, output)
+    config, layout = tiers.sized(config, token)
     facts = list(machine.facts())
-    found = [_diagnose(config, number, layout, options.prefill * token) for number in range(len(config.tiers))]
+    engine = _Engine(options.prefill, token)
+    found = [_diagnose(config, number, layout, engine) for number in range(len(config.tiers))]
+    if all(each.opens for each in found):
+        found = _together(config, layout, found)
     output.say(*table(("machine", ""), [(fact.name, fact.value) for fact in facts], left=2), "")
     output.say(*table(("tier", "state", "answers", "writes", "reads", "verifies", "free"), _rows(found), left=2))
     output.say(*(f"{each.tier}: {line}" for each in found for line in (*each.settings, *each.folders)), "")
@@ -70,7 +75,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     advice = [f"{fact.name}: {fact.value}; {fact.advice}" for fact in facts if fact.advice]
     advice += [f"{each.tier}: {line}" for each in found for line in each.advice]
     output.say(*(output.paint(line, "bad") for line in troubles), *(output.paint(line, "warning") for line in advice))
-    verdict = _verdict(len(troubles), len(found), bool(advice))
+    verdict = _verdict(found, bool(advice))
     output.say(output.paint(verdict, "bad" if troubles else "good"))
     output.value = {
         "machine": {fact.name: fact.value for fact in facts},
@@ -81,9 +86,11 @@ def run(options: argparse.Namespace, output: Output) -> int:
     return PROBLEMS if troubles else FINE
 
 
-def _verdict(troubles: int, of: int, advice: bool) -> str:
-    if troubles:
-        return f"{troubles} of {of} tiers cannot be used: an engine would not start with this file"
+def _verdict(found: Sequence[Diagnosis], advice: bool) -> str:
+    if closed := sum(not each.opens for each in found):
+        return f"{closed} of {len(found)} tiers cannot be opened: an engine does not start with this file"
+    if broken := sum(bool(each.trouble) for each in found):
+        return f"{broken} of {len(found)} tiers cannot be used: an engine starts, and finds nothing there"
     return "every tier works" + ("; what is said above would make it better" if advice else "")
 
 
@@ -101,8 +108,42 @@ def _rows(found: list[Diagnosis]) -> list[list[str]]:
     ]
 
 
-def _diagnose(config: StackConfig, number: int, layout: ChunkLayout, compute: float) -> Diagnosis:
-    """Open one tier, try it and close it. ``compute`` is the bytes of KV that the engine computes a second."""
+@attrs.frozen
+class _Engine:
+    """How fast the engine is assumed to be."""
+
+    prefill: float  #: tokens a second
+    token: Nbytes  #: KV of one
+
+    def __str__(self) -> str:
+        return f"{self.prefill:g} tokens a second (--prefill) of {self.token} each"
+
+    @property
+    def rate(self) -> float:
+        """Bytes of KV that it computes a second."""
+        return self.prefill * self.token
+
+
+def _together(config: StackConfig, layout: ChunkLayout, found: list[Diagnosis]) -> list[Diagnosis]:
+    """All tiers at once, as an engine opens them: two of them may want the same folder."""
+
+    def opened() -> None:
+        with tiers.opened(_small(config), layout, range(len(config.tiers))):
+            pass
+
+    error = run_within(opened, _PATIENCE * 5.0)
+    problems = error.error.problems if error and isinstance(error.error, ConfigError) else ()
+    troubles = {problem.path: str(problem) for problem in problems}
+    return [
+        attrs.evolve(each, trouble=troubles[path], opens=False)
+        if (path := config.path_of(number)) in troubles
+        else each
+        for number, each in enumerate(found)
+    ]
+
+
+def _diagnose(config: StackConfig, number: int, layout: ChunkLayout, engine: _Engine) -> Diagnosis:
+    """Open one tier, try it and close it."""
     tier = config.tiers[number]
     limit = _PATIENCE * (tier.timeout if isinstance(tier, StoreTierConfig) else 5.0)
     outcome = run_within(lambda: _tried(_small(config), number, layout), limit)
@@ -110,12 +151,13 @@ def _diagnose(config: StackConfig, number: int, layout: ChunkLayout, compute: fl
     if outcome is None:
         return Diagnosis(tier.name, f"it does not answer within {limit:g} s; is what it needs running?", folders=where)
     if isinstance(outcome.error, KvtierError):
-        return Diagnosis(tier.name, str(outcome.error), folders=where)
+        opens = not isinstance(outcome.error, ConfigError)
+        return Diagnosis(tier.name, str(outcome.error), opens, folders=where)
     if outcome.error is not None:
         raise outcome.error
     free = [_free(folder) for folder in tiers.folders(tier)]
     found = attrs.evolve(outcome.value, folders=where, free=min(free, default=None))
-    return attrs.evolve(found, advice=tuple(_advice(tier, found, compute)))
+    return attrs.evolve(found, advice=tuple(_advice(tier, found, engine)))
 
 
 def _tried(config: StackConfig, number: int, layout: ChunkLayout) -> Diagnosis:
@@ -128,7 +170,7 @@ def _tried(config: StackConfig, number: int, layout: ChunkLayout) -> Diagnosis:
             latency = median(frames.look, _ROUNDS)[0]
             read = frames.nbytes / median(frames.read, _ROUNDS)[0]
             verify = frames.nbytes / seconds(frames.verify)
-            return Diagnosis(tier.tier.name, "", latency, write, read, verify, settings=settings)
+            return Diagnosis(tier.tier.name, latency=latency, write=write, read=read, verify=verify, settings=settings)
 
 
 def _tried_arena(tier: OpenedTier, layout: ChunkLayout) -> Diagnosis:
@@ -141,17 +183,17 @@ def _tried_arena(tier: OpenedTier, layout: ChunkLayout) -> Diagnosis:
     def read() -> None:
         other[:] = slot
 
-    rates = [layout.frame_nbytes / median(work, _FRAMES)[0] for work in (write, read)]
+    writes, reads = (layout.frame_nbytes / median(work, _FRAMES)[0] for work in (write, read))
     slot.release()
-    return Diagnosis(tier.tier.name, "", None, *rates)
+    return Diagnosis(tier.tier.name, write=writes, read=reads)
 
 
-def _advice(tier: ArenaTierConfig | StoreTierConfig, found: Diagnosis, compute: float) -> list[str]:
+def _advice(tier: ArenaTierConfig | StoreTierConfig, found: Diagnosis, engine: _Engine) -> list[str]:
     told = []
-    if found.read and found.read < compute and isinstance(tier, StoreTierConfig):
+    if found.read and found.read < engine.rate and isinstance(tier, StoreTierConfig):
         told.append(
-            f"it reads {found.read / 1e9:.2f} GB/s, and an engine computes {compute / 1e9:.2f} GB of KV a second: "
-            "with load: auto it will seldom be used"
+            f"it reads {found.read / 1e9:.2f} GB/s; an engine that computes {engine} makes "
+            f"{engine.rate / 1e9:.2f} GB/s of KV, and with load: auto would seldom load from it"
         )
     if found.free is not None and tier.capacity and found.free < tier.capacity:
         told.append(f"its capacity is {tier.capacity}, and {studies.size(found.free)} are free, beside what it holds")

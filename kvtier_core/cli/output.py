@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import attrs
 
@@ -24,13 +24,14 @@ class Output:
     """Where one run of a command leaves what it found."""
 
     as_json: bool = False
+    stream: TextIO = attrs.field(factory=lambda: sys.stdout)
     value: Any = None  #: of JSON's types; printed by `finish`
 
     def say(self, *lines: str) -> None:
         """Print lines for people."""
         if not self.as_json:
             for line in lines:
-                print(line)
+                print(line, file=self.stream)
 
     def warn(self, line: str) -> None:
         """Print a line about the run itself."""
@@ -50,7 +51,7 @@ class Output:
     def finish(self) -> None:
         """Print the value for programs, unless it was printed line by line."""
         if self.as_json and self.value is not None:
-            print(json.dumps(self.value, indent=1))
+            print(json.dumps(self.value, indent=1), file=self.stream)
 
 
 def problems_of(error: KvtierError) -> list[dict[str, str]]:

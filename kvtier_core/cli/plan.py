@@ -11,12 +11,15 @@ import attrs
 from kvtier_core.cli import studies
 from kvtier_core.cli.output import FINE, Output, table
 from kvtier_core.config.registry import Registry
+from kvtier_core.policies.gittins import GittinsConfig
 from kvtier_core.simulate import stacks
 from kvtier_core.simulate.bar import Bar
 from kvtier_core.simulate.replay import Tally
 from kvtier_core.simulate.study import Study
 from kvtier_core.types import Nbytes
 
+#: Means that differ by less than this part are as good as each other.
+_ALIKE = 1e-3
 #: How the tiers are written in a configuration file.
 _WRITTEN = ("type: cpu", "type: disk, path: /var/lib/kvtier")
 
@@ -79,8 +82,15 @@ class Search:
 
     @property
     def best(self) -> Candidate:
-        """The candidate with the least mean prefill; of equal ones the smallest."""
-        return min(self.found, key=lambda each: (self.found[each].mean, sum(each.capacities)))
+        """The candidate with the least mean prefill; of those as good the smallest, and then the default policy."""
+        others = {each: sum(name != GittinsConfig.type for name in each.policies) for each in self.as_good}
+        return min(others, key=lambda each: (sum(each.capacities), others[each], self.found[each].mean))
+
+    @property
+    def as_good(self) -> list[Candidate]:
+        """The candidates with the least mean prefill, or one that is as good."""
+        least = min(tally.mean for tally in self.found.values())
+        return [each for each, tally in self.found.items() if tally.mean <= least * (1 + _ALIKE)]
 
     def best_first(self) -> list[Candidate]:
         """All candidates, those with the least mean prefill first."""
@@ -146,6 +156,11 @@ def _advice(search: Search) -> Iterator[str]:
     yield "    tiers:"
     for written, capacity, policy in zip(_WRITTEN, best.capacities, best.policies, strict=False):
         yield f"      - {{{written}, capacity: {capacity}, eviction: {policy}}}"
+    chosen = len(best.policies)
+    ties = {"+".join(each.policies): None for each in search.as_good if each.policies[:chosen] != best.policies}
+    if ties:
+        yield ""
+        yield f"As good: {', '.join(ties)}."
     mean = search.found[best].mean
     less = {
         each: tally.mean / mean - 1

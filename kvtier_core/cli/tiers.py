@@ -10,10 +10,13 @@ from pathlib import Path
 
 import attrs
 
+from kvtier_core.cli.model_size import token_nbytes
+from kvtier_core.cli.output import Output
 from kvtier_core.config.compose import OpenedTier, open_tiers
 from kvtier_core.config.load import load_config
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.registry import Registry
+from kvtier_core.config.yaml_nodes import ProblemCollector
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.layouts import ChunkLayout
@@ -21,7 +24,7 @@ from kvtier_core.simulate.stacks import layout_of
 from kvtier_core.types import Namespace, Nbytes
 
 #: KV of a token where no model is named: that of Llama 3.1 8B in 16 bits.
-TOKEN = Nbytes(128 << 10)
+_TOKEN = Nbytes(128 << 10)
 #: Tokens of a block where no engine says it.
 _BLOCK_TOKENS = 16
 
@@ -33,6 +36,14 @@ def store_tier(file: str, name: str) -> StoreTierConfig:
     if name not in tiers:
         raise BackendError(f"{file} has no tier {name!r} below its arenas; it has: {', '.join(tiers) or 'none'}")
     return tiers[name]
+
+
+def kv_of_token(model: Path | None, output: Output) -> Nbytes:
+    """KV of a token of the model in this folder; without one it is assumed, which is said. Raises BackendError."""
+    if model is not None:
+        return token_nbytes(model)
+    output.warn(f"assumed: a token has {_TOKEN} of KV, as in Llama 3.1 8B; --model FOLDER names another model")
+    return _TOKEN
 
 
 def sized(config: StackConfig, token: Nbytes) -> tuple[StackConfig, ChunkLayout]:
@@ -50,17 +61,26 @@ def opened(config: StackConfig, layout: ChunkLayout, numbers: Iterable[int]) -> 
     numbers = list(numbers)
     ctx = OpenContext(Namespace.of({"check": secrets.token_hex(16)}), layout, f"kvtier-{os.getpid()}")
     missing = [folder for number in numbers for folder in _missing_folders(config.tiers[number])]
+    tiers: list[OpenedTier] = []
+    collector = ProblemCollector()
     try:
-        with open_tiers(config, numbers, ctx) as tiers:
+        with contextlib.ExitStack() as closing:
+            for number in numbers:
+                with collector:
+                    tiers += closing.enter_context(open_tiers(config, [number], ctx))
+                    closing.callback(_drop, tiers[-1])
+            collector.raise_if_any()
             yield tiers
-            for each in tiers:
-                if isinstance(each.store, Backend):
-                    with contextlib.suppress(BackendError):  # a store that cannot be reached was told nothing
-                        each.store.drop_namespace()
     finally:
         for folder in missing:
             with contextlib.suppress(OSError):  # somebody uses it now
                 folder.rmdir()
+
+
+def _drop(tier: OpenedTier) -> None:
+    if isinstance(tier.store, Backend):
+        with contextlib.suppress(BackendError):  # a store that cannot be reached was told nothing
+            tier.store.drop_namespace()
 
 
 def folders(tier: ArenaTierConfig | StoreTierConfig) -> list[Path]:

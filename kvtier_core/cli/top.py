@@ -47,7 +47,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
 
 def _show(now: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], output: Output) -> None:
     if output.as_json:
-        print(json.dumps(now), flush=True)
+        print(json.dumps(now), file=output.stream, flush=True)
         return
     earlier = {snapshot["pid"]: snapshot for snapshot in before}
     lines = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import attrs
@@ -40,6 +41,7 @@ KINDS = {
     "serializer": Kind("kvtier_serializers", (SerializerConfig,)),
     "observer": Kind("kvtier_observers", (ObserverConfig,)),
 }
+_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _HOOKS = [name for name in vars(hookspecs) if name.startswith("kvtier_")]
 
 
@@ -143,6 +145,8 @@ def _name_of(config: Any, kind: Kind) -> str:
     name = getattr(config, "type", None)
     if not (isinstance(name, str) and name):
         raise ContractError(f"{config.__name__} does not name itself in 'type'")
+    if not _NAME.fullmatch(name):
+        raise ContractError(f"{config.__name__} names itself {name!r}: a name has letters, digits, '-', '_' and '.'")
     if issubclass(config, EvictionConfig):
         aliases = config.aliases
         if not isinstance(aliases, tuple) or not all(isinstance(alias, str) and alias for alias in aliases):

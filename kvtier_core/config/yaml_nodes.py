@@ -131,6 +131,8 @@ def from_yaml(text: str, name: str, collector: ProblemCollector) -> Node:
     except yaml.MarkedYAMLError as error:
         line = (error.problem_mark or error.context_mark).line + 1
         why = ", ".join(filter(None, (error.context, error.problem)))
+        if "'\\t'" in why:
+            why = "a tab begins a value or a line; YAML is indented with spaces"
         raise ConfigError([Problem(f"{name}:{line}", "$", why)]) from None  # its message may show a secret
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1

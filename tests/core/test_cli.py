@@ -23,6 +23,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def install_broken(folder):
+    """A plugin whose module is missing."""
     info = folder / "kvtier_nope-0.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvtier-nope\nVersion: 0.1\n")
@@ -63,6 +64,15 @@ def test_plugins_shows_where_a_broken_one_failed(folder, capsys):
     assert told[-1] == "ModuleNotFoundError: No module named 'kvtier_nope_missing'"
     assert "Traceback (most recent call last):" in told
     assert next(line.split()[-1] for line in told if "kvtier-nope:nope" in line) == "broken"
+
+
+def test_a_plugin_that_prints_leaves_json_alone(folder, capsys):
+    install_broken(folder)
+    (folder / "kvtier_nope-0.1.dist-info/entry_points.txt").write_text("[kvtier.v1]\nnope = kvtier_loud\n")
+    (folder / "kvtier_loud.py").write_text("print('hello')")
+    assert main(["plugins", "--json"]) == 0
+    said = capsys.readouterr()
+    assert "kvtier-nope:nope" in str(json.loads(said.out)) and said.err == "hello\n"
 
 
 def test_plugins_tells_what_is_broken(folder, capsys):
@@ -144,7 +154,18 @@ def test_check_tells_what_cannot_be_opened(folder, capsys):
     disk = "{type: disk, capacity: 1GiB, path: file}"
     (folder / "kvtier.yaml").write_text(f"version: 1\ntiers:\n  - {{type: heap, capacity: 64MiB}}\n  - {disk}\n")
     assert main(["check", "kvtier.yaml", "--open"]) == 1
-    assert capsys.readouterr().err.splitlines() == ["kvtier.yaml:4: $.tiers[1]: file: not a folder; name one"]
+    assert capsys.readouterr().err.splitlines() == [
+        "assumed: a token has 128KiB of KV, as in Llama 3.1 8B; --model FOLDER names another model",
+        "kvtier.yaml:4: $.tiers[1]: file: not a folder; name one",
+    ]
+
+
+def test_check_shows_no_eviction_policy_of_a_shared_store(folder, capsys):
+    disk = "{type: disk, capacity: 1GiB, path: store, shared: true}"
+    (folder / "kvtier.yaml").write_text(f"version: 1\ntiers:\n  - {{type: heap, capacity: 64MiB}}\n  - {disk}\n")
+    assert main(["check", "kvtier.yaml", "--json"]) == 0
+    shown = [setting["path"] for setting in json.loads(capsys.readouterr().out)["settings"]]
+    assert [path for path in shown if "eviction" in path] == ["$.tiers[0].eviction", "$.tiers[0].eviction.classes"]
 
 
 def test_check_says_what_of_a_model_fits(folder, capsys):

@@ -255,6 +255,7 @@ hosts:
         ("text: 'a\n\nb: c", "f.yaml:3: $: while scanning a quoted scalar, found unexpected end of stream"),
         ("a: 1\n--- \nb: 1", "f.yaml:2: $: expected a single document in the stream, but found another document"),
         ("a: b\nc: \0", "f.yaml:2: $: character 0x0 is not allowed"),
+        ("a:\n\t- b", "f.yaml:2: $: a tab begins a value or a line; YAML is indented with spaces"),
         ('text: "\\U00110000"', "f.yaml: $: not YAML: chr() arg not in range(0x110000)"),
         ("just text", "f.yaml:1: $: expected a mapping, found 'just text'"),
         ("- 1", "f.yaml:1: $: expected a mapping, found a list"),

@@ -132,6 +132,7 @@ BROKEN = {
         "Offered is abstract, or not an attrs class of its own"
     ),
     backend("", ""): "MineConfig does not name itself in 'type'",
+    backend("", "My Tier"): "MineConfig names itself 'My Tier': a name has letters, digits, '-', '_' and '.'",
     backend("threads: int = 3"): "MineConfig has a field 'threads', a key of the core's own",
     backend("ratio: complex = 3"): "no setting can have the type <class 'complex'>",
     backend("ratio: Unheard = 3"): "NameError: name 'Unheard' is not defined",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import socket
 import threading
 
 import pytest
@@ -80,8 +81,39 @@ def test_the_doctor_tells_what_cannot_be_used(folder, capsys):
     assert told[-2:] == [
         "disk cannot be used: kvtier.yaml:4: $.tiers[1]: store: another live process keeps its frames here; "
         "give each engine a path of its own",
-        "1 of 2 tiers cannot be used: an engine would not start with this file",
+        "1 of 2 tiers cannot be opened: an engine does not start with this file",
     ]
+
+
+def test_the_doctor_tells_of_two_tiers_in_one_folder(folder, capsys):
+    write_file(*["{type: disk, capacity: 1GiB, path: store}"] * 2)
+    before = tree(folder)
+    assert main(["doctor", "kvtier.yaml", "--json"]) == PROBLEMS
+    told = json.loads(capsys.readouterr().out)
+    assert [each["opens"] for each in told["tiers"]] == [True, True, False]
+    assert "keeps its frames here" in told["tiers"][2]["trouble"]
+    assert told["verdict"] == "1 of 3 tiers cannot be opened: an engine does not start with this file"
+    assert main(["check", "kvtier.yaml", "--open"]) == PROBLEMS
+    assert tree(folder) == before
+
+
+def test_the_doctor_says_that_an_engine_starts_without_its_redis(folder, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    write_file(f"{{type: redis, url: 'redis://127.0.0.1:{port}'}}")
+    assert main(["check", "kvtier.yaml", "--open"]) == FINE
+    assert main(["doctor", "kvtier.yaml", "--json"]) == PROBLEMS
+    out = capsys.readouterr().out
+    told = json.loads(out[out.index("{\n") :])
+    assert told["tiers"][1]["opens"] and "Connection refused" in told["tiers"][1]["trouble"]
+    assert told["verdict"] == "1 of 2 tiers cannot be used: an engine starts, and finds nothing there"
+
+
+def test_the_doctor_names_the_engine_that_it_assumes(folder, capsys):
+    assert main(["doctor", "kvtier.yaml", "--prefill", "1e9"]) == FINE
+    said = capsys.readouterr()
+    assert "an engine that computes 1e+09 tokens a second (--prefill) of 128KiB each makes " in said.out
+    assert "--model FOLDER names another model" in said.err
 
 
 class Twisted(ExampleBackend):

@@ -208,6 +208,13 @@ def test_a_plan_is_the_least_of_what_was_tried_and_can_be_written_down(folder, c
     assert "1GiB would take " in told
 
 
+def test_a_plan_prefers_the_default_policy_where_others_are_as_good(folder, capsys):
+    assert main(["plan", "trace.jsonl", "--ram", "1TiB", "--ssd", "1TiB", "--policy", "lru,gittins,mru"]) == 0
+    told = capsys.readouterr().out
+    assert "eviction: gittins" in told and "eviction: lru" not in told
+    assert "As good: " in told
+
+
 def test_a_plan_for_memory_alone(folder, capsys):
     assert main(["plan", "trace.jsonl", "--ram", "10%", "--policy", "lru"]) == 0
     assert {row["policy"] for row in table(capsys.readouterr().out)} == {"lru"}
