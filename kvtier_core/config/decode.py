@@ -141,10 +141,20 @@ def settings(cls: type, but: Collection[str] = ()) -> dict[str, Setting]:
     """The keys of an attrs class, except those in ``but``. Raises ContractError for a type that no setting can have."""
     hints = typing.get_type_hints(cls)
     return {
-        field.alias: Setting(_hidden(field, reader(hints[field.name])), required=field.default is attrs.NOTHING)
+        field.alias: Setting(_hidden(field, _of_field(cls, field, hints)), required=field.default is attrs.NOTHING)
         for field in attrs.fields(cls)
         if field.init and field.name not in but
     }
+
+
+def _of_field(cls: type, field: attrs.Attribute, hints: Mapping[str, Any]) -> Read:
+    """How the values of a field are read. Raises ContractError, which names the field."""
+    if field.name not in hints:
+        raise ContractError(f"{cls.__name__}.{field.name} has no type; annotate it")
+    try:
+        return reader(hints[field.name])
+    except ContractError as error:
+        raise ContractError(f"{cls.__name__}.{field.name}: {error}") from error
 
 
 def _hidden(field: attrs.Attribute, read: Read) -> Read:

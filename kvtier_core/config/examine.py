@@ -87,7 +87,6 @@ def examine(plugin: str, version: str, implementation: Any) -> list[Offer]:
     manager = pluggy.PluginManager("kvtier")
     manager.add_hookspecs(hookspecs)
     manager.register(implementation, plugin)
-    manager.check_pending()
     _must_be_marked(manager, implementation)
     offers = [
         Offer(kind, _name_of(config, described), plugin, version, config)
@@ -102,8 +101,11 @@ def examine(plugin: str, version: str, implementation: Any) -> list[Offer]:
 
 
 def _must_be_marked(manager: pluggy.PluginManager, implementation: Any) -> None:
-    """Raise ContractError for a hook without @hookimpl, which pluggy would silently ignore."""
+    """Raise ContractError for a hook without @hookimpl, which pluggy would silently ignore, and for an unknown one."""
     called = getattr(implementation, "__name__", type(implementation).__name__)
+    for caller in manager.get_hookcallers(implementation) or ():
+        if not caller.has_spec():
+            raise ContractError(f"{called} implements {caller.name}, which is no hook; there are {', '.join(_HOOKS)}")
     for hook in _HOOKS:
         if callable(getattr(implementation, hook, None)) and not manager.parse_hookimpl_opts(implementation, hook):
             raise ContractError(f"{called} defines {hook} without @hookimpl: nothing of it is used")
@@ -140,8 +142,10 @@ def _name_of(config: Any, kind: Kind) -> str:
     families = " or ".join(family.__name__ for family in kind.families)
     if not (inspect.isclass(config) and issubclass(config, kind.families)):
         raise ContractError(f"{kind.hook} offers {config!r}, which is no {families} class")
-    if "__attrs_attrs__" not in vars(config) or inspect.isabstract(config):
-        raise ContractError(f"{config.__name__} is abstract, or not an attrs class of its own")
+    if "__attrs_attrs__" not in vars(config):
+        raise ContractError(f"{config.__name__} is not an attrs class of its own: decorate it with @attrs.frozen")
+    if inspect.isabstract(config):
+        raise ContractError(f"{config.__name__} is abstract: it lacks {', '.join(sorted(config.__abstractmethods__))}")
     name = getattr(config, "type", None)
     if not (isinstance(name, str) and name):
         raise ContractError(f"{config.__name__} does not name itself in 'type'")

@@ -146,6 +146,14 @@ class PlantedConfig(BackendConfig):
                 yield file, file.stat().st_size
 
 
+@attrs.frozen
+class UnlistedConfig(PlantedConfig):
+    """Its store cannot be listed as a whole."""
+
+    type: ClassVar[str] = "unlisted"
+    walk = BackendConfig.walk
+
+
 class SpoiltLaws(BackendLaws):
     persistent = True
 

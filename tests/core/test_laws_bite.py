@@ -11,7 +11,7 @@ import time
 from typing import ClassVar
 
 import pytest
-from planted_backends import PlantedConfig, Reference, Slab, SlabLanding, SpoiltLaws
+from planted_backends import PlantedConfig, Reference, Slab, SlabLanding, SpoiltLaws, UnlistedConfig
 
 from kvtier_core.errors import BackendError
 from kvtier_core.testing import BackendLaws, Laws, resources
@@ -260,6 +260,7 @@ class LeavesAZombie(LeavesAChild):
 
 
 GIVES_BACK = "test_close_gives_everything_back"
+CAPACITY = "test_what_other_namespaces_left_counts_against_the_capacity"
 
 
 class GivesAwayThePlaces(Slab):
@@ -289,7 +290,7 @@ BUGS = [
     (SaysThatItIsShared, "test_a_shared_backend_is_tried_as_one"),
     (LooksTwiceWhileItScans, "test_a_scan_may_race_with_a_delete"),
     (ScansLazily, "test_a_scan_may_race_with_a_delete"),
-    (KeepsAllNamespaces, "test_what_other_namespaces_left_counts_against_the_capacity"),
+    (KeepsAllNamespaces, CAPACITY),
     (ReadsOneAtATime, "test_a_slow_read_does_not_block_others"),
     (LeavesADescriptor, GIVES_BACK),
     (LeavesAThread, GIVES_BACK),
@@ -340,6 +341,30 @@ def test_a_planted_bug_breaks_its_law(tmp_path, monkeypatch, bug, law):
     ):
         afterwards.callback(end_children)
         getattr(laws_for(bug), law)(tmp_path)
+
+
+@pytest.mark.parametrize("backend", [Reference, KeepsAllNamespaces])
+def test_a_store_without_walk_keeps_the_law_of_capacity_or_breaks_it(tmp_path, backend):
+    class UnlistedLaws(SpoiltLaws):
+        def config(self, folder):
+            return UnlistedConfig(folder, backend)
+
+    breaks = pytest.raises(AssertionError, match="frames of other namespaces must make room")
+    with breaks if backend is KeepsAllNamespaces else contextlib.nullcontext():
+        getattr(UnlistedLaws(), CAPACITY)(tmp_path)
+
+
+def test_a_read_that_gives_up_because_another_one_waits_is_named(tmp_path):
+    class GivesUp(ReadsOneAtATime):
+        def read(self, keys, into):
+            if not self.lock.acquire(timeout=0.2):
+                raise BackendError("timed out")
+            with contextlib.ExitStack() as locked:
+                locked.callback(self.lock.release)
+                return Reference.read(self, keys, into)
+
+    with pytest.raises(AssertionError, match="that of another one raised timed out: calls come on several threads"):
+        laws_for(GivesUp).test_a_slow_read_does_not_block_others(tmp_path)
 
 
 def end_children():

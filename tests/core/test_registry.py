@@ -112,7 +112,8 @@ BROKEN = {
     "import boto33": "ModuleNotFoundError: No module named 'boto33'",
     "def oops(:": "SyntaxError: invalid syntax (bad_mine.py, line 1)",
     HEAD + "@hookimpl\ndef kvtier_backend(): return []": (
-        "PluginValidationError: unknown hook 'kvtier_backend' in plugin <module 'bad_mine' from '{path}/bad_mine.py'>"
+        "bad_mine implements kvtier_backend, which is no hook; there are kvtier_backends, kvtier_eviction_policies, "
+        "kvtier_token_databases, kvtier_serializers, kvtier_observers"
     ),
     HEAD + "@hookimpl\ndef kvtier_backends(config): return []": (
         "PluginValidationError: Plugin 'bad:mine' for hook 'kvtier_backends' hookimpl definition: "
@@ -125,16 +126,15 @@ BROKEN = {
     HEAD + "@hookimpl\ndef kvtier_eviction_policies(): return [Offered]": (
         "kvtier_eviction_policies offers <class 'bad_mine.Offered'>, which is no EvictionConfig class"
     ),
-    HEAD + "@hookimpl\ndef kvtier_backends(): return [BackendConfig]": (
-        "BackendConfig is abstract, or not an attrs class of its own"
-    ),
+    HEAD + "@hookimpl\ndef kvtier_backends(): return [BackendConfig]": ("BackendConfig is abstract: it lacks open"),
     HEAD + "@hookimpl\ndef kvtier_backends(): return [Offered]": (
-        "Offered is abstract, or not an attrs class of its own"
+        "Offered is not an attrs class of its own: decorate it with @attrs.frozen"
     ),
     backend("", ""): "MineConfig does not name itself in 'type'",
     backend("", "My Tier"): "MineConfig names itself 'My Tier': a name has letters, digits, '-', '_' and '.'",
     backend("threads: int = 3"): "MineConfig has a field 'threads', a key of the core's own",
-    backend("ratio: complex = 3"): "no setting can have the type <class 'complex'>",
+    backend("ratio: complex = 3"): "MineConfig.ratio: no setting can have the type <class 'complex'>",
+    backend("ratio = attrs.field(default=3)"): "MineConfig.ratio has no type; annotate it",
     backend("ratio: Unheard = 3"): "NameError: name 'Unheard' is not defined",
     backend("").replace("[MineConfig]", "[MineConfig, MineConfig]"): "offers tier 'disk' twice",
     backend("").replace("@hookimpl\n", ""): (

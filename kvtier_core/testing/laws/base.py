@@ -46,7 +46,7 @@ class Laws:
     layout: ClassVar[ChunkLayout] = make_layout()  #: of the chunks that the laws use; 9 pages of 4 KiB or more a frame
 
     def config(self, folder: Path) -> Any:
-        """The config under test. The same folder means the same store, another folder another one.
+        """The config under test. The same folder means the same store, another folder another one; the folder is there.
 
         It is called several times for one law, and some laws send its result to another process by pickle, so it must
         be of a class at the top level of a module.

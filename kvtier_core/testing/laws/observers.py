@@ -158,7 +158,10 @@ class ObserverLaws(Laws):
 
         Otherwise tests, and programs with two engines, would count both in one place, or not open the second.
         """
-        with self.opened(tmp_path / "one") as first, self.opened(tmp_path / "another") as second:
+        one, another = tmp_path / "one", tmp_path / "another"
+        one.mkdir()
+        another.mkdir()
+        with self.opened(one) as first, self.opened(another) as second:
             for observer in (first, second):
                 _aside(lambda observer=observer: observer.observe(tuple(some_events(10))))
 

@@ -173,7 +173,7 @@ class SerializerLaws(Laws):
         first = self.open(tmp_path)
         encodings = [encode(first, payload, first.bound(self.layout)) for payload in payloads]
         busy = self.open(tmp_path)
-        encode(busy, payloads[2], busy.bound(self.layout))
+        encode(busy, payloads[-1], busy.bound(self.layout))
         for payload, encoded in zip(payloads, encodings, strict=True):
             here = decode(first, encoded, len(payload))
             assert same(decode(self.open(tmp_path), encoded, len(payload)), here)
