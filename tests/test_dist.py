@@ -46,7 +46,7 @@ def built(tmp_path_factory) -> Path:
     scope="module", params=[pytest.param(each, marks=pytest.mark.long) for each in PYTHONS], ids="3.{}".format
 )
 def python(request, built, tmp_path_factory) -> Path:
-    """The Python of an environment with what `pip install 'kvtier[all]'` and an example bring, and nothing else."""
+    """The Python of an environment with what the extras of our tiers and an example bring, and nothing else."""
     folder = tmp_path_factory.mktemp("empty")
     # These very versions, whatever a registry may have under the same names.
     ours = folder / "constraints.txt"
@@ -54,7 +54,7 @@ def python(request, built, tmp_path_factory) -> Path:
     run(PYTHONS[request.param], "-m", "venv", folder / "venv")
     python = folder / "venv" / "bin" / "python"
     found = ("--find-links", built, "--constraint", ours)
-    run(python, "-m", "pip", "install", "--quiet", *found, "kvtier[all]", "kvtier-example-backend")
+    run(python, "-m", "pip", "install", "--quiet", *found, "kvtier[cpu,disk,gds,redis,s3]", "kvtier-example-backend")
     return python
 
 
@@ -84,11 +84,24 @@ def test_the_core_requires_three_packages(built):
         ("gds", {"kvtier-gds"}),
         ("redis", {"kvtier-redis"}),
         ("s3", {"kvtier-s3"}),
-        ("all", {"kvtier-cpu", "kvtier-disk", "kvtier-gds", "kvtier-redis", "kvtier-s3"}),
+        ("all", {"kvtier"}),
     ],
 )
 def test_extras_bring_the_plugins(built, extra, brings):
     assert requirements(built, "kvtier", extra) == brings
+
+
+def test_all_is_every_extra_but_those_for_tests_and_pictures(built):
+    (named,) = re.findall(r"kvtier\[([\w,]+)\]", str(metadata(built, "kvtier").get_all("Requires-Dist")))
+    extras = {*metadata(built, "kvtier").get_all("Provides-Extra")}
+    assert {*named.split(",")} == extras - {"all", "testing", "plot"}
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if "example" not in name])
+def test_core_and_plugins_bound_each_other(built, name):
+    ours = [line for line in metadata(built, name).get_all("Requires-Dist") if line.startswith("kvtier-")]
+    ours += [line for line in metadata(built, name).get_all("Requires-Dist") if re.match(r"kvtier[<>]", line)]
+    assert ours and all("<0.2" in line and ">=0.1" in line for line in ours)
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -119,6 +132,17 @@ def test_metadata_is_complete(built, name):
     assert told["License-Expression"] == "Apache-2.0"
     assert told["Requires-Python"] == ">=3.11"
     assert told.get_payload().strip(), "the README is missing"
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if "example" not in name])
+def test_wheels_and_sdists_have_the_license(built, name):
+    for wheel in built.glob(f"{name}-*.whl"):
+        (member,) = [each for each in zipfile.ZipFile(wheel).namelist() if each.endswith("licenses/LICENSE")]
+        assert zipfile.ZipFile(wheel).read(member) == (ROOT / "LICENSE").read_bytes()
+    (sdist,) = built.glob(f"{name}-[0-9]*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        assert [each for each in archive.getnames() if each.count("/") == 1 and each.endswith("/LICENSE")]
+    assert metadata(built, name)["Author"] == "The kvtier developers" and metadata(built, name)["Keywords"]
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if "example" not in name])
