@@ -8,9 +8,11 @@ from collections import Counter
 import pytest
 from fake_host import CHUNK, FRAME, Host, prompt
 from test_scheduler_side import host, stack  # noqa: F401 - fixtures
-from test_waiting import ASKED, CHUNKS, computes, delivers, served  # noqa: F401 - fixtures
+from test_waiting import ASKED, CHUNKS, Clock, computes, delivers, served  # noqa: F401 - fixtures
 
+from kvtier_core.engine.observers import Observers
 from kvtier_core.engine.request_view import Bypass
+from kvtier_core.interfaces import Observer
 from kvtier_core.types import EventKind
 
 TIERS = ("heap", "disk")
@@ -109,6 +111,35 @@ def test_loads_have_their_seconds(served):  # noqa: F811
     (loaded,) = [event for event in ledger.events if event.kind is EventKind.LOADED]
     assert (loaded.tier, loaded.nbytes) == ("heap", CHUNKS * engine.layout.payload_nbytes)
     assert loaded.seconds == 0.25
+
+
+class Remembering(Observer):
+    def __init__(self):
+        self.events = []
+
+    def observe(self, events):
+        self.events += events
+
+
+def test_an_observer_learns_of_a_request_its_tokens_by_tier_its_wait_and_the_computing_avoided(stack):  # noqa: F811
+    first = Host(stack())
+    first.ask("first", ASKED)
+    first.close()
+    seen, clock = Remembering(), Clock()
+    engine = Host(stack(), clock=clock, observers=Observers([("seen", seen)]))
+    engine.step()  # the self-test
+    computes(engine, CHUNK / 0.1)
+    request = engine.submit("second", ASKED)
+    assert engine.side.match(request.view(), 0) is None
+    clock.now = 0.25
+    engine.run(request)
+    engine.close()  # the observer has been told everything
+    told = [event for event in seen.events if event.request == "second"]
+    assert [(event.tier, event.tokens) for event in told if event.kind is EventKind.HIT] == [("disk", CHUNKS * CHUNK)]
+    seconds = {event.kind: (event.tier, pytest.approx(event.seconds)) for event in told}
+    assert seconds[EventKind.WAITED] == ("disk", 0.25)
+    assert seconds[EventKind.AVOIDED] == ("disk", 0.4)
+    assert told[-1].kind is EventKind.FINISHED
 
 
 def test_the_usage_is_told_when_it_has_changed(host):  # noqa: F811
