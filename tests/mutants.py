@@ -1318,6 +1318,20 @@ MUTANTS = (
         WAITING + "test_nobody_waits_longer_than_computing_takes",
     ),
     Mutant(
+        "decoding-counts-as-a-prompt",
+        "kvtier_core/engine/scheduler/requests.py",
+        "prompts += max(0, min(request.end, state.admitted) - request.computed)",
+        "prompts += request.scheduled",
+        WAITING + "test_requests_that_decode_do_not_pull_the_speed_of_the_engine_down",
+    ),
+    Mutant(
+        "prompts-pay-for-decoding",
+        "kvtier_core/engine/scheduler/prefill_speed.py",
+        "seconds - self._decoding_in(step, seconds)",
+        "seconds",
+        WAITING + "test_the_time_of_decoding_beside_a_prompt_is_not_the_prompts",
+    ),
+    Mutant(
         "waits-for-late-answers",
         STORE_TIER + "/asking/load_choice.py",
         "return self._speed.answer <= _QUESTION_SHARE * chunks * limit.chunk_seconds",

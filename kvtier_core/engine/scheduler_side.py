@@ -148,6 +148,7 @@ class SchedulerSide:
         """The engine allocated the request's blocks, and wants ``tokens`` of those that `match` offered loaded."""
         state = self._track(view)
         self._waiting.end(state, tokens)
+        state.admitted = view.tokens
         if not view.computed_tokens:  # otherwise it returns from a load
             state.trusted = None
         computed = view.computed_tokens or state.computed
@@ -186,7 +187,7 @@ class SchedulerSide:
         self.events.tell(self.savings.take_events())
         self.status.step()
         self._stepped = False
-        self._waiting.speed.planned(sum(request.scheduled for request in step.requests), self._clock())
+        self._waiting.speed.planned(*self._requests.scheduled(step.requests), self._clock())
         self._loads.release_forgotten()
         stores_to_fence = self._stores.to_fence(self._new_blocks.union(step.new_blocks))
         self._new_blocks.clear()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 from fake_host import CHUNK, FRAME, Host, prompt
 from test_scheduler_side import said, stack  # noqa: F401 - fixtures
 
 from kvtier_core.engine.scheduler.prefill_speed import PrefillSpeed
 from kvtier_core.engine.scheduler.savings import Savings, TierSavings
+from kvtier_core.engine.step import ScheduledRequest, Step
 from kvtier_core.types import EventKind
 
 CHUNKS = 4
@@ -17,29 +19,66 @@ ASKED = prompt(1, CHUNKS * CHUNK + 3)
 # -- the engine's speed --------------------------------------------------------------------------------
 
 
+def steps(speed, *took, begun=0.0):
+    """One after the other: steps of so many tokens of prompts, so many others, and so many seconds."""
+    for prompt_tokens, others, seconds in took:
+        speed.planned(prompt_tokens, others, begun)
+        begun += seconds
+        speed.ended(begun)
+
+
 def test_the_speed_is_that_of_steps_that_compute_prompts():
     speed = PrefillSpeed()
     assert (speed.rate, speed.seconds(1)) == (None, None)
-    speed.planned(2048, 10.0)
-    speed.ended(10.5)
+    steps(speed, (2048, 0, 0.5), begun=10.0)
     assert (speed.rate, speed.seconds(1024)) == (4096.0, 0.25)
-    speed.planned(8, 11.0)  # decoding
-    speed.ended(12.0)
+    steps(speed, (8, 0, 1.0), begun=11.0)  # it takes as long for one token
     assert speed.rate == 4096.0
+
+
+def test_decoding_says_nothing_of_the_speed_of_prompts():
+    speed = PrefillSpeed()
+    steps(speed, (2000, 0, 0.1), *[(0, 128, 0.025)] * 200)
+    assert speed.rate == 20_000
+
+
+def test_the_time_of_decoding_beside_a_prompt_is_not_the_prompts():
+    """Whatever its share of the tokens: decoding 128 takes 25 ms with or without the prompt."""
+    for tokens in (64, 512, 4096):
+        speed = PrefillSpeed()
+        steps(speed, *[(0, 128, 0.025)] * 3, *[(tokens, 128, 0.025 + tokens / 20_000)] * 50)
+        assert speed.rate == pytest.approx(20_000)
+
+
+def test_fewer_tokens_than_were_decoded_before_are_taken_to_need_as_much_less_time():
+    speed = PrefillSpeed()
+    steps(speed, (0, 128, 0.02), (1000, 32, 0.105))
+    assert speed.rate == pytest.approx(10_000)
+
+
+def test_decoding_that_was_never_seen_alone_has_its_share_of_the_step():
+    speed = PrefillSpeed()
+    steps(speed, (300, 100, 0.4))
+    assert speed.rate == pytest.approx(1000)
+
+
+def test_a_step_that_takes_no_longer_than_decoding_alone_says_nothing():
+    speed = PrefillSpeed()
+    steps(speed, (2000, 0, 0.1), (0, 128, 0.025), (64, 128, 0.024))
+    assert speed.rate == 20_000
 
 
 def test_time_in_which_the_engine_has_nothing_to_do_does_not_count():
     speed = PrefillSpeed()
     for begun in (0.0, 100.0):
-        speed.planned(1000, begun)
-        speed.ended(begun + 1.0)
+        steps(speed, (1000, 0, 1.0), begun=begun)
     assert speed.rate == pytest.approx(1000.0)
 
 
 def test_a_step_that_is_planned_before_the_last_has_ended_begins_when_that_ends():
     speed = PrefillSpeed()
-    speed.planned(1000, 0.0)
-    speed.planned(1000, 0.1)
+    speed.planned(1000, 0, 0.0)
+    speed.planned(1000, 0, 0.1)
     speed.ended(1.0)
     speed.ended(2.0)
     assert speed.rate == pytest.approx(1000.0)
@@ -47,9 +86,7 @@ def test_a_step_that_is_planned_before_the_last_has_ended_begins_when_that_ends(
 
 def test_a_new_speed_is_followed():
     speed = PrefillSpeed()
-    for begun, seconds in ((0.0, 1.0), (10.0, 4.0), (20.0, 4.0), (30.0, 4.0)):
-        speed.planned(4096, begun)
-        speed.ended(begun + seconds)
+    steps(speed, (4096, 0, 1.0), *[(4096, 0, 4.0)] * 3)
     assert 1024.0 < speed.rate < 1150.0
 
 
@@ -57,6 +94,40 @@ def test_an_end_without_a_plan_is_ignored():
     speed = PrefillSpeed()
     speed.ended(1.0)
     assert speed.rate is None
+
+
+def one_step(host, seconds, *scheduled):
+    """A step that computes so many tokens of requests behind so many: of each its request, these two counts."""
+    host.side.plan(Step([ScheduledRequest(each.request_id, *counts) for each, *counts in scheduled], (), tables))
+    host.side._clock.now += seconds
+    host.side.step_ended()
+
+
+def tables(_):
+    return [list(range(30))]
+
+
+def test_requests_that_decode_do_not_pull_the_speed_of_the_engine_down(served):
+    host = served()
+    computes(host, 20_000)
+    requests = [host.submit(f"{number}", prompt(number, CHUNK - 2)) for number in range(128)]
+    for each in requests:
+        host.side.match(each.view(), 0)
+        host.side.admitted(each.view(), tables(each), 0)
+    for _ in range(200):
+        one_step(host, 0.025, *((each, len(each.tokens), 1) for each in requests))
+    assert host.side._waiting.speed.rate == 20_000
+    for each in requests:
+        host.side.finished(each.view(), "abort")
+
+
+def test_what_a_preempted_request_computes_again_counts_as_its_prompt(served):
+    host = served()
+    request = host.submit("again", prompt(1, 10) + prompt(2, 90))
+    host.side.admitted(attrs.evolve(request.view(), prompt_tokens=10), tables(request), 0)
+    one_step(host, 0.1, (request, 0, 100))
+    assert host.side._waiting.speed.rate == pytest.approx(1000)
+    host.side.finished(request.view(), "abort")
 
 
 # -- what was saved ------------------------------------------------------------------------------------
@@ -106,6 +177,7 @@ def served(stack):  # noqa: F811
         first.close()
         hosts.append(Host(stack(**settings), clock=Clock()))
         hosts[-1].step()  # the self-test
+        hosts[-1].side.step_ended()
         return hosts[-1]
 
     yield start

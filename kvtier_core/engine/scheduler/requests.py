@@ -6,11 +6,12 @@ import hashlib
 import itertools
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 
 from kvtier_core.engine.request_view import Bypass, RequestView
+from kvtier_core.engine.step import ScheduledRequest
 from kvtier_core.interfaces import TokenDatabase
 from kvtier_core.layouts import ChunkLayout, chunk_key
 from kvtier_core.stack.interface import Declined, Lookup, Stack
@@ -35,6 +36,7 @@ class RequestState:
     computed: int = 0  #: tokens that the engine had when it last asked for a match
     trusted: int | None = None  #: tokens, from the first one on, with trusted KV (see provenance); None: not known yet
     found: Lookup = attrs.field(factory=Lookup)  #: the lookup then, from the chunk that contains ``computed`` on
+    admitted: int = 0  #: tokens that it had when it was admitted: its prompt, and what it had generated if preempted
     shared: int = 0  #: chunks that others had stored of its tokens then, though it may not have been able to load them
     declined: Declined | None = None  #: what it left in a tier
     sources: Counter[str] = attrs.field(factory=Counter)  #: tokens of its last load, by tier
@@ -95,6 +97,15 @@ class Requests:
     def finish(self, request_id: str) -> RequestState | None:
         """Forget a request. Returns its last state; None if it was never tracked."""
         return self._states.pop(request_id, None)
+
+    def scheduled(self, requests: Sequence[ScheduledRequest]) -> tuple[int, int]:
+        """How many tokens a step computes that these requests were admitted with, and how many that they generate."""
+        total = sum(request.scheduled for request in requests)
+        prompts = 0
+        for request in requests:
+            if state := self._states.get(request.request_id):
+                prompts += max(0, min(request.end, state.admitted) - request.computed)
+        return prompts, total - prompts
 
     def chunks(self, tokens: int) -> int:
         """How many whole chunks have a key if so many tokens are known."""
