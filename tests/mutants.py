@@ -1002,8 +1002,8 @@ MUTANTS = (
     Mutant(
         "waits-for-ever",
         "kvtier_core/engine/scheduler/waiting.py",
-        "return self._waited(state) < longest",
-        "return True",
+        "if sum(state.waits.values()) >= longest:",
+        "if False:",
         "tests/vllm/test_bad_disks.py::test_a_disk_that_hangs_stalls_nobody",
     ),
     Mutant(
@@ -1332,6 +1332,27 @@ MUTANTS = (
         WAITING + "test_the_time_of_decoding_beside_a_prompt_is_not_the_prompts",
     ),
     Mutant(
+        "the-engines-queue-is-a-tiers",
+        "kvtier_core/engine/scheduler/waiting.py",
+        "        state.asked = None\n\n    def allows",
+        "        state.waiting_since = self._clock()\n\n    def allows",
+        WAITING + "test_the_engines_own_queue_is_not_waiting",
+    ),
+    Mutant(
+        "not-asking-is-waiting",
+        "kvtier_core/engine/scheduler/waiting.py",
+        "self._last_step.until = self._clock()",
+        "pass",
+        WAITING + "test_steps_in_which_the_engine_does_not_ask_are_not_waiting",
+    ),
+    Mutant(
+        "loads-for-a-wait-that-is-over",
+        STORE_TIER + "/asking/load_choice.py",
+        "if limit is None or (needed is None and limit.wait > 0):",
+        "if limit is None or limit.wait <= 0 or needed is None:",
+        "tests/core/test_load_choice.py::test_for_a_request_that_may_not_wait_nothing_is_loaded",
+    ),
+    Mutant(
         "waits-for-late-answers",
         STORE_TIER + "/asking/load_choice.py",
         "return self._speed.answer <= _QUESTION_SHARE * chunks * limit.chunk_seconds",
@@ -1362,8 +1383,8 @@ MUTANTS = (
     Mutant(
         "requests-wait-for-probes",
         "kvtier_core/stack/lookup/chain.py",
-        "return Requested() if path[at] in self._promotions.probes else Requested(1, arena.name)",
-        "return Requested(1, arena.name)",
+        "if path[at] in self._promotions.probes:",
+        "if False:",
         ASKING + "test_nobody_waits_for_a_probe",
     ),
     Mutant(

@@ -119,6 +119,7 @@ class SchedulerSide:
         The engine may ask as often as it likes, until it calls `admitted`.
         """
         state = self._track(view)
+        self._waiting.asked(state)
         state.computed, state.found, state.shared, state.declined = computed, Lookup(), 0, None
         if reason := self._why_no_lookup(state):
             state.reason = reason
@@ -187,6 +188,7 @@ class SchedulerSide:
         self.events.tell(self.savings.take_events())
         self.status.step()
         self._stepped = False
+        self._waiting.step_planned()
         self._waiting.speed.planned(*self._requests.scheduled(step.requests), self._clock())
         self._loads.release_forgotten()
         stores_to_fence = self._stores.to_fence(self._new_blocks.union(step.new_blocks))

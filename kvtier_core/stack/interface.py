@@ -26,10 +26,12 @@ class Declined:
 
     tier: str
     chunks: int
-    load_seconds: float  #: in which they would be loaded
+    load_seconds: float | None  #: in which they would be loaded; None: not known, and the request may not wait
     compute_seconds: float  #: in which they are computed
 
     def __str__(self) -> str:
+        if self.load_seconds is None:
+            return f"{self.tier} has {self.chunks} more chunks, and the request has waited for as long as it may"
         return (
             f"{self.tier} has {self.chunks} more chunks: {self.load_seconds:.3f} s to load them, "
             f"{self.compute_seconds:.3f} s to compute them"

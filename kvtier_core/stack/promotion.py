@@ -35,6 +35,7 @@ class _Request:
     parent: ChunkKey | None
     salt: bytes
     limit: LoadLimit | None
+    tier: str = ""  #: that it is read from
 
 
 class Promotions:
@@ -64,6 +65,10 @@ class Promotions:
     def under_way(self) -> int:
         """Chunks that are requested or being read."""
         return len(self._requests) + len(self._reading)
+
+    def source(self, key: ChunkKey) -> str:
+        """The tier that a chunk is being read from; empty if it is not."""
+        return self._reading[key].tier if key in self._reading else ""
 
     def request(
         self, path: Sequence[ChunkKey], at: int, taken: Taken, limit: LoadLimit | None = None, salt: bytes = b""
@@ -115,7 +120,7 @@ class Promotions:
                 lambda good, bad, tier=tier: self._read(tier, good, bad),
                 {key: requests[key].salt for key in fitting if requests[key].salt},
             )
-            self._reading.update((key, requests[key]) for key in begun)
+            self._reading.update((key, attrs.evolve(requests[key], tier=tier.name)) for key in begun)
             self._hot.abort(_without(fitting, set(begun)))
             self.rejected.update(now[len(fitting) :])
             for key in here:

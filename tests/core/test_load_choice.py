@@ -140,13 +140,21 @@ def test_only_as_much_is_loaded_as_comes_while_the_request_may_wait(chooser):
 
 @pytest.mark.parametrize(
     ("limit", "rate"),
-    [(None, 1.0), (LoadLimit(1e-9, 0.0), 1.0), (LoadLimit(1e-9, 1.0), None)],
-    ids=["load: always", "nobody waits any more", "the speed is not known yet"],
+    [(None, 1.0), (LoadLimit(1e-9, 1.0), None)],
+    ids=["load: always", "the speed is not known yet"],
 )
 def test_everything_is_loaded(clock, limit, rate):
     speed = StoreSpeed()
     speed.rate = rate
     assert LoadChooser("far", speed, clock).choose(7, MIB, 0, limit) == LoadChoice(7)
+
+
+@pytest.mark.parametrize("wait", [0.0, -30.0])
+def test_for_a_request_that_may_not_wait_nothing_is_loaded(chooser, clock, wait):
+    assert choose(chooser, 20, chunk_seconds=1.0, wait=wait).chunks == 0
+    unknown = LoadChooser("far", StoreSpeed(), clock).choose(7, MIB, 0, LoadLimit(1.0, wait))
+    assert unknown.chunks == 0
+    assert str(unknown.declined) == "far has 7 more chunks, and the request has waited for as long as it may"
 
 
 def test_a_declined_store_is_probed_now_and_then(chooser, clock):

@@ -10,6 +10,7 @@ from test_scheduler_side import said, stack  # noqa: F401 - fixtures
 from kvtier_core.engine.scheduler.prefill_speed import PrefillSpeed
 from kvtier_core.engine.scheduler.savings import Savings, TierSavings
 from kvtier_core.engine.step import ScheduledRequest, Step
+from kvtier_core.stack.interface import Lookup
 from kvtier_core.types import EventKind
 
 CHUNKS = 4
@@ -135,8 +136,8 @@ def test_what_a_preempted_request_computes_again_counts_as_its_prompt(served):
 
 def test_savings_are_divided_by_tokens_and_told_once():
     savings = Savings()
-    savings.loaded("a", {"cpu": 300, "far": 100}, 2.0, 0.4)
-    savings.waited_in_vain("a", "far", 0.5)
+    savings.loaded("a", {"cpu": 300, "far": 100}, 2.0, 0.4, {})
+    savings.waited_in_vain("a", {"far": 0.5, "": 7.0})
     savings.declined("a", "far", 64)
     assert savings.by_tier == {
         "cpu": TierSavings(300, 0, 1.5, pytest.approx(0.3)),
@@ -258,6 +259,95 @@ def test_waiting_and_computing_are_told_with_a_hit(served, said):  # noqa: F811
     host.run(request)
     assert said()[-1] == "hit 32 of 35 tokens: disk 32; waited 0.250 s, computing takes 0.400 s"
     assert host.side.savings.by_tier["disk"] == TierSavings(32, 0, pytest.approx(0.4), pytest.approx(0.25))
+
+
+def test_the_engines_own_queue_is_not_waiting(served, said):  # noqa: F811
+    """Everything is READY after a quarter of a second, and the engine has blocks for the request after thirty."""
+    host = served(load_wait="1s")
+    clock = host.side._clock
+    computes(host, CHUNK / 0.1)
+    request = host.submit("second", ASKED)
+    assert host.side.match(request.view(), 0) is None
+    host.side.drain(10.0)
+    for clock.now in (0.25, 0.5, 30.0):
+        assert host.side.match(request.view(), 0) == CHUNKS * CHUNK
+    host.run(request)
+    assert said()[-1] == "hit 32 of 35 tokens: disk 32; waited 0.250 s, computing takes 0.400 s"
+    assert host.side.savings.by_tier["disk"].net == pytest.approx(0.15)
+
+
+def test_steps_in_which_the_engine_does_not_ask_are_not_waiting(served):
+    """It has asked in one step, has no room for more requests in the next ones, and then asks again."""
+    host = served(load_wait="1s")
+    clock = host.side._clock
+    computes(host, CHUNK / 0.1)
+    request = host.submit("second", ASKED)
+    assert host.side.match(request.view(), 0) is None
+    for clock.now in (0.0, 0.2, 10.0, 20.0):
+        host.side.plan(Step((), (), tables))
+    clock.now = 30.0
+    host.run(request)
+    assert host.side.savings.by_tier["disk"].waited == pytest.approx(0.2)
+
+
+def test_a_request_that_the_engine_seldom_asks_about_waits_no_longer_than_it_may(served):
+    host = served(load_wait="1s")
+    clock = host.side._clock
+    host.manager.step = list  # nothing comes up
+    request = host.submit("second", ASKED)
+    answers = []
+    for clock.now in (0.0, 10.0, 20.0):
+        answers.append(host.side.match(request.view(), 0))
+        for _ in range(3):
+            host.side.plan(Step((), (), tables))
+            clock.now += 0.6
+    assert answers == [None, None, 0]
+    host.side.finished(request.view(), "abort")
+
+
+def test_each_tier_is_charged_with_what_it_was_waited_for(served):
+    host = served(load_wait="10s")
+    clock = host.side._clock
+    computes(host, CHUNK / 1.0)
+    state = host.side._track(host.submit("second", ASKED).view())
+    waiting = host.side._waiting
+    for clock.now, awaited in ((0.0, "far"), (1.0, "disk"), (1.5, "")):
+        waiting.asked(state)
+        assert waiting.allows(state, Lookup(pending=4, awaited=awaited))
+    clock.now = 3.5
+    waiting.asked(state)
+    waiting.end(state, 32)
+    clock.now = 4.5
+    state.sources.update({"disk": 24, "heap": 8})
+    waiting.loaded(state)
+    waited = {tier: saved.waited for tier, saved in host.side.savings.by_tier.items()}
+    assert waited == {"far": 1.0, "disk": 0.5 + 0.75, "heap": 0.25}
+    assert state.waited == 3.5
+    host.side.finished(state.view, "abort")
+
+
+def test_chunks_on_their_way_are_waited_for_in_their_tier(served):
+    host = served()
+    request = host.submit("second", ASKED)
+    host.manager.lookup(host.side._requests.keys(host.side._track(request.view()), 32), "other")
+    host.manager._promotions.start(lambda key: False)
+    found = host.manager.lookup(host.side.keys("second"), "second")
+    assert (found.pending, found.awaited) == (CHUNKS, "disk")
+    host.manager.release("other")
+    host.manager.release("second")
+    host.side.finished(request.view(), "abort")
+
+
+def test_a_load_that_fails_was_waited_for_in_vain(served):
+    host = served()
+    clock = host.side._clock
+    computes(host, CHUNK / 0.1)
+    host.failing = {"second"}
+    request = host.submit("second", ASKED)
+    assert host.side.match(request.view(), 0) is None
+    clock.now = 0.25
+    host.run(request)
+    assert host.side.savings.by_tier["disk"] == TierSavings(waited=0.25)
 
 
 def test_what_arrives_is_brought_up_while_it_waits_in_the_queue(served, said):  # noqa: F811

@@ -138,7 +138,7 @@ class Soak:
             if internal.split("-")[0] == request_id:
                 yield request.status.name
                 tracked = self.engine.connector.side._requests.get(internal)
-                if tracked and tracked.waiting_since is not None:
+                if tracked and tracked.asked is not None:
                     yield "waits for a tier"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,13 @@ from kvtier_core.types import KEY_NBYTES, ChunkKey
 
 #: BLAKE2b's personalization of keys that depend on the tokens behind a chunk, too.
 _AHEAD = b"kvtier-ahead"
+
+
+@attrs.define
+class Asked:
+    """The step in which the engine has asked about a request."""
+
+    until: float = math.inf  #: when the step behind it was planned, in which the engine may have asked again
 
 
 @attrs.define
@@ -40,9 +48,11 @@ class RequestState:
     shared: int = 0  #: chunks that others had stored of its tokens then, though it may not have been able to load them
     declined: Declined | None = None  #: what it left in a tier
     sources: Counter[str] = attrs.field(factory=Counter)  #: tokens of its last load, by tier
-    waiting_since: float | None = None  #: since when the engine is asked to wait for a lower tier
-    awaited: str = ""  #: the tier that it waits for
+    asked: Asked | None = None  #: the step in which the engine was last told to wait; None: it is not to
+    waiting_since: float = 0.0  #: since when it waits
+    awaited: str = ""  #: the tier that it waits for; empty: none
     awaited_chunks: int = 0  #: the most chunks that it waited for at once
+    waits: dict[str, float] = attrs.field(factory=dict)  #: seconds that it has waited, by tier, until they are counted
     waited: float = 0.0  #: seconds that it had waited when it was admitted
     load_begun: float = 0.0  #: when its last load was planned
     #: Bytes of that load, by the number of the arena, or by the name of a store tier that workers read.

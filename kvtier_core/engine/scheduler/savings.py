@@ -16,7 +16,7 @@ class TierSavings:
     loaded: int = 0  #: tokens that requests loaded
     declined: int = 0  #: tokens that it had, and that were sooner computed
     avoided: float = 0.0  #: seconds of computing the loaded tokens, as far as the engine's speed was known
-    waited: float = 0.0  #: seconds from the request's first question to the end of its load, or of its waiting
+    waited: float = 0.0  #: seconds that requests waited for what the tier was to supply, and for their loads
 
     @property
     def net(self) -> float:
@@ -40,16 +40,30 @@ class Savings:
         self.by_tier: dict[str, TierSavings] = {}
         self._events: list[Event] = []  # since the last `take_events`
 
-    def loaded(self, request: str, tokens: Mapping[str, int], compute_seconds: float | None, waited: float) -> None:
-        """A load has ended: so many tokens of each tier, which the engine would have computed in so many seconds."""
+    def loaded(
+        self,
+        request: str,
+        tokens: Mapping[str, int],
+        compute_seconds: float | None,
+        load_seconds: float,
+        waits: Mapping[str, float],
+    ) -> None:
+        """A load has ended: so many tokens of each tier, which the engine would have computed in so many seconds.
+
+        Before the load the request had waited for tiers: seconds by tier, or by no name if it waited for none.
+        """
         total = sum(tokens.values())
         for tier, count in tokens.items():
             share = count / total
-            self._add(request, tier, TierSavings(count, 0, (compute_seconds or 0.0) * share, waited * share))
+            waited = waits.get(tier, 0.0) + load_seconds * share
+            self._add(request, tier, TierSavings(count, 0, (compute_seconds or 0.0) * share, waited))
+        self.waited_in_vain(request, {tier: seconds for tier, seconds in waits.items() if tier not in tokens})
 
-    def waited_in_vain(self, request: str, tier: str, seconds: float) -> None:
-        """A request waited for a tier, and then did without it."""
-        self._add(request, tier, TierSavings(waited=seconds))
+    def waited_in_vain(self, request: str, waits: Mapping[str, float]) -> None:
+        """A request waited for tiers, and then did without them."""
+        for tier, seconds in waits.items():
+            if tier:
+                self._add(request, tier, TierSavings(waited=seconds))
 
     def declined(self, request: str, tier: str, tokens: int) -> None:
         """A request found tokens in a tier, and computes them."""

@@ -6,13 +6,17 @@ from collections.abc import Callable
 
 from kvtier_core.config.model import StackConfig
 from kvtier_core.engine.scheduler.prefill_speed import PrefillSpeed
-from kvtier_core.engine.scheduler.requests import RequestState
+from kvtier_core.engine.scheduler.requests import Asked, RequestState
 from kvtier_core.engine.scheduler.savings import Savings
 from kvtier_core.stack.interface import LoadLimit, Lookup
 
 
 class Waiting:
-    """``load_wait`` bounds every wait. With ``load: auto`` so does the time that computing would take."""
+    """``load_wait`` bounds every wait. With ``load: auto`` so does the time that computing would take.
+
+    A request waits for a tier from the moment when the engine is told so until it asks again. The wait ends before
+    that with a step in which it does not ask: then the request is in the engine's own queue.
+    """
 
     def __init__(self, config: StackConfig, clock: Callable[[], float]):
         """``config`` says how many tokens a chunk has; ``clock`` returns seconds."""
@@ -22,41 +26,56 @@ class Waiting:
         self._load_wait = config.load_wait
         self._always = config.load == "always"
         self._clock = clock
+        self._last_step, self._this_step = Asked(), Asked()
 
     def limit(self, state: RequestState) -> LoadLimit | None:
         """What loads for this request may cost; None: whatever they do."""
         chunk_seconds = self.speed.seconds(self._chunk_tokens)
         if self._always or chunk_seconds is None:
             return None
-        return LoadLimit(chunk_seconds, self._load_wait - self._waited(state))
+        return LoadLimit(chunk_seconds, self._load_wait - sum(state.waits.values()))
+
+    def step_planned(self) -> None:
+        """The engine asks about no more requests in this step."""
+        self._last_step.until = self._clock()
+        self._last_step, self._this_step = self._this_step, Asked()
+
+    def asked(self, state: RequestState) -> None:
+        """The engine asks about a request. If it was told to wait, that has ended for now."""
+        if state.asked is not None:
+            seconds = min(self._clock(), state.asked.until) - state.waiting_since
+            state.waits[state.awaited] = state.waits.get(state.awaited, 0.0) + seconds
+        state.asked = None
 
     def allows(self, state: RequestState, found: Lookup) -> bool:
-        """May the engine be asked to wait for what is on its way? Notes since when, and for which tier, it waits."""
-        if state.waiting_since is None:
-            state.waiting_since = self._clock()
-        state.awaited = found.awaited or state.awaited
+        """May the engine be told to wait for what is on its way? Notes since when, and for which tier, it waits."""
         state.awaited_chunks = max(state.awaited_chunks, found.pending)
         longest = self._load_wait
         if found.pending and (limit := self.limit(state)):
             longest = min(longest, state.awaited_chunks * limit.chunk_seconds)
-        return self._waited(state) < longest
+        if sum(state.waits.values()) >= longest:
+            return False
+        state.asked, state.waiting_since, state.awaited = self._this_step, self._clock(), found.awaited
+        return True
 
     def end(self, state: RequestState, tokens: int) -> None:
-        """The engine no longer waits: the request is admitted, and loads so many tokens."""
-        state.waited, state.load_begun = self._waited(state), self._clock()
-        if not tokens and state.awaited:
-            self.savings.waited_in_vain(state.view.request_id, state.awaited, state.waited)
+        """The request is admitted, and loads so many tokens."""
+        state.waited, state.load_begun = sum(state.waits.values()), self._clock()
+        state.asked, state.awaited_chunks = None, 0
+        if not tokens:
+            self.savings.waited_in_vain(state.view.request_id, state.waits)
+            state.waits = {}
         if state.declined:
             self.savings.declined(
                 state.view.request_id, state.declined.tier, state.declined.chunks * self._chunk_tokens
             )
-        state.waiting_since, state.awaited, state.awaited_chunks = None, "", 0
 
     def loaded(self, state: RequestState) -> None:
         """The load of a request has ended well."""
-        waited = state.waited + self._clock() - state.load_begun
         computing = self.speed.seconds(state.sources.total())
-        self.savings.loaded(state.view.request_id, state.sources, computing, waited)
+        loading = self._clock() - state.load_begun
+        self.savings.loaded(state.view.request_id, state.sources, computing, loading, state.waits)
+        state.waits = {}
 
     def explain(self, state: RequestState, tokens: int) -> str:
         """For the log line of a request that loads so many tokens: what it waited, and what it left in a tier."""
@@ -66,7 +85,3 @@ class Waiting:
         if state.declined:
             parts.append(f"; {state.declined}")
         return "".join(parts)
-
-    def _waited(self, state: RequestState) -> float:
-        """Seconds since the engine was first asked to wait for this request."""
-        return 0.0 if state.waiting_since is None else self._clock() - state.waiting_since

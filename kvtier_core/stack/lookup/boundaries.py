@@ -138,7 +138,7 @@ class BoundarySearch(Search):
             return Requested()
         gained = later - ready
         part_limit = limit and attrs.evolve(limit, chunk_seconds=limit.chunk_seconds * gained / len(missing))
-        awaited = ""
+        awaited = next(filter(None, (self._promotions.source(key) for _, key in missing)), "")
         keys = [key for _, key in missing if not self._arriving(key)]
         if len(keys) > self._arenas[0].available:  # else requests that wait for each other's slots would all wait
             return Requested()

@@ -94,5 +94,7 @@ class ChainSearch(Search):
     def _request(self, path: Sequence[ChunkKey], at: int, limit: LoadLimit | None, salt: bytes) -> Requested:
         """Request the chunks of a path from one on that is not READY, unless it is on its way."""
         if arena := self._arriving(path[at]):
-            return Requested() if path[at] in self._promotions.probes else Requested(1, arena.name)
+            if path[at] in self._promotions.probes:
+                return Requested()
+            return Requested(1, self._promotions.source(path[at]) or arena.name)
         return self._promotions.request(path, at, self._has_slot, limit, salt)

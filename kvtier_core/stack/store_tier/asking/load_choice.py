@@ -37,12 +37,12 @@ class LoadChooser:
     def choose(self, chunks: int, nbytes: int, queued_nbytes: int, limit: LoadLimit | None) -> LoadChoice:
         """How many of ``chunks`` of ``nbytes`` each to load, behind ``queued_nbytes`` that are being loaded already.
 
-        All, if ``limit`` is None, the wait is over anyway, or the store's speed is not known yet.
+        All, if ``limit`` is None or the store's speed is not known yet; none, if the request may not wait.
         """
         needed = self._speed.seconds(queued_nbytes + chunks * nbytes)
-        if limit is None or limit.wait <= 0 or needed is None:
+        if limit is None or (needed is None and limit.wait > 0):
             return LoadChoice(chunks)
-        in_time = int(self._speed.within(limit.wait) - queued_nbytes) // nbytes
+        in_time = int(self._speed.within(limit.wait) - queued_nbytes) // nbytes if limit.wait > 0 else 0
         fitting = max(0, min(chunks, in_time))
         if fitting and self._speed.seconds(queued_nbytes + fitting * nbytes) <= fitting * limit.chunk_seconds:
             return LoadChoice(fitting)
