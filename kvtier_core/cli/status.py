@@ -94,7 +94,8 @@ def state(tier: Mapping[str, Any]) -> str:
 
 
 def _cells(tier: Mapping[str, Any], snapshot: Mapping[str, Any]) -> list[str]:
-    saved = tier["savings"]["avoided"] - tier["savings"]["waited"]
+    savings = tier["savings"]
+    net = f"{round(savings['avoided'] - savings['waited'], 1) + 0.0:.1f} s"  # no -0.0
     return [
         tier["tier"],
         studies.size(tier["nbytes"]),
@@ -104,7 +105,7 @@ def _cells(tier: Mapping[str, Any], snapshot: Mapping[str, Any]) -> list[str]:
         f"{tier['savings']['loaded'] / (snapshot['requests']['tokens'] or 1):.1%}",
         studies.size(tier["inflight"]),
         str(tier["pins"]),
-        f"{round(saved, 1) + 0.0:.1f} s",  # no -0.0
+        "not known yet" if savings["unpriced"] else net,
         state(tier),
     ]
 

@@ -188,8 +188,7 @@ class SchedulerSide:
         self.events.tell(self.savings.take_events())
         self.status.step()
         self._stepped = False
-        self._waiting.step_planned()
-        self._waiting.speed.planned(*self._requests.scheduled(step.requests), self._clock())
+        self._waiting.step_planned(*self._requests.scheduled(step.requests))
         self._loads.release_forgotten()
         stores_to_fence = self._stores.to_fence(self._new_blocks.union(step.new_blocks))
         self._new_blocks.clear()
@@ -229,7 +228,7 @@ class SchedulerSide:
 
     def step_ended(self) -> None:
         """The oldest step that was planned has ended. Called once for each."""
-        self._waiting.speed.ended(self._clock())
+        self._waiting.step_ended()
 
     def drain(self, timeout: float) -> None:
         """Wait until nothing is in flight in the stack, at most ``timeout`` seconds."""

@@ -103,6 +103,7 @@ class Readings:
 
     def __init__(self) -> None:
         self._saved: Counter[str] = Counter()  # seconds, by tier
+        self._not_known: set[str] = set()  # tiers of which it is not known yet how much computing they avoided
 
     def of(self, events: Iterable[Event]) -> Iterator[Reading]:
         """What these events add."""
@@ -117,10 +118,22 @@ class Readings:
                 yield Reading("kvtier_bypass_tokens", (event.tier, event.why), event.tokens)
             elif name := _OF_SECONDS.get(event.kind):
                 yield Reading(name, (event.tier,), event.seconds)
-                self._saved[event.tier] += event.seconds if event.kind is EventKind.AVOIDED else -event.seconds
-                yield Reading("kvtier_net_seconds_saved", (event.tier,), self._saved[event.tier])
+                yield from self._net(event)
             else:
                 yield from _of_chunks(event)
+
+    def _net(self, event: Event) -> Iterator[Reading]:
+        """What a tier saved so far, if that is known."""
+        tier = event.tier
+        if event.kind is EventKind.AVOIDED:
+            self._saved[tier] += event.seconds
+            self._not_known.discard(tier)
+        else:
+            self._saved[tier] -= event.seconds
+            if event.why:
+                self._not_known.add(tier)
+        if tier not in self._not_known:
+            yield Reading("kvtier_net_seconds_saved", (tier,), self._saved[tier])
 
 
 def _of_chunks(event: Event) -> Iterator[Reading]:

@@ -10,6 +10,7 @@ from test_scheduler_side import said, stack  # noqa: F401 - fixtures
 from kvtier_core.engine.scheduler.prefill_speed import PrefillSpeed
 from kvtier_core.engine.scheduler.savings import Savings, TierSavings
 from kvtier_core.engine.step import ScheduledRequest, Step
+from kvtier_core.observers.metrics import Readings
 from kvtier_core.stack.interface import Lookup
 from kvtier_core.types import EventKind
 
@@ -155,6 +156,30 @@ def test_savings_are_divided_by_tokens_and_told_once():
     assert list(savings.describe())[1] == (
         "far: -0.10 s saved (0.50 s of computing avoided, 0.60 s waited), 100 tokens loaded, 64 declined"
     )
+
+
+def test_what_was_loaded_before_the_speed_was_known_is_counted_when_it_is():
+    savings = Savings()
+    savings.loaded("a", {"cpu": 300, "far": 100}, None, 0.4, {})
+    savings.waited_in_vain("b", {"far": 0.5})
+    assert [savings.by_tier[tier].net for tier in ("cpu", "far")] == [None, None]
+    assert list(savings.describe())[1] == (
+        "far: how many seconds were saved is not known: this engine has computed no prompt; 0.60 s waited, "
+        "100 tokens loaded, 0 declined"
+    )
+    early = savings.take_events()
+    assert net_shown(early) == []
+    savings.speed_known(lambda tokens: tokens / 200)
+    savings.speed_known(lambda tokens: tokens / 1)
+    assert savings.by_tier == {
+        "cpu": TierSavings(300, 0, 1.5, pytest.approx(0.3)),
+        "far": TierSavings(100, 0, 0.5, pytest.approx(0.6)),
+    }
+    assert net_shown([*early, *savings.take_events()]) == [("cpu", pytest.approx(1.2)), ("far", pytest.approx(-0.1))]
+
+
+def net_shown(events):
+    return [(*each.labels, each.value) for each in Readings().of(events) if each.metric == "kvtier_net_seconds_saved"]
 
 
 # -- waiting and declining -----------------------------------------------------------------------------
@@ -348,6 +373,29 @@ def test_a_load_that_fails_was_waited_for_in_vain(served):
     clock.now = 0.25
     host.run(request)
     assert host.side.savings.by_tier["disk"] == TierSavings(waited=0.25)
+
+
+def test_after_a_warm_restart_what_was_saved_is_told_when_the_engine_has_computed_a_prompt(served):
+    host = served()
+    told = []
+    host.side.events.listeners.append(told.extend)
+    clock = host.side._clock
+    request = host.submit("second", ASKED)
+    assert host.side.match(request.view(), 0) is None
+    clock.now = 0.25
+    host.run(request)
+    host.step()
+    for _ in host.plans:
+        host.side.step_ended()
+    assert host.side.savings.by_tier["disk"].net is None
+    assert net_shown(told) == []
+    other = host.submit("other", prompt(2, 90))
+    host.side.admitted(other.view(), tables(other), 0)
+    one_step(host, 9.0, (other, 0, 90))
+    host.step()
+    assert host.side.savings.by_tier["disk"].net == pytest.approx(3.2 - 0.25)
+    assert net_shown(told) == [("disk", pytest.approx(3.2 - 0.25))]
+    host.side.finished(other.view(), "abort")
 
 
 def test_what_arrives_is_brought_up_while_it_waits_in_the_queue(served, said):  # noqa: F811

@@ -35,10 +35,18 @@ class Waiting:
             return None
         return LoadLimit(chunk_seconds, self._load_wait - sum(state.waits.values()))
 
-    def step_planned(self) -> None:
-        """The engine asks about no more requests in this step."""
+    def step_planned(self, prompt: int, decoded: int) -> None:
+        """The engine asks about no more requests in this step, which computes so many tokens of prompts and others."""
+        self.speed.planned(prompt, decoded, self._clock())
         self._last_step.until = self._clock()
         self._last_step, self._this_step = self._this_step, Asked()
+
+    def step_ended(self) -> None:
+        """The oldest step that was planned has ended."""
+        known = self.speed.rate is not None
+        self.speed.ended(self._clock())
+        if self.speed.rate is not None and not known:
+            self.savings.speed_known(self.speed.seconds)
 
     def asked(self, state: RequestState) -> None:
         """The engine asks about a request. If it was told to wait, that has ended for now."""
