@@ -60,6 +60,7 @@ class StepPlan:
     stores: tuple[tuple[int, Transfer], ...] = ()  #: by store job
     stores_to_fence: tuple[int, ...] = ()  #: store jobs not known to have ended, whose pages this step overwrites
     failed_loads: tuple[str, ...] = ()  #: requests that were promised a load which cannot begin
+    epoch: int = 0  #: how often the weights have changed, as far as the scheduler side has heard
 
 
 @attrs.frozen
@@ -75,6 +76,9 @@ class WorkerProgress:
     unread: dict[str, dict[ChunkKey, FrameRead]] = attrs.field(factory=dict)
     #: By store tier whose frames a worker was to read by itself: why it does not.
     not_landing: dict[str, str] = attrs.field(factory=dict)
+    #: By epoch of the plan: the weights are no longer those of that epoch, and how a worker noticed.
+    changed: dict[int, str] = attrs.field(factory=dict)
+    off: str = ""  #: a worker failed, and does nothing any more; why
 
     def merge(self, other: WorkerProgress) -> WorkerProgress:
         """The progress of both together."""
@@ -92,4 +96,6 @@ class WorkerProgress:
                 for request_id in self.unread | other.unread
             },
             self.not_landing | other.not_landing,
+            self.changed | other.changed,
+            self.off or other.off,
         )

@@ -90,6 +90,7 @@ class SchedulerSide:
         # kvtier loads: the mover's load itself waits for the stores that still read them.
         self._new_blocks: set[int] = set()
         self._logged_stall: float | None = None
+        self.epoch = 0  #: how often the weights may have changed
 
     def describe(self) -> Iterator[str]:
         """What is stored of each group of layers, and where requests can continue; empty if that is everywhere."""
@@ -205,6 +206,7 @@ class SchedulerSide:
             stores=tuple(stores),
             stores_to_fence=stores_to_fence,
             failed_loads=self._loads.take_impossible(),
+            epoch=self.epoch,
         )
 
     def progress(self, result: StepResult) -> None:
@@ -212,6 +214,11 @@ class SchedulerSide:
         if self._provenance.trusts_any(result.invalid_blocks):
             self._distrust_all()
         if result.progress:
+            if how := result.progress.changed.get(self.epoch):
+                logger.warning("kvtier: the weights have changed, and what is stored is invalidated: %s", how)
+                self.invalidate_all()
+            if result.progress.off:
+                self._self_test.fail(result.progress.off)
             self._self_test.record(result.progress.self_tests, result.progress.not_landing)
             self._stores.record(result.progress)
             self._loads.note_unread(result.progress.unread)
@@ -272,6 +279,7 @@ class SchedulerSide:
 
     def invalidate_all(self) -> bool:
         """Open a new epoch, in which nothing that was stored before is found. False if a load is under way."""
+        self.epoch += 1
         self.namespace = self._first_namespace.renewed()
         self.manager.invalidate_all(self.namespace)
         # What these requests have computed belongs to the old epoch, and what they will compute depends on it.

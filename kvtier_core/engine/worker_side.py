@@ -7,7 +7,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import attrs
 
@@ -62,6 +62,16 @@ class _Begun:
     empty: set[int] = attrs.field(factory=set)  #: places in the transfer of slots that were not filled
 
 
+class Weights(Protocol):
+    """The weights that this worker computes with."""
+
+    def changed(self) -> str:
+        """How they are seen to differ from those of the last `renew`; empty if they are not."""
+
+    def renew(self) -> None:
+        """Compare with the weights as they are now."""
+
+
 class WorkerSide:
     """Carries out step plans through one mover per arena. A transfer that cannot be carried out has failed.
 
@@ -77,6 +87,7 @@ class WorkerSide:
         *,
         stores: Sequence[StoreTierConfig] = (),
         fence_at_once: bool = False,
+        weights: Weights | None = None,
     ):
         """``caches`` are the engine's own tensors, for the self-test; ``pages`` says where they lie.
 
@@ -84,6 +95,8 @@ class WorkerSide:
 
         ``fence_at_once``: the engine may overwrite blocks in a step before it calls `fence`, so that whatever it does
         next waits for a store as soon as that has begun.
+
+        ``weights`` are those of the first epoch.
         """
         self._arenas = arenas
         self._stores = stores
@@ -105,6 +118,10 @@ class WorkerSide:
         self._self_tests: Counter[str] = Counter()  # outcomes that have not been reported
         self._last_job = 0
         self._suspended = False
+        self._weights = weights
+        self._epoch = 0  # of the last plan
+        self._stale = False  # has it ended, because the weights have changed?
+        self._changed: dict[int, str] = {}  # not reported yet
 
     def suspend(self) -> None:
         """Wait for the copies under way, and touch no page until `resume`."""
@@ -156,6 +173,27 @@ class WorkerSide:
         for fact in facts.items():
             logger.info("kvtier: rank %d: %s: %s: %s", self._rank, of, *fact)
 
+    def watch_weights(self, plan: StepPlan) -> None:
+        """Compare the weights with those of the plan's epoch, if KV comes or goes. Call it when a step begins.
+
+        If they have changed nothing is stored or loaded before a plan of another epoch. What was loaded of an earlier
+        epoch, and is not reported yet, has failed.
+        """
+        if self._suspended:
+            return
+        loads = [task for task in (*self._begun, *self._ended) if task.direction is _Direction.LOAD]
+        if plan.epoch != self._epoch:
+            self._epoch, self._stale = plan.epoch, False
+            if self._weights:
+                self._weights.renew()
+            self._failed.update(loads)
+            return
+        moves_kv = loads or plan.loads or plan.stores
+        if moves_kv and self._weights and not self._stale and (how := self._weights.changed()):
+            self._stale = True
+            self._changed[plan.epoch] = f"rank {self._rank}: {how}"
+            self._failed.update(loads)
+
     def load(self, plan: StepPlan, *, idle: bool) -> None:
         """Begin the plan's loads. In an ``idle`` step, which computes nothing, wait briefly for those under way."""
         for request_id, transfer in plan.loads:
@@ -173,7 +211,7 @@ class WorkerSide:
         """
         for job, transfer in plan.stores:
             task = _Task(_Direction.STORE, job)
-            if self._layout is None or self._layout.stores(self._rank):
+            if self._stale or self._layout is None or self._layout.stores(self._rank):
                 self._begin(task, transfer)
             else:
                 self._ended.append(task)
@@ -207,7 +245,8 @@ class WorkerSide:
         self_tests, self._self_tests = self._self_tests, Counter()
         unread, self._unread = self._unread, {}
         not_landing, self._not_landing = self._not_landing, {}
-        if not ended and not self_tests and not unread:
+        changed, self._changed = self._changed, {}
+        if not ended and not self_tests and not unread and not changed:
             return None
         failed = [task for task in ended if task in self._failed]
         self._ended = [task for task in self._ended if task.direction is _Direction.LOAD]
@@ -222,6 +261,7 @@ class WorkerSide:
             filled,
             unread,
             not_landing,
+            changed,
         )
 
     def close(self) -> None:
@@ -241,6 +281,10 @@ class WorkerSide:
                 mover.wait(jobs, timeout)
 
     def _begin(self, task: _Task, transfer: Transfer) -> None:
+        if self._stale:
+            self._failed.add(task)
+            self._ended.append(task)
+            return
         jobs: dict[tuple[int | str, tuple[bool, ...]], list[int]] = {}
         for place, (slot, pages) in enumerate(zip(transfer.slots, transfer.pages, strict=True)):
             source = slot.tier if isinstance(slot, StoredFrame) else slot.arena

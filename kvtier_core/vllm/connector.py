@@ -6,6 +6,7 @@ A side that raises an exception is disabled, the reason is logged, and the engin
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -25,13 +26,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine import worker_reports as reports
-from kvtier_core.engine.messages import StepPlan, WorkerReport
+from kvtier_core.engine.messages import StepPlan, WorkerProgress, WorkerReport
 from kvtier_core.engine.scheduler_side import SchedulerSide
 from kvtier_core.engine.worker_side import WorkerSide
 from kvtier_core.transfer.io_pool import run
@@ -45,6 +47,7 @@ from kvtier_core.vllm.metrics import KVTierPromMetrics, KVTierStats, StatsOfEven
 from kvtier_core.vllm.requests.tracker import RequestTracker
 from kvtier_core.vllm.startup import Refusal, Startup, read_config
 from kvtier_core.vllm.steps import result_of, step_of
+from kvtier_core.vllm.weight_watch import WeightWatch, follow_calls, models_of_caller
 
 logger = logging.getLogger("vllm.kvtier")
 
@@ -70,6 +73,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._reports: Sequence[WorkerReport] | reports.NoReports = ()  # scheduler
         self._promised: list[str] = []  # scheduler: requests whose load is in no plan yet
         self._awaited: set[str] = set()  # worker: requests whose load has not ended
+        self._unended: set[int] = set()  # worker: store jobs that are not reported as ended
+        self._off = ""  # worker: why it does nothing any more
         self._refusal = ""
         if refusal := layout.refusal(vllm_config, kv_cache_config):
             self._refuse(refusal)
@@ -109,7 +114,19 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             early = self._kv_cache_config.needs_kv_cache_zeroing
             tensors = list(caches.values())
             arenas, stores = self.config.arenas, self.config.stores
-            self.side = WorkerSide(arenas, rank, pages, tensors, stores=stores, fence_at_once=early)
+            weights = self._watch_weights()
+            self.side = WorkerSide(arenas, rank, pages, tensors, stores=stores, fence_at_once=early, weights=weights)
+
+    def _watch_weights(self) -> WeightWatch | None:
+        """Watch the weights of the model runner that called."""
+        models = models_of_caller()
+        if not models:
+            logger.warning(
+                "kvtier: this vLLM does not show its model: new weights in the running engine are noticed only if they"
+                " come by collective_rpc or with reset_prefix_cache(reset_connector=True)"
+            )
+            return None
+        return WeightWatch(models, experts_move=self._vllm_config.parallel_config.enable_eplb)
 
     def _report(self, rank: int, report: WorkerReport) -> None:
         try:
@@ -151,6 +168,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._requests = RequestTracker()
         self._tables = Tables.of(self._kv_cache_config, self._vllm_config.parallel_config)
         self.side = opened
+        follow_calls(_workers_were_called)
         opened.events.listeners.append(self._stats.observe)
         if kv_events.wanted(self._vllm_config):
             self._tell_routers(opened)
@@ -231,7 +249,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded()
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Pass what the workers did to the scheduler side."""
+        epoch = self.side.epoch
         self.side.progress(result_of(connector_output))
+        if self._kv_events and epoch != self.side.epoch:
+            self._kv_events.clear()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What was counted since the last call. vLLM calls the scheduler's connector once after each step."""
@@ -288,6 +309,16 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             logger.info("kvtier: vLLM reset its caches; what is stored is kept: on_reset is keep")
             return True
         logger.info("kvtier: vLLM reset its caches; what is stored is invalidated: weights may have changed")
+        return self._invalidate()
+
+    @guarded()
+    def workers_were_called(self, name: str) -> None:
+        """Invalidate what is stored: this call of the workers may have changed the weights."""
+        if self.config.on_reset != "keep":
+            logger.info("kvtier: the workers were called for %s; what is stored is invalidated", name)
+            self._invalidate()
+
+    def _invalidate(self) -> bool:
         ended = self.side.invalidate_all()
         if self._kv_events:
             self._kv_events.clear()
@@ -301,10 +332,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         plan: StepPlan = connector_metadata.plan
         self._awaited.update(request_id for request_id, _ in plan.loads)
         self._awaited.update(plan.failed_loads)
+        self._unended.update(job for job, _ in plan.stores)
 
     @guarded()
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Called before the step touches a page, and before any connector does."""
+        self.side.watch_weights(kv_connector_metadata.plan)
         self.side.attach(kv_connector_metadata.plan)
         self.side.fence(kv_connector_metadata.plan)
 
@@ -339,11 +372,19 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def _loaded(self) -> tuple[set[str], set[str]]:
         return self.side.loaded()
 
-    @guarded()
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What this worker reports after the step; None if nothing."""
-        progress = self.side.progress()
+        """What this worker reports after the step; None if nothing. Without a worker side all stores have failed."""
+        progress = self._progress()
+        if progress:
+            self._unended.difference_update(progress.ended)
+        elif self._off:
+            ended, self._unended = Counter(self._unended), set()
+            progress = WorkerProgress(ended, ended, off=self._off)
         return progress and WorkerProgressMetadata(progress)
+
+    @guarded()
+    def _progress(self) -> WorkerProgress | None:
+        return self.side.progress()
 
     # -- both ------------------------------------------------------------------------------------------------
 
@@ -361,7 +402,19 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_events.clear()
         if isinstance(side, SchedulerSide):
             run(side.status.close)
-        if isinstance(side, WorkerSide) and run(side.close).error is not None:
-            logger.error(
-                "kvtier: this worker's copies do not end, and may still use its pages; nothing that they fill is used"
-            )
+        if isinstance(side, WorkerSide):
+            self._off = f"rank {self._vllm_config.parallel_config.rank} failed; see its log"
+            if run(side.close).error is not None:
+                self._unended.clear()  # their slots are never free: something may still write to them
+                logger.error(
+                    "kvtier: this worker's copies do not end, and may still use its pages; nothing that they fill is"
+                    " used"
+                )
+
+
+def _workers_were_called(engine: EngineCore, name: str) -> None:
+    """Tell the scheduler's connectors of this engine."""
+    connector = getattr(getattr(engine, "scheduler", None), "connector", None)
+    for each in getattr(connector, "sub_connectors", [connector]):
+        if isinstance(each, KVTierConnector):
+            each.workers_were_called(name)

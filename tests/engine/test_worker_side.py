@@ -130,3 +130,81 @@ def test_an_arena_has_a_slot_for_each(arena):
     open_stack(stack_of(2), context).close()
     with pytest.raises(ConfigError, match="copies are tested in 2 slots before anything is stored, and it has 1"):
         open_stack(stack_of(1), context)
+
+
+class Weights:
+    """Those of a worker: a text in place of tensors."""
+
+    def __init__(self):
+        self.now = self.known = "first"
+
+    def changed(self):
+        return "" if self.now == self.known else f"they are the {self.now}"
+
+    def renew(self):
+        self.known = self.now
+
+
+@pytest.fixture
+def weighed(arena):
+    """The worker side of a rank, after the first step, and its weights."""
+    caches, weights = {name: torch.rand(BLOCKS, nbytes // 4) for name, nbytes in (("a", 64), ("b", 32))}, Weights()
+    side = WorkerSide(stack_of(4).arenas, 0, pages_of(caches, 0), [caches], weights=weights)
+    side.attach(StepPlan(arenas=(arena.handle,), layout=LAYOUT, self_test_slots=(Slot(0, 0), Slot(0, 1))))
+    side.progress()
+    yield side, weights
+    side.close()
+
+
+STORE = (7, Transfer((Slot(0, 2),), (((3, 5),),)))
+LOAD = ("a request", Transfer((Slot(0, 2),), (((1, 2),),)))
+
+
+def test_a_step_after_the_weights_changed_stores_and_loads_nothing(weighed, arena):
+    side, weights = weighed
+    weights.now = "second"
+    plan = StepPlan(loads=(LOAD,), stores=(STORE,))
+    side.watch_weights(plan)
+    side.load(plan, idle=False)
+    side.store(plan)
+    assert side.loaded() == ({"a request"}, {"a request"})
+    progress = side.progress()
+    assert progress.failed == progress.ended == Counter({7: 1})
+    assert progress.changed == {0: "rank 0: they are the second"}
+    assert bytes(arena.view(2)) == EMPTY
+
+
+def test_nothing_is_stored_before_a_plan_of_the_new_epoch_and_then_all_is(weighed):
+    side, weights = weighed
+    weights.now = "second"
+    for epoch, failed in ((0, 1), (0, 1), (1, 0)):
+        plan = StepPlan(stores=(STORE,), epoch=epoch)
+        side.watch_weights(plan)
+        side.store(plan)
+        progress = side.progress()
+        assert progress.failed.total() == failed
+    assert not progress.changed, "it is the epoch of these weights"
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_load_under_way_when_the_weights_change_has_failed(weighed, epoch):
+    """Whether this worker notices or hears of it."""
+    side, weights = weighed
+    plan = StepPlan(loads=(LOAD,))
+    side.watch_weights(plan)
+    side.load(plan, idle=False)
+    weights.now = "second"
+    side.watch_weights(StepPlan(epoch=epoch))
+    side.suspend()  # waits for it
+    assert side.loaded() == ({"a request"}, {"a request"})
+
+
+def test_weights_that_change_back_between_two_epochs_are_compared_with_those_of_the_second(weighed):
+    side, weights = weighed
+    weights.now = "second"
+    side.watch_weights(StepPlan(epoch=1))  # computes, and moves no KV
+    weights.now = "first"
+    plan = StepPlan(stores=(STORE,), epoch=1)
+    side.watch_weights(plan)
+    side.store(plan)
+    assert side.progress().changed == {1: "rank 0: they are the first"}

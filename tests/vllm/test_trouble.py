@@ -105,6 +105,32 @@ def test_a_bug_in_a_workers_half_costs_only_the_cache(engine, said, monkeypatch,
     assert max(answer.differs(truth) for answer in again) < NOISE
 
 
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("method", ["load", "store", "loaded", "progress", "fence"])
+def test_nothing_is_promised_and_no_slot_reserved_when_a_worker_has_failed(
+    engine, said, monkeypatch, asked, truth, method, policy
+):
+    """Whatever vLLM does with requests whose load fails: none is expected any more."""
+    from vllm.config import KVTransferConfig
+
+    transfer = KVTransferConfig(
+        kv_connector="KVTierConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy=policy,
+        kv_connector_extra_config=cpu(),
+    )
+    with engine(cpu(), kv_transfer_config=transfer) as served:
+        served.ask(asked)
+        served.settle()
+        monkeypatch.setattr(WorkerSide, method, lambda self, *args, **options: 1 / 0)
+        served.ask(prompt(54, 530))  # fails, if it stores
+        said()
+        again = [*served.ask(asked), *served.ask(prompt(55, 530)), *served.ask(asked)]
+        assert hits(said()) == ["hit 0 of 530 tokens: rank 0 failed; see its log"] * 3
+        served.assert_at_rest()
+    assert max(answer.differs(truth) for answer in (again[0], again[2])) < NOISE
+
+
 def spoil_a_byte(path):
     for file in path.rglob("*.kv"):
         frame = bytearray(file.read_bytes())

@@ -37,10 +37,16 @@ class SelfTestGate:
 
         Every answer counts: not for ever.
         """
-        if self.is_open or not self._steps_left:
+        if self.is_open or self.failure or not self._steps_left:
             return False
         self._steps_left -= 1
         return True
+
+    def fail(self, why: str) -> None:
+        """Store and load nothing any more."""
+        if not self.failure:
+            self.failure = why
+            logger.error("kvtier: %s. Nothing is stored or loaded.", why)
 
     def record(self, outcomes: Counter[str], not_landing: Mapping[str, str]) -> None:
         """Count the outcomes of workers' self-tests; an empty text is a pass.
@@ -54,8 +60,7 @@ class SelfTestGate:
             return
         self._ranks_left -= outcomes.total()
         if failures := [outcome for outcome in outcomes if outcome]:
-            self.failure = f"the self-test failed: {failures[0]}"
-            logger.error("kvtier: %s. Nothing is stored or loaded.", self.failure)
+            self.fail(f"the self-test failed: {failures[0]}")
         if self.is_open:
             self._stack.release_self_test_slots()
             self.slots = ()
