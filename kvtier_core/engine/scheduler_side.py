@@ -28,6 +28,7 @@ from kvtier_core.engine.step import BlockTables, ScheduledRequest, Step, StepRes
 from kvtier_core.interfaces import TokenDatabase
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.interface import Lookup, Stack
+from kvtier_core.transfer.io_pool import run
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace
 
 logger = logging.getLogger("vllm.kvtier")
@@ -301,6 +302,12 @@ class SchedulerSide:
             logger.info("kvtier: in all: %s", line)
         self._log_pins()
         self.events.close()
+
+    def abandon(self) -> None:
+        """Close what a side that failed has opened. Whatever does not close is kept until the process ends."""
+        for close in (self.status.close, self.manager.close, *([self._recorder.close] if self._recorder else [])):
+            run(close)
+        run(self.events.close)
 
     # -- inside ----------------------------------------------------------------------------------------
 

@@ -214,18 +214,19 @@ class StorageManager(Stack):
             return []
         self._closed = True
         deadline = time.monotonic() + timeout
-        events = self.drain(timeout)
 
         def left() -> float:
             return max(1.0, deadline - time.monotonic())
 
-        idle = self._pool.close(left())
-        for tier in self._tiers:
-            idle = tier.close(left()) and idle
-        if idle:  # otherwise a thread may still write to a slot, so the memory is kept until the process ends
-            for arena in self._arenas:
-                arena.memory.close()
-        return events
+        try:
+            return self.drain(timeout)
+        finally:
+            idle = self._pool.close(left())
+            for tier in self._tiers:
+                idle = tier.close(left()) and idle
+            if idle:  # otherwise a thread may still write to a slot, so the memory is kept until the process ends
+                for arena in self._arenas:
+                    arena.memory.close()
 
     # -- information -------------------------------------------------------------------------------
 

@@ -401,7 +401,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._kv_events:
             self._kv_events.clear()
         if isinstance(side, SchedulerSide):
-            run(side.status.close)
+            side.abandon()
         if isinstance(side, WorkerSide):
             self._off = f"rank {self._vllm_config.parallel_config.rank} failed; see its log"
             if run(side.close).error is not None:

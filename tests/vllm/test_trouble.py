@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
 import shutil
+import threading
 
 import pytest
 from conftest import cpu, cpu_and_disk, prompt
@@ -11,6 +14,7 @@ from test_serving import NOISE, hits
 
 from kvtier_core.engine.scheduler_side import SchedulerSide
 from kvtier_core.engine.worker_side import WorkerSide
+from kvtier_core.stack.manager import StorageManager
 from kvtier_core.transfer.host_mover import HostMover
 
 
@@ -103,6 +107,41 @@ def test_a_bug_in_a_workers_half_costs_only_the_cache(engine, said, monkeypatch,
         again = [served.ask(asked)[0], served.ask(asked)[0]]
         assert any("goes on without kvtier" in line for line in said())
     assert max(answer.differs(truth) for answer in again) < NOISE
+
+
+@pytest.mark.parametrize("method", ["plan", "match"])
+def test_a_schedulers_half_that_failed_lets_go_of_its_stack(engine, monkeypatch, tmp_path, asked, truth, method):
+    with engine(cpu_and_disk(tmp_path)) as served:
+        served.ask(asked)
+        threads, locked = held(tmp_path)
+        assert threads and locked
+        monkeypatch.setattr(SchedulerSide, method, lambda self, *args, **options: 1 / 0)
+        again = served.ask(asked)[0]
+        assert held(tmp_path) == (set(), False)
+    assert again.differs(truth) < NOISE
+
+
+def test_a_stack_that_raises_is_let_go_of_all_the_same(engine, monkeypatch, tmp_path, asked, truth):
+    """In its last steps, too."""
+    with engine(cpu_and_disk(tmp_path)) as served:
+        served.ask(asked)
+        monkeypatch.setattr(StorageManager, "step", lambda self: 1 / 0)
+        again = served.ask(asked)[0]
+        assert held(tmp_path) == (set(), False)
+    assert again.differs(truth) < NOISE
+
+
+def held(path):
+    """The threads of the stack in this process, and whether its folder is locked."""
+    threads = {each.name for each in threading.enumerate() if each.name.startswith(("kvtier-seal", "kvtier-disk"))}
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return threads, True
+    finally:
+        os.close(folder)
+    return threads, False
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
