@@ -83,6 +83,7 @@ TRANSFER = "kvtier_core/transfer"
 DISK = "plugins/kvtier_disk/kvtier_disk"
 GDS = "plugins/kvtier_gds/kvtier_gds"
 GDS_TESTS = "plugins/kvtier_gds/tests/test_gds.py::"
+GDS_SECURITY = "plugins/kvtier_gds/tests/test_gds_security.py::"
 ABOUT_IDENTITY = "tests/vllm/test_identity.py::"
 REQUEST_TESTS = "tests/vllm/test_request_identity.py::"
 WEIGHT_TESTS = "tests/vllm/test_weights.py::"
@@ -1640,16 +1641,51 @@ MUTANTS = (
     Mutant(
         "folders-of-others",
         TRANSFER + "/folder.py",
-        "status.st_uid != os.geteuid()",
-        "False",
+        "    if status.st_uid != os.geteuid():",
+        "    if False:",
         "plugins/kvtier_disk/tests/test_disk.py::test_a_folder_of_somebody_else_is_refused",
     ),
     Mutant(
         "folders-for-others",
         TRANSFER + "/folder.py",
-        "status.st_mode & 0o022",
-        "False",
+        "    if status.st_mode & 0o022:\n",
+        "    if False:\n",
         "plugins/kvtier_disk/tests/test_disk.py::test_a_folder_that_others_may_write_to_is_refused",
+    ),
+    Mutant(
+        "a-sticky-folder-is-the-tiers-alone",
+        TRANSFER + "/folder.py",
+        "    if status.st_mode & 0o022:\n",
+        "    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:\n",
+        GDS_SECURITY + "test_a_sticky_folder_is_refused_whatever_a_stranger_put_there",
+    ),
+    Mutant(
+        "files-of-others",
+        TRANSFER + "/folder.py",
+        "elif status.st_uid != os.geteuid():",
+        "elif False:",
+        GDS_SECURITY + "test_a_strangers_file_is_not_adopted_when_the_folder_is_closed_to_others",
+    ),
+    Mutant(
+        "files-open-to-others",
+        TRANSFER + "/folder.py",
+        "elif status.st_mode & 0o077:",
+        "elif False:",
+        GDS_SECURITY + "test_a_file_that_is_not_the_tiers_alone_is_refused_untouched",
+    ),
+    Mutant(
+        "files-with-another-name",
+        TRANSFER + "/folder.py",
+        "elif status.st_nlink > 1:",
+        "elif False:",
+        GDS_SECURITY + "test_a_file_that_is_not_the_tiers_alone_is_refused_untouched",
+    ),
+    Mutant(
+        "a-file-of-others-is-a-frame",
+        DISK + "/frames.py",
+        "if why_no_file(status) or",
+        "if",
+        DISK_SECURITY + "test_open_removes_what_stands_for_a_frame_and_follows_none",
     ),
     Mutant(
         "folders-above-are-anybodys",
@@ -1894,29 +1930,29 @@ MUTANTS = (
     Mutant(
         "a-memory-for-others",
         DIGEST_CACHE,
-        " and not status.st_mode & 0o022",
+        ' if is_ours(self._folder) else ""',
         "",
         WEIGHT_TESTS + "test_a_memory_that_others_could_write_to_is_not_believed",
     ),
     Mutant(
         "reports-of-others",
-        REPORTS,
-        " and status.st_uid == os.geteuid()",
-        "",
+        TRANSFER + "/folder.py",
+        "    if status.st_uid != os.geteuid():",
+        "    if False:",
         BESIDE + "test_a_folder_that_others_could_write_to_is_not_believed",
     ),
     Mutant(
         "reports-for-others",
-        REPORTS,
-        " and not status.st_mode & 0o022",
-        "",
+        TRANSFER + "/folder.py",
+        "    if status.st_mode & 0o022:\n",
+        "    if False:\n",
         BESIDE + "test_a_folder_that_others_could_write_to_is_not_believed",
     ),
     Mutant(
         "reports-behind-a-link",
-        REPORTS,
-        "folder.lstat()",
-        "folder.stat()",
+        TRANSFER + "/folder.py",
+        "must_be_ours(path.lstat(), path)\n    except",
+        "must_be_ours(path.stat(), path)\n    except",
         BESIDE + "test_a_folder_that_others_could_write_to_is_not_believed",
     ),
     Mutant(

@@ -11,10 +11,11 @@ import fcntl
 import hashlib
 import os
 import re
-import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from kvtier_core.transfer.folder import is_ours
 
 #: Seconds. A file that changed more recently may change again without a new time stamp.
 _SETTLE_TIME = 2.0
@@ -35,7 +36,7 @@ class Entry:
         if self._folder is None:
             return None
         try:
-            found = (self._folder / self._name).read_text("ascii") if _is_ours(self._folder) else ""
+            found = (self._folder / self._name).read_text("ascii") if is_ours(self._folder) else ""
         except (OSError, ValueError):
             return None
         return found if _DIGEST.fullmatch(found) else None
@@ -69,14 +70,9 @@ class Entry:
         if self._folder is None:
             return False
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return _is_ours(self._folder)
+        return is_ours(self._folder)
 
 
 def _folder() -> Path | None:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return cache / "kvtier" / "digests" if cache.is_absolute() else None
-
-
-def _is_ours(folder: Path) -> bool:
-    status = folder.lstat()
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import stat
 import tempfile
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import attrs
 
 from kvtier_core.engine.messages import WorkerReport
+from kvtier_core.transfer.folder import is_ours
 
 _SUFFIX = ".report"
 #: Seconds after which a report is stale and removed: the start of an engine takes less.
@@ -72,23 +72,15 @@ def runtime_folder() -> Path:
     Raises OSError if the folder cannot be made, or if another user could write to it.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and _is_ours(Path(runtime)):
+    if runtime and is_ours(Path(runtime)):
         folder = Path(runtime) / "kvtier"
     else:
         folder = Path(tempfile.gettempdir()) / f"kvtier-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    if not _is_ours(folder):
+    if not is_ours(folder):
         raise PermissionError(f"{folder} is not a folder that this user alone may write to")
     return folder
-
-
-def _is_ours(folder: Path) -> bool:
-    try:
-        status = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 def _read(path: Path) -> WorkerReport:

@@ -18,7 +18,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class NoFile(BackendError):
-    """There is a folder, link, pipe, socket or device where a file should be."""
+    """There is a folder, link, pipe, socket or device where a file should be, or a file that is not ours alone."""
 
 
 class NotOurs(BackendError):
@@ -70,9 +70,13 @@ class Folder:
         return inner
 
     def open(self, name: str, flags: int) -> int:
-        """A descriptor of a regular file; one that is made is readable by this user only. Raises NoFile."""
-        if not flags & os.O_CREAT:
-            self._must_be_file(name, self.status(name))  # before it is opened: opening a device can have effects
+        """A descriptor of a regular file of this user's alone; one that is made is readable by him only.
+
+        Raises NoFile for any other, before a byte of it is read or written.
+        """
+        if not flags & os.O_EXCL:
+            with contextlib.suppress(FileNotFoundError):  # the open raises it, unless it makes the file
+                self._must_be_file(name, self.status(name))  # before it is opened: opening a device can have effects
         # NONBLOCK: opening a pipe would wait for its other end. For files it means nothing.
         flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with self._naming(name):
@@ -86,8 +90,8 @@ class Folder:
         return fd
 
     def _must_be_file(self, name: str, status: os.stat_result) -> None:
-        if not stat.S_ISREG(status.st_mode):
-            raise NoFile(f"{self.path / name}: {_kind_of(status)} where only a file should be")
+        if why := why_no_file(status):
+            raise NoFile(f"{self.path / name}: {why}")
 
     def status(self, name: str) -> os.stat_result:
         """The status of that name itself, not of what a link leads to."""
@@ -152,6 +156,29 @@ def _kind_of(status: os.stat_result) -> str:
     return "a device"
 
 
+def why_no_file(status: os.stat_result) -> str:
+    """Why this is no file of this user's alone; "" if it is one. Others may have put it there, or may write to it."""
+    why = ""
+    if not stat.S_ISREG(status.st_mode):
+        why = f"{_kind_of(status)} where only a file should be"
+    elif status.st_uid != os.geteuid():
+        why = f"a file of user {status.st_uid}; kvtier uses only files of its own user; remove it"
+    elif status.st_mode & 0o077:
+        why = "others may read or write it; remove the file, or that permission with chmod go-rwx"
+    elif status.st_nlink > 1:
+        why = "the file has another name, too; remove this one"
+    return why
+
+
+def is_ours(path: Path) -> bool:
+    """Is there a folder of this user's, no link, that no other may write to?"""
+    try:
+        must_be_ours(path.lstat(), path)
+    except (OSError, BackendError):
+        return False
+    return True
+
+
 def must_be_ours(status: os.stat_result, *called: Path | str) -> None:
     """Raise NotOurs if others could put frames there, or replace the folder: a checksum is no signature."""
     if stat.S_ISLNK(status.st_mode):
@@ -160,7 +187,10 @@ def must_be_ours(status: os.stat_result, *called: Path | str) -> None:
         raise BackendError(f"{Path(*called)}: not a folder; name one")
     if status.st_uid != os.geteuid():
         raise NotOurs(f"{Path(*called)}: belongs to user {status.st_uid}; kvtier uses only folders of its own user")
-    _not_for_others(status, *called)
+    if status.st_mode & 0o022:
+        if status.st_mode & stat.S_ISVTX:  # others could make files there under the names of ours
+            raise NotOurs(f"{Path(*called)}: others may write to it; name a folder in it that is kvtier's alone")
+        raise _for_others(*called)
 
 
 def make_safe(path: Path) -> None:
@@ -185,7 +215,8 @@ def parents_must_be_safe(path: Path) -> None:
         if status.st_uid not in (0, os.geteuid()):
             why = f"belongs to user {status.st_uid}, who could replace {path} with another folder"
             raise NotOurs(f"{folder}: {why}; use a folder of this user or of root")
-        _not_for_others(status, folder)
+        if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+            raise _for_others(folder)
 
 
 @contextlib.contextmanager
@@ -197,6 +228,5 @@ def backend_errors(path: Path) -> Iterator[None]:
         raise BackendError(f"{error.filename or path}: {error.strerror}") from error
 
 
-def _not_for_others(status: os.stat_result, *called: Path | str) -> None:
-    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
-        raise NotOurs(f"{Path(*called)}: others may write to it; remove that permission with chmod go-w")
+def _for_others(*called: Path | str) -> NotOurs:
+    return NotOurs(f"{Path(*called)}: others may write to it; remove that permission with chmod go-w")

@@ -33,7 +33,6 @@ class DiskBackend(FolderBackend):
         with backend_errors(path):
             root = lock.take()
             try:
-                # At once, so that in a sticky folder no other user makes it first.
                 make_namespace_folder(root, ctx.namespace)
                 others = sweep(root, self._name, self._fits)
                 used = sum(found.nbytes for found in [*others, *self._frames(root)])

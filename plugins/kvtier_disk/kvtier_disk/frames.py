@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import attrs
 
-from kvtier_core.transfer.folder import Folder
+from kvtier_core.transfer.folder import Folder, why_no_file
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace
 
 _QUARANTINE = "quarantine"
@@ -53,7 +52,7 @@ class Place:
             status = self.folder(base).status(self.name)
         except (FileNotFoundError, NotADirectoryError):
             return 0
-        return status.st_size if stat.S_ISREG(status.st_mode) else 0
+        return 0 if why_no_file(status) else status.st_size
 
     def remove(self, base: Folder) -> bool:
         """Remove what lies there, a file or not. False if there is nothing."""
@@ -181,7 +180,7 @@ def _frame(place: Place, entry: os.DirEntry[str]) -> Found | None:
     namespace_folder, shard = place.folders
     if name is None or shard != entry.name[:2]:
         return None
-    if not stat.S_ISREG(status.st_mode) or not status.st_size or status.st_size % FRAME_ALIGNMENT:
+    if why_no_file(status) or not status.st_size or status.st_size % FRAME_ALIGNMENT:
         return None
     return _found(place, entry, namespace_folder, name[1])
 

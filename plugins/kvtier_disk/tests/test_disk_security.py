@@ -63,6 +63,7 @@ def elsewhere(tmp_path):
     (elsewhere / KEY.hex()[:2]).mkdir(parents=True)
     for file in (elsewhere / "precious", elsewhere / KEY.hex()[:2] / f"{KEY.hex()}.kv", elsewhere / f"{KEY.hex()}.kv"):
         file.write_bytes(make_frame(KEY, nbytes=NBYTES, seed=7))
+        file.chmod(0o600)
     return elsewhere
 
 
@@ -133,14 +134,56 @@ def test_a_folder_of_somebody_else_is_refused(folder):
         open_disk(folder)
 
 
-def test_a_sticky_folder_is_good_enough(tmp_path):
-    """As /tmp is, or a tmpfs: nobody else can replace what is there. So that nobody is first, it is there at once."""
+def test_a_folder_in_a_sticky_one_is_good_enough(tmp_path):
+    """As in /tmp, or a tmpfs: nobody else can replace what is there."""
     tmp_path.chmod(0o1777)
     open_disk(tmp_path / "kv").close()
-    (tmp_path / "kv").chmod(0o1777)
-    disk = open_disk(tmp_path / "kv")
     assert mode(home_in(tmp_path / "kv")) == 0o700
-    disk.close()
+
+
+def plant_as_a_stranger(folder, plant, name):
+    """Another account does it, which reaches this folder alone."""
+    where = os.open(folder, os.O_RDONLY)
+    os.seteuid(STRANGER)
+    try:
+        plant(name, where)
+    finally:
+        os.seteuid(0)
+        os.close(where)
+
+
+def a_file(name, where):
+    os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666, dir_fd=where))
+
+
+def a_folder(name, where):
+    os.mkdir(name, 0o777, dir_fd=where)
+
+
+@only_root
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize(
+    ("name", "plant"), [("quarantine", a_folder), (".kvtier-shared", a_file), (".kvtier-evicting", a_file)]
+)
+def test_a_sticky_folder_is_refused_whatever_a_stranger_put_there(folder, no_umask, shared, name, plant):
+    """Nobody else may replace files in it, but anybody may make those that the tier has not made yet."""
+    folder.mkdir()
+    folder.chmod(0o1777)
+    plant_as_a_stranger(folder, plant, name)
+    with pytest.raises(BackendError, match=f"{folder}: others may write to it; name a folder in it"):
+        DiskConfig(path=folder, shared=shared).open(make_context(namespace=make_namespace()))
+    assert os.listdir(folder) == [name]
+
+
+@only_root
+def test_the_count_of_a_shared_folder_is_not_a_strangers(folder, no_umask):
+    """Left from a time when the folder was open to all: it is named, so that somebody removes it."""
+    folder.mkdir()
+    folder.chmod(0o1777)
+    plant_as_a_stranger(folder, a_file, ".kvtier-shared")
+    folder.chmod(0o700)
+    with pytest.raises(BackendError, match=f"{folder}/.kvtier-shared: a file of user {STRANGER}; .*remove it"):
+        DiskConfig(path=folder, shared=True).open(make_context(namespace=make_namespace()))
 
 
 @only_root
@@ -280,7 +323,26 @@ def plant_folder(path, target):
     (path / "link").symlink_to(target.parent)
 
 
+def is_a_strangers(path, _):
+    path.write_bytes(make_frame(KEY, nbytes=NBYTES, seed=666))
+    path.chmod(0o600)
+    os.chown(path, STRANGER, STRANGER)
+
+
+def may_be_written_by_others(path, _):
+    path.write_bytes(make_frame(KEY, nbytes=NBYTES, seed=666))
+    path.chmod(0o606)
+
+
+def has_another_name(path, target):
+    os.link(target, path)
+
+
+#: Files that are not ours alone.
+FOREIGN = [pytest.param(is_a_strangers, marks=only_root), may_be_written_by_others, has_another_name]
+
 PLANTS = [
+    *FOREIGN,
     plant_link,
     plant_pipe,
     pytest.param(plant_device, marks=only_root),
@@ -313,7 +375,7 @@ def test_what_stands_for_a_frame_is_no_frame(folder, elsewhere, plant, settle):
     before = contents(elsewhere)
     into = [memoryview(bytearray(NBYTES)) for _ in range(2)]
     failed, count = in_time(lambda: disk.read([KEY, MATE], into))
-    assert re.search(f"{KEY.hex()}.kv: a .* where only a file should be", str(failed))
+    assert re.search(f"{KEY.hex()}.kv: (a .* where only|a file of user|others may|the file has)", str(failed))
     assert (count, into[1]) == (NBYTES, make_frame(MATE, nbytes=NBYTES))
     in_time(
         {"write": lambda: write(disk), "delete": lambda: disk.delete([KEY])}.get(settle)
@@ -325,7 +387,7 @@ def test_what_stands_for_a_frame_is_no_frame(folder, elsewhere, plant, settle):
     disk.close()
 
 
-@pytest.mark.parametrize("plant", [plant_link, plant_pipe, plant_socket, plant_folder])
+@pytest.mark.parametrize("plant", [*FOREIGN, plant_link, plant_pipe, plant_socket, plant_folder])
 def test_what_stands_for_an_unfinished_frame_is_not_written_to(folder, elsewhere, plant):
     disk = open_disk(folder)
     write(disk)

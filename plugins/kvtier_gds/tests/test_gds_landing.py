@@ -102,6 +102,7 @@ def test_another_file_in_the_place_of_a_slab_is_refused(tmp_path):
     backend = open_slabs(tmp_path, mode="gds")
     os.rename(tmp_path / "kvtier.slab", tmp_path / "moved")
     (tmp_path / "kvtier.slab").write_bytes(bytes(NBYTES))
+    (tmp_path / "kvtier.slab").chmod(0o600)
     with pytest.raises(BackendError, match="another file has taken the place of the slab"):
         land(backend)
     backend.close()
