@@ -83,6 +83,7 @@ TRANSFER = "kvtier_core/transfer"
 DISK = "plugins/kvtier_disk/kvtier_disk"
 GDS = "plugins/kvtier_gds/kvtier_gds"
 GDS_TESTS = "plugins/kvtier_gds/tests/test_gds.py::"
+GDS_TROUBLE = "plugins/kvtier_gds/tests/test_gds_trouble.py::"
 GDS_SECURITY = "plugins/kvtier_gds/tests/test_gds_security.py::"
 ABOUT_IDENTITY = "tests/vllm/test_identity.py::"
 REQUEST_TESTS = "tests/vllm/test_request_identity.py::"
@@ -1540,11 +1541,32 @@ MUTANTS = (
     Mutant(
         "a-record-before-its-frame",
         GDS + "/backend.py",
-        "            stored = 0\n",
-        "            stored = 0\n"
+        "            unused = dict(enumerate(places))\n",
+        "            unused = dict(enumerate(places))\n"
         "            for key, place in zip(keys, places, strict=True):\n"
         "                self._publish(key, place)\n",
         GDS_TESTS + "test_neither_the_frame_that_was_written_nor_the_one_that_lay_there",
+    ),
+    Mutant(
+        "one-bad-place-retires-its-batch",
+        GDS + "/backend.py",
+        "                    if failures[i] is None:\n                        failures[i] = self._publish",
+        "                    if not any(failures):\n                        failures[i] = self._publish",
+        GDS_TROUBLE + "test_of_a_batch_only_the_place_that_fails_is_retired",
+    ),
+    Mutant(
+        "a-bad-place-is-bad-for-ever",
+        GDS + "/backend.py",
+        "if since <= until]",
+        "if False]",
+        GDS_TROUBLE + "test_a_place_is_tried_again_when_the_drive_has_recovered",
+    ),
+    Mutant(
+        "a-bad-place-is-used-again",
+        GDS + "/backend.py",
+        "                self._retire([unused.pop(i) for i in list(unused)])\n",
+        "",
+        GDS_TROUBLE + "test_a_place_that_takes_no_frame_is_not_tried_again",
     ),
     Mutant(
         "two-frames-in-one-place",

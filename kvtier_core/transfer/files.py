@@ -67,16 +67,27 @@ def write_files(
 
     Raises the OSError of the first file that failed, after all requests under way have ended.
     """
+    for outcome in write_each(fds, views, ring=ring, direct=direct, at=at):
+        if outcome is not None:
+            raise outcome
+
+
+def write_each(
+    fds: Sequence[int],
+    views: Sequence[memoryview],
+    *,
+    ring: bool,
+    direct: bool = False,
+    at: Sequence[int] | None = None,
+) -> list[OSError | None]:
+    """The same, but all are tried: for each file the error, or None if every byte was written."""
     at = [0] * len(fds) if at is None else at
     views = [_bounce_of(view) if direct and not _is_aligned(view) else view for view in views]
-    outcomes = _write_files(fds, views, at) if ring else None
-    if outcomes is None:
-        for each in zip(fds, views, at, strict=True):
-            _all_of(os.pwritev, *each)
-    else:
-        for outcome in outcomes:
-            if outcome < 0:
-                raise _error(outcome)
+    raw = _write_files(fds, views, at) if ring else None
+    if raw is not None:
+        return [_error(outcome) if outcome < 0 else None for outcome in raw]
+    outcomes = [_caught(os.pwritev, *each) for each in zip(fds, views, at, strict=True)]
+    return [outcome if isinstance(outcome, OSError) else None for outcome in outcomes]
 
 
 def bounce(nbytes: int) -> memoryview:

@@ -6,13 +6,14 @@ import contextlib
 import itertools
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.transfer.disk_access import FULL, raise_if_store_failed
-from kvtier_core.transfer.files import read_files, write_files
+from kvtier_core.transfer.files import read_files, write_each
 from kvtier_core.transfer.folder import backend_errors
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Extent, Namespace
 from kvtier_gds.device_reads import gpudirect
@@ -23,6 +24,8 @@ from kvtier_gds.table import Record
 
 #: Frames that workers may read to compare ways, if as many are there.
 _SAMPLES = 256
+#: Seconds after which a place that took no frame is tried again, if there is no other: each try costs a frame.
+_RETIRED = 60.0
 
 
 class GdsBackend(Backend):
@@ -38,6 +41,7 @@ class GdsBackend(Backend):
         self._lock = threading.Lock()
         self._held: dict[ChunkKey, Place] = {}  # our frames
         self._others: list[tuple[bytes, Place]] = []  # frames of other namespaces, and their digests; oldest last
+        self._retired: list[tuple[float, Place]] = []  # places that took no frame, and since when they are not used
         self._slabs: list[Slab] = []
         self._frame_nbytes = frame_nbytes = ctx.layout.frame_nbytes
         with contextlib.ExitStack() as undoing:
@@ -68,7 +72,7 @@ class GdsBackend(Backend):
             found = self._read(places, [into[i][: place.nbytes] for i, place in whole])
             for (i, place), outcome in zip(whole, found, strict=True):
                 if isinstance(outcome, OSError):
-                    outcomes[i] = BackendError(f"{place.slab.path}: at {place.at}: {outcome.strerror}")
+                    outcomes[i] = _of_place(place, outcome)
                 elif outcome == place.nbytes:
                     outcomes[i] = outcome
             return outcomes
@@ -77,25 +81,30 @@ class GdsBackend(Backend):
         self.delete(keys)
         with self._errors():
             places = self._reserve([len(frame) for frame in frames])
-            stored = 0
+            unused = dict(enumerate(places))
             try:
-                write_files(
+                failures = write_each(
                     [place.slab.fd for place in places],
                     frames,
                     ring=self._ring,
                     direct=self._direct,
                     at=[place.at for place in places],
                 )
-                for key, place in zip(keys, places, strict=True):
-                    self._publish(key, place)
-                    stored += 1
-            except BaseException as error:
-                if not (isinstance(error, OSError) and _is_of_one_place(error, places)):
-                    self._release(places[stored:])
-                if isinstance(error, OSError) and error.errno in FULL:
+                self._must_answer(places, failures)
+                for i, (key, place) in enumerate(zip(keys, places, strict=True)):
+                    if failures[i] is None:
+                        failures[i] = self._publish(key, place)
+                    if failures[i] is None:
+                        del unused[i]
+                self._must_answer(places, failures)
+                self._retire([unused.pop(i) for i in list(unused)])
+            except OSError as error:
+                if error.errno in FULL:
                     raise StoreFull(f"{self._paths}: {error.strerror}", missing=sum(map(len, frames))) from error
                 raise
-        return None
+            finally:
+                self._release(list(unused.values()))
+            return [_of_place(place, error) if error else None for place, error in zip(places, failures, strict=True)]
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         with self._errors():
@@ -170,10 +179,14 @@ class GdsBackend(Backend):
         """What came of each read. Raises the OSError of a drive that does not answer."""
         fds, at = [place.slab.fd for place in places], [place.at for place in places]
         outcomes = read_files(fds, into, ring=self._ring, direct=self._direct, at=at)
+        self._must_answer(places, outcomes)
+        return outcomes
+
+    def _must_answer(self, places: Sequence[Place], outcomes: Sequence[object]) -> None:
+        """Raise the OSError of a drive that fails as a whole, and not at single places."""
         for slab in self._slabs:
             its = [outcome for place, outcome in zip(places, outcomes, strict=True) if place.slab is slab]
             raise_if_store_failed(its, slab.folder)
-        return outcomes
 
     def _reserve(self, lengths: Sequence[int]) -> list[Place]:
         """Places for frames of these lengths. Frames of other namespaces make room, the oldest first."""
@@ -181,7 +194,8 @@ class GdsBackend(Backend):
         try:
             for nbytes in lengths:
                 while (place := self._reserve_one(nbytes)) is None:
-                    self._remove_oldest_other(sum(lengths))
+                    if not self._try_retired_again():
+                        self._remove_oldest_other(sum(lengths))
                 places.append(place)
         except BaseException:
             self._release(places)
@@ -216,11 +230,30 @@ class GdsBackend(Backend):
             raise
         self._release([place])
 
-    def _publish(self, key: ChunkKey, place: Place) -> None:
+    def _publish(self, key: ChunkKey, place: Place) -> OSError | None:
+        """From now on the frame is found, after a restart too, unless its record cannot be written."""
         with self._lock:
             order, self._order = self._order, self._order + 1
-        place.slab.publish(place, Record(self._namespace.digest, key, place.at, place.nbytes, order))
+        try:
+            place.slab.publish(place, Record(self._namespace.digest, key, place.at, place.nbytes, order))
+        except OSError as error:
+            return error.with_traceback(None)
         self._held[key] = place
+        return None
+
+    def _retire(self, places: Sequence[Place]) -> None:
+        """The drive answers, but did not take what was written there."""
+        with self._lock:
+            self._retired += [(time.monotonic(), place) for place in places]
+
+    def _try_retired_again(self) -> bool:
+        """Use places that were retired some time ago: the drive may have recovered. False if there are none."""
+        until = time.monotonic() - _RETIRED
+        with self._lock:
+            due = [place for since, place in self._retired if since <= until]
+            self._retired = [(since, place) for since, place in self._retired if since > until]
+        self._release(due)
+        return bool(due)
 
     def _release(self, places: Sequence[Place]) -> None:
         with self._lock:
@@ -239,14 +272,8 @@ class GdsBackend(Backend):
         return {0: "off", len(self._slabs): "on"}.get(yes, f"on for {yes} of {len(self._slabs)} paths")
 
 
-def _is_of_one_place(error: OSError, places: Sequence[Place]) -> bool:
-    """Does a drive answer, but not take what was written to one of these places? They are not used until a restart."""
-    try:
-        for folder in {place.slab.folder: None for place in places}:
-            raise_if_store_failed([error], folder)
-    except OSError:
-        return False
-    return True
+def _of_place(place: Place, error: OSError) -> BackendError:
+    return BackendError(f"{place.slab.path}: at {place.at}: {error.strerror}")
 
 
 def _divided(capacity: int, slabs: int, frame_nbytes: int) -> list[int]:

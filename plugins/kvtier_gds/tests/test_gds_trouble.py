@@ -11,7 +11,7 @@ from slabs import NBYTES, open_slabs, read, whole, write
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.frames.format import verify
 from kvtier_core.testing.disks import btrfs, ext4, tmpfs
-from kvtier_core.testing.samples import make_keys, make_namespace
+from kvtier_core.testing.samples import make_frame, make_keys, make_namespace
 
 OLD, NEW = make_keys(16)[:8], make_keys(16)[8:]
 
@@ -86,27 +86,76 @@ def test_a_write_that_fails_leaves_its_room(tmp_path):
         backend.close()
 
 
-def test_a_place_that_takes_no_frame_is_not_tried_again(tmp_path, monkeypatch):
-    """Simulated: no file system here has a block that can be read and not written."""
+@pytest.fixture
+def refusing(tmp_path, monkeypatch):
+    """A slab with OLD in it and room for as many again, and the places in it that refuse to be written to.
+
+    Simulated: no file system here has a block that can be read and not written.
+    """
     backend = open_slabs(tmp_path, frames=16, io="calls")
     write(backend, *OLD)
     pwritev = os.pwritev
-    bad = 9 * NBYTES
+    bad = set()
 
     def refuse(fd, views, at):
-        if at == bad:
+        if at in bad and len(views[0]) == NBYTES:  # and no probe
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return pwritev(fd, views, at)
 
     monkeypatch.setattr(os, "pwritev", refuse)
+    yield backend, bad
+    backend.close()
+
+
+def outcomes(backend, *keys):
+    """What became of each frame of one write."""
+    return [error and str(error) for error in backend.write(keys, [make_frame(key, NBYTES) for key in keys])]
+
+
+def test_a_place_that_takes_no_frame_is_not_tried_again(refusing, tmp_path):
+    backend, bad = refusing
+    bad.add(9 * NBYTES)
     write(backend, NEW[0])
-    with pytest.raises(BackendError, match="Input/output error"):
-        write(backend, NEW[1])
+    assert outcomes(backend, NEW[1]) == [f"{tmp_path}: at {9 * NBYTES}: Input/output error"]
     write(backend, *NEW[1:7])
     assert all(whole(backend, key) for key in [*OLD, *NEW[:7]])
     with pytest.raises(StoreFull):
         write(backend, NEW[7])
-    backend.close()
+
+
+def test_of_a_batch_only_the_place_that_fails_is_retired(refusing, tmp_path):
+    backend, bad = refusing
+    bad.add(11 * NBYTES)
+    failed = f"{tmp_path}: at {11 * NBYTES}: Input/output error"
+    assert outcomes(backend, *NEW) == [None, None, None, failed, None, None, None, None]
+    assert [whole(backend, key) for key in NEW] == [i != 3 for i in range(8)]
+    backend.delete(NEW)
+    assert outcomes(backend, *NEW[:7]) == [None] * 7
+
+
+def test_a_place_is_tried_again_when_the_drive_has_recovered(refusing, monkeypatch):
+    """Not at once, and only where there is no other."""
+    backend, bad = refusing
+    bad.update(range(8 * NBYTES, 16 * NBYTES, NBYTES))
+    assert None not in outcomes(backend, *NEW)
+    bad.clear()
+    with pytest.raises(StoreFull):
+        write(backend, NEW[0])
+    monkeypatch.setattr("kvtier_gds.backend._RETIRED", 0.0)
+    assert outcomes(backend, *NEW) == [None] * 8
+    assert all(whole(backend, key) for key in [*OLD, *NEW])
+
+
+def test_a_record_that_cannot_be_written_costs_its_own_frame(refusing, monkeypatch):
+    backend, _ = refusing
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, raw, at: pwrite(fd, raw, at) if at != 9 * 128 else _fail())
+    assert [error is None for error in outcomes(backend, *NEW)] == [True, False, *[True] * 6]
+    assert [whole(backend, key) for key in NEW] == [True, False, *[True] * 6]
+
+
+def _fail():
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 @each_way
