@@ -48,6 +48,7 @@ ARENA = "kvtier_core/stack/arena.py"
 LEASES = "kvtier_core/stack/lookup/leases.py"
 SEALING = "tests/core/test_sealing.py::"
 SEALED_TIERS = "tests/core/test_sealed_tiers.py::"
+SEALED_NAMES = "tests/core/test_sealed_names.py::"
 CODEC_TESTS = "tests/core/test_codec.py::"
 INCOMPATIBLE_TESTS = "tests/core/test_incompatible.py"
 IDENTITY = "kvtier_core/vllm/identity/namespace.py"
@@ -1811,14 +1812,35 @@ MUTANTS = (
     Mutant(
         "other-keys-under-the-same-names",
         CODEC,
-        "if shared and keyed_seal is not None:",
+        "if keyed_seal is not None:  #",
+        "if False:  #",
+        SEALING + "test_engines_with_other_keys_write_over_none_of_each_others_frames",
+    ),
+    Mutant(
+        "stores-see-keys",
+        "kvtier_core/config/compose.py",
+        "if codec.keyed_seal is not None:",
         "if False:",
-        SEALING + "test_in_a_shared_store_engines_with_other_keys_write_over_none_of_each_others_frames",
+        SEALED_NAMES + "test_a_guessed_prompt_is_confirmed_by_no_name_and_no_header",
+    ),
+    Mutant(
+        "headers-show-keys",
+        CODEC,
+        "return key if self.keyed_seal is None else",
+        "return key if True else",
+        SEALED_NAMES + "test_a_guessed_prompt_is_confirmed_by_no_name_and_no_header",
+    ),
+    Mutant(
+        "names-without-the-secret",
+        KEYED_SEAL,
+        "_derived(root, _AES_KEY_NBYTES, each)",
+        "_derived(bytes(32), _AES_KEY_NBYTES, each)",
+        SEALED_NAMES + "test_names_depend_on_the_secret_and_on_what_it_protects_from",
     ),
     Mutant(
         "what-a-policy-learned-is-anybodys",
         CODEC,
-        "            self._keyed_seal.close(frame)\n",
+        "            self.keyed_seal.close(frame)\n",
         "            pass\n",
         SEALED_TIERS + "test_what_a_policy_learned_is_sealed",
     ),

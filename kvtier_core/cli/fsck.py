@@ -20,7 +20,7 @@ from kvtier_core.frames.format import FrameError, Header, inspect, keyed_fields_
 from kvtier_core.frames.identity import RAW, CodecIdentity, Protection, identity_of
 from kvtier_core.interfaces import SerializerConfig, Stored
 from kvtier_core.stack.store_tier.policy_state import key_under
-from kvtier_core.types import FRAME_ALIGNMENT, Nbytes
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Nbytes
 
 if TYPE_CHECKING:
     from kvtier_core.frames.keyed_seal import KeyedSeal
@@ -119,6 +119,12 @@ class _Seals:
         self.unchecked += 1  # its request may have had a salt, which is not stored anywhere
         return None
 
+    def may_be(self, key: ChunkKey, header: Header) -> bool:
+        """Is it the frame of this key, as far as is known? Only the secret tells how a frame is named."""
+        if self.keyed_seal is None:
+            return header.key == key or (self.protection is not Protection.NONE and header.codec == RAW)
+        return header.key == self.keyed_seal.names([key])[0]
+
     def describe(self) -> Iterator[str]:
         """A line if some seals were not checked."""
         if self.unchecked:
@@ -199,7 +205,7 @@ class _Report:
 
     def _expected(self, header: Header) -> CodecIdentity:
         """The codec that a frame should have: the state of a policy is raw, whatever the tier's serializer is."""
-        return RAW if header.key == key_under(header.namespace) else self.codec
+        return RAW if self.seals.may_be(key_under(header.namespace), header) else self.codec
 
     def _remove(self, stored: Stored) -> bool:
         try:

@@ -19,6 +19,7 @@ from kvtier_core.config.yaml_nodes import ProblemCollector
 from kvtier_core.errors import BackendError, ConfigError, Problem
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.identity import RAW, identity_of
+from kvtier_core.frames.sealed_names import SealedNames
 from kvtier_core.interfaces import (
     MAX_POLICY_STATE_NBYTES,
     AllocatorBackend,
@@ -235,6 +236,8 @@ class _Opening:
         # The state of the policy is stored as a frame too.
         longest = Nbytes(max(codec.max_frame_nbytes, FRAME_ALIGNMENT + MAX_POLICY_STATE_NBYTES))
         store = self._store(attrs.evolve(ctx, max_frame_nbytes=longest))
+        if codec.keyed_seal is not None:
+            store = SealedNames(store, codec.keyed_seal)
         capacity = Nbytes(_REMEMBERED_FRAMES * codec.max_frame_nbytes) if self._shared else ctx.capacity
         index = (PartedIndex if len(ctx.layout.parts) > 1 else CacheIndex)(policy, tier.store_after)
         return OpenedTier(tier, store, index, codec, capacity)

@@ -45,16 +45,16 @@ class FrameCodec:
         shared: bool = False,
         keyed_seal: KeyedSeal | None = None,
     ):
-        """``shared``: the store has other users, whose codec or key may be another; none finds the frames of others."""
+        """``shared``: the store has other users, whose codec may be another; none finds the frames of others."""
         if (serializer is None) != (identity == RAW):
             raise ContractError(f"{identity} is not the identity of {serializer}")
         self.namespace = namespace  #: of stored frames
         if shared and identity != RAW:
             self.namespace = self.namespace.narrowed("codec", identity.digest.hex())
-        if shared and keyed_seal is not None:
+        if keyed_seal is not None:  # frames of before a new key are under names that nothing asks for
             self.namespace = self.namespace.narrowed("seal", str(keyed_seal.identity))
         self.identity = identity
-        self._keyed_seal = keyed_seal
+        self.keyed_seal = keyed_seal  #: None if frames have none
         self._shared = shared
         self._arena_namespace = namespace
         self._layout = layout
@@ -71,7 +71,7 @@ class FrameCodec:
     @property
     def is_raw(self) -> bool:
         """Are frames stored as they lie in a slot, header and payload?"""
-        return self._serializer is None and self._keyed_seal is None
+        return self._serializer is None and self.keyed_seal is None
 
     @property
     def parts(self) -> int:
@@ -85,7 +85,7 @@ class FrameCodec:
 
     def with_namespace(self, namespace: Namespace) -> Self:
         """The same codec, with the same serializer, for frames of another namespace."""
-        serializer, identity, keyed_seal = self._serializer, self.identity, self._keyed_seal
+        serializer, identity, keyed_seal = self._serializer, self.identity, self.keyed_seal
         return type(self)(namespace, self._layout, serializer, identity, shared=self._shared, keyed_seal=keyed_seal)
 
     def encode(self, key: ChunkKey, sealed: memoryview, salt: bytes = b"") -> memoryview:
@@ -104,9 +104,9 @@ class FrameCodec:
         if self._serializer is not None:
             return self._encoded(self._serializer, key, header, payload_of(sealed), salt)
         frame = sealed[: _frame_nbytes(header.payload_nbytes)]
-        if self._keyed_seal is None:
+        if self.keyed_seal is None:
             return frame
-        return self._protected(self._keyed_seal, key, header, payload_of(frame), salt)
+        return self._protected(self.keyed_seal, key, header, payload_of(frame), salt)
 
     def _encoded(
         self, serializer: Serializer, key: ChunkKey, header: Header, payload: memoryview, salt: bytes
@@ -118,9 +118,9 @@ class FrameCodec:
         else:
             stored = encoded[FRAME_ALIGNMENT : FRAME_ALIGNMENT + nbytes]
             decoded_checksum = self._decoded_checksum(serializer, stored, len(payload))
-        seal(encoded, self.namespace, key, nbytes, codec=self.identity, decoded_checksum=decoded_checksum)
-        if self._keyed_seal is not None:
-            self._keyed_seal.close(encoded, salt=salt)
+        seal(encoded, self.namespace, self._name(key), nbytes, codec=self.identity, decoded_checksum=decoded_checksum)
+        if self.keyed_seal is not None:
+            self.keyed_seal.close(encoded, salt=salt)
         return encoded[: _frame_nbytes(nbytes)]
 
     def _protected(
@@ -128,15 +128,15 @@ class FrameCodec:
     ) -> memoryview:
         """A copy of a raw frame with the keyed seal."""
         copy = memoryview(bytearray(_frame_nbytes(len(payload))))
-        seal(copy, self.namespace, key, len(payload), payload_checksum=header.payload_checksum)
+        seal(copy, self.namespace, self._name(key), len(payload), payload_checksum=header.payload_checksum)
         keyed_seal.close(copy, payload, salt=salt)
         return copy
 
     def seal_raw(self, key: ChunkKey, frame: memoryview, nbytes: int) -> None:
         """Seal a raw payload of ``nbytes`` that is in place, and is not KV: that of a policy's state."""
-        seal(frame, self.namespace, key, nbytes)
-        if self._keyed_seal is not None:
-            self._keyed_seal.close(frame)
+        seal(frame, self.namespace, self._name(key), nbytes)
+        if self.keyed_seal is not None:
+            self.keyed_seal.close(frame)
 
     def verify_raw(self, key: ChunkKey, frame: memoryview, nbytes: int) -> FrameError | None:
         """Verify, and decrypt in place, what `seal_raw` sealed."""
@@ -163,7 +163,7 @@ class FrameCodec:
         if error := self._verify(key, frame, self.identity, nbytes if serializer is None else None, salt):
             return error
         if serializer is None:
-            if self._keyed_seal is not None:  # another tier stores the slot as it is, under the arena's namespace
+            if self.keyed_seal is not None:  # another tier stores the slot as it is, under the arena's namespace
                 known = (header_of(frame).payload_checksum,) if len(part.shards) == 1 else ()
                 seal_part(slot, self._arena_namespace, key, part, known)
             return None
@@ -184,11 +184,15 @@ class FrameCodec:
     def _verify(
         self, key: ChunkKey, frame: memoryview, codec: CodecIdentity, nbytes: int | None, salt: bytes
     ) -> FrameError | None:
-        keyed = UNKEYED if self._keyed_seal is None else self._keyed_seal.identity
-        error = verify(frame, self.namespace, key, codec=codec, payload_nbytes=nbytes, keyed=keyed)
-        if error is not None or self._keyed_seal is None:
+        keyed = UNKEYED if self.keyed_seal is None else self.keyed_seal.identity
+        error = verify(frame, self.namespace, self._name(key), codec=codec, payload_nbytes=nbytes, keyed=keyed)
+        if error is not None or self.keyed_seal is None:
             return error
-        return self._keyed_seal.open(frame, salt=salt)
+        return self.keyed_seal.open(frame, salt=salt)
+
+    def _name(self, key: ChunkKey) -> ChunkKey:
+        """What stands for a key in the header of a stored frame."""
+        return key if self.keyed_seal is None else self.keyed_seal.names([key])[0]
 
     def _decoded_checksum(self, serializer: Serializer, encoded: memoryview, nbytes: int) -> int:
         """The checksum of a payload of ``nbytes`` that a lossy serializer has encoded and decoded."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 import hmac
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 import attrs
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import AEADDecryptionContext, Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
-from cryptography.hazmat.primitives.ciphers.modes import GCM
+from cryptography.hazmat.primitives.ciphers.modes import ECB, GCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
@@ -31,12 +31,15 @@ from kvtier_core.frames.format import (
     write_header,
 )
 from kvtier_core.frames.identity import KEY_ID_NBYTES, Protection, SealIdentity
+from kvtier_core.types import KEY_NBYTES, ChunkKey
 
 #: Bytes of the shortest secret: 32 random characters of any alphabet resist guessing, as 32 random bytes do.
 MIN_SECRET_NBYTES = 32
 
 _AES_KEY_NBYTES = 32
 _NONCE_NBYTES = 12
+_HALF, _ROUNDS = KEY_NBYTES // 2, 4
+_LEFT, _RIGHT = slice(_HALF), slice(_HALF, KEY_NBYTES)
 _CHECKSUM = struct.Struct("<I")
 
 # Why AES-GCM, with or without encryption. Over 1 MiB and 32 MiB a MAC ran at 18 and 22 GiB/s as GMAC (AES-GCM that
@@ -51,12 +54,16 @@ class KeyedSeal:
     """The keyed seal of one tier's frames. All of the tier's threads use it at the same time.
 
     It covers the header's fields and the payload. The key of a frame is derived from the secret, the namespace and the
-    key of the chunk; if payloads are encrypted also from the salt of the request, so that the secret alone reads none
+    name of the frame; if payloads are encrypted also from the salt of the request, so that the secret alone reads none
     that has a salt.
+
+    A frame's name stands for the key of its chunk, outside the process and in the header. Names are a permutation of
+    keys that depends on the secret: four rounds of a Feistel network over AES (Luby and Rackoff 1988).
     """
 
     identity: SealIdentity
     _root: bytes = attrs.field(repr=False)
+    _rounds: tuple[Cipher, ...] = attrs.field(repr=False, eq=False)
 
     @classmethod
     def of(cls, secret: str, *, encrypt: bool) -> Self:
@@ -66,12 +73,25 @@ class KeyedSeal:
             raise ValueError(f"it has fewer than {MIN_SECRET_NBYTES} characters; openssl rand -hex 32 makes one")
         root = hmac.digest(b"kvtier seal_key", material, "sha256")  # HKDF's first half, `_derived` is the other
         protection = Protection.READING if encrypt else Protection.FORGERY
-        return cls(SealIdentity(protection, _derived(root, KEY_ID_NBYTES, b"key id")), root)
+        # Those that had "key id" alone named their frames by the keys of chunks.
+        identity = SealIdentity(protection, _derived(root, KEY_ID_NBYTES, b"key id, with names"))
+        named = [b"names %d %d" % (protection.value, number) for number in range(_ROUNDS)]
+        return cls(identity, root, tuple(Cipher(AES(_derived(root, _AES_KEY_NBYTES, each)), ECB()) for each in named))
 
     @property
     def encrypts(self) -> bool:
         """Are payloads encrypted?"""
         return self.identity.protection is Protection.READING
+
+    def names(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """The names of frames with these keys."""
+        first, second = _permuted(self._rounds, keys, _LEFT, _RIGHT)
+        return [ChunkKey(first[at : at + _HALF] + second[at : at + _HALF]) for at in range(0, len(first), _HALF)]
+
+    def keys(self, names: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """The keys of frames with these names."""
+        second, first = _permuted(self._rounds[::-1], names, _RIGHT, _LEFT)
+        return [ChunkKey(first[at : at + _HALF] + second[at : at + _HALF]) for at in range(0, len(first), _HALF)]
 
     def close(self, frame: memoryview, payload: memoryview | None = None, *, salt: bytes = b"") -> None:
         """Seal ``frame``, whose header is written, as `format.seal` does; its payload is in place, or is ``payload``.
@@ -135,6 +155,15 @@ class KeyedSeal:
     def _cipher(self, header: Header, mode: GCM, salt: bytes) -> Cipher:
         fixed = bytes([self.identity.protection.value]) + header.namespace + header.key
         return Cipher(AES(_derived(self._root, _AES_KEY_NBYTES, fixed + (salt if self.encrypts else b""))), mode)
+
+
+def _permuted(rounds: Iterable[Cipher], blocks: Sequence[bytes], left: slice, right: slice) -> tuple[bytes, bytes]:
+    """The halves of all blocks, side by side. A thousand at once take 0.3 µs each, one alone 9."""
+    first, second = (b"".join([block[half] for block in blocks]) for half in (left, right))
+    for each in rounds:
+        mask = int.from_bytes(each.encryptor().update(second), "big")
+        first, second = second, (int.from_bytes(first, "big") ^ mask).to_bytes(len(second), "big")
+    return first, second
 
 
 def _derived(root: bytes, nbytes: int, info: bytes) -> bytes:

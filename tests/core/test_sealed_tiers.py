@@ -240,8 +240,9 @@ def test_a_stack_is_opened_from_its_settings(tmp_path, secret, encrypt):
         memory[FRAME_ALIGNMENT : FRAME_ALIGNMENT + LAYOUT.payload_nbytes] = payload(key, 0)
     manager.commit("store")
     manager.close()
-    (file,) = tmp_path.rglob(f"{KEY.hex()}.kv")
-    assert header_of(memoryview(file.read_bytes())).protection is (AES if encrypt else MAC).identity.protection
+    keyed = AES if encrypt else MAC
+    (file,) = tmp_path.rglob(f"{keyed.names([KEY])[0].hex()}.kv")
+    assert header_of(memoryview(file.read_bytes())).protection is keyed.identity.protection
     manager = open_stack(config_of(tmp_path, encrypt=encrypt), CONTEXT)
     manager.lookup(KEYS, "load", salt=OURS)
     manager.drain(10.0)

@@ -17,6 +17,7 @@ from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import seal
 from kvtier_core.frames.identity import CodecIdentity
 from kvtier_core.frames.keyed_seal import KeyedSeal
+from kvtier_core.frames.sealed_names import SealedNames
 from kvtier_core.testing.disks import btrfs
 from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT, Nbytes
@@ -306,16 +307,14 @@ def protected(tmp_path, monkeypatch):
             f"  - {{type: disk, capacity: 1GiB, path: store, {settings}}}\n"
         )
         context = make_context()
-        sealed = FrameCodec(
-            context.namespace,
-            context.layout,
-            keyed_seal=KeyedSeal.of("a secret that is long enough for a key", encrypt=encrypt),
-        )
-        disk = DiskConfig(path=tmp_path / "store").open(context)
+        keyed = KeyedSeal.of("a secret that is long enough for a key", encrypt=encrypt)
+        sealed = FrameCodec(context.namespace, context.layout, keyed_seal=keyed)
+        disk = DiskConfig(path=tmp_path / "store").open(make_context(namespace=sealed.namespace))
         salts = {SALTED: b"a tenant's", EMPTY: b""}
-        disk.write(list(salts), [sealed.encode(key, make_frame(key), salt) for key, salt in salts.items()])
+        frames = [sealed.encode(key, make_frame(key), salt) for key, salt in salts.items()]
+        SealedNames(disk, keyed).write(list(salts), frames)
         disk.close()
-        return [next((tmp_path / "store").rglob(f"{key.hex()}.kv")) for key in salts]
+        return [next((tmp_path / "store").rglob(f"{name.hex()}.kv")) for name in keyed.names(list(salts))]
 
     return make
 
