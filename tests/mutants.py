@@ -49,6 +49,7 @@ LEASES = "kvtier_core/stack/lookup/leases.py"
 SEALING = "tests/core/test_sealing.py::"
 SEALED_TIERS = "tests/core/test_sealed_tiers.py::"
 SEALED_NAMES = "tests/core/test_sealed_names.py::"
+BUFFERS = "tests/core/test_buffers.py::"
 CODEC_TESTS = "tests/core/test_codec.py::"
 INCOMPATIBLE_TESTS = "tests/core/test_incompatible.py"
 IDENTITY = "kvtier_core/vllm/identity/namespace.py"
@@ -1288,8 +1289,8 @@ MUTANTS = (
     Mutant(
         "what-was-not-written-is-there",
         STORE_TIER + "/frame_io.py",
-        "return [len(frame) if error is None else error for",
-        "return [len(frame) for",
+        "stored = [len(frame) if error is None else error for",
+        "stored = [len(frame) for",
         ASKING + "test_one_frame_that_is_not_written_is_not_there",
     ),
     Mutant(
@@ -1829,6 +1830,27 @@ MUTANTS = (
         "return key if self.keyed_seal is None else",
         "return key if True else",
         SEALED_NAMES + "test_a_guessed_prompt_is_confirmed_by_no_name_and_no_header",
+    ),
+    Mutant(
+        "buffers-show-what-they-held",
+        CODEC,
+        "    frame[FRAME_ALIGNMENT + payload_nbytes :] = bytes(",
+        "    bytes(",
+        BUFFERS + "test_nothing_of_what_a_buffer_held_before_is_stored",
+    ),
+    Mutant(
+        "views-that-are-kept-are-overwritten",
+        "kvtier_core/frames/buffers.py",
+        "sys.getrefcount(found[0]) == 2",
+        "sys.getrefcount(found[0])",
+        BUFFERS + "test_a_buffer_of_which_a_view_was_kept_is_not_used_again",
+    ),
+    Mutant(
+        "buffers-of-writes-that-failed-are-used-again",
+        STORE_TIER + "/frame_io.py",
+        "if not failed:  # a thread",
+        "if True:  # a thread",
+        BUFFERS + "test_a_buffer_of_a_write_that_failed_is_not_used_again",
     ),
     Mutant(
         "names-without-the-secret",

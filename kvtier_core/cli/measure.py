@@ -66,6 +66,7 @@ class Frames:
         for error in self._tier.store.write(self._keys, encoded) or ():
             if error is not None:
                 raise error
+        self._tier.codec.written(encoded)
 
     def look(self) -> None:
         """Ask for one frame."""

@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Self
 
 from kvtier_core.errors import BackendError, ContractError
+from kvtier_core.frames.buffers import Buffers
 from kvtier_core.frames.checksum import crc32, join
 from kvtier_core.frames.format import (
     FrameError,
@@ -30,7 +31,8 @@ if TYPE_CHECKING:  # its library is only there where a tier has a key
 class FrameCodec:
     """The codec of one tier: its serializer and keyed seal, if it has them, and what names them in every frame.
 
-    A tier opens one serializer. All of the tier's threads use it at the same time; this class has no other state.
+    A tier opens one serializer. All of the tier's threads use it at the same time; this class has no other state but
+    memory for what is encoded.
     Without a serializer frames are read into the arena's slots, and stored from there; a keyed seal is put on a copy,
     because others may read the slot.
     """
@@ -61,6 +63,7 @@ class FrameCodec:
         self._serializer = serializer
         #: Bytes of the longest frame that the tier writes.
         self.max_frame_nbytes = layout.frame_nbytes if serializer is None else _frame_nbytes(serializer.bound(layout))
+        self._buffers = Buffers(self.max_frame_nbytes)
 
     @classmethod
     def open(cls, config: SerializerConfig, ctx: OpenContext) -> Self:
@@ -111,7 +114,7 @@ class FrameCodec:
     def _encoded(
         self, serializer: Serializer, key: ChunkKey, header: Header, payload: memoryview, salt: bytes
     ) -> memoryview:
-        encoded = memoryview(bytearray(self.max_frame_nbytes))
+        encoded = self._buffers.take()
         nbytes = serializer.encode(payload, encoded[FRAME_ALIGNMENT:])
         if self.identity.lossless:
             decoded_checksum = header.payload_checksum
@@ -121,16 +124,21 @@ class FrameCodec:
         seal(encoded, self.namespace, self._name(key), nbytes, codec=self.identity, decoded_checksum=decoded_checksum)
         if self.keyed_seal is not None:
             self.keyed_seal.close(encoded, salt=salt)
-        return encoded[: _frame_nbytes(nbytes)]
+        return _padded(encoded, nbytes)
 
     def _protected(
         self, keyed_seal: KeyedSeal, key: ChunkKey, header: Header, payload: memoryview, salt: bytes
     ) -> memoryview:
         """A copy of a raw frame with the keyed seal."""
-        copy = memoryview(bytearray(_frame_nbytes(len(payload))))
+        copy = self._buffers.take()
         seal(copy, self.namespace, self._name(key), len(payload), payload_checksum=header.payload_checksum)
         keyed_seal.close(copy, payload, salt=salt)
-        return copy
+        return _padded(copy, len(payload))
+
+    def written(self, frames: list[memoryview]) -> None:
+        """Frames that `encode` returned were stored. Nobody reads them any more, and their memory is used again."""
+        if not self.is_raw:
+            self._buffers.give_back(frames)
 
     def seal_raw(self, key: ChunkKey, frame: memoryview, nbytes: int) -> None:
         """Seal a raw payload of ``nbytes`` that is in place, and is not KV: that of a policy's state."""
@@ -200,6 +208,13 @@ class FrameCodec:
         if serializer.decode(encoded, decoded) != nbytes:
             raise BackendError(f"{self.identity} decodes what it encoded to another length")
         return crc32(decoded)
+
+
+def _padded(buffer: memoryview, payload_nbytes: int) -> memoryview:
+    """The frame in a buffer that may have held another, of which nothing must be stored."""
+    frame = buffer[: _frame_nbytes(payload_nbytes)]
+    frame[FRAME_ALIGNMENT + payload_nbytes :] = bytes(len(frame) - FRAME_ALIGNMENT - payload_nbytes)
+    return frame
 
 
 def _frame_nbytes(payload_nbytes: int) -> int:

@@ -64,8 +64,12 @@ def write_frames(backend: Backend, codec: FrameCodec, offers: Sequence[FrameWrit
         _remove_leftovers(backend, keys)
         raise
     errors = as_many([None] * len(keys) if errors is None else errors, keys)
-    _remove_leftovers(backend, [key for key, error in zip(keys, errors, strict=True) if error is not None])
-    return [len(frame) if error is None else error for frame, error in zip(frames, errors, strict=True)]
+    stored = [len(frame) if error is None else error for frame, error in zip(frames, errors, strict=True)]
+    failed = [key for key, error in zip(keys, errors, strict=True) if error is not None]
+    if not failed:  # a thread of the backend may still read what failed
+        codec.written(frames)
+    _remove_leftovers(backend, failed)
+    return stored
 
 
 def _remove_leftovers(backend: Backend, keys: Sequence[ChunkKey]) -> None:
