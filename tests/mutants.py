@@ -162,9 +162,23 @@ MUTANTS = (
     Mutant(
         "code-by-name",
         IDENTITY,
-        "    if top in _OF_THE_ENGINE:",
-        "    if True:",
+        "return name if top in _OF_THE_ENGINE else",
+        "return name if True else",
         ABOUT_IDENTITY + "test_a_model_from_elsewhere_counts_with_its_code",
+    ),
+    Mutant(
+        "packages-in-the-model-do-not-count",
+        IDENTITY,
+        "if top not in ours]",
+        "if False]",
+        ABOUT_IDENTITY + "test_all_code_of_a_package_that_is_in_the_model_counts",
+    ),
+    Mutant(
+        "libraries-are-not-configured",
+        "kvtier_core/vllm/identity/settings.py",
+        'name.startswith(("VLLM_", *OF_LIBRARIES))',
+        'name.startswith("VLLM_")',
+        ABOUT_IDENTITY + "test_a_variable_that_changes_how_libraries_compute_counts_though_vllm_does_not_read_it",
     ),
     Mutant(
         "weights-from-two-places",

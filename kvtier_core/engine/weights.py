@@ -28,8 +28,6 @@ _NEVER_LOADED = re.compile(r"(.*/)?(\..*|LICENSE(\.txt)?|.*\.md|.*\.png|.*\.jpe?
 #: Files that hold no weights: a model's configuration and code.
 _NO_TENSORS = (".json", ".py", ".txt", ".model", ".jinja")
 _CODE = (".py", ".so")
-#: The hub's cache names a large file by the SHA-256 of its bytes.
-_HUB_BLOB = re.compile(r"[0-9a-f]{64}")
 
 #: Sampling reads this many pieces of this many bytes of a large tensor; fewer pieces in a file with very many tensors.
 _SAMPLE_NBYTES = 4 << 10
@@ -106,24 +104,13 @@ def _loadable(folder: Path) -> list[Path]:
 
 def _digest(path: Path, files: Sequence[Path], *, sampled: bool) -> str:
     total = blake3(b"kvtier-weights-2")
-    to_read = [file for file in files if not (sampled and file.suffix == ".safetensors") and not _hub_name(file)]
+    to_read = [file for file in files if not (sampled and file.suffix == ".safetensors")]
     read = dict(zip(to_read, _of_pieces([_pieces(file) for file in to_read]), strict=True))
     for file in files:
         name = file.relative_to(path) if file != path else file.name
         total.update(f"{name}\0{file.stat().st_size}\0".encode())
-        if file in read:
-            total.update(read[file])
-        elif sha256 := _hub_name(file):
-            total.update(f"sha256 {sha256}".encode())
-        else:
-            total.update(_sampled(file))
+        total.update(read[file] if file in read else _sampled(file))
     return total.hexdigest()
-
-
-def _hub_name(file: Path) -> str:
-    """The SHA-256 of a file in the hub's cache, which is its name there; empty for other files."""
-    target = Path(os.readlink(file)) if file.is_symlink() else file
-    return target.name if target.parent.name == "blobs" and _HUB_BLOB.fullmatch(target.name) else ""
 
 
 def _pieces(file: Path) -> list[_Piece]:

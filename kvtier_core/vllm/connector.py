@@ -102,7 +102,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             return self._report(rank, WorkerReport("", (), (), self._refusal))  # the scheduler sees other layers
         if rank == 0:
             model_weights.identify_ahead(self._vllm_config, self.config.identity)
-        pages, report = layout.inspect_pages(self._vllm_config, self._kv_cache_config, kv_caches, self.config)
+        models = models_of_caller()
+        pages, report = layout.inspect_pages(self._vllm_config, self._kv_cache_config, kv_caches, self.config, models)
         # Inside a MultiConnector its settings apply, and vLLM passes them to workers only.
         whole = get_current_vllm_config_or_none()
         if whole and whole.kv_transfer_config:
@@ -114,19 +115,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             early = self._kv_cache_config.needs_kv_cache_zeroing
             tensors = list(caches.values())
             arenas, stores = self.config.arenas, self.config.stores
-            weights = self._watch_weights()
+            weights = WeightWatch(models, experts_move=self._vllm_config.parallel_config.enable_eplb)
             self.side = WorkerSide(arenas, rank, pages, tensors, stores=stores, fence_at_once=early, weights=weights)
-
-    def _watch_weights(self) -> WeightWatch | None:
-        """Watch the weights of the model runner that called."""
-        models = models_of_caller()
-        if not models:
-            logger.warning(
-                "kvtier: this vLLM does not show its model: new weights in the running engine are noticed only if they"
-                " come by collective_rpc or with reset_prefix_cache(reset_connector=True)"
-            )
-            return None
-        return WeightWatch(models, experts_move=self._vllm_config.parallel_config.enable_eplb)
 
     def _report(self, rank: int, report: WorkerReport) -> None:
         try:

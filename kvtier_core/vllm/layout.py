@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 
@@ -51,9 +52,13 @@ def replica_of(parallel: ParallelConfig) -> tuple[int, int]:
 
 
 def inspect_pages(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor], config: StackConfig
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    kv_caches: dict[str, torch.Tensor],
+    config: StackConfig,
+    models: Sequence[nn.Module],
 ) -> tuple[Pages | None, WorkerReport]:
-    """Inspect the pages that vLLM hands over at start-up.
+    """Inspect the pages that vLLM hands over at start-up, and the code of the ``models`` that fill them.
 
     Returns them for the movers, or None if they cannot be moved, and what this worker reports to the scheduler, which
     alone knows the layout of chunks: another pipeline stage has other layers.
@@ -61,7 +66,7 @@ def inspect_pages(
     parallel = vllm_config.parallel_config
     device = next(iter(kv_caches.values())).device
     try:
-        worker_facts = namespace.facts_of_worker(vllm_config, config.identity)
+        worker_facts = namespace.facts_of_worker(vllm_config, config.identity, models)
         layers, kv_groups = _pages(kv_cache_config, kv_caches, parallel)
     except (UnidentifiedError, ValueError) as error:
         return None, WorkerReport(device.type, (), (), str(error))

@@ -16,6 +16,7 @@ import typing
 
 import attrs
 import pytest
+import torch
 
 from kvtier_core.config.model import IdentityConfig
 from kvtier_core.engine.messages import WorkerReport
@@ -46,6 +47,13 @@ def base(model):
 
 def facts(config, *, weights="w", chunk_tokens=CHUNK, report=REPORT):
     return namespace.of_engine(config, weights, chunk_tokens, report)
+
+
+OF_TORCH = (torch.nn.Linear(1, 1),)
+
+
+def of_worker(config, *identity, models=OF_TORCH):
+    return namespace.facts_of_worker(config, IdentityConfig(*identity), models)
 
 
 # -- the whole of vLLM's configuration --------------------------------------------------------------------
@@ -136,7 +144,15 @@ def test_every_variable_that_vllm_reads_counts_unless_it_is_known_to_be_harmless
         changed = settings.variables({name: "a"}) != settings.variables({name: "b"})
         assert changed is (name not in HARMLESS_VARIABLES), name
     made_by_vllm = {"VLLM_DIST_IDENT"}
-    assert not set(HARMLESS_VARIABLES) - set(environment_variables) - made_by_vllm
+    of_libraries = {name for name in HARMLESS_VARIABLES if name.startswith(settings.OF_LIBRARIES)}
+    assert not set(HARMLESS_VARIABLES) - set(environment_variables) - made_by_vllm - of_libraries
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"]
+)
+def test_a_variable_that_changes_how_libraries_compute_counts_though_vllm_does_not_read_it(name):
+    assert settings.variables({name: "0"}) != settings.variables({name: "1"}) != settings.variables({})
 
 
 def test_a_variable_that_is_set_changes_the_namespace(base, monkeypatch):
@@ -316,9 +332,9 @@ def test_a_model_from_elsewhere_counts_with_its_code(base, tmp_path, monkeypatch
     import acme
 
     monkeypatch.setattr(namespace, "get_model_cls", lambda model: acme.Llama)
-    before = namespace.facts_of_worker(base, IdentityConfig())
+    before = of_worker(base)
     (package / "llama.py").write_text("class Llama: scale = 2")
-    after = namespace.facts_of_worker(base, IdentityConfig())
+    after = of_worker(base)
     assert before["model code"] != after["model code"]
     assert before["model code"].startswith("acme.llama.Llama ")
 
@@ -327,12 +343,75 @@ def test_a_model_whose_code_cannot_be_told_is_not_guessed(base, tmp_path, monkey
     made_here = type("Llama", (), {"__module__": "made_here"})
     monkeypatch.setattr(namespace, "get_model_cls", lambda model: made_here)
     with pytest.raises(UnidentifiedError, match=r"the code of the model, made_here\.Llama, is not in a file"):
-        namespace.facts_of_worker(base, IdentityConfig("name:acme 7"))
+        of_worker(base, "name:acme 7")
     monkeypatch.setitem(sys.modules, "made_here", types.ModuleType("made_here"))
     for file in ("gone.py", "packed.zip/made_here/__init__.py"):
         sys.modules["made_here"].__file__ = str(tmp_path / file)
         with pytest.raises(UnidentifiedError, match=r"the code of the model, made_here\.Llama, cannot be read: "):
-            namespace.facts_of_worker(base, IdentityConfig("name:acme 7"))
+            of_worker(base, "name:acme 7")
+
+
+@pytest.fixture
+def tower(tmp_path, monkeypatch):
+    """``tower()`` imports a package of that name, as its files are now."""
+    package = tmp_path / "tower"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "math.py").write_text("def scale(x): return x")
+    mlp = "class MLP(nn.Module):\n    def forward(self, x): return scale(x)"
+    (package / "mlp.py").write_text(f"from torch import nn\nfrom tower.math import scale\n{mlp}")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def imported():
+        import tower.mlp
+
+        return tower
+
+    yield imported
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tower"]:
+        del sys.modules[name]
+
+
+def in_a_layer(tower):
+    """Deep in a model whose own class is the engine's."""
+    return torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Sequential(tower.mlp.MLP()))
+
+
+def derived(tower):
+    return type("OfTheEngine", (tower.mlp.MLP,), {"__module__": "vllm.layers"})()
+
+
+def in_place_of_a_method(tower):
+    patched = type("OfTheEngine", (torch.nn.Module,), {"__module__": "vllm.layers"})
+    patched.forward = tower.mlp.MLP.forward
+    return patched()
+
+
+def in_place_of_an_instances_method(tower):
+    layer = torch.nn.Linear(1, 1)
+    layer.forward = tower.mlp.scale
+    return layer
+
+
+@pytest.mark.parametrize("place", [in_a_layer, derived, in_place_of_a_method, in_place_of_an_instances_method])
+def test_all_code_of_a_package_that_is_in_the_model_counts(base, tower, tmp_path, place):
+    """Also what its modules only call."""
+    models = [place(tower())]
+    before = of_worker(base, models=models)["packages in the model"]
+    assert before.startswith("tower ") and "," not in before
+    (tmp_path / "tower/math.py").write_text("def scale(x): return 2 * x")
+    assert of_worker(base, models=models)["packages in the model"] != before
+
+
+def test_the_engines_own_code_is_no_package_of_its_own(base):
+    assert of_worker(base)["packages in the model"] == "none"
+
+
+def test_a_model_that_is_not_shown_is_not_guessed(base):
+    with pytest.raises(
+        UnidentifiedError, match="this vLLM does not show its model, so that nobody knows whose code is in it"
+    ):
+        of_worker(base, models=())
 
 
 def test_a_model_with_weights_from_two_places_is_not_guessed(base, monkeypatch):
@@ -341,8 +420,8 @@ def test_a_model_with_weights_from_two_places_is_not_guessed(base, monkeypatch):
     monkeypatch.setattr(namespace, "get_model_cls", lambda model: UltravoxModel)
     why = "may load weights from a second place; identity: {weights: name:…} names them"
     with pytest.raises(UnidentifiedError, match=re.escape(why)):
-        namespace.facts_of_worker(base, IdentityConfig())
-    assert namespace.facts_of_worker(base, IdentityConfig("name:ultravox of Tuesday"))
+        of_worker(base)
+    assert of_worker(base, "name:ultravox of Tuesday")
 
 
 # -- drafts ------------------------------------------------------------------------------------------------
@@ -382,8 +461,8 @@ def test_a_draft_model_counts_with_its_settings_and_its_code(drafting, base):
     assert before != facts(base)
     config.speculative_config.draft_model_config.hf_config.rope_theta = 20000.0
     assert facts(config) != before
-    assert "EagleLlama" in namespace.facts_of_worker(config, IdentityConfig())["draft model code"]
-    assert "draft model code" not in namespace.facts_of_worker(base, IdentityConfig())
+    assert "EagleLlama" in of_worker(config)["draft model code"]
+    assert "draft model code" not in of_worker(base)
 
 
 def test_weights_of_a_draft_model_that_do_not_come_from_files_are_not_guessed(drafting):

@@ -37,6 +37,18 @@ def test_an_engine_that_embeds_is_served(engine, said, pooling):
     assert (warm - truth).abs().max() < NOISE
 
 
+def test_a_model_of_transformers_is_served_and_counts_with_its_package(engine, said):
+    options = {"model_impl": "transformers"}
+    with engine(**options) as plain:
+        truth = plain.ask(ASKED)[0]
+    with engine(cpu(), **options) as served:
+        cold, warm = (served.ask(ASKED)[0] for _ in range(2))
+        assert dict(served.connector.side.namespace.facts)["packages in the model"].startswith("transformers ")
+        served.assert_at_rest()
+    assert (cold.cached, warm.cached, cold.differs(truth)) == (0, 512, 0)
+    assert warm.differs(truth) < NOISE
+
+
 def test_embeddings_of_every_token_read_no_cache(engine, said, pooling):
     def every(engine):
         (output,) = engine.llm.encode([{"prompt_token_ids": ASKED}], pooling_task="token_embed", use_tqdm=False)

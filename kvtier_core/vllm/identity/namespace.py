@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import sys
+import types
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import vllm
+from torch import nn
 from vllm import envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.model_loader import get_model_cls
@@ -24,8 +27,8 @@ from kvtier_core.vllm import speculation
 from kvtier_core.vllm.identity import settings
 from kvtier_core.vllm.identity.settings import UnidentifiedError
 
-#: Packages whose code is identified by the engine's versions.
-_OF_THE_ENGINE = ("vllm", "torch")
+#: Packages whose code is identified by the versions of the engine and of what is stored.
+_OF_THE_ENGINE = ("vllm", "torch", "kvtier_core")
 
 
 def facts_before_start(config: VllmConfig, weights_fact: str) -> dict[str, object]:
@@ -60,11 +63,15 @@ def of_engine(config: VllmConfig, weights_fact: str, chunk_tokens: int, report: 
     return Namespace.of({**facts_before_start(config, weights_fact), **facts_after_start(config, chunk_tokens, report)})
 
 
-def facts_of_worker(config: VllmConfig, asked: IdentityConfig) -> dict[str, str]:
-    """Facts that only a worker knows: the device, and the code of the models. Raises UnidentifiedError."""
+def facts_of_worker(config: VllmConfig, asked: IdentityConfig, models: Sequence[nn.Module]) -> dict[str, str]:
+    """Facts that only a worker knows: the device, and the code of the ``models`` that it has loaded.
+
+    Raises UnidentifiedError.
+    """
     facts = {
         "device name": current_platform.get_device_name(),
         "model code": _checked_code(config.model_config, asked),
+        "packages in the model": _packages(models),
     }
     if draft := speculation.draft_model(config):
         facts["draft model code"] = _checked_code(draft.model, asked)
@@ -84,15 +91,46 @@ def _checked_code(model: ModelConfig, asked: IdentityConfig) -> str:
 def _code_of(model: type) -> str:
     """The name of a model's class, and unless it is vLLM's own a digest of its package."""
     name = f"{model.__module__}.{model.__qualname__}"
-    top = model.__module__.partition(".")[0]
-    if top in _OF_THE_ENGINE:
-        return name
-    package = getattr(sys.modules.get(top), "__file__", None) or run(lambda: inspect.getsourcefile(model)).value
+    top = _package_of(model)
+    return name if top in _OF_THE_ENGINE else f"{name} {_digest_of_package(top, model)}"
+
+
+def _packages(models: Sequence[nn.Module]) -> str:
+    """The packages, but for the engine's, whose code is in the modules of these models, with digests of them.
+
+    Code is in a module by its class, by those that this is derived from, and by functions that replaced theirs.
+    """
+    if not models:
+        raise UnidentifiedError("this vLLM does not show its model, so that nobody knows whose code is in it")
+    modules = [module for model in models for module in model.modules()]
+    code: dict[type | types.FunctionType, None] = {}
+    for each in {base: None for module in modules for base in type(module).__mro__}:
+        code |= {each: None, **_functions_in(each)}
+    for module in modules:
+        code |= _functions_in(module)
+    owners = {_package_of(each): each for each in code}
+    ours = {*_OF_THE_ENGINE, *sys.stdlib_module_names}
+    found = [f"{top} {_digest_of_package(top, each)}" for top, each in sorted(owners.items()) if top not in ours]
+    return ", ".join(found) or "none"
+
+
+def _functions_in(owner: object) -> dict[types.FunctionType, None]:
+    return {each: None for each in vars(owner).values() if isinstance(each, types.FunctionType)}
+
+
+def _package_of(code: type | types.FunctionType) -> str:
+    return (code.__module__ or "").partition(".")[0]
+
+
+def _digest_of_package(top: str, code: type | types.FunctionType) -> str:
+    """A digest of all code of a package; of the file that has this ``code`` if it is none. Raises UnidentifiedError."""
+    name = f"{code.__module__}.{code.__qualname__}"
+    package = getattr(sys.modules.get(top), "__file__", None) or run(lambda: inspect.getsourcefile(code)).value
     if not package:
         raise UnidentifiedError(f"the code of the model, {name}, is not in a file")
     file = Path(package)
     try:
-        return f"{name} {weights.code_digest(file.parent if file.name == '__init__.py' else file)}"
+        return weights.code_digest(file.parent if file.name == "__init__.py" else file)
     except OSError as error:
         raise UnidentifiedError(f"the code of the model, {name}, cannot be read: {error}") from error
 

@@ -43,6 +43,11 @@ _KNOWN_LATE = (
     "cache_config.mamba_page_size_padded",
     "cache_config.skip_page_size_padded",
 )
+#: Beginnings of the names of variables that change how libraries compute, whether vLLM reads them or not.
+OF_LIBRARIES = (
+    *("AITER_", "ATEN_", "CUBLAS", "CUDNN", "CUTLASS", "DNNL_", "FLASHINFER_", "FLASH_", "HIPBLAS", "MIOPEN_", "MKL_"),
+    *("NVIDIA_", "ONEDNN_", "PYTORCH_", "ROCBLAS_", "TORCH", "TRITON_", "XFORMERS_"),
+)
 _HARMLESS_FIELDS = frozenset(itertools.chain(*harmless.FIELDS.values()))
 _HARMLESS_VARIABLES = frozenset(" ".join(harmless.VARIABLES.values()).split())
 
@@ -64,14 +69,15 @@ def after_start(config: VllmConfig) -> dict[str, str]:
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Facts of the environment variables that are set, with the values as they are written.
 
-    All variables that vLLM declares count, and all others whose names begin with ``VLLM_``.
+    All variables that vLLM declares count, and all others whose names begin with ``VLLM_`` or as those of libraries.
     """
     from vllm.envs import environment_variables
 
     return {
         f"environment {name}": _digest(text) if name not in environment_variables or _hidden(name, text) else text
         for name, text in environment.items()
-        if (name in environment_variables or name.startswith("VLLM_")) and name not in _HARMLESS_VARIABLES
+        if name in environment_variables or name.startswith(("VLLM_", *OF_LIBRARIES))
+        if name not in _HARMLESS_VARIABLES
     }
 
 
