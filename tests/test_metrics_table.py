@@ -86,6 +86,8 @@ def test_what_is_counted_of_an_event_is_counted_once():
     assert reading == ("kvtier_evicted_chunks", ("disk", "for room"), 2)
     assert seconds == ("kvtier_operation_seconds", ("disk", "delete"), 0.5)
     assert nbytes == ("kvtier_moved_bytes", ("disk", "delete"), 10)
+    told = Readings().of([Event(EventKind.STORED, "cpu", keys, 10, seconds=4.2)])
+    assert [reading.metric for reading in told] == ["kvtier_chunks", "kvtier_moved_bytes"], "4.2 s are the step's"
     saved = Readings()
     list(saved.of([Event(EventKind.AVOIDED, "disk", seconds=3.0)]))
     *_, net = saved.of([Event(EventKind.WAITED, "disk", seconds=1.0)])

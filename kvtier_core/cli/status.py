@@ -12,10 +12,10 @@ from typing import Any
 from kvtier_core.cli import engines, studies
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
 
-_COLUMNS = ("tier", "holds", "of", "full", "chunks", "hits", "in flight", "pins", "saved", "state")
+_COLUMNS = ("tier", "holds", "of", "full", "chunks", "hit rate", "in flight", "pins", "saved", "state")
 #: Of a terminal that is too narrow for all.
 _FIRST_TO_GO = ("pins", "chunks", "of", "in flight")
-_OF_TENANTS = ("tenant", "requests", "tokens", "hits", "share")
+_OF_TENANTS = ("tenant", "requests", "tokens", "hit rate", "share")
 #: Tenants that are shown, those with the most tokens.
 _TENANTS = 8
 
@@ -49,9 +49,7 @@ def lines(
     yield fitting(f"pid {snapshot['pid']}: {about}, identity {snapshot['identity'][:16]}…")
     if snapshot["cold"]:
         yield output.paint(f"it started cold because {snapshot['cold']}", "warning")
-    columns = dict(
-        zip(_COLUMNS, zip(*(_cells(tier, snapshot) for tier in snapshot["tiers"]), strict=True), strict=True)
-    )
+    columns = dict(zip(_COLUMNS, zip(*map(_cells, snapshot["tiers"]), strict=True), strict=True))
     columns |= {**(more or {}), "state": columns.pop("state")}
     for number, line in enumerate(_narrowed(columns)):
         rests = number and state(snapshot["tiers"][number - 1]) != "works"
@@ -93,7 +91,7 @@ def state(tier: Mapping[str, Any]) -> str:
     ]
 
 
-def _cells(tier: Mapping[str, Any], snapshot: Mapping[str, Any]) -> list[str]:
+def _cells(tier: Mapping[str, Any]) -> list[str]:
     savings = tier["savings"]
     net = f"{round(savings['avoided'] - savings['waited'], 1) + 0.0:.1f} s"  # no -0.0
     return [
@@ -102,7 +100,7 @@ def _cells(tier: Mapping[str, Any], snapshot: Mapping[str, Any]) -> list[str]:
         studies.size(tier["capacity"]),
         f"{tier['nbytes'] / (tier['capacity'] or 1):.0%}",
         str(tier["chunks"]),
-        f"{tier['savings']['loaded'] / (snapshot['requests']['tokens'] or 1):.1%}",
+        f"{tier['tokens'].get('hit', 0) / tier['tokens'].get('queried', 1):.1%}",
         studies.size(tier["inflight"]),
         str(tier["pins"]),
         "not known yet" if savings["unpriced"] else net,
@@ -117,6 +115,6 @@ def _of_tenant(each: Mapping[str, Any], tenants: Sequence[Mapping[str, Any]]) ->
         each["tenant"],
         str(each["requests"]),
         str(each["tokens"]),
-        f"{each['loaded'] / (each['tokens'] or 1):.1%}",
+        f"{each['loaded'] / (each['queried'] or 1):.1%}",
         f"{each['loaded'] / (loaded or 1):.0%}",
     ]

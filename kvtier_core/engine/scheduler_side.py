@@ -365,13 +365,17 @@ class SchedulerSide:
         """The load of a request has ended well: an event for each tier that it was loaded from."""
         told = {"seconds": self._clock() - state.load_begun, "request": state.view.request_id}
         names = dict(enumerate(tier.name for tier in self._config.arenas))
-        return [Event(EventKind.LOADED, names.get(at, at), nbytes=n, **told) for at, n in state.loaded.items()]
+        return [
+            Event(EventKind.LOADED, names.get(at, at), tuple(keys), self._layout.payloads_nbytes(keys), **told)
+            for at, keys in state.loaded.items()
+        ]
 
     def _count(self, state: RequestState, hits: Mapping[str, int]) -> None:
         """Tell what became of a request's tokens: what was loaded of each tier, after that has ended well."""
         asked = bool(hits) or not self._why_no_lookup(state)
         ago = self._clock() - state.load_begun
         self.events.tell(looked_up(self._tiers, state, hits, self.chunk_tokens, asked=asked, ago=ago))
+        self.status.count(state, sum(hits.values()))
 
     def _plan_store(
         self, state: RequestState, scheduled: ScheduledRequest, step: Step

@@ -143,7 +143,7 @@ def _of_chunks(event: Event) -> Iterator[Reading]:
     else:
         yield Reading("kvtier_chunks", (event.tier, event.kind.value), chunks)
     if operation := _OPERATIONS.get(event.kind):
-        if event.seconds:
+        if event.seconds and event.kind is not EventKind.STORED:  # a copy beside the steps: those are its seconds
             yield Reading("kvtier_operation_seconds", (event.tier, operation), event.seconds)
         if event.nbytes:
             yield Reading("kvtier_moved_bytes", (event.tier, operation), event.nbytes)

@@ -106,11 +106,13 @@ def test_loads_have_their_seconds(served):  # noqa: F811
     request = engine.submit("second", ASKED)
     while request.state == "waiting":
         engine.step()
+    keys = tuple(engine.side.keys("second"))
     engine.side._clock.now += 0.25
     engine.run(request)
     (loaded,) = [event for event in ledger.events if event.kind is EventKind.LOADED]
     assert (loaded.tier, loaded.nbytes) == ("heap", CHUNKS * engine.layout.payload_nbytes)
     assert loaded.seconds == 0.25
+    assert loaded.keys == keys and len(keys) == CHUNKS
 
 
 class Remembering(Observer):
@@ -155,6 +157,15 @@ def test_the_usage_is_told_when_it_has_changed(host):  # noqa: F811
     for _ in range(3):
         engine.step()
     assert len(ledger.events) == count, "nothing has changed"
+
+
+def test_the_log_says_how_many_chunks_were_loaded_and_which_tokens_were_hits(served):  # noqa: F811
+    engine = served()
+    engine.ask("second", ASKED)
+    engine.ask("third", ASKED)
+    heap, disk = engine.side.events.stats.describe()
+    assert "loaded 8 (" in heap and heap.endswith("hit 32 of 70 tokens")
+    assert disk.endswith("hit 32 of 38 tokens")
 
 
 @pytest.mark.parametrize("seed", range(3))

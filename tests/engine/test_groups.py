@@ -12,6 +12,7 @@ from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.layouts import ChunkLayout, KVKind, chunk_key
 from kvtier_core.testing.samples import make_group
+from kvtier_core.types import EventKind
 
 CHUNK = 8
 FULL = make_group((512, 128), block_tokens=BLOCK)
@@ -58,6 +59,18 @@ def test_a_prompt_that_returns_is_loaded_up_to_its_last_whole_chunk(host):
     served, asked = host(), prompt(1, 6 * CHUNK + 3)
     assert (served.ask("first", asked), served.ask("second", asked)) == (0, 6 * CHUNK)
     served.assert_at_rest()
+
+
+def test_the_frames_of_a_load_are_told(host):
+    served, asked, told = host(), prompt(1, 6 * CHUNK + 3), []
+    served.ask("first", asked)
+    served.side.events.listeners.append(told.extend)
+    served.ask("second", asked)
+    (loaded,) = [event for event in told if event.kind is EventKind.LOADED]
+    ((_, transfer),) = [load for plan in served.plans for load in plan.loads]
+    arena = served.manager._arenas[0]
+    assert [slot.index for slot in arena.slots(loaded.keys)] == [slot.index for slot in transfer.slots]
+    assert loaded.nbytes == served.layout.payloads_nbytes(loaded.keys)
 
 
 def test_one_token_is_always_left_to_compute(host):

@@ -92,6 +92,38 @@ def test_the_status_is_what_the_tiers_hold(host, path, capsys):
     table = [line.split() for line in lines]
     assert [row[0] for row in table[1:]] == ["tier", "heap", "disk"]
     assert table[2][-1] == "works" and "45.7%" in table[2]
+    assert "0.0%" in table[3]
+    tokens = [{"queried": 70, "hit": 32, "missed": 38}, {"queried": 38, "missed": 38}]
+    assert [tier["tokens"] for tier in told["tiers"]] == tokens
+    assert heap["events"]["loaded"]["chunks"] == 4
+
+
+def test_the_hit_rate_of_a_tier_is_that_of_what_reaches_it(host, path, capsys):
+    """The heap has nothing of what the disk has, and the disk has almost all that it is asked for."""
+    first = host()
+    first.ask("first", PROMPT)
+    first.close()
+    second = host()
+    second.ask("second", PROMPT), second.ask("third", PROMPT)
+    second.step()
+    assert main(["status", "--socket", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "hit rate" in lines[1]
+    assert ["45.7%" in lines[2], "84.2%" in lines[3]] == [True, True]
+
+
+def test_a_load_that_fails_is_no_hit_of_its_tenant(host, path, capsys):
+    served = host()
+    salted = {"identity": KVIdentity(b"salt")}
+    served.ask("first", PROMPT, **salted)
+    served.failing = {"second"}
+    served.ask("second", PROMPT, **salted)
+    served.step()
+    assert main(["status", "--socket", str(path), "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    (tenant,) = told["tenants"]
+    assert (tenant["requests"], tenant["tokens"], tenant["loaded"]) == (2, 2 * len(PROMPT), 0)
+    assert told["requests"]["tokens"] == 2 * len(PROMPT)
 
 
 def test_top_looks_again_and_again(host, path, capsys):
@@ -127,8 +159,8 @@ def test_what_leaves_a_tier_is_counted_once(kinds):
 def test_tenants_are_told_by_digest_and_are_bounded():
     tenants = Tenants()
     for number in range(1000):
-        tenants.count(b"secret %d" % number, 10 + number, 5)
-    tenants.count(b"", 1, 0)
+        tenants.count(b"secret %d" % number, 10 + number, 10, 5)
+    tenants.count(b"", 1, 1, 0)
     told = tenants.describe()
     assert len(told) <= 66 and "secret" not in str(told)
     assert sum(each["tokens"] for each in told) == sum(range(10, 1010)) + 1
@@ -139,7 +171,7 @@ def test_tenants_are_told_by_digest_and_are_bounded():
 def test_who_sees_a_digest_cannot_try_out_salts():
     one, other = Tenants(), Tenants()
     for tenants in (one, one, other):
-        tenants.count(b"guessable", 1, 0)
+        tenants.count(b"guessable", 1, 1, 0)
     assert [each["requests"] for each in one.describe()] == [2]
     assert one.describe()[0]["tenant"] != other.describe()[0]["tenant"]
 
@@ -162,7 +194,7 @@ def test_top_fits_a_terminal(host, path, columns, lines):
     assert [line.split()[0] for line in screen[2:4]] == ["heap", "disk"], "a table is not wrapped"
     assert all(line.endswith("works") for line in screen[2:4])
     assert "out GB/s" in screen[1]
-    assert screen[5].split() == ["tenant", "requests", "tokens", "hits", "share"]
+    assert screen[5].split() == ["tenant", "requests", "tokens", "hit", "rate", "share"]
     assert not any("salt" in line for line in screen)
 
 

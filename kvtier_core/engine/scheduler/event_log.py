@@ -53,7 +53,8 @@ class EventLog:
         self.tell(events)
 
     def tell(self, events: Sequence[Event]) -> None:
-        """Pass on events, of requests for instance, that the log does not count."""
+        """Pass on events. Of those that `record` does not get the log counts the tokens alone."""
+        self.stats.count_tokens(events)
         for listener in self.listeners if events else ():
             listener(events)
         self._observers.tell(events)

@@ -10,7 +10,7 @@ from kvtier_core.engine.messages import ChunkPages, Transfer
 from kvtier_core.engine.scheduler.requests import RequestState
 from kvtier_core.engine.step import BlockTables
 from kvtier_core.interfaces import NO_BLOCK
-from kvtier_core.layouts import ChunkLayout
+from kvtier_core.layouts import ChunkLayout, part_key
 from kvtier_core.stack.interface import LoadLimit, Lookup, Stack
 from kvtier_core.stack.store_tier.frame_io import FrameRead
 from kvtier_core.types import ChunkKey, StoredFrame
@@ -29,6 +29,7 @@ class Loads:
     def __init__(self, stack: Stack, layout: ChunkLayout):
         self._stack = stack
         self._layout = layout
+        self._parted = len(layout.parts) > 1
         self._planned: list[tuple[str, Transfer]] = []
         self._impossible: list[str] = []  # requests that were promised a load which cannot begin
         self._holders: dict[str, str] = {}  # of the loads under way, by request id
@@ -79,10 +80,11 @@ class Loads:
         tiers = self._tier_of_each_chunk(state.found, last - first)
         state.sources = tokens_by_tier(tiers, first, state.computed, tokens, size)
         state.reason = ", ".join(f"{tier} {chunks * size}" for tier, chunks in Counter(tiers).items())
-        state.loaded = Counter()
-        for slot, (_, part) in zip(state.found.slots, loaded, strict=False):
+        state.loaded = {}
+        for slot, (number, part) in zip(state.found.slots, loaded, strict=False):
             place = slot.tier if isinstance(slot, StoredFrame) else slot.arena
-            state.loaded[place] += self._layout.parts[part].payload_nbytes
+            key = state.path[number]
+            state.loaded.setdefault(place, []).append(part_key(key, part) if self._parted else key)
         del self._waiting[state.holder]
         self._holders[state.view.request_id] = state.holder
         if self._expected(tables, state.computed, end) - _blocks_of(pages):

@@ -55,8 +55,8 @@ class RequestState:
     waits: dict[str, float] = attrs.field(factory=dict)  #: seconds that it has waited, by tier, until they are counted
     waited: float = 0.0  #: seconds that it had waited when it was admitted
     load_begun: float = 0.0  #: when its last load was planned
-    #: Bytes of that load, by the number of the arena, or by the name of a store tier that workers read.
-    loaded: Counter[int | str] = attrs.field(factory=Counter)
+    #: Frames of that load, by the number of the arena, or by the name of a store tier that workers read.
+    loaded: dict[int | str, list[ChunkKey]] = attrs.field(factory=dict)
     reason: str = ""  #: the reason of the last answer, for the log
     logged: bool = False
 

@@ -95,14 +95,20 @@ class StatusPage:
         if self._server is None:
             return
         view = state.view
-        self._tokens += view.tokens
-        if isinstance(view.identity, KVIdentity):
-            self._tenants.count(view.identity.salt, view.tokens, tokens)
         told = {"tokens": view.tokens, "loaded": tokens, "engine_had": state.computed, "why": why}
         self._recent.pop(view.request_id, None)
         self._recent[view.request_id] = {**told, "at": time.time(), "tiers": dict(state.sources if tokens else {})}
         if len(self._recent) > _REMEMBERED:
             del self._recent[next(iter(self._recent))]
+
+    def count(self, state: RequestState, hit: int) -> None:
+        """It is known what became of a request's tokens: so many were loaded."""
+        if self._server is None:
+            return
+        tokens = state.view.tokens
+        self._tokens += tokens
+        if isinstance(state.view.identity, KVIdentity):
+            self._tenants.count(state.view.identity.salt, tokens, tokens - state.computed, hit)
 
     def step(self) -> None:
         """Publish a snapshot if it is time, or if no request is left, and answer what only the owner can."""
@@ -138,6 +144,7 @@ class StatusPage:
                 {
                     **attrs.asdict(usage),
                     "events": self._events.stats.totals(usage.tier),
+                    "tokens": self._events.stats.tokens(usage.tier),
                     "savings": attrs.asdict(self._savings.by_tier.get(usage.tier, TierSavings())),
                 }
                 for usage in self._manager.usage()
