@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvtier_core.config.compose import open_token_database
@@ -300,7 +300,8 @@ class SchedulerSide:
         self.events.log_totals()
         for line in self.savings.describe():
             logger.info("kvtier: in all: %s", line)
-        self._log_pins()
+        # What requests hold that the engine was stopped with is nobody's fault.
+        self._log_pins(self._loads.holders.union(state.holder for state in self._requests))
         self.events.close()
 
     def abandon(self) -> None:
@@ -413,6 +414,7 @@ class SchedulerSide:
             state.trusted = state.trusted and 0
         self._stores.fail_all()
 
-    def _log_pins(self) -> None:
+    def _log_pins(self, but: Collection[str] = ()) -> None:
         for holder, pins in self.manager.pins_by_holder().items():
-            logger.warning("kvtier: %s still holds %d slots; a tier that hangs, or a fault of kvtier", holder, pins)
+            if holder not in but:
+                logger.warning("kvtier: %s still holds %d slots; a tier that hangs, or a fault of kvtier", holder, pins)

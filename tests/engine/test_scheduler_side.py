@@ -498,6 +498,35 @@ def test_what_ended_is_recorded(stack):
     assert Recorder.lines == [(7.0, 26, 0, 3, "stop"), (7.0, 8, 1, 0, "abort"), "closed"]
 
 
+def test_an_engine_that_is_stopped_with_requests_under_way_blames_nobody_for_their_slots(stack, caplog):
+    """One waits with what it has found, one loads, and one was aborted while it loads."""
+    served, asked = Host(stack(), blocks=60), prompt(1, 3 * CHUNK)
+    served.ask("first", asked)
+    served.late_loads = 100
+    aborted = served.submit("aborted", asked)
+    served.submit("loads", asked)
+    served.step()
+    served.finish(aborted, "abort")
+    waiting = served.submit("waits", asked)
+    served.side.match(waiting.view(), 0)
+    holders = [holder.split(" (")[0] for holder in served.manager.pins_by_holder()]
+    assert sorted(holders) == ["request aborted", "request loads", "request waits"]
+    caplog.clear()
+    served.side.close()
+    assert not any("still holds" in record.getMessage() for record in caplog.records)
+    served._mover.close()
+
+
+def test_slots_of_nobody_are_told_when_an_engine_is_stopped(stack, caplog):
+    served, asked = Host(stack()), prompt(1, 3 * CHUNK)
+    served.ask("first", asked)
+    served.manager.lookup(served.side._requests.keys(served.side._track(served.submit("x", asked).view()), 24), "y")
+    served.side.close()
+    (line,) = [record.getMessage() for record in caplog.records if "still holds" in record.getMessage()]
+    assert line == "kvtier: y still holds 3 slots; a tier that hangs, or a fault of kvtier"
+    served._mover.close()
+
+
 def test_the_engine_is_kept_stepping_for_transfers_but_not_for_those_that_hang(stack, caplog):
     now = [0.0]
     served = Host(stack(), clock=lambda: now[0])

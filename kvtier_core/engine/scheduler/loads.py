@@ -39,6 +39,11 @@ class Loads:
     def __len__(self) -> int:
         return len(self._holders)
 
+    @property
+    def holders(self) -> set[str]:
+        """Of the loads under way, whose requests may have ended."""
+        return set(self._holders.values())
+
     def find(self, state: RequestState, keys: Sequence[ChunkKey], limit: LoadLimit | None) -> Lookup:
         """Look up a path. Requests the promotion of chunks in lower tiers, as far as they are worth it.
 
