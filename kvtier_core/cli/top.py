@@ -9,10 +9,12 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvtier_core.cli import engines, status
 from kvtier_core.cli.output import FINE, Output
+from kvtier_core.errors import BackendError
 
 #: Home, and clear what is below.
 _REDRAW = "\33[H\33[J"
@@ -31,13 +33,18 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace, output: Output) -> int:
-    """Draws until it is interrupted, or has looked ``--count`` times. Raises BackendError if no engine answers."""
+    """Draws until it is interrupted, or has looked ``--count`` times.
+
+    Raises BackendError if no engine answers at first. Later it waits for one.
+    """
     before: list[dict[str, Any]] = []
     looks = 0
     with contextlib.suppress(KeyboardInterrupt):
         while True:
-            now = [engines.ask(path, {"status": True}) for path in engines.found(options.socket)]
-            _show(now, before, output)
+            now, silent = _look(options.socket)
+            if not now and not looks:
+                raise silent[0]
+            _show(now, before, silent, output)
             before, looks = now, looks + 1
             if looks == options.count:
                 break
@@ -45,7 +52,27 @@ def run(options: argparse.Namespace, output: Output) -> int:
     return FINE
 
 
-def _show(now: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], output: Output) -> None:
+def _look(socket: Path | None) -> tuple[list[dict[str, Any]], list[BackendError]]:
+    """The snapshots of all engines that answer, and why others do not."""
+    now, silent = [], []
+    try:
+        paths = engines.found(socket)
+    except BackendError as error:
+        return [], [error]
+    for path in paths:
+        try:
+            now.append(engines.ask(path, {"status": True}))
+        except BackendError as error:
+            silent.append(error)
+    return now, silent
+
+
+def _show(
+    now: Sequence[Mapping[str, Any]],
+    before: Sequence[Mapping[str, Any]],
+    silent: Sequence[BackendError],
+    output: Output,
+) -> None:
     if output.as_json:
         print(json.dumps(now), file=output.stream, flush=True)
         return
@@ -53,6 +80,7 @@ def _show(now: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]],
     lines = [
         line for each in now for line in (*status.lines(each, output, _speeds(each, earlier.get(each["pid"]))), "")
     ]
+    lines += [output.paint(f"{error}; top waits for one", "bad") for error in silent]
     if sys.stdout.isatty():
         room = shutil.get_terminal_size().lines - 1  # the cursor is below, and a screen that scrolls flickers
         print(_REDRAW + "\n".join(lines[:room]), flush=True)

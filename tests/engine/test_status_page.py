@@ -136,6 +136,31 @@ def test_top_looks_again_and_again(host, path, capsys):
     assert "in GB/s  out GB/s" in capsys.readouterr().out
 
 
+def test_top_waits_for_an_engine_that_is_gone(host, path):
+    first = host()
+    script = f"import sys; from kvtier_core.cli import main; sys.exit(main(['top', '--socket', {str(path)!r}, "
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    looks = subprocess.Popen([sys.executable, "-c", script + "'--json', '--every', '0.01']))"], **pipes)
+    plain = subprocess.Popen([sys.executable, "-c", script + "'--every', '0.01']))"], **pipes)
+    with looks, plain:
+        assert json.loads(looks.stdout.readline())[0]["model"] == "tiny"
+        assert plain.stdout.readline().startswith("pid ")
+        first.side.status.close()
+        gone = next(line for line in plain.stdout if not line.startswith(("pid ", "tier ", "heap ", "disk ", "\n")))
+        assert gone.startswith(f"{path}: no engine answers: ") and gone.endswith("; top waits for one\n")
+        assert [] in map(json.loads, looks.stdout)
+        first.close()
+        host(about={**ABOUT, "model": "another"})
+        assert next(look for look in map(json.loads, looks.stdout) if look)[0]["model"] == "another"
+        assert "another" in next(line for line in plain.stdout if line.startswith("pid "))
+        looks.kill(), plain.kill()
+
+
+def test_top_needs_an_engine_to_begin_with(path, capsys):
+    assert main(["top", "--socket", str(path), "--count", "1"]) == 2
+    assert "no engine answers" in capsys.readouterr().err
+
+
 def test_what_was_read_and_loaded_is_told(host, path, capsys):
     with_disk = host()
     with_disk.ask("first", PROMPT), with_disk.ask("second", PROMPT)
