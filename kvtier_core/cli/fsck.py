@@ -37,10 +37,11 @@ class Finding(enum.Enum):
     FOREIGN = "foreign"  #: not a frame, where only frames should be
     ORPHANED = "orphaned"  #: a whole frame that no engine looks up: of another key, namespace or epoch
     UNREADABLE = "unreadable"
+    POLICY = "policy"  #: what the tier's eviction policy has learned, whole: of no chunk
 
 
 #: Served, or left for an engine that can read it.
-_HARMLESS = {Finding.WHOLE, Finding.INCOMPATIBLE}
+_HARMLESS = {Finding.WHOLE, Finding.INCOMPATIBLE, Finding.POLICY}
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -119,11 +120,11 @@ class _Seals:
         self.unchecked += 1  # its request may have had a salt, which is not stored anywhere
         return None
 
-    def may_be(self, key: ChunkKey, header: Header) -> bool:
-        """Is it the frame of this key, as far as is known? Only the secret tells how a frame is named."""
-        if self.keyed_seal is None:
-            return header.key == key or (self.protection is not Protection.NONE and header.codec == RAW)
-        return header.key == self.keyed_seal.names([key])[0]
+    def is_of(self, key: ChunkKey, header: Header) -> bool | None:
+        """Is it the frame of this key? None if that is not known: only the secret tells how frames are named."""
+        if self.keyed_seal is not None:
+            return header.key == self.keyed_seal.names([key])[0]
+        return header.key == key if self.protection is Protection.NONE else None
 
     def describe(self) -> Iterator[str]:
         """A line if some seals were not checked."""
@@ -159,7 +160,7 @@ class _Report:
             self.nbytes[finding] += stored.nbytes
             removed = finding in self.removable and self._remove(stored)
             self.left_nbytes += 0 if removed else stored.nbytes
-            if finding is not Finding.WHOLE:
+            if finding not in (Finding.WHOLE, Finding.POLICY):
                 self.output.say(f"{finding.value}: {stored.where}: {why}{': removed' if removed else ''}")
                 self.listed.append({"finding": finding.value, "where": stored.where, "why": why, "removed": removed})
                 self.left += finding not in _HARMLESS and not removed
@@ -168,7 +169,8 @@ class _Report:
         """A line for each finding, and one for each codec of whole frames."""
         for finding in Finding:
             total = f"{finding.value.ljust(12)} {self.counts[finding]:>8}  {Nbytes(self.nbytes[finding])}"
-            self.output.say(total)
+            if finding is not Finding.POLICY or self.counts[finding]:
+                self.output.say(total)
         self.output.say(*(f"codec: {codec}: {count}" for codec, count in sorted(self.codecs.items())))
         self.output.say(*self.seals.describe())
         self.output.value = {
@@ -198,14 +200,14 @@ class _Report:
             return Finding.ORPHANED, "a frame of another key"
         if not header.namespace.startswith(stored.home):
             return Finding.ORPHANED, "a frame of another namespace or epoch"
+        # The state of a policy is raw, whatever the tier's serializer is.
+        is_policys = header.codec == RAW and self.seals.is_of(key_under(header.namespace), header)
+        if is_policys:
+            return Finding.POLICY, ""
         self.codecs[str(header.codec)] += 1
-        if header.codec != self._expected(header):
+        if header.codec != self.codec and is_policys is not None:
             return Finding.INCOMPATIBLE, f"written with the codec {header.codec}; the tier's is {self.codec}"
         return Finding.WHOLE, ""
-
-    def _expected(self, header: Header) -> CodecIdentity:
-        """The codec that a frame should have: the state of a policy is raw, whatever the tier's serializer is."""
-        return RAW if self.seals.may_be(key_under(header.namespace), header) else self.codec
 
     def _remove(self, stored: Stored) -> bool:
         try:

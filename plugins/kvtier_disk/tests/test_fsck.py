@@ -1,5 +1,6 @@
 """`kvtier fsck disk`, over a folder in which everything is wrong that can be."""
 
+import contextlib
 import os
 import shutil
 import socket
@@ -18,6 +19,7 @@ from kvtier_core.frames.format import seal
 from kvtier_core.frames.identity import CodecIdentity
 from kvtier_core.frames.keyed_seal import KeyedSeal
 from kvtier_core.frames.sealed_names import SealedNames
+from kvtier_core.stack.store_tier.policy_state import key_of
 from kvtier_core.testing.disks import btrfs
 from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT, Nbytes
@@ -57,6 +59,17 @@ def folder(tmp_path, monkeypatch):
 def counts(out):
     rows = [line.split() for line in out.splitlines() if ":" not in line]
     return {row[0]: int(row[1]) for row in rows}
+
+
+def test_what_a_policy_learned_is_no_frame_of_a_chunk(folder, capsys):
+    with contextlib.closing(DiskConfig(path=folder / "store").open(make_context())) as disk:
+        disk.write([key_of(make_namespace())], [make_frame(key_of(make_namespace()), nbytes=NBYTES)])
+    main(["fsck", "disk", "--config", "kvtier.yaml"])
+    found = counts(capsys.readouterr().out)
+    assert (found["whole"], found["policy"]) == (1, 1)
+    main(["fsck", "disk", "--config", "kvtier.yaml", "--repair"])
+    found = counts(capsys.readouterr().out)
+    assert (found["whole"], found["policy"]) == (1, 1), "it stays"
 
 
 def test_everything_is_told(folder, capsys):
