@@ -861,8 +861,8 @@ MUTANTS = (
     Mutant(
         "fsck-removes-what-others-can-read",
         "kvtier_core/cli/fsck.py",
-        "_HARMLESS = {Finding.WHOLE, Finding.INCOMPATIBLE}",
-        "_HARMLESS = {Finding.WHOLE}",
+        "_HARMLESS = {Finding.WHOLE, Finding.INCOMPATIBLE, Finding.POLICY}",
+        "_HARMLESS = {Finding.WHOLE, Finding.POLICY}",
         "plugins/kvtier_disk/tests/test_fsck.py::test_what_another_codec_or_version_wrote_is_told_and_left",
     ),
     Mutant("any-namespace", FRAME, "header.namespace != namespace", "False", "tests/core/test_frame.py"),
