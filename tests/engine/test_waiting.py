@@ -259,6 +259,16 @@ def test_a_slow_store_is_declined_and_the_line_has_both_numbers(served, said):  
     assert host.side.savings.by_tier["disk"].declined == CHUNKS * CHUNK
 
 
+def test_what_is_declined_behind_a_load_counts_once(served):
+    host = served()
+    computes(host, CHUNK / 0.1)
+    delivers(host, FRAME / 1e-3)
+    host.ask("first", ASKED[: 2 * CHUNK + 1])
+    delivers(host, FRAME / 1e3)._reads._speed.answer = 1.0
+    assert host.ask("second", ASKED) == 2 * CHUNK
+    assert sum(saved.declined for saved in host.side.savings.by_tier.values()) == 2 * CHUNK
+
+
 def test_a_declined_store_is_probed_and_taken_again(served, said):  # noqa: F811
     host = served()
     clock = host.side._clock

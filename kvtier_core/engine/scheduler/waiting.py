@@ -73,7 +73,7 @@ class Waiting:
         if not tokens:
             self.savings.waited_in_vain(state.view.request_id, state.waits)
             state.waits = {}
-        if state.declined:
+        if state.declined and not state.logged:  # otherwise it returns from a load
             self.savings.declined(
                 state.view.request_id, state.declined.tier, state.declined.chunks * self._chunk_tokens
             )
