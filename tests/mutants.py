@@ -92,6 +92,10 @@ REQUEST_TESTS = "tests/vllm/test_request_identity.py::"
 WEIGHT_TESTS = "tests/vllm/test_weights.py::"
 MIXED_UP = "tests/vllm/test_images.py::test_what_the_engine_mixed_up_under_one_name_is_not_kept"
 SERVING = "tests/vllm/test_serving.py::"
+WATCH = "kvtier_core/vllm/weight_watch.py"
+CHANGED = "tests/vllm/test_changed_weights.py::test_changed_weights_meet_no_kv_of_before[False-"
+TROUBLE = "tests/vllm/test_trouble.py::"
+WORKER_TESTS = "tests/engine/test_worker_side.py::"
 DISK_TESTS = "plugins/kvtier_disk/tests/test_disk.py::"
 DISK_SECURITY = "plugins/kvtier_disk/tests/test_disk_security.py::"
 DISK_TROUBLE = "plugins/kvtier_disk/tests/test_disk_trouble.py::"
@@ -382,6 +386,119 @@ MUTANTS = (
         "self.namespace = self._first_namespace.renewed()",
         "self.namespace = self._first_namespace",
         SERVING + "test_a_frame_of_before_is_not_served_even_if_it_could_not_be_deleted",
+    ),
+    Mutant(
+        "weights-are-not-watched",
+        CONNECTOR,
+        "self.side.watch_weights(kv_connector_metadata.plan)",
+        "pass",
+        CHANGED + "reload_past_the_engine]",
+    ),
+    Mutant(
+        "calls-of-workers-go-unheard",
+        CONNECTOR,
+        "follow_calls(_workers_were_called)",
+        "follow_calls(lambda *_: None)",
+        CHANGED + "any_function]",
+    ),
+    Mutant("loaders-go-unheard", WATCH, "if self._loaders:", "if False:", CHANGED + "load_tensors]"),
+    Mutant(
+        "writes-to-weights-are-not-counted",
+        WATCH,
+        "if list(map(_version, readable)) != self._versions:",
+        "if False:",
+        CHANGED + "an_optimizers_step]",
+    ),
+    Mutant(
+        "no-byte-of-the-weights-is-compared",
+        WATCH,
+        'if b"".join(self._samples) != self._bytes:',
+        "if False:",
+        CHANGED + "every_value_by_hand]",
+    ),
+    Mutant(
+        "weights-may-lie-elsewhere",
+        WATCH,
+        "if list(map(_pointer, readable)) != self._pointers:",
+        "if False:",
+        CHANGED + "other_memory]",
+    ),
+    Mutant(
+        "weights-may-be-other-objects",
+        WATCH,
+        "if not self._modules.are_the_same() or not self._parameters.are_the_same():",
+        "if False:",
+        CHANGED + "other_objects]",
+    ),
+    Mutant(
+        "a-report-of-changed-weights-is-dropped",
+        SCHEDULER,
+        "if how := result.progress.changed.get(self.epoch):",
+        "if how := None:",
+        SEAM + "test_what_workers_notice_of_their_weights_opens_one_epoch",
+    ),
+    Mutant(
+        "every-report-of-changed-weights-is-news",
+        SCHEDULER,
+        "if how := result.progress.changed.get(self.epoch):",
+        'if how := next(iter(result.progress.changed.values()), ""):',
+        SEAM + "test_what_workers_notice_of_their_weights_opens_one_epoch",
+    ),
+    Mutant(
+        "kv-of-new-weights-under-the-old-name",
+        WORKER,
+        "        if self._stale:\n            self._failed.add(task)",
+        "        if False:\n            self._failed.add(task)",
+        WORKER_TESTS + "test_a_step_after_the_weights_changed_stores_and_loads_nothing",
+    ),
+    Mutant(
+        "an-epoch-begins-with-the-weights-of-the-last",
+        WORKER,
+        "self._weights.renew()",
+        "pass",
+        WORKER_TESTS + "test_nothing_is_stored_before_a_plan_of_the_new_epoch_and_then_all_is",
+    ),
+    Mutant(
+        "a-load-outlives-its-epoch",
+        WORKER,
+        "            self._failed.update(loads)\n            return",
+        "            return",
+        WORKER_TESTS + "test_a_load_under_way_when_the_weights_change_has_failed[1]",
+    ),
+    Mutant(
+        "a-load-outlives-its-weights",
+        WORKER,
+        '{how}"\n            self._failed.update(loads)',
+        '{how}"',
+        WORKER_TESTS + "test_a_load_under_way_when_the_weights_change_has_failed[0]",
+    ),
+    Mutant(
+        "loads-of-a-worker-that-is-off-are-promised",
+        SCHEDULER,
+        "self._self_test.fail(result.progress.off)",
+        "pass",
+        TROUBLE + "test_nothing_is_promised_and_no_slot_reserved_when_a_worker_has_failed",
+    ),
+    Mutant(
+        "stores-of-a-worker-that-is-off-never-end",
+        CONNECTOR,
+        "WorkerProgress(ended, ended, off=self._off)",
+        "WorkerProgress(off=self._off)",
+        TROUBLE + "test_nothing_is_promised_and_no_slot_reserved_when_a_worker_has_failed",
+    ),
+    Mutant(
+        "a-side-that-failed-keeps-its-stack",
+        CONNECTOR,
+        "side.abandon()",
+        "run(side.status.close)",
+        TROUBLE + "test_a_schedulers_half_that_failed_lets_go_of_its_stack",
+    ),
+    Mutant(
+        "a-stack-that-raises-keeps-its-threads",
+        MANAGER,
+        "        try:\n            return self.drain(timeout)\n        finally:",
+        "        if self.drain(timeout) is not None:",
+        TROUBLE + "test_a_stack_that_raises_is_let_go_of_all_the_same",
     ),
     Mutant(
         "sleeps-over-new-weights",

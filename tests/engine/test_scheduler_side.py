@@ -435,6 +435,39 @@ def test_an_epoch_that_begins_during_a_load_says_so(host):
     served.assert_at_rest()
 
 
+def test_what_workers_notice_of_their_weights_opens_one_epoch(host, said):
+    """However many of them notice, and whenever: the steps that were planned before are of the epoch before."""
+    served, asked = host(), prompt(1, 6 * CHUNK)
+    assert served.ask("first", asked) == 0
+    under_way = served.submit("under way", prompt(2, 6 * CHUNK))
+    assert served.step().epoch == 0
+    for rank in range(2):
+        report = WorkerProgress(changed={0: f"rank {rank}: parameters were written to"})
+        served.side.progress(StepResult(progress=report))
+        assert served.side.epoch == 1
+    assert served.step().epoch == 1
+    served.run(under_way)
+    served.settle()
+    assert stored(served) == 0
+    said()
+    assert served.ask("second", asked) == 0
+    assert said() == ["hit 0 of 48 tokens: not stored"]
+    assert served.ask("third", asked) == 6 * CHUNK
+    served.assert_at_rest()
+
+
+def test_nothing_is_promised_or_reserved_when_a_worker_says_that_it_is_off(host, said):
+    served, asked = host(), prompt(1, 6 * CHUNK)
+    served.ask("first", asked)
+    served.side.progress(StepResult(progress=WorkerProgress(off="rank 0 failed; see its log")))
+    before = served.manager.usage()
+    said()
+    assert served.ask("second", asked) == served.ask("third", prompt(2, 6 * CHUNK)) == 0
+    assert said() == ["hit 0 of 48 tokens: rank 0 failed; see its log"] * 2
+    assert served.manager.usage() == before
+    served.assert_at_rest()
+
+
 @pytest.mark.parametrize("save_decode, kept", [(False, 2), (True, 4)])
 def test_generated_tokens_are_stored_only_if_asked(host, save_decode, kept):
     served = host(settings={"save_decode": save_decode})

@@ -77,9 +77,12 @@ def other_memory(served, other):
 
 
 def other_objects(served, other):
+    """In the same memory, written to as often, with another value of which no byte is compared."""
     norm = model_of(served).model.layers[2].input_layernorm
-    values = torch.cat([norm.weight.data[:1] * 4, norm.weight.data[1:]])
-    norm.weight = torch.nn.Parameter(values, requires_grad=False)
+    before, norm.weight.data[0] = norm.weight, norm.weight.data[0] * 4
+    norm.weight = torch.nn.Parameter(before.data, requires_grad=False)
+    for _ in range(before._version):
+        norm.weight.add_(0)
 
 
 WAYS = [
