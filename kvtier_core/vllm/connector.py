@@ -405,6 +405,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 def _workers_were_called(engine: EngineCore, name: str) -> None:
     """Tell the scheduler's connectors of this engine."""
     connector = getattr(getattr(engine, "scheduler", None), "connector", None)
-    for each in getattr(connector, "sub_connectors", [connector]):
+    for each in getattr(connector, "_connectors", [connector]):  # a MultiConnector has several
         if isinstance(each, KVTierConnector):
             each.workers_were_called(name)

@@ -160,7 +160,7 @@ def follow_calls(told: Callable[[EngineCore, str], None]) -> None:
     itself calls its workers by other ways. May be repeated.
     """
     call = EngineCore.collective_rpc
-    if hasattr(call, "__wrapped__"):
+    if hasattr(call, "tells_kvtier"):
         return
 
     @functools.wraps(call)
@@ -171,4 +171,5 @@ def follow_calls(told: Callable[[EngineCore, str], None]) -> None:
             if may_change_weights(method):
                 told(engine, method if isinstance(method, str) else "a function")
 
+    collective_rpc.tells_kvtier = True
     EngineCore.collective_rpc = collective_rpc

@@ -177,7 +177,7 @@ def test_a_step_after_the_weights_changed_stores_and_loads_nothing(weighed, aren
 def test_nothing_is_stored_before_a_plan_of_the_new_epoch_and_then_all_is(weighed):
     side, weights = weighed
     weights.now = "second"
-    for epoch, failed in ((0, 1), (0, 1), (1, 0)):
+    for epoch, failed in ((0, 1), (0, 1), (1, 0), (1, 0)):
         plan = StepPlan(stores=(STORE,), epoch=epoch)
         side.watch_weights(plan)
         side.store(plan)

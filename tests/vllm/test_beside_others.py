@@ -403,3 +403,21 @@ def test_what_dead_engines_left_is_swept(runtime):
     reports.leave("alive", 0, REPORT)
     assert not left.exists()
     assert reports.collect("alive", 1) == [REPORT]
+
+
+def test_new_weights_are_new_to_kvtier_beside_another_connector(engine, said):
+    """Both when the engine calls its workers and when a worker notices by itself."""
+    from test_changed_weights import an_optimizers_step, any_function
+
+    asked = prompt(66, 530)
+    with engine(**together(neighbour("sync", 1), kvtier(cpu()))) as served:
+        for change in (any_function, an_optimizers_step):
+            served.ask(asked)
+            before = served.ask(asked)[0]
+            said()
+            change(served, None)
+            after = served.ask(asked)[0]
+            assert (before.cached, after.cached) == (512, 0)
+            assert len([line for line in said() if "invalidated" in line]) == 1
+            served.ask(asked)
+            served.assert_at_rest()
