@@ -2153,6 +2153,13 @@ MUTANTS = (
         BESIDE + "test_a_folder_that_others_could_write_to_is_not_believed",
     ),
     Mutant(
+        "a-squatter-stops-serving",
+        REPORTS,
+        ", *([cached] if cached else [])]",
+        "]",
+        "tests/engine/test_runtime_folder.py::test_where_a_stranger_has_its_name_it_lies_with_caches",
+    ),
+    Mutant(
         "windows-one-block-short",
         LAYOUTS,
         "return -(-(self.reach - 1) // self.block_tokens)",

@@ -28,7 +28,7 @@ class Entry:
     def __init__(self, kind: str, state: tuple[tuple, ...]):
         """``kind`` names what is digested and how. ``state`` has a row a file, with its change time in ns last."""
         self._newest = max((row[-1] for row in state), default=0)
-        self._folder = _folder()
+        self._folder = cache_folder("digests")
         self._name = hashlib.blake2b(repr((kind, state)).encode(), digest_size=32).hexdigest()
 
     def recall(self) -> str | None:
@@ -73,6 +73,7 @@ class Entry:
         return is_ours(self._folder)
 
 
-def _folder() -> Path | None:
+def cache_folder(name: str) -> Path | None:
+    """Where this user's processes keep what they can do without; None if there is no home."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    return cache / "kvtier" / "digests" if cache.is_absolute() else None
+    return cache / "kvtier" / name if cache.is_absolute() else None

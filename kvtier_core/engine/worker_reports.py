@@ -16,6 +16,7 @@ from pathlib import Path
 
 import attrs
 
+from kvtier_core.engine.digest_cache import cache_folder
 from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.transfer.folder import is_ours
 
@@ -69,18 +70,23 @@ def _name(engine: str, rank: int) -> str:
 def runtime_folder() -> Path:
     """Where the processes of this user tell each other things.
 
-    Raises OSError if the folder cannot be made, or if another user could write to it.
+    It is in XDG_RUNTIME_DIR. Without one it is in the folder for temporary files; where another user has taken its
+    name there, in this user's folder of caches. Raises OSError if no folder is this user's alone.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and is_ours(Path(runtime)):
-        folder = Path(runtime) / "kvtier"
+        folders = [Path(runtime) / "kvtier"]
     else:
-        folder = Path(tempfile.gettempdir()) / f"kvtier-{os.geteuid()}"
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    if not is_ours(folder):
-        raise PermissionError(f"{folder} is not a folder that this user alone may write to")
-    return folder
+        cached = cache_folder("run")
+        folders = [Path(tempfile.gettempdir()) / f"kvtier-{os.geteuid()}", *([cached] if cached else [])]
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if is_ours(folder):
+            return folder
+    why = "cannot be made, or is not this user's alone"
+    way_out = "set XDG_RUNTIME_DIR, for the engine and for kvtier's commands, to a folder of this user's with mode 0700"
+    raise PermissionError(f"{' and '.join(map(str, folders))}: {why}; {way_out}")
 
 
 def _read(path: Path) -> WorkerReport:

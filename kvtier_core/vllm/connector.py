@@ -124,7 +124,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         except OSError as error:
             logger.warning(
                 "kvtier: this worker cannot report its pages to the scheduler, so that the engine will not be served: "
-                "%s; set XDG_RUNTIME_DIR to a folder of this user",
+                "%s",
                 error,
             )
 
