@@ -1205,6 +1205,20 @@ MUTANTS = (
         "tests/core/test_observers.py::test_no_file_is_taken_for_a_socket",
     ),
     Mutant(
+        "a-client-that-trickles-holds-the-metrics",
+        "kvtier_core/observers/endpoint.py",
+        "        left = self._deadline - time.monotonic()\n",
+        "        left = _PATIENCE\n",
+        "tests/core/test_observers.py::test_nor_does_one_that_says_a_byte_now_and_then",
+    ),
+    Mutant(
+        "the-end-waits-for-clients",
+        "kvtier_core/observers/endpoint.py",
+        "        self._server.hang_up()\n",
+        "",
+        "tests/core/test_observers.py::test_nor_does_its_end_wait_for_a_client",
+    ),
+    Mutant(
         "plugins-end-threads",
         "kvtier_core/transfer/io_pool.py",
         "except BaseException as error:  # SystemExit",

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import logging
 import os
 import pathlib
 import socket
 import socketserver
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import MetricsHandler
@@ -25,7 +28,7 @@ from kvtier_core.types import Event
 
 logger = logging.getLogger("vllm.kvtier")
 
-#: Seconds that a client may keep the only thread.
+#: Seconds that a client may keep the only thread waiting for what it asks, however often it says something.
 _PATIENCE = 5.0
 _TYPES = {metric.name: metric.type for metric in METRICS}
 
@@ -88,7 +91,7 @@ class Endpoint(Observer):
         self._values = Values(engine)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self._values)
-        handler = type("Handler", (MetricsHandler,), {"registry": registry, "timeout": _PATIENCE})
+        handler = type("Handler", (_Handler,), {"registry": registry, "timeout": _PATIENCE})
         self._path = address if isinstance(address, pathlib.Path) else None
         self._server = (_TCPServer if self._path is None else _OwnersSocket)(address, handler)
         logger.info("kvtier: metrics at %s", self.address)
@@ -107,7 +110,8 @@ class Endpoint(Observer):
         self._values.add(self._readings.of(events))
 
     def close(self) -> None:
-        """Serve no more."""
+        """Serve no more, and hang up on a client that is still asking."""
+        self._server.hang_up()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -116,18 +120,70 @@ class Endpoint(Observer):
                 self._path.unlink()
 
 
-class _TCPServer(socketserver.TCPServer):
+class _Handler(MetricsHandler):
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BufferedReader(_UntilDeadline(self.connection, time.monotonic() + self.timeout))
+
+    def do_HEAD(self) -> None:
+        """The headers alone."""
+        self.do_GET()
+
+    def end_headers(self) -> None:
+        super().end_headers()
+        if self.command == "HEAD":
+            self.wfile = io.BytesIO()
+
+
+class _UntilDeadline(io.RawIOBase):
+    """What a client says until then. A timeout of the socket's own would begin anew with every byte."""
+
+    def __init__(self, connection: socket.socket, deadline: float):
+        self._connection = connection
+        self._deadline = deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        return self._connection.recv_into(into)
+
+
+class _Server(socketserver.TCPServer):
+    _client: socket.socket | None = None
+    _closing = False
+
+    def verify_request(self, request: Any, client: object) -> bool:
+        """Serve it, unless this is the end."""
+        self._client = request  # before it looks, so that `hang_up` misses none
+        return not self._closing
+
+    def hang_up(self) -> None:
+        """Serve nobody any more. Called on another thread."""
+        self._closing = True
+        if self._client is not None:
+            with contextlib.suppress(OSError):  # it has hung up
+                self._client.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: object, client: object) -> None:
+        """A client that hangs up is no news."""
+
+
+class _TCPServer(_Server):
     allow_reuse_address = True
 
     def __init__(self, address: tuple[str, int], handler: type):
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, handler)
 
-    def handle_error(self, request: object, client: object) -> None:
-        """A client that hangs up is no news."""
 
+class _OwnersSocket(_Server):
+    address_family = socket.AF_UNIX
 
-class _OwnersSocket(socketserver.UnixStreamServer):
     def __init__(self, path: pathlib.Path, handler: type):
         self._path = path
         super().__init__(str(path), handler)
@@ -149,6 +205,3 @@ class _OwnersSocket(socketserver.UnixStreamServer):
         """A handler expects the address of a client, which a Unix socket has not."""
         request, _ = super().get_request()
         return request, ("", 0)
-
-    def handle_error(self, request: object, client: object) -> None:
-        """A client that hangs up is no news."""

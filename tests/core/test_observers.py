@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import http.client
 import json
 import logging
@@ -10,8 +12,10 @@ import re
 import signal
 import socket
 import stat
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 import urllib.request
@@ -37,6 +41,7 @@ from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_context, make_keys
 from kvtier_core.types import Event, EventKind, Nbytes, Usage
 
+PATIENCE = 20.0
 STORED = Event(EventKind.STORED, "cpu")
 
 
@@ -448,4 +453,62 @@ def test_a_client_that_says_nothing_keeps_nobody_waiting_for_long(monkeypatch):
     host, port = re.search(r"//(.*):(\d+)/", observer.address).groups()
     with socket.create_connection((host, int(port))):
         assert scraped(observer.address) == {}
+    observer.close()
+
+
+def test_nor_does_one_that_says_a_byte_now_and_then(monkeypatch):
+    monkeypatch.setattr("kvtier_core.observers.endpoint._PATIENCE", 0.5)
+    observer = PrometheusConfig().open(make_context())
+    host, port = re.search(r"//(.*):(\d+)/", observer.address).groups()
+    served = threading.Event()
+
+    def trickle(connection):
+        with contextlib.suppress(OSError):
+            while not served.wait(0.01):
+                connection.sendall(b"G")
+
+    with socket.create_connection((host, int(port))) as connection:
+        thread = threading.Thread(target=trickle, args=(connection,))
+        thread.start()
+        try:
+            assert scraped(observer.address) == {}
+        finally:
+            served.set()
+            thread.join()
+    observer.close()
+
+
+def test_nor_does_its_end_wait_for_a_client(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvtier_core.observers.endpoint._PATIENCE", 3600.0)
+    observer = PrometheusConfig(socket=tmp_path / "metrics").open(make_context())
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(tmp_path / "metrics"))
+        client.sendall(b"GET /metrics HTTP/1.0\r\n")
+        unread = bytearray(struct.pack("i", 1))
+        while any(unread):
+            fcntl.ioctl(client, termios.TIOCOUTQ, unread)
+        closing = threading.Thread(target=observer.close, daemon=True)
+        closing.start()
+        closing.join(PATIENCE)
+        assert not closing.is_alive()
+        assert client.recv(1) == b""
+
+
+@pytest.mark.parametrize("at", ["a port", "a socket"])
+def test_head_has_the_headers_of_get_and_nothing_else(tmp_path, at):
+    config = PrometheusConfig() if at == "a port" else PrometheusConfig(socket=tmp_path / "metrics")
+    observer = config.open(make_context())
+    observer.observe([Event(EventKind.HIT, "disk", tokens=5)])
+    answers = []
+    for method in ("GET", "HEAD"):
+        port = re.search(r":(\d+)/", observer.address)
+        client = http.client.HTTPConnection("127.0.0.1", int(port[1])) if port else AtSocket(observer.address)
+        client.request(method, "/metrics")
+        client.sock.settimeout(PATIENCE)
+        raw = b"".join(iter(lambda sock=client.sock: sock.recv(1 << 16), b""))
+        answers.append(raw.partition(b"\r\n\r\n"))
+        client.close()
+    (got, _, text), (headers, _, nothing) = answers
+    assert (re.sub(rb"Date: .*", b"", headers), nothing) == (re.sub(rb"Date: .*", b"", got), b"")
+    assert b"kvtier_hit_tokens_total" in text
     observer.close()
