@@ -26,6 +26,9 @@ KEY_NBYTES = 32
 #: In bytes. Frames, their headers and arena slots are multiples of it, so that O_DIRECT can move them.
 FRAME_ALIGNMENT = 4096
 
+#: Every frame begins so, whatever its format version.
+FRAME_MAGIC = b"kvtier\r\n"
+
 
 class Slot(NamedTuple):
     """Room for one chunk in an arena."""

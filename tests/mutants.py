@@ -1822,6 +1822,20 @@ MUTANTS = (
         "plugins/kvtier_disk/tests/test_disk.py::test_a_folder_that_others_may_write_to_is_refused",
     ),
     Mutant(
+        "a-sweep-removes-what-is-called-like-a-namespace",
+        DISK + "/opening.py",
+        "if name == own or is_kvtiers(root, name)]",
+        "]",
+        DISK_TESTS + "test_open_leaves_alone_what_kvtier_has_not_made",
+    ),
+    Mutant(
+        "frames-without-facts-take-no-room",
+        DISK + "/namespaces.py",
+        "read_facts(root, name) is not None or any(",
+        "read_facts(root, name) is not None and any(",
+        DISK_TESTS + "test_a_namespace_without_facts_is_known_by_its_frames",
+    ),
+    Mutant(
         "a-sticky-folder-is-the-tiers-alone",
         TRANSFER + "/folder.py",
         "    if status.st_mode & 0o022:\n",

@@ -30,11 +30,10 @@ from kvtier_core.frames.identity import (
     SealIdentity,
 )
 from kvtier_core.layouts import Part
-from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace
+from kvtier_core.types import FRAME_ALIGNMENT, FRAME_MAGIC, KEY_NBYTES, ChunkKey, Namespace
 
 FORMAT_VERSION = 2
 
-_MAGIC = b"kvtier\r\n"
 #: Magic, format version, flags, payload bytes, namespace digest, key, codec type and digest, checksums of the stored
 #: and of the decoded payload; then the checksum of these fields. Magic and version keep their place in every version.
 _FIELDS = struct.Struct(f"<8sHHQ32s{KEY_NBYTES}s{MAX_TYPE_NBYTES}s{DIGEST_NBYTES}sII")
@@ -149,7 +148,16 @@ def seal(
     if decoded_checksum is None:
         decoded_checksum = payload_checksum
     flags = (_LOSSLESS if codec.lossless else 0) | (_SHARDS if shard_checksums else 0)
-    fields = _MAGIC, FORMAT_VERSION, flags, payload_nbytes, namespace.digest, key, codec.type.encode(), codec.digest
+    fields = (
+        FRAME_MAGIC,
+        FORMAT_VERSION,
+        flags,
+        payload_nbytes,
+        namespace.digest,
+        key,
+        codec.type.encode(),
+        codec.digest,
+    )
     packed = Header(*fields, payload_checksum, decoded_checksum).packed()
     _write_page(frame, _summed(packed) + (_summed(_table(shard_checksums), packed) if shard_checksums else b""))
 
@@ -256,7 +264,7 @@ def read_header(frame: memoryview) -> Header | FrameError:
     if len(frame) < FRAME_ALIGNMENT:
         return FrameError.SHORT
     header = header_of(frame)
-    if header.magic != _MAGIC:
+    if header.magic != FRAME_MAGIC:
         return FrameError.MAGIC
     if header.version != FORMAT_VERSION:
         return FrameError.VERSION

@@ -7,11 +7,13 @@ Raises OSError, and BackendError for a refusal.
 from __future__ import annotations
 
 import contextlib
+import os
 
+from kvtier_core.errors import BackendError
 from kvtier_core.transfer import namespace_file
 from kvtier_core.transfer.folder import Folder
-from kvtier_core.types import Namespace
-from kvtier_disk.frames import namespace_folder_name, unfinished
+from kvtier_core.types import FRAME_MAGIC, Namespace
+from kvtier_disk.frames import Place, everything_of, namespace_folder_name, unfinished
 
 _FACTS = "namespace.json"
 
@@ -37,6 +39,24 @@ def read_facts(root: Folder, name: str) -> Namespace | None:
         return None
     namespace = namespace_file.read_facts(folder, _FACTS)
     return namespace if namespace is not None and namespace_folder_name(namespace) == name else None
+
+
+def is_kvtiers(root: Folder, name: str) -> bool:
+    """Is this the folder of a namespace, or one of somebody else's that is called like one?
+
+    Where a full disk or a power cut left no facts, a file that begins as frames do tells.
+    """
+    return read_facts(root, name) is not None or any(
+        _begins_as_a_frame(root, place) for place, _ in everything_of(root, name)
+    )
+
+
+def _begins_as_a_frame(root: Folder, place: Place) -> bool:
+    try:
+        with open(place.folder(root).open(place.name, os.O_RDONLY), "rb", buffering=0) as file:
+            return file.read(len(FRAME_MAGIC)) == FRAME_MAGIC
+    except (OSError, BackendError):
+        return False
 
 
 def remove_facts(root: Folder, name: str) -> None:

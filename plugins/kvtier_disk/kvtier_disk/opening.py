@@ -9,25 +9,27 @@ from pathlib import Path
 from kvtier_core.transfer.disk_access import effective_direct, effective_ring, remove_probes
 from kvtier_core.transfer.folder import Folder
 from kvtier_disk.files import Access
-from kvtier_disk.frames import Found, everything, namespace_folders, oldest_first, quarantined, remove_if_empty
-from kvtier_disk.namespaces import remove_facts
+from kvtier_disk.frames import Found, everything_of, namespace_folders, oldest_first, quarantined, remove_if_empty
+from kvtier_disk.namespaces import is_kvtiers, remove_facts
 
 
 def sweep(root: Folder, own: str, fits: Callable[[Found], bool]) -> list[Found]:
-    """Remove everything that is no frame, in the folders of all namespaces.
+    """Remove everything that is no frame, in the folders of namespaces that kvtier has made, and nothing elsewhere.
 
     Returns the frames that are not in the namespace folder ``own``, oldest first. Frames that do not ``fits`` count as
     no frames.
     """
     remove_probes(root)
     others = []
-    for place, found in [*everything(root), *((found.place, found) for found in quarantined(root))]:
+    names = [name for name in namespace_folders(root) if name == own or is_kvtiers(root, name)]
+    lying = [each for name in names for each in everything_of(root, name)]
+    for place, found in [*lying, *((found.place, found) for found in quarantined(root))]:
         if found is None or not fits(found):
             with contextlib.suppress(OSError):  # if it cannot be removed, it is still no frame
                 place.remove(root)
         elif place.folders[0] != own:
             others.append(found)
-    for name in set(namespace_folders(root)) - {own} - {found.place.folders[0] for found in others}:
+    for name in set(names) - {own} - {found.place.folders[0] for found in others}:
         with contextlib.suppress(OSError):
             remove_facts(root, name)
             remove_if_empty(root, name)

@@ -187,6 +187,40 @@ def test_open_removes_what_is_no_frame(tmp_path):
     disk.close()
 
 
+def test_open_leaves_alone_what_kvtier_has_not_made(tmp_path):
+    """A folder named by mistake may have names like those of namespaces: of build ids, commits, caches."""
+    (tmp_path / "0123456789abcdef").write_text("a file")
+    (tmp_path / "fedcba9876543210/ab/cd").mkdir(parents=True)
+    (tmp_path / "0000000000000000/00").mkdir(parents=True)
+    (tmp_path / "fedcba9876543210/ab/notes").write_text("a note")
+    (tmp_path / "fedcba9876543210/ab" / f"{make_keys(1)[0].hex()}.kv").write_bytes(bytes(FRAME_ALIGNMENT))
+    (tmp_path / "fedcba9876543210/namespace.json").write_text("{}")
+    (tmp_path / "1111111111111111").symlink_to("fedcba9876543210")
+    before = sorted(tmp_path.rglob("*"))
+    disk = open_disk(tmp_path)
+    write(disk, *make_keys(2))
+    disk.close()
+    open_disk(tmp_path, capacity=2 * NBYTES).close()
+    assert set(before) <= set(tmp_path.rglob("*"))
+    assert (tmp_path / "fedcba9876543210/ab/notes").read_text() == "a note"
+
+
+@pytest.mark.parametrize("torn", ["", "{", None], ids=["empty", "cut", "missing"])
+def test_a_namespace_without_facts_is_known_by_its_frames(tmp_path, torn):
+    """As a full disk or a power cut leaves it: its frames count, and what is no frame leaves."""
+    disk = open_disk(tmp_path, model="theirs")
+    write(disk, *make_keys(2))
+    disk.close()
+    facts_in(tmp_path, "theirs").unlink() if torn is None else facts_in(tmp_path, "theirs").write_text(torn)
+    garbage = file_of(tmp_path, make_keys(1)[0], "theirs").with_suffix(".tmp")
+    garbage.write_bytes(bytes(FRAME_ALIGNMENT))
+    disk = open_disk(tmp_path, model="ours", capacity=3 * NBYTES)
+    write(disk, *make_keys(2))
+    assert total(tmp_path) == 3 * NBYTES
+    assert not garbage.exists()
+    disk.close()
+
+
 def test_a_file_of_impossible_length_is_no_frame(tmp_path):
     """It has holes and takes no room at all. Neither is it found, nor does any frame leave for it."""
     keys = make_keys(4)
