@@ -2042,9 +2042,23 @@ MUTANTS = (
     Mutant(
         "short-secrets",
         KEYED_SEAL,
-        "if len(material) < MIN_SECRET_NBYTES:",
+        "if len(characters) < MIN_SECRET_LENGTH:",
         "if False:",
         SEALED_TIERS + "test_a_secret_that_is_too_short",
+    ),
+    Mutant(
+        "secrets-that-repeat-themselves",
+        KEYED_SEAL,
+        "_MIN_BITS = 80",
+        "_MIN_BITS = 0",
+        SEALED_TIERS + "test_a_secret_that_could_be_guessed_is_refused_whatever_its_length",
+    ),
+    Mutant(
+        "secrets-that-count",
+        KEYED_SEAL,
+        "_bits([b - a for a, b in pairwise(characters)])",
+        "1000",
+        SEALED_TIERS + "test_a_secret_that_could_be_guessed_is_refused_whatever_its_length",
     ),
     Mutant(
         "keys-are-shown",

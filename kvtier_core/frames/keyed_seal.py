@@ -6,9 +6,12 @@ Needs `cryptography`, so nothing imports this module before a tier has a ``seal_
 from __future__ import annotations
 
 import hmac
+import math
 import os
 import struct
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Self
 
 import attrs
@@ -33,8 +36,11 @@ from kvtier_core.frames.format import (
 from kvtier_core.frames.identity import KEY_ID_NBYTES, Protection, SealIdentity
 from kvtier_core.types import KEY_NBYTES, ChunkKey
 
-#: Bytes of the shortest secret: 32 random characters of any alphabet resist guessing, as 32 random bytes do.
-MIN_SECRET_NBYTES = 32
+#: Characters of the shortest secret: so many random ones of any alphabet resist guessing.
+MIN_SECRET_LENGTH = 32
+
+#: `_bits` must find at least so many. In 32 random hexadecimal digits it finds 88 to 127, in 16 written twice 72.
+_MIN_BITS = 80
 
 _AES_KEY_NBYTES = 32
 _NONCE_NBYTES = 12
@@ -67,10 +73,13 @@ class KeyedSeal:
 
     @classmethod
     def of(cls, secret: str, *, encrypt: bool) -> Self:
-        """The seal with this secret, which counts as it is written. Raises ValueError if it is too short."""
+        """The seal with this secret, which counts as it is written. Raises ValueError if it could be guessed."""
         material = os.fsencode(secret)
-        if len(material) < MIN_SECRET_NBYTES:
-            raise ValueError(f"it has fewer than {MIN_SECRET_NBYTES} characters; openssl rand -hex 32 makes one")
+        characters = list(map(ord, material.decode(errors="surrogateescape")))  # whatever the locale
+        if len(characters) < MIN_SECRET_LENGTH:
+            raise ValueError(f"it has fewer than {MIN_SECRET_LENGTH} characters; openssl rand -hex 32 makes one")
+        if min(_bits(characters), _bits([b - a for a, b in pairwise(characters)])) < _MIN_BITS:
+            raise ValueError("it repeats itself, or counts, and could be guessed; openssl rand -hex 32 makes one")
         root = hmac.digest(b"kvtier seal_key", material, "sha256")  # HKDF's first half, `_derived` is the other
         protection = Protection.READING if encrypt else Protection.FORGERY
         # Those that had "key id" alone named their frames by the keys of chunks.
@@ -164,6 +173,16 @@ def _permuted(rounds: Iterable[Cipher], blocks: Sequence[bytes], left: slice, ri
         mask = int.from_bytes(each.encryptor().update(second), "big")
         first, second = second, (int.from_bytes(first, "big") ^ mask).to_bytes(len(second), "big")
     return first, second
+
+
+def _bits(symbols: Sequence[int]) -> float:
+    """About as many bits as a guess of these must get right: the Shannon entropy of one, times those that are new.
+
+    One is not new if it and the two before it stand together elsewhere.
+    """
+    counts = Counter(symbols).values()
+    new = 2 + len(set(zip(symbols, symbols[1:], symbols[2:], strict=False)))
+    return new * sum(count * math.log2(len(symbols) / count) for count in counts) / len(symbols)
 
 
 def _derived(root: bytes, nbytes: int, info: bytes) -> bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import logging
+import random
+import string
 import traceback
 
 import attrs
@@ -263,6 +265,36 @@ def test_a_secret_that_is_too_short(tmp_path, monkeypatch):
     assert SECRET[:31] not in told
     monkeypatch.setenv("KVTIER_TEST_SEAL", SECRET[:32])
     open_stack(config_of(tmp_path), CONTEXT).close()
+
+
+@pytest.mark.parametrize(
+    "weak",
+    [
+        " " * 40,
+        "x" * 64,
+        "ab" * 32,
+        "passwordpasswordpasswordpassword",
+        "0123456789abcdef" * 4,
+        "abcdefghijklmnopqrstuvwxyz0123456789",
+        "01101001100101101001011001101001" * 2,
+        "äößéèêçñøåæþðüïô",
+    ],
+)
+def test_a_secret_that_could_be_guessed_is_refused_whatever_its_length(tmp_path, monkeypatch, weak):
+    monkeypatch.setenv("KVTIER_TEST_SEAL", weak)
+    told = problem_of(config_of(tmp_path))
+    assert "$.tiers[1].seal_key: the secret in KVTIER_TEST_SEAL cannot be used: it " in told
+    assert told.endswith("; openssl rand -hex 32 makes one") and weak not in told
+    assert ("fewer than 32 characters" in told) == (len(weak) < 32)
+
+
+def test_every_random_secret_of_32_characters_is_accepted():
+    """Of the alphabets that `openssl rand` writes; and a sentence of words."""
+    rng = random.Random(0)
+    for alphabet in ("0123456789abcdef", string.ascii_letters + string.digits + "+/"):
+        for _ in range(3000):
+            KeyedSeal.of("".join(rng.choices(alphabet, k=32)), encrypt=True)
+    KeyedSeal.of("einunddreißig Zeichen und eines mehr", encrypt=True)
 
 
 def test_without_the_library(tmp_path, secret, monkeypatch):

@@ -141,7 +141,7 @@ def test_workers_read_the_slabs_where_a_failed_load_is_a_miss(landing, mode, rec
 
 def test_workers_read_no_frames_that_they_cannot_verify(landing, monkeypatch):
     """They have no key and no codec, know of one frame a chunk, and a shared store may replace what they read."""
-    monkeypatch.setenv("SLAB_KEY", "0123456789abcdef" * 2)
+    monkeypatch.setenv("SLAB_KEY", "a secret that is long enough for a key")
     sealed = landing('mode: gds, seal_key: "env:SLAB_KEY"')
     window = make_group((512,), kind=KVKind.SLIDING_WINDOW, reach=16)
     in_parts = landing("mode: gds", layout=ChunkLayout([make_group((512,)), window], LAYOUT.tokens))
