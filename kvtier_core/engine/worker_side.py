@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -14,6 +15,7 @@ import attrs
 from kvtier_core.config.compose import attach, land
 from kvtier_core.config.model import ArenaTierConfig, StoreTierConfig
 from kvtier_core.engine.landed_loads import LandedLoads
+from kvtier_core.engine.log_limit import LogLimit
 from kvtier_core.engine.messages import StepPlan, Transfer, WorkerProgress
 from kvtier_core.engine.self_test import LayerCaches, try_copies
 from kvtier_core.interfaces import Mover, PagedKVCache, PageList
@@ -122,6 +124,7 @@ class WorkerSide:
         self._epoch = 0  # of the last plan
         self._stale = False  # has it ended, because the weights have changed?
         self._changed: dict[int, str] = {}  # not reported yet
+        self._log = LogLimit(time.monotonic)
 
     def suspend(self) -> None:
         """Wait for the copies under way, and touch no page until `resume`."""
@@ -266,6 +269,7 @@ class WorkerSide:
 
     def close(self) -> None:
         """Close the movers and the files. May be called twice."""
+        self._log.flush(now=True)
         for mover in self._movers:
             if mover is not None:
                 mover.close()
@@ -318,12 +322,13 @@ class WorkerSide:
         is_load = job.task.direction is _Direction.LOAD
         outcome = run(lambda: mover.load(number, slots, pages) if is_load else mover.store(number, pages, slots))
         if outcome.error is not None:
-            logger.warning("kvtier: %s %s failed: %s", job.task.direction.value, job.task.id, outcome.error)
+            self._log.log(logging.WARNING, f"{job.task.direction.value} failed", str(job.task.id), str(outcome.error))
             del self._jobs[number]
             self._end(job, ok=False)
 
     def _collect(self) -> None:
         """Process the jobs that the movers have finished."""
+        self._log.flush()
         for mover in self._movers:
             for number, ok, checksums, filled in mover.finished() if mover is not None else ():
                 job = self._jobs.pop(number)

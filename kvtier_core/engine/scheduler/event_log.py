@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from kvtier_core.engine.log_limit import LogLimit
 from kvtier_core.engine.observers import Observers
 from kvtier_core.stack.stats import Stats
 from kvtier_core.types import Event, EventKind, Usage
@@ -34,17 +35,18 @@ class EventLog:
         self.listeners: list[Callable[[Sequence[Event]], None]] = []  #: the engine's own, called on this thread
         self._observers = observers
         self._clock = clock
+        self._limit = LogLimit(clock)
         self.last_event = clock()  #: time of the last event, or of the start
         self._usage: dict[str, Usage] = {}  # as it was told last, by tier
         self._next_look = clock()
 
     def record(self, events: Sequence[Event]) -> None:
-        """Log, count and pass on events. Every ten minutes the counters are logged too."""
+        """Log, count and pass on events. Every ten minutes the counters are logged too. Call it in each step."""
         for event in events:
             if level := _LOG_LEVELS.get(event.kind):
-                logger.log(
-                    level, "kvtier: %s: %s: %d chunks: %s", event.tier, event.kind.value, len(event.keys), event.why
-                )
+                subject = f"{event.tier}: {event.kind.value}"
+                self._limit.log(level, subject, f"{len(event.keys)} chunks", event.why)
+        self._limit.flush()
         if events:
             self.last_event = self._clock()
             self.stats.count_events(events)
@@ -73,6 +75,7 @@ class EventLog:
         self._observers.close()
 
     def log_totals(self) -> None:
-        """Log the counters of each tier."""
+        """Log the counters of each tier, behind what is still to be said."""
+        self._limit.flush(now=True)
         for line in self.stats.describe():
             logger.info("kvtier: in all: %s", line)
