@@ -5,6 +5,7 @@ from __future__ import annotations
 import prometheus_client
 from conftest import cpu_and_disk, prompt
 
+from kvtier_core.engine.scheduler.prefill_speed import PrefillSpeed
 from kvtier_core.observers.metrics import METRICS, Reading
 from kvtier_core.types import Nbytes
 from kvtier_core.vllm.metrics import KVTierStats
@@ -86,6 +87,20 @@ def test_a_tier_that_is_slower_than_computing_is_declined_and_counted(engine, tm
         told = shown()
         assert told["kvtier_bypass_tokens", "disk", "sooner computed than loaded"] == 1088
         assert parts(told, "disk") == (2200, 0, 1112, 1088)
+
+
+def test_what_vllm_decodes_is_no_prompt(engine, tmp_path, monkeypatch):
+    planned, plan = [], PrefillSpeed.planned
+
+    def note(speed, prompts, decoded, now):
+        planned.append((prompts, decoded))
+        plan(speed, prompts, decoded, now)
+
+    monkeypatch.setattr(PrefillSpeed, "planned", note)
+    with engine(cpu_and_disk(tmp_path)) as served:
+        served.ask(prompt(144, 1100), tokens=8)
+        served.ask(prompt(144, 1100), tokens=8)  # a hit of 1088
+    assert [sum(counts) for counts in zip(*planned, strict=True)] == [1100 + 12, 2 * 7]
 
 
 def test_reports_of_several_steps_are_added():
