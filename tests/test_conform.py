@@ -13,6 +13,7 @@ from kvtier_core.cli import main
 from kvtier_core.testing import ArenaLaws, BackendLaws, laws_of
 from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_namespace
 from kvtier_disk.config import DiskConfig
+from kvtier_gds.config import GdsConfig
 
 BROKEN = """
     import attrs
@@ -98,6 +99,29 @@ def test_a_store_keeps_the_laws_and_all_that_it_held(file, tmp_path, capsys, tie
     assert outcomes["test_two_namespaces_never_meet"] == "kept"
     assert outcomes["test_scan_finds_what_survived"] == ("not tried" if shared else "kept")
     assert outcomes["test_what_other_namespaces_left_counts_against_the_capacity"] == "not tried"
+
+
+def test_slabs_are_tried_beside_those_that_an_engine_uses(tmp_path, capsys):
+    """They take their capacity at once, so that neither an endless one nor a small one would do."""
+    folders = [tmp_path / "first", tmp_path / "second"]
+    config, keys = GdsConfig(paths=tuple(folders)), make_keys(9)
+    backend = config.open(make_context(namespace=make_namespace("a user's"), capacity=1 << 20))
+    backend.write(keys, [make_frame(key) for key in keys])
+    before = entries(tmp_path)
+    file = tmp_path / "kvtier.yaml"
+    file.write_text(
+        f"version: 1\ntiers:\n  - {{type: gds, paths: [{folders[0]}, {folders[1]}], capacity: 1MiB, staging: 64MiB}}\n"
+    )
+    assert main(["conform", "gds", "--config", str(file), "--json"]) == 0
+    file.unlink()
+    assert entries(tmp_path) == before
+    assert [path for path in tmp_path.rglob("*") if path.is_dir()] == folders
+    assert all(backend.contains(keys))
+    backend.close()
+    report = json.loads(capsys.readouterr().out)
+    assert (report["verdict"], report["plugin"]) == ("kept", "kvtier-gds:gds 0.1.0")
+    outcomes = {law["name"]: law["outcome"] for law in report["laws"]}
+    assert outcomes["test_two_namespaces_never_meet"] == outcomes["test_scan_finds_what_survived"] == "kept"
 
 
 def test_an_arena_keeps_the_laws(file, capsys):

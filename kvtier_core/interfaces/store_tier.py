@@ -237,6 +237,16 @@ class BackendConfig(abc.ABC):
         """
         raise BackendError(f"a tier of type {self.type} cannot be walked")
 
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[BackendConfig]:
+        """The store in which `kvtier conform` tries the laws, until the end.
+
+        By default this store itself: what is tried has namespaces of its own, and a capacity without end. A store that
+        takes its capacity when it opens yields another one, made in the same place and removed at the end; it is opened
+        with 256 MiB at most. Raises BackendError.
+        """
+        yield self
+
     def recount(self, capacity: Nbytes, nbytes: int) -> None:
         """`kvtier fsck --repair` left ``nbytes`` in a shared store with a capacity: correct its account.
 

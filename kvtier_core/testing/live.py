@@ -31,6 +31,8 @@ from kvtier_core.types import Namespace, Nbytes
 
 #: Of a store that belongs to one engine: so much that it never makes room by deleting what others left there.
 _ENDLESS = Nbytes(1 << 60)
+#: Of a store that was made for the laws, and takes as much at once.
+_APART = Nbytes(256 << 20)
 #: Laws that would have to harm what others keep in the store.
 _TOO_MUCH = {
     "test_what_other_namespaces_left_counts_against_the_capacity": "would delete what other engines left in this store"
@@ -60,9 +62,9 @@ def suite_of(tier: ArenaTierConfig | StoreTierConfig, excused: Mapping[str, str]
 def survives(tier: StoreTierConfig) -> bool:
     """Is a frame still there after close and open? Raises BackendError or ConfigError if the store does not serve."""
     key = make_key(0)
-    with own_namespace(tier) as ctx:
+    with own_namespace(tier) as (config, ctx):
         for call in ("write", "contains"):
-            backend = tier.config.open(ctx)
+            backend = config.open(ctx)
             try:
                 if call == "contains":
                     return bool(backend.contains([key])[0])
@@ -75,13 +77,14 @@ def survives(tier: StoreTierConfig) -> bool:
 
 
 @contextlib.contextmanager
-def own_namespace(tier: StoreTierConfig) -> Iterator[OpenContext]:
-    """What the stack would tell the tier's store in a namespace that nobody else has; emptied afterwards."""
-    ctx = _own(tier, make_context(), secrets.token_hex(8))
-    try:
-        yield ctx
-    finally:
-        empty(tier.config, [ctx])
+def own_namespace(tier: StoreTierConfig) -> Iterator[tuple[BackendConfig, OpenContext]]:
+    """The tier's store, and what the stack would tell it in a namespace that nobody else has; emptied afterwards."""
+    with tier.config.apart() as config:
+        ctx = _own(tier, config, make_context(), secrets.token_hex(8))
+        try:
+            yield config, ctx
+        finally:
+            empty(config, [ctx])
 
 
 def empty(config: BackendConfig, contexts: Collection[OpenContext]) -> None:
@@ -102,11 +105,12 @@ def empty(config: BackendConfig, contexts: Collection[OpenContext]) -> None:
             backend.close()
 
 
-def _own(tier: StoreTierConfig, ctx: OpenContext, run: str) -> OpenContext:
+def _own(tier: StoreTierConfig, config: BackendConfig, ctx: OpenContext, run: str) -> OpenContext:
+    capacity = _ENDLESS if config is tier.config else _APART
     return attrs.evolve(
         ctx,
         namespace=ctx.namespace.narrowed("conform", run),
-        capacity=Nbytes(0) if tier.config.shared else _ENDLESS,
+        capacity=Nbytes(0) if tier.config.shared else capacity,
         timeout=tier.timeout,
     )
 
@@ -129,13 +133,15 @@ class _LiveStore:
     def _leave_nothing(self) -> Iterator[None]:
         self._run = secrets.token_hex(8)
         self._contexts: dict[Namespace, OpenContext] = {}
-        yield
-        empty(self.tier.config, self._contexts.values())
+        with self.tier.config.apart() as self._config:
+            yield
+            if self._config is self.tier.config:  # else it is removed as a whole
+                empty(self._config, self._contexts.values())
 
     def config(self, folder: Path) -> BackendConfig:
-        return self.tier.config
+        return self._config
 
     def context(self, model: str = "tiny", capacity: int = 0, codec: str = "") -> OpenContext:
-        ctx = _own(self.tier, super().context(model, capacity, codec), self._run)
+        ctx = _own(self.tier, self._config, super().context(model, capacity, codec), self._run)
         self._contexts[ctx.namespace] = ctx
         return ctx

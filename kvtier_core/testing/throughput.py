@@ -34,8 +34,8 @@ def measure(tier: StoreTierConfig) -> Throughput:
     keys = make_keys(_FRAMES)
     frames = [make_frame(key, FRAME_NBYTES) for key in keys]
     into = [memoryview(bytearray(FRAME_NBYTES)) for _ in keys]
-    with own_namespace(tier) as ctx, ThreadPoolExecutor(tier.threads) as threads:
-        backend = tier.config.open(attrs.evolve(ctx, layout=make_layout([FRAME_NBYTES // 4 - 1024], blocks=4)))
+    with own_namespace(tier) as (config, ctx), ThreadPoolExecutor(tier.threads) as threads:
+        backend = config.open(attrs.evolve(ctx, layout=make_layout([FRAME_NBYTES // 4 - 1024], blocks=4)))
         try:
 
             def each(call: Callable[[Sequence[ChunkKey], Sequence[memoryview]], object], views: list) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -61,6 +63,17 @@ class GdsConfig(BackendConfig):
         from kvtier_gds.landing import GdsLanding
 
         return GdsLanding(handle)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[BackendConfig]:
+        """Slabs in folders of their own on the same drives: another capacity would cut the files of this one."""
+        name = f"conform-{secrets.token_hex(8)}"
+        paths = tuple(path / name for path in self.paths)
+        try:
+            yield attrs.evolve(self, paths=paths)
+        finally:
+            for path in paths:
+                shutil.rmtree(path, ignore_errors=True)
 
     @contextlib.contextmanager
     def walk(self) -> Iterator[Iterator[Stored]]:
