@@ -622,7 +622,7 @@ def test_writes_rest_and_one_probe_decides(bench):
     for key in (A, B, C):
         bench.write(key)
         bench.settle()
-    assert bench.whys() == ["BackendError: told to fail"] * 3 + ["for 1s"]
+    assert bench.whys() == ["BackendError: told to fail"] * 3 + ["no writes for 1s"]
     assert not bench.tier.would_admit([D])
     bench.write(D)
     assert bench.events() == [("rejected", [D])]

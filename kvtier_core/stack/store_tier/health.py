@@ -55,11 +55,12 @@ class StoreHealth:
         """A call returned. An error counts for its breaker, unless the store is merely full."""
         if outcome.error is not None:
             self.report(EventKind.IO_ERROR, keys, why=f"{type(outcome.error).__name__}: {outcome.error}")
+        calls = "reads" if breaker is self.reads else "writes"
         if outcome.error is None or isinstance(outcome.error, StoreFull):
             if breaker.succeed():
-                self.report(EventKind.BREAKER_CLOSED, [])
+                self.report(EventKind.BREAKER_CLOSED, [], why=f"{calls} again")
         elif breaker.fail(self._clock()):
-            self.report(EventKind.BREAKER_OPEN, [], why=f"for {breaker.pause:g}s")
+            self.report(EventKind.BREAKER_OPEN, [], why=f"no {calls} for {breaker.pause:g}s")
 
     def watch_for_hangs(self) -> None:
         """Call this regularly: while the oldest call hangs, neither reads nor writes may begin."""
@@ -67,7 +68,7 @@ class StoreHealth:
         if hangs and not self._hangs:
             self.report(EventKind.BREAKER_OPEN, [], why=f"until a call returns that has taken {self._hangs_after:g}s")
         elif self._hangs and not hangs:
-            self.report(EventKind.BREAKER_CLOSED, [])
+            self.report(EventKind.BREAKER_CLOSED, [], why="the call has returned")
         self._hangs = hangs
 
     def report(
