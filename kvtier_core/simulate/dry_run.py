@@ -130,6 +130,9 @@ class PassthroughCodec(FrameCodec):
     def encode(self, key: ChunkKey, sealed: memoryview, salt: bytes = b"") -> memoryview:
         return sealed[: self.max_frame_nbytes]
 
+    def written(self, frames: list[memoryview]) -> None:
+        pass  # they are a slot's memory
+
     def read_buffer(self, slot: memoryview) -> memoryview:
         return slot
 
