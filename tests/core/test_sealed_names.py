@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 
+import boto3
 import pytest
 from sealing import AES, MAC, OTHER_SECRET, SEALS, SECRET
 from serializing import XorConfig
 from servers.redis import one_server
+from servers.s3 import BUCKET, s3_server  # noqa: F401 - a fixture
 from serving import FRAME, Serving, files
 
 import kvtier_cpu.plugin
 import kvtier_disk.plugin
 import kvtier_gds.plugin
 import kvtier_redis.plugin
+import kvtier_s3.plugin
 from kvtier_core.builtin.chained import Chained
 from kvtier_core.cli import main
 from kvtier_core.config.registry import Registry
@@ -27,7 +30,7 @@ CHUNK = 16
 PINS = range(10000)
 PIN = 4711
 SEALED = 'seal_key: "env:KVTIER_TEST_SEAL"'
-STORES = pytest.mark.parametrize("store", ["disk", "shared disk", "gds", "redis"])
+STORES = pytest.mark.parametrize("store", ["disk", "shared disk", "gds", "redis", "s3"])
 
 
 def key_of_prompt(pin):
@@ -86,8 +89,28 @@ class Redis:
         return [str(each).encode(errors="surrogateescape") for each in found]
 
 
+class Bucket:
+    """A store in a folder of a bucket."""
+
+    def __init__(self, server, prefix):
+        self.url, self.prefix = server.url, prefix
+        self.tier = f"type: s3, bucket: {BUCKET}, prefix: {prefix}, endpoint: '{server.url}', capacity: {64 * FRAME}B"
+
+    def seen(self):
+        """All names, contents and headers."""
+        client = boto3.client("s3", endpoint_url=self.url, region_name="us-east-1")
+        found = []
+        for listed in client.list_objects_v2(Bucket=BUCKET, Prefix=self.prefix)["Contents"]:
+            stored = client.get_object(Bucket=BUCKET, Key=listed["Key"])
+            found += [listed["Key"].encode(), str(stored["ResponseMetadata"]).encode(), stored["Body"].read()]
+        return found
+
+
 @pytest.fixture
-def place(store, tmp_path):
+def place(store, tmp_path, request):
+    if store == "s3":
+        yield Bucket(request.getfixturevalue("s3_server"), tmp_path.name)
+        return
     if store == "redis":
         with one_server(tmp_path / "server") as server:
             yield Redis(server)
@@ -113,7 +136,7 @@ def engine(tmp_path, monkeypatch, place):
         file = tmp_path / "kvtier.yaml"
         head = f"version: 1\nload: always\ntiers:\n  - {{type: cpu, capacity: {8 * FRAME}B}}\n"
         file.write_text(f"{head}  - {{{', '.join(filter(None, [place.tier, settings]))}}}\n")
-        return Serving(file, kvtier_gds.plugin, kvtier_redis.plugin, Serializers)
+        return Serving(file, kvtier_gds.plugin, kvtier_redis.plugin, kvtier_s3.plugin, Serializers)
 
     return start
 
