@@ -15,31 +15,29 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _PACKAGE = Path(__file__).parent
-#: Written beside this file when a wheel is built.
-_SHIPPED = _PACKAGE / "_native.stamp"
 #: Exists only in a checkout, where the Python code may be newer than what was compiled.
 _SOURCES = _PACKAGE.parent / "csrc"
 
 
 def stamp_of(sources: Path) -> str:
-    """The digest of C++ sources that csrc/CMakeLists.txt compiles into the extension; empty if there are none."""
+    """The digest of sources, as csrc/stamp.cmake computes it; empty if there are none."""
     files = {path.relative_to(sources).as_posix(): path for path in sources.rglob("*") if _counts(path, sources)}
     listing = "".join(f"{hashlib.sha256(files[name].read_bytes()).hexdigest()} {name}\n" for name in sorted(files))
     return hashlib.sha256(listing.encode()).hexdigest() if files else ""
 
 
 def _counts(path: Path, sources: Path) -> bool:
-    """Is this source compiled into the extension? CUDA code goes into a library of its own."""
-    is_source = path.suffix in (".cpp", ".h") or path.name == "CMakeLists.txt"
+    """Is this a source of what is compiled from this folder? CUDA code goes into a library of its own."""
+    is_source = path.suffix in (".cpp", ".h", ".cu", ".cmake") or path.name == "CMakeLists.txt"
     return is_source and path.relative_to(sources).parts[0] != "cuda"
 
 
-def _expected_stamp() -> str:
-    """The stamp of the extension that belongs to this Python code."""
-    try:
-        return _SHIPPED.read_text(errors="replace").strip()
+def expected_stamp(name: str = "_native", folder: str = ".") -> str:
+    """The stamp of what belongs to this Python code: of a library of this name, from sources in a folder of csrc."""
+    try:  # written beside this file when a wheel is built
+        return (_PACKAGE / f"{name}.stamp").read_text(errors="replace").strip()
     except OSError:
-        return stamp_of(_SOURCES)
+        return stamp_of(_SOURCES / folder)
 
 
 def _load() -> tuple[ModuleType | None, str]:
@@ -49,7 +47,7 @@ def _load() -> tuple[ModuleType | None, str]:
     except ImportError as error:
         return None, f"nothing is compiled, all is slower: {error}"
     stamp = getattr(found, "stamp", "")
-    if stamp and stamp == _expected_stamp():
+    if stamp and stamp == expected_stamp():
         return found, ""
     why = f"what is compiled was built from other sources and is not used, all is slower: build {found.__file__} anew"
     return None, why

@@ -13,6 +13,7 @@ from pathlib import Path
 import attrs
 import pytest
 
+from kvtier_core.native import stamp_of
 from kvtier_core.transfer.cuda.library import FILE, Library
 from kvtier_core.transfer.cuda.opening import open_mover
 
@@ -36,8 +37,9 @@ def libraries():
     code.write_bytes(b"the driver of the tests does not read this")
     compiler = ("g++", "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{SOURCE}")
     compiler += tuple(os.environ.get("CXXFLAGS", "").split())
-    kernels = f'-DKVTIER_KERNELS="{code}"'
-    built(*compiler, "-fvisibility=hidden", kernels, *SOURCE.glob("*.cpp"), "-o", folder / FILE, "-ldl")
+    defined = {"CUDA_STAMP": stamp_of(SOURCE), "KERNELS": code, "ARCHITECTURES": "compute_80"}
+    defined = [f'-DKVTIER_{name}="{value}"' for name, value in defined.items()]
+    built(*compiler, "-fvisibility=hidden", *defined, *SOURCE.glob("*.cpp"), "-o", folder / FILE, "-ldl")
     drivers = (Path(__file__).with_name(f"cuda_driver{part}.cpp") for part in ("", "_for_kvikio"))
     built(*compiler, *drivers, "-o", folder / "libcuda.so.1")
     return folder / FILE, folder / "libcuda.so.1"

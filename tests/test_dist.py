@@ -5,6 +5,7 @@ from __future__ import annotations
 import email
 import os
 import re
+import shutil
 import sys
 import tarfile
 import zipfile
@@ -169,6 +170,19 @@ def test_archives_hold_the_package_and_no_more(built, name):
 def test_the_wheel_needs_no_compiler(python):
     """It holds what was compiled."""
     assert run(python, "-c", HOW).startswith("compiled; checksums by ")
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here: what is built has no kernels")
+def test_the_wheels_have_kernels_for_each_generation_of_gpus(built):
+    assert not release.without_kernels([*built.glob("kvtier-*.whl")])
+
+
+def test_a_wheel_without_kernels_is_not_released(tmp_path):
+    wheel = tmp_path / "kvtier-0.1.0-py3-none-any.whl"
+    zipfile.ZipFile(wheel, "w").close()
+    assert release.without_kernels([wheel]).startswith(
+        f"{wheel.name} has kernels for no GPU instead of compute_80 sm_80 "
+    )
 
 
 def test_the_extension_is_named_as_the_wheel_is_tagged(built):

@@ -1,7 +1,5 @@
 #include "device.h"
 
-#include <string>
-
 namespace kvtier {
 namespace {
 
@@ -60,14 +58,19 @@ bool Device::attribute(int number, int* value) const {
 
 bool Device::load_kernels() {
   const void* code = kernels();
+  no_kernels_ = "none are built in: there was no nvcc";
   if (!code) return true;
   const Current current{*this};
   if (!current) return false;
-  // Machine code for other architectures only is no reason to refuse the device: copy engines need none.
+  // Code that does not suit this GPU is no reason to refuse it: copy engines need none.
   void* module = nullptr;
-  return driver_.load_module(&module, code) != kSuccess ||
-         (call(&Driver::function, "find a kernel", &kernel_, module, "kvtier_copy") &&
-          call(&Driver::function, "find a kernel", &checksum_, module, "kvtier_checksum"));
+  if (!call(&Driver::load_module, "load the kernels", &module, code)) {
+    no_kernels_ = std::string(problem()) + "; built in: " + architectures();
+    return true;
+  }
+  no_kernels_.clear();
+  return call(&Driver::function, "find a kernel", &kernel_, module, "kvtier_copy") &&
+         call(&Driver::function, "find a kernel", &checksum_, module, "kvtier_checksum");
 }
 
 bool Device::lock(void* address, size_t nbytes) const {

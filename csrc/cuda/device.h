@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "checksums.h"
 #include "driver.h"
@@ -12,6 +13,8 @@ namespace kvtier {
 
 // The machine code of the kernels; null if the library was built without nvcc.
 const void* kernels();
+// What they were compiled for, in nvcc's words; empty without.
+const char* architectures();
 
 class Device {
  public:
@@ -29,6 +32,7 @@ class Device {
   const Driver& driver() const { return driver_; }
   Context context() const { return context_; }
   bool has_kernels() const { return checksum_ != nullptr; }
+  const char* no_kernels() const { return no_kernels_.c_str(); }  // why there are none
   // May the device use host addresses of page-locked memory? Not everywhere (WSL). Else only the driver's plain copies
   // can be used, which look up what an address is.
   bool reaches_host() const { return reaches_host_; }
@@ -56,6 +60,7 @@ class Device {
   Function kernel_ = nullptr, checksum_ = nullptr;
   bool reaches_host_ = false;
   bool takes_batches_ = false;
+  std::string no_kernels_;
 };
 
 // Why the last call on this thread failed.

@@ -8,6 +8,8 @@ asm(".section .rodata\n"
     ".previous\n");
 extern "C" __attribute__((visibility("hidden"))) const char kvtier_fatbin[];
 const void* kvtier::kernels() { return kvtier_fatbin; }
+const char* kvtier::architectures() { return KVTIER_ARCHITECTURES; }
 #else
 const void* kvtier::kernels() { return nullptr; }
+const char* kvtier::architectures() { return ""; }
 #endif

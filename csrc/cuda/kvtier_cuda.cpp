@@ -13,6 +13,10 @@ using kvtier::Driver;
 
 const char* kvtier_cuda_problem(void) { return kvtier::problem(); }
 
+const char* kvtier_cuda_stamp(void) { return KVTIER_CUDA_STAMP; }
+
+const char* kvtier_cuda_architectures(void) { return kvtier::architectures(); }
+
 int kvtier_cuda_open(const char* driver, int ordinal, KvtierDevice** device) {
   auto opened = std::make_unique<kvtier::Device>();
   if (!opened->open(driver, ordinal)) return 0;
@@ -25,6 +29,8 @@ void kvtier_cuda_abilities(KvtierDevice* device, int* kernels, int* reaches_host
   *reaches_host = device->reaches_host();
   *batches = device->takes_batches();
 }
+
+const char* kvtier_cuda_no_kernels(KvtierDevice* device) { return device->no_kernels(); }
 
 int kvtier_cuda_lock(KvtierDevice* device, uint64_t address, uint64_t nbytes) {
   const Current current{*device};

@@ -29,10 +29,18 @@ enum KvtierMethod { KVTIER_DIRECT = 0, KVTIER_STAGED = 1, KVTIER_KERNEL = 2 };
 // Why the last call on this thread failed, in plain words.
 KVTIER_API const char* kvtier_cuda_problem(void);
 
+// The digest of the sources that this was built from, see kvtier_core/native.py.
+KVTIER_API const char* kvtier_cuda_stamp(void);
+// What the kernels in it were compiled for, such as "compute_80 sm_80 sm_90"; empty if it has none.
+KVTIER_API const char* kvtier_cuda_architectures(void);
+
 // A device of the driver in the library of this name, with the context that the engine uses. It is never closed.
 KVTIER_API int kvtier_cuda_open(const char* driver, int ordinal, KvtierDevice** device);
 // May the kernels be used, may they use host addresses, and are copies enqueued many at a time? All three may be 0.
 KVTIER_API void kvtier_cuda_abilities(KvtierDevice* device, int* kernels, int* reaches_host, int* batches);
+
+// Why the kernels cannot be used; empty if they can.
+KVTIER_API const char* kvtier_cuda_no_kernels(KvtierDevice* device);
 
 // Page-locks memory. Any thread may call.
 KVTIER_API int kvtier_cuda_lock(KvtierDevice* device, uint64_t address, uint64_t nbytes);

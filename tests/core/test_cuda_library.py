@@ -4,16 +4,18 @@ import ctypes
 import shutil
 from array import array
 from functools import partial
+from pathlib import Path
 
 import attrs
 import pytest
 import torch
-from fake_cuda import SOURCE, FakeCuda, anonymous, built
+from fake_cuda import SOURCE, FakeCuda, anonymous, built, libraries
 from test_mover import World
 
 from kvtier_core.errors import BackendError
 from kvtier_core.testing.samples import make_layout
 from kvtier_core.transfer import cuda as package
+from kvtier_core.transfer.cuda import library as library_module
 from kvtier_core.transfer.cuda.library import FILE, Direction, Library, Method
 from kvtier_core.transfer.page_lists import Layer
 
@@ -53,6 +55,27 @@ def test_it_loads_and_tells_whether_there_is_a_device(library):
     else:
         with pytest.raises(BackendError, match="^no CUDA driver: libcuda.so.1: cannot open|^CUDA cannot begin: "):
             Library(library).device(0)
+
+
+def test_it_says_what_its_kernels_are_for(library):
+    assert Library(library).architectures == ("compute_90 sm_90" if FATBIN in library.read_bytes() else "")
+
+
+def test_architectures_that_nvcc_does_not_know_cost_no_others(tmp_path):
+    """Those of its default are all that a wheel has: one for each generation, and PTX of the oldest for the rest."""
+    nvcc, out = tmp_path / "nvcc", tmp_path / "kernels"
+    nvcc.write_text(f'#!/bin/sh\n[ "$1" = --list-gpu-code ] && echo sm_80 sm_90 && exit\necho "$@" >{out}\n')
+    nvcc.chmod(0o755)
+    built("cmake", f"-DNVCC={nvcc}", f"-DOUT={out}", "-P", SOURCE / "kernels.cmake")
+    assert Path(f"{out}.txt").read_text() == "compute_80 sm_80 sm_90"
+    codes = [word.rpartition("code=")[2] for word in out.read_text().split() if word.startswith("-gencode")]
+    assert codes == ["compute_80", "sm_80", "sm_90"]
+
+
+def test_a_library_of_other_sources_is_not_used(monkeypatch):
+    monkeypatch.setattr(library_module, "expected_stamp", lambda *_: "0" * 64)
+    with pytest.raises(BackendError, match=r"^libkvtier_cuda\.so was built from other sources; install kvtier again$"):
+        Library(libraries()[0])
 
 
 def test_it_needs_nothing_that_an_engine_may_have_in_another_version(library):
@@ -124,6 +147,8 @@ def test_machine_code_for_other_devices_only_leaves_the_copy_engines():
     cuda.c.fake_code(0)
     job = Job(cuda)
     assert not job.device.abilities.kernels
+    why = "CUDA cannot load the kernels: a test wants it (CUDA_ERROR_OF_A_TEST, 209); built in: compute_80"
+    assert job.device.no_kernels == why
     assert [job.can(method, True) for method in Method] == [True, False, False]
     job.store()
     assert job.stored()

@@ -43,7 +43,7 @@ class DeviceSlots:
         on = torch.device(cache.device)
         self._device = device = device or load().device(on.index or 0)
         if not device.abilities.kernels:
-            raise BackendError("no kernels were built for this GPU")
+            raise BackendError(f"the GPU has no kernels: {device.no_kernels}")
         with contextlib.ExitStack() as undo:
             address = device.allocate(count * nbytes)
             undo.callback(device.free, address)

@@ -14,6 +14,7 @@ import attrs
 
 import kvtier_core
 from kvtier_core.errors import BackendError
+from kvtier_core.native import expected_stamp
 from kvtier_core.transfer.page_lists import Layer
 
 FILE = "libkvtier_cuda.so"
@@ -22,11 +23,16 @@ DRIVER = "libcuda.so.1"
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 _U32, _U64 = ctypes.c_uint32, ctypes.c_uint64
+#: Functions that return text.
+_TEXTS = ("stamp", "problem", "architectures", "no_kernels")
 _OUT, _INT_OUT = ctypes.POINTER(_POINTER), ctypes.POINTER(_INT)
 _ARGUMENTS = {
+    "kvtier_cuda_stamp": (),
     "kvtier_cuda_problem": (),
+    "kvtier_cuda_architectures": (),
     "kvtier_cuda_open": (ctypes.c_char_p, _INT, _OUT),
     "kvtier_cuda_abilities": (_POINTER, _INT_OUT, _INT_OUT, _INT_OUT),
+    "kvtier_cuda_no_kernels": (_POINTER,),
     "kvtier_cuda_lock": (_POINTER, _U64, _U64),
     "kvtier_cuda_unlock": (_POINTER, _U64),
     "kvtier_cuda_allocate": (_POINTER, _U64, ctypes.POINTER(_U64)),
@@ -58,7 +64,7 @@ class Method(enum.IntEnum):
 class Abilities(NamedTuple):
     """What a device, its driver and the build of the library allow."""
 
-    kernels: bool  #: was machine code for this device built?
+    kernels: bool  #: was code for this device built in? Else `Device.no_kernels` says why not
     reaches_host: bool  #: may a kernel use the addresses of page-locked memory?
     batches: bool  #: are many copies enqueued with one call?
 
@@ -88,9 +94,18 @@ class Library:
         except (OSError, AttributeError) as error:
             raise BackendError(f"{path.name} cannot be used: {error}; install kvtier again") from error
         self._devices: dict[tuple[int, str], Device] = {}
-        self.c.kvtier_cuda_problem.restype = ctypes.c_char_p
+        for name in _TEXTS:
+            getattr(self.c, f"kvtier_cuda_{name}").restype = ctypes.c_char_p
+        # A function whose arguments have changed would be called with the wrong ones.
+        if self.c.kvtier_cuda_stamp().decode() != expected_stamp("libkvtier_cuda", "cuda"):
+            raise BackendError(f"{path.name} was built from other sources; install kvtier again")
         for name in ("abilities", "unstage", "close_part"):
             getattr(self.c, f"kvtier_cuda_{name}").restype = None
+
+    @property
+    def architectures(self) -> str:
+        """What the kernels in it were compiled for, in nvcc's words; empty if it has none."""
+        return self.c.kvtier_cuda_architectures().decode()
 
     def device(self, number: int, driver: str = DRIVER) -> Device:
         """The device of this number, through the driver in a library of this name or path.
@@ -124,6 +139,11 @@ class Device:
         flags = [_INT() for _ in Abilities._fields]
         self._c.kvtier_cuda_abilities(self.handle, *map(ctypes.byref, flags))
         return Abilities(*(bool(flag.value) for flag in flags))
+
+    @property
+    def no_kernels(self) -> str:
+        """Why kernels cannot be used; empty if they can."""
+        return self._c.kvtier_cuda_no_kernels(self.handle).decode()
 
     def lock(self, address: int, nbytes: int) -> None:
         """Page-lock memory. Any thread may call."""

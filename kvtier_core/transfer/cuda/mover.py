@@ -82,7 +82,8 @@ class DeviceMover(Mover):
     """Copies between pages of ``cache`` and ``slots`` through ``copiers``, one for each part of a chunk. See
     `open_mover`.
 
-    ``engine`` is torch's module for the device; ``release`` frees all this and is called once. Every method is called
+    ``engine`` is torch's module for the device; ``release`` frees all this and is called once; ``facts`` are told with
+    those of the copiers. Every method is called
     on the thread that enqueues the engine's work, and only `wait` and `close` wait for the device. Addresses are raw: a
     job with a wrong block id or slot raises ContractError before any of it is copied. Of a store with slots that are
     not page-locked yet, the others are filled; such a load fails.
@@ -97,6 +98,7 @@ class DeviceMover(Mover):
         stores: Direction,
         loads: Direction,
         release: Callable[[], object] = lambda: None,
+        facts: Mapping[str, str] | None = None,
     ):
         self._cache = cache
         self._slots = slots
@@ -104,6 +106,7 @@ class DeviceMover(Mover):
         self._engine = engine
         self._stores, self._loads = stores, loads
         self._release = release
+        self._facts = facts or {}
         self._device = torch.device(cache.device)
         self._jobs: dict[int, _Job] = {}
         self._results: list[JobResult] = []
@@ -162,7 +165,7 @@ class DeviceMover(Mover):
                 engine.wait_event(self._jobs[job].pages)
 
     def facts(self) -> Mapping[str, str]:
-        facts: dict[str, str] = {}
+        facts = dict(self._facts)
         for copier in self._copiers:
             facts.update(copier.facts())
         return {**facts, **self._slots.locked.facts()}

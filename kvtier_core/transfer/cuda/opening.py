@@ -68,7 +68,8 @@ def open_mover(
         sums = _sums_memory(device, undo) if checksums and stores.staging else None
         opened = functools.partial(_copier, device, cache, slots, (stores, loads), autotune, sums, undo)
         copiers = [opened(part) for part in cache.layout.parts]
-        return DeviceMover(cache, slots, copiers, engine, stores, loads, undo.pop_all().close)
+        facts = {"kernels": f"none: {device.no_kernels}"} if device.no_kernels else {}
+        return DeviceMover(cache, slots, copiers, engine, stores, loads, undo.pop_all().close, facts)
 
 
 def _pieces(cache: PagedKVCache, address: int, count: int, slot_nbytes: int) -> Pieces:
