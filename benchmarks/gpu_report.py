@@ -27,7 +27,7 @@ _SAID = 12
 
 @attrs.frozen
 class Section:
-    """``command`` is run in the repository's root, for at most ``limit`` seconds."""
+    """``command`` is run in the repository's root, for ``limit`` seconds and what the others leave."""
 
     name: str
     command: Sequence[str]
@@ -81,11 +81,15 @@ def run(
     start: Callable[[Sequence[str], float], Ended] = start,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Outcome]:
-    """The outcomes of the sections, one after the other, all within so many ``seconds``."""
+    """The outcomes of the sections, one after the other, all within so many ``seconds``.
+
+    A section may take longer than its limit for as long as those before it have left: all others can still have theirs.
+    """
     end = clock() + seconds
-    for section in sections:
+    for number, section in enumerate(sections):
         begin = clock()
-        limit = min(section.limit, end - begin)
+        kept = sum(each.limit for each in sections[number + 1 :])
+        limit = min(end - begin, max(section.limit, end - begin - kept))
         if limit <= 0:
             yield Outcome(section.name, 0.0, problems=["no time was left for it"])
             continue

@@ -320,8 +320,8 @@ def test_a_graph_is_replayed_while_slots_are_page_locked():
     with torch.cuda.graph(graph):
         number += 1
     layout = make_layout((64 << 10,) * 8, 16)
-    memory = Slots(layout, 128)
-    mover = memory.mover(GpuPages(layout, 16, random.Random(0), align=16).kv_cache(), Method.DIRECT)
+    memory, cache = Slots(layout, 128), GpuPages(layout, 16, random.Random(0), align=16).kv_cache()
+    mover = open_mover(cache, memory.memory, memory.nbytes, autotune=decided(Method.DIRECT))
     whole, locked = mover.facts()["page-locked"].split(" -> ")
     assert locked != whole, "all was locked at once; nothing was tested"
     replays = 0
