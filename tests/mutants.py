@@ -1114,6 +1114,13 @@ MUTANTS = (
         "tests/core/test_manager.py::test_no_room_is_made_for_more_than_may_be_in_flight",
     ),
     Mutant(
+        "a-probe-never-ends",
+        "kvtier_core/stack/store_tier/writes.py",
+        "            self._health.give_up(self._health.writes)\n",
+        "",
+        "tests/core/test_store_queue.py::test_a_write_that_is_dropped_while_it_probes_ends_the_probe",
+    ),
+    Mutant(
         "no-breaker",
         "kvtier_core/stack/store_tier/breaker.py",
         "elif self._failures < _FAILURES:",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from test_store_tier import Bench
 
+from kvtier_core.testing.machine import Shelf
 from kvtier_core.testing.samples import make_keys
 
 KEYS = A, B, C, D, E, F = make_keys(6)
@@ -32,6 +33,43 @@ def test_the_oldest_store_that_waits_makes_room_for_a_new_one():
     assert bench.released == [D]
     bench.settle()
     assert bench.has(*KEYS) == [True, True, True, False, True, True]
+
+
+class KeepsAll(Shelf):
+    """Deletes nothing while it fails."""
+
+    def _gate(self):
+        pass
+
+    def delete(self, keys):
+        super()._gate()
+        super().delete(keys)
+
+
+def test_a_write_that_is_dropped_while_it_probes_ends_the_probe():
+    """It waits for a delete that is repeated, whose outcome the breaker has counted already."""
+    bench = Bench(frames=2, inflight=1, shelf=KeepsAll())
+    for key in (A, B):
+        bench.write(key)
+        bench.settle()
+    bench.shelf.frames[A] = bytes(len(bench.shelf.frames[A]))
+    bench.shelf.fails = True
+    bench.read(A)
+    bench.settle()
+    bench.write(C)
+    bench.settle()
+    assert ("breaker_open", []) in bench.events() and bench.tier.would_admit([C]) == []
+    bench.shelf.fails = False
+    bench.now += 10.0
+    bench.tier.poll()
+    bench.write(C)
+    assert list(bench.read(B)) == [B] and bench.released[-1] == C
+    bench.settle()
+    bench.events()
+    assert bench.tier.would_admit([C]) == [C], "the next one is another probe"
+    bench.write(C)
+    bench.settle()
+    assert ("breaker_closed", []) in bench.events() and bench.has(C) == [True]
 
 
 def test_loads_go_before_stores_that_wait():

@@ -12,6 +12,8 @@ _LONGEST_PAUSE = 60.0
 class Breaker:
     """Closed: all calls are allowed. Open: none is. Half-open: one probe is, and its outcome closes or reopens it.
 
+    Each call that begins succeeds, fails, or is given up.
+
     ``now`` is in seconds, of any clock.
     """
 
@@ -35,6 +37,10 @@ class Breaker:
     def begin(self, now: float) -> None:
         """A call begins."""
         self._probing = self._until is not None and now >= self._until
+
+    def give_up(self) -> None:
+        """A call that began has no outcome: if it was the probe, another call may be one."""
+        self._probing = False
 
     def succeed(self) -> bool:
         """A call succeeded. True if this closes the breaker."""

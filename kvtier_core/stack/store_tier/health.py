@@ -51,6 +51,10 @@ class StoreHealth:
         """A call begins that counts for ``breaker``: `reads` or `writes`."""
         breaker.begin(self._clock())
 
+    def give_up(self, breaker: Breaker) -> None:
+        """A call that began is not made."""
+        breaker.give_up()
+
     def record_outcome(self, breaker: Breaker, keys: Sequence[ChunkKey], outcome: Outcome) -> None:
         """A call returned. An error counts for its breaker, unless the store is merely full."""
         if outcome.error is not None:

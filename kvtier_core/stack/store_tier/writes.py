@@ -70,8 +70,8 @@ class Writes(StoreCalls):
         keys = [frame.key for frame in frames]
         self._index.admit(keys, [frame.parent for frame in frames], codec.max_frame_nbytes)
         self._in_use.begin(keys, Use.WRITING)
-        self._health.begin(self._health.writes)
         for group in in_groups(frames, lambda frame: len(frame.view)):
+            self._health.begin(self._health.writes)
             self._waiting.append(_Group(group, codec, release))
             self.waiting_nbytes += self._waiting[-1].view_nbytes
             self._space.waiting_nbytes += self._waiting[-1].stored_nbytes
@@ -102,6 +102,7 @@ class Writes(StoreCalls):
             self._space.incompatible.end_write(group.keys, replaced=False)
             self._index.remove(group.keys)
             self._release(group)
+            self._health.give_up(self._health.writes)
             self._health.report(EventKind.REJECTED, group.keys, why="it waited for a store that is too slow")
 
     def _next(self) -> _Group:
