@@ -208,3 +208,20 @@ def test_weights_that_change_back_between_two_epochs_are_compared_with_those_of_
     side.watch_weights(plan)
     side.store(plan)
     assert side.progress().changed == {1: "rank 0: they are the first"}
+
+
+def test_jobs_that_fail_alike_have_one_line_until_the_worker_ends(ranks, monkeypatch, caplog):
+    def refuse(mover, number, pages, slots):
+        raise RuntimeError("no such page")
+
+    monkeypatch.setattr(HostMover, "store", refuse)
+    side = ranks[0]
+    for job in range(7, 12):
+        side.store(StepPlan(stores=((job, Transfer((Slot(0, 2),), (((3, 5),),))),)))
+        assert side.progress().failed == Counter({job: 1})
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == ["kvtier: store failed: 7: no such page"]
+    side.close()
+    assert [record.getMessage() for record in caplog.records][1:] == [
+        "kvtier: store failed: 4 more in 0 s: no such page"
+    ]
