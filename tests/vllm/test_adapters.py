@@ -84,3 +84,23 @@ def test_an_adapter_overwritten_after_it_was_loaded_leaves_nothing(lora, tmp_pat
         assert new.differs(old) > 0.1
         assert new.cached == 0
         assert ask(engine, folder).cached == 192
+
+
+def test_an_adapter_on_weights_that_changed_meets_no_kv_of_before(lora, tmp_path):
+    from test_changed_weights import an_optimizers_step
+
+    folder = tmp_path / "one"
+    write(folder, 1)
+    with lora(tmp_path / "truth") as engine:
+        before = ask(engine, folder)
+        an_optimizers_step(engine, None)
+        truth = ask(engine, None), ask(engine, folder, 2, "another name")
+    with lora(tmp_path / "disk") as engine:
+        assert ask(engine, folder).differs(before) < 1e-4
+        an_optimizers_step(engine, None)
+        for _ in range(3):
+            answers = ask(engine, None), ask(engine, folder)
+            assert max(a.differs(b) for a, b in zip(answers, truth, strict=True)) < 1e-4
+        assert [answer.cached for answer in answers] == [192, 192]
+    with lora(tmp_path / "disk") as engine:
+        assert ask(engine, folder).differs(before) < 1e-4

@@ -16,6 +16,7 @@ PLAN = StepPlan(
     stores=((1, Transfer((Slot(0, 2),), ((4, 5),))),),
     stores_to_fence=(1,),
     failed_loads=("other",),
+    epoch=2,
 )
 
 
@@ -32,10 +33,18 @@ def test_what_the_ranks_report_is_added_up():
             Counter({"": 1}),
             {(1, rank): (11 + rank,)},
             {1: 5 - rank, rank: 3},
+            changed={rank: f"rank {rank}"},
+            off=f"rank {rank}" * rank,
         )
         for rank in range(2)
     ]
     first, second = (pickle.loads(pickle.dumps(WorkerProgressMetadata(each))) for each in ranks)
     assert first.aggregate(second).progress == WorkerProgress(
-        Counter({1: 2, 2: 2}), Counter({2: 1}), Counter({"": 2}), {(1, 0): (11,), (1, 1): (12,)}, {0: 3, 1: 3}
+        Counter({1: 2, 2: 2}),
+        Counter({2: 1}),
+        Counter({"": 2}),
+        {(1, 0): (11,), (1, 1): (12,)},
+        {0: 3, 1: 3},
+        changed={0: "rank 0", 1: "rank 1"},
+        off="rank 1",
     )
