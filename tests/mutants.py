@@ -1829,6 +1829,13 @@ MUTANTS = (
         "plugins/kvtier_disk/tests/test_disk.py::test_a_folder_that_others_may_write_to_is_refused",
     ),
     Mutant(
+        "an-engine-that-makes-room-is-a-broken-store",
+        DISK + "/shared_account.py",
+        "raise StoreFull(str(error), missing=0) from None",
+        "raise",
+        "plugins/kvtier_disk/tests/test_shared_capacity.py::test_an_engine_that_holds_a_lock_keeps_no_other_for_ever",
+    ),
+    Mutant(
         "a-sweep-removes-what-is-called-like-a-namespace",
         DISK + "/opening.py",
         "if name == own or is_kvtiers(root, name)]",

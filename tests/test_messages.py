@@ -24,7 +24,18 @@ FILES = sorted(
 #: What is handed to one of these, an operator reads: problems, errors, refusals, reasons, advice.
 SPEAKERS = {
     *("Problem", "problem", "wrong", "_wrong", "failed", "Unavailable", "BackendError", "StoreFull", "Gone", "NoFile"),
-    *("NotOurs", "ConfigError", "KvtierError", "ValueError", "Bypass", "NoReports", "Refusal", "Refused", "Unknown"),
+    *(
+        "NotOurs",
+        "_Held",
+        "ConfigError",
+        "KvtierError",
+        "ValueError",
+        "Bypass",
+        "NoReports",
+        "Refusal",
+        "Refused",
+        "Unknown",
+    ),
     *("Unidentified", "UnidentifiedError", "Broken", "Diagnosis", "Fact", "warn", "ContractError"),
 }
 LEVELS = {"debug", "info", "warning", "error", "exception"}

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvtier_core.errors import BackendError
+from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.transfer.folder import Folder, backend_errors
 from kvtier_core.transfer.shared_space import Count, recount
 from kvtier_disk.frames import Found, everything_of, is_unfinished, namespace_folders, oldest_first, quarantined
@@ -22,6 +22,10 @@ _COUNT = re.compile(rb"(\d{20}) (\d{20})\n")
 _PAUSE = 0.001  # seconds between two tries to get a lock; it doubles up to
 _LONGEST_PAUSE = 0.02
 _PATIENCE = 60.0  # seconds that `kvtier fsck` waits for an engine that evicts
+
+
+class _Held(BackendError):
+    """Another user of the folder keeps a lock for too long."""
 
 
 class FolderAccount:
@@ -47,7 +51,11 @@ class FolderAccount:
 
     @contextlib.contextmanager
     def evicting(self) -> Iterator[None]:
-        with self._locked(_EVICTING):
+        with contextlib.ExitStack() as locked:
+            try:
+                locked.enter_context(self._locked(_EVICTING))
+            except _Held as error:  # it lists millions of files, perhaps: there is no room yet, and nothing is broken
+                raise StoreFull(str(error), missing=0) from None
             yield
 
     def oldest(self) -> list[tuple[Found | None, int]]:
@@ -103,7 +111,7 @@ def _lock(file: int, path: Path, timeout: float) -> None:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise BackendError(
+                raise _Held(
                     f"{path}: another engine has held its lock for {timeout:g} seconds; is it stopped?"
                 ) from None
         except OSError as error:

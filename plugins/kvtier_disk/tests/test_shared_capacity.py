@@ -17,7 +17,7 @@ import pytest
 from test_disk import NBYTES, file_of, write
 from test_shared_disk import open_shared
 
-from kvtier_core.errors import BackendError
+from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.frames.format import verify
 from kvtier_core.testing.samples import make_frame, make_key, make_keys, make_namespace
 from kvtier_disk.shared_account import FolderAccount
@@ -185,8 +185,9 @@ def test_an_engine_that_holds_a_lock_keeps_no_other_for_ever(path, engine, lock)
     write(ours, *make_keys(ROOM))
     with open(path / lock, "a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(BackendError, match=f"{lock}: another engine has held its lock for 0.2 seconds"):
+        with pytest.raises(BackendError, match=f"{lock}: another engine has held its lock for 0.2 seconds") as raised:
             write(ours, make_key(99))
+        assert isinstance(raised.value, StoreFull) == (lock == ".kvtier-evicting"), "one that makes room breaks nothing"
         assert all(ours.contains(make_keys(ROOM)))
         fcntl.flock(held, fcntl.LOCK_UN)
     write(ours, make_key(99))
