@@ -23,7 +23,8 @@ using namespace kvtier;
 
 namespace {
 
-constexpr Result kNoContext = 201, kNotReady = 600, kAlreadyRegistered = 712, kNotRegistered = 713, kNotFound = 500;
+constexpr Result kNoContext = 201, kNotReady = 600, kAlreadyRegistered = 712, kNotRegistered = 713, kNotFound = 500, kCapturing = 900;
+constexpr int kGlobalCapture = 0;
 
 struct FakeEvent {
   std::shared_ptr<bool> past = std::make_shared<bool>(true);  // of the last record
@@ -54,11 +55,13 @@ struct State {
   void* held = nullptr;
   char checksum = 0;  // its address stands for the kernel
   bool sums_at_once = false;
+  bool captures = false, spoiled = false;  // a graph, in global mode, as torch does
   unsigned lanes = 32;
 };
 State state;
 std::recursive_mutex using_state;
 thread_local int contexts = 0;
+thread_local int capture_mode = kGlobalCapture;
 
 Result called(const char* name) {
   state.calls[name]++;
@@ -76,6 +79,11 @@ Result called(const char* name) {
 #define IN_CONTEXT(name) \
   CALLED(name);          \
   if (!contexts) return kNoContext
+
+// What a thread must not call while any thread captures a graph, unless its own mode is relaxed.
+#define UNSAFE(name) \
+  IN_CONTEXT(name);  \
+  if (state.captures && capture_mode == kGlobalCapture) return state.spoiled = true, kCapturing
 
 void put(void* stream, std::function<void()> run, std::function<bool()> ready = [] { return true; }) {
   if (state.discards) return;
@@ -139,6 +147,8 @@ void fake_discard() { state.discards = true; }  // nothing is ever done: only wh
 void fake_version(int version) { state.version = version; }
 void fake_code(int fits) { state.has_code = fits != 0; }
 void fake_sum_at_once() { state.sums_at_once = true; }  // a bug: what lies there when the kernel is enqueued
+void fake_capture(int begin) { state.captures = begin != 0; }
+int fake_spoiled() { return state.spoiled; }
 void fake_attribute(int number, int value) { state.attributes[number] = value; }
 void fake_most_in_batch(uint64_t count) { state.most_in_batch = count; }
 void fake_fail(const char* name, int after, int times, int result) { state.failures[name] = {after, times, result}; }
@@ -219,8 +229,12 @@ Result cuCtxPopCurrent_v2(Context*) {
   return kSuccess;
 }
 
+Result cuThreadExchangeStreamCaptureMode(int* mode) {
+  std::swap(*mode, capture_mode);
+  return kSuccess;
+}
 Result cuMemAlloc_v2(uint64_t* address, size_t nbytes) {
-  IN_CONTEXT("cuMemAlloc");
+  UNSAFE("cuMemAlloc");
   if (!nbytes) return kInvalidValue;
   *address = reinterpret_cast<uint64_t>(std::aligned_alloc(256, (nbytes + 255) / 256 * 256));
   std::memset(reinterpret_cast<void*>(*address), 0x5A, nbytes);
@@ -228,14 +242,14 @@ Result cuMemAlloc_v2(uint64_t* address, size_t nbytes) {
   return kSuccess;
 }
 Result cuMemFree_v2(uint64_t address) {
-  IN_CONTEXT("cuMemFree");
+  UNSAFE("cuMemFree");
   if (!state.allocated.erase(address)) return kInvalidValue;
   std::free(reinterpret_cast<void*>(address));
   return kSuccess;
 }
 
 Result cuMemHostRegister_v2(void* memory, size_t nbytes, unsigned) {
-  IN_CONTEXT("cuMemHostRegister");
+  UNSAFE("cuMemHostRegister");
   const uint64_t begin = reinterpret_cast<uint64_t>(memory);
   for (const auto& [at, length] : state.locked)
     if (begin < at + length && at < begin + nbytes) return kAlreadyRegistered;
@@ -243,7 +257,7 @@ Result cuMemHostRegister_v2(void* memory, size_t nbytes, unsigned) {
   return kSuccess;
 }
 Result cuMemHostUnregister(void* memory) {
-  IN_CONTEXT("cuMemHostUnregister");
+  UNSAFE("cuMemHostUnregister");
   return state.locked.erase(reinterpret_cast<uint64_t>(memory)) ? kSuccess : kNotRegistered;
 }
 
@@ -296,6 +310,7 @@ Result cuStreamWaitEvent(Stream stream, Event event, unsigned) {
   return kSuccess;
 }
 Result cuEventQuery(Event event) {
+  if (state.captures && capture_mode == kGlobalCapture) return state.spoiled = true, kCapturing;
   return *static_cast<FakeEvent*>(event)->past ? kSuccess : kNotReady;
 }
 

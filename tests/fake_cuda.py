@@ -1,5 +1,6 @@
 """kvtier's CUDA library without a GPU: the library as it is, over the driver of cuda_driver.cpp."""
 
+import contextlib
 import ctypes
 import functools
 import mmap
@@ -83,6 +84,14 @@ class FakeCuda:
             engine=self,
             **{"half_nbytes": 64 << 10} | options,
         )
+
+    @contextlib.contextmanager
+    def capturing(self):
+        """A graph is captured, in the mode that torch uses: what any thread does may spoil it."""
+        self.c.fake_capture(1)
+        yield
+        self.c.fake_capture(0)
+        assert not self.c.fake_spoiled(), "a call that is forbidden meanwhile has spoiled the capture"
 
     def fail(self, function, *, after=0, times=1 << 30, result=1):
         self.c.fake_fail(function.encode(), after, times, result)

@@ -68,20 +68,27 @@ const char* problem();
 // Notes why a call failed, and returns false.
 bool fail(const char* why);
 
-// Makes a device's context, the one that the engine uses too, current on this thread while it lives.
+// Makes a device's context, the one that the engine uses too, current on this thread while it lives. Meanwhile this
+// thread may call what would fail, and spoil the capture, while another thread of the engine captures a graph: nothing
+// that is done here is part of one.
 class Current {
  public:
   explicit Current(const Device& device)
-      : device_(device), ok_(device.call(&Driver::push, "enter the context", device.context())) {}
+      : device_(device), ok_(device.call(&Driver::push, "enter the context", device.context())) {
+    if (ok_) device_.driver().exchange_capture_mode(&mode_);
+  }
   ~Current() {
     Context left;
-    if (ok_) device_.driver().pop(&left);
+    if (!ok_) return;
+    device_.driver().exchange_capture_mode(&mode_);
+    device_.driver().pop(&left);
   }
   Current(const Current&) = delete;
   explicit operator bool() const { return ok_; }
 
  private:
   const Device& device_;
+  int mode_ = kRelaxedCapture;  // then that of before
   bool ok_;
 };
 

@@ -46,6 +46,7 @@ bool find_driver(const char* path, Driver* driver, const char** why) {
   need("cuCtxPopCurrent_v2", &driver->pop);
   need("cuMemAlloc_v2", &driver->allocate);
   need("cuMemFree_v2", &driver->free);
+  need("cuThreadExchangeStreamCaptureMode", &driver->exchange_capture_mode);
   need("cuMemHostRegister_v2", &driver->lock);
   need("cuMemHostUnregister", &driver->unlock);
   need("cuMemcpyHtoD_v2", &driver->write);

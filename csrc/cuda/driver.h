@@ -20,6 +20,7 @@ constexpr Result kSuccess = 0, kInvalidValue = 1, kNotSupported = 801;
 constexpr int kCanMapHostMemory = 19, kUnifiedAddressing = 41, kCanUseHostPointer = 91, kHostRegisterSupported = 99;
 constexpr unsigned kRegisterPortable = 1, kRegisterDeviceMap = 2;
 constexpr unsigned kEventWithoutTiming = 2;
+constexpr int kRelaxedCapture = 2;  // CUstreamCaptureMode
 
 struct CopyAttributes {  // CUmemcpyAttributes
   int source_order;
@@ -40,6 +41,7 @@ struct Driver {
   Result (*pop)(Context*);
   Result (*allocate)(uint64_t*, size_t);
   Result (*free)(uint64_t);
+  Result (*exchange_capture_mode)(int*);
   Result (*lock)(void*, size_t, unsigned);
   Result (*unlock)(void*);
   Result (*write)(uint64_t, const void*, size_t);

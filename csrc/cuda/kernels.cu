@@ -37,7 +37,7 @@ static_assert(kCanMapHostMemory == CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY &&
               kCanUseHostPointer == CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM &&
               kHostRegisterSupported == CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED);
 static_assert(kRegisterPortable == CU_MEMHOSTREGISTER_PORTABLE && kRegisterDeviceMap == CU_MEMHOSTREGISTER_DEVICEMAP);
-static_assert(kEventWithoutTiming == CU_EVENT_DISABLE_TIMING);
+static_assert(kEventWithoutTiming == CU_EVENT_DISABLE_TIMING && kRelaxedCapture == CU_STREAM_CAPTURE_MODE_RELAXED);
 static_assert(sizeof(CopyAttributes) == sizeof(CUmemcpyAttributes) &&
               offsetof(CopyAttributes, source_hint) == offsetof(CUmemcpyAttributes, srcLocHint) &&
               offsetof(CopyAttributes, target_hint) == offsetof(CUmemcpyAttributes, dstLocHint) &&

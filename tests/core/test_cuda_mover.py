@@ -1,5 +1,6 @@
 """The mover of a device: the library as it is, over a driver whose streams run when a test says so."""
 
+import ctypes
 import mmap
 import threading
 from array import array
@@ -456,6 +457,47 @@ def test_what_cannot_be_locked_is_not_used_and_says_why():
     assert registration.facts() == {"page-locked": "40KiB -> 12KiB (no more)"}
     assert registration.end == BASE + 3 * PAGE
     registration.close()
+
+
+def test_what_cannot_be_locked_is_tried_again_and_told_once(caplog):
+    caplog.set_level("INFO", "vllm.kvtier")
+    pauses, kernel = [], Kernel(pieces=1)
+    registration = registered(kernel, pause=pauses.append)
+    kernel.refusing = True
+    kernel.may.release(3)
+    assert eventually(lambda: sum(pauses) > 0.6), "the third try comes later than the second"
+    kernel.refusing = False
+    kernel.may.release(3)
+    assert eventually(lambda: registration.end == BASE + 10 * PAGE)
+    assert registration.facts() == {"page-locked": "40KiB -> 40KiB"}
+    registration.close()
+    assert caplog.messages == [
+        "kvtier: page-locked: 40KiB -> 12KiB: what is not locked is not used; it is tried again: no more",
+        "kvtier: page-locked: 40KiB -> 40KiB",
+    ]
+
+
+def test_closing_does_not_wait_for_the_next_try():
+    tried, kernel = threading.Event(), Kernel(pieces=1)
+    registration = registered(kernel, pause=lambda seconds: tried.set())
+    kernel.refusing = True
+    kernel.may.release(1000)
+    assert tried.wait(30)
+    registration.close()
+    assert kernel.locked == {}
+
+
+def test_a_graph_may_be_captured_while_slots_are_locked():
+    """Torch captures in the global mode, in which page-locking by any other thread fails, and spoils the capture."""
+    cuda = FakeCuda()
+    device, memory = cuda.device(), anonymous(16 * PAGE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    pieces = Pieces(address, 16 * PAGE, 4 * PAGE, 4 * PAGE)
+    with cuda.capturing():
+        registration = HostRegistration(pieces, device.lock, device.unlock)
+        assert eventually(lambda: registration.end == address + 16 * PAGE), registration.facts()
+        registration.close()
+    assert cuda.c.fake_locked_ranges() == 0
 
 
 def test_an_arena_of_which_nothing_can_be_locked_is_refused(runtime):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import time
 from collections.abc import Callable, Mapping
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping
 import attrs
 
 from kvtier_core.errors import BackendError
-from kvtier_core.transfer.io_pool import IOPool, Outcome, run
+from kvtier_core.transfer.io_pool import IOPool, run
 from kvtier_core.types import Nbytes
 
 #: Bytes that are page-locked at a time. Meanwhile the driver holds a lock that launches need: some 3 ms for 32 MiB, at
@@ -17,7 +18,12 @@ from kvtier_core.types import Nbytes
 PIECE_NBYTES = 32 << 20
 #: After each piece the thread leaves the driver to the engine for so many times as long as the piece took.
 _PAUSE = 1.0
+#: Seconds until a piece that could not be locked is tried again, at first and at most.
+_FIRST_RETRY, _LAST_RETRY = 0.1, 10.0
+_RETRY_STEP = 0.1  #: of these, so that closing waits no longer
 _FOREVER = 1e6  # seconds
+
+logger = logging.getLogger("vllm.kvtier")
 
 
 @attrs.frozen
@@ -39,9 +45,9 @@ class HostRegistration:
     """Page-locks pieces of memory, one after the other.
 
     Those that begin in the first ``at_once`` bytes are locked before the constructor returns, which raises BackendError
-    if that fails; a thread locks the others. ``lock`` takes an address and bytes, ``unlock`` an address; both raise
-    BackendError. No page of the system is in two pieces. Methods are called on the thread that enqueues the engine's
-    work.
+    if that fails; a thread locks the others, and tries again what failed. ``lock`` takes an address and bytes,
+    ``unlock`` an address; both raise BackendError. No page of the system is in two pieces. Methods are called on the
+    thread that enqueues the engine's work.
     """
 
     def __init__(
@@ -68,11 +74,10 @@ class HostRegistration:
             self._unlock_all()
             raise
         self._pool = IOPool("page-lock")
-        self._pool.submit_store(self._lock_rest, self._note_problem)
+        self._pool.submit_store(self._lock_rest, lambda outcome: None)
 
     def facts(self) -> Mapping[str, str]:
         """How much is page-locked, in plain words."""
-        self._pool.step()
         whole, done = (self._pieces.nbytes_in(nbytes) for nbytes in (self._pieces.nbytes, self.end - self.base))
         return {"page-locked": f"{whole} -> {done}" + (f" ({self._problem})" if self._problem else "")}
 
@@ -85,10 +90,24 @@ class HostRegistration:
 
     def _lock_rest(self) -> None:
         """Lock the remaining pieces, on the thread."""
+        retry = _FIRST_RETRY
         while self.end < self._whole and not self._closing:
             begun = time.monotonic()
-            self._lock_next()
-            self._pause(_PAUSE * (time.monotonic() - begun))
+            error = run(self._lock_next).error
+            if error is None:
+                retry, self._problem = _FIRST_RETRY, ""
+                self._pause(_PAUSE * (time.monotonic() - begun))
+                continue
+            if not self._problem:
+                said = f"{self.facts()['page-locked']}: what is not locked is not used; it is tried again: {error}"
+                logger.warning("kvtier: page-locked: %s", said)
+            self._problem = str(error)
+            for _ in range(round(retry / _RETRY_STEP)):
+                if not self._closing:
+                    self._pause(_RETRY_STEP)
+            retry = min(_LAST_RETRY, 2 * retry)
+        if not self._closing:
+            logger.info("kvtier: page-locked: %s", self.facts()["page-locked"])
 
     def _lock_next(self) -> None:
         self._lock(self.end, min(self._whole - self.end, self._pieces.piece_nbytes))
@@ -98,10 +117,6 @@ class HostRegistration:
         for begin in range(self.base, self.end, self.stride):
             run(lambda begin=begin: self._unlock(begin))
         self.end = self.base
-
-    def _note_problem(self, outcome: Outcome) -> None:
-        if outcome.error is not None:
-            self._problem = str(outcome.error)
 
 
 #: No memory of a process can be registered twice.
