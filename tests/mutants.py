@@ -171,6 +171,20 @@ MUTANTS = (
         ABOUT_IDENTITY + "test_a_model_from_elsewhere_counts_with_its_code",
     ),
     Mutant(
+        "dflash-reads-no-further",
+        "kvtier_core/vllm/speculation.py",
+        "speculative.num_speculative_tokens + speculative.use_dflash()",
+        "speculative.num_speculative_tokens",
+        "tests/vllm/test_speculation.py::test_a_draft_model_runs_when_vllm_says_so",
+    ),
+    Mutant(
+        "names-are-forgotten-while-they-are-used",
+        NAMES,
+        "            self._note(name, self._older[name])\n",
+        "            pass\n",
+        "tests/vllm/test_names.py",
+    ),
+    Mutant(
         "packages-in-the-model-do-not-count",
         IDENTITY,
         "if top not in ours]",
@@ -292,7 +306,7 @@ MUTANTS = (
     Mutant(
         "any-cached-kv-of-the-name",
         NAMES,
-        "return self._contents.get(name) == content",
+        "return self._younger.get(name, self._older.get(name)) == content",
         "return True",
         MIXED_UP,
     ),
@@ -531,7 +545,7 @@ MUTANTS = (
     Mutant(
         "kv-that-no-draft-model-wrote",
         "kvtier_core/vllm/speculation.py",
-        "tokens + self.tokens <= self.model.max_model_len",
+        "tokens + self.queries <= self.model.max_model_len",
         "True",
         "tests/vllm/test_speculation.py::test_what_a_draft_model_had_no_room_to_compute_is_not_stored",
     ),
@@ -2162,7 +2176,7 @@ MUTANTS = (
     Mutant(
         "stale-code-is-used",
         "kvtier_core/native.py",
-        "if stamp and stamp == _expected_stamp():",
+        "if stamp and stamp == expected_stamp():",
         "if True:",
         "tests/core/test_native.py::test_a_stale_one_is_not_used_for_anything",
     ),

@@ -25,14 +25,14 @@ class DraftModel:
     model: ModelConfig
     load: LoadConfig  #: where its weights come from
     lookahead: int  #: tokens behind a position that its KV there depends on
-    tokens: int  #: that it drafts at once, at most
+    queries: int  #: tokens behind the sequence that it computes at once: its drafts, and with DFlash one more
 
     def computes(self, tokens: int) -> bool:
         """Does it run in a step after which the longest sequence has this many ``tokens``?
 
         It does not if its drafts could be too long for it. Its KV of all requests of that step is then never written.
         """
-        return tokens + self.tokens <= self.model.max_model_len
+        return tokens + self.queries <= self.model.max_model_len
 
 
 def changes_kv(config: VllmConfig) -> bool:
@@ -66,5 +66,5 @@ def draft_model(config: VllmConfig) -> DraftModel | None:
         model=speculative.draft_model_config,
         load=speculative.draft_load_config or config.load_config,
         lookahead=versions.lookahead_of(config) or 0,
-        tokens=speculative.num_speculative_tokens,
+        queries=speculative.num_speculative_tokens + speculative.use_dflash(),
     )

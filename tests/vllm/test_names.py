@@ -96,14 +96,27 @@ def test_an_adapters_name_stands_for_one_content(names):
     assert not names.check_cached(other, 0)
 
 
-def test_names_beyond_the_limit_are_not_trusted():
-    names = CachedNames(max_names=1)
-    first, second = identity(1, "first"), identity(2, "second")
-    encode(names, first)
-    encode(names, second)
-    assert not names.check_cached(first, 256)
-    assert names.check_cached(second, 256) == BEFORE
-    assert not names.check_encoded(second, 0, 256)
+def test_names_are_forgotten_only_when_many_others_were_used_since():
+    names = CachedNames(enough=4)
+    used, idle = identity(0, "used"), identity(1, "idle")
+    encode(names, idle)
+    encode(names, used)
+    for number in range(2, 40):
+        other = identity(number, f"content {number}")
+        encode(names, other)
+        assert not names.check_cached(other, 256) and not names.check_cached(used, 256)
+    assert names.check_cached(idle, 256) == BEFORE
+    assert len(names._younger) + len(names._older) <= 8
+
+
+def test_a_name_of_two_contents_is_not_trusted_for_as_long_as_it_is_used():
+    names = CachedNames(enough=4)
+    one, other = identity(1), identity(2)
+    encode(names, one)
+    encode(names, other)
+    for number in range(3, 40):
+        encode(names, identity(number, f"image {number}"))
+        assert names.check_cached(one, 256) == names.check_cached(other, 256) == BEFORE
 
 
 # -- the tracker of requests, which sees what vLLM's scheduler decides -----------------------------------

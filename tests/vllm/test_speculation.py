@@ -6,14 +6,43 @@ of its layers at every position, so that proposals are compared as well as answe
 
 from __future__ import annotations
 
+import types
+
 import attrs
 import pytest
 import tiny_drafts
 import tiny_hybrids
 from conftest import BLOCK, cpu, cpu_and_disk, prompt
 from test_serving import NOISE, forget, hits
+from vllm.config import SpeculativeConfig
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from kvtier_core.vllm import speculation
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+@pytest.mark.parametrize("method", speculation._WITH_KV)
+@pytest.mark.parametrize("drafts", [1, 3, 8])
+def test_a_draft_model_runs_when_vllm_says_so(method, drafts):
+    """For the longest sequence of a step, of any length: vLLM's own predicate, called as its model runner does."""
+    speculative = types.SimpleNamespace(
+        method=method,
+        num_speculative_tokens=drafts,
+        draft_model_config=types.SimpleNamespace(max_model_len=64),
+        draft_load_config=None,
+        use_eagle=lambda: method != "draft_model",
+        use_dflash=lambda: SpeculativeConfig.use_dflash(speculative),
+    )
+    runner = types.SimpleNamespace(
+        speculative_config=speculative, num_spec_tokens=drafts, effective_drafter_max_model_len=64
+    )
+    draft = speculation.draft_model(
+        types.SimpleNamespace(speculative_config=speculative, load_config=None, num_prefill_lookahead_tokens=1)
+    )
+    for longest in range(80):
+        step = types.SimpleNamespace(max_seq_len=longest)
+        assert draft.computes(longest) == GPUModelRunner._input_fits_in_drafter(runner, step), longest
 
 
 @attrs.define

@@ -11,18 +11,24 @@ from __future__ import annotations
 from kvtier_core.engine.request_view import Bypass
 from kvtier_core.vllm.requests.identity import RequestIdentity
 
-#: How many names are remembered. What vLLM cached under any further name is not trusted.
-_MAX_NAMES = 1 << 18
+#: How many names a generation has. In vLLM's caches are fewer: each name there is that of one token at least.
+_ENOUGH = 1 << 18
 
 _Name = str | tuple[str, str]  # an item's, or ("adapter", its name)
 
 
 class CachedNames:
-    """The contents behind the names in vLLM's caches. ``None`` as a content: not known, or more than one."""
+    """The contents behind the names in vLLM's caches. ``None`` as a content: not known, or more than one.
 
-    def __init__(self, max_names: int = _MAX_NAMES) -> None:
-        self._max_names = max_names
-        self._contents: dict[_Name, str | None] = {}  # what a name has stood for since the engine started
+    There are two generations of names: when the younger is full it replaces the older one, which is forgotten. vLLM's
+    caches forget what was used least recently, too, and hold fewer names than a generation has; a name that is used is
+    in the younger one.
+    """
+
+    def __init__(self, enough: int = _ENOUGH) -> None:
+        self._enough = enough
+        self._younger: dict[_Name, str | None] = {}
+        self._older: dict[_Name, str | None] = {}
         self._encoded: dict[str, str | None] = {}  # what the encoder's outputs that are cached now were made from
 
     def note_adapter(self, name: str, content: str | None) -> None:
@@ -66,14 +72,16 @@ class CachedNames:
         return None
 
     def _note(self, name: _Name, content: str | None) -> None:
-        if self._contents.setdefault(name, content) != content:
-            self._contents[name] = None
-        if len(self._contents) > self._max_names:
-            del self._contents[name]
+        known = self._younger.get(name, self._older.get(name, content))
+        self._younger[name] = content if known == content else None
+        if len(self._younger) >= self._enough:
+            self._older, self._younger = self._younger, {}
 
     def _is_certain(self, name: _Name, content: str) -> bool:
-        """Has the name stood for this content, and never for anything else?"""
-        return self._contents.get(name) == content
+        """Has the name stood for this content, and for nothing else? It is in use."""
+        if name in self._older and name not in self._younger:
+            self._note(name, self._older[name])
+        return self._younger.get(name, self._older.get(name)) == content
 
 
 def _adapter(name: str) -> _Name:
