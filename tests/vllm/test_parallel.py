@@ -87,16 +87,19 @@ def ask_and_compare(model: str, stack: dict, options: dict) -> list:
         if forgets:
             assert engine.llm.reset_prefix_cache()
         answers += engine.ask(ASKED[0])
-    held = engine.llm.collective_rpc(digests_of_pages)
+    held = engine.llm.collective_rpc("get_digests_of_pages")
     engine.llm.llm_engine.engine_core.shutdown()
     return [[[a.tokens, a.logprobs, a.cached] for a in answers], held]
 
 
-def digests_of_pages(worker) -> list[str]:
-    """Of the KV that a worker computed for the first 512 tokens, by layer. Block 0 is vLLM's own."""
-    blocks = slice(1, 1 + 512 // worker.vllm_config.cache_config.block_size)
-    pages = (cache[blocks].contiguous().view(torch.uint8) for cache in worker.model_runner.kv_caches)
-    return [hashlib.sha256(each.numpy()).hexdigest() for each in pages]
+class LooksAtPages:
+    """Of a worker. A function in place of its method might change weights, so that the KV would be invalidated."""
+
+    def get_digests_of_pages(self) -> list[str]:
+        """Of the KV that it computed for the first 512 tokens, by layer. Block 0 is vLLM's own."""
+        blocks = slice(1, 1 + 512 // self.vllm_config.cache_config.block_size)
+        pages = (cache[blocks].contiguous().view(torch.uint8) for cache in self.model_runner.kv_caches)
+        return [hashlib.sha256(each.numpy()).hexdigest() for each in pages]
 
 
 def test_the_latent_is_stored_once(start, tmp_path):
@@ -104,7 +107,8 @@ def test_the_latent_is_stored_once(start, tmp_path):
     import tiny_llama
 
     tiny_llama.make_mla(tmp_path / "model")
-    start = functools.partial(start, "ask_and_compare", tmp_path / "model", dtype="bfloat16", tensor_parallel_size=2)
+    options = {"dtype": "bfloat16", "tensor_parallel_size": 2, "worker_extension_cls": "test_parallel.LooksAtPages"}
+    start = functools.partial(start, "ask_and_compare", tmp_path / "model", **options)
     ((cold, own, ours), held), log = start()
     ((disk, *_), _), again = start()
     assert held[0] == held[1] and len(set(held[0])) == 4
