@@ -83,6 +83,10 @@ SELF_TEST = "kvtier_core/engine/self_test.py"
 STARTUP = "kvtier_core/vllm/startup.py"
 TRANSFER = "kvtier_core/transfer"
 DISK = "plugins/kvtier_disk/kvtier_disk"
+REDIS = "plugins/kvtier_redis/kvtier_redis"
+REDIS_CAPACITY = "plugins/kvtier_redis/tests/test_redis_capacity.py::"
+S3 = "plugins/kvtier_s3/kvtier_s3"
+S3_CAPACITY = "plugins/kvtier_s3/tests/test_s3_capacity.py::"
 GDS = "plugins/kvtier_gds/kvtier_gds"
 GDS_TESTS = "plugins/kvtier_gds/tests/test_gds.py::"
 GDS_TROUBLE = "plugins/kvtier_gds/tests/test_gds_trouble.py::"
@@ -1662,6 +1666,20 @@ MUTANTS = (
         "            if self._bounded:\n",
         "            if False:\n",
         SHARED_CAPACITY + "test_what_is_replaced_or_deleted_is_given_back",
+    ),
+    Mutant(
+        "a-broken-write-is-given-back",
+        REDIS + "/writing.py",
+        " and not self._transfers[number].left",
+        "",
+        REDIS_CAPACITY + "test_connections_that_break_in_a_write_never_exceed_it",
+    ),
+    Mutant(
+        "a-refused-unlink-is-given-back",
+        REDIS + "/backend.py",
+        "(answer, unlinked.get(number))",
+        "(answer,)",
+        REDIS_CAPACITY + "test_parts_that_the_server_refuses_to_unlink_stay_counted",
     ),
     Mutant(
         "one-key-fails-all-of-a-shared-folder",

@@ -121,10 +121,17 @@ class Account:
             self._ledger.enter(entries)
 
     def keep(self, entries: Sequence[bytes]) -> Sequence[bytes]:
-        """Frames were written, and are now the newest. Returns those that were evicted or replaced meanwhile."""
+        """Frames were written, and are now the newest. Returns those that were evicted or replaced meanwhile.
+
+        These are counted and entered again: the caller removes them, and gives them back when they are gone.
+        """
         if not entries or self._ledger.renew(entries) == len(entries):
             return []
-        return [entry for entry in entries if not self._ledger.renew([entry])]
+        lost = [entry for entry in entries if not self._ledger.renew([entry])]
+        if lost:
+            self._ledger.count(taken=sum(map(nbytes_in, lost)))
+            self._ledger.enter(lost)
+        return lost
 
     def give(self, entry: bytes) -> None:
         """A frame was not written, or was removed or replaced."""

@@ -93,9 +93,11 @@ class RedisBackend(Backend):
             answers = link.ask([command(b"GETDEL", names[number]) for number in numbers])
             removed = {number: Manifest.decode(answer) for number, answer in zip(numbers, answers, strict=True)}
             there = {number: manifest for number, manifest in removed.items() if manifest is not None}
-            link.ask([command(b"UNLINK", *there[number].part_names(names[number])) for number in there])
+            unlinks = [command(b"UNLINK", *there[number].part_names(names[number])) for number in there]
+            unlinked = dict(zip(there, link.ask(unlinks), strict=True))
             for number, answer in zip(numbers, answers, strict=True):
-                outcomes[number] = answer if isinstance(answer, ServerError) else there.get(number, True)
+                refused = [each for each in (answer, unlinked.get(number)) if isinstance(each, ServerError)]
+                outcomes[number] = refused[0] if refused else there.get(number, True)
 
         outcomes = self._client.serve(deadline, keys, unlink)
         if self._account is not None:

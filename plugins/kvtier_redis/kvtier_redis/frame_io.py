@@ -23,6 +23,7 @@ class Transfer:
     manifest: Manifest
     view: memoryview  #: as long as the frame
     moved: int = 0  #: parts that have arrived
+    left: int = 0  #: of a write: parts that may lie on a server
     failed: bool = False  #: a part is missing, or the server answered with an error
     error: ServerError | None = None  #: the first of these
 
@@ -62,6 +63,7 @@ def send(link: Link, transfers: Sequence[Transfer], expiry: Sequence[bytes]) -> 
     """Store the parts of frames; ``expiry`` are the words of SET that end them. Raises BackendError and OSError."""
 
     def request(part: _Part) -> None:
+        part.of.left += 1  # until the server says no: it may store a part and never answer
         head, tail = command_around((b"SET", part.name), len(part.view), expiry)
         link.send(head, part.view, tail)
 
@@ -69,6 +71,7 @@ def send(link: Link, transfers: Sequence[Transfer], expiry: Sequence[bytes]) -> 
         answer = link.reply()
         if answer != b"OK" and not isinstance(answer, ServerError):
             raise Garbage("the server answers something else than OK")
+        part.of.left -= isinstance(answer, ServerError)
         part.of.record(answer == b"OK", answer if isinstance(answer, ServerError) else None)
 
     _in_turns(_parts(transfers), request, take)

@@ -40,7 +40,7 @@ class Write:
     def __init__(self, home: str, keys: Sequence[ChunkKey], frames: Sequence[memoryview], part: int, expiry: Expiry):
         self._expiry = expiry
         self._replaced: dict[int, Manifest | None] = {}
-        self._uncertain: set[int] = set()  # whose manifests were sent, and may be there or not
+        self._removed: list[bytes] = []  # entries of replaced frames whose parts the server has unlinked
         self._transfers = [
             Transfer(frame_name(home, key), Manifest.new(len(frame), part), memoryview(frame).cast("B"))
             for key, frame in zip(keys, frames, strict=True)
@@ -59,9 +59,7 @@ class Write:
         send(link, list(here.values()), self._expiry.parts)
         for number in [number for number, transfer in here.items() if not transfer.whole]:
             outcomes[number] = _error(here[number].error, here.pop(number))
-        self._uncertain.update(here)
         for number, answer in zip(here, self._publish(link, list(here.values())), strict=True):
-            self._uncertain.discard(number)
             outcomes[number] = _error(answer, here[number]) if isinstance(answer, ServerError) else True
             self._replaced[number] = Manifest.decode(answer)
         self._clean_up(link, numbers, outcomes)
@@ -71,16 +69,17 @@ class Write:
         entries = self.entries
         stored = [number for number, outcome in enumerate(outcomes) if outcome is True]
         for number, entry in enumerate(entries):
-            if outcomes[number] is not True and number not in self._uncertain:
-                account.give(entry)  # one that may be there stays in the ledger until it is the oldest
-        for number in stored:
-            if (replaced := self._replaced[number]) is not None:
-                account.give(entry_of(self._transfers[number].name, replaced))
+            if outcomes[number] is not True and not self._transfers[number].left:
+                account.give(entry)  # what may lie on a server stays in the ledger until it is evicted
+        for entry in self._removed:
+            account.give(entry)
         lost = set(account.keep([entries[number] for number in stored]))
         for number in stored:
             transfer = self._transfers[number]
-            if entries[number] in lost and remove_frame(client, deadline, transfer.name, transfer.manifest):
-                outcomes[number] = BackendError("evicted by another engine while it was written")
+            if entries[number] in lost:
+                if remove_frame(client, deadline, transfer.name, transfer.manifest):
+                    outcomes[number] = BackendError("evicted by another engine while it was written")
+                account.give(entries[number])
 
     def _publish(self, link: Link, transfers: Sequence[Transfer]) -> list[object]:
         """Replace the manifests; returns those before, or ServerErrors."""
@@ -95,13 +94,19 @@ class Write:
 
     def _clean_up(self, link: Link, numbers: Sequence[int], outcomes: Outcomes) -> None:
         """Unlink the parts of what was replaced, and of what could not be stored."""
-        unlinks = []
+        unlinks = {}
         for number in numbers:
             transfer = self._transfers[number]
             manifest = self._replaced.get(number) if outcomes[number] is True else transfer.manifest
             if manifest is not None:
-                unlinks.append(command(b"UNLINK", *manifest.part_names(transfer.name)))
-        link.ask(unlinks)
+                unlinks[number] = manifest, command(b"UNLINK", *manifest.part_names(transfer.name))
+        answers = link.ask([unlink for _, unlink in unlinks.values()])
+        for (number, (manifest, _)), answer in zip(unlinks.items(), answers, strict=True):
+            transfer = self._transfers[number]
+            if not isinstance(answer, ServerError) and manifest is transfer.manifest:
+                transfer.left = 0
+            elif not isinstance(answer, ServerError):
+                self._removed.append(entry_of(transfer.name, manifest))
 
 
 def _error(error: ServerError | None, transfer: Transfer) -> BackendError | None:

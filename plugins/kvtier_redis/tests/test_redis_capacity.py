@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
-from frames import NBYTES, PART, frame, manifests, parts, read, write
+from frames import NBYTES, PART, PARTS, frame, manifests, parts, read, write
 
 from kvtier_core.errors import BackendError, StoreFull
+from kvtier_core.testing.network import Proxy, Way
 from kvtier_core.testing.samples import make_context, make_key, make_keys
 from kvtier_core.types import Nbytes, Seconds
 from kvtier_redis.account import Account, Ledger, entry_of
@@ -161,6 +163,42 @@ def test_a_frame_that_is_evicted_while_it_is_written_is_not_left_uncounted(serve
     with pytest.raises(BackendError, match="evicted by another engine"):
         write(tier, key)
     assert (taken(server), manifests(server), parts(server)) == (0, [], [])
+
+
+def test_connections_that_break_in_a_write_never_exceed_it(server, open_tier):
+    """Every write breaks at another byte: in a part, in the manifest, in the clean-up, or in an answer."""
+    with Proxy(server.socket) as proxy:
+        tier = open_tier(server, capacity=CAPACITY, url=f"redis://127.0.0.1:{proxy.port}")
+        for number in range(24):
+            proxy.truncate(1500 + 1000 * number, Way.REQUESTS)
+            with contextlib.suppress(BackendError):  # the last ones break behind the manifest
+                write(tier, make_key(number % 20))
+            proxy.heal()
+            assert stored(server) <= taken(server) <= CAPACITY
+        proxy.drop()
+        while int(server.ask("INFO", "clients").split("connected_clients:")[1].split()[0]) > 1:
+            pass  # what the server had received it carries out
+    assert len(parts(server)) > PARTS * len(manifests(server)), "no write broke behind a part: the test says nothing"
+    assert stored(server) <= taken(server) <= CAPACITY
+    healthy = open_tier(server, capacity=CAPACITY)
+    for number in range(100, 228):
+        write(healthy, make_key(number))
+        assert stored(server) <= taken(server) <= CAPACITY
+    assert accounts_for_everything(server)
+
+
+def test_parts_that_the_server_refuses_to_unlink_stay_counted(server, open_tier):
+    tier, key = open_tier(server, capacity=CAPACITY), make_key(0)
+    write(tier, key)
+    server.ask("ACL", "SETUSER", "default", "-unlink")
+    try:
+        with pytest.raises(BackendError):
+            tier.delete([key])
+        write(tier, make_key(1))
+        write(tier, make_key(1))  # replaces it
+    finally:
+        server.ask("ACL", "SETUSER", "default", "+unlink")
+    assert stored(server) == taken(server) == 3 * NBYTES
 
 
 def test_a_lock_that_a_killed_engine_held_goes_by_itself(server, open_tier):
