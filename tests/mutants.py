@@ -1682,6 +1682,20 @@ MUTANTS = (
         REDIS_CAPACITY + "test_parts_that_the_server_refuses_to_unlink_stay_counted",
     ),
     Mutant(
+        "an-unanswered-write-is-given-back",
+        S3 + "/writes.py",
+        "self.growth if isinstance(error, Unanswered) else 0",
+        "0",
+        S3_CAPACITY + "test_frames_that_were_stored_and_not_answered_are_counted",
+    ),
+    Mutant(
+        "a-write-that-met-itself-is-given-back",
+        S3 + "/writes.py",
+        "if found.meta.get(_WRITE) == write.nonce:",
+        "if False:",
+        S3_CAPACITY + "test_a_conditional_write_that_meets_itself_is_counted",
+    ),
+    Mutant(
         "one-key-fails-all-of-a-shared-folder",
         DISK + "/shared.py",
         "if not _may_be_of_one_key(error) or not self._works():",

@@ -76,6 +76,12 @@ class S3Server:
         finally:
             self._request("POST", _FAULTS, {})
 
+    @contextlib.contextmanager
+    def silent(self, match: str, times: int = 1 << 30) -> Iterator[None]:
+        """Carry out so many requests that contain this pattern, and answer each with 500 all the same."""
+        with self.failing(match, 500, "carried out", times):
+            yield
+
     def listings(self) -> int:
         """How often anybody has listed what is there."""
         return int(self._request("GET", _LISTINGS))
@@ -178,6 +184,10 @@ class _Watched:
                 time.sleep(0.01)
             return None
         fault["times"] -= 1
+        if fault["code"] == "carried out":
+            with self._lock:
+                list(self._application(environ, lambda *_: None))
+            return _say(start_response, b"", fault["status"])
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         body = f"<Error><Code>{fault['code']}</Code><Message>of {ENVIRONMENT['AWS_ACCESS_KEY_ID']}</Message></Error>"
         return _say(start_response, b"" if environ["REQUEST_METHOD"] == "HEAD" else body.encode(), fault["status"])

@@ -120,12 +120,8 @@ class S3Backend(Backend):
             return self._writer.write(keys, frames)
         taken = sum(map(len, frames))
         self._space.take(taken)
-        grown = 0
-        try:
-            writes = self._writer.write(keys, frames)
-            grown = sum(each.growth for each in writes)
-        finally:
-            self._space.give(taken - grown)
+        writes = self._writer.write(keys, frames)  # raises only if the process ends: then the bytes stay taken
+        self._space.give(taken - sum(each.growth for each in writes))
         return writes
 
 

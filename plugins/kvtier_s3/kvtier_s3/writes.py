@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-from collections.abc import Sequence
+import secrets
+from collections.abc import Iterator, Sequence
 
 import attrs
 
-from kvtier_core.errors import BackendError
+from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey
 from kvtier_s3.bucket import Bucket
-from kvtier_s3.errors import Absent, Conflict, NoConditions
+from kvtier_s3.errors import Absent, Conflict, NoConditions, StoreDown, Unanswered
 from kvtier_s3.names import Names
 
 _HEADER = "kvtier-header"
+_WRITE = "kvtier-write"
 _md5 = functools.partial(hashlib.md5, usedforsecurity=False)
 
 
@@ -26,12 +29,27 @@ class Write:
     name: str
     frame: memoryview
     error: BackendError | None = None
-    growth: int = 0  #: by how many bytes the store has grown
+    growth: int = 0  #: by how many bytes the store has grown, or may have if it did not answer
+    nonce: str = attrs.field(factory=lambda: secrets.token_hex(8))  #: of this write alone
 
     @property
     def meta(self) -> dict[str, str]:
-        """Tells one frame from another: a header has the checksum of its payload."""
-        return {_HEADER: hashlib.sha256(self.frame[:FRAME_ALIGNMENT]).hexdigest()[:32]}
+        """Tells one frame from another, by the header, which has the checksum of its payload; and one write."""
+        return {_HEADER: hashlib.sha256(self.frame[:FRAME_ALIGNMENT]).hexdigest()[:32], _WRITE: self.nonce}
+
+    @contextlib.contextmanager
+    def growing(self, nbytes: int) -> Iterator[None]:
+        """The store is asked to grow: it may have, unless it says no."""
+        self.growth = max(nbytes, 0)
+        try:
+            yield
+        except (Conflict, NoConditions, StoreFull):
+            self.growth = 0
+            raise
+        except StoreDown as error:
+            self.growth = self.growth if isinstance(error, Unanswered) else 0
+            raise
+        self.growth = nbytes
 
 
 class Writer:
@@ -58,25 +76,24 @@ class Writer:
         width = max(1, self._requests // max(1, long))  # parts of each that are in flight
         answers = self._bucket.calls.at_once(self._write, writes, [width] * len(writes))
         for write, answer in zip(writes, answers, strict=True):
-            write.error, write.growth = (answer, 0) if isinstance(answer, BackendError) else (None, answer)
+            write.error = answer if isinstance(answer, BackendError) else None
         self._suspects.difference_update(each.key for each in writes if each.error is None)
         return writes
 
-    async def _write(self, write: Write, width: int) -> int:
-        """By how many bytes the store has grown."""
+    async def _write(self, write: Write, width: int) -> None:
         suspect = write.key in self._suspects
         if self._conditions and not suspect and len(write.frame) <= self._part and await self._put_new(write):
-            return len(write.frame)
+            return
         before = await self._size_of_other(write, suspect)
         if before is None:
-            return 0
-        if len(write.frame) <= self._part:
-            etag = await self._bucket.put(write.name, write.frame, meta=write.meta)
-        else:
-            etag = await self._bucket.upload(write.name, write.frame, part=self._part, width=width, meta=write.meta)
+            return
+        with write.growing(len(write.frame) - before):
+            if len(write.frame) <= self._part:
+                etag = await self._bucket.put(write.name, write.frame, meta=write.meta)
+            else:
+                etag = await self._bucket.upload(write.name, write.frame, part=self._part, width=width, meta=write.meta)
         if before == len(write.frame) and etag.strip('"') != _digest(write.frame, self._part):
             self._digests = False
-        return len(write.frame) - before
 
     async def _size_of_other(self, write: Write, suspect: bool) -> int | None:
         """The bytes of what is there in place of this frame; None if it is this frame."""
@@ -84,6 +101,9 @@ class Writer:
             found = await self._bucket.head(write.name)
         except Absent:
             return 0
+        if found.meta.get(_WRITE) == write.nonce:  # stored, not answered, and sent again
+            write.growth = len(write.frame)
+            return None
         same = not suspect and found.nbytes == len(write.frame) and found.meta.get(_HEADER) == write.meta[_HEADER]
         if same and (not self._digests or found.etag.strip('"') == _digest(write.frame, self._part)):
             return None
@@ -92,7 +112,8 @@ class Writer:
     async def _put_new(self, write: Write) -> bool:
         """Of engines with the same prompt only one stores its frames. False if something is there already."""
         try:
-            await self._bucket.put(write.name, write.frame, new=True, meta=write.meta)
+            with write.growing(len(write.frame)):
+                await self._bucket.put(write.name, write.frame, new=True, meta=write.meta)
         except Conflict:
             return False
         except NoConditions:

@@ -76,6 +76,34 @@ def test_what_was_not_written_is_not_counted(s3_server, open_s3, bucket, config)
     assert counted(bucket, config) == held(bucket, config) == 2 * NBYTES
 
 
+def test_frames_that_were_stored_and_not_answered_are_counted(s3_server, open_s3, bucket, config):
+    engine, keys = open_s3(capacity=CAPACITY, timeout=5), make_keys(5)
+    write(engine, keys[:1])
+    with s3_server.silent("PUT .*[0-9a-f]{64}"):
+        outcomes = engine_write(engine, keys[1:])
+    assert all(isinstance(each, BackendError) for each in outcomes)
+    engine.close()
+    assert counted(bucket, config) == held(bucket, config) == 5 * NBYTES
+
+
+def test_a_conditional_write_that_meets_itself_is_counted(s3_server, open_s3, bucket, config):
+    """The store did it and answered with an error: what is sent again finds that the condition does not hold."""
+    engine, keys = open_s3(capacity=CAPACITY), make_keys(2)
+    write(engine, keys[:1])
+    with s3_server.silent("PUT .*[0-9a-f]{64}", times=1):
+        write(engine, keys[1:])
+    engine.close()
+    assert counted(bucket, config) == held(bucket, config) == 2 * NBYTES
+
+
+def engine_write(engine, keys):
+    """What became of each key, if the store as a whole failed too."""
+    try:
+        return engine.write(keys, [make_frame(key, nbytes=NBYTES) for key in keys])
+    except BackendError as error:
+        return [error] * len(keys)
+
+
 def test_a_lock_that_a_killed_engine_left_is_taken_over(open_s3, bucket, config, monkeypatch):
     lock, account = f"{config.prefix}/evicting.json", BucketSpace(bucket, config.prefix)
     bucket.calls.one(bucket.put, lock, b"{}")
