@@ -144,10 +144,12 @@ class SharedSpace:
 
     def _count(self, *, taken: int = 0, freed: int = 0) -> Count:
         """Add to the account, and remember now and then what was taken until now."""
-        count = self._store.count(taken=taken, freed=freed)
         with self._lock:
+            known = self._history[-1][1] if self._history else 0
+        count = self._store.count(taken=taken, freed=freed)
+        with self._lock:  # answers of several threads may come here in another order than they were given
             now = self._clock()
-            if self._history and count.taken < self._history[-1][1]:
+            if count.taken < known:
                 self._history.clear()
                 self._lost = True
             if not self._history or now - self._history[-1][0] > _SETTLED / 4:

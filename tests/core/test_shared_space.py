@@ -194,6 +194,30 @@ def test_an_eviction_that_fails_gives_back_what_was_taken(full, user, monkeypatc
 # -- several at once -------------------------------------------------------------------------------
 
 
+def test_counts_that_arrive_out_of_order_are_no_lost_account(shelf, user, clock, monkeypatch):
+    space, count = user(), shelf.count
+    write(space, shelf, "first")
+    listed, counted, late = shelf.listed, threading.Event(), threading.Event()
+
+    def count_and_wait(**changes):
+        answer = count(**changes)
+        counted.set()
+        late.wait()
+        return answer
+
+    monkeypatch.setattr(shelf, "count", count_and_wait)
+    early = threading.Thread(target=space.take, args=(FRAME,))
+    early.start()
+    counted.wait()
+    monkeypatch.setattr(shelf, "count", count)
+    clock.now += LONG
+    space.take(FRAME)
+    late.set()
+    early.join()
+    space.take(FRAME)
+    assert shelf.listed == listed
+
+
 def churn(space, shelf, places, seed):
     """Write frames of many sizes; sometimes one fails, and sometimes one's own is removed."""
     rng = random.Random(seed)
