@@ -79,7 +79,7 @@ def _refusal(status: int, code: str, where: str, nbytes: int) -> BackendError:
     if status == 507 or code in _FULL:
         return StoreFull(f"{where}: the store is full", missing=nbytes)
     if status == 429 or code in _SLOW_DOWN:
-        return BackendError(f"{said}: the store asks to slow down")
+        return Unanswered(f"{said}: the store asks to slow down")
     if code in _REASONS:
         return StoreDown(f"{said}: {_REASONS[code]}")
     if status in _OF_ONE_KEY or code == "NotImplemented":

@@ -95,11 +95,13 @@ def test_what_passes_soon_is_not_even_told(s3_server, backend, status, code):
         assert read(backend) == [NBYTES] * 3
 
 
-def test_throttling_is_the_failure_of_each_key(s3_server, backend):
-    """The store works: the tier does not rest for it."""
-    with s3_server.failing("PUT|GET", 503, "SlowDown"):
-        assert all("slow down" in str(each) for each in backend.write(KEYS, FRAMES))
-        assert all("slow down" in str(each) for each in read(backend))
+@pytest.mark.parametrize("status, code", [(503, "SlowDown"), (503, ""), (429, "TooManyRequests"), (429, "")])
+def test_a_store_that_throttles_every_key_fails_as_a_whole(s3_server, backend, status, code):
+    """So the breaker opens: retries of every key, call after call, are what it asks to be spared."""
+    with s3_server.failing("PUT|GET", status, code):
+        for call in (lambda: backend.write(KEYS, FRAMES), lambda: read(backend)):
+            with pytest.raises(BackendError, match=str(status)):
+                call()
 
 
 @pytest.mark.parametrize(
