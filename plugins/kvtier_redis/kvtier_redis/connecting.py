@@ -63,8 +63,9 @@ class Dialer:
         """Reads the password, and looks for the files of TLS. Raises BackendError."""
         parts = urlsplit(settings.url)
         login: dict[str, str | None] = {}
-        if settings.password is not None:
-            login = {"username": settings.username or None, "password": settings.password.value}
+        if settings.password is not None or settings.username:  # a user may have no password: `nopass`
+            password = settings.password.value if settings.password is not None else None
+            login = {"username": settings.username or None, "password": password}
         database = "" if parts.scheme == "unix" else parts.path.strip("/")
         return cls(login, int(database or 0), _tls(settings) if parts.scheme == "rediss" else {})
 

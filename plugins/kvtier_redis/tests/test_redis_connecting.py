@@ -56,3 +56,15 @@ def test_a_file_of_tls_that_is_not_there_stops_the_start(tls, open_tier, file):
 def test_a_wrong_database_stops_the_start(tmp_path, open_tier):
     with one_server(tmp_path / "tcp", tcp=True) as server, pytest.raises(BackendError, match="ERR DB index"):
         open_tier(server, url=f"{server.url}/9999")
+
+
+def test_a_user_without_a_password_is_the_user(own_server, open_tier):
+    own_server.ask("ACL", "SETUSER", "engine", "on", "nopass", "~*", "&*", "+@all")
+    open_tier(own_server, username="engine")
+    assert "user=engine" in own_server.ask("CLIENT", "LIST")
+
+
+def test_a_user_whose_password_is_missing_is_refused(own_server, open_tier):
+    own_server.ask("ACL", "SETUSER", "engine", "on", ">secret", "~*", "&*", "+@all")
+    with pytest.raises(BackendError, match="WRONGPASS|invalid username-password"):
+        open_tier(own_server, username="engine")
