@@ -23,6 +23,7 @@ from kvtier_redis.deadline import Deadline
 from kvtier_redis.link import Garbage, ServerError
 from kvtier_redis.names import Manifest, Names
 
+_TIME_IS_GOOD = 60.0  # seconds for which the server's clock is not asked again
 _POLL = 0.01  # seconds between two attempts to get the lock
 
 
@@ -35,6 +36,10 @@ class Ledger:
     def __init__(self, client: Client, names: Names):
         self._client = client
         self._names = names
+        self._time = (
+            0.0,
+            -_TIME_IS_GOOD,
+        )  # the server's clock less ours that only goes forward, and when that was asked
         self._calls = threading.local()  # `SharedSpace` calls on the thread that called it, and knows no deadlines
 
     @contextlib.contextmanager
@@ -45,11 +50,11 @@ class Ledger:
 
     def enter(self, entries: Sequence[bytes]) -> None:
         """Enter frames as the newest. Count their bytes before."""
-        self._call("ZADD", self._names.ledger, *_timed(entries))
+        self._call("ZADD", self._names.ledger, *self._timed(entries))
 
     def renew(self, entries: Sequence[bytes]) -> int:
         """Make them the newest. Returns how many of them are there."""
-        renewed: int = self._call("ZADD", self._names.ledger, "XX", "CH", *_timed(entries))
+        renewed: int = self._call("ZADD", self._names.ledger, "XX", "CH", *self._timed(entries))
         return renewed
 
     def take_out(self, entry: bytes) -> bool:
@@ -98,6 +103,21 @@ class Ledger:
         if manifest is not None and self._names.is_frame(name):  # else somebody else made the entry
             remove_frame(self._client, self._calls.deadline, name, manifest)
         return self.take_out(entry)
+
+    def now(self) -> float:
+        """Seconds since 1970 by the server's clock: those of the engines may differ."""
+        ahead, asked = self._time
+        if time.monotonic() - asked >= _TIME_IS_GOOD:
+            seconds, micros = self._call("TIME")
+            asked = time.monotonic()
+            ahead = int(seconds) + int(micros) / 1e6 - asked
+            self._time = ahead, asked
+        return time.monotonic() + ahead
+
+    def _timed(self, entries: Sequence[bytes]) -> list[bytes | str]:
+        """The entries with the time, as ZADD takes them."""
+        now = f"{self.now():.6f}"
+        return [word for entry in entries for word in (now, entry)]
 
     def _call(self, *words: bytes | str | int) -> Any:
         return self._client.call(self._calls.deadline, self._names.ledger, *words)
@@ -171,9 +191,3 @@ def _value(client: Client, deadline: Deadline, name: bytes) -> object:
         if error.code != "WRONGTYPE":  # somebody else keeps something else there
             raise
         return None
-
-
-def _timed(entries: Sequence[bytes]) -> list[bytes | str]:
-    """The entries with the time, as ZADD takes them."""
-    now = f"{time.time():.6f}"
-    return [word for entry in entries for word in (now, entry)]

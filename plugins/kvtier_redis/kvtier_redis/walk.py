@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,7 +38,8 @@ def recount(settings: RedisSettings) -> None:
     client = Client(settings)
     try:
         walk = _Walk(client, Names(settings.prefix))
-        before = time.time() - UNFINISHED
+        with walk.ledger() as ledger:
+            before = ledger.now() - UNFINISHED
         there = {entry_of(found.frame, manifest) for found, manifest in walk.manifests() if manifest is not None}
         with walk.ledger() as ledger:
             missing = there - {entry for entry, _ in ledger.oldest()}

@@ -64,6 +64,16 @@ def test_the_oldest_leave(server, open_tier):
     assert accounts_for_everything(server)
 
 
+def test_frames_of_an_engine_whose_clock_is_ahead_leave_in_their_turn(server, open_tier, monkeypatch):
+    tier, keys = open_tier(server, capacity=CAPACITY), make_keys(100)
+    with monkeypatch.context() as ahead:
+        ahead.setattr("time.time", lambda: 4e9)
+        write(tier, *keys[:32])
+    for key in keys[32:]:
+        write(tier, key)
+    assert not any(tier.contains(keys[:32])) and all(tier.contains(keys[50:]))
+
+
 def test_a_frame_that_is_written_again_is_the_newest(server, open_tier):
     tier, keys = open_tier(server, capacity=CAPACITY), make_keys(65)
     for key in [*keys[:64], keys[0], keys[64]]:
