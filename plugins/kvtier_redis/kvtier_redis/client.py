@@ -65,9 +65,17 @@ class Client:
                     if isinstance(answer, ServerError):
                         raise answer
                 return answers
-        except BackendError:
-            self.servers.distrust()
+        except BackendError as error:
+            self._doubt(error)
             raise
+
+    def _doubt(self, outcome: object) -> None:
+        """Ask again which server has which keys, if this failure says anything about that."""
+        if isinstance(outcome, ServerError):
+            if outcome.of_the_server:
+                self.servers.distrust()
+        elif isinstance(outcome, BackendError):
+            self.servers.distrust()
 
     def serve(self, deadline: Deadline, keys: Sequence[ChunkKey], work: Work) -> Outcomes:
         """The outcome of each key, a BackendError if its server could not serve it. Raises nothing.
@@ -78,7 +86,8 @@ class Client:
         self._serve(deadline, keys, range(len(keys)), work, outcomes)
         if ServerError in set(map(type, outcomes)):
             moved = [i for i, failure in enumerate(outcomes) if isinstance(failure, ServerError) and failure.elsewhere]
-            self.servers.distrust()
+            for failure in outcomes:
+                self._doubt(failure)
             for number in moved:
                 outcomes[number] = _NOTHING
             self._serve(deadline, keys, moved, work, outcomes)
@@ -99,7 +108,7 @@ class Client:
                 with self.links.borrow(address, deadline.share(len(groups) - served)) as link:
                     work(link, numbers, outcomes)
             except BackendError as error:
-                self.servers.distrust()
+                self._doubt(error)
                 _fill(outcomes, numbers, error)
         if sum(map(len, groups.values())) < len(todo):
             _fill(outcomes, todo, BackendError("no node of the cluster serves the slot of this key; see CLUSTER INFO"))

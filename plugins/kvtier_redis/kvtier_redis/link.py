@@ -42,6 +42,11 @@ class ServerError(BackendError):
         """Does another server have to be asked?"""
         return self.code in ("MOVED", "READONLY")
 
+    @property
+    def of_the_server(self) -> bool:
+        """Does it say that this server has lost its part, or may have? Errors such as OOM say nothing about that."""
+        return self.elsewhere or self.code in ("ASK", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "TRYAGAIN")
+
 
 class Garbage(BackendError):
     """The peer does not speak RESP, or answers something else than what was asked."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 import pytest
@@ -57,6 +58,27 @@ def test_every_node_has_its_frames_whole(nodes, tier):
     for number, node in enumerate(nodes):
         names = [name for name in node.ask("KEYS", "*{*}*")]
         assert {name.split("{")[1].split("}")[0] for name in names} == {key.hex() for key in on(number)}
+
+
+def test_nodes_without_memory_are_not_asked_for_the_slots_again(nodes, open_tier):
+    tier = open_tier(nodes[2], mode="cluster", capacity=1 << 30)
+    write(tier, KEYS[:3])
+    before = _asked_for_slots(nodes)
+    for node in nodes:
+        node.ask("CONFIG", "SET", "maxmemory", 1)
+    try:
+        for _ in range(5):
+            with pytest.raises(BackendError, match="OOM"):
+                tier.write(KEYS, [frame(key) for key in KEYS])
+    finally:
+        for node in nodes:
+            node.ask("CONFIG", "SET", "maxmemory", 0)
+    assert before and _asked_for_slots(nodes) == before
+
+
+def _asked_for_slots(nodes):
+    told = "".join(node.ask("INFO", "commandstats") for node in nodes)
+    return sum(map(int, re.findall(r"cmdstat_cluster\|?(?:slots|shards)?:calls=(\d+)", told)))
 
 
 @pytest.fixture
