@@ -38,6 +38,7 @@ class BucketSpace:
         self._seen = ("", 0.0)  # the lock of another user, by its ETag, and since when
         # Of the eviction that holds the lock:
         self._listed: Sequence[Listed] = ()
+        self._numbers: dict[Listed, int] = {}  # in the listing
         self._removed: dict[Listed, BackendError | None] = {}  # ahead of `remove`, and why not
 
     def count(self, *, taken: int = 0, freed: int = 0) -> Count:
@@ -59,7 +60,7 @@ class BucketSpace:
             ahead = sum(each.nbytes for each, failure in self._removed.items() if failure is None)
             self.count(freed=ahead)
         finally:
-            self._listed, self._removed = (), {}
+            self._listed, self._numbers, self._removed = (), {}, {}
             held = self._bucket.fetch(self._lock, _ROOM)
             if held is not None and held.body == ours:
                 self._bucket.calls.one(self._bucket.delete, self._lock)
@@ -67,6 +68,7 @@ class BucketSpace:
     def oldest(self) -> list[tuple[Listed, int]]:
         """The frames of every namespace, by the time of their last write."""
         self._listed = sorted(frames_in(self._bucket, self._prefix), key=_age)
+        self._numbers = {each: number for number, each in enumerate(self._listed)}
         return [(each, each.nbytes) for each in self._listed]
 
     def remove(self, place: Listed) -> bool:
@@ -75,7 +77,7 @@ class BucketSpace:
         One that was replaced since it was listed is deleted, too: stores know no condition for that.
         """
         if place not in self._removed:
-            batch = self._batch(self._listed.index(place))
+            batch = self._batch(self._numbers[place])
             failures = self._bucket.calls.at_once(self._bucket.delete, [each.name for each in batch])
             self._removed.update(zip(batch, failures, strict=True))
         failure = self._removed.pop(place)

@@ -10,7 +10,7 @@ from kvtier_core.testing.samples import make_frame, make_keys, make_namespace
 from kvtier_core.transfer.shared_space import Count
 from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_s3 import space
-from kvtier_s3.bucket import Bucket
+from kvtier_s3.bucket import Bucket, Listed
 from kvtier_s3.space import BucketSpace, frames_in
 
 NBYTES = 2 * FRAME_ALIGNMENT
@@ -177,6 +177,17 @@ def test_frames_are_deleted_many_at_a_time_and_all_are_counted(bucket, config, o
         account.count(freed=nbytes)
     assert asked().count("DELETE") == 16 + 1  # the lock's
     assert counted(bucket, config) == held(bucket, config) == 24 * NBYTES
+
+
+def test_an_eviction_compares_no_frame_with_all_others(bucket, config, open_s3, monkeypatch):
+    write(open_s3(), make_keys(80))
+    account, compared, equal = BucketSpace(bucket, config.prefix), [], Listed.__eq__
+    monkeypatch.setattr(Listed, "__eq__", lambda one, other: compared.append(one) or equal(one, other))
+    with account.evicting():
+        for frame, _ in account.oldest():
+            account.remove(frame)
+    assert held(bucket, config) == 0
+    assert len(compared) <= 80
 
 
 @pytest.mark.parametrize("ignored", ["if-match", "if-none-match"])
