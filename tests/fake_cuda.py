@@ -160,6 +160,10 @@ class _Event:
         self.recorded = True
         self._cuda.c.cuEventRecord(self.handle, ctypes.c_void_p(stream.cuda_stream))
 
+    def synchronize(self):
+        while self._cuda.c.cuEventQuery(self.handle) == 600:
+            assert self._cuda.step(), "the host waits for ever"
+
     def query(self):
         return self._cuda.c.cuEventQuery(self.handle) == 0
 

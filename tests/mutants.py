@@ -699,9 +699,23 @@ MUTANTS = (
     Mutant(
         "stores-before-their-forward",
         DEVICE_MOVER,
-        "through.kernels.wait_event(self._now(self._engine.current_stream(self._device)))",
+        "through.kernels.wait_event(before)",
         "pass",
         "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
+    ),
+    Mutant(
+        "loads-before-their-step",
+        DEVICE_MOVER,
+        "        self._before = None\n        for job",
+        "        for job",
+        "tests/core/test_cuda_mover.py::test_a_load_waits_for_no_forward_of_its_own_step",
+    ),
+    Mutant(
+        "page-locking-spoils-captures",
+        "csrc/cuda/device.h",
+        "    if (ok_) device_.driver().exchange_capture_mode(&mode_);\n",
+        "",
+        "tests/core/test_cuda_mover.py::test_a_graph_may_be_captured_while_slots_are_locked",
     ),
     Mutant(
         "loads-overtake-stores",

@@ -222,8 +222,14 @@ class WorkerSide:
             self._fence(job for job, _ in plan.stores)
 
     def fence(self, plan: StepPlan) -> None:
-        """Before the forward: make it wait for the stores that still read pages which it may overwrite."""
+        """Before the forward: make it wait for the stores that still read pages which it may overwrite.
+
+        Loads that are begun in this step need not wait for the forward, which touches none of their pages.
+        """
         self._fence(plan.stores_to_fence)
+        for mover in (*self._movers, *(landed.mover for landed in self._landed.values())):
+            if mover is not None:
+                mover.begin_step()
 
     def _fence(self, stores: Iterable[int]) -> None:
         to_fence = {_Task(_Direction.STORE, job) for job in stores}

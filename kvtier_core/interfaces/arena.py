@@ -119,6 +119,11 @@ class Mover(abc.ABC):
         `finished` still reports them. A job that was reported already is no error.
         """
 
+    def begin_step(self) -> None:
+        """The engine is about to enqueue a step. Until `finished` is called loads need not wait for what comes now: no
+        work of this step or a later one touches pages that are loaded. Optional: a load may always wait for more.
+        """
+
     def fence(self, jobs: Collection[int]) -> None:
         """Order the work that the engine enqueues from now on behind these jobs, by default by waiting for them.
 

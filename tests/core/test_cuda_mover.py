@@ -180,7 +180,7 @@ class WithoutFence(DeviceMover):
 
 
 class BeforeTheForward(DeviceMover):
-    def _enqueue(self, copy, checked, through):
+    def _enqueue(self, copy, checked, through, before):
         copy(array("i", checked.blocks), array("i", checked.slots), through)
         return True
 
@@ -237,6 +237,45 @@ def test_nobody_is_held_up(runtime, method):
     cuda.finish()
     assert sorted(ended(mover)) == [(1, True), (2, True)]
     assert ended(mover) == []
+    mover.close()
+
+
+@pytest.mark.parametrize("method", Method)
+def test_a_load_waits_for_no_forward_of_its_own_step(runtime, method):
+    """Which touches none of its pages. Without `begin_step` it waits for whatever was enqueued."""
+    cuda = FakeCuda(deferred=True)
+    mover = cuda.mover(runtime, autotune=decided(method))
+    cuda.engine.run(lambda: None)
+    mover.begin_step()
+    cuda.engine.run(lambda: None)
+    mover.load(1, [1], [CHUNK])
+    while cuda.engine.work > 1:  # the forward of this step is left
+        assert cuda.step()
+    cuda.hold(cuda.engine)
+    cuda.finish()
+    assert ended(mover) == [(1, True)]
+    mover.load(2, [1], [CHUNK])
+    cuda.finish()
+    assert ended(mover) == []
+    cuda.hold(None)
+    cuda.finish()
+    assert ended(mover) == [(2, True)]
+    mover.close()
+
+
+def test_a_question_that_fails_does_not_end_a_job(runtime, monkeypatch):
+    cuda = FakeCuda(deferred=True)
+    mover = cuda.mover(runtime, autotune=decided(Method.DIRECT))
+    mover.load(1, [1], [CHUNK])
+
+    def refused(event):
+        raise RuntimeError("not while a graph is captured")
+
+    (job,) = mover._jobs.values()
+    monkeypatch.setattr(type(job.done), "query", refused)
+    assert ended(mover) == [(1, True)]
+    assert not mover._loads.kernels.work, "it was still under way"
+    monkeypatch.undo()
     mover.close()
 
 

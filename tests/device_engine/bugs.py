@@ -63,14 +63,27 @@ class StoresDoNotWait(_Buggy):
             super().store(job, pages, slots)
 
 
-class LoadsDoNotWait(_Buggy):
-    def load(self, job: int, slots: Sequence[int], pages: PageList) -> None:
-        with self._hears(new=False, old=True):
-            super().load(job, slots, pages)
+class LoadsDoNotWait(DeviceMover):
+    """But for the first step."""
+
+    def begin_step(self) -> None:
+        if "first" not in self.__dict__:
+            super().begin_step()
+        self._before = self.__dict__.setdefault("first", self._before)
+
+
+class LoadsWaitForTheStepBefore(DeviceMover):
+    """As if the event had been recorded a step too early."""
+
+    def begin_step(self) -> None:
+        early = self.__dict__.get("later")
+        super().begin_step()
+        self.__dict__["later"], self._before = self._before, early or self._before
 
 
 class LoadsOvertakeStores(_Buggy):
     def load(self, job: int, slots: Sequence[int], pages: PageList) -> None:
+        self._before = None  # so that it is made in here
         with self._hears(new=True, old=False):
             super().load(job, slots, pages)
 
@@ -203,7 +216,8 @@ BUGS = {
     "no store is named to be fenced": Bug("2", scheduler=_forgets_stores),
     "a load does not wait for a store of its pages": Bug("2", LoadsOvertakeStores),
     "zeroed before the fence": Bug("2", side=FencesLate, setup={"zeroes": True}),
-    "a load does not wait for the forward": Bug("3", LoadsDoNotWait),
+    "a load does not wait for any forward": Bug("3", LoadsDoNotWait),
+    "a load does not wait for the last forward": Bug("3", LoadsWaitForTheStepBefore),
     "a load is reported before its event": Bug("4", LoadsEndAtOnce),
     "a load is reported when one rank has it": Bug("4", scheduler=_counts_loads_of_one_rank, setup={"ranks": 2}),
     "a store is reported before its event": Bug("5", StoresEndAtOnce),

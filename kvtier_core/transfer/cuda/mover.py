@@ -110,7 +110,11 @@ class DeviceMover(Mover):
         self._device = torch.device(cache.device)
         self._jobs: dict[int, _Job] = {}
         self._results: list[JobResult] = []
+        self._before: Any = None  # an event before what is enqueued in this step
         self._closed = False
+
+    def begin_step(self) -> None:
+        self._before = self._now(self._engine.current_stream(self._device))
 
     def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
         checked = self._checked(job, pages, slots)
@@ -127,7 +131,7 @@ class DeviceMover(Mover):
         # What lies in a slot where a page is not wanted the device does not know.
         checksums = copier.checksums.begin(checked.slots) if whole and NO_BLOCK not in read else None
         gather = functools.partial(copier.gather, sums=checksums and checksums.sums)
-        copied = self._enqueue(gather, checked, self._stores)
+        copied = self._enqueue(gather, checked, self._stores, self._now(self._engine.current_stream(self._device)))
         result = JobResult(job, copied and whole, filled=tuple(places) if copied and not whole else ())
         self._jobs[job] = _Job(self._now(self._stores.kernels), self._now(self._stores.bus), result, read, checksums)
 
@@ -139,14 +143,18 @@ class DeviceMover(Mover):
         for other in self._jobs.values():
             if not other.read.isdisjoint(checked.blocks):
                 self._loads.kernels.wait_event(other.pages)
-        ok = self._enqueue(self._copiers[checked.part.number].scatter, checked, self._loads)
+        before = self._before or self._now(self._engine.current_stream(self._device))
+        ok = self._enqueue(self._copiers[checked.part.number].scatter, checked, self._loads, before)
         done = self._now(self._loads.kernels)
         self._jobs[job] = _Job(done, done, JobResult(job, ok))
 
     def finished(self) -> Sequence[JobResult]:
+        self._before = None
         for job, begun in list(self._jobs.items()):
             outcome = run(begun.done.query)
-            if outcome.error is not None or outcome.value:
+            if outcome.error is not None:  # that says nothing of the copy, which may still write
+                outcome = run(begun.done.synchronize)
+            if outcome.error is not None or outcome.value is not False:
                 del self._jobs[job]
                 self._results.append(begun.end(ok=outcome.error is None))
         results, self._results = self._results, []
@@ -183,9 +191,10 @@ class DeviceMover(Mover):
         copy: Callable[[array[int], array[int], Direction], None],
         checked: CheckedJob,
         through: Direction,
+        before: Any,
     ) -> bool:
-        """Enqueue copies behind what the engine has enqueued so far. False if that fails, perhaps half-way."""
-        through.kernels.wait_event(self._now(self._engine.current_stream(self._device)))
+        """Enqueue copies behind this event. False if that fails, perhaps half-way."""
+        through.kernels.wait_event(before)
         outcome = run(lambda: copy(array("i", checked.blocks), array("i", checked.slots), through))
         if outcome.error is not None:
             logger.warning("kvtier: copies cannot be enqueued: %s", outcome.error)
