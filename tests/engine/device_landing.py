@@ -13,6 +13,8 @@ import threading
 from pathlib import Path
 
 import kvikio.buffer
+import kvikio.cufile_driver
+import kvikio.defaults
 import pytest
 from fake_cuda import FakeCuda
 from test_landed_loads import HASTY, KEYS, NBYTES, SHARD, Machine, good, same
@@ -27,7 +29,7 @@ from kvtier_core.transfer.cuda.device_slots import DeviceSlots
 from kvtier_core.transfer.cuda.library import FILE
 from kvtier_core.transfer.cuda.opening import open_mover
 from kvtier_core.types import FRAME_ALIGNMENT
-from kvtier_gds import landing
+from kvtier_gds import device_reads, landing
 from kvtier_gds.device_reads import DeviceReads
 from kvtier_gds.landing import GdsLanding
 
@@ -197,8 +199,71 @@ def test_without_room_on_the_gpu_the_hosts_memory_is_used(opened, fake, monkeypa
     assert same(opened.content(), expected)
 
 
+class CuFile:
+    """The states of cuFile's driver, which tells what it can do only while it is open. The real one cannot be opened
+    over the driver of the tests: it never returns.
+    """
+
+    def __init__(self, monkeypatch, *, nvfs=False, p2pdma=False):
+        self.users, self.modes = 0, []
+        self.told = None  # KvikIO asks once
+
+        def get(name):
+            assert name == "is_gds_available"
+            self.told = (nvfs and self.users > 0) if self.told is None else self.told
+            return self.told
+
+        open_file = kvikio.CuFile
+
+        def opening(path):
+            self.modes.append(kvikio.defaults.get("compat_mode"))
+            with kvikio.defaults.set("compat_mode", kvikio.CompatMode.ON):  # there is no GPU: the host reads
+                return open_file(path)
+
+        monkeypatch.delenv("CUFILE_ALLOW_COMPAT_MODE", raising=False)
+        monkeypatch.setattr(landing, "DeviceReads", DeviceReads)
+        monkeypatch.setattr(kvikio, "CuFile", opening)
+        for name in ("memory_register", "memory_deregister"):  # the real ones open the driver
+            monkeypatch.setattr(kvikio.buffer, name, lambda memory: None)
+        monkeypatch.setattr(kvikio.cufile_driver, "get", get)
+        monkeypatch.setattr(kvikio.cufile_driver, "driver_open", self.open)
+        monkeypatch.setattr(kvikio.cufile_driver, "driver_close", self.close)
+        monkeypatch.setattr(device_reads, "_supports_p2pdma", lambda: p2pdma and self.users > 0)
+
+    def open(self):
+        assert os.environ["CUFILE_ALLOW_COMPAT_MODE"] == "false", "it would read through the host, and say nothing"
+        self.users += 1
+
+    def close(self):
+        self.users -= 1
+
+
+@pytest.mark.parametrize("way", ["nvfs", "p2pdma"])
+def test_gpudirect_storage_is_used_where_cufile_has_a_way(fake, tmp_path, monkeypatch, way):
+    cufile = CuFile(monkeypatch, **{way: True})
+    with contextlib.closing(Machine(tmp_path, arena="cpu", device="cuda:0")) as machine:
+        attached(machine)
+        assert [where(side) for side in machine.sides] == ["the GPU's memory"] * 2
+        assert cufile.users == 2
+        assert set(cufile.modes) == {kvikio.CompatMode.OFF}, "KvikIO may read through the host"
+        expected = good(machine)
+        assert machine.load(machine.frames()) == [(False, {})] * 2
+        assert same(machine.content(), expected)
+    assert cufile.users == 0
+
+
+def test_cufile_that_cannot_be_opened_leaves_the_hosts_memory(opened, monkeypatch):
+    def refused(*_):
+        raise RuntimeError("no such device")
+
+    CuFile(monkeypatch)
+    monkeypatch.setattr(kvikio.cufile_driver, "driver_open", refused)
+    attached(opened)
+    assert all("cuFile cannot be opened: no such device" in where(side) for side in opened.sides)
+
+
 def test_without_gpudirect_storage_the_hosts_memory_is_used(opened, fake, monkeypatch):
-    monkeypatch.setattr(landing, "DeviceReads", DeviceReads)
+    CuFile(monkeypatch)
     attached(opened)
     assert all("GPUDirect Storage is not available" in where(side) for side in opened.sides)
     expected = good(opened)
@@ -285,7 +350,7 @@ def test_auto_leaves_it_to_an_arena_if_a_comparison_fails(automatic, monkeypatch
 
 
 def test_auto_leaves_it_to_an_arena_without_gpudirect_storage(automatic, monkeypatch):
-    monkeypatch.setattr(landing, "DeviceReads", DeviceReads)
+    CuFile(monkeypatch)
     assert all("GPUDirect Storage is not available" in refused["gds"] for refused in refusals(automatic))
 
 

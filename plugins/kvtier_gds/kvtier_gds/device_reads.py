@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import DeviceMemory
@@ -17,6 +18,8 @@ from kvtier_core.types import Extent
 
 #: Reads that KvikIO has under way at a time, unless the environment says otherwise.
 _THREADS, _THREADS_VARIABLE = 8, "KVIKIO_NTHREADS"
+_CUFILE = "libcufile.so.0"  #: which KvikIO has loaded
+_P2P_SUPPORTED = 1 << 4  # CU_FILE_P2P_SUPPORTED
 #: Where kernel modules of NVIDIA's say that they are loaded.
 _MODULES = Path("/proc/driver")
 
@@ -28,7 +31,7 @@ def gpudirect(modules: Path = _MODULES) -> str:
     if importlib.util.find_spec("kvikio") is None:
         return "no: KvikIO is not installed"
     if not (modules / "nvidia-fs/version").exists():
-        return "no: the kernel module nvidia-fs is not loaded"
+        return "perhaps: the kernel module nvidia-fs is not loaded, and each worker tries PCI P2PDMA"
     return "perhaps: each worker tries it"
 
 
@@ -41,11 +44,13 @@ class DeviceReads:
         Raises BackendError if that cannot be. May hang where the driver is broken.
         """
         kvikio = _kvikio()
-        if must_be_direct and not kvikio.cufile_driver.get("is_gds_available"):
-            raise BackendError("GPUDirect Storage is not available: cuFile finds no nvidia-fs; see `kvtier doctor`")
         if _THREADS_VARIABLE not in os.environ:
             kvikio.defaults.set("num_threads", _THREADS)
-        with contextlib.ExitStack() as closing:
+        with contextlib.ExitStack() as closing, contextlib.ExitStack() as opening:
+            if must_be_direct:
+                _open_driver(kvikio, closing)
+                # Else KvikIO reads a file through the host's memory if cuFile refuses it, and nobody hears.
+                opening.enter_context(kvikio.defaults.set("compat_mode", kvikio.CompatMode.OFF))
             kvikio.buffer.memory_register(memory)
             closing.callback(kvikio.buffer.memory_deregister, memory)
             # KvikIO opens files by path: this is the path of the very file that is open.
@@ -67,6 +72,45 @@ class DeviceReads:
         if not extent.nbytes:
             return lambda: 0
         return self._files[extent.file].pread(into, extent.nbytes, extent.at).get
+
+
+def _open_driver(kvikio: Any, closing: contextlib.ExitStack) -> None:
+    """Raises BackendError if cuFile cannot read straight into a GPU.
+
+    Before its driver is open cuFile answers that no nvidia-fs is there, and KvikIO remembers what it was told first.
+    """
+    # Else cuFile itself would read through the host's memory what it cannot read otherwise.
+    os.environ.setdefault("CUFILE_ALLOW_COMPAT_MODE", "false")
+    try:
+        kvikio.cufile_driver.driver_open()
+    except Exception as error:
+        raise BackendError(f"GPUDirect Storage is not available: cuFile cannot be opened: {error}") from error
+    closing.callback(kvikio.cufile_driver.driver_close)
+    if not kvikio.cufile_driver.get("is_gds_available") and not _supports_p2pdma():
+        why = "cuFile finds no nvidia-fs and no PCI P2PDMA"
+        raise BackendError(f"GPUDirect Storage is not available: {why}; see `kvtier doctor`")
+
+
+def _supports_p2pdma() -> bool:
+    """Can cuFile, whose driver is open, do without nvidia-fs? KvikIO does not tell."""
+    properties = _Properties()
+    try:
+        failed = ctypes.CDLL(_CUFILE).cuFileDriverGetProperties(ctypes.byref(properties))
+    except (OSError, AttributeError):
+        return False
+    return not failed and bool(properties.features & _P2P_SUPPORTED)
+
+
+class _Properties(ctypes.Structure):
+    """CUfileDrvProps_t of cufile.h, up to what is read here; versions to come may add to its end."""
+
+    _fields_: ClassVar = [
+        ("nvfs_version", ctypes.c_uint * 2),
+        ("nvfs_sizes", ctypes.c_size_t * 2),
+        ("nvfs_flags", ctypes.c_uint * 2),
+        ("features", ctypes.c_uint),
+        ("rest", ctypes.c_uint * 64),
+    ]
 
 
 def _kvikio() -> Any:
