@@ -23,7 +23,7 @@ from kvtier_core.transfer.io_pool import IOPool, Outcome, run
 from kvtier_core.types import ChunkKey, StoredFrame
 
 #: Of a worker's memory that frames pass through.
-_STAGING_NBYTES = 64 << 20
+_STAGING_NBYTES = 256 << 20
 #: Pieces of jobs that may be in that memory at a time: being read, verified and copied.
 _PIECES = 8
 _THREADS = 2  #: while one verifies, another one reads
