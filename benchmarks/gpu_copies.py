@@ -26,6 +26,7 @@ JOBS = [16, 256, 4096, 50_000]  # pages
 LAYERS, BLOCKS = 8, 4
 NBYTES = 256 << 20  # of a job, whatever its pages
 MATRIX = 8192
+_LOCKED_WITHIN = 60.0  # seconds
 METHODS = ("direct", "staged", "kernel", "chosen")
 
 
@@ -162,7 +163,10 @@ class Bench:
         self.jobs = itertools.count()
         self.calls: dict[str, list[float]] = {"store": [], "load": []}  # seconds, as chosen
         whole = Nbytes(len(self.slots))
-        while self.movers["chosen"].facts()["page-locked"] != f"{whole} -> {whole}":
+        deadline = time.monotonic() + _LOCKED_WITHIN
+        while (locked := self.movers["chosen"].facts()["page-locked"]) != f"{whole} -> {whole}":
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"page-locked: {locked}")
             time.sleep(0.01)
 
     def memcpy(self, direction: str) -> None:

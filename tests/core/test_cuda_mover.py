@@ -511,8 +511,9 @@ def test_what_cannot_be_locked_is_tried_again_and_told_once(caplog):
     assert registration.facts() == {"page-locked": "40KiB -> 40KiB"}
     registration.close()
     assert caplog.messages == [
-        "kvtier: page-locked: 40KiB -> 12KiB: what is not locked is not used; it is tried again: no more",
-        "kvtier: page-locked: 40KiB -> 40KiB",
+        "kvtier: memory cannot be page-locked: 40KiB -> 12KiB: what is not locked is not used; it is tried again: "
+        "no more",
+        "kvtier: page-locking has ended: 40KiB -> 40KiB",
     ]
 
 

@@ -100,14 +100,14 @@ class HostRegistration:
                 continue
             if not self._problem:
                 said = f"{self.facts()['page-locked']}: what is not locked is not used; it is tried again: {error}"
-                logger.warning("kvtier: page-locked: %s", said)
+                logger.warning("kvtier: memory cannot be page-locked: %s", said)
             self._problem = str(error)
             for _ in range(round(retry / _RETRY_STEP)):
                 if not self._closing:
                     self._pause(_RETRY_STEP)
             retry = min(_LAST_RETRY, 2 * retry)
         if not self._closing:
-            logger.info("kvtier: page-locked: %s", self.facts()["page-locked"])
+            logger.info("kvtier: page-locking has ended: %s", self.facts()["page-locked"])
 
     def _lock_next(self) -> None:
         self._lock(self.end, min(self._whole - self.end, self._pieces.piece_nbytes))
