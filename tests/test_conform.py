@@ -167,7 +167,7 @@ def test_a_store_that_an_engine_uses_is_left_alone(file, tmp_path, capsys):
     backend = DiskConfig(path=tmp_path / "disk").open(make_context())
     assert main(["conform", "disk", "--config", str(file)]) == 2
     backend.close()
-    assert "another live process keeps its frames here" in capsys.readouterr().err
+    assert "another engine or tier keeps its frames here" in capsys.readouterr().err
 
 
 def test_a_failing_law_explains_itself_in_any_project(file, tmp_path, pytester_like):

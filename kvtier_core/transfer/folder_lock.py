@@ -80,7 +80,7 @@ class FolderLock:
             fcntl.flock(folder.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BackendError(
-                f"{self.path}: another live process keeps its frames here; give each engine a path of its own"
+                f"{self.path}: another engine or tier keeps its frames here; give each a path of its own"
             ) from None
         try:
             self._check(folder)

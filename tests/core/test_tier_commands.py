@@ -79,8 +79,8 @@ def test_the_doctor_tells_what_cannot_be_used(folder, capsys):
     engine.close()
     told = capsys.readouterr().out.splitlines()
     assert told[-2:] == [
-        "disk cannot be used: kvtier.yaml:4: $.tiers[1]: store: another live process keeps its frames here; "
-        "give each engine a path of its own",
+        "disk cannot be used: kvtier.yaml:4: $.tiers[1]: store: another engine or tier keeps its frames here; "
+        "give each a path of its own",
         "1 of 2 tiers cannot be opened: an engine does not start with this file",
     ]
 
@@ -244,5 +244,5 @@ def test_clear_leaves_a_tier_alone_that_an_engine_uses(folder, capsys):
     engine = DiskConfig(path=folder / "store").open(make_context())
     assert main(["clear", "kvtier.yaml", "--yes"]) == USAGE
     engine.close()
-    assert "another live process keeps its frames here" in capsys.readouterr().err
+    assert "another engine or tier keeps its frames here" in capsys.readouterr().err
     assert frames(folder) == 3

@@ -108,7 +108,7 @@ def test_names_come_from_keys_and_nobody_else_may_look(tmp_path):
 
 def test_a_folder_belongs_to_one_engine(tmp_path):
     disk = open_disk(tmp_path)
-    with pytest.raises(BackendError, match=re.escape(f"{tmp_path}: another live process")):
+    with pytest.raises(BackendError, match=re.escape(f"{tmp_path}: another engine or tier")):
         open_disk(tmp_path)
     disk.close()
     open_disk(tmp_path).close()
@@ -138,7 +138,7 @@ def test_a_killed_engine_leaves_the_folder_free(tmp_path):
     holder = multiprocessing.get_context("spawn").Process(target=_hold, args=(tmp_path, theirs), daemon=True)
     holder.start()
     assert ours.poll(60)
-    with pytest.raises(BackendError, match="another live process"):
+    with pytest.raises(BackendError, match="another engine or tier"):
         open_disk(tmp_path)
     holder.kill()
     holder.join()
@@ -361,7 +361,7 @@ def test_a_removed_folder_is_made_again(tmp_path, gone):
     disk.delete(make_keys(4))
     write(disk, *make_keys(4))
     assert all(disk.contains(make_keys(4)))
-    with pytest.raises(BackendError, match="another live process"):
+    with pytest.raises(BackendError, match="another engine or tier"):
         open_disk(path)
     disk.close()
 

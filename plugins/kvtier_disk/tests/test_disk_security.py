@@ -265,7 +265,7 @@ def test_an_empty_folder_in_its_place_is_claimed(folder, tmp_path):
         read(disk)
     write(disk)
     assert read(disk) == make_frame(KEY, nbytes=NBYTES)
-    with pytest.raises(BackendError, match="another live process"):
+    with pytest.raises(BackendError, match="another engine or tier"):
         open_disk(folder)
     disk.close()
 

@@ -252,7 +252,7 @@ def test_what_cannot_be_removed_is_told_and_left(folder, capsys):
 def test_a_folder_in_use_is_left_alone(folder, capsys):
     disk = DiskConfig(path=folder / "store").open(make_context())
     assert main(["fsck", "disk", "--config", "kvtier.yaml", "--repair"]) == 2
-    assert "store: another live process keeps its frames here" in capsys.readouterr().err
+    assert "store: another engine or tier keeps its frames here" in capsys.readouterr().err
     disk.close()
 
 

@@ -73,7 +73,7 @@ def test_where_blocks_cannot_be_had_before_the_slab_has_holes(tmp_path, monkeypa
 def test_a_folder_belongs_to_one_engine(three):
     backend = open_slabs(*three[:2])
     for paths in (three[:1], three[1:]):
-        with pytest.raises(BackendError, match="another live process keeps its frames here"):
+        with pytest.raises(BackendError, match="another engine or tier keeps its frames here"):
             open_slabs(*paths)
     backend.close()
     open_slabs(*three).close()
