@@ -16,8 +16,9 @@ from kvtier_core.transfer.cuda.host_registration import HostRegistration, Pieces
 from kvtier_core.transfer.cuda.library import load
 from kvtier_core.types import Nbytes
 
-PIECES = [16 << 20, 32 << 20, 64 << 20, 256 << 20]
 LOCKED = 8 * GIB
+#: The shortest are 16 384, as many as an arena of 512 GiB has.
+PIECES = [LOCKED >> 14, 8 << 20, 16 << 20, 32 << 20, 64 << 20, 256 << 20]
 TOKEN_NBYTES = 4096
 TOKENS = 2000
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
