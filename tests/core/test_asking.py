@@ -8,6 +8,7 @@ from test_store_tier import Bench as TierBench
 
 from kvtier_core.errors import BackendError
 from kvtier_core.stack.interface import LoadLimit
+from kvtier_core.stack.store_tier.asking.lookup_queue import LookupQueue
 from kvtier_core.testing.machine import SharedShelf
 from kvtier_core.testing.samples import make_keys
 from kvtier_core.types import EventKind
@@ -51,6 +52,23 @@ def test_a_long_path_is_asked_for_in_batches_first_chunks_first():
     for _ in range(3):
         bench.turn()
     assert bench.shelf.questions == [path[:128], path[128:256], path[256:]]
+
+
+def test_absent_keys_are_forgotten_in_their_order_and_unusable_ones_much_later():
+    now = 0.0
+    queue = LookupQueue(lambda: now)
+    absent, again, unusable = make_keys(3)
+    queue.not_there([absent, again])
+    queue.unusable([unusable])
+    now = 0.9
+    assert not any(map(queue.note, (absent, again, unusable)))
+    queue.not_there([again])
+    now = 1.5
+    assert [queue.note(key) for key in (absent, again, unusable)] == [True, False, False]
+    queue.not_there([])
+    assert list(queue._absent._ends) == [again], "what has passed takes no room"
+    now = 600.0
+    assert queue.note(unusable)
 
 
 def test_what_is_found_comes_up_without_being_named_again(bench):

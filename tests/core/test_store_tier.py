@@ -16,6 +16,7 @@ from kvtier_core.policies.lfu import LfuConfig
 from kvtier_core.policies.lru import Lru, LruConfig
 from kvtier_core.policies.mru import MruConfig
 from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.stack.store_tier import deletes
 from kvtier_core.stack.store_tier.tier import FrameWrite, StoreTier
 from kvtier_core.testing.machine import LAYOUT, NAMESPACE, SharedShelf, Shelf, payload
 from kvtier_core.testing.pool import ManualPool
@@ -943,6 +944,18 @@ def test_close_leaves_a_store_alone_that_is_still_at_work(monkeypatch):
     monkeypatch.setattr(bench.pool, "close", lambda timeout: False)
     assert not bench.tier.close(1.0)
     assert bench.shelf.closed == 0
+
+
+def test_an_epoch_deletes_a_tier_in_many_calls(bench, monkeypatch):
+    """One call for all would take so long that it counts as hanging."""
+    monkeypatch.setattr(deletes, "_BATCH", 2)
+    bench.write(A, B, C)
+    bench.settle()
+    calls, delete = [], bench.shelf.delete
+    bench.shelf.delete = lambda keys: (calls.append(len(keys)), delete(keys))
+    bench.tier.invalidate_all(NAMESPACE.renewed())
+    bench.settle()
+    assert (sorted(calls), bench.shelf.frames, bench.tier.usage().nbytes) == ([1, 2], {}, 0)
 
 
 # -- the promise to a backend, on real threads ---------------------------------------------------------

@@ -9,6 +9,8 @@ from kvtier_core.stack.store_tier.keys_in_use import Use
 from kvtier_core.transfer.io_pool import Outcome
 from kvtier_core.types import ChunkKey, EventKind
 
+#: Frames that one call deletes, so that no call for a whole tier, at an epoch, takes longer than a call may.
+_BATCH = 256
 #: Seconds before a failed delete is retried: at first, and at most after doubling each time.
 _FIRST_RETRY, _LAST_RETRY = 5.0, 60.0
 
@@ -53,6 +55,10 @@ class Deletes(StoreCalls):
             self._index.remove(victims, evicted=True)
             self.invalidated.difference_update(victims)
             return
+        for at in range(0, len(victims), _BATCH):
+            self._evict(victims[at : at + _BATCH], why)
+
+    def _evict(self, victims: Sequence[ChunkKey], why: str) -> None:
         nbytes = sum(map(self._index.held.nbytes, victims))
         self._delete(
             victims,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
 from kvtier_core.types import ChunkKey
@@ -23,7 +24,8 @@ class LookupQueue:
         self._clock = clock
         self._noted: dict[ChunkKey, None] = {}
         self._asked: set[ChunkKey] = set()  # calls for them are under way
-        self._absent: dict[ChunkKey, float] = {}  # until when the key is not asked for again
+        self._absent = _Until(_ABSENCE_HOLDS)
+        self._unusable = _Until(_UNUSABLE_HOLDS)
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._asked or key in self._noted
@@ -32,7 +34,8 @@ class LookupQueue:
         """Ask for this key at the next poll. False if the store did not have it, or could not use it, just now."""
         if key in self:
             return True
-        if self._clock() < self._absent.get(key, float("-inf")):
+        now = self._clock()
+        if self._absent.has(key, now) or self._unusable.has(key, now):
             return False
         self._noted[key] = None
         return True
@@ -49,12 +52,30 @@ class LookupQueue:
         """The call that asked for these keys has returned, or was not made."""
         self._asked.difference_update(keys)
 
-    def not_there(self, keys: Iterable[ChunkKey], seconds: float = _ABSENCE_HOLDS) -> None:
-        """The store did not have these keys just now: they are not asked for again for so many ``seconds``."""
-        now = self._clock()
-        self._absent = {key: until for key, until in self._absent.items() if now < until}
-        self._absent.update(dict.fromkeys(keys, now + seconds))
+    def not_there(self, keys: Iterable[ChunkKey]) -> None:
+        """The store did not have these keys just now: for a short time they are not asked for again."""
+        self._absent.add(keys, self._clock())
 
     def unusable(self, keys: Iterable[ChunkKey]) -> None:
         """This tier cannot use these frames. They are asked for again much later: others may have replaced them."""
-        self.not_there(keys, _UNUSABLE_HOLDS)
+        self._unusable.add(keys, self._clock())
+
+
+class _Until:
+    """Keys that are remembered for so many ``seconds``, the first to be forgotten first."""
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self._ends: OrderedDict[ChunkKey, float] = OrderedDict()
+
+    def add(self, keys: Iterable[ChunkKey], now: float) -> None:
+        """Remember these keys from now on. Each one that was added costs once more, when it is forgotten."""
+        for key in keys:
+            self._ends[key] = now + self._seconds
+            self._ends.move_to_end(key)
+        while self._ends and next(iter(self._ends.values())) <= now:
+            self._ends.popitem(last=False)
+
+    def has(self, key: ChunkKey, now: float) -> bool:
+        """Is the key still remembered?"""
+        return now < self._ends.get(key, now)
