@@ -25,6 +25,7 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
     "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # a fact of the namespace: as in the processes of fork_server
 }
 for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
