@@ -1,4 +1,4 @@
-"""`kvtier explain`: why a request of a running engine hit or missed, or where the chunks of a prompt are now."""
+"""`kvtier explain`: why requests of a running engine hit or missed, or where the chunks of a prompt are now."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,19 @@ from kvtier_core.cli import engines
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
 from kvtier_core.errors import BackendError
 
+#: Hit lines that are shown if no request is named.
+_LAST = 10
+
 
 def add_to(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "explain",
-        help="say why a request of a running engine hit or missed",
-        description="Say why a request hit or missed, or where the chunks of a prompt are. A prompt is named as one "
-        "without cache_salt, adapter and images.",
+        help="say why requests of a running engine hit or missed",
+        description="Say why a request hit or missed, or each of the last ten, or where the chunks of a prompt are. "
+        "A prompt is named as one without cache_salt, adapter and images.",
     )
-    asked = parser.add_mutually_exclusive_group(required=True)
+    asked = parser.add_mutually_exclusive_group()
     asked.add_argument("request", nargs="?", metavar="REQUEST_ID", help="as the client or the log has it")
     asked.add_argument("--prompt", type=Path, metavar="FILE", help="the token ids of a prompt, a list in JSON")
     engines.add_to(parser)
@@ -32,14 +35,17 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace, output: Output) -> int:
     """The reason, or a line for each run of chunks. Raises BackendError if no engine answers."""
-    question = {"prompt": _tokens(options.prompt)} if options.prompt else {"request": options.request}
+    question: dict[str, Any] = {"request": options.request} if options.request else {"requests": _LAST}
+    if options.prompt:
+        question = {"prompt": _tokens(options.prompt)}
     answers = {str(path): engines.ask(path, question) for path in engines.found(options.socket)}
     output.value = answers
-    if options.prompt:
+    if not options.request:
         for path, answer in answers.items():
-            output.say(*([path] if len(answers) > 1 else []), *_of_prompt(answer))
+            lines = _of_prompt(answer) if options.prompt else _of_requests(answer["found"])
+            output.say(*([path] if len(answers) > 1 else []), *lines)
         return FINE
-    told = [line for answer in answers.values() for line in _of_request(answer["found"])]
+    told = [line for answer in answers.values() for line in _of_requests(answer["found"])]
     output.say(*told)
     if not told:
         remembered = max(answer["remembered"] for answer in answers.values())
@@ -60,11 +66,11 @@ def _tokens(file: Path) -> list[int]:
     return tokens
 
 
-def _of_request(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    for request_id, told in found.items():
+def _of_requests(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for told in found:
         had = f" (the engine had {told['engine_had']})" if told["engine_had"] else ""
         ago = f"{time.time() - told['at']:.0f} s ago"
-        yield f"{request_id}: hit {told['loaded']} of {told['tokens']} tokens{had}, {ago}: {told['why']}"
+        yield f"{told['request']}: hit {told['loaded']} of {told['tokens']} tokens{had}, {ago}: {told['why']}"
 
 
 def _of_prompt(answer: Mapping[str, Any]) -> Iterator[str]:

@@ -252,6 +252,31 @@ def test_a_request_is_explained_by_its_hit_line(host, path, capsys):
     assert "third: no engine knows this request" in capsys.readouterr().err
 
 
+def test_the_last_ten_requests_are_listed(host, path, capsys):
+    served = host()
+    assert main(["explain", "--socket", str(path)]) == 0 and capsys.readouterr().out == ""
+    for number in range(12):
+        served.ask(f"{number}", PROMPT)
+    assert main(["explain", "--socket", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10 and lines[0].startswith("2: hit 32 of 35 tokens, ") and lines[-1].endswith("ago: heap 32")
+    assert main(["explain", "--json", "--socket", str(path)]) == 0
+    found = json.loads(capsys.readouterr().out)[str(path)]["found"]
+    assert [told["request"] for told in found] == [f"{number}" for number in range(2, 12)]
+    hit = {"request": "11", "tokens": 35, "loaded": 32, "engine_had": 0, "tiers": {"heap": 32}, "why": "heap 32"}
+    assert found[-1] == {**hit, "waited": 0.0, "at": found[-1]["at"]}
+
+
+def test_a_request_whose_load_failed_is_explained_by_both_of_its_lines(host, path, capsys):
+    served = host()
+    served.ask("first", PROMPT)
+    served.failing = {"second"}
+    served.ask("second", PROMPT)
+    assert main(["explain", "second", "--socket", str(path)]) == 0
+    hit, miss = capsys.readouterr().out.splitlines()
+    assert hit.endswith(": heap 32") and miss.endswith(": its load failed")
+
+
 def test_the_chunks_of_a_prompt_are_found(host, path, tmp_path, capsys):
     served = host(chunks=2)
     served.ask("first", PROMPT)
@@ -300,6 +325,8 @@ def test_a_prompt_must_be_token_ids(tmp_path, capsys, text, why):
         b"null\n",
         b'{"prompt": ["x"]}\n',
         b'{"request": 3}\n',
+        b'{"requests": "x"}\n',
+        b'{"requests": 0}\n',
         b"\0" * 4096 + b"\n",
         b"[" * 99_999 + b"\n",
     ],

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ logger = logging.getLogger("vllm.kvtier")
 
 #: Seconds between two snapshots.
 _EVERY = 1.0
-#: Requests whose hit line is remembered.
+#: Hit lines that are remembered; a request that is matched again, because its load failed, has one more.
 _REMEMBERED = 4096
 #: The sockets of the engines of this user, by the process.
 PATTERN = "status-*.sock"
@@ -70,7 +71,7 @@ class StatusPage:
         self._tenants = Tenants()
         # Read on the server's thread: both are replaced, or grow by one value, in one step of the interpreter.
         self._snapshot: Mapping[str, Any] = {}
-        self._recent: dict[str, Mapping[str, Any]] = {}
+        self._recent: deque[Mapping[str, Any]] = deque(maxlen=_REMEMBERED)
 
     def open(self, config: StackConfig, about: Mapping[str, Any]) -> None:
         """Open the socket that the configuration asks for. ``about`` is told with every snapshot."""
@@ -95,11 +96,9 @@ class StatusPage:
         if self._server is None:
             return
         view = state.view
-        told = {"tokens": view.tokens, "loaded": tokens, "engine_had": state.computed, "why": why}
-        self._recent.pop(view.request_id, None)
-        self._recent[view.request_id] = {**told, "at": time.time(), "tiers": dict(state.sources if tokens else {})}
-        if len(self._recent) > _REMEMBERED:
-            del self._recent[next(iter(self._recent))]
+        tiers = dict(state.sources if tokens else {})
+        told = {"tokens": view.tokens, "loaded": tokens, "engine_had": state.computed, "tiers": tiers, "why": why}
+        self._recent.append({"request": view.request_id, "at": time.time(), "waited": state.waited, **told})
 
     def count(self, state: RequestState, hit: int) -> None:
         """It is known what became of a request's tokens: so many were loaded."""
@@ -179,13 +178,16 @@ class StatusPage:
                 return self._snapshot
             case {"request": str(request_id)}:
                 return self._explain(request_id)
+            case {"requests": int(count)} if count > 0:
+                return {"found": list(self._recent)[-count:]}
             case {"prompt": list(tokens)} if all(isinstance(token, int) for token in tokens):
                 return None
-        return {"error": "it is asked for status, request or prompt"}
+        return {"error": "it is asked for status, request, requests or prompt"}
 
     def _explain(self, request_id: str) -> Answer:
         """vLLM appends digits to the ids that clients know."""
-        known = [request_id] if request_id in self._recent else list(self._recent)
+        known = list(self._recent)
         whole = re.compile(rf"(?:cmpl-|chatcmpl-)?{re.escape(request_id)}(?:-.*)?")
-        found = {each: told for each in known if whole.fullmatch(each) and (told := self._recent.get(each))}
+        exact = [told for told in known if told["request"] == request_id]
+        found = exact or [told for told in known if whole.fullmatch(told["request"])]
         return {"found": found, "remembered": _REMEMBERED}
