@@ -51,7 +51,8 @@ class EvictionPolicy(abc.ABC):
     def victims(self) -> Iterator[ChunkKey]:
         """Held keys, each at most once, the one to evict first first. Changes nothing; `forget` says what was evicted.
 
-        The policy is not called while the iterator is in use. The work is not quadratic in the number of keys.
+        Called anew for each eviction, which takes the first few keys alone. The policy is not called while the iterator
+        is in use. The work is not quadratic in the number of keys.
         """
 
     def save(self) -> bytes:

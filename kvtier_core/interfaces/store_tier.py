@@ -132,7 +132,10 @@ class Backend(abc.ABC):
         return {}
 
     def close(self) -> None:
-        """Release threads, descriptors, processes: everything. May be called twice; no other call is under way."""
+        """Release threads, descriptors, processes: everything. May be called twice; no other call is under way.
+
+        A call after it raises BackendError, or answers.
+        """
 
 
 @attrs.frozen
