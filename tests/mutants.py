@@ -1541,9 +1541,16 @@ MUTANTS = (
         "tests/core/test_load_choice.py::test_for_a_request_that_may_not_wait_nothing_is_loaded",
     ),
     Mutant(
+        "waits-for-a-store-that-owes-an-answer",
+        STORE_TIER + "/asking/load_choice.py",
+        "max(self._speed.answer or 0.0, unanswered)",
+        "(self._speed.answer or 0.0)",
+        ASKING + "test_nobody_waits_for_a_store_that_owes_an_answer",
+    ),
+    Mutant(
         "waits-for-late-answers",
         STORE_TIER + "/asking/load_choice.py",
-        "return self._speed.answer <= _QUESTION_SHARE * chunks * limit.chunk_seconds",
+        "return max(self._speed.answer or 0.0, unanswered) <= _QUESTION_SHARE * chunks * limit.chunk_seconds",
         "return True",
         ASKING + "test_nobody_waits_for_an_answer_that_takes_longer_than_a_tenth_of_the_computing",
     ),

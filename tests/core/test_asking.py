@@ -167,6 +167,22 @@ def tier():
     return bench
 
 
+def test_nobody_waits_for_a_store_that_owes_an_answer(tier):
+    """Also if it has never given one: it may hang from the start."""
+    limit = LoadLimit(chunk_seconds=1.0, wait=2.0)
+    tier.tier.request_lookup(PATH[5:])
+    tier.tier.poll()
+    tier.now = 0.2
+    assert tier.tier.worth_asking(3, limit), "a tenth of the time that computing takes"
+    tier.now = 0.4
+    assert not tier.tier.worth_asking(3, limit)
+    assert tier.tier.worth_asking(5, limit), "for so much it is worth it"
+    tier.shelf.contains = lambda keys: [False] * len(keys)
+    tier.settle()
+    tier.tier._reads._speed.answer = None
+    assert tier.tier.worth_asking(3, limit), "it has answered"
+
+
 def test_a_damaged_frame_is_not_asked_for_again_and_is_replaced(tier):
     good = tier.shelf.frames[PATH[0]]
     tier.shelf.frames[PATH[0]] = good[:4096] + bytes([good[4096] ^ 1]) + good[4097:]

@@ -169,6 +169,6 @@ def test_no_probe_queues_behind_another(chooser):
 
 
 def test_a_question_is_worth_waiting_for_if_it_is_a_small_part_of_the_computing(chooser):
-    assert chooser.worth_asking(10, LoadLimit(0.01, 1.0))
-    assert not chooser.worth_asking(9, LoadLimit(0.01, 1.0))
-    assert chooser.worth_asking(1, None)
+    assert chooser.worth_asking(10, 0.0, LoadLimit(0.01, 1.0))
+    assert not chooser.worth_asking(9, 0.0, LoadLimit(0.01, 1.0))
+    assert chooser.worth_asking(1, 0.0, None)

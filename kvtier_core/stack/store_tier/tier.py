@@ -155,7 +155,7 @@ class StoreTier:
 
     def worth_asking(self, chunks: int, limit: LoadLimit | None) -> bool:
         """Should a request wait until the store has answered whether it has these chunks?"""
-        return self._chooser.worth_asking(chunks, limit)
+        return self._chooser.worth_asking(chunks, self._lookups.unanswered, limit)
 
     def is_asked(self, key: ChunkKey) -> bool:
         """Has the store not yet answered whether it has this key?"""

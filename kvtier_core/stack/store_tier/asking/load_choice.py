@@ -49,11 +49,14 @@ class LoadChooser:
         declined = Declined(self._tier, chunks, needed, chunks * limit.chunk_seconds)
         return LoadChoice(0, declined)
 
-    def worth_asking(self, chunks: int, limit: LoadLimit | None) -> bool:
-        """Should a request wait until the store has answered whether it has these chunks?"""
-        if limit is None or self._speed.answer is None:
+    def worth_asking(self, chunks: int, unanswered: float, limit: LoadLimit | None) -> bool:
+        """Should a request wait until the store has answered whether it has these chunks?
+
+        The oldest question that it has not answered yet was put ``unanswered`` seconds ago.
+        """
+        if limit is None:
             return True
-        return self._speed.answer <= _QUESTION_SHARE * chunks * limit.chunk_seconds
+        return max(self._speed.answer or 0.0, unanswered) <= _QUESTION_SHARE * chunks * limit.chunk_seconds
 
     def probe(self, chunks: int, nbytes: int, queued_nbytes: int) -> int:
         """How many declined chunks to load all the same, while nobody waits, to see how fast the store is by now."""

@@ -21,6 +21,12 @@ class Lookups(StoreCalls):
         self.queue = LookupQueue(parts.clock)
         self._speed = speed
         self._found: list[ChunkKey] = []
+        self._begun: list[float] = []  # when each call was made that has not returned
+
+    @property
+    def unanswered(self) -> float:
+        """Seconds since the oldest question was put that the store has not answered; 0 if there is none."""
+        return self._clock() - min(self._begun) if self._begun else 0.0
 
     def request(self, path: Sequence[ChunkKey], start: int) -> int:
         """How many keys from ``start`` on the store may have. `start` asks for those that are not asked for already."""
@@ -47,8 +53,10 @@ class Lookups(StoreCalls):
         self._in_use.begin(keys, Use.READING)
         self._health.begin(self._health.reads)
         begun = self._clock()
+        self._begun.append(begun)
 
         def answered(outcome: Outcome) -> None:
+            self._begun.remove(begun)
             # That there is no answer takes its time, too: nobody should wait for that again and again.
             call = outcome.value or Timed([False] * len(keys), self._clock(), begun)
             self._speed.answered(call.ended - begun)
