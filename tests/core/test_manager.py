@@ -12,6 +12,7 @@ from kvtier_core.policies.lru import Lru
 from kvtier_core.stack import write_through
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.stack.lookup.leases import Lease
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.testing.machine import LAYOUT, NAMESPACE, Shelf, Slots, payload
@@ -416,6 +417,25 @@ def test_promotion_goes_as_far_as_there_is_room(bench):
     bench.look(OURS)
     bench.settle()
     assert bench.look(OURS)[:2] == [READY] * 2, "the root first"
+
+
+def test_what_arrives_is_nothing_to_those_who_wait_for_something_else(bench):
+    """Of a thousand requests that wait each arrival costs those that wait for it."""
+
+    class Untouched(set):
+        def __contains__(self, key):
+            raise AssertionError("asked about a chunk that it does not wait for")
+
+    bench.store(OURS)
+    bench.store(THEIRS)
+    assert bench.look(OURS, keep="reader") == [PENDING] * 4
+    leases = bench.manager._leases
+    leases._by_holder["another"] = Lease(awaited=Untouched([KEYS[8]]))
+    bench.settle()
+    assert not leases._by_holder["reader"].awaited and not leases._waiting
+    del leases._by_holder["another"]
+    assert bench.look(OURS, keep="reader") == [READY] * 4
+    bench.manager.release("reader")
 
 
 def test_a_promotion_beyond_what_may_be_in_flight_waits():

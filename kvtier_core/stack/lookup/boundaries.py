@@ -82,7 +82,7 @@ class BoundarySearch(Search):
         later = ready + below.chunks
         needed = [*sought.needed(ready), *sought.needed(later)]
         self._leases.pin([key for key in dict.fromkeys(needed) if self._is_ready(key)], lease, holder)
-        lease.awaited.update(key for key in needed if not self._is_ready(key))
+        self._leases.expect((key for key in needed if not self._is_ready(key)), lease, holder)
         self._leases.drop_if_empty(holder)
         places = sorted(sought.needed(ready).items(), key=lambda item: item[1])
         keys = [key for key, _ in places]

@@ -31,7 +31,7 @@ class ChainSearch(Search):
             else:
                 below = self._request(path, at, limit, salt)
                 run, awaited = below.chunks, awaited or below.tier
-                lease.awaited.update(path[at : at + run])
+                self._leases.expect(path[at : at + run], lease, holder)
             if not run:
                 break
             at += run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 import attrs
@@ -52,6 +52,7 @@ class Leases:
         self._arenas = arenas
         self._tiers = tiers
         self._by_holder: dict[str, Lease] = {}
+        self._waiting: dict[ChunkKey, dict[str, None]] = {}  # the holders that await a chunk, the first of them first
         self.promoted_from: dict[ChunkKey, str] = {}  #: READY chunks that no request has used since their promotion
 
     def of(self, path: Sequence[ChunkKey], holder: str) -> Lease:
@@ -62,7 +63,7 @@ class Leases:
             lease = None
         if lease is None:
             lease = self._by_holder[holder] = Lease()
-        lease.awaited.clear()
+        self._await_no_more(lease, holder)
         return lease
 
     def _holds_for(self, lease: Lease, path: Sequence[ChunkKey]) -> bool:
@@ -80,6 +81,7 @@ class Leases:
     def release(self, holder: str) -> None:
         """Unpin all that is pinned for a holder, and let go of its frames."""
         if lease := self._by_holder.pop(holder, None):
+            self._await_no_more(lease, holder)
             slots = list(lease.pinned())
             for arena in self._arenas:
                 arena.unpin([slot for slot in slots if slot.arena == arena.number], holder)
@@ -117,13 +119,23 @@ class Leases:
             _lead(lease, held)
         return len(held)
 
+    def expect(self, keys: Iterable[ChunkKey], lease: Lease, holder: str) -> None:
+        """These chunks are on their way: pin them for the holder when they arrive."""
+        for key in keys:
+            lease.awaited.add(key)
+            self._waiting.setdefault(key, {})[holder] = None
+
     def arrived(self, keys: Sequence[ChunkKey], tier: str) -> None:
         """Chunks were promoted from a tier: pin them for those who wait for them."""
         self.promoted_from.update(dict.fromkeys(keys, tier))
-        for holder, lease in self._by_holder.items():
-            if awaited := [key for key in keys if key in lease.awaited]:
-                self.pin(awaited, lease, holder)
-                lease.awaited.difference_update(awaited)
+        awaited: dict[str, list[ChunkKey]] = {}
+        for key in keys:
+            for holder in self._waiting.pop(key, ()):
+                awaited.setdefault(holder, []).append(key)
+        for holder, here in awaited.items():
+            lease = self._by_holder[holder]
+            lease.awaited.difference_update(here)
+            self.pin(here, lease, holder)
 
     def evicted(self, keys: Sequence[ChunkKey]) -> None:
         """These chunks are no longer in the hottest arena."""
@@ -135,7 +147,16 @@ class Leases:
         for lease in self._by_holder.values():
             lease.awaited.clear()
             lease.valid = False
+        self._waiting.clear()
         self.promoted_from.clear()
+
+    def _await_no_more(self, lease: Lease, holder: str) -> None:
+        for key in lease.awaited:
+            holders = self._waiting[key]
+            del holders[holder]
+            if not holders:
+                del self._waiting[key]
+        lease.awaited.clear()
 
     def _by_arena(self, keys: Sequence[ChunkKey]) -> dict[Arena, Sequence[ChunkKey]]:
         """READY chunks, by the hottest arena that has each."""
