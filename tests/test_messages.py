@@ -21,6 +21,9 @@ FILES = sorted(
     if "testing" not in file.relative_to(ROOT).parts
 )
 
+#: Where nobody may read log lines as data.
+ROOMS = ("kvtier_core", "plugins", "tests", "benchmarks", "examples", "docs/building")
+
 #: What is handed to one of these, an operator reads: problems, errors, refusals, reasons, advice.
 SPEAKERS = {
     *("Problem", "problem", "wrong", "_wrong", "failed", "Unavailable", "BackendError", "StoreFull", "Gone", "NoFile"),
@@ -102,6 +105,21 @@ def listing() -> str:
 
 def test_the_list_has_every_sentence_and_no_other():
     assert listing() == LIST.read_text(), "look at each change, then run: python tests/test_messages.py"
+
+
+#: What takes a hit line apart. `kvtier explain --json` has the same as data, and an observer has the events.
+CUTS_A_HIT_LINE = re.compile(
+    r"\b(split|partition|rpartition|match|fullmatch|search|sub|findall|finditer|compile)\([^)]*\b(hit|waited) "
+)
+
+
+def test_no_code_cuts_the_hit_lines_of_the_log():
+    files = [file for room in ROOMS for file in (ROOT / room).rglob("*.py") if "build" not in file.parts]
+    assert len(files) > 300
+    cut = [
+        (str(file), line) for file in files for line in file.read_text().splitlines() if CUTS_A_HIT_LINE.search(line)
+    ]
+    assert cut == []
 
 
 def test_nothing_is_logged_in_two_places():

@@ -48,13 +48,13 @@ def host(stack):
 
 @pytest.fixture
 def said(caplog):
-    """``said()`` is what was logged about hits since it was called last, without the ids of the requests."""
+    """``said()`` are the hit lines since it was called last."""
     caplog.set_level("INFO", logger="vllm.kvtier")
 
     def lines():
         found = [record.getMessage() for record in caplog.records]
         caplog.clear()
-        return [line.split(": ", 2)[2] for line in found if ": hit " in line]
+        return [line for line in found if ": hit " in line]
 
     return lines
 
@@ -67,7 +67,7 @@ def stored(host):
 def test_a_prompt_is_stored_and_then_loaded(host, said):
     served, asked = host(), prompt(1, 4 * CHUNK + 3)
     assert (served.ask("first", asked), served.ask("second", asked)) == (0, 4 * CHUNK)
-    assert said() == ["hit 0 of 35 tokens: not stored", "hit 32 of 35 tokens: heap 32"]
+    assert said() == ["kvtier: first: hit 0 of 35 tokens: not stored", "kvtier: second: hit 32 of 35 tokens: heap 32"]
     assert served.ask("third", prompt(2, 50, asked[: 2 * CHUNK + 1])) == 2 * CHUNK
     served.assert_at_rest()
 
@@ -83,7 +83,7 @@ def test_a_prompt_comes_up_from_the_tier_below(stack, said):
     second.run(request)
     assert request.offered == 4 * CHUNK
     assert second.side.sources("second") == {}, "it has finished"
-    assert said()[-1] == "hit 32 of 35 tokens: disk 32"
+    assert said()[-1] == "kvtier: second: hit 32 of 35 tokens: disk 32"
     second.assert_at_rest()
     second.close()
 
@@ -101,7 +101,7 @@ def test_a_request_waits_for_a_tier_no_longer_than_it_may(stack, said):
         answers.append(second.side.match(request.view(), 0))
     assert answers == [None, None, 0]
     second.side.admitted(request.view(), [[0, 1, 2, 3]], 0)
-    assert said()[-1] == "hit 0 of 16 tokens: it was not promoted within 2s"
+    assert said()[-1] == "kvtier: second: hit 0 of 16 tokens: it was not promoted within 2s"
     second.side.finished(request.view(), "abort")
     second.close()
 
@@ -116,7 +116,7 @@ def test_only_what_the_engine_does_not_have_is_loaded(host, said):
     served.side.admitted(request.view(), [blocks], 3 * CHUNK - BLOCK)
     ((_, load),) = served.side.plan(Step([], [], {}.get)).loads
     assert load.pages == (((NO_BLOCK, 33),), ((34, 35),), ((36, 37),))
-    assert said()[-1] == "hit 20 of 32 tokens (the engine had 12): heap 24"
+    assert said()[-1] == "kvtier: third: hit 20 of 32 tokens (the engine had 12): heap 24"
     assert served.side.sources("third") == {"heap": 20}
     served.side.progress(StepResult(ended_loads=["third"]))
     served.side.finished(request.view(), "abort")
@@ -254,7 +254,10 @@ def test_a_failed_load_is_computed_and_not_tried_again(host, said):
     request = served.submit("second", asked)
     served.run(request)
     assert request.offered == 0
-    assert said() == ["hit 24 of 24 tokens: heap 24", "hit 0 of 24 tokens: its load failed"]
+    assert said() == [
+        "kvtier: second: hit 24 of 24 tokens: heap 24",
+        "kvtier: second: hit 0 of 24 tokens: its load failed",
+    ]
     assert served.ask("third", asked) == 3 * CHUNK
     served.assert_at_rest()
 
@@ -277,7 +280,7 @@ def test_an_item_counts_in_each_chunk_that_it_touches():
 def test_a_request_that_cannot_be_identified_is_bypassed(host, said):
     served, asked = host(), prompt(1, 3 * CHUNK)
     assert served.ask("first", asked, identity=Bypass("who knows?")) == 0
-    assert said() == ["hit 0 of 24 tokens: who knows?"]
+    assert said() == ["kvtier: first: hit 0 of 24 tokens: who knows?"]
     assert stored(served) == 0
     served.assert_at_rest()
 
@@ -297,14 +300,14 @@ def test_a_bypass_that_comes_later_keeps_nothing_more(host, said):
     served.side.bypass("third", Bypass("its image is another's"))
     said()
     served.run(request)
-    assert said() == ["hit 0 of 48 tokens: its image is another's"]
+    assert said() == ["kvtier: third: hit 0 of 48 tokens: its image is another's"]
 
 
 def test_a_request_that_wants_no_cached_prefix_is_stored_all_the_same(host, said):
     served, asked = host(), prompt(1, 3 * CHUNK)
     assert served.ask("first", asked, reads_cache=False) == 0
     assert served.ask("second", asked, reads_cache=False) == 0
-    assert said()[-1] == "hit 0 of 24 tokens: it asked not to read cached prefixes"
+    assert said()[-1] == "kvtier: second: hit 0 of 24 tokens: it asked not to read cached prefixes"
     assert served.ask("third", asked) == 3 * CHUNK
 
 
@@ -319,7 +322,7 @@ def test_a_role_is_kept_to(stack, said, loads, stores):
     served.ask("third", prompt(2, 3 * CHUNK))
     assert stored(served) == (3 if loads else 6)
     if not loads:
-        assert said()[-1] == "hit 0 of 24 tokens: this engine is configured to store only"
+        assert said()[-1] == "kvtier: third: hit 0 of 24 tokens: this engine is configured to store only"
     served.close()
 
 
@@ -388,7 +391,7 @@ def test_but_no_longer_than_they_may(host, said):
     now[0] = 2.0
     served.run(waiting)
     assert waiting.offered == 0
-    assert said()[-1] == "hit 0 of 24 tokens: the self-test is not over"
+    assert said()[-1] == "kvtier: second: hit 0 of 24 tokens: the self-test is not over"
 
 
 def test_a_failed_self_test_ends_it_all(host, said, caplog):
@@ -398,7 +401,7 @@ def test_a_failed_self_test_ends_it_all(host, said, caplog):
         served.step()
         assert served.ask(request_id, asked) == 0
     why = "the self-test failed: rank 1: arena heap: a load did not restore block 3 of layer a"
-    assert said()[-1] == f"hit 0 of 24 tokens: {why}"
+    assert said()[-1] == f"kvtier: second: hit 0 of 24 tokens: {why}"
     assert stored(served) == 0
     served.assert_at_rest()
 
@@ -419,7 +422,7 @@ def test_a_new_epoch_finds_nothing_of_the_old_one(host, said):
     assert stored(served) == 0, "what it computed stands on what was there before"
     said()
     assert served.ask("second", asked) == 0
-    assert said() == ["hit 0 of 48 tokens: not stored"]
+    assert said() == ["kvtier: second: hit 0 of 48 tokens: not stored"]
     assert served.ask("third", asked) == 6 * CHUNK
     served.assert_at_rest()
 
@@ -451,7 +454,7 @@ def test_what_workers_notice_of_their_weights_opens_one_epoch(host, said):
     assert stored(served) == 0
     said()
     assert served.ask("second", asked) == 0
-    assert said() == ["hit 0 of 48 tokens: not stored"]
+    assert said() == ["kvtier: second: hit 0 of 48 tokens: not stored"]
     assert served.ask("third", asked) == 6 * CHUNK
     served.assert_at_rest()
 
@@ -463,7 +466,8 @@ def test_nothing_is_promised_or_reserved_when_a_worker_says_that_it_is_off(host,
     before = served.manager.usage()
     said()
     assert served.ask("second", asked) == served.ask("third", prompt(2, 6 * CHUNK)) == 0
-    assert said() == ["hit 0 of 48 tokens: rank 0 failed; see its log"] * 2
+    why = "hit 0 of 48 tokens: rank 0 failed; see its log"
+    assert said() == [f"kvtier: second: {why}", f"kvtier: third: {why}"]
     assert served.manager.usage() == before
     served.assert_at_rest()
 
@@ -493,7 +497,7 @@ def test_a_preempted_request_comes_back_with_what_it_had(host, said):
     served.ask("other", prompt(2, 6 * CHUNK))
     served.run(request)
     assert request.offered == 3 * CHUNK
-    assert "hit 24 of 26 tokens: heap 24" in said()
+    assert "kvtier: first: hit 24 of 26 tokens: heap 24" in said()
     served.assert_at_rest()
 
 

@@ -254,8 +254,8 @@ def test_a_slow_store_is_declined_and_the_line_has_both_numbers(served, said):  
     computes(host, CHUNK / 0.1)
     delivers(host, FRAME / 0.2)
     assert host.ask("second", ASKED) == 0
-    (line,) = said()[-1:]
-    assert line == "hit 0 of 35 tokens: disk has 4 more chunks: 0.800 s to load them, 0.400 s to compute them"
+    why = "disk has 4 more chunks: 0.800 s to load them, 0.400 s to compute them"
+    assert said()[-1] == f"kvtier: second: hit 0 of 35 tokens: {why}"
     assert host.side.savings.by_tier["disk"].declined == CHUNKS * CHUNK
 
 
@@ -281,7 +281,7 @@ def test_a_declined_store_is_probed_and_taken_again(served, said):  # noqa: F811
     tier._reads._speed.rate = FRAME / 1e-3
     host.manager._arenas[0].make_room(32)
     assert host.ask("third", ASKED) == CHUNKS * CHUNK
-    assert said()[-1].startswith("hit 32 of 35 tokens: disk 32")
+    assert said()[-1].startswith("kvtier: third: hit 32 of 35 tokens: disk 32")
 
 
 def test_waiting_and_computing_are_told_with_a_hit(served, said):  # noqa: F811
@@ -292,7 +292,7 @@ def test_waiting_and_computing_are_told_with_a_hit(served, said):  # noqa: F811
     assert host.side.match(request.view(), 0) is None
     clock.now = 0.25
     host.run(request)
-    assert said()[-1] == "hit 32 of 35 tokens: disk 32; waited 0.250 s, computing takes 0.400 s"
+    assert said()[-1] == "kvtier: second: hit 32 of 35 tokens: disk 32; waited 0.250 s, computing takes 0.400 s"
     assert host.side.savings.by_tier["disk"] == TierSavings(32, 0, pytest.approx(0.4), pytest.approx(0.25))
 
 
@@ -307,7 +307,7 @@ def test_the_engines_own_queue_is_not_waiting(served, said):  # noqa: F811
     for clock.now in (0.25, 0.5, 30.0):
         assert host.side.match(request.view(), 0) == CHUNKS * CHUNK
     host.run(request)
-    assert said()[-1] == "hit 32 of 35 tokens: disk 32; waited 0.250 s, computing takes 0.400 s"
+    assert said()[-1] == "kvtier: second: hit 32 of 35 tokens: disk 32; waited 0.250 s, computing takes 0.400 s"
     assert host.side.savings.by_tier["disk"].net == pytest.approx(0.15)
 
 
@@ -415,4 +415,4 @@ def test_what_arrives_is_brought_up_while_it_waits_in_the_queue(served, said):  
     host.side.drain(10.0)
     assert host.side.match(request.view(), 0) == CHUNKS * CHUNK
     host.run(request)
-    assert said()[-1] == "hit 32 of 35 tokens: disk 32"
+    assert said()[-1] == "kvtier: second: hit 32 of 35 tokens: disk 32"

@@ -10,13 +10,15 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 from fork_server import ForkServer
+
+from kvtier_core.cli import engines
 
 # Read by vLLM when it is imported. What is set already is so on purpose: test_processes sets some.
 _ENVIRONMENT = {
@@ -50,6 +52,42 @@ class Answer:
         return max(abs(a - b) for a, b in zip(self.logprobs, other.logprobs, strict=True))
 
 
+@attrs.frozen
+class Outcome:
+    """What became of a request, as `kvtier explain --json` has it."""
+
+    tokens: int
+    loaded: int
+    engine_had: int
+    tiers: Mapping[str, int]
+    why: str  #: of a miss; that of a hit is the tiers, and how long it waited
+    waited: float = attrs.field(default=0.0, eq=False)  #: seconds
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Outcome:
+        facts = {field.name: told[field.name] for field in attrs.fields(cls)}
+        return cls(**facts | {"why": "" if told["loaded"] else told["why"]})
+
+
+def hit(tokens: int, *, engine_had: int = 0, **tiers: int) -> Outcome:
+    """So many tokens of a prompt came from these tiers."""
+    return Outcome(tokens, sum(tiers.values()), engine_had, tiers, "")
+
+
+def miss(tokens: int, why: str = "not stored") -> Outcome:
+    """Nothing of a prompt was loaded, and the engine had nothing."""
+    return Outcome(tokens, 0, 0, {}, why)
+
+
+#: More requests than any engine of these tests serves between two looks.
+MANY = 4096
+
+
+def told_by_engines() -> list[list[dict[str, Any]]]:
+    """What became of the requests of each engine that has its socket in the runtime folder, for `Outcome.of`."""
+    return [engines.ask(path, {"requests": MANY})["found"] for path in engines.found(None)]
+
+
 class Engine:
     """An LLM in this process, opened up for looking inside."""
 
@@ -75,6 +113,7 @@ class Engine:
         }
         defaults["kv_transfer_config"] = None if kvtier is None else transfer
         self.llm = LLM(str(model), **{**defaults, **options})
+        self._known = 0  # requests whose outcome was told before
 
     @property
     def scheduler(self):
@@ -119,6 +158,13 @@ class Engine:
             )
             for output in outputs
         ]
+
+    def outcomes(self) -> list[Outcome]:
+        """What became of each request since this was called last. One whose load failed is there twice."""
+        told = self.connector.side.status.recent(MANY)
+        assert len(told) < MANY, "the oldest may be forgotten"
+        fresh, self._known = told[self._known :], len(told)
+        return [Outcome.of(each) for each in fresh]
 
     def settle(self) -> None:
         """Let everything on its way down arrive. What the last step stored may be reported by the next one."""

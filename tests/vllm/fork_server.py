@@ -121,7 +121,7 @@ class ForkServer:
         """
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder, "log")
-            self.start(function, log, environment, **arguments)
+            self.start(function, log, {"XDG_RUNTIME_DIR": folder, **environment}, **arguments)
             deadline = time.monotonic() + _PATIENCE
             while not log.exists() or self.members():
                 if self._process.poll() is not None or time.monotonic() > deadline:

@@ -16,6 +16,9 @@ from typing import Any
 
 import attrs
 import httpx
+from conftest import MANY, Outcome
+
+from kvtier_core.cli import engines
 
 _PATIENCE = 240.0  # seconds for it to start, of which it takes some twenty when nothing else runs
 _FAREWELL = 40.0  # seconds for it to end
@@ -46,8 +49,8 @@ class Server:
     """A running server."""
 
     client: httpx.Client
-    log: Path  #: what all of its processes wrote
-    _read: int = 0  #: how many of the log's hits were told before
+    status: Path  #: the socket of its engine
+    _known: int = 0  #: requests whose outcome was told before
 
     def complete(self, prompt: Sequence[int], **options: Any) -> Completion:
         """A greedy completion of four tokens."""
@@ -68,11 +71,11 @@ class Server:
         lines = [line.split() for line in self.get("/metrics").text.splitlines()]
         return sum(float(words[1]) for words in lines if words[0].partition("{")[0] == name)
 
-    def hits(self) -> list[str]:
-        """What kvtier said of each request since it was asked last, without the times behind it."""
-        told = [line.split(": hit ")[1] for line in self.log.read_text().splitlines() if ": hit " in line]
-        fresh, self._read = told[self._read :], len(told)
-        return [f"hit {line.partition('; waited ')[0]}" for line in fresh]
+    def outcomes(self) -> list[Outcome]:
+        """What became of each request since this was called last."""
+        told = engines.ask(self.status, {"requests": MANY})["found"]
+        fresh, self._known = told[self._known :], len(told)
+        return [Outcome.of(each) for each in fresh]
 
 
 @contextlib.contextmanager
@@ -94,6 +97,7 @@ def serving(folder: Path, model: Path, stack: Mapping[str, Any], *options: str) 
         "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)]),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_SERVER_DEV_MODE": "1",
+        "XDG_RUNTIME_DIR": str(folder),
         "TORCHDYNAMO_DISABLE": "1",
     }
     log = folder / "log"
@@ -104,7 +108,8 @@ def serving(folder: Path, model: Path, stack: Mapping[str, Any], *options: str) 
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
             _wait(process, client, log)
-            yield Server(client, log)
+            (status,) = folder.glob("kvtier/status-*.sock")
+            yield Server(client, status)
     finally:
         process.send_signal(signal.SIGTERM)
         try:

@@ -7,8 +7,8 @@ import re
 import threading
 
 import pytest
-from conftest import CHUNK, Engine, cpu_and_disk, prompt
-from test_serving import NOISE, hits
+from conftest import CHUNK, Engine, Outcome, cpu_and_disk, hit, miss, prompt
+from test_serving import NOISE
 
 from kvtier_core.errors import BackendError
 from kvtier_core.testing import Fault, FaultyBackend, always, every
@@ -24,7 +24,7 @@ INFLIGHT = 4  # frames, where a disk hangs
 
 #: Six chunks each, and a bit.
 PROMPTS = KEPT, *FRESH = [prompt(300 + i, 400) for i in range(8)]
-FROM_DISK, FROM_MEMORY = "hit 384 of 400 tokens: disk 384", "hit 384 of 400 tokens: cpu 384"
+FROM_DISK, FROM_MEMORY = hit(400, disk=384), hit(400, cpu=384)
 
 
 def stack(*folders, load_wait="10s", **options):
@@ -69,6 +69,9 @@ class Served:
             assert answer.differs(self._truth[tuple(asked)]) < NOISE
         return [answer.cached for answer in answers]
 
+    def outcomes(self):
+        return self.engine.outcomes()
+
     def keys(self, prompt):
         """Of the prompt's chunks."""
         return self.engine.connector.config.token_database.open(self.side.namespace, CHUNK).keys(prompt)
@@ -97,9 +100,9 @@ class Served:
         for _ in range(4):  # one request finds out what is lost, the next stores it; of two parts, one after the other
             self.ask(KEPT)
             self.crowd_out()
-        said()
+        self.outcomes()
         assert self.ask(KEPT) == [384]
-        assert hits(said()) == [FROM_DISK]
+        assert self.outcomes() == [FROM_DISK]
         self.crowd_out()
         self.engine.assert_at_rest()
 
@@ -202,9 +205,13 @@ class TestOneEngine:
             served.crowd_out()
         served.engine.assert_at_rest()
         told = said()
-        claimed = [int(re.match(r"hit (\d+)", hit)[1]) for hit in hits(told)]
+        outcomes = served.outcomes()
+        claimed = [outcome.loaded for outcome in outcomes]
         assert sorted(claimed) == sorted(cached), "a hit that was not had"
-        assert any(re.search(news, line) for line in told), "\n".join(told)
+        if isinstance(news, Outcome):
+            assert news in outcomes
+        else:
+            assert any(re.search(news, line) for line in told), "\n".join(told)
         served.keep(said)
 
     @pytest.mark.parametrize(("plan", "news"), CASES.values(), ids=CASES)
@@ -245,8 +252,9 @@ def test_when_every_disk_is_lost_memory_goes_on_and_nobody_asks_them_any_more(st
         calls = [len(disk.calls) for disk in served.disks]
         assert min(calls) > 0
 
+        served.outcomes()
         assert served.ask(KEPT) == [384]
-        assert hits(said()) == [FROM_MEMORY]
+        assert served.outcomes() == [FROM_MEMORY]
         for asked in FRESH:
             assert served.ask(asked, KEPT)[1] == 384
             served.engine.settle()
@@ -299,7 +307,7 @@ def passing_with_requests(served, monkeypatch):
 
 
 def test_a_disk_that_hangs_stalls_nobody(start, said, monkeypatch, tmp_path):
-    waited = "hit 0 of 400 tokens: it was not promoted within 0.2s"
+    waited = miss(400, "it was not promoted within 0.2s")
     with contextlib.ExitStack() as running:
         little = f"{INFLIGHT * FRAME}B"
         served = running.enter_context(start(stack(tmp_path, load_wait="200ms", inflight=little)))
@@ -310,23 +318,23 @@ def test_a_disk_that_hangs_stalls_nobody(start, said, monkeypatch, tmp_path):
             for asked in FRESH[:4]:
                 assert served.ask(asked) == [0]
                 assert served.ask(asked) == [384]
-                assert hits(said()) == ["hit 0 of 400 tokens: not stored", FROM_MEMORY]
+                assert served.outcomes() == [miss(400), FROM_MEMORY]
                 assert holds_little(served), "nothing hangs"
         served.keep(said)
 
         served.ask(FRESH[4])
-        said()
+        served.outcomes()
         with hanging(served, "contains"), monkeypatch.context() as patch:
             patch.setattr(served.disks[0], "shared", True)
             assert served.ask(FRESH[5], FRESH[4]) == [0, 384]
-            assert hits(said()) == [FROM_MEMORY, waited], "the second is served and finished while the first waits"
+            assert served.outcomes() == [FROM_MEMORY, waited], "the second is served and finished while the first waits"
         served.keep(said)
 
         served.ask(FRESH[4])
-        said()
+        served.outcomes()
         with hanging(served, "read"):
             assert served.ask(KEPT, FRESH[4]) == [0, 384]
-            assert hits(said()) == [FROM_MEMORY, waited]
+            assert served.outcomes() == [FROM_MEMORY, waited]
             assert holds_little(served), "nothing hangs"
             assert served.ask(FRESH[6]) == [0]
             assert served.ask(FRESH[6]) == [384]
@@ -346,7 +354,7 @@ def test_a_real_disk_that_is_full_and_then_broken(start, said, tmp_path):
         told = said()
         assert any("io_error: 6 chunks: StoreFull: " in line and "0B free" in line for line in told), "\n".join(told)
         assert not any("breaker_open" in line for line in told), "a full disk is not broken"
-        assert hits(told)[-1] == FROM_DISK, "a full disk can be read"
+        assert served.outcomes()[-1] == FROM_DISK, "a full disk can be read"
         served.crowd_out()
         disk.make_room()
         served.keep(said)
@@ -361,8 +369,9 @@ def test_a_real_disk_that_is_full_and_then_broken(start, said, tmp_path):
         served.crowd_out()
         disk.heal()
         served.recover()
+        served.outcomes()
         assert served.ask(KEPT) == [384]
-        assert hits(said()) == [FROM_DISK], "what was there before is there again"
+        assert served.outcomes() == [FROM_DISK], "what was there before is there again"
         served.keep(said)
 
 

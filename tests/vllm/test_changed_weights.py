@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Engine, cpu, cpu_and_disk, prompt
+from conftest import Engine, cpu, cpu_and_disk, hit, prompt
 from test_processes import largest_difference
-from test_serving import NOISE, forget, hits
+from test_serving import NOISE, forget
 
 ASKED, ANOTHER = prompt(130, 530), prompt(131, 530)
 
@@ -194,13 +194,13 @@ def test_what_others_find_in_a_shared_store_is_of_their_weights(engine, other, t
     assert max(a.differs(b) for a, b in zip(beside, truth, strict=True)) < NOISE
 
 
-def test_a_call_that_leaves_the_weights_alone_keeps_what_is_stored(engine, said):
+def test_a_call_that_leaves_the_weights_alone_keeps_what_is_stored(engine):
     with engine(cpu()) as served:
         served.ask(ASKED)
         served.llm.collective_rpc("get_model_inspection")
-        said()
+        served.outcomes()
         served.ask(ASKED)
-        assert hits(said()) == ["hit 512 of 530 tokens: cpu 512"]
+        assert served.outcomes() == [hit(530, cpu=512)]
 
 
 def test_a_trainer_that_resets_kvtier_opens_one_epoch(engine, said):

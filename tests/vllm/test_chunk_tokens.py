@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from conftest import BLOCK, Engine, cpu_and_disk, prompt
+from conftest import BLOCK, Engine, cpu_and_disk, hit, miss, prompt
 from test_processes import ASKED, largest_difference, run
-from test_serving import NOISE, forget, hits
+from test_serving import NOISE, forget
 
 #: KV of a token: layers, keys and values, heads, head size, float32.
 TOKEN_NBYTES = 8 * 2 * 2 * 64 * 4
@@ -40,18 +40,17 @@ def test_an_engine_finds_its_size_of_chunks_and_hits_in_it(engine, said, deep, s
     with engine(stack, model=deep, enable_prefix_caching=True) as served:
         assert FOUND in said()
         served.ask(prompt(101, 127))
-        assert hits(said()) == ["hit 0 of 127 tokens: nothing left that fills a chunk of 128"]
+        assert served.outcomes() == [miss(127, "nothing left that fills a chunk of 128")]
         served.ask(asked[: 3 * 128 + 1])
         own = served.ask(asked)[0]
         forget(served)
-        said()
+        served.outcomes()
         warm = served.ask(asked)[0]
-        assert hits(said()) == ["hit 384 of 420 tokens: cpu 384"]
+        assert served.outcomes() == [hit(420, cpu=384)]
         served.assert_at_rest()
     with engine(stack, model=deep, enable_prefix_caching=True) as second:
-        said()
         again = second.ask(asked)[0]
-        assert hits(said()) == ["hit 384 of 420 tokens: disk 384"]
+        assert second.outcomes() == [hit(420, disk=384)]
     assert own.cached == warm.cached == again.cached == 384
     assert warm.differs(own) == again.differs(own) == 0
 
@@ -61,7 +60,7 @@ def test_two_ranks_find_what_one_would(fork_server, deep, stack):
     plain = Engine(deep, None)
     truth = plain.ask(*ASKED)
     plain.close()
-    (cold, warm), log = run(fork_server, deep, stack, tensor_parallel_size=2)
+    cold, warm, _, log = run(fork_server, deep, stack, tensor_parallel_size=2)
     assert FOUND in log
     assert "kvtier: self-test: every byte came back" in log
     assert [cached for *_, cached in cold] == [0, 0]

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import cpu, cpu_and_disk, prompt
+from conftest import Outcome, cpu, cpu_and_disk, hit, miss, prompt, told_by_engines
 from cpu_parallel import let_experts_exchange
 from test_serving import NOISE
 
@@ -54,8 +54,9 @@ async def _live(model: str, stack: dict, asked: list, options: dict) -> list:
         for tier in stack["tiers"]:
             if tier.get("shared"):
                 await _stored(Path(tier["path"]), prompts=len({seed for _, seed in asked[: turn + 1]}))
+    told = told_by_engines()
     engine.shutdown(timeout=20)
-    return said
+    return [said, told]
 
 
 async def _stored(folder: Path, prompts: int) -> None:
@@ -77,14 +78,15 @@ async def _ask(engine, replica: int, seed: int, request: str) -> tuple:
 
 
 def one_life(fork_server, model, stack, asked, **options):
-    """The answers of its replicas, and what they logged."""
+    """The answers of its replicas, the outcomes of each of them, in no order, and what they logged."""
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(["0", "1"] * options.get("tensor_parallel_size", 1)),
     }
     arguments = {"model": str(model), "stack": stack, "asked": asked, "options": options}
-    return fork_server.run("test_data_parallel:live", environment, **arguments)
+    (answers, told), log = fork_server.run("test_data_parallel:live", environment, **arguments)
+    return answers, [[Outcome.of(each) for each in of_one] for of_one in told], log
 
 
 def largest_difference(answers, truth):
@@ -104,7 +106,7 @@ def test_two_replicas_share_nothing_and_come_back_warm(engine, fork_server, mode
     with engine() as plain:
         truth = [plain.ask(each)[0] for each in asked] * 2
     turns = [(0, 80), (1, 81)] * 2
-    (cold, warm), logs = zip(*(one_life(fork_server, model, stack, turns) for _ in range(2)), strict=True)
+    (cold, warm), outcomes, logs = zip(*(one_life(fork_server, model, stack, turns) for _ in range(2)), strict=True)
 
     assert [cached for *_, cached in cold] == [0, 0, 512, 512]
     assert [cached for *_, cached in warm] == [512, 512, 512, 512]
@@ -114,7 +116,8 @@ def test_two_replicas_share_nothing_and_come_back_warm(engine, fork_server, mode
         for replica in (0, 1):
             assert f"data parallel: replica {replica} of 2; capacities are divided by 2" in log
         assert log.count("disk: 512MiB, ") == log.count("cpu: 32760KiB, ") == 2
-    assert [log.count("hit 512 of 530 tokens: disk 512") for log in logs] == [0, 2]
+    for source, of_each in zip((miss(530), hit(530, disk=512)), outcomes, strict=True):
+        assert of_each == [[source, hit(530, cpu=512)]] * 2
     assert logs[0].count("in all: disk: written 8") == 2  # given time to stop, an engine tells what it did
     kept = [sorted((tmp_path / f"replica-{replica}").rglob("*.kv")) for replica in (0, 1)]
     assert [len(files) for files in kept] == [8, 8]
@@ -132,9 +135,9 @@ def test_replicas_find_in_a_shared_store_what_another_one_stored(engine, fork_se
     with engine() as plain:
         truth = [plain.ask(prompt(seed, 530))[0] for seed in (80, 81)]
     turns = [(0, 80), (1, 80), (1, 81), (0, 81)]
-    answers, log = one_life(fork_server, model, shared(tmp_path), turns, tensor_parallel_size=ranks)
+    answers, outcomes, _ = one_life(fork_server, model, shared(tmp_path), turns, tensor_parallel_size=ranks)
     assert [cached for *_, cached in answers] == [0, 512, 0, 512]
-    assert log.count("hit 512 of 530 tokens: disk 512") == 2
+    assert [*outcomes[0], *outcomes[1]].count(hit(530, disk=512)) == 2
     assert largest_difference(answers, [truth[0], truth[0], truth[1], truth[1]]) < NOISE
 
 
@@ -164,9 +167,9 @@ def test_replicas_of_a_model_with_experts_do_the_same(engine, fork_server, exper
     with engine(model=experts) as plain:
         truth = [plain.ask(prompt(seed, 530))[0] for seed in (80, 81)]
     turns = [(0, 80), (1, 80), (1, 81), (0, 81)]
-    answers, log = one_life(fork_server, experts, shared(tmp_path), turns, **options)
+    answers, outcomes, log = one_life(fork_server, experts, shared(tmp_path), turns, **options)
     assert [cached for *_, cached in answers] == [0, 512, 0, 512]
-    assert log.count("hit 512 of 530 tokens: disk 512") == 2
+    assert [*outcomes[0], *outcomes[1]].count(hit(530, disk=512)) == 2
     assert largest_difference(answers, [truth[0], truth[0], truth[1], truth[1]]) < NOISE
     for replica in (0, 1):
         assert f"data parallel: replica {replica} of 2; capacities are divided by 2" in log

@@ -6,12 +6,12 @@ import time
 
 import httpx
 import pytest
-from conftest import BLOCK, cpu, prompt
+from conftest import BLOCK, cpu, hit, miss, prompt
 from http_server import Completion, serving
 from test_serving import NOISE
 
-FOUND = "hit 512 of 530 tokens: cpu 512"
-NOT_FOUND = "hit 0 of 530 tokens: not stored"
+FOUND = hit(530, cpu=512)
+NOT_FOUND = miss(530)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_a_reset_of_the_engines_cache_leaves_ours(server):
     cold = server.complete(asked)
     assert server.post("/reset_prefix_cache") == {"success": True}
     warm = server.complete(asked)
-    assert server.hits() == [NOT_FOUND, FOUND]
+    assert server.outcomes() == [NOT_FOUND, FOUND]
     assert (cold.cached, warm.cached) == (0, 512)
     assert differs(cold, warm) < NOISE
 
@@ -43,7 +43,7 @@ def test_a_reset_of_external_caches_forgets_what_is_stored(server):
     cold = server.complete(asked)
     assert server.post("/reset_prefix_cache", params={"reset_external": True}) == {"success": True}
     again = server.complete(asked)
-    assert server.hits() == [NOT_FOUND, NOT_FOUND]
+    assert server.outcomes() == [NOT_FOUND, NOT_FOUND]
     assert (cold.cached, again.cached) == (0, 0)
     assert differs(cold, again) == 0
 
@@ -58,7 +58,7 @@ def test_sleep_and_wake(server, level, then):
     assert server.post("/wake_up")["status"] == "awake"
     server.post("/reset_prefix_cache")
     again = server.complete(asked)
-    assert server.hits() == [NOT_FOUND, then]
+    assert server.outcomes() == [NOT_FOUND, then]
     assert differs(cold, again) < NOISE
 
 
@@ -74,7 +74,7 @@ def test_parameters_of_clients_change_no_answer(server, parameters):
     cold = server.complete(asked, kv_transfer_params=parameters)
     server.post("/reset_prefix_cache")
     warm = server.complete(asked, kv_transfer_params=parameters)
-    assert server.hits() == [NOT_FOUND, FOUND]
+    assert server.outcomes() == [NOT_FOUND, FOUND]
     assert differs(cold, warm) < NOISE
     assert cold.response["kv_transfer_params"] is warm.response["kv_transfer_params"] is None
 
@@ -89,7 +89,7 @@ def test_a_client_that_hangs_up(server):
         time.sleep(0.05)
     server.post("/reset_prefix_cache")
     assert server.complete(asked).cached == 512
-    assert server.hits() == [NOT_FOUND, FOUND]
+    assert server.outcomes() == [NOT_FOUND, FOUND]
 
 
 def test_what_was_loaded_is_among_the_metrics(server):

@@ -6,7 +6,6 @@ The oracle is the engine's own prefix hit of the same length, to the last bit.
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import attrs
 import pytest
 import tiny_hybrids
 from conftest import Engine, cpu, cpu_and_disk, prompt
-from test_serving import NOISE, forget, hits
+from test_serving import NOISE, forget
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import NO_BLOCK
@@ -67,11 +66,6 @@ LENGTH = 790
 
 def chunk_of(served: Engine) -> int:
     return served.connector.side._layout.tokens
-
-
-def loaded(lines: list[str]) -> list[int]:
-    """Of how many tokens each request found KV."""
-    return [int(re.match(r"hit (\d+)", hit)[1]) for hit in hits(lines)]
 
 
 def auto(**settings: Any) -> dict[str, Any]:
@@ -236,7 +230,7 @@ def test_without_the_engines_prefix_cache(engine, hybrid, said):
     assert warm.differs(truth) < NOISE
 
 
-def test_preempted_requests_continue(engine, float32, said):
+def test_preempted_requests_continue(engine, float32):
     from vllm import SamplingParams
 
     asked = [prompt(80 + i, 600) for i in range(3)]
@@ -249,12 +243,12 @@ def test_preempted_requests_continue(engine, float32, said):
             llm.add_request(f"{number}", {"prompt_token_ids": each}, sampling)
         for step in range(100):
             if step == 40:
-                said()
+                served.outcomes()
                 assert llm.reset_prefix_cache(reset_running_requests=True)
             answers |= {output.request_id: list(output.outputs[0].token_ids) for output in llm.step()}
         while llm.has_unfinished_requests():
             answers |= {output.request_id: list(output.outputs[0].token_ids) for output in llm.step()}
-        resumed = loaded(said())
+        resumed = [outcome.loaded for outcome in served.outcomes()]
         served.assert_at_rest()
     assert [answers[f"{number}"] for number in range(3)] == truth
     assert any(resumed)

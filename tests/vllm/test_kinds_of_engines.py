@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import cpu, cpu_and_disk, prompt
-from test_serving import NOISE, hits
+from conftest import cpu, cpu_and_disk, hit, miss, prompt
+from test_serving import NOISE
 from transformers import BertConfig, BertModel
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
@@ -23,7 +23,7 @@ def embedding(engine, asked=ASKED):
     return torch.tensor(output.outputs.embedding)
 
 
-def test_an_engine_that_embeds_is_served(engine, said, pooling):
+def test_an_engine_that_embeds_is_served(engine, pooling):
     """The last token's hidden state depends on the KV of all others."""
     with engine(**pooling) as plain:
         truth, other = embedding(plain), embedding(plain, [ASKED[0] + 1, *ASKED[1:]])
@@ -31,7 +31,7 @@ def test_an_engine_that_embeds_is_served(engine, said, pooling):
     with engine(cpu(), **pooling) as served:
         cold = embedding(served)
         warm = embedding(served)
-        assert hits(said()) == ["hit 0 of 530 tokens: not stored", "hit 512 of 530 tokens: cpu 512"]
+        assert served.outcomes() == [miss(530), hit(530, cpu=512)]
         served.assert_at_rest()
     assert (cold - truth).abs().max() == 0
     assert (warm - truth).abs().max() < NOISE
@@ -49,7 +49,7 @@ def test_a_model_of_transformers_is_served_and_counts_with_its_package(engine, s
     assert warm.differs(truth) < NOISE
 
 
-def test_embeddings_of_every_token_read_no_cache(engine, said, pooling):
+def test_embeddings_of_every_token_read_no_cache(engine, pooling):
     def every(engine):
         (output,) = engine.llm.encode([{"prompt_token_ids": ASKED}], pooling_task="token_embed", use_tqdm=False)
         return output.outputs.data
@@ -59,7 +59,7 @@ def test_embeddings_of_every_token_read_no_cache(engine, said, pooling):
         truth = every(plain)
     with engine(cpu(), **options) as served:
         answers = [every(served) for _ in range(2)]
-        assert hits(said()) == ["hit 0 of 530 tokens: it asked not to read cached prefixes"] * 2
+        assert served.outcomes() == [miss(530, "it asked not to read cached prefixes")] * 2
         served.assert_at_rest()
     assert len(truth) == 530
     assert all((answer - truth).abs().max() == 0 for answer in answers)
@@ -81,7 +81,8 @@ def test_an_engine_whose_prefixes_vllm_does_not_reuse_is_passed_by(engine, said,
     with engine(cpu(), **options) as passed:
         assert said()[-1] == f"kvtier: this engine is not served: {reason}"
         answers = [embedding(passed, asked) for _ in range(2)]
-        assert hits(said()) == [f"hit 0 of 500 tokens: {reason}"] * 2
+        lines = said()
+        assert len(lines) == 2 and all(line.endswith(f": hit 0 of 500 tokens: {reason}") for line in lines)
     assert all((answer - truth).abs().max() == 0 for answer in answers)
 
 
@@ -115,7 +116,7 @@ def test_logits_processors_of_the_engine_share_kv_with_engines_without_them(engi
     assert warm.differs(truth) < NOISE
 
 
-def test_priorities(engine, said):
+def test_priorities(engine):
     """What is urgent preempts what is not, in the middle of a chunk; what was computed for it is found again."""
     from vllm import SamplingParams
 
@@ -128,7 +129,7 @@ def test_priorities(engine, said):
         sampling = SamplingParams(temperature=0, max_tokens=70, detokenize=False, ignore_eos=True)
         prompts = [{"prompt_token_ids": each} for each in asked]
         outputs = served.llm.generate(prompts, sampling, priority=[3, 2, 1, 0], use_tqdm=False)
-        preempted = [hit for hit in hits(said()) if hit.startswith("hit 192 of 2")]
+        preempted = [outcome for outcome in served.outcomes() if outcome.loaded == 192 and outcome.tokens >= 200]
         assert preempted, "nobody was preempted, or nobody resumed"
         served.assert_at_rest()
     assert [tuple(output.outputs[0].token_ids) for output in outputs] == [answer.tokens for answer in truth]

@@ -8,8 +8,8 @@ from typing import Any
 
 import attrs
 import pytest
-from conftest import Engine, cpu, prompt
-from test_serving import NOISE, hits
+from conftest import Engine, cpu, hit, miss, prompt
+from test_serving import NOISE
 
 # vLLM passes xgrammar an argument that it no longer wants; as an error that would end the request.
 pytestmark = pytest.mark.filterwarnings("ignore:max_rollback_tokens is deprecated:DeprecationWarning")
@@ -94,14 +94,14 @@ def served(model, truth, with_words):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_hit_of_every_kind_is_answered_as_without_kvtier(served, truth, said, name):
+def test_a_hit_of_every_kind_is_answered_as_without_kvtier(served, truth, name):
     kind, asked = KINDS[name], prompt(200, PROMPT)
     assert served.connector.reset_cache()
-    said()
+    served.outcomes()
     cold, _ = sample(served, asked, kind)
-    assert hits(said())[0] == f"hit 0 of {PROMPT} tokens: not stored"
+    assert served.outcomes()[0] == miss(PROMPT)
     warm, cached = sample(served, asked, kind)
-    assert hits(said()) == [f"hit {HIT} of {PROMPT} tokens: cpu {HIT}"] * kind.samples
+    assert served.outcomes() == [hit(PROMPT, cpu=HIT)] * kind.samples
     served.assert_at_rest()
     assert cached == HIT
     assert len(truth[name]) == kind.samples
@@ -127,12 +127,12 @@ def test_a_stop_in_the_middle_of_a_chunk(served, by, length, kept):
     served.assert_at_rest()
 
 
-def test_log_probabilities_of_the_prompt_are_computed_and_their_kv_is_kept(served, model, said):
+def test_log_probabilities_of_the_prompt_are_computed_and_their_kv_is_kept(served, model):
     """vLLM has them only for tokens that it computes: such a request reads no cache."""
     asked = prompt(201, PROMPT)
-    said()
+    served.outcomes()
     first, second = of_prompt(served, asked), of_prompt(served, asked)
-    assert hits(said()) == [f"hit 0 of {PROMPT} tokens: it asked not to read cached prefixes"] * 2
+    assert served.outcomes() == [miss(PROMPT, "it asked not to read cached prefixes")] * 2
     assert len(first) == PROMPT - 1
     assert max(abs(a - b) for a, b in zip(first, second, strict=True)) == 0
     warm, cached = sample(served, asked, Kind({}))
@@ -151,17 +151,17 @@ def of_prompt(engine, asked):
     return [given[token].logprob for token, given in zip(asked[1:], output.prompt_logprobs[1:], strict=True)]
 
 
-def test_beam_search(served, said):
+def test_beam_search(served):
     """Each beam is a request of one more token, in every round: all of them find the prompt."""
     from vllm.sampling_params import BeamSearchParams
 
     asked, search = {"prompt_token_ids": prompt(202, PROMPT)}, BeamSearchParams(beam_width=3, max_tokens=4)
     assert served.connector.reset_cache()
-    said()
+    served.outcomes()
     cold, warm = (served.llm.beam_search([asked], search)[0].sequences for _ in range(2))
-    found = hits(said())
+    found = served.outcomes()
     assert len(found) == 2 * (1 + 3 * 3)
-    assert [hit for hit in found if not hit.startswith(f"hit {HIT} ")] == [f"hit 0 of {PROMPT} tokens: not stored"]
+    assert [outcome for outcome in found if outcome.loaded != HIT] == [miss(PROMPT)]
     assert [beam.tokens for beam in warm] == [beam.tokens for beam in cold]
     assert max(abs(a.cum_logprob - b.cum_logprob) for a, b in zip(cold, warm, strict=True)) < NOISE
     served.assert_at_rest()

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Engine, cpu, prompt
+from conftest import Engine, Outcome, cpu, hit, prompt, told_by_engines
 from test_serving import NOISE
 
 from kvtier_core.frames.format import header_of
@@ -65,7 +65,7 @@ def test_what_lands_is_bit_equal_to_the_engines_own_prefix_hit(engine, said, tmp
         warm = second.ask(ASKED)[0]
         second.assert_at_rest()
         lines = said()
-    assert any("hit 512 of 530 tokens: gds 512" in line for line in lines)
+        assert second.outcomes() == [hit(530, gds=512)]
     assert any("workers read it: if they can, mode: gds" in line for line in lines)
     assert len(landed) == len(set(landed)) == 2 * HITS // cpu()["chunk_tokens"], "each header, and each payload"
     assert warm.cached == HITS
@@ -161,8 +161,9 @@ def ask_in_processes(model, stack, options):
     (answer,) = engine.ask(ASKED)
     while engine.ask(ASKED)[0].cached != HITS:
         pass
+    told = told_by_engines()
     engine.llm.llm_engine.engine_core.shutdown()
-    return answer.tokens, answer.logprobs, answer.cached
+    return answer.tokens, answer.logprobs, answer.cached, told
 
 
 def damage_second_shards(folder):
@@ -189,7 +190,7 @@ def test_each_rank_reads_its_shard(fork_server, model, tmp_path):
     arguments = {"model": str(model), "stack": alone(tmp_path), "options": {"tensor_parallel_size": 2}}
     cold, _ = fork_server.run("test_landing:ask_in_processes", environment, **arguments)
     warm, log = fork_server.run("test_landing:ask_in_processes", environment, **arguments)
-    assert "hit 512 of 530 tokens: gds 512" in log and "read into: the host's memory" in log
+    assert Outcome.of(warm[3][0][0]) == hit(530, gds=512) and "read into: the host's memory" in log
     assert all(f"rank {rank}: gds: landing" in log for rank in range(2))
     assert (cold[0], cold[2], warm[2]) == (warm[0], 0, HITS)
     assert max(abs(a - b) for a, b in zip(cold[1], warm[1], strict=True)) < NOISE

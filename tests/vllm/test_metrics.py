@@ -72,7 +72,7 @@ def test_everything_is_counted_and_adds_up(engine, tmp_path):
             assert abs(told["kvtier_net_seconds_saved", tier] - net) < 1e-6
 
 
-def test_a_tier_that_is_slower_than_computing_is_declined_and_counted(engine, tmp_path, said):
+def test_a_tier_that_is_slower_than_computing_is_declined_and_counted(engine, tmp_path):
     asked = prompt(142, 1100)
     with engine(cpu_and_disk(tmp_path, load="auto")) as first:
         first.ask(asked)
@@ -80,10 +80,10 @@ def test_a_tier_that_is_slower_than_computing_is_declined_and_counted(engine, tm
         second.ask(prompt(143, 1100))
         (disk,) = second.manager._tiers
         disk._reads._speed.rate = 1e3  # bytes a second, as if reads had shown it
-        said()
+        second.outcomes()
         assert second.ask(asked)[0].cached == 0
-        (line,) = [line for line in said() if ": hit " in line]
-        assert "hit 0 of 1100 tokens: disk has 17 more chunks: " in line
+        (outcome,) = second.outcomes()
+        assert (outcome.loaded, outcome.tokens) == (0, 1100) and outcome.why.startswith("disk has 17 more chunks: ")
         told = shown()
         assert told["kvtier_bypass_tokens", "disk", "sooner computed than loaded"] == 1088
         assert parts(told, "disk") == (2200, 0, 1112, 1088)

@@ -4,45 +4,44 @@ from __future__ import annotations
 
 import json
 
-from conftest import cpu, cpu_and_disk, prompt
-from test_serving import forget, hits
+from conftest import cpu, cpu_and_disk, hit, prompt
+from test_serving import forget
 
 
-def hits_as_the_engines_own(engine, said, store, asked, options):
+def hits_as_the_engines_own(engine, store, asked, options):
     """From memory, and from disk in a new engine: bit-equal to the engine's own prefix hit."""
     with engine(cpu_and_disk(store), **options) as first:
         first.ask(asked)
         own = first.ask(asked)[0]
         forget(first)
-        said()
+        first.outcomes()
         warm = first.ask(asked)[0]
-        assert hits(said()) == ["hit 512 of 530 tokens: cpu 512"]
+        assert first.outcomes() == [hit(530, cpu=512)]
         first.assert_at_rest()
     with engine(cpu_and_disk(store), **options) as second:
-        said()
         again = second.ask(asked)[0]
-        assert hits(said()) == ["hit 512 of 530 tokens: disk 512"]
+        assert second.outcomes() == [hit(530, disk=512)]
     assert own.cached == warm.cached == again.cached == 512
     assert warm.differs(own) == again.differs(own) == 0
 
 
-def test_latent_attention(engine, said, tmp_path):
+def test_latent_attention(engine, tmp_path):
     """MLA: one page a layer, no heads. Its backend's own prefix hit is the only fair oracle."""
     import tiny_llama
 
     tiny_llama.make_mla(tmp_path / "model")
     asked = prompt(60, 530)
     options = {"model": tmp_path / "model", "dtype": "bfloat16", "enable_prefix_caching": True}
-    hits_as_the_engines_own(engine, said, tmp_path / "store", asked, options)
+    hits_as_the_engines_own(engine, tmp_path / "store", asked, options)
 
 
-def test_a_hybrid_model_whose_layers_all_keep_every_token(engine, said, tmp_path):
+def test_a_hybrid_model_whose_layers_all_keep_every_token(engine, tmp_path):
     import tiny_hybrids
 
     tiny_hybrids.make("gemma3", tmp_path / "model")
     asked = prompt(61, 530)
     options = {"model": tmp_path / "model", "disable_hybrid_kv_cache_manager": True, "enable_prefix_caching": True}
-    hits_as_the_engines_own(engine, said, tmp_path / "store", asked, options)
+    hits_as_the_engines_own(engine, tmp_path / "store", asked, options)
 
 
 def test_another_dtype_or_longest_sequence_is_another_namespace(engine, model, tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Engine, cpu_and_disk
+from conftest import Engine, Outcome, cpu_and_disk, hit, told_by_engines
 from cpu_parallel import let_stages_receive
 from test_processes import ASKED, largest_difference
 from test_serving import NOISE
@@ -19,8 +19,9 @@ def ask_in_stages(model: str, stack: dict, options: dict) -> list:
     let_stages_receive()
     engine = Engine(Path(model), stack, **options)
     rows = [engine.ask(*ASKED), engine.ask(*ASKED)]
+    told = told_by_engines()
     engine.llm.llm_engine.engine_core.shutdown()
-    return [[[a.tokens, a.logprobs, a.cached] for a in row] for row in rows]
+    return [*([[a.tokens, a.logprobs, a.cached] for a in row] for row in rows), told]
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +58,11 @@ def test_stages_keep_their_layers_and_reuse_them(engine, start, of_five_layers, 
     with engine(model=of_five_layers) as plain:
         truth = [(list(answer.tokens), answer.logprobs, 0) for answer in plain.ask(*ASKED)]
     ask = functools.partial(start, "ask_in_stages", of_five_layers, pipeline_parallel_size=2)
-    (cold, warm), log = ask(tensor_parallel_size=ranks)
-    (disk, _), again = ask(tensor_parallel_size=ranks)
+    (cold, warm, [told]), log = ask(tensor_parallel_size=ranks)
+    (disk, _, [again]), _ = ask(tensor_parallel_size=ranks)
     assert [[cached for *_, cached in each] for each in (cold, warm, disk)] == [[0, 0], [512, 512], [512, 512]]
-    assert log.count("hit 512 of 530 tokens: cpu 512") == again.count("hit 512 of 530 tokens: disk 512") == 2
+    assert [Outcome.of(each) for each in told[2:]] == [hit(530, cpu=512)] * 2
+    assert [Outcome.of(each) for each in again[:2]] == [hit(530, disk=512)] * 2
     for answers in (cold, warm, disk):
         assert largest_difference(answers, truth) < NOISE
     assert "frames of 324KiB" in log  # 5 layers of 2 heads of 64 tokens, keys and values of 64 numbers
@@ -73,9 +75,9 @@ def test_a_stage_may_have_no_layer_of_a_group(engine, start, tmp_path):
     tiny_hybrids.make("gemma3", tmp_path / "model")
     with engine(model=tmp_path / "model") as plain:
         truth = [(list(answer.tokens), answer.logprobs, 0) for answer in plain.ask(*ASKED)]
-    (cold, warm), log = start("ask_in_stages", tmp_path / "model", pipeline_parallel_size=2)
+    (cold, warm, [told]), _ = start("ask_in_stages", tmp_path / "model", pipeline_parallel_size=2)
     assert [[cached for *_, cached in each] for each in (cold, warm)] == [[0, 0], [512, 512]]
-    assert log.count("hit 512 of 530 tokens: cpu 512") == 2
+    assert [Outcome.of(each) for each in told[2:]] == [hit(530, cpu=512)] * 2
     assert max(largest_difference(answers, truth) for answers in (cold, warm)) < NOISE
 
 
@@ -87,9 +89,9 @@ def ask_and_compare(model: str, stack: dict, options: dict) -> list:
         if forgets:
             assert engine.llm.reset_prefix_cache()
         answers += engine.ask(ASKED[0])
-    held = engine.llm.collective_rpc("get_digests_of_pages")
+    held, told = engine.llm.collective_rpc("get_digests_of_pages"), told_by_engines()
     engine.llm.llm_engine.engine_core.shutdown()
-    return [[[a.tokens, a.logprobs, a.cached] for a in answers], held]
+    return [[[a.tokens, a.logprobs, a.cached] for a in answers], held, told]
 
 
 class LooksAtPages:
@@ -109,9 +111,9 @@ def test_the_latent_is_stored_once(start, tmp_path):
     tiny_llama.make_mla(tmp_path / "model")
     options = {"dtype": "bfloat16", "tensor_parallel_size": 2, "worker_extension_cls": "test_parallel.LooksAtPages"}
     start = functools.partial(start, "ask_and_compare", tmp_path / "model", **options)
-    ((cold, own, ours), held), log = start()
-    ((disk, *_), _), again = start()
+    ((cold, own, ours), held, [told]), log = start()
+    ((disk, *_), _, [again]), _ = start()
     assert held[0] == held[1] and len(set(held[0])) == 4
     assert [cold[2], own[2]] == [0, 512] and own == ours == disk
-    assert "hit 512 of 530 tokens: cpu 512" in log and "hit 512 of 530 tokens: disk 512" in again
+    assert (Outcome.of(told[-1]), Outcome.of(again[0])) == (hit(530, cpu=512), hit(530, disk=512))
     assert "frames of 292KiB" in log  # 4 layers, 64 tokens of 512 + 64 numbers, and a header

@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 
 import pytest
-from conftest import Engine, cpu_and_disk, prompt
+from conftest import Engine, Outcome, cpu_and_disk, hit, prompt, told_by_engines
 from test_serving import NOISE
 
 ASKED = prompt(80, 530), prompt(81, 530)
@@ -17,18 +17,21 @@ def ask_twice(model: str, stack: dict, options: dict) -> list:
     """In another process."""
     engine = Engine(Path(model), stack, **options)
     rows = [engine.ask(*ASKED), engine.ask(*ASKED)]
+    told = told_by_engines()
     engine.llm.llm_engine.engine_core.shutdown()
-    return [[[a.tokens, a.logprobs, a.cached] for a in row] for row in rows]
+    return [*([[a.tokens, a.logprobs, a.cached] for a in row] for row in rows), told]
 
 
 def run(fork_server, model, stack, environment=FORKED, **options):
-    """Answers of two passes over two prompts, by an engine with processes of its own, and what they logged."""
+    """Answers of two passes over two prompts, by an engine with processes of its own, outcomes, and their log."""
     environment = {
         **environment,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "0|1" if options.get("tensor_parallel_size") else "0",
     }
-    return fork_server.run("test_processes:ask_twice", environment, model=str(model), stack=stack, options=options)
+    arguments = {"model": str(model), "stack": stack, "options": options}
+    (cold, warm, [told]), log = fork_server.run("test_processes:ask_twice", environment, **arguments)
+    return cold, warm, [Outcome.of(each) for each in told], log
 
 
 def largest_difference(answers, truth):
@@ -63,16 +66,16 @@ def first(start):
 
 
 def test_the_default_mode_keeps_and_reuses(first, truth):
-    (cold, warm), log = first
+    cold, warm, outcomes, _ = first
     assert [cached for *_, cached in cold] == [0, 0]
     assert [cached for *_, cached in warm] == [512, 512]
-    assert "hit 512 of 530 tokens: cpu 512" in log
+    assert outcomes[2:] == [hit(530, cpu=512)] * 2
     for answers in (cold, warm):
         assert largest_difference(answers, truth) < NOISE
 
 
 def test_another_engine_finds_it_on_disk(first, start, truth):
-    (disk, _), log = start()
+    disk, _, outcomes, _ = start()
     assert [cached for *_, cached in disk] == [512, 512]
-    assert "hit 512 of 530 tokens: disk 512" in log
+    assert outcomes[:2] == [hit(530, disk=512)] * 2
     assert largest_difference(disk, truth) < NOISE

@@ -8,8 +8,8 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from conftest import cpu, cpu_and_disk, prompt
-from test_serving import NOISE, hits
+from conftest import cpu, cpu_and_disk, miss, prompt
+from test_serving import NOISE
 
 from kvtier_core.engine.self_test import try_copies
 from kvtier_core.interfaces import PagedKVCache, PageRun
@@ -181,7 +181,6 @@ def test_an_arena_that_cannot_be_reached_is_told_and_not_used(engine, said, monk
         assert [served.ask(prompt(92, 530))[0].cached for _ in range(2)] == [0, 0]
         told = "plugin kvtier-cpu:cpu 0.1.0 cannot attach to tier cpu: ZeroDivisionError: division by zero"
         why = f"the self-test failed: rank 0: ConfigError: kv_connector_extra_config: $.tiers[0]: {told}"
-        lines = said()
-        assert f"kvtier: {why}. Nothing is stored or loaded." in lines
-        assert hits(lines)[1] == f"hit 0 of 530 tokens: {why}"
+        assert f"kvtier: {why}. Nothing is stored or loaded." in said()
+        assert served.outcomes()[1] == miss(530, why)
         served.assert_at_rest()

@@ -6,12 +6,12 @@ log-probabilities are equal to the last bit; a single wrong byte of KV is not.
 
 from __future__ import annotations
 
-import re
-
 import pytest
-from conftest import BLOCK, CHUNK, cpu, cpu_and_disk, prompt
+from conftest import BLOCK, CHUNK, cpu, cpu_and_disk, hit, miss, prompt
 
 from kvtier_core.engine import weights
+
+COLD = "kvtier: cold because disk holds another namespace: "
 
 #: A prompt split differently is added up in another order: float32 noise, far below any real difference.
 NOISE = 1e-3
@@ -22,21 +22,15 @@ def forget(engine):
     assert engine.llm.reset_prefix_cache()
 
 
-def hits(lines):
-    """What was found where, without the times behind it."""
-    told = [line.split(": ", 2)[2] for line in lines if ": hit " in line]
-    return [re.sub(r"; waited .*", "", line) for line in told]
-
-
-def test_a_hit_is_bit_equal_to_the_engines_own_prefix_hit(engine, said):
+def test_a_hit_is_bit_equal_to_the_engines_own_prefix_hit(engine):
     asked = prompt(1, 530)
     with engine(cpu(), enable_prefix_caching=True) as served:
         cold = served.ask(asked)[0]
         own = served.ask(asked)[0]
         forget(served)
-        said()
+        served.outcomes()
         warm = served.ask(asked)[0]
-        assert hits(said()) == ["hit 512 of 530 tokens: cpu 512"]
+        assert served.outcomes() == [hit(530, cpu=512)]
         served.assert_at_rest()
     assert (cold.cached, own.cached, warm.cached) == (0, 512, 512)
     assert warm.differs(own) == 0
@@ -55,49 +49,48 @@ def test_without_the_engines_prefix_cache(engine):
     assert warm.differs(truth) < NOISE
 
 
-def test_a_second_prompt_hits_what_the_first_has_just_stored(engine, said):
+def test_a_second_prompt_hits_what_the_first_has_just_stored(engine):
     shared = prompt(2, 512)
     first, second = prompt(3, 530, shared), prompt(4, 530, shared)
     with engine() as plain:
         truth = plain.ask(first, second)
     with engine(cpu(), max_num_batched_tokens=530, max_num_seqs=2) as served:  # the first fills a step
         answers = served.ask(first, second)
-        assert hits(said()) == ["hit 0 of 530 tokens: not stored", "hit 512 of 530 tokens: cpu 512"]
+        assert served.outcomes() == [miss(530), hit(530, cpu=512)]
         served.assert_at_rest()
     assert [answer.cached for answer in answers] == [0, 512]
     assert max(a.differs(t) for a, t in zip(answers, truth, strict=True)) < NOISE
 
 
-def test_a_new_engine_is_served_from_disk_and_then_from_memory(engine, said, tmp_path):
+def test_a_new_engine_is_served_from_disk_and_then_from_memory(engine, tmp_path):
     asked = prompt(5, 530)
     with engine(cpu_and_disk(tmp_path), enable_prefix_caching=True) as first:
         first.ask(asked)
         own = first.ask(asked)[0]
-    said()
     with engine(cpu_and_disk(tmp_path), enable_prefix_caching=True) as second:
         warm = second.ask(asked)[0]
-        assert hits(said()) == ["hit 512 of 530 tokens: disk 512"]
+        assert second.outcomes() == [hit(530, disk=512)]
         forget(second)
         again = second.ask(asked)[0]
-        assert hits(said()) == ["hit 512 of 530 tokens: cpu 512"]
+        assert second.outcomes() == [hit(530, cpu=512)]
         second.assert_at_rest()
     assert warm.differs(own) == again.differs(own) == 0
 
 
-def test_part_from_memory_and_part_from_disk(engine, said, tmp_path):
+def test_part_from_memory_and_part_from_disk(engine, tmp_path):
     shared = prompt(6, 256)
     short, long = prompt(7, 260, shared), prompt(8, 530, shared)
     with engine(cpu_and_disk(tmp_path)) as first:
         truth = first.ask(long)[0]
     with engine(cpu_and_disk(tmp_path)) as second:
         second.ask(short)
-        said()
+        second.outcomes()
         mixed = second.ask(long)[0]
-        assert hits(said()) == ["hit 512 of 530 tokens: cpu 256, disk 256"]
+        assert second.outcomes() == [hit(530, cpu=256, disk=256)]
     assert mixed.differs(truth) < NOISE
 
 
-def test_the_engines_own_hit_may_end_inside_a_chunk(engine, said):
+def test_the_engines_own_hit_may_end_inside_a_chunk(engine):
     """The engine has the first 32-token block, kvtier both halves of the chunk: only the rest is loaded."""
     asked = prompt(9, 530)
     with engine(cpu(), enable_prefix_caching=True) as served:
@@ -105,33 +98,33 @@ def test_the_engines_own_hit_may_end_inside_a_chunk(engine, said):
         own = served.ask(asked)[0]
         forget(served)
         served.ask(asked[:40])  # less than a chunk: kvtier has nothing for it, the engine keeps one block
-        said()
+        served.outcomes()
         warm = served.ask(asked)[0]
-        assert hits(said()) == ["hit 480 of 530 tokens (the engine had 32): cpu 512"]
+        assert served.outcomes() == [hit(530, engine_had=32, cpu=480)]
     assert warm.differs(own) == 0
 
 
-def test_a_prompt_that_is_hit_to_its_last_token(engine, said):
+def test_a_prompt_that_is_hit_to_its_last_token(engine):
     asked = prompt(10, 512)
     with engine(cpu(), enable_prefix_caching=True) as served:
         cold = served.ask(asked)[0]
         forget(served)
-        said()
+        served.outcomes()
         warm = served.ask(asked)[0]
-        assert hits(said()) == ["hit 512 of 512 tokens: cpu 512"]
+        assert served.outcomes() == [hit(512, cpu=512)]
         served.assert_at_rest()
     assert warm.differs(cold) < NOISE
 
 
-def test_chunked_prefill(engine, said):
+def test_chunked_prefill(engine):
     asked = prompt(11, 1000)
     with engine() as plain:
         truth = plain.ask(asked)[0]
     with engine(cpu(), max_num_batched_tokens=160, max_num_seqs=2) as served:
         cold = served.ask(asked)[0]
-        said()
+        served.outcomes()
         warm = served.ask(asked)[0]
-        assert hits(said()) == ["hit 960 of 1000 tokens: cpu 960"]
+        assert served.outcomes() == [hit(1000, cpu=960)]
         served.assert_at_rest()
     assert cold.differs(truth) < NOISE
     assert warm.differs(truth) < NOISE
@@ -146,7 +139,7 @@ def test_generated_tokens_are_kept_only_if_asked(engine, save_decode, cached):
     assert again.cached == cached
 
 
-def test_preempted_requests_resume_with_what_they_generated(engine, said):
+def test_preempted_requests_resume_with_what_they_generated(engine):
     asked = [prompt(20 + i, 200) for i in range(4)]
     with engine() as plain:
         truth = plain.ask(*asked, tokens=70)
@@ -154,7 +147,7 @@ def test_preempted_requests_resume_with_what_they_generated(engine, said):
     stack = cpu(save_decode=True, chunk_tokens=BLOCK)
     with engine(stack, num_gpu_blocks_override=32, max_num_seqs=4, max_model_len=512) as served:
         answers = served.ask(*asked, tokens=70)
-        resumed = [hit for hit in hits(said()) if int(re.match(r"hit (\d+)", hit)[1]) > 200]
+        resumed = [outcome for outcome in served.outcomes() if outcome.loaded > 200]
         assert resumed, "nobody was preempted, or nobody resumed with generated tokens"
         served.assert_at_rest()
     assert max(a.differs(t) for a, t in zip(answers, truth, strict=True)) < NOISE
@@ -187,9 +180,10 @@ def test_other_weights_in_the_same_folder_do_not_hit(engine, said, tmp_path):
         said()
         with engine(cpu_and_disk(store), model=folder) as served:
             cached.append(served.ask(asked)[0].cached)
-        cold.append([line for line in said() if line.startswith("kvtier: cold because disk holds another namespace: ")])
+        cold.append([line for line in said() if line.startswith(COLD)])
     assert cached == [0, 0, 512]
-    assert [[line.split()[7] for line in lines] for lines in cold] == [[], ["weights"], []]
+    assert [len(lines) for lines in cold] == [0, 1, 0]
+    assert cold[1][0].startswith(f"{COLD}weights ")
 
 
 def test_an_arena_smaller_than_the_prompt(engine):
@@ -251,7 +245,7 @@ def test_a_frame_of_before_is_not_served_even_if_it_could_not_be_deleted(engine,
         assert served.ask(asked)[0].cached == 0
 
 
-def test_a_request_under_way_when_the_weights_change_is_not_kept(engine, said):
+def test_a_request_under_way_when_the_weights_change_is_not_kept(engine):
     """What it has computed is of the old weights, and what follows stands on that."""
     from vllm import SamplingParams
 
@@ -263,12 +257,12 @@ def test_a_request_under_way_when_the_weights_change_is_not_kept(engine, said):
         llm.step()
         llm.step()
         llm.add_request("2", {"prompt_token_ids": asked}, sampling)
-        said()
+        served.outcomes()
         assert served.connector.reset_cache()
         while llm.has_unfinished_requests():
             llm.step()
-        assert hits(said()) == ["hit 0 of 530 tokens: it began before the cache was reset"]
+        assert served.outcomes() == [miss(530, "it began before the cache was reset")]
         assert served.manager.usage()[0].chunks == 0
         served.ask(asked)
-        assert hits(said()) == ["hit 0 of 530 tokens: not stored"]
+        assert served.outcomes() == [miss(530)]
         served.assert_at_rest()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import CHUNK, Engine, cpu, prompt
+from conftest import CHUNK, Engine, Outcome, cpu, hit, prompt, told_by_engines
 from servers.redis import one_server
-from test_serving import NOISE, hits
+from test_serving import NOISE
 
 HITS = 512
 ASKED = prompt(160, 530)
@@ -63,8 +63,9 @@ def ask_again(model: str, stack: dict) -> list:
     """In another process: an engine that never saw the prompt."""
     engine = Engine(Path(model), stack)
     (answer,) = engine.ask(ASKED)
+    told = told_by_engines()
     engine.llm.llm_engine.engine_core.shutdown()
-    return [answer.tokens, answer.logprobs, answer.cached]
+    return [answer.tokens, answer.logprobs, answer.cached, told]
 
 
 def test_two_living_engines_find_what_the_other_stored(engine, model, fork_server, shared, truth):
@@ -73,30 +74,32 @@ def test_two_living_engines_find_what_the_other_stored(engine, model, fork_serve
         ours.settle()
         environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "0"}
         arguments = {"model": str(model), "stack": shared()}
-        (tokens, logprobs, cached), log = fork_server.run("test_shared_stores:ask_again", environment, **arguments)
-        assert cached == HITS and f"hit {HITS} of 530 tokens: {shared.tier} {HITS}" in log
+        (tokens, logprobs, cached, [[told]]), _ = fork_server.run(
+            "test_shared_stores:ask_again", environment, **arguments
+        )
+        assert (cached, Outcome.of(told)) == (HITS, hit(530, **{shared.tier: HITS}))
         assert tuple(tokens) == truth.tokens
         assert max(abs(a - b) for a, b in zip(logprobs, truth.logprobs, strict=True)) < NOISE
         ours.assert_at_rest()
 
 
-def test_a_hit_is_bit_equal_to_the_engines_own_prefix_hit(engine, shared, said):
+def test_a_hit_is_bit_equal_to_the_engines_own_prefix_hit(engine, shared):
     store(engine, shared())
     with engine(shared(), enable_prefix_caching=True) as second:
         (loaded,) = second.ask(ASKED)
-        assert hits(said())[-1] == f"hit {HITS} of 530 tokens: {shared.tier} {HITS}"
+        assert second.outcomes()[-1] == hit(530, **{shared.tier: HITS})
         (own,) = second.ask(ASKED)
         assert (loaded.tokens, loaded.logprobs) == (own.tokens, own.logprobs)
 
 
-def test_what_another_engine_stores_meanwhile_is_found(engine, shared, said):
+def test_what_another_engine_stores_meanwhile_is_found(engine, shared):
     """That it was not there a moment ago is forgotten after a second."""
     with engine(shared()) as ours:
         ours.ask(ASKED[:200])
         ours.settle()
     with engine(shared()) as theirs:
         theirs.ask(ASKED)
-        assert hits(said())[-1] == f"hit {3 * CHUNK} of 530 tokens: {shared.tier} {3 * CHUNK}"
+        assert theirs.outcomes()[-1] == hit(530, **{shared.tier: 3 * CHUNK})
 
 
 def test_other_weights_salts_layouts_and_codecs_never_meet(engine, shared, tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conftest import cpu, prompt
+from conftest import cpu, hit, prompt
 
 
 def slabs(tmp_path, **settings):
@@ -23,7 +23,7 @@ def test_what_slabs_alone_stored_is_served_below_a_cpu_tier(engine, said, tmp_pa
     with engine(below, enable_prefix_caching=True) as second:
         warm = second.ask(asked)[0]
         lines = said()
-        assert any("hit 512 of 530 tokens: gds 512" in line for line in lines)
+        assert second.outcomes() == [hit(530, gds=512)]
         assert any("frames of gds pass through an arena: rank 0: the engine runs on no GPU" in line for line in lines)
         second.assert_at_rest()
     assert (own.cached, warm.cached) == (512, 512)

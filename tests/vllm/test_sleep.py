@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from conftest import cpu, prompt
-from test_serving import NOISE, forget, hits
+from conftest import cpu, hit, miss, prompt
+from test_serving import NOISE, forget
 
 from kvtier_core.engine.messages import StepPlan, Transfer
 
@@ -32,13 +32,13 @@ def test_what_keeps_the_engines_own_cache_keeps_ours(engine, said):
     asked = prompt(120, 530)
     with engine(cpu()) as served:
         served.ask(asked)
-        said()
+        said(), served.outcomes()
         sleep(served, level=0)
         served.ask(asked)
         pause(served, clear_cache=False)
         served.ask(asked)
-        assert hits(lines := said()) == ["hit 512 of 530 tokens: cpu 512"] * 2
-        assert not {FORGOTTEN, KEPT} & set(lines)
+        assert served.outcomes() == [hit(530, cpu=512)] * 2
+        assert not {FORGOTTEN, KEPT} & set(said())
 
 
 @pytest.mark.parametrize("interlude", [lambda served: sleep(served, 1), lambda served: pause(served, clear_cache=True)])
@@ -47,11 +47,11 @@ def test_weights_may_be_others_after_a_sleep_or_pause_that_resets(engine, said, 
     asked = prompt(121, 530)
     with engine(cpu()) as served:
         served.ask(asked)
-        said()
+        said(), served.outcomes()
         interlude(served)
         assert FORGOTTEN in said()
         served.ask(asked)
-        assert hits(said()) == ["hit 0 of 530 tokens: not stored"]
+        assert served.outcomes() == [miss(530)]
 
 
 def test_an_operator_may_say_that_weights_never_change(engine, said):
@@ -60,11 +60,11 @@ def test_an_operator_may_say_that_weights_never_change(engine, said):
         cold = served.ask(asked)[0]
         own = served.ask(asked)[0]
         forget(served)
-        said()
+        said(), served.outcomes()
         sleep(served, level=1)
         assert KEPT in said()
         warm = served.ask(asked)[0]
-        assert hits(said()) == ["hit 512 of 530 tokens: cpu 512"]
+        assert served.outcomes() == [hit(530, cpu=512)]
         served.assert_at_rest()
     assert warm.differs(own) == 0
     assert warm.differs(cold) < NOISE

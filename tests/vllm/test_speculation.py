@@ -12,8 +12,8 @@ import attrs
 import pytest
 import tiny_drafts
 import tiny_hybrids
-from conftest import BLOCK, cpu, cpu_and_disk, prompt
-from test_serving import NOISE, forget, hits
+from conftest import BLOCK, cpu, cpu_and_disk, hit, prompt
+from test_serving import NOISE, forget
 from vllm.config import SpeculativeConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -117,7 +117,7 @@ def make_another(folder):
 
 
 @pytest.mark.filterwarnings("ignore:\\s*Encountered the use of a type that is scheduled for deprecation")  # numba's
-def test_a_rejected_draft_never_reaches_a_store(engine, said, drafting, tmp_path):
+def test_a_rejected_draft_never_reaches_a_store(engine, drafting, tmp_path):
     """An engine that drafts nothing finds the chunks that were generated, and nothing else was stored."""
     asked, stack = prompt(1, 70), cpu_and_disk(tmp_path, chunk_tokens=BLOCK, save_decode=True)
     stack["tiers"][1]["eviction"] = "lru"  # it learns nothing, so that there are frames of chunks and no others
@@ -132,10 +132,9 @@ def test_a_rejected_draft_never_reaches_a_store(engine, said, drafting, tmp_path
         served.assert_at_rest()
     assert drafts.accepted > 20 < drafts.drafted - drafts.accepted
     assert len(list(tmp_path.rglob("*.kv"))) == (len(again) - 1) // BLOCK
-    said()
     with engine(stack, **plain) as served:
         (warm,) = served.ask(again)
-        assert hits(said()) == ["hit 256 of 270 tokens: disk 256"]
+        assert served.outcomes() == [hit(270, disk=256)]
     assert warm.differs(truth) < NOISE
 
 
@@ -161,7 +160,7 @@ def test_nor_does_what_a_draft_model_kept_for_it(engine, drafting, method):
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model"])
-def test_a_hit_is_bit_equal_to_the_engines_own_and_drafts_alike(engine, said, drafting, tmp_path, method):
+def test_a_hit_is_bit_equal_to_the_engines_own_and_drafts_alike(engine, drafting, tmp_path, method):
     # vLLM drops the last block of its own hit if a draft layer reads the next token.
     asked = prompt(3, 530 if method == "draft_model" else 530 + BLOCK)
     options = drafting(method) | {"enable_prefix_caching": True}
@@ -176,10 +175,9 @@ def test_a_hit_is_bit_equal_to_the_engines_own_and_drafts_alike(engine, said, dr
         first.assert_at_rest()
     with engine(cpu_and_disk(tmp_path), **options) as second:
         drafts = Drafts.of(second)
-        said()
         again = second.ask(asked, tokens=30)[0]
         assert drafts.take() == expected
-        assert hits(said()) == [f"hit 512 of {len(asked)} tokens: disk 512"]
+        assert second.outcomes() == [hit(len(asked), disk=512)]
     assert own.cached == warm.cached == again.cached == 512
     assert warm.differs(own) == again.differs(own) == 0
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import cpu, prompt
-from test_serving import hits
+from conftest import cpu, hit, miss, prompt
 
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError
@@ -92,19 +91,18 @@ def test_a_folder_that_cannot_be_written(engine, tmp_path):
     assert str(tmp_path / "file") in str(caught.value)
 
 
-def test_the_configuration_may_come_from_the_environment(engine, said, monkeypatch, tmp_path):
+def test_the_configuration_may_come_from_the_environment(engine, monkeypatch, tmp_path):
     file = tmp_path / "kvtier.yaml"
     file.write_text("version: 1\nchunk_tokens: 64\ntiers: [{type: heap, capacity: 64MiB}]\n")
     monkeypatch.setenv("KVTIER_CONFIG", str(file))
     asked = prompt(70, 530)
     with engine({}) as served:
-        said()
         cached = [served.ask(asked)[0].cached for _ in range(2)]
-        assert hits(said()) == ["hit 0 of 530 tokens: not stored", "hit 512 of 530 tokens: heap 512"]
+        assert served.outcomes() == [miss(530), hit(530, heap=512)]
         assert cached == [0, 512]
 
 
-def test_several_arenas(engine, said):
+def test_several_arenas(engine):
     """What the first arena had to let go is loaded straight from the second."""
     stack = cpu("2MiB")  # 7 chunks of 260 KiB
     stack["tiers"].append({"type": "heap", "capacity": "64MiB"})
@@ -114,9 +112,9 @@ def test_several_arenas(engine, said):
         served.settle()
         served.ask(second)
         served.settle()
-        said()
+        served.outcomes()
         again = served.ask(first)[0]
-        assert hits(said()) == ["hit 384 of 400 tokens: cpu 64, heap 320"]
+        assert served.outcomes() == [hit(400, cpu=64, heap=320)]
         assert again.differs(truth) < 1e-3
         served.assert_at_rest()
 

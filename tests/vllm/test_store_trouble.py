@@ -6,7 +6,7 @@ import contextlib
 import time
 
 import pytest
-from conftest import Engine, cpu, prompt
+from conftest import Engine, cpu, hit, prompt
 from servers.redis import one_server
 from servers.redis_groups import cluster
 from test_serving import NOISE
@@ -124,16 +124,15 @@ def answers_right(served, truth):
         assert answer.differs(right) < NOISE
 
 
-def becomes_warm(served, said):
+def becomes_warm(served):
     """KNOWN comes from the store again. How soon depends on breakers: they rest a second or two, or four."""
     deadline = time.monotonic() + LONG
     while True:
         served.ask(KNOWN)
         served.ask(FRESH[0])  # which takes its place in memory
         served.settle()
-        said()
         served.ask(KNOWN)
-        if any(f"hit {HITS} of 400 tokens: redis {HITS}" in line for line in said()):
+        if served.outcomes()[-1] == hit(400, redis=HITS):
             return
         assert time.monotonic() < deadline, "it does not become warm again"
         time.sleep(0.2)
@@ -144,21 +143,16 @@ def test_a_store_in_trouble(engine, network, truth, said, trouble):
     server, proxy = network
     with engine(stack(f"redis://127.0.0.1:{proxy.port}")) as served:
         answers_right(served, truth)
-        becomes_warm(served, said)
+        becomes_warm(served)
         with trouble(server, proxy):
             for _ in range(2):
                 answers_right(served, truth)
-            assert all(waited <= LOAD_WAIT + 1.0 for waited in waits(said())), (
+            assert all(outcome.waited <= LOAD_WAIT + 1.0 for outcome in served.outcomes()), (
                 "a step of the engine may come late, but no request waits for the store longer than it may"
             )
-        becomes_warm(served, said)
+        becomes_warm(served)
         answers_right(served, truth)
         served.assert_at_rest()
-
-
-def waits(lines):
-    """Seconds that requests waited, as the log has them."""
-    return [float(line.partition("waited ")[2].split()[0]) for line in lines if "; waited " in line]
 
 
 def test_a_node_of_a_cluster_fails_over(engine, tmp_path, truth, said):
@@ -168,9 +162,9 @@ def test_a_node_of_a_cluster_fails_over(engine, tmp_path, truth, said):
             del made["tiers"][1][key]
         with engine(made) as served:
             answers_right(served, truth)
-            becomes_warm(served, said)
+            becomes_warm(served)
             nodes[0].kill()  # its replica takes over
             for _ in range(3):
                 answers_right(served, truth)
-            becomes_warm(served, said)
+            becomes_warm(served)
             served.assert_at_rest()

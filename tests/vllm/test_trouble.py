@@ -9,8 +9,8 @@ import shutil
 import threading
 
 import pytest
-from conftest import cpu, cpu_and_disk, prompt
-from test_serving import NOISE, hits
+from conftest import cpu, cpu_and_disk, hit, miss, prompt
+from test_serving import NOISE
 
 from kvtier_core.engine.scheduler_side import SchedulerSide
 from kvtier_core.engine.worker_side import WorkerSide
@@ -63,13 +63,13 @@ def test_aborts_at_every_moment_leave_nothing_behind(engine, tmp_path):
         assert served.connector.side is not None
 
 
-def test_a_load_that_fails_is_recomputed(engine, said, monkeypatch, asked, truth):
+def test_a_load_that_fails_is_recomputed(engine, monkeypatch, asked, truth):
     with engine(cpu()) as served:
         served.ask(asked)
-        said()
+        served.outcomes()
         monkeypatch.setattr(HostMover, "load", lambda self, job, slots, pages: 1 / 0)
         again = served.ask(asked)[0]
-        assert hits(said()) == ["hit 512 of 530 tokens: cpu 512", "hit 0 of 530 tokens: its load failed"]
+        assert served.outcomes() == [hit(530, cpu=512), miss(530, "its load failed")]
         served.assert_at_rest()
         monkeypatch.undo()
         assert served.ask(asked)[0].cached == 512
@@ -147,7 +147,7 @@ def held(path):
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("method", ["load", "store", "loaded", "progress", "fence"])
 def test_nothing_is_promised_and_no_slot_reserved_when_a_worker_has_failed(
-    engine, said, monkeypatch, asked, truth, method, policy
+    engine, monkeypatch, asked, truth, method, policy
 ):
     """Whatever vLLM does with requests whose load fails: none is expected any more."""
     from vllm.config import KVTransferConfig
@@ -163,9 +163,9 @@ def test_nothing_is_promised_and_no_slot_reserved_when_a_worker_has_failed(
         served.settle()
         monkeypatch.setattr(WorkerSide, method, lambda self, *args, **options: 1 / 0)
         served.ask(prompt(54, 530))  # fails, if it stores
-        said()
+        served.outcomes()
         again = [*served.ask(asked), *served.ask(prompt(55, 530)), *served.ask(asked)]
-        assert hits(said()) == ["hit 0 of 530 tokens: rank 0 failed; see its log"] * 3
+        assert served.outcomes() == [miss(530, "rank 0 failed; see its log")] * 3
         served.assert_at_rest()
     assert max(answer.differs(truth) for answer in (again[0], again[2])) < NOISE
 

@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,10 @@ class StatusPage:
         told = {"tokens": view.tokens, "loaded": tokens, "engine_had": state.computed, "tiers": tiers, "why": why}
         self._recent.append({"request": view.request_id, "at": time.time(), "waited": state.waited, **told})
 
+    def recent(self, count: int) -> Sequence[Mapping[str, Any]]:
+        """What became of the last requests, oldest first. Any thread may call this."""
+        return list(self._recent)[-count:]
+
     def count(self, state: RequestState, hit: int) -> None:
         """It is known what became of a request's tokens: so many were loaded."""
         if self._server is None:
@@ -179,7 +183,7 @@ class StatusPage:
             case {"request": str(request_id)}:
                 return self._explain(request_id)
             case {"requests": int(count)} if count > 0:
-                return {"found": list(self._recent)[-count:]}
+                return {"found": self.recent(count)}
             case {"prompt": list(tokens)} if all(isinstance(token, int) for token in tokens):
                 return None
         return {"error": "it is asked for status, request, requests or prompt"}
