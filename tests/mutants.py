@@ -1374,7 +1374,7 @@ MUTANTS = (
     Mutant(
         "what-comes-up-is-anybodys",
         LEASES,
-        "self.pin(awaited, lease, holder)",
+        "self.pin(here, lease, holder)",
         "pass",
         "tests/core/test_manager.py::test_what_comes_up_is_kept_for_whom_asked",
     ),
