@@ -1654,6 +1654,22 @@ MUTANTS = (
         SHARED_SPACE_TESTS + "test_what_is_under_way_is_not_taken_for_that_of_a_killed_user",
     ),
     Mutant(
+        "an-eviction-lists-all-frames",
+        "plugins/kvtier_redis/kvtier_redis/account.py",
+        "SharedSpace(ledger, capacity, most_listed=_MOST_LISTED)",
+        "SharedSpace(ledger, capacity)",
+        "plugins/kvtier_redis/tests/test_redis_capacity.py"
+        "::test_an_eviction_among_two_hundred_thousand_frames_lists_a_part_and_removes_few",
+    ),
+    Mutant(
+        "pages-by-rank",
+        "plugins/kvtier_redis/kvtier_redis/account.py",
+        "limit = _PAGE + len(seen)",
+        "limit = _PAGE",
+        "plugins/kvtier_redis/tests/test_redis_capacity.py"
+        "::test_a_ledger_is_read_in_pages_though_entries_of_one_time_and_others_leave",
+    ),
+    Mutant(
         "what-a-killed-user-took-is-lost-for-ever",
         SHARED_SPACE,
         "return taken if self._clock() - seen >= _SETTLED else 0",

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import islice
 from typing import Protocol, TypeVar
 
 import attrs
@@ -20,6 +21,8 @@ _HEADROOM = 1 / 32
 _IN_ADVANCE = 1 / 1024
 #: Seconds after which what was taken lies in the store or was given back, or its user is gone: longer than any write.
 _SETTLED = 600.0
+#: Where a store lists only so many frames at a time, at most this many are removed for the next writes.
+_AHEAD = 1024
 #: So many frames are removed before they are counted as freed; and so many may fail to go before the user gives up.
 _AT_ONCE = 16
 
@@ -49,7 +52,7 @@ class SharedStore(Protocol[P]):
         """In this context no other user of the store evicts. Waits for others."""
 
     def oldest(self) -> Iterable[tuple[P | None, int]]:
-        """Where each frame of every namespace lies, and its bytes; oldest first.
+        """Where each frame of every namespace lies, and its bytes; oldest first. None is left out that stays meanwhile.
 
         None in place of where it lies for what takes space and must stay, such as an unfinished write of another user.
         """
@@ -64,16 +67,27 @@ class SharedSpace:
     What lies in the store never exceeds the capacity: bytes are counted before they are written, and given back after
     they are removed. The user that finds the capacity exceeded lists the store and removes the oldest frames.
 
-    A user that is killed leaves what it had taken in the account. Each listing corrects that: the store holds no more
-    than what is listed and what was taken since ten minutes, and no less than what is listed.
+    A user that is killed leaves what it had taken in the account. Each listing of all frames corrects that: the store
+    holds no more than what is listed and what was taken since ten minutes, and no less than what is listed.
     """
 
     def __init__(
-        self, store: SharedStore, capacity: int, *, quantum: int = 0, clock: Callable[[], float] = time.monotonic
+        self,
+        store: SharedStore,
+        capacity: int,
+        *,
+        quantum: int = 0,
+        most_listed: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
-        """``quantum`` bytes at least are taken from the account at a time, where counting costs a request."""
+        """``quantum`` bytes at least are taken from the account at a time, where counting costs a request.
+
+        An eviction lists ``most_listed`` frames at most, and removes few more than it must, so that it ends in time
+        however many there are. Of a store with more the account then says too much until `recount`, never too little.
+        """
         self._store = store
         self._capacity = capacity
+        self._most_listed = most_listed
         self._quantum = min(quantum, int(capacity * _IN_ADVANCE))
         self._clock = clock
         self._lock = threading.Lock()
@@ -194,13 +208,16 @@ class SharedSpace:
             if self._fits(before):
                 return  # another user has made room meanwhile
             settled = self._settled()
-            frames = list(self._store.oldest())
+            listing = iter(self._store.oldest())
+            frames = list(islice(listing, None if self._lost else self._most_listed))
+            is_whole = next(listing, None) is None
             listed = sum(nbytes for _, nbytes in frames)
             count = self._count()
-            gone = count.freed - before.freed  # so much of what is listed may have been removed meanwhile
-            most = listed + max(count.taken - settled, taken)
-            count = _correct(self._store, count, listed + taken - gone, most)
-            self._lost = False
+            if is_whole:
+                gone = count.freed - before.freed  # so much of what is listed may have been removed meanwhile
+                most = listed + max(count.taken - settled, taken)
+                count = _correct(self._store, count, listed + taken - gone, most)
+                self._lost = False
             if not self._fits(count):
                 removable = [(place, nbytes) for place, nbytes in frames if place is not None]
                 self._remove(removable, count.used - self._capacity)
@@ -208,6 +225,9 @@ class SharedSpace:
     def _remove(self, frames: Sequence[tuple[Hashable, int]], wanted: int) -> None:
         """Remove the first of these frames until ``wanted`` bytes are free, and some more."""
         self._must_suffice(wanted - sum(nbytes for _, nbytes in frames))
+        headroom = int(self._capacity * _HEADROOM)
+        if self._most_listed is not None:
+            headroom = min(headroom, sum(nbytes for _, nbytes in frames[:_AHEAD]))
         freed = told = 0
         failures: list[BackendError] = []
         for number, (place, nbytes) in enumerate(frames, 1):
@@ -215,7 +235,7 @@ class SharedSpace:
                 freed += nbytes if self._store.remove(place) else 0
             except BackendError as error:
                 failures.append(error)
-            enough = freed >= wanted + int(self._capacity * _HEADROOM) or len(failures) == _AT_ONCE
+            enough = freed >= wanted + headroom or len(failures) == _AT_ONCE
             if enough or number % _AT_ONCE == 0 or number == len(frames):
                 count = self._count(freed=freed - told)
                 told = freed

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvtier_core.errors import BackendError, StoreFull
+from kvtier_core.transfer import shared_space
 from kvtier_core.transfer.shared_space import Count, SharedSpace, recount
 
 CAPACITY = 6400
@@ -130,6 +131,19 @@ def test_more_leave_than_must_so_that_not_every_write_lists_the_store(full, user
     listed = full.listed
     write(user(), full, *"abc")
     assert full.listed == listed + 1
+
+
+def test_of_a_store_with_many_frames_some_are_listed_and_its_account_is_left_alone(full, user, monkeypatch):
+    """It may say too much, for what killed users had taken, and never too little."""
+    monkeypatch.setattr(shared_space, "_AHEAD", 1)
+    full.count(taken=300)
+    seen, oldest = [], full.oldest
+    monkeypatch.setattr(full, "oldest", lambda: (seen.append(each) or each for each in oldest()))
+    write(user(most_listed=8), full, "new")
+    assert len(seen) == 9 and next(iter(full.frames)) == 5, "four for what is taken, one ahead"
+    assert full.used == full.nbytes + 300 and full.most <= CAPACITY
+    recount(full)
+    assert full.used == full.nbytes
 
 
 def test_an_unfinished_write_takes_space_and_stays(shelf, user):

@@ -13,7 +13,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvtier_core.errors import BackendError
@@ -24,6 +24,8 @@ from kvtier_redis.link import Garbage, ServerError
 from kvtier_redis.names import Manifest, Names
 
 _TIME_IS_GOOD = 60.0  # seconds for which the server's clock is not asked again
+_PAGE = 4096  # entries that one answer has: less than a MiB
+_MOST_LISTED = 1 << 17  # entries that an eviction lists: 20 MiB, in about a second
 _POLL = 0.01  # seconds between two attempts to get the lock
 
 
@@ -63,8 +65,7 @@ class Ledger:
 
     def entered_before(self, moment: float) -> list[bytes]:
         """The entries that are older, in seconds since 1970."""
-        entries = self._call("ZRANGEBYSCORE", self._names.ledger, "-inf", f"{moment:.6f}")
-        return [entry for entry in entries if isinstance(entry, bytes)] if isinstance(entries, list) else []
+        return list(self._listed(f"{moment:.6f}"))
 
     # -- as SharedSpace needs it -------------------------------------------------------------------
 
@@ -90,12 +91,31 @@ class Ledger:
                 if self._call("GET", name) == token.encode():
                     self._call("UNLINK", name)
 
-    def oldest(self) -> Iterable[tuple[bytes, int]]:
+    def oldest(self) -> Iterator[tuple[bytes, int]]:
         """All entries with their bytes, oldest first."""
-        entries = self._call("ZRANGE", self._names.ledger, 0, -1)
-        if not isinstance(entries, list):
-            raise Garbage("the ledger of the store is no list")
-        return [(entry, nbytes_in(entry)) for entry in entries]
+        return ((entry, nbytes_in(entry)) for entry in self._listed("+inf"))
+
+    def _listed(self, until: str) -> Iterator[bytes]:
+        """Entries up to a time, oldest first, page by page: those of ten million frames fit into no answer.
+
+        A page begins at the last time of the one before, and not at a rank: when others take entries out all ranks
+        change, and an entry would be passed over.
+        """
+        since: bytes | str = "-inf"
+        seen: set[bytes] = set()  # of this time
+        is_last = False
+        while not is_last:
+            limit = _PAGE + len(seen)
+            words = "ZRANGEBYSCORE", self._names.ledger, since, until, "WITHSCORES", "LIMIT", 0, limit
+            answer = self._call(*words)
+            if not isinstance(answer, list) or len(answer) % 2:
+                raise Garbage("the ledger of the store is no list")
+            page = dict(zip(answer[::2], answer[1::2], strict=True))
+            yield from (entry for entry in page if entry not in seen)
+            is_last = len(page) < limit
+            latest = answer[-1] if answer else since
+            seen = {entry for entry, at in page.items() if at == latest}
+            since = latest
 
     def remove(self, entry: bytes) -> bool:
         """Remove a frame, then its entry. One that has expired is in the ledger all the same."""
@@ -128,7 +148,7 @@ class Account:
 
     def __init__(self, ledger: Ledger, capacity: int):
         self._ledger = ledger
-        self._space = SharedSpace(ledger, capacity)
+        self._space = SharedSpace(ledger, capacity, most_listed=_MOST_LISTED)
 
     def until(self, deadline: Deadline) -> contextlib.AbstractContextManager[None]:
         """What this thread does in the context ends by then."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 
 import pytest
@@ -12,6 +13,7 @@ from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.testing.network import Proxy, Way
 from kvtier_core.testing.samples import make_context, make_key, make_keys
 from kvtier_core.types import Nbytes, Seconds
+from kvtier_redis import account
 from kvtier_redis.account import Account, Ledger, entry_of
 from kvtier_redis.client import Client
 from kvtier_redis.config import RedisConfig
@@ -62,6 +64,54 @@ def test_the_oldest_leave(server, open_tier):
     there = tier.contains(keys)
     assert there == sorted(there) and 60 <= sum(there) <= 64
     assert accounts_for_everything(server)
+
+
+def entries_of(keys, nbytes=NBYTES):
+    """In the ledger, of frames that are not on the server: those have expired, say."""
+    return [entry_of(frame_name("kvtier:0123456789abcdef:", key), Manifest.new(nbytes, PART)) for key in keys]
+
+
+def put(server, entries):
+    """Enter them as engines did long ago, 256 at a time."""
+    for first in range(0, len(entries), 256):
+        words = [word for entry in entries[first : first + 256] for word in (f"{first:.6f}", entry)]
+        server.ask("ZADD", "kvtier:{space}:frames", *words)
+
+
+def test_a_ledger_is_read_in_pages_though_entries_of_one_time_and_others_leave(server, monkeypatch):
+    monkeypatch.setattr(account, "_PAGE", 100)
+    entries = entries_of(make_keys(1000))
+    put(server, entries)
+    with contextlib.closing(Client(RedisConfig(url=server.url))) as client:
+        of_all = Ledger(client, Names("kvtier"))
+        with of_all.until(Deadline(60.0)):
+            listed = of_all.oldest()
+            found = [next(listed)[0] for _ in range(300)]
+            server.ask("ZREM", "kvtier:{space}:frames", *found[::2], *entries[-3:])
+            found += [entry for entry, nbytes in listed if nbytes == NBYTES]
+            assert sorted(of_all.entered_before(255.0)) == sorted(set(entries[:256]) - set(found[:300:2]))
+    assert sorted(found) == sorted(entries[:-3]), "all that stayed, once each"
+
+
+def calls(server, command):
+    found = re.search(rf"cmdstat_{command}:calls=(\d+)", server.ask("INFO", "commandstats"))
+    return int(found[1]) if found else 0
+
+
+def test_an_eviction_among_two_hundred_thousand_frames_lists_a_part_and_removes_few(server, open_tier):
+    """Above the number that it lists it takes as long for ten million."""
+    many = 200_000
+    put(server, entries_of(make_keys(many)))
+    server.ask("SET", "kvtier:{space}:taken", many * NBYTES)
+    tier = open_tier(server, capacity=many * NBYTES)
+    server.ask("CONFIG", "RESETSTAT")
+    write(tier, *make_keys(2))
+    assert calls(server, "zrangebyscore") <= account._MOST_LISTED // account._PAGE + 1
+    assert 1024 <= calls(server, "zrem") <= 1024 + 2 + 16
+    assert taken(server) == server.ask("ZCARD", "kvtier:{space}:frames") * NBYTES < many * NBYTES
+    server.ask("CONFIG", "RESETSTAT")
+    write(tier, *make_keys(4)[2:])
+    assert calls(server, "zrangebyscore") == 0, "there is room for more"
 
 
 def test_frames_of_an_engine_whose_clock_is_ahead_leave_in_their_turn(server, open_tier, monkeypatch):
