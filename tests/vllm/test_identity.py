@@ -393,7 +393,22 @@ def in_place_of_an_instances_method(tower):
     return layer
 
 
-@pytest.mark.parametrize("place", [in_a_layer, derived, in_place_of_a_method, in_place_of_an_instances_method])
+def test_a_helper_on_torchs_own_class_is_no_code_of_the_model(base, monkeypatch):
+    """As transformers adds one when it makes its first model in a process, whichever that is."""
+    monkeypatch.setattr(torch.nn.Module, "smart_apply", lambda self: None, raising=False)
+    assert of_worker(base)["packages in the model"] == "none"
+
+
+def in_place_of_torchs_forward(tower):
+    layer = type("Linear", (torch.nn.Linear,), {"__module__": "torch.nn"})
+    layer.forward = tower.mlp.MLP.forward
+    return layer(1, 1)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [in_a_layer, derived, in_place_of_a_method, in_place_of_an_instances_method, in_place_of_torchs_forward],
+)
 def test_all_code_of_a_package_that_is_in_the_model_counts(base, tower, tmp_path, place):
     """Also what its modules only call."""
     models = [place(tower())]

@@ -98,14 +98,15 @@ def _code_of(model: type) -> str:
 def _packages(models: Sequence[nn.Module]) -> str:
     """The packages, but for the engine's, whose code is in the modules of these models, with digests of them.
 
-    Code is in a module by its class, by those that this is derived from, and by functions that replaced theirs.
+    Code is in a module by its class, by those that this is derived from, and by functions that replaced theirs. On
+    torch's own classes libraries hang helpers of theirs as soon as they are imported: there only `forward` counts.
     """
     if not models:
         raise UnidentifiedError("this vLLM does not show its model, so that nobody knows whose code is in it")
     modules = [module for model in models for module in model.modules()]
     code: dict[type | types.FunctionType, None] = {}
     for each in {base: None for module in modules for base in type(module).__mro__}:
-        code |= {each: None, **_functions_in(each)}
+        code |= {each: None, **_functions_in(each, "forward" if _package_of(each) == "torch" else "")}
     for module in modules:
         code |= _functions_in(module)
     owners = {_package_of(each): each for each in code}
@@ -114,8 +115,10 @@ def _packages(models: Sequence[nn.Module]) -> str:
     return ", ".join(found) or "none"
 
 
-def _functions_in(owner: object) -> dict[types.FunctionType, None]:
-    return {each: None for each in vars(owner).values() if isinstance(each, types.FunctionType)}
+def _functions_in(owner: object, only: str = "") -> dict[types.FunctionType, None]:
+    """Those among the attributes of a class or a module; ``only`` the one of a name."""
+    found = vars(owner).items()
+    return {each: None for name, each in found if isinstance(each, types.FunctionType) and only in ("", name)}
 
 
 def _package_of(code: type | types.FunctionType) -> str:
