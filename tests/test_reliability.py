@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from mutants import MUTANTS
+from protections import MUTANTS
 from source_copy import ROOT
 
 DOCUMENT = (ROOT / "docs/reliability.md").read_text()

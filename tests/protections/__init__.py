@@ -1,0 +1,8 @@
+"""Every protection of docs/reliability.md and the test that is there for it, a module for each room of the house."""
+
+from __future__ import annotations
+
+from protections import commands, engine, frames, identity, plugins, stack, storekit, transfer, vllm
+
+ROOMS = (identity, vllm, engine, stack, frames, transfer, storekit, plugins, commands)
+MUTANTS = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)

@@ -1,0 +1,186 @@
+"""Configuration, plugins' registry, commands, observers, the native module."""
+
+from __future__ import annotations
+
+from protections.mutant import Mutant
+
+SEALED_NAMES = "tests/core/test_sealed_names.py::"
+LAYOUTS = "kvtier_core/layouts.py"
+
+MUTANTS = (
+    Mutant(
+        "keys-by-the-hash-of-the-process",
+        "kvtier_core/builtin/chained.py",
+        '"kvtier-root"',
+        'str(hash("root"))[:16]',
+        "tests/core/test_chained.py",
+    ),
+    Mutant(
+        "fsck-removes-what-others-can-read",
+        "kvtier_core/cli/fsck.py",
+        "_HARMLESS = {Finding.WHOLE, Finding.INCOMPATIBLE, Finding.POLICY}",
+        "_HARMLESS = {Finding.WHOLE, Finding.POLICY}",
+        "plugins/kvtier_disk/tests/test_fsck.py::test_what_another_codec_or_version_wrote_is_told_and_left",
+    ),
+    Mutant(
+        "what-cannot-be-read-stays",
+        "kvtier_core/cli/fsck.py",
+        "removed = finding in self.removable and",
+        "removed = finding in self.removable - {Finding.UNREADABLE} and",
+        "plugins/kvtier_disk/tests/test_fsck.py::test_what_cannot_be_read_is_removed",
+    ),
+    Mutant(
+        "fsck-takes-salted-frames-for-forged",
+        "kvtier_core/cli/fsck.py",
+        "if not self.keyed_seal.encrypts:",
+        "if True:",
+        "plugins/kvtier_disk/tests/test_fsck.py::test_without_its_salt_an_encrypted_frame_cannot_be_checked",
+    ),
+    Mutant(
+        "fsck-takes-any-tag",
+        "kvtier_core/cli/fsck.py",
+        "if self.keyed_seal.matches(page, payload_pieces(header, stored.read)):",
+        "if True:",
+        "plugins/kvtier_disk/tests/test_fsck.py::test_a_seal_is_checked",
+    ),
+    Mutant(
+        "each-replica-takes-all",
+        "kvtier_core/config/compose.py",
+        "capacity=Nbytes((tier.capacity or 0) // sharers)",
+        "capacity=Nbytes(tier.capacity or 0)",
+        "tests/core/test_config.py::test_engines_that_share_a_configuration_share_the_capacities",
+    ),
+    Mutant(
+        "stores-see-keys",
+        "kvtier_core/config/compose.py",
+        "if codec.keyed_seal is not None:",
+        "if False:",
+        SEALED_NAMES + "test_a_guessed_prompt_is_confirmed_by_no_name_and_no_header",
+    ),
+    Mutant(
+        "plugins-are-trusted-at-open",
+        "kvtier_core/config/compose.py",
+        "if not isinstance(value, expected):",
+        "if False:",
+        "tests/core/test_config.py::test_what_is_no_backend_is_a_problem_with_a_place",
+    ),
+    Mutant(
+        "errors-of-plugins-without-a-place",
+        "kvtier_core/config/compose.py",
+        '        failed = self.failed(f"{type(error).__name__}: {error}")\n',
+        "        raise error\n",
+        "tests/core/test_config.py::test_an_error_that_no_plugin_may_raise_is_a_problem_with_a_place",
+    ),
+    Mutant(
+        "arenas-are-trusted-at-open",
+        "kvtier_core/config/compose.py",
+        "if isinstance(store, AllocatorBackend) and (why := call.ask(lambda: _contradiction(store, ctx))):",
+        'if why := "":',
+        "tests/core/test_config.py::test_an_arena_that_contradicts_the_interface_is_not_used",
+    ),
+    Mutant(
+        "any-number-of-threads",
+        "kvtier_core/config/model.py",
+        "validator=[attrs.validators.ge(1), attrs.validators.le(_MOST_THREADS)]",
+        "validator=attrs.validators.ge(1)",
+        "tests/core/test_config.py::test_threads_are_bounded",
+    ),
+    Mutant(
+        "events-for-everyone",
+        "kvtier_core/observers/jsonl.py",
+        "name, flags, 0o600)",
+        "name, flags, 0o644)",
+        "tests/core/test_observers.py::test_it_is_its_owners_alone",
+    ),
+    Mutant(
+        "events-without-end",
+        "kvtier_core/observers/jsonl.py",
+        "                    file.unlink()\n",
+        "",
+        "tests/core/test_observers.py::test_all_files_together_keep_within_the_capacity",
+    ),
+    Mutant(
+        "events-with-keys",
+        "kvtier_core/observers/jsonl.py",
+        "if self._keys and event.keys else",
+        "if event.keys else",
+        "tests/core/test_observers.py::test_a_line_says_what_is_known",
+    ),
+    Mutant(
+        "metrics-for-the-network",
+        "kvtier_core/observers/prometheus.py",
+        'host: str = "127.0.0.1"',
+        'host: str = "0.0.0.0"',
+        "tests/core/test_observers.py::test_it_binds_to_loopback_unless_told_otherwise",
+    ),
+    Mutant(
+        "metrics-for-every-user",
+        "kvtier_core/observers/endpoint.py",
+        "        os.chmod(self._path, 0o600)\n",
+        "",
+        "tests/core/test_observers.py::test_a_socket_is_its_owners_alone_and_replaces_what_a_kill_has_left",
+    ),
+    Mutant(
+        "files-are-sockets",
+        "kvtier_core/observers/endpoint.py",
+        "if self._path.is_socket():",
+        "if True:",
+        "tests/core/test_observers.py::test_no_file_is_taken_for_a_socket",
+    ),
+    Mutant(
+        "a-client-that-trickles-holds-the-metrics",
+        "kvtier_core/observers/endpoint.py",
+        "        left = self._deadline - time.monotonic()\n",
+        "        left = _PATIENCE\n",
+        "tests/core/test_observers.py::test_nor_does_one_that_says_a_byte_now_and_then",
+    ),
+    Mutant(
+        "the-end-waits-for-clients",
+        "kvtier_core/observers/endpoint.py",
+        "        self._server.hang_up()\n",
+        "",
+        "tests/core/test_observers.py::test_nor_does_its_end_wait_for_a_client",
+    ),
+    Mutant(
+        "a-forgotten-mark-is-passed-over",
+        "kvtier_core/config/examine.py",
+        "    _must_be_marked(manager, implementation)\n",
+        "",
+        "tests/core/test_registry.py::test_a_broken_plugin_is_kept_with_its_reason_and_hides_no_other",
+    ),
+    Mutant(
+        "aliases-clash-unseen",
+        "kvtier_core/config/registry.py",
+        "for offer in self._offers for name in offer.names})",
+        "for offer in self._offers for name in [offer.name]})",
+        "tests/core/test_registry.py::test_an_alias_clashes_with_whatever_has_its_name",
+    ),
+    Mutant(
+        "stale-code-is-used",
+        "kvtier_core/native.py",
+        "if stamp and stamp == expected_stamp():",
+        "if True:",
+        "tests/core/test_native.py::test_a_stale_one_is_not_used_for_anything",
+    ),
+    Mutant(
+        "half-compiled",
+        "kvtier_core/native.py",
+        "getattr(extension, name)",
+        "getattr(extension, name, plain)",
+        "tests/core/test_native.py::test_a_name_that_it_lacks_is_an_error",
+    ),
+    Mutant(
+        "variables-in-paths",
+        "kvtier_core/config/yaml_nodes.py",
+        "if _VARIABLE.search(text):",
+        "if False:",
+        "tests/core/test_config.py::test_no_path_is_taken_for_another",
+    ),
+    Mutant(
+        "windows-one-block-short",
+        LAYOUTS,
+        "return -(-(self.reach - 1) // self.block_tokens)",
+        "return (self.reach - 1) // self.block_tokens",
+        "tests/core/test_layouts.py::test_what_a_group_needs_behind_a_prefix",
+    ),
+)

@@ -1,0 +1,262 @@
+"""Identity: what a namespace and a request's keys are made of."""
+
+from __future__ import annotations
+
+from protections.mutant import Mutant
+
+IDENTITY = "kvtier_core/vllm/identity/namespace.py"
+SETTINGS = "kvtier_core/vllm/identity/settings.py"
+MODEL_WEIGHTS = "kvtier_core/vllm/identity/model_weights.py"
+REQUESTS = "kvtier_core/vllm/requests/identity.py"
+FIELDS = "kvtier_core/vllm/requests/fields.py"
+ITEMS = "kvtier_core/vllm/requests/items.py"
+NAMES = "kvtier_core/vllm/requests/names.py"
+ADAPTERS = "kvtier_core/vllm/requests/adapters.py"
+ABOUT_IDENTITY = "tests/vllm/test_identity.py::"
+REQUEST_TESTS = "tests/vllm/test_request_identity.py::"
+WEIGHT_TESTS = "tests/vllm/test_weights.py::"
+MIXED_UP = "tests/vllm/test_images.py::test_what_the_engine_mixed_up_under_one_name_is_not_kept"
+WATCH = "kvtier_core/vllm/weight_watch.py"
+CHANGED = "tests/vllm/test_changed_weights.py::test_changed_weights_meet_no_kv_of_before[False-"
+
+MUTANTS = (
+    Mutant(
+        "no-weights-in-the-namespace",
+        IDENTITY,
+        '"weights": weights_fact,',
+        "",
+        ABOUT_IDENTITY + "test_what_an_engine_reports_changes_the_namespace",
+    ),
+    Mutant(
+        "variables-do-not-count",
+        IDENTITY,
+        "**settings.variables(),",
+        "",
+        ABOUT_IDENTITY + "test_a_variable_that_is_set_changes_the_namespace",
+    ),
+    Mutant(
+        "code-by-name",
+        IDENTITY,
+        "return name if top in _OF_THE_ENGINE else",
+        "return name if True else",
+        ABOUT_IDENTITY + "test_a_model_from_elsewhere_counts_with_its_code",
+    ),
+    Mutant(
+        "packages-in-the-model-do-not-count",
+        IDENTITY,
+        "if top not in ours]",
+        "if False]",
+        ABOUT_IDENTITY + "test_all_code_of_a_package_that_is_in_the_model_counts",
+    ),
+    Mutant(
+        "weights-from-two-places",
+        IDENTITY,
+        "if not asked.named and _has_a_second_source(found):",
+        "if False:",
+        ABOUT_IDENTITY + "test_a_model_with_weights_from_two_places_is_not_guessed",
+    ),
+    Mutant(
+        "no-page-facts-in-the-namespace",
+        IDENTITY,
+        "**dict(report.facts),",
+        "",
+        ABOUT_IDENTITY + "test_every_fact_of_the_pages_counts",
+    ),
+    Mutant(
+        "no-groups-in-the-namespace",
+        IDENTITY,
+        '"; ".join(group.fact for group in report.groups)',
+        "len(report.groups)",
+        "tests/vllm/test_identity.py::test_what_an_engine_reports_changes_the_namespace",
+    ),
+    Mutant(
+        "settings-by-a-list",
+        SETTINGS,
+        "    if name in _HARMLESS_FIELDS:",
+        '    if name in _HARMLESS_FIELDS or name.startswith("lora_config."):',
+        ABOUT_IDENTITY + "test_every_field_of_the_configuration_counts_unless_it_is_known_to_be_harmless",
+    ),
+    Mutant(
+        "settings-are-guessed",
+        SETTINGS,
+        "    kind = type(value).__name__",
+        "    return type(value).__name__",
+        ABOUT_IDENTITY + "test_a_setting_that_cannot_be_compared_is_not_guessed",
+    ),
+    Mutant(
+        "credentials-are-shown",
+        SETTINGS,
+        "return name.startswith(_NOT_SHOWN) or (",
+        "return (",
+        ABOUT_IDENTITY + "test_credentials_in_free_settings_count_and_are_not_shown",
+    ),
+    Mutant(
+        "credentials-by-a-list",
+        SETTINGS,
+        "bool(_LIKE_A_CREDENTIAL.search(name))",
+        "False",
+        ABOUT_IDENTITY + "test_what_may_be_a_credential_is_not_shown_whatever_it_is_called",
+    ),
+    Mutant(
+        "libraries-are-not-configured",
+        "kvtier_core/vllm/identity/settings.py",
+        'name.startswith(("VLLM_", *OF_LIBRARIES))',
+        'name.startswith("VLLM_")',
+        ABOUT_IDENTITY + "test_a_variable_that_changes_how_libraries_compute_counts_though_vllm_does_not_read_it",
+    ),
+    Mutant(
+        "names-are-forgotten-while-they-are-used",
+        NAMES,
+        "            self._note(name, self._older[name])\n",
+        "            pass\n",
+        "tests/vllm/test_names.py",
+    ),
+    Mutant(
+        "any-encoding-of-the-name",
+        NAMES,
+        "self._encoded.get(item.name) != item.source",
+        "False",
+        MIXED_UP,
+    ),
+    Mutant(
+        "any-cached-kv-of-the-name",
+        NAMES,
+        "return self._younger.get(name, self._older.get(name)) == content",
+        "return True",
+        MIXED_UP,
+    ),
+    Mutant(
+        "no-salt-in-the-keys",
+        REQUESTS,
+        'ingredients["cache_salt"] = request.cache_salt',
+        "pass",
+        REQUEST_TESTS + "test_a_salt_separates_everything",
+    ),
+    Mutant(
+        "adapters-by-name",
+        REQUESTS,
+        "self._adapters.content(adapter)",
+        "adapter.lora_name",
+        REQUEST_TESTS + "test_adapters_are_told_apart_by_content",
+    ),
+    Mutant(
+        "images-by-name",
+        REQUESTS,
+        "content = items.content(feature)",
+        "content = feature.identifier",
+        "tests/vllm/test_images.py::test_images_that_a_counter_names_are_told_apart_after_a_restart",
+    ),
+    Mutant(
+        "adapters-may-change",
+        ADAPTERS,
+        "status.st_ctime_ns >= self._began.by_files - _MARGIN and",
+        "False and",
+        "tests/vllm/test_adapters.py::test_an_adapter_overwritten_after_it_was_loaded_leaves_nothing",
+    ),
+    Mutant(
+        "links-may-change",
+        ADAPTERS,
+        "        yield step, status\n",
+        "        if not stat.S_ISLNK(status.st_mode):\n            yield step, status\n",
+        REQUEST_TESTS + "test_whatever_may_put_other_files_in_place_is_seen",
+    ),
+    Mutant(
+        "folders-above-an-adapter-may-be-swapped",
+        ADAPTERS,
+        "return folder.st_ctime_ns == folder.st_mtime_ns",
+        "return True",
+        REQUEST_TESTS + "test_whatever_may_put_other_files_in_place_is_seen",
+    ),
+    Mutant(
+        "one-number-many-adapters",
+        ADAPTERS,
+        "if state != before:",
+        "if False:",
+        REQUEST_TESTS + "test_one_number_is_one_adapter",
+    ),
+    Mutant(
+        "any-clock",
+        ADAPTERS,
+        "now.by_files - now.by_boot < self._began.by_files - self._began.by_boot - _MARGIN",
+        "False",
+        REQUEST_TESTS + "test_a_clock_that_was_set_back_says_nothing",
+    ),
+    Mutant(
+        "any-file-system",
+        ADAPTERS,
+        "if kind not in _LOCAL:",
+        "if False:",
+        REQUEST_TESTS + "test_times_of_another_machine_say_nothing",
+    ),
+    Mutant(
+        "images-by-address",
+        ITEMS,
+        "or not any(_tensors(element.data) for element in feature.data.values())",
+        "",
+        REQUEST_TESTS + "test_an_item_without_readable_content_is_bypassed",
+    ),
+    Mutant(
+        "sessions-as-they-began",
+        FIELDS,
+        'Refused("it is a session: more is added to its prompt later")',
+        'Harmless("")',
+        REQUEST_TESTS + "test_what_cannot_be_identified_is_bypassed",
+    ),
+    Mutant(
+        "unknown-fields-are-harmless",
+        FIELDS,
+        "raise Unidentified(meaning.why if meaning else",
+        "if meaning:\n            raise Unidentified(meaning.why if meaning else",
+        REQUEST_TESTS + "test_a_field_of_another_vllm_counts_when_it_is_set",
+    ),
+    Mutant(
+        "embeddings-as-tokens",
+        FIELDS,
+        '"prompt_embeds": Refused("its prompt is given as embeddings")',
+        '"prompt_embeds": Harmless("")',
+        REQUEST_TESTS + "test_what_cannot_be_identified_is_bypassed",
+    ),
+    Mutant(
+        "weights-are-sampled",
+        MODEL_WEIGHTS,
+        "found = weights.digest(folder, sampled=sampled)",
+        "found = weights.digest(folder, sampled=True)",
+        WEIGHT_TESTS + "test_the_weights_of_an_engine_are_all_of_its_folder",
+    ),
+    Mutant(
+        "any-loader",
+        MODEL_WEIGHTS,
+        "if type(loader) not in _FROM_THE_FOLDER or load.load_format == _FROM_A_CACHE:",
+        "if False:",
+        WEIGHT_TESTS + "test_weights_that_do_not_come_from_files_are_not_guessed",
+    ),
+    Mutant("loaders-go-unheard", WATCH, "if self._loaders:", "if False:", CHANGED + "load_tensors]"),
+    Mutant(
+        "writes-to-weights-are-not-counted",
+        WATCH,
+        "if list(map(_version, readable)) != self._versions:",
+        "if False:",
+        CHANGED + "an_optimizers_step]",
+    ),
+    Mutant(
+        "no-byte-of-the-weights-is-compared",
+        WATCH,
+        'if b"".join(self._samples) != self._bytes:',
+        "if False:",
+        CHANGED + "every_value_by_hand]",
+    ),
+    Mutant(
+        "weights-may-lie-elsewhere",
+        WATCH,
+        "if list(map(_pointer, readable)) != self._pointers:",
+        "if False:",
+        CHANGED + "other_memory]",
+    ),
+    Mutant(
+        "weights-may-be-other-objects",
+        WATCH,
+        "if not self._modules.are_the_same() or not self._parameters.are_the_same():",
+        "if False:",
+        CHANGED + "other_objects]",
+    ),
+)

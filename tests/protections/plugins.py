@@ -1,0 +1,278 @@
+"""The five plugins."""
+
+from __future__ import annotations
+
+from protections.mutant import Mutant
+
+DISK = "plugins/kvtier_disk/kvtier_disk"
+REDIS = "plugins/kvtier_redis/kvtier_redis"
+REDIS_CAPACITY = "plugins/kvtier_redis/tests/test_redis_capacity.py::"
+S3 = "plugins/kvtier_s3/kvtier_s3"
+S3_CAPACITY = "plugins/kvtier_s3/tests/test_s3_capacity.py::"
+GDS = "plugins/kvtier_gds/kvtier_gds"
+GDS_TESTS = "plugins/kvtier_gds/tests/test_gds.py::"
+GDS_TROUBLE = "plugins/kvtier_gds/tests/test_gds_trouble.py::"
+DISK_TESTS = "plugins/kvtier_disk/tests/test_disk.py::"
+DISK_SECURITY = "plugins/kvtier_disk/tests/test_disk_security.py::"
+SHARED_DISK = "plugins/kvtier_disk/tests/test_shared_disk.py::"
+SHARED_CAPACITY = "plugins/kvtier_disk/tests/test_shared_capacity.py::"
+
+MUTANTS = (
+    Mutant(
+        "quarantine-without-end",
+        DISK + "/backend.py",
+        "if nbytes and kept + nbytes <= self._quarantine_nbytes:",
+        "if nbytes:",
+        "plugins/kvtier_disk/tests/test_disk.py::test_damaged_frames_are_kept_aside_until_there_are_too_many",
+    ),
+    Mutant(
+        "any-length-is-a-frames",
+        DISK + "/backend.py",
+        "return found.nbytes <= (self._longest if found.namespace_folder == self._name else self._capacity)",
+        "return True",
+        DISK_TESTS + "test_a_file_of_impossible_length_is_no_frame",
+    ),
+    Mutant(
+        "written-in-place",
+        DISK + "/frames.py",
+        'return f"{stem}.{writer}{_UNFINISHED}" if writer else f"{stem}{_UNFINISHED}"',
+        "return name",
+        "plugins/kvtier_disk/tests/test_disk.py::test_a_writer_that_dies_half_way_leaves_nothing_under_the_name",
+    ),
+    Mutant(
+        "a-frame-that-goes-stops-the-scan",
+        f"{DISK}/frames.py",
+        "except FileNotFoundError:  # deleted, or written whole, since it was listed",
+        "except NotImplementedError:",
+        "plugins/kvtier_disk/tests/test_disk_laws.py::"
+        "test_a_frame_that_is_deleted_while_the_folder_is_listed_stops_no_scan",
+    ),
+    Mutant(
+        "a-file-of-others-is-a-frame",
+        DISK + "/frames.py",
+        "if why_no_file(status) or",
+        "if",
+        DISK_SECURITY + "test_open_removes_what_stands_for_a_frame_and_follows_none",
+    ),
+    Mutant(
+        "no-sweep",
+        DISK + "/opening.py",
+        "                place.remove(root)\n        elif",
+        "                pass\n        elif",
+        "plugins/kvtier_disk/tests/test_disk.py::test_open_removes_what_is_no_frame",
+    ),
+    Mutant(
+        "a-sweep-removes-what-is-called-like-a-namespace",
+        DISK + "/opening.py",
+        "if name == own or is_kvtiers(root, name)]",
+        "]",
+        DISK_TESTS + "test_open_leaves_alone_what_kvtier_has_not_made",
+    ),
+    Mutant(
+        "forgets-a-file",
+        DISK + "/folder_backend.py",
+        "[found for _, found in everything_of(root, self._name)]",
+        "[found for _, found in everything_of(root, self._name)][1:]",
+        "plugins/kvtier_disk/tests/test_disk_laws.py",
+    ),
+    Mutant(
+        "room-that-a-failed-write-keeps",
+        DISK + "/folder_backend.py",
+        "except BaseException as error:  # OSError, or BackendError for a folder that others may write to",
+        "except OSError as error:",
+        "plugins/kvtier_disk/tests/test_space_account.py::test_the_account_agrees_with_the_disk_wherever_it_fails",
+    ),
+    Mutant(
+        "replicas-share-a-folder",
+        DISK + "/config.py",
+        "if ctx.replicas > 1 else self.path",
+        "if False else self.path",
+        "plugins/kvtier_disk/tests/test_fsck.py::test_an_engine_alone_leaves_the_folders_of_several_alone",
+    ),
+    Mutant(
+        "room-that-is-not-there",
+        DISK + "/space_account.py",
+        "            if missing > 0:\n                raise StoreFull(",
+        "            if False:\n                raise StoreFull(",
+        "plugins/kvtier_disk/tests/test_space_account.py::test_a_frame_in_the_way_that_cannot_be_removed_is_a_full_store",
+    ),
+    Mutant(
+        "an-account-without-a-lock",
+        DISK + "/shared_account.py",
+        "return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "return None",
+        SHARED_CAPACITY + "test_three_processes_never_exceed_the_capacity_and_the_oldest_leave",
+    ),
+    Mutant(
+        "the-newest-leave",
+        DISK + "/shared_account.py",
+        "known = oldest_first(",
+        "known = reversed(",
+        SHARED_CAPACITY + "test_the_oldest_leave_of_whatever_namespace_and_writer",
+    ),
+    Mutant(
+        "an-engine-that-makes-room-is-a-broken-store",
+        DISK + "/shared_account.py",
+        "raise StoreFull(str(error), missing=0) from None",
+        "raise",
+        "plugins/kvtier_disk/tests/test_shared_capacity.py::test_an_engine_that_holds_a_lock_keeps_no_other_for_ever",
+    ),
+    Mutant(
+        "what-is-replaced-counts-for-ever",
+        DISK + "/shared.py",
+        "            if self._bounded:\n",
+        "            if False:\n",
+        SHARED_CAPACITY + "test_what_is_replaced_or_deleted_is_given_back",
+    ),
+    Mutant(
+        "one-key-fails-all-of-a-shared-folder",
+        DISK + "/shared.py",
+        "if not _may_be_of_one_key(error) or not self._works():",
+        "if True:",
+        SHARED_DISK + "test_a_key_that_cannot_be_read_fails_alone",
+    ),
+    Mutant(
+        "one-name-for-all-writers",
+        DISK + "/shared.py",
+        "writer=_this_writer()",
+        'writer="writer"',
+        SHARED_DISK + "test_an_unfinished_file_tells_whose_it_is",
+    ),
+    Mutant(
+        "any-folder-is-the-shared-one",
+        DISK + "/shared_folder.py",
+        "if status.st_dev != known.st_dev and not is_shared(folder):",
+        "if False:",
+        SHARED_DISK + "test_a_folder_that_is_not_mounted_is_not_written_to",
+    ),
+    Mutant(
+        "a-shared-folder-is-swept",
+        DISK + "/shared_folder.py",
+        "    if is_shared(folder):\n",
+        "    if False:\n",
+        SHARED_DISK + "test_an_engine_that_wants_it_for_itself_is_refused",
+    ),
+    Mutant(
+        "fsck-removes-what-is-being-written",
+        DISK + "/walk.py",
+        "if listed.status.st_mtime < before or not listed.is_unfinished",
+        "if True",
+        "plugins/kvtier_disk/tests/test_shared_fsck.py::test_what_may_still_be_written_is_no_damage",
+    ),
+    Mutant(
+        "frames-without-facts-take-no-room",
+        DISK + "/namespaces.py",
+        "read_facts(root, name) is not None or any(",
+        "read_facts(root, name) is not None and any(",
+        DISK_TESTS + "test_a_namespace_without_facts_is_known_by_its_frames",
+    ),
+    Mutant(
+        "facts-of-any-namespace",
+        DISK + "/namespaces.py",
+        "return namespace if namespace is not None and namespace_folder_name(namespace) == name else None",
+        "return namespace",
+        DISK_TESTS + "test_odd_facts_are_passed_over",
+    ),
+    Mutant(
+        "a-slab-remembers-what-was-deleted",
+        GDS + "/backend.py",
+        "                    place.slab.clear(place)\n                except OSError as error:",
+        "                    pass\n                except OSError as error:",
+        GDS_TESTS + "test_what_was_deleted_stays_deleted_after_a_kill",
+    ),
+    Mutant(
+        "a-record-before-its-frame",
+        GDS + "/backend.py",
+        "            unused = dict(enumerate(places))\n",
+        "            unused = dict(enumerate(places))\n"
+        "            for key, place in zip(keys, places, strict=True):\n"
+        "                self._publish(key, place)\n",
+        GDS_TESTS + "test_neither_the_frame_that_was_written_nor_the_one_that_lay_there",
+    ),
+    Mutant(
+        "one-bad-place-retires-its-batch",
+        GDS + "/backend.py",
+        "                    if failures[i] is None:\n                        failures[i] = self._publish",
+        "                    if not any(failures):\n                        failures[i] = self._publish",
+        GDS_TROUBLE + "test_of_a_batch_only_the_place_that_fails_is_retired",
+    ),
+    Mutant(
+        "a-bad-place-is-bad-for-ever",
+        GDS + "/backend.py",
+        "if since <= until]",
+        "if False]",
+        GDS_TROUBLE + "test_a_place_is_tried_again_when_the_drive_has_recovered",
+    ),
+    Mutant(
+        "a-bad-place-is-used-again",
+        GDS + "/backend.py",
+        "                self._retire([unused.pop(i) for i in list(unused)])\n",
+        "",
+        GDS_TROUBLE + "test_a_place_that_takes_no_frame_is_not_tried_again",
+    ),
+    Mutant(
+        "slabs-of-all-namespaces",
+        GDS + "/backend.py",
+        "if record.namespace != self._namespace.digest:",
+        "if False:",
+        GDS_TESTS + "test_frames_of_others_leave_for_what_has_no_room_oldest_first",
+    ),
+    Mutant(
+        "two-frames-in-one-place",
+        GDS + "/table.py",
+        "        if not kept or kept[-1][1].end <= record.at:\n",
+        "        if True:\n",
+        GDS_TESTS + "test_of_records_that_overlap_the_newer_counts",
+    ),
+    Mutant(
+        "any-record-is-believed",
+        GDS + "/table.py",
+        "checksum != zlib.crc32(raw[begin : begin + _FIELDS.size])",
+        "False",
+        GDS_TESTS + "test_every_bit_of_a_record_counts",
+    ),
+    Mutant(
+        "an-eviction-lists-all-frames",
+        "plugins/kvtier_redis/kvtier_redis/account.py",
+        "SharedSpace(ledger, capacity, most_listed=_MOST_LISTED)",
+        "SharedSpace(ledger, capacity)",
+        "plugins/kvtier_redis/tests/test_redis_capacity.py"
+        "::test_an_eviction_among_two_hundred_thousand_frames_lists_a_part_and_removes_few",
+    ),
+    Mutant(
+        "pages-by-rank",
+        "plugins/kvtier_redis/kvtier_redis/account.py",
+        "limit = _PAGE + len(seen)",
+        "limit = _PAGE",
+        "plugins/kvtier_redis/tests/test_redis_capacity.py"
+        "::test_a_ledger_is_read_in_pages_though_entries_of_one_time_and_others_leave",
+    ),
+    Mutant(
+        "a-broken-write-is-given-back",
+        REDIS + "/writing.py",
+        " and not self._transfers[number].left",
+        "",
+        REDIS_CAPACITY + "test_connections_that_break_in_a_write_never_exceed_it",
+    ),
+    Mutant(
+        "a-refused-unlink-is-given-back",
+        REDIS + "/backend.py",
+        "(answer, unlinked.get(number))",
+        "(answer,)",
+        REDIS_CAPACITY + "test_parts_that_the_server_refuses_to_unlink_stay_counted",
+    ),
+    Mutant(
+        "an-unanswered-write-is-given-back",
+        S3 + "/writes.py",
+        "self.growth if isinstance(error, Unanswered) else 0",
+        "0",
+        S3_CAPACITY + "test_frames_that_were_stored_and_not_answered_are_counted",
+    ),
+    Mutant(
+        "a-write-that-met-itself-is-given-back",
+        S3 + "/writes.py",
+        "if found.meta.get(_WRITE) == write.nonce:",
+        "if False:",
+        S3_CAPACITY + "test_a_conditional_write_that_meets_itself_is_counted",
+    ),
+)

@@ -1,0 +1,176 @@
+"""What moves bytes: page lists, threads, CUDA."""
+
+from __future__ import annotations
+
+from protections.mutant import Mutant
+
+DEVICE_MOVER = "kvtier_core/transfer/cuda/mover.py"
+CUDA_PART = "csrc/cuda/part.cpp"
+DEVICE_CHECKSUMS = "kvtier_core/transfer/cuda/checksums.py"
+PAGE_LISTS = "kvtier_core/transfer/page_lists.py"
+
+MUTANTS = (
+    Mutant(
+        "stores-before-their-forward",
+        DEVICE_MOVER,
+        "through.kernels.wait_event(before)",
+        "pass",
+        "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
+    ),
+    Mutant(
+        "loads-before-their-step",
+        DEVICE_MOVER,
+        "        self._before = None\n        for job",
+        "        for job",
+        "tests/core/test_cuda_mover.py::test_a_load_waits_for_no_forward_of_its_own_step",
+    ),
+    Mutant(
+        "loads-overtake-stores",
+        DEVICE_MOVER,
+        "self._loads.kernels.wait_event(other.pages)",
+        "pass",
+        "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
+    ),
+    Mutant(
+        "gathered-is-stored",
+        DEVICE_MOVER,
+        "self._now(self._stores.bus), result",
+        "self._now(self._stores.kernels), result",
+        "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
+    ),
+    Mutant(
+        "checksums-of-holes",
+        DEVICE_MOVER,
+        "if whole and NO_BLOCK not in read else None",
+        "if whole else None",
+        "tests/core/test_device_checksums.py::test_a_staged_store_reports_those_of_its_shards_if_they_are_whole",
+    ),
+    Mutant(
+        "any-slot-at-any-time",
+        DEVICE_MOVER,
+        "return (self.locked.end - self.address) // self.nbytes",
+        "return self.count",
+        "tests/core/test_cuda_mover.py::test_what_touches_no_locked_slot_is_a_miss_and_so_is_a_load_of_any",
+    ),
+    Mutant(
+        "page-locking-spoils-captures",
+        "csrc/cuda/device.h",
+        "    if (ok_) device_.driver().exchange_capture_mode(&mode_);\n",
+        "",
+        "tests/core/test_cuda_mover.py::test_a_graph_may_be_captured_while_slots_are_locked",
+    ),
+    Mutant(
+        "copy-engines-before-the-forward",
+        CUDA_PART,
+        "if (!order(streams.kernels, turn_, streams.bus)) return false;",
+        "",
+        "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
+    ),
+    Mutant(
+        "pages-are-free-before-copy-engines-read-them",
+        CUDA_PART,
+        "return order(streams.bus, turn_, streams.kernels) && listed;",
+        "return listed;",
+        "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
+    ),
+    Mutant(
+        "gathers-into-a-half-that-is-not-empty",
+        CUDA_PART,
+        'if (half.used && !device_.call(&Driver::wait, "wait for an event", streams.kernels, half.emptied, 0u)) '
+        "return false;",
+        "",
+        "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
+    ),
+    Mutant(
+        "loads-into-a-half-that-is-not-empty",
+        CUDA_PART,
+        'if (half.used && !device_.call(&Driver::wait, "wait for an event", streams.bus, half.emptied, 0u)) '
+        "return false;",
+        "",
+        "tests/core/test_cuda_mover.py::test_the_slices_of_a_job_use_the_same_memory_one_after_the_other",
+    ),
+    Mutant(
+        "half-a-store-is-over-before-it-has-ended",
+        CUDA_PART,
+        "if (!done) order(",
+        "if (false) order(",
+        "tests/core/test_cuda_mover.py::test_what_fails_half_way_is_reported_when_no_page_is_read_any_more",
+    ),
+    Mutant(
+        "holes-are-copied-too",
+        CUDA_PART,
+        "if (std::all_of(row, row + chunks.width, [](int32_t block) { return block >= 0; })) {",
+        "if (true) {",
+        "tests/core/test_cuda_mover.py::test_what_a_job_stores",
+    ),
+    Mutant(
+        "checksums-are-told-before-they-are-computed",
+        CUDA_PART,
+        "done = order(streams.kernels, turn_, streams.bus) &&",
+        "done =",
+        "tests/core/test_device_checksums.py::test_a_staged_store_reports_those_of_its_shards_if_they_are_whole",
+    ),
+    Mutant(
+        "two-jobs-tell-their-checksums-in-one-place",
+        DEVICE_CHECKSUMS,
+        "self._free.pop()",
+        "self._free[-1]",
+        "tests/core/test_device_checksums.py::test_jobs_under_way_at_once_have_their_own",
+    ),
+    Mutant(
+        "any-checksum-of-a-device-is-believed",
+        DEVICE_CHECKSUMS,
+        "!= told[0]:",
+        "is None:",
+        "tests/core/test_device_checksums.py::test_what_the_host_computes_otherwise_is_not_reported_and_told_once",
+    ),
+    Mutant(
+        "copies-across-locked-pieces",
+        "csrc/cuda/copies.cpp",
+        "std::min(nbytes, left)",
+        "nbytes",
+        "tests/core/test_cuda_library.py::test_no_copy_reaches_from_one_locked_piece_into_the_next",
+    ),
+    Mutant(
+        "one-system-page-in-two-pieces",
+        "kvtier_core/transfer/cuda/host_registration.py",
+        "self.base = pieces.address // mmap.PAGESIZE * mmap.PAGESIZE",
+        "self.base = pieces.address",
+        "tests/core/test_cuda_mover.py::test_pieces_begin_and_end_where_pages_of_the_system_do",
+    ),
+    Mutant(
+        "calls-of-any-length",
+        "csrc/cuda/copies.h",
+        "kMost = 2048",
+        "kMost = 4096",
+        "tests/core/test_cuda_library.py::test_no_call_has_more_copies_than_drivers_survive",
+    ),
+    Mutant(
+        "kernels-write-to-the-host",
+        "csrc/cuda/kvtier_cuda.cpp",
+        "return !to_slots && device->has_kernels()",
+        "return device->has_kernels()",
+        "tests/core/test_cuda_library.py::test_a_kernel_never_writes_to_the_host",
+    ),
+    Mutant(
+        "block-ids-of-any-number",
+        PAGE_LISTS,
+        "good = {tuple(map(len, chunk)) for chunk in pages} <= {part.blocks}",
+        "good = True",
+        "tests/core/test_mover.py::test_wrong_numbers_touch_no_memory",
+    ),
+    Mutant(
+        "one-block-table-for-all-groups",
+        PAGE_LISTS,
+        "place.offset, firsts[place.group], place.blocks",
+        "place.offset, 0, place.blocks",
+        "tests/core/test_mover.py::test_store",
+    ),
+    Mutant(
+        "plugins-end-threads",
+        "kvtier_core/transfer/io_pool.py",
+        "except BaseException as error:  # SystemExit",
+        "except Exception as error:  # SystemExit",
+        "tests/core/test_io_pool.py",
+    ),
+)

@@ -1,0 +1,141 @@
+"""What is taken from vLLM: layouts, groups, drafts, its connector."""
+
+from __future__ import annotations
+
+from protections.mutant import Mutant
+
+CONNECTOR = "kvtier_core/vllm/connector.py"
+STARTUP = "kvtier_core/vllm/startup.py"
+CHANGED = "tests/vllm/test_changed_weights.py::test_changed_weights_meet_no_kv_of_before[False-"
+TROUBLE = "tests/vllm/test_trouble.py::"
+BESIDE = "tests/vllm/test_beside_others.py::"
+
+MUTANTS = (
+    Mutant(
+        "dflash-reads-no-further",
+        "kvtier_core/vllm/speculation.py",
+        "speculative.num_speculative_tokens + speculative.use_dflash()",
+        "speculative.num_speculative_tokens",
+        "tests/vllm/test_speculation.py::test_a_draft_model_runs_when_vllm_says_so",
+    ),
+    Mutant(
+        "kv-that-no-draft-model-wrote",
+        "kvtier_core/vllm/speculation.py",
+        "tokens + self.queries <= self.model.max_model_len",
+        "True",
+        "tests/vllm/test_speculation.py::test_what_a_draft_model_had_no_room_to_compute_is_not_stored",
+    ),
+    Mutant(
+        "layers-in-any-order",
+        "kvtier_core/vllm/layout.py",
+        "[*framed, *sorted(kv_caches)]",
+        "sorted(kv_caches)",
+        "tests/vllm/test_layout.py::test_the_order_of_layers_in_a_frame_is_told",
+    ),
+    Mutant(
+        "embeddings-from-anywhere",
+        "kvtier_core/vllm/layout.py",
+        "if vllm_config.ec_transfer_config is not None or vllm_config.ec_manager_config.encoder_cache_manager_cls:",
+        "if False:",
+        "tests/vllm/test_layout.py::test_an_engine_whose_embeddings_come_from_elsewhere_is_refused",
+    ),
+    Mutant(
+        "whatever-is-derived-from-full-attention",
+        "kvtier_core/vllm/groups.py",
+        "if type(spec) not in _KINDS:",
+        "if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec | MambaSpec):",
+        "tests/vllm/test_layout.py::test_a_kind_that_is_not_known_is_refused",
+    ),
+    Mutant(
+        "states-behind-drafts",
+        "kvtier_core/vllm/groups.py",
+        "offered.pop(request_id, None)",
+        "pass",
+        "tests/vllm/test_layout.py::test_a_state_is_not_taken_while_drafts_may_still_be_rejected",
+    ),
+    Mutant(
+        "weights-are-not-watched",
+        CONNECTOR,
+        "self.side.watch_weights(kv_connector_metadata.plan)",
+        "pass",
+        CHANGED + "reload_past_the_engine]",
+    ),
+    Mutant(
+        "calls-of-workers-go-unheard",
+        CONNECTOR,
+        "follow_calls(_workers_were_called)",
+        "follow_calls(lambda *_: None)",
+        CHANGED + "any_function]",
+    ),
+    Mutant(
+        "stores-of-a-worker-that-is-off-never-end",
+        CONNECTOR,
+        "WorkerProgress(ended, ended, off=self._off)",
+        "WorkerProgress(off=self._off)",
+        TROUBLE + "test_nothing_is_promised_and_no_slot_reserved_when_a_worker_has_failed",
+    ),
+    Mutant(
+        "a-side-that-failed-keeps-its-stack",
+        CONNECTOR,
+        "side.abandon()",
+        "run(side.status.close)",
+        TROUBLE + "test_a_schedulers_half_that_failed_lets_go_of_its_stack",
+    ),
+    Mutant(
+        "sleeps-over-new-weights",
+        "kvtier_core/vllm/connector.py",
+        'if self.config.on_reset == "keep":',
+        "if True:",
+        "tests/vllm/test_sleep.py::test_weights_may_be_others_after_a_sleep_or_pause_that_resets",
+    ),
+    Mutant(
+        "others-load-before-the-self-test",
+        CONNECTOR,
+        "self.side.attach(kv_connector_metadata.plan)",
+        "self.start_load_kv = lambda *args: (\n"
+        "            self.side.attach(kv_connector_metadata.plan), type(self).start_load_kv(self, *args))",
+        BESIDE + "test_another_connector_may_exchange_handshakes_in_front_of_kvtier",
+    ),
+    Mutant(
+        "others-handshakes-matter",
+        CONNECTOR,
+        '"""Ignored: the metadata is that of a connector beside this one."""',
+        "super().set_xfer_handshake_metadata_pp_aware(metadata)",
+        BESIDE + "test_or_behind_it",
+    ),
+    Mutant(
+        "broken-plugins-are-silent",
+        CONNECTOR,
+        "self._registry.log_problems()",
+        "pass",
+        "tests/vllm/test_start.py::test_a_broken_plugin_is_told_though_nobody_asks_for_it",
+    ),
+    Mutant(
+        "numbers-of-our-own-kind",
+        "kvtier_core/vllm/metrics.py",
+        "value = float(reading)",
+        "value = reading",
+        "tests/vllm/test_metrics.py::test_a_report_can_be_sent_to_another_process",
+    ),
+    Mutant(
+        "the-policy-inside-counts",
+        STARTUP,
+        "reports[0].failure_policy or ",
+        "",
+        BESIDE + "test_or_behind_it",
+    ),
+    Mutant(
+        "producers-load",
+        STARTUP,
+        "loads=self.transfer.is_kv_consumer",
+        "loads=True",
+        BESIDE + "test_a_role_means_what_it_says",
+    ),
+    Mutant(
+        "consumers-store",
+        STARTUP,
+        "stores=self.transfer.is_kv_producer",
+        "stores=True",
+        BESIDE + "test_a_role_means_what_it_says",
+    ),
+)
