@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier_core.transfer.files import read_files, write_files
+from kvtier_core.storekit.files import read_files, write_files
 from kvtier_core.types import ChunkKey
 
 

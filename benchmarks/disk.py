@@ -21,8 +21,8 @@ from kvtier_core.policies.lru import LruConfig
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.store_tier.frame_io import FrameWrite
 from kvtier_core.stack.store_tier.tier import StoreTier
+from kvtier_core.storekit.files import ring_works
 from kvtier_core.testing.samples import make_layout
-from kvtier_core.transfer.files import ring_works
 from kvtier_core.transfer.io_pool import IOPool
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace, Nbytes
 from kvtier_disk.config import DiskConfig

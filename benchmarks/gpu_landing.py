@@ -17,9 +17,9 @@ from kvtier_core.errors import BackendError
 from kvtier_core.frames.format import verify
 from kvtier_core.interfaces import DeviceMemory, Landing, Mover, PagedKVCache, PageRun
 from kvtier_core.stack.batches import in_groups
+from kvtier_core.storekit.files import bounce
 from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_layout
 from kvtier_core.transfer import cuda
-from kvtier_core.transfer.files import bounce
 from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.transfer.io_pool import IOPool, Outcome
 from kvtier_core.types import Nbytes, StoredFrame

@@ -18,13 +18,13 @@ CORE = "kvtier_core"
 FLOORS = [
     "errors types layouts native _native",
     "interfaces hookspecs",
-    "frames transfer",
+    "frames transfer storekit",
     "stack",
     "policies observers builtin",
 ]
 FLOORS += ["config", "engine", "vllm simulate testing", "cli"]
 #: What a plugin may use of the core. Its tests may also use `testing`.
-FOR_PLUGINS = {"types", "layouts", "interfaces", "errors", "hookspecs", "transfer"}
+FOR_PLUGINS = {"types", "layouts", "interfaces", "errors", "hookspecs", "transfer", "storekit"}
 #: What every environment with kvtier in it has.
 LIGHT = {CORE, "attrs", "pluggy", "yaml", *sys.stdlib_module_names}
 

@@ -21,7 +21,7 @@ from kvtier_core.config.model import StackConfig, StoreTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError
 from kvtier_core.layouts import ChunkLayout
-from kvtier_core.transfer.files import read_files, ring_works, write_files
+from kvtier_core.storekit.files import read_files, ring_works, write_files
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 import attrs
 
 from kvtier_core import native
-from kvtier_core.transfer.files import ring_works
+from kvtier_core.storekit.files import ring_works
 from kvtier_core.types import Nbytes
 
 #: Descriptors below which a server with many connections and a disk tier may run out.

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtier_core.transfer.folder import is_ours
+from kvtier_core.storekit.folder import is_ours
 
 #: Seconds. A file that changed more recently may change again without a new time stamp.
 _SETTLE_TIME = 2.0

@@ -18,7 +18,7 @@ import attrs
 
 from kvtier_core.engine.digest_cache import cache_folder
 from kvtier_core.engine.messages import WorkerReport
-from kvtier_core.transfer.folder import is_ours
+from kvtier_core.storekit.folder import is_ours
 
 _SUFFIX = ".report"
 #: Seconds after which a report is stale and removed: the start of an engine takes less.

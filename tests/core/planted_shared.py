@@ -13,8 +13,8 @@ from planted_backends import PlantedConfig, Reference, SpoiltLaws
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Backend
+from kvtier_core.storekit.shared_space import Count, SharedSpace
 from kvtier_core.testing import SharedBackendLaws
-from kvtier_core.transfer.shared_space import Count, SharedSpace
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from kvtier_core.transfer.files import read_files, ring_works, write_files
+from kvtier_core.storekit.files import read_files, ring_works, write_files
 
 PIECE = 512 << 10  #: a request of io_uring asks for no more
 LENGTHS = [0, 1, 4096, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 77] * 6  # more pieces than are under way at once

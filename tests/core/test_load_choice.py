@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvtier_core.stack.interface import Declined, LoadLimit
-from kvtier_core.stack.store_tier.asking.load_choice import LoadChoice, LoadChooser
-from kvtier_core.stack.store_tier.asking.speed import StoreSpeed
+from kvtier_core.stack.store_tier.remote_lookup.load_choice import LoadChoice, LoadChooser
+from kvtier_core.stack.store_tier.remote_lookup.speed import StoreSpeed
 
 MIB = 1 << 20
 

@@ -109,7 +109,8 @@ def test_copies_small_and_large(nbytes, gap, skew):
 ALL_PLAIN = (
     "import zlib; from kvtier_core import native;"
     "from kvtier_core.builtin import chained;"
-    "from kvtier_core.frames import checksum; from kvtier_core.transfer import copier, files;"
+    "from kvtier_core.frames import checksum; from kvtier_core.storekit import files;"
+    "from kvtier_core.transfer import copier;"
     "from kvtier_core.policies import gittins, lru; from kvtier_core.stack.index import prefix_tree;"
     "assert native.extension is None;"
     "assert checksum.crc32 is zlib.crc32 and checksum.combine is checksum.plain_combine;"

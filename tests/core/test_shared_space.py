@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvtier_core.errors import BackendError, StoreFull
-from kvtier_core.transfer import shared_space
-from kvtier_core.transfer.shared_space import Count, SharedSpace, recount
+from kvtier_core.storekit import shared_space
+from kvtier_core.storekit.shared_space import Count, SharedSpace, recount
 
 CAPACITY = 6400
 HEADROOM = CAPACITY // 32

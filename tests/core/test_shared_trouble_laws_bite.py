@@ -11,9 +11,9 @@ from planted_backends import PlantedConfig
 from planted_shared import FolderSpace, SharedFolder, laws_for, list_oldest, locked
 
 from kvtier_core.errors import BackendError, StoreFull
+from kvtier_core.storekit.shared_space import Count, SharedSpace
 from kvtier_core.testing import SharedBackendLaws
 from kvtier_core.testing.laws import shared_trouble
-from kvtier_core.transfer.shared_space import Count, SharedSpace
 
 
 class BareLaws(SharedBackendLaws):

@@ -4,130 +4,130 @@ from __future__ import annotations
 
 from protections.mutant import Mutant
 
-TRANSFER = "kvtier_core/transfer"
+STOREKIT = "kvtier_core/storekit"
 GDS_SECURITY = "plugins/kvtier_gds/tests/test_gds_security.py::"
 DISK_SECURITY = "plugins/kvtier_disk/tests/test_disk_security.py::"
 DISK_TROUBLE = "plugins/kvtier_disk/tests/test_disk_trouble.py::"
-SHARED_SPACE = "kvtier_core/transfer/shared_space.py"
+SHARED_SPACE = "kvtier_core/storekit/shared_space.py"
 SHARED_SPACE_TESTS = "tests/core/test_shared_space.py::"
 BESIDE = "tests/vllm/test_beside_others.py::"
 
 MUTANTS = (
     Mutant(
         "one-frames-failure-is-everybodys",
-        TRANSFER + "/disk_access.py",
+        STOREKIT + "/disk_access.py",
         "if failure.errno not in OF_ONE_FRAME:",
         "if True:",
         DISK_TROUBLE + "test_a_bad_sector_is_one_frames_alone",
     ),
     Mutant(
         "a-dead-device-is-a-bad-frame",
-        TRANSFER + "/disk_access.py",
+        STOREKIT + "/disk_access.py",
         "            probe_device(folder)\n",
         "            pass\n",
         DISK_TROUBLE + "test_a_device_that_fails_and_comes_back",
     ),
     Mutant(
         "errors-of-the-system-escape",
-        TRANSFER + "/folder.py",
+        STOREKIT + "/folder.py",
         'raise BackendError(f"{error.filename or path}: {error.strerror}") from error',
         "raise",
         "plugins/kvtier_disk/tests/test_disk_trouble.py",
     ),
     Mutant(
         "files-for-everyone",
-        TRANSFER + "/folder.py",
+        STOREKIT + "/folder.py",
         "flags, 0o600,",
         "flags, 0o644,",
         "plugins/kvtier_disk/tests/test_disk.py::test_names_come_from_keys_and_nobody_else_may_look",
     ),
     Mutant(
         "follows-links",
-        TRANSFER + "/folder.py",
+        STOREKIT + "/folder.py",
         "if stat.S_ISLNK(status.st_mode):",
         "if False:",
         "plugins/kvtier_disk/tests/test_disk.py::test_a_link_is_refused",
     ),
     Mutant(
         "folders-of-others",
-        TRANSFER + "/folder.py",
+        STOREKIT + "/folder.py",
         "    if status.st_uid != os.geteuid():",
         "    if False:",
         "plugins/kvtier_disk/tests/test_disk.py::test_a_folder_of_somebody_else_is_refused",
     ),
     Mutant(
         "folders-for-others",
-        TRANSFER + "/folder.py",
+        STOREKIT + "/folder.py",
         "    if status.st_mode & 0o022:\n",
         "    if False:\n",
         "plugins/kvtier_disk/tests/test_disk.py::test_a_folder_that_others_may_write_to_is_refused",
     ),
     Mutant(
         "a-sticky-folder-is-the-tiers-alone",
-        TRANSFER + "/folder.py",
+        STOREKIT + "/folder.py",
         "    if status.st_mode & 0o022:\n",
         "    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:\n",
         GDS_SECURITY + "test_a_sticky_folder_is_refused_whatever_a_stranger_put_there",
     ),
     Mutant(
         "files-of-others",
-        TRANSFER + "/folder.py",
+        STOREKIT + "/folder.py",
         "elif status.st_uid != os.geteuid():",
         "elif False:",
         GDS_SECURITY + "test_a_strangers_file_is_not_adopted_when_the_folder_is_closed_to_others",
     ),
     Mutant(
         "files-open-to-others",
-        TRANSFER + "/folder.py",
+        STOREKIT + "/folder.py",
         "elif status.st_mode & 0o077:",
         "elif False:",
         GDS_SECURITY + "test_a_file_that_is_not_the_tiers_alone_is_refused_untouched",
     ),
     Mutant(
         "files-with-another-name",
-        TRANSFER + "/folder.py",
+        STOREKIT + "/folder.py",
         "elif status.st_nlink > 1:",
         "elif False:",
         GDS_SECURITY + "test_a_file_that_is_not_the_tiers_alone_is_refused_untouched",
     ),
     Mutant(
         "folders-above-are-anybodys",
-        TRANSFER + "/folder.py",
+        STOREKIT + "/folder.py",
         "    parents_must_be_safe(path)\n",
         "",
         DISK_SECURITY + "test_a_folder_above_that_others_may_write_to_is_refused",
     ),
     Mutant(
         "any-folder-inside",
-        TRANSFER + "/folder.py",
+        STOREKIT + "/folder.py",
         "        must_be_ours(os.fstat(fd), *inner._called)\n",
         "",
         DISK_SECURITY + "test_what_is_put_in_place_of_a_folder_is_never_read",
     ),
     Mutant(
         "opens-before-it-looks",
-        TRANSFER + "/folder.py",
+        STOREKIT + "/folder.py",
         "self._must_be_file(name, self.status(name))",
         "pass",
         DISK_SECURITY + "test_what_stands_for_a_frame_is_no_frame",
     ),
     Mutant(
         "reports-of-others",
-        TRANSFER + "/folder.py",
+        STOREKIT + "/folder.py",
         "    if status.st_uid != os.geteuid():",
         "    if False:",
         BESIDE + "test_a_folder_that_others_could_write_to_is_not_believed",
     ),
     Mutant(
         "reports-for-others",
-        TRANSFER + "/folder.py",
+        STOREKIT + "/folder.py",
         "    if status.st_mode & 0o022:\n",
         "    if False:\n",
         BESIDE + "test_a_folder_that_others_could_write_to_is_not_believed",
     ),
     Mutant(
         "reports-behind-a-link",
-        TRANSFER + "/folder.py",
+        STOREKIT + "/folder.py",
         "must_be_ours(path.lstat(), path)\n    except",
         "must_be_ours(path.stat(), path)\n    except",
         BESIDE + "test_a_folder_that_others_could_write_to_is_not_believed",
@@ -155,7 +155,7 @@ MUTANTS = (
     ),
     Mutant(
         "any-folder-at-the-path",
-        TRANSFER + "/folder_lock.py",
+        STOREKIT + "/folder_lock.py",
         "if os.path.samestat(status, os.fstat(held.fd)):",
         "if True:",
         DISK_SECURITY + "test_what_is_put_in_place_of_a_folder_is_never_read",

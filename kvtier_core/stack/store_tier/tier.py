@@ -10,9 +10,6 @@ from kvtier_core.interfaces import Backend
 from kvtier_core.stack.batches import leading
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.interface import LoadLimit
-from kvtier_core.stack.store_tier.asking.load_choice import LoadChoice, LoadChooser
-from kvtier_core.stack.store_tier.asking.lookups import Lookups
-from kvtier_core.stack.store_tier.asking.speed import StoreSpeed
 from kvtier_core.stack.store_tier.calls import StoreParts
 from kvtier_core.stack.store_tier.deletes import Deletes
 from kvtier_core.stack.store_tier.frame_io import FrameRead, FrameWrite
@@ -22,6 +19,9 @@ from kvtier_core.stack.store_tier.keys_in_use import KeysInUse, Use
 from kvtier_core.stack.store_tier.landings import Landings
 from kvtier_core.stack.store_tier.policy_state import PolicyState
 from kvtier_core.stack.store_tier.reads import Arrived, Reads
+from kvtier_core.stack.store_tier.remote_lookup.load_choice import LoadChoice, LoadChooser
+from kvtier_core.stack.store_tier.remote_lookup.lookups import Lookups
+from kvtier_core.stack.store_tier.remote_lookup.speed import StoreSpeed
 from kvtier_core.stack.store_tier.space import CapacityLimit, Space
 from kvtier_core.stack.store_tier.writes import Release, Writes
 from kvtier_core.transfer.io_pool import Pool, run_within

@@ -13,12 +13,12 @@ import pytest
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import BackendConfig, OpenContext
+from kvtier_core.storekit.files import bounce
 from kvtier_core.testing import resources
 from kvtier_core.testing.laws.backend_calls import BackendCallLaws
 from kvtier_core.testing.laws.backend_frames import come_and_go, damage_of, read, soak, write_and_die
 from kvtier_core.testing.resources import Resources
 from kvtier_core.testing.samples import Poisoned, make_frame, make_key, make_keys, make_namespace
-from kvtier_core.transfer.files import bounce
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey
 
 #: Seconds within which a read that is not blocked returns, even on a busy machine.

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import OpenContext
-from kvtier_core.transfer.folder import Folder, backend_errors
-from kvtier_core.transfer.folder_lock import FolderLock
+from kvtier_core.storekit.folder import Folder, backend_errors
+from kvtier_core.storekit.folder_lock import FolderLock
 from kvtier_core.types import ChunkKey
 from kvtier_disk.files import publish
 from kvtier_disk.folder_backend import FolderBackend

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import attrs
 
 from kvtier_core.errors import BackendError
-from kvtier_core.transfer.disk_access import new_file
-from kvtier_core.transfer.files import read_files, write_files
-from kvtier_core.transfer.folder import Folder, NoFile
+from kvtier_core.storekit.disk_access import new_file
+from kvtier_core.storekit.files import read_files, write_files
+from kvtier_core.storekit.folder import Folder, NoFile
 from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_disk.frames import Place, unfinished
 

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.interfaces import Backend, OpenContext
-from kvtier_core.transfer.disk_access import FULL, raise_if_store_failed
-from kvtier_core.transfer.folder import Folder, NoFile, backend_errors
+from kvtier_core.storekit.disk_access import FULL, raise_if_store_failed
+from kvtier_core.storekit.folder import Folder, NoFile, backend_errors
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace, Nbytes
 from kvtier_disk.files import Access, discard, read_frames, write_unfinished
 from kvtier_disk.frames import (

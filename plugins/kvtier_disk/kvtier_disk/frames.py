@@ -12,7 +12,7 @@ from pathlib import Path
 
 import attrs
 
-from kvtier_core.transfer.folder import Folder, why_no_file
+from kvtier_core.storekit.folder import Folder, why_no_file
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace
 
 _QUARANTINE = "quarantine"

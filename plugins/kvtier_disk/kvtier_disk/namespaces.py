@@ -10,8 +10,8 @@ import contextlib
 import os
 
 from kvtier_core.errors import BackendError
-from kvtier_core.transfer import namespace_file
-from kvtier_core.transfer.folder import Folder
+from kvtier_core.storekit import namespace_file
+from kvtier_core.storekit.folder import Folder
 from kvtier_core.types import FRAME_MAGIC, Namespace
 from kvtier_disk.frames import Place, everything_of, namespace_folder_name, unfinished
 

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtier_core.transfer.disk_access import effective_direct, effective_ring, remove_probes
-from kvtier_core.transfer.folder import Folder
+from kvtier_core.storekit.disk_access import effective_direct, effective_ring, remove_probes
+from kvtier_core.storekit.folder import Folder
 from kvtier_disk.files import Access
 from kvtier_disk.frames import Found, everything_of, namespace_folders, oldest_first, quarantined, remove_if_empty
 from kvtier_disk.namespaces import is_kvtiers, remove_facts

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import OpenContext
-from kvtier_core.transfer.disk_access import OF_ONE_FRAME, probe_device
-from kvtier_core.transfer.folder import Folder, NoFile, NotOurs, backend_errors
-from kvtier_core.transfer.shared_space import SharedSpace
+from kvtier_core.storekit.disk_access import OF_ONE_FRAME, probe_device
+from kvtier_core.storekit.folder import Folder, NoFile, NotOurs, backend_errors
+from kvtier_core.storekit.shared_space import SharedSpace
 from kvtier_core.types import ChunkKey
 from kvtier_disk.files import publish
 from kvtier_disk.folder_backend import FolderBackend

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvtier_core.errors import BackendError, StoreFull
-from kvtier_core.transfer.folder import Folder, backend_errors
-from kvtier_core.transfer.shared_space import Count, recount
+from kvtier_core.storekit.folder import Folder, backend_errors
+from kvtier_core.storekit.shared_space import Count, recount
 from kvtier_disk.frames import Found, everything_of, is_unfinished, namespace_folders, oldest_first, quarantined
 from kvtier_disk.shared_folder import SHARED
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from kvtier_core.errors import BackendError
-from kvtier_core.transfer.folder import Folder, make_safe
+from kvtier_core.storekit.folder import Folder, make_safe
 
 #: The file in the folder which says that it is shared; it also holds the account of a capacity.
 SHARED = ".kvtier-shared"

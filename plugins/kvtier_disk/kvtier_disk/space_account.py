@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from kvtier_core.errors import BackendError, StoreFull
-from kvtier_core.transfer.folder import Folder
+from kvtier_core.storekit.folder import Folder
 from kvtier_disk.frames import Place
 
 

@@ -12,9 +12,9 @@ import attrs
 
 from kvtier_core.errors import BackendError, Gone
 from kvtier_core.interfaces import Stored
-from kvtier_core.transfer.disk_access import PROBE
-from kvtier_core.transfer.folder import Folder, backend_errors
-from kvtier_core.transfer.folder_lock import FolderLock
+from kvtier_core.storekit.disk_access import PROBE
+from kvtier_core.storekit.folder import Folder, backend_errors
+from kvtier_core.storekit.folder_lock import FolderLock
 from kvtier_disk.files import is_gone
 from kvtier_disk.frames import Found, Place, everything, is_unfinished, quarantined
 from kvtier_disk.shared_folder import must_not_be_shared

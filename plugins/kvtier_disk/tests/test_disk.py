@@ -16,8 +16,8 @@ import pytest
 
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.format import FrameError, verify
+from kvtier_core.storekit import disk_access
 from kvtier_core.testing.samples import Poisoned, make_context, make_frame, make_key, make_keys, make_namespace
-from kvtier_core.transfer import disk_access
 from kvtier_core.types import FRAME_ALIGNMENT, Nbytes
 from kvtier_disk import plugin
 from kvtier_disk.config import DiskConfig

@@ -3,9 +3,9 @@
 import contextlib
 import os
 
+from kvtier_core.storekit.folder import Folder
 from kvtier_core.testing import BackendLaws, SharedBackendLaws
 from kvtier_core.testing.samples import make_context, make_frame, make_keys
-from kvtier_core.transfer.folder import Folder
 from kvtier_core.types import Nbytes
 from kvtier_disk.config import DiskConfig
 

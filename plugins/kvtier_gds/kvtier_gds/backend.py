@@ -12,9 +12,9 @@ from pathlib import Path
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.interfaces import Backend, OpenContext
-from kvtier_core.transfer.disk_access import FULL, raise_if_store_failed
-from kvtier_core.transfer.files import read_files, write_each
-from kvtier_core.transfer.folder import backend_errors
+from kvtier_core.storekit.disk_access import FULL, raise_if_store_failed
+from kvtier_core.storekit.files import read_files, write_each
+from kvtier_core.storekit.folder import backend_errors
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Extent, Namespace
 from kvtier_gds.device_reads import gpudirect
 from kvtier_gds.facts import keep_facts, other_namespaces

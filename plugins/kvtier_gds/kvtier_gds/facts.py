@@ -6,8 +6,8 @@ import contextlib
 import re
 from collections.abc import Collection, Iterator
 
-from kvtier_core.transfer.folder import Folder
-from kvtier_core.transfer.namespace_file import read_facts, write_facts
+from kvtier_core.storekit.folder import Folder
+from kvtier_core.storekit.namespace_file import read_facts, write_facts
 from kvtier_core.types import Namespace
 
 _NAME = re.compile(r"kvtier\.([0-9a-f]{64})\.json")

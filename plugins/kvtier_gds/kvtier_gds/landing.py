@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import DeviceMemory, Landing
-from kvtier_core.transfer.disk_access import raise_if_store_failed
-from kvtier_core.transfer.files import bounce, read_files, ring_works
-from kvtier_core.transfer.folder import Folder, backend_errors
+from kvtier_core.storekit.disk_access import raise_if_store_failed
+from kvtier_core.storekit.files import bounce, read_files, ring_works
+from kvtier_core.storekit.folder import Folder, backend_errors
 from kvtier_core.types import Extent
 from kvtier_gds.device_reads import DeviceReads
 from kvtier_gds.slab import FRAMES, Slab

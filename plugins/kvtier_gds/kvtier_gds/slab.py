@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier_core.errors import BackendError
-from kvtier_core.transfer.disk_access import FULL, effective_direct, effective_ring, remove_probes
-from kvtier_core.transfer.folder import Folder
-from kvtier_core.transfer.folder_lock import FolderLock
+from kvtier_core.storekit.disk_access import FULL, effective_direct, effective_ring, remove_probes
+from kvtier_core.storekit.folder import Folder
+from kvtier_core.storekit.folder_lock import FolderLock
 from kvtier_core.types import Nbytes
 from kvtier_gds.extents import Extents
 from kvtier_gds.table import RECORD_NBYTES, Record, Table, without_overlaps

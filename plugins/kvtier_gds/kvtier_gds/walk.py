@@ -11,8 +11,8 @@ import attrs
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Stored
-from kvtier_core.transfer.folder import backend_errors
-from kvtier_core.transfer.folder_lock import FolderLock
+from kvtier_core.storekit.folder import backend_errors
+from kvtier_core.storekit.folder_lock import FolderLock
 from kvtier_gds.slab import FRAMES, TABLE
 from kvtier_gds.table import Record, Table, without_overlaps
 

@@ -11,8 +11,8 @@ from slabs import NBYTES, dies, open_slabs, write
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import DeviceMemory
+from kvtier_core.storekit.files import bounce
 from kvtier_core.testing.samples import make_frame, make_keys
-from kvtier_core.transfer.files import bounce
 from kvtier_core.types import FRAME_ALIGNMENT, Extent
 from kvtier_gds.config import GdsConfig
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvtier_core.errors import BackendError
-from kvtier_core.transfer.shared_space import Count, SharedSpace
+from kvtier_core.storekit.shared_space import Count, SharedSpace
 from kvtier_redis.client import Client
 from kvtier_redis.deadline import Deadline
 from kvtier_redis.link import Garbage, ServerError

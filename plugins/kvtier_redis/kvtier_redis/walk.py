@@ -11,7 +11,7 @@ import attrs
 
 from kvtier_core.errors import BackendError, Gone
 from kvtier_core.interfaces import Stored
-from kvtier_core.transfer import shared_space
+from kvtier_core.storekit import shared_space
 from kvtier_redis.account import Ledger, entry_of, remove_frame
 from kvtier_redis.client import Client
 from kvtier_redis.deadline import Deadline

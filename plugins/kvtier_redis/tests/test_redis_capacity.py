@@ -187,7 +187,7 @@ def test_what_a_killed_engine_left_goes_with_the_oldest(server, open_tier):
 
 @pytest.mark.parametrize("wrong", [-CAPACITY, CAPACITY // 2, 10 * CAPACITY])
 def test_an_account_that_is_wrong_is_corrected(server, open_tier, monkeypatch, wrong):
-    monkeypatch.setattr("kvtier_core.transfer.shared_space._SETTLED", 0.0)  # as if every write were long over
+    monkeypatch.setattr("kvtier_core.storekit.shared_space._SETTLED", 0.0)  # as if every write were long over
     tier, keys = open_tier(server, capacity=CAPACITY), make_keys(64)
     write(tier, *keys[:40])
     server.ask("INCRBY", "kvtier:{space}:taken", wrong)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.interfaces import Backend
-from kvtier_core.transfer.shared_space import SharedSpace
+from kvtier_core.storekit.shared_space import SharedSpace
 from kvtier_core.types import ChunkKey, Namespace
 from kvtier_s3.bucket import Bucket
 from kvtier_s3.errors import raise_if_store_is_down

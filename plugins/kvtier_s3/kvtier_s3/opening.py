@@ -11,7 +11,7 @@ from obstore.store import S3Store
 
 from kvtier_core.errors import BackendError, ConfigError, Problem
 from kvtier_core.interfaces import OpenContext
-from kvtier_core.transfer.shared_space import SharedSpace
+from kvtier_core.storekit.shared_space import SharedSpace
 from kvtier_core.types import Seconds
 from kvtier_s3.account import Account
 from kvtier_s3.backend import S3Backend

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 
 from kvtier_core.errors import BackendError
-from kvtier_core.transfer.shared_space import Count
+from kvtier_core.storekit.shared_space import Count
 from kvtier_s3.bucket import Bucket, Found, Listed
 from kvtier_s3.errors import Conflict
 from kvtier_s3.names import is_home, place_of

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from kvtier_core.errors import Gone
 from kvtier_core.interfaces import Stored
-from kvtier_core.transfer.shared_space import recount
+from kvtier_core.storekit.shared_space import recount
 from kvtier_core.types import Seconds
 from kvtier_s3.bucket import Bucket, Listed
 from kvtier_s3.errors import Absent, Conflict

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvtier_core.errors import BackendError, ConfigError
+from kvtier_core.storekit.shared_space import Count
 from kvtier_core.testing.samples import make_frame, make_keys, make_namespace
-from kvtier_core.transfer.shared_space import Count
 from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_s3 import space
 from kvtier_s3.bucket import Bucket, Listed

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvtier_core.stack.batches import as_many, leading_run
-from kvtier_core.stack.store_tier.asking.lookup_queue import LookupQueue
-from kvtier_core.stack.store_tier.asking.speed import StoreSpeed
 from kvtier_core.stack.store_tier.calls import StoreCalls, StoreParts, Timed
 from kvtier_core.stack.store_tier.keys_in_use import Use
+from kvtier_core.stack.store_tier.remote_lookup.lookup_queue import LookupQueue
+from kvtier_core.stack.store_tier.remote_lookup.speed import StoreSpeed
 from kvtier_core.transfer.io_pool import Outcome
 from kvtier_core.types import ChunkKey, EventKind
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvtier_core.errors import BackendError
-from kvtier_core.transfer.files import bounce, ring_works
-from kvtier_core.transfer.folder import Folder
+from kvtier_core.storekit.files import bounce, ring_works
+from kvtier_core.storekit.folder import Folder
 from kvtier_core.types import FRAME_ALIGNMENT
 
 #: The names of probes begin so.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import attrs
 
 from kvtier_core.stack.interface import Declined, LoadLimit
-from kvtier_core.stack.store_tier.asking.speed import StoreSpeed
+from kvtier_core.stack.store_tier.remote_lookup.speed import StoreSpeed
 
 #: Seconds between two probes of a store that is declined.
 _PROBE_EVERY = 1.0

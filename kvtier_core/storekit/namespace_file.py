@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from kvtier_core.transfer.folder import Folder, NoFile
+from kvtier_core.storekit.folder import Folder, NoFile
 from kvtier_core.types import Namespace
 
 _MAX_NBYTES = 1 << 20

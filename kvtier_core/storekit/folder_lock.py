@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier_core.errors import BackendError
-from kvtier_core.transfer.folder import Folder, make_safe
+from kvtier_core.storekit.folder import Folder, make_safe
 
 
 class FolderLock:
