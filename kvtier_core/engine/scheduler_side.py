@@ -115,6 +115,22 @@ class SchedulerSide:
         if state := self._requests.get(request_id):
             state.bypass = bypass
 
+    def still_waits(self, request_id: str, tokens: int, computed: int) -> bool:
+        """Would `match` return None again for a request of so many ``tokens``? Cheap: thousands may wait at once.
+
+        If not, which need not mean that anything was found, `match` tells.
+        """
+        state = self._requests.get(request_id)
+        if state is None or state.asked is None or state.computed != computed or state.view.tokens != tokens:
+            return False
+        self._step_stack()
+        if state.bypass or self._self_test.failure or not self.manager.still_pending(state.holder):
+            return False
+        if not self._waiting.goes_on(state):
+            return False
+        self._loads.asked(state)
+        return True
+
     def match(self, view: RequestView, computed: int) -> int | None:
         """How many tokens behind the first ``computed`` can be loaded. None: ask again in a later step.
 

@@ -28,6 +28,7 @@ class Arena:
         self._pinned: Counter[int] = Counter()  # how often each slot is pinned
         self._pins: dict[str, Counter[int]] = {}  # the same, for each holder
         self._invalidated: dict[int, ChunkKey] = {}
+        self._settled: list[ChunkKey] = []  # no longer reserved
         self._inexact: set[ChunkKey] = set()  # READY, but not bit for bit as an engine computed them
 
     @property
@@ -166,6 +167,7 @@ class Arena:
             keys, parents = [key for key, _ in pairs], [parent for _, parent in pairs]
         places = [self._reserved.pop(key) for key in keys]
         self.index.admit(keys, parents, self.memory.slot_nbytes, places)
+        self._settled += keys
         if not exact:
             self._inexact.update(keys)
         return list(keys)
@@ -177,6 +179,12 @@ class Arena:
             slot = self._reserved.pop(key)
             self._invalidated.pop(slot, None)
             self._free.append(slot)
+        self._settled += keys
+
+    def take_settled(self) -> list[ChunkKey]:
+        """The chunks since the last call whose slots were committed or aborted."""
+        settled, self._settled = self._settled, []
+        return settled
 
     def pin(self, keys: Sequence[ChunkKey], holder: str) -> list[Slot]:
         """Pin chunks to their slots. Raises ContractError, and pins none, if one is not READY."""

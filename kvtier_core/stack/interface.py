@@ -101,6 +101,10 @@ class Stack(abc.ABC):
         """
 
     @abc.abstractmethod
+    def still_pending(self, holder: str) -> bool:
+        """Is all that the holder's last lookup waits for still on its way? That lookup need not be repeated before."""
+
+    @abc.abstractmethod
     def load_begins(self, frames: Sequence[StoredFrame], holder: str) -> None:
         """The workers begin to read these frames, which a lookup found for the holder. `load_ended` follows."""
 

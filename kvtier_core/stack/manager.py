@@ -61,10 +61,15 @@ class StorageManager(Stack):
             report=lambda event: self._events.append(event),
         )
         self._promotions = Promotions(
-            self._hot, self._tiers, layout.frame_nbytes, make_room=self._make_room, arrived=self._promoted
+            self._hot,
+            self._tiers,
+            layout.frame_nbytes,
+            make_room=self._make_room,
+            arrived=self._promoted,
+            dropped=lambda keys: self._leases.wake(keys),
         )
         self._reservations = Reservations()
-        self._leases = Leases(self._arenas, self._tiers)
+        self._leases = Leases(self._arenas, self._tiers, unawaited=self._promotions.forget)
         parts = self._arenas, self._tiers, self._promotions, self._leases
         self._search = BoundarySearch(*parts, layout) if len(layout.parts) > 1 else ChainSearch(*parts)
         self._self_test_keys: list[ChunkKey] = []
@@ -91,6 +96,9 @@ class StorageManager(Stack):
         self, path: Sequence[ChunkKey], limit: LoadLimit | None = None, salt: bytes = b"", skipped: int = 0
     ) -> None:
         self._search.prefetch(path, limit, salt, skipped)
+
+    def still_pending(self, holder: str) -> bool:
+        return self._leases.still_pending(holder)
 
     def load_begins(self, frames: Sequence[StoredFrame], holder: str) -> None:
         for tier in self._tiers:
@@ -181,6 +189,8 @@ class StorageManager(Stack):
         for pool in self._pools():
             pool.step()
         self._promotions.start(self._has_slot)
+        for arena in self._arenas:
+            self._leases.wake(arena.take_settled())
         for tier in self._tiers:
             tier.poll()
             self._events += tier.events

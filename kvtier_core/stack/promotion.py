@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import attrs
@@ -39,32 +40,41 @@ class _Request:
 
 
 class Promotions:
-    """Collects requests between two steps. A request without room is rejected until the step after next."""
+    """Requests wait here until their tier may read them. One that finds no room is rejected until the next step."""
 
     def __init__(
-        self, hot: Arena, tiers: Sequence[StoreTier], frame_nbytes: int, *, make_room: MakeRoom, arrived: Arrived
+        self,
+        hot: Arena,
+        tiers: Sequence[StoreTier],
+        frame_nbytes: int,
+        *,
+        make_room: MakeRoom,
+        arrived: Arrived,
+        dropped: Callable[[Sequence[ChunkKey]], None],
     ):
+        """``dropped`` is called with chunks that will not come although they were requested, or asked for."""
         self.rejected: set[ChunkKey] = set()  #: requests of the last step that found no room
         #: Declined chunks that come up all the same, to see how fast their store is by now. Nobody waits for them.
         self.probes: set[ChunkKey] = set()
         self._hot = hot
-        self._all = tiers
         self._frame_nbytes = frame_nbytes
         self._make_room = make_room
         self._arrived = arrived
-        self._requests: dict[ChunkKey, _Request] = {}
+        self._dropped = dropped
+        self._queues: dict[StoreTier, OrderedDict[ChunkKey, _Request]] = {tier: OrderedDict() for tier in tiers}
+        self._unawaited: set[ChunkKey] = set()
         self._reading: dict[ChunkKey, _Request] = {}
         self._questions: dict[ChunkKey, _Request] = {}  # what stores are asked for
 
     @property
     def _tiers(self) -> list[StoreTier]:
         """Those that it reads: the workers read the others."""
-        return [tier for tier in self._all if not tier.lands]
+        return [tier for tier in self._queues if not tier.lands]
 
     @property
     def under_way(self) -> int:
         """Chunks that are requested or being read."""
-        return len(self._requests) + len(self._reading)
+        return sum(map(len, self._queues.values())) + len(self._reading)
 
     def source(self, key: ChunkKey) -> str:
         """The tier that a chunk is being read from; empty if it is not."""
@@ -87,50 +97,79 @@ class Promotions:
             if run := tier.readable(path, at):
                 keys = leading_run(path[at : at + run], lambda key: not blocked(key))
                 choice = tier.choose(len(keys), limit)
-                self._requests.update(_named(path, at, choice.chunks, limit, salt))
+                self._add(tier, _named(path, at, choice.chunks, limit, salt))
                 return Requested(choice.chunks, tier.name, choice.declined)
         return self._ask(path, at, limit, salt)
 
     def bring(
-        self, keys: Sequence[ChunkKey], parents: Iterable[ChunkKey | None], limit: LoadLimit | None, salt: bytes
+        self,
+        tier: StoreTier,
+        keys: Sequence[ChunkKey],
+        parents: Iterable[ChunkKey | None],
+        limit: LoadLimit | None,
+        salt: bytes,
     ) -> None:
         """Request these chunks, or parts of chunks, which a tier can deliver. There may be more ``parents``."""
-        self._requests.update((key, _Request(parent, salt, limit)) for key, parent in zip(keys, parents, strict=False))
+        self._add(tier, {key: _Request(parent, salt, limit) for key, parent in zip(keys, parents, strict=False)})
 
     def probe(self, tier: StoreTier, keys: Sequence[ChunkKey], parents: Iterable[ChunkKey | None], salt: bytes) -> None:
         """Chunks that a tier has were declined: bring some up if its store is to be measured again."""
         probes = keys[: tier.probe(len(keys))]
-        self.bring(probes, parents, None, salt)
+        self.bring(tier, probes, parents, None, salt)
         self.probes.update(probes)
 
     def start(self, taken: Taken) -> None:
         """Begin to read what was requested, as far as there is room for it and the tier's limit in flight allows."""
         self.rejected.clear()
         self._take_answers(taken)
-        requests = {key: request for key, request in self._requests.items() if not taken(key)}
-        self._requests.clear()
-        for tier in self._tiers:
-            here = [key for key in requests if tier.has(key)]
-            now = here[: tier.may_read(self._frame_nbytes)]  # the others are requested again by the next lookup
-            self._make_room(self._hot, len(now), ())
-            fitting = now[: self._hot.free]
-            self._hot.reserve(fitting)
-            begun = tier.read(
-                [(key, self._hot.view(key)) for key in fitting],
-                lambda good, bad, tier=tier: self._read(tier, good, bad),
-                {key: requests[key].salt for key in fitting if requests[key].salt},
-            )
-            self._reading.update((key, attrs.evolve(requests[key], tier=tier.name)) for key in begun)
-            self._hot.abort(_without(fitting, set(begun)))
-            self.rejected.update(now[len(fitting) :])
-            for key in here:
-                del requests[key]
+        for tier, queue in self._queues.items():
+            if queue:
+                self._start(tier, queue, taken)
+            for key in self._unawaited.union(self.probes.difference(self._reading)) if queue else ():
+                queue.pop(key, None)
+        self._unawaited.clear()
         self.probes.intersection_update(self._reading)
+
+    def forget(self, keys: Iterable[ChunkKey]) -> None:
+        """Nobody awaits these chunks any more: drop their requests unless the next step begins them."""
+        self._unawaited.update(keys)
 
     def forget_requests(self) -> None:
         """Drop the requests whose reads have not begun."""
-        self._requests.clear()
+        for queue in self._queues.values():
+            queue.clear()
         self._questions.clear()
+
+    def _add(self, tier: StoreTier, requests: Mapping[ChunkKey, _Request]) -> None:
+        self._queues[tier].update(requests)
+        self._unawaited.difference_update(requests)
+
+    def _start(self, tier: StoreTier, queue: OrderedDict[ChunkKey, _Request], taken: Taken) -> None:
+        """Begin what one tier may read now."""
+        dropped: list[ChunkKey] = []
+        if tier.lands or not tier.can_read:
+            dropped += queue
+            queue.clear()
+        requests: dict[ChunkKey, _Request] = {}
+        room = tier.may_read(self._frame_nbytes)
+        while queue and len(requests) < room:
+            key, request = queue.popitem(last=False)
+            if not tier.has(key):
+                dropped.append(key)
+            elif not taken(key):
+                requests[key] = request
+        self._make_room(self._hot, len(requests), ())
+        fitting = list(requests)[: self._hot.free]
+        self._hot.reserve(fitting)
+        begun = tier.read(
+            [(key, self._hot.view(key)) for key in fitting],
+            lambda good, bad: self._read(tier, good, bad),
+            {key: requests[key].salt for key in fitting if requests[key].salt},
+        )
+        self._reading.update((key, attrs.evolve(requests[key], tier=tier.name)) for key in begun)
+        self._hot.abort(_without(fitting, set(begun)))
+        self.rejected.update(list(requests)[len(fitting) :])
+        self._dropped([*dropped, *_without(requests, set(begun))])
 
     def _ask(self, path: Sequence[ChunkKey], at: int, limit: LoadLimit | None, salt: bytes) -> Requested:
         """Ask all shared stores at once for the chunks of a path that no tier knows."""
@@ -147,20 +186,28 @@ class Promotions:
         Chunks behind one that is not there are left alone.
         """
         for tier in self._tiers:
-            found: dict[ChunkKey, _Request] = {}
-            for key in tier.take_found():
-                question = self._questions.pop(key, None)
-                if question and not taken(key) and self._continues(question.parent, found, taken):
-                    found[key] = question
-            if found:
-                choice = tier.choose(len(found), next(iter(found.values())).limit)
-                self._requests.update(list(found.items())[: choice.chunks])
-        asked = (key for key in self._questions if any(tier.is_asked(key) for tier in self._tiers))
-        self._questions = {key: self._questions[key] for key in asked}
+            answered, found = tier.take_answers()
+            requested: dict[ChunkKey, _Request] = {}
+            for key in found:
+                question = self._questions.get(key)
+                if question and not taken(key) and self._continues(question.parent, requested, taken):
+                    requested[key] = question
+            if requested:
+                choice = tier.choose(len(requested), next(iter(requested.values())).limit)
+                self._add(tier, dict(list(requested.items())[: choice.chunks]))
+            for key in answered:
+                if not any(each.is_asked(key) for each in self._tiers):
+                    self._questions.pop(key, None)
+            self._dropped([key for key in answered if key not in self._queues[tier]])
 
     def _continues(self, parent: ChunkKey | None, found: Container[ChunkKey], taken: Taken) -> bool:
         """Is this chunk, and so all before it, in an arena or about to be?"""
-        return parent is None or parent in found or parent in self._requests or taken(parent)
+        return (
+            parent is None
+            or parent in found
+            or any(parent in queue for queue in self._queues.values())
+            or taken(parent)
+        )
 
     def _read(self, tier: StoreTier, good: Sequence[ChunkKey], bad: Sequence[ChunkKey]) -> None:
         self._hot.abort(bad)
@@ -181,5 +228,5 @@ def _named(
     return {key: _Request(parent, salt, limit) for key, parent in zip(keys, parents, strict=False)}
 
 
-def _without(keys: Sequence[ChunkKey], others: Container[ChunkKey]) -> list[ChunkKey]:
+def _without(keys: Iterable[ChunkKey], others: Container[ChunkKey]) -> list[ChunkKey]:
     return [key for key in keys if key not in others]

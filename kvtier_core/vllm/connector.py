@@ -191,6 +191,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded((0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many more tokens can be loaded, asynchronously; None: ask again in the next step."""
+        if self.side.still_waits(request.request_id, request.num_tokens, num_computed_tokens):
+            return None, False
         view = self._requests.view(request)
         self.side.track(view)
         if bypass := self._requests.check_cached(request.request_id, num_computed_tokens):

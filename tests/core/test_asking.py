@@ -253,3 +253,21 @@ def test_a_full_shared_store_is_not_written_for_a_minute_and_nothing_is_forgotte
     assert tier.has(*PATH[:3]) == [True] * 3
     tier.now = 60.0
     assert tier.tier.would_admit([PATH[4]]) == [PATH[4]]
+
+
+def test_a_holder_looks_again_when_the_store_has_not_what_it_was_asked_for(bench):
+    assert bench.look(PATH, keep="waiter") == [PENDING] * 8
+    bench.manager.step()
+    assert bench.manager.still_pending("waiter")
+    bench.work(1)
+    assert not bench.manager.still_pending("waiter")
+
+
+def test_a_holder_still_waits_when_the_store_has_all_that_it_was_asked_for(bench):
+    assert bench.look(PATH[:5], keep="waiter") == [PENDING] * 5
+    bench.manager.step()
+    bench.work(1)
+    assert bench.manager.still_pending("waiter")
+    bench.settle()
+    assert not bench.manager.still_pending("waiter")
+    assert bench.look(PATH[:5], keep="waiter") == [READY] * 5

@@ -446,12 +446,124 @@ def test_a_promotion_beyond_what_may_be_in_flight_waits():
         bench.manager.on_request(path)
         bench.store(path)
     bench.look(OURS, keep="reader")
-    bench.settle()
+    bench.manager.step()
+    assert bench.tiers[0].usage().inflight == 2 * LAYOUT.frame_nbytes
+    bench.work(1)
+    assert bench.tiers[0].usage().inflight == 2 * LAYOUT.frame_nbytes
     assert bench.look(OURS, keep="reader") == [READY, READY, PENDING, PENDING]
     bench.settle()
     assert bench.look(OURS, keep="reader") == [READY] * 4
     bench.manager.release("reader")
     bench.at_rest()
+
+
+def test_a_promotion_that_waits_is_dropped_when_nobody_awaits_it():
+    bench = below(inflight=2)
+    bench.look(OURS)
+    bench.settle()
+    assert bench.look(OURS) == [READY, READY, PENDING, PENDING]
+
+
+# -- holders that wait ---------------------------------------------------------------------------------
+
+
+def below(inflight=100, **options):
+    """A stack that holds a path in the tier below alone."""
+    bench = Bench(**options)
+    bench.store(OURS)
+    bench.arenas[0].make_room(bench.arenas[0].memory.slots)
+    bench.tiers[0]._inflight_limit = inflight * LAYOUT.frame_nbytes
+    return bench
+
+
+@pytest.fixture
+def waiter():
+    """A stack of which one holder waits for a path."""
+    bench = below()
+    assert bench.look(OURS, keep="waiter") == [PENDING] * 4
+    return bench
+
+
+def test_a_holder_still_waits_until_all_has_come():
+    bench = below(inflight=2)
+    bench.look(OURS, keep="waiter")
+    waits = []
+    for _ in range(3):
+        bench.manager.step()
+        waits.append(bench.manager.still_pending("waiter"))
+        bench.work(1)
+    assert waits == [True, True, False]
+    assert bench.look(OURS, keep="waiter") == [READY] * 4
+    assert not bench.manager.still_pending("waiter")
+
+
+def test_a_holder_that_waits_for_nothing_is_not_pending(waiter):
+    assert not waiter.manager.still_pending("another")
+    assert waiter.manager.still_pending("waiter")
+    waiter.manager.release("waiter")
+    assert not waiter.manager.still_pending("waiter")
+
+
+def test_a_holder_looks_again_when_all_is_invalidated(waiter):
+    waiter.manager.invalidate_all(NAMESPACE.renewed())
+    assert not waiter.manager.still_pending("waiter")
+
+
+def test_a_holder_looks_again_when_a_frame_is_lost(waiter):
+    del waiter.shelves[0].frames[OURS[3]]
+    waiter.settle()
+    assert not waiter.manager.still_pending("waiter")
+    assert waiter.look(OURS) == [READY, READY, READY, MISS]
+
+
+def test_a_holder_looks_again_when_a_frame_is_evicted_before_it_is_read():
+    bench = below(inflight=2)
+    bench.look(OURS, keep="waiter")
+    bench.manager.step()
+    bench.tiers[0]._deletes.evict(OURS[3:], "for room")
+    bench.settle()
+    assert not bench.manager.still_pending("waiter")
+
+
+def test_a_holder_looks_again_when_the_store_cannot_be_read():
+    bench = below(inflight=2)
+    bench.look(OURS, keep="waiter")
+    bench.manager.step()
+    for _ in range(3):
+        bench.tiers[0]._health.reads.fail(bench.now)
+    assert bench.manager.still_pending("waiter")
+    bench.manager.step()
+    assert not bench.manager.still_pending("waiter")
+
+
+def test_a_holder_looks_again_when_there_is_no_room(waiter):
+    assert waiter.fill(THEIRS)
+    waiter.manager.step()
+    assert not waiter.manager.still_pending("waiter")
+    assert waiter.why(OURS) == "no room in cpu to bring it up"
+
+
+@pytest.mark.parametrize("filled", [True, False])
+def test_a_holder_looks_again_when_the_slot_that_it_waits_for_is_filled_or_given_up(filled):
+    bench = Bench()
+    bench.fill(OURS)
+    assert bench.look(OURS, keep="waiter") == [PENDING] * 4
+    bench.manager.step()
+    assert bench.manager.still_pending("waiter")
+    (bench.manager.commit if filled else bench.manager.release)("store")
+    bench.manager.step()
+    assert not bench.manager.still_pending("waiter")
+    assert bench.look(OURS) == [READY if filled else MISS] * 4
+
+
+def test_a_promotion_that_two_await_comes_though_one_lets_go():
+    bench = below(inflight=2)
+    for holder in ("waiter", "another"):
+        bench.look(OURS, keep=holder)
+    bench.manager.step()
+    bench.manager.release("another")
+    bench.settle()
+    assert bench.look(OURS, keep="waiter") == [READY] * 4
 
 
 def test_a_request_offers_again_what_a_tier_had_rejected():

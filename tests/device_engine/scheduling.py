@@ -139,7 +139,10 @@ class Scheduling(abc.ABC):
         return plan
 
     def _admit(self, request: HostRequest) -> None:
-        tokens = self.side.match(request.view(), 0)
+        view = request.view()
+        if self.side.still_waits(request.request_id, view.tokens, 0):
+            return
+        tokens = self.side.match(view, 0)
         if request.foreign:
             tokens = 0  # the other connector was asked first
         needed = sum(-(-len(request.tokens) // group.block_tokens) for group in self.layout.groups)

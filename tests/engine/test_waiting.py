@@ -7,6 +7,7 @@ import pytest
 from fake_host import CHUNK, FRAME, Host, prompt
 from test_scheduler_side import said, stack  # noqa: F401 - fixtures
 
+from kvtier_core.engine.request_view import Bypass
 from kvtier_core.engine.scheduler.prefill_speed import PrefillSpeed
 from kvtier_core.engine.scheduler.savings import Savings, TierSavings
 from kvtier_core.engine.step import ScheduledRequest, Step
@@ -236,6 +237,45 @@ def test_nobody_waits_longer_than_computing_takes(served, said):  # noqa: F811
     host.side.admitted(request.view(), [list(range(10))], 0)
     assert host.side.savings.by_tier["disk"].net == pytest.approx(-0.4)
     host.side.finished(request.view(), "abort")
+
+
+def test_a_waiting_request_is_not_looked_up_in_each_step(served, monkeypatch):
+    host = served(load_wait="10s")
+    view, lookups = host.submit("second", ASKED).view(), []
+    lookup = host.manager.lookup
+    monkeypatch.setattr(host.manager, "lookup", lambda *args: lookups.append(args) or lookup(*args))
+    host.side._stepped = True  # nothing comes up yet
+    assert host.side.match(view, 0) is None
+    assert [host.side.still_waits("second", view.tokens, 0) for _ in range(100)] == [True] * 100
+    assert len(lookups) == 1
+    host.side.drain(10.0)
+    assert not host.side.still_waits("second", view.tokens, 0)
+    assert host.side.match(view, 0) == CHUNKS * CHUNK
+    host.side.finished(view, "abort")
+
+
+def test_a_waiting_request_is_looked_up_when_it_may_wait_no_longer(served):
+    host = served(load_wait="1s")
+    view = host.submit("second", ASKED).view()
+    host.side._stepped = True
+    assert host.side.match(view, 0) is None
+    for host.side._clock.now, waits in ((0.9, True), (1.0, False)):
+        assert host.side.still_waits("second", view.tokens, 0) == waits
+    host.side.finished(view, "abort")
+
+
+def test_a_request_that_has_changed_is_looked_up(served):
+    host = served(load_wait="10s")
+    view = host.submit("second", ASKED).view()
+    host.side._stepped = True
+    assert not host.side.still_waits("second", view.tokens, 0), "it was never looked up"
+    assert host.side.match(view, 0) is None
+    assert not host.side.still_waits("second", view.tokens, CHUNK), "the engine has some of it by now"
+    assert not host.side.still_waits("second", view.tokens + 1, 0)
+    assert host.side.still_waits("second", view.tokens, 0)
+    host.side.bypass("second", Bypass("for a reason"))
+    assert not host.side.still_waits("second", view.tokens, 0)
+    host.side.finished(view, "abort")
 
 
 def test_with_load_always_the_wait_is_that_of_the_configuration(served):

@@ -288,8 +288,8 @@ MUTANTS = (
     Mutant(
         "room-for-what-is-not-read",
         "kvtier_core/stack/promotion.py",
-        "now = here[: tier.may_read(self._frame_nbytes)]",
-        "now = here",
+        "while queue and len(requests) < room:",
+        "while queue:",
         "tests/core/test_manager.py::test_no_room_is_made_for_more_than_may_be_in_flight",
     ),
     Mutant(

@@ -33,7 +33,8 @@ class Loads:
         self._planned: list[tuple[str, Transfer]] = []
         self._impossible: list[str] = []  # requests that were promised a load which cannot begin
         self._holders: dict[str, str] = {}  # of the loads under way, by request id
-        self._waiting: dict[str, int] = {}  # by holder: steps since its last lookup
+        self._waiting: dict[str, int] = {}  # by holder, the least recently asked about first: the step of that
+        self._step = 0
         self._unread: dict[str, dict[ChunkKey, FrameRead]] = {}  # of loads under way, by request id
 
     def __len__(self) -> int:
@@ -51,7 +52,7 @@ class Loads:
         """
         if self._holders.get(state.view.request_id) == state.holder:
             return Lookup(miss_reason="its load is under way")
-        self._waiting[state.holder] = 0
+        self.asked(state)
         skipped = state.computed // self._layout.tokens
         return self._stack.lookup(keys, state.holder, limit, state.view.identity.salt, skipped)
 
@@ -60,14 +61,18 @@ class Loads:
         if self._waiting.pop(state.holder, None) is not None:
             self._stack.release(state.holder)
 
+    def asked(self, state: RequestState) -> None:
+        """The engine asks about a request: what it has found is kept."""
+        self._waiting.pop(state.holder, None)
+        self._waiting[state.holder] = self._step
+
     def release_forgotten(self) -> None:
         """Release what waiting requests found if the engine no longer asks about them. Call this once a step."""
-        for holder, steps in list(self._waiting.items()):
-            if steps < _KEPT_STEPS:
-                self._waiting[holder] = steps + 1
-            else:
-                del self._waiting[holder]
-                self._stack.release(holder)
+        self._step += 1
+        while self._waiting and next(iter(self._waiting.values())) < self._step - _KEPT_STEPS:
+            holder = next(iter(self._waiting))
+            del self._waiting[holder]
+            self._stack.release(holder)
 
     def begin(self, state: RequestState, tables: BlockTables, tokens: int) -> list[int]:
         """Load ``tokens`` into the request's blocks, behind those that the engine had when it asked for a match.

@@ -50,6 +50,7 @@ class RequestState:
     sources: Counter[str] = attrs.field(factory=Counter)  #: tokens of its last load, by tier
     asked: Asked | None = None  #: the step in which the engine was last told to wait; None: it is not to
     waiting_since: float = 0.0  #: since when it waits
+    waits_until: float = 0.0  #: when it has waited for as long as it may
     awaited: str = ""  #: the tier that it waits for; empty: none
     awaited_chunks: int = 0  #: the most chunks that it waited for at once
     waits: dict[str, float] = attrs.field(factory=dict)  #: seconds that it has waited, by tier, until they are counted

@@ -61,9 +61,20 @@ class Waiting:
         longest = self._load_wait
         if found.pending and (limit := self.limit(state)):
             longest = min(longest, state.awaited_chunks * limit.chunk_seconds)
-        if sum(state.waits.values()) >= longest:
+        left = longest - sum(state.waits.values())
+        if left <= 0:
             return False
         state.asked, state.waiting_since, state.awaited = self._this_step, self._clock(), found.awaited
+        state.waits_until = state.waiting_since + left
+        return True
+
+    def goes_on(self, state: RequestState) -> bool:
+        """The engine asks about a request of which nothing new is known. May it still be told to wait?"""
+        if state.asked is not self._last_step and state.asked is not self._this_step:
+            return False
+        if self._clock() >= state.waits_until:
+            return False
+        state.asked = self._this_step
         return True
 
     def end(self, state: RequestState, tokens: int) -> None:

@@ -82,8 +82,8 @@ class BoundarySearch(Search):
         later = ready + below.chunks
         needed = [*sought.needed(ready), *sought.needed(later)]
         self._leases.pin([key for key in dict.fromkeys(needed) if self._is_ready(key)], lease, holder)
-        self._leases.expect((key for key in needed if not self._is_ready(key)), lease, holder)
-        self._leases.drop_if_empty(holder)
+        self._leases.expect((key for key in needed if not self._is_ready(key)), below.tier, lease, holder)
+        self._leases.done(holder)
         places = sorted(sought.needed(ready).items(), key=lambda item: item[1])
         keys = [key for key, _ in places]
         return Lookup(
@@ -149,7 +149,7 @@ class BoundarySearch(Search):
             if choice.chunks < len(here):
                 self._promotions.probe(tier, here, sought.parents(here), salt)
                 return Requested(declined=choice.declined and attrs.evolve(choice.declined, chunks=gained))
-            self._promotions.bring(here, sought.parents(here), limit, salt)
+            self._promotions.bring(tier, here, sought.parents(here), limit, salt)
             awaited = awaited or (tier.name if here else "")
         asked = [tier for tier in self._tiers if any(map(tier.is_asked, keys))]
         if asked and not asked[0].worth_asking(gained, limit):

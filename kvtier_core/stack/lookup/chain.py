@@ -31,7 +31,7 @@ class ChainSearch(Search):
             else:
                 below = self._request(path, at, limit, salt)
                 run, awaited = below.chunks, awaited or below.tier
-                self._leases.expect(path[at : at + run], lease, holder)
+                self._leases.expect(path[at : at + run], below.tier, lease, holder)
             if not run:
                 break
             at += run
@@ -39,7 +39,7 @@ class ChainSearch(Search):
         if below.declined and not tier.lands:
             declined = path[at : at + tier.readable(path, at)]
             self._promotions.probe(tier, declined, [path[at - 1] if at else None, *declined], salt)
-        self._leases.drop_if_empty(holder)
+        self._leases.done(holder)
         reason = self._miss_reason(path[at], below) if at < len(path) else ""
         pending = at - len(lease.slots)
         exact = self._arenas[0].exact_run(lease.path)

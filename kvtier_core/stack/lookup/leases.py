@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 import attrs
@@ -24,11 +24,26 @@ class Lease:
     slots: list[_Place] = attrs.field(factory=list)  #: of each of them
     sources: list[str] = attrs.field(factory=list)  #: for each of them the tier that supplied it
     beyond: dict[ChunkKey, tuple[_Place, str]] = attrs.field(factory=dict)  #: what else is pinned
-    awaited: set[ChunkKey] = attrs.field(factory=set)  #: on their way: to be pinned when they arrive
+    awaited: dict[str, set[ChunkKey]] = attrs.field(factory=dict)  #: by tier: to be pinned when they arrive
+    outdated: set[ChunkKey] = attrs.field(factory=set)  #: what it awaited before the lookup under way
+    pending: bool = False  #: True until something becomes of what it awaits
     valid: bool = True  #: False once everything was invalidated: the slots stay pinned, and are never found again
 
     def __bool__(self) -> bool:
         return bool(self.slots or self.beyond or self.awaited)
+
+    def await_nothing(self) -> set[ChunkKey]:
+        """Forget what it awaits; returns that."""
+        awaited, self.awaited, self.pending = self.awaited, {}, False
+        return set().union(*awaited.values())
+
+    def arrived(self, keys: Sequence[ChunkKey]) -> None:
+        """These came. It looks again when all have come from one of the tiers: it waits for another from then on."""
+        for tier, awaited in list(self.awaited.items()):
+            awaited.difference_update(keys)
+            if not awaited:
+                del self.awaited[tier]
+                self.pending = False
 
     def extend(self, keys: Sequence[ChunkKey], slots: Sequence[_Place], sources: Sequence[str]) -> None:
         """Append chunks to the leading run."""
@@ -48,22 +63,26 @@ class Lease:
 class Leases:
     """The leases of all holders."""
 
-    def __init__(self, arenas: Sequence[Arena], tiers: Sequence[StoreTier]):
+    def __init__(
+        self, arenas: Sequence[Arena], tiers: Sequence[StoreTier], *, unawaited: Callable[[Iterable[ChunkKey]], None]
+    ):
+        """``unawaited`` is called with chunks that nobody awaits any more."""
         self._arenas = arenas
+        self._unawaited = unawaited
         self._tiers = tiers
         self._by_holder: dict[str, Lease] = {}
         self._waiting: dict[ChunkKey, dict[str, None]] = {}  # the holders that await a chunk, the first of them first
         self.promoted_from: dict[ChunkKey, str] = {}  #: READY chunks that no request has used since their promotion
 
     def of(self, path: Sequence[ChunkKey], holder: str) -> Lease:
-        """The lease of a holder, without what it awaited. If it holds for another path it is released."""
+        """The lease of a holder, for a lookup that ends with `done`. If it holds for another path it is released."""
         lease = self._by_holder.get(holder)
         if lease is not None and not self._holds_for(lease, path):
             self.release(holder)
             lease = None
         if lease is None:
             lease = self._by_holder[holder] = Lease()
-        self._await_no_more(lease, holder)
+        lease.outdated = lease.await_nothing()
         return lease
 
     def _holds_for(self, lease: Lease, path: Sequence[ChunkKey]) -> bool:
@@ -73,15 +92,24 @@ class Leases:
         chunk_of = self._arenas[0].index.chunk_of
         return {chunk_of(key) for key in lease.beyond} <= set(path)
 
-    def drop_if_empty(self, holder: str) -> None:
-        """Forget a lease that holds and awaits nothing."""
-        if not self._by_holder[holder]:
+    def done(self, holder: str) -> None:
+        """The lookup has ended. A lease that holds and awaits nothing is forgotten."""
+        lease = self._by_holder[holder]
+        outdated, lease.outdated = lease.outdated, set()
+        self._await_no_more(outdated.difference(*lease.awaited.values()), holder)
+        lease.pending = bool(lease.awaited)
+        if not lease:
             del self._by_holder[holder]
+
+    def still_pending(self, holder: str) -> bool:
+        """Has nothing become of what the holder awaits since its last lookup?"""
+        lease = self._by_holder.get(holder)
+        return lease is not None and lease.pending
 
     def release(self, holder: str) -> None:
         """Unpin all that is pinned for a holder, and let go of its frames."""
         if lease := self._by_holder.pop(holder, None):
-            self._await_no_more(lease, holder)
+            self._await_no_more(lease.await_nothing(), holder)
             slots = list(lease.pinned())
             for arena in self._arenas:
                 arena.unpin([slot for slot in slots if slot.arena == arena.number], holder)
@@ -119,10 +147,10 @@ class Leases:
             _lead(lease, held)
         return len(held)
 
-    def expect(self, keys: Iterable[ChunkKey], lease: Lease, holder: str) -> None:
-        """These chunks are on their way: pin them for the holder when they arrive."""
+    def expect(self, keys: Iterable[ChunkKey], tier: str, lease: Lease, holder: str) -> None:
+        """These chunks are on their way from a tier: pin them for the holder when they arrive."""
         for key in keys:
-            lease.awaited.add(key)
+            lease.awaited.setdefault(tier, set()).add(key)
             self._waiting.setdefault(key, {})[holder] = None
 
     def arrived(self, keys: Sequence[ChunkKey], tier: str) -> None:
@@ -134,8 +162,14 @@ class Leases:
                 awaited.setdefault(holder, []).append(key)
         for holder, here in awaited.items():
             lease = self._by_holder[holder]
-            lease.awaited.difference_update(here)
+            lease.arrived(here)
             self.pin(here, lease, holder)
+
+    def wake(self, keys: Iterable[ChunkKey]) -> None:
+        """These chunks are no longer on their way: who awaits one of them has to look again."""
+        for key in keys if self._waiting else ():
+            for holder in self._waiting.get(key, ()):
+                self._by_holder[holder].pending = False
 
     def evicted(self, keys: Sequence[ChunkKey]) -> None:
         """These chunks are no longer in the hottest arena."""
@@ -145,18 +179,20 @@ class Leases:
     def invalidate_all(self) -> None:
         """Nothing that is pinned may be found again."""
         for lease in self._by_holder.values():
-            lease.awaited.clear()
+            lease.await_nothing()
             lease.valid = False
         self._waiting.clear()
         self.promoted_from.clear()
 
-    def _await_no_more(self, lease: Lease, holder: str) -> None:
-        for key in lease.awaited:
+    def _await_no_more(self, keys: Iterable[ChunkKey], holder: str) -> None:
+        unawaited = []
+        for key in keys:
             holders = self._waiting[key]
             del holders[holder]
             if not holders:
                 del self._waiting[key]
-        lease.awaited.clear()
+                unawaited.append(key)
+        self._unawaited(unawaited)
 
     def _by_arena(self, keys: Sequence[ChunkKey]) -> dict[Arena, Sequence[ChunkKey]]:
         """READY chunks, by the hottest arena that has each."""

@@ -109,6 +109,11 @@ class StoreTier:
 
     # -- what is here ------------------------------------------------------------------------------
 
+    @property
+    def can_read(self) -> bool:
+        """May reads begin now?"""
+        return self._health.can_read
+
     def readable(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
         """How many keys from ``start`` on can be read now, before the first that cannot."""
         if not self._health.can_read:
@@ -161,9 +166,9 @@ class StoreTier:
         """Has the store not yet answered whether it has this key?"""
         return key in self._lookups.queue
 
-    def take_found(self) -> list[ChunkKey]:
-        """The keys that the store was asked for since the last call, and has."""
-        return self._lookups.take_found()
+    def take_answers(self) -> tuple[list[ChunkKey], list[ChunkKey]]:
+        """The keys since the last call whose questions have ended; and those among them that the store has."""
+        return self._lookups.take_answers()
 
     def poll(self) -> None:
         """Ask a shared store for the keys that `request_lookup` noted, retry deletes, and save the policy's state."""

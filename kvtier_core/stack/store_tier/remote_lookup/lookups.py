@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvtier_core.stack.batches import as_many, leading_run
 from kvtier_core.stack.store_tier.calls import StoreCalls, StoreParts, Timed
@@ -20,6 +20,7 @@ class Lookups(StoreCalls):
         super().__init__(parts)
         self.queue = LookupQueue(parts.clock)
         self._speed = speed
+        self._ended: list[ChunkKey] = []
         self._found: list[ChunkKey] = []
         self._begun: list[float] = []  # when each call was made that has not returned
 
@@ -34,22 +35,22 @@ class Lookups(StoreCalls):
             return 0
         return len(leading_run(path[start:], lambda key: key not in self._index and self.queue.note(key)))
 
-    def take_found(self) -> list[ChunkKey]:
-        """The keys that the store was asked for since the last call, and has."""
-        found, self._found = self._found, []
-        return found
+    def take_answers(self) -> tuple[list[ChunkKey], list[ChunkKey]]:
+        """The keys since the last call whose questions have ended; and those among them that the store has."""
+        ended, found, self._ended, self._found = self._ended, self._found, [], []
+        return ended, found
 
     def start(self, then: Callable[[Sequence[ChunkKey]], None]) -> None:
         """Ask for what was requested. ``then(found)`` is called with the keys of each call that the store has."""
         for keys in self.queue.take():
             new = [key for key in keys if key not in self._in_use and key not in self._index]
-            self.queue.answered(set(keys).difference(new))
+            self._end(set(keys).difference(new))
             if new:
                 self._ask(new, then)
 
     def _ask(self, keys: Sequence[ChunkKey], then: Callable[[Sequence[ChunkKey]], None]) -> None:
         if not self._health.can_read:
-            return self.queue.answered(keys)
+            return self._end(keys)
         self._in_use.begin(keys, Use.READING)
         self._health.begin(self._health.reads)
         begun = self._clock()
@@ -68,11 +69,15 @@ class Lookups(StoreCalls):
 
         self._pool.submit_load(self._timed(lambda: as_many(self._backend.contains(keys), keys)), answered)
 
+    def _end(self, keys: Collection[ChunkKey]) -> None:
+        self.queue.answered(keys)
+        self._ended += keys
+
     def _answered(self, keys: Sequence[ChunkKey], answers: Sequence[bool], outcome: Outcome) -> list[ChunkKey]:
         """The keys that the store has, and the index does not know."""
         for key in keys:
             del self._in_use[key]
-        self.queue.answered(keys)
+        self._end(keys)
         self._health.record_outcome(self._health.reads, keys, outcome)
         there = [key for key, answer in zip(keys, answers, strict=True) if answer]
         self.queue.not_there(set(keys).difference(there))
