@@ -101,20 +101,35 @@ bool within(const std::map<uint64_t, uint64_t>& ranges, uint64_t begin, uint64_t
 // A copy that leaves one page-locked range would fault, and one of other memory would wait for the stream.
 bool fits(uint64_t host, size_t nbytes) { return within(state.locked, host, nbytes); }
 
-void copy(void* stream, uint64_t to, uint64_t from, size_t nbytes) {
-  state.copies++;
-  state.largest_copy = std::max(state.largest_copy, nbytes);
+void enqueue_copy(void* stream, uint64_t to, uint64_t from, size_t nbytes) {
   put(stream, [=] { std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), nbytes); });
 }
 
-Result batch(const uint64_t* to, const uint64_t* from, const size_t* sizes, size_t count, size_t* failed, void* stream) {
+void copy(void* stream, uint64_t to, uint64_t from, size_t nbytes) {
+  state.copies++;
+  state.largest_copy = std::max(state.largest_copy, nbytes);
+  enqueue_copy(stream, to, from, nbytes);
+}
+
+// In any order the source may be read at once, or as late as in the order of the stream: each of two copies does either.
+void copy_early(void* stream, uint64_t to, uint64_t from, size_t nbytes) {
+  const auto* bytes = reinterpret_cast<const char*>(from);
+  put(stream, [to, early = std::vector<char>(bytes, bytes + nbytes)] {
+    std::memcpy(reinterpret_cast<void*>(to), early.data(), early.size());
+  });
+}
+
+Result batch(const uint64_t* to, const uint64_t* from, const size_t* sizes, size_t count, bool any_order, size_t* failed,
+             void* stream) {
   state.longest_batch = std::max(state.longest_batch, count);
   for (size_t i = 0; i < count; ++i) {
     if (i >= state.most_in_batch || !(fits(to[i], sizes[i]) || fits(from[i], sizes[i]))) {
       if (failed) *failed = i;
       return kInvalidValue;  // after some were enqueued
     }
-    copy(stream, to[i], from[i], sizes[i]);
+    state.copies++;
+    state.largest_copy = std::max(state.largest_copy, sizes[i]);
+    (any_order && state.copies % 2 ? copy_early : enqueue_copy)(stream, to[i], from[i], sizes[i]);
   }
   return kSuccess;
 }
@@ -123,14 +138,14 @@ Result batch_of_12(const uint64_t* to, const uint64_t* from, const size_t* sizes
                    const CopyAttributes* attributes, const size_t*, size_t, size_t* failed, void* stream) {
   IN_CONTEXT("cuMemcpyBatchAsync");
   if (!attributes->source_order) return kInvalidValue;
-  return batch(to, from, sizes, count, failed, stream);
+  return batch(to, from, sizes, count, attributes->source_order == kInAnyOrder, failed, stream);
 }
 
 // In 13 the place for the failed copy is gone: called with the older signature, its stream would be that.
-Result batch_of_13(const uint64_t* to, const uint64_t* from, const size_t* sizes, size_t count, const CopyAttributes*,
-                   const size_t*, size_t, void* stream) {
+Result batch_of_13(const uint64_t* to, const uint64_t* from, const size_t* sizes, size_t count,
+                   const CopyAttributes* attributes, const size_t*, size_t, void* stream) {
   IN_CONTEXT("cuMemcpyBatchAsync of 13");
-  return batch(to, from, sizes, count, nullptr, stream);
+  return batch(to, from, sizes, count, attributes->source_order == kInAnyOrder, nullptr, stream);
 }
 
 }  // namespace

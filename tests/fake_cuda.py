@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import itertools
 import mmap
 import os
 import random
@@ -57,8 +58,9 @@ class FakeCuda:
     ``deferred``: work lies on streams until `step` takes some of it, else it is done at once.
     """
 
-    def __init__(self, *, deferred=False, seed=0, paths=None):
-        """``paths``: what `libraries` returned, in another process."""
+    def __init__(self, *, deferred=False, seed=0, paths=None, streams=1 << 30):
+        """``paths``: what `libraries` returned, in another process. Of streams there are so many, the engine's among
+        them: who asks for more gets one that another has, as from torch's pool."""
         self.path, driver = paths or libraries()
         self.driver = str(driver)
         self.c = ctypes.CDLL(self.driver)
@@ -67,6 +69,8 @@ class FakeCuda:
             getattr(self.c, f"fake_{name}").restype = ctypes.c_uint64
         self.c.fake_reset(deferred)
         self.rng = random.Random(seed)
+        self._made, self._most = [], streams
+        self._asked = itertools.count()
         self.engine = self.Stream()
         self._callbacks = []
 
@@ -114,7 +118,10 @@ class FakeCuda:
     # -- torch.cuda -----------------------------------------------------------------------------------------
 
     def Stream(self, device=None):
-        return _Stream(self)
+        number = next(self._asked) % self._most
+        if number == len(self._made):
+            self._made.append(_Stream(self))
+        return self._made[number]
 
     def Event(self):
         return _Event(self)

@@ -8,6 +8,8 @@ namespace {
 // To the host: few, but enough to fill the bus, so that the other multiprocessors stay with the engine. Within the
 // device memory: many for a moment.
 constexpr unsigned kBlocksOnBus = 16, kBlocksOnDevice = 32;
+// Over the bus one launch copies at most so much, or one page of each layer: 0.1 ms, then others may have their turn.
+constexpr uint64_t kMostOnBus = 4 << 20;
 // Shards in a half begin at multiples of this.
 constexpr uint64_t kAlignment = 256;
 
@@ -97,9 +99,12 @@ bool Part::launch(unsigned blocks, bool to_slots, const Chunks& chunks, const Sl
   Batch batch;
   for (size_t begin = slice.layer, end; begin < slice.layer_end; begin = end) {
     const Layer& group = layers_[begin];  // its layers share block ids
-    uint64_t longest = 0;
-    for (end = begin; end < slice.layer_end && layers_[end].first == group.first; ++end)
+    uint64_t longest = 0, together = 0;
+    for (end = begin; end < slice.layer_end && layers_[end].first == group.first; ++end) {
       longest = std::max(longest, layers_[end].nbytes);
+      together += layers_[end].nbytes;
+    }
+    const uint64_t most = blocks == kBlocksOnBus ? std::clamp<uint64_t>(kMostOnBus / together, 1, kBatch) : kBatch;
     const auto* layers = reinterpret_cast<const Layer*>(on_device_) + begin;
     const auto enqueue = [&] {
       const bool done = !batch.count || device_.launch(blocks, batch, shards, layers, end - begin,
@@ -114,7 +119,7 @@ bool Part::launch(unsigned blocks, bool to_slots, const Chunks& chunks, const Sl
       for (uint64_t place = 0; place < group.blocks; ++place) {
         if (row[place] < 0) continue;
         batch.pieces[batch.count++] = {row[place], slot, static_cast<int32_t>(place)};
-        if (batch.count == kBatch && !enqueue()) return false;
+        if (batch.count == most && !enqueue()) return false;
       }
     }
     if (!enqueue()) return false;

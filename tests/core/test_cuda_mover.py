@@ -18,7 +18,7 @@ from kvtier_core.testing.samples import make_group, make_layout
 from kvtier_core.transfer.cuda import host_registration, opening
 from kvtier_core.transfer.cuda.autotune import Choice, ScratchAutotune, choose, decided
 from kvtier_core.transfer.cuda.host_registration import HostRegistration, Pieces
-from kvtier_core.transfer.cuda.library import Direction, Method
+from kvtier_core.transfer.cuda.library import Direction, Method, NativePart
 from kvtier_core.transfer.cuda.mover import DeviceMover
 from kvtier_core.transfer.page_lists import Layer
 
@@ -134,8 +134,8 @@ def settle(mover, cuda, job, reported):
         assert moved or job in reported
 
 
-def run(seed, store, load, kind=DeviceMover):
-    runtime, cuda = make_world(), FakeCuda(deferred=True, seed=seed)
+def run(seed, store, load, kind=DeviceMover, **options):
+    runtime, cuda = make_world(), FakeCuda(deferred=True, seed=seed, **options)
     mover = cuda.mover(runtime, autotune=by(store, load), half_nbytes=HALF_NBYTES)
     mover.__class__ = kind
     try:
@@ -154,6 +154,12 @@ def by(store, load):
 @given(seed=st.integers(0, 1 << 32), store=WAYS, load=WAYS)
 def test_whatever_the_streams_do_first(seed, store, load):
     run(seed, store, load)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 1 << 32), store=WAYS, load=WAYS, streams=st.integers(1, 4))
+def test_streams_that_are_one_another_or_the_engines_change_nothing(seed, store, load, streams):
+    run(seed, store, load, streams=streams)
 
 
 @pytest.mark.parametrize("to_slots", [True, False])
@@ -677,8 +683,32 @@ ALTERNATING = [Layer(1000 + 512 * i, 1024, 512, 512 * 4 * i, 0, 4) for i in rang
 def test_each_way_is_measured_on_pages_that_lie_as_the_engines_do(to_slots):
     cuda = FakeCuda()
     choice = autotuned(cuda, [*ALTERNATING, Layer(1 << 20, 96, 48, 4096, 4, 2)], to_slots)
-    assert set(choice.speeds) == set(list(Method)[: 2 if to_slots else 3])
+    assert set(choice.speeds) == {Method.DIRECT, Method.STAGED} and not choice.wrong
     assert cuda.c.fake_locked_ranges() == 0, "the scratch memory is given back"
+
+
+def test_kernels_read_slots_only_where_copies_cannot_be_staged():
+    device = (cuda := FakeCuda()).device()
+    through = [Direction(cuda.Stream(), cuda.Stream()) for _ in range(2)]
+    possible = [Method.DIRECT, Method.KERNEL]
+    assert set(ScratchAutotune(device, *through, nbytes=1 << 20)(ALTERNATING, possible, False).speeds) == set(possible)
+
+
+@pytest.mark.parametrize("to_slots", [True, False])
+def test_a_way_that_takes_one_page_for_another_is_not_chosen(to_slots, monkeypatch, caplog):
+    copy = NativePart.copy
+
+    def mistaken(part, method, to_slots, rows, *others):
+        swapped = rows[:-2] + rows[-1:] + rows[-2:-1]
+        copy(part, method, to_slots, swapped if method is Method.STAGED else rows, *others)
+
+    monkeypatch.setattr(NativePart, "copy", mistaken)
+    choice = autotuned(FakeCuda(), ALTERNATING, to_slots)
+    assert (choice.method, choice.wrong) == (Method.DIRECT, [Method.STAGED])
+    assert "staged copies wrong bytes" in str(choice)
+    assert [record.getMessage() for record in caplog.records] == [
+        "kvtier: not used on this device: staged copies wrong bytes"
+    ]
 
 
 def test_what_does_not_work_is_not_chosen():
@@ -704,3 +734,12 @@ def test_an_engine_that_leaves_no_memory_is_served_all_the_same(runtime):
     mover.store(1, [CHUNK], [0])
     assert (ended(mover), runtime.state()) == ([(1, True)], expected)
     mover.close()
+
+
+def test_a_driver_without_batches_is_not_used_without_kernels(runtime):
+    """A long job would be hundreds of thousands of calls on the engine's thread."""
+    cuda = FakeCuda()
+    cuda.c.fake_version(12060)
+    cuda.c.fake_code(0)
+    with pytest.raises(BackendError, match=r"^the driver is older than CUDA 12\.8, and there are no kernels: "):
+        cuda.mover(runtime)

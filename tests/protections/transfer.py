@@ -18,6 +18,20 @@ MUTANTS = (
         "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
     ),
     Mutant(
+        "pages-are-read-before-the-forward-has-written-them",
+        "csrc/cuda/copies.cpp",
+        "to_host_ ? kInStreamOrder : kInAnyOrder",
+        "kInAnyOrder",
+        "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
+    ),
+    Mutant(
+        "copies-are-timed-and-not-compared",
+        "kvtier_core/transfer/cuda/autotune.py",
+        "if not self._is_right(scratch.value, method, to_slots)",
+        "if False",
+        "tests/core/test_cuda_mover.py::test_a_way_that_takes_one_page_for_another_is_not_chosen",
+    ),
+    Mutant(
         "loads-before-their-step",
         DEVICE_MOVER,
         "        self._before = None\n        for job",

@@ -1,15 +1,19 @@
-"""Chooses how pages are copied: every way is timed on pages that lie as the engine's do, in jobs of 64 MiB and more."""
+"""Chooses how pages are copied: each way copies pages that lie as the engine's do, in jobs of 64 MiB and more.
+
+It is timed, and each byte that it copied is compared.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
+import os
 import random
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import chain
 
 import attrs
 
@@ -26,6 +30,8 @@ _WORTH_IT = {Method.DIRECT: 1.0, Method.STAGED: 1.1, Method.KERNEL: 1.2}
 JOB_NBYTES = 64 << 20
 _ROUNDS = 3  #: the best counts
 
+logger = logging.getLogger("vllm.kvtier")
+
 
 @attrs.frozen
 class Choice:
@@ -33,9 +39,11 @@ class Choice:
 
     method: Method
     speeds: Mapping[Method, float] = attrs.field(factory=dict)  #: bytes a second
+    wrong: Sequence[Method] = ()  #: what copied other bytes than it should
 
     def __str__(self) -> str:
         others = [f"{method} {speed / 1e9:.1f} GB/s" for method, speed in self.speeds.items()]
+        others += [f"{method} copies wrong bytes" for method in self.wrong]
         return f"{self.method} ({', '.join(others) or 'not measured'})"
 
 
@@ -43,11 +51,11 @@ class Choice:
 Autotune = Callable[[Sequence[Layer], Sequence[Method], bool], Choice]
 
 
-def choose(speeds: Mapping[Method, float]) -> Choice:
+def choose(speeds: Mapping[Method, float], wrong: Sequence[Method] = ()) -> Choice:
     """The way that is worth it, by bytes a second. Raises BackendError if there is none."""
     if not speeds:
         raise BackendError("no way to copy these pages works on this device")
-    return Choice(max(speeds, key=lambda method: speeds[method] / _WORTH_IT[method]), speeds)
+    return Choice(max(speeds, key=lambda method: speeds[method] / _WORTH_IT[method]), speeds, wrong)
 
 
 def decided(method: Method) -> Autotune:
@@ -58,7 +66,8 @@ def decided(method: Method) -> Autotune:
 class ScratchAutotune:
     """Measures copies between scratch memory on both sides, page-locked as the arena is, and frees it.
 
-    ``stores`` and ``loads`` are what the mover will use for each direction.
+    ``stores`` and ``loads`` are what the mover will use for each direction. Kernels that read slots over the bus hold
+    multiprocessors for as long as that takes: they are tried where copies cannot be staged.
     """
 
     def __init__(self, device: Device, stores: Direction, loads: Direction, nbytes: int = JOB_NBYTES):
@@ -73,10 +82,27 @@ class ScratchAutotune:
             scratch = run(lambda: _Scratch(self._device, layers, self._nbytes, cleanup))
             if scratch.error is not None:  # too little memory is no reason to copy nothing
                 return Choice(Method.STAGED if Method.STAGED in possible else Method.DIRECT)
+            tried = [method for method in possible if method is not Method.KERNEL or Method.STAGED not in possible]
             rounds = {
-                method: [self._seconds(scratch.value, method, to_slots) for _ in range(_ROUNDS)] for method in possible
+                method: [self._seconds(scratch.value, method, to_slots) for _ in range(_ROUNDS)] for method in tried
             }
-            return choose({method: scratch.value.nbytes / min(each) for method, each in rounds.items() if all(each)})
+            working = [method for method in tried if all(rounds[method])]
+            wrong = [method for method in working if not self._is_right(scratch.value, method, to_slots)]
+            if wrong:
+                logger.error(
+                    "kvtier: not used on this device: %s", ", ".join(f"{each} copies wrong bytes" for each in wrong)
+                )
+            return choose(
+                {method: scratch.value.nbytes / min(rounds[method]) for method in working if method not in wrong}, wrong
+            )
+
+    def _is_right(self, scratch: _Scratch, method: Method, to_slots: bool) -> bool:
+        """Does each byte of a job arrive in its place? The way back is that of single copies."""
+        expected = scratch.refill()
+        self._seconds(scratch, Method.DIRECT if to_slots else method, False)
+        scratch.clear()
+        self._seconds(scratch, method if to_slots else Method.DIRECT, True)
+        return scratch.memory[:] == expected
 
     def _seconds(self, scratch: _Scratch, method: Method, to_slots: bool) -> float:
         """How long a job takes; 0 if it fails."""
@@ -97,24 +123,35 @@ class _Scratch:
         shard_nbytes = sum(layer.nbytes * layer.blocks for layer in layers)
         chunks = -(-nbytes // shard_nbytes)
         self.nbytes = chunks * shard_nbytes
-        blocks = chunks * max(layer.blocks for layer in layers)
-        memory = mmap.mmap(-1, self.nbytes)
-        self._keep = ctypes.c_char.from_buffer(memory)
+        width = max(layer.first + layer.blocks for layer in layers)
+        self.memory = mmap.mmap(-1, self.nbytes)
+        self._contents = os.urandom(2 * self.nbytes)
+        self._turn = 0
+        self._keep = ctypes.c_char.from_buffer(self.memory)
         address = ctypes.addressof(self._keep)
         for begin in range(address, address + self.nbytes, PIECE_NBYTES):
             device.lock(begin, min(PIECE_NBYTES, address + self.nbytes - begin))
             cleanup.callback(device.unlock, begin)
-        placed, pages_nbytes = _placed(layers, blocks)
+        placed, pages_nbytes = _placed(layers, chunks * width)
         pages = device.allocate(pages_nbytes)
         cleanup.callback(device.free, pages)
         moved = [layer._replace(base=pages + base) for layer, base in placed]
         self.part = device.part(moved, address, shard_nbytes, address, PIECE_NBYTES)
         cleanup.callback(self.part.close)
-        # Random blocks: the engine's are seldom neighbours.
-        drawn = random.Random(0)
-        width = max(layer.first + layer.blocks for layer in layers)
-        self.rows = array("i", chain(*(drawn.choices(range(blocks), k=width) for _ in range(chunks))))
+        # Random blocks: the engine's are seldom neighbours. Each once: a load writes no page twice.
+        self.rows = array("i", random.Random(0).sample(range(chunks * width), chunks * width))
         self.slots = array("i", range(chunks))
+
+    def refill(self) -> bytes:
+        """Fill the slots with random bytes that they did not have before, and return these."""
+        self._turn += 1
+        content = self._contents[self._turn : self._turn + self.nbytes]
+        self.memory[:] = content
+        return content
+
+    def clear(self) -> None:
+        """Fill the slots with zeros."""
+        self.memory[:] = bytes(self.nbytes)
 
 
 def _placed(layers: Sequence[Layer], blocks: int) -> tuple[list[tuple[Layer, int]], int]:

@@ -27,8 +27,9 @@ from kvtier_core.transfer.page_lists import check_cache, layers_of
 #: a job is as long, so a token that the engine copies waits for one at most, 0.6 ms at 50 GB/s; and it keeps the bus
 #: busy for fifty times as long as it takes to enqueue.
 HALF_NBYTES = 32 << 20
-#: Shorter shards are not page-locked one by one: there would be too many calls, and pieces for the driver to remember.
-_SHORTEST_PIECE = 1 << 20
+#: Shorter shards are not page-locked one by one: 512 GiB would be more than 65 000 calls, and pieces for the driver to
+#: remember. How long that takes is not measured yet.
+_SHORTEST_PIECE = 8 << 20
 
 
 def open_mover(
@@ -51,6 +52,8 @@ def open_mover(
     check_cache(cache, slot_nbytes)
     on = torch.device(cache.device)
     device = device or load().device(on.index or 0)
+    if not device.abilities.kernels and not device.abilities.batches:
+        raise BackendError(f"the driver is older than CUDA 12.8, and there are no kernels: {device.no_kernels}")
     with contextlib.ExitStack() as undo:
         keep = ctypes.c_char.from_buffer(memory)  # an mmap cannot be closed while its buffer is exported
         undo.callback(lambda keep: None, keep)
