@@ -10,6 +10,7 @@ import contextlib
 import json
 import re
 import runpy
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -23,7 +24,9 @@ from source_copy import ROOT
 from kvtier_core.cli import parser
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine.scheduler.event_log import _LOG_LEVELS
+from kvtier_core.errors import StoreFull
 from kvtier_core.interfaces import Observer
+from kvtier_core.storekit.shared_space import SharedSpace
 from kvtier_core.testing.samples import make_context, make_keys
 from kvtier_core.types import Event, EventKind
 
@@ -103,6 +106,26 @@ def test_python_runs_and_what_it_offers_opens(page, block, monkeypatch):
                 opened.observe([Event(EventKind.BREAKER_OPEN, "disk")])
             else:
                 assert list(opened.contains(make_keys(2))) == [False, False]
+
+
+def test_the_ledger_of_the_guide_keeps_two_users_within_a_capacity(tmp_path):
+    """Each frame has 10 bytes, and there is room for 10 of them."""
+    (block,) = (block for block in fences((ROOT / "docs/plugins.md").read_text(), "python") if "class Ledger" in block)
+    shown = {}
+    exec(compile(block, "plugins.md", "exec"), shown)
+    path = str(tmp_path / "store.sqlite")
+    spaces = [SharedSpace(shown["Ledger"](path, 5.0), 100) for _ in range(2)]
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        for number in range(30):
+            spaces[number % 2].take(10)
+            with database:
+                database.execute("INSERT INTO frames VALUES (?, zeroblob(10), ?)", (bytes([number]), number))
+            (total,) = database.execute("SELECT sum(length(frame)) FROM frames").fetchone()
+            assert total <= 100
+        kept = [key[0] for (key,) in database.execute("SELECT key FROM frames ORDER BY number")]
+    assert kept == list(range(30 - len(kept), 30)) and len(kept) > 5, "the oldest make room"
+    with pytest.raises(StoreFull):
+        spaces[0].take(101)
 
 
 @pytest.mark.parametrize(("page", "block"), each(lambda text: fences(text, "json")))

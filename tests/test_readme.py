@@ -1,4 +1,4 @@
-"""What the README shows is what there is."""
+"""The README shows what there is."""
 
 import os
 import re
@@ -11,21 +11,33 @@ from kvtier_core.config.registry import Registry
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+DATA_PLANE = "errors.py types.py layouts.py interfaces/*.py frames/*.py stack/**/*.py transfer/io_pool.py"
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
+
+
+def test_it_is_short():
+    assert len(README.splitlines()) < 120
+
+
+def test_the_data_plane_has_as_many_lines_as_it_says():
+    files = {file for pattern in DATA_PLANE.split() for file in (ROOT / "kvtier_core").glob(pattern)}
+    lines = sum(len(file.read_text().splitlines()) for file in files)
+    (said,) = re.findall(r"The data plane is ([\d,]+) lines of Python", README)
+    assert said == f"{round(lines, -2):,}"
 
 
 def test_the_plugin_is_the_example():
     example = ROOT / "examples/plugins/backend"
-    plugin, laws = blocks("python")
+    plugin, laws = blocks((ROOT / "docs/plugins.md").read_text(), "python")[:2]
     assert plugin == (example / "kvtier_example_backend/plugin.py").read_text()
     assert (example / "tests/test_example_backend_laws.py").read_text().endswith(laws)
 
 
 def test_the_yaml_is_a_stack(tmp_path):
-    (yaml,) = blocks("yaml")
+    (yaml,) = blocks(README, "yaml")
     (tmp_path / "kvtier.yaml").write_text(yaml)
     config = load_config(tmp_path / "kvtier.yaml", Registry.discover())
     assert [tier.name for tier in config.tiers] == ["cpu", "disk"]
