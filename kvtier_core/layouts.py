@@ -156,7 +156,9 @@ class ChunkLayout:
     def _check_tokens(self, attribute: attrs.Attribute, tokens: int) -> None:
         for group in self.groups:
             if tokens < 1 or tokens % group.block_tokens:
-                raise ValueError(f"{tokens} tokens are no whole blocks of {group.block_tokens} ({group.name})")
+                raise ValueError(
+                    f"{tokens} tokens are not a multiple of the block size {group.block_tokens} ({group.name})"
+                )
             if group.kind is KVKind.CHUNKED_LOCAL and group.reach % tokens:
                 raise ValueError(f"{group.reach} tokens of local attention are no whole chunks ({group.name})")
 

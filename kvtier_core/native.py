@@ -45,12 +45,12 @@ def _load() -> tuple[ModuleType | None, str]:
     try:
         found = importlib.import_module("kvtier_core._native")
     except ImportError as error:
-        return None, f"nothing is compiled, all is slower: {error}"
+        return None, f"the native extension is missing, using Python instead, which is slower: {error}"
     stamp = getattr(found, "stamp", "")
     if stamp and stamp == expected_stamp():
         return found, ""
-    why = f"what is compiled was built from other sources and is not used, all is slower: build {found.__file__} anew"
-    return None, why
+    stale = "the native extension was built from other sources, using Python instead, which is slower"
+    return None, f"{stale}: rebuild {found.__file__}"
 
 
 extension, _why_not = _load()

@@ -72,7 +72,7 @@ def _chosen(options: argparse.Namespace) -> list[StoreTierConfig]:
 
 def _agreed(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise BackendError("there is nobody to ask whether to remove it; say so with --yes")
+        raise BackendError("not a terminal: pass --yes to remove it")
     print(question, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 

@@ -83,7 +83,7 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
     """
     collector = ProblemCollector()
     levels: list[Arena | StoreTier] = []
-    with _nothing_is_collected(), contextlib.ExitStack() as closing:
+    with _gc_paused(), contextlib.ExitStack() as closing:
         if config.chunk_tokens != "auto":
             with collector:  # a tier that cannot be opened is reported together with all other problems
                 open_token_database(config, ctx.namespace)
@@ -101,7 +101,7 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
 
 
 @contextlib.contextmanager
-def _nothing_is_collected() -> Iterator[None]:
+def _gc_paused() -> Iterator[None]:
     """Python looks through all objects again and again while millions are made, and all of these stay."""
     enabled = gc.isenabled()
     gc.disable()

@@ -35,13 +35,13 @@ _MOST_THREADS = 64
 NAMED = "name:"
 
 
-def _more_than_nothing(config: object, field: attrs.Attribute, nbytes: Nbytes) -> None:
+def _positive(config: object, field: attrs.Attribute, nbytes: Nbytes) -> None:
     if nbytes <= 0:
         raise ValueError(f"'{field.alias}' must be more than 0B")
 
 
 #: A capacity that a user must write.
-_CAPACITY = {"validator": _more_than_nothing}
+_CAPACITY = {"validator": _positive}
 #: A chunk is stored once this many requests have named it.
 _STORE_AFTER = {"default": 1, "validator": attrs.validators.ge(1)}
 
@@ -79,13 +79,13 @@ class StoreTierConfig:
     name: str  #: its type; from the second tier of a type on with a number, ``disk#2``
     config: BackendConfig
     #: Required unless the tier is shared: then its store bounds itself, or all of its users keep within this together.
-    capacity: Nbytes | None = attrs.field(default=None, validator=attrs.validators.optional(_more_than_nothing))
+    capacity: Nbytes | None = attrs.field(default=None, validator=attrs.validators.optional(_positive))
     eviction: EvictionConfig = attrs.field(factory=GittinsConfig)  #: what leaves it when it is full
     serializer: SerializerConfig = attrs.field(factory=RawConfig)  #: how chunks are encoded in it
     #: How many calls to the store are made at a time.
     threads: int = attrs.field(default=4, validator=[attrs.validators.ge(1), attrs.validators.le(_MOST_THREADS)])
     #: Bytes of arena slots that calls to this tier may hold at a time.
-    inflight: Nbytes = attrs.field(default=Nbytes(1 << 30), validator=_more_than_nothing)
+    inflight: Nbytes = attrs.field(default=Nbytes(1 << 30), validator=_positive)
     timeout: Seconds = Seconds(5)  #: of one call to the store; while one takes longer there is no other
     store_after: int = attrs.field(**_STORE_AFTER)  #: requests that must have named a chunk before it is stored here
     #: With it nobody else can forge a frame of this tier: at least 32 characters, which count as they are written.
@@ -100,7 +100,7 @@ class RecordConfig:
 
     path: pathlib.Path  #: a folder; each start of an engine adds a file
     #: Bytes of all files in the folder; then recording ends.
-    capacity: Nbytes = attrs.field(default=Nbytes(256 << 20), validator=_more_than_nothing)
+    capacity: Nbytes = attrs.field(default=Nbytes(256 << 20), validator=_positive)
 
 
 def _known_way(config: object, field: attrs.Attribute, way: str) -> None:

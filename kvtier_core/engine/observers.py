@@ -97,7 +97,7 @@ class _Told:
         if not self.dropped:
             self.dropped = True
             logger.error(
-                "kvtier: %s is dropped, and told nothing until the engine starts anew: %s",
+                "kvtier: %s is disabled until the engine restarts: %s",
                 self._name,
                 why,
                 exc_info=error,

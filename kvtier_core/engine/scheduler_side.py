@@ -356,9 +356,9 @@ class SchedulerSide:
     def _why_no_hit(self, keys: Sequence[ChunkKey], found: Lookup) -> str:
         """Why a lookup found nothing that can be loaded now."""
         if not keys and self._lookahead:
-            return f"nothing left that fills a chunk of {self.chunk_tokens} and the {self._lookahead} that drafts read"
+            return f"fewer than {self.chunk_tokens} uncached tokens before the {self._lookahead} that drafts read"
         if not keys:
-            return f"nothing left that fills a chunk of {self.chunk_tokens}"
+            return f"fewer than {self.chunk_tokens} uncached tokens"
         if not found.slots and not found.pending:
             return found.miss_reason
         if not self._self_test.is_open:

@@ -1,4 +1,4 @@
-"""Threads that move bytes. The only file of the core that starts a thread, and the only one with a lock.
+"""Threads that move bytes. Every thread of the data plane is started here, and nothing else in it has a lock.
 
 Work runs on a thread of the pool and touches only pinned or reserved frames. Its continuation, which does the
 bookkeeping, runs on the thread that calls `step`.

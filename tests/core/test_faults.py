@@ -160,7 +160,7 @@ def test_it_loses_the_keys_afterwards(backend):
     assert list(backend.scan()) == []
 
 
-def test_it_is_slow(backend):
+def test_a_slow_backend_takes_its_delay(backend):
     backend.plan = always(Fault(delay=0.05))
     begun = time.monotonic()
     backend.contains([THERE])

@@ -37,9 +37,9 @@ def test_a_shard_is_group_after_group():
 
 @pytest.mark.parametrize("tokens", [8, 24])
 def test_a_chunk_is_whole_blocks_of_every_group(tokens):
-    with pytest.raises(ValueError, match=r"are no whole blocks of 16 \(group 1\)$"):
+    with pytest.raises(ValueError, match=r"are not a multiple of the block size 16 \(group 1\)$"):
         ChunkLayout([make_group((10,), block_tokens=1), make_group((10,), name="group 1")], tokens)
-    with pytest.raises(ValueError, match="0 tokens are no whole blocks"):
+    with pytest.raises(ValueError, match="0 tokens are not a multiple of the block size"):
         ChunkLayout([make_group((10,))], 0)
 
 

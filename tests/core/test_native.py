@@ -144,7 +144,9 @@ def with_sources(folder):
 def test_without_it_everything_is_there_in_python(tmp_path):
     """Where nothing could be compiled."""
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['kvtier_core._native'] = None")
-    assert in_copy(tmp_path, ALL_PLAIN).startswith("nothing is compiled, all is slower: ")
+    assert in_copy(tmp_path, ALL_PLAIN).startswith(
+        "the native extension is missing, using Python instead, which is slower: "
+    )
 
 
 def test_its_stamp_is_that_of_the_sources():
@@ -196,7 +198,9 @@ def test_a_stale_one_is_not_used_for_anything(copy, stale):
     """Half of it in C++ and half in Python would be neither one version nor the other."""
     stale(copy)
     told = in_copy(copy, ALL_PLAIN)
-    assert told.startswith("what is compiled was built from other sources and is not used, all is slower: build ")
+    assert told.startswith(
+        "the native extension was built from other sources, using Python instead, which is slower: rebuild "
+    )
     assert told.count("\n") == 1
 
 

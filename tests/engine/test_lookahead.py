@@ -51,7 +51,7 @@ def test_a_prompt_without_these_tokens_has_no_such_chunk(host, caplog, lookahead
     served, asked = host(lookahead), prompt(1, 2 * CHUNK + lookahead - 1)
     assert (served.ask("first", asked), served.ask("second", asked)) == (0, CHUNK)
     assert served.ask("short", asked[: CHUNK + lookahead - 1]) == 0
-    why = f"nothing left that fills a chunk of {CHUNK} and the {lookahead} that drafts read"
+    why = f"fewer than {CHUNK} uncached tokens before the {lookahead} that drafts read"
     assert f"short: hit 0 of {CHUNK + lookahead - 1} tokens: {why}" in caplog.text
     assert served.ask("one more", [*asked, 7]) == CHUNK
     assert served.ask("again", [*asked, 7]) == 2 * CHUNK

@@ -348,7 +348,7 @@ def test_an_engine_with_nothing_to_do_steps_for_the_self_test(host):
     assert not served.side.busy()
 
 
-def test_but_not_for_ever(host):
+def test_an_engine_stops_stepping_for_a_self_test_that_never_ends(host):
     served = host()
     served.outcomes = Counter()
     assert sum(served.side.busy() for _ in range(5000)) == 1000

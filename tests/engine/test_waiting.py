@@ -139,7 +139,7 @@ def test_what_a_preempted_request_computes_again_counts_as_its_prompt(served):
 def test_savings_are_divided_by_tokens_and_told_once():
     savings = Savings()
     savings.loaded("a", {"cpu": 300, "far": 100}, 2.0, 0.4, {})
-    savings.waited_in_vain("a", {"far": 0.5, "": 7.0})
+    savings.wasted_wait("a", {"far": 0.5, "": 7.0})
     savings.declined("a", "far", 64)
     assert savings.by_tier == {
         "cpu": TierSavings(300, 0, 1.5, pytest.approx(0.3)),
@@ -162,7 +162,7 @@ def test_savings_are_divided_by_tokens_and_told_once():
 def test_what_was_loaded_before_the_speed_was_known_is_counted_when_it_is():
     savings = Savings()
     savings.loaded("a", {"cpu": 300, "far": 100}, None, 0.4, {})
-    savings.waited_in_vain("b", {"far": 0.5})
+    savings.wasted_wait("b", {"far": 0.5})
     assert [savings.by_tier[tier].net for tier in ("cpu", "far")] == [None, None]
     assert list(savings.describe())[1] == (
         "far: how many seconds were saved is not known: this engine has computed no prompt; 0.60 s waited, "

@@ -103,7 +103,7 @@ def test_garbage_is_told_with_its_line(written, line, told):
     assert str(raised.value) == f"{file}{told}"
 
 
-def test_files_that_are_none(tmp_path, written):
+def test_a_file_that_is_no_trace_is_refused(tmp_path, written):
     with pytest.raises(ConfigError, match=r"absent: \$: cannot be read: No such file"):
         read_trace(tmp_path / "absent")
     with pytest.raises(ConfigError, match="there is no prompt in it"):

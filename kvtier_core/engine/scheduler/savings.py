@@ -66,7 +66,7 @@ class Savings:
             waited = waits.get(tier, 0.0) + load_seconds * share
             unpriced = count if compute_seconds is None else 0
             self._add(request, tier, TierSavings(count, 0, (compute_seconds or 0.0) * share, waited, unpriced))
-        self.waited_in_vain(request, {tier: seconds for tier, seconds in waits.items() if tier not in tokens})
+        self.wasted_wait(request, {tier: seconds for tier, seconds in waits.items() if tier not in tokens})
 
     def speed_known(self, compute_seconds: Callable[[int], float]) -> None:
         """From now on the engine knows how long it takes to compute so many tokens: those that were loaded before."""
@@ -74,7 +74,7 @@ class Savings:
             if tokens := savings.unpriced:
                 self._add("", tier, TierSavings(avoided=compute_seconds(tokens), unpriced=-tokens))
 
-    def waited_in_vain(self, request: str, waits: Mapping[str, float]) -> None:
+    def wasted_wait(self, request: str, waits: Mapping[str, float]) -> None:
         """A request waited for tiers, and then did without them."""
         for tier, seconds in waits.items():
             if tier:

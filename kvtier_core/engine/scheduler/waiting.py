@@ -82,7 +82,7 @@ class Waiting:
         state.waited, state.load_begun = sum(state.waits.values()), self._clock()
         state.asked, state.awaited_chunks = None, 0
         if not tokens:
-            self.savings.waited_in_vain(state.view.request_id, state.waits)
+            self.savings.wasted_wait(state.view.request_id, state.waits)
             state.waits = {}
         if state.declined and not state.logged:  # otherwise it returns from a load
             self.savings.declined(

@@ -186,7 +186,7 @@ class StatusPage:
                 return {"found": self.recent(count)}
             case {"prompt": list(tokens)} if all(isinstance(token, int) for token in tokens):
                 return None
-        return {"error": "it is asked for status, request, requests or prompt"}
+        return {"error": "expected one of: status, request, requests, prompt"}
 
     def _explain(self, request_id: str) -> Answer:
         """vLLM appends digits to the ids that clients know."""

@@ -106,7 +106,7 @@ class Server:
                 while self._replied:
                     client, answer = self._replied.popleft()
                     self._begin_answer(selector, client, answer)
-                self._drop_the_silent(selector)
+                self._close_idle(selector)
             for client in _clients(selector):
                 client.connection.close()
 
@@ -158,7 +158,7 @@ class Server:
             client.answer = memoryview(json.dumps(answer).encode() + b"\n")
             selector.modify(client.connection, selectors.EVENT_WRITE, client)
 
-    def _drop_the_silent(self, selector: selectors.BaseSelector) -> None:
+    def _close_idle(self, selector: selectors.BaseSelector) -> None:
         before = time.monotonic() - _PATIENCE
         for client in _clients(selector):
             if client.since < before:
