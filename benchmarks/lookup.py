@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import random
@@ -10,13 +11,20 @@ import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import attrs
+
 from benchmarks.measure import Case, Spread, Table, interleaved, progress, scratch
 from kvtier_core.builtin.chained import ChainedConfig
-from kvtier_core.config.compose import open_stack
+from kvtier_core.config.compose import Runtime, open_stack
 from kvtier_core.config.load import load_config
+from kvtier_core.config.model import StackConfig
 from kvtier_core.config.registry import Registry
+from kvtier_core.engine.request_view import RequestView
+from kvtier_core.engine.scheduler_side import SchedulerSide
+from kvtier_core.engine.step import ScheduledRequest, Step
 from kvtier_core.interfaces import OpenContext
 from kvtier_core.stack.manager import StorageManager
+from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_layout
 from kvtier_core.types import KEY_NBYTES, ChunkKey, Namespace
 
@@ -27,6 +35,7 @@ NAMESPACE = Namespace.of({"benchmark": "lookup"})
 LAYOUT = make_layout((60 << 10,), 1)  # small: bytes are not the matter here
 HELD = 1024  # chunks that the arena holds when it is full
 LONG, BLOCK = 8192, 16
+WAITING, AWAITED = 1000, 400  # requests that wait, and chunks of each
 HASH = "one blake2b over the packed tokens"
 
 
@@ -36,6 +45,9 @@ def tables(folder: Path) -> Iterator[Table]:
     with scratch(folder) as place:
         yield _bookkeeping(place)
     yield _long_prompt()
+    progress(f"lookup: {WAITING} waiting requests of {AWAITED} chunks")
+    with scratch(folder) as place:
+        yield _waiting(place)
 
 
 def _keys() -> Table:
@@ -105,6 +117,66 @@ def _long_prompt() -> Table:
             for name in times.seconds
         ],
     )
+
+
+def _waiting(place: Path) -> Table:
+    """vLLM's scheduler asks about each request that waits in every step."""
+    with contextlib.ExitStack() as stack:
+        own = [_request(number) for number in range(WAITING)]
+        same = [attrs.evolve(_request(0), request_id=str(number)) for number in range(WAITING)]
+        cases = []
+        for name, views, shared in (
+            ("prompts of their own, which the store was asked for", own, True),
+            ("one prompt, which is being read", same, False),
+        ):
+            side = _serving(stack, place / name.split()[0], same[0], shared)
+            for view in views:
+                side.arrived(view)
+            _must(side.match(views[0], 0) is None)
+            cases.append(Case(name, functools.partial(_step, side, views)))
+        times = interleaved(cases, ROUNDS)
+    return Table(
+        title="Requests that wait",
+        says=f"On the scheduler's thread: a step in which nothing arrives, with {WAITING} requests of {AWAITED} chunks "
+        f"that wait for a disk, each of them asked about, beside one that computes. Median of {ROUNDS} rounds.",
+        header=("", "ms a step", "µs a request"),
+        rows=[
+            (name, f"{times.median(name) * 1e3:.2f}", f"{times.median(name) / WAITING * 1e6:.2f}")
+            for name in times.seconds
+        ],
+    )
+
+
+def _request(number: int) -> RequestView:
+    tokens = random.Random(number).choices(range(128_000), k=AWAITED * LAYOUT.tokens + 1)
+    return RequestView(str(number), tokens, len(tokens))
+
+
+def _serving(stack: contextlib.ExitStack, place: Path, known: RequestView, shared: bool) -> SchedulerSide:
+    """An engine's scheduler side whose disk has a prompt, and answers nothing any more."""
+    kind = {"shared": True} if shared else {"capacity": "1GiB"}
+    disk = {"type": "disk", "path": str(place), "min_free": "0B", **kind}
+    tiers = [{"type": "cpu", "capacity": f"{2 * AWAITED * LAYOUT.frame_nbytes >> 10}KiB"}, disk]
+    values = {"version": 1, "chunk_tokens": LAYOUT.tokens, "load_wait": "60min", "status": "off", "tiers": tiers}
+    config = load_config(values, Registry.discover())
+    with contextlib.closing(_scheduler_side(config, Runtime())) as before:
+        before.track(known)
+        _must(len(before.manager.reserve(before.keys(known.request_id), "store")) == AWAITED)
+        before.manager.commit("store")
+        before.drain(10.0)
+    return stack.enter_context(contextlib.closing(_scheduler_side(config, Runtime(lambda *_: ManualPool()))))
+
+
+def _scheduler_side(config: StackConfig, runtime: Runtime) -> SchedulerSide:
+    manager = open_stack(config, OpenContext(NAMESPACE, LAYOUT, "benchmark"), runtime)
+    return SchedulerSide(config, manager, NAMESPACE, LAYOUT)
+
+
+def _step(side: SchedulerSide, views: Sequence[RequestView]) -> None:
+    for view in views:
+        _must(side.match(view, 0) is None)
+    side.plan(Step([ScheduledRequest("another", 100, 1)], (), lambda _: ()))
+    side.step_ended()
 
 
 def _looking(manager: StorageManager) -> list[Case]:
