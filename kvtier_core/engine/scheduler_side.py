@@ -363,7 +363,7 @@ class SchedulerSide:
             return found.miss_reason
         if not self._self_test.is_open:
             return "the self-test is not over"
-        return f"it was not promoted within {self._config.load_wait}"
+        return "it was not promoted in time"
 
     def _step_stack(self) -> None:
         """Process what the threads did during the last step, before the first request of the next one is matched."""

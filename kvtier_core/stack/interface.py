@@ -56,6 +56,7 @@ class Lookup:
     exact: int = 0  #: so many of the leading slots are as an engine computed them; others came through a lossy codec
     pending: int = 0  #: chunks behind them of which some are still on their way into an arena: look again after a step
     awaited: str = ""  #: the tier that the first of these comes from, or that is asked for it
+    silence: float = 0.0  #: seconds for which that tier's store has owed an answer, or has delivered nothing
     declined: Declined | None = None  #: what could be loaded behind all these, and is not worth it
     miss_reason: str = ""  #: why the first chunk behind all these is not found; empty if the whole path is
 

@@ -17,11 +17,17 @@ def measured(speed, nbytes, seconds, begun=0.0):
     speed.end(nbytes, begun + seconds)
 
 
+def answered(speed, seconds, **how):
+    """A question that took so long."""
+    speed.asked(0.0)
+    speed.answered(0.0, seconds, **how)
+
+
 @pytest.fixture
 def speed():
     """A store that answers in 10 ms and delivers 100 MiB/s."""
     speed = StoreSpeed()
-    speed.answered(0.01)
+    answered(speed, 0.01)
     measured(speed, 64 * MIB, 0.64)
     return speed
 
@@ -85,6 +91,43 @@ def test_failed_reads_say_nothing_of_the_rate():
     assert speed.rate is None
 
 
+def test_a_call_that_fails_counts_with_its_time_at_once(speed):
+    measured(speed, 0, 5.0)
+    assert speed.seconds(0) == 5.0
+    answered(speed, 7.0, ok=False)
+    assert speed.seconds(0) == 7.0
+    answered(speed, 1e-3, ok=False)
+    assert speed.seconds(0) == 7.0, "it is refused at once, and hangs all the same"
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_store_that_delivers_again_answers_as_soon(speed, ok):
+    """Else nothing would be loaded any more: nobody asks for what is known to be there."""
+    answered(speed, 5.0, ok=ok)
+    measured(speed, MIB, 0.02)
+    assert speed.seconds(0) == 0.02
+
+
+def test_a_store_is_silent_from_the_oldest_question_on(speed):
+    assert speed.silence(10.0) == 0
+    speed.asked(10.0)
+    speed.asked(11.0)
+    assert speed.silence(13.0) == 3.0
+    speed.answered(10.0, 13.0)
+    assert speed.silence(13.0) == 2.0
+
+
+def test_or_since_it_last_delivered(speed):
+    speed.begin(3, 10.0)
+    assert speed.silence(12.0) == 2.0
+    speed.end(MIB, 12.0)
+    assert speed.silence(15.0) == 3.0
+    speed.end(0, 15.0)
+    assert speed.silence(15.0) == 3.0, "a failure delivers nothing"
+    speed.end(MIB, 16.0)
+    assert speed.silence(17.0) == 0
+
+
 def test_a_store_that_becomes_slow_and_one_that_recovers_are_noticed_alike(speed):
     for _ in range(4):
         measured(speed, 16 * MIB, 16.0)
@@ -106,7 +149,8 @@ def test_what_takes_no_time_is_not_counted():
     """As in a simulation, whose clock stands still."""
     speed = StoreSpeed()
     measured(speed, MIB, 0.0)
-    speed.answered(0.0)
+    answered(speed, 0.0)
+    answered(speed, 0.0, ok=False)
     assert (speed.rate, speed.answer) == (None, None)
 
 
@@ -149,6 +193,14 @@ def test_everything_is_loaded(clock, limit, rate):
     assert LoadChooser("far", speed, clock).choose(7, MIB, 0, limit) == LoadChoice(7)
 
 
+def test_a_store_that_delivered_nothing_yet_and_does_not_answer_is_declined(clock):
+    speed = StoreSpeed()
+    measured(speed, 0, 5.0)
+    chooser = LoadChooser("far", speed, clock)
+    assert choose(chooser, 7, chunk_seconds=1.0).chunks == 7
+    assert choose(chooser, 7, chunk_seconds=0.5).declined == Declined("far", 7, 5.0, 3.5)
+
+
 @pytest.mark.parametrize("wait", [0.0, -30.0])
 def test_for_a_request_that_may_not_wait_nothing_is_loaded(chooser, clock, wait):
     assert choose(chooser, 20, chunk_seconds=1.0, wait=wait).chunks == 0
@@ -169,6 +221,6 @@ def test_no_probe_queues_behind_another(chooser):
 
 
 def test_a_question_is_worth_waiting_for_if_it_is_a_small_part_of_the_computing(chooser):
-    assert chooser.worth_asking(10, 0.0, LoadLimit(0.01, 1.0))
-    assert not chooser.worth_asking(9, 0.0, LoadLimit(0.01, 1.0))
-    assert chooser.worth_asking(1, 0.0, None)
+    assert chooser.worth_asking(10, LoadLimit(0.01, 1.0))
+    assert not chooser.worth_asking(9, LoadLimit(0.01, 1.0))
+    assert chooser.worth_asking(1, None)

@@ -101,7 +101,7 @@ def test_a_request_waits_for_a_tier_no_longer_than_it_may(stack, said):
         answers.append(second.side.match(request.view(), 0))
     assert answers == [None, None, 0]
     second.side.admitted(request.view(), [[0, 1, 2, 3]], 0)
-    assert said()[-1] == "kvtier: second: hit 0 of 16 tokens: it was not promoted within 2s"
+    assert said()[-1] == "kvtier: second: hit 0 of 16 tokens: it was not promoted in time"
     second.side.finished(request.view(), "abort")
     second.close()
 

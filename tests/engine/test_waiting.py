@@ -278,6 +278,21 @@ def test_a_request_that_has_changed_is_looked_up(served):
     host.side.finished(view, "abort")
 
 
+@pytest.mark.parametrize("load", ["auto", "always"])
+def test_a_store_that_is_silent_for_so_long_is_not_waited_for(served, load):
+    """Neither by a request whose chunks an earlier one waits for, nor by one whose chunks would be read next."""
+    host = served(load_wait="1s", load=load)
+    clock, tier = host.side._clock, host.manager._tiers[0]
+    tier._chooser._clock = clock
+    computes(host, CHUNK / 0.1)
+    tier._reads._speed.begin(1, 0.0)
+    for clock.now, answer in ((0.3, None), (1.0, 0)):
+        request = host.submit(f"{clock.now}", ASKED)
+        host.side._stepped = True
+        assert host.side.match(request.view(), 0) == answer
+        host.side.finished(request.view(), "abort")
+
+
 def test_with_load_always_the_wait_is_that_of_the_configuration(served):
     host = served(load_wait="10s", load="always")
     clock = host.side._clock

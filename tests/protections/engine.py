@@ -360,6 +360,13 @@ MUTANTS = (
         "tests/vllm/test_bad_disks.py::test_a_disk_that_hangs_stalls_nobody",
     ),
     Mutant(
+        "everybody-waits-for-a-silent-store",
+        "kvtier_core/engine/scheduler/waiting.py",
+        "max(sum(state.waits.values()), found.silence)",
+        "sum(state.waits.values())",
+        WAITING + "test_a_store_that_is_silent_for_so_long_is_not_waited_for",
+    ),
+    Mutant(
         "waits-longer-than-computing-takes",
         "kvtier_core/engine/scheduler/waiting.py",
         "longest = min(longest, state.awaited_chunks * limit.chunk_seconds)",

@@ -155,6 +155,27 @@ def test_a_store_in_trouble(engine, network, truth, said, trouble):
         served.assert_at_rest()
 
 
+@pytest.mark.parametrize("load", ["auto", "always"])
+@pytest.mark.parametrize("known", [[], [KNOWN, *FRESH]], ids=["has never answered", "has served before"])
+def test_nobody_waits_twice_for_a_store_that_hangs(engine, network, known, load):
+    """One request waits, and ends although no call has failed yet; then the store answers all at once."""
+    server, _ = network
+    made = stack(server.url, timeout="60s")
+    made["load"] = load
+    with engine(made) as served:
+        for asked in known:
+            served.ask(asked)
+        served.settle()
+        served.outcomes()
+        with server.stopped():
+            for asked in (KNOWN, *FRESH[:2], KNOWN):
+                served.ask(asked)
+            waits = [outcome.waited > 0 for outcome in served.outcomes()]
+            assert sum(waits[1:]) == 0 and (waits[0] or known), waits
+        becomes_warm(served)
+        served.assert_at_rest()
+
+
 def test_a_node_of_a_cluster_fails_over(engine, tmp_path, truth, said):
     with cluster(tmp_path / "cluster", nodes=3, replicas=1) as nodes:
         made = stack(nodes[1].url, mode="cluster")

@@ -56,12 +56,15 @@ class Waiting:
         state.asked = None
 
     def allows(self, state: RequestState, found: Lookup) -> bool:
-        """May the engine be told to wait for what is on its way? Notes since when, and for which tier, it waits."""
+        """May the engine be told to wait for what is on its way? Notes since when, and for which tier, it waits.
+
+        The time in which a store was silent counts as the request's own, so that nobody waits for it twice.
+        """
         state.awaited_chunks = max(state.awaited_chunks, found.pending)
         longest = self._load_wait
         if found.pending and (limit := self.limit(state)):
             longest = min(longest, state.awaited_chunks * limit.chunk_seconds)
-        left = longest - sum(state.waits.values())
+        left = longest - max(sum(state.waits.values()), found.silence)
         if left <= 0:
             return False
         state.asked, state.waiting_since, state.awaited = self._this_step, self._clock(), found.awaited

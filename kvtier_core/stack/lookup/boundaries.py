@@ -95,6 +95,7 @@ class BoundarySearch(Search):
             exact=self._arenas[0].exact_run(keys),
             pending=below.chunks,
             awaited=below.tier,
+            silence=self._silence(below.tier),
             declined=below.declined,
             miss_reason=self._why_no_more(sought, later, below),
         )

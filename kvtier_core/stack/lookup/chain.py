@@ -51,6 +51,7 @@ class ChainSearch(Search):
             exact=exact,
             pending=pending,
             awaited=awaited if pending else "",
+            silence=self._silence(awaited) if pending else 0.0,
             declined=below.declined,
             miss_reason=reason,
         )

@@ -63,6 +63,10 @@ class Search(abc.ABC):
         """The arena in which a slot is being filled with this chunk."""
         return next((arena for arena in self._arenas if arena.is_reserved(key)), None)
 
+    def _silence(self, awaited: str) -> float:
+        """Of the tier that a request waits for."""
+        return next((tier.silence for tier in self._tiers if tier.name == awaited), 0.0)
+
     def _miss_reason(self, key: ChunkKey, below: Requested) -> str:
         """Why a chunk is not found."""
         if below.declined:

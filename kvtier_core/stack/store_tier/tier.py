@@ -160,7 +160,12 @@ class StoreTier:
 
     def worth_asking(self, chunks: int, limit: LoadLimit | None) -> bool:
         """Should a request wait until the store has answered whether it has these chunks?"""
-        return self._chooser.worth_asking(chunks, self._lookups.unanswered, limit)
+        return self._chooser.worth_asking(chunks, limit)
+
+    @property
+    def silence(self) -> float:
+        """Seconds for which the store has owed an answer, or has delivered nothing of what it is to deliver."""
+        return self._chooser.silence
 
     def is_asked(self, key: ChunkKey) -> bool:
         """Has the store not yet answered whether it has this key?"""

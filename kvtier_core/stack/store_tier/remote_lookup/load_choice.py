@@ -40,7 +40,7 @@ class LoadChooser:
         All, if ``limit`` is None or the store's speed is not known yet; none, if the request may not wait.
         """
         needed = self._speed.seconds(queued_nbytes + chunks * nbytes)
-        if limit is None or (needed is None and limit.wait > 0):
+        if limit is None or (self._may_try(needed, chunks, limit) and limit.wait > 0):
             return LoadChoice(chunks)
         in_time = int(self._speed.within(limit.wait) - queued_nbytes) // nbytes if limit.wait > 0 else 0
         fitting = max(0, min(chunks, in_time))
@@ -49,14 +49,21 @@ class LoadChooser:
         declined = Declined(self._tier, chunks, needed, chunks * limit.chunk_seconds)
         return LoadChoice(0, declined)
 
-    def worth_asking(self, chunks: int, unanswered: float, limit: LoadLimit | None) -> bool:
-        """Should a request wait until the store has answered whether it has these chunks?
+    @property
+    def silence(self) -> float:
+        """Seconds for which the store has owed an answer, or has delivered nothing of what it is to deliver."""
+        return self._speed.silence(self._clock())
 
-        The oldest question that it has not answered yet was put ``unanswered`` seconds ago.
-        """
+    def _may_try(self, answer: float | None, chunks: int, limit: LoadLimit) -> bool:
+        """Has the store delivered nothing yet, and does it not take too long to answer?"""
+        return self._speed.rate is None and (answer or 0.0) <= chunks * limit.chunk_seconds
+
+    def worth_asking(self, chunks: int, limit: LoadLimit | None) -> bool:
+        """Should a request wait until the store has answered whether it has these chunks?"""
         if limit is None:
             return True
-        return max(self._speed.answer or 0.0, unanswered) <= _QUESTION_SHARE * chunks * limit.chunk_seconds
+        expected = max(self._speed.answer or 0.0, self.silence)
+        return expected <= _QUESTION_SHARE * chunks * limit.chunk_seconds
 
     def probe(self, chunks: int, nbytes: int, queued_nbytes: int) -> int:
         """How many declined chunks to load all the same, while nobody waits, to see how fast the store is by now."""

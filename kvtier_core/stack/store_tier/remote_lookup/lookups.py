@@ -22,12 +22,6 @@ class Lookups(StoreCalls):
         self._speed = speed
         self._ended: list[ChunkKey] = []
         self._found: list[ChunkKey] = []
-        self._begun: list[float] = []  # when each call was made that has not returned
-
-    @property
-    def unanswered(self) -> float:
-        """Seconds since the oldest question was put that the store has not answered; 0 if there is none."""
-        return self._clock() - min(self._begun) if self._begun else 0.0
 
     def request(self, path: Sequence[ChunkKey], start: int) -> int:
         """How many keys from ``start`` on the store may have. `start` asks for those that are not asked for already."""
@@ -54,13 +48,11 @@ class Lookups(StoreCalls):
         self._in_use.begin(keys, Use.READING)
         self._health.begin(self._health.reads)
         begun = self._clock()
-        self._begun.append(begun)
+        self._speed.asked(begun)
 
         def answered(outcome: Outcome) -> None:
-            self._begun.remove(begun)
-            # That there is no answer takes its time, too: nobody should wait for that again and again.
             call = outcome.value or Timed([False] * len(keys), self._clock(), begun)
-            self._speed.answered(call.ended - begun)
+            self._speed.answered(begun, call.ended, ok=outcome.error is None)
             if outcome.error is None:
                 self._health.report(EventKind.ASKED, keys, seconds=call.seconds)
             found = self._answered(keys, call.value, outcome)
