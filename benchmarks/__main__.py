@@ -1,11 +1,11 @@
-"""python -m benchmarks [copies seals disk redis s3 lookup entries ttft hybrids noreuse] [--folder FOLDER] [--write]"""
+"""python -m benchmarks [copies seals disk redis s3 lookup entries ttft hybrids noreuse misses] [--folder F --write]"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from benchmarks import copies, disk, entries, hybrids, lookup, noreuse, redis_tier, s3_tier, seals, ttft
+from benchmarks import copies, disk, entries, hybrids, lookup, misses, noreuse, redis_tier, s3_tier, seals, ttft
 from benchmarks.conditions import conditions, heading
 from benchmarks.measure import progress
 
@@ -21,6 +21,7 @@ SECTIONS = {
     "ttft": ttft,
     "hybrids": hybrids,
     "noreuse": noreuse,
+    "misses": misses,
 }
 RESULTS = Path(__file__).with_name("RESULTS.md")
 

@@ -68,8 +68,9 @@ class Engine:
     def wait(self) -> None:
         self._pipe.recv()
 
-    def ask(self, prompts: Sequence[Sequence[int]], tokens: int) -> Answer:
-        self._pipe.send((prompts, tokens))
+    def ask(self, prompts: Sequence[Sequence[int]], tokens: int, *, settle: bool = True) -> Answer:
+        """Not ``settle``: stores may continue when it returns, or hang."""
+        self._pipe.send((prompts, tokens, settle))
         return self._pipe.recv()
 
     def close(self) -> None:
@@ -148,7 +149,7 @@ def _start(recipe: Recipe, model: Path) -> Any:
     return LLM(str(model), **{**_OPTIONS, **recipe.options}, kv_transfer_config=transfer)
 
 
-def _ask(llm: Any, prompts: Sequence[Sequence[int]], tokens: int) -> Answer:
+def _ask(llm: Any, prompts: Sequence[Sequence[int]], tokens: int, settle: bool) -> Answer:
     from vllm import SamplingParams
 
     asked = [{"prompt_token_ids": each} for each in prompts]
@@ -157,7 +158,7 @@ def _ask(llm: Any, prompts: Sequence[Sequence[int]], tokens: int) -> Answer:
     outputs = llm.generate(asked, sampling, use_tqdm=False)
     seconds = time.perf_counter() - begin
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    while scheduler.has_requests():  # like a server, which keeps stepping while stores are under way
+    while settle and scheduler.has_requests():  # like a server, which keeps stepping while stores are under way
         llm.llm_engine.step()
         time.sleep(0.001)
     return Answer(seconds, sum(out.num_cached_tokens or 0 for out in outputs), time.perf_counter() - begin - seconds)

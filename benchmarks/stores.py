@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -20,6 +21,16 @@ class RedisPlaces(NamedTuple):
 
     path: Path  #: its Unix socket
     port: int  #: on the loopback
+    process: subprocess.Popen
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """It does nothing until the end of the context, and its connections stay open."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
 
 
 @contextlib.contextmanager
@@ -39,7 +50,7 @@ def redis(place: Path) -> Iterator[RedisPlaces | None]:
         while not path.exists():
             must(server.poll() is None)
             time.sleep(0.01)
-        yield RedisPlaces(path, port)
+        yield RedisPlaces(path, port, server)
     finally:
         server.kill()
         server.wait()

@@ -1,0 +1,134 @@
+"""What kvtier costs where it brings nothing: prompts without a hit, and the first seconds of a store that hangs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import attrs
+
+from benchmarks.engines import BLOCK, Recipe, engines, kvtier, none, prompt
+from benchmarks.measure import Spread, Table, progress, scratch, turned
+from benchmarks.models import RANDOM
+from benchmarks.stores import RedisPlaces, redis
+
+CONTROL, AGAIN = "no connector", "no connector, once more"
+LENGTHS = (40, 700, 1500)
+ROUNDS = 60
+WARMING = 5  # further rounds, which are not counted
+
+HUNG_TOKENS = 700
+TRIALS = 3  # each with engines of its own
+SECONDS = 13.0  # for which the store hangs: its calls time out after 5, and hang after 10
+PAUSE = 0.3  # from a prompt to the next, from the tenth on
+
+
+def tables(folder: Path) -> Iterator[Table]:
+    with scratch(folder) as place:
+        yield _without_hits(place)
+    with scratch(folder) as place, redis(place) as server:
+        if server is not None:
+            yield _hung(place, server)
+
+
+# -- prompts without a hit -------------------------------------------------------------------------------
+
+
+def _without_hits(place: Path) -> Table:
+    memory = {"type": "cpu", "capacity": "64MiB"}
+    disk = {"type": "disk", "path": str(place / "disk"), "capacity": "1GiB", "min_free": "0B"}
+    recipes = [none(CONTROL), none(AGAIN), kvtier("kvtier, cpu", BLOCK, memory)]
+    recipes.append(kvtier("kvtier, cpu and disk", BLOCK, memory, disk))
+    rows = []
+    with engines(recipes, RANDOM.checkpoint(place)) as started:
+        for tokens in LENGTHS:
+            progress(f"misses: {ROUNDS} prompts of {tokens} tokens")
+            took: dict[str, list[float]] = {engine.name: [] for engine in started}
+            for number in range(-WARMING, ROUNDS):
+                asked = prompt(f"{tokens} {number}", tokens)
+                for engine in turned(started, number):
+                    seconds = engine.ask([asked], 1).seconds
+                    if number >= 0:
+                        took[engine.name].append(seconds)
+            rows += [(f"{tokens} tokens, {engine.name}", *_beside(engine.name, took)) for engine in started]
+    return Table(
+        title="Time to first token without a hit",
+        says=f"{ROUNDS} prompts of each length, none of them seen before, each put to every engine before the next; "
+        f"blocks and chunks of {BLOCK} tokens; {RANDOM.name} in bfloat16; otherwise as for the time to first token. "
+        "The ratio is to the first engine with the same prompt: median (the middle half).",
+        header=("", "ms", "of control"),
+        rows=rows,
+    )
+
+
+def _beside(name: str, took: dict[str, list[float]]) -> tuple[str, str]:
+    ratios = [mine / its for mine, its in zip(took[name], took[CONTROL], strict=True)]
+    return f"{statistics.median(took[name]) * 1e3:.1f}", "1" if name == CONTROL else _middle(ratios)
+
+
+def _middle(values: Sequence[float]) -> str:
+    low, middle, high = statistics.quantiles(values)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+# -- a store that hangs ----------------------------------------------------------------------------------
+
+
+@attrs.define
+class _Hung:
+    """Ratios of times to first token to that of the first engine, while the store hangs."""
+
+    first: list[float] = attrs.field(factory=list)
+    second: list[float] = attrs.field(factory=list)
+    rest: list[float] = attrs.field(factory=list)
+
+    def row(self, name: str) -> tuple[str, Spread, Spread, str]:
+        return (name, Spread(tuple(self.first)), Spread(tuple(self.second)), _middle(self.rest))
+
+
+def _hung(place: Path, server: RedisPlaces) -> Table:
+    checkpoint = RANDOM.checkpoint(place)
+    known = [prompt(f"known {number}", HUNG_TOKENS) for number in range(12)]
+    found: dict[str, _Hung] = {}
+    for trial in range(TRIALS):
+        progress(f"misses: a store that hangs, trial {trial + 1} of {TRIALS}")
+        recipes = _recipes(server, trial)
+        with engines(recipes, checkpoint) as started:
+            for number in range(WARMING):  # without kvtier, for whose speed that would be known from then on
+                for engine in started[:2]:
+                    engine.ask([prompt(f"warming {number}", HUNG_TOKENS)], 1)
+            for asked in [*known, *known]:  # so that all but the last lie in the store alone, and have been read
+                started[-1].ask([asked], 1)
+            with server.stopped():
+                began, number = time.monotonic(), 0
+                while time.monotonic() - began < SECONDS:
+                    asked = known[number % (len(known) - 1)]
+                    control, *others = (engine.ask([asked], 1, settle=False).seconds for engine in started)
+                    for engine, seconds in zip(started[1:], others, strict=True):
+                        hung = found.setdefault(engine.name, _Hung())
+                        (hung.first, hung.second, hung.rest)[min(number, 2)].append(seconds / control)
+                    number += 1
+                    time.sleep(PAUSE if number > 10 else 0)
+    return Table(
+        title="A store that hangs",
+        says=f"Prompts of {HUNG_TOKENS} tokens, one after the other, for {SECONDS:.0f} seconds in which a redis-server "
+        f"is stopped; {TRIALS} trials, each with new engines. One engine has never asked it for anything, and does not "
+        "know yet how fast it computes, so that its first request may wait `load_wait`, 2 s; another has stored all of "
+        "these prompts there. The ratio is to the first engine, with the same prompt: of the first and the second "
+        "request median (min to max), of all later ones median (the middle half).",
+        header=("", "first request", "second", "later ones"),
+        rows=[hung.row(name) for name, hung in found.items()],
+    )
+
+
+def _recipes(server: RedisPlaces, trial: int) -> list[Recipe]:
+    memory = {"type": "cpu", "capacity": "4MiB"}  # two prompts
+    tier = {"type": "redis", "url": f"redis://127.0.0.1:{server.port}", "prefix": f"trial{trial}"}
+    return [
+        none(CONTROL),
+        none(AGAIN),
+        kvtier("kvtier, cpu and redis, which has never answered", BLOCK, memory, tier),
+        kvtier("kvtier, cpu and redis, which has served", BLOCK, memory, tier),
+    ]
