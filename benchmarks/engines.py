@@ -113,6 +113,12 @@ def example(folder: Path) -> Recipe:
     return Recipe("vLLM's ExampleConnector", {**transfer, "kv_role": "kv_both"})
 
 
+def idle() -> Recipe:
+    module = "benchmarks.idle_connector"
+    transfer = {"kv_connector": "IdleConnector", "kv_connector_module_path": module, "kv_role": "kv_both"}
+    return Recipe("a connector that does nothing", transfer)
+
+
 def kvtier(name: str, chunk_tokens: int, *tiers: dict[str, Any]) -> Recipe:
     transfer = {
         "kv_connector": "KVTierConnector",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import attrs
 
-from benchmarks.engines import BLOCK, Recipe, engines, kvtier, none, prompt
+from benchmarks.engines import BLOCK, Recipe, engines, idle, kvtier, none, prompt
 from benchmarks.measure import Spread, Table, progress, scratch, turned
 from benchmarks.models import RANDOM
 from benchmarks.stores import RedisPlaces, redis
@@ -39,7 +39,7 @@ def tables(folder: Path) -> Iterator[Table]:
 def _without_hits(place: Path) -> Table:
     memory = {"type": "cpu", "capacity": "64MiB"}
     disk = {"type": "disk", "path": str(place / "disk"), "capacity": "1GiB", "min_free": "0B"}
-    recipes = [none(CONTROL), none(AGAIN), kvtier("kvtier, cpu", BLOCK, memory)]
+    recipes = [none(CONTROL), none(AGAIN), idle(), kvtier("kvtier, cpu", BLOCK, memory)]
     recipes.append(kvtier("kvtier, cpu and disk", BLOCK, memory, disk))
     rows = []
     with engines(recipes, RANDOM.checkpoint(place)) as started:
