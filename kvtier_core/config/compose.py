@@ -41,7 +41,7 @@ from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.transfer.io_pool import IOPool, Pool, run
 from kvtier_core.types import FRAME_ALIGNMENT, Namespace, Nbytes
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger("kvtier")
 
 T = TypeVar("T")
 
@@ -202,7 +202,7 @@ class _Call:
         if isinstance(error, BackendError | ImportError):
             raise ConfigError([self.problem(self.path, str(error), "")]) from error
         failed = self.failed(f"{type(error).__name__}: {error}")
-        log.debug("%s", failed, exc_info=error)
+        logger.debug("kvtier: %s", failed, exc_info=error)
         raise failed from error
 
     def failed(self, why: str) -> ConfigError:

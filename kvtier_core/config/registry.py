@@ -17,7 +17,7 @@ from kvtier_core.transfer.io_pool import run
 
 __all__ = ["KINDS", "Broken", "Offer", "Registry"]
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger("kvtier")
 
 
 @attrs.frozen
@@ -41,22 +41,21 @@ class Broken:
 class Registry:
     """All offers of all plugins, by kind and name. No result depends on the order of plugins."""
 
-    def __init__(self, version: str = "", log: logging.Logger = _LOG) -> None:
-        """Begin with the core's own plugin, of this ``version``. Problems are logged to ``log``."""
+    def __init__(self, version: str = "") -> None:
+        """Begin with the core's own plugin, of this ``version``."""
         self.broken: list[Broken] = []
-        self._log = log
         self._offers: list[Offer] = []
         self._add("kvtier:builtin", version, lambda: builtin)
 
     @classmethod
-    def discover(cls, log: logging.Logger = _LOG) -> Registry:
+    def discover(cls) -> Registry:
         """A registry of the core's own plugin and all installed ones. A broken plugin does not affect the others."""
         from importlib import metadata  # its import takes a tenth of a second, which `of` does not need
 
         from kvtier_core.config import versions
 
         own = next((found.version for found in metadata.distributions(name="kvtier")), "")
-        registry = cls(own, log=log)
+        registry = cls(own)
         for entry in sorted(versions.entry_points(), key=lambda entry: (str(entry.dist.name), entry.name)):
             plugin = f"{entry.dist.name}:{entry.name}"
             registry._add(plugin, entry.dist.version, lambda entry=entry: versions.load(entry, own))
@@ -88,9 +87,9 @@ class Registry:
     def log_problems(self) -> None:
         """Log a warning for each broken plugin and each clash, also of those that no YAML file names."""
         for broken in self.broken:
-            self._log.warning("kvtier: a plugin is broken, and nothing of it is used: %s", broken)
+            logger.warning("kvtier: a plugin is broken, and nothing of it is used: %s", broken)
         for clash in self.clashes():
-            self._log.warning("kvtier: %s", clash)
+            logger.warning("kvtier: %s", clash)
 
     def choose(self, kind: str, name: str) -> type | Unavailable:
         """The Config class of this name, alias or full name; or why there is none."""

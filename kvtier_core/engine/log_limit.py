@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import attrs
 
-logger = logging.getLogger("vllm.kvtier")
+logger = logging.getLogger("kvtier")
 
 #: Seconds for which a cause that was logged is only counted.
 EVERY = 60.0

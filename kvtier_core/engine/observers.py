@@ -10,7 +10,7 @@ from kvtier_core.interfaces import Observer
 from kvtier_core.transfer.io_pool import IOPool, Outcome, Pool, run, run_aside, run_within
 from kvtier_core.types import Event
 
-logger = logging.getLogger("vllm.kvtier")
+logger = logging.getLogger("kvtier")
 
 #: Events that may wait for one observer, some 300 bytes each and 40 for every key. One that is further behind is
 #: dropped: it would take memory for as long as the engine runs.

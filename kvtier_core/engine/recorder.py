@@ -20,7 +20,7 @@ from kvtier_core.errors import ConfigError
 from kvtier_core.transfer.io_pool import IOPool, Outcome
 from kvtier_core.types import ChunkKey, Nbytes
 
-logger = logging.getLogger("vllm.kvtier")
+logger = logging.getLogger("kvtier")
 
 #: Lines that may wait for a slow disk; requests beyond that are not recorded.
 _MAX_WAITING = 1000

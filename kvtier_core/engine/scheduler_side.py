@@ -31,7 +31,7 @@ from kvtier_core.stack.interface import Lookup, Stack
 from kvtier_core.transfer.io_pool import run
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace
 
-logger = logging.getLogger("vllm.kvtier")
+logger = logging.getLogger("kvtier")
 
 #: Seconds without an event after which the engine need not keep stepping for transfers: a tier may hang.
 _STALL_TIMEOUT = 5.0

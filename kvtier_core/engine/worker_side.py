@@ -24,7 +24,7 @@ from kvtier_core.stack.store_tier.frame_io import FrameRead
 from kvtier_core.transfer.io_pool import run
 from kvtier_core.types import ChunkKey, StoredFrame
 
-logger = logging.getLogger("vllm.kvtier")
+logger = logging.getLogger("kvtier")
 
 #: Seconds that a step which computes nothing waits for loads. Without the wait the engine would step again at once and
 #: take the GIL from the thread that copies.

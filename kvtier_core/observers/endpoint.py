@@ -26,7 +26,7 @@ from kvtier_core.observers.metrics import BUCKETS, METRICS, MetricType, Reading,
 from kvtier_core.transfer.io_pool import run_aside
 from kvtier_core.types import Event
 
-logger = logging.getLogger("vllm.kvtier")
+logger = logging.getLogger("kvtier")
 
 #: Seconds that a client may keep the only thread waiting for what it asks, however often it says something.
 _PATIENCE = 5.0

@@ -37,7 +37,7 @@ from kvtier_core.engine.messages import StepPlan, WorkerProgress, WorkerReport
 from kvtier_core.engine.scheduler_side import SchedulerSide
 from kvtier_core.engine.worker_side import WorkerSide
 from kvtier_core.transfer.io_pool import run
-from kvtier_core.vllm import groups, kv_events, layout, speculation, versions
+from kvtier_core.vllm import groups, kv_events, layout, log, speculation, versions
 from kvtier_core.vllm.groups import Tables
 from kvtier_core.vllm.guard import guarded
 from kvtier_core.vllm.hit_sources import as_vllm_says
@@ -49,7 +49,7 @@ from kvtier_core.vllm.startup import Refusal, Startup, read_config
 from kvtier_core.vllm.steps import result_of, step_of
 from kvtier_core.vllm.weight_watch import WeightWatch, follow_calls, models_of_caller
 
-logger = logging.getLogger("vllm.kvtier")
+logger = logging.getLogger("kvtier")
 
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
@@ -61,7 +61,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         """Raises ConfigError if the configuration is wrong or does not suit the engine."""
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self._registry = Registry.discover(logger)
+        log.attach()
+        self._registry = Registry.discover()
         if role is KVConnectorRole.SCHEDULER:
             self._registry.log_problems()
         self.config = read_config(self._kv_transfer_config.kv_connector_extra_config or {}, self._registry)

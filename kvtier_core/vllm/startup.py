@@ -31,7 +31,7 @@ from kvtier_core.vllm import layout, speculation
 from kvtier_core.vllm.identity import model_weights, namespace
 from kvtier_core.vllm.identity.settings import UnidentifiedError
 
-logger = logging.getLogger("vllm.kvtier")
+logger = logging.getLogger("kvtier")
 
 _RECOMPUTE = "recompute"  #: what vLLM is to do with a request whose load has failed
 _CONFIG_KEY = "kvtier.config"

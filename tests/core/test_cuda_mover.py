@@ -505,7 +505,7 @@ def test_what_cannot_be_locked_is_not_used_and_says_why():
 
 
 def test_what_cannot_be_locked_is_tried_again_and_told_once(caplog):
-    caplog.set_level("INFO", "vllm.kvtier")
+    caplog.set_level("INFO", "kvtier")
     pauses, kernel = [], Kernel(pieces=1)
     registration = registered(kernel, pause=pauses.append)
     kernel.refusing = True

@@ -16,7 +16,7 @@ from kvtier_core.types import Event, EventKind
 @pytest.fixture
 def log(caplog):
     """Lines, which the test takes out."""
-    caplog.set_level(logging.INFO, "vllm.kvtier")
+    caplog.set_level(logging.INFO, "kvtier")
 
     def take():
         lines = [record.getMessage().removeprefix("kvtier: ") for record in caplog.records]

@@ -49,7 +49,7 @@ def host(stack):
 @pytest.fixture
 def said(caplog):
     """``said()`` are the hit lines since it was called last."""
-    caplog.set_level("INFO", logger="vllm.kvtier")
+    caplog.set_level("INFO", logger="kvtier")
 
     def lines():
         found = [record.getMessage() for record in caplog.records]

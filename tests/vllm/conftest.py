@@ -272,7 +272,8 @@ def said() -> Iterator[Any]:
     records: list[logging.LogRecord] = []
 
     def keep(record: logging.LogRecord) -> bool:
-        records.append(record)
+        if record.levelno >= logging.INFO:
+            records.append(record)
         return True
 
     def lines() -> list[str]:
@@ -280,7 +281,7 @@ def said() -> Iterator[Any]:
         records.clear()
         return found
 
-    log = logging.getLogger("vllm.kvtier")
+    log = logging.getLogger("kvtier")
     log.addFilter(keep)  # a handler would not survive: vLLM sets up logging again with its first engine
     yield lines
     log.removeFilter(keep)

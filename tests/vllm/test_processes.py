@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,18 @@ def test_the_default_mode_keeps_and_reuses(first, truth):
     assert outcomes[2:] == [hit(530, cpu=512)] * 2
     for answers in (cold, warm):
         assert largest_difference(answers, truth) < NOISE
+
+
+def test_each_process_logs_each_line_once_in_the_format_of_vllm(first):
+    """The scheduler's and each worker's; what is logged by a plain `logging.getLogger` has no such format."""
+    *_, log = first
+    lines = [line for line in log.splitlines() if "kvtier: " in line]
+    form = re.compile(r"\((?P<process>\S+) pid=\d+\) (INFO|WARNING) \S+ \S+ \[\w+\.py:\d+\] kvtier: \S.*")
+    found = [form.fullmatch(line) for line in lines]
+    assert all(found), lines
+    assert {match["process"].partition("_")[0] for match in found} >= {"EngineCore"}
+    assert sum("kvtier: identity " in line for line in lines) == 1
+    assert len(set(lines)) == len(lines)
 
 
 def test_another_engine_finds_it_on_disk(first, start, truth):

@@ -10,7 +10,7 @@ from kvtier_core.engine.observers import Observers
 from kvtier_core.stack.stats import Stats
 from kvtier_core.types import Event, EventKind, Usage
 
-logger = logging.getLogger("vllm.kvtier")
+logger = logging.getLogger("kvtier")
 
 #: Events that operators want to read about, with the level of their log line. All others are only counted.
 _LOG_LEVELS = {

@@ -10,7 +10,7 @@ from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.interface import Stack
 from kvtier_core.types import Slot
 
-logger = logging.getLogger("vllm.kvtier")
+logger = logging.getLogger("kvtier")
 
 #: How often `SelfTestGate.wants_steps` says so. A worker that never reports must not keep an idle engine awake.
 _MOST_STEPS = 1000

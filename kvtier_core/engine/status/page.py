@@ -25,7 +25,7 @@ from kvtier_core.engine.worker_reports import runtime_folder
 from kvtier_core.stack.interface import Stack
 from kvtier_core.transfer.io_pool import run
 
-logger = logging.getLogger("vllm.kvtier")
+logger = logging.getLogger("kvtier")
 
 #: Seconds between two snapshots.
 _EVERY = 1.0

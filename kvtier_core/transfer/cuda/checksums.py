@@ -18,7 +18,7 @@ from kvtier_core.transfer.io_pool import run
 _ROWS, ROW = 64, 1024
 _WORD = 4
 
-logger = logging.getLogger("vllm.kvtier")
+logger = logging.getLogger("kvtier")
 
 
 class SumsMemory:

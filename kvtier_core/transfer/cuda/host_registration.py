@@ -23,7 +23,7 @@ _FIRST_RETRY, _LAST_RETRY = 0.1, 10.0
 _RETRY_STEP = 0.1  #: of these, so that closing waits no longer
 _FOREVER = 1e6  # seconds
 
-logger = logging.getLogger("vllm.kvtier")
+logger = logging.getLogger("kvtier")
 
 
 @attrs.frozen

@@ -33,7 +33,7 @@ from kvtier_core.transfer.page_lists import CheckedJob, check_job
 
 _POLL = 5e-5  # seconds
 
-logger = logging.getLogger("vllm.kvtier")
+logger = logging.getLogger("kvtier")
 
 
 class Locked(Protocol):
