@@ -29,6 +29,8 @@ _WORTH_IT = {Method.DIRECT: 1.0, Method.STAGED: 1.1, Method.KERNEL: 1.2}
 #: A job of this size is measured, or of one chunk: shorter ones do not show what submitting many copies costs.
 JOB_NBYTES = 64 << 20
 _ROUNDS = 3  #: the best counts
+#: Random bytes that are compared repeat after a prime number of them: no two pages have the same.
+_PATTERN_NBYTES = (1 << 20) + 7
 
 logger = logging.getLogger("vllm.kvtier")
 
@@ -125,8 +127,6 @@ class _Scratch:
         self.nbytes = chunks * shard_nbytes
         width = max(layer.first + layer.blocks for layer in layers)
         self.memory = mmap.mmap(-1, self.nbytes)
-        self._contents = os.urandom(2 * self.nbytes)
-        self._turn = 0
         self._keep = ctypes.c_char.from_buffer(self.memory)
         address = ctypes.addressof(self._keep)
         for begin in range(address, address + self.nbytes, PIECE_NBYTES):
@@ -144,8 +144,7 @@ class _Scratch:
 
     def refill(self) -> bytes:
         """Fill the slots with random bytes that they did not have before, and return these."""
-        self._turn += 1
-        content = self._contents[self._turn : self._turn + self.nbytes]
+        content = (os.urandom(_PATTERN_NBYTES) * (self.nbytes // _PATTERN_NBYTES + 1))[: self.nbytes]
         self.memory[:] = content
         return content
 
