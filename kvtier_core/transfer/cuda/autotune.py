@@ -32,7 +32,7 @@ _ROUNDS = 3  #: the best counts
 #: Random bytes that are compared repeat after a prime number of them: no two pages have the same.
 _PATTERN_NBYTES = (1 << 20) + 7
 
-logger = logging.getLogger("vllm.kvtier")
+logger = logging.getLogger("kvtier")
 
 
 @attrs.frozen
