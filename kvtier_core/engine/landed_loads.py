@@ -18,7 +18,7 @@ from kvtier_core.engine.landed_memory import open_memory
 from kvtier_core.engine.own_shard import OwnShard
 from kvtier_core.interfaces import JobResult, Landing, Mover, PagedKVCache, PageList
 from kvtier_core.stack.batches import in_groups
-from kvtier_core.stack.store_tier.frame_io import FrameRead, ReadStatus
+from kvtier_core.stack.outcomes import FrameRead, ReadStatus
 from kvtier_core.transfer.io_pool import IOPool, Outcome, run
 from kvtier_core.types import ChunkKey, StoredFrame
 

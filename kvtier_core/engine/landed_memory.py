@@ -17,7 +17,7 @@ from kvtier_core.errors import BackendError
 from kvtier_core.frames.checksum import crc32
 from kvtier_core.interfaces import Landing, Mover, PagedKVCache
 from kvtier_core.stack.batches import as_many, leading
-from kvtier_core.stack.store_tier.frame_io import FrameRead, ReadStatus
+from kvtier_core.stack.outcomes import FrameRead, ReadStatus
 from kvtier_core.transfer import cuda
 from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.transfer.io_pool import run_within

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from kvtier_core.layouts import ChunkLayout, KVGroup
-from kvtier_core.stack.store_tier.frame_io import FrameRead
+from kvtier_core.stack.outcomes import FrameRead
 from kvtier_core.types import ChunkKey, Slot, StoredFrame
 
 

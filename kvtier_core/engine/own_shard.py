@@ -10,7 +10,8 @@ import attrs
 from kvtier_core.frames.format import FrameError, expected_header, shard_checksums_of, verify_checksums
 from kvtier_core.interfaces import PagedKVCache
 from kvtier_core.layouts import ChunkLayout, Part
-from kvtier_core.stack.store_tier.frame_io import FrameRead, ReadStatus, unusable
+from kvtier_core.stack.outcomes import FrameRead, ReadStatus
+from kvtier_core.stack.store_tier.frame_io import unusable
 from kvtier_core.types import FRAME_ALIGNMENT, Extent, StoredFrame
 
 

@@ -27,7 +27,8 @@ from kvtier_core.engine.status.page import StatusPage
 from kvtier_core.engine.step import BlockTables, ScheduledRequest, Step, StepResult
 from kvtier_core.interfaces import TokenDatabase
 from kvtier_core.layouts import ChunkLayout
-from kvtier_core.stack.interface import Lookup, Stack
+from kvtier_core.stack.interface import Stack
+from kvtier_core.stack.outcomes import Lookup
 from kvtier_core.transfer.io_pool import run
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace
 

@@ -20,7 +20,7 @@ from kvtier_core.engine.messages import StepPlan, Transfer, WorkerProgress
 from kvtier_core.engine.self_test import LayerCaches, try_copies
 from kvtier_core.interfaces import Mover, PagedKVCache, PageList
 from kvtier_core.layouts import ChunkLayout
-from kvtier_core.stack.store_tier.frame_io import FrameRead
+from kvtier_core.stack.outcomes import FrameRead
 from kvtier_core.transfer.io_pool import run
 from kvtier_core.types import ChunkKey, StoredFrame
 

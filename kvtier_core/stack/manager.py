@@ -12,13 +12,13 @@ from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.admission import AdmissionPlan
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.batches import leading_run
-from kvtier_core.stack.interface import LoadLimit, Lookup, Stack, Whereabouts
+from kvtier_core.stack.interface import Stack
 from kvtier_core.stack.lookup.boundaries import BoundarySearch
 from kvtier_core.stack.lookup.chain import ChainSearch
 from kvtier_core.stack.lookup.leases import Leases
+from kvtier_core.stack.outcomes import FrameRead, LoadLimit, Lookup, Whereabouts
 from kvtier_core.stack.promotion import Promotions
 from kvtier_core.stack.reservations import Reservations
-from kvtier_core.stack.store_tier.frame_io import FrameRead
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.write_through import WriteThrough
 from kvtier_core.transfer.io_pool import Pool, run

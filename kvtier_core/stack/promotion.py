@@ -9,7 +9,7 @@ import attrs
 
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.batches import leading_run
-from kvtier_core.stack.interface import Declined, LoadLimit
+from kvtier_core.stack.outcomes import Declined, LoadLimit
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.write_through import MakeRoom
 from kvtier_core.types import ChunkKey

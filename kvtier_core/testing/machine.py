@@ -27,7 +27,7 @@ from kvtier_core.policies.lru import LruConfig
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.manager import StorageManager
-from kvtier_core.stack.store_tier.frame_io import FrameRead, ReadStatus
+from kvtier_core.stack.outcomes import FrameRead, ReadStatus
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_context, make_layout

@@ -7,7 +7,7 @@ from test_manager import MISS, PENDING, READY, Bench
 from test_store_tier import Bench as TierBench
 
 from kvtier_core.errors import BackendError
-from kvtier_core.stack.interface import LoadLimit
+from kvtier_core.stack.outcomes import LoadLimit
 from kvtier_core.stack.store_tier.remote_lookup.lookup_queue import LookupQueue
 from kvtier_core.testing.machine import SharedShelf
 from kvtier_core.testing.samples import make_keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier_core.stack.interface import Declined, LoadLimit
+from kvtier_core.stack.outcomes import Declined, LoadLimit
 from kvtier_core.stack.store_tier.remote_lookup.load_choice import LoadChoice, LoadChooser
 from kvtier_core.stack.store_tier.remote_lookup.speed import StoreSpeed
 

@@ -20,8 +20,8 @@ from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import Serializer, SerializerConfig
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.stack.outcomes import FrameRead, ReadStatus
 from kvtier_core.stack.promotion import Promotions
-from kvtier_core.stack.store_tier.frame_io import FrameRead, ReadStatus
 from kvtier_core.stack.store_tier.landings import Landings
 from kvtier_core.stack.store_tier.space import Space
 from kvtier_core.stack.store_tier.tier import StoreTier

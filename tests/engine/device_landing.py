@@ -22,7 +22,7 @@ from test_landed_loads import HASTY, KEYS, NBYTES, SHARD, Machine, good, same
 from kvtier_core.engine import landed_loads, landed_memory
 from kvtier_core.engine.landed_memory import _OnGPU
 from kvtier_core.errors import BackendError
-from kvtier_core.stack.store_tier.frame_io import ReadStatus
+from kvtier_core.stack.outcomes import ReadStatus
 from kvtier_core.testing.samples import make_namespace
 from kvtier_core.transfer import cuda
 from kvtier_core.transfer.cuda.device_slots import DeviceSlots

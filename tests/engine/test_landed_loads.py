@@ -17,7 +17,7 @@ from kvtier_core.engine.worker_side import WorkerSide
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.format import seal_part
 from kvtier_core.interfaces import PagedKVCache, PageRun
-from kvtier_core.stack.store_tier.frame_io import FrameRead, ReadStatus
+from kvtier_core.stack.outcomes import FrameRead, ReadStatus
 from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_layout, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT, Slot, StoredFrame
 from kvtier_gds.landing import GdsLanding

@@ -12,7 +12,7 @@ from kvtier_core.engine.scheduler.prefill_speed import PrefillSpeed
 from kvtier_core.engine.scheduler.savings import Savings, TierSavings
 from kvtier_core.engine.step import ScheduledRequest, Step
 from kvtier_core.observers.metrics import Readings
-from kvtier_core.stack.interface import Lookup
+from kvtier_core.stack.outcomes import Lookup
 from kvtier_core.types import EventKind
 
 CHUNKS = 4

@@ -18,7 +18,7 @@ from kvtier_core.errors import BackendError
 from kvtier_core.frames.format import seal_part
 from kvtier_core.interfaces import NO_BLOCK, Landing
 from kvtier_core.layouts import ChunkLayout
-from kvtier_core.stack.store_tier.frame_io import ReadStatus
+from kvtier_core.stack.outcomes import ReadStatus
 from kvtier_core.testing.laws.arenas import ArenaLaws, settle, shard_of
 from kvtier_core.testing.samples import (
     PagedBuffer,

@@ -15,7 +15,8 @@ from kvtier_core.engine.request_view import Bypass, RequestView
 from kvtier_core.engine.step import ScheduledRequest
 from kvtier_core.interfaces import TokenDatabase
 from kvtier_core.layouts import ChunkLayout, chunk_key
-from kvtier_core.stack.interface import Declined, Lookup, Stack
+from kvtier_core.stack.interface import Stack
+from kvtier_core.stack.outcomes import Declined, Lookup
 from kvtier_core.types import KEY_NBYTES, ChunkKey
 
 #: BLAKE2b's personalization of keys that depend on the tokens behind a chunk, too.

@@ -8,7 +8,7 @@ from kvtier_core.config.model import StackConfig
 from kvtier_core.engine.scheduler.prefill_speed import PrefillSpeed
 from kvtier_core.engine.scheduler.requests import Asked, RequestState
 from kvtier_core.engine.scheduler.savings import Savings
-from kvtier_core.stack.interface import LoadLimit, Lookup
+from kvtier_core.stack.outcomes import LoadLimit, Lookup
 
 
 class Waiting:

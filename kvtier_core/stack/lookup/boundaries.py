@@ -12,9 +12,9 @@ import attrs
 
 from kvtier_core.layouts import ChunkLayout, part_key
 from kvtier_core.stack.arena import Arena
-from kvtier_core.stack.interface import LoadLimit, Lookup
 from kvtier_core.stack.lookup.leases import Leases
 from kvtier_core.stack.lookup.search import Search
+from kvtier_core.stack.outcomes import LoadLimit, Lookup
 from kvtier_core.stack.promotion import Promotions, Requested
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.types import ChunkKey

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier_core.stack.batches import leading_run
-from kvtier_core.stack.interface import LoadLimit, Lookup
 from kvtier_core.stack.lookup.leases import Lease
 from kvtier_core.stack.lookup.search import Search
+from kvtier_core.stack.outcomes import LoadLimit, Lookup
 from kvtier_core.stack.promotion import Requested
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.types import ChunkKey

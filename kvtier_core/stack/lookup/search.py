@@ -6,8 +6,8 @@ import abc
 from collections.abc import Sequence
 
 from kvtier_core.stack.arena import Arena
-from kvtier_core.stack.interface import LoadLimit, Lookup, Whereabouts
 from kvtier_core.stack.lookup.leases import Leases
+from kvtier_core.stack.outcomes import LoadLimit, Lookup, Whereabouts
 from kvtier_core.stack.promotion import Promotions, Requested
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.types import ChunkKey

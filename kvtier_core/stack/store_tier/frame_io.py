@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -13,31 +12,8 @@ from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import FrameError
 from kvtier_core.interfaces import Backend
 from kvtier_core.stack.batches import as_many
-from kvtier_core.types import ChunkKey, EventKind
-
-
-class ReadStatus(enum.Enum):
-    """What became of the read of one frame."""
-
-    VERIFIED = "verified"  #: the slot holds the chunk, sealed and raw
-    MISSING = "missing"  #: the store has no such frame
-    CORRUPT = "corrupt"  #: the frame is damaged, or can never be read
-    IO_ERROR = "io_error"  #: a shared store cannot serve this key now
-    INCOMPATIBLE = "incompatible"  #: the frame may be whole, and this tier's codec cannot serve it
-
-    @property
-    def event(self) -> EventKind | None:
-        """The event that reports this outcome; None if the frame is served."""
-        return None if self is ReadStatus.VERIFIED else EventKind(self.value)
-
-
-@attrs.frozen
-class FrameRead:
-    """The outcome of one read, and the reason if the frame is not served."""
-
-    status: ReadStatus
-    why: str = ""
-    nbytes: int = 0  #: that it takes in the store, if it is served
+from kvtier_core.stack.outcomes import FrameRead, ReadStatus
+from kvtier_core.types import ChunkKey
 
 
 @attrs.frozen

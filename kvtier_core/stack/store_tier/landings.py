@@ -9,9 +9,9 @@ import attrs
 
 from kvtier_core.errors import BackendError
 from kvtier_core.stack.batches import as_many
+from kvtier_core.stack.outcomes import FrameRead, ReadStatus
 from kvtier_core.stack.store_tier.calls import StoreCalls, StoreParts
 from kvtier_core.stack.store_tier.deletes import Deletes
-from kvtier_core.stack.store_tier.frame_io import FrameRead, ReadStatus
 from kvtier_core.stack.store_tier.keys_in_use import Use
 from kvtier_core.stack.store_tier.remote_lookup.speed import StoreSpeed
 from kvtier_core.transfer.io_pool import Outcome, run

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.stack.batches import in_groups
+from kvtier_core.stack.outcomes import ReadStatus
 from kvtier_core.stack.store_tier.calls import StoreCalls, StoreParts, Timed
 from kvtier_core.stack.store_tier.deletes import Deletes
-from kvtier_core.stack.store_tier.frame_io import ReadStatus, read_frames
+from kvtier_core.stack.store_tier.frame_io import read_frames
 from kvtier_core.stack.store_tier.keys_in_use import Use
 from kvtier_core.stack.store_tier.remote_lookup.lookup_queue import LookupQueue
 from kvtier_core.stack.store_tier.remote_lookup.speed import StoreSpeed

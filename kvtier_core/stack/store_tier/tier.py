@@ -9,10 +9,10 @@ from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import Backend
 from kvtier_core.stack.batches import leading
 from kvtier_core.stack.index.cache_index import CacheIndex
-from kvtier_core.stack.interface import LoadLimit
+from kvtier_core.stack.outcomes import FrameRead, LoadLimit
 from kvtier_core.stack.store_tier.calls import StoreParts
 from kvtier_core.stack.store_tier.deletes import Deletes
-from kvtier_core.stack.store_tier.frame_io import FrameRead, FrameWrite
+from kvtier_core.stack.store_tier.frame_io import FrameWrite
 from kvtier_core.stack.store_tier.health import StoreHealth
 from kvtier_core.stack.store_tier.incompatible import IncompatibleFrames
 from kvtier_core.stack.store_tier.keys_in_use import KeysInUse, Use

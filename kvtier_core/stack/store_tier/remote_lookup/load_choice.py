@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import attrs
 
-from kvtier_core.stack.interface import Declined, LoadLimit
+from kvtier_core.stack.outcomes import Declined, LoadLimit
 from kvtier_core.stack.store_tier.remote_lookup.speed import StoreSpeed
 
 #: Seconds between two probes of a store that is declined.
