@@ -19,8 +19,8 @@ from kvtier_core.frames.format import seal
 from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.stack.index.cache_index import CacheIndex
-from kvtier_core.stack.store_tier.frame_io import FrameWrite
 from kvtier_core.stack.store_tier.tier import StoreTier
+from kvtier_core.stack.store_tier.writes import FrameWrite
 from kvtier_core.storekit.files import ring_works
 from kvtier_core.testing.samples import make_layout
 from kvtier_core.transfer.io_pool import IOPool

@@ -11,7 +11,6 @@ from kvtier_core.frames.format import FrameError, expected_header, shard_checksu
 from kvtier_core.interfaces import PagedKVCache
 from kvtier_core.layouts import ChunkLayout, Part
 from kvtier_core.stack.outcomes import FrameRead, ReadStatus
-from kvtier_core.stack.store_tier.frame_io import unusable
 from kvtier_core.types import FRAME_ALIGNMENT, Extent, StoredFrame
 
 
@@ -61,14 +60,14 @@ class OwnShard:
             return FrameRead(ReadStatus.MISSING)
         found = expected_header(header, frame.namespace, frame.key, payload_nbytes=self._part.payload_nbytes)
         if isinstance(found, FrameError):
-            return unusable(found)
+            return FrameRead.refused(found)
         if read < self.nbytes:
-            return unusable(FrameError.SHORT)
+            return FrameRead.refused(FrameError.SHORT)
         if self._number is None:
             error = verify_checksums(found, checksum)
         else:
             error = self._compare(shard_checksums_of(header), self._number, checksum)
-        return unusable(error) if error else FrameRead(ReadStatus.VERIFIED, nbytes=frame.extent.nbytes)
+        return FrameRead.refused(error) if error else FrameRead(ReadStatus.VERIFIED, nbytes=frame.extent.nbytes)
 
     def _compare(self, checksums: Sequence[int], number: int, checksum: int) -> FrameError | None:
         if len(checksums) != len(self._part.shards):

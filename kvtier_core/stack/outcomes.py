@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import attrs
 
+from kvtier_core.frames.format import FrameError
 from kvtier_core.types import EventKind, Slot, StoredFrame
 
 
@@ -32,6 +33,11 @@ class FrameRead:
     status: ReadStatus
     why: str = ""
     nbytes: int = 0  #: that it takes in the store, if it is served
+
+    @classmethod
+    def refused(cls, error: FrameError) -> FrameRead:
+        """Of a frame that is not the one asked for."""
+        return cls(ReadStatus.INCOMPATIBLE if error.incompatible else ReadStatus.CORRUPT, error.value)
 
 
 @attrs.frozen

@@ -8,8 +8,8 @@ from kvtier_core.frames.format import seal_part
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.admission import AdmissionPlan
 from kvtier_core.stack.arena import Arena
-from kvtier_core.stack.store_tier.frame_io import FrameWrite
 from kvtier_core.stack.store_tier.tier import StoreTier
+from kvtier_core.stack.store_tier.writes import FrameWrite
 from kvtier_core.transfer.io_pool import Outcome, Pool
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Slot
 

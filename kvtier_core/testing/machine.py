@@ -339,7 +339,7 @@ class StackMachine(RuleBasedStateMachine):
             if not tier.backend.shared:
                 held = sum(map(len, tier.backend.frames.values()))
                 assert tier.backend.most <= tier.capacity, f"{tier.name} was beyond its capacity"
-                assert held <= tier.index.used + tier.incompatible.nbytes, (
+                assert held <= tier.index.used + sum(tier.incompatible.values()), (
                     f"{tier.name} holds bytes that are not accounted for"
                 )
 
@@ -375,7 +375,7 @@ class StackMachine(RuleBasedStateMachine):
         self._come_to_rest()
         self._must_find(path, "stored, and not found")
         # What another codec wrote takes room until something has replaced it.
-        room = max((tier.capacity - tier.incompatible.nbytes for tier in self.tier_levels), default=0)
+        room = max((tier.capacity - sum(tier.incompatible.values()) for tier in self.tier_levels), default=0)
         if room >= (len(path) + len("mnop")) * self.codec.max_frame_nbytes:
             self.store("mnop", len("mnop"))  # evicts it from the arena
             self._come_to_rest()

@@ -8,7 +8,6 @@ from test_store_tier import Bench as TierBench
 
 from kvtier_core.errors import BackendError
 from kvtier_core.stack.outcomes import LoadLimit
-from kvtier_core.stack.store_tier.remote_lookup.lookup_queue import LookupQueue
 from kvtier_core.testing.machine import SharedShelf
 from kvtier_core.testing.samples import make_keys
 from kvtier_core.types import EventKind
@@ -55,20 +54,24 @@ def test_a_long_path_is_asked_for_in_batches_first_chunks_first():
 
 
 def test_absent_keys_are_forgotten_in_their_order_and_unusable_ones_much_later():
-    now = 0.0
-    queue = LookupQueue(lambda: now)
+    bench = TierBench(shelf=Asked())
+    remote = bench.tier._remote
     absent, again, unusable = make_keys(3)
-    queue.not_there([absent, again])
-    queue.unusable([unusable])
-    now = 0.9
-    assert not any(map(queue.note, (absent, again, unusable)))
-    queue.not_there([again])
-    now = 1.5
-    assert [queue.note(key) for key in (absent, again, unusable)] == [True, False, False]
-    queue.not_there([])
-    assert list(queue._absent._ends) == [again], "what has passed takes no room"
-    now = 600.0
-    assert queue.note(unusable)
+
+    def asked_for():
+        return [bench.tier.request_lookup([key]) for key in (absent, again, unusable)]
+
+    remote.not_there([absent, again])
+    remote.unusable([unusable])
+    bench.now = 0.9
+    assert asked_for() == [0, 0, 0]
+    remote.not_there([again])
+    bench.now = 1.5
+    assert asked_for() == [1, 0, 0]
+    remote.not_there([])
+    assert list(remote._absent._ends) == [again], "what has passed takes no room"
+    bench.now = 600.0
+    assert asked_for() == [1, 1, 1]
 
 
 def test_what_is_found_comes_up_without_being_named_again(bench):
@@ -235,7 +238,7 @@ def test_one_frame_that_is_not_written_is_not_there(tier):
     tier.write(*PATH[3:6])
     tier.settle()
     assert tier.has(*PATH[3:6]) == [False, True, True]
-    assert tier.events() == [("written", PATH[4:6]), ("io_error", [PATH[3]])]
+    assert tier.events() == [("io_error", [PATH[3]]), ("written", PATH[4:6])]
     assert tier.released[-3:] == PATH[3:6]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier_core.stack.store_tier.breaker import Breaker
+from kvtier_core.stack.store_tier.health import Breaker
 
 
 @pytest.fixture

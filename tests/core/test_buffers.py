@@ -9,7 +9,7 @@ from sealing import AES, KEYS, MAC, codec_of, sealed
 from serializing import XorConfig
 
 from kvtier_core.errors import BackendError
-from kvtier_core.stack.store_tier.frame_io import FrameWrite, write_frames
+from kvtier_core.stack.store_tier.writes import FrameWrite, write_frames
 from kvtier_core.testing.machine import LAYOUT, Shelf
 from kvtier_core.types import FRAME_ALIGNMENT
 

@@ -10,8 +10,8 @@ from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.outcomes import FrameRead, LoadLimit, ReadStatus
-from kvtier_core.stack.store_tier.frame_io import FrameWrite
 from kvtier_core.stack.store_tier.tier import StoreTier
+from kvtier_core.stack.store_tier.writes import FrameWrite
 from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_layout, make_namespace
 from kvtier_core.types import EventKind

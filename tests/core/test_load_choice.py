@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier_core.stack.outcomes import Declined, LoadLimit
-from kvtier_core.stack.store_tier.remote_lookup.load_choice import LoadChoice, LoadChooser
-from kvtier_core.stack.store_tier.remote_lookup.speed import StoreSpeed
+from kvtier_core.stack.store_tier.load_choice import LoadChoice, LoadChooser, StoreSpeed
 
 MIB = 1 << 20
 

@@ -22,8 +22,8 @@ from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.outcomes import FrameRead, ReadStatus
 from kvtier_core.stack.promotion import Promotions
+from kvtier_core.stack.store_tier.frame_table import FrameTable
 from kvtier_core.stack.store_tier.landings import Landings
-from kvtier_core.stack.store_tier.space import Space
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.write_through import WriteThrough
 from kvtier_core.testing.machine import SharedShelf, Shelf, StackMachine
@@ -190,7 +190,7 @@ def reads_what_is_leaving(monkeypatch):
 
 
 def writes_beside_its_victims(monkeypatch):
-    monkeypatch.setattr(Space, "fits", lambda self, nbytes: True)
+    monkeypatch.setattr(FrameTable, "fits", lambda self, nbytes: True)
 
 
 def never_writes_down(monkeypatch):
@@ -222,7 +222,7 @@ def gives_away_what_is_held(monkeypatch):
     def unnoticed(self, keys, holder):
         extents = hold(self, keys, holder)
         for key in keys[: len(extents)]:
-            self._in_use.pop(key, None)
+            self._table.in_use.pop(key, None)
         return extents
 
     monkeypatch.setattr(Landings, "hold", unnoticed)

@@ -52,7 +52,8 @@ class Served:
         self.now = 0.0
         self._truth = truth
         for tier in self.manager._tiers:
-            for part in (tier, tier._health, tier._space, tier._deletes, tier._writes, tier._lookups.queue):
+            tier._writes._calls.clock = self.clock
+            for part in (tier, tier._health, tier._table, tier._chooser, tier._remote._absent, tier._remote._unusable):
                 part._clock = self.clock
 
     def clock(self):

@@ -1,37 +1,22 @@
-"""What all kinds of calls of a tier to its store have in common."""
+"""The calls of a tier to its store: one at a time names a key, each is timed, and counts for a breaker."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import attrs
-
 from kvtier_core.interfaces import Backend
-from kvtier_core.stack.index.cache_index import CacheIndex
-from kvtier_core.stack.store_tier.health import StoreHealth
-from kvtier_core.stack.store_tier.keys_in_use import KeysInUse
-from kvtier_core.stack.store_tier.space import Space
-from kvtier_core.transfer.io_pool import Pool, Work
+from kvtier_core.stack.store_tier.frame_table import FrameTable, Use
+from kvtier_core.stack.store_tier.health import Breaker, StoreHealth
+from kvtier_core.transfer.io_pool import Outcome, Pool, Work
+from kvtier_core.types import ChunkKey
 
 
-@attrs.frozen
-class StoreParts:
-    """A store, and what its tier knows of it. ``clock`` returns seconds."""
-
-    backend: Backend
-    index: CacheIndex
-    pool: Pool
-    health: StoreHealth
-    space: Space
-    in_use: KeysInUse
-    clock: Callable[[], float]
-
-
-class Timed(NamedTuple):
-    """What a call to a store returned, and when, by the tier's clock."""
+class Call(NamedTuple):
+    """What a call to a store returned, or the error that it raised, and when, by the tier's clock."""
 
     value: Any
+    error: BaseException | None
     ended: float
     begun: float
 
@@ -41,24 +26,75 @@ class Timed(NamedTuple):
         return self.ended - self.begun
 
 
-class StoreCalls:
-    """The base of each kind of calls. Call every method on the owner's thread."""
+class Calls:
+    """Makes the calls. Owner's thread only. ``clock`` returns seconds."""
 
-    def __init__(self, parts: StoreParts):
-        self._backend = parts.backend
-        self._index = parts.index
-        self._pool = parts.pool
-        self._health = parts.health
-        self._space = parts.space
-        self._in_use = parts.in_use
-        self._clock = parts.clock
+    def __init__(
+        self, backend: Backend, table: FrameTable, pool: Pool, health: StoreHealth, clock: Callable[[], float]
+    ):
+        self.backend = backend
+        self.table = table
+        self.pool = pool
+        self.health = health
+        self.clock = clock
+        self.afterwards: Callable[[], None] = lambda: None  #: called when what followed from a call is done
 
-    def _timed(self, work: Work) -> Callable[[], Timed]:
-        """The same work, on a thread, with the time that it took."""
+    def run(
+        self,
+        keys: Sequence[ChunkKey],
+        use: Use,
+        breaker: Breaker | None,
+        work: Work,
+        then: Callable[[Call], None],
+        *,
+        load: bool = False,
+    ) -> None:
+        """Do the work on a thread, then ``then``. Its outcome counts for the breaker, if there is one.
 
-        def timed() -> Timed:
-            begun = self._clock()
+        A ``load`` goes before all other calls that have not begun.
+        """
+        self.begin(keys, use, breaker)
+        self.submit(keys, breaker, work, then, load=load)
+
+    def begin(self, keys: Sequence[ChunkKey], use: Use, breaker: Breaker | None) -> None:
+        """A call will name these keys: `submit`, `fail` or `give_up` follows."""
+        self.table.begin(keys, use)
+        if breaker:
+            breaker.begin(self.clock())
+
+    def submit(
+        self,
+        keys: Sequence[ChunkKey],
+        breaker: Breaker | None,
+        work: Work,
+        then: Callable[[Call], None],
+        *,
+        load: bool = False,
+    ) -> None:
+        """Make a call that was begun."""
+
+        def timed() -> tuple[Any, None, float, float]:
+            begun = self.clock()
             value = work()
-            return Timed(value, self._clock(), begun)
+            return value, None, self.clock(), begun
 
-        return timed
+        def returned(outcome: Outcome) -> None:
+            now = self.clock()
+            call = Call(*outcome.value) if outcome.error is None else Call(None, outcome.error, now, now)
+            self.table.end(keys)
+            if breaker:
+                self.health.record(breaker, keys, call.error)
+            then(call)
+            self.afterwards()
+
+        (self.pool.submit_load if load else self.pool.submit_store)(timed, returned)
+
+    def fail(self, keys: Sequence[ChunkKey], breaker: Breaker, error: BaseException) -> None:
+        """A call that was begun cannot be made."""
+        self.table.end(keys)
+        self.health.record(breaker, keys, error)
+
+    def give_up(self, keys: Sequence[ChunkKey], breaker: Breaker) -> None:
+        """A call that was begun is not made: that says nothing of the store."""
+        self.table.end(keys)
+        breaker.give_up()

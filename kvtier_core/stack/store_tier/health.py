@@ -5,12 +5,69 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvtier_core.errors import StoreFull
-from kvtier_core.stack.store_tier.breaker import Breaker
-from kvtier_core.transfer.io_pool import Outcome, Pool
+from kvtier_core.transfer.io_pool import Pool
 from kvtier_core.types import ChunkKey, Event, EventKind
 
+#: Failures in a row that open a breaker.
+_FAILURES = 3
+#: Seconds for which it is open: the first time, and at most after doubling at each failed probe.
+_FIRST_PAUSE = 1.0
+_LONGEST_PAUSE = 60.0
 #: A call hangs when it has taken so many times its timeout. Until it returns, no other call to this store begins.
 _PATIENCE = 2
+
+
+class Breaker:
+    """Closed: all calls are allowed. Open: none is. Half-open: one probe is, and its outcome closes or reopens it.
+
+    Each call that begins succeeds, fails, or is given up.
+
+    ``now`` is in seconds, of any clock.
+    """
+
+    def __init__(self) -> None:
+        self.pause = _FIRST_PAUSE  #: seconds for which the breaker is open now, or will be next time
+        self._failures = 0
+        self._until: float | None = None
+        self._probing = False
+
+    @property
+    def open(self) -> bool:
+        """Is it open, or half-open?"""
+        return self._until is not None
+
+    def allows(self, now: float) -> bool:
+        """May a call begin now?"""
+        if self._until is None:
+            return True
+        return now >= self._until and not self._probing
+
+    def begin(self, now: float) -> None:
+        """A call begins."""
+        self._probing = self._until is not None and now >= self._until
+
+    def give_up(self) -> None:
+        """A call that began has no outcome: if it was the probe, another call may be one."""
+        self._probing = False
+
+    def succeed(self) -> bool:
+        """A call succeeded. True if this closes the breaker."""
+        was_open = self.open
+        self.__init__()
+        return was_open
+
+    def fail(self, now: float) -> bool:
+        """A call failed. True if this opens the breaker."""
+        self._failures += 1
+        if self._until is not None:
+            if not self._probing:
+                return False  # the call began before the breaker opened
+            self.pause = min(self.pause * 2, _LONGEST_PAUSE)
+        elif self._failures < _FAILURES:
+            return False
+        self._until = now + self.pause
+        self._probing = False
+        return True
 
 
 class StoreHealth:
@@ -47,20 +104,12 @@ class StoreHealth:
         """The same for writes."""
         return self._hangs or self.writes.open
 
-    def begin(self, breaker: Breaker) -> None:
-        """A call begins that counts for ``breaker``: `reads` or `writes`."""
-        breaker.begin(self._clock())
-
-    def give_up(self, breaker: Breaker) -> None:
-        """A call that began is not made."""
-        breaker.give_up()
-
-    def record_outcome(self, breaker: Breaker, keys: Sequence[ChunkKey], outcome: Outcome) -> None:
+    def record(self, breaker: Breaker, keys: Sequence[ChunkKey], error: BaseException | None) -> None:
         """A call returned. An error counts for its breaker, unless the store is merely full."""
-        if outcome.error is not None:
-            self.report(EventKind.IO_ERROR, keys, why=f"{type(outcome.error).__name__}: {outcome.error}")
+        if error is not None:
+            self.report(EventKind.IO_ERROR, keys, why=f"{type(error).__name__}: {error}")
         calls = "reads" if breaker is self.reads else "writes"
-        if outcome.error is None or isinstance(outcome.error, StoreFull):
+        if error is None or isinstance(error, StoreFull):
             if breaker.succeed():
                 self.report(EventKind.BREAKER_CLOSED, [], why=f"{calls} again")
         elif breaker.fail(self._clock()):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from kvtier_core.errors import BackendError
 from kvtier_core.frames.codec import FrameCodec
-from kvtier_core.stack.batches import in_groups
-from kvtier_core.stack.outcomes import ReadStatus
-from kvtier_core.stack.store_tier.calls import StoreCalls, StoreParts, Timed
+from kvtier_core.interfaces import Backend
+from kvtier_core.stack.batches import as_many, in_groups
+from kvtier_core.stack.outcomes import FrameRead, ReadStatus
+from kvtier_core.stack.store_tier.calls import Call, Calls
 from kvtier_core.stack.store_tier.deletes import Deletes
-from kvtier_core.stack.store_tier.frame_io import read_frames
-from kvtier_core.stack.store_tier.keys_in_use import Use
-from kvtier_core.stack.store_tier.remote_lookup.lookup_queue import LookupQueue
-from kvtier_core.stack.store_tier.remote_lookup.speed import StoreSpeed
-from kvtier_core.transfer.io_pool import Outcome
+from kvtier_core.stack.store_tier.frame_table import Use
+from kvtier_core.stack.store_tier.load_choice import StoreSpeed
+from kvtier_core.stack.store_tier.remote_lookup import RemoteLookup
 from kvtier_core.types import ChunkKey, EventKind
 
 #: ``arrived(good, bad)``: the views of ``good`` hold verified frames.
@@ -22,14 +22,17 @@ Arrived = Callable[[Sequence[ChunkKey], Sequence[ChunkKey]], None]
 _Read = tuple[ChunkKey, memoryview]
 
 
-class Reads(StoreCalls):
+class Reads:
     """The reads of one store tier."""
 
-    def __init__(self, parts: StoreParts, *, deletes: Deletes, lookup_queue: LookupQueue, speed: StoreSpeed):
-        super().__init__(parts)
+    def __init__(self, calls: Calls, *, deletes: Deletes, remote: RemoteLookup, speed: StoreSpeed):
         self.inflight_nbytes = 0  #: of slots that reads in flight fill
+        self._calls = calls
+        self._table = calls.table
+        self._health = calls.health
+        self._backend = calls.backend
         self._deletes = deletes
-        self._lookup_queue = lookup_queue
+        self._remote = remote
         self._speed = speed
 
     def begin(
@@ -39,31 +42,29 @@ class Reads(StoreCalls):
 
         ``arrived(good, bad)`` is called once for each group; each of its keys is in one of the two.
         """
-        if not wanted:
-            return
-        self._in_use.begin([key for key, _ in wanted], Use.READING)
-        self._health.begin(self._health.reads)
-        self.inflight_nbytes += sum(len(view) for _, view in wanted)
         groups = list(in_groups(wanted, lambda pair: len(pair[1])))
-        self._speed.begin(len(groups), self._clock())
+        if groups:
+            self._speed.begin(len(groups), self._calls.clock())
         for group in groups:
-            self._pool.submit_load(
-                self._timed(lambda group=group: read_frames(self._backend, codec, group, salts)),
-                lambda outcome, group=group: self._arrive(group, arrived, outcome),
+            self.inflight_nbytes += _nbytes(group)
+            self._calls.run(
+                [key for key, _ in group],
+                Use.READING,
+                self._health.reads,
+                lambda group=group: read_frames(self._backend, codec, group, salts),
+                lambda call, group=group: self._arrive(group, arrived, call),
+                load=True,
             )
 
-    def _arrive(self, wanted: Sequence[_Read], arrived: Arrived, outcome: Outcome) -> None:
+    def _arrive(self, wanted: Sequence[_Read], arrived: Arrived, call: Call) -> None:
         keys = [key for key, _ in wanted]
-        nbytes = sum(len(view) for _, view in wanted)
+        nbytes = _nbytes(wanted)
         self.inflight_nbytes -= nbytes
-        now = self._clock()
-        call = outcome.value or Timed([None] * len(keys), now, now)  # None: unknown, the frame stays indexed
-        self._speed.end(nbytes if outcome.error is None else 0, call.ended)
+        self._speed.end(nbytes if call.error is None else 0, call.ended)
         found: dict[ReadStatus, list[ChunkKey]] = {status: [] for status in ReadStatus}
         stored = 0  # bytes that the frames take in the store
-        for key, read in zip(keys, call.value, strict=True):
-            del self._in_use[key]
-            if read is None or key in self._deletes.invalidated:
+        for key, read in zip(keys, call.value or (), strict=call.error is None):  # after an error nothing is known
+            if key in self._table.invalidated:
                 continue
             found[read.status].append(key)
             stored += read.nbytes
@@ -71,21 +72,51 @@ class Reads(StoreCalls):
                 self._health.report(read.status.event, [key], why=read.why)
         if verified := found[ReadStatus.VERIFIED]:
             self._health.report(EventKind.READ, verified, nbytes=stored, seconds=call.seconds)
-        self._health.record_outcome(self._health.reads, keys, outcome)
         self._deletes.delete_invalidated(keys)
-        self._forget_incompatible(found[ReadStatus.INCOMPATIBLE])
-        if self._backend.shared:
-            self._lookup_queue.unusable(found[ReadStatus.CORRUPT])
-            self._lookup_queue.not_there([*found[ReadStatus.MISSING], *found[ReadStatus.IO_ERROR]])
-            self._index.remove(found[ReadStatus.IO_ERROR])
-        self._deletes.discard(found[ReadStatus.MISSING], found[ReadStatus.CORRUPT])
+        self._drop(found)
         good = set(verified)
         arrived(verified, [key for key in keys if key not in good])
 
-    def _forget_incompatible(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove frames of another codec from the index. They stay in the store, for an engine that can read them."""
+    def _drop(self, found: Mapping[ReadStatus, Sequence[ChunkKey]]) -> None:
+        """Remove frames that were not served from the index. Those of another codec stay in the store."""
+        incompatible = found[ReadStatus.INCOMPATIBLE]
         if self._backend.shared:
-            self._lookup_queue.unusable(keys)
+            self._remote.unusable([*found[ReadStatus.CORRUPT], *incompatible])
+            self._remote.not_there([*found[ReadStatus.MISSING], *found[ReadStatus.IO_ERROR]])
+            self._table.index.remove([*found[ReadStatus.IO_ERROR], *incompatible])
         else:
-            self._space.incompatible.add(keys, self._index.held.nbytes)
-        self._index.remove(keys)
+            self._table.make_incompatible(incompatible)
+        self._deletes.discard(found[ReadStatus.MISSING], found[ReadStatus.CORRUPT])
+
+
+def _nbytes(wanted: Sequence[_Read]) -> int:
+    return sum(len(view) for _, view in wanted)
+
+
+def read_frames(
+    backend: Backend, codec: FrameCodec, wanted: Sequence[_Read], salts: Mapping[ChunkKey, bytes]
+) -> list[FrameRead]:
+    """Read frames, verify them and decode them into slots, on a thread. Raises the errors of the store as a whole.
+
+    ``salts`` has those of the chunks whose requests have one.
+    """
+    keys = [key for key, _ in wanted]
+    buffers = [codec.read_buffer(slot) for _, slot in wanted]
+    counts = as_many(backend.read(keys, buffers), keys)
+    # One key of a shared store may fail because a server of it is down; in a store of our own the frame is lost.
+    failed = ReadStatus.IO_ERROR if backend.shared else ReadStatus.CORRUPT
+    return [
+        FrameRead(failed, str(count))
+        if isinstance(count, BackendError)
+        else _decode(codec, key, buffer, count, slot, salts.get(key, b""))
+        for (key, slot), buffer, count in zip(wanted, buffers, counts, strict=True)
+    ]
+
+
+def _decode(
+    codec: FrameCodec, key: ChunkKey, buffer: memoryview, count: int, slot: memoryview, salt: bytes
+) -> FrameRead:
+    if count == 0:
+        return FrameRead(ReadStatus.MISSING)
+    error = codec.decode_verified(key, buffer, count, slot, salt)
+    return FrameRead(ReadStatus.VERIFIED, nbytes=count) if error is None else FrameRead.refused(error)

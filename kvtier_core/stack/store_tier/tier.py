@@ -10,21 +10,17 @@ from kvtier_core.interfaces import Backend
 from kvtier_core.stack.batches import leading
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.outcomes import FrameRead, LoadLimit
-from kvtier_core.stack.store_tier.calls import StoreParts
+from kvtier_core.stack.store_tier.calls import Calls
 from kvtier_core.stack.store_tier.deletes import Deletes
-from kvtier_core.stack.store_tier.frame_io import FrameWrite
+from kvtier_core.stack.store_tier.frame_table import CapacityLimit, FrameTable, Use
 from kvtier_core.stack.store_tier.health import StoreHealth
-from kvtier_core.stack.store_tier.incompatible import IncompatibleFrames
-from kvtier_core.stack.store_tier.keys_in_use import KeysInUse, Use
 from kvtier_core.stack.store_tier.landings import Landings
+from kvtier_core.stack.store_tier.load_choice import LoadChoice, LoadChooser, StoreSpeed
 from kvtier_core.stack.store_tier.policy_state import PolicyState
 from kvtier_core.stack.store_tier.reads import Arrived, Reads
-from kvtier_core.stack.store_tier.remote_lookup.load_choice import LoadChoice, LoadChooser
-from kvtier_core.stack.store_tier.remote_lookup.lookups import Lookups
-from kvtier_core.stack.store_tier.remote_lookup.speed import StoreSpeed
-from kvtier_core.stack.store_tier.space import CapacityLimit, Space
-from kvtier_core.stack.store_tier.writes import Release, Writes
-from kvtier_core.transfer.io_pool import Pool, run_within
+from kvtier_core.stack.store_tier.remote_lookup import RemoteLookup
+from kvtier_core.stack.store_tier.writes import FrameWrite, Release, Writes
+from kvtier_core.transfer.io_pool import Outcome, Pool, run_within
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, StoredFrame, Usage
 
 
@@ -59,20 +55,23 @@ class StoreTier:
         self.pool = pool
         self.index = index
         self.capacity = capacity
-        self.lossless, self.not_landing = codec.lossless, not_landing
-        self._codec, self._inflight_limit, self._clock = codec, inflight, clock
-        self._in_use = KeysInUse()
+        self.lossless = codec.lossless
+        self.not_landing = not_landing
+        self._codec = codec
+        self._inflight_limit = inflight
+        self._clock = clock
         self._health = StoreHealth(name, pool, timeout, clock)
         self._policy_state = PolicyState(backend, index, codec, capacity)
-        self._space = Space(index, CapacityLimit(capacity), self._policy_state.nbytes, clock)
+        self._table = FrameTable(index, CapacityLimit(capacity), self._policy_state.nbytes, clock)
         speed = StoreSpeed()
         self._chooser = LoadChooser(name, speed, clock)
-        parts = StoreParts(backend, index, pool, self._health, self._space, self._in_use, clock)
-        self._lookups = Lookups(parts, speed=speed)
-        self._deletes = Deletes(parts, landed=lambda: self._writes.start())
-        self._writes = Writes(parts, deletes=self._deletes, concurrent=max(1, threads - 1))
-        self._reads = Reads(parts, deletes=self._deletes, lookup_queue=self._lookups.queue, speed=speed)
-        self._landings = Landings(parts, deletes=self._deletes, speed=speed)
+        calls = Calls(backend, self._table, pool, self._health, clock)
+        self._remote = RemoteLookup(calls, speed=speed)
+        self._deletes = Deletes(calls)
+        self._writes = Writes(calls, deletes=self._deletes, concurrent=max(1, threads - 1))
+        self._reads = Reads(calls, deletes=self._deletes, remote=self._remote, speed=speed)
+        self._landings = Landings(calls, deletes=self._deletes, speed=speed)
+        calls.afterwards = self._writes.start
         self._recover()
 
     @property
@@ -81,9 +80,9 @@ class StoreTier:
         return not self.not_landing
 
     @property
-    def incompatible(self) -> IncompatibleFrames:
-        """Frames in the store that this tier's codec cannot read."""
-        return self._space.incompatible
+    def incompatible(self) -> Mapping[ChunkKey, int]:
+        """Frames in the store that this tier's codec cannot read, and the bytes of each."""
+        return self._table.incompatible
 
     @property
     def namespace(self) -> Namespace:
@@ -119,13 +118,7 @@ class StoreTier:
         if not self._health.can_read:
             return 0
         run = self.index.held.run(keys, start)
-        invalidated = self._deletes.invalidated
-        unreadable = (
-            i
-            for i, key in enumerate(keys[start : start + run])
-            if self._in_use.get(key) not in (None, Use.LANDING) or key in invalidated
-        )
-        return next(unreadable, run)
+        return next((i for i in range(run) if not self._table.readable(keys[start + i])), run)
 
     def has(self, key: ChunkKey) -> bool:
         """Can the frame of this key be read now?"""
@@ -139,8 +132,8 @@ class StoreTier:
             return f"{self.name} cannot be asked now"
         if key not in self.index:
             return ""
-        if key in self._in_use:
-            return f"its frame in {self.name} {self._in_use[key].value}"
+        if key in self._table.in_use:
+            return f"its frame in {self.name} {self._table.in_use[key].value}"
         return f"its frame in {self.name} may not be used any more"
 
     def choose(self, chunks: int, limit: LoadLimit | None) -> LoadChoice:
@@ -156,7 +149,7 @@ class StoreTier:
 
         The next `poll` asks for those that are not asked for already.
         """
-        return self._lookups.request(path, start)
+        return self._remote.request(path, start)
 
     def worth_asking(self, chunks: int, limit: LoadLimit | None) -> bool:
         """Should a request wait until the store has answered whether it has these chunks?"""
@@ -169,11 +162,11 @@ class StoreTier:
 
     def is_asked(self, key: ChunkKey) -> bool:
         """Has the store not yet answered whether it has this key?"""
-        return key in self._lookups.queue
+        return key in self._remote
 
     def take_answers(self) -> tuple[list[ChunkKey], list[ChunkKey]]:
         """The keys since the last call whose questions have ended; and those among them that the store has."""
-        return self._lookups.take_answers()
+        return self._remote.take_answers()
 
     def poll(self) -> None:
         """Ask a shared store for the keys that `request_lookup` noted, retry deletes, and save the policy's state."""
@@ -181,10 +174,8 @@ class StoreTier:
         self._health.watch_for_hangs()
         self._deletes.retry()
         if self._policy_state.due(now) and self._health.can_write:
-            self._policy_state.keep_by(
-                self.pool, now, lambda outcome: self._health.record_outcome(self._health.writes, [], outcome)
-            )
-        self._lookups.start(self._index_found)
+            self._policy_state.keep_by(self.pool, now, self._policy_kept)
+        self._remote.start(self._index_found)
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -201,10 +192,10 @@ class StoreTier:
         frequent = self.index.meets_frequency(path)
         if self.backend.shared:
             return frequent
-        room = self._space.room + self.incompatible.evictable(path)
-        admitted, _ = self.index.plan_admission(
-            frequent, self._codec.max_frame_nbytes, room, self.index.held.nbytes, spared=(self._in_use, set(path))
-        )
+        room = self._table.room + self._table.evictable(path)
+        spared = self._table.in_use, set(path)
+        nbytes = self._codec.max_frame_nbytes
+        admitted, _ = self.index.plan_admission(frequent, nbytes, room, self.index.held.nbytes, spared)
         return admitted
 
     def write(self, frames: Sequence[FrameWrite], release: Release) -> None:
@@ -230,8 +221,8 @@ class StoreTier:
     ) -> tuple[Sequence[FrameWrite], list[ChunkKey]]:
         """The leading frames that can be stored, and the victims to evict for them."""
         weigh, bound = self.index.held.nbytes, self._codec.max_frame_nbytes
-        room = self._space.room + self.incompatible.evictable([frame.key for frame in frames])
-        victims = self.index.select_victims(len(frames) * bound - room, weigh, spared=(self._in_use, parents))
+        room = self._table.room + self._table.evictable([frame.key for frame in frames])
+        victims = self.index.select_victims(len(frames) * bound - room, weigh, spared=(self._table.in_use, parents))
         freed = sum(map(weigh, victims))
         fitting = frames[: max(0, room + freed) // bound]
         while victims and freed - weigh(victims[-1]) >= len(fitting) * bound - room:
@@ -242,13 +233,13 @@ class StoreTier:
         """The keys for which a write would be considered now."""
         if self._begun_nbytes >= self._inflight_limit or not self._health.can_write:
             return []
-        if not self._space.limit.open(self._clock()):
+        if not self._table.limit.open(self._clock()):
             return []
-        return [key for key in self.index.held.missing(keys) if key not in self._in_use]
+        return [key for key in self.index.held.missing(keys) if key not in self._table.in_use]
 
     def _not_writable_reason(self, key: ChunkKey) -> str:
         """Why a frame cannot be written; empty if it is stored already, or is being written."""
-        use = self._in_use.get(key)
+        use = self._table.in_use.get(key)
         if use in (Use.DELETING, Use.QUARANTINING):
             return f"its last frame {use.value}"
         if use is not None or key in self.index:
@@ -361,9 +352,12 @@ class StoreTier:
         for key, nbytes in self.backend.scan():
             if key != self._policy_state.key and key not in self.index:
                 self.index.admit([key], [None], nbytes)
-        self._deletes.evict(self._space.excess(self._in_use), "beyond its capacity")
+        self._deletes.evict_excess("beyond its capacity")
+
+    def _policy_kept(self, outcome: Outcome) -> None:
+        self._health.record(self._health.writes, [], outcome.error)
 
     def _index_found(self, keys: Sequence[ChunkKey]) -> None:
         """Remember what the store was asked for and has; forget others if there are too many."""
         self.index.admit(keys, [None] * len(keys), self._codec.max_frame_nbytes)
-        self._deletes.evict(self._space.excess(self._in_use), "beyond its capacity")
+        self._deletes.evict_excess("beyond its capacity")

@@ -1,0 +1,134 @@
+"""Asks a shared store, in the background, for keys that the index of its tier does not know."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+from kvtier_core.stack.batches import as_many, leading_run
+from kvtier_core.stack.store_tier.calls import Call, Calls
+from kvtier_core.stack.store_tier.frame_table import Use
+from kvtier_core.stack.store_tier.load_choice import StoreSpeed
+from kvtier_core.types import ChunkKey, EventKind
+
+#: Seconds for which a key that the store did not have is not asked for again.
+_ABSENCE_HOLDS = 1.0
+
+#: Seconds for which a frame that this tier cannot use is not asked for again.
+_UNUSABLE_HOLDS = 600.0
+
+#: Keys of one call: the first chunks of a long prompt are answered for before the last ones.
+_BATCH = 128
+
+
+class RemoteLookup:
+    """The questions of one store tier to its store.
+
+    It collects keys between two polls, and remembers for a short time which ones the store did not have.
+    """
+
+    def __init__(self, calls: Calls, *, speed: StoreSpeed):
+        self._calls = calls
+        self._table = calls.table
+        self._health = calls.health
+        self._backend = calls.backend
+        self._speed = speed
+        self._noted: dict[ChunkKey, None] = {}
+        self._asked: set[ChunkKey] = set()  # calls for them are under way
+        self._absent = _Until(_ABSENCE_HOLDS, calls.clock)
+        self._unusable = _Until(_UNUSABLE_HOLDS, calls.clock)
+        self._ended: list[ChunkKey] = []
+        self._found: list[ChunkKey] = []
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        """Has the store not answered yet whether it has this key?"""
+        return key in self._asked or key in self._noted
+
+    def request(self, path: Sequence[ChunkKey], start: int) -> int:
+        """How many keys from ``start`` on the store may have. `start` asks for those that are not asked for already."""
+        if not self._backend.shared or not self._health.can_read:
+            return 0
+        return len(leading_run(path[start:], lambda key: key not in self._table.index and self._note(key)))
+
+    def _note(self, key: ChunkKey) -> bool:
+        """Ask for this key at the next poll. False if the store did not have it, or could not use it, just now."""
+        if key in self:
+            return True
+        if key in self._absent or key in self._unusable:
+            return False
+        self._noted[key] = None
+        return True
+
+    def take_answers(self) -> tuple[list[ChunkKey], list[ChunkKey]]:
+        """The keys since the last call whose questions have ended; and those among them that the store has."""
+        ended, found, self._ended, self._found = self._ended, self._found, [], []
+        return ended, found
+
+    def not_there(self, keys: Iterable[ChunkKey]) -> None:
+        """The store did not have these keys just now: for a short time they are not asked for again."""
+        self._absent.add(keys)
+
+    def unusable(self, keys: Iterable[ChunkKey]) -> None:
+        """This tier cannot use these frames. They are asked for again much later: others may have replaced them."""
+        self._unusable.add(keys)
+
+    def start(self, then: Callable[[Sequence[ChunkKey]], None]) -> None:
+        """Ask for what was requested. ``then(found)`` is called with the keys of each call that the store has."""
+        for keys in self._batches():
+            new = [key for key in keys if key not in self._table.in_use and key not in self._table.index]
+            self._end(set(keys).difference(new))
+            if new:
+                self._ask(new, then)
+
+    def _batches(self) -> Iterator[list[ChunkKey]]:
+        """The noted keys, to ask for now."""
+        keys = list(self._noted)
+        self._noted.clear()
+        self._asked.update(keys)
+        for start in range(0, len(keys), _BATCH):
+            yield keys[start : start + _BATCH]
+
+    def _ask(self, keys: Sequence[ChunkKey], then: Callable[[Sequence[ChunkKey]], None]) -> None:
+        if not self._health.can_read:
+            return self._end(keys)
+        begun = self._calls.clock()
+        self._speed.asked(begun)
+
+        def answered(call: Call) -> None:
+            self._speed.answered(begun, call.ended, ok=call.error is None)
+            if call.error is None:
+                self._health.report(EventKind.ASKED, keys, seconds=call.seconds)
+            self._end(keys)
+            there = {key for key, answer in zip(keys, call.value or (), strict=call.error is None) if answer}
+            self.not_there(set(keys) - there)
+            found = self._table.index.held.missing([key for key in keys if key in there])
+            self._found += found
+            then(found)
+
+        work = lambda: as_many(self._backend.contains(keys), keys)  # noqa: E731
+        self._calls.run(keys, Use.READING, self._health.reads, work, answered, load=True)
+
+    def _end(self, keys: Collection[ChunkKey]) -> None:
+        self._asked.difference_update(keys)
+        self._ended += keys
+
+
+class _Until:
+    """Keys that are remembered for so many ``seconds``, the first to be forgotten first."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float]):
+        self._seconds = seconds
+        self._clock = clock
+        self._ends: OrderedDict[ChunkKey, float] = OrderedDict()
+
+    def add(self, keys: Iterable[ChunkKey]) -> None:
+        """Remember these keys from now on. Each one that was added costs once more, when it is forgotten."""
+        now = self._clock()
+        for key in keys:
+            self._ends[key] = now + self._seconds
+            self._ends.move_to_end(key)
+        while self._ends and next(iter(self._ends.values())) <= now:
+            self._ends.popitem(last=False)
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._ends and self._clock() < self._ends[key]

@@ -1,1 +1,0 @@
-"""What a store has that nobody here knows, and whether that is worth loading."""
