@@ -51,6 +51,7 @@ class Recipe:
 
 @attrs.frozen
 class Answer:
+    first: float  #: seconds until the first token of any prompt
     seconds: float
     cached: int  #: prompt tokens that were not computed
     settling: float  #: seconds for which stores continued afterwards; the benchmark waited for them
@@ -158,13 +159,18 @@ def _start(recipe: Recipe, model: Path) -> Any:
 def _ask(llm: Any, prompts: Sequence[Sequence[int]], tokens: int, settle: bool) -> Answer:
     from vllm import SamplingParams
 
-    asked = [{"prompt_token_ids": each} for each in prompts]
     sampling = SamplingParams(temperature=0, max_tokens=tokens, detokenize=False, ignore_eos=True)
+    engine, first, cached = llm.llm_engine, 0.0, 0
     begin = time.perf_counter()
-    outputs = llm.generate(asked, sampling, use_tqdm=False)
+    for number, each in enumerate(prompts):
+        engine.add_request(str(number), {"prompt_token_ids": each}, sampling)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            first = first or time.perf_counter() - begin
+            cached += (output.num_cached_tokens or 0) if output.finished else 0
     seconds = time.perf_counter() - begin
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     while settle and scheduler.has_requests():  # like a server, which keeps stepping while stores are under way
-        llm.llm_engine.step()
+        engine.step()
         time.sleep(0.001)
-    return Answer(seconds, sum(out.num_cached_tokens or 0 for out in outputs), time.perf_counter() - begin - seconds)
+    return Answer(first, seconds, cached, time.perf_counter() - begin - seconds)

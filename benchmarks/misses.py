@@ -11,13 +11,28 @@ import attrs
 
 from benchmarks.engines import BLOCK, Recipe, engines, idle, kvtier, none, prompt
 from benchmarks.measure import Spread, Table, progress, scratch, turned
-from benchmarks.models import RANDOM
+from benchmarks.models import RANDOM, TRAINED, Model, ModelUnavailable
 from benchmarks.stores import RedisPlaces, redis
 
 CONTROL, AGAIN = "no connector", "no connector, once more"
-LENGTHS = (40, 700, 1500)
-ROUNDS = 60
-WARMING = 5  # further rounds, which are not counted
+OUTPUT = 2  # tokens: a request does not end with its first
+
+
+@attrs.frozen
+class Workload:
+    """A model, and how many prompts of which lengths it is asked."""
+
+    title: str
+    model: Model
+    lengths: tuple[int, ...]
+    rounds: int
+    warming: int  #: further rounds, which are not counted
+
+
+WORKLOADS = (
+    Workload("Time to first token without a hit", RANDOM, lengths=(40, 700, 1500), rounds=60, warming=5),
+    Workload("Time to first token without a hit, trained model", TRAINED, lengths=(40, 700), rounds=15, warming=1),
+)
 
 HUNG_TOKENS = 700
 TRIALS = 3  # each with engines of its own
@@ -26,8 +41,9 @@ PAUSE = 0.3  # from a prompt to the next, from the tenth on
 
 
 def tables(folder: Path) -> Iterator[Table]:
-    with scratch(folder) as place:
-        yield _without_hits(place)
+    for workload in WORKLOADS:
+        with scratch(folder) as place:
+            yield _without_hits(workload, place)
     with scratch(folder) as place, redis(place) as server:
         if server is not None:
             yield _hung(place, server)
@@ -36,30 +52,36 @@ def tables(folder: Path) -> Iterator[Table]:
 # -- prompts without a hit -------------------------------------------------------------------------------
 
 
-def _without_hits(place: Path) -> Table:
-    memory = {"type": "cpu", "capacity": "64MiB"}
+def _without_hits(workload: Workload, place: Path) -> Table:
+    header = ("", "ms", "of control")
+    try:
+        checkpoint = workload.model.checkpoint(place)
+    except ModelUnavailable as error:
+        return Table(workload.title, f"Not measured: {workload.model.name} is not available: {error}.", header, [])
+    memory = {"type": "cpu", "capacity": "256MiB"}
     disk = {"type": "disk", "path": str(place / "disk"), "capacity": "1GiB", "min_free": "0B"}
     recipes = [none(CONTROL), none(AGAIN), idle(), kvtier("kvtier, cpu", BLOCK, memory)]
     recipes.append(kvtier("kvtier, cpu and disk", BLOCK, memory, disk))
     rows = []
-    with engines(recipes, RANDOM.checkpoint(place)) as started:
-        for tokens in LENGTHS:
-            progress(f"misses: {ROUNDS} prompts of {tokens} tokens")
+    with engines(recipes, checkpoint) as started:
+        for tokens in workload.lengths:
+            progress(f"misses: {workload.rounds} prompts of {tokens} tokens")
             took: dict[str, list[float]] = {engine.name: [] for engine in started}
-            for number in range(-WARMING, ROUNDS):
+            for number in range(-workload.warming, workload.rounds):
                 asked = prompt(f"{tokens} {number}", tokens)
                 for engine in turned(started, number):
-                    seconds = engine.ask([asked], 1).seconds
+                    seconds = engine.ask([asked], OUTPUT).first
                     if number >= 0:
                         took[engine.name].append(seconds)
             rows += [(f"{tokens} tokens, {engine.name}", *_beside(engine.name, took)) for engine in started]
     return Table(
-        title="Time to first token without a hit",
-        says=f"{ROUNDS} prompts of each length, none of them seen before, each put to every engine before the next; "
-        f"blocks and chunks of {BLOCK} tokens; {RANDOM.name} in bfloat16; otherwise as for the time to first token. "
-        "The ratio is to the first engine with the same prompt: median (the middle half).",
-        header=("", "ms", "of control"),
-        rows=rows,
+        workload.title,
+        f"{workload.rounds} prompts of each length, none of them seen before, each put to every engine before the "
+        f"next, {OUTPUT} tokens to answer; blocks and chunks of {BLOCK} tokens; {workload.model.name} in bfloat16; "
+        "otherwise as for the time to first token. The ratio is to the first engine with the same prompt: median (the "
+        "middle half).",
+        header,
+        rows,
     )
 
 
@@ -96,16 +118,16 @@ def _hung(place: Path, server: RedisPlaces) -> Table:
         progress(f"misses: a store that hangs, trial {trial + 1} of {TRIALS}")
         recipes = _recipes(server, trial)
         with engines(recipes, checkpoint) as started:
-            for number in range(WARMING):  # without kvtier, for whose speed that would be known from then on
+            for number in range(5):  # without kvtier, for whose speed that would be known from then on
                 for engine in started[:2]:
                     engine.ask([prompt(f"warming {number}", HUNG_TOKENS)], 1)
             for asked in [*known, *known]:  # so that all but the last lie in the store alone, and have been read
-                started[-1].ask([asked], 1)
+                started[-1].ask([asked], OUTPUT)
             with server.stopped():
                 began, number = time.monotonic(), 0
                 while time.monotonic() - began < SECONDS:
                     asked = known[number % (len(known) - 1)]
-                    control, *others = (engine.ask([asked], 1, settle=False).seconds for engine in started)
+                    control, *others = (engine.ask([asked], OUTPUT, settle=False).first for engine in started)
                     for engine, seconds in zip(started[1:], others, strict=True):
                         hung = found.setdefault(engine.name, _Hung())
                         (hung.first, hung.second, hung.rest)[min(number, 2)].append(seconds / control)
