@@ -24,6 +24,7 @@ using namespace kvtier;
 namespace {
 
 constexpr Result kNoContext = 201, kNotReady = 600, kAlreadyRegistered = 712, kNotRegistered = 713, kNotFound = 500, kCapturing = 900;
+constexpr Result kIllegalAddress = 700;
 constexpr int kGlobalCapture = 0;
 
 struct FakeEvent {
@@ -44,7 +45,7 @@ struct Failure {
 };
 
 struct State {
-  bool deferred = false, discards = false, has_code = true;
+  bool deferred = false, discards = false, has_code = true, lost = false;
   int version = 13000;
   std::map<int, int> attributes{{19, 1}, {41, 1}, {91, 1}, {99, 1}};
   std::map<std::string, int> calls;
@@ -65,6 +66,7 @@ thread_local int capture_mode = kGlobalCapture;
 
 Result called(const char* name) {
   state.calls[name]++;
+  if (state.lost) return kIllegalAddress;
   auto found = state.failures.find(name);
   if (found == state.failures.end()) return kSuccess;
   Failure& failure = found->second;
@@ -159,6 +161,10 @@ void fake_reset(int deferred) {
   state.deferred = deferred != 0;
 }
 void fake_discard() { state.discards = true; }  // nothing is ever done: only what it takes to ask for it is measured
+void fake_lose() {  // some errors a context never forgets
+  state.lost = true;
+  for (auto& stream : state.streams) stream->work.clear();
+}
 void fake_version(int version) { state.version = version; }
 void fake_code(int fits) { state.has_code = fits != 0; }
 void fake_sum_at_once() { state.sums_at_once = true; }  // a bug: what lies there when the kernel is enqueued
@@ -325,6 +331,7 @@ Result cuStreamWaitEvent(Stream stream, Event event, unsigned) {
   return kSuccess;
 }
 Result cuEventQuery(Event event) {
+  CALLED("cuEventQuery");
   if (state.captures && capture_mode == kGlobalCapture) return state.spoiled = true, kCapturing;
   return *static_cast<FakeEvent*>(event)->past ? kSuccess : kNotReady;
 }

@@ -100,6 +100,10 @@ class FakeCuda:
     def fail(self, function, *, after=0, times=1 << 30, result=1):
         self.c.fake_fail(function.encode(), after, times, result)
 
+    def lose(self):
+        """The device does nothing any more, and every call has the error that it remembers."""
+        self.c.fake_lose()
+
     def calls(self, function):
         return self.c.fake_calls(function.encode())
 
@@ -147,7 +151,7 @@ class _Stream:
 
     def wait_event(self, event):
         assert event.recorded, "nobody would wait for that"
-        self._cuda.c.cuStreamWaitEvent(ctypes.c_void_p(self.cuda_stream), event.handle, 0)
+        must(self._cuda.c.cuStreamWaitEvent(ctypes.c_void_p(self.cuda_stream), event.handle, 0))
 
     def synchronize(self):
         while self.work:
@@ -165,14 +169,26 @@ class _Event:
 
     def record(self, stream):
         self.recorded = True
-        self._cuda.c.cuEventRecord(self.handle, ctypes.c_void_p(stream.cuda_stream))
+        must(self._cuda.c.cuEventRecord(self.handle, ctypes.c_void_p(stream.cuda_stream)))
 
     def synchronize(self):
-        while self._cuda.c.cuEventQuery(self.handle) == 600:
+        while (result := self._cuda.c.cuEventQuery(self.handle)) == _NOT_READY:
             assert self._cuda.step(), "the host waits for ever"
+        must(result)
 
     def query(self):
-        return self._cuda.c.cuEventQuery(self.handle) == 0
+        result = self._cuda.c.cuEventQuery(self.handle)
+        return result != _NOT_READY and must(result)
+
+
+_NOT_READY = 600
+
+
+def must(result):
+    """Raises what torch does. True if the driver has done what it was asked for."""
+    if result:
+        raise RuntimeError(f"CUDA error {result}")
+    return True
 
 
 def anonymous(nbytes):

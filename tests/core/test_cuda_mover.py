@@ -269,7 +269,8 @@ def test_a_load_waits_for_no_forward_of_its_own_step(runtime, method):
     mover.close()
 
 
-def test_a_question_that_fails_does_not_end_a_job(runtime, monkeypatch):
+@pytest.mark.parametrize("ask", [ended, lambda mover: mover.wait([1])])
+def test_a_question_that_fails_does_not_end_a_job(runtime, monkeypatch, ask):
     cuda = FakeCuda(deferred=True)
     mover = cuda.mover(runtime, autotune=decided(Method.DIRECT))
     mover.load(1, [1], [CHUNK])
@@ -278,10 +279,22 @@ def test_a_question_that_fails_does_not_end_a_job(runtime, monkeypatch):
         raise RuntimeError("not while a graph is captured")
 
     (job,) = mover._jobs.values()
-    monkeypatch.setattr(type(job.done), "query", refused)
-    assert ended(mover) == [(1, True)]
-    assert not mover._loads.kernels.work, "it was still under way"
-    monkeypatch.undo()
+    with monkeypatch.context() as asked:
+        asked.setattr(type(job.done), "query", refused)
+        ask(mover)
+        assert not mover._loads.kernels.work, "it was still under way"
+    mover.close()
+
+
+@pytest.mark.parametrize("method", list(Method)[:2])
+def test_a_device_that_is_lost_has_copied_nothing_and_holds_nobody_up(runtime, method):
+    cuda = FakeCuda(deferred=True)
+    mover = cuda.mover(runtime, autotune=decided(method))
+    mover.store(1, [CHUNK], [0])
+    mover.load(2, [1], [[[4, 5, 6, 7]]])
+    cuda.lose()
+    mover.wait([1, 2])
+    assert sorted(ended(mover)) == [(1, False), (2, False)]
     mover.close()
 
 

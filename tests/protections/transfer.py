@@ -39,6 +39,20 @@ MUTANTS = (
         "tests/core/test_cuda_mover.py::test_a_load_waits_for_no_forward_of_its_own_step",
     ),
     Mutant(
+        "a-lost-device-has-copied",
+        DEVICE_MOVER,
+        "begun.end(ok=outcome.error is None)",
+        "begun.end(ok=True)",
+        "tests/core/test_cuda_mover.py::test_a_device_that_is_lost_has_copied_nothing_and_holds_nobody_up",
+    ),
+    Mutant(
+        "a-question-that-fails-is-an-answer",
+        DEVICE_MOVER,
+        "        event.synchronize()\n",
+        "        pass\n",
+        "tests/core/test_cuda_mover.py::test_a_question_that_fails_does_not_end_a_job",
+    ),
+    Mutant(
         "loads-overtake-stores",
         DEVICE_MOVER,
         "self._loads.kernels.wait_event(other.pages)",

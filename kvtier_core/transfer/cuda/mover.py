@@ -151,10 +151,8 @@ class DeviceMover(Mover):
     def finished(self) -> Sequence[JobResult]:
         self._before = None
         for job, begun in list(self._jobs.items()):
-            outcome = run(begun.done.query)
-            if outcome.error is not None:  # that says nothing of the copy, which may still write
-                outcome = run(begun.done.synchronize)
-            if outcome.error is not None or outcome.value is not False:
+            outcome = run(functools.partial(_has_occurred, begun.done))
+            if outcome.error is not None or outcome.value:
                 del self._jobs[job]
                 self._results.append(begun.end(ok=outcome.error is None))
         results, self._results = self._results, []
@@ -162,8 +160,8 @@ class DeviceMover(Mover):
 
     def wait(self, jobs: Collection[int], timeout: float = math.inf) -> None:
         deadline = time.monotonic() + timeout
-        events = [self._jobs[job].done for job in jobs if job in self._jobs]
-        while not all(run(event.query).value is not False for event in events) and time.monotonic() < deadline:
+        asked = [functools.partial(_has_occurred, self._jobs[job].done) for job in jobs if job in self._jobs]
+        while not all(run(each).value is not False for each in asked) and time.monotonic() < deadline:
             time.sleep(_POLL)
 
     def fence(self, jobs: Collection[int]) -> None:
@@ -212,3 +210,11 @@ class DeviceMover(Mover):
         if self._closed:
             raise ContractError("the mover is closed")
         return check_job(self._cache, self._slots.count, pages, slots)
+
+
+def _has_occurred(event: Any) -> bool:
+    """Raises an exception if the device has failed."""
+    asked = run(event.query)
+    if asked.error is not None:  # that says nothing of the copy, which may still write
+        event.synchronize()
+    return asked.error is not None or asked.value
