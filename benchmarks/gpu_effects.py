@@ -21,6 +21,7 @@ LOCKED = 8 * GIB
 PIECES = [LOCKED >> 14, 8 << 20, 16 << 20, 32 << 20, 64 << 20, 256 << 20]
 TOKEN_NBYTES = 4096
 TOKENS = 2000
+_LOCKED_WITHIN = 30.0  # seconds
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
 
 
@@ -68,9 +69,12 @@ class _Locking:
         return self._over
 
     def _over(self) -> bool:
+        seconds = time.perf_counter() - self._begun
         if self.registration.end < self._address + LOCKED:
+            if seconds > _LOCKED_WITHIN:
+                raise RuntimeError(f"page-locked: {self.registration.facts()['page-locked']}")
             return False
-        self.seconds = (time.perf_counter() - self._begun) / (LOCKED / GIB)
+        self.seconds = seconds / (LOCKED / GIB)
         self.taken = self._free - torch.cuda.mem_get_info()[0]
         return True
 

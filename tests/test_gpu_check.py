@@ -10,6 +10,7 @@ import site
 import subprocess
 import sys
 import time
+import types
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
@@ -21,8 +22,9 @@ import release
 import torch
 import yaml
 from device_engine.engine import Tally, WrongKV
+from fake_cuda import FakeCuda
 
-from benchmarks import gpu, gpu_build, gpu_landing, gpu_sections
+from benchmarks import gpu, gpu_build, gpu_effects, gpu_landing, gpu_sections
 from benchmarks.gpu_report import Ended, Outcome, Section, as_json, as_text, failed, lines_of, run, start
 from benchmarks.measure import Table
 
@@ -148,6 +150,20 @@ def test_ways_from_slabs_to_pages_bring_the_same_bytes(tmp_path):
     assert not problems
     assert [row[0] for row in table.rows] == ["bounce", "gds, host's memory", "raw", "gds, GPU's memory"]
     assert table.rows[-1][-1] == "the engine runs on no GPU"
+
+
+def test_memory_that_cannot_be_page_locked_ends_that_measurement(monkeypatch):
+    cuda = FakeCuda()
+    cuda.fail("cuMemHostRegister", after=1)
+    monkeypatch.setattr(gpu_effects, "load", lambda: types.SimpleNamespace(device=lambda number: cuda.device()))
+    monkeypatch.setattr(gpu_effects, "LOCKED", 8 << 20)
+    monkeypatch.setattr(gpu_effects, "_LOCKED_WITHIN", 0.0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    locking = gpu_effects._Locking(1 << 20)
+    over = locking.begin()
+    with pytest.raises(RuntimeError, match=r"^page-locked: 8MiB -> 1MiB"):
+        assert not over()
+    locking.registration.close()
 
 
 # -- the command -----------------------------------------------------------------------------------------

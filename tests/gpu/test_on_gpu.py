@@ -325,7 +325,8 @@ def test_a_graph_is_replayed_while_slots_are_page_locked():
     whole, locked = mover.facts()["page-locked"].split(" -> ")
     assert locked != whole, "all was locked at once; nothing was tested"
     replays = 0
-    while mover.facts()["page-locked"] != f"{whole} -> {whole}":
+    while (locked := mover.facts()["page-locked"]) != f"{whole} -> {whole}":
+        assert "(" not in locked, locked
         graph.replay()
         replays += 1
     torch.cuda.synchronize()
