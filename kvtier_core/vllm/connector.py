@@ -35,6 +35,7 @@ from kvtier_core.config.registry import Registry
 from kvtier_core.engine import worker_reports as reports
 from kvtier_core.engine.messages import StepPlan, WorkerProgress, WorkerReport
 from kvtier_core.engine.scheduler_side import SchedulerSide
+from kvtier_core.engine.startup import Refusal
 from kvtier_core.engine.worker_side import WorkerSide
 from kvtier_core.transfer.io_pool import run
 from kvtier_core.vllm import groups, kv_events, layout, log, speculation, versions
@@ -45,7 +46,7 @@ from kvtier_core.vllm.identity import model_weights
 from kvtier_core.vllm.metadata import StepPlanMetadata, WorkerProgressMetadata
 from kvtier_core.vllm.metrics import KVTierPromMetrics, KVTierStats, StatsOfEvents
 from kvtier_core.vllm.requests.tracker import RequestTracker
-from kvtier_core.vllm.startup import Refusal, Startup, read_config
+from kvtier_core.vllm.startup import open_side, read_config
 from kvtier_core.vllm.steps import result_of, step_of
 from kvtier_core.vllm.weight_watch import WeightWatch, follow_calls, models_of_caller
 
@@ -62,10 +63,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Raises ConfigError if the configuration is wrong or does not suit the engine."""
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         log.attach()
-        self._registry = Registry.discover()
+        registry = Registry.discover()
         if role is KVConnectorRole.SCHEDULER:
-            self._registry.log_problems()
-        self.config = read_config(self._kv_transfer_config.kv_connector_extra_config or {}, self._registry)
+            registry.log_problems()
+        self.config = read_config(self._kv_transfer_config.kv_connector_extra_config or {}, registry)
         self.side: SchedulerSide | WorkerSide | None = None
         self._requests: RequestTracker | None = None  # scheduler
         self._tables: Tables | None = None  # scheduler
@@ -152,8 +153,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             return
         if isinstance(self._reports, reports.NoReports):
             return self._refuse(self._reports.reason)
-        startup = Startup(self._vllm_config, self._kv_transfer_config, self.config, self._registry)
-        opened = startup.open(self._reports)
+        opened = open_side(self._vllm_config, self._kv_transfer_config, self.config, self._reports)
         if isinstance(opened, Refusal):
             return self._refuse(opened.reason)
         self._requests = RequestTracker()

@@ -106,7 +106,7 @@ MUTANTS = (
     Mutant(
         "broken-plugins-are-silent",
         CONNECTOR,
-        "self._registry.log_problems()",
+        "registry.log_problems()",
         "pass",
         "tests/vllm/test_start.py::test_a_broken_plugin_is_told_though_nobody_asks_for_it",
     ),
@@ -127,14 +127,14 @@ MUTANTS = (
     Mutant(
         "producers-load",
         STARTUP,
-        "loads=self.transfer.is_kv_consumer",
+        "loads=transfer.is_kv_consumer",
         "loads=True",
         BESIDE + "test_a_role_means_what_it_says",
     ),
     Mutant(
         "consumers-store",
         STARTUP,
-        "stores=self.transfer.is_kv_producer",
+        "stores=transfer.is_kv_producer",
         "stores=True",
         BESIDE + "test_a_role_means_what_it_says",
     ),

@@ -1,0 +1,140 @@
+"""Starts the scheduler side from the workers' reports: opens the stack, or refuses to serve the engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import attrs
+
+from kvtier_core import native
+from kvtier_core.config.compose import Runtime, open_observers, open_stack
+from kvtier_core.config.model import StackConfig
+from kvtier_core.engine.messages import WorkerReport
+from kvtier_core.engine.observers import Observers
+from kvtier_core.engine.ranks import Ranks
+from kvtier_core.engine.recorder import Recorder
+from kvtier_core.engine.scheduler_side import SchedulerSide
+from kvtier_core.errors import ConfigError
+from kvtier_core.interfaces import OpenContext
+from kvtier_core.stack.manager import StorageManager
+from kvtier_core.types import Namespace, Nbytes
+
+logger = logging.getLogger("kvtier")
+
+
+@attrs.frozen
+class Refusal:
+    """This engine is not served: nothing is stored or loaded, and it works as without kvtier."""
+
+    reason: str  #: in plain words
+
+
+@attrs.frozen
+class Identity:
+    """What makes the KV of an engine interchangeable."""
+
+    namespace: Namespace
+    before_start: Namespace  #: of the facts that are known before an engine runs, for comparing
+
+
+@attrs.frozen
+class Engine:
+    """What a host knows of its engine."""
+
+    #: Identifies it, by the number of ``chunk_tokens`` and the report of its workers as one; or refuses it.
+    identify: Callable[[int, WorkerReport], Identity | Refusal]
+    name: str  #: among those alive on this node
+    model: str
+    version: str  #: of the host, with its name
+    stages: int = 1  #: of its pipeline
+    replica: int = 0  #: which of the engines that share this configuration it is, from 0
+    replicas: int = 1  #: how many such engines there are
+    lookahead: int = 0  #: tokens behind a position that its KV there depends on
+    loads: bool = True  #: may it load?
+    stores: bool = True  #: may it store?
+    recomputes: bool = True  #: does it compute what could not be loaded? Otherwise the request fails.
+
+    def open(self, config: StackConfig, reports: Sequence[WorkerReport]) -> SchedulerSide | Refusal:
+        """Open the stack for an engine whose workers sent these reports.
+
+        Raises ConfigError: an engine does not start with an incomplete stack.
+        """
+        ranks = Ranks(reports, self.stages)
+        if refusal := ranks.disagreement() or _missing_mover(config, reports[0].device):
+            return Refusal(refusal)
+        try:
+            sized, chunk = ranks.in_chunks(config)
+        except ValueError as error:
+            return Refusal(str(error))
+        identity = self.identify(sized.chunk_tokens, ranks.as_one())
+        if isinstance(identity, Refusal):
+            return identity
+        context = OpenContext(
+            namespace=identity.namespace,
+            layout=chunk,
+            engine=self.name,
+            replica=self.replica,
+            replicas=self.replicas,
+            numa_nodes=ranks.numa_nodes(chunk),
+        )
+        return self._open(sized, context, identity.before_start, asked=config.chunk_tokens)
+
+    def _open(
+        self, config: StackConfig, context: OpenContext, before_start: Namespace, *, asked: int | str
+    ) -> SchedulerSide:
+        """Open the stack; ``asked`` is ``chunk_tokens`` as it was configured."""
+        recorder = Recorder(config, context.replicas) if config.record else None
+        observers = Observers(open_observers(config, context))
+        try:
+            manager = open_stack(config, context, Runtime(recomputes=self.recomputes))
+        except ConfigError:
+            observers.close()
+            raise
+        self._log_stack(manager, config, context, before_start, asked)
+        if cold := manager.why_cold():
+            logger.info("kvtier: cold because %s", cold)
+        side = SchedulerSide(
+            config,
+            manager,
+            context.namespace,
+            context.layout,
+            lookahead=self.lookahead,
+            loads=self.loads,
+            stores=self.stores,
+            observers=observers,
+            recorder=recorder,
+        )
+        for line in side.describe():
+            logger.info("kvtier: %s", line)
+        about = {"engine": self.name, "model": self.model, "replica": self.replica}
+        side.status.open(config, {**about, "identity": context.namespace.digest.hex(), "cold": cold})
+        return side
+
+    def _log_stack(
+        self,
+        manager: StorageManager,
+        config: StackConfig,
+        context: OpenContext,
+        before_start: Namespace,
+        asked: int | str,
+    ) -> None:
+        """Log what was opened: sizes, tiers, versions and identity."""
+        if self.replicas > 1:
+            line = "kvtier: data parallel: replica %d of %d; capacities are divided by %d"
+            logger.info(line, self.replica, self.replicas, self.replicas)
+        frame_nbytes = Nbytes(context.layout.frame_nbytes)
+        logger.info("kvtier: chunk_tokens: %s -> %d, in frames of %s", asked, config.chunk_tokens, frame_nbytes)
+        for line in (*config.describe(), *manager.describe()):
+            logger.info("kvtier: %s", line)
+        logger.info("kvtier: %s; %s", self.version, native.describe())
+        digests = context.namespace.digest.hex(), before_start.digest.hex()
+        logger.info("kvtier: identity %s, before the start %s", *digests)
+        for fact in context.namespace.facts:
+            logger.debug("kvtier: identity: %s: %s", *fact)
+
+
+def _missing_mover(config: StackConfig, device: str) -> str:
+    """Why an arena cannot serve this type of device; empty if all can."""
+    lacking = [tier.name for tier in config.arenas if device not in tier.config.devices]
+    return f"arena {lacking[0]} has no mover for {device} yet" if lacking else ""
