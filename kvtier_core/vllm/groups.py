@@ -7,22 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 from vllm.config import ParallelConfig
+from vllm.v1 import kv_cache_interface
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    ChunkedLocalAttentionSpec,
-    CircularBufferSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheSpec,
-    KVQuantMode,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-    SparseCacheRole,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.request import Request
 
 from kvtier_core.engine.step import BlockTables, OfferedStates, ScheduledRequest
@@ -30,9 +17,23 @@ from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.layouts import KVGroup, KVKind, KVStructure
 from kvtier_core.vllm import versions
 
+
+def _spec(name: str) -> type:
+    """A class of vLLM's specs. For one that this version lacks a class of nothing, so that its kind is not served."""
+    return getattr(kv_cache_interface, name, None) or type(name, (), {})
+
+
+ChunkedLocalAttentionSpec = _spec("ChunkedLocalAttentionSpec")
+CircularBufferSpec = _spec("CircularBufferSpec")
+MambaSpec = _spec("MambaSpec")
+MLAAttentionSpec = _spec("MLAAttentionSpec")
+SlidingWindowMLASpec = _spec("SlidingWindowMLASpec")
+SlidingWindowSpec = _spec("SlidingWindowSpec")
+UniformTypeKVCacheSpecs = _spec("UniformTypeKVCacheSpecs")
+
 #: What a request needs of the layers with such a spec to continue behind a prefix, by exact type: a subclass may need
 #: something else.
-_KINDS: Mapping[type[KVCacheSpec], KVKind] = {
+_KINDS: Mapping[type, KVKind] = {
     FullAttentionSpec: KVKind.FULL_ATTENTION,
     MLAAttentionSpec: KVKind.FULL_ATTENTION,
     SlidingWindowSpec: KVKind.SLIDING_WINDOW,
@@ -140,9 +141,10 @@ def structure_of(spec: KVCacheSpec) -> KVStructure:
     """What the elements of this layer's pages are: OPAQUE unless they are plain numbers, one for each of the KV's."""
     if not isinstance(spec, AttentionSpec):
         return KVStructure.OPAQUE
-    plain = spec.kv_quant_mode == KVQuantMode.NONE and spec.dtype.is_floating_point and spec.tokens_per_state == 1
+    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "")
+    plain = mode == "NONE" and spec.dtype.is_floating_point and spec.tokens_per_state == 1
     latent = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
-    if not plain or (latent and getattr(spec, "cache_role", None) == SparseCacheRole.INDEXER):
+    if not plain or (latent and getattr(spec, "cache_role", None) == "indexer"):
         return KVStructure.OPAQUE
     return KVStructure.MLA_LATENT if latent else KVStructure.KEYS_AND_VALUES
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -105,6 +106,27 @@ def test_a_kind_that_is_not_known_is_refused(config, kind, more):
     """Also one that is derived from full attention: what it keeps and drops is its own."""
     why = f"layer layer 0 keeps {kind} state, and what a prefix needs of that is not known"
     assert layout.refusal(config, groups(spec(kind, **more))) == why
+
+
+OPTIONAL = ("SlidingWindowSpec", {"sliding_window": 256}), ("MLAAttentionSpec", {"num_kv_heads": 1})
+
+
+@pytest.mark.parametrize("kind, more", OPTIONAL)
+def test_a_spec_class_that_this_vllm_lacks_disables_that_kind_alone(monkeypatch, specs, kind, more):
+    """Its layers, which have another class then, are refused as those of any unknown kind."""
+    from vllm.v1 import kv_cache_interface
+
+    from kvtier_core.vllm import groups as present
+
+    lacking = spec(kind, **more)
+    monkeypatch.delattr(kv_cache_interface, kind)
+    found = importlib.util.spec_from_file_location("groups_of_another_vllm", present.__file__)
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    assert module.refusal(groups(specs["full"], specs["chunked"])) == ""
+    why = f"layer layer 1 keeps {kind} state, and what a prefix needs of that is not known"
+    assert module.refusal(groups(specs["full"], lacking)) == why
+    assert module.refusal(groups(specs["full"], specs["state"])) == ""
 
 
 def test_attention_to_later_tokens_is_refused(config, specs):
