@@ -1,4 +1,4 @@
-"""The core stays readable in an afternoon. What grows past these wants to be two rooms, not a larger number here."""
+"""The data plane stays readable in an afternoon. A budget is raised only in a commit that says why."""
 
 from __future__ import annotations
 
@@ -6,14 +6,34 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 FILE_LINES = 500
 FUNCTION_LINES = 60
 
+CORE = "kvtier_core"
+#: Packages and files, and the lines of Python that all of them may have, docstrings and blanks included.
+BUDGETS = {
+    "data plane": (
+        6630,  # aim: 5700
+        [f"{CORE}/{each}" for each in ("types.py", "layouts.py", "errors.py", "interfaces", "frames", "stack")]
+        + [f"{CORE}/transfer/io_pool.py"],
+    ),
+    "core": (28488, [CORE]),  # aim: 25500
+    "testing kit": (4800, [f"{CORE}/testing"]),
+    "plugins": (6200, ["plugins/*/kvtier_*"]),
+}
 
-def product_files() -> list[Path]:
-    packages = [ROOT / "kvtier_core", *ROOT.glob("plugins/*/kvtier_*"), *ROOT.glob("examples/plugins/*/kvtier_*")]
-    return sorted(file for package in packages for file in package.rglob("*.py"))
+
+def python_files(pattern: str) -> list[Path]:
+    found = sorted(ROOT.glob(pattern))
+    assert found, pattern
+    return [file for path in found for file in ([path] if path.is_file() else sorted(path.rglob("*.py")))]
+
+
+def lines(file: Path) -> int:
+    return len(file.read_text().splitlines())
 
 
 def functions(file: Path) -> Iterator[tuple[str, int, int]]:
@@ -23,17 +43,26 @@ def functions(file: Path) -> Iterator[tuple[str, int, int]]:
             yield node.name, node.lineno, node.end_lineno - node.lineno + 1
 
 
+PRODUCT = [
+    file for pattern in (CORE, "plugins/*/kvtier_*", "examples/plugins/*/kvtier_*") for file in python_files(pattern)
+]
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_package_keeps_its_budget(name):
+    budget, patterns = BUDGETS[name]
+    assert sum(lines(file) for pattern in patterns for file in python_files(pattern)) <= budget
+
+
 def test_no_file_is_long():
-    lines = {file.relative_to(ROOT): len(file.read_text().splitlines()) for file in product_files()}
-    assert lines
-    long = [f"{file} has {count} lines of at most {FILE_LINES}" for file, count in lines.items() if count > FILE_LINES]
+    long = [f"{file.relative_to(ROOT)}: {lines(file)} lines" for file in PRODUCT if lines(file) > FILE_LINES]
     assert not long, "\n".join(long)
 
 
 def test_no_function_is_long():
     long = [
         f"{file.relative_to(ROOT)}:{line}: {name} has {count} lines of at most {FUNCTION_LINES}"
-        for file in product_files()
+        for file in PRODUCT
         for name, line, count in functions(file)
         if count > FUNCTION_LINES
     ]

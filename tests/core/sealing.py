@@ -6,13 +6,13 @@ import struct
 import zlib
 
 import pytest
+from machine import LAYOUT, NAMESPACE, payload
 from serializing import CONTEXT
 
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import payload_of, seal_part
 from kvtier_core.frames.identity import RAW, identity_of
 from kvtier_core.frames.keyed_seal import KeyedSeal
-from kvtier_core.testing.machine import LAYOUT, NAMESPACE, payload
 from kvtier_core.testing.samples import make_keys
 from kvtier_core.types import FRAME_ALIGNMENT
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from machine import Slots
 
 from kvtier_core.errors import ContractError
 from kvtier_core.policies.lru import Lru, LruConfig
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
-from kvtier_core.testing.machine import Slots
 from kvtier_core.testing.samples import make_keys
 from kvtier_core.types import Slot, Usage
 

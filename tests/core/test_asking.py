@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from machine import SharedShelf
 from test_manager import MISS, PENDING, READY, Bench
 from test_store_tier import Bench as TierBench
 
 from kvtier_core.errors import BackendError
 from kvtier_core.stack.outcomes import LoadLimit
-from kvtier_core.testing.machine import SharedShelf
 from kvtier_core.testing.samples import make_keys
 from kvtier_core.types import EventKind
 

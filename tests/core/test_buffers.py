@@ -5,12 +5,12 @@ from __future__ import annotations
 import mmap
 
 import pytest
+from machine import LAYOUT, Shelf
 from sealing import AES, KEYS, MAC, codec_of, sealed
 from serializing import XorConfig
 
 from kvtier_core.errors import BackendError
 from kvtier_core.stack.store_tier.writes import FrameWrite, write_frames
-from kvtier_core.testing.machine import LAYOUT, Shelf
 from kvtier_core.types import FRAME_ALIGNMENT
 
 POISON = 0xA5

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import attrs
 import pytest
+from machine import LAYOUT, NAMESPACE, payload
 from serializing import CONTEXT, LossyConfig, UpperBits, Xor, XorConfig
 
 from kvtier_core.builtin.heap import HeapConfig
@@ -20,7 +21,6 @@ from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import FrameError, header_of, payload_of, seal, seal_part, verify
 from kvtier_core.frames.identity import DECODED_LOSSY, RAW, CodecIdentity, identity_of
 from kvtier_core.interfaces import SerializerConfig
-from kvtier_core.testing.machine import LAYOUT, NAMESPACE, payload
 from kvtier_core.testing.samples import make_key
 from kvtier_core.types import FRAME_ALIGNMENT, Namespace, Nbytes, Seconds
 from kvtier_disk.config import DiskConfig

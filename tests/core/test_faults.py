@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from machine import LAYOUT, NAMESPACE, Slots
 
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.codec import FrameCodec
@@ -19,7 +20,6 @@ from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.testing import Fault, FaultyBackend, always, every, now_and_then
-from kvtier_core.testing.machine import LAYOUT, NAMESPACE, Slots
 from kvtier_core.testing.samples import make_frame, make_keys
 from kvtier_core.transfer.io_pool import IOPool
 

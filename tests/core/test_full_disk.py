@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from disks import ext4, tmpfs
 from serving import FRAME, Serving, files
 
-from kvtier_core.testing.disks import ext4, tmpfs
 from kvtier_core.testing.samples import make_keys
 
 CHUNKS = 8

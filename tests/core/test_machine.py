@@ -11,6 +11,7 @@ import attrs
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
+from machine import SharedShelf, Shelf, StackMachine
 from sizes import LONG
 
 from kvtier_core.builtin.plugin import kvtier_eviction_policies
@@ -26,7 +27,6 @@ from kvtier_core.stack.store_tier.frame_table import FrameTable
 from kvtier_core.stack.store_tier.landings import Landings
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.write_through import WriteThrough
-from kvtier_core.testing.machine import SharedShelf, Shelf, StackMachine
 from kvtier_core.types import Extent
 
 #: Together about half a minute, most of it for the shapes: what goes wrong there is not a policy's fault.

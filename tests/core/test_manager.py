@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from machine import LAYOUT, NAMESPACE, Shelf, Slots, payload
 
 from kvtier_core.errors import ContractError
 from kvtier_core.frames.codec import FrameCodec
@@ -15,7 +16,6 @@ from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.lookup.leases import Lease
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.store_tier.tier import StoreTier
-from kvtier_core.testing.machine import LAYOUT, NAMESPACE, Shelf, Slots, payload
 from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_keys
 from kvtier_core.transfer.io_pool import IOPool

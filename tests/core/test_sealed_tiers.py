@@ -10,6 +10,7 @@ import traceback
 
 import attrs
 import pytest
+from machine import LAYOUT, NAMESPACE, SharedShelf, Shelf, Slots, payload
 from sealing import (
     AES,
     KEY,
@@ -44,7 +45,6 @@ from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.store_tier.policy_state import PolicyState
 from kvtier_core.stack.store_tier.tier import StoreTier
-from kvtier_core.testing.machine import LAYOUT, NAMESPACE, SharedShelf, Shelf, Slots, payload
 from kvtier_core.testing.pool import ManualPool
 from kvtier_core.types import FRAME_ALIGNMENT, EnvSecret, Nbytes
 from kvtier_disk.config import DiskConfig

@@ -7,6 +7,7 @@ import struct
 from collections import Counter
 
 import pytest
+from machine import NAMESPACE
 from sealing import (
     AES,
     DECODED_SUM,
@@ -40,7 +41,6 @@ from sizes import LONG
 
 from kvtier_core.frames.format import FrameError
 from kvtier_core.frames.keyed_seal import KeyedSeal
-from kvtier_core.testing.machine import NAMESPACE
 from kvtier_core.types import FRAME_ALIGNMENT
 
 # -- what is stored, and what comes back ---------------------------------------------------------------

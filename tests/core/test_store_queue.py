@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from machine import Shelf
 from test_store_tier import Bench
 
-from kvtier_core.testing.machine import Shelf
 from kvtier_core.testing.samples import make_keys
 
 KEYS = A, B, C, D, E, F = make_keys(6)

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from machine import LAYOUT, NAMESPACE, SharedShelf, Shelf, payload
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.frames.codec import FrameCodec
@@ -18,7 +19,6 @@ from kvtier_core.policies.mru import MruConfig
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.store_tier import deletes
 from kvtier_core.stack.store_tier.tier import FrameWrite, StoreTier
-from kvtier_core.testing.machine import LAYOUT, NAMESPACE, SharedShelf, Shelf, payload
 from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_keys
 from kvtier_core.transfer.io_pool import IOPool

@@ -6,11 +6,11 @@ import shutil
 from collections import Counter
 
 import pytest
+from disks import btrfs, ext4, tmpfs
 from test_disk import NBYTES, file_of, files, open_disk, read, write
 
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.format import verify
-from kvtier_core.testing.disks import btrfs, ext4, tmpfs
 from kvtier_core.testing.samples import make_frame, make_keys, make_namespace, same
 from kvtier_core.types import FRAME_ALIGNMENT
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import attrs
 import pytest
+from disks import btrfs
 
 from kvtier_core.cli import main
 from kvtier_core.frames.codec import FrameCodec
@@ -20,7 +21,6 @@ from kvtier_core.frames.identity import CodecIdentity
 from kvtier_core.frames.keyed_seal import KeyedSeal
 from kvtier_core.frames.sealed_names import SealedNames
 from kvtier_core.stack.store_tier.policy_state import key_of
-from kvtier_core.testing.disks import btrfs
 from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT, Nbytes
 from kvtier_disk.config import DiskConfig

@@ -10,12 +10,12 @@ import subprocess
 
 import attrs
 import pytest
+from disks import tmpfs
 from test_disk import NBYTES, file_of, files, read, write
 
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError, ConfigError, StoreFull
-from kvtier_core.testing.disks import tmpfs
 from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT, Nbytes, Seconds
 from kvtier_disk import files as disk_files

@@ -13,11 +13,11 @@ import time
 
 import attrs
 import pytest
+from disks import tmpfs
 from slabs import NBYTES, dies, held, open_slabs, place_of, read, records, whole, write
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.frames.format import verify
-from kvtier_core.testing.disks import tmpfs
 from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_gds import plugin, slab

@@ -6,11 +6,11 @@ import errno
 import os
 
 import pytest
+from disks import btrfs, ext4, tmpfs
 from slabs import NBYTES, open_slabs, read, whole, write
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.frames.format import verify
-from kvtier_core.testing.disks import btrfs, ext4, tmpfs
 from kvtier_core.testing.samples import make_frame, make_keys, make_namespace
 
 OLD, NEW = make_keys(16)[:8], make_keys(16)[8:]
