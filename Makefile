@@ -22,7 +22,7 @@ UV = $(if $(FIND_LINKS),UV_FIND_LINKS="$(FIND_LINKS)") $(BIN)/uv
 # Else each process of vLLM's compiles all that it imports anew: twenty seconds, many times.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: api demo test test-slow test-oldest programs test-long campaign chaos fuzz mutants sanitize bench docs gpu-check dist venv clean
+.PHONY: api demo test test-more test-slow test-oldest programs test-long campaign chaos fuzz mutants sanitize bench docs gpu-check dist venv clean
 
 # DEMO has options for it.
 demo: $(VENV)/ready
@@ -33,6 +33,10 @@ test: $(VENV)/ready programs
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(PARALLEL)
+
+# The variants of what `make test` tries: other backends, policies, kinds of models.
+test-more: $(VENV)/ready programs
+	$(BIN)/python -m pytest $(PARALLEL) -m more
 
 # What plugins are written against, as a file that `make test` compares. For what is new and optional.
 api: $(VENV)/ready
@@ -80,9 +84,9 @@ chaos: $(VENV)/ready
 fuzz: $(FUZZ_VENV)/ready
 	for each in $(FUZZERS); do $(FUZZ_VENV)/bin/python $$each -max_total_time=$(FUZZ_SECONDS) || exit 1; done
 
-# Takes out one protection after the other, and sees the test fail that is there for it.
+# Takes out one protection after the other, and sees the test fail that is there for it. MUTANTS: names, or a draw.
 mutants: $(VENV)/ready
-	$(BIN)/python tests/mutants.py
+	$(BIN)/python tests/mutants.py $(MUTANTS)
 
 # The tests of what is compiled, under AddressSanitizer and UBSan.
 sanitize: $(VENV)/ready

@@ -3,7 +3,7 @@
     python tests/mutants.py [NAME ...]
     python tests/mutants.py --draw 20
 
-docs/reliability.md names them. A draw takes that many, chosen by the commit, and all of the files that it changed.
+docs/reliability.md names them. A draw takes that many, chosen by the commit, and those of the files that it changed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 from protections import MUTANTS
 from protections.mutant import Mutant
@@ -21,18 +24,42 @@ from source_copy import ROOT, SourceCopy
 
 from kvtier_core.native import extension
 
+#: At a time.
+PARALLEL = 2
+#: Of the files that a commit changed, a draw takes no more: a commit that moves a room changes them all.
+MOST_OF_CHANGED = 30
 
-def survives(mutant: Mutant) -> str:
+
+def survives(mutant: Mutant, copy: SourceCopy) -> str:
     """What the test said if it did not fail; empty if it did."""
-    with tempfile.TemporaryDirectory(prefix="kvtier-mutant-") as folder:
-        copy = SourceCopy(Path(folder), extension.__file__)
-        file = copy.folder / mutant.file
-        source = file.read_text()
-        if source.count(mutant.code) != 1:
-            return f"{mutant.code!r} stands {source.count(mutant.code)} times in {mutant.file}"
-        file.write_text(source.replace(mutant.code, mutant.instead))
+    file = copy.folder / mutant.file
+    source = file.read_text()
+    if source.count(mutant.code) != 1:
+        return f"{mutant.code!r} stands {source.count(mutant.code)} times in {mutant.file}"
+    file.write_text(source.replace(mutant.code, mutant.instead))
+    try:
         done = copy.test(["-x", "-q", mutant.test], capture_output=True, text=True)
-        return "" if done.returncode == 1 else done.stdout[-2000:] + done.stderr[-1000:]
+    finally:
+        file.write_text(source)
+    return "" if done.returncode == 1 else done.stdout[-2000:] + done.stderr[-1000:]
+
+
+def outcomes(mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, str]]:
+    """What `survives` says of each, in order."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-mutant-") as folder, ThreadPoolExecutor(PARALLEL) as pool:
+        copies: SimpleQueue[SourceCopy] = SimpleQueue()
+        for number in range(PARALLEL):
+            Path(folder, str(number)).mkdir()
+            copies.put(SourceCopy(Path(folder, str(number)), extension.__file__))
+
+        def tried(mutant: Mutant) -> str:
+            copy = copies.get()
+            try:
+                return survives(mutant, copy)
+            finally:
+                copies.put(copy)
+
+        yield from zip(mutants, pool.map(tried, mutants), strict=True)
 
 
 def git(*arguments: str) -> str:
@@ -40,10 +67,12 @@ def git(*arguments: str) -> str:
 
 
 def drawn(count: int) -> list[Mutant]:
-    changed = git("show", "--name-only", "--format=", "HEAD").splitlines()
+    """By the commit, so that it is the same again. A merge has changed what it brought to its first parent."""
+    changed = git("show", "--first-parent", "--diff-merges=first-parent", "--name-only", "--format=").splitlines()
     chance = random.Random(git("rev-parse", "HEAD"))
-    chosen = {mutant.name for mutant in chance.sample(MUTANTS, count)}
-    return [mutant for mutant in MUTANTS if mutant.name in chosen or mutant.file in changed]
+    chosen = chance.sample(MUTANTS, count)
+    of_changed = [mutant for mutant in MUTANTS if mutant.file in changed and mutant not in chosen]
+    return chosen + chance.sample(of_changed, min(MOST_OF_CHANGED, len(of_changed)))
 
 
 def main() -> int:
@@ -56,8 +85,7 @@ def main() -> int:
     named = [mutant for mutant in MUTANTS if mutant.name in asked.names]
     chosen = drawn(asked.draw) if asked.draw else named or MUTANTS
     survivors = 0
-    for mutant in chosen:
-        said = survives(mutant)
+    for mutant, said in outcomes(chosen):
         print(f"{'SURVIVES' if said else 'dies    '}  {mutant.name}", flush=True)
         if said:
             survivors += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from plain_policies import PLAIN_GITTINS, PLAIN_LRU, PLAIN_SIMPLE_GITTINS
+from sizes import some
 
 from kvtier_core.builtin.plugin import kvtier_eviction_policies
 from kvtier_core.config.registry import Registry
@@ -36,7 +37,7 @@ PLAIN = [PLAIN_GITTINS, PLAIN_LRU, PLAIN_SIMPLE_GITTINS]
 
 
 class TestPolicies(PolicyLaws):
-    @pytest.fixture(autouse=True, params=CONFIGS + PLAIN, ids=repr)
+    @pytest.fixture(autouse=True, params=some(CONFIGS + PLAIN, GittinsConfig(), LruConfig()), ids=repr)
     def _under_test(self, request):
         self.chosen = request.param
 

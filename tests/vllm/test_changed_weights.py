@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Engine, cpu, cpu_and_disk, hit, prompt
+from sizes import some
 from test_processes import largest_difference
 from test_serving import NOISE, forget
 
@@ -99,7 +100,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("change", WAYS)
-@pytest.mark.parametrize("own_cache", [False, True])
+@pytest.mark.parametrize("own_cache", some([False, True]))
 def test_changed_weights_meet_no_kv_of_before(engine, other, tmp_path, change, own_cache):
     """Neither what is loaded, nor what is stored, nor what another engine with the first weights finds later."""
     stack, options = cpu_and_disk(tmp_path), {"enable_prefix_caching": own_cache}

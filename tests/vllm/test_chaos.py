@@ -381,11 +381,13 @@ def hybrid_campaign(fork_server, tmp_path_factory) -> Campaign:
     return HybridCampaign(folder, folder / "model", fork_server)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("number", range(HYBRID_ROUNDS), ids=named)
 def test_round_with_several_groups(hybrid_campaign, number):
     hybrid_campaign.round(number)
 
 
+@pytest.mark.more
 def test_boundaries_were_served_from_what_the_dead_left(hybrid_campaign):
     if hybrid_campaign.rounds < HYBRID_ROUNDS:
         pytest.skip(f"only {hybrid_campaign.rounds} rounds were run")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import Outcome, cpu, cpu_and_disk, hit, miss, prompt, told_by_engines
 from cpu_parallel import let_experts_exchange
+from sizes import some
 from test_serving import NOISE
 
 
@@ -130,7 +131,7 @@ def test_two_replicas_share_nothing_and_come_back_warm(engine, fork_server, mode
     assert len(list(tmp_path.rglob("*.kv"))) == 24
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", some([1, 2]))
 def test_replicas_find_in_a_shared_store_what_another_one_stored(engine, fork_server, model, tmp_path, ranks):
     with engine() as plain:
         truth = [plain.ask(prompt(seed, 530))[0] for seed in (80, 81)]
@@ -159,7 +160,7 @@ def experts(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"enable_expert_parallel": True}, {"enable_expert_parallel": True, "tensor_parallel_size": 2}],
+    some([{}, {"enable_expert_parallel": True}, {"enable_expert_parallel": True, "tensor_parallel_size": 2}]),
     ids=["each expert in parts", "some experts a rank", "some experts a rank of four"],
 )
 def test_replicas_of_a_model_with_experts_do_the_same(engine, fork_server, experts, tmp_path, options):

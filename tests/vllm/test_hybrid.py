@@ -5,6 +5,7 @@ The oracle is the engine's own prefix hit of the same length, to the last bit.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ import attrs
 import pytest
 import tiny_hybrids
 from conftest import Engine, cpu, cpu_and_disk, prompt
+from sizes import some
 from test_serving import NOISE, forget
 
 from kvtier_core.errors import BackendError
@@ -45,11 +47,27 @@ class Hybrid:
         return float("inf") if self.options.get("dtype") == "bfloat16" else NOISE
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """``made(kind)`` is a model, made once."""
+
+    @functools.cache
+    def made(kind: str) -> Hybrid:
+        folder = tmp_path_factory.mktemp(kind)
+        tiny_hybrids.make(kind, folder)
+        return Hybrid(kind, folder)
+
+    return made
+
+
+@pytest.fixture(scope="module", params=some(tiny_hybrids.KINDS, "gemma3", "granite"))
+def hybrid(request, made) -> Hybrid:
+    return made(request.param)
+
+
 @pytest.fixture(scope="module", params=tiny_hybrids.KINDS)
-def hybrid(request, tmp_path_factory) -> Hybrid:
-    folder = tmp_path_factory.mktemp(request.param)
-    tiny_hybrids.make(request.param, folder)
-    return Hybrid(request.param, folder)
+def any_hybrid(request, made) -> Hybrid:
+    return made(request.param)
 
 
 @pytest.fixture
@@ -80,15 +98,15 @@ def differs(answers: list[Any], others: list[Any]) -> float:
     return max(answer.differs(other) for answer, other in zip(answers, others, strict=True))
 
 
-def test_a_hit_is_the_engines_own_from_memory_and_from_disk(engine, hybrid, tmp_path):
+def test_a_hit_is_the_engines_own_from_memory_and_from_disk(engine, any_hybrid, tmp_path):
     asked = prompt(60, LENGTH)
-    with engine(auto_and_disk(tmp_path), **hybrid.options) as first:
+    with engine(auto_and_disk(tmp_path), **any_hybrid.options) as first:
         first.ask(asked)
         own = first.ask(asked)[0]
         forget(first)
         warm = first.ask(asked)[0]
         first.assert_at_rest()
-    with engine(auto_and_disk(tmp_path), **hybrid.options) as second:
+    with engine(auto_and_disk(tmp_path), **any_hybrid.options) as second:
         again = second.ask(asked)[0]
         second.assert_at_rest()
     assert own.cached == warm.cached == again.cached == 768

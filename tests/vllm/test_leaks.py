@@ -14,7 +14,7 @@ import pytest
 import tiny_hybrids
 import tiny_llama
 from conftest import BLOCK, Engine, cpu_and_disk, prompt
-from sizes import LONG
+from sizes import LONG, some
 from test_serving import NOISE
 
 from kvtier_core.engine.status import page
@@ -47,7 +47,7 @@ CAPACITY = {"llama": "1GiB", "gemma3": "6MiB"}
 MOMENTS = {"WAITING", "waits for a tier", "WAITING_FOR_REMOTE_KVS", "RUNNING", "PREEMPTED"}
 
 
-@pytest.fixture(scope="module", params=BLOCKS)
+@pytest.fixture(scope="module", params=some(BLOCKS, "llama"))
 def kind(request) -> str:
     return request.param
 

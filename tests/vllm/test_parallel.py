@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import Engine, Outcome, cpu_and_disk, hit, told_by_engines
 from cpu_parallel import let_stages_receive
+from sizes import some
 from test_processes import ASKED, largest_difference
 from test_serving import NOISE
 
@@ -52,7 +53,7 @@ def start(fork_server, tmp_path):
     return start
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", some([1, 2]))
 def test_stages_keep_their_layers_and_reuse_them(engine, start, of_five_layers, ranks):
     """From memory, and from disk in a new engine. The frames hold the layers of all stages."""
     with engine(model=of_five_layers) as plain:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import CHUNK, Engine, Outcome, cpu, hit, prompt, told_by_engines
 from servers.redis import one_server
+from sizes import some
 from test_serving import NOISE
 
 HITS = 512
@@ -25,7 +26,7 @@ def server(running):
     return running
 
 
-@pytest.fixture(params=["redis", "disk"])
+@pytest.fixture(params=some(["redis", "disk"]))
 def shared(request, tmp_path):
     """``shared(**settings)`` is a stack over memory and a store that all engines of a test share."""
     if request.param == "redis":

@@ -13,6 +13,7 @@ import pytest
 import tiny_drafts
 import tiny_hybrids
 from conftest import BLOCK, cpu, cpu_and_disk, hit, prompt
+from sizes import some
 from test_serving import NOISE, forget
 from vllm.config import SpeculativeConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -138,7 +139,7 @@ def test_a_rejected_draft_never_reaches_a_store(engine, drafting, tmp_path):
     assert warm.differs(truth) < NOISE
 
 
-@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+@pytest.mark.parametrize("method", some(["eagle", "draft_model"]))
 def test_nor_does_what_a_draft_model_kept_for_it(engine, drafting, method):
     """Behind generated tokens it proposes what it does when it reads them in a prompt; another salt finds nothing."""
     asked = prompt(2, 70)
@@ -159,7 +160,7 @@ def test_nor_does_what_a_draft_model_kept_for_it(engine, drafting, method):
 # -- a draft model's own KV ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model"])
+@pytest.mark.parametrize("method", some(["eagle", "eagle3", "mtp", "draft_model"], "eagle", "draft_model"))
 def test_a_hit_is_bit_equal_to_the_engines_own_and_drafts_alike(engine, drafting, tmp_path, method):
     # vLLM drops the last block of its own hit if a draft layer reads the next token.
     asked = prompt(3, 530 if method == "draft_model" else 530 + BLOCK)
@@ -184,7 +185,7 @@ def test_a_hit_is_bit_equal_to_the_engines_own_and_drafts_alike(engine, drafting
 
 @pytest.mark.parametrize(
     "kind, method, own_hit",
-    [("gemma3", "ngram", 800), ("mistral", "eagle", 768), ("gpt_oss", "eagle3", 768), ("llama4", "eagle3", 768)],
+    some([("gemma3", "ngram", 800), ("mistral", "eagle", 768), ("gpt_oss", "eagle3", 768), ("llama4", "eagle3", 768)]),
 )
 @pytest.mark.filterwarnings("ignore:\\s*Encountered the use of a type that is scheduled for deprecation")  # numba's
 def test_drafts_beside_windows_and_local_attention(engine, tmp_path, kind, method, own_hit):

@@ -10,6 +10,7 @@ import threading
 
 import pytest
 from conftest import cpu, cpu_and_disk, hit, miss, prompt
+from sizes import some
 from test_serving import NOISE
 
 from kvtier_core.engine.scheduler_side import SchedulerSide
@@ -144,7 +145,7 @@ def held(path):
     return threads, False
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("policy", some(["recompute", "fail"]))
 @pytest.mark.parametrize("method", ["load", "store", "loaded", "progress", "fence"])
 def test_nothing_is_promised_and_no_slot_reserved_when_a_worker_has_failed(
     engine, monkeypatch, asked, truth, method, policy

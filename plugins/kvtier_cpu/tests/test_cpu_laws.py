@@ -1,5 +1,7 @@
 """The memory keeps the laws of an arena, with huge pages and without."""
 
+import pytest
+
 from kvtier_core.testing import ArenaLaws
 from kvtier_cpu.config import CpuConfig
 
@@ -9,6 +11,7 @@ class TestCpuLaws(ArenaLaws):
         return CpuConfig()
 
 
+@pytest.mark.more
 class TestOrdinaryPages(ArenaLaws):
     def config(self, folder):
         return CpuConfig(huge_pages="off")

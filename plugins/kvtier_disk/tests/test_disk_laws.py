@@ -3,6 +3,8 @@
 import contextlib
 import os
 
+import pytest
+
 from kvtier_core.storekit.folder import Folder
 from kvtier_core.testing import BackendLaws, SharedBackendLaws
 from kvtier_core.testing.samples import make_context, make_frame, make_keys
@@ -22,6 +24,7 @@ class Spoiling:
         return True
 
 
+@pytest.mark.more
 class TestBuffered(Spoiling, BackendLaws):
     def config(self, folder):
         return DiskConfig(path=folder / "kv", direct="off", min_free=Nbytes(0))
@@ -32,6 +35,7 @@ class TestDirect(Spoiling, BackendLaws):
         return DiskConfig(path=folder / "kv", direct="auto", min_free=Nbytes(0))
 
 
+@pytest.mark.more
 class TestSharedBuffered(Spoiling, SharedBackendLaws):
     def config(self, folder):
         return DiskConfig(path=folder / "kv", shared=True, direct="off", min_free=Nbytes(0))

@@ -1,5 +1,6 @@
 """The slabs keep the laws: one and three, with the page cache and past it."""
 
+import pytest
 from slabs import place_of
 
 from kvtier_core.testing import BackendLaws
@@ -27,6 +28,7 @@ class TestOneDirect(Slabs):
         return GdsConfig(paths=(folder / "kv",), mode="gds")
 
 
+@pytest.mark.more
 class TestThreeBuffered(Slabs):
     def config(self, folder):
         return GdsConfig(paths=tuple(folder / name for name in "abc"), direct="off", mode="gds")

@@ -70,6 +70,7 @@ class TestUnixSocket(RedisLaws):
             yield
 
 
+@pytest.mark.more
 class TestTcp(RedisLaws):
     """With the permissions that the README names, over a network that can be made slow, and be cut."""
 
@@ -105,6 +106,7 @@ class TestTcp(RedisLaws):
         self.proxy.heal()
 
 
+@pytest.mark.more
 class TestTls(RedisLaws):
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
@@ -114,6 +116,7 @@ class TestTls(RedisLaws):
             yield
 
 
+@pytest.mark.more
 class TestCluster(RedisLaws):
     @pytest.fixture(autouse=True, scope="class")
     @classmethod

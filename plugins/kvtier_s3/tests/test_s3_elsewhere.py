@@ -44,6 +44,7 @@ def _wait_for(port):
 _IN_PLACE = "s3rver writes objects in place, so that a reader sees a part of one that is being put; S3 does not"
 
 
+@pytest.mark.more
 @pytest.mark.long
 class TestS3rver(SharedBackendLaws):
     persistent = True
