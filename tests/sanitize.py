@@ -27,11 +27,11 @@ ARGUMENTS = (
     "tests/core/test_device_checksums.py",
     "tests/core/test_machine.py",
     # nvcc does not run beside the sanitizers.
-    "--deselect=tests/core/test_cuda_library.py::test_it_loads_and_tells_whether_there_is_a_device[with nvcc]",
+    "--deselect=tests/core/test_cuda_library.py::test_the_library_loads_and_tells_whether_there_is_a_device[with nvcc]",
     "--deselect=tests/core/test_cuda_library.py"
-    "::test_it_needs_nothing_that_an_engine_may_have_in_another_version[with nvcc]",
+    "::test_the_library_needs_nothing_that_an_engine_may_have_in_another_version[with nvcc]",
     "--capture=sys",  # what the sanitizers say shall be seen
-    "--deselect=tests/core/test_native.py::test_it_links_nothing_of_the_engines",  # it links the sanitizers
+    "--deselect=tests/core/test_native.py::test_the_extension_links_nothing_of_the_engines",  # it links the sanitizers
 )
 
 

@@ -210,7 +210,7 @@ def test_what_lies_here_is_what_was_released(file, module, package):
             assert archive.read(name) == (Path(module.__file__).parents[1] / name).read_bytes()
 
 
-def test_it_needs_no_module_but_torch_pluggy_and_pytest():
+def test_the_gpu_check_needs_no_module_but_torch_pluggy_and_pytest():
     """As on a machine that has nothing else: what is not installed is found in the checkout, and nothing is imported
     before that."""
     program = f"""

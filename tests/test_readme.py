@@ -18,7 +18,7 @@ def blocks(page, language):
     return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
 
 
-def test_it_is_short():
+def test_the_readme_is_short():
     assert len(README.splitlines()) < 120
 
 

@@ -43,7 +43,7 @@ def test_the_tests_it_names_exist(test):
     assert stands(test)
 
 
-def test_it_names_the_mutants_there_are():
+def test_the_document_names_all_mutants():
     assert {mutant.name for mutant in MUTANTS} == NAMED
     assert len(MUTANTS) == len(NAMED)
 

@@ -49,7 +49,7 @@ def library(request, tmp_path_factory):
     return library
 
 
-def test_it_loads_and_tells_whether_there_is_a_device(library):
+def test_the_library_loads_and_tells_whether_there_is_a_device(library):
     if torch.cuda.is_available():
         assert Library(library).device(0).abilities
     else:
@@ -57,7 +57,7 @@ def test_it_loads_and_tells_whether_there_is_a_device(library):
             Library(library).device(0)
 
 
-def test_it_says_what_its_kernels_are_for(library):
+def test_the_library_says_what_its_kernels_are_for(library):
     assert Library(library).architectures == ("compute_90 sm_90" if FATBIN in library.read_bytes() else "")
 
 
@@ -78,7 +78,7 @@ def test_a_library_of_other_sources_is_not_used(monkeypatch):
         Library(libraries()[0])
 
 
-def test_it_needs_nothing_that_an_engine_may_have_in_another_version(library):
+def test_the_library_needs_nothing_that_an_engine_may_have_in_another_version(library):
     needs = built("env", "-u", "LD_PRELOAD", "-u", "LD_LIBRARY_PATH", "ldd", library)
     assert "libc.so" in needs
     assert "torch" not in needs

@@ -54,7 +54,7 @@ def on_device(cuda, content, begins, nbytes, stride=0):
 @example(nbytes=0, first=0, gap=0, count=1, seed=0)
 @example(nbytes=SEGMENT, first=0, gap=0, count=2, seed=0)
 @example(nbytes=2 * SEGMENT + 1, first=15, gap=3, count=3, seed=0)
-def test_they_are_what_zlib_computes(nbytes, first, gap, count, seed):
+def test_device_checksums_are_what_zlib_computes(nbytes, first, gap, count, seed):
     cuda = FakeCuda(seed=seed)
     content = cuda.rng.randbytes(first + count * (nbytes + gap))
     begins = [first + i * (nbytes + gap) for i in range(count)]
@@ -131,7 +131,7 @@ def runtime():
     return World(make_layout((48, 96), 4), slots=3)
 
 
-def test_they_are_told_where_they_are_computed(runtime):
+def test_the_facts_say_where_checksums_are_computed(runtime):
     cuda = FakeCuda()
     mover = cuda.mover(runtime, autotune=decided(Method.DIRECT))
     assert mover.facts()["checksums of group 0"] == "on the host (stores are direct)"

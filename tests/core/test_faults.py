@@ -79,7 +79,7 @@ def test_without_a_fault_it_is_the_other_backend(backend):
     backend.close()
 
 
-def test_it_raises_in_every_nth_call(backend):
+def test_a_fault_raises_in_every_nth_call(backend):
     backend.plan = every(3, Fault(error=BackendError("planned")))
     failed = 0
     for _ in range(9):
@@ -117,31 +117,31 @@ def test_an_error_keeps_no_view(backend):
 
 
 @pytest.mark.parametrize("surplus", [1, -1, -1 - len(FRAME), 1 << 60])
-def test_it_lies_about_lengths(backend, surplus):
+def test_a_fault_returns_a_wrong_length(backend, surplus):
     backend.plan = always(Fault(surplus=surplus))
     assert read(backend) == ([len(FRAME) + surplus, surplus], FRAME)
 
 
 @pytest.mark.parametrize("answers", [-3, -1, 1, 3])
-def test_it_gives_more_answers_than_keys_or_fewer(backend, answers):
+def test_a_fault_returns_more_answers_than_keys_or_fewer(backend, answers):
     backend.plan = always(Fault(answers=answers))
     assert len(read(backend)[0]) == len(backend.contains([THERE, ABSENT])) == max(0, 2 + answers)
 
 
-def test_it_returns_other_bytes(backend):
+def test_a_fault_returns_other_bytes(backend):
     backend.plan = always(Fault(damage=True))
     counts, view = read(backend)
     assert counts == [len(FRAME), 0]
     assert view != FRAME
 
 
-def test_it_returns_the_frame_of_another_key(backend):
+def test_a_fault_returns_the_frame_of_another_key(backend):
     backend.write([ABSENT], [make_frame(ABSENT)])
     backend.plan = always(Fault(instead=ABSENT))
     assert read(backend) == ([len(FRAME)] * 2, make_frame(ABSENT))
 
 
-def test_it_loses_the_call(backend):
+def test_a_fault_loses_the_call(backend):
     backend.plan = always(Fault(drop=True))
     backend.write([ABSENT], [FRAME])
     backend.delete([THERE])
@@ -152,7 +152,7 @@ def test_it_loses_the_call(backend):
     assert list(backend.scan()) == [(THERE, len(FRAME))]
 
 
-def test_it_loses_the_keys_afterwards(backend):
+def test_a_fault_loses_the_keys_afterwards(backend):
     backend.plan = always(Fault(lose=True))
     assert read(backend) == ([len(FRAME), 0], FRAME)
     assert read(backend)[0] == [0, 0]
@@ -167,7 +167,7 @@ def test_a_slow_backend_takes_its_delay(backend):
     assert time.monotonic() - begun >= 0.05
 
 
-def test_it_hangs_until_it_is_released(backend):
+def test_a_fault_hangs_until_it_is_released(backend):
     begun, release = threading.Event(), threading.Event()
     hangs = always(Fault(until=release), "contains")
     backend.plan = lambda method, call: begun.set() or hangs(method, call)

@@ -124,7 +124,7 @@ def test_a_newcomer_of_a_class_that_never_returns_is_refused_once_that_is_known(
 
 
 @both_simple
-def test_it_is_warm_after_a_restart(simple):
+def test_gittins_is_warm_after_a_restart(simple):
     before, after = simple.open(), simple.open()
     taught(before)
     after.restore(before.save())

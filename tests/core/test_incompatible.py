@@ -73,7 +73,7 @@ def test_the_breaker_is_not_told():
     assert tier.readable(KEYS) == len(KEYS)
 
 
-def test_it_is_written_over():
+def test_an_incompatible_frame_is_written_over():
     """The engine computes the chunk, which is a miss, and stores it."""
     shelf = shelf_of(XorConfig(1))
     tier = make_tier(XorConfig(2), shelf)
@@ -223,7 +223,7 @@ def test_what_came_through_a_lossy_codec_is_served(rounded):
     assert rounded.exact(PATH) == 0
 
 
-def test_it_is_written_to_no_other_tier(rounded):
+def test_a_lossy_chunk_is_written_to_no_other_tier(rounded):
     """Not when it comes up, not when it is asked for again, and not to an arena either."""
     raw, _ = rounded.tiers
     for _ in range(3):
@@ -233,7 +233,7 @@ def test_it_is_written_to_no_other_tier(rounded):
     assert rounded.load([C])[0] == [payload(C, 0)]
 
 
-def test_it_is_not_encoded_once_more(rounded):
+def test_a_lossy_chunk_is_not_encoded_once_more(rounded):
     """Nor is it written back to its own tier when that has lost it."""
     _, lossy = rounded.tiers
     rounded.load(PATH)
@@ -253,7 +253,7 @@ def test_what_is_computed_anew_is_exact_again(rounded):
     assert len(raw.backend.frames) == len(PATH)
 
 
-def test_it_is_not_copied_to_another_arena():
+def test_a_lossy_chunk_is_not_copied_to_another_arena():
     lossy = make_tier(LossyConfig(), shelf_of(LossyConfig()), name="lossy")
     arenas = [Arena(f"arena{i}", i, Slots(4), CacheIndex(LruConfig().open())) for i in (0, 1)]
     manager = StorageManager([*arenas, lossy], namespace=NAMESPACE, layout=LAYOUT, pool=ManualPool())

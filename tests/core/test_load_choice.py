@@ -116,7 +116,7 @@ def test_a_store_is_silent_from_the_oldest_question_on(speed):
     assert speed.silence(13.0) == 2.0
 
 
-def test_or_since_it_last_delivered(speed):
+def test_a_store_is_silent_since_it_last_delivered(speed):
     speed.begin(3, 10.0)
     assert speed.silence(12.0) == 2.0
     speed.end(MIB, 12.0)

@@ -26,7 +26,7 @@ MIB = 1 << 20
 NOISE = random.Random(0).randbytes(MIB)
 
 
-def test_it_was_built_here():
+def test_the_extension_was_built_here():
     """The other tests would compare Python with Python."""
     assert native.extension is not None
     assert native.describe().startswith("compiled; checksums by ")
@@ -158,7 +158,7 @@ def shipped(folder):
 
 
 @pytest.mark.parametrize("told_by", [with_sources, shipped])
-def test_it_is_used_with_the_sources_it_was_built_from(copy, told_by):
+def test_the_extension_is_used_with_the_sources_it_was_built_from(copy, told_by):
     """In a checkout the sources tell, in a wheel the stamp that was installed with it."""
     told_by(copy)
     where = "from kvtier_core import native; print(native.__file__, native.describe())"
@@ -227,7 +227,7 @@ def test_a_name_that_it_lacks_is_an_error():
     assert native.choose("crc32", len) is native.extension.crc32
 
 
-def test_it_links_nothing_of_the_engines():
+def test_the_extension_links_nothing_of_the_engines():
     """Neither libtorch nor libcudart: it works beside any of them."""
     env = {**os.environ, "LD_PRELOAD": ""}  # vLLM, in this process, may have set it
     ldd = subprocess.run(["ldd", native.extension.__file__], env=env, capture_output=True, text=True, check=True)

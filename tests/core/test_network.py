@@ -115,7 +115,7 @@ def test_one_side_may_end_before_the_other(client):
     assert received(client, 100) == b"last words"
 
 
-def test_it_listens_on_a_unix_socket_and_forwards_to_one(tmp_path):
+def test_the_proxy_listens_on_a_unix_socket_and_forwards_to_one(tmp_path):
     with UnixServer(str(tmp_path / "server"), Echo) as echo_server:
         serving(echo_server)
         with Proxy(tmp_path / "server", listen=tmp_path / "proxy") as proxy, connected(proxy) as client:
@@ -232,7 +232,7 @@ def test_a_server_that_is_not_there_ends_the_connection(server):
 
 @pytest.mark.skipif(not READABLE, reason="what a process holds is read from /proc, which is not there")
 @pytest.mark.parametrize("trouble", ["none", "stall", "drop"])
-def test_it_leaves_nothing_behind(server, trouble):
+def test_the_proxy_leaves_nothing_behind(server, trouble):
     before = Resources.now()
     with Proxy(server) as proxy, connected(proxy) as client:
         echo(client, b"hello")

@@ -185,7 +185,7 @@ def configured(*observers):
     return load_config(source, Registry.of(Plugin()))
 
 
-def test_they_are_a_list_as_tiers_are():
+def test_observers_are_a_list_as_tiers_are():
     config = configured({"type": "seen"}, "seen", {"type": "seen", "works": False})
     assert config.observers == (SeenConfig(), SeenConfig(), SeenConfig(works=False))
     assert list(config.describe())[1] == "observer seen: Plugin"
@@ -270,7 +270,7 @@ def test_a_line_says_what_is_known(tmp_path):
     assert lines_of(tmp_path / "keys")[0]["keys"] == [key.hex() for key in keys]
 
 
-def test_it_is_its_owners_alone(tmp_path):
+def test_a_file_of_events_is_its_owners_alone(tmp_path):
     observer = JsonLinesConfig(tmp_path / "events").open(make_context())
     observer.close()
     (file,) = (tmp_path / "events").iterdir()
@@ -401,7 +401,7 @@ class AtSocket(http.client.HTTPConnection):
         self.sock.connect(self.host)
 
 
-def test_it_binds_to_loopback_unless_told_otherwise():
+def test_the_endpoint_binds_to_loopback_unless_told_otherwise():
     observer = PrometheusConfig().open(make_context())
     assert observer.address.startswith("http://127.0.0.1:")
     observer.close()
@@ -452,7 +452,7 @@ def test_a_client_that_says_nothing_keeps_nobody_waiting_for_long(monkeypatch):
     observer.close()
 
 
-def test_nor_does_one_that_says_a_byte_now_and_then(monkeypatch):
+def test_a_client_that_sends_a_byte_now_and_then_keeps_nobody_waiting_for_long(monkeypatch):
     monkeypatch.setattr("kvtier_core.observers.endpoint._PATIENCE", 0.5)
     observer = PrometheusConfig().open(make_context())
     host, port = re.search(r"//(.*):(\d+)/", observer.address).groups()
@@ -474,7 +474,7 @@ def test_nor_does_one_that_says_a_byte_now_and_then(monkeypatch):
     observer.close()
 
 
-def test_nor_does_its_end_wait_for_a_client(tmp_path, monkeypatch):
+def test_the_end_of_the_endpoint_waits_for_no_client(tmp_path, monkeypatch):
     monkeypatch.setattr("kvtier_core.observers.endpoint._PATIENCE", 3600.0)
     observer = PrometheusConfig(socket=tmp_path / "metrics").open(make_context())
     with socket.socket(socket.AF_UNIX) as client:

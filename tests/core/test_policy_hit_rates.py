@@ -88,7 +88,7 @@ def test_hit_rates_are_those_of_the_run_that_was_looked_at(trace, config, rates)
         (PLAIN_SIMPLE_GITTINS, GittinsConfig(classes="simple")),
     ],
 )
-def test_they_are_the_same_where_nothing_could_be_compiled(trace, plain, config):
+def test_hit_rates_are_the_same_where_nothing_could_be_compiled(trace, plain, config):
     test_hit_rates_are_those_of_the_run_that_was_looked_at(trace, plain, dict(GOLDEN)[config])
 
 

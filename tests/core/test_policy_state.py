@@ -131,7 +131,7 @@ def test_nothing_is_written_if_nothing_was_learned():
     assert [each.at(now) for now in (120.0, 180.0, 240.0)] == [False] * 3
 
 
-def test_it_never_overlaps_itself():
+def test_a_save_never_overlaps_another():
     each = Now()
     each.at(0.0)
     learned(each.index)

@@ -58,13 +58,13 @@ def whole(block: str) -> str:
     return TIERS + block
 
 
-def test_it_is_a_schema():
+def test_the_schema_is_valid():
     jsonschema.Draft7Validator.check_schema(SCHEMA)
     assert BLOCKS
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_it_accepts_what_the_documents_show(block, tmp_path):
+def test_the_schema_accepts_what_the_documents_show(block, tmp_path):
     text = whole(block)
     (tmp_path / "kvtier.yaml").write_text(text)
     load_config(tmp_path / "kvtier.yaml", REGISTRY)
@@ -72,14 +72,14 @@ def test_it_accepts_what_the_documents_show(block, tmp_path):
 
 
 @pytest.mark.parametrize("text", FINE.values(), ids=FINE)
-def test_it_accepts_what_is_right(text, tmp_path):
+def test_the_schema_accepts_valid_stacks(text, tmp_path):
     (tmp_path / "kvtier.yaml").write_text(text)
     load_config(tmp_path / "kvtier.yaml", REGISTRY)
     VALID.validate(yaml.safe_load(text))
 
 
 @pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
-def test_it_refuses_what_is_broken(text, tmp_path):
+def test_the_schema_refuses_broken_stacks(text, tmp_path):
     (tmp_path / "kvtier.yaml").write_text(text)
     with pytest.raises(ConfigError):
         load_config(tmp_path / "kvtier.yaml", REGISTRY)

@@ -380,7 +380,7 @@ def large(shelf, clock):
     return lambda: SharedSpace(shelf, LARGE, quantum=CAPACITY, clock=clock)
 
 
-def test_not_every_write_is_counted(shelf, large):
+def test_fewer_than_all_writes_are_counted_in_the_store(shelf, large):
     write(large(), shelf, *range(64))
     assert shelf.used == shelf.nbytes == CAPACITY
     assert shelf.counted < 8

@@ -169,7 +169,7 @@ def test_the_log_says_how_many_chunks_were_loaded_and_which_tokens_were_hits(ser
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_it_adds_up_whatever_happens(host, seed):  # noqa: F811
+def test_the_accounting_adds_up_whatever_happens(host, seed):  # noqa: F811
     engine, rng = host(chunks=6, blocks=60), random.Random(seed)
     ledger = Ledger(engine)
     heads = [prompt(each, 3 * CHUNK) for each in range(3)]

@@ -38,7 +38,7 @@ def squat(tmp):
         os.close(where)
 
 
-def test_it_lies_with_temporary_files(tmp, tmp_path):
+def test_the_runtime_folder_lies_with_temporary_files(tmp, tmp_path):
     folder = runtime_folder()
     assert (folder, folder.stat().st_mode & 0o777) == (tmp / f"kvtier-{os.geteuid()}", 0o700)
     assert not (tmp_path / "home").exists()

@@ -182,7 +182,7 @@ def test_a_block_is_not_overwritten_before_a_late_store_has_read_it(host):
 
 
 @pytest.mark.parametrize("late", [2, 5])
-def test_nor_does_another_connector_overwrite_it(host, late):
+def test_another_connector_overwrites_no_block_before_a_late_store_has_read_it(host, late):
     """It loads its tokens into blocks that the last request had, and its forward never writes them."""
     served, prompts = host(200, blocks=14), [prompt(seed, 6 * CHUNK) for seed in range(3)]
     served.late_stores = late
@@ -381,7 +381,7 @@ def test_while_a_rank_is_at_its_self_test_requests_wait_for_it(host, said):
     assert waiting.offered == 3 * CHUNK
 
 
-def test_but_no_longer_than_they_may(host, said):
+def test_requests_wait_for_a_ranks_self_test_no_longer_than_they_may(host, said):
     now = [0.0]
     served, asked = host(settings={"load_wait": "2s"}, clock=lambda: now[0]), prompt(1, 3 * CHUNK)
     served.outcomes = Counter()

@@ -418,7 +418,7 @@ def test_what_is_no_abandoned_socket_stays_and_the_engine_serves(host, path, cap
     ]
 
 
-def test_it_can_be_turned_off(host, path):
+def test_the_status_page_can_be_turned_off(host, path):
     host(status="off")
     assert not path.exists()
     assert not any(thread.name == "kvtier-status" for thread in threading.enumerate())

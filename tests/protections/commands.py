@@ -90,7 +90,7 @@ MUTANTS = (
         "kvtier_core/observers/jsonl.py",
         "name, flags, 0o600)",
         "name, flags, 0o644)",
-        "tests/core/test_observers.py::test_it_is_its_owners_alone",
+        "tests/core/test_observers.py::test_a_file_of_events_is_its_owners_alone",
     ),
     Mutant(
         "events-without-end",
@@ -111,7 +111,7 @@ MUTANTS = (
         "kvtier_core/observers/prometheus.py",
         'host: str = "127.0.0.1"',
         'host: str = "0.0.0.0"',
-        "tests/core/test_observers.py::test_it_binds_to_loopback_unless_told_otherwise",
+        "tests/core/test_observers.py::test_the_endpoint_binds_to_loopback_unless_told_otherwise",
     ),
     Mutant(
         "metrics-for-every-user",
@@ -132,14 +132,14 @@ MUTANTS = (
         "kvtier_core/observers/endpoint.py",
         "        left = self._deadline - time.monotonic()\n",
         "        left = _PATIENCE\n",
-        "tests/core/test_observers.py::test_nor_does_one_that_says_a_byte_now_and_then",
+        "tests/core/test_observers.py::test_a_client_that_sends_a_byte_now_and_then_keeps_nobody_waiting_for_long",
     ),
     Mutant(
         "the-end-waits-for-clients",
         "kvtier_core/observers/endpoint.py",
         "        self._server.hang_up()\n",
         "",
-        "tests/core/test_observers.py::test_nor_does_its_end_wait_for_a_client",
+        "tests/core/test_observers.py::test_the_end_of_the_endpoint_waits_for_no_client",
     ),
     Mutant(
         "a-forgotten-mark-is-passed-over",

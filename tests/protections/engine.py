@@ -140,7 +140,7 @@ MUTANTS = (
         SCHEDULER,
         "self._new_blocks.union(step.new_blocks)",
         "step.new_blocks",
-        SEAM + "test_nor_does_another_connector_overwrite_it",
+        SEAM + "test_another_connector_overwrites_no_block_before_a_late_store_has_read_it",
     ),
     Mutant(
         "no-token-left-to-compute",
@@ -273,14 +273,14 @@ MUTANTS = (
         SELF_TEST,
         "random_(generator=generator)",
         "random_()",
-        SELFTEST + "test_it_draws_from_generators_of_its_own",
+        SELFTEST + "test_the_self_test_draws_from_generators_of_its_own",
     ),
     Mutant(
         "the-self-test-draws-from-pythons-generator",
         SELF_TEST,
         "drawn_from = random.Random()",
         "drawn_from = random",
-        SELFTEST + "test_it_draws_from_generators_of_its_own",
+        SELFTEST + "test_the_self_test_draws_from_generators_of_its_own",
     ),
     Mutant(
         "no-fence",
@@ -476,6 +476,6 @@ MUTANTS = (
         RECORDER,
         "self._room -= len(text)",
         "pass",
-        "tests/simulate/test_recorder.py::test_it_stays_within_its_capacity_over_all_starts",
+        "tests/simulate/test_recorder.py::test_a_recording_stays_within_its_capacity_over_all_starts",
     ),
 )

@@ -187,7 +187,7 @@ MUTANTS = (
         "            unused = dict(enumerate(places))\n"
         "            for key, place in zip(keys, places, strict=True):\n"
         "                self._publish(key, place)\n",
-        GDS_TESTS + "test_neither_the_frame_that_was_written_nor_the_one_that_lay_there",
+        GDS_TESTS + "test_a_kill_in_an_overwrite_leaves_neither_frame",
     ),
     Mutant(
         "one-bad-place-retires-its-batch",

@@ -164,7 +164,7 @@ MUTANTS = (
         ARENA,
         "if self.has(key) and key not in self._inexact]",
         "if self.has(key)]",
-        INCOMPATIBLE_TESTS + "::test_it_is_written_to_no_other_tier",
+        INCOMPATIBLE_TESTS + "::test_a_lossy_chunk_is_written_to_no_other_tier",
     ),
     Mutant(
         "inexact-for-ever",

@@ -101,7 +101,7 @@ MUTANTS = (
         CONNECTOR,
         '"""Ignored: the metadata is that of a connector beside this one."""',
         "super().set_xfer_handshake_metadata_pp_aware(metadata)",
-        BESIDE + "test_or_behind_it",
+        BESIDE + "test_another_connector_may_exchange_handshakes_behind_kvtier",
     ),
     Mutant(
         "broken-plugins-are-silent",
@@ -122,7 +122,7 @@ MUTANTS = (
         STARTUP,
         "reports[0].failure_policy or ",
         "",
-        BESIDE + "test_or_behind_it",
+        BESIDE + "test_another_connector_may_exchange_handshakes_behind_kvtier",
     ),
     Mutant(
         "producers-load",

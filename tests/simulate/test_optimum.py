@@ -40,7 +40,7 @@ def by_trying(prompts, capacity):
 
 
 @given(words, st.integers(1, 3))
-def test_it_is_what_trying_everything_finds(prompts, capacity):
+def test_the_optimum_is_what_trying_everything_finds(prompts, capacity):
     assert sum(Optimum(trace_of(prompts)).hits(capacity)) == by_trying(prompts, capacity)
 
 

@@ -53,14 +53,14 @@ def test_ids_are_whole_numbers_that_any_reader_can_hold(tmp_path):
     assert all(0 <= each < 2**63 for each in finished(Recorder(config(tmp_path)))[0]["hash_ids"])
 
 
-def test_it_stays_within_its_capacity_over_all_starts(tmp_path):
+def test_a_recording_stays_within_its_capacity_over_all_starts(tmp_path):
     stack = config(tmp_path, capacity="2KiB")
     assert 0 < len(finished(Recorder(stack), 100)) < 20
     assert finished(Recorder(stack), 100) == []
     assert 1500 < sum(file.stat().st_size for file in tmp_path.iterdir()) <= 2048
 
 
-def test_so_do_several_engines_that_record_into_one_folder(tmp_path):
+def test_several_engines_that_record_into_one_folder_stay_within_its_capacity(tmp_path):
     recorders = [Recorder(config(tmp_path, capacity="4KiB"), replicas=2) for _ in range(2)]
     assert all(len(finished(recorder, 100)) > 5 for recorder in recorders)
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 4096
@@ -91,7 +91,7 @@ def test_a_slow_disk_costs_lines_and_not_memory(tmp_path, monkeypatch, caplog):
     assert "kvtier: 7 requests were not recorded: the disk was too slow" in [r.message for r in caplog.records]
 
 
-def test_it_is_closed_twice(tmp_path):
+def test_a_recorder_may_be_closed_twice(tmp_path):
     recorder = Recorder(config(tmp_path))
     recorder.close()
     recorder.close()
@@ -105,7 +105,7 @@ def test_a_folder_that_cannot_be_had_is_a_problem_of_the_setting(tmp_path):
         Recorder(config(tmp_path / "file"))
 
 
-def test_it_is_off_unless_it_is_asked_for(tmp_path):
+def test_recording_is_off_by_default(tmp_path):
     stack = load_config({"version": 1, "tiers": [{"type": "heap", "capacity": "1GiB"}]}, Registry())
     assert stack.record is None
 

@@ -237,7 +237,7 @@ def test_another_connector_may_exchange_handshakes_in_front_of_kvtier(engine, tr
     assert not warnings(said())  # what is set inside the MultiConnector does not count
 
 
-def test_or_behind_it(engine, truth, said, runtime):
+def test_another_connector_may_exchange_handshakes_behind_kvtier(engine, truth, said, runtime):
     before = Shaker.shaken
     inner = kvtier(cpu(), kv_load_failure_policy="recompute")
     with engine(**together(inner, neighbour("sync", 1, "Shaker"), policy="fail")) as served:

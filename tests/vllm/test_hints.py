@@ -57,7 +57,7 @@ def test_hints_reach_every_tier(engine, heard, tmp_path):
     ],
     ids=repr,
 )
-def test_what_is_no_hint(said):
+def test_what_is_no_hint_reaches_no_policy(said):
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
@@ -152,12 +152,12 @@ def deep():
         "too many",
     ],
 )
-def test_what_is_no_action(actions):
+def test_what_is_no_action_reaches_no_policy(actions):
     assert hinted(envelope(*actions)) == {}
 
 
 @pytest.mark.parametrize("thing", ["kv_hints", 1, [], {"actions": [{}]}], ids=repr)
-def test_what_is_no_envelope(thing):
+def test_what_is_no_envelope_reaches_no_policy(thing):
     assert hinted(thing) == {}
 
 

@@ -116,7 +116,7 @@ def test_logits_processors_of_the_engine_share_kv_with_engines_without_them(engi
     assert warm.differs(truth) < NOISE
 
 
-def test_priorities(engine):
+def test_a_preempted_request_finds_its_kv_again(engine):
     """What is urgent preempts what is not, in the middle of a chunk; what was computed for it is found again."""
     from vllm import SamplingParams
 

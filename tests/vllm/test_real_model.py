@@ -153,7 +153,7 @@ def test_a_checkpoint_is_made_once_and_whole(tmp_path, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.skipif(LONG == 1, reason="downloads a model: make test-long")
-def test_it_knows_the_capital_of_france(tmp_path):
+def test_the_trained_model_knows_the_capital_of_france(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:

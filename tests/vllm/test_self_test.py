@@ -60,7 +60,7 @@ def test_pages_that_lie_as_we_think_pass_and_are_put_back(blocks):
     assert all(torch.equal(cache, before[name]) for name, cache in rig.caches.items())
 
 
-def test_it_draws_from_generators_of_its_own():
+def test_the_self_test_draws_from_generators_of_its_own():
     """The engine samples from those of Python, torch and numpy."""
     rig, states = Rig(), random_states()
     assert rig.verdict() == ""
@@ -119,7 +119,7 @@ def test_seeded_sampling_is_what_it_is_without_kvtier(engine):
         assert sampled(served) == expected
 
 
-def test_it_is_over_before_the_first_request(engine, said):
+def test_the_self_test_is_over_before_the_first_request(engine, said):
     """vLLM steps as long as its scheduler says that there is something to do, as its engine's loop does."""
     with engine(cpu()) as served:
         core = served.llm.llm_engine.engine_core.engine_core

@@ -140,7 +140,7 @@ def test_a_rejected_draft_never_reaches_a_store(engine, drafting, tmp_path):
 
 
 @pytest.mark.parametrize("method", some(["eagle", "draft_model"]))
-def test_nor_does_what_a_draft_model_kept_for_it(engine, drafting, method):
+def test_what_a_draft_model_kept_for_a_rejected_draft_never_reaches_a_store(engine, drafting, method):
     """Behind generated tokens it proposes what it does when it reads them in a prompt; another salt finds nothing."""
     asked = prompt(2, 70)
     with engine(cpu(chunk_tokens=BLOCK, save_decode=True), **drafting(method)) as served:

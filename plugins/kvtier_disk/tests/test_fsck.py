@@ -132,7 +132,7 @@ def test_what_another_codec_or_version_wrote_is_told_and_left(folder, capsys, ta
         assert all(file.exists() for file in taken_over)
 
 
-def test_it_is_removed_if_that_is_asked_for(capsys, taken_over):
+def test_frames_of_another_codec_are_removed_if_that_is_asked_for(capsys, taken_over):
     assert main(["fsck", "disk", "--config", "kvtier.yaml", "--remove-incompatible"]) == 0
     assert not any(file.exists() for file in taken_over)
     assert counts(capsys.readouterr().out)["whole"] == 1

@@ -186,7 +186,7 @@ def make(folder):
     return folder
 
 
-def test_it_may_be_mounted_again_from_another_device(tmp_path, path, engine):
+def test_a_folder_may_be_mounted_again_from_another_device(tmp_path, path, engine):
     """NFS gives a mount another number each time; the folder is known by its mark."""
     ours = engine()
     write(ours, FIRST)

@@ -54,7 +54,7 @@ def make_old(file):
     os.utime(file, (before, before))
 
 
-def test_it_works_beside_live_engines(path, engine, capsys):
+def test_fsck_works_beside_live_engines(path, engine, capsys):
     assert main(FSCK) == 1
     assert "torn: store/" in capsys.readouterr().out
     assert main([*FSCK, "--repair"]) == 0

@@ -257,7 +257,7 @@ def _die_between_frame_and_record(path):
 
 
 @pytest.mark.parametrize("work", [_die_half_way_through_the_frame, _die_between_frame_and_record])
-def test_neither_the_frame_that_was_written_nor_the_one_that_lay_there(tmp_path, work):
+def test_a_kill_in_an_overwrite_leaves_neither_frame(tmp_path, work):
     dies(work, tmp_path)
     backend = open_slabs(tmp_path, frames=2)
     assert held(backend) == [KEYS[1]]

@@ -62,7 +62,7 @@ def test_repair_leaves_what_is_whole(fsck, slabs):
     backend.close()
 
 
-def test_not_beside_an_engine(fsck, slabs):
+def test_fsck_is_refused_beside_an_engine(fsck, slabs):
     backend = open_slabs(*slabs)
     assert fsck()[0] == 2
     backend.close()

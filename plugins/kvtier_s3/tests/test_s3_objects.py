@@ -202,7 +202,7 @@ def test_asking_for_many_keys_is_asking_for_each(backend, asked):
     assert asked() == ["HEAD"] * 128
 
 
-def test_it_works_inside_a_running_event_loop(open_s3):
+def test_a_tier_works_inside_a_running_event_loop(open_s3):
     """As in a notebook, where an engine is made in one."""
     key = make_key(0)
 
