@@ -149,7 +149,7 @@ def test_ways_from_slabs_to_pages_bring_the_same_bytes(tmp_path):
     table, *problems = gpu_landing.tables(tmp_path, device="cpu", frames=9)
     assert not problems
     assert [row[0] for row in table.rows] == ["bounce", "gds, host's memory", "raw", "gds, GPU's memory"]
-    assert table.rows[-1][-1] == "the engine runs on no GPU"
+    assert table.rows[-1][-1] == "the engine does not run on a GPU"
 
 
 def test_memory_that_cannot_be_page_locked_ends_that_measurement(monkeypatch):

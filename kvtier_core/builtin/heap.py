@@ -48,7 +48,7 @@ class Heap(AllocatorBackend):
         try:
             self.memory = memoryview(mmap.mmap(-1, self.slots * self.slot_nbytes))
         except OSError as error:
-            raise BackendError(f"heap: cannot have {ctx.capacity} of memory: {error.strerror}") from error
+            raise BackendError(f"heap: cannot allocate {ctx.capacity} of memory: {error.strerror}") from error
         address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self._handle = json.dumps({"pid": os.getpid(), "address": address, "slots": self.slots})
         _OPEN[self._handle] = self

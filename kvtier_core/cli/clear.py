@@ -66,7 +66,7 @@ def _chosen(options: argparse.Namespace) -> list[StoreTierConfig]:
     shared = [tier.name for tier in chosen if tier.config.shared]
     if shared and not options.shared:
         why = f"{options.file}: {', '.join(shared)}: other engines may use what is there"
-        raise BackendError(f"{why}; say so with --shared, or name another tier with --tier")
+        raise BackendError(f"{why}; pass --shared, or name another tier with --tier")
     return chosen
 
 

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     if isinstance(facts, before_start.Unknown):
         output.value = {"not_served": facts.reason}
         if not output.as_json:
-            output.warn(f"an engine would not be served: {facts.reason}")
+            output.warn(f"kvtier would not serve this engine: {facts.reason}")
         return PROBLEMS
     output.value = dict(facts.facts)
     width = max(len(name) for name, _ in facts.facts)

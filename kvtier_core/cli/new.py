@@ -56,7 +56,9 @@ def run(options: argparse.Namespace, output: Output) -> int:
     """Make the project. Raises BackendError if that cannot be."""
     project = options.into / f"kvtier-{options.name}"
     if not _NAME.fullmatch(options.name):
-        raise BackendError(f"{options.name!r} is no name for a plugin; use small letters, digits and single hyphens")
+        raise BackendError(
+            f"{options.name!r} is not a valid name for a plugin; use small letters, digits and single hyphens"
+        )
     if options.name.startswith("kvtier"):
         raise BackendError(f"{options.name!r} begins with kvtier; that is put before the name of the package anyway")
     if project.exists():

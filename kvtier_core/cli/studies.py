@@ -47,9 +47,9 @@ def read(options: argparse.Namespace, wanted: int = 1) -> Study:
     except ValueError as error:
         raise _wrong("--bytes-per-token", options.bytes_per_token, str(error)) from error
     if not token:
-        raise _wrong("--bytes-per-token", options.bytes_per_token, "must be more than nothing")
+        raise _wrong("--bytes-per-token", options.bytes_per_token, "must be positive")
     if not options.prefill > 0:
-        raise _wrong("--prefill", f"{options.prefill:g}", "must be more than nothing")
+        raise _wrong("--prefill", f"{options.prefill:g}", "must be positive")
     speeds = dict(_read_speed(text) for text in options.speed)
     return Study(trace, stacks.layout_of(trace.chunk_tokens, token), options.prefill, speeds)
 

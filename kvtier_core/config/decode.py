@@ -164,7 +164,7 @@ def _hidden(field: attrs.Attribute, read: Read) -> Read:
         try:
             return read(node, choose)
         except ConfigError:
-            raise node.wrong("cannot be read; what was written is not shown") from None
+            raise node.wrong("cannot be read; the value is not shown") from None
 
     return read if field.repr else read_hidden
 
@@ -217,7 +217,7 @@ def _validate(field: attrs.Attribute, instance: types.SimpleNamespace, node: Nod
         field.validator(instance, field, getattr(instance, field.name))
     except (ValueError, TypeError) as error:
         if not field.repr:
-            raise node.wrong("is not allowed; what was written is not shown") from None
+            raise node.wrong("is not allowed; the value is not shown") from None
         raise node.wrong(_words(error)) from error
     except AttributeError:
         pass  # it compares with a field that could not be read, which has been reported

@@ -105,7 +105,9 @@ def _must_be_marked(manager: pluggy.PluginManager, implementation: Any) -> None:
     called = getattr(implementation, "__name__", type(implementation).__name__)
     for caller in manager.get_hookcallers(implementation) or ():
         if not caller.has_spec():
-            raise ContractError(f"{called} implements {caller.name}, which is no hook; there are {', '.join(_HOOKS)}")
+            raise ContractError(
+                f"{called} implements {caller.name}, which is not a hook; there are {', '.join(_HOOKS)}"
+            )
     for hook in _HOOKS:
         if callable(getattr(implementation, hook, None)) and not manager.parse_hookimpl_opts(implementation, hook):
             raise ContractError(f"{called} defines {hook} without @hookimpl: nothing of it is used")
@@ -154,7 +156,7 @@ def _name_of(config: Any, kind: Kind) -> str:
     if issubclass(config, EvictionConfig):
         aliases = config.aliases
         if not isinstance(aliases, tuple) or not all(isinstance(alias, str) and alias for alias in aliases):
-            raise ContractError(f"{config.__name__} has aliases {aliases!r}, which is no tuple of names")
+            raise ContractError(f"{config.__name__} has aliases {aliases!r}, which is not a tuple of names")
     if taken := kind.core_keys & settings(config).keys():
         raise ContractError(f"{config.__name__} has a field '{min(taken)}', a key of the core's own")
     return name

@@ -101,7 +101,7 @@ def path_of(text: str) -> pathlib.Path:
     if not text or "\0" in text:
         raise ValueError(f"{text!r} is not a path")
     if _VARIABLE.search(text):
-        raise ValueError(f"{text!r} names an environment variable, and none is expanded; write the path itself")
+        raise ValueError(f"{text!r} names an environment variable, which is not expanded; write the path itself")
     try:
         path = pathlib.Path(text).expanduser()
         os.fsencode(path)

@@ -115,7 +115,7 @@ class _OnGPU:
     def __init__(self, landing: Landing, own: OwnShard, cache: PagedKVCache, slots: int, timeout: float):
         """Raises BackendError if that cannot be, or is not there within ``timeout`` seconds."""
         if not cache.device.startswith("cuda"):
-            raise BackendError("the engine runs on no GPU")
+            raise BackendError("the engine does not run on a GPU")
         self._landing = landing
         self._own = own
         self._timeout = timeout
@@ -213,5 +213,5 @@ def _seconds(read: Callable[..., Sequence[int | BackendError]], extents: Sequenc
     begun = time.monotonic()
     counts = read(extents, into)
     if list(counts) != [extent.nbytes for extent in extents]:
-        raise BackendError("frames that are there cannot be read")
+        raise BackendError("frames that exist cannot be read")
     return time.monotonic() - begun

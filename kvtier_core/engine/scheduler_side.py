@@ -434,4 +434,6 @@ class SchedulerSide:
     def _log_pins(self, but: Collection[str] = ()) -> None:
         for holder, pins in self.manager.pins_by_holder().items():
             if holder not in but:
-                logger.warning("kvtier: %s still holds %d slots; a tier that hangs, or a fault of kvtier", holder, pins)
+                logger.warning(
+                    "kvtier: %s still holds %d slots; a tier hangs, or this is a bug in kvtier", holder, pins
+                )

@@ -15,7 +15,7 @@ _PORTS = [attrs.validators.ge(0), attrs.validators.le(65535)]
 
 def _either(config: object, field: attrs.Attribute, socket: pathlib.Path | None) -> None:
     if socket is not None and (config.port or config.host != "127.0.0.1"):
-        raise ValueError("'socket' is instead of 'host' and 'port'")
+        raise ValueError("'socket' excludes 'host' and 'port'; write one or the other")
 
 
 @attrs.frozen

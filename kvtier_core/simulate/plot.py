@@ -152,7 +152,7 @@ def _text(
 def check_name(path: pathlib.Path) -> None:
     """Raise ConfigError if no picture can be written under this name. Called before long work."""
     if path.suffix not in (".svg", ".png"):
-        raise _wrong(path, "pictures are .svg or .png")
+        raise _wrong(path, "a picture must be .svg or .png")
     if path.suffix == ".png":
         _resvg(path)
     if not path.parent.is_dir():

@@ -85,7 +85,7 @@ def read_trace(path: pathlib.Path | str, chunk_tokens: int | None = None) -> Tra
         chunk_tokens = said
         prompts.append(_prompt(line, said, names))
     if not prompts:
-        raise ConfigError([Problem(str(path), "$", "there is no prompt in it")])
+        raise ConfigError([Problem(str(path), "$", "it contains no prompt")])
     prompts.sort(key=lambda prompt: prompt.at)  # a recording has them in the order in which they ended
     begin = prompts[0].at
     return Trace(path.stem, chunk_tokens, tuple(attrs.evolve(each, at=each.at - begin) for each in prompts))
@@ -165,7 +165,7 @@ def _prompt(line: _Line, chunk_tokens: int, names: _Names) -> Prompt:
         raise line.wrong("hash_ids", f"expected a list of whole numbers, found {_shown(ids)}")
     if ids and len(ids) not in (tokens // chunk_tokens, -(-tokens // chunk_tokens)):
         why = f"{len(ids)} ids, and {tokens} tokens are {tokens / chunk_tokens:.1f} chunks of {chunk_tokens}"
-        raise line.wrong("hash_ids", why, "say how many tokens a chunk has: --chunk-tokens")
+        raise line.wrong("hash_ids", why, "give the number of tokens in a chunk: --chunk-tokens")
     return Prompt(at / 1000, tokens, names.path(ids))
 
 

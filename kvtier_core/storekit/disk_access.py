@@ -64,7 +64,7 @@ def effective_ring(path: Path, asked: str, *, direct: bool) -> bool:
     ring = ring_works()
     if asked == "io_uring" and not ring:
         raise BackendError(
-            f"{path}: io is io_uring, and there is none here: kvtier was built without it, or the "
+            f"{path}: io is io_uring, which is not available: kvtier was built without it, or the "
             "kernel or a container's rules forbid it; with io: auto plain calls are used"
         )
     return ring

@@ -166,7 +166,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _tell_routers(self, side: SchedulerSide) -> None:
         if obstacle := kv_events.obstacle(self._kv_cache_config):
-            logger.info("kvtier: vLLM's KV events say nothing of these tiers: %s", obstacle)
+            logger.info("kvtier: vLLM's KV events do not cover these tiers: %s", obstacle)
             return
         self._kv_events = kv_events.KVEvents(self.config, side.chunk_tokens, self._kv_cache_config.hash_block_size)
         side.events.listeners.append(self._kv_events.observe)
@@ -400,8 +400,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             if run(side.close).error is not None:
                 self._unended.clear()  # their slots are never free: something may still write to them
                 logger.error(
-                    "kvtier: this worker's copies do not end, and may still use its pages; nothing that they fill is"
-                    " used"
+                    "kvtier: this worker's copies do not end and may still use its pages; their results are discarded"
                 )
 
 

@@ -70,7 +70,9 @@ def refusal(kv_cache_config: KVCacheConfig) -> str:
         needs = set()
         for name, spec in specs_of(number, kv_cache_config).items():
             if type(spec) not in _KINDS:
-                return f"layer {name} keeps {type(spec).__name__} state, and what a prefix needs of that is not known"
+                return (
+                    f"layer {name} keeps {type(spec).__name__} state, and which part of it a prefix needs is not known"
+                )
             if getattr(spec, "non_causal", False):
                 return f"layer {name} attends to later tokens, so that KV depends on more than its prefix"
             if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none":

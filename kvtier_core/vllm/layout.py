@@ -30,14 +30,14 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     if why := groups.refusal(kv_cache_config):
         return why
     if parallel.prefill_context_parallel_size > 1:
-        return "which ranks have whole pages after a step with prefill context parallelism has never been seen"
+        return "with prefill context parallelism it is not known which ranks have whole pages after a step"
     if parallel.enable_elastic_ep:
-        return "a number of ranks that may change (elastic expert parallelism) is not served"
+        return "elastic expert parallelism, which changes the number of ranks, is not served"
     replica, replicas = replica_of(parallel)
     if replica >= replicas:
         return f"vLLM says that this is data parallel rank {replica} and not how many there are"
     if vllm_config.ec_transfer_config is not None or vllm_config.ec_manager_config.encoder_cache_manager_cls:
-        return "embeddings of items may come from where kvtier cannot see what they were made of"
+        return "embeddings of items may come from a source that kvtier cannot identify"
     return speculation.refusal(vllm_config, groups.keep_states(kv_cache_config))
 
 

@@ -53,7 +53,7 @@ def refusal(config: VllmConfig, keeps_states: bool) -> str:
     if versions.lookahead_of(config) is None:
         return "this vLLM does not say how many tokens its MTP modules read ahead"
     if keeps_states and versions.lookahead_of(config) > 1:
-        return "several MTP modules complete the KV behind a recurrent state only after vLLM has let go of that state"
+        return "several MTP modules complete the KV behind a recurrent state only after vLLM has released that state"
     return ""
 
 

@@ -198,8 +198,8 @@ def test_a_name_for_weights_is_told_from_a_slip_of_the_pen(write, weights):
 
 
 NO_PATHS = {
-    "$STORE/kv": "'$STORE/kv' names an environment variable, and none is expanded; write the path itself",
-    "/a/${STORE}": "'/a/${STORE}' names an environment variable, and none is expanded; write the path itself",
+    "$STORE/kv": "'$STORE/kv' names an environment variable, which is not expanded; write the path itself",
+    "/a/${STORE}": "'/a/${STORE}' names an environment variable, which is not expanded; write the path itself",
     "~/kv": "'~/kv' is not a path: HOME is ''",
     "~nobody-of-that-name/kv": "'~nobody-of-that-name/kv' is not a path: ",
 }

@@ -673,7 +673,7 @@ def test_the_fastest_is_taken_if_it_is_worth_it(direct, staged, kernel, chosen):
 
 
 def test_a_device_that_copies_nothing_is_refused():
-    with pytest.raises(BackendError, match="^no way to copy these pages works on this device$"):
+    with pytest.raises(BackendError, match="^no copy method works for these pages on this device$"):
         choose({})
 
 

@@ -206,7 +206,10 @@ def test_all_problems_are_reported_and_none_stays_open():
         ({"type": "jsonl"}, "'path' is missing"),
         ({"type": "jsonl", "path": "/x", "capacity": "1KiB"}, "'capacity' must be at least 1MiB"),
         ({"type": "prometheus", "port": 70000}, "'port' must be <= 65535: 70000"),
-        ({"type": "prometheus", "socket": "/x", "port": 1}, "'socket' is instead of 'host' and 'port'"),
+        (
+            {"type": "prometheus", "socket": "/x", "port": 1},
+            "'socket' excludes 'host' and 'port'; write one or the other",
+        ),
         ({"type": "promteheus"}, "no observer 'promteheus' is installed (have: jsonl, opentelemetry, prometheus, "),
     ],
 )

@@ -111,7 +111,7 @@ BROKEN = {
     "import boto33": "ModuleNotFoundError: No module named 'boto33'",
     "def oops(:": "SyntaxError: invalid syntax (bad_mine.py, line 1)",
     HEAD + "@hookimpl\ndef kvtier_backend(): return []": (
-        "bad_mine implements kvtier_backend, which is no hook; there are kvtier_backends, kvtier_eviction_policies, "
+        "bad_mine implements kvtier_backend, which is not a hook; there are kvtier_backends, kvtier_eviction_policies, "
         "kvtier_token_databases, kvtier_serializers, kvtier_observers"
     ),
     HEAD + "@hookimpl\ndef kvtier_backends(config): return []": (
@@ -161,7 +161,7 @@ BROKEN = {
     ),
     backend("").replace("(Offered)", "(EvictionConfig)").replace("kvtier_backends", "kvtier_eviction_policies")
     + "\nMineConfig.open = lambda self: ...\nMineConfig.__abstractmethods__ = frozenset()"
-    + "\nMineConfig.aliases = 'fast'": "MineConfig has aliases 'fast', which is no tuple of names",
+    + "\nMineConfig.aliases = 'fast'": "MineConfig has aliases 'fast', which is not a tuple of names",
 }
 
 

@@ -241,7 +241,7 @@ def test_a_delete_that_fails_keeps_the_victim_and_refuses_the_newcomer():
     assert bench.released == [A, B]
     assert bench.tier.events[1:] == [
         Event(EventKind.IO_ERROR, "disk", (A,), why="BackendError: told to fail"),
-        Event(EventKind.IO_ERROR, "disk", (B,), why="BackendError: no room: a delete before it failed"),
+        Event(EventKind.IO_ERROR, "disk", (B,), why="BackendError: no room: an earlier delete failed"),
     ]
     assert bench.tier.usage() == Usage("disk", chunks=1, nbytes=FRAME, capacity=FRAME)
     bench.write(B)

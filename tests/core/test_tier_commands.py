@@ -214,7 +214,7 @@ def test_clear_spares_shared_stores_unless_told(folder, capsys):
     write_file("{type: disk, path: store, shared: true}")
     filled(folder / "store", shared=True)
     assert main(["clear", "kvtier.yaml", "--yes"]) == USAGE
-    assert "other engines may use what is there; say so with --shared" in capsys.readouterr().err
+    assert "other engines may use what is there; pass --shared" in capsys.readouterr().err
     assert frames(folder) == 3
     assert main(["clear", "kvtier.yaml", "--yes", "--shared"]) == FINE
     assert frames(folder) == 0

@@ -344,7 +344,7 @@ def test_auto_leaves_it_to_an_arena_where_that_is_slower(automatic, fake, monkey
 def test_auto_leaves_it_to_an_arena_if_a_comparison_fails(automatic, monkeypatch):
     monkeypatch.setattr(GdsLanding, "read_to_device", lambda *_: [0, 0])
     assert all(
-        "reads into its GPU are not used: frames that are there cannot be read" in refused["gds"]
+        "reads into its GPU are not used: frames that exist cannot be read" in refused["gds"]
         for refused in refusals(automatic)
     )
 

@@ -560,7 +560,7 @@ def test_slots_of_nobody_are_told_when_an_engine_is_stopped(stack, caplog):
     served.manager.lookup(served.side._requests.keys(served.side._track(served.submit("x", asked).view()), 24), "y")
     served.side.close()
     (line,) = [record.getMessage() for record in caplog.records if "still holds" in record.getMessage()]
-    assert line == "kvtier: y still holds 3 slots; a tier that hangs, or a fault of kvtier"
+    assert line == "kvtier: y still holds 3 slots; a tier hangs, or this is a bug in kvtier"
     served._mover.close()
 
 
@@ -577,7 +577,7 @@ def test_the_engine_is_kept_stepping_for_transfers_but_not_for_those_that_hang(s
     now[0] += 5.0
     assert not served.side.busy() and not served.side.busy()
     assert [record.getMessage() for record in caplog.records] == [
-        "kvtier: request slow (2) still holds 3 slots; a tier that hangs, or a fault of kvtier"
+        "kvtier: request slow (2) still holds 3 slots; a tier hangs, or this is a bug in kvtier"
     ]
     served.run(slow)
     served.close()

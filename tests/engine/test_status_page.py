@@ -443,7 +443,7 @@ def test_a_status_that_fails_ends_alone(host, path, caplog, monkeypatch):
     served.step()
     served.step()
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert told == ["kvtier: status: nothing more is told until the engine starts anew: RuntimeError: no totals"]
+    assert told == ["kvtier: status: disabled until the engine restarts: RuntimeError: no totals"]
     assert not path.exists()
     monkeypatch.undo()
     assert served.ask("first", PROMPT) == 0

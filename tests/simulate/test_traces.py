@@ -92,7 +92,7 @@ def test_the_last_line_of_a_killed_engine_is_passed_over(written):
         ({**LINE, "hash_ids": "x" * 50}, ":2: $.hash_ids: expected a list of whole numbers, "
          'found "' + 36 * "x" + "..."),
         ({**LINE, "hash_ids": [1, 2, 3, 4]}, ":2: $.hash_ids: 4 ids, and 1300 tokens are 2.5 chunks of 512; "
-         "say how many tokens a chunk has: --chunk-tokens"),
+         "give the number of tokens in a chunk: --chunk-tokens"),
         ({**LINE, "chunk_tokens": 1024}, ":2: $.chunk_tokens: 1024, and 512 before it; a trace has one size of chunks"),
     ],
 )  # fmt: skip
@@ -106,7 +106,7 @@ def test_garbage_is_told_with_its_line(written, line, told):
 def test_a_file_that_is_no_trace_is_refused(tmp_path, written):
     with pytest.raises(ConfigError, match=r"absent: \$: cannot be read: No such file"):
         read_trace(tmp_path / "absent")
-    with pytest.raises(ConfigError, match="there is no prompt in it"):
+    with pytest.raises(ConfigError, match="it contains no prompt"):
         read_trace(written(""))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\n")
     with pytest.raises(ConfigError, match=r"binary: \$: cannot be read: 'utf-8' codec"):

@@ -424,7 +424,7 @@ def test_the_engines_own_code_is_no_package_of_its_own(base):
 
 def test_a_model_that_is_not_shown_is_not_guessed(base):
     with pytest.raises(
-        UnidentifiedError, match="this vLLM does not show its model, so that nobody knows whose code is in it"
+        UnidentifiedError, match="this vLLM does not expose its model, so its code cannot be identified"
     ):
         of_worker(base, models=())
 

@@ -168,7 +168,7 @@ def test_a_hybrid_models_tiers_are_not_told_and_the_log_says_why(engine, router,
     with engine(
         cpu(chunk_tokens="auto"), kv_events_config=router.config, enable_prefix_caching=True, model=tmp_path
     ) as served:
-        assert any(line.startswith("kvtier: vLLM's KV events say nothing of these tiers: ") for line in said())
+        assert any(line.startswith("kvtier: vLLM's KV events do not cover these tiers: ") for line in said())
         router.join(served)
         served.ask(ASKED, tokens=1)
         served.settle()

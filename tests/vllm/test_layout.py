@@ -104,7 +104,7 @@ def test_layers_of_a_group_that_need_different_parts_are_refused(config, specs):
 )
 def test_a_kind_that_is_not_known_is_refused(config, kind, more):
     """Also one that is derived from full attention: what it keeps and drops is its own."""
-    why = f"layer layer 0 keeps {kind} state, and what a prefix needs of that is not known"
+    why = f"layer layer 0 keeps {kind} state, and which part of it a prefix needs is not known"
     assert layout.refusal(config, groups(spec(kind, **more))) == why
 
 
@@ -185,9 +185,9 @@ def test_a_rank_of_a_model_with_experts_is_one_too(model, specs, rank):
         (
             "prefill_context_parallel_size",
             2,
-            "which ranks have whole pages after a step with prefill context parallelism has never been seen",
+            "with prefill context parallelism it is not known which ranks have whole pages after a step",
         ),
-        ("enable_elastic_ep", True, "a number of ranks that may change (elastic expert parallelism) is not served"),
+        ("enable_elastic_ep", True, "elastic expert parallelism, which changes the number of ranks, is not served"),
     ],
 )
 def test_what_else_is_parallel_is_refused(config, specs, field, value, why):
@@ -215,7 +215,7 @@ def test_with_decode_context_parallelism_blocks_are_as_long_as_vllm_says(config,
 def test_an_engine_whose_embeddings_come_from_elsewhere_is_refused(config, specs):
     from vllm.config import ECTransferConfig
 
-    why = "embeddings of items may come from where kvtier cannot see what they were made of"
+    why = "embeddings of items may come from a source that kvtier cannot identify"
     config.ec_manager_config.encoder_cache_manager_cls = "acme.Cache"
     assert layout.refusal(config, groups(specs["full"])) == why
     config.ec_manager_config.encoder_cache_manager_cls = None
@@ -256,7 +256,7 @@ def test_mtp_modules_read_as_far_ahead_as_there_are_drafts(model, specs):
     config = speculating(model, method="mtp", num_speculative_tokens=3, modules=3)
     assert speculation.draft_model(config).lookahead == 3
     assert layout.refusal(config, groups(specs["full"], specs["window"])) == ""
-    why = "several MTP modules complete the KV behind a recurrent state only after vLLM has let go of that state"
+    why = "several MTP modules complete the KV behind a recurrent state only after vLLM has released that state"
     assert layout.refusal(config, groups(specs["full"], specs["state"])) == why
 
 

@@ -249,7 +249,7 @@ def test_weights_that_do_not_come_from_files_are_not_guessed(model):
         unknown = model_weights.identify(*configs(model, load_format=load_format), IdentityConfig())
         assert isinstance(unknown, Unknown), load_format
         assert unknown.reason == (
-            f"load_format {load_format!r} takes the weights from where they cannot be identified; "
+            f"load_format {load_format!r} reads the weights from a source that kvtier cannot identify; "
             "identity: {weights: name:…} names them"
         )
         named = model_weights.identify(*configs(model, load_format=load_format), IdentityConfig("name:acme 7"))

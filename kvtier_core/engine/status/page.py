@@ -120,9 +120,7 @@ class StatusPage:
         is_due = self._clock() >= self._next or not self._requests
         error = run(self._publish_and_answer if is_due else self._answer_questions).error
         if error is not None:
-            logger.warning(
-                "kvtier: status: nothing more is told until the engine starts anew: %s: %s", type(error).__name__, error
-            )
+            logger.warning("kvtier: status: disabled until the engine restarts: %s: %s", type(error).__name__, error)
             self.close()
 
     def close(self) -> None:

@@ -134,7 +134,7 @@ class StoreTier:
             return ""
         if key in self._table.in_use:
             return f"its frame in {self.name} {self._table.in_use[key].value}"
-        return f"its frame in {self.name} may not be used any more"
+        return f"its frame in {self.name} can no longer be used"
 
     def choose(self, chunks: int, limit: LoadLimit | None) -> LoadChoice:
         """How many chunks of a readable run to load."""

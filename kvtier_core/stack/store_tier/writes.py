@@ -105,7 +105,7 @@ class Writes:
             elif self._table.limit.lowered(self._calls.clock()):
                 self._refuse(group, StoreFull("no room: the store is full", missing=0))
             else:
-                self._refuse(group, BackendError("no room: a delete before it failed"))
+                self._refuse(group, BackendError("no room: an earlier delete failed"))
 
     def shed(self, nbytes: int) -> None:
         """Drop the writes that have waited longest, until they hold ``nbytes`` less. Those under way go on."""

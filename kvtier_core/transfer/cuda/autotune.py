@@ -56,7 +56,7 @@ Autotune = Callable[[Sequence[Layer], Sequence[Method], bool], Choice]
 def choose(speeds: Mapping[Method, float], wrong: Sequence[Method] = ()) -> Choice:
     """The way that is worth it, by bytes a second. Raises BackendError if there is none."""
     if not speeds:
-        raise BackendError("no way to copy these pages works on this device")
+        raise BackendError("no copy method works for these pages on this device")
     return Choice(max(speeds, key=lambda method: speeds[method] / _WORTH_IT[method]), speeds, wrong)
 
 

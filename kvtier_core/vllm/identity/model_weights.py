@@ -87,7 +87,7 @@ def _not_from_the_folder(model: ModelConfig, load: LoadConfig) -> str:
     """Why the weights may be others than those in the model's folder; empty if they are those."""
     loader = run(lambda: get_model_loader(load)).value  # None if it cannot be made in this process
     if type(loader) not in _FROM_THE_FOLDER or load.load_format == _FROM_A_CACHE:
-        return f"load_format {load.load_format!r} takes the weights from where they cannot be identified"
+        return f"load_format {load.load_format!r} reads the weights from a source that kvtier cannot identify"
     return f"the weights are in {model.model_weights}, not on this disk" if model.model_weights else ""
 
 

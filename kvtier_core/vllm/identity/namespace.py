@@ -102,7 +102,7 @@ def _packages(models: Sequence[nn.Module]) -> str:
     torch's own classes libraries hang helpers of theirs as soon as they are imported: there only `forward` counts.
     """
     if not models:
-        raise UnidentifiedError("this vLLM does not show its model, so that nobody knows whose code is in it")
+        raise UnidentifiedError("this vLLM does not expose its model, so its code cannot be identified")
     modules = [module for model in models for module in model.modules()]
     code: dict[type | types.FunctionType, None] = {}
     for each in {base: None for module in modules for base in type(module).__mro__}:

@@ -99,7 +99,7 @@ def _open(placement: Placement, huge_pages: str) -> tuple[io.FileIO, mmap.mmap, 
         return *_make(placement, pages), pages
     except OSError as error:
         raise BackendError(
-            f"cpu: cannot have {in_mib(nbytes)} of shared memory: {error.strerror}; lower the capacity"
+            f"cpu: cannot allocate {in_mib(nbytes)} of shared memory: {error.strerror}; lower the capacity"
         ) from error
 
 

@@ -318,7 +318,7 @@ def test_memory_that_the_kernel_refuses(monkeypatch):
     monkeypatch.setattr(segment, "_populate", refuse)
     with pytest.raises(BackendError) as caught:
         open_cpu(capacity=1 << 20)
-    assert str(caught.value) == "cpu: cannot have 1MiB of shared memory: Cannot allocate memory; lower the capacity"
+    assert str(caught.value) == "cpu: cannot allocate 1MiB of shared memory: Cannot allocate memory; lower the capacity"
 
 
 def test_memory_is_present_at_open():

@@ -628,7 +628,7 @@ def test_without_a_ring_calls_do(tmp_path, monkeypatch):
     disk = open_disk(tmp_path)
     assert disk.facts()["io"] == "auto -> calls"
     disk.close()
-    with pytest.raises(BackendError, match="io is io_uring, and there is none here"):
+    with pytest.raises(BackendError, match="io is io_uring, which is not available"):
         open_disk(tmp_path, io="io_uring")
     open_disk(tmp_path).close()
 

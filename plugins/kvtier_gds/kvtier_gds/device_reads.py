@@ -120,5 +120,7 @@ def _kvikio() -> Any:
         import kvikio.cufile_driver
         import kvikio.defaults
     except Exception as error:  # of a library that it loads, too
-        raise BackendError(f"KvikIO is not there: {error}; the README of kvtier-gds says how to install it") from error
+        raise BackendError(
+            f"KvikIO is not installed: {error}; the README of kvtier-gds says how to install it"
+        ) from error
     return kvikio

@@ -70,7 +70,7 @@ def test_without_kvikio_no_file_is_read_into_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "kvikio", None)
     backend = open_slabs(tmp_path, mode="auto")
     landing = land(backend)
-    with pytest.raises(BackendError, match="KvikIO is not there"):
+    with pytest.raises(BackendError, match="KvikIO is not installed"):
         landing.reach_device(DeviceMemory(0, 4096, 4096))
     landing.close()
     backend.close()

@@ -124,7 +124,7 @@ class Links:
             link.deadline = deadline
             yield link
             if link.waiting:
-                raise BackendError("an answer was not received")
+                raise BackendError("no answer was received")
         except BaseException as error:
             if link is not None and isinstance(error, ServerError) and not link.waiting:
                 self._give_back(address, link)

@@ -17,7 +17,7 @@ class Deadline:
         """Seconds until then, more than 0. Raises BackendError when it has passed."""
         left = self._end - time.monotonic()
         if left <= 0:
-            raise BackendError("the time of the call is over")
+            raise BackendError("the call timed out")
         return left
 
     def share(self, among: int) -> Deadline:

@@ -23,9 +23,9 @@ def _check_url(config: object, field: attrs.Attribute, url: str) -> None:
     except ValueError:
         raise ValueError(_URLS) from None
     if parts.password is not None:
-        raise ValueError("no password belongs in the url; write password: env:NAME")
+        raise ValueError("the url must not contain a password; write password: env:NAME")
     if parts.username is not None:
-        raise ValueError("no user belongs in the url; write username:")
+        raise ValueError("the url must not contain a user; write username:")
     if parts.scheme == "unix":
         valid = len(parts.path) > 1 and not parts.netloc
     else:
@@ -51,7 +51,7 @@ def _check_sentinels(config: object, field: attrs.Attribute, sentinels: tuple[st
 
 def _check_prefix(config: object, field: attrs.Attribute, prefix: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9._:/-]+", prefix):
-        raise ValueError("a prefix is made of letters, digits and . _ : / -")
+        raise ValueError("a prefix may contain letters, digits and . _ : / -")
 
 
 def _check_part(config: object, field: attrs.Attribute, part: int) -> None:
@@ -61,7 +61,7 @@ def _check_part(config: object, field: attrs.Attribute, part: int) -> None:
 
 def _check_ttl(config: object, field: attrs.Attribute, ttl: float | None) -> None:
     if ttl is not None and ttl < 1:
-        raise ValueError("frames live a second at least")
+        raise ValueError("frames must live for at least a second")
 
 
 @attrs.frozen

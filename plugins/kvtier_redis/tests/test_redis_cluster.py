@@ -107,7 +107,7 @@ def test_a_node_that_is_gone_fails_its_own_keys(nodes_of_which_one_goes, tier, g
     assert [outcome == "hit" for outcome in read(tier, *KEYS)] == served
     assert [not outcome for outcome in write(tier, KEYS)] == served
     for call in (tier.contains, lambda keys: read(tier, *keys), lambda keys: write(tier, keys)):
-        with pytest.raises(BackendError, match=f"{nodes[1].port}|the time of the call is over"):
+        with pytest.raises(BackendError, match=f"{nodes[1].port}|the call timed out"):
             call(on(1))
     _comes_back(nodes[1])
     assert write(tier, KEYS) == [""] * len(KEYS)

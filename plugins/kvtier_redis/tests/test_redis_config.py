@@ -38,10 +38,10 @@ def test_everything_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("written", "path", "why"),
     [
-        ('url: "redis://:s3cret@host"', "url", "no password belongs in the url; write password: env:NAME"),
-        ('url: "redis://me:s3cret@host"', "url", "no password belongs in the url; write password: env:NAME"),
+        ('url: "redis://:s3cret@host"', "url", "the url must not contain a password; write password: env:NAME"),
+        ('url: "redis://me:s3cret@host"', "url", "the url must not contain a password; write password: env:NAME"),
         ('url: "redis://me:s3cret@host:x"', "url", "write redis://host:port/db"),
-        ('url: "redis://me@host"', "url", "no user belongs in the url; write username:"),
+        ('url: "redis://me@host"', "url", "the url must not contain a user; write username:"),
         ('url: "http://host"', "url", "write redis://host:port/db"),
         ('url: "redis://host/db"', "url", "write redis://host:port/db"),
         ('url: "redis://host/0?password=s3cret"', "url", "write redis://host:port/db"),
@@ -56,11 +56,11 @@ def test_everything_at_once(tmp_path):
         ("mode: many", "mode", "'many' is not one of single, cluster, sentinel"),
         ("sentinels: [host]", "sentinels", "write each sentinel as host:port"),
         ("password: s3cret", "password", "write env:NAME"),
-        ("prefix: 'a{b}'", "prefix", "a prefix is made of letters, digits"),
-        ("prefix: 'a*'", "prefix", "a prefix is made of letters, digits"),
+        ("prefix: 'a{b}'", "prefix", "a prefix may contain letters, digits"),
+        ("prefix: 'a*'", "prefix", "a prefix may contain letters, digits"),
         ("part: 1KiB", "part", "a part has from 4KiB to 64MiB"),
         ("part: 1GiB", "part", "a part has from 4KiB to 64MiB"),
-        ("ttl: 10ms", "ttl", "frames live a second at least"),
+        ("ttl: 10ms", "ttl", "frames must live for at least a second"),
     ],
 )
 def test_what_is_refused(tmp_path, written, path, why):

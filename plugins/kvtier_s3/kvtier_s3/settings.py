@@ -32,7 +32,7 @@ def _plain_name(config: object, field: attrs.Attribute, name: str) -> None:
 
 def _plain_url(config: object, field: attrs.Attribute, url: str | None) -> None:
     if url is not None and not _ENDPOINT.fullmatch(url):
-        raise ValueError("an endpoint is https://HOST:PORT, without a path, and never with a password")
+        raise ValueError("an endpoint is https://HOST:PORT, without a path or a password")
 
 
 def _one_word(config: object, field: attrs.Attribute, word: str | None) -> None:
