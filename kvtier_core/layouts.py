@@ -1,4 +1,4 @@
-"""What the KV of a chunk is made of, and where its bytes lie in frames."""
+"""The parts of a chunk's KV, and the places of its bytes in frames."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey
 
 
 class KVKind(enum.StrEnum):
-    """What a request must have of a group of layers to continue behind a prefix."""
+    """The part of a prefix that a group of layers needs to continue behind it."""
 
     FULL_ATTENTION = "full attention"  #: the KV of every token of the prefix
     SLIDING_WINDOW = "sliding window"  #: that of the last ``reach - 1`` tokens
@@ -23,7 +23,7 @@ class KVKind(enum.StrEnum):
 
 
 class KVStructure(enum.StrEnum):
-    """What the elements of a page are, as far as the engine side can tell a serializer."""
+    """The type of a page's elements, as far as the engine side knows it, for serializers."""
 
     KEYS_AND_VALUES = "keys and values"  #: one number an element; their order is the engine's, a fact of the namespace
     MLA_LATENT = "MLA latent"  #: one number an element: the compressed KV of multi-head latent attention
@@ -51,7 +51,7 @@ class KVGroup:
 
     @property
     def needs(self) -> str:
-        """What a prefix needs of it, in plain words."""
+        """The need in plain words."""
         return f"{self.kind} of {self.reach}" if self.reach else str(self.kind)
 
     def needed(self, tokens: int) -> range:
@@ -64,7 +64,7 @@ class KVGroup:
         return min(tokens // self.block_tokens, self._depth(tokens))
 
     def _depth(self, tokens: int) -> int:
-        """How many of the blocks before ``tokens`` are needed there, if there are so many."""
+        """The number of blocks before ``tokens`` that are needed there, if that many exist."""
         match self.kind:
             case KVKind.FULL_ATTENTION:
                 return tokens // self.block_tokens
@@ -88,7 +88,7 @@ class LayerPlace(NamedTuple):
 
 @attrs.frozen
 class Shard:
-    """What one rank has of a frame, or several ranks that have the same.
+    """The share of a frame that one rank has, or several ranks with the same bytes.
 
     It is group after group; a group is layer after layer; a layer is pages in token order, side by side: the last ones
     of the chunk, if not all of them are stored.
@@ -127,13 +127,13 @@ class Part:
         return FRAME_ALIGNMENT + -(-self.payload_nbytes // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
 
     def shard_of(self, rank: int) -> Shard:
-        """What this rank has of the frame."""
+        """This rank's share of the frame."""
         return self.shards[rank // self.replicas]
 
 
 @attrs.frozen
 class ChunkLayout:
-    """The frames of a chunk, and what lies where in them.
+    """The frames of a chunk, and the places of its bytes in them.
 
     The groups that need the KV of every token share one frame, which every stored chunk has. Each other group has a
     frame of its own, which only those chunks have that a boundary needs: the end of a chunk behind which a request can
@@ -147,7 +147,7 @@ class ChunkLayout:
     groups: tuple[KVGroup, ...] = attrs.field(converter=tuple)  #: with the layers of all pipeline stages
     tokens: int = attrs.field()  #: of a chunk: a multiple of every group's ``block_tokens``, else ValueError
     ranks: int = attrs.field(default=1)  #: of all stages, stage after stage
-    replicas: int = 1  #: so many consecutive ranks of a stage have the same bytes, and the first one stores them
+    replicas: int = 1  #: the number of consecutive ranks of a stage with the same bytes, of which the first stores them
     #: Of each pipeline stage the number of layers of each group; empty if there is one stage. ValueError unless these
     #: are all layers, and the ranks can be divided by stages and replicas.
     stages: tuple[tuple[int, ...], ...] = ()
@@ -195,7 +195,7 @@ class ChunkLayout:
         )
 
     def alone(self, rank: int) -> ChunkLayout:
-        """The layout of what one rank has, as if there were no other."""
+        """The layout of one rank's shard, as if there were no other rank."""
         groups = [
             attrs.evolve(group, page_nbytes=pages)  # type: ignore[arg-type]  # mypy misreads the converter
             for group, pages in zip(self.groups, self.pages_of(rank), strict=True)

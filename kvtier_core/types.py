@@ -105,7 +105,7 @@ class Namespace:
 
 
 class EventKind(enum.Enum):
-    """What can happen to chunks of a tier, and to requests that look there."""
+    """The kinds of events, of a tier's chunks and of requests that look there."""
 
     STORED = "stored"  #: a chunk of the engine became READY in an arena
     PROMOTED = "promoted"  #: a chunk was read from a tier below, verified, and is READY in an arena
@@ -122,19 +122,19 @@ class EventKind(enum.Enum):
     BREAKER_OPEN = "breaker_open"  #: a tier failed repeatedly and is not called for a while
     BREAKER_CLOSED = "breaker_closed"  #: the tier works again
     QUERIED = "queried"  #: a request had tokens that no tier above supplied
-    HIT = "hit"  #: of these, what the tier supplied
-    MISSED = "missed"  #: what it did not have
-    BYPASSED = "bypassed"  #: what was not asked for, or is sooner computed than loaded
+    HIT = "hit"  #: of these, the tokens that the tier supplied
+    MISSED = "missed"  #: tokens that it did not have
+    BYPASSED = "bypassed"  #: tokens that were not looked up, or are sooner computed than loaded
     AVOIDED = "avoided"  #: computing that a load made unnecessary, in seconds
     WAITED = "waited"  #: a request waited for the tier, in seconds
     ARRIVED = "arrived"  #: a request was first seen, with the keys of its chunks; of no tier
     FINISHED = "finished"  #: it has ended, or was aborted, with the seconds since it arrived; of no tier
-    USAGE = "usage"  #: what the tier holds has changed; told once a second at most
+    USAGE = "usage"  #: the contents of the tier have changed; once a second at most
 
 
 @attrs.frozen
 class Usage:
-    """What a tier holds now."""
+    """The present contents of a tier."""
 
     tier: str  #: its name
     chunks: int
@@ -151,7 +151,7 @@ class Event:
     """Something that happened to chunks of one tier, or to a request that looked there."""
 
     kind: EventKind
-    tier: str  #: its name; empty for what concerns no tier
+    tier: str  #: its name; empty if the event concerns no tier
     keys: tuple[ChunkKey, ...] = ()
     nbytes: int = 0  #: of their frames, in all
     why: str = ""  #: in plain words
@@ -217,7 +217,7 @@ class EnvSecret:
 
     @classmethod
     def parse(cls, text: str) -> EnvSecret:
-        """Read ``env:NAME``. Raises ValueError for anything else, and does not repeat what was written."""
+        """Read ``env:NAME``. Raises ValueError for anything else, and does not repeat the value."""
         match = _ENV.fullmatch(text.strip())
         if match is None:
             raise ValueError("write env:NAME; secrets come from the environment, never from a file")

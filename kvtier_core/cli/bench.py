@@ -1,4 +1,4 @@
-"""`kvtier bench FILE`: this stack, here, against what its hardware can do: both measured in the same run."""
+"""`kvtier bench FILE`: this stack, here, against the limits of its hardware, both measured in the same run."""
 
 from __future__ import annotations
 

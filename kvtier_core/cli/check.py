@@ -60,14 +60,14 @@ def run(options: argparse.Namespace, output: Output) -> int:
 
 
 def _say_facts(facts: dict[str, dict[str, str]], output: Output) -> None:
-    """What became of the settings of each tier when it was opened."""
+    """The effective settings of each tier, opened."""
     output.value["opened"] = facts
     for name, of_tier in facts.items():
         output.say(f"{name}: {', '.join(f'{setting}: {fact}' for setting, fact in of_tier.items()) or 'opened'}")
 
 
 def _say_sizes(config: StackConfig, token: Nbytes, output: Output) -> list[str]:
-    """What fits into each tier, and what this machine has; returns what it lacks."""
+    """Show the room in each tier and on this machine; returns what the machine lacks."""
     held = [(tier.name, str(tier.capacity), f"{tier.capacity // token:,}") for tier in config.tiers if tier.capacity]
     needs = list(_needs(config))
     lacking = [f"{what} needs {needed}, and {has} are there" for what, needed, has in needs if needed > has]
@@ -89,7 +89,7 @@ def _say_sizes(config: StackConfig, token: Nbytes, output: Output) -> list[str]:
 
 
 def _needs(config: StackConfig) -> Iterator[tuple[str, Nbytes, Nbytes]]:
-    """What the tiers take of this machine: memory, and each of the folders; and what is there."""
+    """The tiers' needs of this machine: memory, and each of the folders; and what is there."""
     arenas = Nbytes(sum(tier.capacity for tier in config.arenas))
     yield "memory", arenas, _whole_mib(machine.available_memory())
     for tier in config.tiers:

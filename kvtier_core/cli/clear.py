@@ -1,4 +1,4 @@
-"""`kvtier clear FILE`: removes what the store tiers of a file hold."""
+"""`kvtier clear FILE`: removes the frames in the store tiers of a file."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "clear",
-        help="remove what the store tiers of a file hold",
-        description="Remove the frames in the store tiers of a file. What is no frame is left for kvtier fsck.",
+        help="remove the frames in the store tiers of a file",
+        description="Remove the frames in the store tiers of a file. Other files are left for kvtier fsck.",
     )
     parser.add_argument("file")
     parser.add_argument("--tier", help="only this tier, disk or disk#2")
-    parser.add_argument("--namespace", help="only that with this identity: the first digits of what an engine logs")
+    parser.add_argument("--namespace", help="only frames of this identity: its first digits, as an engine logs it")
     parser.add_argument("--shared", action="store_true", help="also from stores that other engines may use")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.set_defaults(run=run)

@@ -1,4 +1,4 @@
-"""`kvtier completion SHELL`: what a shell needs to complete this command line, made from its parser."""
+"""`kvtier completion SHELL`: a script that completes this command line, made from its parser."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "completion",
-        help="print what makes a shell complete this command line",
+        help="print a script that completes this command line in a shell",
         description='In ~/.bashrc: eval "$(kvtier completion bash)"; in ~/.zshrc the same with zsh.',
     )
     parser.add_argument("shell", choices=("bash", "zsh"))

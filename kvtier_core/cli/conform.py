@@ -25,7 +25,7 @@ from kvtier_core.errors import BackendError
 
 @attrs.frozen
 class Law:
-    """What became of one law."""
+    """The outcome of one law."""
 
     name: str
     outcome: str  #: kept, broken, or not tried

@@ -23,7 +23,7 @@ from kvtier_core.types import Nbytes
 
 #: Frames that are written and read, and rounds of each measurement.
 _FRAMES, _ROUNDS = 16, 3
-#: A tier that takes so many times its timeout to be opened and tried does not answer.
+#: Times its timeout that a tier may take to be opened and tried; then it does not answer.
 _PATIENCE = 10
 
 
@@ -31,7 +31,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "doctor",
-        help="try and measure each tier, and say what this machine lacks",
+        help="try and measure each tier, and report what this machine lacks",
         description="Open each tier as an engine would, write and read a few frames in a namespace of its own, and "
         "remove them. A full tier makes room for them as it would for an engine's.",
     )
@@ -91,7 +91,7 @@ def _verdict(found: Sequence[Diagnosis], advice: bool) -> str:
         return f"{closed} of {len(found)} tiers cannot be opened: an engine does not start with this file"
     if broken := sum(bool(each.trouble) for each in found):
         return f"{broken} of {len(found)} tiers cannot be used: an engine starts, and finds nothing there"
-    return "every tier works" + ("; what is said above would make it better" if advice else "")
+    return "every tier works" + ("; the advice above would make it better" if advice else "")
 
 
 def _rows(found: list[Diagnosis]) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""`kvtier fsck`: reads everything in a store tier and reports what cannot be served."""
+"""`kvtier fsck`: reads everything in a store tier and reports frames that cannot be served."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Finding(enum.Enum):
-    """What was found in a store."""
+    """The findings in a store."""
 
     WHOLE = "whole"  #: a frame that the tier can serve
     TORN = "torn"  #: a frame whose bytes are not those that were written
@@ -48,12 +48,14 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "fsck",
-        help="read all of a tier, and report what is damaged",
-        description="Read all of a tier, and report what is damaged. No engine may use the tier unless it is shared.",
+        help="read all frames of a tier, and report the damaged ones",
+        description="Read all frames of a tier, and report damage. No engine may use the tier unless it is shared.",
     )
     parser.add_argument("tier", help="the name of a tier: its type, or disk#2 for the second of that type")
     parser.add_argument("--config", required=True, help="the configuration file that names the tier")
-    parser.add_argument("--repair", action="store_true", help="remove what can never be served by any engine")
+    parser.add_argument(
+        "--repair", action="store_true", help="remove frames, and parts of them, that no engine can ever use"
+    )
     parser.add_argument(
         "--remove-incompatible",
         action="store_true",

@@ -17,7 +17,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "identity",
-        help="show what decides whether two engines may share KV, as far as it can be told before one runs",
+        help="show the facts that decide whether two engines may share KV, as far as they are known before one runs",
         epilog="Arguments after -- are vLLM's own, --dtype bfloat16 for instance.",
     )
     asked = parser.add_mutually_exclusive_group(required=True)

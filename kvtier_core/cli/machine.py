@@ -1,4 +1,4 @@
-"""What this machine grants its processes, as far as Linux says it: memory, limits, huge pages, io_uring."""
+"""The limits of this machine's processes, as far as Linux shows them: memory, limits, huge pages, io_uring."""
 
 from __future__ import annotations
 

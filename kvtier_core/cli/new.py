@@ -46,7 +46,7 @@ def kinds() -> list[str]:
 def add_to(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser("new", help="begin a plugin of your own, installed and tested at once")
-    parser.add_argument("name", help="what users will write in YAML, in small letters: my-tier")
+    parser.add_argument("name", help="the name in YAML, in small letters: my-tier")
     parser.add_argument("--kind", required=True, choices=kinds())
     parser.add_argument("--into", type=Path, default=Path(), help="make kvtier-NAME in this folder")
     parser.set_defaults(run=run)

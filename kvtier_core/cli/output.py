@@ -1,4 +1,4 @@
-"""What a command prints: lines for people or, with ``--json``, one value for programs. Colour only on a terminal."""
+"""The output of a command: lines for people or, with ``--json``, one value for programs. Colour only on a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import attrs
 
 from kvtier_core.errors import ConfigError, KvtierError
 
-#: What a command exits with: all is well; something is wrong with what it looked at; it could not do what was asked.
+#: Exit codes of a command: all is well; it found something wrong; it cannot be done as asked.
 FINE, PROBLEMS, USAGE = 0, 1, 2
 
 #: The terminal's code for each meaning.
@@ -21,7 +21,7 @@ _COLOURS = {"good": "32", "bad": "31", "warning": "33", "dim": "2"}
 
 @attrs.define
 class Output:
-    """Where one run of a command leaves what it found."""
+    """The findings of one run of a command."""
 
     as_json: bool = False
     stream: TextIO = attrs.field(factory=lambda: sys.stdout)

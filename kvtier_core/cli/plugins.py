@@ -1,4 +1,4 @@
-"""`kvtier plugins`: lists what is installed, and what of it cannot be used."""
+"""`kvtier plugins`: lists the installed plugins, and those that cannot be used."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "plugins",
-        help="list what is installed, and what is broken and why",
-        description="List what is installed. A name that is shadowed is offered by several plugins, and must be "
+        help="list the installed plugins, and which are broken and why",
+        description="List the installed plugins. A name that is shadowed is offered by several plugins, and must be "
         "written in full.",
     )
     parser.add_argument("--strict", action="store_true", help=f"exit with {PROBLEMS} if anything is broken or shadowed")
@@ -70,7 +70,7 @@ def _offers(registry: Registry) -> Iterator[Mapping[str, Any]]:
 
 
 def _choose(offer: Offer, state: str) -> str:
-    """What a user writes to get this offer."""
+    """The name of this offer in YAML."""
     return offer.full_name if state == _SHADOWED else offer.name
 
 

@@ -1,4 +1,4 @@
-"""`kvtier status`: what the tiers of running engines hold, and what they brought."""
+"""`kvtier status`: the contents of the tiers of running engines, and the seconds that they saved."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "status",
-        help="show what the tiers of running engines hold",
-        description=f"Show what the tiers of running engines hold. Exits with {PROBLEMS} if a tier rests.",
+        help="show the tiers of running engines",
+        description=f"Show the tiers of running engines. Exits with {PROBLEMS} if a tier rests.",
     )
     engines.add_to(parser)
     parser.set_defaults(run=run)

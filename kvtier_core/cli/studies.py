@@ -1,4 +1,4 @@
-"""What `simulate` and `plan` have in common: options for a trace, the KV of a token, and speeds."""
+"""The common parts of `simulate` and `plan`: options for a trace, the KV of a token, and speeds."""
 
 from __future__ import annotations
 

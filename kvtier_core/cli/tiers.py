@@ -1,4 +1,4 @@
-"""What commands that look at the tiers of a file have in common: finding them, and opening them without a trace."""
+"""The common parts of commands that look at the tiers of a file: finding them, and opening them without a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the sources say of settings: the ``#:`` comments of a Config's fields, for people who write YAML."""
+"""The descriptions of settings in the sources: the ``#:`` comments of a Config's fields, for people who write YAML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The composition root: opens what a StackConfig describes. Errors of plugins become ConfigErrors."""
+"""The composition root: opens the stack that a StackConfig describes. Errors of plugins become ConfigErrors."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ logger = logging.getLogger("kvtier")
 
 T = TypeVar("T")
 
-#: Of a shared store an engine remembers so many frames that are there. It asks again for those that it forgot.
+#: The number of a shared store's frames that an engine remembers. It asks again for those that it forgot.
 _REMEMBERED_FRAMES = 1 << 16
 
 
 @attrs.frozen
 class Runtime:
-    """What a stack needs besides its tiers. The simulator provides its own."""
+    """A stack's needs besides its tiers. The simulator provides its own."""
 
     pool: Callable[[str, int], Pool] = IOPool  #: makes a pool of threads from its name and their number
     clock: Callable[[], float] = time.monotonic  #: seconds
@@ -76,8 +76,8 @@ class OpenedTier:
 def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) -> StorageManager:
     """Open all tiers.
 
-    ``ctx`` is completed with what differs from tier to tier. Capacities are those of the node: when several engines
-    share the configuration (`OpenContext.replicas`), each gets an equal part.
+    ``ctx`` is completed with the values that differ from tier to tier. Capacities are those of the node: when several
+    engines share the configuration (`OpenContext.replicas`), each gets an equal part.
 
     Raises ConfigError with everything that is wrong with every tier; then nothing stays open.
     """

@@ -1,4 +1,4 @@
-"""Finds out what one plugin offers, or what is wrong with it. The only file that uses pluggy's manager."""
+"""Finds the offers of one plugin, or its faults. The only file that uses pluggy's manager."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Offer:
 
 
 def examine(plugin: str, version: str, implementation: Any) -> list[Offer]:
-    """What a plugin offers.
+    """The offers of a plugin.
 
     Raises ContractError, or any exception of pluggy or the plugin, if anything is wrong: then nothing of it is used.
     """
@@ -116,7 +116,7 @@ def _must_be_marked(manager: pluggy.PluginManager, implementation: Any) -> None:
 
 
 def _answer(hook: pluggy.HookCaller) -> list[Any]:
-    """What a plugin's hook returns, as a list; empty if it does not implement the hook."""
+    """The result of a plugin's hook, as a list; empty if it does not implement the hook."""
     if not hook.get_hookimpls():
         return []
     called = run(hook)

@@ -33,7 +33,7 @@ def load_config(source: pathlib.Path | str | Mapping, registry: Registry, label:
     registry
         The plugins to choose from.
     label
-        What a mapping is called in problems.
+        The name of a mapping in problems.
 
     Raises ConfigError with every problem found.
     """

@@ -1,4 +1,4 @@
-"""What a user may configure, as classes. `load` reads them from YAML, `compose` opens what they describe."""
+"""The settings of users, as classes. `load` reads them from YAML, `compose` opens the stack that they describe."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class StoreTierConfig:
     store_after: int = attrs.field(**_STORE_AFTER)  #: requests that must have named a chunk before it is stored here
     #: With it nobody else can forge a frame of this tier: at least 32 characters, which count as they are written.
     seal_key: EnvSecret | None = None
-    encrypt: bool = attrs.field(default=False, validator=_with_a_key)  #: what the tier stores, with ``seal_key``
+    encrypt: bool = attrs.field(default=False, validator=_with_a_key)  #: encrypt the tier's frames, with ``seal_key``
     source: Source = attrs.field(default=Source(), eq=False, repr=False)
 
 
@@ -137,17 +137,17 @@ class StackConfig:
     chunk_tokens: int | Literal["auto"] = attrs.field(default="auto", validator=_one_or_more)
     token_database: TokenDatabaseConfig = attrs.field(factory=ChainedConfig)  #: how chunks get their keys
     load_wait: Seconds = attrs.field(default=Seconds(2))  #: how long a request waits for chunks from store tiers
-    #: ``auto`` loads from a store tier what that brings sooner than computing it would; ``always`` all that is there.
+    #: ``auto`` loads from a store tier if that is sooner done than computing; ``always`` loads all that is there.
     load: Literal["auto", "always"] = "auto"
     save_decode: bool = False  #: store chunks of generated tokens, too
-    identity: IdentityConfig = attrs.field(factory=IdentityConfig)  #: with whom KV may be shared
+    identity: IdentityConfig = attrs.field(factory=IdentityConfig)  #: decides which engines may share KV
     #: What to do when vLLM resets its caches. It does so for new weights, for a sleep and for a pause, and does not say
     #: for which: ``keep`` is for an engine whose weights never change while it runs.
     on_reset: Literal["forget", "keep"] = "forget"
     record: RecordConfig | None = None  #: where traffic is recorded; by default nowhere
     #: The socket of `kvtier status`, `top` and `explain`: ``auto`` is one in XDG_RUNTIME_DIR, ``off`` none.
     status: str = "auto"
-    observers: tuple[ObserverConfig, ...] = ()  #: what is told of every event
+    observers: tuple[ObserverConfig, ...] = ()  #: receivers of every event
     _places: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)  # by path: file and line
     _plugins: Mapping[type, str] = attrs.field(factory=dict, eq=False, repr=False)  # by Config class: its plugin
 
@@ -189,7 +189,7 @@ class StackConfig:
             yield f"observer {observer.type}: {self.plugin_of(observer)}"
 
     def check_engine(self, block_size: int) -> None:
-        """Raise ConfigError if the stack does not suit an engine whose blocks have so many tokens."""
+        """Raise ConfigError if the stack does not suit an engine whose blocks have this number of tokens."""
         if self.chunk_tokens == "auto":
             return
         below = self.chunk_tokens // block_size * block_size

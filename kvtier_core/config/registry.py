@@ -1,4 +1,4 @@
-"""The installed plugins: what they offer, and which of them are broken and why."""
+"""The installed plugins: their offers, and which of them are broken and why."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A JSON Schema (draft 7, which editors read) of the configuration file, from the classes that it is read into.
 
-It refuses nothing that `load` accepts. What only validators know, `load` alone refuses.
+It refuses nothing that `load` accepts. Only `load` refuses values that validators reject.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Making:
     registry: Registry
 
     def tiers(self, arenas: bool) -> list[Schema]:
-        """What a tier may be: one that is an arena, or one that is not."""
+        """The two kinds of tiers: arenas and others."""
         offers = [offer for offer in self._offers("tier") if issubclass(offer.config, ArenaConfig) == arenas]
         return [self._tier(offer) for offer in offers]
 
@@ -99,7 +99,7 @@ class _Making:
         }
 
     def _of(self, annotation: Any) -> Schema:
-        """What `decode.reader` reads for this annotation."""
+        """The values that `decode.reader` reads for this annotation."""
         if annotation in _SCALARS:
             return _SCALARS[annotation]
         if annotation in _KIND_OF:

@@ -1,4 +1,4 @@
-"""Which installed plugins are written for another kvtier than this one, and what to install instead.
+"""Finds installed plugins that are written for another kvtier than this one, and the release to install instead.
 
 pip keeps to the bounds that a plugin states when it installs it, and not afterwards: a later `pip install kvtier==…`
 merely warns.
@@ -44,13 +44,13 @@ def load(entry: metadata.EntryPoint, version: str) -> Any:
 
 
 def bounds_of(requires: list[str]) -> str:
-    """What a distribution requires of kvtier, always and not only for an extra: ``>=0.1,<2``; empty if nothing."""
+    """The bounds of a distribution on kvtier, always and not only for an extra: ``>=0.1,<2``; empty if nothing."""
     found = (_ON_KVTIER.fullmatch(requirement) for requirement in requires)
     return ",".join(match[1].strip() for match in found if match and match[1].strip())
 
 
 def within(version: str, bounds: str) -> bool:
-    """Is a version within these bounds? What cannot be read here is for pip to judge, and excludes nothing."""
+    """Is a version within these bounds? Bounds that cannot be read here are for pip to judge, and exclude nothing."""
     release = _RELEASE.match(version)
     return release is None or all(_keeps(_numbers(release[0]), clause.strip()) for clause in bounds.split(","))
 

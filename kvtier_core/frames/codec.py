@@ -29,10 +29,10 @@ if TYPE_CHECKING:  # its library is only there where a tier has a key
 
 
 class FrameCodec:
-    """The codec of one tier: its serializer and keyed seal, if it has them, and what names them in every frame.
+    """The codec of one tier: its serializer and keyed seal, if it has them, and their names in every frame.
 
     A tier opens one serializer. All of the tier's threads use it at the same time; this class has no other state but
-    memory for what is encoded.
+    memory for encoded frames.
     Without a serializer frames are read into the arena's slots, and stored from there; a keyed seal is put on a copy,
     because others may read the slot.
     """
@@ -97,7 +97,7 @@ class FrameCodec:
         ``salt`` is that of the chunk's requests: without it an encrypted frame cannot be read.
 
         Raises ContractError if the payload has been through a lossy codec: it must not be stored as if it were exact.
-        Raises BackendError if a lossy serializer cannot decode what it encoded.
+        Raises BackendError if a lossy serializer cannot decode its own encoding.
         """
         header = read_header(sealed)
         if isinstance(header, FrameError):
@@ -199,7 +199,7 @@ class FrameCodec:
         return self.keyed_seal.open(frame, salt=salt)
 
     def _name(self, key: ChunkKey) -> ChunkKey:
-        """What stands for a key in the header of a stored frame."""
+        """The name of a key in the header of a stored frame."""
         return key if self.keyed_seal is None else self.keyed_seal.names([key])[0]
 
     def _decoded_checksum(self, serializer: Serializer, encoded: memoryview, nbytes: int) -> int:

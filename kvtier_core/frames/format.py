@@ -119,7 +119,7 @@ class Header(NamedTuple):
 
 
 class KeyedFields(NamedTuple):
-    """What a keyed seal adds to a header."""
+    """The addition of a keyed seal to a header."""
 
     key_id: bytes
     nonce: bytes
@@ -196,7 +196,7 @@ def _write_page(frame: memoryview, page: bytes) -> None:
 
 
 def _summed(fields: bytes, first: bytes = b"") -> bytes:
-    """The fields and the checksum of what comes ``first``, and of them."""
+    """The fields, and the checksum of ``first`` and of them."""
     return fields + _CHECKSUM.pack(crc32(first + fields))
 
 
@@ -318,7 +318,7 @@ def payload_of(frame: memoryview) -> memoryview:
 
 
 def keyed_fields_of(frame: memoryview) -> KeyedFields:
-    """What a keyed seal added to the header of a frame that `verify` or `inspect` accepted."""
+    """The addition of a keyed seal to the header of a frame that `verify` or `inspect` accepted."""
     return KeyedFields._make(_KEYED.unpack_from(frame, _FIELDS_END))
 
 
@@ -340,7 +340,7 @@ def shard_checksums_of(frame: memoryview) -> Sequence[int]:
 
 
 def _verify_further_fields(header: Header, frame: memoryview) -> FrameError | None:
-    """What follows the header's fields. A damaged key id would make a frame look like one of another key."""
+    """The bytes behind the header's fields. A damaged key id would make a frame look like one of another key."""
     if header.flags & _SHARDS:
         (count,) = _COUNT.unpack_from(frame, _FIELDS_END)
         end = _FIELDS_END + _COUNT.size + 4 * count + _CHECKSUM.size

@@ -1,6 +1,6 @@
-"""What names a codec in a frame: its type, a digest over its options, and whether it is lossless.
+"""The name of a codec in a frame: its type, a digest over its options, and whether it is lossless.
 
-And what names a keyed seal: how it protects the frame, and an id of its key.
+And the name of a keyed seal: how it protects the frame, and an id of its key.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DECODED_LOSSY = attrs.evolve(RAW, lossless=False)
 
 
 class Protection(enum.Enum):
-    """What a keyed seal protects a frame from. The value is its flag in the header."""
+    """The kinds of protection by a keyed seal. The value is the flag in the header."""
 
     NONE = 0  #: there is no keyed seal
     FORGERY = 2  #: the payload is as it would be without one, and nobody without the key can make a frame
@@ -70,7 +70,7 @@ UNKEYED = SealIdentity(Protection.NONE, bytes(KEY_ID_NBYTES))
 def identity_of(config: SerializerConfig) -> CodecIdentity:
     """The identity that the core gives to the codec which ``config`` opens.
 
-    All fields of the config are part of it, because any of them may change what is written. Raises ConfigError
+    All fields of the config are part of it, because any of them may change the bytes. Raises ConfigError
     if the plugin does not state what it must, or if a field has a value that cannot be compared between processes.
     """
     name, lossless, version = config.type, getattr(config, "lossless", None), config.format_version

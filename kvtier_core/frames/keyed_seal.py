@@ -36,10 +36,10 @@ from kvtier_core.frames.format import (
 from kvtier_core.frames.identity import KEY_ID_NBYTES, Protection, SealIdentity
 from kvtier_core.types import KEY_NBYTES, ChunkKey
 
-#: Characters of the shortest secret: so many random ones of any alphabet resist guessing.
+#: Characters of the shortest secret: this number of random ones of any alphabet resists guessing.
 MIN_SECRET_LENGTH = 32
 
-#: `_bits` must find at least so many. In 32 random hexadecimal digits it finds 88 to 127, in 16 written twice 72.
+#: The least number that `_bits` must find. In 32 random hexadecimal digits it finds 88 to 127, in 16 written twice 72.
 _MIN_BITS = 80
 
 _AES_KEY_NBYTES = 32
@@ -190,7 +190,10 @@ def _derived(root: bytes, nbytes: int, info: bytes) -> bytes:
 
 
 def _bound(header: Header) -> bytes:
-    """What a seal covers of the header: all but the checksums. The one of the decoded payload is covered with it."""
+    """The bytes of the header that a seal covers: all but the checksums.
+
+    That of the decoded payload is sealed together with the payload.
+    """
     return header._replace(payload_checksum=0, decoded_checksum=0).packed()
 
 

@@ -1,4 +1,4 @@
-"""What a plugin implements.
+"""The interfaces that a plugin implements.
 
     to write                                   implement
     a tier that stores frames (disk, remote)   BackendConfig, Backend; and Landing, if workers may read it

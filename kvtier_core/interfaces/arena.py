@@ -1,4 +1,4 @@
-"""A tier of memory that the engine's device reaches, and what copies between it and the engine's pages."""
+"""A tier of memory that the engine's device reaches, and the mover between it and the engine's pages."""
 
 from __future__ import annotations
 
@@ -120,8 +120,9 @@ class Mover(abc.ABC):
         """
 
     def begin_step(self) -> None:
-        """The engine is about to enqueue a step. Until `finished` is called loads need not wait for what comes now: no
-        work of this step or a later one touches pages that are loaded. Optional: a load may always wait for more.
+        """The engine is about to enqueue a step. Until `finished` is called loads need not wait for work enqueued from
+        now on: no work of this step or a later one touches pages that are loaded. Optional: a load may always wait for
+        more.
         """
 
     def fence(self, jobs: Collection[int]) -> None:

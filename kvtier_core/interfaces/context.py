@@ -1,4 +1,4 @@
-"""What a Config is told when it opens a tier."""
+"""The context in which a Config opens a tier."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtier_core.types import Namespace, Nbytes, Seconds
 
 
 class Medium(enum.Enum):
-    """What a tier keeps chunks on, for an engine's metrics of where hits came from."""
+    """The medium of a tier, for an engine's metrics of the sources of hits."""
 
     HOST = "host"  #: memory of this node
     DISK = "disk"  #: a disk of this node
@@ -20,19 +20,19 @@ class Medium(enum.Enum):
 
 @attrs.frozen
 class OpenContext:
-    """What the stack tells a plugin that it opens."""
+    """The environment in which the stack opens a plugin."""
 
     #: Of the frames: that of the engine, in a shared store with the codec and the id of the seal key as further facts,
     #: where there are any.
     namespace: Namespace
     layout: ChunkLayout
     engine: str  #: names this engine among those alive on this node
-    #: This engine's share of what the YAML grants this tier, in bytes of frames. The tier keeps its own frames within
+    #: This engine's share of the tier's capacity in YAML, in bytes of frames. The tier keeps its own frames within
     #: it; a store that is not shared deletes frames of other namespaces that would exceed it. Of a shared store it is
     #: what all of its users may take together, and 0 if the store bounds itself.
     capacity: Nbytes = Nbytes(0)
     replica: int = 0  #: which of the engines that share this configuration this is (data parallelism), from 0
-    replicas: int = 1  #: how many such engines there are; none may touch what another one stores
+    replicas: int = 1  #: the number of such engines; none may touch another one's frames
     max_frame_nbytes: Nbytes = Nbytes(0)  #: no frame that this tier writes is longer; 0: not known
     #: Of each shard of the layout the NUMA node of the devices that copy it. None: it is not known, they have several,
     #: or the machine has one. Empty: not known of any.

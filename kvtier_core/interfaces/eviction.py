@@ -29,7 +29,7 @@ class EvictionPolicy(abc.ABC):
     def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
         """A prompt has arrived. ``path`` are its chunks, the first one first, held or not.
 
-        Comes once a request, before any chunk of the path is admitted. ``hints`` are what the client said of it.
+        Comes once a request, before any chunk of the path is admitted. ``hints`` are the client's remarks about it.
         """
 
     @abc.abstractmethod
@@ -49,14 +49,14 @@ class EvictionPolicy(abc.ABC):
 
     @abc.abstractmethod
     def victims(self) -> Iterator[ChunkKey]:
-        """Held keys, each at most once, the one to evict first first. Changes nothing; `forget` says what was evicted.
+        """Held keys, each at most once, the one to evict first first. Changes nothing; `forget` names the evicted keys.
 
         Called anew for each eviction, which takes the first few keys alone. The policy is not called while the iterator
         is in use. The work is not quadratic in the number of keys.
         """
 
     def save(self) -> bytes:
-        """What was learned and may outlive a restart; by default nothing.
+        """The learned state that outlives a restart; by default none.
 
         Always of the same length, at most `MAX_POLICY_STATE_NBYTES`.
         """
@@ -65,7 +65,7 @@ class EvictionPolicy(abc.ABC):
     def restore(self, saved: bytes) -> None:
         """Take up what `save` returned in another process. Called at most once, before the first request or admission.
 
-        ``saved`` may be anything: what cannot be understood is ignored.
+        ``saved`` may be anything: a state that cannot be understood is ignored.
         """
 
 

@@ -1,4 +1,4 @@
-"""Something that is told what happens to chunks: a log, a metrics endpoint, a notification."""
+"""A receiver of the events of chunks: a log, a metrics endpoint, a notification."""
 
 from __future__ import annotations
 

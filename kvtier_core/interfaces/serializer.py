@@ -16,7 +16,7 @@ class Serializer(abc.ABC):
 
     A tier opens one serializer. All of the tier's I/O threads call ``encode`` and ``decode`` on it at the same time, so
     neither may keep anything in the instance between calls, or share a buffer or a library's context, without a lock.
-    What one instance encoded, any other decodes: opened from an equal config, in another process, after a restart.
+    Any instance decodes the frames of any other: opened from an equal config, in another process, after a restart.
     ``decode`` returns the same bytes for the same input, every time.
 
     Every frame carries the identity of its codec, which the core derives from the `SerializerConfig`, and checksums of

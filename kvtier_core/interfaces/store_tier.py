@@ -30,7 +30,7 @@ class Backend(abc.ABC):
     - Nobody deletes what another may use. The tier calls neither `delete` nor `scan`, whatever its capacity or epoch; a
       frame that it cannot use is a miss, stays where it is, and is replaced by the next write of its key.
     - Two writers of one key leave the whole frame of one of them; a reader finds a whole frame or none.
-    - A call does for each key what it can: if the store cannot serve one key, the others of the batch are served.
+    - Each key succeeds or fails alone: if the store cannot serve one key, the others of the batch are served.
     - Unfinished writes of others are left alone, for as long as one may still be under way.
     - The store bounds itself: by its own means, or, if the user wrote a ``capacity``, by `SharedSpace`, with which all
       its users account together.
@@ -62,7 +62,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> Sequence[BackendError | None] | None:
-        """Store ``frames[i]`` under ``keys[i]``, in place of what was there.
+        """Store ``frames[i]`` under ``keys[i]``, in place of any earlier frame.
 
         Of each key readers find the whole frame or none, whatever happens to the process. A frame is a multiple of
         `FRAME_ALIGNMENT` bytes long. No view is kept.
@@ -104,7 +104,7 @@ class Backend(abc.ABC):
         return iter(())
 
     def drop_namespace(self) -> None:
-        """Remove what a store keeps of this namespace besides frames: its facts, and writes that were never finished.
+        """Remove everything of this namespace besides frames: its facts, and writes that were never finished.
 
         Called by commands that look at a tier, when all frames are deleted and nobody uses the namespace any more, and
         never by an engine. By default there is nothing. Raises BackendError.

@@ -30,8 +30,8 @@ class TokenDatabase(abc.ABC):
 
         ``tokens`` are whole numbers of 32 bits, else ContractError. ``known`` are the keys of the first chunks from an
         earlier call with the same beginning, salt and extra, which need not be computed again; the list is not changed.
-        ``salt`` separates tenants and adapters: every key depends on it. ``extra[i]`` is what else the KV of chunk i
-        depends on, its images for instance: key i and all later ones depend on it.
+        ``salt`` separates tenants and adapters: every key depends on it. ``extra[i]`` is all else that the KV of chunk
+        i depends on, its images for instance: key i and all later ones depend on it.
         """
 
 

@@ -1,4 +1,4 @@
-"""LRU-2: evicts first what was used only once, then the chunk whose second-to-last use is longest ago.
+"""LRU-2: evicts first the chunks that were used only once, then the chunk whose second-to-last use is longest ago.
 
 E. J. O'Neil, P. E. O'Neil and G. Weikum, "The LRU-K page replacement algorithm for database disk buffering" (SIGMOD
 1993), for K = 2, with four ghosts for each held key. O(1) for each key forgotten, O(log n) for each key requested or

@@ -2,8 +2,8 @@
 
 The members are `lru` and `lru2`. The score of a simulated cache is the number of hits it would have had, halved every
 500 requests; the leader changes when another one is 2 % better. Chunks that the leader's cache does not hold are
-evicted first, then what the leader would evict. Following the best of several simulated caches is the idea of I. Ari et
-al., "ACME: adaptive caching using multiple experts" (WDAS 2002). Costs what its members cost, and O(1) more for each
+evicted first, then the leader's victims. Following the best of several simulated caches is the idea of I. Ari et al.,
+"ACME: adaptive caching using multiple experts" (WDAS 2002). Costs the sum of its members' costs, and O(1) more for each
 key requested.
 """
 
@@ -37,7 +37,7 @@ class TournamentConfig(EvictionConfig):
 
 
 class _SimulatedCache:
-    """What a cache of the same size would hold if this policy had always decided."""
+    """The contents of a cache of the same size if this policy had always decided."""
 
     def __init__(self, policy: EvictionPolicy):
         self.policy = policy

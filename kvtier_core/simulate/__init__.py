@@ -1,1 +1,1 @@
-"""Simulates what a stack would have done with a trace of prompts, by a dry run of the code that serves."""
+"""Simulates a stack on a trace of prompts, by a dry run of the code that serves."""

@@ -17,7 +17,7 @@ class Speed:
     latency: Seconds = Seconds(0)  #: of a prompt's first byte
 
     def seconds(self, nbytes: int) -> float:
-        """For reading so many bytes for one prompt; nothing for none."""
+        """For reading this number of bytes for one prompt; nothing for none."""
         return self.latency + nbytes / (self.gigabytes * 1e9) if nbytes else 0.0
 
 

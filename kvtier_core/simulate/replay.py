@@ -20,7 +20,7 @@ from kvtier_core.types import ChunkKey, EventKind
 _ARRIVALS = (EventKind.STORED, EventKind.PROMOTED, EventKind.WRITTEN)
 #: For how many steps without progress a prompt waits for chunks that are pending.
 _PATIENCE = 3
-#: The holder of what is pinned and reserved; prompts come one after the other.
+#: The holder of all pins and reservations; prompts come one after the other.
 _PROMPT = "prompt"
 
 
@@ -78,7 +78,7 @@ def replay(
 
 
 def serve(manager: StorageManager, path: Sequence[ChunkKey], written: Counter[str]) -> Sequence[str]:
-    """Do with a prompt what the scheduler side does. Returns the tiers from which its leading chunks came."""
+    """Serve a prompt as the scheduler side does. Returns the tiers from which its leading chunks came."""
     manager.on_request(path)
     sources = _look_up(manager, path, written)
     _account(manager.step(), written)  # as an engine does before each forward

@@ -29,7 +29,7 @@ class Study:
     speeds: Mapping[str, Speed] = attrs.field(factory=dict)  #: of tiers, by name, that differ from the defaults
 
     def run(self, config: StackConfig, tick: Callable[[], object] = lambda: None) -> Tally:
-        """What the stack would have done; ``tick`` is called after each prompt. Raises ConfigError."""
+        """The result of the simulated stack; ``tick`` is called after each prompt. Raises ConfigError."""
         return replay(self.trace, config, self._costs(config), self.layout, tick)
 
     def bound(self, config: StackConfig) -> Tally:

@@ -93,4 +93,4 @@ def test_settings_are_explained():
         if "disk" in tier["properties"]["type"]["enum"]
     )  # fmt: skip
     assert disk["properties"]["min_free"]["description"] == "no write leaves less than this free on the file system"
-    assert SCHEMA["properties"]["load"]["description"].startswith("``auto`` loads from a store tier what that brings")
+    assert SCHEMA["properties"]["load"]["description"].startswith("``auto`` loads from a store tier if that is sooner")
