@@ -275,4 +275,11 @@ MUTANTS = (
         "if False:",
         S3_CAPACITY + "test_a_conditional_write_that_meets_itself_is_counted",
     ),
+    Mutant(
+        "a-sample-is-taken-for-all",
+        S3 + "/space.py",
+        "        if not whole:",
+        "        if False:",
+        S3_CAPACITY + "test_an_account_that_was_lost_is_counted_from_all_frames",
+    ),
 )

@@ -282,6 +282,7 @@ def said() -> Iterator[Any]:
         return found
 
     log = logging.getLogger("kvtier")
+    log.setLevel(logging.INFO)
     log.addFilter(keep)  # a handler would not survive: vLLM sets up logging again with its first engine
     yield lines
     log.removeFilter(keep)

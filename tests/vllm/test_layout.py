@@ -124,7 +124,7 @@ def test_a_spec_class_that_this_vllm_lacks_disables_that_kind_alone(monkeypatch,
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     assert module.refusal(groups(specs["full"], specs["chunked"])) == ""
-    why = f"layer layer 1 keeps {kind} state, and what a prefix needs of that is not known"
+    why = f"layer layer 1 keeps {kind} state, and which part of it a prefix needs is not known"
     assert module.refusal(groups(specs["full"], lacking)) == why
     assert module.refusal(groups(specs["full"], specs["state"])) == ""
 

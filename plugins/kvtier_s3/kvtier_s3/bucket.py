@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -139,6 +140,28 @@ class Bucket:
                 raise answer
             listed += answer
         return listed
+
+    def sample(self, folder: str, most: int) -> tuple[Sequence[Listed], bool]:
+        """About ``most`` objects in a folder and below, from places drawn by lot; and whether these are all."""
+        few = self.calls.one(self._list, folder, f"{folder}/", f"{folder}0", most=_PAGE)
+        if len(few) < _PAGE:
+            return few, True
+        each = max(1, most // len(_DIGITS))
+        begins = [f"{folder}/{digit}" for digit in _DIGITS]
+        ends = [*begins[1:], f"{folder}0"]
+        answers = self.calls.at_once(self._window, [folder] * len(_DIGITS), begins, ends, [each] * len(_DIGITS))
+        listed: list[Listed] = []
+        for answer in answers:
+            if isinstance(answer, BackendError):
+                raise answer
+            listed += answer
+        return listed, all(len(answer) < each for answer in answers)
+
+    async def _window(self, folder: str, begin: str, end: str, most: int) -> Sequence[Listed]:
+        """At most so many objects between two names, from a place drawn by lot; behind the last comes the first."""
+        start = begin + secrets.token_hex(4)
+        listed = await self._list(folder, start, end, most)
+        return [*listed, *(await self._list(folder, begin, start, most - len(listed)))]
 
     def folders(self, prefix: str) -> Sequence[str]:
         """The names of the folders in this one."""

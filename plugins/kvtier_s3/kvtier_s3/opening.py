@@ -20,7 +20,7 @@ from kvtier_s3.calls import Calls
 from kvtier_s3.errors import StoreDown, Unanswered
 from kvtier_s3.names import FACTS_NBYTES, Names
 from kvtier_s3.settings import S3Settings
-from kvtier_s3.space import QUANTUM, BucketSpace, conditions_hold
+from kvtier_s3.space import MOST_LISTED, QUANTUM, BucketSpace, conditions_hold
 from kvtier_s3.writes import Writer
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ def open_backend(settings: S3Settings, ctx: OpenContext) -> S3Backend:
         with bucket.calls.within(ctx.timeout):
             reached = _reach(bucket, names, ctx)
             if ctx.capacity:
-                space = SharedSpace(_space(bucket, settings.prefix, ctx.capacity), ctx.capacity, quantum=QUANTUM)
+                ledger = _space(bucket, settings.prefix, ctx.capacity)
+                space = SharedSpace(ledger, ctx.capacity, quantum=QUANTUM, most_listed=MOST_LISTED)
     except BaseException:
         bucket.calls.close()
         raise

@@ -7,7 +7,7 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 
 from kvtier_core.errors import BackendError
@@ -22,6 +22,8 @@ QUANTUM = 256 << 20
 _STALE_SECONDS = 60.0
 _PAUSE = 0.2  # seconds between two looks at a lock
 _REMOVED_AT_ONCE = 32
+#: Frames among which an eviction looks for the oldest: some seconds of requests, however many frames there are.
+MOST_LISTED = 1 << 15
 _ROOM = 1 << 16  # no counters and no lock are longer
 
 
@@ -37,7 +39,7 @@ class BucketSpace:
         self._lock = f"{prefix}/evicting.json"
         self._seen = ("", 0.0)  # the lock of another user, by its ETag, and since when
         # Of the eviction that holds the lock:
-        self._listed: Sequence[Listed] = ()
+        self._listed: list[Listed] = []
         self._numbers: dict[Listed, int] = {}  # in the listing
         self._removed: dict[Listed, BackendError | None] = {}  # ahead of `remove`, and why not
 
@@ -60,16 +62,27 @@ class BucketSpace:
             ahead = sum(each.nbytes for each, failure in self._removed.items() if failure is None)
             self.count(freed=ahead)
         finally:
-            self._listed, self._numbers, self._removed = (), {}, {}
+            self._listed, self._numbers, self._removed = [], {}, {}
             held = self._bucket.fetch(self._lock, _ROOM)
             if held is not None and held.body == ours:
                 self._bucket.calls.one(self._bucket.delete, self._lock)
 
-    def oldest(self) -> list[tuple[Listed, int]]:
-        """The frames of every namespace, by the time of their last write."""
-        self._listed = sorted(frames_in(self._bucket, self._prefix), key=_age)
-        self._numbers = {each: number for number, each in enumerate(self._listed)}
-        return [(each, each.nbytes) for each in self._listed]
+    def oldest(self) -> Iterator[tuple[Listed, int]]:
+        """The frames of every namespace, by the time of their last write.
+
+        Among very many, first those from places drawn by lot, of which more than `MOST_LISTED` are sorted.
+        """
+        sampled, whole = sample_of(self._bucket, self._prefix, 2 * MOST_LISTED)
+        yield from self._note(sorted(sampled, key=_age))
+        if not whole:
+            seen = {each.name for each in sampled}
+            yield from self._note(each for each in frames_in(self._bucket, self._prefix) if each.name not in seen)
+
+    def _note(self, frames: Iterable[Listed]) -> Iterator[tuple[Listed, int]]:
+        for each in frames:
+            self._numbers[each] = len(self._listed)
+            self._listed.append(each)
+            yield each, each.nbytes
 
     def remove(self, place: Listed) -> bool:
         """Delete a frame, and those that come after it in the listing: one request at a time would take too long.
@@ -120,8 +133,22 @@ class BucketSpace:
 
 def frames_in(bucket: Bucket, prefix: str) -> Iterator[Listed]:
     """Every frame of every namespace, in no order. Raises BackendError."""
-    homes = filter(is_home, bucket.folders(prefix))
-    listed = (each for home in homes for each in bucket.list(f"{prefix}/{home}"))
+    for folder in _folders(bucket, prefix):
+        yield from _frames(prefix, bucket.list(folder))
+
+
+def sample_of(bucket: Bucket, prefix: str, most: int) -> tuple[list[Listed], bool]:
+    """About ``most`` frames of all namespaces, in no order, and whether these are all. Raises BackendError."""
+    folders = _folders(bucket, prefix)
+    samples = [bucket.sample(folder, most // len(folders)) for folder in folders]
+    return [each for listed, _ in samples for each in _frames(prefix, listed)], all(whole for _, whole in samples)
+
+
+def _folders(bucket: Bucket, prefix: str) -> list[str]:
+    return [f"{prefix}/{home}" for home in bucket.folders(prefix) if is_home(home)]
+
+
+def _frames(prefix: str, listed: Iterable[Listed]) -> Iterator[Listed]:
     return (each for each in listed if place_of(prefix, each.name, each.nbytes))
 
 

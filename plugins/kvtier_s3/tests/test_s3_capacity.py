@@ -9,7 +9,8 @@ from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.storekit.shared_space import Count
 from kvtier_core.testing.samples import make_frame, make_keys, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT
-from kvtier_s3 import space
+from kvtier_s3 import bucket as bucket_module
+from kvtier_s3 import opening, space
 from kvtier_s3.bucket import Bucket, Listed
 from kvtier_s3.space import BucketSpace, frames_in
 
@@ -213,3 +214,57 @@ def test_without_a_capacity_nothing_is_counted(open_s3, bucket, config, asked):
     write(engine, [key])
     assert asked() == ["PUT if-none-match"]
     assert bucket.fetch(f"{config.prefix}/space.json", 1 << 20) is None
+
+
+# -- very many frames ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few_at_a_time(monkeypatch):
+    """As if a store of a hundred frames were a large one."""
+    monkeypatch.setattr(bucket_module, "_PAGE", 16)
+    for module in (space, opening):
+        monkeypatch.setattr(module, "MOST_LISTED", 32)
+
+
+def test_an_eviction_lists_a_bounded_number_of_frames(open_s3, bucket, config, few_at_a_time, monkeypatch):
+    engine, keys = open_s3(capacity=200 * NBYTES), make_keys(230)
+    write(engine, keys[:200])
+    listed = []
+    answers = Bucket._list
+
+    async def counted_list(*arguments, **options):
+        found = await answers(*arguments, **options)
+        listed.extend(found)
+        return found
+
+    monkeypatch.setattr(Bucket, "_list", counted_list)
+    most = 0
+    for key in keys[200:]:
+        listed.clear()
+        write(engine, [key])
+        most = max(most, len(listed))
+    assert 0 < most < 150, "a page, and a window for each digit, of 200"
+    assert held(bucket, config) <= 200 * NBYTES
+    assert all(engine.contains(keys[-5:]))
+    engine.close()
+    assert counted(bucket, config) >= held(bucket, config)
+
+
+def test_a_sample_of_a_store_that_is_not_large_is_all_of_it(open_s3, bucket, config, few_at_a_time):
+    write(open_s3(), make_keys(60))
+    sampled, whole = space.sample_of(bucket, config.prefix, 16 * 60)
+    assert whole and sorted(each.name for each in sampled) == sorted(
+        each.name for each in frames_in(bucket, config.prefix)
+    )
+    sampled, whole = space.sample_of(bucket, config.prefix, 32)
+    assert not whole and 16 <= len(sampled) <= 32
+
+
+def test_an_account_that_was_lost_is_counted_from_all_frames(open_s3, bucket, config, few_at_a_time):
+    """However large the store: a sample would say too little, and the capacity would be exceeded."""
+    engine = open_s3(capacity=100 * NBYTES)
+    write(engine, make_keys(100))
+    bucket.calls.one(bucket.delete, f"{config.prefix}/space.json")
+    write(open_s3(capacity=100 * NBYTES), make_keys(130)[100:])
+    assert held(bucket, config) <= 100 * NBYTES
