@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import logging
-import os
 import pathlib
 import socket
 import socketserver
@@ -23,6 +21,7 @@ from prometheus_client.registry import CollectorRegistry
 from kvtier_core.interfaces import Observer
 from kvtier_core.observers import metrics
 from kvtier_core.observers.metrics import BUCKETS, METRICS, MetricType, Reading, Readings
+from kvtier_core.storekit import owner_socket
 from kvtier_core.transfer.io_pool import run_aside
 from kvtier_core.types import Event
 
@@ -93,7 +92,9 @@ class Endpoint(Observer):
         registry.register(self._values)
         handler = type("Handler", (_Handler,), {"registry": registry, "timeout": _PATIENCE})
         self._path = address if isinstance(address, pathlib.Path) else None
-        self._server = (_TCPServer if self._path is None else _OwnersSocket)(address, handler)
+        self._server = (_TCPServer if self._path is None else _OwnersSocket)(
+            address if self._path is None else str(address), handler
+        )
         logger.info("kvtier: metrics at %s", self.address)
         self._thread = run_aside(lambda: self._server.serve_forever(poll_interval=0.1), "metrics")
 
@@ -184,22 +185,10 @@ class _TCPServer(_Server):
 class _OwnersSocket(_Server):
     address_family = socket.AF_UNIX
 
-    def __init__(self, path: pathlib.Path, handler: type):
-        self._path = path
-        super().__init__(str(path), handler)
-
     def server_bind(self) -> None:
-        """Bind, in place of what a killed engine has left; nobody can connect before it is the owner's alone."""
-        with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as probe:
-            try:
-                probe.connect(str(self._path))
-            except ConnectionRefusedError:
-                if self._path.is_socket():  # a file of another kind is left alone, and the bind fails
-                    self._path.unlink()
-            else:
-                raise OSError(errno.EADDRINUSE, f"another process serves {self._path}")
-        super().server_bind()
-        os.chmod(self._path, 0o600)
+        """Bind, in place of what a killed engine has left."""
+        self.socket.close()
+        self.socket = owner_socket.listen(pathlib.Path(self.server_address), self.request_queue_size)
 
     def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
         """A handler expects the address of a client, which a Unix socket has not."""

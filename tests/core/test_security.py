@@ -37,6 +37,7 @@ LISTENS = {"socket", "_socket", "socketserver", "asyncio", "http", "xmlrpc", "ws
 LISTENERS = {
     ROOT / "kvtier_core/observers/endpoint.py": {"socket", "socketserver"},
     ROOT / "kvtier_core/engine/status/server.py": {"socket"},
+    ROOT / "kvtier_core/storekit/owner_socket.py": {"socket"},
 }
 #: What connects, and with what: tiers to the server of their url or the endpoint of their bucket, commands to engines.
 CONNECTS = {"kvtier_redis": {"socket", "ssl", "select"}, "kvtier_s3": {"asyncio"}, "engines.py": {"socket"}}
@@ -132,7 +133,8 @@ def test_no_source_runs_what_it_reads_or_listens():
 
 
 def test_what_listens_for_commands_is_a_unix_socket():
-    families = [name for _, name in _used(ast.parse((ROOT / "kvtier_core/engine/status/server.py").read_text()))]
+    files = [ROOT / "kvtier_core/engine/status/server.py", ROOT / "kvtier_core/storekit/owner_socket.py"]
+    families = [name for file in files for _, name in _used(ast.parse(file.read_text()))]
     assert {name for name in families if name.startswith("socket.AF_")} == {"socket.AF_UNIX"}
 
 

@@ -115,16 +115,16 @@ MUTANTS = (
     ),
     Mutant(
         "metrics-for-every-user",
-        "kvtier_core/observers/endpoint.py",
-        "        os.chmod(self._path, 0o600)\n",
+        "kvtier_core/storekit/owner_socket.py",
+        "        path.chmod(0o600)\n",
         "",
         "tests/core/test_observers.py::test_a_socket_is_its_owners_alone_and_replaces_what_a_kill_has_left",
     ),
     Mutant(
         "files-are-sockets",
-        "kvtier_core/observers/endpoint.py",
-        "if self._path.is_socket():",
-        "if True:",
+        "kvtier_core/storekit/owner_socket.py",
+        "        if not stat.S_ISSOCK(path.lstat().st_mode):\n            return False\n",
+        "",
         "tests/core/test_observers.py::test_no_file_is_taken_for_a_socket",
     ),
     Mutant(

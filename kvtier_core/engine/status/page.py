@@ -19,10 +19,11 @@ from kvtier_core.engine.request_view import KVIdentity, RequestView
 from kvtier_core.engine.scheduler.event_log import EventLog
 from kvtier_core.engine.scheduler.requests import Requests, RequestState
 from kvtier_core.engine.scheduler.savings import Savings, TierSavings
-from kvtier_core.engine.status.server import Answer, Server, sweep
+from kvtier_core.engine.status.server import Answer, Server
 from kvtier_core.engine.status.tenants import Tenants
 from kvtier_core.engine.worker_reports import runtime_folder
 from kvtier_core.stack.interface import Stack
+from kvtier_core.storekit.owner_socket import sweep
 from kvtier_core.transfer.io_pool import run
 
 logger = logging.getLogger("kvtier")

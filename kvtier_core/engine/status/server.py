@@ -7,12 +7,10 @@ bounded. Only processes of the same user, or of root, are answered. Nothing can 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import selectors
 import socket
-import stat
 import struct
 import time
 from collections import deque
@@ -22,6 +20,7 @@ from typing import Any
 
 import attrs
 
+from kvtier_core.storekit import owner_socket
 from kvtier_core.transfer.io_pool import run, run_aside
 
 Answer = Mapping[str, Any]
@@ -63,7 +62,7 @@ class Server:
         self._asked: deque[tuple[_Client, Answer]] = deque(maxlen=_MOST_CLIENTS)  # older ones have been given up
         self._replied: deque[tuple[_Client, Answer]] = deque()
         self._closed = False
-        self._listener = _listen(path)
+        self._listener = owner_socket.listen(path, _MOST_CLIENTS)
         self._inode = path.lstat().st_ino
         self._wake, self._woken = socket.socketpair()
         for each in (self._listener, self._woken, self._wake):
@@ -175,40 +174,6 @@ def _clients(selector: selectors.BaseSelector) -> list[_Client]:
 def _drop(selector: selectors.BaseSelector, client: _Client) -> None:
     selector.unregister(client.connection)
     client.connection.close()
-
-
-def _listen(path: Path) -> socket.socket:
-    """A socket that only its user may connect to. One that a killed engine left is replaced."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if _is_abandoned(path):
-            path.unlink()
-        listener.bind(str(path))
-        path.chmod(0o600)
-        listener.listen(_MOST_CLIENTS)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-def _is_abandoned(path: Path) -> bool:
-    """Is there a socket on which nobody listens any more?"""
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(path.lstat().st_mode):
-            return False
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.setblocking(False)
-            return probe.connect_ex(str(path)) == errno.ECONNREFUSED
-    return False
-
-
-def sweep(folder: Path, pattern: str) -> None:
-    """Remove the sockets that killed engines left in a folder."""
-    for path in folder.glob(pattern):
-        with contextlib.suppress(OSError):
-            if _is_abandoned(path):
-                path.unlink()
 
 
 def _is_ours(connection: socket.socket) -> bool:
