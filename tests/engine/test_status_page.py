@@ -25,7 +25,7 @@ from kvtier_core.cli import main, top
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine.request_view import KVIdentity
-from kvtier_core.engine.status.tenants import Tenants
+from kvtier_core.engine.status.page import Tenants
 
 ABOUT = {"engine": "e", "model": "tiny", "replica": 0, "identity": "ab" * 32, "cold": ""}
 PROMPT = [random.Random(1).randrange(1000) for _ in range(4 * CHUNK + 3)]
