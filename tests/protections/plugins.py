@@ -282,4 +282,11 @@ MUTANTS = (
         "        if False:",
         S3_CAPACITY + "test_an_account_that_was_lost_is_counted_from_all_frames",
     ),
+    Mutant(
+        "only-the-heads-of-folders-are-sampled",
+        S3 + "/bucket.py",
+        "{digit}{drawn[0]}/{digit}{drawn}",
+        "{digit}{drawn}",
+        S3_CAPACITY + "test_every_frame_is_drawn_now_and_then",
+    ),
 )

@@ -133,35 +133,27 @@ class Bucket:
         if len(few) < _PAGE:
             return few
         ends = [f"{folder}/{digit}" for digit in _DIGITS[1:]]
-        answers = self.calls.at_once(self._list, [folder] * len(_DIGITS), [f"{folder}/", *ends], [*ends, f"{folder}0"])
-        listed: list[Listed] = []
-        for answer in answers:
-            if isinstance(answer, BackendError):
-                raise answer
-            listed += answer
-        return listed
+        return _joined(self.calls.at_once(self._list, [folder] * 16, [f"{folder}/", *ends], [*ends, f"{folder}0"]))
 
     def sample(self, folder: str, most: int) -> tuple[Sequence[Listed], bool]:
         """About ``most`` objects in a folder and below, from places drawn by lot; and whether these are all."""
         few = self.calls.one(self._list, folder, f"{folder}/", f"{folder}0", most=_PAGE)
         if len(few) < _PAGE:
             return few, True
-        each = max(1, most // len(_DIGITS))
-        begins = [f"{folder}/{digit}" for digit in _DIGITS]
-        ends = [*begins[1:], f"{folder}0"]
-        answers = self.calls.at_once(self._window, [folder] * len(_DIGITS), begins, ends, [each] * len(_DIGITS))
-        listed: list[Listed] = []
-        for answer in answers:
-            if isinstance(answer, BackendError):
-                raise answer
-            listed += answer
-        return listed, all(len(answer) < each for answer in answers)
+        ends = [f"{folder}/{digit}" for digit in _DIGITS[1:]] + [f"{folder}0"]
+        each = max(1, most // 16)
+        windows = self.calls.at_once(self._window, [folder] * 16, _DIGITS, ends, [each] * 16)
+        listed = _joined(windows)
+        return listed, all(not isinstance(window, BackendError) and len(window) < each for window in windows)
 
-    async def _window(self, folder: str, begin: str, end: str, most: int) -> Sequence[Listed]:
-        """At most so many objects between two names, from a place drawn by lot; behind the last comes the first."""
-        start = begin + secrets.token_hex(4)
+    async def _window(self, folder: str, digit: str, end: str, most: int) -> Sequence[Listed]:
+        """At most so many objects whose names begin with this digit, from any on; behind the last comes the first."""
+        drawn = secrets.token_hex(4)
+        start = f"{folder}/{digit}{drawn[0]}/{digit}{drawn}"  # as frames are named
         listed = await self._list(folder, start, end, most)
-        return [*listed, *(await self._list(folder, begin, start, most - len(listed)))]
+        if len(listed) == most:
+            return listed
+        return [*listed, *(await self._list(folder, f"{folder}/{digit}", start, most - len(listed)))]
 
     def folders(self, prefix: str) -> Sequence[str]:
         """The names of the folders in this one."""
@@ -193,6 +185,16 @@ class Bucket:
                 failure = error_of(error, self.where, nbytes)
         if failure is not None:
             raise failure  # here, so that it has no context: that may quote what signs a request
+
+
+def _joined(answers: Sequence[Sequence[Listed] | BackendError]) -> Sequence[Listed]:
+    """All that was listed. Raises BackendError if some could not be."""
+    listed: list[Listed] = []
+    for answer in answers:
+        if isinstance(answer, BackendError):
+            raise answer
+        listed += answer
+    return listed
 
 
 async def _copies(body: memoryview, part: int) -> AsyncGenerator[bytes, None]:

@@ -138,10 +138,24 @@ def frames_in(bucket: Bucket, prefix: str) -> Iterator[Listed]:
 
 
 def sample_of(bucket: Bucket, prefix: str, most: int) -> tuple[list[Listed], bool]:
-    """About ``most`` frames of all namespaces, in no order, and whether these are all. Raises BackendError."""
+    """Frames of all namespaces, in no order, and whether these are all: more than half of ``most`` if they are not.
+
+    Raises BackendError.
+    """
     folders = _folders(bucket, prefix)
-    samples = [bucket.sample(folder, most // len(folders)) for folder in folders]
-    return [each for listed, _ in samples for each in _frames(prefix, listed)], all(whole for _, whole in samples)
+    frames: dict[str, list[Listed]] = {}
+    whole: dict[str, bool] = {}
+
+    def draw(folder: str, most: int) -> None:
+        listed, whole[folder] = bucket.sample(folder, most)
+        frames[folder] = list(_frames(prefix, listed))
+
+    for folder in folders:
+        draw(folder, most // len(folders))
+    for folder in folders:  # large ones get what small ones have left over
+        if not whole[folder] and sum(map(len, frames.values())) <= most // 2:
+            draw(folder, most)
+    return list(itertools.chain.from_iterable(frames.values())), all(whole.values())
 
 
 def _folders(bucket: Bucket, prefix: str) -> list[str]:

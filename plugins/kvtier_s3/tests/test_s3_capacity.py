@@ -8,7 +8,7 @@ import pytest
 from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.storekit.shared_space import Count
 from kvtier_core.testing.samples import make_frame, make_keys, make_namespace
-from kvtier_core.types import FRAME_ALIGNMENT
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey
 from kvtier_s3 import bucket as bucket_module
 from kvtier_s3 import opening, space
 from kvtier_s3.bucket import Bucket, Listed
@@ -259,6 +259,23 @@ def test_a_sample_of_a_store_that_is_not_large_is_all_of_it(open_s3, bucket, con
     )
     sampled, whole = space.sample_of(bucket, config.prefix, 32)
     assert not whole and 16 <= len(sampled) <= 32
+
+
+def test_every_frame_is_drawn_now_and_then(open_s3, bucket, config, few_at_a_time):
+    """Also in the middle of a folder of many: frames are named by the first byte of their key, and then all of it."""
+    keys = [ChunkKey(b"\xa3" + bytes(key)[1:]) for key in make_keys(60)]
+    write(open_s3(), keys)
+    drawn = {each.name for _ in range(60) for each in space.sample_of(bucket, config.prefix, 16 * 16)[0]}
+    assert drawn == {each.name for each in frames_in(bucket, config.prefix)} and len(drawn) == len(keys)
+
+
+def test_small_namespaces_leave_their_share_of_a_sample_to_large_ones(open_s3, bucket, config, few_at_a_time):
+    write(open_s3(), make_keys(300))
+    for model in ("a", "b", "c"):
+        other = open_s3(namespace=make_namespace(model))
+        other.write(make_keys(1), [make_frame(make_keys(1)[0], nbytes=NBYTES, namespace=make_namespace(model))])
+    sampled, whole = space.sample_of(bucket, config.prefix, 64)
+    assert not whole and 32 < len(sampled) <= 67
 
 
 def test_an_account_that_was_lost_is_counted_from_all_frames(open_s3, bucket, config, few_at_a_time):
