@@ -188,7 +188,7 @@ class StorageManager(Stack):
     def step(self) -> list[Event]:
         for pool in self._pools():
             pool.step()
-        self._promotions.start(self._has_slot)
+        self._promotions.start(self._search.has_slot)
         for arena in self._arenas:
             self._leases.wake(arena.take_settled())
         for tier in self._tiers:
@@ -308,9 +308,6 @@ class StorageManager(Stack):
         self._leases.evicted(keys)
         if keys:
             self._report(EventKind.EVICTED, arena, keys, why="for room")
-
-    def _has_slot(self, key: ChunkKey) -> bool:
-        return any(arena.has_slot(key) for arena in self._arenas)
 
     def _pools(self) -> list[Pool]:
         return [self._pool, *(tier.pool for tier in self._tiers)]

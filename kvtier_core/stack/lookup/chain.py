@@ -98,4 +98,4 @@ class ChainSearch(Search):
             if path[at] in self._promotions.probes:
                 return Requested()
             return Requested(1, self._promotions.source(path[at]) or arena.name)
-        return self._promotions.request(path, at, self._has_slot, limit, salt)
+        return self._promotions.request(path, at, self.has_slot, limit, salt)

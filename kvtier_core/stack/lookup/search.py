@@ -56,7 +56,8 @@ class Search(abc.ABC):
         unused = len(self._leases.promoted_from) + self._promotions.under_way
         return max(0, self._arenas[0].memory.slots // _PREFETCH_SHARE - unused)
 
-    def _has_slot(self, key: ChunkKey) -> bool:
+    def has_slot(self, key: ChunkKey) -> bool:
+        """Does a slot of an arena belong to this chunk?"""
         return any(arena.has_slot(key) for arena in self._arenas)
 
     def _arriving(self, key: ChunkKey) -> Arena | None:

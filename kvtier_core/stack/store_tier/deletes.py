@@ -94,8 +94,8 @@ class Deletes:
     def _quarantine_shared(self, keys: Sequence[ChunkKey]) -> None:
         """Tell a shared store to replace these frames at their next write. If that fails, they stay as they are."""
         if keys:
-            work = lambda: self._backend.quarantine(keys)  # noqa: E731
-            self._calls.run(keys, Use.QUARANTINING, self._health.writes, work, lambda call: None)
+            writes = self._health.writes
+            self._calls.run(keys, Use.QUARANTINING, writes, lambda: self._backend.quarantine(keys), lambda call: None)
 
     def _delete(
         self,

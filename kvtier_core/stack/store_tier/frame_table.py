@@ -102,9 +102,17 @@ class FrameTable:
         for key in keys:
             del self.in_use[key]
 
-    def readable(self, key: ChunkKey) -> bool:
-        """May the frame of a resident key be read now?"""
-        return self.in_use.get(key) in (None, Use.LANDING) and key not in self.invalidated
+    def readable(self, keys: Sequence[ChunkKey], start: int) -> int:
+        """How many keys from ``start`` on are resident and may be read now, before the first that may not."""
+        run = self.index.held.run(keys, start)
+        if not self.in_use and not self.invalidated:
+            return run
+        unreadable = (
+            i
+            for i, key in enumerate(keys[start : start + run])
+            if self.in_use.get(key) not in (None, Use.LANDING) or key in self.invalidated
+        )
+        return next(unreadable, run)
 
     def nbytes(self, keys: Iterable[ChunkKey]) -> int:
         """Bytes of resident frames."""

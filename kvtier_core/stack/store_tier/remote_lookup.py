@@ -105,8 +105,14 @@ class RemoteLookup:
             self._found += found
             then(found)
 
-        work = lambda: as_many(self._backend.contains(keys), keys)  # noqa: E731
-        self._calls.run(keys, Use.READING, self._health.reads, work, answered, load=True)
+        self._calls.run(
+            keys,
+            Use.READING,
+            self._health.reads,
+            lambda: as_many(self._backend.contains(keys), keys),
+            answered,
+            load=True,
+        )
 
     def _end(self, keys: Collection[ChunkKey]) -> None:
         self._asked.difference_update(keys)

@@ -115,10 +115,7 @@ class StoreTier:
 
     def readable(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
         """How many keys from ``start`` on can be read now, before the first that cannot."""
-        if not self._health.can_read:
-            return 0
-        run = self.index.held.run(keys, start)
-        return next((i for i in range(run) if not self._table.readable(keys[start + i])), run)
+        return self._table.readable(keys, start) if self._health.can_read else 0
 
     def has(self, key: ChunkKey) -> bool:
         """Can the frame of this key be read now?"""
