@@ -42,13 +42,12 @@ class ChainSearch(Search):
         self._leases.done(holder)
         reason = self._miss_reason(path[at], below) if at < len(path) else ""
         pending = at - len(lease.slots)
-        exact = self._arenas[0].exact_run(lease.path)
         return Lookup(
             slots=tuple(lease.slots),
             sources=tuple(lease.sources),
             chunks=len(lease.slots),
             chain=len(lease.slots),
-            exact=exact,
+            exact=self._arenas[0].exact_run(lease.path),
             pending=pending,
             awaited=awaited if pending else "",
             silence=self._silence(awaited) if pending else 0.0,
