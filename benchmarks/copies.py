@@ -17,7 +17,7 @@ from kvtier_core.frames.format import seal, verify
 from kvtier_core.interfaces import Mover, OpenContext, PagedKVCache, PageRun
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.testing.samples import make_layout
-from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace, Nbytes
+from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, Namespace, Nbytes
 from kvtier_cpu.config import CpuConfig
 
 ROUNDS = 15
@@ -79,7 +79,7 @@ class _Bench:
     def cases(self) -> list[Case]:
         nbytes, blocks = self.shape.layout.payload_nbytes, self.shape.blocks
         pages, plain = _address(self.pages), _address(self.plain)
-        slots = [_address(self.arena.view(slot)) + FRAME_ALIGNMENT for slot in range(CHUNKS)]
+        slots = [_address(self.arena.view(slot)) + FRAME_HEADER_NBYTES for slot in range(CHUNKS)]
         consecutive = [range(chunk * blocks, (chunk + 1) * blocks) for chunk in range(CHUNKS)]
         shuffled = random.Random(0).sample(range(CHUNKS * blocks), CHUNKS * blocks)
         scattered = [[shuffled[place] for place in row] for row in consecutive]

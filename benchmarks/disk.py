@@ -24,7 +24,7 @@ from kvtier_core.stack.store_tier.writes import FrameWrite
 from kvtier_core.storekit.files import ring_works
 from kvtier_core.testing.samples import make_layout
 from kvtier_core.transfer.io_pool import IOPool
-from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace, Nbytes
+from kvtier_core.types import FRAME_HEADER_NBYTES, KEY_NBYTES, ChunkKey, Namespace, Nbytes
 from kvtier_disk.config import DiskConfig
 from kvtier_gds.config import GdsConfig
 
@@ -107,7 +107,7 @@ def _cells(times: Times, case: str, *others: str) -> Iterator[object]:
 class _Bench:
     def __init__(self, place: Path, frame_nbytes: int):
         self.namespace = namespace = Namespace.of({"benchmark": "disk"})
-        self.layout = layout = make_layout((frame_nbytes - FRAME_ALIGNMENT,), 1)
+        self.layout = layout = make_layout((frame_nbytes - FRAME_HEADER_NBYTES,), 1)
         self.keys = [ChunkKey(os.urandom(KEY_NBYTES)) for _ in range(TOTAL // frame_nbytes)]
         self.frames, self.landings = _views(frame_nbytes), _views(frame_nbytes)
         for key, view in zip(self.keys, self.frames, strict=True):

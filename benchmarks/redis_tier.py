@@ -17,7 +17,7 @@ from benchmarks.measure import GIB, Case, Table, Times, interleaved, progress, s
 from benchmarks.stores import RedisPlaces, redis
 from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.testing.samples import make_layout
-from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace, Nbytes
+from kvtier_core.types import FRAME_ALIGNMENT, FRAME_HEADER_NBYTES, KEY_NBYTES, ChunkKey, Namespace, Nbytes
 from kvtier_redis.config import RedisConfig
 
 ROUNDS = 11
@@ -86,7 +86,7 @@ def _existence(way: str, bench: _Bench) -> Table:
 
 class _Bench:
     def __init__(self, way: _Way):
-        layout = make_layout((FRAME - FRAME_ALIGNMENT,), 1)
+        layout = make_layout((FRAME - FRAME_HEADER_NBYTES,), 1)
         context = OpenContext(Namespace.of({"benchmark": "redis"}), layout, "benchmark")
         self.bare = _BareClient(way.connect())
         self.tier: Backend = RedisConfig(url=way.url, part=Nbytes(PART)).open(context)

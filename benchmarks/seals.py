@@ -19,7 +19,7 @@ from kvtier_core.frames.format import seal
 from kvtier_core.frames.keyed_seal import KeyedSeal
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.testing.samples import make_layout
-from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace, Nbytes
+from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, Namespace, Nbytes
 
 ROUNDS = 15
 REPEATS = 5
@@ -73,7 +73,7 @@ class _Bench:
             Case(COPY, self._in_turn(lambda place: into[place].__setitem__(slice(None), slots[place]))),
             Case("AES-GCM", self._in_turn(lambda place: _gcm().update_into(slots[place], into[place]))),
             Case("GMAC", self._in_turn(lambda place: _gcm().authenticate_additional_data(slots[place]))),
-            Case("checksum", self._in_turn(lambda place: crc32(slots[place][FRAME_ALIGNMENT:]))),
+            Case("checksum", self._in_turn(lambda place: crc32(slots[place][FRAME_HEADER_NBYTES:]))),
             self._written("written, sealed", sealed, slots),
             self._written("written, encrypted", encrypted, slots),
             self._read("read", None, slots),
@@ -105,7 +105,7 @@ class _Bench:
 
     def _slot(self) -> memoryview:
         slot = memoryview(bytearray(self.layout.frame_nbytes))
-        slot[FRAME_ALIGNMENT:] = secrets.token_bytes(len(slot) - FRAME_ALIGNMENT)
+        slot[FRAME_HEADER_NBYTES:] = secrets.token_bytes(len(slot) - FRAME_HEADER_NBYTES)
         seal(slot, NAMESPACE, KEY, self.layout.payload_nbytes)
         return slot
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import attrs
 
-from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey
+from kvtier_core.types import FRAME_ALIGNMENT, FRAME_HEADER_NBYTES, KEY_NBYTES, ChunkKey
 
 
 class KVKind(enum.StrEnum):
@@ -103,11 +103,16 @@ class Shard:
         return sum(layer.page_nbytes * layer.blocks for layer in self.layers)
 
 
+def frame_nbytes(payload_nbytes: int) -> int:
+    """Bytes of a frame with a payload of this length."""
+    return FRAME_HEADER_NBYTES + -(-payload_nbytes // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
+
+
 @attrs.frozen
 class Part:
     """The layout of one frame of a chunk.
 
-    A frame is a header of 4 KiB, then the shards of the ranks, then zeros up to a multiple of `FRAME_ALIGNMENT`.
+    A frame is a header, then the shards of the ranks, then zeros up to a multiple of `FRAME_ALIGNMENT`.
     """
 
     number: int  #: in the chunk layout
@@ -124,7 +129,7 @@ class Part:
     @cached_property
     def frame_nbytes(self) -> int:
         """Bytes of the whole frame."""
-        return FRAME_ALIGNMENT + -(-self.payload_nbytes // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
+        return frame_nbytes(self.payload_nbytes)
 
     def shard_of(self, rank: int) -> Shard:
         """This rank's share of the frame."""
@@ -221,7 +226,7 @@ class ChunkLayout:
 
     def _part(self, number: int, groups: Sequence[int]) -> Part:
         blocks = tuple(group.stored(self.tokens) * (place in groups) for place, group in enumerate(self.groups))
-        shards, offset = [], FRAME_ALIGNMENT
+        shards, offset = [], FRAME_HEADER_NBYTES
         for rank in range(0, self.ranks, self.replicas):
             shards.append(Shard(offset, self._places(rank, groups)))
             offset += shards[-1].nbytes

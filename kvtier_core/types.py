@@ -25,6 +25,8 @@ ChunkKey = NewType("ChunkKey", bytes)
 KEY_NBYTES = 32
 #: In bytes. Frames, their headers and arena slots are multiples of it, so that O_DIRECT can move them.
 FRAME_ALIGNMENT = 4096
+#: Bytes of a frame before its payload.
+FRAME_HEADER_NBYTES = FRAME_ALIGNMENT
 
 #: Every frame begins so, whatever its format version.
 FRAME_MAGIC = b"kvtier\r\n"

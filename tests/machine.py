@@ -31,7 +31,7 @@ from kvtier_core.stack.outcomes import FrameRead, ReadStatus
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_context, make_layout
-from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace, Slot, StoredFrame
+from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, Namespace, Slot, StoredFrame
 
 LAYOUT = make_layout((24,), blocks=2, ranks=2)
 _SHARDS = OwnShard.of(LAYOUT, rank=0)  # both: the second does not begin where it could be read alone
@@ -167,7 +167,7 @@ class StackMachine(RuleBasedStateMachine):
         slots = self.manager.reserve(PATHS[name][:length], holder := self.new_holder())
         for key, slot in slots.items():
             view = self.memories[slot.arena].view(slot.index)
-            view[FRAME_ALIGNMENT : FRAME_ALIGNMENT + LAYOUT.payload_nbytes] = payload(key, self.epoch)
+            view[FRAME_HEADER_NBYTES : FRAME_HEADER_NBYTES + LAYOUT.payload_nbytes] = payload(key, self.epoch)
         if slots:
             self.storing.append(holder)
 
@@ -211,7 +211,7 @@ class StackMachine(RuleBasedStateMachine):
         for key, slot in zip(keys, slots, strict=True):
             view = self._landed(slot, unread) if isinstance(slot, StoredFrame) else self._view(slot)
             if key not in unread:
-                held = bytes(view[FRAME_ALIGNMENT : FRAME_ALIGNMENT + LAYOUT.payload_nbytes])
+                held = bytes(view[FRAME_HEADER_NBYTES : FRAME_HEADER_NBYTES + LAYOUT.payload_nbytes])
                 assert held == payload(key, epoch), "what is held for a request is not its chunk"
         self.manager.load_ended(holder, unread, ok=not unread)
         self.manager.release(holder)
@@ -223,8 +223,8 @@ class StackMachine(RuleBasedStateMachine):
         """The frame as a worker reads it."""
         (tier,) = [tier for tier in self.tier_levels if tier.name == frame.tier]
         view = memoryview(tier.backend.bytes_at(frame.extent, frame.key))
-        checksum = crc32(view[FRAME_ALIGNMENT : FRAME_ALIGNMENT + LAYOUT.payload_nbytes])
-        read = _SHARDS.examine(frame, view[:FRAME_ALIGNMENT], len(view) - FRAME_ALIGNMENT, checksum)
+        checksum = crc32(view[FRAME_HEADER_NBYTES : FRAME_HEADER_NBYTES + LAYOUT.payload_nbytes])
+        read = _SHARDS.examine(frame, view[:FRAME_HEADER_NBYTES], len(view) - FRAME_HEADER_NBYTES, checksum)
         if read.status is not ReadStatus.VERIFIED:
             unread[frame.key] = read
         return view
@@ -297,7 +297,7 @@ class StackMachine(RuleBasedStateMachine):
         """Damage every other frame of a store."""
         shelves = [tier.backend.frames for tier in self.tier_levels if tier.backend.frames]
         frames = shelves[tier % len(shelves)]
-        end = FRAME_ALIGNMENT + LAYOUT.payload_nbytes
+        end = FRAME_HEADER_NBYTES + LAYOUT.payload_nbytes
         for key in sorted(frames)[which % 2 :: 2]:
             spoiled = bytearray(frames[key][:end])
             if how == "drop":
@@ -307,17 +307,17 @@ class StackMachine(RuleBasedStateMachine):
             elif how == "codec":
                 self._write_with_another_codec(frames, key)
             elif how == "cut":
-                frames[key] = bytes(spoiled[: (1, 50, FRAME_ALIGNMENT, end - 1)[at % 4]])
+                frames[key] = bytes(spoiled[: (1, 50, FRAME_HEADER_NBYTES, end - 1)[at % 4]])
             elif spoiled:
-                spoiled[(0, 20, 60, FRAME_ALIGNMENT, end - 1)[at % 5] % len(spoiled)] ^= 1
+                spoiled[(0, 20, 60, FRAME_HEADER_NBYTES, end - 1)[at % 5] % len(spoiled)] ^= 1
                 frames[key] = bytes(spoiled)
 
     def _write_with_another_codec(self, frames: dict[ChunkKey, bytes], key: ChunkKey) -> None:
         """As an engine with other options of the serializer does, whose frames decode to other bytes here."""
         other = bytearray(frames[key])
-        if len(other) > FRAME_ALIGNMENT:
-            other[FRAME_ALIGNMENT:] = bytes(len(other) - FRAME_ALIGNMENT)
-            seal(memoryview(other), self.namespace, key, len(other) - FRAME_ALIGNMENT, codec=OTHER_CODEC)
+        if len(other) > FRAME_HEADER_NBYTES:
+            other[FRAME_HEADER_NBYTES:] = bytes(len(other) - FRAME_HEADER_NBYTES)
+            seal(memoryview(other), self.namespace, key, len(other) - FRAME_HEADER_NBYTES, codec=OTHER_CODEC)
             frames[key] = bytes(other)
 
     # -- what must always hold -------------------------------------------------------------------------

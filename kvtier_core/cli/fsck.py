@@ -20,7 +20,7 @@ from kvtier_core.frames.format import FrameError, Header, inspect, keyed_fields_
 from kvtier_core.frames.identity import RAW, CodecIdentity, Protection, identity_of
 from kvtier_core.interfaces import SerializerConfig, Stored
 from kvtier_core.stack.store_tier.policy_state import key_under
-from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Nbytes
+from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, Nbytes
 
 if TYPE_CHECKING:
     from kvtier_core.frames.keyed_seal import KeyedSeal
@@ -112,7 +112,7 @@ class _Seals:
         if self.keyed_seal is None:
             self.unchecked += 1
             return None
-        page = memoryview(stored.read(0, FRAME_ALIGNMENT))
+        page = memoryview(stored.read(0, FRAME_HEADER_NBYTES))
         if keyed_fields_of(page).key_id != self.keyed_seal.identity.key_id:
             return FrameError.SEAL
         if self.keyed_seal.matches(page, payload_pieces(header, stored.read)):

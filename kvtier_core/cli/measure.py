@@ -13,7 +13,7 @@ from kvtier_core.config.compose import OpenedTier
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.format import seal
 from kvtier_core.layouts import ChunkLayout
-from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey
+from kvtier_core.types import FRAME_ALIGNMENT, FRAME_HEADER_NBYTES, KEY_NBYTES, ChunkKey
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -43,7 +43,7 @@ class Frames:
         self._keys: list[ChunkKey] = []
         self._buffers: list[tuple[memoryview, int]] = []
         for slot in self._slots:
-            slot[FRAME_ALIGNMENT:] = os.urandom(len(slot) - FRAME_ALIGNMENT)
+            slot[FRAME_HEADER_NBYTES:] = os.urandom(len(slot) - FRAME_HEADER_NBYTES)
         self.rename()
 
     def __enter__(self) -> Frames:

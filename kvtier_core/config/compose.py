@@ -39,7 +39,7 @@ from kvtier_core.stack.index.parted_index import PartedIndex
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.transfer.io_pool import IOPool, Pool, run
-from kvtier_core.types import FRAME_ALIGNMENT, Namespace, Nbytes
+from kvtier_core.types import FRAME_HEADER_NBYTES, Namespace, Nbytes
 
 logger = logging.getLogger("kvtier")
 
@@ -234,7 +234,7 @@ class _Opening:
             ctx = attrs.evolve(ctx, timeout=tier.timeout)
         policy = self._call(tier.eviction, "eviction").returns(EvictionPolicy, tier.eviction.open)
         # The state of the policy is stored as a frame too.
-        longest = Nbytes(max(codec.max_frame_nbytes, FRAME_ALIGNMENT + MAX_POLICY_STATE_NBYTES))
+        longest = Nbytes(max(codec.max_frame_nbytes, FRAME_HEADER_NBYTES + MAX_POLICY_STATE_NBYTES))
         store = self._store(attrs.evolve(ctx, max_frame_nbytes=longest))
         if codec.keyed_seal is not None:
             store = SealedNames(store, codec.keyed_seal)

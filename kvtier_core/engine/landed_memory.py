@@ -21,7 +21,7 @@ from kvtier_core.stack.outcomes import FrameRead, ReadStatus
 from kvtier_core.transfer import cuda
 from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.transfer.io_pool import run_within
-from kvtier_core.types import FRAME_ALIGNMENT, Extent, StoredFrame
+from kvtier_core.types import FRAME_HEADER_NBYTES, Extent, StoredFrame
 
 #: Of the frames of a `Landing.samples` that are read to compare.
 _COMPARED_NBYTES = 64 << 20
@@ -95,7 +95,7 @@ class _InHost:
     def read(self, frames: Sequence[StoredFrame], first: int) -> list[FrameRead]:
         begins = range(first * self._slot_nbytes, (first + len(frames)) * self._slot_nbytes, self._slot_nbytes)
         extents = [*map(self._own.header, frames), *map(self._own.extent, frames)]
-        starts = [*begins, *(begin + FRAME_ALIGNMENT for begin in begins)]
+        starts = [*begins, *(begin + FRAME_HEADER_NBYTES for begin in begins)]
         into = [self._memory[at : at + extent.nbytes] for at, extent in zip(starts, extents, strict=True)]
         counts = as_many(self._landing.read(extents, into), extents)
         headers = _as_read(into[: len(frames)], counts[: len(frames)])
@@ -132,11 +132,11 @@ class _OnGPU:
 
     def read(self, frames: Sequence[StoredFrame], first: int) -> list[FrameRead]:
         headers = _read_headers(self._landing, [self._own.header(frame) for frame in frames])
-        begins = range(first * self._slot_nbytes + FRAME_ALIGNMENT, self._slots.memory.nbytes, self._slot_nbytes)
+        begins = range(first * self._slot_nbytes + FRAME_HEADER_NBYTES, self._slots.memory.nbytes, self._slot_nbytes)
         extents = [self._own.extent(frame) for frame in frames]
         into = [self._slots.memory.part(at, each.nbytes) for at, each in zip(begins, extents, strict=False)]
         counts = as_many(self._landing.read_to_device(extents, into), frames)
-        checksums = self._slots.checksums(first, len(frames), FRAME_ALIGNMENT, self._own.nbytes)
+        checksums = self._slots.checksums(first, len(frames), FRAME_HEADER_NBYTES, self._own.nbytes)
         return _examined(self._own, frames, headers, counts, checksums)
 
     def compare(self) -> None:
@@ -177,8 +177,8 @@ class _OnGPU:
 
 
 def _read_headers(landing: Landing, extents: Sequence[Extent]) -> list[memoryview | BackendError]:
-    memory = memoryview(mmap.mmap(-1, len(extents) * FRAME_ALIGNMENT))
-    begins = range(0, len(memory), FRAME_ALIGNMENT)
+    memory = memoryview(mmap.mmap(-1, len(extents) * FRAME_HEADER_NBYTES))
+    begins = range(0, len(memory), FRAME_HEADER_NBYTES)
     into = [memory[at : at + extent.nbytes] for at, extent in zip(begins, extents, strict=True)]
     return _as_read(into, landing.read(extents, into))
 

@@ -11,7 +11,7 @@ from kvtier_core.frames.format import FrameError, expected_header, shard_checksu
 from kvtier_core.interfaces import PagedKVCache
 from kvtier_core.layouts import ChunkLayout, Part
 from kvtier_core.stack.outcomes import FrameRead, ReadStatus
-from kvtier_core.types import FRAME_ALIGNMENT, Extent, StoredFrame
+from kvtier_core.types import FRAME_ALIGNMENT, FRAME_HEADER_NBYTES, Extent, StoredFrame
 
 
 @attrs.frozen
@@ -46,12 +46,12 @@ class OwnShard:
 
     def header(self, frame: StoredFrame) -> Extent:
         """Where its header lies."""
-        return frame.extent._replace(nbytes=min(frame.extent.nbytes, FRAME_ALIGNMENT))
+        return frame.extent._replace(nbytes=min(frame.extent.nbytes, FRAME_HEADER_NBYTES))
 
     def extent(self, frame: StoredFrame) -> Extent:
         """Where the shard lies, up to the end of a page of 4 KiB; no more than a slot can hold, or the frame has."""
-        offset = FRAME_ALIGNMENT if self._number is None else self._part.shards[self._number].offset
-        room, behind = self.layout.frame_nbytes - FRAME_ALIGNMENT, max(0, frame.extent.nbytes - offset)
+        offset = FRAME_HEADER_NBYTES if self._number is None else self._part.shards[self._number].offset
+        room, behind = self.layout.frame_nbytes - FRAME_HEADER_NBYTES, max(0, frame.extent.nbytes - offset)
         return frame.extent._replace(at=frame.extent.at + offset, nbytes=min(room, behind))
 
     def examine(self, frame: StoredFrame, header: memoryview, read: int, checksum: int) -> FrameRead:

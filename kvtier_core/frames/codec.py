@@ -21,8 +21,8 @@ from kvtier_core.frames.format import (
 )
 from kvtier_core.frames.identity import DECODED_LOSSY, RAW, UNKEYED, CodecIdentity, identity_of
 from kvtier_core.interfaces import OpenContext, Serializer, SerializerConfig
-from kvtier_core.layouts import ChunkLayout
-from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace
+from kvtier_core.layouts import ChunkLayout, frame_nbytes
+from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, Namespace
 
 if TYPE_CHECKING:  # its library is only there where a tier has a key
     from kvtier_core.frames.keyed_seal import KeyedSeal
@@ -62,7 +62,7 @@ class FrameCodec:
         self._layout = layout
         self._serializer = serializer
         #: Bytes of the longest frame that the tier writes.
-        self.max_frame_nbytes = layout.frame_nbytes if serializer is None else _frame_nbytes(serializer.bound(layout))
+        self.max_frame_nbytes = layout.frame_nbytes if serializer is None else frame_nbytes(serializer.bound(layout))
         self._buffers = Buffers(self.max_frame_nbytes)
 
     @classmethod
@@ -106,7 +106,7 @@ class FrameCodec:
             raise ContractError(f"a slot that is to be written holds a frame that is {header.codec}")
         if self._serializer is not None:
             return self._encoded(self._serializer, key, header, payload_of(sealed), salt)
-        frame = sealed[: _frame_nbytes(header.payload_nbytes)]
+        frame = sealed[: frame_nbytes(header.payload_nbytes)]
         if self.keyed_seal is None:
             return frame
         return self._protected(self.keyed_seal, key, header, payload_of(frame), salt)
@@ -115,11 +115,11 @@ class FrameCodec:
         self, serializer: Serializer, key: ChunkKey, header: Header, payload: memoryview, salt: bytes
     ) -> memoryview:
         encoded = self._buffers.take()
-        nbytes = serializer.encode(payload, encoded[FRAME_ALIGNMENT:])
+        nbytes = serializer.encode(payload, encoded[FRAME_HEADER_NBYTES:])
         if self.identity.lossless:
             decoded_checksum = header.payload_checksum
         else:
-            stored = encoded[FRAME_ALIGNMENT : FRAME_ALIGNMENT + nbytes]
+            stored = encoded[FRAME_HEADER_NBYTES : FRAME_HEADER_NBYTES + nbytes]
             decoded_checksum = self._decoded_checksum(serializer, stored, len(payload))
         seal(encoded, self.namespace, self._name(key), nbytes, codec=self.identity, decoded_checksum=decoded_checksum)
         if self.keyed_seal is not None:
@@ -175,7 +175,7 @@ class FrameCodec:
                 known = (header_of(frame).payload_checksum,) if len(part.shards) == 1 else ()
                 seal_part(slot, self._arena_namespace, key, part, known)
             return None
-        payload = slot[FRAME_ALIGNMENT : FRAME_ALIGNMENT + nbytes]
+        payload = slot[FRAME_HEADER_NBYTES : FRAME_HEADER_NBYTES + nbytes]
         decoded = None
         with contextlib.suppress(Exception):  # whatever a plugin raises must not fail the other frames of the batch
             decoded = serializer.decode(payload_of(frame), payload)
@@ -212,10 +212,6 @@ class FrameCodec:
 
 def _padded(buffer: memoryview, payload_nbytes: int) -> memoryview:
     """The frame in a buffer that may have held another, of which nothing must be stored."""
-    frame = buffer[: _frame_nbytes(payload_nbytes)]
-    frame[FRAME_ALIGNMENT + payload_nbytes :] = bytes(len(frame) - FRAME_ALIGNMENT - payload_nbytes)
+    frame = buffer[: frame_nbytes(payload_nbytes)]
+    frame[FRAME_HEADER_NBYTES + payload_nbytes :] = bytes(len(frame) - FRAME_HEADER_NBYTES - payload_nbytes)
     return frame
-
-
-def _frame_nbytes(payload_nbytes: int) -> int:
-    return FRAME_ALIGNMENT + -(-payload_nbytes // FRAME_ALIGNMENT) * FRAME_ALIGNMENT

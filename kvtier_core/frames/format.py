@@ -30,7 +30,7 @@ from kvtier_core.frames.identity import (
     SealIdentity,
 )
 from kvtier_core.layouts import Part
-from kvtier_core.types import FRAME_ALIGNMENT, FRAME_MAGIC, KEY_NBYTES, ChunkKey, Namespace
+from kvtier_core.types import FRAME_ALIGNMENT, FRAME_HEADER_NBYTES, FRAME_MAGIC, KEY_NBYTES, ChunkKey, Namespace
 
 FORMAT_VERSION = 2
 
@@ -144,7 +144,7 @@ def seal(
     `seal_part`.
     """
     if payload_checksum is None:
-        payload_checksum = crc32(frame[FRAME_ALIGNMENT : FRAME_ALIGNMENT + payload_nbytes])
+        payload_checksum = crc32(frame[FRAME_HEADER_NBYTES : FRAME_HEADER_NBYTES + payload_nbytes])
     if decoded_checksum is None:
         decoded_checksum = payload_checksum
     flags = (_LOSSLESS if codec.lossless else 0) | (_SHARDS if shard_checksums else 0)
@@ -192,7 +192,7 @@ def write_header(frame: memoryview, header: Header, keyed: KeyedFields | None = 
 
 
 def _write_page(frame: memoryview, page: bytes) -> None:
-    frame[:FRAME_ALIGNMENT] = page.ljust(FRAME_ALIGNMENT, b"\0")
+    frame[:FRAME_HEADER_NBYTES] = page.ljust(FRAME_HEADER_NBYTES, b"\0")
 
 
 def _summed(fields: bytes, first: bytes = b"") -> bytes:
@@ -221,7 +221,7 @@ def verify(
     header = expected_header(frame, namespace.digest, key, codec=codec, payload_nbytes=payload_nbytes, keyed=keyed)
     if isinstance(header, FrameError):
         return header
-    if header.payload_nbytes > len(frame) - FRAME_ALIGNMENT:
+    if header.payload_nbytes > len(frame) - FRAME_HEADER_NBYTES:
         return FrameError.SHORT
     return verify_checksums(header, crc32(payload_of(frame)))
 
@@ -261,7 +261,7 @@ def expected_header(
 
 def read_header(frame: memoryview) -> Header | FrameError:
     """The header of a frame if it is whole. The payload is not verified."""
-    if len(frame) < FRAME_ALIGNMENT:
+    if len(frame) < FRAME_HEADER_NBYTES:
         return FrameError.SHORT
     header = header_of(frame)
     if header.magic != FRAME_MAGIC:
@@ -280,13 +280,13 @@ def inspect(nbytes: int, read: Callable[[int, int], bytes]) -> Header | FrameErr
     ``read(offset, nbytes)`` returns bytes of the frame, fewer only at its end; its exceptions propagate. It is
     called for a few MiB at a time, and not for the payload if the header is damaged or states another length.
     """
-    page = memoryview(read(0, FRAME_ALIGNMENT))
+    page = memoryview(read(0, FRAME_HEADER_NBYTES))
     header = read_header(page)
     if isinstance(header, FrameError):
         return header
     if error := _verify_further_fields(header, page):
         return error
-    end = FRAME_ALIGNMENT + header.payload_nbytes
+    end = FRAME_HEADER_NBYTES + header.payload_nbytes
     if end > nbytes:
         return FrameError.SHORT
     if nbytes - end >= FRAME_ALIGNMENT:
@@ -295,15 +295,15 @@ def inspect(nbytes: int, read: Callable[[int, int], bytes]) -> Header | FrameErr
     for piece in payload_pieces(header, read):
         checksum = crc32(piece, checksum)
         end -= len(piece)
-    if end > FRAME_ALIGNMENT:
+    if end > FRAME_HEADER_NBYTES:
         return FrameError.SHORT
     return verify_checksums(header, checksum) or header
 
 
 def payload_pieces(header: Header, read: Callable[[int, int], bytes]) -> Iterator[bytes]:
     """The stored payload, a few MiB at a time; less of it if there is less. ``read`` is that of `inspect`."""
-    end = FRAME_ALIGNMENT + header.payload_nbytes
-    for at in range(FRAME_ALIGNMENT, end, _PIECE_NBYTES):
+    end = FRAME_HEADER_NBYTES + header.payload_nbytes
+    for at in range(FRAME_HEADER_NBYTES, end, _PIECE_NBYTES):
         yield read(at, min(_PIECE_NBYTES, end - at))
 
 
@@ -314,7 +314,7 @@ def header_of(frame: memoryview) -> Header:
 
 def payload_of(frame: memoryview) -> memoryview:
     """The payload of a frame that `verify` accepted. A view, not a copy."""
-    return frame[FRAME_ALIGNMENT : FRAME_ALIGNMENT + header_of(frame).payload_nbytes]
+    return frame[FRAME_HEADER_NBYTES : FRAME_HEADER_NBYTES + header_of(frame).payload_nbytes]
 
 
 def keyed_fields_of(frame: memoryview) -> KeyedFields:
@@ -345,7 +345,7 @@ def _verify_further_fields(header: Header, frame: memoryview) -> FrameError | No
         (count,) = _COUNT.unpack_from(frame, _FIELDS_END)
         end = _FIELDS_END + _COUNT.size + 4 * count + _CHECKSUM.size
         table = frame[_FIELDS_END : end - _CHECKSUM.size]
-        if end > FRAME_ALIGNMENT or frame[_FIELDS_END:end] != _summed(bytes(table), header.packed()):
+        if end > FRAME_HEADER_NBYTES or frame[_FIELDS_END:end] != _summed(bytes(table), header.packed()):
             return FrameError.HEADER
     elif header.protection is not Protection.NONE:
         fields = _KEYED.pack(*keyed_fields_of(frame))

@@ -10,7 +10,7 @@ from itertools import chain
 from kvtier_core.frames.format import seal
 from kvtier_core.interfaces import OpenContext, PagedKVCache, PageRun
 from kvtier_core.layouts import ChunkLayout, KVGroup, KVKind, KVStructure
-from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace, Nbytes
+from kvtier_core.types import FRAME_HEADER_NBYTES, KEY_NBYTES, ChunkKey, Namespace, Nbytes
 
 _POISON = 0xA5
 _BLOCK_TOKENS = 16
@@ -62,8 +62,8 @@ def make_frame(
 ) -> memoryview:
     """A sealed frame of ``nbytes``, by default that of `make_layout`, with a random payload."""
     nbytes = make_layout().frame_nbytes if nbytes is None else nbytes
-    sealed = memoryview(bytearray(FRAME_ALIGNMENT) + random.Random(seed).randbytes(nbytes - FRAME_ALIGNMENT))
-    seal(sealed, namespace or make_namespace(), key, nbytes - FRAME_ALIGNMENT)
+    sealed = memoryview(bytearray(FRAME_HEADER_NBYTES) + random.Random(seed).randbytes(nbytes - FRAME_HEADER_NBYTES))
+    seal(sealed, namespace or make_namespace(), key, nbytes - FRAME_HEADER_NBYTES)
     return sealed
 
 

@@ -50,7 +50,7 @@ MUTANTS = (
     Mutant(
         "believes-the-length",
         FRAME,
-        "header.payload_nbytes > len(frame) - FRAME_ALIGNMENT",
+        "header.payload_nbytes > len(frame) - FRAME_HEADER_NBYTES",
         "False",
         "tests/core/test_frame.py",
     ),
@@ -64,8 +64,8 @@ MUTANTS = (
     Mutant(
         "any-checksum-of-a-shard-is-believed",
         FRAME,
-        "if end > FRAME_ALIGNMENT or frame[_FIELDS_END:end] != _summed(bytes(table), header.packed()):",
-        "if end > FRAME_ALIGNMENT:",
+        "if end > FRAME_HEADER_NBYTES or frame[_FIELDS_END:end] != _summed(bytes(table), header.packed()):",
+        "if end > FRAME_HEADER_NBYTES:",
         "tests/core/test_frame.py::test_the_checksums_of_another_frame_do_not_fit",
     ),
     Mutant(
@@ -190,7 +190,7 @@ MUTANTS = (
     Mutant(
         "buffers-show-what-they-held",
         CODEC,
-        "    frame[FRAME_ALIGNMENT + payload_nbytes :] = bytes(",
+        "    frame[FRAME_HEADER_NBYTES + payload_nbytes :] = bytes(",
         "    bytes(",
         BUFFERS + "test_nothing_of_what_a_buffer_held_before_is_stored",
     ),

@@ -7,10 +7,11 @@ import hashlib
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import payload_of
 from kvtier_core.interfaces import Backend
+from kvtier_core.layouts import frame_nbytes
 from kvtier_core.stack.batches import as_many
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.transfer.io_pool import Outcome, Pool, Then, run
-from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace
+from kvtier_core.types import FRAME_HEADER_NBYTES, KEY_NBYTES, ChunkKey, Namespace
 
 #: A tier that is not this many times larger keeps no policy state.
 _FITS = 64
@@ -44,10 +45,8 @@ class PolicyState:
         self._length = len(self._kept)
         self._next: float | None = None  # when to check again
         self._busy = False
-        pages = -(-self._length // FRAME_ALIGNMENT)
-        self.nbytes = (
-            FRAME_ALIGNMENT * (1 + pages) if pages else 0
-        )  #: bytes that the frame takes in the store; 0: nothing is stored
+        #: Bytes that the frame takes in the store; 0: nothing is stored.
+        self.nbytes = frame_nbytes(self._length) if self._length else 0
         if self.nbytes * _FITS > capacity or backend.shared:  # engines that share a store learn different things
             self.nbytes = 0
 
@@ -95,6 +94,6 @@ class PolicyState:
 
     def _write(self, saved: bytes) -> None:
         sealed = memoryview(bytearray(self.nbytes))
-        sealed[FRAME_ALIGNMENT : FRAME_ALIGNMENT + self._length] = saved
+        sealed[FRAME_HEADER_NBYTES : FRAME_HEADER_NBYTES + self._length] = saved
         self._codec.seal_raw(self.key, sealed, self._length)
         self._backend.write([self.key], [sealed])

@@ -15,7 +15,7 @@ from kvtier_core.layouts import ChunkLayout, KVKind
 from kvtier_core.testing.laws.arena_memory import ArenaMemoryLaws
 from kvtier_core.testing.laws.attached import BLOCKS, AttachedEngine, reports_of, settle, shard_of
 from kvtier_core.testing.samples import is_poison, make_group, make_layout, poison, same
-from kvtier_core.types import FRAME_ALIGNMENT
+from kvtier_core.types import FRAME_HEADER_NBYTES
 
 _SEEDS = range(4)
 
@@ -75,7 +75,9 @@ class ArenaLaws(ArenaMemoryLaws):
             slots, pages = engine.choose()
             engine.mover.store(1, pages, slots)
             checksums = list(reports_of(engine.mover, [1])[1].checksums)
-            shards = [engine.memory.view(slot)[FRAME_ALIGNMENT:][: engine.part.shard_of(0).nbytes] for slot in slots]
+            shards = [
+                engine.memory.view(slot)[FRAME_HEADER_NBYTES:][: engine.part.shard_of(0).nbytes] for slot in slots
+            ]
             expected = [zlib.crc32(shard) for shard in shards]
             assert checksums in ([], expected), (
                 f"checksums are the CRC-32 of each slot's shard, {expected}, or none at all; reported are {checksums}"
@@ -253,14 +255,14 @@ class ArenaLaws(ArenaMemoryLaws):
         """
         with self.engine(tmp_path, seed=3) as engine:
             slots, pages = engine.choose(holes=False)
-            expected = [engine.expected_slot(chunk)[FRAME_ALIGNMENT:] for chunk in pages]
+            expected = [engine.expected_slot(chunk)[FRAME_HEADER_NBYTES:] for chunk in pages]
             for slot in slots:
                 poison(engine.memory.view(slot))
             engine.mover.store(5, pages, slots)
             engine.mover.wait([5])
             engine.pages.fill(engine.rng)
             _must_succeed(engine, 5)
-            assert same([engine.memory.view(slot)[FRAME_ALIGNMENT:] for slot in slots], expected), (
+            assert same([engine.memory.view(slot)[FRAME_HEADER_NBYTES:] for slot in slots], expected), (
                 "pages that were overwritten after wait() had returned are in the slots: the store still read them"
             )
             engine.mover.wait([5])

@@ -19,7 +19,7 @@ from kvtier_core.testing.laws.backend_calls import BackendCallLaws
 from kvtier_core.testing.laws.backend_frames import come_and_go, damage_of, read, soak, write_and_die
 from kvtier_core.testing.resources import Resources
 from kvtier_core.testing.samples import Poisoned, make_frame, make_key, make_keys, make_namespace
-from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey
+from kvtier_core.types import FRAME_ALIGNMENT, FRAME_HEADER_NBYTES, ChunkKey
 
 #: Seconds within which a read that is not blocked returns, even on a busy machine.
 PATIENCE = 20.0
@@ -217,8 +217,10 @@ class BackendLaws(BackendCallLaws):
                     assert count == extent.nbytes and into == self.frame(key), (
                         f"what lies at {extent} is not the frame that was located there, which is still stored"
                     )
-                    header = extent._replace(nbytes=FRAME_ALIGNMENT)
-                    behind = extent._replace(at=extent.at + FRAME_ALIGNMENT, nbytes=extent.nbytes - FRAME_ALIGNMENT)
+                    header = extent._replace(nbytes=FRAME_HEADER_NBYTES)
+                    behind = extent._replace(
+                        at=extent.at + FRAME_HEADER_NBYTES, nbytes=extent.nbytes - FRAME_HEADER_NBYTES
+                    )
                     parts = [bounce(each.nbytes) for each in (header, behind)]
                     counts = list(landing.read([header, behind], parts))
                     assert counts == [header.nbytes, behind.nbytes] and b"".join(parts) == self.frame(key), (

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import attrs
 
 from kvtier_core.errors import BackendError, StoreFull
-from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey
+from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey
 from kvtier_s3.bucket import Bucket
 from kvtier_s3.errors import Absent, Conflict, NoConditions, StoreDown, Unanswered
 from kvtier_s3.names import Names
@@ -35,7 +35,7 @@ class Write:
     @property
     def meta(self) -> dict[str, str]:
         """Tells one frame from another, by the header, which has the checksum of its payload; and one write."""
-        return {_HEADER: hashlib.sha256(self.frame[:FRAME_ALIGNMENT]).hexdigest()[:32], _WRITE: self.nonce}
+        return {_HEADER: hashlib.sha256(self.frame[:FRAME_HEADER_NBYTES]).hexdigest()[:32], _WRITE: self.nonce}
 
     @contextlib.contextmanager
     def growing(self, nbytes: int) -> Iterator[None]:
