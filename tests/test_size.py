@@ -20,7 +20,7 @@ BUDGETS = {
         [f"{CORE}/{each}" for each in ("types.py", "layouts.py", "errors.py", "interfaces", "frames", "stack")]
         + [f"{CORE}/transfer/io_pool.py"],
     ),
-    "core": (28756, [CORE]),  # aim: 25500
+    "core": (28762, [CORE]),  # aim: 25500
     "testing kit": (4800, [f"{CORE}/testing"]),
     "plugins": (6200, ["plugins/*/kvtier_*"]),
 }

@@ -127,10 +127,10 @@ class SchedulerSide:
         self._step_stack()
         if state.bypass or self._self_test.failure or not self.manager.still_pending(state.holder):
             return False
-        if not self._waiting.goes_on(state):
-            return False
-        self._loads.asked(state)
-        return True
+        waits = self._waiting.goes_on(state)
+        if waits:
+            self._loads.asked(state)
+        return waits
 
     def match(self, view: RequestView, computed: int) -> int | None:
         """How many tokens behind the first ``computed`` can be loaded. None: ask again in a later step.

@@ -195,8 +195,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if self.side.still_waits(request.request_id, request.num_tokens, num_computed_tokens):
             return None, False
         view = self._requests.view(request)
-        self.side.track(view)
         if bypass := self._requests.check_cached(request.request_id, num_computed_tokens):
+            self.side.track(view)
             self.side.bypass(request.request_id, bypass)
         tokens = self.side.match(view, num_computed_tokens)
         self._tables.keep_states_behind(request, self.side.shared_tokens(request.request_id))
