@@ -25,8 +25,7 @@ ChunkKey = NewType("ChunkKey", bytes)
 KEY_NBYTES = 32
 #: In bytes. Frames, their headers and arena slots are multiples of it, so that O_DIRECT can move them.
 FRAME_ALIGNMENT = 4096
-#: Bytes of a frame before its payload.
-FRAME_HEADER_NBYTES = FRAME_ALIGNMENT
+FRAME_HEADER_NBYTES = FRAME_ALIGNMENT  #: bytes of a frame before its payload
 
 #: Every frame begins so, whatever its format version.
 FRAME_MAGIC = b"kvtier\r\n"

@@ -75,9 +75,8 @@ class ArenaLaws(ArenaMemoryLaws):
             slots, pages = engine.choose()
             engine.mover.store(1, pages, slots)
             checksums = list(reports_of(engine.mover, [1])[1].checksums)
-            shards = [
-                engine.memory.view(slot)[FRAME_HEADER_NBYTES:][: engine.part.shard_of(0).nbytes] for slot in slots
-            ]
+            own = engine.part.shard_of(0)
+            shards = [engine.memory.view(slot)[own.offset :][: own.nbytes] for slot in slots]
             expected = [zlib.crc32(shard) for shard in shards]
             assert checksums in ([], expected), (
                 f"checksums are the CRC-32 of each slot's shard, {expected}, or none at all; reported are {checksums}"

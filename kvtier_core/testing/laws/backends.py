@@ -218,9 +218,7 @@ class BackendLaws(BackendCallLaws):
                         f"what lies at {extent} is not the frame that was located there, which is still stored"
                     )
                     header = extent._replace(nbytes=FRAME_HEADER_NBYTES)
-                    behind = extent._replace(
-                        at=extent.at + FRAME_HEADER_NBYTES, nbytes=extent.nbytes - FRAME_HEADER_NBYTES
-                    )
+                    behind = extent._replace(at=extent.at + header.nbytes, nbytes=extent.nbytes - header.nbytes)
                     parts = [bounce(each.nbytes) for each in (header, behind)]
                     counts = list(landing.read([header, behind], parts))
                     assert counts == [header.nbytes, behind.nbytes] and b"".join(parts) == self.frame(key), (
