@@ -25,8 +25,9 @@ from kvtier_core.errors import BackendError
 from kvtier_core.stack.outcomes import ReadStatus
 from kvtier_core.testing.samples import make_namespace
 from kvtier_core.transfer import cuda
+from kvtier_core.transfer.cuda.autotune import decided
 from kvtier_core.transfer.cuda.device_slots import DeviceSlots
-from kvtier_core.transfer.cuda.library import FILE
+from kvtier_core.transfer.cuda.library import FILE, Method
 from kvtier_core.transfer.cuda.opening import open_mover
 from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_gds import device_reads, landing
@@ -40,7 +41,8 @@ def fake(monkeypatch):
     fake = FakeCuda(paths=(folder / FILE, folder / "libcuda.so.1"))
     device = fake.device()
     slots = functools.partial(DeviceSlots, device=device, engine=fake)
-    mover = functools.partial(open_mover, device=device, engine=fake, half_nbytes=64 << 10)
+    staged = decided(Method.STAGED)
+    mover = functools.partial(open_mover, device=device, engine=fake, half_nbytes=64 << 10, autotune=staged)
     monkeypatch.setattr(cuda, "open_device_slots", slots)
     monkeypatch.setattr(cuda, "attach", mover)
     monkeypatch.setattr(landing, "DeviceReads", functools.partial(DeviceReads, must_be_direct=False))
