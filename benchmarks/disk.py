@@ -109,7 +109,7 @@ class _Bench:
         self.namespace = namespace = Namespace.of({"benchmark": "disk"})
         self.layout = layout = make_layout((frame_nbytes - FRAME_HEADER_NBYTES,), 1)
         self.keys = [ChunkKey(os.urandom(KEY_NBYTES)) for _ in range(TOTAL // frame_nbytes)]
-        self.frames, self.landings = _views(frame_nbytes), _views(frame_nbytes)
+        self.frames, self.buffers = _views(frame_nbytes), _views(frame_nbytes)
         for key, view in zip(self.keys, self.frames, strict=True):
             view[:] = os.urandom(1 << 16) * (frame_nbytes >> 16)
             seal(view, namespace, key, layout.payload_nbytes)
@@ -164,12 +164,12 @@ class _Bench:
 
     def reads(self) -> list[Case]:
         return [
-            Case(RAW, lambda: self.in_threads(self.raw.read, self.landings)),
-            Case(PLACES, lambda: self.in_threads(self.places.read, self.landings)),
-            *self.if_there_is_a_ring(Case(RING, lambda: self.ring.read(self.landings))),
-            Case(BACKEND, lambda: self.in_threads(self.backend.read, self.landings)),
-            Case(SHARED, lambda: self.in_threads(self.shared.read, self.landings)),
-            Case(SLABS, lambda: self.in_threads(self.slabs.read, self.landings)),
+            Case(RAW, lambda: self.in_threads(self.raw.read, self.buffers)),
+            Case(PLACES, lambda: self.in_threads(self.places.read, self.buffers)),
+            *self.if_there_is_a_ring(Case(RING, lambda: self.ring.read(self.buffers))),
+            Case(BACKEND, lambda: self.in_threads(self.backend.read, self.buffers)),
+            Case(SHARED, lambda: self.in_threads(self.shared.read, self.buffers)),
+            Case(SLABS, lambda: self.in_threads(self.slabs.read, self.buffers)),
             Case(TRUSTING, lambda: self.read(self.tier), before=lambda: self.trust(self.tier)),
             Case(TIER, lambda: self.read(self.tier), before=lambda: self.verify(self.tier)),
         ]
@@ -215,7 +215,7 @@ class _Bench:
 
     def read(self, tier: StoreTier) -> None:
         arrived: list[object] = []
-        tier.read(list(zip(self.keys, self.landings, strict=True)), lambda good, bad: arrived.extend(good))
+        tier.read(list(zip(self.keys, self.buffers, strict=True)), lambda good, bad: arrived.extend(good))
         self.settle(tier)
         must(len(arrived) == len(self.keys))
 

@@ -60,7 +60,7 @@ def sections() -> list[Section]:
         *tools,
         measured("checksums", 20),
         measured("effects", 50),
-        measured("landing", 20),
+        measured("direct reads", 20),
         measured("copies", 80),
     ]
 

@@ -119,10 +119,10 @@ def _effects() -> Items:
     return gpu_effects.tables()
 
 
-def _landing() -> Items:
-    from benchmarks import gpu_landing
+def _direct_reads() -> Items:
+    from benchmarks import gpu_direct_reads
 
-    return gpu_landing.tables(ROOT / "build")
+    return gpu_direct_reads.tables(ROOT / "build")
 
 
 def _engines() -> Items:
@@ -145,7 +145,7 @@ SECTIONS: dict[str, Callable[[], Items]] = {
     "checksums": _checksums,
     "effects": _effects,
     "copies": _copies,
-    "landing": _landing,
+    "direct reads": _direct_reads,
     "planted": _planted,
 }
 

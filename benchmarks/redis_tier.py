@@ -92,7 +92,7 @@ class _Bench:
         self.tier: Backend = RedisConfig(url=way.url, part=Nbytes(PART)).open(context)
         self.keys = [ChunkKey(os.urandom(KEY_NBYTES)) for _ in range(FRAMES)]
         self.frames = [memoryview(bytearray(os.urandom(1 << 16) * (FRAME >> 16))) for _ in self.keys]
-        self.landings = [memoryview(bytearray(FRAME)) for _ in self.keys]
+        self.buffers = [memoryview(bytearray(FRAME)) for _ in self.keys]
         self.many = [ChunkKey(os.urandom(KEY_NBYTES)) for _ in range(KEYS)]
         self.tier.write(self.many, [self.frames[0][:FRAME_ALIGNMENT]] * KEYS)
         self.names = [b"manifest:%d" % number for number in range(KEYS)]
@@ -110,8 +110,8 @@ class _Bench:
         self.bare.write(self.frames)
         self.tier.write(self.keys, self.frames)
         return [
-            Case(BARE, lambda: self._arrived(self.bare.read(self.landings)), before=self._wipe),
-            Case(TIER, lambda: self._arrived(self.tier.read(self.keys, self.landings)), before=self._wipe),
+            Case(BARE, lambda: self._arrived(self.bare.read(self.buffers)), before=self._wipe),
+            Case(TIER, lambda: self._arrived(self.tier.read(self.keys, self.buffers)), before=self._wipe),
         ]
 
     def questions(self) -> list[Case]:
@@ -127,12 +127,12 @@ class _Bench:
         time.sleep(0.1)  # the server frees in the background
 
     def _wipe(self) -> None:
-        for view in self.landings:
+        for view in self.buffers:
             view[:FRAME_ALIGNMENT] = view[-FRAME_ALIGNMENT:] = bytes(FRAME_ALIGNMENT)
 
     def _arrived(self, counts: Sequence[object]) -> None:
         must(counts == [FRAME] * FRAMES)
-        for view, frame in zip(self.landings, self.frames, strict=True):
+        for view, frame in zip(self.buffers, self.frames, strict=True):
             ends = slice(0, FRAME_ALIGNMENT), slice(FRAME - FRAME_ALIGNMENT, FRAME)
             must(all(view[end] == frame[end] for end in ends))
 

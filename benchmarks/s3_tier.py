@@ -89,7 +89,7 @@ class _Bench:
         self.names = [key.hex() for key in self.keys]
         noise = os.urandom(1 << 12) * (frame_nbytes >> 12)
         self.frames = [memoryview(bytearray(noise)) for _ in self.keys]
-        self.landings = [memoryview(bytearray(frame_nbytes)) for _ in self.keys]
+        self.buffers = [memoryview(bytearray(frame_nbytes)) for _ in self.keys]
         self.tier: Backend = S3Config(bucket=BUCKET, endpoint=url, region="us-east-1").open(context)
         self.runner = asyncio.Runner()
         how = Config(s3={"addressing_style": "path", "payload_signing_enabled": False})
@@ -117,10 +117,10 @@ class _Bench:
 
     def reads(self) -> list[Case]:
         return [
-            Case(BOTO3, lambda: [self._get_boto3(*each) for each in self._each(self.landings)], before=self._wipe),
+            Case(BOTO3, lambda: [self._get_boto3(*each) for each in self._each(self.buffers)], before=self._wipe),
             Case(
                 OBSTORE,
-                lambda: self._at_once(self._get_obstore(*each) for each in self._each(self.landings)),
+                lambda: self._at_once(self._get_obstore(*each) for each in self._each(self.buffers)),
                 before=self._wipe,
             ),
             Case(TIER, self._read, before=self._wipe),
@@ -171,11 +171,11 @@ class _Bench:
         await asyncio.gather(*map(get, range(PART, len(into), PART)))
 
     def _read(self) -> None:
-        must(list(self.tier.read(self.keys, self.landings)) == [len(view) for view in self.landings])
-        must(all(view[-9:] == frame[-9:] for view, frame in zip(self.landings, self.frames, strict=True)))
+        must(list(self.tier.read(self.keys, self.buffers)) == [len(view) for view in self.buffers])
+        must(all(view[-9:] == frame[-9:] for view, frame in zip(self.buffers, self.frames, strict=True)))
 
     def _wipe(self) -> None:
-        for view in self.landings:
+        for view in self.buffers:
             view[-FRAME_ALIGNMENT:] = bytes(FRAME_ALIGNMENT)
 
     def close(self) -> None:

@@ -88,9 +88,9 @@ class _Bench:
     def _read(self, name: str, keyed: KeyedSeal | None, slots: list[memoryview]) -> Case:
         codec = FrameCodec(NAMESPACE, self.layout, keyed_seal=keyed)
         stored = bytes(codec.encode(KEY, slots[0], SALT))
-        landed = [memoryview(bytearray(len(stored))) for _ in range(self.places)]
-        turns = itertools.cycle(landed)
-        here = [landed[0]]
+        copies = [memoryview(bytearray(len(stored))) for _ in range(self.places)]
+        turns = itertools.cycle(copies)
+        here = [copies[0]]
 
         def arrive() -> None:
             here[0] = next(turns)

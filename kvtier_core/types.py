@@ -38,19 +38,18 @@ class Slot(NamedTuple):
     index: int  # type: ignore[assignment]  #: number of the slot in the arena, from 0; hides a method of tuples
 
 
-class Extent(NamedTuple):
-    """Where a frame, or a part of one, lies in the files of a store."""
+class Location(NamedTuple):
+    """Where a store keeps a frame."""
 
-    file: int  #: number of the file, from 0
-    at: int  #: where in it that begins, a multiple of `FRAME_ALIGNMENT`
-    nbytes: int
+    place: tuple[int | str | bytes, ...]  #: plain values, which only its backend and its readers understand
+    nbytes: int  #: of the frame
 
 
 class StoredFrame(NamedTuple):
     """A chunk in a store tier, from which workers load it without a slot."""
 
     tier: str  #: its name
-    extent: Extent
+    location: Location
     key: ChunkKey  #: that the frame must name
     namespace: bytes  #: the digest of that which it must name
 
@@ -131,6 +130,30 @@ class EventKind(enum.Enum):
     ARRIVED = "arrived"  #: a request was first seen, with the keys of its chunks; of no tier
     FINISHED = "finished"  #: it has ended, or was aborted, with the seconds since it arrived; of no tier
     USAGE = "usage"  #: the contents of the tier have changed; once a second at most
+
+
+class ReadStatus(enum.Enum):
+    """What became of the read of one frame."""
+
+    VERIFIED = "verified"  #: the slot holds the chunk, sealed and raw
+    MISSING = "missing"  #: the store has no such frame
+    CORRUPT = "corrupt"  #: the frame is damaged, or can never be read
+    IO_ERROR = "io_error"  #: a shared store cannot serve this key now
+    INCOMPATIBLE = "incompatible"  #: the frame may be whole, and this tier's codec cannot serve it
+
+    @property
+    def event(self) -> EventKind | None:
+        """The event that reports this outcome; None if the frame is served."""
+        return None if self is ReadStatus.VERIFIED else EventKind(self.value)
+
+
+@attrs.frozen
+class FrameRead:
+    """The outcome of one read, and the reason if the frame is not served."""
+
+    status: ReadStatus
+    why: str = ""
+    nbytes: int = 0  #: that it takes in the store, if it is served
 
 
 @attrs.frozen

@@ -16,22 +16,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvtier_core.builtin.heap import Heap
 from kvtier_core.builtin.raw import RawConfig
-from kvtier_core.engine.own_shard import OwnShard
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.checksum import crc32
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import seal
 from kvtier_core.frames.identity import CodecIdentity
-from kvtier_core.interfaces import Backend, EvictionConfig, OpenContext, SerializerConfig
+from kvtier_core.interfaces import Backend, EvictionConfig, OpenContext, SerializerConfig, SupportsDirectReads
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.manager import StorageManager
-from kvtier_core.stack.outcomes import FrameRead, ReadStatus
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_context, make_layout
-from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, Namespace, Slot, StoredFrame
+from kvtier_core.transfer.own_shard import OwnShard
+from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, FrameRead, Namespace, ReadStatus, Slot, StoredFrame
 
 LAYOUT = make_layout((24,), blocks=2, ranks=2)
 _SHARDS = OwnShard.of(LAYOUT, rank=0)  # both: the second does not begin where it could be read alone
@@ -150,7 +149,7 @@ class StackMachine(RuleBasedStateMachine):
             codec=self.codec,
             capacity=frames * self.codec.max_frame_nbytes,
             inflight=4 * LAYOUT.frame_nbytes,
-            not_landing="" if shelf.landing else "a shelf has no files",
+            not_direct="" if isinstance(shelf, SupportsDirectReads) else "a shelf is not read directly",
             clock=lambda: self.now,
         )
 
@@ -209,7 +208,7 @@ class StackMachine(RuleBasedStateMachine):
         self.manager.load_begins([slot for slot in slots if isinstance(slot, StoredFrame)], holder)
         unread = {}
         for key, slot in zip(keys, slots, strict=True):
-            view = self._landed(slot, unread) if isinstance(slot, StoredFrame) else self._view(slot)
+            view = self._read_directly(slot, unread) if isinstance(slot, StoredFrame) else self._view(slot)
             if key not in unread:
                 held = bytes(view[FRAME_HEADER_NBYTES : FRAME_HEADER_NBYTES + LAYOUT.payload_nbytes])
                 assert held == payload(key, epoch), "what is held for a request is not its chunk"
@@ -219,10 +218,10 @@ class StackMachine(RuleBasedStateMachine):
     def _view(self, slot: Slot) -> memoryview:
         return self.memories[slot.arena].view(slot.index)
 
-    def _landed(self, frame: StoredFrame, unread: dict[ChunkKey, FrameRead]) -> memoryview:
+    def _read_directly(self, frame: StoredFrame, unread: dict[ChunkKey, FrameRead]) -> memoryview:
         """The frame as a worker reads it."""
         (tier,) = [tier for tier in self.tier_levels if tier.name == frame.tier]
-        view = memoryview(tier.backend.bytes_at(frame.extent, frame.key))
+        view = memoryview(tier.backend.bytes_at(frame.location, frame.key))
         checksum = crc32(view[FRAME_HEADER_NBYTES : FRAME_HEADER_NBYTES + LAYOUT.payload_nbytes])
         read = _SHARDS.examine(frame, view[:FRAME_HEADER_NBYTES], len(view) - FRAME_HEADER_NBYTES, checksum)
         if read.status is not ReadStatus.VERIFIED:

@@ -24,7 +24,7 @@ import yaml
 from device_engine.engine import Tally, WrongKV
 from fake_cuda import FakeCuda
 
-from benchmarks import gpu, gpu_build, gpu_effects, gpu_landing, gpu_sections
+from benchmarks import gpu, gpu_build, gpu_direct_reads, gpu_effects, gpu_sections
 from benchmarks.gpu_report import Ended, Outcome, Section, as_json, as_text, failed, lines_of, run, start
 from benchmarks.measure import Table
 
@@ -146,7 +146,7 @@ def test_engines_are_told_and_wrong_kv_is_a_problem():
 
 
 def test_ways_from_slabs_to_pages_bring_the_same_bytes(tmp_path):
-    table, *problems = gpu_landing.tables(tmp_path, device="cpu", frames=9)
+    table, *problems = gpu_direct_reads.tables(tmp_path, device="cpu", frames=9)
     assert not problems
     assert [row[0] for row in table.rows] == ["bounce", "gds, host's memory", "raw", "gds, GPU's memory"]
     assert table.rows[-1][-1] == "the engine does not run on a GPU"
@@ -195,7 +195,7 @@ def test_its_sections_exist_and_fit_into_nine_minutes(monkeypatch):
 
 def test_correctness_is_checked_before_speed():
     names = [section.name for section in gpu.sections()]
-    assert names.index("planted") < min(map(names.index, ("checksums", "effects", "landing", "copies")))
+    assert names.index("planted") < min(map(names.index, ("checksums", "effects", "direct reads", "copies")))
 
 
 @pytest.mark.parametrize(

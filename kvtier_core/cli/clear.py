@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 
+from kvtier_core.cli import tiers
 from kvtier_core.cli.output import FINE, PROBLEMS, Output
 from kvtier_core.config.load import load_config
 from kvtier_core.config.model import StoreTierConfig
@@ -80,8 +81,7 @@ def _agreed(question: str) -> bool:
 def _clear(tier: StoreTierConfig, namespace: str | None) -> tuple[Counter[str], list[str]]:
     """Remove frames; returns how many, and why others could not be."""
     removed, errors = Counter(frames=0, nbytes=0), []
-    left = 0
-    with tier.config.walk() as found:
+    with tiers.walk(tier) as found:
         for stored in found:
             ours = stored.home is not None and _is_of(stored.home, namespace)
             try:
@@ -91,13 +91,11 @@ def _clear(tier: StoreTierConfig, namespace: str | None) -> tuple[Counter[str], 
                 continue
             except BackendError as error:
                 errors.append(str(error))
-                ours = False
+                continue
             if ours:
                 removed.update(frames=1, nbytes=stored.nbytes)
-            else:
-                left += stored.nbytes
     if tier.config.shared and tier.capacity is not None:
-        tier.config.recount(tier.capacity, left)
+        tier.config.recount(tier.capacity)
     return removed, errors
 
 

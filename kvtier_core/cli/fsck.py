@@ -71,11 +71,11 @@ def run(options: argparse.Namespace, output: Output) -> int:
     if options.remove_incompatible:
         removable.add(Finding.INCOMPATIBLE)
     report = _Report(output, tier.capacity, _identity(tier.serializer), removable, _Seals.of(tier))
-    with tier.config.walk() as found:
+    with tiers.walk(tier) as found:
         report.take_in(found)
     report.print_totals()
     if removable and tier.config.shared and tier.capacity is not None:
-        tier.config.recount(tier.capacity, report.left_nbytes)
+        tier.config.recount(tier.capacity)
     return PROBLEMS if report.left else FINE
 
 
@@ -145,7 +145,6 @@ class _Report:
     removable: set[Finding]
     seals: _Seals
     left: int = 0  #: damaged, and not removed
-    left_nbytes: int = 0  #: of all that was not removed
     counts: Counter[Finding] = attrs.field(factory=Counter)
     nbytes: Counter[Finding] = attrs.field(factory=Counter)
     codecs: Counter[str] = attrs.field(factory=Counter)  #: whole frames of each
@@ -161,7 +160,6 @@ class _Report:
             self.counts[finding] += 1
             self.nbytes[finding] += stored.nbytes
             removed = finding in self.removable and self._remove(stored)
-            self.left_nbytes += 0 if removed else stored.nbytes
             if finding not in (Finding.WHOLE, Finding.POLICY):
                 self.output.say(f"{finding.value}: {stored.where}: {why}{': removed' if removed else ''}")
                 self.listed.append({"finding": finding.value, "where": stored.where, "why": why, "removed": removed})

@@ -18,7 +18,7 @@ from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConf
 from kvtier_core.config.registry import Registry
 from kvtier_core.config.yaml_nodes import ProblemCollector
 from kvtier_core.errors import BackendError
-from kvtier_core.interfaces import Backend, OpenContext
+from kvtier_core.interfaces import OpenContext, Stored, SupportsNamespaces, SupportsWalk
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.simulate.stacks import layout_of
 from kvtier_core.types import Namespace, Nbytes
@@ -36,6 +36,13 @@ def store_tier(file: str, name: str) -> StoreTierConfig:
     if name not in tiers:
         raise BackendError(f"{file} has no tier {name!r} below its arenas; it has: {', '.join(tiers) or 'none'}")
     return tiers[name]
+
+
+def walk(tier: StoreTierConfig) -> contextlib.AbstractContextManager[Iterator[Stored]]:
+    """Everything in the store of a tier; see `SupportsWalk`. Raises BackendError."""
+    if not isinstance(tier.config, SupportsWalk):
+        raise BackendError(f"a tier of type {tier.config.type} cannot be walked")
+    return tier.config.walk()
 
 
 def kv_of_token(model: Path | None, output: Output) -> Nbytes:
@@ -78,7 +85,7 @@ def opened(config: StackConfig, layout: ChunkLayout, numbers: Iterable[int]) -> 
 
 
 def _drop(tier: OpenedTier) -> None:
-    if isinstance(tier.store, Backend):
+    if isinstance(tier.store, SupportsNamespaces):
         with contextlib.suppress(BackendError):  # a store that cannot be reached was told nothing
             tier.store.drop_namespace()
 

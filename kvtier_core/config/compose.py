@@ -24,13 +24,14 @@ from kvtier_core.interfaces import (
     MAX_POLICY_STATE_NBYTES,
     AllocatorBackend,
     Backend,
+    DirectReader,
     EvictionPolicy,
-    Landing,
     Mover,
     Observer,
     OpenContext,
     PagedKVCache,
     Serializer,
+    SupportsDirectReads,
     TokenDatabase,
 )
 from kvtier_core.stack.arena import Arena
@@ -159,12 +160,13 @@ def attach(tier: ArenaTierConfig, handle: str, cache: PagedKVCache) -> Mover:
     return _worker_call(tier, "attach to").returns(Mover, lambda: tier.config.attach(handle, cache))
 
 
-def land(tier: StoreTierConfig, handle: str) -> Landing:
-    """In a worker process: what reads the files of this store, whose `Backend.landing` is ``handle``.
+def attach_reader(tier: StoreTierConfig, handle: str, cache: PagedKVCache) -> DirectReader:
+    """In a worker process: what reads the frames of this store by itself, into the engine's pages.
 
-    Raises ConfigError.
+    ``handle`` is what `SupportsDirectReads.reader_handle` said where the store was opened. Raises ConfigError.
     """
-    return _worker_call(tier, "read the files of").returns(Landing, lambda: tier.config.land(handle))
+    call = _worker_call(tier, "read the frames of")
+    return call.returns(DirectReader, lambda: tier.config.attach_reader(handle, cache, tier.timeout))
 
 
 def _worker_call(tier: ArenaTierConfig | StoreTierConfig, verb: str) -> _Call:
@@ -264,15 +266,15 @@ class _Opening:
                 inflight=tier.inflight,
                 timeout=tier.timeout,
                 threads=tier.threads,
-                not_landing=self._why_not_landing(opened),
+                not_direct=self._why_not_direct(opened),
                 clock=self.runtime.clock,
             )
         )
 
-    def _why_not_landing(self, opened: OpenedTier) -> str:
+    def _why_not_direct(self, opened: OpenedTier) -> str:
         """Why workers may not read the frames of this store by themselves; empty if they may."""
-        if not opened.store.landing or opened.store.shared:
-            return "the tier has no files for that"
+        if not isinstance(opened.store, SupportsDirectReads) or not opened.store.reader_handle():
+            return "the tier does not offer it"
         if not opened.codec.is_raw:
             return "they are encoded or have a keyed seal"
         if opened.codec.parts > 1:

@@ -10,8 +10,7 @@ from typing import Any
 import attrs
 
 from kvtier_core.layouts import ChunkLayout, KVGroup
-from kvtier_core.stack.outcomes import FrameRead
-from kvtier_core.types import ChunkKey, Slot, StoredFrame
+from kvtier_core.types import ChunkKey, FrameRead, Slot, StoredFrame
 
 
 def _pairs(rows: Iterable[Iterable[str]]) -> tuple[tuple[str, str], ...]:
@@ -53,7 +52,7 @@ class StepPlan:
     """What the workers must do in one step. Sent by the scheduler side to every worker side."""
 
     arenas: tuple[str, ...] = ()  #: handles by which workers reach the arenas, by the number of the arena
-    landings: dict[str, str] = attrs.field(factory=dict)  #: the same for store tiers that they read, by name
+    reader_handles: dict[str, str] = attrs.field(factory=dict)  #: the same for store tiers that they read, by name
     layout: ChunkLayout | None = None  #: of the chunks in them; None once the self-test is over
     self_test_slots: tuple[Slot, ...] = ()  #: empty ones of each arena, as many as the layout says
     loads: tuple[tuple[str, Transfer], ...] = ()  #: by request id
@@ -75,7 +74,7 @@ class WorkerProgress:
     #: By request whose load failed: the frames of stores that could not be used, and why.
     unread: dict[str, dict[ChunkKey, FrameRead]] = attrs.field(factory=dict)
     #: By store tier whose frames a worker was to read by itself: why it does not.
-    not_landing: dict[str, str] = attrs.field(factory=dict)
+    no_readers: dict[str, str] = attrs.field(factory=dict)
     #: By epoch of the plan: the weights are no longer those of that epoch, and how a worker noticed.
     changed: dict[int, str] = attrs.field(factory=dict)
     off: str = ""  #: a worker failed, and does nothing any more; why
@@ -95,7 +94,7 @@ class WorkerProgress:
                 request_id: self.unread.get(request_id, {}) | other.unread.get(request_id, {})
                 for request_id in self.unread | other.unread
             },
-            self.not_landing | other.not_landing,
+            self.no_readers | other.no_readers,
             self.changed | other.changed,
             self.off or other.off,
         )

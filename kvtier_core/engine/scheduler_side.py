@@ -77,7 +77,7 @@ class SchedulerSide:
         self._may_load, self._may_store = loads, stores
         self._recorder = recorder
         self._clock = clock
-        self._arenas, self._landings = tuple(manager.handles), manager.landings
+        self._arenas, self._reader_handles = tuple(manager.handles), manager.reader_handles
         self._self_test = SelfTestGate(manager, layout)
         self._requests = Requests(manager, self._open_database(), layout, lookahead, clock)
         self._provenance = Provenance([group.block_tokens for group in layout.groups])
@@ -217,7 +217,7 @@ class SchedulerSide:
                 stores += self._plan_store(state, scheduled, step)
         return StepPlan(
             arenas=self._arenas,
-            landings=self._landings if self._self_test.slots else {},
+            reader_handles=self._reader_handles if self._self_test.slots else {},
             layout=self._layout if self._self_test.slots else None,
             self_test_slots=self._self_test.slots,
             loads=self._loads.take_planned(),
@@ -237,7 +237,7 @@ class SchedulerSide:
                 self.invalidate_all()
             if result.progress.off:
                 self._self_test.fail(result.progress.off)
-            self._self_test.record(result.progress.self_tests, result.progress.not_landing)
+            self._self_test.record(result.progress.self_tests, result.progress.no_readers)
             self._stores.record(result.progress)
             self._loads.note_unread(result.progress.unread)
         failed = self._loads.under_way(result.failed_loads)

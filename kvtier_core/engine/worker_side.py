@@ -12,17 +12,15 @@ from typing import NamedTuple, Protocol
 
 import attrs
 
-from kvtier_core.config.compose import attach, land
+from kvtier_core.config.compose import attach, attach_reader
 from kvtier_core.config.model import ArenaTierConfig, StoreTierConfig
-from kvtier_core.engine.landed_loads import LandedLoads
 from kvtier_core.engine.log_limit import LogLimit
 from kvtier_core.engine.messages import StepPlan, Transfer, WorkerProgress
 from kvtier_core.engine.self_test import LayerCaches, try_copies
-from kvtier_core.interfaces import Mover, PagedKVCache, PageList
+from kvtier_core.interfaces import DirectReader, Mover, PagedKVCache, PageList
 from kvtier_core.layouts import ChunkLayout
-from kvtier_core.stack.outcomes import FrameRead
 from kvtier_core.transfer.io_pool import run
-from kvtier_core.types import ChunkKey, StoredFrame
+from kvtier_core.types import ChunkKey, FrameRead, StoredFrame
 
 logger = logging.getLogger("kvtier")
 
@@ -108,9 +106,10 @@ class WorkerSide:
         self._fence_at_once = fence_at_once
         self._layout: ChunkLayout | None = None  # that of the first plan
         self._movers: list[Mover | None] = []
-        self._landed: dict[str, LandedLoads] = {}  # by the name of the store tier
+        self._readers: dict[str, DirectReader] = {}  # by the name of the store tier
+        self._marks: dict[int | str, object] = {}  # by arena or store tier: behind what this step must not overtake
         self._unread: dict[str, dict[ChunkKey, FrameRead]] = {}  # by request
-        self._not_landing: dict[str, str] = {}  # by store tier: why it does not, not reported yet
+        self._no_readers: dict[str, str] = {}  # by store tier: why it has none, not reported yet
         self._jobs: dict[int, _Job] = {}  # by number
         self._begun: dict[_Task, _Begun] = {}
         self._failed: set[_Task] = set()
@@ -160,16 +159,17 @@ class WorkerSide:
             if wrong := try_copies(mover, table, self._caches, own):
                 return f"arena {tier.name}: {wrong}"
         for tier in self._stores:
-            if tier.name not in plan.landings:
+            if tier.name not in plan.reader_handles:
                 continue
-            outcome = run(lambda tier=tier: LandedLoads(land(tier, plan.landings[tier.name]), table, tier.timeout))
+            outcome = run(lambda tier=tier: attach_reader(tier, plan.reader_handles[tier.name], table))
             if outcome.error is not None:
-                self._not_landing[tier.name] = f"rank {self._rank}: {outcome.error}"
+                self._no_readers[tier.name] = f"rank {self._rank}: {outcome.error}"
                 continue
-            landed = self._landed[tier.name] = outcome.value
-            self._log_facts(tier.name, landed.facts())
-            if wrong := try_copies(landed.mover, table, self._caches, range(len(plan.layout.parts))):
-                return f"{tier.name}: {wrong}"
+            reader = self._readers[tier.name] = outcome.value
+            self._log_facts(tier.name, reader.facts())
+            for mover in reader.movers:
+                if wrong := try_copies(mover, table, self._caches, range(len(plan.layout.parts))):
+                    return f"{tier.name}: {wrong}"
         return ""
 
     def _log_facts(self, of: str, facts: Mapping[str, str]) -> None:
@@ -201,6 +201,7 @@ class WorkerSide:
         """Begin the plan's loads. In an ``idle`` step, which computes nothing, wait briefly for those under way."""
         for request_id, transfer in plan.loads:
             self._begin(_Task(_Direction.LOAD, request_id), transfer)
+        self._marks = {}
         if idle:
             self._wait(_Direction.LOAD, _IDLE_WAIT)
         for request_id in plan.failed_loads:
@@ -226,10 +227,12 @@ class WorkerSide:
 
         Loads that are begun in this step need not wait for the forward, which touches none of their pages.
         """
-        self._fence(plan.stores_to_fence)
-        for mover in (*self._movers, *(landed.mover for landed in self._landed.values())):
-            if mover is not None:
-                mover.begin_step()
+        direct = any(isinstance(slot, StoredFrame) for _, transfer in plan.loads for slot in transfer.slots)
+        # A reader does not know the movers' stores, which may still read the pages that it fills.
+        under_way = [task.id for task in self._begun if task.direction is _Direction.STORE] if direct else []
+        self._fence([*plan.stores_to_fence, *under_way])
+        movers = {number: mover for number, mover in enumerate(self._movers) if mover is not None}
+        self._marks = {source: each.mark() for source, each in (*movers.items(), *self._readers.items())}
 
     def _fence(self, stores: Iterable[int]) -> None:
         to_fence = {_Task(_Direction.STORE, job) for job in stores}
@@ -253,7 +256,7 @@ class WorkerSide:
         ended = [task for task in self._ended if task.direction is _Direction.STORE]
         self_tests, self._self_tests = self._self_tests, Counter()
         unread, self._unread = self._unread, {}
-        not_landing, self._not_landing = self._not_landing, {}
+        no_readers, self._no_readers = self._no_readers, {}
         changed, self._changed = self._changed, {}
         if not ended and not self_tests and not unread and not changed:
             return None
@@ -269,7 +272,7 @@ class WorkerSide:
             checksums,
             filled,
             unread,
-            not_landing,
+            no_readers,
             changed,
         )
 
@@ -279,14 +282,14 @@ class WorkerSide:
         for mover in self._movers:
             if mover is not None:
                 mover.close()
-        for landed in self._landed.values():
-            landed.close()
-        self._movers, self._landed = [], {}
+        for reader in self._readers.values():
+            reader.close()
+        self._movers, self._readers = [], {}
 
     def _wait(self, direction: _Direction, timeout: float) -> None:
         """Wait for the jobs of one direction, at most ``timeout`` seconds in each arena."""
         jobs = {number for number, job in self._jobs.items() if job.task.direction is direction}
-        for mover in (*self._movers, *self._landed.values()):
+        for mover in (*self._movers, *self._readers.values()):
             if mover is not None and jobs:
                 mover.wait(jobs, timeout)
 
@@ -304,29 +307,28 @@ class WorkerSide:
             slots = [transfer.slots[place] for place in places]
             pages = [transfer.pages[place] for place in places]
             if isinstance(source, str):
-                # Its mover does not know the stores of the others, which may still read these pages.
-                self._fence(task.id for task in self._begun if task.direction is _Direction.STORE)
-                self._submit(_Job(task, places), self._landed.get(source), slots, pages)
+                self._submit(_Job(task, places), source, self._readers.get(source), slots, pages)
             else:
                 mover = self._movers[source] if source < len(self._movers) else None
-                self._submit(_Job(task, places), mover, [slot.index for slot in slots], pages)
+                self._submit(_Job(task, places), source, mover, [slot.index for slot in slots], pages)
 
     def _submit(
         self,
         job: _Job,
-        mover: Mover | LandedLoads | None,
+        source: int | str,
+        mover: Mover | DirectReader | None,
         slots: Sequence[int] | Sequence[StoredFrame],
         pages: PageList,
     ) -> None:
-        if self._suspended:
-            mover = None
-        if mover is None:
+        if mover is None or self._suspended:
             return self._end(job, ok=False)
         self._last_job += 1
         number = self._last_job
         self._jobs[number] = job
-        is_load = job.task.direction is _Direction.LOAD
-        outcome = run(lambda: mover.load(number, slots, pages) if is_load else mover.store(number, pages, slots))
+        if job.task.direction is _Direction.LOAD:
+            outcome = run(lambda: mover.load(number, slots, pages, self._marks.get(source)))
+        else:
+            outcome = run(lambda: mover.store(number, pages, slots))
         if outcome.error is not None:
             self._log.log(logging.WARNING, f"{job.task.direction.value} failed", str(job.task.id), str(outcome.error))
             del self._jobs[number]
@@ -340,10 +342,10 @@ class WorkerSide:
                 job = self._jobs.pop(number)
                 self._begun[job.task].checksums.update(zip(job.places, checksums, strict=False))
                 self._end(job, ok=ok, filled=filled)
-        for landed in self._landed.values():
-            for number, ok, *_ in landed.finished():
+        for reader in self._readers.values():
+            for number, ok, unread in reader.finished():
                 job = self._jobs.pop(number)
-                if unread := landed.take_unread(number):
+                if unread:
                     self._unread.setdefault(job.task.id, {}).update(unread)
                 self._end(job, ok=ok)
 

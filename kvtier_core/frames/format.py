@@ -30,7 +30,16 @@ from kvtier_core.frames.identity import (
     SealIdentity,
 )
 from kvtier_core.layouts import Part
-from kvtier_core.types import FRAME_ALIGNMENT, FRAME_HEADER_NBYTES, FRAME_MAGIC, KEY_NBYTES, ChunkKey, Namespace
+from kvtier_core.types import (
+    FRAME_ALIGNMENT,
+    FRAME_HEADER_NBYTES,
+    FRAME_MAGIC,
+    KEY_NBYTES,
+    ChunkKey,
+    FrameRead,
+    Namespace,
+    ReadStatus,
+)
 
 FORMAT_VERSION = 2
 
@@ -72,6 +81,10 @@ class FrameError(enum.Enum):
     def incompatible(self) -> bool:
         """True if the frame may be whole and of use to a reader with another codec, seal key or version of kvtier."""
         return self in _INCOMPATIBLE
+
+    def as_read(self) -> FrameRead:
+        """The outcome of a read that found such a frame."""
+        return FrameRead(ReadStatus.INCOMPATIBLE if self.incompatible else ReadStatus.CORRUPT, self.value)
 
 
 _INCOMPATIBLE = {

@@ -7,8 +7,8 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvtier_core.errors import BackendError
-from kvtier_core.interfaces import Backend
-from kvtier_core.types import ChunkKey, Extent, Namespace
+from kvtier_core.interfaces import Backend, SupportsDirectReads, SupportsListing, SupportsNamespaces
+from kvtier_core.types import ChunkKey, Location, Namespace
 
 if TYPE_CHECKING:  # its library is only there where a tier has a key
     from kvtier_core.frames.keyed_seal import KeyedSeal
@@ -42,23 +42,23 @@ class SealedNames(Backend):
         self._inner.quarantine(self._names(keys))
 
     def scan(self) -> Iterator[tuple[ChunkKey, int]]:
-        found = iter(self._inner.scan())
+        found = self._inner.scan() if isinstance(self._inner, SupportsListing) else iter(())
         while batch := list(islice(found, _BATCH)):
             keys = self._keys([name for name, _ in batch])
             yield from zip(keys, [nbytes for _, nbytes in batch], strict=True)
 
     def namespaces(self) -> Iterator[Namespace]:
-        return self._inner.namespaces()
+        return self._inner.namespaces() if isinstance(self._inner, SupportsNamespaces) else iter(())
 
     def drop_namespace(self) -> None:
-        self._inner.drop_namespace()
+        if isinstance(self._inner, SupportsNamespaces):
+            self._inner.drop_namespace()
 
-    @property
-    def landing(self) -> str:
-        return self._inner.landing
+    def reader_handle(self) -> str:
+        return self._inner.reader_handle() if isinstance(self._inner, SupportsDirectReads) else ""
 
-    def locate(self, keys: Sequence[ChunkKey]) -> Sequence[Extent | None]:
-        return self._inner.locate(self._names(keys))
+    def locate(self, keys: Sequence[ChunkKey]) -> Sequence[Location | None]:
+        return self._inner.locate(self._names(keys)) if isinstance(self._inner, SupportsDirectReads) else ()
 
     def facts(self) -> Mapping[str, str]:
         return self._inner.facts()

@@ -1,7 +1,8 @@
 """The interfaces that a plugin implements.
 
     to write                                   implement
-    a tier that stores frames (disk, remote)   BackendConfig, Backend; and Landing, if workers may read it
+    a tier that stores frames (disk, remote)   BackendConfig, Backend; what else it can do: the
+                                               protocols Supports…, and DirectReader
     a tier of memory that a device reaches     ArenaConfig, AllocatorBackend, Mover
     an eviction policy                         EvictionConfig, EvictionPolicy
     an encoding of stored payloads             SerializerConfig, Serializer
@@ -27,10 +28,19 @@ from kvtier_core.interfaces.arena import (
     PageRun,
 )
 from kvtier_core.interfaces.context import Medium, OpenContext
+from kvtier_core.interfaces.direct_reader import DirectLoad, DirectReader
 from kvtier_core.interfaces.eviction import MAX_POLICY_STATE_NBYTES, EvictionConfig, EvictionPolicy
 from kvtier_core.interfaces.observer import Observer, ObserverConfig
 from kvtier_core.interfaces.serializer import Serializer, SerializerConfig
-from kvtier_core.interfaces.store_tier import Backend, BackendConfig, DeviceMemory, Landing, Stored
+from kvtier_core.interfaces.store_tier import (
+    Backend,
+    BackendConfig,
+    Stored,
+    SupportsDirectReads,
+    SupportsListing,
+    SupportsNamespaces,
+    SupportsWalk,
+)
 from kvtier_core.interfaces.token_database import TokenDatabase, TokenDatabaseConfig
 
 __all__ = [
@@ -40,11 +50,11 @@ __all__ = [
     "ArenaConfig",
     "Backend",
     "BackendConfig",
-    "DeviceMemory",
+    "DirectLoad",
+    "DirectReader",
     "EvictionConfig",
     "EvictionPolicy",
     "JobResult",
-    "Landing",
     "Medium",
     "Mover",
     "Observer",
@@ -56,6 +66,10 @@ __all__ = [
     "Serializer",
     "SerializerConfig",
     "Stored",
+    "SupportsDirectReads",
+    "SupportsListing",
+    "SupportsNamespaces",
+    "SupportsWalk",
     "TokenDatabase",
     "TokenDatabaseConfig",
 ]

@@ -100,12 +100,21 @@ class Mover(abc.ABC):
         overwrites them after `fence` or `wait`. Places of NO_BLOCK in a shard are left as they are.
         """
 
+    def mark(self) -> object:
+        """A mark behind the work that the engine has enqueued so far, for `load`.
+
+        The engine makes one when a step begins: no work of that step, or of a later one, touches pages that are loaded.
+        By default there are no marks, and a load waits for more.
+        """
+        return None
+
     @abc.abstractmethod
-    def load(self, job: int, slots: Sequence[int], pages: PageList) -> None:
+    def load(self, job: int, slots: Sequence[int], pages: PageList, after: object = None) -> None:
         """Begin to copy this rank's shards of the slots into pages.
 
-        A page is overwritten after the work that the engine has enqueued so far, and after the stores under way that
-        read it. The engine uses the pages after the job was reported.
+        A page is overwritten after the engine's work in front of the mark ``after``, without one after all that it has
+        enqueued so far, and after the stores under way that read it. The engine uses the pages after the job was
+        reported.
         """
 
     @abc.abstractmethod
@@ -117,12 +126,6 @@ class Mover(abc.ABC):
         """Return when none of the jobs touches a page any more, or after ``timeout`` seconds.
 
         `finished` still reports them. A job that was reported already is no error.
-        """
-
-    def begin_step(self) -> None:
-        """The engine is about to enqueue a step. Until `finished` is called loads need not wait for work enqueued from
-        now on: no work of this step or a later one touches pages that are loaded. Optional: a load may always wait for
-        more.
         """
 
     def fence(self, jobs: Collection[int]) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
 import attrs
 
 from kvtier_core.errors import BackendError
-from kvtier_core.interfaces.arena import ArenaConfig
+from kvtier_core.interfaces.arena import ArenaConfig, PagedKVCache
 from kvtier_core.interfaces.context import Medium, OpenContext
-from kvtier_core.types import ChunkKey, Extent, Namespace, Nbytes
+from kvtier_core.interfaces.direct_reader import DirectReader
+from kvtier_core.types import ChunkKey, Location, Namespace, Nbytes
 
 
 class Backend(abc.ABC):
@@ -88,45 +89,6 @@ class Backend(abc.ABC):
         if not self.shared:
             self.delete(keys)
 
-    def scan(self) -> Iterator[tuple[ChunkKey, int]]:
-        """The keys of this namespace that the store already has, and the bytes of their frames, oldest first.
-
-        Called once, when the tier opens, unless the store is shared. A store that returns nothing here starts cold. A
-        frame that is deleted meanwhile may be named or not, and makes nothing fail.
-        """
-        return iter(())
-
-    def namespaces(self) -> Iterator[Namespace]:
-        """Other namespaces that have frames in this store, as far as it knows their facts.
-
-        Called once, when the tier opens, so that the log can say why an engine starts cold.
-        """
-        return iter(())
-
-    def drop_namespace(self) -> None:
-        """Remove everything of this namespace besides frames: its facts, and writes that were never finished.
-
-        Called by commands that look at a tier, when all frames are deleted and nobody uses the namespace any more, and
-        never by an engine. By default there is nothing. Raises BackendError.
-        """
-
-    @property
-    def landing(self) -> str:
-        """Plain text with which `BackendConfig.land` reaches the files of this store from a worker process.
-
-        By default empty: frames pass through the slots of an arena. Always empty if the store is shared.
-        """
-        return ""
-
-    def locate(self, keys: Sequence[ChunkKey]) -> Sequence[Extent | None]:
-        """Where the frame of each key lies in the files of a `landing`; None if there is none.
-
-        Called on the owner's thread, and answered without the medium. The frame stays there until the tier calls
-        `write`, `delete` or `quarantine` for its key, which it does when no worker reads it any more. Raises
-        BackendError.
-        """
-        return [None] * len(keys)
-
     def facts(self) -> Mapping[str, str]:
         """Settings whose effective value may differ from what was asked: ``{"huge_pages": "auto -> no"}``."""
         return {}
@@ -138,66 +100,62 @@ class Backend(abc.ABC):
         """
 
 
-@attrs.frozen
-class DeviceMemory:
-    """Memory of a GPU, of this process."""
+@runtime_checkable
+class SupportsListing(Protocol):
+    """A backend that can list its frames. One that cannot starts cold."""
 
-    ordinal: int  #: of the GPU in this process
-    address: int
-    nbytes: int
+    @abc.abstractmethod
+    def scan(self) -> Iterator[tuple[ChunkKey, int]]:
+        """The keys of this namespace that the store already has, and the bytes of their frames, oldest first.
 
-    def part(self, at: int, nbytes: int) -> DeviceMemory:
-        """So many bytes of it, from its byte ``at`` on."""
-        return DeviceMemory(self.ordinal, self.address + at, nbytes)
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, object]:
-        """As libraries for arrays on GPUs ask for it."""
-        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+        Called once, when the tier opens, unless the store is shared. A frame that is deleted meanwhile may be named or
+        not, and makes nothing fail.
+        """
 
 
-class Landing(abc.ABC):
-    """Reads frames of a store in a worker process of the engine, which verifies each before it uses it.
+@runtime_checkable
+class SupportsNamespaces(Protocol):
+    """A backend that keeps the facts of each namespace beside its frames."""
 
-    Called on several threads at once. The store may be closed, or its process killed, in the middle of a read.
+    @abc.abstractmethod
+    def namespaces(self) -> Iterator[Namespace]:
+        """Other namespaces that have frames in this store, as far as it knows their facts.
+
+        Called once, when the tier opens, so that the log can say why an engine starts cold.
+        """
+
+    @abc.abstractmethod
+    def drop_namespace(self) -> None:
+        """Remove everything of this namespace besides frames: its facts, and writes that were never finished.
+
+        Called by commands that look at a tier, when all frames are deleted and nobody uses the namespace any more, and
+        never by an engine. Raises BackendError.
+        """
+
+
+@runtime_checkable
+class SupportsDirectReads(Protocol):
+    """A backend whose frames the engine's workers can read by themselves, without the slot of an arena.
+
+    The `DirectReader` of its config reads them.
     """
 
-    #: Do workers read by themselves only where that is into a GPU's memory, and no slower than into the host's? Else
-    #: frames pass through an arena.
-    device_only: bool = False
-    #: Frames with which the two can be compared.
-    samples: Sequence[Extent] = ()
-
     @abc.abstractmethod
-    def read(self, extents: Sequence[Extent], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
-        """Read ``extents[i]`` into ``into[i]``, which is as long and begins at a multiple of `FRAME_ALIGNMENT`.
+    def reader_handle(self) -> str:
+        """Plain text with which `BackendConfig.attach_reader` reaches this store from a worker process.
 
-        An extent is that of a frame, or lies within one: a header, or a rank's own shard.
-
-        Returns for each the bytes that were read, fewer only where its file ends before, or the BackendError for which
-        this frame alone cannot be read. Raises BackendError if the store as a whole cannot be read. No view is kept.
+        Empty if its settings are such that frames pass through the slots of an arena.
         """
 
-    def reach_device(self, memory: DeviceMemory) -> None:
-        """Make ready for `read_to_device` into parts of this memory, which stays where it is until `close`.
-
-        Called at most once, on a thread of its own, and before the first read. Raises BackendError if files cannot be
-        read straight into the memory of this GPU, by default always: it then uses the memory no more,
-        and frames are read into the host's.
-        """
-        raise BackendError("its files are read into the host's memory")
-
-    def read_to_device(self, extents: Sequence[Extent], into: Sequence[DeviceMemory]) -> Sequence[int | BackendError]:
-        """As `read`, into memory that `reach_device` was told of. The bytes are there when this returns."""
-        raise BackendError("its files are read into the host's memory")
-
-    def facts(self) -> Mapping[str, str]:
-        """Settings whose effective value may differ from what was asked: ``{"direct": "auto -> on"}``."""
-        return {}
-
     @abc.abstractmethod
-    def close(self) -> None:
-        """Release everything. May be called twice; no read is under way."""
+    def locate(self, keys: Sequence[ChunkKey]) -> Sequence[Location | None]:
+        """Where the frame of each key is; None if there is none.
+
+        Called on the owner's thread, and answered without the medium. The frame stays there until the tier calls
+        `write`, `delete` or `quarantine` for its key, which it does when no worker reads it any more. In a shared store
+        others may replace or remove it at any time: then a reader finds nothing, or what fails verification. Raises
+        BackendError.
+        """
 
 
 @attrs.frozen
@@ -224,21 +182,13 @@ class BackendConfig(abc.ABC):
         """
         return None
 
-    def land(self, handle: str) -> Landing:
-        """In each worker process: reach the files behind a `Backend.landing`.
+    def attach_reader(self, handle: str, cache: PagedKVCache, timeout: float) -> DirectReader:
+        """In each worker process: a reader of the store behind a `SupportsDirectReads.reader_handle`, for these pages.
 
-        Called once, before the first forward. Raises BackendError if it cannot, by default always.
+        ``timeout`` is the seconds after which a read has failed. Called once, before the first forward. Raises
+        BackendError if it cannot, by default always: then the tier's frames pass through an arena, for all workers.
         """
         raise BackendError(f"frames of a tier of type {self.type} pass through an arena")
-
-    @contextlib.contextmanager
-    def walk(self) -> Iterator[Iterator[Stored]]:
-        """Everything in the store, of every namespace, for `kvtier fsck`.
-
-        No engine uses the store until the end, unless it is shared: then anything may come and go meanwhile.
-        Raises BackendError, by default always.
-        """
-        raise BackendError(f"a tier of type {self.type} cannot be walked")
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[BackendConfig]:
@@ -250,10 +200,22 @@ class BackendConfig(abc.ABC):
         """
         yield self
 
-    def recount(self, capacity: Nbytes, nbytes: int) -> None:
-        """`kvtier fsck --repair` left ``nbytes`` in a shared store with a capacity: correct its account.
+    def recount(self, capacity: Nbytes) -> None:
+        """Frames of a shared store with this capacity were removed by a command: correct its account.
 
-        Others may have written since these bytes were counted: a store that can be listed quickly is counted anew.
+        Others may have written meanwhile: what is there is counted anew. Raises BackendError.
+        """
+
+
+@runtime_checkable
+class SupportsWalk(Protocol):
+    """A config whose store can be listed as a whole, for `kvtier fsck` and `kvtier clear`."""
+
+    @abc.abstractmethod
+    def walk(self) -> contextlib.AbstractContextManager[Iterator[Stored]]:
+        """Everything in the store, of every namespace.
+
+        No engine uses the store until the end, unless it is shared: then anything may come and go meanwhile.
         Raises BackendError.
         """
 

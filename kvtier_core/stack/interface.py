@@ -6,8 +6,8 @@ import abc
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from kvtier_core.stack.outcomes import FrameRead, LoadLimit, Lookup, Whereabouts
-from kvtier_core.types import ChunkKey, Event, Namespace, Slot, StoredFrame, Usage
+from kvtier_core.stack.outcomes import LoadLimit, Lookup, Whereabouts
+from kvtier_core.types import ChunkKey, Event, FrameRead, Namespace, Slot, StoredFrame, Usage
 
 
 class Stack(abc.ABC):
@@ -93,7 +93,7 @@ class Stack(abc.ABC):
         """
 
     @abc.abstractmethod
-    def stop_landing(self, tier: str, why: str) -> None:
+    def stop_direct_reads(self, tier: str, why: str) -> None:
         """The workers do not read the frames of this tier by themselves: from now on they pass through an arena.
 
         Called before any load from it begins. What is held of it is released.
@@ -141,7 +141,7 @@ class Stack(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def landings(self) -> dict[str, str]:
+    def reader_handles(self) -> dict[str, str]:
         """How a worker process reaches the files of each tier whose frames it reads, by the name of the tier."""
 
     @abc.abstractmethod

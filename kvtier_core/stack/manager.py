@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvtier_core.errors import ContractError
+from kvtier_core.interfaces import SupportsNamespaces
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.admission import AdmissionPlan
 from kvtier_core.stack.arena import Arena
@@ -16,13 +17,24 @@ from kvtier_core.stack.interface import Stack
 from kvtier_core.stack.lookup.boundaries import BoundarySearch
 from kvtier_core.stack.lookup.chain import ChainSearch
 from kvtier_core.stack.lookup.leases import Leases
-from kvtier_core.stack.outcomes import FrameRead, LoadLimit, Lookup, Whereabouts
+from kvtier_core.stack.outcomes import LoadLimit, Lookup, Whereabouts
 from kvtier_core.stack.promotion import Promotions
 from kvtier_core.stack.reservations import Reservations
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.write_through import WriteThrough
 from kvtier_core.transfer.io_pool import Pool, run
-from kvtier_core.types import KEY_NBYTES, ChunkKey, Event, EventKind, Namespace, Nbytes, Slot, StoredFrame, Usage
+from kvtier_core.types import (
+    KEY_NBYTES,
+    ChunkKey,
+    Event,
+    EventKind,
+    FrameRead,
+    Namespace,
+    Nbytes,
+    Slot,
+    StoredFrame,
+    Usage,
+)
 
 
 class StorageManager(Stack):
@@ -108,8 +120,8 @@ class StorageManager(Stack):
         for tier in self._tiers:
             tier.load_ended(holder, unread, ok=ok)
 
-    def stop_landing(self, tier: str, why: str) -> None:
-        next(each for each in self._tiers if each.name == tier).not_landing = why
+    def stop_direct_reads(self, tier: str, why: str) -> None:
+        next(each for each in self._tiers if each.name == tier).not_direct = why
         self._leases.release_frames(tier)
 
     def release(self, holder: str) -> None:
@@ -249,8 +261,8 @@ class StorageManager(Stack):
         return [arena.memory.handle for arena in self._arenas]
 
     @property
-    def landings(self) -> dict[str, str]:
-        return {tier.name: tier.backend.landing for tier in self._tiers if tier.lands}
+    def reader_handles(self) -> dict[str, str]:
+        return {tier.name: tier.reader_handle for tier in self._tiers if tier.direct}
 
     def describe(self) -> list[str]:
         lines = []
@@ -260,8 +272,8 @@ class StorageManager(Stack):
             words = [f"{Nbytes(usage.capacity)}", f"{usage.chunks} chunks held"]
             if isinstance(level, StoreTier) and level.backend.shared:
                 words = ["shared with other engines"]  # what it holds nobody knows
-            if isinstance(level, StoreTier) and level.backend.landing:
-                words.append(f"workers read it: {'if they can' if level.lands else f'no, {level.not_landing}'}")
+            if isinstance(level, StoreTier) and level.reader_handle:
+                words.append(f"workers read it: {'if they can' if level.direct else f'no, {level.not_direct}'}")
             words += [f"{name}: {fact}" for name, fact in facts.items()]
             lines.append(f"{level.name}: {', '.join(words)}")
         return lines
@@ -281,6 +293,7 @@ class StorageManager(Stack):
         others = [
             (len(differences), tier.name, differences)
             for tier in self._tiers
+            if isinstance(tier.backend, SupportsNamespaces)
             for other in run(lambda tier=tier: list(tier.backend.namespaces())).value or ()
             if (differences := tier.namespace.differences(other))
         ]

@@ -1,43 +1,12 @@
-"""What became of a lookup, a read, a chunk."""
+"""What became of a lookup, a chunk."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 
 import attrs
 
-from kvtier_core.frames.format import FrameError
-from kvtier_core.types import EventKind, Slot, StoredFrame
-
-
-class ReadStatus(enum.Enum):
-    """What became of the read of one frame."""
-
-    VERIFIED = "verified"  #: the slot holds the chunk, sealed and raw
-    MISSING = "missing"  #: the store has no such frame
-    CORRUPT = "corrupt"  #: the frame is damaged, or can never be read
-    IO_ERROR = "io_error"  #: a shared store cannot serve this key now
-    INCOMPATIBLE = "incompatible"  #: the frame may be whole, and this tier's codec cannot serve it
-
-    @property
-    def event(self) -> EventKind | None:
-        """The event that reports this outcome; None if the frame is served."""
-        return None if self is ReadStatus.VERIFIED else EventKind(self.value)
-
-
-@attrs.frozen
-class FrameRead:
-    """The outcome of one read, and the reason if the frame is not served."""
-
-    status: ReadStatus
-    why: str = ""
-    nbytes: int = 0  #: that it takes in the store, if it is served
-
-    @classmethod
-    def refused(cls, error: FrameError) -> FrameRead:
-        """Of a frame that is not the one asked for."""
-        return cls(ReadStatus.INCOMPATIBLE if error.incompatible else ReadStatus.CORRUPT, error.value)
+from kvtier_core.types import Slot, StoredFrame
 
 
 @attrs.frozen

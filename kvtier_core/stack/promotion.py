@@ -69,7 +69,7 @@ class Promotions:
     @property
     def _tiers(self) -> list[StoreTier]:
         """Those that it reads: the workers read the others."""
-        return [tier for tier in self._queues if not tier.lands]
+        return [tier for tier in self._queues if not tier.direct]
 
     @property
     def under_way(self) -> int:
@@ -147,7 +147,7 @@ class Promotions:
     def _start(self, tier: StoreTier, queue: OrderedDict[ChunkKey, _Request], taken: Taken) -> None:
         """Begin what one tier may read now."""
         dropped: list[ChunkKey] = []
-        if tier.lands or not tier.can_read:
+        if tier.direct or not tier.can_read:
             dropped += queue
             queue.clear()
         requests: dict[ChunkKey, _Request] = {}
@@ -173,9 +173,9 @@ class Promotions:
 
     def _ask(self, path: Sequence[ChunkKey], at: int, limit: LoadLimit | None, salt: bytes) -> Requested:
         """Ask all shared stores at once for the chunks of a path that no tier knows."""
-        runs = {tier: tier.request_lookup(path, at) for tier in self._tiers}
+        runs = {tier: tier.request_lookup(path, at) for tier in self._queues}
         self._questions.update(_named(path, at, max(runs.values(), default=0), limit, salt))
-        awaited = [tier for tier in self._tiers if runs[tier] and tier.worth_asking(runs[tier], limit)]
+        awaited = [tier for tier in self._queues if runs[tier] and tier.worth_asking(runs[tier], limit)]
         if not awaited:
             return Requested()
         return Requested(max(runs[tier] for tier in awaited), awaited[0].name)
@@ -185,18 +185,18 @@ class Promotions:
 
         Chunks behind one that is not there are left alone.
         """
-        for tier in self._tiers:
+        for tier in self._queues:
             answered, found = tier.take_answers()
             requested: dict[ChunkKey, _Request] = {}
             for key in found:
                 question = self._questions.get(key)
                 if question and not taken(key) and self._continues(question.parent, requested, taken):
                     requested[key] = question
-            if requested:
+            if requested and not tier.direct:
                 choice = tier.choose(len(requested), next(iter(requested.values())).limit)
                 self._add(tier, dict(list(requested.items())[: choice.chunks]))
             for key in answered:
-                if not any(each.is_asked(key) for each in self._tiers):
+                if not any(each.is_asked(key) for each in self._queues):
                     self._questions.pop(key, None)
             self._dropped([key for key in answered if key not in self._queues[tier]])
 

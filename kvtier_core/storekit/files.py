@@ -43,15 +43,15 @@ def read_files(
     Returns for each file the bytes read, fewer than its view only where the file ends before, or the OSError.
     """
     at = [0] * len(fds) if at is None else at
-    landings = [bounce(len(view)) if direct and not _is_aligned(view) else view for view in into]
-    raw = _read_files(fds, landings, at) if ring else None
+    buffers = [bounce(len(view)) if direct and not _is_aligned(view) else view for view in into]
+    raw = _read_files(fds, buffers, at) if ring else None
     if raw is None:
-        outcomes = [_caught(os.preadv, *each) for each in zip(fds, landings, at, strict=True)]
+        outcomes = [_caught(os.preadv, *each) for each in zip(fds, buffers, at, strict=True)]
     else:
         outcomes = [outcome if outcome >= 0 else _error(outcome) for outcome in raw]
-    for view, landing, outcome in zip(into, landings, outcomes, strict=True):
-        if landing is not view and isinstance(outcome, int):
-            view[:outcome] = landing[:outcome]
+    for view, buffer, outcome in zip(into, buffers, outcomes, strict=True):
+        if buffer is not view and isinstance(outcome, int):
+            view[:outcome] = buffer[:outcome]
     return outcomes
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import attrs
 
 from kvtier_core.errors import BackendError
-from kvtier_core.interfaces import Backend
-from kvtier_core.types import ChunkKey, Namespace
+from kvtier_core.interfaces import Backend, SupportsListing
+from kvtier_core.types import ChunkKey
 
 
 @attrs.frozen
@@ -104,10 +104,8 @@ class FaultyBackend(Backend):
             self._inner.quarantine(keys)
 
     def scan(self) -> Iterator[tuple[ChunkKey, int]]:
-        return iter(()) if self._begin("scan").drop else self._inner.scan()
-
-    def namespaces(self) -> Iterator[Namespace]:
-        return self._inner.namespaces()
+        listed = not self._begin("scan").drop and isinstance(self._inner, SupportsListing)
+        return self._inner.scan() if listed else iter(())
 
     def facts(self) -> Mapping[str, str]:
         return self._inner.facts()

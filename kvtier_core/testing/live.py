@@ -20,7 +20,7 @@ from kvtier_core.config.load import load_config
 from kvtier_core.config.model import ArenaTierConfig, StoreTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError, Gone
-from kvtier_core.interfaces import BackendConfig, OpenContext
+from kvtier_core.interfaces import BackendConfig, OpenContext, SupportsNamespaces, SupportsWalk
 from kvtier_core.testing.laws.arenas import ArenaLaws
 from kvtier_core.testing.laws.backend_calls import HOSTILE_KEYS
 from kvtier_core.testing.laws.backends import BackendLaws
@@ -89,7 +89,7 @@ def own_namespace(tier: StoreTierConfig) -> Iterator[tuple[BackendConfig, OpenCo
 
 def empty(config: BackendConfig, contexts: Collection[OpenContext]) -> None:
     """Remove all that the laws may have left in these namespaces. Raises BackendError."""
-    if type(config).walk is not BackendConfig.walk:  # what was quarantined is in no namespace any more
+    if isinstance(config, SupportsWalk):  # what was quarantined is in no namespace any more
         with config.walk() as stored:
             for each in stored:
                 if each.home and any(ctx.namespace.digest.startswith(each.home) for ctx in contexts):
@@ -100,7 +100,8 @@ def empty(config: BackendConfig, contexts: Collection[OpenContext]) -> None:
         try:
             there = zip(_KEYS, backend.contains(_KEYS), strict=True)
             backend.delete([key for key, is_there in there if is_there])
-            backend.drop_namespace()
+            if isinstance(backend, SupportsNamespaces):
+                backend.drop_namespace()
         finally:
             backend.close()
 

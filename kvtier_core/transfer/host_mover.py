@@ -57,7 +57,7 @@ class HostMover(Mover):
         self._jobs.add(job)
         self._end(job, run(lambda: self._copiers[checked.part.number].gather(checked.rows, checked.slots)))
 
-    def load(self, job: int, slots: Sequence[int], pages: PageList) -> None:
+    def load(self, job: int, slots: Sequence[int], pages: PageList, after: object = None) -> None:
         checked = self._checked(job, pages, slots)
         copier = self._copiers[checked.part.number]
         self._pool.submit_load(

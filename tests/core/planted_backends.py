@@ -11,12 +11,13 @@ from typing import ClassVar
 import attrs
 
 from kvtier_core.errors import BackendError
-from kvtier_core.interfaces import Backend, BackendConfig, Landing, Stored
+from kvtier_core.interfaces import Backend, BackendConfig, Stored, SupportsDirectReads, SupportsListing
 from kvtier_core.testing import BackendLaws
-from kvtier_core.types import Extent
+from kvtier_core.transfer.staged_reader import StagedReader
+from kvtier_core.types import Location
 
 
-class Reference(Backend):
+class Reference(Backend, SupportsListing):
     """Correct. A dict would not outlive a killed process."""
 
     def __init__(self, folder, ctx):
@@ -76,42 +77,49 @@ class Reference(Backend):
         self.closed = True
 
 
-class SlabLanding(Landing):
+class SlabFile:
     def __init__(self, handle):
         self.file = open(handle, "rb")  # noqa: SIM115 - until close
 
-    def read(self, extents, into):
-        return [os.preadv(self.file.fileno(), [view], at) for (_, at, _), view in zip(extents, into, strict=True)]
+    def read(self, ranges, into):
+        return [self.read_one(*each) for each in zip(ranges, into, strict=True)]
+
+    def read_one(self, wanted, view):
+        (at,) = wanted.frame.location.place
+        return os.preadv(self.file.fileno(), [view], at + wanted.offset)
+
+    def facts(self):
+        return {}
 
     def close(self):
         self.file.close()
 
 
-class Slab(Reference):
+class Slab(Reference, SupportsDirectReads):
     """The same with a copy of each frame in one file, from which workers read it."""
 
-    lands = SlabLanding
+    reader = StagedReader
+    source = SlabFile
 
     def __init__(self, folder, ctx):
         super().__init__(folder, ctx)
         self.places = {}
+        open(self.reader_handle(), "ab").close()
 
-    @property
-    def landing(self):
+    def reader_handle(self):
         return str(self.folder / "slab")
 
     def write_one(self, key, frame):
         super().write_one(key, frame)
-        self.places[key] = Extent(0, self.place() * len(frame), len(frame))
-        with open(self.landing, "ab"):
-            pass
-        with open(self.landing, "r+b") as file:
-            file.seek(self.places[key].at)
+        at = self.place() * len(frame)
+        self.places[key] = Location((at,), len(frame))
+        with open(self.reader_handle(), "r+b") as file:
+            file.seek(at)
             file.write(frame)
 
     def place(self):
         """The first that is free, where all frames are of one length."""
-        taken = {extent.at // extent.nbytes for extent in self.places.values()}
+        taken = {at // nbytes for (at,), nbytes in self.places.values()}
         return next(place for place in itertools.count() if place not in taken)
 
     def delete(self, keys):
@@ -133,8 +141,8 @@ class PlantedConfig(BackendConfig):
     def open(self, ctx):
         return self.backend(self.folder, ctx)
 
-    def land(self, handle):
-        return self.backend.lands(handle)
+    def attach_reader(self, handle, cache, timeout):
+        return self.backend.reader(self.backend.source(handle), cache, timeout)
 
     @contextlib.contextmanager
     def walk(self):
@@ -151,7 +159,7 @@ class UnlistedConfig(PlantedConfig):
     """Its store cannot be listed as a whole."""
 
     type: ClassVar[str] = "unlisted"
-    walk = BackendConfig.walk
+    walk = None
 
 
 class SpoiltLaws(BackendLaws):
@@ -160,6 +168,8 @@ class SpoiltLaws(BackendLaws):
     def spoil(self, folder, key):
         (file,) = folder.rglob(key.hex())
         file.write_bytes(b"")
+        for slab in folder.rglob("slab"):
+            slab.write_bytes(bytes(slab.stat().st_size))
         return True
 
     @contextlib.contextmanager

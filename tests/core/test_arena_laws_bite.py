@@ -86,7 +86,7 @@ class Copier(interfaces.Mover):
             place[:] = page
         self.done.append(interfaces.JobResult(job, ok=True))
 
-    def load(self, job, slots, pages):
+    def load(self, job, slots, pages, after=None):
         for page, place in self.pairs(pages, slots):
             page[:] = place
         self.done.append(interfaces.JobResult(job, ok=True))
@@ -254,8 +254,8 @@ class TakesAllReplicasForTheFirst(Copier):
 
 
 class CopiesOneByteTooMany(Copier):
-    def load(self, job, slots, pages):
-        super().load(job, slots, pages)
+    def load(self, job, slots, pages, after=None):
+        super().load(job, slots, pages, after)
         run = self.kv_cache.layers[0]
         ctypes.memset(run.base + run.nbytes + run.stride * (self.kv_cache.blocks - 1), 0, 1)
 
@@ -268,7 +268,7 @@ class Transposes(Copier):
 
 
 class LoadsNothing(Copier):
-    def load(self, job, slots, pages):
+    def load(self, job, slots, pages, after=None):
         self.done.append(interfaces.JobResult(job, ok=True))
 
 

@@ -10,7 +10,8 @@ import sys
 
 import pytest
 
-from kvtier_core.cli import main, parser
+from kvtier_core.cli import main, parser, tiers
+from kvtier_core.config.model import StoreTierConfig
 from kvtier_core.errors import BackendError
 from kvtier_example_backend.plugin import ExampleBackendConfig
 
@@ -246,8 +247,6 @@ def test_a_command_is_needed(capsys):
 
 
 def test_a_tier_need_not_be_walked():
-    with (
-        pytest.raises(BackendError, match="a tier of type example-backend cannot be walked"),
-        ExampleBackendConfig().walk(),
-    ):
-        pass
+    tier = StoreTierConfig("example", ExampleBackendConfig())
+    with pytest.raises(BackendError, match="a tier of type example-backend cannot be walked"):
+        tiers.walk(tier)

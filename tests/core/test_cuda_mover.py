@@ -192,10 +192,10 @@ class BeforeTheForward(DeviceMover):
 
 
 class LoadsOvertakeStores(DeviceMover):
-    def load(self, job, slots, pages):
+    def load(self, job, slots, pages, after=None):
         held = self._jobs
         self._jobs = {number: attrs.evolve(each, read=frozenset()) for number, each in held.items()}
-        super().load(job, slots, pages)
+        super().load(job, slots, pages, after)
         self._jobs = {**held, **{job: self._jobs[job]}}
 
 
@@ -248,13 +248,13 @@ def test_nobody_is_held_up(runtime, method):
 
 @pytest.mark.parametrize("method", Method)
 def test_a_load_waits_for_no_forward_of_its_own_step(runtime, method):
-    """Which touches none of its pages. Without `begin_step` it waits for whatever was enqueued."""
+    """Which touches none of its pages. Without a mark it waits for whatever was enqueued."""
     cuda = FakeCuda(deferred=True)
     mover = cuda.mover(runtime, autotune=decided(method))
     cuda.engine.run(lambda: None)
-    mover.begin_step()
+    mark = mover.mark()
     cuda.engine.run(lambda: None)
-    mover.load(1, [1], [CHUNK])
+    mover.load(1, [1], [CHUNK], mark)
     while cuda.engine.work > 1:  # the forward of this step is left
         assert cuda.step()
     cuda.hold(cuda.engine)

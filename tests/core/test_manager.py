@@ -694,9 +694,10 @@ def test_a_cold_start_is_explained_by_the_namespace_that_differs_least(bench, mo
     near = Namespace.of({**dict(NAMESPACE.facts), "dtype": "float16"})
     far = Namespace.of({"model": "other", "dtype": "float16", "block": "32"})
     assert bench.manager.why_cold() == ""
-    monkeypatch.setattr(bench.shelves[0], "namespaces", lambda: iter([far, near]))
+    monkeypatch.setattr(bench.shelves[0], "drop_namespace", lambda: None, raising=False)
+    monkeypatch.setattr(bench.shelves[0], "namespaces", lambda: iter([far, near]), raising=False)
     assert bench.manager.why_cold() == "disk holds another namespace: dtype was float16, is not there"
-    monkeypatch.setattr(bench.shelves[0], "namespaces", lambda: iter([far]))
+    monkeypatch.setattr(bench.shelves[0], "namespaces", lambda: iter([far]), raising=False)
     assert bench.manager.why_cold() == (
         "disk holds another namespace: block was 32, is not there, and 2 more facts differ"
     )
@@ -705,7 +706,8 @@ def test_a_cold_start_is_explained_by_the_namespace_that_differs_least(bench, mo
 
 
 def test_a_store_that_cannot_tell_its_namespaces_explains_nothing(bench, monkeypatch):
-    monkeypatch.setattr(bench.shelves[0], "namespaces", lambda: 1 / 0)
+    monkeypatch.setattr(bench.shelves[0], "drop_namespace", lambda: None, raising=False)
+    monkeypatch.setattr(bench.shelves[0], "namespaces", lambda: 1 / 0, raising=False)
     assert bench.manager.why_cold() == ""
 
 

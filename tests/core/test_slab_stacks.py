@@ -21,7 +21,6 @@ from kvtier_core.layouts import ChunkLayout, KVKind
 from kvtier_core.testing.samples import make_context, make_group, make_keys
 from kvtier_core.types import FRAME_ALIGNMENT, StoredFrame
 from kvtier_gds.backend import GdsBackend
-from kvtier_gds.config import GdsConfig
 
 CHUNKS = 4
 PATHS = [make_keys(CHUNKS * 40)[i : i + CHUNKS] for i in range(0, CHUNKS * 40, CHUNKS)]
@@ -117,7 +116,7 @@ def test_slabs_above_a_bucket(stack, tmp_path, s3_server):  # noqa: F811
 
 
 @pytest.fixture
-def landing(tmp_path):
+def direct(tmp_path):
     """Opens a stack whose slabs have these settings: returns the tiers that workers read, and what it says of slabs."""
 
     def opened(settings, layout=LAYOUT, runtime=None):
@@ -125,29 +124,27 @@ def landing(tmp_path):
         file.write_text(f"version: 1\ntiers:\n  - {CPU}\n  - {slabs(tmp_path, more=settings)}\n")
         config = load_config(file, Registry.discover())
         with contextlib.closing(open_stack(config, make_context(layout=layout), runtime or Runtime())) as manager:
-            return list(manager.landings), manager.describe()[1]
+            return list(manager.reader_handles), manager.describe()[1]
 
     return opened
 
 
 @pytest.mark.parametrize("mode", ["gds", "auto", "bounce"])
 @pytest.mark.parametrize("recomputes", [True, False])
-def test_workers_read_the_slabs_where_a_failed_load_is_a_miss(landing, mode, recomputes):
-    tiers, said = landing(f"mode: {mode}", runtime=Runtime(recomputes=recomputes))
+def test_workers_read_the_slabs_where_a_failed_load_is_a_miss(direct, mode, recomputes):
+    tiers, said = direct(f"mode: {mode}", runtime=Runtime(recomputes=recomputes))
     assert tiers == ["gds"] * (mode != "bounce" and recomputes)
     told = "if they can" if recomputes else "no, the engine fails requests whose load fails"
     assert (f"workers read it: {told}" in said) == (mode != "bounce")
 
 
-def test_workers_read_no_frames_that_they_cannot_verify(landing, monkeypatch):
-    """They have no key and no codec, know of one frame a chunk, and a shared store may replace what they read."""
+def test_workers_read_no_frames_that_they_cannot_verify(direct, monkeypatch):
+    """They have no key and no codec, and know of one frame a chunk."""
     monkeypatch.setenv("SLAB_KEY", "a secret that is long enough for a key")
-    sealed = landing('mode: gds, seal_key: "env:SLAB_KEY"')
+    sealed = direct('mode: gds, seal_key: "env:SLAB_KEY"')
     window = make_group((512,), kind=KVKind.SLIDING_WINDOW, reach=16)
-    in_parts = landing("mode: gds", layout=ChunkLayout([make_group((512,)), window], LAYOUT.tokens))
-    for cls in (GdsConfig, GdsBackend):
-        monkeypatch.setattr(cls, "shared", True)
-    assert (sealed[0], in_parts[0], landing("mode: gds")[0]) == ([], [], [])
+    in_parts = direct("mode: gds", layout=ChunkLayout([make_group((512,)), window], LAYOUT.tokens))
+    assert (sealed[0], in_parts[0]) == ([], [])
     assert "no, they are encoded or have a keyed seal" in sealed[1]
     assert "no, the model's chunks have several parts" in in_parts[1]
 
@@ -159,8 +156,8 @@ def test_what_workers_refuse_to_read_passes_through_an_arena(stack, tmp_path):
     with stack(CPU, slabs(tmp_path, more="mode: auto")) as serving:
         held = serving.manager.lookup(PATHS[0], "early").slots
         assert len(held) == CHUNKS and all(isinstance(place, StoredFrame) for place in held)
-        serving.manager.stop_landing("gds", "rank 0: no GPU")
-        assert serving.manager.landings == {}
+        serving.manager.stop_direct_reads("gds", "rank 0: no GPU")
+        assert serving.manager.reader_handles == {}
         assert not serving.manager.lookup(PATHS[0], "early").slots, "what is held is still to be read by workers"
         serving.manager.release("early")
         assert stored(serving, PATHS) == [CHUNKS] * 40

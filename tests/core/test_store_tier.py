@@ -218,7 +218,7 @@ def test_a_write_waits_until_its_victim_is_gone():
     bench.events()
     bench.write(C)
     assert len(bench.pool.queue) == 1, "the delete alone"
-    assert bench.has(A, B) == [False, True], "a victim stays indexed until its delete lands, and is not read"
+    assert bench.has(A, B) == [False, True], "a victim stays indexed until its delete ends, and is not read"
     assert not bench.tier.would_admit([A])
     bench.turn()
     assert set(bench.shelf.frames) == {B}

@@ -66,26 +66,22 @@ class StoresDoNotWait(_Buggy):
 class LoadsDoNotWait(DeviceMover):
     """But for the first step."""
 
-    def begin_step(self) -> None:
-        if "first" not in self.__dict__:
-            super().begin_step()
-        self._before = self.__dict__.setdefault("first", self._before)
+    def mark(self) -> object:
+        return self.__dict__.setdefault("first", super().mark())
 
 
 class LoadsWaitForTheStepBefore(DeviceMover):
     """As if the event had been recorded a step too early."""
 
-    def begin_step(self) -> None:
-        early = self.__dict__.get("later")
-        super().begin_step()
-        self.__dict__["later"], self._before = self._before, early or self._before
+    def mark(self) -> object:
+        early, self.__dict__["later"] = self.__dict__.get("later"), super().mark()
+        return early or self.__dict__["later"]
 
 
 class LoadsOvertakeStores(_Buggy):
-    def load(self, job: int, slots: Sequence[int], pages: PageList) -> None:
-        self._before = None  # so that it is made in here
+    def load(self, job: int, slots: Sequence[int], pages: PageList, after: object = None) -> None:
         with self._hears(new=True, old=False):
-            super().load(job, slots, pages)
+            super().load(job, slots, pages)  # with a mark that is made in here
 
 
 class NoFence(DeviceMover):
@@ -107,8 +103,8 @@ class _Early(DeviceMover):
 
 
 class LoadsEndAtOnce(_Early):
-    def load(self, job: int, slots: Sequence[int], pages: PageList) -> None:
-        super().load(job, slots, pages)
+    def load(self, job: int, slots: Sequence[int], pages: PageList, after: object = None) -> None:
+        super().load(job, slots, pages, after)
         self._report(job, ok=True)
 
 
@@ -119,8 +115,8 @@ class StoresEndAtOnce(_Early):
 
 
 class FailuresEndAtOnce(_Early):
-    def load(self, job: int, slots: Sequence[int], pages: PageList) -> None:
-        super().load(job, slots, pages)
+    def load(self, job: int, slots: Sequence[int], pages: PageList, after: object = None) -> None:
+        super().load(job, slots, pages, after)
         if any(copier.failed for copier in self._copiers):
             self._report(job, ok=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from kvtier_core.config.registry import Registry
 from kvtier_core.engine.messages import StepPlan, Transfer
 from kvtier_core.engine.worker_side import WorkerSide
 from kvtier_core.errors import ConfigError
-from kvtier_core.interfaces import JobResult, PagedKVCache, PageRun
+from kvtier_core.interfaces import DirectReader, JobResult, PagedKVCache, PageRun
 from kvtier_core.layouts import ChunkLayout, KVKind
-from kvtier_core.testing.samples import make_context, make_group, make_layout
+from kvtier_core.testing.samples import make_context, make_group, make_key, make_layout
 from kvtier_core.transfer.host_mover import HostMover
-from kvtier_core.types import Slot
+from kvtier_core.types import Location, Slot, StoredFrame
 
 LAYOUT = make_layout((64, 32), blocks=2, ranks=2, replicas=2)
 BLOCKS = 8
@@ -104,6 +105,27 @@ def test_stores_of_an_engine_that_overwrites_blocks_early_are_fenced_at_once(are
     side.attach(StepPlan(arenas=(arena.handle,), layout=LAYOUT, self_test_slots=(Slot(0, 0), Slot(0, 1))))
     side.store(StepPlan(stores=((7, Transfer((Slot(0, 2),), (((3, 5),),))),)))
     assert fenced == [1] * at_once
+    side.close()
+
+
+def test_a_reader_waits_for_the_stores_under_way(arena, monkeypatch):
+    """It does not know which pages they read. Its mark is behind them, and good for this step alone."""
+    calls, marks = [], iter("abcd")
+    monkeypatch.setattr(HostMover, "fence", lambda mover, jobs: calls.append(f"fence {len(jobs)}"))
+    caches = {name: torch.rand(BLOCKS, nbytes // 4) for name, nbytes in (("a", 64), ("b", 32))}
+    side = WorkerSide(stack_of(4).arenas, 0, pages_of(caches, 0), [caches])
+    side.attach(StepPlan(arenas=(arena.handle,), layout=LAYOUT, self_test_slots=(Slot(0, 0), Slot(0, 1))))
+    reader = side._readers["store"] = Mock(DirectReader, finished=list)
+    reader.mark = lambda: calls.append(mark := next(marks)) or mark
+    reader.load = lambda job, frames, pages, after: calls.append(f"load after {after}")
+    side.store(StepPlan(stores=((7, Transfer((Slot(0, 2),), (((3, 5),),))),)))
+    side.fence(StepPlan())
+    frame = StoredFrame("store", Location((0,), LAYOUT.frame_nbytes), make_key(0), b"")
+    plan = StepPlan(loads=(("a request", Transfer((frame,), (((3, 5),),))),))
+    side.fence(plan)
+    side.load(plan, idle=False)
+    side.load(StepPlan(loads=(("another", plan.loads[0][1]),)), idle=False)
+    assert calls == ["a", "fence 1", "b", "load after b", "load after None"]
     side.close()
 
 

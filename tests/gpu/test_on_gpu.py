@@ -1,6 +1,7 @@
 """What only a GPU can show. `make gpu-check` runs this where there is one; elsewhere it is skipped."""
 
 import ctypes
+import functools
 import mmap
 import random
 import time
@@ -13,12 +14,10 @@ import torch
 from kvtier_core.config.compose import open_stack
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
-from kvtier_core.engine.landed_loads import LandedLoads
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.format import seal_part
-from kvtier_core.interfaces import NO_BLOCK, Landing
+from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.layouts import ChunkLayout
-from kvtier_core.stack.outcomes import ReadStatus
 from kvtier_core.testing.laws.arenas import ArenaLaws, settle, shard_of
 from kvtier_core.testing.samples import (
     PagedBuffer,
@@ -33,9 +32,14 @@ from kvtier_core.transfer.cuda.autotune import decided
 from kvtier_core.transfer.cuda.checksums import SumsMemory
 from kvtier_core.transfer.cuda.library import Method, load
 from kvtier_core.transfer.cuda.opening import HALF_NBYTES, open_mover
-from kvtier_core.types import FRAME_ALIGNMENT, Extent, StoredFrame
+from kvtier_core.transfer.io_pool import Outcome
+from kvtier_core.transfer.staged_reader import StagedReader
+from kvtier_core.types import FRAME_ALIGNMENT, Location, ReadStatus, StoredFrame
 from kvtier_cpu import plugin
 from kvtier_cpu.config import CpuConfig
+from kvtier_gds import device_lane
+from kvtier_gds.device_lane import DeviceLane
+from kvtier_gds.slab import Extent
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU here: make gpu-check on a machine with one"
@@ -214,35 +218,48 @@ def test_a_staged_store_reports_the_checksums_of_its_shards(shape, half_nbytes):
     mover.close()
 
 
-class HostFrames(Landing):
-    """Frames in the host's memory, which torch copies into the GPU's."""
+class HostFrames:
+    """Frames in the host's memory, in place of `SlabFiles`: each is a slab."""
+
+    fds = ()
 
     def __init__(self, frames):
         self.frames = frames
 
-    def read(self, extents, into):
-        for view, frame in zip(into, self._parts(extents), strict=True):
-            view[:] = frame
+    def read(self, ranges, into):
+        for view, each in zip(into, map(Extent.of, ranges), strict=True):
+            view[:] = self.bytes_at(each)
         return list(map(len, into))
 
-    def reach_device(self, memory):
-        torch.as_tensor(memory, device=GpuPages.device).fill_(POISON)
+    def bytes_at(self, extent):
+        return self.frames[extent.slab][extent.at : extent.at + extent.nbytes]
 
-    def read_to_device(self, extents, into):
-        for memory, frame in zip(into, self._parts(extents), strict=True):
-            torch.as_tensor(memory, device=GpuPages.device).copy_(torch.frombuffer(frame, dtype=torch.uint8))
-        torch.cuda.synchronize()
-        return [memory.nbytes for memory in into]
+    def facts(self):
+        return {}
 
     def close(self):
         pass
 
-    def _parts(self, extents):
-        return [self.frames[extent.file][extent.at : extent.at + extent.nbytes] for extent in extents]
+
+class HostReads:
+    """In place of `DeviceReads`: torch copies the frames into the memory of the GPU."""
+
+    def __init__(self, frames, fds, memory):
+        self.frames = frames
+        torch.as_tensor(memory, device=GpuPages.device).fill_(POISON)
+
+    def read(self, extents, into):
+        for memory, each in zip(into, map(self.frames.bytes_at, extents), strict=True):
+            torch.as_tensor(memory, device=GpuPages.device).copy_(torch.frombuffer(each, dtype=torch.uint8))
+        torch.cuda.synchronize()
+        return [Outcome(memory.nbytes) for memory in into]
+
+    def close(self):
+        pass
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_read_into_the_gpus_memory_reaches_the_pages_if_it_verifies(shape):
+def test_what_is_read_into_the_gpus_memory_reaches_the_pages_if_it_verifies(shape, monkeypatch):
     layout, rng, home, keys = SHAPES[shape], random.Random(shape), make_namespace(), make_keys(3)
     (part,) = layout.parts
     shard = part.shard_of(layout.ranks - 1)
@@ -255,25 +272,27 @@ def test_what_is_read_into_the_gpus_memory_reaches_the_pages_if_it_verifies(shap
     for key, frame, stored in zip(keys, frames, shards, strict=True):
         frame[shard.offset : shard.offset + shard.nbytes] = stored
         seal_part(memoryview(frame), home, key, part)
-    places = [StoredFrame("store", Extent(i, 0, layout.frame_nbytes), keys[i], home.digest) for i in range(3)]
-    landed = LandedLoads(HostFrames(frames), pages.kv_cache(), 5.0)
-    assert landed.facts()["read into"] == "the GPU's memory"
+    places = [StoredFrame("store", Location((i, 0), layout.frame_nbytes), keys[i], home.digest) for i in range(3)]
+    files = HostFrames(frames)
+    monkeypatch.setattr(device_lane, "DeviceReads", functools.partial(HostReads, files))
+    reader = StagedReader(files, pages.kv_cache(), 5.0, lambda *opened: [DeviceLane(*opened, 5.0)])
+    assert reader.facts()["read into"] == "the GPU's memory"
     pages.fill(rng)
     before = pages.everything()
     frames[1][shard.offset] ^= 1
-    assert outcome(landed, 1, places[1:2], chunks[1:2]) == (False, {keys[1]: ReadStatus.CORRUPT})
+    assert outcome(reader, 1, places[1:2], chunks[1:2]) == (False, {keys[1]: ReadStatus.CORRUPT})
     assert pages.everything() == before
     frames[1][shard.offset] ^= 1
-    assert outcome(landed, 2, places, chunks) == (True, {})
+    assert outcome(reader, 2, places, chunks) == (True, {})
     assert [shard_of(pages, shard, chunk) for chunk in chunks] == shards
-    landed.close()
+    reader.close()
 
 
-def outcome(landed, job, frames, chunks):
-    landed.load(job, frames, chunks)
-    landed.wait([job])
-    (ended,) = landed.finished()
-    return ended.ok, {key: read.status for key, read in landed.take_unread(job).items()}
+def outcome(reader, job, frames, chunks):
+    reader.load(job, frames, chunks)
+    reader.wait([job])
+    (ended,) = reader.finished()
+    return ended.ok, {key: read.status for key, read in ended.unread.items()}
 
 
 @pytest.mark.parametrize("method", METHODS)

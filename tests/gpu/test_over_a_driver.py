@@ -7,14 +7,25 @@ import attrs
 import pytest
 import test_on_gpu
 from fake_cuda import FakeCuda
-from test_on_gpu import SHAPES, GpuPages, HostFrames
+from test_on_gpu import SHAPES, GpuPages
 
 from kvtier_core.transfer import cuda
 from kvtier_core.transfer.cuda.device_slots import DeviceSlots
 from kvtier_core.transfer.cuda.library import Method
 from kvtier_core.transfer.cuda.opening import open_mover
+from kvtier_core.transfer.io_pool import Outcome
 
 QUICK = ["words", "several ranks", "ranks that lock and read their shards alone", "two groups"]
+
+
+class HostReads(test_on_gpu.HostReads):
+    def __init__(self, frames, fds, memory):
+        self.frames = frames
+
+    def read(self, extents, into):
+        for memory, each in zip(into, extents, strict=True):
+            ctypes.memmove(memory.address, bytes(self.frames.bytes_at(each)), memory.nbytes)
+        return [Outcome(memory.nbytes) for memory in into]
 
 
 @pytest.fixture(autouse=True)
@@ -23,17 +34,11 @@ def memory_of_the_host(monkeypatch):
     fake, kv_cache = FakeCuda(), GpuPages.kv_cache
     options = {"device": fake.device(), "engine": fake}
 
-    def read_to_device(landing, extents, into):
-        for memory, frame in zip(into, landing._parts(extents), strict=True):
-            ctypes.memmove(memory.address, bytes(frame), memory.nbytes)
-        return [memory.nbytes for memory in into]
-
     monkeypatch.setattr(cuda, "open_device_slots", functools.partial(DeviceSlots, **options))
     monkeypatch.setattr(test_on_gpu, "open_mover", functools.partial(open_mover, **options))
     monkeypatch.setattr(GpuPages, "device", "cpu")
     monkeypatch.setattr(GpuPages, "kv_cache", lambda pages: attrs.evolve(kv_cache(pages), device="cuda:0"))
-    monkeypatch.setattr(HostFrames, "reach_device", lambda *_: None)
-    monkeypatch.setattr(HostFrames, "read_to_device", read_to_device)
+    monkeypatch.setattr(test_on_gpu, "HostReads", HostReads)
 
 
 @pytest.mark.parametrize("method", Method)
@@ -43,5 +48,5 @@ def test_copies(method, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_reads_into_its_memory(shape):
-    test_on_gpu.test_what_is_read_into_the_gpus_memory_reaches_the_pages_if_it_verifies(shape)
+def test_reads_into_its_memory(shape, monkeypatch):
+    test_on_gpu.test_what_is_read_into_the_gpus_memory_reaches_the_pages_if_it_verifies(shape, monkeypatch)

@@ -42,16 +42,16 @@ MUTANTS = (
     ),
     Mutant(
         "incompatible-is-damage",
-        "kvtier_core/stack/outcomes.py",
-        "ReadStatus.INCOMPATIBLE if error.incompatible else ReadStatus.CORRUPT",
+        "kvtier_core/frames/format.py",
+        "ReadStatus.INCOMPATIBLE if self.incompatible else ReadStatus.CORRUPT",
         "ReadStatus.CORRUPT",
         INCOMPATIBLE_TESTS + "::test_what_another_codec_wrote_is_a_miss_and_stays",
     ),
     Mutant(
         "damage-is-good",
         STORE_TIER + "/reads.py",
-        "if error is None else FrameRead.refused(error)",
-        "if True else FrameRead.refused(error)",
+        "if error is None else error.as_read()",
+        "if True else error.as_read()",
         "tests/core/test_store_tier.py",
     ),
     Mutant(
@@ -433,11 +433,11 @@ MUTANTS = (
         ASKING + "test_a_prefetch_brings_up_a_quarter_of_the_arena_and_pins_nothing",
     ),
     Mutant(
-        "a-place-that-is-held-is-given-away",
-        "kvtier_core/stack/store_tier/landings.py",
-        "free = [key for key in held.keys if not self._holders[key]]",
-        "free = list(held.keys)",
-        "tests/core/test_landings.py::test_what_one_of_two_still_holds_stays",
+        "a-place-that-is-leased-is-given-away",
+        "kvtier_core/stack/store_tier/direct_reads.py",
+        "free = [key for key in lease.keys if not self._holders[key]]",
+        "free = list(lease.keys)",
+        "tests/core/test_direct_reads.py::test_what_one_of_two_still_holds_stays",
     ),
     Mutant(
         "salts-stay-in-the-arena",

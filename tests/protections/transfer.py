@@ -34,8 +34,8 @@ MUTANTS = (
     Mutant(
         "loads-before-their-step",
         DEVICE_MOVER,
-        "        self._before = None\n        for job",
-        "        for job",
+        "self._loads, after or self.mark())",
+        "self._loads, after or self._now(self._loads.kernels))",
         "tests/core/test_cuda_mover.py::test_a_load_waits_for_no_forward_of_its_own_step",
     ),
     Mutant(

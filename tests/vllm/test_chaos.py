@@ -2,7 +2,7 @@
 
 What may be demanded of the folder is known from what was told (chaos.py), and is exact: a frame that was reported
 WRITTEN lies there, whole, unless its removal was told. That is told before the file is touched, so a delete that
-landed in the last instant is not taken for a loss.
+arrived in the last instant is not taken for a loss.
 """
 
 from __future__ import annotations

@@ -117,12 +117,12 @@ def test_every_answer_depends_on_what_any_group_keeps(engine, hybrid, monkeypatc
     """A load that leaves out the pages of one group shows, whichever it is: so a test would see what one lacks."""
     asked, left_out, load = prompt(60, LENGTH), [], HostMover.load
 
-    def leave_out(self, job, slots, pages):
+    def leave_out(self, job, slots, pages, after=None):
         kept = [
             [[NO_BLOCK] * len(blocks) if number in left_out else blocks for number, blocks in enumerate(chunk)]
             for chunk in pages
         ]
-        load(self, job, slots, kept if job > 0 else pages)
+        load(self, job, slots, kept if job > 0 else pages, after)
 
     monkeypatch.setattr(HostMover, "load", leave_out)
     with engine(auto(), **hybrid.options) as served:
@@ -200,10 +200,10 @@ def test_several_requests_in_a_batch(engine, float32):
 def test_a_load_that_fails_is_computed(engine, hybrid, monkeypatch):
     asked, load = prompt(71, 1050), HostMover.load
 
-    def fail(self, job, slots, pages):
+    def fail(self, job, slots, pages, after=None):
         if job > 0:
             raise BackendError("told to fail")
-        load(self, job, slots, pages)
+        load(self, job, slots, pages, after)
 
     with engine(auto(), **hybrid.options) as served:
         cold = served.ask(asked)[0]

@@ -79,10 +79,10 @@ def test_the_pages_themselves_come_back(engine, monkeypatch):
             taken.update((slot, pages_of(mover, chunk)) for slot, chunk in zip(slots, pages, strict=True))
         store(mover, job, pages, slots)
 
-    def spy_load(mover, job, slots, pages):
+    def spy_load(mover, job, slots, pages, after=None):
         if job > 0:
             loads.append((mover, slots, pages))
-        load(mover, job, slots, pages)
+        load(mover, job, slots, pages, after)
 
     def spy_finished(mover):
         ended = finished(mover)

@@ -24,9 +24,8 @@ def test_what_slabs_alone_stored_is_served_below_a_cpu_tier(engine, said, tmp_pa
         warm = second.ask(asked)[0]
         lines = said()
         assert second.outcomes() == [hit(530, gds=512)]
-        assert any(
-            "frames of gds pass through an arena: rank 0: the engine does not run on a GPU" in line for line in lines
-        )
+        why = "frames of gds pass through an arena: rank 0: kv_connector_extra_config: $.tiers[1]: "
+        assert any(why + "the engine does not run on a GPU" in line for line in lines)
         second.assert_at_rest()
     assert (own.cached, warm.cached) == (512, 512)
     assert warm.differs(own) == 0

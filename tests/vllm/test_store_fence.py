@@ -33,10 +33,10 @@ class LateStores(HostMover):
     def store(self, job, pages, slots):
         self.held[job] = [(job, pages, slots), LOOKS]
 
-    def load(self, job, slots, pages):
+    def load(self, job, slots, pages, after=None):
         written = blocks_of(pages)
         self.read([number for number, ((_, read, _), _) in self.held.items() if written & blocks_of(read)])
-        super().load(job, slots, pages)
+        super().load(job, slots, pages, after)
 
     def finished(self):
         for entry in self.held.values():

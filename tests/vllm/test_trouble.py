@@ -68,7 +68,7 @@ def test_a_load_that_fails_is_recomputed(engine, monkeypatch, asked, truth):
     with engine(cpu()) as served:
         served.ask(asked)
         served.outcomes()
-        monkeypatch.setattr(HostMover, "load", lambda self, job, slots, pages: 1 / 0)
+        monkeypatch.setattr(HostMover, "load", lambda self, *job: 1 / 0)
         again = served.ask(asked)[0]
         assert served.outcomes() == [hit(530, cpu=512), miss(530, "its load failed")]
         served.assert_at_rest()

@@ -12,8 +12,8 @@ from kvtier_core.engine.step import BlockTables
 from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.layouts import ChunkLayout, part_key
 from kvtier_core.stack.interface import Stack
-from kvtier_core.stack.outcomes import FrameRead, LoadLimit, Lookup
-from kvtier_core.types import ChunkKey, StoredFrame
+from kvtier_core.stack.outcomes import LoadLimit, Lookup
+from kvtier_core.types import ChunkKey, FrameRead, StoredFrame
 
 #: Steps for which a waiting request keeps its pins if the engine does not ask about it again.
 _KEPT_STEPS = 2

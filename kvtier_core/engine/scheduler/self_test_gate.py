@@ -48,13 +48,13 @@ class SelfTestGate:
             self.failure = why
             logger.error("kvtier: %s. Nothing is stored or loaded.", why)
 
-    def record(self, outcomes: Counter[str], not_landing: Mapping[str, str]) -> None:
+    def record(self, outcomes: Counter[str], no_readers: Mapping[str, str]) -> None:
         """Count the outcomes of workers' self-tests; an empty text is a pass.
 
-        ``not_landing``: the tiers whose frames a worker does not read by itself, and why.
+        ``no_readers``: the tiers whose frames a worker does not read by itself, and why.
         """
-        for tier, why in not_landing.items():
-            self._stack.stop_landing(tier, why)
+        for tier, why in no_readers.items():
+            self._stack.stop_direct_reads(tier, why)
             logger.info("kvtier: frames of %s pass through an arena: %s", tier, why)
         if not outcomes or self.is_open:
             return

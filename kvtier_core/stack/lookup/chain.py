@@ -25,7 +25,7 @@ class ChainSearch(Search):
         while at < len(path):
             if run := self._ready_run(path, at):
                 self._leases.pin(path[at : at + run], lease, holder, leading=at == len(lease.slots))
-            elif tier := self._landing(path, at):
+            elif tier := self._readable_by_workers(path, at):
                 below = self._hold(tier, path, at, lease, holder, limit)
                 run = below.chunks
             else:
@@ -36,7 +36,7 @@ class ChainSearch(Search):
                 break
             at += run
         tier = next((tier for tier in self._tiers if tier.name == below.tier), None)
-        if below.declined and not tier.lands:
+        if below.declined and not tier.direct:
             declined = path[at : at + tier.readable(path, at)]
             self._promotions.probe(tier, declined, [path[at - 1] if at else None, *declined], salt)
         self._leases.done(holder)
@@ -61,7 +61,7 @@ class ChainSearch(Search):
         end = min(len(path), at + self._room_ahead)
         while at < end:
             if not (run := self._ready_run(path, at)):
-                tier = self._landing(path, at)  # it stays there
+                tier = self._readable_by_workers(path, at)  # it stays there
                 run = tier.readable(path, at) if tier else self._request(path[:end], at, limit, salt).chunks
             if not run:
                 break
@@ -73,9 +73,9 @@ class ChainSearch(Search):
         """How many chunks of a path from one on are READY in one arena."""
         return max(arena.ready_run(path, at) for arena in self._arenas)
 
-    def _landing(self, path: Sequence[ChunkKey], at: int) -> StoreTier | None:
+    def _readable_by_workers(self, path: Sequence[ChunkKey], at: int) -> StoreTier | None:
         """The tier in which workers can read this chunk of a path."""
-        return next((tier for tier in self._tiers if tier.lands and tier.readable(path[at : at + 1])), None)
+        return next((tier for tier in self._tiers if tier.direct and tier.readable(path[at : at + 1])), None)
 
     def _hold(
         self, tier: StoreTier, path: Sequence[ChunkKey], at: int, lease: Lease, holder: str, limit: LoadLimit | None

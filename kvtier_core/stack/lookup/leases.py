@@ -138,9 +138,9 @@ class Leases:
             _lead(lease, keys)
 
     def hold(self, tier: StoreTier, keys: Sequence[ChunkKey], lease: Lease, holder: str, *, leading: bool) -> int:
-        """Hold the frames of leading ones of these keys, which a tier can read. Returns how many."""
+        """Lease the frames of leading ones of these keys, which workers can read. Returns how many."""
         fresh = [key for key in keys if key not in lease.beyond]
-        frames = tier.hold(fresh, holder)
+        frames = tier.lease(fresh, holder)
         lease.beyond.update((frame.key, (frame, tier.name)) for frame in frames)
         held = leading_run(keys, lease.beyond.__contains__)
         if leading:

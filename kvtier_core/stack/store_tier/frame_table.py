@@ -18,7 +18,7 @@ class Use(enum.Enum):
 
     WRITING = "is being written"
     READING = "is being read"
-    LANDING = "is read by the engine's workers"  # as often as they like: it stays where it is
+    DIRECT_READ = "is read by the engine's workers"  # as often as they like: it stays where it is
     DELETING = "is still being deleted"  # and stays in the index until the delete has completed
     QUARANTINING = "is being put in quarantine"  # in a shared store
 
@@ -110,7 +110,7 @@ class FrameTable:
         unreadable = (
             i
             for i, key in enumerate(keys[start : start + run])
-            if self.in_use.get(key) not in (None, Use.LANDING) or key in self.invalidated
+            if self.in_use.get(key) not in (None, Use.DIRECT_READ) or key in self.invalidated
         )
         return next(unreadable, run)
 

@@ -54,11 +54,11 @@ class PolicyState:
         """Restore the policy from the store if the frame verifies; otherwise it starts cold. Waits for the store."""
         if not self.nbytes:
             return
-        landed = memoryview(bytearray(self.nbytes))
-        outcome = run(lambda: as_many(self._backend.read([self.key], [landed]), [self.key]))
+        buffer = memoryview(bytearray(self.nbytes))
+        outcome = run(lambda: as_many(self._backend.read([self.key], [buffer]), [self.key]))
         count = outcome.value[0] if outcome.error is None else 0
-        if 0 < count <= len(landed):
-            found = landed[:count]
+        if 0 < count <= len(buffer):
+            found = buffer[:count]
             if self._codec.verify_raw(self.key, found, self._length) is None:
                 self._index.restore(bytes(payload_of(found)))
                 self._kept = self._index.save()

@@ -8,13 +8,12 @@ from kvtier_core.errors import BackendError
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import Backend
 from kvtier_core.stack.batches import as_many, in_groups
-from kvtier_core.stack.outcomes import FrameRead, ReadStatus
 from kvtier_core.stack.store_tier.calls import Call, Calls
 from kvtier_core.stack.store_tier.deletes import Deletes
 from kvtier_core.stack.store_tier.frame_table import Use
 from kvtier_core.stack.store_tier.load_choice import StoreSpeed
 from kvtier_core.stack.store_tier.remote_lookup import RemoteLookup
-from kvtier_core.types import ChunkKey, EventKind
+from kvtier_core.types import ChunkKey, EventKind, FrameRead, ReadStatus
 
 #: ``arrived(good, bad)``: the views of ``good`` hold verified frames.
 Arrived = Callable[[Sequence[ChunkKey], Sequence[ChunkKey]], None]
@@ -73,11 +72,11 @@ class Reads:
         if verified := found[ReadStatus.VERIFIED]:
             self._health.report(EventKind.READ, verified, nbytes=stored, seconds=call.seconds)
         self._deletes.delete_invalidated(keys)
-        self._drop(found)
+        self.drop(found)
         good = set(verified)
         arrived(verified, [key for key in keys if key not in good])
 
-    def _drop(self, found: Mapping[ReadStatus, Sequence[ChunkKey]]) -> None:
+    def drop(self, found: Mapping[ReadStatus, Sequence[ChunkKey]]) -> None:
         """Remove frames that were not served from the index. Those of another codec stay in the store."""
         incompatible = found[ReadStatus.INCOMPATIBLE]
         if self._backend.shared:
@@ -119,4 +118,4 @@ def _decode(
     if count == 0:
         return FrameRead(ReadStatus.MISSING)
     error = codec.decode_verified(key, buffer, count, slot, salt)
-    return FrameRead(ReadStatus.VERIFIED, nbytes=count) if error is None else FrameRead.refused(error)
+    return FrameRead(ReadStatus.VERIFIED, nbytes=count) if error is None else error.as_read()

@@ -6,29 +6,29 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from kvtier_core.frames.codec import FrameCodec
-from kvtier_core.interfaces import Backend
+from kvtier_core.interfaces import Backend, SupportsDirectReads, SupportsListing
 from kvtier_core.stack.batches import leading
 from kvtier_core.stack.index.cache_index import CacheIndex
-from kvtier_core.stack.outcomes import FrameRead, LoadLimit
+from kvtier_core.stack.outcomes import LoadLimit
 from kvtier_core.stack.store_tier.calls import Calls
 from kvtier_core.stack.store_tier.deletes import Deletes
+from kvtier_core.stack.store_tier.direct_reads import DirectReads
 from kvtier_core.stack.store_tier.frame_table import CapacityLimit, FrameTable, Use
 from kvtier_core.stack.store_tier.health import StoreHealth
-from kvtier_core.stack.store_tier.landings import Landings
 from kvtier_core.stack.store_tier.load_choice import LoadChoice, LoadChooser, StoreSpeed
 from kvtier_core.stack.store_tier.policy_state import PolicyState
 from kvtier_core.stack.store_tier.reads import Arrived, Reads
 from kvtier_core.stack.store_tier.remote_lookup import RemoteLookup
 from kvtier_core.stack.store_tier.writes import FrameWrite, Release, Writes
 from kvtier_core.transfer.io_pool import Outcome, Pool, run_within
-from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, StoredFrame, Usage
+from kvtier_core.types import ChunkKey, Event, EventKind, FrameRead, Namespace, StoredFrame, Usage
 
 
 class StoreTier:
     """A store tier. Call every method on the owner's thread. Errors of the backend do not raise: they become events."""
 
     lossless: bool  #: False if promoted chunks may differ from those that were stored
-    not_landing: str  #: why workers may not read its frames where they lie, without slots; empty if they do
+    not_direct: str  #: why workers may not read its frames where they lie, without slots; empty if they do
 
     def __init__(
         self,
@@ -42,13 +42,13 @@ class StoreTier:
         inflight: int,
         timeout: float = 5.0,
         threads: int = 4,
-        not_landing: str = "it is not set up for that",
+        not_direct: str = "it is not set up for that",
         clock: Callable[[], float] = time.monotonic,
     ):
         """``capacity`` is bytes of frames; ``inflight`` is bytes of arena slots that calls may hold at once.
 
         ``timeout`` is the seconds after which a call should have given up, ``threads`` how many ``pool`` has. Unless
-        there is a reason for ``not_landing``, workers read its frames where they lie, and it reads none into slots.
+        there is a reason for ``not_direct``, workers read its frames where they lie, and it reads none into slots.
         """
         self.name = name
         self.backend = backend
@@ -56,7 +56,7 @@ class StoreTier:
         self.index = index
         self.capacity = capacity
         self.lossless = codec.lossless
-        self.not_landing = not_landing
+        self.not_direct = not_direct
         self._codec = codec
         self._inflight_limit = inflight
         self._clock = clock
@@ -70,14 +70,19 @@ class StoreTier:
         self._deletes = Deletes(calls)
         self._writes = Writes(calls, deletes=self._deletes, concurrent=max(1, threads - 1))
         self._reads = Reads(calls, deletes=self._deletes, remote=self._remote, speed=speed)
-        self._landings = Landings(calls, deletes=self._deletes, speed=speed)
+        self._direct_reads = DirectReads(calls, deletes=self._deletes, drop=self._reads.drop, speed=speed)
         calls.afterwards = self._writes.start
         self._recover()
 
     @property
-    def lands(self) -> bool:
+    def reader_handle(self) -> str:
+        """With which workers could reach the store by themselves; empty if it does not offer that."""
+        return self.backend.reader_handle() if isinstance(self.backend, SupportsDirectReads) else ""
+
+    @property
+    def direct(self) -> bool:
         """Do workers read its frames where they lie, without slots?"""
-        return not self.not_landing
+        return not self.not_direct
 
     @property
     def incompatible(self) -> Mapping[ChunkKey, int]:
@@ -278,33 +283,35 @@ class StoreTier:
         self._reads.begin(begun, self._codec, arrived, salts or {})
         return [key for key, _ in begun]
 
-    # -- landing -----------------------------------------------------------------------------------
+    # -- direct reads -------------------------------------------------------------------------------
 
-    def hold(self, keys: Sequence[ChunkKey], holder: str) -> list[StoredFrame]:
+    def lease(self, keys: Sequence[ChunkKey], holder: str) -> list[StoredFrame]:
         """The frames of leading ones of these readable keys, which stay where they are until the holder is released.
 
-        Only of a tier that `lands`. The holder holds none of them yet.
+        Only of a tier that is `direct`. The holder has none of them yet.
         """
-        extents = self._landings.hold(keys, holder)
+        locations = self._direct_reads.lease(keys, holder)
         namespace = self._codec.namespace.digest
-        return [StoredFrame(self.name, extent, key, namespace) for key, extent in zip(keys, extents, strict=False)]
+        return [
+            StoredFrame(self.name, location, key, namespace) for key, location in zip(keys, locations, strict=False)
+        ]
 
     def load_begins(self, keys: Sequence[ChunkKey], holder: str) -> None:
-        """The workers begin to read these frames, which the holder holds. `load_ended` follows, then `release`."""
-        self._landings.begin(keys, holder)
+        """The workers begin to read these frames of the holder. `load_ended` follows, then `release`."""
+        self._direct_reads.begin(keys, holder)
 
     def load_ended(self, holder: str, unread: Mapping[ChunkKey, FrameRead], *, ok: bool) -> None:
         """All workers have ended that. ``unread`` are frames that one could not use. Not ``ok``: some were not read."""
-        self._landings.end(holder, unread, ok=ok)
+        self._direct_reads.end(holder, unread, ok=ok)
 
     def release(self, holder: str) -> None:
-        """Let go of what is held for a holder."""
-        self._landings.release(holder)
+        """End the leases of a holder."""
+        self._direct_reads.release(holder)
 
     @property
     def _reading_nbytes(self) -> int:
-        """Bytes that are being read, or are held to be read."""
-        return self._reads.inflight_nbytes + self._landings.held_nbytes
+        """Bytes that are being read, or are leased to be read."""
+        return self._reads.inflight_nbytes + self._direct_reads.leased_nbytes
 
     @property
     def _inflight(self) -> int:
@@ -346,6 +353,8 @@ class StoreTier:
         if self.backend.shared:
             return
         self._policy_state.recall()
+        if not isinstance(self.backend, SupportsListing):
+            return
         for key, nbytes in self.backend.scan():
             if key != self._policy_state.key and key not in self.index:
                 self.index.admit([key], [None], nbytes)

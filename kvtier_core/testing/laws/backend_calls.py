@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 
 from kvtier_core.interfaces import Backend, BackendConfig, OpenContext
-from kvtier_core.testing.laws.backend_frames import damage_of, read, release_view
+from kvtier_core.testing.laws.backend_frames import damage_of, listed, read, release_view
 from kvtier_core.testing.laws.base import Laws
 from kvtier_core.testing.samples import Poisoned, make_context, make_frame, make_key, make_keys, make_namespace, same
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey
@@ -218,7 +218,7 @@ class BackendCallLaws(Laws):
             backend.quarantine([damaged])
             if not backend.shared:  # there it is not deleted: another may have replaced it, or may read it well
                 self._must_be_gone(backend, damaged, kept, never, "quarantine()")
-                assert damaged not in dict(backend.scan()), "scan() names a key after quarantine()"
+                assert damaged not in dict(listed(backend)), "scan() names a key after quarantine()"
             backend.write([damaged], [self.frame(damaged)])
             for key, what in ((damaged, "written again after quarantine()"), (kept, "beside a quarantined one")):
                 found = read(backend, key, self.layout.frame_nbytes)
@@ -278,7 +278,7 @@ class BackendCallLaws(Laws):
         with self.opened(tmp_path, self.context("ours")) as backend:
             backend.write([key], [ours])
         with self.opened(tmp_path, self.context("theirs")) as backend:
-            seen = (list(backend.contains([key])), read(backend, key, nbytes), list(backend.scan()))
+            seen = (list(backend.contains([key])), read(backend, key, nbytes), list(listed(backend)))
             assert seen == ([False], b"", []), "a key that another namespace wrote is found"
             backend.delete([key])
             backend.write([key], [theirs])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.format import verify
-from kvtier_core.interfaces import Backend, BackendConfig, OpenContext
+from kvtier_core.interfaces import Backend, BackendConfig, OpenContext, SupportsListing
 from kvtier_core.testing.samples import make_frame, make_key, make_keys, same
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace
 
@@ -25,6 +25,11 @@ def read(backend: Backend, key: ChunkKey, nbytes: int) -> bytes:
     if isinstance(count, BackendError):
         raise AssertionError(f"a frame that was written whole cannot be read: {count}") from count
     return bytes(into[:count])
+
+
+def listed(backend: Backend) -> Iterator[tuple[ChunkKey, int]]:
+    """The frames that a backend lists; none if it lists nothing."""
+    return iter(backend.scan()) if isinstance(backend, SupportsListing) else iter(())
 
 
 def damage_of(whole: bytes | memoryview, key: ChunkKey, namespace: Namespace) -> str:

@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 
 from kvtier_core.errors import BackendError
-from kvtier_core.interfaces import BackendConfig, OpenContext
-from kvtier_core.storekit.files import bounce
+from kvtier_core.interfaces import OpenContext, SupportsWalk
 from kvtier_core.testing import resources
-from kvtier_core.testing.laws.backend_calls import BackendCallLaws
-from kvtier_core.testing.laws.backend_frames import come_and_go, damage_of, read, soak, write_and_die
+from kvtier_core.testing.laws.backend_frames import come_and_go, damage_of, listed, read, soak, write_and_die
+from kvtier_core.testing.laws.direct_reads import DirectReadLaws
 from kvtier_core.testing.resources import Resources
 from kvtier_core.testing.samples import Poisoned, make_frame, make_key, make_keys, make_namespace
-from kvtier_core.types import FRAME_ALIGNMENT, FRAME_HEADER_NBYTES, ChunkKey
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey
 
 #: Seconds within which a read that is not blocked returns, even on a busy machine.
 PATIENCE = 20.0
@@ -30,7 +29,7 @@ _ROUNDS = 40
 _HEAD_START = 0.1  # seconds
 
 
-class BackendLaws(BackendCallLaws):
+class BackendLaws(DirectReadLaws):
     """Subclass, and implement `config`. A backend that is `shared` is tried by `SharedBackendLaws` instead.
 
     Set `persistent` if frames are still there after close and open. Implement `spoil` and `stalled` if your medium
@@ -69,7 +68,7 @@ class BackendLaws(BackendCallLaws):
             backend.delete([keys[2]])
         with self.opened(tmp_path) as backend:
             survivors = [5, 4, 3, 1, 0]
-            assert [(bytes(key), nbytes) for key, nbytes in backend.scan()] == [
+            assert [(bytes(key), nbytes) for key, nbytes in listed(backend)] == [
                 (keys[i], len(frames[i])) for i in survivors
             ], "scan() names every frame that survived, with its bytes, oldest first, and nothing else"
             lost = [i for i in survivors if read(backend, keys[i], self.layout.frame_nbytes) != frames[i]]
@@ -84,14 +83,14 @@ class BackendLaws(BackendCallLaws):
         keys, nbytes = make_keys(12), 2 * FRAME_ALIGNMENT
         with self.opened(tmp_path) as backend:
             backend.write(keys, [make_frame(key, nbytes=nbytes) for key in keys])
-            begun = iter(backend.scan())
+            begun = iter(listed(backend))
             next(begun, None)
             backend.delete(keys)
             _must_name(begun, keys, nbytes)
             with ThreadPoolExecutor(1) as threads:
                 others = threads.submit(come_and_go, backend, keys, nbytes, _ROUNDS)
                 while not others.done():
-                    _must_name(backend.scan(), keys, nbytes)
+                    _must_name(listed(backend), keys, nbytes)
                 others.result()
 
     def test_a_killed_writer_leaves_no_torn_frame(self, tmp_path: Path):
@@ -105,7 +104,7 @@ class BackendLaws(BackendCallLaws):
         for round_ in range(_KILLS):
             write_and_die(self.config(tmp_path), self.context(), round_, rng.uniform(0, 0.05))
             with self.opened(tmp_path) as backend:
-                survivors = dict(backend.scan())
+                survivors = dict(listed(backend))
                 assert make_key(0) in survivors, "what was written long before the kill is lost"
                 for key, nbytes in survivors.items():
                     whole = read(backend, key, nbytes)
@@ -148,7 +147,7 @@ class BackendLaws(BackendCallLaws):
             "read": lambda: backend.read([key], [Poisoned(self.layout.frame_nbytes).view]),
             "write": lambda: backend.write([key], [self.frame(key)]),
             "delete": lambda: backend.delete([key]),
-            "scan": lambda: list(backend.scan()),
+            "scan": lambda: list(listed(backend)),
         }.items():
             try:
                 use()
@@ -193,37 +192,6 @@ class BackendLaws(BackendCallLaws):
             assert all(isinstance(word, str) for fact in facts.items() for word in fact), (
                 f"facts() maps text to text; it returned {facts}"
             )
-
-    def test_workers_read_a_frame_where_it_lies(self, tmp_path: Path):
-        """If there is a `landing`, what it reads where `locate` says is the frame, whole or in parts, until its key is
-        deleted or written again, whatever else is; and a key without a frame lies nowhere.
-
-        Otherwise workers would read something else in its place. The checksums find that, so such a request would wait
-        for a load and then be computed.
-        """
-        kept, gone, new = (make_keys(9)[i : i + 3] for i in (0, 3, 6))
-        with self.opened(tmp_path) as backend:
-            if not backend.landing:
-                pytest.skip("frames of this store pass through the slots of an arena")
-            backend.write([*kept, *gone], [self.frame(key) for key in (*kept, *gone)])
-            where = backend.locate(kept)
-            backend.delete(gone)
-            backend.write(new, [self.frame(key) for key in new])
-            assert list(backend.locate(gone)) == [None] * len(gone), "a frame that was deleted is located"
-            with contextlib.closing(self.config(tmp_path).land(backend.landing)) as landing:
-                for key, extent in zip([*kept, *new], [*where, *backend.locate(new)], strict=True):
-                    into = bounce(extent.nbytes)
-                    (count,) = landing.read([extent], [into])
-                    assert count == extent.nbytes and into == self.frame(key), (
-                        f"what lies at {extent} is not the frame that was located there, which is still stored"
-                    )
-                    header = extent._replace(nbytes=FRAME_HEADER_NBYTES)
-                    behind = extent._replace(at=extent.at + header.nbytes, nbytes=extent.nbytes - header.nbytes)
-                    parts = [bounce(each.nbytes) for each in (header, behind)]
-                    counts = list(landing.read([header, behind], parts))
-                    assert counts == [header.nbytes, behind.nbytes] and b"".join(parts) == self.frame(key), (
-                        f"of the frame at {extent} header and payload were asked for apart, and are not what came"
-                    )
 
     # -- threads -----------------------------------------------------------------------------------
 
@@ -278,20 +246,20 @@ class BackendLaws(BackendCallLaws):
             backend.write(keys, [self.frame(key) for key in keys])
             backend.contains(keys)
             backend.read(keys, [memoryview(bytearray(self.layout.frame_nbytes)) for _ in keys])
-            list(backend.scan())
+            list(listed(backend))
             backend.delete(keys)
 
     def _stored_nbytes(self, folder: Path, engines: Sequence[OpenContext]) -> int:
         """Bytes of all frames in the store: by `walk`, or without one by a `scan` for each engine that was there."""
         config = self.config(folder)
-        if type(config).walk is not BackendConfig.walk:
+        if isinstance(config, SupportsWalk):
             with config.walk() as stored:
                 return sum(each.nbytes for each in stored)
         self._skip_unless_recovered()
         nbytes = 0
         for ctx in engines:
             with self.opened(folder, ctx) as backend:
-                nbytes += sum(length for _, length in backend.scan())
+                nbytes += sum(length for _, length in listed(backend))
         return nbytes
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from kvtier_core.interfaces import Backend, OpenContext
+from kvtier_core.interfaces import Backend, OpenContext, SupportsWalk
 from kvtier_core.testing.laws.backends import BackendLaws
 from kvtier_core.testing.laws.shared_processes import users, write, write_numbered
 from kvtier_core.testing.samples import make_frame, make_key, make_keys, make_namespace
@@ -27,7 +27,9 @@ class SharedCapacityLaws(BackendLaws):
 
     def stored(self, folder: Path) -> Mapping[str, int]:
         """Where everything in the store lies, and its bytes, of every namespace; by default what `walk` names."""
-        with self.config(folder).walk() as stored:
+        config = self.config(folder)
+        assert isinstance(config, SupportsWalk), f"{type(config).__name__} cannot be walked: say what is stored"
+        with config.walk() as stored:
             return {each.where: each.nbytes for each in stored}
 
     def test_all_users_together_keep_within_the_capacity(self, tmp_path: Path):

@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from kvtier_core.errors import BackendError
-from kvtier_core.interfaces import DeviceMemory, PagedKVCache
+from kvtier_core.interfaces import PagedKVCache
 from kvtier_core.layouts import Part
 from kvtier_core.transfer.cuda.autotune import Choice
 from kvtier_core.transfer.cuda.checksums import StoreChecksums, SumsMemory
@@ -47,7 +47,8 @@ class DeviceSlots:
         with contextlib.ExitStack() as undo:
             address = device.allocate(count * nbytes)
             undo.callback(device.free, address)
-            self.memory = DeviceMemory(on.index or 0, address, count * nbytes)  #: slot after slot
+            self.ordinal = on.index or 0  #: of the GPU in this process
+            self.address = address  #: of the first slot; the others follow
             self._nbytes = nbytes
             self._sums = SumsMemory(device)
             undo.callback(self._sums.close)
@@ -70,14 +71,14 @@ class DeviceSlots:
             stream = self._idle.pop()
         except IndexError:
             stream = self._new_stream()
-        address = self.memory.address + first * self._nbytes + offset
+        address = self.address + first * self._nbytes + offset
         self._device.checksums(address, nbytes, sums, stream, self._nbytes)
         stream.synchronize()
-        told = sums.read()
+        checksums = sums.read()
         # Not if anything failed: the device may still write there.
         self._sums.give_back(sums)
         self._idle.append(stream)
-        return told
+        return checksums
 
     def _copier(self, cache: PagedKVCache, part: Part, slots: ArenaSlots, undo: contextlib.ExitStack) -> Copier:
         shards = slots.address + part.shard_of(cache.rank).offset

@@ -83,10 +83,10 @@ class DeviceMover(Mover):
     `open_mover`.
 
     ``engine`` is torch's module for the device; ``release`` frees all this and is called once; ``facts`` are told with
-    those of the copiers. Every method is called
-    on the thread that enqueues the engine's work, and only `wait` and `close` wait for the device. Addresses are raw: a
-    job with a wrong block id or slot raises ContractError before any of it is copied. Of a store with slots that are
-    not page-locked yet, the others are filled; such a load fails.
+    those of the copiers. Every method is called on the thread that enqueues the engine's work; or `mark` alone, if the
+    others are called on one other thread, and its loads always have a mark. Only `wait` and `close` wait for the
+    device. Addresses are raw: a job with a wrong block id or slot raises ContractError before any of it is copied. Of a
+    store with slots that are not page-locked yet, the others are filled; such a load fails.
     """
 
     def __init__(
@@ -110,11 +110,10 @@ class DeviceMover(Mover):
         self._device = torch.device(cache.device)
         self._jobs: dict[int, _Job] = {}
         self._results: list[JobResult] = []
-        self._before: Any = None  # an event before what is enqueued in this step
         self._closed = False
 
-    def begin_step(self) -> None:
-        self._before = self._now(self._engine.current_stream(self._device))
+    def mark(self) -> Any:
+        return self._now(self._engine.current_stream(self._device))
 
     def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
         checked = self._checked(job, pages, slots)
@@ -131,11 +130,11 @@ class DeviceMover(Mover):
         # What lies in a slot where a page is not wanted the device does not know.
         checksums = copier.checksums.begin(checked.slots) if whole and NO_BLOCK not in read else None
         gather = functools.partial(copier.gather, sums=checksums and checksums.sums)
-        copied = self._enqueue(gather, checked, self._stores, self._now(self._engine.current_stream(self._device)))
+        copied = self._enqueue(gather, checked, self._stores, self.mark())
         result = JobResult(job, copied and whole, filled=tuple(places) if copied and not whole else ())
         self._jobs[job] = _Job(self._now(self._stores.kernels), self._now(self._stores.bus), result, read, checksums)
 
-    def load(self, job: int, slots: Sequence[int], pages: PageList) -> None:
+    def load(self, job: int, slots: Sequence[int], pages: PageList, after: Any = None) -> None:
         checked = self._checked(job, pages, slots)
         if max(checked.slots, default=-1) >= self._slots.usable:
             self._results.append(JobResult(job, ok=False))
@@ -143,13 +142,11 @@ class DeviceMover(Mover):
         for other in self._jobs.values():
             if not other.read.isdisjoint(checked.blocks):
                 self._loads.kernels.wait_event(other.pages)
-        before = self._before or self._now(self._engine.current_stream(self._device))
-        ok = self._enqueue(self._copiers[checked.part.number].scatter, checked, self._loads, before)
+        ok = self._enqueue(self._copiers[checked.part.number].scatter, checked, self._loads, after or self.mark())
         done = self._now(self._loads.kernels)
         self._jobs[job] = _Job(done, done, JobResult(job, ok))
 
     def finished(self) -> Sequence[JobResult]:
-        self._before = None
         for job, begun in list(self._jobs.items()):
             outcome = run(functools.partial(_has_occurred, begun.done))
             if outcome.error is not None or outcome.value:

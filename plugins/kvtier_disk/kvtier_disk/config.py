@@ -57,7 +57,7 @@ class DiskConfig(BackendConfig):
         with contextlib.ExitStack() as locks:
             yield itertools.chain.from_iterable([locks.enter_context(everything_in(folder)) for folder in folders])
 
-    def recount(self, capacity: Nbytes, nbytes: int) -> None:
+    def recount(self, capacity: Nbytes) -> None:
         from kvtier_disk.shared_account import recount_folder
 
         recount_folder(self.path, capacity)  # counted anew: others may have written since these bytes were counted

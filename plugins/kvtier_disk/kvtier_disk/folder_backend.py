@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvtier_core.errors import BackendError, StoreFull
-from kvtier_core.interfaces import Backend, OpenContext
+from kvtier_core.interfaces import Backend, OpenContext, SupportsListing, SupportsNamespaces
 from kvtier_core.storekit.disk_access import FULL, raise_if_store_failed
 from kvtier_core.storekit.folder import Folder, NoFile, backend_errors
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace, Nbytes
@@ -51,7 +51,7 @@ class Space(Protocol):
         """Return bytes that were taken and not written, or those of a frame that was removed."""
 
 
-class FolderBackend(Backend):
+class FolderBackend(Backend, SupportsListing, SupportsNamespaces):
     """Frames as files. Subclasses say whose the folder is, and account for its space."""
 
     space: Space

@@ -11,15 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kvtier_core.errors import BackendError, StoreFull
-from kvtier_core.interfaces import Backend, OpenContext
+from kvtier_core.interfaces import Backend, OpenContext, SupportsDirectReads, SupportsListing, SupportsNamespaces
 from kvtier_core.storekit.disk_access import FULL, raise_if_store_failed
 from kvtier_core.storekit.files import read_files, write_each
 from kvtier_core.storekit.folder import backend_errors
-from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Extent, Namespace
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Location, Namespace
 from kvtier_gds.device_reads import gpudirect
 from kvtier_gds.facts import keep_facts, other_namespaces
-from kvtier_gds.landing import handle_of
-from kvtier_gds.slab import Place, Slab
+from kvtier_gds.reader import handle_of
+from kvtier_gds.slab import Extent, Place, Slab
 from kvtier_gds.table import Record
 
 #: Frames that workers may read to compare ways, if as many are there.
@@ -28,7 +28,7 @@ _SAMPLES = 256
 _RETIRED = 60.0
 
 
-class GdsBackend(Backend):
+class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectReads):
     """Frames in slabs that this process locks. `kvtier_gds.config` says what the settings mean.
 
     The lock guards what is known of the slabs; no call waits for a disk under it.
@@ -131,21 +131,26 @@ class GdsBackend(Backend):
             found = [each for slab in self._slabs for each in other_namespaces(slab.folder, self._namespace)]
             return iter(dict.fromkeys(found))
 
-    @property
-    def landing(self) -> str:
+    def drop_namespace(self) -> None:
+        """Nothing is left: the facts of a namespace without frames are removed when the next engine opens the tier."""
+
+    def reader_handle(self) -> str:
         if self._asked["mode"] == "bounce":
             return ""
-        samples = [self._extent(place) for place in itertools.islice(self._held.values(), _SAMPLES)]
+        places = itertools.islice(self._held.values(), _SAMPLES)
+        samples = [Extent(self._slabs.index(place.slab), place.at, place.nbytes) for place in places]
         return handle_of(self._slabs, samples, device_only=self._asked["mode"] == "auto")
 
-    def locate(self, keys: Sequence[ChunkKey]) -> Sequence[Extent | None]:
+    def locate(self, keys: Sequence[ChunkKey]) -> Sequence[Location | None]:
         places = [self._held.get(key) for key in keys]
-        return [self._extent(place) if place else None for place in places]
+        return [
+            Location((self._slabs.index(place.slab), place.at), place.nbytes) if place else None for place in places
+        ]
 
     def facts(self) -> Mapping[str, str]:
         return {
             "mode": self._asked["mode"],
-            **({"GPUDirect Storage": gpudirect()} if self.landing else {}),
+            **({"GPUDirect Storage": gpudirect()} if self._asked["mode"] != "bounce" else {}),
             "direct": f"{self._asked['direct']} -> {self._on(slab.direct for slab in self._slabs)}",
             "io": f"{self._asked['io']} -> {'io_uring' if self._ring else 'calls'}",
             "preallocated": self._on(slab.preallocated for slab in self._slabs),
@@ -156,9 +161,6 @@ class GdsBackend(Backend):
         self._held.clear()
         for slab in slabs:
             slab.close()
-
-    def _extent(self, place: Place) -> Extent:
-        return Extent(self._slabs.index(place.slab), place.at, place.nbytes)
 
     def _recover(self, longest: int) -> None:
         """Index the frames that lie in the slabs, oldest first. Raises OSError."""

@@ -12,7 +12,16 @@ from typing import ClassVar, Literal
 
 import attrs
 
-from kvtier_core.interfaces import ArenaConfig, Backend, BackendConfig, Landing, Medium, OpenContext, Stored
+from kvtier_core.interfaces import (
+    ArenaConfig,
+    Backend,
+    BackendConfig,
+    DirectReader,
+    Medium,
+    OpenContext,
+    PagedKVCache,
+    Stored,
+)
 from kvtier_core.types import Nbytes
 
 #: The folder of one of several engines is called this, followed by its number.
@@ -59,10 +68,10 @@ class GdsConfig(BackendConfig):
         paths = [path / f"{_REPLICA}{ctx.replica}" for path in self.paths] if ctx.replicas > 1 else self.paths
         return GdsBackend(paths, ctx, mode=self.mode, direct=self.direct, io=self.io)
 
-    def land(self, handle: str) -> Landing:
-        from kvtier_gds.landing import GdsLanding
+    def attach_reader(self, handle: str, cache: PagedKVCache, timeout: float) -> DirectReader:
+        from kvtier_gds.reader import open_reader
 
-        return GdsLanding(handle)
+        return open_reader(handle, cache, timeout)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[BackendConfig]:

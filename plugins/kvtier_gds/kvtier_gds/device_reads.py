@@ -9,12 +9,11 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from kvtier_core.errors import BackendError
-from kvtier_core.interfaces import DeviceMemory
 from kvtier_core.transfer.io_pool import Outcome, run
-from kvtier_core.types import Extent
+from kvtier_gds.slab import Extent
 
 #: Reads that KvikIO has under way at a time, unless the environment says otherwise.
 _THREADS, _THREADS_VARIABLE = 8, "KVIKIO_NTHREADS"
@@ -33,6 +32,23 @@ def gpudirect(modules: Path = _MODULES) -> str:
     if not (modules / "nvidia-fs/version").exists():
         return "perhaps: the kernel module nvidia-fs is not loaded, and each worker tries PCI P2PDMA"
     return "perhaps: each worker tries it"
+
+
+class DeviceMemory(NamedTuple):
+    """Memory of a GPU, of this process."""
+
+    ordinal: int  #: of the GPU in this process
+    address: int
+    nbytes: int
+
+    def part(self, at: int, nbytes: int) -> DeviceMemory:
+        """So many bytes of it, from its byte ``at`` on."""
+        return self._replace(address=self.address + at, nbytes=nbytes)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        """As libraries for arrays on GPUs ask for it."""
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
 
 
 class DeviceReads:
@@ -71,7 +87,7 @@ class DeviceReads:
         """Begin to read. What is returned waits for the end."""
         if not extent.nbytes:
             return lambda: 0
-        return self._files[extent.file].pread(into, extent.nbytes, extent.at).get
+        return self._files[extent.slab].pread(into, extent.nbytes, extent.at).get
 
 
 def _open_driver(kvikio: Any, closing: contextlib.ExitStack) -> None:

@@ -7,12 +7,13 @@ import ctypes
 import errno
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self, cast
 
 from kvtier_core.errors import BackendError
 from kvtier_core.storekit.disk_access import FULL, effective_direct, effective_ring, remove_probes
 from kvtier_core.storekit.folder import Folder
 from kvtier_core.storekit.folder_lock import FolderLock
+from kvtier_core.transfer.own_shard import FrameRange
 from kvtier_core.types import Nbytes
 from kvtier_gds.extents import Extents
 from kvtier_gds.table import RECORD_NBYTES, Record, Table, without_overlaps
@@ -25,6 +26,20 @@ _CANNOT = {errno.EOPNOTSUPP, errno.ENOSYS}
 
 _fallocate = ctypes.CDLL(None, use_errno=True).fallocate
 _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong)
+
+
+class Extent(NamedTuple):
+    """Some bytes of a slab."""
+
+    slab: int  #: its number, from 0
+    at: int  #: a multiple of `FRAME_ALIGNMENT`
+    nbytes: int
+
+    @classmethod
+    def of(cls, some: FrameRange) -> Self:
+        """Where these bytes of a frame lie."""
+        slab, at = cast(tuple[int, int], some.frame.location.place)
+        return cls(slab, at + some.offset, some.nbytes)
 
 
 class Place(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from kvtier_core.interfaces import Backend
 from kvtier_core.testing.samples import make_context, make_frame, make_layout, make_namespace
 from kvtier_core.types import ChunkKey
 from kvtier_gds.config import GdsConfig
+from kvtier_gds.slab_files import SlabFiles
 from kvtier_gds.table import Record, Table
 
 NBYTES = make_layout().frame_nbytes
@@ -64,3 +66,8 @@ def dies(work: Callable[..., None], *args: Any) -> None:
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
+
+
+def files_of(backend):
+    """The files of its slabs, as a worker opens them."""
+    return SlabFiles(json.loads(backend.reader_handle())["slabs"])

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
-from slabs import open_slabs, whole, write
+from slabs import files_of, open_slabs, whole, write
 
 from kvtier_core.errors import BackendError
 from kvtier_core.testing.samples import make_key
-from kvtier_gds.config import GdsConfig
 
 KEY = make_key(0)
 STRANGER = 12345
@@ -98,11 +97,10 @@ def test_a_file_that_is_not_the_tiers_alone_is_refused_untouched(tmp_path, name,
 
 
 def test_a_worker_reads_no_slab_that_others_may_write_to(tmp_path):
-    config = GdsConfig(paths=(tmp_path,), mode="gds")
     backend = open_slabs(tmp_path, mode="gds")
     write(backend, KEY)
-    config.land(backend.landing).close()
+    files_of(backend).close()
     (tmp_path / "kvtier.slab").chmod(0o602)
     with pytest.raises(BackendError, match="others may read or write it"):
-        config.land(backend.landing)
+        files_of(backend)
     backend.close()

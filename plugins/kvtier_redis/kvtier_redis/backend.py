@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvtier_core.errors import BackendError, StoreFull
-from kvtier_core.interfaces import Backend, OpenContext
+from kvtier_core.interfaces import Backend, OpenContext, SupportsNamespaces
 from kvtier_core.types import ChunkKey, Namespace
 from kvtier_redis.account import Account, Ledger, entry_of
 from kvtier_redis.client import Client, Outcomes, unless_all_failed
@@ -22,7 +22,7 @@ from kvtier_redis.writing import Expiry, Write
 _WRONG_SETTINGS = {"ERR", "NOAUTH", "NOPERM", "WRONGPASS"}
 
 
-class RedisBackend(Backend):
+class RedisBackend(Backend, SupportsNamespaces):
     """Each frame as parts and a manifest that names them. `kvtier_redis.settings` says what the settings mean."""
 
     shared = True

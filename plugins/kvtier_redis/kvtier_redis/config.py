@@ -32,7 +32,7 @@ class RedisConfig(RedisSettings, BackendConfig):
         with everything(self) as found:
             yield found
 
-    def recount(self, capacity: Nbytes, nbytes: int) -> None:
+    def recount(self, capacity: Nbytes) -> None:
         from kvtier_redis.walk import recount
 
         recount(self)

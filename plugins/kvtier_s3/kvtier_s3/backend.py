@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvtier_core.errors import BackendError, StoreFull
-from kvtier_core.interfaces import Backend
+from kvtier_core.interfaces import Backend, SupportsNamespaces
 from kvtier_core.storekit.shared_space import SharedSpace
 from kvtier_core.types import ChunkKey, Namespace
 from kvtier_s3.bucket import Bucket
@@ -18,7 +18,7 @@ _LIST_SECONDS = 60.0
 _MOST_NAMESPACES = 64  # whose facts are read
 
 
-class S3Backend(Backend):
+class S3Backend(Backend, SupportsNamespaces):
     """Frames as objects. `kvtier_s3.settings` says what the settings mean."""
 
     shared = True

@@ -32,7 +32,7 @@ class S3Config(S3Settings, BackendConfig):
         with everything_in(self) as found:
             yield found
 
-    def recount(self, capacity: Nbytes, nbytes: int) -> None:
+    def recount(self, capacity: Nbytes) -> None:
         from kvtier_s3.walk import recount_bucket
 
         recount_bucket(self)  # counted anew: others may have written since these bytes were counted

@@ -133,7 +133,7 @@ def test_other_ranges_than_asked_for_are_refused(serve, config):
 def test_a_listing_that_cannot_be_read_is_an_error(serve, listing):
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(listing)
     with pytest.raises(BackendError):
-        list(serve(answer + listing).scan())
+        list(serve(answer + listing).namespaces())
 
 
 # -- TLS -------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from fake_cuda import libraries
 @pytest.mark.skipif(importlib.util.find_spec("kvikio") is None, reason="KvikIO is not installed")
 def test_frames_that_are_read_into_the_memory_of_a_gpu():
     _, driver = libraries()
-    tests = Path(__file__).with_name("device_landing.py")
+    tests = Path(__file__).with_name("device_reads.py")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)],
         env={**os.environ, "LD_LIBRARY_PATH": str(driver.parent)},

@@ -15,7 +15,7 @@ from test_serving import NOISE
 from kvtier_core.frames.format import header_of
 from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_gds.backend import GdsBackend
-from kvtier_gds.landing import GdsLanding
+from kvtier_gds.slab_files import SlabFiles
 
 ASKED = prompt(5, 530)
 HITS = 512
@@ -31,19 +31,19 @@ def alone(*where, **room):
 
 
 @pytest.fixture
-def landed(monkeypatch):
+def ranges_read(monkeypatch):
     """The extents that workers read. No other way from the slabs is open."""
     extents = []
-    read = GdsLanding.read
+    read = SlabFiles.read_extents
 
-    def noted(landing, wanted, into):
+    def noted(files, wanted, into):
         extents.extend(wanted)
-        return read(landing, wanted, into)
+        return read(files, wanted, into)
 
     def closed(backend, keys, into):
         raise AssertionError("a frame was read into a slot")
 
-    monkeypatch.setattr(GdsLanding, "read", noted)
+    monkeypatch.setattr(SlabFiles, "read_extents", noted)
     monkeypatch.setattr(GdsBackend, "read", closed)
     return extents
 
@@ -60,34 +60,36 @@ def own(engine, tmp_path):
 
 
 @pytest.mark.parametrize("above", [[], cpu()["tiers"]], ids=["alone", "below cpu"])
-def test_what_lands_is_bit_equal_to_the_engines_own_prefix_hit(engine, said, tmp_path, own, landed, above):
+def test_direct_reads_are_bit_equal_to_the_engines_own_prefix_hit(engine, said, tmp_path, own, ranges_read, above):
     with engine({**cpu(), "tiers": [*above, slabs(tmp_path)]}, enable_prefix_caching=True) as second:
         warm = second.ask(ASKED)[0]
         second.assert_at_rest()
         lines = said()
         assert second.outcomes() == [hit(530, gds=512)]
     assert any("workers read it: if they can, mode: gds" in line for line in lines)
-    assert len(landed) == len(set(landed)) == 2 * HITS // cpu()["chunk_tokens"], "each header, and each payload"
+    assert len(ranges_read) == len(set(ranges_read)) == 2 * HITS // cpu()["chunk_tokens"], (
+        "each header, and each payload"
+    )
     assert warm.cached == HITS
     assert warm.differs(own) == 0
 
 
 @pytest.mark.parametrize("damage", ["a bit", "another chunk's frame"])
 def test_a_frame_that_changes_between_lookup_and_read_reaches_no_request(
-    engine, said, tmp_path, own, landed, monkeypatch, damage
+    engine, said, tmp_path, own, ranges_read, monkeypatch, damage
 ):
     """Its request is computed, the frame is dropped, and its chunk is stored anew."""
-    read = GdsLanding.read
+    read = SlabFiles.read_extents
 
     def content(extent):
-        with open(tmp_path / "ab"[extent.file] / "kvtier.slab", "rb") as slab:
+        with open(tmp_path / "ab"[extent.slab] / "kvtier.slab", "rb") as slab:
             return os.pread(slab.fileno(), extent.nbytes, extent.at)
 
     def write(extent, what, at=0):
-        with open(tmp_path / "ab"[extent.file] / "kvtier.slab", "r+b") as slab:
+        with open(tmp_path / "ab"[extent.slab] / "kvtier.slab", "r+b") as slab:
             os.pwrite(slab.fileno(), what, extent.at + at)
 
-    def after_damage(landing, extents, into):
+    def after_damage(files, extents, into):
         headers, payloads = extents[: len(extents) // 2], extents[len(extents) // 2 :]
         for at in range(1, len(headers), 3):
             if damage == "a bit":
@@ -95,10 +97,10 @@ def test_a_frame_that_changes_between_lookup_and_read_reaches_no_request(
             else:
                 write(headers[at], content(headers[at - 1]))
                 write(payloads[at], content(payloads[at - 1]))
-        monkeypatch.setattr(GdsLanding, "read", read)
-        return read(landing, extents, into)
+        monkeypatch.setattr(SlabFiles, "read_extents", read)
+        return read(files, extents, into)
 
-    monkeypatch.setattr(GdsLanding, "read", after_damage)
+    monkeypatch.setattr(SlabFiles, "read_extents", after_damage)
     with engine(alone(tmp_path)) as second:
         computed = second.ask(ASKED)[0]
         second.assert_at_rest()
@@ -114,8 +116,8 @@ def test_a_frame_that_changes_between_lookup_and_read_reaches_no_request(
     assert again.differs(own) == 0
 
 
-def test_while_places_change_hands_every_answer_is_right(engine, tmp_path, landed):
-    """The slabs have no room for all of the prompts, and memory for a third: what lands is evicted all the time."""
+def test_while_places_change_hands_every_answer_is_right(engine, tmp_path, ranges_read):
+    """The slabs have no room for all of the prompts, and memory for a third, so they evict all the time."""
     prompts = [prompt(seed, 330, prefix=prompt(seed % 4, 128)) for seed in range(12)]
     with engine() as plain:
         truth = plain.ask(*prompts)
@@ -127,31 +129,33 @@ def test_while_places_change_hands_every_answer_is_right(engine, tmp_path, lande
                 assert answer.differs(truth[number]) < NOISE
         served.assert_at_rest()
         assert served.manager.usage()[-1].nbytes <= 8 << 20
-    assert len(landed) > len(set(landed)) > 8
+    assert len(ranges_read) > len(set(ranges_read)) > 8
 
 
 def ask_until_a_load(model, stack):
     """In another process, which is killed in the middle of a load."""
-    read = GdsLanding.read
+    read = SlabFiles.read_extents
 
-    def die(landing, extents, into):
-        read(landing, extents[:1], into[:1])
+    def die(files, extents, into):
+        read(files, extents[:1], into[:1])
         os.kill(os.getpid(), signal.SIGKILL)
 
-    GdsLanding.read = die
+    SlabFiles.read_extents = die
     Engine(Path(model), stack).ask(ASKED)
 
 
-def test_an_engine_that_is_killed_in_a_load_leaves_all_that_it_had(engine, fork_server, model, tmp_path, own, landed):
+def test_an_engine_that_is_killed_in_a_load_leaves_all_that_it_had(
+    engine, fork_server, model, tmp_path, own, ranges_read
+):
     log = tmp_path / "log"
-    fork_server.start("test_landing:ask_until_a_load", log, {}, model=str(model), stack=alone(tmp_path))
+    fork_server.start("test_direct_reads:ask_until_a_load", log, {}, model=str(model), stack=alone(tmp_path))
     while not log.exists() or fork_server.members():
         time.sleep(0.05)
     assert "self-test: every byte came back" in log.read_text() and "Traceback" not in log.read_text()[-2000:]
     with engine(alone(tmp_path), enable_prefix_caching=True) as second:
         warm = second.ask(ASKED)[0]
         second.assert_at_rest()
-    assert warm.cached == HITS and landed
+    assert warm.cached == HITS and ranges_read
     assert warm.differs(own) == 0
 
 
@@ -188,13 +192,13 @@ def test_each_rank_reads_its_shard(fork_server, model, tmp_path):
         "VLLM_CPU_OMP_THREADS_BIND": "0|1",
     }
     arguments = {"model": str(model), "stack": alone(tmp_path), "options": {"tensor_parallel_size": 2}}
-    cold, _ = fork_server.run("test_landing:ask_in_processes", environment, **arguments)
-    warm, log = fork_server.run("test_landing:ask_in_processes", environment, **arguments)
+    cold, _ = fork_server.run("test_direct_reads:ask_in_processes", environment, **arguments)
+    warm, log = fork_server.run("test_direct_reads:ask_in_processes", environment, **arguments)
     assert Outcome.of(warm[3][0][0]) == hit(530, gds=512) and "read into: the host's memory" in log
-    assert all(f"rank {rank}: gds: landing" in log for rank in range(2))
+    assert all(f"rank {rank}: gds: read with" in log for rank in range(2))
     assert (cold[0], cold[2], warm[2]) == (warm[0], 0, HITS)
     assert max(abs(a - b) for a, b in zip(cold[1], warm[1], strict=True)) < NOISE
     damage_second_shards(tmp_path)
-    computed, log = fork_server.run("test_landing:ask_in_processes", environment, **arguments)
+    computed, log = fork_server.run("test_direct_reads:ask_in_processes", environment, **arguments)
     assert "corrupt" in log and computed[2] < HITS
     assert max(abs(a - b) for a, b in zip(cold[1], computed[1], strict=True)) < NOISE

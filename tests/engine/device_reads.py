@@ -1,4 +1,4 @@
-"""Tests that `test_device_landing.py` runs in a process of its own: frames that are read into the memory of a GPU.
+"""Tests that `test_device_reads.py` runs in a process of its own: frames that are read into the memory of a GPU.
 
 KvikIO is the real one. The driver is that of the tests, whose device memory is the host's, so that KvikIO reads through
 a buffer of its own; so does its GPUDirect Storage not work, and is not asked for.
@@ -17,22 +17,20 @@ import kvikio.cufile_driver
 import kvikio.defaults
 import pytest
 from fake_cuda import FakeCuda
-from test_landed_loads import HASTY, KEYS, NBYTES, SHARD, Machine, good, same
+from test_staged_reader import HASTY, KEYS, NBYTES, SHARD, Machine, good, same
 
-from kvtier_core.engine import landed_loads, landed_memory
-from kvtier_core.engine.landed_memory import _OnGPU
 from kvtier_core.errors import BackendError
-from kvtier_core.stack.outcomes import ReadStatus
 from kvtier_core.testing.samples import make_namespace
 from kvtier_core.transfer import cuda
 from kvtier_core.transfer.cuda.autotune import decided
 from kvtier_core.transfer.cuda.device_slots import DeviceSlots
 from kvtier_core.transfer.cuda.library import FILE, Method
 from kvtier_core.transfer.cuda.opening import open_mover
-from kvtier_core.types import FRAME_ALIGNMENT
-from kvtier_gds import device_reads, landing
+from kvtier_core.types import FRAME_ALIGNMENT, ReadStatus
+from kvtier_gds import device_lane, device_reads
+from kvtier_gds.device_lane import DeviceLane
 from kvtier_gds.device_reads import DeviceReads
-from kvtier_gds.landing import GdsLanding
+from kvtier_gds.slab_files import SlabFiles
 
 
 @pytest.fixture
@@ -45,7 +43,7 @@ def fake(monkeypatch):
     mover = functools.partial(open_mover, device=device, engine=fake, half_nbytes=64 << 10, autotune=staged)
     monkeypatch.setattr(cuda, "open_device_slots", slots)
     monkeypatch.setattr(cuda, "attach", mover)
-    monkeypatch.setattr(landing, "DeviceReads", functools.partial(DeviceReads, must_be_direct=False))
+    monkeypatch.setattr(device_lane, "DeviceReads", functools.partial(DeviceReads, must_be_direct=False))
     yield fake
     free_buffers_of_kvikio(fake)
 
@@ -75,7 +73,7 @@ def attached(machine):
 
 
 def where(side):
-    return side._landed["gds"].facts()["read into"]
+    return side._readers["gds"].facts()["read into"]
 
 
 def test_each_rank_gets_the_shard_that_an_arena_would_bring(machine):
@@ -86,7 +84,7 @@ def test_each_rank_gets_the_shard_that_an_arena_would_bring(machine):
 
 
 def test_more_chunks_than_there_is_memory_for(opened, monkeypatch):
-    monkeypatch.setattr(landed_loads, "_STAGING_NBYTES", NBYTES)
+    monkeypatch.setattr(device_lane, "_NBYTES", NBYTES)
     attached(opened)
     expected = good(opened)
     assert opened.load(opened.frames()) == [(False, {})] * 2
@@ -94,13 +92,13 @@ def test_more_chunks_than_there_is_memory_for(opened, monkeypatch):
 
 
 def test_only_payloads_pass_through_the_gpu(machine, monkeypatch):
-    to_host, read = [], GdsLanding.read
+    to_host, read = [], SlabFiles.read_extents
 
-    def noted(landing, extents, into):
+    def noted(files, extents, into):
         to_host.extend(map(len, into))
-        return read(landing, extents, into)
+        return read(files, extents, into)
 
-    monkeypatch.setattr(GdsLanding, "read", noted)
+    monkeypatch.setattr(SlabFiles, "read_extents", noted)
     machine.load(machine.frames())
     assert to_host == [FRAME_ALIGNMENT] * 2 * len(KEYS)
 
@@ -141,7 +139,7 @@ def test_a_frame_that_is_too_short_reaches_no_page(machine, nbytes, ranks):
     machine.load(machine.frames(KEYS[1:2]))  # what lies in a slot from before is no part of the frame
     (frame,) = machine.frames(KEYS[1:2])
     machine.wipe()
-    short = frame._replace(extent=frame.extent._replace(nbytes=nbytes))
+    short = frame._replace(location=frame.location._replace(nbytes=nbytes))
     outcomes = machine.load([short])
     assert [outcomes[rank] for rank in ranks] == [(True, {KEYS[1]: ReadStatus.CORRUPT})] * len(ranks)
     assert same([machine.content()[rank] for rank in ranks], [empty[rank] for rank in ranks])
@@ -150,7 +148,7 @@ def test_a_frame_that_is_too_short_reaches_no_page(machine, nbytes, ranks):
 def test_a_slab_that_ends_too_early_is_told(machine, tmp_path):
     frames = machine.frames()
     with open(tmp_path / "kvtier.slab", "r+b") as slab:
-        slab.truncate(frames[3].extent.at + NBYTES // 2)
+        slab.truncate(frames[3].location.place[1] + NBYTES // 2)
     outcomes = machine.load(frames)
     assert [failed for failed, _ in outcomes] == [True, True]
     for _, unread in outcomes:
@@ -159,8 +157,8 @@ def test_a_slab_that_ends_too_early_is_told(machine, tmp_path):
 
 @pytest.mark.parametrize("host", [True, False], ids=["what the host can read", "a bad sector"])
 def test_a_read_that_fails_is_its_frames_fault_only_if_the_host_cannot_read_it_either(machine, monkeypatch, host):
-    begin, read = DeviceReads._begin, GdsLanding.read
-    payload = machine.frames(KEYS[1:2])[0].extent.at + FRAME_ALIGNMENT
+    begin, read = DeviceReads._begin, SlabFiles.read_extents
+    payload = machine.frames(KEYS[1:2])[0].location.place[1] + FRAME_ALIGNMENT
     bad = {payload, payload + SHARD}
 
     def refuse(reads, extent, into):
@@ -168,13 +166,13 @@ def test_a_read_that_fails_is_its_frames_fault_only_if_the_host_cannot_read_it_e
             raise OSError("cuFile says no")
         return begin(reads, extent, into)
 
-    def spoiled(landing, extents, into):
+    def spoiled(files, extents, into):
         if not host and extents[0].at in bad:
             return [BackendError("a bad sector")]
-        return read(landing, extents, into)
+        return read(files, extents, into)
 
     monkeypatch.setattr(DeviceReads, "_begin", refuse)
-    monkeypatch.setattr(GdsLanding, "read", spoiled)
+    monkeypatch.setattr(SlabFiles, "read_extents", spoiled)
     unread = dict.fromkeys(KEYS[:3], ReadStatus.IO_ERROR) if host else {KEYS[1]: ReadStatus.CORRUPT}
     assert machine.load(machine.frames(KEYS[:3])) == [(True, unread)] * 2
 
@@ -223,7 +221,7 @@ class CuFile:
                 return open_file(path)
 
         monkeypatch.delenv("CUFILE_ALLOW_COMPAT_MODE", raising=False)
-        monkeypatch.setattr(landing, "DeviceReads", DeviceReads)
+        monkeypatch.setattr(device_lane, "DeviceReads", DeviceReads)
         monkeypatch.setattr(kvikio, "CuFile", opening)
         for name in ("memory_register", "memory_deregister"):  # the real ones open the driver
             monkeypatch.setattr(kvikio.buffer, name, lambda memory: None)
@@ -275,7 +273,7 @@ def test_without_gpudirect_storage_the_hosts_memory_is_used(opened, fake, monkey
 
 def test_a_driver_that_hangs_is_not_waited_for(fake, tmp_path, monkeypatch):
     go = threading.Event()
-    monkeypatch.setattr(GdsLanding, "reach_device", lambda *_: go.wait(30))
+    monkeypatch.setattr(device_lane, "DeviceReads", lambda *_: go.wait(30))
     with contextlib.closing(Machine(tmp_path, arena="cpu", device="cuda:0", timeout=HASTY)) as machine:
         attached(machine)
         assert all("did not answer for 0.5s" in where(side) for side in machine.sides)
@@ -303,26 +301,26 @@ def timeout():
 
 @pytest.fixture
 def automatic(fake, tmp_path, monkeypatch, timeout):
-    monkeypatch.setattr(landed_memory, "_COMPARED_NBYTES", 2 * NBYTES)
+    monkeypatch.setattr(device_lane, "_COMPARED_NBYTES", 2 * NBYTES)
     with contextlib.closing(Machine(tmp_path, arena="cpu", device="cuda:0", mode="auto", timeout=timeout)) as machine:
         yield machine
 
 
 def compares(monkeypatch, to_gpu, to_host):
     """The two ways are compared, and this comes out of it: bytes a second."""
-    measured = _OnGPU._speeds
+    measured = DeviceLane._speeds
 
-    def pretend(memory):
-        assert all(measured(memory))
+    def pretend(lane, samples):
+        assert all(measured(lane, samples))
         return to_gpu, to_host
 
-    monkeypatch.setattr(_OnGPU, "_speeds", pretend)
+    monkeypatch.setattr(DeviceLane, "_speeds", pretend)
 
 
 def refusals(machine):
     for side in machine.sides:
         side.attach(machine.plan)
-    return [side.progress().not_landing for side in machine.sides]
+    return [side.progress().no_readers for side in machine.sides]
 
 
 def test_auto_reads_into_the_gpu_where_that_is_no_slower(automatic, monkeypatch):
@@ -336,15 +334,13 @@ def test_auto_reads_into_the_gpu_where_that_is_no_slower(automatic, monkeypatch)
 
 def test_auto_leaves_it_to_an_arena_where_that_is_slower(automatic, fake, monkeypatch):
     compares(monkeypatch, 2e9, 6e9)
-    assert refusals(automatic) == [
-        {"gds": f"rank {rank}: reads into its GPU are not used: slower: 2.0 GB/s, and 6.0 into the host's"}
-        for rank in range(2)
-    ]
+    why = "reads into its GPU are not used: slower: 2.0 GB/s, and 6.0 into the host's"
+    assert all(why in refused["gds"] for refused in refusals(automatic))
     assert automatic.load(automatic.frames())[0][0], "the workers read it all the same"
 
 
 def test_auto_leaves_it_to_an_arena_if_a_comparison_fails(automatic, monkeypatch):
-    monkeypatch.setattr(GdsLanding, "read_to_device", lambda *_: [0, 0])
+    monkeypatch.setattr(DeviceLane, "_read_payloads", lambda *_: [0, 0])
     assert all(
         "reads into its GPU are not used: frames that exist cannot be read" in refused["gds"]
         for refused in refusals(automatic)
@@ -360,8 +356,8 @@ def test_auto_leaves_it_to_an_arena_without_gpudirect_storage(automatic, monkeyp
 def test_what_hangs_keeps_its_files_and_memory(automatic, fake, monkeypatch, timeout):
     """It would read into what others got meanwhile, or from another file."""
     go, closed = threading.Event(), []
-    monkeypatch.setattr(GdsLanding, "read_to_device", lambda *_: go.wait(30))
-    monkeypatch.setattr(GdsLanding, "close", closed.append)
+    monkeypatch.setattr(DeviceLane, "_read_payloads", lambda *_: go.wait(30))
+    monkeypatch.setattr(DeviceReads, "close", closed.append)
     before = fake.c.fake_allocations()
     assert all("could not be compared within 0.5s" in refused["gds"] for refused in refusals(automatic))
     assert not closed and fake.c.fake_allocations() > before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,19 +13,22 @@ from pathlib import Path
 import torch
 
 from benchmarks.measure import Case, Table, interleaved, progress, scratch
-from kvtier_core.engine.landed_loads import LandedLoads
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.format import verify
-from kvtier_core.interfaces import DeviceMemory, Landing, Mover, PagedKVCache, PageRun
+from kvtier_core.interfaces import Mover, PagedKVCache, PageRun
 from kvtier_core.stack.batches import in_groups
 from kvtier_core.storekit.files import bounce
 from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_layout
 from kvtier_core.transfer import cuda
 from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.transfer.io_pool import IOPool, Outcome
+from kvtier_core.transfer.own_shard import FrameRange, OwnShard
+from kvtier_core.transfer.staged_reader import Lane, StagedReader, host_lanes
 from kvtier_core.types import Nbytes, StoredFrame
 from kvtier_gds.backend import GdsBackend
-from kvtier_gds.landing import GdsLanding
+from kvtier_gds.device_lane import DeviceLane
+from kvtier_gds.slab import Extent
+from kvtier_gds.slab_files import SlabFiles
 
 LAYERS, BLOCKS, PAGE_NBYTES = 32, 2, 16 << 10  # a chunk of 1 MiB
 FRAMES = 256
@@ -38,9 +42,9 @@ def tables(folder: Path, device: str = "cuda:0", frames: int = FRAMES) -> Iterat
     with scratch(folder) as place, contextlib.closing(_Bench(place, device, frames)) as bench:
         ways: dict[str, Callable[[], object]] = {"bounce": bench.bounce}
         absent: list[tuple[str, str]] = []
-        for name, kind in (("gds, host's memory", _IntoHost), ("gds, GPU's memory", _IntoGPU)):
+        for name, lanes in (("gds, host's memory", host_lanes), ("gds, GPU's memory", _device_lanes)):
             try:
-                ways[name] = partial(bench.land, bench.landed(kind))
+                ways[name] = partial(bench.read_directly, bench.reader(lanes))
             except BackendError as error:
                 absent.append((name, str(error)))
         contents = [bench.content(work) for work in ways.values()]
@@ -72,15 +76,9 @@ def _processor(work: Callable[[], object]) -> float:
     return time.process_time() - begin
 
 
-class _IntoHost(GdsLanding):
-    def reach_device(self, memory: DeviceMemory) -> None:
-        raise BackendError("that is another row")
-
-
-class _IntoGPU(GdsLanding):
-    def __init__(self, handle: str):
-        super().__init__(handle)
-        self.device_only, self.samples = True, []  # however slow
+def _device_lanes(files: SlabFiles, own: OwnShard, cache: PagedKVCache) -> list[Lane]:
+    """However slow."""
+    return [DeviceLane(files, own, cache, _LONG)]
 
 
 class _Bench:
@@ -96,7 +94,7 @@ class _Bench:
         self._keys = make_keys(frames)
         for seed, key in enumerate(self._keys):
             self._slabs.write([key], [make_frame(key, self.frame_nbytes, seed, context.namespace)])
-        self._extents = [each for each in self._slabs.locate(self._keys) if each]
+        located = [each for each in self._slabs.locate(self._keys) if each]
         self._pages = torch.zeros((LAYERS, frames * BLOCKS, PAGE_NBYTES), dtype=torch.uint8, device=device)
         runs = tuple(PageRun(layer.data_ptr(), PAGE_NBYTES, PAGE_NBYTES) for layer in self._pages)
         self._cache = PagedKVCache(runs, frames * BLOCKS, device, 0, layout)
@@ -104,18 +102,19 @@ class _Bench:
         self._slots = mmap.mmap(-1, self.nbytes)
         attach = cuda.attach if device.startswith("cuda") else HostMover
         self._mover: Mover = attach(self._cache, self._slots, self.frame_nbytes)
-        self._plain = GdsLanding(self._slabs.landing)
-        self.reads_by = self._plain.facts()["landing"]
+        self._plain = self._files()
+        self.reads_by = self._plain.facts()["read with"]
         self._into = [bounce(self.frame_nbytes) for _ in self._keys]
         self._wanted = [
-            StoredFrame("gds", *each, context.namespace.digest) for each in zip(self._extents, self._keys, strict=True)
+            StoredFrame("gds", *each, context.namespace.digest) for each in zip(located, self._keys, strict=True)
         ]
+        self._extents = [Extent.of(FrameRange(frame, 0, frame.location.nbytes)) for frame in self._wanted]
         self._pool = IOPool("bounce", _THREADS)
         self._job = 0
-        self._landed: list[LandedLoads] = []
+        self._readers: list[StagedReader] = []
 
     def read_raw(self) -> None:
-        assert list(self._plain.read(self._extents, self._into)) == [self.frame_nbytes] * self.frames
+        assert list(self._plain.read_extents(self._extents, self._into)) == [self.frame_nbytes] * self.frames
 
     def bounce(self) -> None:
         """As a store tier reads into an arena: groups of frames, several at a time, each verified on its thread."""
@@ -138,16 +137,19 @@ class _Bench:
         self._job += 1
         self._mover.load(self._job, group, [self._chunks[i] for i in group])
 
-    def landed(self, kind: Callable[[str], Landing]) -> LandedLoads:
-        """Raises BackendError if there is none of this kind."""
-        self._landed.append(LandedLoads(kind(self._slabs.landing), self._cache, _LONG))
-        return self._landed[-1]
+    def reader(self, lanes: Callable[..., Sequence[Lane]]) -> StagedReader:
+        """Raises BackendError if there are no such lanes."""
+        self._readers.append(StagedReader(self._files(), self._cache, _LONG, lanes))
+        return self._readers[-1]
 
-    def land(self, landed: LandedLoads) -> None:
+    def read_directly(self, reader: StagedReader) -> None:
         self._job += 1
-        landed.load(self._job, self._wanted, self._chunks)
-        landed.wait([self._job])
-        assert all(result.ok for result in landed.finished())
+        reader.load(self._job, self._wanted, self._chunks)
+        reader.wait([self._job])
+        assert all(each.ok for each in reader.finished())
+
+    def _files(self) -> SlabFiles:
+        return SlabFiles(json.loads(self._slabs.reader_handle())["slabs"])
 
     def content(self, work: Callable[[], object]) -> torch.Tensor:
         """What this brings to the pages."""
@@ -156,8 +158,8 @@ class _Bench:
         return self._pages.cpu().clone()
 
     def close(self) -> None:
-        for landed in self._landed:
-            landed.close()
+        for reader in self._readers:
+            reader.close()
         self._pool.close(_LONG)
         self._mover.close()
         self._plain.close()

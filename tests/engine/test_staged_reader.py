@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import Counter
 
 import pytest
 import torch
 
-import kvtier_core.engine.landed_loads as landed_loads
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine.messages import StepPlan, Transfer, WorkerProgress
@@ -17,10 +17,10 @@ from kvtier_core.engine.worker_side import WorkerSide
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.format import seal_part
 from kvtier_core.interfaces import PagedKVCache, PageRun
-from kvtier_core.stack.outcomes import FrameRead, ReadStatus
 from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_layout, make_namespace
-from kvtier_core.types import FRAME_ALIGNMENT, Slot, StoredFrame
-from kvtier_gds.landing import GdsLanding
+from kvtier_core.transfer import staged_reader
+from kvtier_core.types import FRAME_ALIGNMENT, FrameRead, ReadStatus, Slot, StoredFrame
+from kvtier_gds.slab_files import SlabFiles
 
 LAYOUT = make_layout((4096, 2048), blocks=2, ranks=2)
 NBYTES = LAYOUT.frame_nbytes
@@ -66,7 +66,10 @@ class Machine:
             for rank, caches in enumerate(self.caches)
         ]
         self.plan = StepPlan(
-            arenas=(self.arena.handle,), landings={"gds": self.slabs.landing}, layout=layout, self_test_slots=SELF_TEST
+            arenas=(self.arena.handle,),
+            reader_handles={"gds": self.slabs.reader_handle()},
+            layout=layout,
+            self_test_slots=SELF_TEST,
         )
 
     def attach(self):
@@ -80,8 +83,8 @@ class Machine:
         return lambda layout: PagedKVCache(runs, BLOCKS, self.device, rank, layout)
 
     def frames(self, keys=KEYS, named=None, namespace=HOME):
-        extents = self.slabs.locate(keys)
-        return [StoredFrame("gds", *each, namespace.digest) for each in zip(extents, named or keys, strict=True)]
+        located = self.slabs.locate(keys)
+        return [StoredFrame("gds", *each, namespace.digest) for each in zip(located, named or keys, strict=True)]
 
     def load(self, places, request="request"):
         """Load chunk after chunk into block after block, on both ranks: the outcomes of each."""
@@ -107,9 +110,9 @@ class Machine:
 
     def change(self, key, content, at=0):
         """Bytes of its frame in the slab."""
-        (extent,) = self.slabs.locate([key])
+        (((_, begin), _),) = self.slabs.locate([key])
         with open(self.slabs._slabs[0].path / "kvtier.slab", "r+b") as slab:
-            slab.seek(extent.at + at)
+            slab.seek(begin + at)
             slab.write(content)
 
     def close(self):
@@ -166,7 +169,7 @@ def test_a_request_may_load_from_an_arena_and_from_a_store(machine):
 
 
 def test_more_chunks_than_there_is_memory_for(opened, monkeypatch):
-    monkeypatch.setattr(landed_loads, "_STAGING_NBYTES", NBYTES)
+    monkeypatch.setattr(staged_reader, "_HOST_LANE_NBYTES", NBYTES)
     opened.attach()
     expected = good(opened)
     assert opened.load(opened.frames()) == [(False, {})] * 2
@@ -200,13 +203,13 @@ def test_a_damaged_shard_reaches_no_page_of_its_rank(machine, rank, place):
 
 def noted_reads(monkeypatch):
     """What is read from now on: where, and how much."""
-    reads, read = [], GdsLanding.read
+    reads, read = [], SlabFiles.read_extents
 
-    def noted(landing, extents, into):
+    def noted(files, extents, into):
         reads.extend((extent.at, len(view)) for extent, view in zip(extents, into, strict=True))
-        return read(landing, extents, into)
+        return read(files, extents, into)
 
-    monkeypatch.setattr(GdsLanding, "read", noted)
+    monkeypatch.setattr(SlabFiles, "read_extents", noted)
     return reads
 
 
@@ -214,7 +217,7 @@ def test_each_rank_reads_the_header_and_its_own_shard(machine, monkeypatch):
     reads = noted_reads(monkeypatch)
     frames = machine.frames()
     machine.load(frames)
-    starts = [frame.extent.at for frame in frames]
+    starts = [frame.location.place[1] for frame in frames]
     payloads = [(at + FRAME_ALIGNMENT + rank * SHARD, SHARD) for rank in range(2) for at in starts]
     assert sorted(reads) == sorted([*payloads, *((at, FRAME_ALIGNMENT) for at in starts * 2)])
 
@@ -243,7 +246,7 @@ def test_a_frame_without_checksums_of_its_shards_is_a_miss(machine):
 def test_a_frame_that_is_longer_than_a_slot_does_not_reach_into_the_next(machine, monkeypatch):
     reads = noted_reads(monkeypatch)
     frames = machine.frames(KEYS[:3])
-    machine.load([frame._replace(extent=frame.extent._replace(nbytes=2 * NBYTES)) for frame in frames])
+    machine.load([frame._replace(location=frame.location._replace(nbytes=2 * NBYTES)) for frame in frames])
     assert sorted(nbytes for _, nbytes in reads) == [FRAME_ALIGNMENT] * 6 + [SHARD] * 6
 
 
@@ -254,24 +257,24 @@ def test_a_request_fails_with_one_of_its_chunks_and_others_do_not(machine):
 
 
 def test_a_store_that_fails_as_a_whole_says_so(machine, monkeypatch):
-    def fail(landing, extents, into):
+    def fail(files, extents, into):
         raise BackendError("gone")
 
-    monkeypatch.setattr(GdsLanding, "read", fail)
+    monkeypatch.setattr(SlabFiles, "read_extents", fail)
     assert machine.load(machine.frames(KEYS[:2])) == [(True, dict.fromkeys(KEYS[:2], ReadStatus.IO_ERROR))] * 2
 
 
 def test_a_read_that_hangs_fails_and_loads_go_on_when_it_returns(hasty, monkeypatch):
     machine = hasty
     machine.attach()
-    returns, read = threading.Event(), GdsLanding.read
+    returns, read = threading.Event(), SlabFiles.read_extents
 
-    def hang(landing, extents, into):
+    def hang(files, extents, into):
         returns.wait(30)
         into[0][:] = bytes(len(into[0]))
-        return read(landing, extents, into)
+        return read(files, extents, into)
 
-    monkeypatch.setattr(GdsLanding, "read", hang)
+    monkeypatch.setattr(SlabFiles, "read_extents", hang)
     assert machine.load(machine.frames(KEYS[:1])) == [(True, {KEYS[0]: ReadStatus.IO_ERROR})] * 2
     monkeypatch.undo()
     expected = good(machine)
@@ -281,20 +284,62 @@ def test_a_read_that_hangs_fails_and_loads_go_on_when_it_returns(hasty, monkeypa
     assert same(machine.content(), expected)
 
 
+def test_what_was_given_up_reaches_no_page_when_its_read_returns(hasty, monkeypatch):
+    """The engine has computed these pages by then."""
+    machine = hasty
+    machine.attach()
+    returns, returned, read = threading.Event(), threading.Semaphore(0), SlabFiles.read_extents
+
+    def hang(files, extents, into):
+        returns.wait(30)
+        try:
+            return read(files, extents, into)
+        finally:
+            returned.release()
+
+    monkeypatch.setattr(SlabFiles, "read_extents", hang)
+    assert machine.load(machine.frames(KEYS[:1])) == [(True, {KEYS[0]: ReadStatus.IO_ERROR})] * 2
+    monkeypatch.undo()
+    empty = machine.content()
+    returns.set()
+    for _ in range(2):
+        assert returned.acquire(timeout=30)
+    for side in machine.sides:
+        side.close()  # waits for the threads
+    assert same(machine.content(), empty)
+
+
+def test_a_load_goes_on_while_the_engine_takes_no_step(opened, monkeypatch):
+    """A step may take longer than the whole load."""
+    monkeypatch.setattr(staged_reader, "_HOST_LANE_NBYTES", NBYTES)
+    opened.attach()
+    expected = good(opened)
+    pages = tuple(((2 * number, 2 * number + 1),) for number in range(CHUNKS))
+    plan = StepPlan(loads=(("request", Transfer(tuple(opened.frames()), pages)),))
+    for side in opened.sides:
+        side.load(plan, idle=False)
+    deadline = time.monotonic() + 30
+    while not same(opened.content(), expected):
+        assert time.monotonic() < deadline, "the load waits for a step"
+    for side in opened.sides:
+        side.suspend()
+        assert side.loaded() == ({"request"}, set())
+
+
 def test_files_that_cannot_be_reached_are_told_at_the_start(opened, tmp_path):
     (tmp_path / "kvtier.slab").unlink()
     for side in opened.sides:
         side.attach(opened.plan)
     progress = [side.progress() for side in opened.sides]
     assert [list(each.self_tests) for each in progress] == [[""], [""]], "the arena is served all the same"
-    assert all("No such file" in each.not_landing["gds"] for each in progress)
+    assert all("No such file" in each.no_readers["gds"] for each in progress)
     assert [failed for failed, _ in opened.load(opened.frames())] == [True, True]
 
 
 def test_what_one_rank_could_not_read_was_not_read():
     bad = FrameRead(ReadStatus.CORRUPT, "damaged")
     first = WorkerProgress(unread={"a": {KEYS[0]: bad}})
-    second = WorkerProgress(unread={"a": {KEYS[1]: bad}, "b": {KEYS[2]: bad}}, not_landing={"gds": "no GPU"})
+    second = WorkerProgress(unread={"a": {KEYS[1]: bad}, "b": {KEYS[2]: bad}}, no_readers={"gds": "no GPU"})
     merged = first.merge(second)
     assert merged.unread == {"a": {KEYS[0]: bad, KEYS[1]: bad}, "b": {KEYS[2]: bad}}
-    assert merged.not_landing == second.merge(first).not_landing == {"gds": "no GPU"}
+    assert merged.no_readers == second.merge(first).no_readers == {"gds": "no GPU"}

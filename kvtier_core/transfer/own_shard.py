@@ -1,17 +1,24 @@
-"""What a worker reads of each frame that lands: its own shard, if that can be read alone."""
+"""The part of each frame that a worker reads by itself: its own shard, if that can be read alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 import attrs
 
 from kvtier_core.frames.format import FrameError, expected_header, shard_checksums_of, verify_checksums
 from kvtier_core.interfaces import PagedKVCache
 from kvtier_core.layouts import ChunkLayout, Part
-from kvtier_core.stack.outcomes import FrameRead, ReadStatus
-from kvtier_core.types import FRAME_ALIGNMENT, FRAME_HEADER_NBYTES, Extent, StoredFrame
+from kvtier_core.types import FRAME_ALIGNMENT, FRAME_HEADER_NBYTES, FrameRead, ReadStatus, StoredFrame
+
+
+class FrameRange(NamedTuple):
+    """Some bytes of a frame."""
+
+    frame: StoredFrame
+    offset: int  #: of the first one in the frame, a multiple of `FRAME_ALIGNMENT`
+    nbytes: int
 
 
 @attrs.frozen
@@ -44,15 +51,15 @@ class OwnShard:
         """Bytes that the checksum is of."""
         return self.layout.payload_nbytes
 
-    def header(self, frame: StoredFrame) -> Extent:
-        """Where its header lies."""
-        return frame.extent._replace(nbytes=min(frame.extent.nbytes, FRAME_HEADER_NBYTES))
+    def header(self, frame: StoredFrame) -> FrameRange:
+        """Its header."""
+        return FrameRange(frame, 0, min(frame.location.nbytes, FRAME_HEADER_NBYTES))
 
-    def extent(self, frame: StoredFrame) -> Extent:
-        """Where the shard lies, up to the end of a page of 4 KiB; no more than a slot can hold, or the frame has."""
+    def range(self, frame: StoredFrame) -> FrameRange:
+        """The shard, up to the end of a page of 4 KiB; no more than a slot can hold, or the frame has."""
         offset = FRAME_HEADER_NBYTES if self._number is None else self._part.shards[self._number].offset
-        room, behind = self.layout.frame_nbytes - FRAME_HEADER_NBYTES, max(0, frame.extent.nbytes - offset)
-        return frame.extent._replace(at=frame.extent.at + offset, nbytes=min(room, behind))
+        room, behind = self.layout.frame_nbytes - FRAME_HEADER_NBYTES, max(0, frame.location.nbytes - offset)
+        return FrameRange(frame, offset, min(room, behind))
 
     def examine(self, frame: StoredFrame, header: memoryview, read: int, checksum: int) -> FrameRead:
         """Verify what was read: a header, and ``read`` bytes of the shard, whose CRC-32 is known."""
@@ -60,14 +67,14 @@ class OwnShard:
             return FrameRead(ReadStatus.MISSING)
         found = expected_header(header, frame.namespace, frame.key, payload_nbytes=self._part.payload_nbytes)
         if isinstance(found, FrameError):
-            return FrameRead.refused(found)
+            return found.as_read()
         if read < self.nbytes:
-            return FrameRead.refused(FrameError.SHORT)
+            return FrameError.SHORT.as_read()
         if self._number is None:
             error = verify_checksums(found, checksum)
         else:
             error = self._compare(shard_checksums_of(header), self._number, checksum)
-        return FrameRead.refused(error) if error else FrameRead(ReadStatus.VERIFIED, nbytes=frame.extent.nbytes)
+        return error.as_read() if error else FrameRead(ReadStatus.VERIFIED, nbytes=frame.location.nbytes)
 
     def _compare(self, checksums: Sequence[int], number: int, checksum: int) -> FrameError | None:
         if len(checksums) != len(self._part.shards):

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from test_machine import Slab
+from test_machine import SharedSlab, Slab
 
 from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.stack.index.cache_index import CacheIndex
-from kvtier_core.stack.outcomes import FrameRead, LoadLimit, ReadStatus
+from kvtier_core.stack.outcomes import LoadLimit
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.store_tier.writes import FrameWrite
 from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_layout, make_namespace
-from kvtier_core.types import EventKind
+from kvtier_core.types import EventKind, FrameRead, ReadStatus
 
 LAYOUT = make_layout()
 FRAME = LAYOUT.frame_nbytes
@@ -25,9 +25,9 @@ HERE, LATER = KEYS[:4], KEYS[4:]
 class Tier(StoreTier):
     """It has room for four frames."""
 
-    def __init__(self):
+    def __init__(self, store=Slab):
         self.now = 0.0
-        self.slab = Slab()
+        self.slab = store()
         super().__init__(
             "slab",
             self.slab,
@@ -36,7 +36,7 @@ class Tier(StoreTier):
             codec=FrameCodec.open(RawConfig(), make_context(layout=LAYOUT)),
             capacity=4 * FRAME,
             inflight=1 << 30,
-            not_landing="",
+            not_direct="",
             clock=lambda: self.now,
         )
 
@@ -52,7 +52,7 @@ class Tier(StoreTier):
             self.pool.step()
 
     def load(self, keys, holder="request", ok=True, **unread):
-        frames = self.hold(keys, holder)
+        frames = self.lease(keys, holder)
         self.load_begins([frame.key for frame in frames], holder)
         self.now += 1.0
         self.load_ended(holder, {frame.key: FrameRead(**unread) for frame in frames} if unread else {}, ok=ok)
@@ -74,11 +74,11 @@ def tier():
 
 
 def test_what_one_of_two_still_holds_stays(tier):
-    first, second = tier.hold(HERE[:2], "a"), tier.hold(HERE[:2], "b")
+    first, second = tier.lease(HERE[:2], "a"), tier.lease(HERE[:2], "b")
     assert first == second and tier.readable(HERE) == 4
     tier.release("a")
     tier.store(*LATER)
-    assert list(tier.slab.locate(HERE[:2])) == [frame.extent for frame in first]
+    assert list(tier.slab.locate(HERE[:2])) == [frame.location for frame in first]
     assert tier.readable(HERE) == 2, "the others made room"
     tier.release("b")
     tier.store(*reversed(LATER))
@@ -100,7 +100,7 @@ def test_what_was_read_is_told(tier):
 
 @pytest.mark.parametrize("status", [ReadStatus.CORRUPT, ReadStatus.MISSING])
 def test_what_does_not_verify_is_never_found_again_and_is_removed_when_nobody_holds_it(tier, status):
-    tier.hold(HERE[:1], "another")
+    tier.lease(HERE[:1], "another")
     tier.load(HERE[:1], status=status, why="bad", ok=False)
     assert tier.told() == [EventKind(status.value)]
     assert tier.readable(HERE) == 0 and HERE[0] in tier.slab.frames
@@ -116,7 +116,7 @@ def test_what_another_codec_wrote_is_left_alone(tier):
 
 
 def test_a_new_epoch_waits_for_who_holds_and_finds_nothing(tier):
-    (frame,) = tier.hold(HERE[:1], "request")
+    (frame,) = tier.lease(HERE[:1], "request")
     tier.invalidate_all(make_namespace("renewed"))
     tier.rest()
     assert list(tier.slab.frames) == [HERE[0]] and tier.readable(HERE) == 0
@@ -128,7 +128,7 @@ def test_a_new_epoch_waits_for_who_holds_and_finds_nothing(tier):
 
 def test_a_frame_without_a_place_ends_the_run_and_is_missing(tier):
     del tier.slab.frames[HERE[2]]
-    assert [frame.key for frame in tier.hold(HERE, "request")] == HERE[:2]
+    assert [frame.key for frame in tier.lease(HERE, "request")] == HERE[:2]
     assert tier.told() == [EventKind.MISSING]
     tier.rest()
     assert HERE[2] not in tier.index
@@ -141,7 +141,7 @@ def test_a_store_that_fails_again_and_again_rests_and_is_tried_once(tier):
     assert tier.readable(HERE) == 0 and len(tier.slab.frames) == 4, "nothing is deleted"
     tier.now += 10.0
     assert tier.readable(HERE) == 4
-    tier.hold(HERE[:1], "probe")
+    tier.lease(HERE[:1], "probe")
     tier.load_begins(HERE[:1], "probe")
     assert tier.readable(HERE) == 0, "one at a time"
     tier.load_ended("probe", {}, ok=True)
@@ -154,3 +154,48 @@ def test_what_is_slower_than_computing_is_declined_once_that_is_known(tier):
     assert tier.choose(4, limit).chunks == 4
     tier.load(HERE[:1])  # a second
     assert tier.choose(4, limit).declined and tier.choose(4, LoadLimit(chunk_seconds=2.0, wait=9.0)).chunks == 4
+
+
+# -- a shared store ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared():
+    """Somebody else has stored four frames."""
+    tier = Tier(SharedSlab)
+    tier.slab.write(HERE, [make_frame(key, FRAME) for key in HERE])
+    return tier
+
+
+def ask(tier):
+    tier.request_lookup(HERE)
+    tier.poll()
+    tier.rest()
+
+
+def test_workers_read_what_a_shared_store_says_that_it_has(shared):
+    assert shared.readable(HERE) == 0, "it was not asked yet"
+    ask(shared)
+    shared.told()
+    shared.load(HERE)
+    assert shared.told() == [EventKind.READ]
+
+
+@pytest.mark.parametrize("status", [ReadStatus.CORRUPT, ReadStatus.MISSING, ReadStatus.INCOMPATIBLE])
+def test_what_is_of_no_use_in_a_shared_store_stays_there_and_is_not_asked_for_at_once(shared, status):
+    ask(shared)
+    shared.load(HERE[:1], status=status, why="bad", ok=False)
+    assert HERE[0] in shared.slab.frames and shared.readable(HERE) == 0
+    assert not shared.request_lookup(HERE[:1])
+    shared.now += 1000.0
+    ask(shared)
+    assert shared.readable(HERE) == 4, "somebody else may have replaced it"
+
+
+def test_a_frame_that_a_shared_store_no_longer_locates_is_missing(shared):
+    ask(shared)
+    shared.told()
+    shared.slab.delete(HERE[1:2])
+    assert [frame.key for frame in shared.lease(HERE, "request")] == HERE[:1]
+    assert shared.told() == [EventKind.MISSING]
+    assert not shared.request_lookup(HERE[1:2]), "it would be asked for in every step"

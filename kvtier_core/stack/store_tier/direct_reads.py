@@ -1,0 +1,129 @@
+"""Frames that the engine's workers read by themselves, without a slot: leased until nobody reads them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import attrs
+
+from kvtier_core.errors import BackendError
+from kvtier_core.interfaces import SupportsDirectReads
+from kvtier_core.stack.batches import as_many
+from kvtier_core.stack.store_tier.calls import Calls
+from kvtier_core.stack.store_tier.deletes import Deletes
+from kvtier_core.stack.store_tier.frame_table import Use
+from kvtier_core.stack.store_tier.load_choice import StoreSpeed
+from kvtier_core.transfer.io_pool import run
+from kvtier_core.types import ChunkKey, EventKind, FrameRead, Location, ReadStatus
+
+#: Removes frames that were not served, by the reason, from the index.
+Drop = Callable[[Mapping[ReadStatus, Sequence[ChunkKey]]], None]
+
+
+@attrs.define
+class _Lease:
+    """The frames of one holder."""
+
+    keys: list[ChunkKey] = attrs.field(factory=list)
+    loading: Sequence[ChunkKey] = ()  #: what the workers read of it now
+    begun: float = 0.0
+
+
+class DirectReads:
+    """The frames of one store tier that are leased.
+
+    A frame that is leased is a key in use, as one that a call names: its tier neither deletes nor replaces it.
+    """
+
+    def __init__(self, calls: Calls, *, deletes: Deletes, drop: Drop, speed: StoreSpeed):
+        """``drop`` removes frames that were not served from the index."""
+        self.leased_nbytes = 0  #: of frames that are leased: of one with several holders as often
+        self._calls = calls
+        self._table = calls.table
+        self._health = calls.health
+        self._deletes = deletes
+        self._drop = drop
+        self._speed = speed
+        self._by_holder: dict[str, _Lease] = {}
+        self._holders: Counter[ChunkKey] = Counter()  # of each key that is leased
+        self._unusable: dict[ChunkKey, ReadStatus] = {}  # of those: what failed verification
+
+    def lease(self, keys: Sequence[ChunkKey], holder: str) -> list[Location]:
+        """Where the leading frames of these lie, which stay there until the holder is released.
+
+        The holder has none of them yet.
+        """
+        backend = self._calls.backend
+        assert isinstance(backend, SupportsDirectReads), "only of a tier that is `direct`"
+        located = run(lambda: as_many(backend.locate(keys), keys))
+        if located.error is not None:
+            self._health.report(EventKind.IO_ERROR, keys, why=f"{type(located.error).__name__}: {located.error}")
+            return []
+        locations = list(located.value)
+        if None in locations:
+            del locations[locations.index(None) :]
+            self._lost(keys[len(locations)])
+        if not locations:
+            return []
+        leased = list(keys[: len(locations)])
+        self._table.begin([key for key in leased if key not in self._holders], Use.DIRECT_READ)
+        self._holders.update(leased)
+        self._by_holder.setdefault(holder, _Lease()).keys += leased
+        self.leased_nbytes += self._table.nbytes(leased)
+        return locations
+
+    def begin(self, keys: Sequence[ChunkKey], holder: str) -> None:
+        """The workers begin to read these frames of the holder. `end` follows."""
+        if not keys:
+            return
+        lease = self._by_holder[holder]
+        lease.loading, lease.begun = keys, self._calls.clock()
+        self._health.reads.begin(lease.begun)
+        self._speed.begin(1, lease.begun)
+
+    def end(self, holder: str, unread: Mapping[ChunkKey, FrameRead], *, ok: bool) -> None:
+        """All workers have ended what `begin` began, if it began anything.
+
+        ``unread`` are frames that one of them could not use, and why. Not ``ok``: others may not have been read at all.
+        """
+        lease = self._by_holder.get(holder)
+        if lease is None or not lease.loading:
+            return
+        now, nbytes = self._calls.clock(), self._table.nbytes(lease.loading)
+        self._speed.end(nbytes if ok else 0, now)
+        if ok:
+            self._health.report(EventKind.READ, lease.loading, nbytes=nbytes, seconds=now - lease.begun)
+        failed = [key for key in lease.loading if key in unread and unread[key].status is ReadStatus.IO_ERROR]
+        error = BackendError(unread[failed[0]].why) if failed else None
+        self._health.record(self._health.reads, failed or lease.loading, error)
+        for key in lease.loading:
+            if key in unread and unread[key].status is not ReadStatus.IO_ERROR and key not in self._unusable:
+                self._unusable[key] = unread[key].status
+                self._table.invalidated.add(key)  # nobody finds it from now on
+                self._health.report(unread[key].status.event, [key], why=unread[key].why)
+        lease.loading = ()
+
+    def release(self, holder: str) -> None:
+        """The holder needs its frames no more. Nothing happens if it has none."""
+        lease = self._by_holder.pop(holder, None)
+        if lease is None:
+            return
+        self.leased_nbytes -= self._table.nbytes(lease.keys)
+        self._holders.subtract(lease.keys)
+        free = [key for key in lease.keys if not self._holders[key]]
+        for key in free:
+            del self._holders[key]
+        self._table.end(free)
+        unusable: dict[ReadStatus, list[ChunkKey]] = {status: [] for status in ReadStatus}
+        for key in free:
+            if key in self._unusable:
+                unusable[self._unusable.pop(key)].append(key)
+                self._table.invalidated.discard(key)
+        self._drop(unusable)
+        self._deletes.delete_invalidated([key for key in free if key not in self._table.in_use])
+
+    def _lost(self, key: ChunkKey) -> None:
+        if key not in self._holders:
+            self._health.report(EventKind.MISSING, [key], why="the store has no place of it")
+            self._drop({**dict.fromkeys(ReadStatus, ()), ReadStatus.MISSING: [key]})
