@@ -28,10 +28,6 @@ PERMISSIONS = [permission for line in LINES for permission in line]
 class RedisLaws(SharedBackendLaws):
     persistent = True
     bounded = True
-    excused = {  # noqa: RUF012
-        law: "scan() names nothing: of a shared store a tier asks for keys"
-        for law in ("test_scan_finds_what_survived", "test_a_killed_writer_leaves_no_torn_frame")
-    }
     settings = {}  # noqa: RUF012 - of RedisConfig; the fixture of a subclass adds where the server is
 
     def config(self, folder):

@@ -10,11 +10,10 @@ from kvtier_core.storekit.shared_space import SharedSpace
 from kvtier_core.types import ChunkKey, Namespace
 from kvtier_s3.bucket import Bucket
 from kvtier_s3.errors import raise_if_store_is_down
-from kvtier_s3.names import FACTS, FACTS_NBYTES, Names, home_of, is_home, place_of
+from kvtier_s3.names import FACTS, FACTS_NBYTES, Names, home_of, is_home
 from kvtier_s3.reads import read_objects
 from kvtier_s3.writes import Write, Writer
 
-_LIST_SECONDS = 60.0
 _MOST_NAMESPACES = 64  # whose facts are read
 
 
@@ -74,14 +73,6 @@ class S3Backend(Backend, SupportsNamespaces):
 
     def quarantine(self, keys: Sequence[ChunkKey]) -> None:
         self._writer.suspect(keys)
-
-    def scan(self) -> Iterator[tuple[ChunkKey, int]]:
-        with self._bucket.calls.within(_LIST_SECONDS):
-            listed = sorted(
-                self._bucket.list(f"{self._names.prefix}/{self._names.home}"), key=lambda each: each.modified
-            )
-        places = [(place_of(self._names.prefix, each.name, each.nbytes), each.nbytes) for each in listed]
-        return iter([(place.key, nbytes) for place, nbytes in places if place is not None])
 
     def namespaces(self) -> Iterator[Namespace]:
         bucket, prefix = self._bucket, self._names.prefix
