@@ -130,29 +130,39 @@ def everything(root: Folder) -> Iterator[tuple[Place, Found | None]]:
 def everything_of(root: Folder, namespace_folder: str) -> Iterator[tuple[Place, Found | None]]:
     """The same of one namespace."""
     try:
-        folder = root.inner(namespace_folder)
-    except FileNotFoundError:
-        return
+        shards = shards_of(root, namespace_folder)
     except NotADirectoryError:
         yield Place((), namespace_folder), None
         return
-    for shard in folder.entries():
-        if not _SHARD.fullmatch(shard.name):
-            continue
-        if not shard.is_dir(follow_symlinks=False):
-            yield Place((namespace_folder,), shard.name), None
-            continue
+    for shard in shards:
+        yield from everything_in(root, namespace_folder, shard)
+
+
+def shards_of(root: Folder, namespace_folder: str) -> list[str]:
+    """The names of the folders in that of a namespace: each holds the frames whose keys begin so."""
+    try:
+        entries = root.inner(namespace_folder).entries()
+    except FileNotFoundError:
+        return []
+    return [entry.name for entry in entries if _SHARD.fullmatch(entry.name)]
+
+
+def everything_in(root: Folder, namespace_folder: str, shard: str) -> Iterator[tuple[Place, Found | None]]:
+    """The same of one shard."""
+    try:
+        folder = root.inner(namespace_folder).inner(shard)  # its entries are looked at through its descriptor
+    except FileNotFoundError:  # removed since it was listed
+        return
+    except NotADirectoryError:
+        yield Place((namespace_folder,), shard), None
+        return
+    for entry in folder.entries():
+        place = Place((namespace_folder, shard), entry.name)
         try:
-            inner = folder.inner(shard.name)  # its entries are looked at through its descriptor
-        except FileNotFoundError:  # removed since it was listed
+            found = _frame(place, entry)
+        except FileNotFoundError:  # deleted, or written whole, since it was listed
             continue
-        for entry in inner.entries():
-            place = Place((namespace_folder, shard.name), entry.name)
-            try:
-                found = _frame(place, entry)
-            except FileNotFoundError:  # deleted, or written whole, since it was listed
-                continue
-            yield place, found
+        yield place, found
 
 
 def quarantined(root: Folder) -> list[Found]:

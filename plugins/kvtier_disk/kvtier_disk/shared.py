@@ -20,7 +20,7 @@ from kvtier_disk.folder_backend import FolderBackend
 from kvtier_disk.frames import Place
 from kvtier_disk.namespaces import make_namespace_folder
 from kvtier_disk.opening import effective_access
-from kvtier_disk.shared_account import FolderAccount
+from kvtier_disk.shared_account import MOST_LISTED, FolderAccount
 from kvtier_disk.shared_folder import SharedFolder
 
 R = TypeVar("R", bound=Sequence[Any] | None)
@@ -46,7 +46,11 @@ class SharedDiskBackend(FolderBackend):
         account = FolderAccount(path, home.folder_again, longest=ctx.capacity, timeout=ctx.timeout)
         if self._bounded:
             account.count()  # fails where files cannot be locked
-        self.space = SharedSpace(account, ctx.capacity, quantum=_QUANTUM) if self._bounded else _Unbounded()
+        self.space = (
+            SharedSpace(account, ctx.capacity, quantum=_QUANTUM, most_listed=MOST_LISTED)
+            if self._bounded
+            else _Unbounded()
+        )
 
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         return [found is True for found in self._apart(super().contains, keys)]

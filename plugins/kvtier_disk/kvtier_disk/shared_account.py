@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import random
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -14,9 +15,20 @@ from pathlib import Path
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.storekit.folder import Folder, backend_errors
 from kvtier_core.storekit.shared_space import Count, recount
-from kvtier_disk.frames import Found, everything_of, is_unfinished, namespace_folders, oldest_first, quarantined
+from kvtier_disk.frames import (
+    Found,
+    Place,
+    everything_in,
+    is_unfinished,
+    namespace_folders,
+    oldest_first,
+    quarantined,
+    shards_of,
+)
 from kvtier_disk.shared_folder import SHARED
 
+#: Frames among which an eviction looks for the oldest: some seconds of calls, however many frames there are.
+MOST_LISTED = 1 << 16
 _EVICTING = ".kvtier-evicting"
 _COUNT = re.compile(rb"(\d{20}) (\d{20})\n")
 _PAUSE = 0.001  # seconds between two tries to get a lock; it doubles up to
@@ -58,20 +70,25 @@ class FolderAccount:
                 raise StoreFull(str(error), missing=0) from None
             yield
 
-    def oldest(self) -> list[tuple[Found | None, int]]:
-        """Frames of every namespace, and unfinished files, which stay."""
-        frames, unfinished = [], []
+    def oldest(self) -> Iterator[tuple[Found | None, int]]:
+        """Frames of every namespace, and unfinished files, which stay.
+
+        Among very many, first those of shards drawn at random, of which more than `MOST_LISTED` are sorted.
+        """
         with self._errors() as root:
-            for name in namespace_folders(root):
-                with contextlib.suppress(BackendError):  # a folder that others may write to is not counted
-                    for place, found in everything_of(root, name):
-                        if found is None and is_unfinished(place.name):
-                            unfinished.append(place.nbytes(root))
-                        elif found is not None:
-                            frames.append(found)
-            frames += quarantined(root)
-        known = oldest_first(found for found in frames if found.nbytes <= self._longest)
-        return [*((found, found.nbytes) for found in known), *((None, nbytes) for nbytes in unfinished)]
+            shards = list(_shards(root))
+            random.shuffle(shards)
+            frames, unfinished = quarantined(root), []
+            while shards and len(frames) <= MOST_LISTED:
+                for place, found in _everything_in(root, *shards.pop()):
+                    if found is not None:
+                        frames.append(found)
+                    elif is_unfinished(place.name):
+                        unfinished.append(place.nbytes(root))
+            yield from ((found, found.nbytes) for found in oldest_first(frames) if found.nbytes <= self._longest)
+            yield from ((None, nbytes) for nbytes in unfinished)
+            for shard in shards:
+                yield from ((found, found.nbytes) for _, found in _everything_in(root, *shard) if found is not None)
 
     def remove(self, found: Found) -> bool:
         with self._errors() as root:
@@ -96,6 +113,19 @@ class FolderAccount:
                     fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile holds the lock, too
             finally:
                 os.close(file)
+
+
+def _shards(root: Folder) -> Iterator[tuple[str, str]]:
+    """Namespace and shard of every folder of frames."""
+    for name in namespace_folders(root):
+        with contextlib.suppress(BackendError, NotADirectoryError):  # what others may write to is not counted
+            for shard in shards_of(root, name):
+                yield name, shard
+
+
+def _everything_in(root: Folder, name: str, shard: str) -> Iterator[tuple[Place, Found | None]]:
+    with contextlib.suppress(BackendError):  # a folder that others may write to is not counted
+        yield from everything_in(root, name, shard)
 
 
 def recount_folder(path: Path, capacity: int) -> None:

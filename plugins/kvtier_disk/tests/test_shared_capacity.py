@@ -20,7 +20,8 @@ from test_shared_disk import open_shared
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.frames.format import verify
 from kvtier_core.testing.samples import make_frame, make_key, make_keys, make_namespace
-from kvtier_disk.shared_account import FolderAccount
+from kvtier_disk import shared, shared_account
+from kvtier_disk.shared_account import FolderAccount, recount_folder
 
 PATIENCE = 60.0  # seconds for a process to start, or to end
 ROOM = 24
@@ -146,7 +147,7 @@ def test_a_frame_that_was_replaced_since_it_was_listed_stays(path, engine, monke
     listed = FolderAccount.oldest
 
     def listed_and_then_replaced(account):
-        frames = listed(account)
+        frames = list(listed(account))
         os.utime(file_of(path, keys[0]))
         return frames
 
@@ -154,6 +155,36 @@ def test_a_frame_that_was_replaced_since_it_was_listed_stays(path, engine, monke
     write(theirs, keys[ROOM])
     assert keys[0].hex() in frames_in(path) and keys[1].hex() not in frames_in(path)
     assert used(path) == stored(path) <= CAPACITY
+
+
+def test_an_eviction_of_a_large_folder_lists_a_bounded_number_of_frames(path, engine, monkeypatch):
+    for module in (shared, shared_account):
+        monkeypatch.setattr(module, "MOST_LISTED", 32)
+    capacity = 200 * NBYTES
+    ours, keys = engine(capacity), make_keys(230)
+    write(ours, *keys[:200])
+    age(path, [(key, "tiny") for key in keys[:200]])
+    listed = []
+    everything_in = shared_account.everything_in
+
+    def counted(*shard):
+        for place, found in everything_in(*shard):
+            listed.append(found)
+            yield place, found
+
+    monkeypatch.setattr(shared_account, "everything_in", counted)
+    most = 0
+    for key in keys[200:]:
+        listed.clear()
+        write(ours, key)
+        most = max(most, len(listed))
+        assert stored(path) <= capacity
+    assert 0 < most < 50, "33 frames, the rest of the last folder, and the next one"
+    assert {key.hex() for key in keys[200:]} <= frames_in(path), "the newest stay"
+    assert used(path) >= stored(path)
+    ours.close()
+    recount_folder(path, capacity)
+    assert used(path) == stored(path)
 
 
 def test_a_folder_of_another_namespace_that_others_may_write_to_is_passed_over(path, engine):
