@@ -13,8 +13,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier_core.errors import BackendError
+from kvtier_core.interfaces import OpenContext
 
+#: The folder of one of several engines is called this, followed by its number.
+_REPLICA = "replica-"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def own_folder(path: Path, ctx: OpenContext) -> Path:
+    """The folder of this engine: one below ``path`` if several share a configuration."""
+    return path / f"{_REPLICA}{ctx.replica}" if ctx.replicas > 1 else path
+
+
+def own_folders(path: Path) -> list[Path]:
+    """All that `own_folder` may have returned."""
+    return [path, *sorted(path.glob(f"{_REPLICA}[0-9]*"))]
 
 
 class NoFile(BackendError):

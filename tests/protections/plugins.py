@@ -84,9 +84,9 @@ MUTANTS = (
     ),
     Mutant(
         "replicas-share-a-folder",
-        DISK + "/config.py",
-        "if ctx.replicas > 1 else self.path",
-        "if False else self.path",
+        "kvtier_core/storekit/folder.py",
+        "if ctx.replicas > 1 else path",
+        "if False else path",
         "plugins/kvtier_disk/tests/test_fsck.py::test_an_engine_alone_leaves_the_folders_of_several_alone",
     ),
     Mutant(
@@ -106,8 +106,8 @@ MUTANTS = (
     Mutant(
         "the-newest-leave",
         DISK + "/shared_account.py",
-        "known = oldest_first(",
-        "known = reversed(",
+        "in oldest_first(frames) if",
+        "in reversed(oldest_first(frames)) if",
         SHARED_CAPACITY + "test_the_oldest_leave_of_whatever_namespace_and_writer",
     ),
     Mutant(
@@ -168,8 +168,8 @@ MUTANTS = (
     ),
     Mutant(
         "facts-of-any-namespace",
-        DISK + "/namespaces.py",
-        "return namespace if namespace is not None and namespace_folder_name(namespace) == name else None",
+        "kvtier_core/storekit/namespaces.py",
+        "return namespace if home_of(namespace).startswith(home) else None",
         "return namespace",
         DISK_TESTS + "test_odd_facts_are_passed_over",
     ),

@@ -11,10 +11,8 @@ from typing import ClassVar, Literal
 import attrs
 
 from kvtier_core.interfaces import Backend, BackendConfig, Medium, OpenContext, Stored
+from kvtier_core.storekit.folder import own_folder, own_folders
 from kvtier_core.types import Nbytes
-
-#: The folder of one of several engines is called this, followed by its number.
-_REPLICA = "replica-"
 
 
 @attrs.frozen
@@ -43,7 +41,7 @@ class DiskConfig(BackendConfig):
         direct, io, min_free = self.direct, self.io, self.min_free
         if self.shared:
             return SharedDiskBackend(self.path, ctx, direct=direct, io=io, min_free=min_free)
-        path = self.path / f"{_REPLICA}{ctx.replica}" if ctx.replicas > 1 else self.path
+        path = own_folder(self.path, ctx)
         return DiskBackend(path, ctx, direct=direct, io=io, min_free=min_free, quarantine=self.quarantine)
 
     @contextlib.contextmanager
@@ -53,7 +51,7 @@ class DiskConfig(BackendConfig):
         if self.shared:
             yield everything_shared_in(self.path)
             return
-        folders = [self.path, *sorted(self.path.glob(f"{_REPLICA}[0-9]*"))]
+        folders = own_folders(self.path)
         with contextlib.ExitStack() as locks:
             yield itertools.chain.from_iterable([locks.enter_context(everything_in(folder)) for folder in folders])
 

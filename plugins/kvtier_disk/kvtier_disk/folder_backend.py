@@ -12,13 +12,13 @@ from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.interfaces import Backend, OpenContext, SupportsListing, SupportsNamespaces
 from kvtier_core.storekit.disk_access import FULL, raise_if_store_failed
 from kvtier_core.storekit.folder import Folder, NoFile, backend_errors
+from kvtier_core.storekit.namespaces import home_of
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace, Nbytes
 from kvtier_disk.files import Access, discard, read_frames, write_unfinished
 from kvtier_disk.frames import (
     Found,
     Place,
     everything_of,
-    namespace_folder_name,
     namespace_folders,
     oldest_first,
     place_of,
@@ -63,7 +63,7 @@ class FolderBackend(Backend, SupportsListing, SupportsNamespaces):
         self._asked = {"direct": direct, "io": io}
         self._min_free = Nbytes(min_free)
         self._namespace = ctx.namespace
-        self._name = namespace_folder_name(ctx.namespace)
+        self._name = home_of(ctx.namespace)
         self._longest = ctx.max_frame_nbytes or ctx.capacity or sys.maxsize
 
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:

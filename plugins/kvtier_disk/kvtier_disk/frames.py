@@ -13,11 +13,11 @@ from pathlib import Path
 import attrs
 
 from kvtier_core.storekit.folder import Folder, why_no_file
-from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace
+from kvtier_core.storekit.namespaces import is_home
+from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey
 
 _QUARANTINE = "quarantine"
 _UNFINISHED = ".tmp"
-_NAMESPACE = re.compile(r"[0-9a-f]{16}")
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _QUARANTINED = re.compile(rf"([0-9a-f]{{16}})-([0-9a-f]{{{2 * KEY_NBYTES}}})")
 _FRAME = re.compile(rf"([0-9a-f]{{{2 * KEY_NBYTES}}})\.kv")
@@ -86,11 +86,6 @@ def oldest_first(frames: Iterable[Found]) -> list[Found]:
     return sorted(frames, key=lambda found: (found.mtime_ns, found.place.name))
 
 
-def namespace_folder_name(namespace: Namespace) -> str:
-    """The name of the folder that holds this namespace's frames: 16 hex digits of its digest."""
-    return namespace.digest.hex()[:16]
-
-
 def place_of(key: ChunkKey) -> Place:
     """Where the frame of this key lies, from the folder of its namespace on."""
     name = key.hex()
@@ -118,7 +113,7 @@ def move_to_quarantine(root: Folder, namespace_folder: str, key: ChunkKey) -> Pl
 
 def namespace_folders(root: Folder) -> list[str]:
     """The names of the folders of all namespaces."""
-    return [name for name in sorted(entry.name for entry in root.entries()) if _NAMESPACE.fullmatch(name)]
+    return [name for name in sorted(entry.name for entry in root.entries()) if is_home(name)]
 
 
 def everything(root: Folder) -> Iterator[tuple[Place, Found | None]]:

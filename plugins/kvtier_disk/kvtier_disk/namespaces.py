@@ -10,12 +10,11 @@ import contextlib
 import os
 
 from kvtier_core.errors import BackendError
-from kvtier_core.storekit import namespace_file
+from kvtier_core.storekit import namespaces
 from kvtier_core.storekit.folder import Folder
+from kvtier_core.storekit.namespaces import FACTS, home_of
 from kvtier_core.types import FRAME_MAGIC, Namespace
-from kvtier_disk.frames import Place, everything_of, namespace_folder_name, unfinished
-
-_FACTS = "namespace.json"
+from kvtier_disk.frames import Place, everything_of, unfinished
 
 
 def make_namespace_folder(root: Folder, namespace: Namespace, writer: str = "") -> Folder:
@@ -23,11 +22,11 @@ def make_namespace_folder(root: Folder, namespace: Namespace, writer: str = "") 
 
     ``writer`` names this process, where others write as well.
     """
-    name = namespace_folder_name(namespace)
+    name = home_of(namespace)
     folder = root.inner(name, make=True)
     if read_facts(root, name) != namespace:
         with contextlib.suppress(OSError):
-            namespace_file.write_facts(folder, _FACTS, namespace, unfinished(_FACTS, writer))
+            namespaces.write_facts(folder, FACTS, namespace, unfinished(FACTS, writer))
     return folder
 
 
@@ -37,8 +36,7 @@ def read_facts(root: Folder, name: str) -> Namespace | None:
         folder = root.inner(name)
     except OSError:
         return None
-    namespace = namespace_file.read_facts(folder, _FACTS)
-    return namespace if namespace is not None and namespace_folder_name(namespace) == name else None
+    return namespaces.read_facts(folder, FACTS, name)
 
 
 def is_kvtiers(root: Folder, name: str) -> bool:
@@ -62,5 +60,5 @@ def _begins_as_a_frame(root: Folder, place: Place) -> bool:
 def remove_facts(root: Folder, name: str) -> None:
     """Remove the facts from the namespace folder of this name, if there are any."""
     folder = root.inner(name)
-    folder.remove(_FACTS)
-    folder.remove(unfinished(_FACTS))
+    folder.remove(FACTS)
+    folder.remove(unfinished(FACTS))

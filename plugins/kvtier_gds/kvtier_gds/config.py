@@ -22,10 +22,8 @@ from kvtier_core.interfaces import (
     PagedKVCache,
     Stored,
 )
+from kvtier_core.storekit.folder import own_folder, own_folders
 from kvtier_core.types import Nbytes
-
-#: The folder of one of several engines is called this, followed by its number.
-_REPLICA = "replica-"
 
 
 def _some_and_each_once(config: object, field: attrs.Attribute, paths: tuple[Path, ...]) -> None:
@@ -65,8 +63,9 @@ class GdsConfig(BackendConfig):
     def open(self, ctx: OpenContext) -> Backend:
         from kvtier_gds.backend import GdsBackend
 
-        paths = [path / f"{_REPLICA}{ctx.replica}" for path in self.paths] if ctx.replicas > 1 else self.paths
-        return GdsBackend(paths, ctx, mode=self.mode, direct=self.direct, io=self.io)
+        return GdsBackend(
+            [own_folder(path, ctx) for path in self.paths], ctx, mode=self.mode, direct=self.direct, io=self.io
+        )
 
     def attach_reader(self, handle: str, cache: PagedKVCache, timeout: float) -> DirectReader:
         from kvtier_gds.reader import open_reader
@@ -88,6 +87,6 @@ class GdsConfig(BackendConfig):
     def walk(self) -> Iterator[Iterator[Stored]]:
         from kvtier_gds.walk import everything_in
 
-        folders = [each for path in self.paths for each in (path, *sorted(path.glob(f"{_REPLICA}[0-9]*")))]
+        folders = itertools.chain.from_iterable(map(own_folders, self.paths))
         with contextlib.ExitStack() as locks:
             yield itertools.chain.from_iterable([locks.enter_context(everything_in(folder)) for folder in folders])

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from kvtier_core.storekit.folder import Folder
-from kvtier_core.storekit.namespace_file import read_facts, write_facts
+from kvtier_core.storekit.namespaces import read_facts, write_facts
 from kvtier_core.types import Namespace
 
 _NAME = re.compile(r"kvtier\.([0-9a-f]{64})\.json")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.interfaces import Backend, OpenContext, SupportsNamespaces
+from kvtier_core.storekit.namespaces import namespace_of
 from kvtier_core.types import ChunkKey, Namespace
 from kvtier_redis.account import Account, Ledger, entry_of
 from kvtier_redis.client import Client, Outcomes, unless_all_failed
@@ -114,7 +114,7 @@ class RedisBackend(Backend, SupportsNamespaces):
     def namespaces(self) -> Iterator[Namespace]:
         names = self._names.namespaces
         told = self._client.call(Deadline(self._timeout), names, "HGETALL", names)
-        found = [_namespace(text) for text in told[1::2]] if isinstance(told, list) else []
+        found = [namespace_of(text) for text in told[1::2]] if isinstance(told, list) else []
         return iter([each for each in found if each is not None and each != self._namespace])
 
     def drop_namespace(self) -> None:
@@ -155,10 +155,3 @@ class RedisBackend(Backend, SupportsNamespaces):
         if not isinstance(values, list) or len(values) != len(keys):
             raise Garbage("the server answers something else than what was asked")
         return values
-
-
-def _namespace(text: Any) -> Namespace | None:
-    try:
-        return Namespace.from_json(text)
-    except (TypeError, ValueError, RecursionError):
-        return None

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
+from kvtier_core.storekit.namespaces import home_of
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace
 
 #: Parts that no manifest names may be of a write that is still under way, if they are not older. In seconds.
 UNFINISHED = 3600
 #: No frame has more parts. So a manifest that somebody else wrote cannot make this process list millions of names.
 _MOST_PARTS = 1 << 16
-_HOME_NBYTES = 8
 _MANIFEST = re.compile(rb"kvtier-1 ([0-9]{1,15}) ([0-9]{1,15}) ([0-9a-f]{24})")
 
 
@@ -80,7 +80,7 @@ class Names:
 
     def home(self, namespace: Namespace) -> str:
         """What the names of a namespace's frames begin with."""
-        return f"{self.prefix}:{namespace.digest[:_HOME_NBYTES].hex()}:"
+        return f"{self.prefix}:{home_of(namespace)}:"
 
     @property
     def namespaces(self) -> bytes:

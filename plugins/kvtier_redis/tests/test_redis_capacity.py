@@ -289,13 +289,13 @@ def test_entries_that_somebody_else_made_are_taken_out(server, open_tier):
     assert server.ask("EXISTS", "kvtier:namespaces") == 1
 
 
-def test_recount(server, open_tier):
+def test_a_recount_accounts_for_every_frame(server, open_tier):
     tier, keys = open_tier(server, capacity=CAPACITY), make_keys(10)
     write(tier, *keys)
     server.ask("ZREM", "kvtier:{space}:frames", *ledger(server)[:3])
     server.ask("ZADD", "kvtier:{space}:frames", 1, f"kvtier:x kvtier-1 {NBYTES} {PART} {'0' * 24}")
     server.ask("SET", "kvtier:{space}:taken", 12345)
-    RedisConfig(url=server.url).recount(Nbytes(CAPACITY), Nbytes(10 * NBYTES))
+    RedisConfig(url=server.url).recount(Nbytes(CAPACITY))
     assert accounts_for_everything(server)
 
 

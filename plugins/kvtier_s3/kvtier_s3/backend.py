@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.interfaces import Backend, SupportsNamespaces
+from kvtier_core.storekit.namespaces import FACTS, FACTS_NBYTES, is_home, namespace_of
 from kvtier_core.storekit.shared_space import SharedSpace
 from kvtier_core.types import ChunkKey, Namespace
 from kvtier_s3.bucket import Bucket
 from kvtier_s3.errors import raise_if_store_is_down
-from kvtier_s3.names import FACTS, FACTS_NBYTES, Names, home_of, is_home
+from kvtier_s3.names import Names
 from kvtier_s3.reads import read_objects
 from kvtier_s3.writes import Write, Writer
 
@@ -82,7 +83,7 @@ class S3Backend(Backend, SupportsNamespaces):
             names = [f"{prefix}/{home}/{FACTS}" for home in homes]
             answers = bucket.calls.at_once(bucket.get, names, [FACTS_NBYTES] * len(names))
         read = [(home, each) for home, each in zip(homes, answers, strict=True) if not isinstance(each, BackendError)]
-        found = (_facts(home, bytes(answer.body)) for home, answer in read)
+        found = (namespace_of(bytes(answer.body), home) for home, answer in read)
         return iter([namespace for namespace in found if namespace is not None])
 
     def drop_namespace(self) -> None:
@@ -114,12 +115,3 @@ class S3Backend(Backend, SupportsNamespaces):
         writes = self._writer.write(keys, frames)  # raises only if the process ends: then the bytes stay taken
         self._space.give(taken - sum(each.growth for each in writes))
         return writes
-
-
-def _facts(home: str, text: bytes) -> Namespace | None:
-    """What explains the namespace of this name; None if it belongs to another one."""
-    try:
-        namespace = Namespace.from_json(text)
-    except (ValueError, RecursionError):
-        return None
-    return namespace if home_of(namespace) == home else None

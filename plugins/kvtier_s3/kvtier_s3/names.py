@@ -6,14 +6,10 @@ import re
 
 import attrs
 
+from kvtier_core.storekit.namespaces import FACTS, home_of
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace
 
-#: Of the 64 hex digits of a namespace's digest.
-_HOME_DIGITS = 16
-_HOME = re.compile(r"[0-9a-f]{16}")
 _FRAME = re.compile(r"([0-9a-f]{16})/([0-9a-f]{2})/(\2[0-9a-f]{62})\.kv")
-FACTS = "namespace.json"
-FACTS_NBYTES = 1 << 20  #: no facts are longer
 
 
 @attrs.frozen
@@ -49,16 +45,6 @@ class Place:
 
     home: str
     key: ChunkKey
-
-
-def home_of(namespace: Namespace) -> str:
-    """The digits that a namespace's objects lie under."""
-    return namespace.digest.hex()[:_HOME_DIGITS]
-
-
-def is_home(name: str) -> bool:
-    """Can this be what `home_of` returned?"""
-    return _HOME.fullmatch(name) is not None
 
 
 def place_of(prefix: str, name: str, nbytes: int) -> Place | None:

@@ -11,6 +11,7 @@ from obstore.store import S3Store
 
 from kvtier_core.errors import BackendError, ConfigError, Problem
 from kvtier_core.interfaces import OpenContext
+from kvtier_core.storekit.namespaces import FACTS_NBYTES
 from kvtier_core.storekit.shared_space import SharedSpace
 from kvtier_core.types import Seconds
 from kvtier_s3.account import Account
@@ -18,7 +19,7 @@ from kvtier_s3.backend import S3Backend
 from kvtier_s3.bucket import Bucket
 from kvtier_s3.calls import Calls
 from kvtier_s3.errors import StoreDown, Unanswered
-from kvtier_s3.names import FACTS_NBYTES, Names
+from kvtier_s3.names import Names
 from kvtier_s3.settings import S3Settings
 from kvtier_s3.space import MOST_LISTED, QUANTUM, BucketSpace, conditions_hold
 from kvtier_s3.writes import Writer

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 
 from kvtier_core.errors import BackendError
+from kvtier_core.storekit.namespaces import is_home
 from kvtier_core.storekit.shared_space import Count
 from kvtier_s3.bucket import Bucket, Found, Listed
 from kvtier_s3.errors import Conflict
-from kvtier_s3.names import is_home, place_of
+from kvtier_s3.names import place_of
 
 #: Bytes that an engine takes from the account at a time, so that not every write costs two requests.
 QUANTUM = 256 << 20

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 
 from kvtier_core.errors import Gone
 from kvtier_core.interfaces import Stored
+from kvtier_core.storekit.namespaces import FACTS, is_home
 from kvtier_core.storekit.shared_space import recount
 from kvtier_core.types import Seconds
 from kvtier_s3.bucket import Bucket, Listed
 from kvtier_s3.errors import Absent, Conflict
-from kvtier_s3.names import FACTS, is_home, place_of
+from kvtier_s3.names import place_of
 from kvtier_s3.opening import connect
 from kvtier_s3.settings import S3Settings
 from kvtier_s3.space import BucketSpace
