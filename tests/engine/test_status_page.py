@@ -357,7 +357,7 @@ def test_a_question_too_long_is_not_read_to_its_end(host, path):
 
 
 def test_those_who_hang_are_dropped_and_others_answered(host, path, monkeypatch):
-    monkeypatch.setattr("kvtier_core.engine.status.server._PATIENCE", 1.0)
+    monkeypatch.setattr("kvtier_core.engine.status.server._PATIENCE", 0.05)
     served = host()
     with contextlib.ExitStack() as closing:
         for said in [b"", b'{"sta'] * 20:
@@ -374,6 +374,44 @@ def test_those_who_hang_are_dropped_and_others_answered(host, path, monkeypatch)
                     break
         else:
             pytest.fail("nobody was answered")
+
+
+def test_a_client_that_sends_a_byte_now_and_then_is_dropped(host, path, monkeypatch):
+    monkeypatch.setattr("kvtier_core.engine.status.server._PATIENCE", 0.5)
+    host()
+    answered = threading.Event()
+
+    def trickle(connection):
+        with contextlib.suppress(OSError):
+            while not answered.wait(0.01):
+                connection.sendall(b" ")
+
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(path))
+        thread = threading.Thread(target=trickle, args=(connection,))
+        thread.start()
+        try:
+            assert json.loads(asked_of(path, b'{"status": true}\n'))["pid"]
+        finally:
+            answered.set()
+            thread.join()
+
+
+def test_the_end_waits_for_no_client(host, path, monkeypatch):
+    for name in ("_PATIENCE", "_CLOSE_TIMEOUT"):
+        monkeypatch.setattr(f"kvtier_core.engine.status.server.{name}", 3600.0)
+    served = host()
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+        client.sendall(b"{")
+        unread = bytearray(struct.pack("i", 1))
+        while any(unread):
+            fcntl.ioctl(client, termios.TIOCOUTQ, unread)
+        closing = threading.Thread(target=served.side.status.close, daemon=True)
+        closing.start()
+        closing.join(20.0)
+        assert not closing.is_alive()
+        assert client.recv(1) == b""
 
 
 def test_questions_that_nobody_waits_for_are_forgotten(host, path):
