@@ -180,7 +180,7 @@ class Event:
     nbytes: int = 0  #: of their frames, in all
     why: str = ""  #: in plain words
     seconds: float = 0.0  #: that it took; 0 if it took no time, or is not known
-    tokens: int = 0  #: of a request
+    tokens: int = 0  #: of a request; of WAITED, loaded ones of which it is not known how long computing takes
     usage: Usage | None = None  #: of USAGE alone
     request: str = ""  #: its id, of events of a request
     traceparent: str = ""  #: of ARRIVED: where the request's own trace is continued (W3C Trace Context)

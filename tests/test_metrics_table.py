@@ -12,8 +12,8 @@ from source_copy import ROOT
 from kvtier_core.config.compose import open_observers
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
-from kvtier_core.engine.scheduler.accounting import DECLINED, NOT_ASKED
-from kvtier_core.observers.metrics import METRICS, MetricType, Readings
+from kvtier_core.observers.metrics import METRICS, MetricType
+from kvtier_core.observers.readings import DECLINED, NOT_ASKED, Readings
 from kvtier_core.testing.samples import make_context
 from kvtier_core.types import Event, EventKind, Usage
 
@@ -74,7 +74,7 @@ def test_every_event_is_read_as_rows_of_the_table():
     events = [
         Event(kind, "disk", (), 5, "for room", 0.5, 7, usage if kind is EventKind.USAGE else None) for kind in EventKind
     ]
-    read = list(Readings().of(events))
+    read = Readings().add(events)
     assert {reading.metric for reading in read} == OF_A_NAME.keys()
     for reading in read:
         assert len(reading.labels) == len(OF_A_NAME[reading.metric].labels), reading
@@ -82,15 +82,15 @@ def test_every_event_is_read_as_rows_of_the_table():
 
 def test_what_is_counted_of_an_event_is_counted_once():
     keys = (b"a" * 32, b"b" * 32)
-    (reading, seconds, nbytes) = Readings().of([Event(EventKind.EVICTED, "disk", keys, 10, "for room", 0.5)])
+    (reading, seconds, nbytes) = Readings().add([Event(EventKind.EVICTED, "disk", keys, 10, "for room", 0.5)])
     assert reading == ("kvtier_evicted_chunks", ("disk", "for room"), 2)
     assert seconds == ("kvtier_operation_seconds", ("disk", "delete"), 0.5)
     assert nbytes == ("kvtier_moved_bytes", ("disk", "delete"), 10)
-    told = Readings().of([Event(EventKind.STORED, "cpu", keys, 10, seconds=4.2)])
+    told = Readings().add([Event(EventKind.STORED, "cpu", keys, 10, seconds=4.2)])
     assert [reading.metric for reading in told] == ["kvtier_chunks", "kvtier_moved_bytes"], "4.2 s are the step's"
     saved = Readings()
-    list(saved.of([Event(EventKind.AVOIDED, "disk", seconds=3.0)]))
-    *_, net = saved.of([Event(EventKind.WAITED, "disk", seconds=1.0)])
+    saved.add([Event(EventKind.AVOIDED, "disk", seconds=3.0)])
+    *_, net = saved.add([Event(EventKind.WAITED, "disk", seconds=1.0)])
     assert net == ("kvtier_net_seconds_saved", ("disk",), 2.0)
 
 

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
+
 from kvtier_core.config.compose import open_token_database
 from kvtier_core.config.model import StackConfig
 from kvtier_core.engine.messages import StepPlan, Transfer
 from kvtier_core.engine.observers import Observers
 from kvtier_core.engine.recorder import Recorder
-from kvtier_core.engine.request_view import Bypass, RequestView
-from kvtier_core.engine.scheduler.accounting import looked_up
+from kvtier_core.engine.request_view import Bypass, KVIdentity, RequestView
 from kvtier_core.engine.scheduler.boundaries import Boundaries
 from kvtier_core.engine.scheduler.chunk_pages import PagesOfChunks
 from kvtier_core.engine.scheduler.event_log import EventLog
@@ -85,8 +86,7 @@ class SchedulerSide:
         self._stores = StoreJobs(manager, layout.ranks, layout.shards)
         self._tiers = [usage.tier for usage in manager.usage()]
         self._waiting = Waiting(config, clock)
-        self.savings = self._waiting.savings
-        self.status = StatusPage(manager, self._requests, self.events, self.savings, clock)
+        self.status = StatusPage(self.events.readings, manager.usage, self._where, clock)
         self._stepped = False  # has the stack been stepped since the last plan?
         # Blocks allocated since the last plan that a forward or another connector's load will write. Not those that
         # kvtier loads: the mover's load itself waits for the stores that still read them.
@@ -167,7 +167,7 @@ class SchedulerSide:
     def admitted(self, view: RequestView, tables: BlockTables, tokens: int) -> None:
         """The engine allocated the request's blocks, and wants ``tokens`` of those that `match` offered loaded."""
         state = self._track(view)
-        self._waiting.end(state, tokens)
+        self.events.tell(self._waiting.end(state, tokens))
         state.admitted = view.tokens
         if not view.computed_tokens:  # otherwise it returns from a load
             state.trusted = None
@@ -204,7 +204,6 @@ class SchedulerSide:
         else:
             self.events.record(self.manager.step())
         self.events.watch(self.manager.usage, now=step.computes_nothing)
-        self.events.tell(self.savings.take_events())
         self.status.step()
         self._stepped = False
         self._waiting.step_planned(*self._requests.scheduled(step.requests))
@@ -243,8 +242,7 @@ class SchedulerSide:
         failed = self._loads.under_way(result.failed_loads)
         for request_id in self._loads.under_way(result.ended_loads) - failed:
             if state := self._requests.get(request_id):
-                self._waiting.loaded(state)
-                self.events.record(self._loaded(state))
+                self.events.record([*self._waiting.loaded(state), *self._loaded(state)])
                 self._count(state, state.sources)
         self._loads.end(result.ended_loads, failed)
         for request_id in failed:
@@ -253,7 +251,7 @@ class SchedulerSide:
 
     def step_ended(self) -> None:
         """The oldest step that was planned has ended. Called once for each."""
-        self._waiting.step_ended()
+        self.events.tell(self._waiting.step_ended())
 
     def drain(self, timeout: float) -> None:
         """Wait until nothing is in flight in the stack, at most ``timeout`` seconds."""
@@ -311,12 +309,9 @@ class SchedulerSide:
         if self.namespace is not self._first_namespace:
             self.manager.invalidate_all(self._first_namespace)  # no other process could find a later epoch's
         self.events.record(self.manager.close())
-        self.events.tell(self.savings.take_events())
         if self._recorder:
             self._recorder.close()
         self.events.log_totals()
-        for line in self.savings.describe():
-            logger.info("kvtier: in all: %s", line)
         # What requests hold that the engine was stopped with is nobody's fault.
         self._log_pins(self._loads.holders.union(state.holder for state in self._requests))
         self.events.close()
@@ -375,9 +370,10 @@ class SchedulerSide:
     def _log_hit(self, state: RequestState, tokens: int) -> None:
         had = f" (the engine had {state.computed})" if state.computed else ""
         why = state.reason + (self._waiting.explain(state, tokens) if tokens else "")
-        view = state.view
-        logger.info("kvtier: %s: hit %d of %d tokens%s: %s", view.request_id, tokens, view.tokens, had, why)
-        self.status.note(state, tokens, why)
+        asked, tiers = state.view, dict(state.sources if tokens else {})
+        logger.info("kvtier: %s: hit %d of %d tokens%s: %s", asked.request_id, tokens, asked.tokens, had, why)
+        told = {"tokens": asked.tokens, "loaded": tokens, "engine_had": state.computed, "tiers": tiers, "why": why}
+        self.status.note(asked.request_id, waited=state.waited, **told)
 
     def _loaded(self, state: RequestState) -> list[Event]:
         """The load of a request has ended well: an event for each tier that it was loaded from."""
@@ -392,8 +388,17 @@ class SchedulerSide:
         """Tell what became of a request's tokens: what was loaded of each tier, after that has ended well."""
         asked = bool(hits) or not self._why_no_lookup(state)
         ago = self._clock() - state.load_begun
-        self.events.tell(looked_up(self._tiers, state, hits, self.chunk_tokens, asked=asked, ago=ago))
-        self.status.count(state, sum(hits.values()))
+        self.events.tell(state.looked_up(self._tiers, hits, self.chunk_tokens, asked=asked, ago=ago))
+        salt = state.view.identity.salt if isinstance(state.view.identity, KVIdentity) else None
+        self.status.count(salt, state.view.tokens, state.view.tokens - state.computed, sum(hits.values()))
+
+    def _where(self, tokens: Sequence[int]) -> Mapping[str, Any]:
+        """Where the chunks of a prompt are now."""
+        view = RequestView("explained", tokens, len(tokens), KVIdentity())
+        path = self._requests.keys(RequestState(view, 0.0, ""), len(tokens))
+        places = zip(path, self.manager.whereabouts(path), strict=True)
+        chunks = [{"key": key.hex(), **attrs.asdict(place)} for key, place in places]
+        return {"tokens": len(tokens), "chunk_tokens": self.chunk_tokens, "chunks": chunks}
 
     def _plan_store(
         self, state: RequestState, scheduled: ScheduledRequest, step: Step

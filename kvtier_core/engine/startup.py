@@ -108,7 +108,7 @@ class Engine:
         for line in side.describe():
             logger.info("kvtier: %s", line)
         about = {"engine": self.name, "model": self.model, "replica": self.replica}
-        side.status.open(config, {**about, "identity": context.namespace.digest.hex(), "cold": cold})
+        side.status.open(config.status, {**about, "identity": context.namespace.digest.hex(), "cold": cold})
         return side
 
     def _log_stack(

@@ -20,7 +20,8 @@ from prometheus_client.registry import CollectorRegistry
 
 from kvtier_core.interfaces import Observer
 from kvtier_core.observers import metrics
-from kvtier_core.observers.metrics import BUCKETS, METRICS, MetricType, Reading, Readings
+from kvtier_core.observers.metrics import BUCKETS, METRICS, MetricType
+from kvtier_core.observers.readings import Reading, Readings
 from kvtier_core.storekit import owner_socket
 from kvtier_core.transfer.io_pool import run_aside
 from kvtier_core.types import Event
@@ -108,7 +109,7 @@ class Endpoint(Observer):
 
     def observe(self, events: Sequence[Event]) -> None:
         """Count them."""
-        self._values.add(self._readings.of(events))
+        self._values.add(self._readings.add(events))
 
     def close(self) -> None:
         """Serve no more, and hang up on a client that is still asking."""

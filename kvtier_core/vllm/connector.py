@@ -44,7 +44,7 @@ from kvtier_core.vllm.guard import guarded
 from kvtier_core.vllm.hit_sources import as_vllm_says
 from kvtier_core.vllm.identity import model_weights
 from kvtier_core.vllm.metadata import StepPlanMetadata, WorkerProgressMetadata
-from kvtier_core.vllm.metrics import KVTierPromMetrics, KVTierStats, StatsOfEvents
+from kvtier_core.vllm.metrics import KVTierPromMetrics, KVTierStats
 from kvtier_core.vllm.requests.tracker import RequestTracker
 from kvtier_core.vllm.startup import open_side, read_config
 from kvtier_core.vllm.steps import result_of, step_of
@@ -70,7 +70,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self.side: SchedulerSide | WorkerSide | None = None
         self._requests: RequestTracker | None = None  # scheduler
         self._tables: Tables | None = None  # scheduler
-        self._stats = StatsOfEvents()  # scheduler
+        self._stats = KVTierStats()  # scheduler: since the last report
         self._kv_events: kv_events.KVEvents | None = None  # scheduler
         self._reports: Sequence[WorkerReport] | reports.NoReports = ()  # scheduler
         self._promised: list[str] = []  # scheduler: requests whose load is in no plan yet
@@ -160,7 +160,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._tables = Tables.of(self._kv_cache_config, self._vllm_config.parallel_config)
         self.side = opened
         follow_calls(_workers_were_called)
-        opened.events.listeners.append(self._stats.observe)
+        opened.events.readings.listeners.append(self._stats.add)
         if kv_events.wanted(self._vllm_config):
             self._tell_routers(opened)
 

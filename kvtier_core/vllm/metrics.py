@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import prometheus_client
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvtier_core.observers.metrics import BUCKETS, METRICS, Metric, MetricType, Reading, Readings
-from kvtier_core.types import Event
+from kvtier_core.observers.metrics import BUCKETS, METRICS, Metric, MetricType
+from kvtier_core.observers.readings import Reading
 
 _METRICS = {metric.name: metric for metric in METRICS}
 #: Joins labels: what vLLM sends from process to process has text as its keys.
@@ -21,14 +21,17 @@ class KVTierStats(KVConnectorStats):
     """Readings since the last report: ``data[metric][labels]`` is the sum of a counter, the last value of a gauge, or
     the list of what a histogram observes."""
 
-    @classmethod
-    def of(cls, readings: Iterable[Reading]) -> KVTierStats:
-        """The report of these readings."""
-        stats = cls({})
+    def add(self, readings: Iterable[Reading]) -> None:
+        """Report these, too."""
         for name, labels, reading in readings:
             value = float(reading)  # vLLM sends no subclass of a number: its engine would never answer again
-            stats._add(name, _AND.join(labels), [value] if _METRICS[name].type is MetricType.HISTOGRAM else value)
-        return stats
+            self._add(name, _AND.join(labels), [value] if _METRICS[name].type is MetricType.HISTOGRAM else value)
+
+    def take(self) -> KVTierStats | None:
+        """The report so far, if there is anything to report; this one begins anew."""
+        report = KVTierStats(self.data)
+        self.reset()
+        return None if report.is_empty() else report
 
     def reset(self) -> None:
         """Forget everything."""
@@ -60,23 +63,6 @@ class KVTierStats(KVConnectorStats):
         values = self.data.setdefault(name, {})
         gauge = _METRICS[name].type is MetricType.GAUGE
         values[labels] = value if gauge or labels not in values else values[labels] + value
-
-
-class StatsOfEvents:
-    """Collects what the scheduler's connector reports after each step."""
-
-    def __init__(self) -> None:
-        self._readings = Readings()
-        self._news: list[Reading] = []
-
-    def observe(self, events: Sequence[Event]) -> None:
-        """Count events."""
-        self._news += self._readings.of(events)
-
-    def take(self) -> KVTierStats | None:
-        """What came since the last call."""
-        news, self._news = self._news, []
-        return KVTierStats.of(news) if news else None
 
 
 class KVTierPromMetrics(KVConnectorPromMetrics):

@@ -11,8 +11,8 @@ import pytest
 from servers.otlp import Collector, known_of
 
 from kvtier_core.errors import BackendError
-from kvtier_core.observers.metrics import Readings
 from kvtier_core.observers.opentelemetry import OpenTelemetryConfig
+from kvtier_core.observers.readings import Readings
 from kvtier_core.testing import ObserverLaws
 from kvtier_core.testing.samples import make_context, make_keys
 from kvtier_core.types import Event, EventKind
@@ -83,7 +83,7 @@ def test_a_request_is_a_span_with_a_child_for_what_each_tier_did(collector):
 
 def test_that_requests_come_and_go_is_counted_nowhere():
     told = [Event(kind, "", tuple(make_keys(1)), request="a") for kind in (EventKind.ARRIVED, EventKind.FINISHED)]
-    assert not list(Readings().of(told))
+    assert not Readings().add(told)
 
 
 def test_a_call_for_several_requests_is_in_the_trace_of_each(collector):

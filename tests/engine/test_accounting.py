@@ -163,7 +163,7 @@ def test_the_log_says_how_many_chunks_were_loaded_and_which_tokens_were_hits(ser
     engine = served()
     engine.ask("second", ASKED)
     engine.ask("third", ASKED)
-    heap, disk = engine.side.events.stats.describe()
+    heap, disk = engine.side.events.readings.lines()
     assert "loaded 8 (" in heap and heap.endswith("hit 32 of 70 tokens")
     assert disk.endswith("hit 32 of 38 tokens")
 
@@ -183,5 +183,5 @@ def test_the_accounting_adds_up_whatever_happens(host, seed):  # noqa: F811
         ledger.assert_adds_up()
     assert ledger.tokens("heap")[0] == asked
     hits = sum(ledger.tokens(tier)[1] for tier in TIERS)
-    assert hits == sum(saved.loaded for saved in engine.side.savings.by_tier.values())
+    assert hits == sum(engine.side.events.readings.of(tier).savings["loaded"] for tier in TIERS)
     assert hits > 0 and all(ledger.tokens(tier)[1] for tier in TIERS)

@@ -25,7 +25,9 @@ from kvtier_core.cli import main, top
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine.request_view import KVIdentity
-from kvtier_core.engine.status.page import Tenants
+from kvtier_core.engine.status.page import StatusPage, Tenants
+from kvtier_core.observers.readings import Readings
+from kvtier_core.types import Event, EventKind, Usage
 
 ABOUT = {"engine": "e", "model": "tiny", "replica": 0, "identity": "ab" * 32, "cold": ""}
 PROMPT = [random.Random(1).randrange(1000) for _ in range(4 * CHUNK + 3)]
@@ -43,7 +45,7 @@ def host(tmp_path):
             config = load_config({**values, "status": str(tmp_path / "s"), **settings}, Registry.of(kvtier_disk.plugin))
             made = Host(config)
             closing.callback(made.close)
-            made.side.status.open(config, about)
+            made.side.status.open(config.status, about)
             return made
 
         yield start
@@ -96,6 +98,24 @@ def test_the_status_is_what_the_tiers_hold(host, path, capsys):
     tokens = [{"queried": 70, "hit": 32, "missed": 38}, {"queried": 38, "missed": 38}]
     assert [tier["tokens"] for tier in told["tiers"]] == tokens
     assert heap["events"]["loaded"]["chunks"] == 4
+
+
+def test_a_page_needs_no_scheduler_side(path, capsys):
+    """As in a server, whose clients have the requests."""
+    readings = Readings()
+    page = StatusPage(readings, lambda: [Usage("heap", 4, 512, 1024)], lambda tokens: {"tokens": len(tokens)})
+    page.open(str(path), ABOUT)
+    try:
+        readings.add([Event(EventKind.QUERIED, "heap", tokens=8), Event(EventKind.HIT, "heap", tokens=6)])
+        page.count(b"", tokens=10, queried=8, loaded=6)
+        page.note("first", tokens=10, loaded=6, engine_had=2, tiers={"heap": 6}, why="heap 6", waited=0.0)
+        page.step()
+        assert main(["status", "--socket", str(path)]) == 0
+        assert "75.0%" in capsys.readouterr().out
+        assert main(["explain", "first", "--socket", str(path)]) == 0
+        assert "first: hit 6 of 10 tokens (the engine had 2), 0 s ago: heap 6" in capsys.readouterr().out
+    finally:
+        page.close()
 
 
 def test_the_hit_rate_of_a_tier_is_that_of_what_reaches_it(host, path, capsys):
@@ -474,14 +494,14 @@ def test_engines_are_found_where_they_are_by_default(host, tmp_path, monkeypatch
 def test_a_status_that_fails_ends_alone(host, path, caplog, monkeypatch):
     served = host()
 
-    def totals(tier):
-        raise RuntimeError("no totals")
+    def usage():
+        raise RuntimeError("no usage")
 
-    monkeypatch.setattr(served.side.events.stats, "totals", totals)
+    monkeypatch.setattr(served.side.status, "_usage", usage)
     served.step()
     served.step()
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert told == ["kvtier: status: disabled until the engine restarts: RuntimeError: no totals"]
+    assert told == ["kvtier: status: disabled until the engine restarts: RuntimeError: no usage"]
     assert not path.exists()
     monkeypatch.undo()
     assert served.ask("first", PROMPT) == 0

@@ -9,9 +9,8 @@ from test_scheduler_side import said, stack  # noqa: F401 - fixtures
 
 from kvtier_core.engine.request_view import Bypass
 from kvtier_core.engine.scheduler.prefill_speed import PrefillSpeed
-from kvtier_core.engine.scheduler.savings import Savings, TierSavings
 from kvtier_core.engine.step import ScheduledRequest, Step
-from kvtier_core.observers.metrics import Readings
+from kvtier_core.observers.readings import Readings
 from kvtier_core.stack.outcomes import Lookup
 from kvtier_core.types import EventKind
 
@@ -136,51 +135,64 @@ def test_what_a_preempted_request_computes_again_counts_as_its_prompt(served):
 # -- what was saved ------------------------------------------------------------------------------------
 
 
-def test_savings_are_divided_by_tokens_and_told_once():
-    savings = Savings()
-    savings.loaded("a", {"cpu": 300, "far": 100}, 2.0, 0.4, {})
-    savings.wasted_wait("a", {"far": 0.5, "": 7.0})
-    savings.declined("a", "far", 64)
-    assert savings.by_tier == {
-        "cpu": TierSavings(300, 0, 1.5, pytest.approx(0.3)),
-        "far": TierSavings(100, 64, 0.5, pytest.approx(0.6)),
-    }
-    assert savings.by_tier["far"].net == pytest.approx(-0.1)
-    assert [(event.kind, event.tier, pytest.approx(event.seconds)) for event in savings.take_events()] == [
-        (EventKind.AVOIDED, "cpu", 1.5),
-        (EventKind.WAITED, "cpu", 0.3),
-        (EventKind.AVOIDED, "far", 0.5),
-        (EventKind.WAITED, "far", 0.1),
-        (EventKind.WAITED, "far", 0.5),
+def loaded_from_two_tiers(host, waits):
+    """The events of a load of 400 tokens in 0.4 s, by a request that had waited so."""
+    state = host.side._track(host.submit("second", ASKED).view())
+    state.waits, state.load_begun = waits, host.side._clock()
+    state.sources.update({"heap": 300, "disk": 100})
+    host.side._clock.now += 0.4
+    events = host.side._waiting.loaded(state)
+    assert not host.side._waiting.end(state, 0), "its waits are counted once"
+    host.side.finished(state.view, "abort")
+    return events
+
+
+def seconds(events):
+    return [(event.kind, event.tier, pytest.approx(event.seconds)) for event in events]
+
+
+def test_seconds_are_divided_by_tokens_and_counted_once(served):
+    host = served()
+    computes(host, 200)
+    events = loaded_from_two_tiers(host, {"disk": 0.5, "far": 0.25, "": 7.0})
+    assert seconds(events) == [
+        (EventKind.AVOIDED, "heap", 1.5),
+        (EventKind.WAITED, "heap", 0.3),
+        (EventKind.AVOIDED, "disk", 0.5),
+        (EventKind.WAITED, "disk", 0.6),
+        (EventKind.WAITED, "far", 0.25),
     ]
-    assert savings.take_events() == []
-    assert list(savings.describe())[1] == (
-        "far: -0.10 s saved (0.50 s of computing avoided, 0.60 s waited), 100 tokens loaded, 64 declined"
-    )
+    assert net_shown(events) == [
+        *[("heap", 1.5), ("heap", pytest.approx(1.2)), ("disk", 0.5), ("disk", pytest.approx(-0.1))],
+        ("far", -0.25),
+    ]
 
 
-def test_what_was_loaded_before_the_speed_was_known_is_counted_when_it_is():
-    savings = Savings()
-    savings.loaded("a", {"cpu": 300, "far": 100}, None, 0.4, {})
-    savings.wasted_wait("b", {"far": 0.5})
-    assert [savings.by_tier[tier].net for tier in ("cpu", "far")] == [None, None]
-    assert list(savings.describe())[1] == (
-        "far: how many seconds were saved is not known: this engine has computed no prompt; 0.60 s waited, "
-        "100 tokens loaded, 0 declined"
+def test_what_was_loaded_before_the_speed_was_known_is_counted_when_it_is(served):
+    host = served()
+    readings = Readings()
+    readings.add(early := loaded_from_two_tiers(host, {"disk": 0.5}))
+    assert [readings.of(tier).net for tier in ("heap", "disk")] == [None, None]
+    assert readings.lines_of_savings()[1] == (
+        "disk: how many seconds were saved is not known: this engine has computed no prompt; 0.60 s waited, "
+        "0 tokens loaded, 0 declined"
     )
-    early = savings.take_events()
     assert net_shown(early) == []
-    savings.speed_known(lambda tokens: tokens / 200)
-    savings.speed_known(lambda tokens: tokens / 1)
-    assert savings.by_tier == {
-        "cpu": TierSavings(300, 0, 1.5, pytest.approx(0.3)),
-        "far": TierSavings(100, 0, 0.5, pytest.approx(0.6)),
-    }
-    assert net_shown([*early, *savings.take_events()]) == [("cpu", pytest.approx(1.2)), ("far", pytest.approx(-0.1))]
+    assert not host.side._waiting.step_ended()
+    computes(host, 200)
+    later = host.side._waiting.step_ended()
+    assert seconds(later) == [(EventKind.AVOIDED, "heap", 1.5), (EventKind.AVOIDED, "disk", 0.5)]
+    assert not host.side._waiting.step_ended(), "it is counted once"
+    assert net_shown([*early, *later]) == [("heap", pytest.approx(1.2)), ("disk", pytest.approx(-0.1))]
 
 
 def net_shown(events):
-    return [(*each.labels, each.value) for each in Readings().of(events) if each.metric == "kvtier_net_seconds_saved"]
+    shown = Readings().add(events)
+    return [(*each.labels, each.value) for each in shown if each.metric == "kvtier_net_seconds_saved"]
+
+
+def saved(host, tier="disk"):
+    return host.side.events.readings.of(tier)
 
 
 # -- waiting and declining -----------------------------------------------------------------------------
@@ -235,7 +247,7 @@ def test_nobody_waits_longer_than_computing_takes(served, said):  # noqa: F811
         answers.append(host.side.match(request.view(), 0))
     assert answers == [None, None, 0]
     host.side.admitted(request.view(), [list(range(10))], 0)
-    assert host.side.savings.by_tier["disk"].net == pytest.approx(-0.4)
+    assert saved(host).net == pytest.approx(-0.4)
     host.side.finished(request.view(), "abort")
 
 
@@ -311,7 +323,7 @@ def test_a_slow_store_is_declined_and_the_line_has_both_numbers(served, said):  
     assert host.ask("second", ASKED) == 0
     why = "disk has 4 more chunks: 0.800 s to load them, 0.400 s to compute them"
     assert said()[-1] == f"kvtier: second: hit 0 of 35 tokens: {why}"
-    assert host.side.savings.by_tier["disk"].declined == CHUNKS * CHUNK
+    assert saved(host).declined == CHUNKS * CHUNK
 
 
 def test_what_is_declined_behind_a_load_counts_once(served):
@@ -321,7 +333,7 @@ def test_what_is_declined_behind_a_load_counts_once(served):
     host.ask("first", ASKED[: 2 * CHUNK + 1])
     delivers(host, FRAME / 1e3)._reads._speed.answer = 1.0
     assert host.ask("second", ASKED) == 2 * CHUNK
-    assert sum(saved.declined for saved in host.side.savings.by_tier.values()) == 2 * CHUNK
+    assert sum(saved(host, tier).declined for tier in ("heap", "disk")) == 2 * CHUNK
 
 
 def test_a_declined_store_is_probed_and_taken_again(served, said):  # noqa: F811
@@ -348,7 +360,10 @@ def test_waiting_and_computing_are_told_with_a_hit(served, said):  # noqa: F811
     clock.now = 0.25
     host.run(request)
     assert said()[-1] == "kvtier: second: hit 32 of 35 tokens: disk 32; waited 0.250 s, computing takes 0.400 s"
-    assert host.side.savings.by_tier["disk"] == TierSavings(32, 0, pytest.approx(0.4), pytest.approx(0.25))
+    assert (saved(host).savings["loaded"], saved(host).avoided, saved(host).waited) == (
+        32,
+        *map(pytest.approx, (0.4, 0.25)),
+    )
 
 
 def test_the_engines_own_queue_is_not_waiting(served, said):  # noqa: F811
@@ -363,7 +378,7 @@ def test_the_engines_own_queue_is_not_waiting(served, said):  # noqa: F811
         assert host.side.match(request.view(), 0) == CHUNKS * CHUNK
     host.run(request)
     assert said()[-1] == "kvtier: second: hit 32 of 35 tokens: disk 32; waited 0.250 s, computing takes 0.400 s"
-    assert host.side.savings.by_tier["disk"].net == pytest.approx(0.15)
+    assert saved(host).net == pytest.approx(0.15)
 
 
 def test_steps_in_which_the_engine_does_not_ask_are_not_waiting(served):
@@ -377,7 +392,7 @@ def test_steps_in_which_the_engine_does_not_ask_are_not_waiting(served):
         host.side.plan(Step((), (), tables))
     clock.now = 30.0
     host.run(request)
-    assert host.side.savings.by_tier["disk"].waited == pytest.approx(0.2)
+    assert saved(host).waited == pytest.approx(0.2)
 
 
 def test_a_request_that_the_engine_seldom_asks_about_waits_no_longer_than_it_may(served):
@@ -406,11 +421,10 @@ def test_each_tier_is_charged_with_what_it_was_waited_for(served):
         assert waiting.allows(state, Lookup(pending=4, awaited=awaited))
     clock.now = 3.5
     waiting.asked(state)
-    waiting.end(state, 32)
+    assert not waiting.end(state, 32)
     clock.now = 4.5
     state.sources.update({"disk": 24, "heap": 8})
-    waiting.loaded(state)
-    waited = {tier: saved.waited for tier, saved in host.side.savings.by_tier.items()}
+    waited = {event.tier: event.seconds for event in waiting.loaded(state) if event.kind is EventKind.WAITED}
     assert waited == {"far": 1.0, "disk": 0.5 + 0.75, "heap": 0.25}
     assert state.waited == 3.5
     host.side.finished(state.view, "abort")
@@ -437,7 +451,7 @@ def test_a_load_that_fails_was_waited_for_in_vain(served):
     assert host.side.match(request.view(), 0) is None
     clock.now = 0.25
     host.run(request)
-    assert host.side.savings.by_tier["disk"] == TierSavings(waited=0.25)
+    assert saved(host).savings == {"loaded": 0, "declined": 0, "avoided": 0.0, "waited": 0.25, "unpriced": 0}
 
 
 def test_after_a_warm_restart_what_was_saved_is_told_when_the_engine_has_computed_a_prompt(served):
@@ -452,13 +466,13 @@ def test_after_a_warm_restart_what_was_saved_is_told_when_the_engine_has_compute
     host.step()
     for _ in host.plans:
         host.side.step_ended()
-    assert host.side.savings.by_tier["disk"].net is None
+    assert saved(host).net is None
     assert net_shown(told) == []
     other = host.submit("other", prompt(2, 90))
     host.side.admitted(other.view(), tables(other), 0)
     one_step(host, 9.0, (other, 0, 90))
     host.step()
-    assert host.side.savings.by_tier["disk"].net == pytest.approx(3.2 - 0.25)
+    assert saved(host).net == pytest.approx(3.2 - 0.25)
     assert net_shown(told) == [("disk", pytest.approx(3.2 - 0.25))]
     host.side.finished(other.view(), "abort")
 

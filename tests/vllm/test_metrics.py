@@ -6,7 +6,8 @@ import prometheus_client
 from conftest import cpu_and_disk, prompt
 
 from kvtier_core.engine.scheduler.prefill_speed import PrefillSpeed
-from kvtier_core.observers.metrics import METRICS, Reading
+from kvtier_core.observers.metrics import METRICS
+from kvtier_core.observers.readings import Reading
 from kvtier_core.types import Nbytes
 from kvtier_core.vllm.metrics import KVTierStats
 
@@ -103,21 +104,23 @@ def test_what_vllm_decodes_is_no_prompt(engine, tmp_path, monkeypatch):
     assert [sum(counts) for counts in zip(*planned, strict=True)] == [1100 + 12, 2 * 7]
 
 
+def report(*readings):
+    stats = KVTierStats()
+    stats.add(readings)
+    return stats.take()
+
+
 def test_reports_of_several_steps_are_added():
-    first = KVTierStats.of(
-        [
-            Reading("kvtier_hit_tokens", ("disk",), 64),
-            Reading("kvtier_held_bytes", ("disk",), 10),
-            Reading("kvtier_operation_seconds", ("disk", "read"), 0.5),
-        ]
+    first = report(
+        Reading("kvtier_hit_tokens", ("disk",), 64),
+        Reading("kvtier_held_bytes", ("disk",), 10),
+        Reading("kvtier_operation_seconds", ("disk", "read"), 0.5),
     )
-    second = KVTierStats.of(
-        [
-            Reading("kvtier_hit_tokens", ("disk",), 32),
-            Reading("kvtier_hit_tokens", ("cpu",), 8),
-            Reading("kvtier_held_bytes", ("disk",), 20),
-            Reading("kvtier_operation_seconds", ("disk", "read"), 0.25),
-        ]
+    second = report(
+        Reading("kvtier_hit_tokens", ("disk",), 32),
+        Reading("kvtier_hit_tokens", ("cpu",), 8),
+        Reading("kvtier_held_bytes", ("disk",), 20),
+        Reading("kvtier_operation_seconds", ("disk", "read"), 0.25),
     )
     both = first.aggregate(second)
     assert both.data == {
@@ -131,9 +134,14 @@ def test_reports_of_several_steps_are_added():
     assert both.is_empty()
 
 
+def test_what_was_reported_is_not_reported_again():
+    stats = KVTierStats()
+    stats.add([Reading("kvtier_hit_tokens", ("disk",), 64)])
+    assert [stats.take().data, stats.take()] == [{"kvtier_hit_tokens": {"disk": 64}}, None]
+
+
 def test_a_report_can_be_sent_to_another_process():
     """vLLM's encoder knows no subclass of a number: its thread would end, and with it every answer of the engine."""
     from vllm.v1.serial_utils import MsgpackEncoder
 
-    report = KVTierStats.of([Reading("kvtier_capacity_bytes", ("cpu",), Nbytes(1 << 30))])
-    MsgpackEncoder().encode(report.data)
+    MsgpackEncoder().encode(report(Reading("kvtier_capacity_bytes", ("cpu",), Nbytes(1 << 30))).data)

@@ -7,7 +7,6 @@ from conftest import cpu, hit, miss, prompt
 
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError
-from kvtier_core.stack.stats import Stats
 from kvtier_core.transfer import numa
 
 BROKEN = """\
@@ -122,7 +121,7 @@ def test_several_arenas(engine):
 def test_what_happened_is_told_while_it_happens(engine, said):
     """A server that is stopped as usual is killed before it could tell."""
     with engine(cpu()) as served:
-        served.connector.side.events.stats = Stats(now=-601.0)
+        served.connector.side.events._next_totals = 0.0
         said()
         served.ask(prompt(73, 530))
         served.settle()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier_core.engine.log_limit import LogLimit
 from kvtier_core.engine.observers import Observers
-from kvtier_core.stack.stats import Stats
+from kvtier_core.observers.readings import Readings
 from kvtier_core.types import Event, EventKind, Usage
 
 logger = logging.getLogger("kvtier")
@@ -22,16 +22,17 @@ _LOG_LEVELS = {
     EventKind.BREAKER_CLOSED: logging.INFO,
 }
 
-
 #: Seconds between two looks at what the tiers hold.
 _USAGE_EVERY = 1.0
+#: Seconds between two log lines of the totals: servers are often killed without notice.
+_TOTALS_EVERY = 600.0
 
 
 class EventLog:
     """Handles batches of events. ``clock`` returns seconds."""
 
     def __init__(self, observers: Observers, clock: Callable[[], float]):
-        self.stats = Stats(clock())
+        self.readings = Readings()
         self.listeners: list[Callable[[Sequence[Event]], None]] = []  #: the engine's own, called on this thread
         self._observers = observers
         self._clock = clock
@@ -39,26 +40,29 @@ class EventLog:
         self.last_event = clock()  #: time of the last event, or of the start
         self._usage: dict[str, Usage] = {}  # as it was told last, by tier
         self._next_look = clock()
+        self._next_totals = clock() + _TOTALS_EVERY
 
     def record(self, events: Sequence[Event]) -> None:
-        """Log, count and pass on events. Every ten minutes the counters are logged too. Call it in each step."""
+        """Log, count and pass on events. Every ten minutes the totals are logged too. Call it in each step."""
         for event in events:
             if level := _LOG_LEVELS.get(event.kind):
                 subject = f"{event.tier}: {event.kind.value}"
                 self._limit.log(level, subject, f"{len(event.keys)} chunks", event.why)
         self._limit.flush()
-        if events:
-            self.last_event = self._clock()
-            self.stats.count_events(events)
-            for line in self.stats.due(self._clock()):
-                logger.info("kvtier: so far: %s", line)
         self.tell(events)
+        if events:
+            self.last_event = now = self._clock()
+            if now >= self._next_totals:
+                self._next_totals = now + _TOTALS_EVERY
+                for line in self.readings.lines():
+                    logger.info("kvtier: so far: %s", line)
 
     def tell(self, events: Sequence[Event]) -> None:
-        """Pass on events. Of those that `record` does not get the log counts the tokens alone."""
-        self.stats.count_tokens(events)
-        for listener in self.listeners if events else ():
-            listener(events)
+        """Count and pass on events."""
+        if events:
+            self.readings.add(events)
+            for listener in self.listeners:
+                listener(events)
         self._observers.tell(events)
 
     def watch(self, usage: Callable[[], Sequence[Usage]], *, now: bool = False) -> None:
@@ -75,7 +79,7 @@ class EventLog:
         self._observers.close()
 
     def log_totals(self) -> None:
-        """Log the counters of each tier, behind what is still to be said."""
+        """Log the totals and savings of each tier, after the causes that are only counted."""
         self._limit.flush(now=True)
-        for line in self.stats.describe():
+        for line in self.readings.lines() + self.readings.lines_of_savings():
             logger.info("kvtier: in all: %s", line)

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import math
 import struct
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -15,9 +16,10 @@ from kvtier_core.engine.request_view import Bypass, RequestView
 from kvtier_core.engine.step import ScheduledRequest
 from kvtier_core.interfaces import TokenDatabase
 from kvtier_core.layouts import ChunkLayout, chunk_key
+from kvtier_core.observers.readings import DECLINED, NOT_ASKED
 from kvtier_core.stack.interface import Stack
 from kvtier_core.stack.outcomes import Declined, Lookup
-from kvtier_core.types import KEY_NBYTES, ChunkKey
+from kvtier_core.types import KEY_NBYTES, ChunkKey, Event, EventKind
 
 #: BLAKE2b's personalization of keys that depend on the tokens behind a chunk, too.
 _AHEAD = b"kvtier-ahead"
@@ -61,6 +63,39 @@ class RequestState:
     loaded: dict[int | str, list[ChunkKey]] = attrs.field(factory=dict)
     reason: str = ""  #: the reason of the last answer, for the log
     logged: bool = False
+
+    def looked_up(
+        self, tiers: Sequence[str], hits: Mapping[str, int], chunk_tokens: int, *, asked: bool, ago: float
+    ) -> list[Event]:
+        """What became of the tokens that the engine lacked, as events that add up: queried = hit + missed + bypassed.
+
+        Call it once, when it is known what was loaded of them. A tier is queried for what no tier above it had.
+        ``tiers`` are all of them, the hottest first; ``hits`` are tokens by tier. Without ``asked`` nothing was looked
+        up for the request. The engine was answered ``ago`` seconds ago.
+        """
+        events: list[Event] = []
+        left, answered = self.view.tokens - self.computed, time.time() - ago
+        for tier in tiers:
+            if left <= 0:
+                break
+            hit = hits.get(tier, 0)
+            here = self.declined.chunks if asked and self.declined and self.declined.tier == tier else 0
+            declined = min(here * chunk_tokens, left - hit)
+            missed = left - hit - declined if asked else 0
+            told = {"seconds": self.waited, "request": self.view.request_id, "at": answered}
+            events += [
+                Event(kind, tier, tokens=tokens, why=why, **told)
+                for kind, tokens, why in (
+                    (EventKind.QUERIED, left, ""),
+                    (EventKind.HIT, hit, ""),
+                    (EventKind.MISSED, missed, ""),
+                    (EventKind.BYPASSED, declined, DECLINED),
+                    (EventKind.BYPASSED, 0 if asked else left, NOT_ASKED),
+                )
+                if tokens
+            ]
+            left = missed if asked else left
+        return events
 
 
 class Requests:

@@ -1,14 +1,18 @@
-"""How long requests wait for tiers below the arenas, and what that saves."""
+"""How long requests wait for tiers below the arenas, and the seconds that this cost and saved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from kvtier_core.config.model import StackConfig
 from kvtier_core.engine.scheduler.prefill_speed import PrefillSpeed
 from kvtier_core.engine.scheduler.requests import Asked, RequestState
-from kvtier_core.engine.scheduler.savings import Savings
 from kvtier_core.stack.outcomes import LoadLimit, Lookup
+from kvtier_core.types import Event, EventKind
+
+#: Why an event of waiting has none of computing that was avoided beside it.
+NOT_KNOWN = "how long computing takes is not known yet"
 
 
 class Waiting:
@@ -21,7 +25,7 @@ class Waiting:
     def __init__(self, config: StackConfig, clock: Callable[[], float]):
         """``config`` says how many tokens a chunk has; ``clock`` returns seconds."""
         self.speed = PrefillSpeed()
-        self.savings = Savings()
+        self._unpriced: Counter[str] = Counter()  # tokens loaded before the speed was known, by tier
         self._chunk_tokens = config.chunk_tokens
         self._load_wait = config.load_wait
         self._always = config.load == "always"
@@ -41,12 +45,13 @@ class Waiting:
         self._last_step.until = self._clock()
         self._last_step, self._this_step = self._this_step, Asked()
 
-    def step_ended(self) -> None:
-        """The oldest step that was planned has ended."""
-        known = self.speed.rate is not None
+    def step_ended(self) -> Sequence[Event]:
+        """The oldest step that was planned has ended. Returns what it tells of loads before the speed was known."""
         self.speed.ended(self._clock())
-        if self.speed.rate is not None and not known:
-            self.savings.speed_known(self.speed.seconds)
+        if self.speed.rate is None:
+            return ()
+        unpriced, self._unpriced = self._unpriced, Counter()
+        return [Event(EventKind.AVOIDED, tier, seconds=self.speed.seconds(unpriced[tier])) for tier in unpriced]
 
     def asked(self, state: RequestState) -> None:
         """The engine asks about a request. If it was told to wait, that has ended for now."""
@@ -80,24 +85,25 @@ class Waiting:
         state.asked = self._this_step
         return True
 
-    def end(self, state: RequestState, tokens: int) -> None:
-        """The request is admitted, and loads so many tokens."""
+    def end(self, state: RequestState, tokens: int) -> Sequence[Event]:
+        """The request is admitted, and loads so many tokens. Returns its seconds if these are none."""
         state.waited, state.load_begun = sum(state.waits.values()), self._clock()
         state.asked, state.awaited_chunks = None, 0
-        if not tokens:
-            self.savings.wasted_wait(state.view.request_id, state.waits)
-            state.waits = {}
-        if state.declined and not state.logged:  # otherwise it returns from a load
-            self.savings.declined(
-                state.view.request_id, state.declined.tier, state.declined.chunks * self._chunk_tokens
-            )
+        return () if tokens else _wasted(state)
 
-    def loaded(self, state: RequestState) -> None:
-        """The load of a request has ended well."""
-        computing = self.speed.seconds(state.sources.total())
-        loading = self._clock() - state.load_begun
-        self.savings.loaded(state.view.request_id, state.sources, computing, loading, state.waits)
-        state.waits = {}
+    def loaded(self, state: RequestState) -> Sequence[Event]:
+        """The load of a request has ended well. Returns the seconds that it waited for each tier, and that it saved."""
+        loading, total, told = self._clock() - state.load_begun, state.sources.total(), []
+        for tier, tokens in state.sources.items():
+            waited, avoided = state.waits.pop(tier, 0.0) + loading * tokens / total, self.speed.seconds(tokens)
+            known = {"seconds": waited, "request": state.view.request_id}
+            if avoided is None:
+                self._unpriced[tier] += tokens
+                told.append(Event(EventKind.WAITED, tier, tokens=tokens, why=NOT_KNOWN, **known))
+            else:
+                told.append(Event(EventKind.AVOIDED, tier, seconds=avoided, request=state.view.request_id))
+                told.append(Event(EventKind.WAITED, tier, **known))
+        return told + _wasted(state)
 
     def explain(self, state: RequestState, tokens: int) -> str:
         """For the log line of a request that loads so many tokens: what it waited, and what it left in a tier."""
@@ -107,3 +113,13 @@ class Waiting:
         if state.declined:
             parts.append(f"; {state.declined}")
         return "".join(parts)
+
+
+def _wasted(state: RequestState) -> list[Event]:
+    """The waits of a request for tiers that it does without."""
+    waits, state.waits = state.waits, {}
+    return [
+        Event(EventKind.WAITED, tier, seconds=seconds, request=state.view.request_id)
+        for tier, seconds in waits.items()
+        if tier and seconds
+    ]

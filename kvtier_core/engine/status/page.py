@@ -16,16 +16,12 @@ from typing import Any
 
 import attrs
 
-from kvtier_core.config.model import StackConfig
-from kvtier_core.engine.request_view import KVIdentity, RequestView
-from kvtier_core.engine.scheduler.event_log import EventLog
-from kvtier_core.engine.scheduler.requests import Requests, RequestState
-from kvtier_core.engine.scheduler.savings import Savings, TierSavings
 from kvtier_core.engine.status.server import Answer, Server
 from kvtier_core.engine.worker_reports import runtime_folder
-from kvtier_core.stack.interface import Stack
+from kvtier_core.observers.readings import Readings
 from kvtier_core.storekit.owner_socket import sweep
 from kvtier_core.transfer.io_pool import run
+from kvtier_core.types import Usage
 
 logger = logging.getLogger("kvtier")
 
@@ -58,16 +54,18 @@ class StatusPage:
 
     def __init__(
         self,
-        manager: Stack,
-        requests: Requests,
-        events: EventLog,
-        savings: Savings,
+        readings: Readings,
+        usage: Callable[[], Sequence[Usage]],
+        where: Callable[[Sequence[int]], Answer],
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._manager = manager
-        self._requests = requests
-        self._events = events
-        self._savings = savings
+        """``readings`` and ``usage()`` are of the stack; ``where(tokens)`` says where the chunks of a prompt are now.
+
+        ``clock`` returns seconds.
+        """
+        self._readings = readings
+        self._usage = usage
+        self._where = where
         self._clock = clock
         self._server: Server | None = None
         self._about: Mapping[str, Any] = {}
@@ -78,51 +76,48 @@ class StatusPage:
         self._snapshot: Mapping[str, Any] = {}
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=_REMEMBERED)
 
-    def open(self, config: StackConfig, about: Mapping[str, Any]) -> None:
-        """Open the socket that the configuration asks for. ``about`` is told with every snapshot."""
-        if config.status == "off":
+    def open(self, setting: str, about: Mapping[str, Any]) -> None:
+        """Open the socket that the configuration's ``status`` asks for. ``about`` is told with every snapshot."""
+        if setting == "off":
             return
         self._about = {"pid": os.getpid(), **about}
         self._publish()
-        opened = run(lambda: Server(socket_path(config.status), self._answer))
+        opened = run(lambda: Server(socket_path(setting), self._answer))
         if opened.error is not None:
             logger.warning(
                 "kvtier: status: %s: no socket can be opened, so that kvtier status finds no engine: %s; name another "
                 "place for it, status: PATH",
-                config.status,
+                setting,
                 opened.error,
             )
             return
         self._server = opened.value
         logger.info("kvtier: status at %s", self._server.path)
 
-    def note(self, state: RequestState, tokens: int, why: str) -> None:
-        """The hit line of a request is being logged: so many tokens are loaded."""
-        if self._server is None:
-            return
-        view = state.view
-        tiers = dict(state.sources if tokens else {})
-        told = {"tokens": view.tokens, "loaded": tokens, "engine_had": state.computed, "tiers": tiers, "why": why}
-        self._recent.append({"request": view.request_id, "at": time.time(), "waited": state.waited, **told})
+    def note(self, request: str, **told: Any) -> None:
+        """Remember the hit line of a request, which is being logged."""
+        if self._server is not None:
+            self._recent.append({"request": request, "at": time.time(), **told})
 
     def recent(self, count: int) -> Sequence[Mapping[str, Any]]:
         """What became of the last requests, oldest first. Any thread may call this."""
         return list(self._recent)[-count:]
 
-    def count(self, state: RequestState, hit: int) -> None:
-        """It is known what became of a request's tokens: so many were loaded."""
-        if self._server is None:
-            return
-        tokens = state.view.tokens
-        self._tokens += tokens
-        if isinstance(state.view.identity, KVIdentity):
-            self._tenants.count(state.view.identity.salt, tokens, tokens - state.computed, hit)
+    def count(self, salt: bytes | None, tokens: int, queried: int, loaded: int) -> None:
+        """A request had these tokens, of which the engine lacked some, and some of these were loaded.
+
+        Without a ``salt``, which may be empty, it is of no tenant.
+        """
+        if self._server is not None:
+            self._tokens += tokens
+            if salt is not None:
+                self._tenants.count(salt, tokens, queried, loaded)
 
     def step(self) -> None:
         """Publish a snapshot if it is time, or if no request is left, and answer what only the owner can."""
         if self._server is None:
             return
-        is_due = self._clock() >= self._next or not self._requests
+        is_due = self._clock() >= self._next or not self._readings.requests
         error = run(self._publish_and_answer if is_due else self._answer_questions).error
         if error is not None:
             logger.warning("kvtier: status: disabled until the engine restarts: %s: %s", type(error).__name__, error)
@@ -145,37 +140,16 @@ class StatusPage:
         self._snapshot = {
             **self._about,
             "at": time.time(),
-            "requests": {"running": len(self._requests), "tokens": self._tokens},
-            "tiers": [
-                {
-                    **attrs.asdict(usage),
-                    "events": self._events.stats.totals(usage.tier),
-                    "tokens": self._events.stats.tokens(usage.tier),
-                    "savings": attrs.asdict(self._savings.by_tier.get(usage.tier, TierSavings())),
-                }
-                for usage in self._manager.usage()
-            ],
+            "requests": {"running": self._readings.requests, "tokens": self._tokens},
+            "tiers": [{**attrs.asdict(each), **self._readings.of(each.tier).describe()} for each in self._usage()],
             "tenants": self._tenants.describe(),
         }
 
     def _answer_questions(self) -> None:
         while (question := self._server.take()) is not None:
             client, asked = question
-            answered = run(lambda asked=asked: self._where(asked))
-            self._server.reply(client, answered.value or {"error": f"this prompt cannot be named: {answered.error}"})
-
-    def _where(self, asked: Answer) -> Answer:
-        """Where the chunks of a prompt are now."""
-        tokens = asked["prompt"]
-        view = RequestView("explained", tokens, len(tokens), KVIdentity())
-        path = self._requests.keys(RequestState(view, 0.0, ""), len(tokens))
-        places = self._manager.whereabouts(path)
-        return {
-            "tokens": len(tokens),
-            "chunk_tokens": self._requests.chunk_tokens,
-            "cold": self._about.get("cold", ""),
-            "chunks": [{"key": key.hex(), **attrs.asdict(place)} for key, place in zip(path, places, strict=True)],
-        }
+            found = run(lambda asked=asked: {**self._where(asked["prompt"]), "cold": self._about.get("cold", "")})
+            self._server.reply(client, found.value or {"error": f"this prompt cannot be named: {found.error}"})
 
     # -- on the server's thread ----------------------------------------------------------------------
 
