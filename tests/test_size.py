@@ -20,9 +20,9 @@ BUDGETS = {
         [f"{CORE}/{each}" for each in ("types.py", "layouts.py", "errors.py", "interfaces", "frames", "stack")]
         + [f"{CORE}/transfer/io_pool.py"],
     ),
-    "core": (28637, [CORE]),  # aim: 25500
+    "core": (28675, [CORE]),  # aim: 25500
     "testing kit": (4716, [f"{CORE}/testing"]),
-    "plugins": (6346, ["plugins/*/kvtier_*"]),
+    "plugins": (6345, ["plugins/*/kvtier_*"]),
 }
 
 
