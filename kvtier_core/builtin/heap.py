@@ -40,7 +40,7 @@ class Heap(AllocatorBackend):
     """Anonymous memory, with as many slots as fit into the capacity."""
 
     def __init__(self, ctx: OpenContext):
-        self.slot_nbytes = ctx.layout.frame_nbytes
+        self.slot_nbytes = ctx.slot_nbytes
         self.slots = ctx.capacity // self.slot_nbytes
         if not self.slots:
             chunk = Nbytes(self.slot_nbytes)

@@ -237,7 +237,7 @@ class _Opening:
         policy = self._call(tier.eviction, "eviction").returns(EvictionPolicy, tier.eviction.open)
         # The state of the policy is stored as a frame too.
         longest = Nbytes(max(codec.max_frame_nbytes, FRAME_HEADER_NBYTES + MAX_POLICY_STATE_NBYTES))
-        store = self._store(attrs.evolve(ctx, max_frame_nbytes=longest))
+        store = self._store(attrs.evolve(ctx, max_frame_nbytes=longest, slot_nbytes=codec.max_frame_nbytes))
         if codec.keyed_seal is not None:
             store = SealedNames(store, codec.keyed_seal)
         capacity = Nbytes(_REMEMBERED_FRAMES * codec.max_frame_nbytes) if self._shared else ctx.capacity
@@ -330,8 +330,8 @@ def _contradiction(arena: AllocatorBackend, ctx: OpenContext) -> str:
     slots, nbytes = arena.slots, arena.slot_nbytes
     if not isinstance(slots, int) or slots < 1:
         return f"an arena has at least one slot, and it says {slots!r}"
-    if nbytes != ctx.layout.frame_nbytes:
-        return f"a slot holds one frame of {ctx.layout.frame_nbytes} bytes, and it says {nbytes!r}"
+    if nbytes != ctx.slot_nbytes:
+        return f"a slot holds one frame of {ctx.slot_nbytes} bytes, and it says {nbytes!r}"
     if slots * nbytes > ctx.capacity:
         return f"{slots} slots of {nbytes} bytes are more than its capacity of {ctx.capacity}"
     if slots < ctx.layout.self_test_slots:

@@ -49,7 +49,7 @@ class AllocatorBackend(abc.ABC):
     """
 
     slots: int  #: how many fit into ``OpenContext.capacity``; at least one
-    slot_nbytes: int  #: bytes of a slot: ``OpenContext.layout.frame_nbytes``
+    slot_nbytes: int  #: bytes of a slot: ``OpenContext.slot_nbytes``
 
     @abc.abstractmethod
     def view(self, slot: int) -> memoryview:

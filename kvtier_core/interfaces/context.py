@@ -34,6 +34,8 @@ class OpenContext:
     replica: int = 0  #: which of the engines that share this configuration this is (data parallelism), from 0
     replicas: int = 1  #: the number of such engines; none may touch another one's frames
     max_frame_nbytes: Nbytes = Nbytes(0)  #: no frame that this tier writes is longer; 0: not known
+    #: Of an arena: the bytes of a slot. The arena's codec decides; by default frames lie there as the engine has them.
+    slot_nbytes: int = attrs.field(default=attrs.Factory(lambda self: self.layout.frame_nbytes, takes_self=True))
     #: Of each shard of the layout the NUMA node of the devices that copy it. None: it is not known, they have several,
     #: or the machine has one. Empty: not known of any.
     numa_nodes: tuple[int | None, ...] = ()

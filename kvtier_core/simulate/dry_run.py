@@ -87,7 +87,7 @@ class NullArena(AllocatorBackend):
     handle = ""
 
     def __init__(self, ctx: OpenContext):
-        self.slot_nbytes = ctx.layout.frame_nbytes
+        self.slot_nbytes = ctx.slot_nbytes
         self.slots = ctx.capacity // self.slot_nbytes
         self._memory = memoryview(mmap.mmap(-1, self.slot_nbytes))
 

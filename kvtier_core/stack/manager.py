@@ -75,7 +75,6 @@ class StorageManager(Stack):
         self._promotions = Promotions(
             self._hot,
             self._tiers,
-            layout.frame_nbytes,
             make_room=self._make_room,
             arrived=self._promoted,
             dropped=lambda keys: self._leases.wake(keys),

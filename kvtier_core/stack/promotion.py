@@ -46,7 +46,6 @@ class Promotions:
         self,
         hot: Arena,
         tiers: Sequence[StoreTier],
-        frame_nbytes: int,
         *,
         make_room: MakeRoom,
         arrived: Arrived,
@@ -57,7 +56,6 @@ class Promotions:
         #: Declined chunks that come up all the same, to see how fast their store is by now. Nobody waits for them.
         self.probes: set[ChunkKey] = set()
         self._hot = hot
-        self._frame_nbytes = frame_nbytes
         self._make_room = make_room
         self._arrived = arrived
         self._dropped = dropped
@@ -151,7 +149,7 @@ class Promotions:
             dropped += queue
             queue.clear()
         requests: dict[ChunkKey, _Request] = {}
-        room = tier.may_read(self._frame_nbytes)
+        room = tier.may_read(self._hot.memory.slot_nbytes)
         while queue and len(requests) < room:
             key, request = queue.popitem(last=False)
             if not tier.has(key):

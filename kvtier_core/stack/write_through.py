@@ -62,7 +62,7 @@ class WriteThrough:
         ``checksums`` are those of `Stack.commit`.
         """
         admitted = [key for key in keys if key in plan.keys]
-        per_group = max(1, _SEAL_NBYTES // self._layout.frame_nbytes)
+        per_group = max(1, _SEAL_NBYTES // self._hot.memory.slot_nbytes)
         for start in range(0, len(admitted), per_group):
             group = admitted[start : start + per_group]
             slots = self._hot.pin(group, _SEALER)

@@ -27,7 +27,7 @@ class Memory(interfaces.AllocatorBackend):
     handle = ""
 
     def __init__(self, ctx):
-        self.slot_nbytes = ctx.layout.frame_nbytes
+        self.slot_nbytes = ctx.slot_nbytes
         self.slots = ctx.capacity // self.slot_nbytes
         if not self.slots:
             raise BackendError("no room for one slot")
@@ -111,6 +111,11 @@ class Unaligned(Memory):
     def __init__(self, ctx):
         super().__init__(ctx)
         self.bytes = memoryview(bytearray(len(self.bytes) + 1))[1:]
+
+
+class SlotsOfTheLayout(Memory):
+    def __init__(self, ctx):
+        super().__init__(attrs.evolve(ctx, slot_nbytes=ctx.layout.frame_nbytes))
 
 
 class TakesTooMuch(Memory):
@@ -352,6 +357,7 @@ class TestReference(ArenaLaws):
 GIVES_BACK = "test_close_gives_everything_back"
 BUGS = [
     (PlantedArena(memory=TakesTooMuch), "test_slots_are_as_promised"),
+    (PlantedArena(memory=SlotsOfTheLayout), "test_slots_are_as_promised"),
     (PlantedArena(memory=AlwaysHasASlot), "test_no_room_for_one_slot_is_an_error"),
     (PlantedArena(memory=SaysNotWhere), "test_no_room_for_one_slot_is_an_error"),
     (PlantedArena(memory=CutsTheNumberOfASlot), "test_many_slots_are_apart"),

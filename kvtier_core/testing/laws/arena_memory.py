@@ -69,22 +69,25 @@ class ArenaMemoryLaws(Laws):
     # -- slots -------------------------------------------------------------------------------------
 
     def test_slots_are_as_promised(self, tmp_path: Path):
-        """There are as many slots as fit into the capacity, each as long as a frame of the layout.
+        """There are as many slots as fit into the capacity, each as long as the context says.
 
         Otherwise kvtier refuses such an arena when it opens, and the engine serves without it; or a part of the memory
         would never be used.
         """
-        capacity = _SLOTS * self.layout.frame_nbytes + self.layout.frame_nbytes // 2
-        memory = self.config(tmp_path).open(make_context(layout=self.layout, capacity=capacity))
-        try:
-            assert memory.slots >= 1, f"capacity has room for {_SLOTS} slots; slots is {memory.slots}"
-            assert memory.slot_nbytes == self.layout.frame_nbytes, (
-                f"a slot has room for one frame, {self.layout.frame_nbytes} bytes; slot_nbytes is {memory.slot_nbytes}"
-            )
-            taken = memory.slots * memory.slot_nbytes
-            assert taken <= capacity, f"all slots fit into the capacity of {capacity} bytes; they take {taken}"
-        finally:
-            memory.close()
+        usual = self.layout.frame_nbytes
+        capacity = _SLOTS * usual + usual // 2
+        for slot_nbytes in (usual, usual - FRAME_ALIGNMENT):
+            ctx = attrs.evolve(make_context(layout=self.layout, capacity=capacity), slot_nbytes=slot_nbytes)
+            memory = self.config(tmp_path).open(ctx)
+            try:
+                assert memory.slots >= 1, f"capacity has room for {_SLOTS} slots; slots is {memory.slots}"
+                assert memory.slot_nbytes == slot_nbytes, (
+                    f"a slot has room for one frame, {slot_nbytes} bytes; slot_nbytes is {memory.slot_nbytes}"
+                )
+                taken = memory.slots * memory.slot_nbytes
+                assert taken <= capacity, f"all slots fit into the capacity of {capacity} bytes; they take {taken}"
+            finally:
+                memory.close()
 
     def test_no_room_for_one_slot_is_an_error(self, tmp_path: Path):
         """A capacity without room for one slot is a BackendError, or a ConfigError that says by a path from ``$``, the

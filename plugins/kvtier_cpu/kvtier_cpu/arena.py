@@ -22,7 +22,7 @@ class CpuArena(AllocatorBackend):
 
         Raises BackendError if the memory is not available.
         """
-        self.slot_nbytes = ctx.layout.frame_nbytes
+        self.slot_nbytes = ctx.slot_nbytes
         self.slots = ctx.capacity // self.slot_nbytes
         if not self.slots:
             chunk = Nbytes(self.slot_nbytes)

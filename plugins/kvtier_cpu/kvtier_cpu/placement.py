@@ -32,7 +32,7 @@ class PageRange(NamedTuple):
 
 
 def ranges_by_node(
-    layout: ChunkLayout, nodes: Sequence[int | None], slots: int, page_nbytes: int
+    layout: ChunkLayout, nodes: Sequence[int | None], slots: int, slot_nbytes: int, page_nbytes: int
 ) -> Iterator[PageRange]:
     """All pages of an arena, each with the node of the shard that it begins in. Neighbours have different nodes.
 
@@ -41,11 +41,11 @@ def ranges_by_node(
     """
     offsets = [0, *(shard.offset for shard in layout.parts[0].shards[1:])]
     starts = (
-        (whole_pages(slot * layout.frame_nbytes + offset, page_nbytes), node)
+        (whole_pages(slot * slot_nbytes + offset, page_nbytes), node)
         for slot in range(slots)
         for offset, node in zip(offsets, nodes, strict=True)
     )
-    end = (whole_pages(slots * layout.frame_nbytes, page_nbytes), None)
+    end = (whole_pages(slots * slot_nbytes, page_nbytes), None)
     ranges = (
         PageRange(begin, following, node)
         for (begin, node), (following, _) in pairwise(chain(starts, [end]))
@@ -67,6 +67,7 @@ class Placement:
 
     layout: ChunkLayout
     slots: int
+    slot_nbytes: int
     nodes: tuple[int | None, ...]  #: of each shard
     policies: Mapping[int | None, MemoryPolicy]  #: by node; a node without one is left to the kernel
     effective: str  #: in words
@@ -74,13 +75,13 @@ class Placement:
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
-        return self.slots * self.layout.frame_nbytes
+        return self.slots * self.slot_nbytes
 
     def ranges(self, page_nbytes: int) -> Iterable[PageRange]:
         """All pages of the arena, in order, so that a huge page, too, is on the node of the shard that it begins in."""
         if len({self.policies.get(node) for node in self.nodes}) == 1:
             return [PageRange(0, whole_pages(self.nbytes, page_nbytes), self.nodes[0])]
-        return ranges_by_node(self.layout, self.nodes, self.slots, page_nbytes)
+        return ranges_by_node(self.layout, self.nodes, self.slots, self.slot_nbytes, page_nbytes)
 
     def on(self, node: int | None) -> contextlib.AbstractContextManager[None]:
         """In this block the thread allocates memory of this node, if it has any left."""
@@ -100,7 +101,7 @@ def choose(asked: str, ctx: OpenContext, slots: int, sys: Path = Path("/sys")) -
     effective = ", ".join(map(_in_words, policies)) or "off"
     if why := "; ".join(f"{_in_words(node)}: {why}" for node, why in obstacles.items() if why):
         effective += f" ({why})"
-    return Placement(ctx.layout, slots, nodes, policies, effective)
+    return Placement(ctx.layout, slots, ctx.slot_nbytes, nodes, policies, effective)
 
 
 def _wanted(nodes: Sequence[int | None], sys: Path) -> dict[int | None, MemoryPolicy]:

@@ -89,7 +89,7 @@ def page_by_page(layout, nodes, slots, page_nbytes):
 )
 def test_each_page_is_on_the_node_of_the_shard_it_begins_in(nodes, pages, slots, page_nbytes):
     layout = make_layout(pages, ranks=len(nodes))
-    ranges = list(ranges_by_node(layout, nodes, slots, page_nbytes))
+    ranges = list(ranges_by_node(layout, nodes, slots, layout.frame_nbytes, page_nbytes))
     spread = [each.node for each in ranges for _ in range(each.begin, each.end, page_nbytes)]
     assert spread == page_by_page(layout, nodes, slots, page_nbytes)
     assert [ranges[0].begin, *(each.end for each in ranges[:-1])] == [each.begin for each in ranges]
@@ -99,7 +99,7 @@ def test_each_page_is_on_the_node_of_the_shard_it_begins_in(nodes, pages, slots,
 
 def test_ranks_on_two_nodes_have_two_ranges_a_slot():
     layout = make_layout((4096,), blocks=4, ranks=4)  # a header and four shards of 16 KiB
-    assert list(ranges_by_node(layout, (0, 0, 1, 1), 2, 4096)) == [
+    assert list(ranges_by_node(layout, (0, 0, 1, 1), 2, layout.frame_nbytes, 4096)) == [
         PageRange(0, 36 << 10, 0),
         PageRange(36 << 10, 68 << 10, 1),
         PageRange(68 << 10, 104 << 10, 0),
@@ -113,12 +113,12 @@ def test_shards_of_the_part_that_every_chunk_has_decide():
     layout = ChunkLayout([make_group((4096,)), state], 16, ranks=2)
     first = layout.parts[0].shards[1].offset
     assert first == 8192 < layout.parts[1].shards[1].offset
-    assert next(iter(ranges_by_node(layout, (0, 1), 1, 4096))).end == first
+    assert next(iter(ranges_by_node(layout, (0, 1), 1, layout.frame_nbytes, 4096))).end == first
 
 
 def test_ranks_with_the_same_bytes_share_a_node():
     layout = make_layout((4096,), blocks=4, ranks=4, replicas=2)
-    assert len(list(ranges_by_node(layout, (0, 1), 1, 4096))) == 2
+    assert len(list(ranges_by_node(layout, (0, 1), 1, layout.frame_nbytes, 4096))) == 2
 
 
 # -- what is chosen ----------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def test_each_shard_is_allocated_under_the_policy_of_its_node(seen):
     with under(interleaving({0})):
         arena = CpuConfig(huge_pages="off").open(context(0, NOWHERE))
         assert current() == interleaving({0})
-    wanted = ranges_by_node(TWO_RANKS, (preferring(0), interleaving({0})), arena.slots, 4096)
+    wanted = ranges_by_node(TWO_RANKS, (preferring(0), interleaving({0})), arena.slots, TWO_RANKS.frame_nbytes, 4096)
     assert seen == [(begin, end - begin, policy) for begin, end, policy in wanted]
     assert len(seen) == 2 * arena.slots
     arena.close()

@@ -32,7 +32,7 @@ class ExampleArenaConfig(ArenaConfig):
 
 class ExampleArena(AllocatorBackend):
     def __init__(self, ctx: OpenContext) -> None:
-        self.slot_nbytes = ctx.layout.frame_nbytes
+        self.slot_nbytes = ctx.slot_nbytes
         self.slots = ctx.capacity // self.slot_nbytes
         self._file = os.fdopen(os.memfd_create("kvtier-example-arena"), "r+b")
         try:
