@@ -73,8 +73,8 @@ def requirements(built: Path, name: str, extra: str | None = None) -> set[str]:
     return {match[1].lower() for match in found if (match[2] or "").replace('"', "'") == marker}
 
 
-def test_the_core_requires_three_packages(built):
-    assert requirements(built, "kvtier") == {"attrs", "pluggy", "pyyaml"}
+def test_the_core_requires_four_small_packages(built):
+    assert requirements(built, "kvtier") == {"attrs", "packaging", "pluggy", "pyyaml"}
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_without_a_compiler_the_core_is_installed_all_the_same(built, python, tm
 def test_the_environment_holds_nothing_else(python):
     listed = run(python, "-m", "pip", "list", "--format", "freeze").lower().replace("_", "-")
     installed = {line.split("==")[0] for line in listed.split()} - {"pip", "setuptools"}
-    brought = {"attrs", "pluggy", "pyyaml", "hiredis", "redis"}
+    brought = {"attrs", "packaging", "pluggy", "pyyaml", "hiredis", "redis"}
     brought |= {"boto3", "botocore", "jmespath", "obstore", "python-dateutil", "s3transfer", "six", "urllib3"}
     # Before Python 3.13 obstore needs typing-extensions, too.
     assert installed - {"typing-extensions"} == {*brought, *(name.replace("_", "-") for name in SOURCES)}

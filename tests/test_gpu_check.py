@@ -210,7 +210,7 @@ def test_what_lies_here_is_what_was_released(file, module, package):
             assert archive.read(name) == (Path(module.__file__).parents[1] / name).read_bytes()
 
 
-def test_the_gpu_check_needs_no_module_but_torch_pluggy_and_pytest():
+def test_the_gpu_check_needs_no_module_but_torch_pluggy_pytest_and_its_packaging():
     """As on a machine that has nothing else: what is not installed is found in the checkout, and nothing is imported
     before that."""
     program = f"""
@@ -218,7 +218,7 @@ import sys
 sys.path[:] = [path for path in sys.path if "site-packages" not in path]
 class Here:
     def find_spec(name, path=None, target=None):
-        if name in ("torch", "pluggy", "pytest"):
+        if name in ("torch", "packaging", "pluggy", "pytest"):
             import importlib.machinery as made
             return made.PathFinder.find_spec(name, {site.getsitepackages()!r}) if name != "torch" else None
 sys.meta_path.append(Here)

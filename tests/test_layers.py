@@ -26,7 +26,7 @@ FLOORS += ["config", "engine", "vllm simulate testing", "cli"]
 #: What a plugin may use of the core. Its tests may also use `testing`.
 FOR_PLUGINS = {"types", "layouts", "interfaces", "errors", "hookspecs", "transfer", "storekit"}
 #: What every environment with kvtier in it has.
-LIGHT = {CORE, "attrs", "pluggy", "yaml", *sys.stdlib_module_names}
+LIGHT = {CORE, "attrs", "packaging", "pluggy", "yaml", *sys.stdlib_module_names}
 
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}
 PACKAGES = sorted(

@@ -164,7 +164,7 @@ def _tried(config: StackConfig, number: int, layout: ChunkLayout) -> Diagnosis:
     with tiers.opened(config, layout, [number]) as (tier,):
         settings = tuple(f"{name}: {fact}" for name, fact in tier.store.facts().items())
         if isinstance(tier.tier, ArenaTierConfig):
-            return attrs.evolve(_tried_arena(tier, layout), settings=settings)
+            return attrs.evolve(_tried_arena(tier), settings=settings)
         with Frames(tier, layout, _FRAMES) as frames:
             write = frames.nbytes / median(frames.write, _ROUNDS, frames.rename)[0]
             latency = median(frames.look, _ROUNDS)[0]
@@ -173,9 +173,10 @@ def _tried(config: StackConfig, number: int, layout: ChunkLayout) -> Diagnosis:
             return Diagnosis(tier.tier.name, latency=latency, write=write, read=read, verify=verify, settings=settings)
 
 
-def _tried_arena(tier: OpenedTier, layout: ChunkLayout) -> Diagnosis:
+def _tried_arena(tier: OpenedTier) -> Diagnosis:
     """Copies to a slot and back."""
-    slot, other = tier.store.view(0), memoryview(bytearray(layout.frame_nbytes))
+    slot = tier.store.view(0)
+    other = memoryview(bytearray(len(slot)))
 
     def write() -> None:
         slot[:] = other
@@ -183,7 +184,7 @@ def _tried_arena(tier: OpenedTier, layout: ChunkLayout) -> Diagnosis:
     def read() -> None:
         other[:] = slot
 
-    writes, reads = (layout.frame_nbytes / median(work, _FRAMES)[0] for work in (write, read))
+    writes, reads = (len(other) / median(work, _FRAMES)[0] for work in (write, read))
     slot.release()
     return Diagnosis(tier.tier.name, write=writes, read=reads)
 

@@ -6,19 +6,20 @@ merely warns.
 
 from __future__ import annotations
 
-import operator
+import contextlib
 import re
 from importlib import metadata
 from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
 
 from kvtier_core.errors import ContractError
 from kvtier_core.hookspecs import GROUP
 
 _GROUP = re.compile(r"kvtier\.v([0-9]+)")
-_ON_KVTIER = re.compile(r"kvtier(?![\w.-])\s*(?:\[[^\]]*\])?\s*\(?([^;()]*)\)?\s*", re.IGNORECASE)
-_CLAUSE = re.compile(r"(==|!=|<=|>=|<|>|~=)\s*([0-9]+(?:\.[0-9]+)*)(\.\*)?")
-_RELEASE = re.compile(r"[0-9]+(?:\.[0-9]+)*")
-_COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 
 
 def entry_points() -> list[metadata.EntryPoint]:
@@ -43,37 +44,20 @@ def load(entry: metadata.EntryPoint, version: str) -> Any:
     return entry.load()
 
 
-def bounds_of(requires: list[str]) -> str:
-    """The bounds of a distribution on kvtier, always and not only for an extra: ``>=0.1,<2``; empty if nothing."""
-    found = (_ON_KVTIER.fullmatch(requirement) for requirement in requires)
-    return ",".join(match[1].strip() for match in found if match and match[1].strip())
+def bounds_of(requires: list[str]) -> SpecifierSet:
+    """The bounds of a distribution on kvtier, always and not only for an extra."""
+    bounds = SpecifierSet()
+    for each in requires:
+        with contextlib.suppress(InvalidRequirement):  # for pip to judge
+            requirement = Requirement(each)
+            if canonicalize_name(requirement.name) == "kvtier" and requirement.marker is None:
+                bounds &= requirement.specifier
+    return bounds
 
 
-def within(version: str, bounds: str) -> bool:
-    """Is a version within these bounds? Bounds that cannot be read here are for pip to judge, and exclude nothing."""
-    release = _RELEASE.match(version)
-    return release is None or all(_keeps(_numbers(release[0]), clause.strip()) for clause in bounds.split(","))
-
-
-def _keeps(release: tuple[int, ...], clause: str) -> bool:
-    match = _CLAUSE.fullmatch(clause)
-    if match is None:
+def within(version: str, bounds: SpecifierSet) -> bool:
+    """Is the release of this version within these bounds? A version that cannot be read is excluded by none."""
+    try:
+        return Version(version).base_version in bounds
+    except InvalidVersion:
         return True
-    sign, bound = match[1], _numbers(match[2])
-    if sign == "~=":
-        return _at_length(release, bound) >= bound and release[: len(bound) - 1] == bound[:-1]
-    if sign in ("==", "!="):
-        length = len(bound) if match[3] else max(len(bound), len(release))
-        equal = _at_length(release, bound)[:length] == (*bound, *[0] * (length - len(bound)))
-        return equal == (sign == "==")
-    longest = max(len(bound), len(release))
-    return _COMPARE[sign](*((*numbers, *[0] * (longest - len(numbers))) for numbers in (release, bound)))
-
-
-def _numbers(release: str) -> tuple[int, ...]:
-    return tuple(map(int, release.split(".")))
-
-
-def _at_length(release: tuple[int, ...], bound: tuple[int, ...]) -> tuple[int, ...]:
-    """With zeros behind it, so that it is not shorter than the bound."""
-    return (*release, *[0] * (len(bound) - len(release)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from kvtier_core.config.registry import Registry
 from kvtier_core.config.versions import bounds_of, within
@@ -67,14 +68,14 @@ def test_the_name_that_a_user_wrote_leads_to_the_reason(installed):
     ("requires", "bounds"),
     [
         (["kvtier"], ""),
-        (["kvtier>=0.1,<2"], ">=0.1,<2"),
+        (["kvtier>=0.1,<2"], "<2,>=0.1"),
         (["kvtier (>=0.1)"], ">=0.1"),
         (["kvtier[testing] >=0.1"], ">=0.1"),
-        (["kvtier>=9; extra == 'test'", "kvtier-disk>=9", "attrs<1"], ""),
+        (["kvtier>=9; extra == 'test'", "kvtier-disk>=9", "attrs<1", "kvtier>=oddly written"], ""),
     ],
 )
 def test_bounds_are_read(requires, bounds):
-    assert bounds_of(requires) == bounds
+    assert str(bounds_of(requires)) == bounds
 
 
 @pytest.mark.parametrize(
@@ -96,9 +97,9 @@ def test_bounds_are_read(requires, bounds):
         ("1.2", "==1.2.0", True),
         ("1.2.0", "!=1.2", False),
         ("1.2.1", "!=1.2", True),
-        ("1.2", ">=oddly written", True),
+        ("0.1.0.dev3", ">=0.1", True),
         ("unknown", ">=9", True),
     ],
 )
 def test_bounds_are_kept(version, bounds, answer):
-    assert within(version, bounds) is answer
+    assert within(version, SpecifierSet(bounds)) is answer
