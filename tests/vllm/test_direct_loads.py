@@ -148,7 +148,7 @@ def test_an_engine_that_is_killed_in_a_load_leaves_all_that_it_had(
     engine, fork_server, model, tmp_path, own, ranges_read
 ):
     log = tmp_path / "log"
-    fork_server.start("test_direct_reads:ask_until_a_load", log, {}, model=str(model), stack=alone(tmp_path))
+    fork_server.start("test_direct_loads:ask_until_a_load", log, {}, model=str(model), stack=alone(tmp_path))
     while not log.exists() or fork_server.members():
         time.sleep(0.05)
     assert "self-test: every byte came back" in log.read_text() and "Traceback" not in log.read_text()[-2000:]
@@ -192,13 +192,13 @@ def test_each_rank_reads_its_shard(fork_server, model, tmp_path):
         "VLLM_CPU_OMP_THREADS_BIND": "0|1",
     }
     arguments = {"model": str(model), "stack": alone(tmp_path), "options": {"tensor_parallel_size": 2}}
-    cold, _ = fork_server.run("test_direct_reads:ask_in_processes", environment, **arguments)
-    warm, log = fork_server.run("test_direct_reads:ask_in_processes", environment, **arguments)
+    cold, _ = fork_server.run("test_direct_loads:ask_in_processes", environment, **arguments)
+    warm, log = fork_server.run("test_direct_loads:ask_in_processes", environment, **arguments)
     assert Outcome.of(warm[3][0][0]) == hit(530, gds=512) and "read into: the host's memory" in log
     assert all(f"rank {rank}: gds: read with" in log for rank in range(2))
     assert (cold[0], cold[2], warm[2]) == (warm[0], 0, HITS)
     assert max(abs(a - b) for a, b in zip(cold[1], warm[1], strict=True)) < NOISE
     damage_second_shards(tmp_path)
-    computed, log = fork_server.run("test_direct_reads:ask_in_processes", environment, **arguments)
+    computed, log = fork_server.run("test_direct_loads:ask_in_processes", environment, **arguments)
     assert "corrupt" in log and computed[2] < HITS
     assert max(abs(a - b) for a, b in zip(cold[1], computed[1], strict=True)) < NOISE
