@@ -334,11 +334,11 @@ class StackMachine(RuleBasedStateMachine):
                 if isinstance(slot, Slot)
             )
         for tier in self.tier_levels:
-            assert tier.index.used == sum(map(tier.index.held.nbytes, tier.index.held))
+            assert tier.index.resident.used == sum(map(tier.index.resident.nbytes, tier.index.resident))
             if not tier.backend.shared:
                 held = sum(map(len, tier.backend.frames.values()))
                 assert tier.backend.most <= tier.capacity, f"{tier.name} was beyond its capacity"
-                assert held <= tier.index.used + sum(tier.incompatible.values()), (
+                assert held <= tier.index.resident.used + sum(tier.incompatible.values()), (
                     f"{tier.name} holds bytes that are not accounted for"
                 )
 

@@ -58,20 +58,20 @@ class Arena:
     def usage(self) -> Usage:
         """What the arena holds now."""
         capacity = self.memory.slots * self.memory.slot_nbytes
-        return Usage(self.name, len(self.index), self.index.used, capacity, pins=self.pins)
+        return Usage(self.name, len(self.index), self.index.resident.used, capacity, pins=self.pins)
 
     # -- what is here ------------------------------------------------------------------------------
 
     def has(self, key: ChunkKey) -> bool:
         """Is the chunk READY here?"""
-        return key in self.index and not (self._invalidated and self.index.held.place(key) in self._invalidated)
+        return key in self.index and not (self._invalidated and self.index.resident.place(key) in self._invalidated)
 
     def exact(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """The keys that are READY here, bit for bit as an engine computed them. Only those may be written elsewhere."""
         if self._invalidated or self._inexact:
             return [key for key in keys if self.has(key) and key not in self._inexact]
-        held = self.index.held
-        return [key for key in keys if key in held]
+        resident = self.index.resident
+        return [key for key in keys if key in resident]
 
     def exact_run(self, keys: Sequence[ChunkKey]) -> int:
         """How many of these chunks are bit for bit as an engine computed them, before the first that is not."""
@@ -81,10 +81,10 @@ class Arena:
 
     def ready_run(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
         """How many chunks of a path are READY here from ``start`` on, before the first that is not."""
-        run = self.index.held.run(keys, start)
+        run = self.index.resident.run(keys, start)
         if not self._invalidated:
             return run
-        places = self.index.held.places(keys[start : start + run])
+        places = self.index.resident.places(keys[start : start + run])
         return next((i for i, place in enumerate(places) if place in self._invalidated), run)
 
     def is_reserved(self, key: ChunkKey) -> bool:
@@ -97,18 +97,18 @@ class Arena:
 
     def without_slot(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """The keys that have no slot."""
-        return [key for key in self.index.held.missing(keys) if key not in self._reserved]
+        return [key for key in self.index.resident.missing(keys) if key not in self._reserved]
 
     def view(self, key: ChunkKey) -> memoryview:
-        """The slot of a reserved or held key."""
+        """The slot of a reserved or resident key."""
         return self.memory.view(self._place(key))
 
     def slots(self, keys: Sequence[ChunkKey]) -> list[Slot]:
-        """The slots of reserved or held keys."""
+        """The slots of reserved or resident keys."""
         return [Slot(self.number, self._place(key)) for key in keys]
 
     def _place(self, key: ChunkKey) -> int:
-        return self._reserved[key] if key in self._reserved else self.index.held.place(key)
+        return self._reserved[key] if key in self._reserved else self.index.resident.place(key)
 
     # -- room --------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class Arena:
         """Pin chunks to their slots. Raises ContractError, and pins none, if one is not READY."""
         if self.ready_run(keys) < len(keys):
             raise ContractError(f"{self.name}: pin of a chunk that is not READY")
-        places = self.index.held.places(keys)
+        places = self.index.resident.places(keys)
         if places:  # a holder of nothing never releases it
             self._pinned.update(places)
             self._pins.setdefault(holder, Counter()).update(places)
@@ -212,10 +212,10 @@ class Arena:
     def invalidate_all(self) -> None:
         """Never find any of these chunks again. A slot in use becomes free when its last user is done."""
         self._invalidated.update((slot, key) for key, slot in self._reserved.items())
-        held = self.index.held
-        in_use = {key: held.place(key) for key in held if held.place(key) in self._pinned}
+        resident = self.index.resident
+        in_use = {key: resident.place(key) for key in resident if resident.place(key) in self._pinned}
         self._invalidated.update((place, key) for key, place in in_use.items())
-        self._release([key for key in held if key not in in_use], evicted=False)
+        self._release([key for key in resident if key not in in_use], evicted=False)
 
     def _release(self, keys: Sequence[ChunkKey], *, evicted: bool) -> None:
         places = self.index.remove(keys, evicted=evicted)

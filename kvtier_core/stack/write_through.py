@@ -110,7 +110,7 @@ class WriteThrough:
     def _parent(self, key: ChunkKey) -> ChunkKey | None:
         """The chunk without which this one, or this part of a chunk, is of no use."""
         chunk = self._hot.index.chunk_of(key)
-        return self._hot.index.held.parent(key) if chunk == key else chunk
+        return self._hot.index.resident.parent(key) if chunk == key else chunk
 
     def _copy(self, keys: Sequence[ChunkKey], arena: Arena) -> None:
         """Copy chunks from the hottest arena to another one."""
@@ -122,7 +122,7 @@ class WriteThrough:
         arena.reserve(keys)
         slots = self._hot.pin(keys, arena.name)
         copies = [(arena.view(key), self._hot.view(key)) for key in keys]
-        parents = [self._hot.index.held.parent(key) for key in keys]
+        parents = [self._hot.index.resident.parent(key) for key in keys]
 
         def copy() -> None:
             for into, source in copies:

@@ -67,7 +67,7 @@ def held(order, *paths, policy=Listed, nbytes=1):
     index = CacheIndex(policy(order))
     for path in paths:
         for i in reversed(range(len(path))):
-            if letters(index.held.missing(keys(path[i]))):
+            if letters(index.resident.missing(keys(path[i]))):
                 admit(index, path[i], path[i - 1] if i else None, nbytes)
         index.request(keys(path), 0.0, {})
     return index
@@ -78,12 +78,12 @@ def admit(index, key, parent, nbytes):
 
 
 def parent(index, key):
-    found = index.held.parent(*keys(key))
+    found = index.resident.parent(*keys(key))
     return found and letters([found])
 
 
 def choose(index, amount, spared=""):
-    return letters(index.select_victims(amount, index.held.nbytes, [keys(spared)]))
+    return letters(index.select_victims(amount, index.resident.nbytes, [keys(spared)]))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_victims_are_weighed():
 def test_choosing_removes_nobody():
     index = held("abc", "abc")
     assert choose(index, 2) == choose(index, 2)
-    assert (len(index), index.used) == (3, 3)
+    assert (len(index), index.resident.used) == (3, 3)
 
 
 def test_a_parent_is_free_when_its_children_are_gone():
@@ -152,20 +152,20 @@ def test_bytes_are_accounted():
     index = CacheIndex(Listed("ab"))
     admit(index, "a", None, 10)
     admit(index, "b", "a", 20)
-    assert (index.used, len(index), sorted(index.held)) == (30, 2, keys("ab"))
+    assert (index.resident.used, len(index), sorted(index.resident)) == (30, 2, keys("ab"))
     a, b = keys("ab")
-    index.resize(b, 5)
-    assert (index.used, index.held.nbytes(b)) == (15, 5)
-    index.resize(a, 11)
-    assert index.used == 16
+    index.resident.resize(b, 5)
+    assert (index.resident.used, index.resident.nbytes(b)) == (15, 5)
+    index.resident.resize(a, 11)
+    assert index.resident.used == 16
     index.remove(keys("b"))
-    assert (index.used, list(index.held)) == (11, [a])
+    assert (index.resident.used, list(index.resident)) == (11, [a])
     assert a in index
     assert b not in index
 
 
 def trade(index, newcomers, room, spared=""):
-    welcome, victims = index.plan_admission(keys(newcomers), 1, room, index.held.nbytes, [keys(spared)])
+    welcome, victims = index.plan_admission(keys(newcomers), 1, room, index.resident.nbytes, [keys(spared)])
     return letters(welcome), letters(victims)
 
 
@@ -194,12 +194,12 @@ def test_whoever_hangs_on_a_newcomer_that_was_refused_is_refused():
 def test_trading_changes_nothing():
     index = held("abc", "abc")
     assert trade(index, "xy", 0) == trade(index, "xy", 0)
-    assert (len(index), index.used) == (3, 3)
+    assert (len(index), index.resident.used) == (3, 3)
 
 
 def test_a_newcomer_may_cost_several_victims():
     index = held("abc", "abc")
-    assert index.plan_admission(keys("xy"), 2, 0, index.held.nbytes) == (keys("x"), keys("cb"))
+    assert index.plan_admission(keys("xy"), 2, 0, index.resident.nbytes) == (keys("x"), keys("cb"))
 
 
 def test_a_newcomer_is_due_when_enough_requests_named_it():
@@ -255,7 +255,7 @@ def test_a_parent_that_left_and_came_back_has_its_children():
 
 def test_whoever_is_leaving_holds_nobody():
     index = held("abc", "abc")
-    index.detach(keys("cb"))
+    index.resident.detach(keys("cb"))
     assert choose(index, 3, spared="bc") == "a"
     index.request(keys("abc"), 0.0, {})
     assert choose(index, 3, spared="bc") == "", "they stayed"
@@ -266,7 +266,7 @@ def test_whoever_is_leaving_holds_nobody():
 def test_whoever_left_is_remembered_nowhere():
     index = held("abc", "abc")
     index.remove(keys("cab"))
-    assert index.used == 0
+    assert index.resident.used == 0
     assert not any(parent(index, key) for key in "abc")
     admit(index, "b", None, 1)
     assert choose(index, 1) == "b"

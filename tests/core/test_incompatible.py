@@ -91,7 +91,7 @@ def take_a_turn(folder, mask):
     payloads, events = stack.load(PATH)
     stack.store(PATH)
     on_disk = sum(file.stat().st_size for file in folder.rglob("*.kv"))
-    balanced = on_disk == tier.index.used + sum(tier.incompatible.values())
+    balanced = on_disk == tier.index.resident.used + sum(tier.incompatible.values())
     stack.manager.close()
     return payloads, set(kinds(events)), balanced
 
@@ -143,7 +143,7 @@ def test_a_write_that_does_not_begin_leaves_it_counted():
     shelf.fails = True
     assert "written" not in kinds(stack.store([A]))
     held = sum(map(len, shelf.frames.values()))
-    assert held == tier.index.used + sum(tier.incompatible.values()) == 2 * FRAME
+    assert held == tier.index.resident.used + sum(tier.incompatible.values()) == 2 * FRAME
 
 
 def test_what_can_be_deleted_later_is_no_frame_of_the_tiers_meanwhile():
@@ -189,7 +189,7 @@ def test_in_a_shared_store_nothing_of_others_is_deleted_or_asked_for_again_and_a
         assert stack.load(PATH)[0] == []
     assert not asked, "the same frames are read again and again"
     assert shelf.frames == before
-    assert tier.index.used == 0
+    assert tier.index.resident.used == 0
     now[0] += 600.0
     stack.load(PATH)
     stack.load(PATH)

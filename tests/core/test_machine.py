@@ -188,14 +188,14 @@ def renews_only_the_arena(monkeypatch):
 
 def invalidates_only_what_nobody_uses(monkeypatch):
     def invalidate_all(self):
-        held = self.index.held
+        held = self.index.resident
         self._release([key for key in held if held.place(key) not in self._pinned], evicted=False)
 
     monkeypatch.setattr(Arena, "invalidate_all", invalidate_all)
 
 
 def reads_what_is_leaving(monkeypatch):
-    monkeypatch.setattr(StoreTier, "readable", lambda self, keys, start=0: self.index.held.run(keys, start))
+    monkeypatch.setattr(StoreTier, "readable", lambda self, keys, start=0: self.index.resident.run(keys, start))
 
 
 def writes_beside_its_victims(monkeypatch):

@@ -25,7 +25,7 @@ def index():
 
 def hold(index, path, *parts):
     """Hold a path, root first, that a request has just named, and other parts of its chunks."""
-    new = index.held.missing(path)
+    new = index.resident.missing(path)
     index.request(path, 0.0, {})
     index.admit(new, [path[path.index(key) - 1] if path.index(key) else None for key in new], 1)
     index.admit(parts, [None] * len(parts), 1)

@@ -46,12 +46,12 @@ def hit_rate(config, trace, slots):
     index = CacheIndex(config.open())
     given = asked = 0
     for now, tokens, path in trace:
-        run = index.held.run(path)
+        run = index.resident.run(path)
         given += min(run * TOKENS, tokens)
         asked += tokens
         index.request(path, now, {})
         parents = dict(zip(path, [None, *path], strict=False))
-        absent = index.held.missing(path)
+        absent = index.resident.missing(path)
         welcome, victims = index.plan_admission(absent, 1, slots - len(index), lambda key: 1, [parents])
         index.remove(victims, evicted=True)
         index.admit(welcome, [parents[key] for key in welcome], 1)

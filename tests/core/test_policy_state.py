@@ -29,14 +29,14 @@ def kept():
     """A store in which a policy left what it had learned."""
     shelf = Shelf()
     index = learned(CacheIndex(GittinsConfig().open()))
-    PolicyState(shelf, index, FrameCodec(NAMESPACE, LAYOUT), PLENTY).keep()
-    return shelf, index.save()
+    PolicyState(shelf, index.policy, FrameCodec(NAMESPACE, LAYOUT), PLENTY).keep()
+    return shelf, index.policy.save()
 
 
 def recalled(shelf, namespace=NAMESPACE, capacity=PLENTY):
     index = CacheIndex(GittinsConfig().open())
-    PolicyState(shelf, index, FrameCodec(namespace, LAYOUT), capacity).recall()
-    return index.save()
+    PolicyState(shelf, index.policy, FrameCodec(namespace, LAYOUT), capacity).recall()
+    return index.policy.save()
 
 
 COLD = GittinsConfig().open().save()
@@ -78,12 +78,12 @@ def test_another_namespace_has_another_memo():
 def test_a_small_tier_keeps_none():
     shelf, _ = kept()
     assert recalled(shelf, capacity=1 << 16) == COLD
-    memo = PolicyState(Shelf(), CacheIndex(GittinsConfig().open()), FrameCodec(NAMESPACE, LAYOUT), 1 << 16)
+    memo = PolicyState(Shelf(), GittinsConfig().open(), FrameCodec(NAMESPACE, LAYOUT), 1 << 16)
     assert memo.nbytes == 0
 
 
 def test_a_policy_that_learns_nothing_takes_no_room():
-    assert PolicyState(Shelf(), CacheIndex(LruConfig().open()), FrameCodec(NAMESPACE, LAYOUT), PLENTY).nbytes == 0
+    assert PolicyState(Shelf(), LruConfig().open(), FrameCodec(NAMESPACE, LAYOUT), PLENTY).nbytes == 0
 
 
 # -- now and then ----------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class Now:
     def __init__(self, shelf=None):
         self.shelf = shelf or Shelf()
         self.index = CacheIndex(GittinsConfig().open())
-        self.memo = PolicyState(self.shelf, self.index, FrameCodec(NAMESPACE, LAYOUT), PLENTY)
+        self.memo = PolicyState(self.shelf, self.index.policy, FrameCodec(NAMESPACE, LAYOUT), PLENTY)
         self.pool = ManualPool()
         self.outcomes = []
 
@@ -116,7 +116,7 @@ def test_what_was_learned_is_kept_once_a_minute():
     assert not each.at(1000.0)
     learned(each.index)
     assert [each.at(now) for now in (1001.0, 1059.9, 1060.0)] == [False, False, True]
-    saved = each.index.save()
+    saved = each.index.policy.save()
     each.index.request(LOVED, 500.0, {})  # what a thread writes is what was known when it was told to
     each.keep()
     assert recalled(each.shelf) == warm(saved)
@@ -153,7 +153,7 @@ def test_what_could_not_be_kept_is_tried_again():
     each.shelf.fails = False
     assert [each.at(now) for now in (61.0, 120.0)] == [False, True]
     each.keep()
-    assert recalled(each.shelf) == warm(each.index.save())
+    assert recalled(each.shelf) == warm(each.index.policy.save())
 
 
 def test_engines_that_share_a_store_do_not_overwrite_each_other():

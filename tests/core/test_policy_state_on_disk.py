@@ -13,8 +13,7 @@ from serving import FRAME, Serving, files
 
 from kvtier_core.hookspecs import hookimpl
 from kvtier_core.policies.gittins import GittinsConfig
-from kvtier_core.stack.index.cache_index import CacheIndex
-from kvtier_core.stack.store_tier.policy_state import key_of
+from kvtier_core.stack.store_tier.policy_state import PolicyState, key_of
 from kvtier_core.testing.samples import make_keys, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT
 
@@ -184,16 +183,15 @@ def _killed_while_it_writes_what_it_learned(folder):
 
 
 def _killed_after_a_minute(folder):
-    """It leaves beside its store what its policy said of itself last: that is what was kept."""
+    """It leaves beside its store what its policy had learned when that was kept last."""
     stack = open_stack_at(folder)
-    save = CacheIndex.save
+    write = PolicyState._write
 
-    def told(index):
-        saved = save(index)
+    def told(state, saved):
         (folder / "saved").write_bytes(saved)
-        return saved
+        write(state, saved)
 
-    CacheIndex.save = told
+    PolicyState._write = told
     for _ in range(7):  # a bit more than 60 requests, a second each
         serve(stack, SECOND)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -187,17 +187,17 @@ def test_what_a_policy_learned_is_sealed(keyed):
     shelf, learned, cold = Shelf(), CacheIndex(GittinsConfig().open()), GittinsConfig().open().save()
     for now in range(1, 200):
         learned.request(KEYS, float(now), {})
-    PolicyState(shelf, learned, codec_of(keyed), 1 << 30).keep()
+    PolicyState(shelf, learned.policy, codec_of(keyed), 1 << 30).keep()
 
     def recalled(seal):
         index = CacheIndex(GittinsConfig().open())
-        PolicyState(shelf, index, codec_of(seal), 1 << 30).recall()
-        return index.save()
+        PolicyState(shelf, index.policy, codec_of(seal), 1 << 30).recall()
+        return index.policy.save()
 
     assert recalled(keyed) != cold
     assert recalled(None) == recalled(KeyedSeal.of(OTHER_SECRET, encrypt=keyed.encrypts)) == cold
     ((place, frame),) = shelf.frames.items()
-    assert (learned.save() in frame) is not keyed.encrypts
+    assert (learned.policy.save() in frame) is not keyed.encrypts
     forged = bytearray(frame)
     forged[FRAME_ALIGNMENT + 40] ^= 1
     shelf.frames[place] = summed(forged)

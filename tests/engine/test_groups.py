@@ -141,7 +141,7 @@ def test_a_boundary_that_lacks_a_part_is_not_found(host, layout):
     served.ask("first", asked)
     index = served.manager._hot.index
     for number in range(4):
-        key = rng.choice(sorted(index.held))
+        key = rng.choice(sorted(index.resident))
         served.manager._hot._release([key], evicted=True)
         served.ask(f"after {number}", asked)
     served.assert_at_rest()

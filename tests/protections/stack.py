@@ -470,7 +470,7 @@ MUTANTS = (
     Mutant(
         "useless-chunks-stay",
         PARTED,
-        "last = parent if parent is not None and parent in self.held and may_leave(parent) else None",
+        "last = parent if parent is not None and parent in self.resident and may_leave(parent) else None",
         "last = None",
         "tests/core/test_parted_index.py::test_a_boundary_leaves_with_its_parts_and_the_chunks_that_only_it_needed",
     ),

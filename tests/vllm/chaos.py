@@ -154,7 +154,7 @@ def live(plugin: str, orders: str, model: str, stack: dict | None, options: dict
 def _look(engine: Any) -> None:
     """At rest: what the tier believes to lie on the disk."""
     engine.settle()
-    for key in engine.manager._tiers[0].index.held:
+    for key in engine.manager._tiers[0].index.resident:
         tell("indexed", key.hex())
     tell("memo", key_of(engine.connector.side.namespace).hex())
     tell("accounted", engine.manager.usage()[-1].nbytes)

@@ -165,7 +165,7 @@ def must_be_at_rest(soak: Soak) -> tuple[dict[str, int], int]:
     assert not (worker._jobs or worker._begun or worker._failed or worker._ended or worker._checksums)
     for arena in side.manager._arenas:
         assert arena.free + len(arena.index) == arena.memory.slots and not arena.reserved
-        assert arena.index.used == len(arena.index) * arena.memory.slot_nbytes
+        assert arena.index.resident.used == len(arena.index) * arena.memory.slot_nbytes
     held = {f"scheduler.{name}": n for name, n in sizes(side).items() if not name.endswith("backend.0.calls")}
     held |= {f"worker.{name}": n for name, n in sizes(worker).items()}
     places = sum(len(level.index) for level in side.manager._levels)

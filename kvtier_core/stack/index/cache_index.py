@@ -15,36 +15,31 @@ Admitted = Callable[[Sequence[ChunkKey]], Sequence[ChunkKey]]
 
 
 class CacheIndex:
-    """The held keys of one tier, and its eviction policy.
+    """The resident keys of one tier, and its eviction policy.
 
     The policy says in which order chunks should be evicted. This class passes over a chunk whose child in the prefix
-    tree is still held, if the policy is ``leaf_first``: without its parent a child could not be reached.
+    tree is still resident, if the policy is ``leaf_first``: without its parent a child could not be reached.
     """
 
     def __init__(self, policy: EvictionPolicy, store_after: int = 1):
         """A chunk is admitted once ``store_after`` requests have named it."""
-        self.held = PrefixTree()  #: the keys with sizes, places and parents; read it, and make changes here
-        self._policy = policy
+        self.resident = PrefixTree()  #: the keys with sizes, places and parents; `admit` and `remove` change which
+        self.policy = policy
         self._store_after = store_after
         self._frequency = FrequencyFilter() if store_after > 1 else None
 
     def __contains__(self, key: ChunkKey) -> bool:
-        return key in self.held
+        return key in self.resident
 
     def __len__(self) -> int:
-        return len(self.held)
-
-    @property
-    def used(self) -> int:
-        """Bytes of all that is held."""
-        return self.held.used
+        return len(self.resident)
 
     def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
-        """A request names these chunks, root first, held or not."""
+        """A request names these chunks, root first, resident or not."""
         if self._frequency:
             self._frequency.note(path)
-        self.held.adopt(path)
-        self._policy.request(path, now, hints)
+        self.resident.adopt(path)
+        self.policy.request(path, now, hints)
 
     def chunk_of(self, key: ChunkKey) -> ChunkKey:
         """The key of the chunk that a key names a part of."""
@@ -53,12 +48,12 @@ class CacheIndex:
     def with_their_parts(self, keys: Sequence[ChunkKey], admitted: Admitted) -> list[ChunkKey]:
         """Those of ``keys`` that are to be admitted: chunks as ``admitted`` says, other parts if their chunks are.
 
-        ``admitted(path)`` returns the chunks to admit among those of a path, root first, that are not held.
+        ``admitted(path)`` returns the chunks to admit among those of a path, root first, that are not resident.
         """
         return list(admitted(keys))
 
     def other_parts(self, chunks: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """The keys of all parts but the first that are held of these chunks."""
+        """The keys of all resident parts but the first of these chunks."""
         return []
 
     def meets_frequency(self, path: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
@@ -74,24 +69,16 @@ class CacheIndex:
         nbytes: int,
         places: Sequence[int] | None = None,
     ) -> None:
-        """Hold keys of a path, root first, of ``nbytes`` each. ``places`` are numbers to store with them."""
-        self.held.add(keys, parents, nbytes, [0] * len(keys) if places is None else places)
+        """Add keys of a path, root first, of ``nbytes`` each. ``places`` are numbers to store with them."""
+        self.resident.add(keys, parents, nbytes, [0] * len(keys) if places is None else places)
         for key in reversed(keys):  # leaves come before their root
-            self._policy.admit(key, nbytes)
-
-    def resize(self, key: ChunkKey, nbytes: int) -> None:
-        """A held key takes ``nbytes`` from now on."""
-        self.held.resize(key, nbytes)
-
-    def detach(self, keys: Sequence[ChunkKey]) -> None:
-        """These keys no longer protect their parents from eviction. The next request attaches those that stay again."""
-        self.held.detach(keys)
+            self.policy.admit(key, nbytes)
 
     def remove(self, keys: Sequence[ChunkKey], *, evicted: bool = False) -> list[int]:
-        """No longer hold these keys; returns their places. The policy may keep ghosts of ``evicted`` keys."""
-        places = self.held.remove(keys)
+        """Remove these keys; returns their places. The policy may keep ghosts of ``evicted`` keys."""
+        places = self.resident.remove(keys)
         for key in keys:
-            self._policy.forget(key, evicted=evicted)
+            self.policy.forget(key, evicted=evicted)
         return places
 
     def select_victims(
@@ -142,21 +129,13 @@ class CacheIndex:
             victims += needed
         return admitted, victims
 
-    def save(self) -> bytes:
-        """What the policy learned; empty if it learns nothing."""
-        return self._policy.save()
-
-    def restore(self, saved: bytes) -> None:
-        """Give the policy what `save` returned in an earlier process."""
-        self._policy.restore(saved)
-
     def _prefers(self, newcomer: ChunkKey, victim: ChunkKey) -> bool:
         """Is it better to hold the newcomer?"""
-        return self._policy.prefers(newcomer, victim)
+        return self.policy.prefers(newcomer, victim)
 
     def _eviction_candidates(
         self, spared: Sequence[Container[ChunkKey]], pinned: Container[int]
     ) -> Iterator[Sequence[ChunkKey]]:
         """Keys that leave together, best first, each on the assumption that all before them are evicted."""
-        victims = self._policy.victims()
-        return ((key,) for key in self.held.eviction_candidates(victims, spared, pinned, self._policy.leaf_first))
+        victims = self.policy.victims()
+        return ((key,) for key in self.resident.eviction_candidates(victims, spared, pinned, self.policy.leaf_first))

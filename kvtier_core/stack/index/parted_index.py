@@ -20,19 +20,19 @@ class PartedIndex(CacheIndex):
     def __init__(self, *args: object, **options: object):
         super().__init__(*args, **options)
         self._others: dict[ChunkKey, dict[ChunkKey, None]] = {}  # parts but the first, by chunk
-        self._orphaned: dict[ChunkKey, None] = {}  # chunks of which only other parts are held
+        self._orphaned: dict[ChunkKey, None] = {}  # chunks of which only other parts are resident
 
     def chunk_of(self, key: ChunkKey) -> ChunkKey:
         return chunk_key(key)
 
     def with_their_parts(self, keys: Sequence[ChunkKey], admitted: Admitted) -> list[ChunkKey]:
         chunks, parts = _split(keys)
-        # A chunk that is on its way here, and not held yet, would be admitted now as it was before.
-        homes = dict.fromkeys(home for part in parts if (home := chunk_key(part)) not in self.held)
+        # A chunk that is on its way here, and not resident yet, would be admitted now as it was before.
+        homes = dict.fromkeys(home for part in parts if (home := chunk_key(part)) not in self.resident)
         joined = set(admitted([*homes, *(chunk for chunk in chunks if chunk not in homes)]))
         return [
             *(chunk for chunk in chunks if chunk in joined),
-            *(part for part in parts if chunk_key(part) in self.held or chunk_key(part) in joined),
+            *(part for part in parts if chunk_key(part) in self.resident or chunk_key(part) in joined),
         ]
 
     def other_parts(self, chunks: Sequence[ChunkKey]) -> list[ChunkKey]:
@@ -46,27 +46,27 @@ class PartedIndex(CacheIndex):
         places: Sequence[int] | None = None,
     ) -> None:
         above = [None if number_of_part(key) else parent for key, parent in zip(keys, parents, strict=True)]
-        self.held.add(keys, above, nbytes, [0] * len(keys) if places is None else places)
+        self.resident.add(keys, above, nbytes, [0] * len(keys) if places is None else places)
         chunks, others = _split(keys)
         for chunk in reversed(chunks):
-            self._policy.admit(chunk, nbytes)
+            self.policy.admit(chunk, nbytes)
             self._orphaned.pop(chunk, None)
         for part in others:
             self._others.setdefault(chunk_key(part), {})[part] = None
-            if chunk_key(part) not in self.held:
+            if chunk_key(part) not in self.resident:
                 self._orphaned[chunk_key(part)] = None
 
     def remove(self, keys: Sequence[ChunkKey], *, evicted: bool = False) -> list[int]:
-        places = self.held.remove(keys)
+        places = self.resident.remove(keys)
         chunks, others = _split(keys)
         for part in others:
-            held = self._others[chunk_key(part)]
-            del held[part]
-            if not held:
+            siblings = self._others[chunk_key(part)]
+            del siblings[part]
+            if not siblings:
                 del self._others[chunk_key(part)]
                 self._orphaned.pop(chunk_key(part), None)
         for chunk in chunks:
-            self._policy.forget(chunk, evicted=evicted)
+            self.policy.forget(chunk, evicted=evicted)
             if chunk in self._others:
                 self._orphaned[chunk] = None
         return places
@@ -78,7 +78,7 @@ class PartedIndex(CacheIndex):
         self, spared: Sequence[Container[ChunkKey]], pinned: Container[int]
     ) -> Iterator[Sequence[ChunkKey]]:
         def may_leave(key: ChunkKey) -> bool:
-            return self.held.place(key) not in pinned and not any(key in each for each in spared)
+            return self.resident.place(key) not in pinned and not any(key in each for each in spared)
 
         for chunk in self._orphaned:
             if not any(chunk in each for each in spared) and (parts := list(filter(may_leave, self._others[chunk]))):
@@ -88,15 +88,15 @@ class PartedIndex(CacheIndex):
         for (chunk,) in super()._eviction_candidates(spared, pinned):
             leaving: list[ChunkKey] = []
             last: ChunkKey | None = chunk
-            while last is not None and last not in gone and self.held.children(last) <= children[last]:
+            while last is not None and last not in gone and self.resident.children(last) <= children[last]:
                 parts = self.other_parts([last])
                 if not all(map(may_leave, parts)) or (leaving and parts):
                     break  # in use, or a boundary
                 leaving += [last, *parts]
                 gone.add(last)
-                parent = self.held.parent(last)
+                parent = self.resident.parent(last)
                 children[parent] += 1
-                last = parent if parent is not None and parent in self.held and may_leave(parent) else None
+                last = parent if parent is not None and parent in self.resident and may_leave(parent) else None
             if leaving:
                 yield leaving
 

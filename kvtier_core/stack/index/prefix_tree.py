@@ -1,4 +1,4 @@
-"""The held keys of one tier: the size and the place of each, and its parent in the prefix tree."""
+"""The resident keys of one tier: the size and the place of each, and its parent in the prefix tree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtier_core.types import ChunkKey
 
 
 class PlainPrefixTree:
-    """A prefix tree over keys. A parent may be a key that is not held; a key that is not held has no known parent.
+    """A prefix tree over keys. A parent may be a key that is not resident; such a key has no known parent.
 
     csrc/prefix_tree.cpp gives the same answers faster and in less memory; it is tested against this.
     """
@@ -21,7 +21,7 @@ class PlainPrefixTree:
         self._place: dict[ChunkKey, int] = {}
         self._parent: dict[ChunkKey, ChunkKey] = {}
         self._children: Counter[ChunkKey] = Counter()
-        self.used = 0  #: bytes of all that is held
+        self.used = 0  #: bytes of all resident keys
         self._changes = 0
 
     def __contains__(self, key: ChunkKey) -> bool:
@@ -31,11 +31,11 @@ class PlainPrefixTree:
         return len(self._nbytes)
 
     def __iter__(self) -> Iterator[ChunkKey]:
-        """The held keys: a snapshot, in no particular order."""
+        """The resident keys: a snapshot, in no particular order."""
         return iter(list(self._nbytes))
 
     def nbytes(self, key: ChunkKey) -> int:
-        """Bytes of a held key."""
+        """Bytes of a resident key."""
         return self._nbytes[key]
 
     def parent(self, key: ChunkKey) -> ChunkKey | None:
@@ -43,11 +43,11 @@ class PlainPrefixTree:
         return self._parent.get(key)
 
     def children(self, key: ChunkKey) -> int:
-        """How many held keys have this one as their parent."""
+        """How many resident keys have this one as their parent."""
         return self._children.get(key, 0)
 
     def place(self, key: ChunkKey) -> int:
-        """The number that was stored with a held key: its slot, in an arena."""
+        """The number that was stored with a resident key: its slot, in an arena."""
         return self._place[key]
 
     def places(self, keys: Sequence[ChunkKey]) -> list[int]:
@@ -55,11 +55,11 @@ class PlainPrefixTree:
         return [self._place[key] for key in keys]
 
     def run(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
-        """How many are held from ``start`` on, before the first that is not."""
+        """How many are resident from ``start`` on, before the first that is not."""
         return next((i - start for i in range(start, len(keys)) if keys[i] not in self._nbytes), len(keys) - start)
 
     def missing(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """The keys that are not held."""
+        """The keys that are not resident."""
         return [key for key in keys if key not in self._nbytes]
 
     def add(
@@ -77,13 +77,13 @@ class PlainPrefixTree:
                 self._adopt(key, parent)
 
     def adopt(self, path: Sequence[ChunkKey]) -> None:
-        """Each held key of a path gets the one before it as its parent, unless its parent is known."""
+        """Each resident key of a path gets the one before it as its parent, unless its parent is known."""
         for parent, key in itertools.pairwise(path):
             if key in self._nbytes and key not in self._parent:
                 self._adopt(key, parent)
 
     def resize(self, key: ChunkKey, nbytes: int) -> None:
-        """A held key takes ``nbytes`` from now on."""
+        """A resident key takes ``nbytes`` from now on."""
         self.used += nbytes - self._nbytes[key]
         self._nbytes[key] = nbytes
 
@@ -114,11 +114,11 @@ class PlainPrefixTree:
         """The ``victims`` that may be evicted, best first, each on the assumption that all before it are evicted.
 
         Passes over keys that one of the ``spared`` contains, and keys whose place is ``pinned``. With ``leaf_first`` a
-        key with a held child comes after its last child. Raises RuntimeError once the tree has changed.
+        key with a resident child comes after its last child. Raises RuntimeError once the tree has changed.
         """
         changes = self._changes
         gone: Counter[ChunkKey | None] = Counter()  # how many children of a key came before
-        passed: set[ChunkKey] = set()  # named by the policy, but a child is still held
+        passed: set[ChunkKey] = set()  # named by the policy, but a child is still resident
 
         def is_leaf(key: ChunkKey) -> bool:
             return self._children.get(key, 0) <= gone.get(key, 0)

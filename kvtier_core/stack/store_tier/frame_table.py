@@ -104,7 +104,7 @@ class FrameTable:
 
     def readable(self, keys: Sequence[ChunkKey], start: int) -> int:
         """How many keys from ``start`` on are resident and may be read now, before the first that may not."""
-        run = self.index.held.run(keys, start)
+        run = self.index.resident.run(keys, start)
         if not self.in_use and not self.invalidated:
             return run
         unreadable = (
@@ -116,13 +116,13 @@ class FrameTable:
 
     def nbytes(self, keys: Iterable[ChunkKey]) -> int:
         """Bytes of resident frames."""
-        return sum(map(self.index.held.nbytes, keys))
+        return sum(map(self.index.resident.nbytes, keys))
 
     # -- incompatible frames -----------------------------------------------------------------------
 
     def make_incompatible(self, keys: Sequence[ChunkKey]) -> None:
         """Reads found that these resident frames cannot be served here."""
-        self.incompatible.update((key, self.index.held.nbytes(key)) for key in keys)
+        self.incompatible.update((key, self.index.resident.nbytes(key)) for key in keys)
         self.incompatible_nbytes += self.nbytes(keys)
         self.index.remove(keys)
 
@@ -165,17 +165,17 @@ class FrameTable:
     @property
     def room(self) -> int:
         """Bytes that will be free when all deletes have completed; negative if too much is resident."""
-        return self.allowed - self.index.used + self.leaving_nbytes
+        return self.allowed - self.index.resident.used + self.leaving_nbytes
 
     @property
     def stored_nbytes(self) -> int:
         """Upper bound of the bytes in the store now."""
-        return self.index.used - self.waiting_nbytes + self._kept_nbytes + self.incompatible_nbytes
+        return self.index.resident.used - self.waiting_nbytes + self._kept_nbytes + self.incompatible_nbytes
 
     def fits(self, nbytes: int) -> bool:
         """May a write of this many bytes begin now without exceeding the capacity?"""
-        return self.index.used - self.waiting_nbytes + nbytes <= self.allowed
+        return self.index.resident.used - self.waiting_nbytes + nbytes <= self.allowed
 
     def excess(self) -> list[ChunkKey]:
         """The frames to evict because more is resident than is allowed."""
-        return self.index.select_victims(-self.room, self.index.held.nbytes, spared=(self.in_use,))
+        return self.index.select_victims(-self.room, self.index.resident.nbytes, spared=(self.in_use,))

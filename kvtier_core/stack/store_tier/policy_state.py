@@ -6,10 +6,9 @@ import hashlib
 
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import payload_of
-from kvtier_core.interfaces import Backend
+from kvtier_core.interfaces import Backend, EvictionPolicy
 from kvtier_core.layouts import frame_nbytes
 from kvtier_core.stack.batches import as_many
-from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.transfer.io_pool import Outcome, Pool, Then, run
 from kvtier_core.types import FRAME_HEADER_NBYTES, KEY_NBYTES, ChunkKey, Namespace
 
@@ -36,12 +35,12 @@ class PolicyState:
     It is not KV: it stays under the namespace of the ``codec`` that the store was opened with, whatever epochs follow.
     """
 
-    def __init__(self, backend: Backend, index: CacheIndex, codec: FrameCodec, capacity: int):
+    def __init__(self, backend: Backend, policy: EvictionPolicy, codec: FrameCodec, capacity: int):
         self.key = key_of(codec.namespace)
         self._backend = backend
-        self._index = index
+        self._policy = policy
         self._codec = codec
-        self._kept = index.save()  # the state in the store, or that of a new policy, which need not be stored
+        self._kept = policy.save()  # the state in the store, or that of a new policy, which need not be stored
         self._length = len(self._kept)
         self._next: float | None = None  # when to check again
         self._busy = False
@@ -60,13 +59,13 @@ class PolicyState:
         if 0 < count <= len(buffer):
             found = buffer[:count]
             if self._codec.verify_raw(self.key, found, self._length) is None:
-                self._index.restore(bytes(payload_of(found)))
-                self._kept = self._index.save()
+                self._policy.restore(bytes(payload_of(found)))
+                self._kept = self._policy.save()
 
     def keep(self) -> None:
         """Store the current state. Waits for the store; raises BackendError."""
         if self.nbytes:
-            self._write(self._index.save())
+            self._write(self._policy.save())
 
     def due(self, now: float) -> bool:
         """Is it time to store new state? Once a minute, but not while the last write is under way."""
@@ -79,7 +78,7 @@ class PolicyState:
     def keep_by(self, pool: Pool, now: float, then: Then) -> None:
         """Store the state on a thread of the pool if it has changed; ``then`` gets the outcome."""
         self._next = now + _EVERY
-        saved = self._index.save()
+        saved = self._policy.save()
         if saved == self._kept:
             return
 

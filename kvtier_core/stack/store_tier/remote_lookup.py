@@ -101,7 +101,7 @@ class RemoteLookup:
             self._end(keys)
             there = {key for key, answer in zip(keys, call.value or (), strict=call.error is None) if answer}
             self.not_there(set(keys) - there)
-            found = self._table.index.held.missing([key for key in keys if key in there])
+            found = self._table.index.resident.missing([key for key in keys if key in there])
             self._found += found
             then(found)
 

@@ -61,7 +61,7 @@ class StoreTier:
         self._inflight_limit = inflight
         self._clock = clock
         self._health = StoreHealth(name, pool, timeout, clock)
-        self._policy_state = PolicyState(backend, index, codec, capacity)
+        self._policy_state = PolicyState(backend, index.policy, codec, capacity)
         self._table = FrameTable(index, CapacityLimit(capacity), self._policy_state.nbytes, clock)
         speed = StoreSpeed()
         self._chooser = LoadChooser(name, speed, clock)
@@ -104,7 +104,7 @@ class StoreTier:
         return Usage(
             self.name,
             len(self.index),
-            self.index.used,
+            self.index.resident.used,
             self.capacity,
             inflight=self._inflight,
             can_read=not self._health.reads_blocked,
@@ -197,7 +197,7 @@ class StoreTier:
         room = self._table.room + self._table.evictable(path)
         spared = self._table.in_use, set(path)
         nbytes = self._codec.max_frame_nbytes
-        admitted, _ = self.index.plan_admission(frequent, nbytes, room, self.index.held.nbytes, spared)
+        admitted, _ = self.index.plan_admission(frequent, nbytes, room, self.index.resident.nbytes, spared)
         return admitted
 
     def write(self, frames: Sequence[FrameWrite], release: Release) -> None:
@@ -222,7 +222,7 @@ class StoreTier:
         self, frames: Sequence[FrameWrite], parents: set[ChunkKey | None]
     ) -> tuple[Sequence[FrameWrite], list[ChunkKey]]:
         """The leading frames that can be stored, and the victims to evict for them."""
-        weigh, bound = self.index.held.nbytes, self._codec.max_frame_nbytes
+        weigh, bound = self.index.resident.nbytes, self._codec.max_frame_nbytes
         room = self._table.room + self._table.evictable([frame.key for frame in frames])
         victims = self.index.select_victims(len(frames) * bound - room, weigh, spared=(self._table.in_use, parents))
         freed = sum(map(weigh, victims))
@@ -237,7 +237,7 @@ class StoreTier:
             return []
         if not self._table.limit.open(self._clock()):
             return []
-        return [key for key in self.index.held.missing(keys) if key not in self._table.in_use]
+        return [key for key in self.index.resident.missing(keys) if key not in self._table.in_use]
 
     def _not_writable_reason(self, key: ChunkKey) -> str:
         """Why a frame cannot be written; empty if it is stored already, or is being written."""
@@ -328,7 +328,7 @@ class StoreTier:
     def invalidate_all(self, namespace: Namespace) -> None:
         """Never find any of these frames again; new ones are encoded under ``namespace``."""
         self._codec = self._codec.with_namespace(namespace)
-        self._deletes.invalidate(self.index.held)
+        self._deletes.invalidate(self.index.resident)
 
     def close(self, timeout: float) -> bool:
         """Close the tier. False if a call still hangs after ``timeout`` seconds; the backend then stays open."""

@@ -140,7 +140,7 @@ class Writes:
         for key, stored in zip(group.keys, call.value or [call.error] * len(group.frames), strict=True):
             if isinstance(stored, int):
                 self._table.replaced(key)
-                self._index.resize(key, stored)
+                self._index.resident.resize(key, stored)
                 continue
             self._index.remove([key])
             if call.error is None:
