@@ -71,7 +71,7 @@ class _Bench:
         self.shape = shape
         self.namespace = Namespace.of({"benchmark": "copies"})
         capacity, nbytes = Nbytes(CHUNKS * shape.layout.frame_nbytes), CHUNKS * shape.layout.payload_nbytes
-        self.arena = CpuConfig().open(OpenContext(self.namespace, shape.layout, "benchmark", capacity))
+        self.arena = CpuConfig().open(OpenContext(self.namespace, shape.layout, capacity))
         self.pages, self.plain = _warm(nbytes), _warm(nbytes)
         self.mover = CpuConfig().attach(self.arena.handle, self._kv_cache())
         self.jobs = itertools.count()

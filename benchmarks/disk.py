@@ -114,7 +114,7 @@ class _Bench:
             view[:] = os.urandom(1 << 16) * (frame_nbytes >> 16)
             seal(view, namespace, key, layout.payload_nbytes)
         self.codec = FrameCodec(namespace, layout)
-        context = OpenContext(namespace, layout, "benchmark", Nbytes(2 * TOTAL))
+        context = OpenContext(namespace, layout, Nbytes(2 * TOTAL))
         self.raw = RawFiles(place / "raw")
         self.places = RawPlaces(place / "places", self.keys, frame_nbytes)
         self.ring = RingFiles(place / "ring", len(self.keys))

@@ -168,7 +168,7 @@ def _serving(stack: contextlib.ExitStack, place: Path, known: RequestView, share
 
 
 def _scheduler_side(config: StackConfig, runtime: Runtime) -> SchedulerSide:
-    manager = open_stack(config, OpenContext(NAMESPACE, LAYOUT, "benchmark"), runtime)
+    manager = open_stack(config, OpenContext(NAMESPACE, LAYOUT), runtime)
     return SchedulerSide(config, manager, NAMESPACE, LAYOUT)
 
 
@@ -237,7 +237,7 @@ def _open(stack: contextlib.ExitStack, disk: Path | None = None, held: int = HEL
     if disk:
         tiers.append({"type": "disk", "path": str(disk), "capacity": "4GiB", "min_free": "0B"})
     config = load_config({"version": 1, "tiers": tiers}, Registry.discover())
-    manager = open_stack(config, OpenContext(NAMESPACE, LAYOUT, "benchmark"))
+    manager = open_stack(config, OpenContext(NAMESPACE, LAYOUT))
     stack.callback(manager.close)
     return manager
 

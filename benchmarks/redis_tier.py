@@ -87,7 +87,7 @@ def _existence(way: str, bench: _Bench) -> Table:
 class _Bench:
     def __init__(self, way: _Way):
         layout = make_layout((FRAME - FRAME_HEADER_NBYTES,), 1)
-        context = OpenContext(Namespace.of({"benchmark": "redis"}), layout, "benchmark")
+        context = OpenContext(Namespace.of({"benchmark": "redis"}), layout)
         self.bare = _BareClient(way.connect())
         self.tier: Backend = RedisConfig(url=way.url, part=Nbytes(PART)).open(context)
         self.keys = [ChunkKey(os.urandom(KEY_NBYTES)) for _ in range(FRAMES)]

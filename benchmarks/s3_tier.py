@@ -83,7 +83,7 @@ def _existence(bench: _Bench) -> Table:
 class _Bench:
     def __init__(self, port: int, frame_nbytes: int, count: int):
         url = f"http://127.0.0.1:{port}"
-        context = OpenContext(Namespace.of({"benchmark": "s3"}), make_layout((frame_nbytes - 4096,), 1), "benchmark")
+        context = OpenContext(Namespace.of({"benchmark": "s3"}), make_layout((frame_nbytes - 4096,), 1))
         self.nbytes = count * frame_nbytes
         self.keys = [ChunkKey(os.urandom(KEY_NBYTES)) for _ in range(count)]
         self.names = [key.hex() for key in self.keys]

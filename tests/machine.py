@@ -123,7 +123,7 @@ class StackMachine(RuleBasedStateMachine):
         self.holders = 0
         self.storing: list[str] = []  # holders of reservations
         self.loading: list[_Lease] = []
-        self.codec = FrameCodec.open(self.serializer, OpenContext(NAMESPACE, LAYOUT, "machine"))
+        self.codec = FrameCodec.open(self.serializer, OpenContext(NAMESPACE, LAYOUT))
         self.sealer = ManualPool()
         self.memories = [Slots(slots) for slots in self.arenas]
         self.arena_levels = [

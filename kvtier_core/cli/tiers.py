@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -66,7 +65,7 @@ def opened(config: StackConfig, layout: ChunkLayout, numbers: Iterable[int]) -> 
     What is written to them is for the caller to delete. Raises ConfigError if one cannot be opened.
     """
     numbers = list(numbers)
-    ctx = OpenContext(Namespace.of({"check": secrets.token_hex(16)}), layout, f"kvtier-{os.getpid()}")
+    ctx = OpenContext(Namespace.of({"check": secrets.token_hex(16)}), layout)
     missing = [folder for number in numbers for folder in _missing_folders(config.tiers[number])]
     tiers: list[OpenedTier] = []
     collector = ProblemCollector()

@@ -41,6 +41,8 @@ KINDS = {
     "serializer": Kind("kvtier_serializers", (SerializerConfig,)),
     "observer": Kind("kvtier_observers", (ObserverConfig,)),
 }
+#: The kind of a family of Configs.
+KIND_OF = {family: kind for kind, described in KINDS.items() for family in described.families}
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _HOOKS = [name for name in vars(hookspecs) if name.startswith("kvtier_")]
 

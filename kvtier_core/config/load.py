@@ -12,13 +12,12 @@ import attrs
 from kvtier_core.config import decode, yaml_nodes
 from kvtier_core.config.decode import Choose, Setting, Unavailable
 from kvtier_core.config.model import ArenaTierConfig, Source, StackConfig, StoreTierConfig
-from kvtier_core.config.registry import KINDS, Registry
+from kvtier_core.config.registry import KIND_OF, Registry
 from kvtier_core.config.yaml_nodes import Node, ProblemCollector
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.interfaces import ArenaConfig, BackendConfig
 from kvtier_core.transfer.io_pool import run
 
-_KIND_OF = {family: kind for kind, described in KINDS.items() for family in described.families}
 #: Fields of a tier that are not keys in YAML.
 _NOT_WRITTEN = ("name", "config", "source")
 
@@ -39,7 +38,7 @@ def load_config(source: pathlib.Path | str | Mapping, registry: Registry, label:
     """
 
     def choose(family: type, name: str) -> type | Unavailable:
-        return registry.choose(_KIND_OF[family], name)
+        return registry.choose(KIND_OF[family], name)
 
     collector = ProblemCollector()
     root = (

@@ -11,11 +11,11 @@ import attrs
 
 from kvtier_core.builtin import plugin as builtin
 from kvtier_core.config.decode import Unavailable, guess
-from kvtier_core.config.examine import KINDS, Offer, examine
+from kvtier_core.config.examine import KIND_OF, KINDS, Offer, examine
 from kvtier_core.errors import KvtierError
 from kvtier_core.transfer.io_pool import run
 
-__all__ = ["KINDS", "Broken", "Offer", "Registry"]
+__all__ = ["KINDS", "KIND_OF", "Broken", "Offer", "Registry"]
 
 logger = logging.getLogger("kvtier")
 

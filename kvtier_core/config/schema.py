@@ -15,7 +15,7 @@ import attrs
 
 from kvtier_core.config.comments import comments_of, first_paragraph
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
-from kvtier_core.config.registry import KINDS, Offer, Registry
+from kvtier_core.config.registry import KIND_OF, Offer, Registry
 from kvtier_core.interfaces import ArenaConfig
 from kvtier_core.types import EnvSecret, Nbytes, Seconds
 
@@ -31,7 +31,6 @@ _SCALARS: Mapping[Any, Schema] = {
     Seconds: {"type": "string", "pattern": rf"^\s*({Seconds.PATTERN})\s*$"},
     EnvSecret: {"type": "string", "pattern": rf"^\s*({EnvSecret.PATTERN})\s*$"},
 }
-_KIND_OF = {family: kind for kind, described in KINDS.items() for family in described.families}
 #: Words that YAML 1.1 takes for booleans, where they are choices.
 _ALSO = {"on": True, "off": False, "yes": True, "no": False}
 #: How attrs names a comparison of numbers, and how JSON Schema does.
@@ -102,8 +101,8 @@ class _Making:
         """The values that `decode.reader` reads for this annotation."""
         if annotation in _SCALARS:
             return _SCALARS[annotation]
-        if annotation in _KIND_OF:
-            return self._choice(_KIND_OF[annotation])
+        if annotation in KIND_OF:
+            return self._choice(KIND_OF[annotation])
         if attrs.has(annotation):
             return self.group(annotation)
         origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)

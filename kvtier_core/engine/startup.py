@@ -73,7 +73,6 @@ class Engine:
         context = OpenContext(
             namespace=identity.namespace,
             layout=chunk,
-            engine=self.name,
             replica=self.replica,
             replicas=self.replicas,
             numa_nodes=ranks.numa_nodes(chunk),

@@ -26,7 +26,6 @@ class OpenContext:
     #: where there are any.
     namespace: Namespace
     layout: ChunkLayout
-    engine: str  #: names this engine among those alive on this node
     #: This engine's share of the tier's capacity in YAML, in bytes of frames. The tier keeps its own frames within
     #: it; a store that is not shared deletes frames of other namespaces that would exceed it. Of a shared store it is
     #: what all of its users may take together, and 0 if the store bounds itself.

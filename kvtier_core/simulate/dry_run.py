@@ -59,7 +59,7 @@ def chunks_in(tier: ArenaTierConfig | StoreTierConfig, layout: ChunkLayout) -> i
 
 
 def _context(layout: ChunkLayout) -> OpenContext:
-    return OpenContext(Namespace.of({"engine": "simulated"}), layout, "simulated")
+    return OpenContext(Namespace.of({"engine": "simulated"}), layout)
 
 
 def _without_bytes(tier: ArenaTierConfig | StoreTierConfig) -> ArenaTierConfig | StoreTierConfig:

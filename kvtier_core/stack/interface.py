@@ -59,9 +59,7 @@ class Stack(abc.ABC):
         """
 
     @abc.abstractmethod
-    def prefetch(
-        self, path: Sequence[ChunkKey], limit: LoadLimit | None = None, salt: bytes = b"", skipped: int = 0
-    ) -> None:
+    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None = None, salt: bytes = b"") -> None:
         """A request for this path waits in the engine's queue: bring up what lies below the arenas.
 
         Nothing is pinned. What was brought up and is not used yet takes at most a quarter of the hottest arena.

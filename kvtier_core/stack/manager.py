@@ -103,10 +103,8 @@ class StorageManager(Stack):
     ) -> Lookup:
         return self._search.lookup(path, holder, limit, salt, skipped)
 
-    def prefetch(
-        self, path: Sequence[ChunkKey], limit: LoadLimit | None = None, salt: bytes = b"", skipped: int = 0
-    ) -> None:
-        self._search.prefetch(path, limit, salt, skipped)
+    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None = None, salt: bytes = b"") -> None:
+        self._search.prefetch(path, limit, salt)
 
     def still_pending(self, holder: str) -> bool:
         return self._leases.still_pending(holder)

@@ -44,7 +44,7 @@ def make_context(
     *, layout: ChunkLayout | None = None, namespace: Namespace | None = None, capacity: int = 1 << 30
 ) -> OpenContext:
     """What the stack would tell a plugin, ``capacity`` in bytes of frames."""
-    return OpenContext(namespace or make_namespace(), layout or make_layout(), "engine-0", Nbytes(capacity))
+    return OpenContext(namespace or make_namespace(), layout or make_layout(), Nbytes(capacity))
 
 
 def make_key(number: int) -> ChunkKey:

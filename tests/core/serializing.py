@@ -17,7 +17,7 @@ from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.testing.pool import ManualPool
 from kvtier_core.types import FRAME_ALIGNMENT, Nbytes
 
-CONTEXT = OpenContext(NAMESPACE, LAYOUT, "engine", Nbytes(1 << 20))
+CONTEXT = OpenContext(NAMESPACE, LAYOUT, Nbytes(1 << 20))
 
 
 class Xor(Serializer):

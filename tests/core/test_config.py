@@ -37,7 +37,7 @@ from kvtier_core.testing.samples import make_layout
 from kvtier_core.types import Namespace, Nbytes, Seconds
 
 LAYOUT = make_layout((65536,), 16)
-CTX = OpenContext(Namespace.of({"model": "m"}), LAYOUT, "engine")
+CTX = OpenContext(Namespace.of({"model": "m"}), LAYOUT)
 
 #: What the plugins of this file did, in order.
 journal: list[str] = []

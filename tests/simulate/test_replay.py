@@ -103,7 +103,7 @@ def test_real_memory_would_have_had_the_same_hits(policy):
     simulated = stack_of([Nbytes(40 * FRAME)], [config], TOKENS)
     real = attrs.evolve(simulated, tiers=(ArenaTierConfig("cpu", HeapConfig(), Nbytes(40 * FRAME), config),))
     clock = Clock()
-    manager = open_stack(real, OpenContext(Namespace.of({"test": "replay"}), LAYOUT, "test"), Runtime(clock=clock))
+    manager = open_stack(real, OpenContext(Namespace.of({"test": "replay"}), LAYOUT), Runtime(clock=clock))
     hits = []
     for prompt in trace.prompts:
         clock.now = prompt.at

@@ -28,7 +28,7 @@ class _Path:
 
     layout: ChunkLayout
     chunks: Sequence[ChunkKey]
-    skipped: int  #: chunks before them, which the engine has
+    skipped: int = 0  #: chunks before them, which the engine has
 
     def needed(self, chunks: int) -> dict[ChunkKey, tuple[int, int]]:
         """The parts without which nobody can continue behind so many chunks of this path.
@@ -100,10 +100,10 @@ class BoundarySearch(Search):
             miss_reason=self._why_no_more(sought, later, below),
         )
 
-    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None, salt: bytes, skipped: int) -> None:
+    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None, salt: bytes) -> None:
         """Stores are asked for the whole path; the parts of its last boundary are brought up if all of them may be."""
         self._ask(path)
-        sought = _Path(self._layout, path, skipped)
+        sought = _Path(self._layout, path)
         chain = sought.run(self._may_come)
         ready, later = sought.restorable(chain, self._is_ready), sought.restorable(chain, self._may_come)
         if sum(not self._is_ready(key) for key in sought.needed(later)) <= self._room_ahead:

@@ -55,7 +55,7 @@ class ChainSearch(Search):
             miss_reason=reason,
         )
 
-    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None, salt: bytes, skipped: int) -> None:
+    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None, salt: bytes) -> None:
         """Stores are asked for the whole path; the beginning of it is brought up."""
         at = self._ready_run(path, 0) if path else 0
         end = min(len(path), at + self._room_ahead)

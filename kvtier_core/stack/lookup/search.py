@@ -33,7 +33,7 @@ class Search(abc.ABC):
         """See `Stack.lookup`."""
 
     @abc.abstractmethod
-    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None, salt: bytes, skipped: int) -> None:
+    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None, salt: bytes) -> None:
         """See `Stack.prefetch`."""
 
     def whereabouts(self, key: ChunkKey) -> Whereabouts:

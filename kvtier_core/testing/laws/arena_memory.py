@@ -39,12 +39,12 @@ class ArenaMemoryLaws(Laws):
 
     @contextlib.contextmanager
     def opened(
-        self, folder: Path, layout: ChunkLayout | None = None, slots: int = _SLOTS, engine: str = "engine-0"
+        self, folder: Path, layout: ChunkLayout | None = None, slots: int = _SLOTS
     ) -> Iterator[AllocatorBackend]:
         """The arena under test with room for so many slots, closed afterwards."""
         layout = layout or self.layout
         ctx = make_context(layout=layout, capacity=slots * layout.frame_nbytes)
-        memory = self.config(folder).open(attrs.evolve(ctx, engine=engine))
+        memory = self.config(folder).open(ctx)
         try:
             yield memory
         finally:
@@ -149,7 +149,7 @@ class ArenaMemoryLaws(Laws):
         Otherwise one engine would serve the KV of the other, perhaps of another model, or lose its memory when the
         other one ends.
         """
-        with self.opened(tmp_path, engine="engine-0") as ours, self.opened(tmp_path, engine="engine-1") as theirs:
+        with self.opened(tmp_path) as ours, self.opened(tmp_path) as theirs:
             assert ours.handle != theirs.handle, f"two arenas have one handle: {ours.handle}"
             poison(ours.view(0))
             view = theirs.view(0)
