@@ -1,4 +1,4 @@
-"""What kvtier does, shown on a real vLLM with a trained model: `make demo`.
+"""kvtier on a real vLLM with a trained model: `make demo`.
 
 Two questions about a text (document.md) are put to vLLM alone, to vLLM with kvtier, and to vLLM with kvtier in a new
 process, whose memory is empty, so that what it remembers comes from disk. Exits with 1 if an answer differs or nothing

@@ -27,7 +27,7 @@ RESULT = "RESULT "
 
 @attrs.frozen
 class Answer:
-    """What an engine answered, and how long that took."""
+    """The answer of an engine, and the seconds that it took."""
 
     question: int  #: its number
     prompt: int  #: tokens
@@ -79,7 +79,7 @@ def stack(store: str, events: str) -> dict[str, Any]:
 
 
 def hits(events: Path) -> list[tuple[str, str, int]]:
-    """What requests found: the id of one, a tier, and how many tokens came from there."""
+    """The hits of requests: the id of one, a tier, and the tokens that came from there."""
     lines = [json.loads(line) for file in events.iterdir() for line in file.read_text().splitlines()]
     # vLLM appends to the id that a request was given.
     return [

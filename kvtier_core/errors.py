@@ -38,7 +38,7 @@ class BackendError(KvtierError):
 
 
 class Gone(BackendError):
-    """What was listed in a store is not there any more, or something else is in its place."""
+    """An entry that a store listed is gone, or something else is in its place."""
 
 
 class StoreFull(BackendError):

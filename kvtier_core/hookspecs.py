@@ -45,19 +45,19 @@ def kvtier_backends() -> Iterable[type[ArenaConfig | BackendConfig]]:
 
 @hookspec
 def kvtier_eviction_policies() -> Iterable[type[EvictionConfig]]:
-    """What ``tiers[].eviction`` may name, by `EvictionConfig.type` or one of its ``aliases``."""
+    """The Configs that ``tiers[].eviction`` may name, by `EvictionConfig.type` or one of its ``aliases``."""
 
 
 @hookspec
 def kvtier_token_databases() -> Iterable[type[TokenDatabaseConfig]]:
-    """What ``token_database`` may name."""
+    """The Configs that ``token_database`` may name."""
 
 
 @hookspec
 def kvtier_serializers() -> Iterable[type[SerializerConfig]]:
-    """What ``tiers[].serializer`` may name."""
+    """The Configs that ``tiers[].serializer`` may name."""
 
 
 @hookspec
 def kvtier_observers() -> Iterable[type[ObserverConfig]]:
-    """What ``observers[].type`` may name."""
+    """The Configs that ``observers[].type`` may name."""

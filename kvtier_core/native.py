@@ -57,7 +57,7 @@ extension, _why_not = _load()
 
 
 def choose(name: str, plain: T) -> T:
-    """What the extension has under this name, or its counterpart in Python where there is no extension.
+    """The object of this name in the extension, or its counterpart in Python where there is no extension.
 
     Raises AttributeError for a name that the extension lacks.
     """

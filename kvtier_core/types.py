@@ -133,7 +133,7 @@ class EventKind(enum.Enum):
 
 
 class ReadStatus(enum.Enum):
-    """What became of the read of one frame."""
+    """The outcome of the read of one frame."""
 
     VERIFIED = "verified"  #: the slot holds the chunk, sealed and raw
     MISSING = "missing"  #: the store has no such frame

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, or those of the process; returns the exit status."""
     options = parser().parse_args(arguments)
     output = Output(options.json)
-    # What a plugin prints while it is imported is not part of the value.
+    # Output of a plugin while it is imported is not part of the value.
     apart = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
     try:
         with apart:

@@ -47,7 +47,7 @@ def run(parsers: Callable[[], dict[str, argparse.ArgumentParser]], options: argp
 
 
 def _words(parser: argparse.ArgumentParser) -> list[str]:
-    """What may follow the name of a command, but for what only its user knows."""
+    """The words that may follow a command's name, without those that only its user knows."""
     return [
         word
         for action in parser._actions  # argparse has no public way to them

@@ -43,7 +43,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 
 @attrs.frozen
 class Diagnosis:
-    """What is known of a tier; speeds in bytes a second, None where it was not measured."""
+    """The condition of a tier; speeds in bytes a second, None where it was not measured."""
 
     tier: str
     trouble: str = ""  #: why it cannot be used; empty if it can

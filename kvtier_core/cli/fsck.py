@@ -104,7 +104,7 @@ class _Seals:
             return cls(protection, None, str(error))
 
     def verify(self, header: Header, stored: Stored) -> FrameError | None:
-        """What is wrong with the seal of a frame that is whole, as far as is known. Raises BackendError."""
+        """The fault in the seal of a frame that is otherwise whole, if one is known. Raises BackendError."""
         if header.protection is not self.protection:
             return FrameError.SEAL
         if self.protection is Protection.NONE:
@@ -181,7 +181,7 @@ class _Report:
         }
 
     def _look(self, stored: Stored) -> tuple[Finding, str]:
-        """What it is, and why. Raises Gone."""
+        """The finding, and the reason. Raises Gone."""
         if stored.key is None or stored.home is None:
             return Finding.FOREIGN, "not a frame by its name, place and length"
         if self.capacity is not None and stored.nbytes > self.capacity:

@@ -29,7 +29,7 @@ class Fact:
 
 
 def facts() -> Iterator[Fact]:
-    """What a stack of tiers depends on."""
+    """The properties of a machine that a stack of tiers depends on."""
     yield Fact("kernel", platform.release())
     yield Fact("page size", str(Nbytes(os.sysconf("SC_PAGE_SIZE"))))
     yield Fact("native code", native.describe(), "" if native.extension else "build it: pip install . with a compiler")

@@ -16,7 +16,7 @@ from kvtier_core.errors import BackendError
 EXAMPLES = next(folder for above in Path(__file__).parents[1:3] if (folder := above / "examples" / "plugins").is_dir())
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
-#: What a clone has besides, where the examples have been run.
+#: Folders that a clone has besides, where the examples have been run.
 _NOT_COPIED = frozenset({"__pycache__", ".pytest_cache", ".hypothesis"})
 
 
@@ -39,7 +39,7 @@ class Name:
 
 
 def kinds() -> list[str]:
-    """What can be begun: a kind for each example."""
+    """The kinds of plugins: one for each example."""
     return sorted(project.parent.name for project in EXAMPLES.glob("*/pyproject.toml"))
 
 

@@ -63,7 +63,7 @@ def lines(
 
 
 def fitting(line: str) -> str:
-    """What a terminal has room for in a line."""
+    """The characters that fit into a line of the terminal."""
     width = _width()
     return line if len(line) <= width else line[: width - 1] + "…"
 

@@ -141,7 +141,7 @@ class StackConfig:
     load: Literal["auto", "always"] = "auto"
     save_decode: bool = False  #: store chunks of generated tokens, too
     identity: IdentityConfig = attrs.field(factory=IdentityConfig)  #: decides which engines may share KV
-    #: What to do when vLLM resets its caches. It does so for new weights, for a sleep and for a pause, and does not say
+    #: The reaction to a reset of vLLM's caches. vLLM resets them for new weights, a sleep or a pause, and does not say
     #: for which: ``keep`` is for an engine whose weights never change while it runs.
     on_reset: Literal["forget", "keep"] = "forget"
     record: RecordConfig | None = None  #: where traffic is recorded; by default nowhere

@@ -13,14 +13,14 @@ logger = logging.getLogger("kvtier")
 #: Seconds for which a cause that was logged is only counted.
 EVERY = 60.0
 
-#: What may differ between two errors of one cause: names of frames, with the folder of their first byte, places in a
-#: file, and lengths of time. Addresses, ports, and numbers of errors tell causes apart.
+#: Words that may differ between two errors of one cause: names of frames, with the folder of their first byte, places
+#: in a file, and lengths of time. Addresses, ports, and numbers of errors tell causes apart.
 _DIFFERS = re.compile(r"(\b[0-9a-f]{2}/)?[0-9a-f]{16,}|\b\d{6,}\b|(?<![\d.])\d+\.\d+(?![\d.])")
 
 
 @attrs.define
 class _Cause:
-    """What is only counted until ``until``."""
+    """Messages that are only counted until ``until``."""
 
     level: int
     since: float

@@ -23,7 +23,7 @@ def _groups(rows: Iterable[KVGroup | Mapping[str, Any]]) -> tuple[KVGroup, ...]:
 
 @attrs.frozen
 class WorkerReport:
-    """What a worker found when it inspected the engine's pages. Each worker sends one at start-up, as JSON."""
+    """The findings of a worker that inspected the engine's pages. Each worker sends one at start-up, as JSON."""
 
     device: str  #: type of its device, as torch names it
     groups: tuple[KVGroup, ...] = attrs.field(converter=_groups)  #: with the layers that this worker has
@@ -49,7 +49,7 @@ class Transfer:
 
 @attrs.frozen
 class StepPlan:
-    """What the workers must do in one step. Sent by the scheduler side to every worker side."""
+    """The work of the workers in one step. Sent by the scheduler side to every worker side."""
 
     arenas: tuple[str, ...] = ()  #: handles by which workers reach the arenas, by the number of the arena
     reader_handles: dict[str, str] = attrs.field(factory=dict)  #: the same for store tiers that they read, by name
@@ -64,7 +64,7 @@ class StepPlan:
 
 @attrs.frozen
 class WorkerProgress:
-    """What workers finished. Sent by the worker sides, merged over the ranks, to the scheduler side."""
+    """The work that workers have finished. Sent by the worker sides, merged over the ranks, to the scheduler side."""
 
     ended: Counter[int] = attrs.field(factory=Counter)  #: by store job: how many workers ended it
     failed: Counter[int] = attrs.field(factory=Counter)  #: by store job: how many of those failed

@@ -1,4 +1,4 @@
-"""What the ranks of an engine reported, put together: one layout of chunks for all of them."""
+"""Merges the reports of an engine's ranks into one layout of chunks for all of them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Ranks:
 
 
 def _without_layers(group: KVGroup) -> KVGroup:
-    """What all stages must have in common of a group."""
+    """The properties of a group that all stages must share."""
     return attrs.evolve(group, page_nbytes=(), dtype="", structure=KVStructure.OPAQUE)
 
 

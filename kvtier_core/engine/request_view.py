@@ -26,7 +26,7 @@ class PromptItem:
 
 @attrs.frozen
 class KVIdentity:
-    """What the KV of a request depends on besides its tokens."""
+    """The facts besides its tokens that the KV of a request depends on."""
 
     salt: bytes = b""  #: separates all of the request's chunks from those with another salt
     items: tuple[PromptItem, ...] = ()

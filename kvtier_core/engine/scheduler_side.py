@@ -95,7 +95,7 @@ class SchedulerSide:
         self.epoch = 0  #: how often the weights may have changed
 
     def describe(self) -> Iterator[str]:
-        """What is stored of each group of layers, and where requests can continue; empty if that is everywhere."""
+        """Which tokens of each group of layers are stored, and where requests can continue; empty if everywhere."""
         return self._boundaries.describe() if self._boundaries else iter(())
 
     # -- a request arrives -----------------------------------------------------------------------------
@@ -298,7 +298,7 @@ class SchedulerSide:
         self.epoch += 1
         self.namespace = self._first_namespace.renewed()
         self.manager.invalidate_all(self.namespace)
-        # What these requests have computed belongs to the old epoch, and what they will compute depends on it.
+        # The KV that these requests have computed belongs to the old epoch, and what they will compute depends on it.
         self._requests.reset(self._open_database(), Bypass("it began before the cache was reset"))
         self._distrust_all()
         return not self._loads
@@ -312,7 +312,7 @@ class SchedulerSide:
         if self._recorder:
             self._recorder.close()
         self.events.log_totals()
-        # What requests hold that the engine was stopped with is nobody's fault.
+        # Pins of requests that the engine was stopped with are nobody's fault.
         self._log_pins(self._loads.holders.union(state.holder for state in self._requests))
         self.events.close()
 
@@ -406,7 +406,7 @@ class SchedulerSide:
         """Store the chunks that this step completes, as far as their KV is trusted."""
         state.trusted = self._provenance.computed(state.trusted, scheduled, step)
         known = state.view.tokens if self._config.save_decode else state.view.prompt_tokens
-        # What depends on the tokens behind a position is computed with the last of them, or just before.
+        # KV that depends on the tokens behind a position is computed with the last of them, or just before.
         end = min(state.trusted + bool(self._lookahead), known)
         whole = self._requests.chunks(end)
         if whole <= state.stored_chunks or state.bypass or self._self_test.failure or not self._may_store:

@@ -32,7 +32,7 @@ class Refusal:
 
 @attrs.frozen
 class Identity:
-    """What makes the KV of an engine interchangeable."""
+    """The namespaces of an engine: engines with equal ones can share KV."""
 
     namespace: Namespace
     before_start: Namespace  #: of the facts that are known before an engine runs, for comparing
@@ -40,7 +40,7 @@ class Identity:
 
 @attrs.frozen
 class Engine:
-    """What a host knows of its engine."""
+    """The properties of an engine that its host knows."""
 
     #: Identifies it, by the number of ``chunk_tokens`` and the report of its workers as one; or refuses it.
     identify: Callable[[int, WorkerReport], Identity | Refusal]

@@ -1,4 +1,4 @@
-"""What the engine tells the scheduler side about a step: before it what will be computed, after it what happened."""
+"""The messages of the engine to the scheduler side: its plan before a step, and the outcome after it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ScheduledRequest:
 
 @attrs.frozen
 class Step:
-    """What the engine will do in its next step."""
+    """The engine's plan for its next step."""
 
     requests: Sequence[ScheduledRequest]  #: in the order in which they were scheduled
     #: Blocks that the engine gave to running requests since the last step, and that the step may write to. What was
@@ -53,7 +53,7 @@ class Step:
 
 @attrs.frozen
 class StepResult:
-    """What became of earlier steps, as far as the engine knows by now."""
+    """The outcome of earlier steps, as far as the engine knows it by now."""
 
     ended_loads: Collection[str] = ()  #: requests whose load ended on all ranks, successfully or not
     failed_loads: Collection[str] = ()  #: those of them with a page that was not loaded

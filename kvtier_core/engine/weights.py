@@ -180,7 +180,7 @@ def _offsets(header: bytes) -> list[_Span]:
 
 
 def _spans(at: int, nbytes: int, samples: int) -> list[_Span]:
-    """What to read of a tensor: all of it, or pieces spread from its first byte to its last."""
+    """The pieces of a tensor to read: all of it, or some spread from its first byte to its last."""
     if nbytes <= samples * _SAMPLE_NBYTES:
         return [(at, nbytes)]
     step = (nbytes - _SAMPLE_NBYTES) / (samples - 1)

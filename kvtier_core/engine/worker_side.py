@@ -46,7 +46,7 @@ class _Task(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """What one mover does for a task: it copies one part of some chunks, in one arena."""
+    """The share of one mover in a task: it copies one part of some chunks, in one arena."""
 
     task: _Task
     places: Sequence[int]  #: of its slots in the transfer
@@ -148,7 +148,7 @@ class WorkerSide:
             self._movers = [None] * len(plan.arenas)
 
     def _attach(self, plan: StepPlan) -> str:
-        """What the self-test found wrong; empty if nothing."""
+        """The fault that the self-test found; empty if there is none."""
         table = self._pages(plan.layout)
         for number, (tier, handle) in enumerate(zip(self._arenas, plan.arenas, strict=True)):
             mover = attach(tier, handle, table)

@@ -1,4 +1,4 @@
-"""What a worker reads frames of a store with by itself: into the pages, without the slot of an arena."""
+"""The reader with which a worker loads frames of a store into the pages by itself, without the slot of an arena."""
 
 from __future__ import annotations
 

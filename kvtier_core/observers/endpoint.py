@@ -34,7 +34,7 @@ _TYPES = {metric.name: metric.type for metric in METRICS}
 
 
 class Values:
-    """What the table of metrics shows, of one engine.
+    """The metrics of one engine.
 
     prometheus_client's own metrics are not used: with several API servers they would appear at vLLM's endpoint too.
     """
@@ -138,7 +138,7 @@ class _Handler(MetricsHandler):
 
 
 class _UntilDeadline(io.RawIOBase):
-    """What a client says until then. A timeout of the socket's own would begin anew with every byte."""
+    """The bytes that a client sends until then. A timeout of the socket's own would begin anew with every byte."""
 
     def __init__(self, connection: socket.socket, deadline: float):
         self._connection = connection

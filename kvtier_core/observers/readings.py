@@ -1,4 +1,4 @@
-"""What the events of one engine add up to. Every log line, status page and endpoint shows these readings."""
+"""The totals of one engine's events. Every log line, status page and endpoint shows these readings."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TierReadings:
 
     @property
     def savings(self) -> dict[str, float]:
-        """What loading from the tier brought, in tokens and seconds."""
+        """The gain of loading from the tier, in tokens and seconds."""
         loaded, names = self.tokens[EventKind.HIT], ("declined", "avoided", "waited", "unpriced")
         return {"loaded": loaded, **{name: getattr(self, name) for name in names}}
 
@@ -74,7 +74,7 @@ class TierReadings:
         }
 
     def phrases(self) -> Iterator[str]:
-        """What has happened to chunks and tokens, for the log."""
+        """The totals of chunks and tokens, for the log."""
         for kind in EventKind:
             if self.chunks[kind]:
                 nbytes = f" ({Nbytes(self.nbytes[kind])})" if self.nbytes[kind] else ""
@@ -113,12 +113,12 @@ class Readings:
         return self._tiers.get(tier) or TierReadings()
 
     def lines(self) -> list[str]:
-        """What has happened in each tier, for the log."""
+        """The totals of each tier, for the log."""
         told = {tier: ", ".join(totals.phrases()) for tier, totals in self._tiers.items()}
         return [f"{tier}: {phrases}" for tier, phrases in told.items() if phrases]
 
     def lines_of_savings(self) -> list[str]:
-        """What each tier saved, for the log; none of a tier that nothing was loaded from, nor declined."""
+        """The savings of each tier, for the log, except of tiers from which nothing was loaded or declined."""
         return [f"{tier}: {totals.saved()}" for tier, totals in self._tiers.items() if any(totals.savings.values())]
 
     def _count(self, event: Event) -> Iterator[Reading]:
@@ -142,7 +142,7 @@ class Readings:
 
 
 def _balance(tier: TierReadings, event: Event) -> Iterator[Reading]:
-    """What a tier saved so far, if that is known."""
+    """The seconds that a tier has saved so far, if they are known."""
     if event.kind is EventKind.AVOIDED:
         tier.avoided += event.seconds
         tier.unpriced = 0

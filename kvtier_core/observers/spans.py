@@ -18,7 +18,7 @@ from kvtier_core.interfaces import Observer
 from kvtier_core.transfer.io_pool import run_aside
 from kvtier_core.types import Event, EventKind
 
-#: What became of a request's tokens in a tier: these events follow each other, and are one span.
+#: The outcome for a request's tokens in a tier: these events follow each other, and are one span.
 _LOOKUP = {EventKind.QUERIED, EventKind.HIT, EventKind.MISSED, EventKind.BYPASSED}
 _SPANS = {
     EventKind.WAITED: "wait",
@@ -151,7 +151,7 @@ def _same_span(event: Event) -> tuple[str, str, bool]:
 
 
 def _chunk(key: bytes) -> bytes:
-    """What the keys of a chunk's parts have in common."""
+    """The bytes that the keys of a chunk's parts have in common."""
     return key[:-1]
 
 

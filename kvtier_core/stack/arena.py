@@ -56,7 +56,7 @@ class Arena:
         return Counter({holder: slots.total() for holder, slots in self._pins.items()})
 
     def usage(self) -> Usage:
-        """What the arena holds now."""
+        """The arena's contents now, in numbers."""
         capacity = self.memory.slots * self.memory.slot_nbytes
         return Usage(self.name, len(self.index), self.index.resident.used, capacity, pins=self.pins)
 

@@ -1,4 +1,4 @@
-"""What the scheduler side of an engine needs of a stack, wherever the stack lives."""
+"""The interface of a stack to the scheduler side of an engine, wherever the stack lives."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Stack(abc.ABC):
 
     @abc.abstractmethod
     def usage(self) -> list[Usage]:
-        """What each tier holds now."""
+        """The contents of each tier now, in numbers."""
 
     @abc.abstractmethod
     def whereabouts(self, path: Sequence[ChunkKey]) -> list[Whereabouts]:

@@ -1,4 +1,4 @@
-"""What became of a lookup, a chunk."""
+"""Outcomes of lookups and loads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtier_core.types import Slot, StoredFrame
 
 @attrs.frozen
 class LoadLimit:
-    """What the engine loses while a request waits for chunks below the arenas."""
+    """The cost to the engine of a request that waits for chunks below the arenas."""
 
     chunk_seconds: float  #: in which the engine computes one chunk
     wait: float  #: seconds that the request may still wait
@@ -37,7 +37,7 @@ class Declined:
 
 @attrs.frozen
 class Lookup:
-    """What a stack has of a path.
+    """The part of a path that a stack has.
 
     Slots are pinned, and frames stay where they are, for the holder that asked, until `Stack.release`.
     """

@@ -22,7 +22,7 @@ Taken = Callable[[ChunkKey], bool]
 
 @attrs.frozen
 class Requested:
-    """What became of a request: ``chunks`` are on their way, or their store is asked for them."""
+    """The outcome of a request: ``chunks`` are on their way, or their store is asked for them."""
 
     chunks: int = 0
     tier: str = ""  #: where they come from

@@ -43,7 +43,7 @@ class Count:
 
 
 class SharedStore(Protocol[P]):
-    """What `SharedSpace` needs of a store. Called on any thread. Methods raise BackendError."""
+    """The methods of a store that `SharedSpace` needs. Called on any thread. Methods raise BackendError."""
 
     def count(self, *, taken: int = 0, freed: int = 0) -> Count:
         """Add to the counters, in one step even if others add at the same time; returns what they are then."""

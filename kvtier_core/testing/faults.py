@@ -18,7 +18,7 @@ from kvtier_core.types import ChunkKey
 
 @attrs.frozen
 class Fault:
-    """What goes wrong in one call. The fields are independent of each other, and can be combined."""
+    """The faults of one call. The fields are independent of each other, and can be combined."""
 
     error: BaseException | None = None  #: raised instead of an answer
     unreadable: BackendError | None = None  #: what a read returns for its first key

@@ -33,7 +33,7 @@ class Way(enum.Enum):
 
 @attrs.frozen
 class _Link:
-    """What the network does to what passes."""
+    """The faults of the network."""
 
     delay: float
     rate: float
@@ -203,7 +203,7 @@ class Proxy:
         return int(max(1, min(_PIECE_NBYTES, self._link.rate / _PIECES_PER_SECOND)))
 
     def altered(self, piece: bytes, way: Way, passed: int) -> tuple[bytes, bool]:
-        """What becomes of a piece after ``passed`` bytes of its connection; and whether the connection ends then."""
+        """The fate of a piece after ``passed`` bytes of its connection; and whether the connection ends then."""
         left = self._link.limits.get(way, math.inf) - passed
         if left <= len(piece):
             piece = piece[: int(left)]

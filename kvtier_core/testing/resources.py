@@ -1,4 +1,4 @@
-"""What this process holds: descriptors, threads, child processes, shared memory, files. Read from Linux's /proc."""
+"""The resources of this process: descriptors, threads, child processes, shared memory, files. From Linux's /proc."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SECTOR = 512  # in which `st_blocks` counts
 
 @attrs.frozen
 class Resources:
-    """What a process held at one moment, by what tells one thing from another, and in words."""
+    """The resources of a process at one moment: the identity of each, and its description."""
 
     descriptors: dict[int, str]
     threads: dict[int, str]
@@ -38,7 +38,7 @@ class Resources:
         return cls(dict(_descriptors()), dict(_threads()), dict(_children()), dict(_shared_mappings()))
 
     def since(self) -> list[str]:
-        """What is held now and was not held then, in words; waits a moment for what is about to end."""
+        """Descriptions of the resources that were not there then; waits a moment for those that are about to end."""
         deadline = time.monotonic() + PATIENCE
         while (left := self._more_than(Resources.now())) and time.monotonic() < deadline:
             time.sleep(0.05)

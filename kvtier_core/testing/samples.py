@@ -43,7 +43,7 @@ def make_namespace(model: str = "tiny") -> Namespace:
 def make_context(
     *, layout: ChunkLayout | None = None, namespace: Namespace | None = None, capacity: int = 1 << 30
 ) -> OpenContext:
-    """What the stack would tell a plugin, ``capacity`` in bytes of frames."""
+    """The context from the stack, ``capacity`` in bytes of frames."""
     return OpenContext(namespace or make_namespace(), layout or make_layout(), Nbytes(capacity))
 
 

@@ -86,7 +86,7 @@ def _within(numbers: Sequence[int], first: int, end: int) -> bool:
 
 
 def _wrong(cache: PagedKVCache, slots: int, part: Part, chunk: Sequence[Sequence[int]], slot: int) -> str:
-    """What is wrong with one chunk of a job; empty if nothing."""
+    """The fault of one chunk of a job; empty if there is none."""
     if not 0 <= slot < slots:
         return f"slot {slot} is not one of {slots}"
     if tuple(map(len, chunk)) != part.blocks:

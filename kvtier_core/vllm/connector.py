@@ -248,7 +248,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_events.clear()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What was counted since the last call. vLLM calls the scheduler's connector once after each step."""
+        """The metrics since the last call. vLLM calls the scheduler's connector once after each step."""
         return self._step_ended() if self.role is KVConnectorRole.SCHEDULER else None
 
     @guarded()
@@ -366,7 +366,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         return self.side.loaded()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What this worker reports after the step; None if nothing. Without a worker side all stores have failed."""
+        """This worker's report after the step; None if there is none. Without a worker side all stores have failed."""
         progress = self._progress()
         if progress:
             self._unended.difference_update(progress.ended)

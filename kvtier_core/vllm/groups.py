@@ -31,8 +31,8 @@ SlidingWindowMLASpec = _spec("SlidingWindowMLASpec")
 SlidingWindowSpec = _spec("SlidingWindowSpec")
 UniformTypeKVCacheSpecs = _spec("UniformTypeKVCacheSpecs")
 
-#: What a request needs of the layers with such a spec to continue behind a prefix, by exact type: a subclass may need
-#: something else.
+#: The blocks of layers with such a spec that a request needs to continue behind a prefix, by exact type: a subclass may
+#: need something else.
 _KINDS: Mapping[type, KVKind] = {
     FullAttentionSpec: KVKind.FULL_ATTENTION,
     MLAAttentionSpec: KVKind.FULL_ATTENTION,
@@ -140,7 +140,7 @@ def _reach(spec: KVCacheSpec) -> int:
 
 
 def structure_of(spec: KVCacheSpec) -> KVStructure:
-    """What the elements of this layer's pages are: OPAQUE unless they are plain numbers, one for each of the KV's."""
+    """The type of the elements of this layer's pages: OPAQUE unless they are plain numbers, one for each of the KV."""
     if not isinstance(spec, AttentionSpec):
         return KVStructure.OPAQUE
     mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "")
@@ -153,7 +153,7 @@ def structure_of(spec: KVCacheSpec) -> KVStructure:
 
 @attrs.frozen
 class Tables:
-    """What the scheduler side is told of vLLM's block tables."""
+    """vLLM's block tables as the scheduler side needs them."""
 
     served: tuple[int, ...]  #: vLLM's numbers of the groups that the layout has, in its order
     block_tokens: tuple[int, ...]  #: of every group of vLLM's

@@ -11,7 +11,7 @@ logger = logging.getLogger("kvtier")
 
 
 class Guarded(Protocol):
-    """What the decorator needs of the connector."""
+    """The attributes of the connector that the decorator needs."""
 
     side: object | None
 

@@ -36,7 +36,7 @@ def wanted(vllm_config: VllmConfig) -> bool:
 
 
 def obstacle(kv_cache_config: KVCacheConfig) -> str:
-    """What keeps an engine's tiers out of these events; empty if nothing does."""
+    """The reason why an engine's tiers are not in these events; empty if they are."""
     if to_event_extra_keys is None:
         return "this vLLM has another form of events"
     if len(kv_cache_config.kv_cache_groups) > 1:
@@ -46,7 +46,7 @@ def obstacle(kv_cache_config: KVCacheConfig) -> str:
 
 @attrs.define
 class _Told:
-    """What subscribers believe of one chunk."""
+    """The state of one chunk as subscribers know it."""
 
     hashes: Sequence[Any]
     tiers: set[str] = attrs.field(factory=set)  #: that hold it

@@ -27,7 +27,7 @@ def step_of(
 
 
 def result_of(output: KVConnectorOutput) -> StepResult:
-    """What vLLM's workers reported after a step, merged over the ranks."""
+    """The reports of vLLM's workers after a step, merged over the ranks."""
     metadata = output.kv_connector_worker_meta
     return StepResult(
         ended_loads=output.finished_recving or (),

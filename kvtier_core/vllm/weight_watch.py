@@ -77,7 +77,7 @@ class WeightWatch:
 
 
 class _Members:
-    """What some of a model's tables hold, without keeping it alive."""
+    """The tensors in some of a model's tables, without keeping the model alive."""
 
     def __init__(self, tables: Sequence[Mapping[str, Any]]):
         self._tables = tables

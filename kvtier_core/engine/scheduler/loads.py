@@ -20,7 +20,7 @@ _KEPT_STEPS = 2
 
 
 class Loads:
-    """What requests found in the stack, and the loads under way.
+    """The hits of requests, and the loads under way.
 
     The slots that a lookup found stay pinned, with the request as their holder, until its load has ended on every rank
     or the request no longer needs them.

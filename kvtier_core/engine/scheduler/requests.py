@@ -34,7 +34,7 @@ class Asked:
 
 @attrs.define
 class RequestState:
-    """What the scheduler side knows of an unfinished request."""
+    """The state of an unfinished request on the scheduler side."""
 
     view: RequestView  #: the latest one
     since: float  #: when it was first seen
@@ -67,7 +67,7 @@ class RequestState:
     def looked_up(
         self, tiers: Sequence[str], hits: Mapping[str, int], chunk_tokens: int, *, asked: bool, ago: float
     ) -> list[Event]:
-        """What became of the tokens that the engine lacked, as events that add up: queried = hit + missed + bypassed.
+        """The outcome for the tokens that the engine lacked, as events that add up: queried = hit + missed + bypassed.
 
         Call it once, when it is known what was loaded of them. A tier is queried for what no tier above it had.
         ``tiers`` are all of them, the hottest first; ``hits`` are tokens by tier. Without ``asked`` nothing was looked

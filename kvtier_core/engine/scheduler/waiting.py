@@ -33,7 +33,7 @@ class Waiting:
         self._last_step, self._this_step = Asked(), Asked()
 
     def limit(self, state: RequestState) -> LoadLimit | None:
-        """What loads for this request may cost; None: whatever they do."""
+        """The limit on the cost of loads for this request; None if there is none."""
         chunk_seconds = self.speed.seconds(self._chunk_tokens)
         if self._always or chunk_seconds is None:
             return None

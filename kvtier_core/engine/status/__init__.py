@@ -1,1 +1,1 @@
-"""What a running engine tells `kvtier status`, `top` and `explain`, over a Unix socket of its user."""
+"""The answers of a running engine to `kvtier status`, `top` and `explain`, over a Unix socket of its user."""

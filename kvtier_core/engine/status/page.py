@@ -1,4 +1,4 @@
-"""What is told of a running engine: a snapshot each second, why recent requests hit or missed, where chunks are."""
+"""The status of a running engine: a snapshot each second, why recent requests hit or missed, where chunks are."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class StatusPage:
             self._recent.append({"request": request, "at": time.time(), **told})
 
     def recent(self, count: int) -> Sequence[Mapping[str, Any]]:
-        """What became of the last requests, oldest first. Any thread may call this."""
+        """The hit lines of the last requests, oldest first. Any thread may call this."""
         return list(self._recent)[-count:]
 
     def count(self, salt: bytes | None, tokens: int, queried: int, loaded: int) -> None:
@@ -189,7 +189,7 @@ class _Counts:
 
 
 class Tenants:
-    """What requests of one ``cache_salt`` and adapter asked and loaded.
+    """The tokens that requests of one ``cache_salt`` and adapter asked for and loaded.
 
     Counted by a keyed digest: who sees it cannot try out which salt it is of, so that none is told.
     """

@@ -1,1 +1,1 @@
-"""What a stack has of a path: pinned where it is READY, requested where it lies below."""
+"""Lookups of a path: chunks that are READY are pinned, those in stores are requested."""

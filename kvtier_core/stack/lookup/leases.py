@@ -1,4 +1,4 @@
-"""What lookups pinned for their holders."""
+"""The slots and frames that lookups pinned for their holders."""
 
 from __future__ import annotations
 

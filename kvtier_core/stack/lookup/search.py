@@ -1,4 +1,4 @@
-"""What the two kinds of lookups share."""
+"""The common part of the two kinds of lookups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtier_core.stack.promotion import Promotions, Requested
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.types import ChunkKey
 
-#: What was brought up before a request asked for it takes at most this part of the hottest arena: one in so many slots.
+#: Chunks that were brought up before a request asked for them take at most one in this many slots of the hottest arena.
 _PREFETCH_SHARE = 4
 _NOT_STORED = "not stored"
 

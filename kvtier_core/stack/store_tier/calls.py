@@ -13,7 +13,7 @@ from kvtier_core.types import ChunkKey
 
 
 class Call(NamedTuple):
-    """What a call to a store returned, or the error that it raised, and when, by the tier's clock."""
+    """The result of a call to a store, or the error that it raised, and its time by the tier's clock."""
 
     value: Any
     error: BaseException | None

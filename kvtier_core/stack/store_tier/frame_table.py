@@ -14,7 +14,7 @@ _RETRY_AFTER = 60.0
 
 
 class Use(enum.Enum):
-    """What a call does with a key."""
+    """The use that a call makes of a key."""
 
     WRITING = "is being written"
     READING = "is being read"
@@ -66,7 +66,7 @@ class CapacityLimit:
 
 
 class FrameTable:
-    """What a tier knows of each key. Owner's thread only.
+    """The state of each key of a tier. Owner's thread only.
 
     *Resident* keys are in ``index``: their frames are in the store, on their way there, or being deleted; all of them
     count as used space. A key *in use* is named by a call, and by no other. An *invalidated* one is never found again,

@@ -96,11 +96,11 @@ class StoreTier:
 
     @property
     def events(self) -> list[Event]:
-        """What happened since the caller last cleared this list."""
+        """The events since the caller last cleared this list."""
         return self._health.events
 
     def usage(self) -> Usage:
-        """What the tier holds now."""
+        """The tier's contents now, in numbers."""
         return Usage(
             self.name,
             len(self.index),

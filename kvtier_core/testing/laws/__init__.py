@@ -1,1 +1,1 @@
-"""What plugins of each kind promise, as test suites to subclass."""
+"""The promises of plugins of each kind, as test suites to subclass."""

@@ -104,7 +104,7 @@ class ArenaLaws(ArenaMemoryLaws):
             )
 
     def test_what_is_stored_is_loaded(self, tmp_path: Path):
-        """What one mover stored another one loads, to other pages.
+        """One mover loads into other pages the slots that another one stored.
 
         Otherwise a prompt that was stored by one worker would come back as other KV after the engine's blocks have
         moved.

@@ -36,7 +36,7 @@ def reports_of(mover: Mover, jobs: Collection[int]) -> dict[int, JobResult]:
 
 
 def shard_of(pages: PagedBuffer, shard: Shard, chunk: Sequence[Sequence[int]]) -> bytes:
-    """What a rank's shard of a chunk with these block ids, group by group, must be."""
+    """The right content of a rank's shard of a chunk with these block ids, group by group."""
     return b"".join(pages.page(layer.layer, block) for layer in shard.layers for block in chunk[layer.group])
 
 

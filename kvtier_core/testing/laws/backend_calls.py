@@ -62,7 +62,7 @@ class BackendCallLaws(Laws):
         return make_frame(key, nbytes=self.layout.frame_nbytes, seed=seed)
 
     def context(self, model: str = "tiny", capacity: int = 1 << 30, codec: str = "") -> OpenContext:
-        """What the stack would tell the backend: this suite's layout, and the namespace of a model and a codec."""
+        """The context from the stack: this suite's layout, and the namespace of a model and a codec."""
         namespace = make_namespace(model).narrowed("codec", codec) if codec else make_namespace(model)
         return make_context(layout=self.layout, namespace=namespace, capacity=capacity)
 
@@ -267,7 +267,7 @@ class BackendCallLaws(Laws):
             assert answers == [[], []], f"for no keys contains() and read() return no answers; they returned {answers}"
 
     def test_two_namespaces_never_meet(self, tmp_path: Path):
-        """What was written in one namespace is not found in another, and not changed from there. Here one after the
+        """A frame of one namespace is not found in another, and not changed from there. Here one after the
         other, for a store may belong to one process at a time.
 
         Otherwise an engine would read frames of another model under its own keys. Their headers name the other

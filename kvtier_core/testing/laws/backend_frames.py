@@ -33,7 +33,7 @@ def listed(backend: Backend) -> Iterator[tuple[ChunkKey, int]]:
 
 
 def damage_of(whole: bytes | memoryview, key: ChunkKey, namespace: Namespace) -> str:
-    """What is wrong with a frame; empty if it is whole and that of the key."""
+    """The fault of a frame; empty if it is whole and that of the key."""
     damage = verify(memoryview(whole), namespace, key)
     return "" if damage is None else damage.value
 

@@ -1,4 +1,4 @@
-"""What every suite of laws has: a config under test, excuses by name and reason, and laws that cannot be overridden."""
+"""The common part of all suites of laws: a config under test, excuses by name and reason; no law can be overridden."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _PATIENCE = 60.0
 
 
 class _Newer(enum.Enum):
-    """What a later release may add."""
+    """Events that a later release may add."""
 
     KIND = "a kind of a later release"
 
@@ -52,7 +52,7 @@ class ObserverLaws(Laws):
         return super().config(folder)
 
     def told(self, folder: Path, observer: Observer) -> Iterable[Told]:
-        """What the observer has passed on so far: all that was ever observed in this folder, if it keeps that."""
+        """The events that the observer has passed on so far: all ever observed in this folder, if it keeps them."""
         pytest.skip(f"{type(self).__name__} does not say what it was told")
 
     @contextlib.contextmanager

@@ -243,7 +243,7 @@ class PolicyLaws(Laws):
 
 
 def _garbage(saved: bytes) -> list[bytes]:
-    """What was never saved. Where nothing is saved, anything but nothing is garbage."""
+    """Bytes that were never saved. Where nothing is saved, any bytes are garbage."""
     rng = random.Random(0)
     made = [b"", b"\0", saved[:-1], saved + b"\0", b"\xff" * len(saved), rng.randbytes(len(saved)), rng.randbytes(99)]
     return [each for each in made if each != saved]

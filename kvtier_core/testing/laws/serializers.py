@@ -180,7 +180,7 @@ class SerializerLaws(Laws):
             assert same(decode(busy, encoded, len(payload)), here)
 
     def test_any_process_decodes(self, tmp_path: Path):
-        """What one process encoded another one decodes to the same bytes.
+        """One process decodes the encoding of another one to the same bytes.
 
         Otherwise a store that engines share would serve each only what it wrote itself.
         """

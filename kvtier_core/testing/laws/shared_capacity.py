@@ -80,7 +80,7 @@ class SharedCapacityLaws(BackendLaws):
             assert _missing(ours, older), f"of {2 * _WRITES} frames in a store with room for {_ROOM} all are found"
 
     def test_room_is_given_back(self, tmp_path: Path):
-        """What is overwritten or deleted takes no room: others stay for it.
+        """A frame that is overwritten or deleted takes no room: others stay for it.
 
         Otherwise the account would fill with frames that are gone, and less and less of the capacity would be used.
         """

@@ -1,4 +1,4 @@
-"""What the laws of shared stores do in other processes: each function is one user of the store, and reports faults."""
+"""The other processes of the laws of shared stores: each function is one user of the store, and reports faults."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class SharedRaceLaws(BackendLaws):
     """The laws of `SharedBackendLaws` for users in several processes at once."""
 
     def test_an_open_leaves_the_writes_of_others_alone(self, tmp_path: Path):
-        """What another process has not finished writing must not be swept away.
+        """A file that another process has not finished writing must not be removed.
 
         Otherwise each engine that starts would make the writes of the running ones fail, until their breakers open.
         """

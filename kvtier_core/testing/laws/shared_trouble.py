@@ -200,7 +200,7 @@ def _write(backend: Backend, key: ChunkKey, frame: memoryview) -> None:
 
 
 def _when_it_works(call: Callable[[], T]) -> T:
-    """What the call returns, when it raises BackendError no more: not at once, but before long."""
+    """The result of the call once it raises BackendError no more: not at once, but before long."""
     deadline = time.monotonic() + PATIENCE
     while True:
         try:

@@ -167,7 +167,7 @@ class TokenDatabaseLaws(Laws):
         _must_share_nothing(runs, "the namespace is that of model")
 
     def test_extra_changes_its_chunk_and_all_that_follow(self, tmp_path: Path):
-        """What `extra` says of a chunk counts for it and for all that follow.
+        """The `extra` of a chunk counts for it and for all that follow.
 
         Otherwise two prompts with other images in the same place would share their KV: the answer to one would describe
         the image of the other.

@@ -28,7 +28,7 @@ logger = logging.getLogger("kvtier")
 
 @attrs.frozen
 class Pieces:
-    """What is page-locked of ``nbytes`` from ``address`` on: all, or of every ``stride`` bytes the first few."""
+    """The page-locked ranges of ``nbytes`` from ``address`` on: all, or of every ``stride`` bytes the first few."""
 
     address: int
     nbytes: int

@@ -62,7 +62,7 @@ class Method(enum.IntEnum):
 
 
 class Abilities(NamedTuple):
-    """What a device, its driver and the build of the library allow."""
+    """The abilities of a device, its driver and the build of the library."""
 
     kernels: bool  #: was code for this device built in? Else `Device.no_kernels` says why not
     reaches_host: bool  #: may a kernel use the addresses of page-locked memory?
@@ -104,7 +104,7 @@ class Library:
 
     @property
     def architectures(self) -> str:
-        """What the kernels in it were compiled for, in nvcc's words; empty if it has none."""
+        """The targets of its kernels, in nvcc's words; empty if it has none."""
         return self.c.kvtier_cuda_architectures().decode()
 
     def device(self, number: int, driver: str = DRIVER) -> Device:
@@ -135,7 +135,7 @@ class Device:
 
     @property
     def abilities(self) -> Abilities:
-        """What can be done now: a driver that refuses a batch of copies gets none any more."""
+        """The present abilities: a driver that refuses a batch of copies gets none any more."""
         flags = [_INT() for _ in Abilities._fields]
         self._c.kvtier_cuda_abilities(self.handle, *map(ctypes.byref, flags))
         return Abilities(*(bool(flag.value) for flag in flags))
@@ -199,7 +199,7 @@ class Staging:
 
 @attrs.frozen
 class Direction:
-    """What the copies of one direction go through: two streams, and perhaps memory on the device."""
+    """The resources for copies in one direction: two streams, and perhaps memory on the device."""
 
     kernels: Any  #: a stream of torch's, behind all that touches pages
     bus: Any  #: another, behind all that reads or writes slots

@@ -127,7 +127,7 @@ class DeviceMover(Mover):
             checked = checked.only(places)
         read = frozenset(checked.blocks)
         copier = self._copiers[checked.part.number]
-        # What lies in a slot where a page is not wanted the device does not know.
+        # The device does not know the bytes of a slot at places where no page is wanted.
         checksums = copier.checksums.begin(checked.slots) if whole and NO_BLOCK not in read else None
         gather = functools.partial(copier.gather, sums=checksums and checksums.sums)
         copied = self._enqueue(gather, checked, self._stores, self.mark())

@@ -76,7 +76,7 @@ def open_mover(
 
 
 def _pieces(cache: PagedKVCache, address: int, count: int, slot_nbytes: int) -> Pieces:
-    """What is page-locked: of each slot this rank's shard, or all if that shares pages or is too short or too long."""
+    """The ranges to page-lock: of each slot this rank's shard, or all if it shares pages or is too short or long."""
     part = cache.layout.parts[0]
     shard = part.shard_of(cache.rank)
     alone = len(cache.layout.parts) == 1 and len(part.shards) > 1 and _SHORTEST_PIECE <= shard.nbytes <= PIECE_NBYTES

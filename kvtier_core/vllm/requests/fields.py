@@ -1,4 +1,4 @@
-"""What each field of a request means for its KV.
+"""The meaning of each field of a request for its KV.
 
 Another version of vLLM may have fields that are not in these tables. `refuse_others` finds those that are set, and the
 request is bypassed.

@@ -1,4 +1,4 @@
-"""What the KV of a vLLM request depends on besides its tokens. What cannot be identified is bypassed, never guessed."""
+"""The facts besides its tokens that the KV of a vLLM request depends on. A request with an unknown one is bypassed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Identifier:
         self._adapters = adapters or Adapters()
 
     def identify(self, request: Request) -> RequestIdentity | Bypass:
-        """What the KV of a request will depend on. Call it before the engine has computed any of it."""
+        """The facts that the KV of a request will depend on. Call it before the engine has computed any of it."""
         try:
             return self._identify(request)
         except Unidentified as why:

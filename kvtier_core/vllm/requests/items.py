@@ -1,4 +1,4 @@
-"""What identifies a multimodal item: the tensors that the model gets, never the item's name.
+"""The identity of a multimodal item: the tensors that the model gets, never the item's name.
 
 vLLM names an item by a digest, by a counter, or as the client asks, so equal names prove nothing. The processor's
 options are not looked at either: whatever they change shows in the tensors.

@@ -117,7 +117,7 @@ def _view(request: Request, tracked: _Tracked) -> RequestView:
 
 
 def _source(tracked: _Tracked, number: int) -> str | None:
-    """What the encoder makes an item's embeddings from. Also for items of a request that is bypassed."""
+    """The input of the encoder for an item. Also for items of a request that is bypassed."""
     if isinstance(tracked.identity, RequestIdentity):
         return tracked.identity.items[number].source
     feature = tracked.request.mm_features[number]

@@ -1,4 +1,4 @@
-"""What is the memory's own, beyond the laws: other processes, dead owners, huge pages, too much."""
+"""Beyond the laws, for memory: other processes, dead owners, huge pages, too much."""
 
 import json
 import os

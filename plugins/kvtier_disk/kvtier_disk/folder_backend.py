@@ -203,7 +203,7 @@ class FolderBackend(Backend, SupportsListing, SupportsNamespaces):
         return [each for each in found if each is not None and each.nbytes <= self._longest]
 
     def _nbytes(self, folder: Folder, place: Place) -> int:
-        """What the account holds for the frame at this place. A sparse file can have any length; a frame has not."""
+        """The bytes in the account for the frame at this place. A sparse file can have any length; a frame has not."""
         return min(place.nbytes(folder), self._longest)
 
     def _check_free(self, root: Folder, nbytes: int) -> None:

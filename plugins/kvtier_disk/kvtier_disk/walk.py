@@ -58,7 +58,7 @@ def _must_exist(path: Path) -> None:
 
 
 def _listed(root: Folder, *, probes: bool = False) -> Iterator[tuple[_Listed, Found | None]]:
-    """What lies in the folder; with ``probes`` those, too, that a killed process left."""
+    """The entries of the folder; with ``probes`` also the probes that a killed process left."""
     with backend_errors(root.path):
         places = [(Place((), entry.name), None) for entry in root.entries() if probes and entry.name.startswith(PROBE)]
         for each in (places, everything(root), ((found.place, found) for found in quarantined(root))):

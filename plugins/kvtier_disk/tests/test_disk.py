@@ -1,4 +1,4 @@
-"""What is the disk's own, beyond the laws: its folder, its room, and disks that fail."""
+"""Beyond the laws, for disks: its folder, its room, and disks that fail."""
 
 import contextlib
 import errno
@@ -482,7 +482,7 @@ def test_min_free_keeps_reads_going(tmp_path):
 def test_a_full_disk_keeps_what_it_has(mounted, monkeypatch, direct, limit):
     folder = mounted("tmpfs", limit)
     disk = open_disk(folder, direct=direct)
-    # What was free when it was asked for may be gone when it is used.
+    # Space that was free when it was asked for may be gone when it is used.
     monkeypatch.setattr("kvtier_disk.folder_backend.free_of", lambda folder: 1 << 60)
     written = []
     with pytest.raises(BackendError, match="No space left on device"):

@@ -222,7 +222,7 @@ def test_a_folder_above_that_is_somebody_elses_is_refused(tmp_path):
 
 
 def test_the_way_through_a_link_counts_too(tmp_path):
-    """What a link on the way leads to is a folder above."""
+    """The target of a link on the way is a folder above."""
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "link").symlink_to(tmp_path / "open")

@@ -93,7 +93,7 @@ def works_again(disk, backend):
 def test_a_full_disk(disk, backend, monkeypatch):
     disk.fill()
     assert writes(backend, NEW[:1]) == {"16KiB to write and 0B free, of which min_free keeps 0B": 1}
-    # What was free when it was asked for may be gone when it is used.
+    # Space that was free when it was asked for may be gone when it is used.
     monkeypatch.setattr("kvtier_disk.folder_backend.free_of", lambda folder: 1 << 60)
     assert writes(backend, [*OLD, *NEW]) == {"No space left on device": 2 * ALL}
     assert reads(backend, [*OLD, *NEW]) == {"hit": ALL, "miss": ALL}

@@ -60,7 +60,7 @@ def stored(path):
 
 
 def used(path):
-    """What the account says."""
+    """The bytes in the account."""
     taken, freed = (path / ".kvtier-shared").read_text().split()
     return int(taken) - int(freed)
 

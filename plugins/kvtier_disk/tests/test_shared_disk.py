@@ -322,7 +322,7 @@ def test_a_full_disk(disk, engine, monkeypatch, capacity):
     disk.fill()
     with pytest.raises(StoreFull, match="16KiB to write and 0B free, of which min_free keeps 0B"):
         write(theirs, SECOND)
-    # What was free when it was asked for may be gone when it is used.
+    # Space that was free when it was asked for may be gone when it is used.
     monkeypatch.setattr("kvtier_disk.folder_backend.free_of", lambda folder: 1 << 60)
     with pytest.raises(StoreFull, match="No space left on device"):
         theirs.write(KEYS, whole(*KEYS))

@@ -128,7 +128,7 @@ def test_what_changes_while_it_is_looked_at_is_passed_over(path, engine, change)
 
 @pytest.mark.parametrize("engine", [0], indirect=True)
 def test_a_frame_that_is_written_again_while_it_is_read_is_passed_over(path, engine, capsys, monkeypatch):
-    """What was read of it may be of two frames."""
+    """The bytes that were read may be of two frames."""
     torn, pread = file_of(path, TORN).stat().st_ino, os.pread
 
     def read_and_replaced(fd, *arguments):

@@ -26,7 +26,7 @@ def put(backend, key, nbytes=LARGE):
     backend.write([key], [make_frame(key, nbytes=nbytes)])
 
 
-#: What a tier may ask for; each changes how much lies on the disk.
+#: The requests of a tier; each changes how much lies on the disk.
 ACTIONS = {
     "a new frame": lambda disk: put(disk, NEW),
     "a longer frame in the place of one": lambda disk: put(disk, OLD),
@@ -153,7 +153,7 @@ sizes = st.integers(0, 9)
     calls=st.lists(st.tuples(st.sampled_from(["take", "free up", "hand over"]), sizes), max_size=12),
 )
 def test_nothing_is_lost_or_found(free, others, calls):
-    """What is free, own frames and others' frames are always the capacity; and room is taken whole or not at all."""
+    """Free bytes, own frames and others' frames always add up to the capacity; room is taken whole or not at all."""
     names = [Place((), str(i)) for i in range(len(others))]
     model = Model({}, {place for place, (_, stuck) in zip(names, others, strict=True) if stuck})
     model.lying = {place: size for place, (size, _) in zip(names, others, strict=True)}

@@ -178,7 +178,7 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
         self._held = dict(reversed(self._held.items()))
 
     def _read(self, places: Sequence[Place], into: Sequence[memoryview]) -> Sequence[int | OSError]:
-        """What came of each read. Raises the OSError of a drive that does not answer."""
+        """The outcome of each read. Raises the OSError of a drive that does not answer."""
         fds, at = [place.slab.fd for place in places], [place.at for place in places]
         outcomes = read_files(fds, into, ring=self._ring, direct=self._direct, at=at)
         self._must_answer(places, outcomes)

@@ -46,7 +46,7 @@ class Record(NamedTuple):
 
     @classmethod
     def unpacked(cls, raw: bytes | memoryview, begin: int = 0) -> Record | None:
-        """What begins there; None if it is no record, or that of no possible frame."""
+        """The record that begins there; None if it is no record, or that of no possible frame."""
         magic, namespace, key, at, nbytes, order, checksum = _RECORD.unpack_from(raw, begin)
         if magic != _MAGIC or checksum != zlib.crc32(raw[begin : begin + _FIELDS.size]):
             return None

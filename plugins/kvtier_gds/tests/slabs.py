@@ -45,7 +45,7 @@ def held(backend: Backend) -> list[ChunkKey]:
 
 
 def records(path: Path) -> dict[int, Record]:
-    """What the table of the slab in this folder names."""
+    """The frames in the table of the slab in this folder."""
     with open(path / "kvtier.table", "rb") as file:
         return Table(file.fileno()).records()
 

@@ -1,4 +1,4 @@
-"""What is the slabs' own, beyond the laws: their files, what survives, room, and what else lies there."""
+"""Beyond the laws, for slabs: their files, what survives, room, and what else lies there."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def refusing(tmp_path, monkeypatch):
 
 
 def outcomes(backend, *keys):
-    """What became of each frame of one write."""
+    """The outcome for each frame of one write."""
     return [error and str(error) for error in backend.write(keys, [make_frame(key, NBYTES) for key in keys])]
 
 

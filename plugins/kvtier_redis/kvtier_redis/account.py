@@ -46,7 +46,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def until(self, deadline: Deadline) -> Iterator[None]:
-        """What this thread does in the context ends by then."""
+        """Calls of this thread in the context end by then."""
         self._calls.deadline = deadline
         yield
 
@@ -151,7 +151,7 @@ class Account:
         self._space = SharedSpace(ledger, capacity, most_listed=_MOST_LISTED)
 
     def until(self, deadline: Deadline) -> contextlib.AbstractContextManager[None]:
-        """What this thread does in the context ends by then."""
+        """Calls of this thread in the context end by then."""
         return self._ledger.until(deadline)
 
     def take(self, entries: Sequence[bytes]) -> None:
@@ -180,7 +180,7 @@ class Account:
 
 
 def entry_of(name: bytes, manifest: Manifest) -> bytes:
-    """What the ledger calls a frame: one write of it."""
+    """The name of a frame in the ledger: that of one write of it."""
     return b"%b %b" % (name, manifest.encode())
 
 

@@ -143,7 +143,7 @@ class RedisBackend(Backend, SupportsNamespaces):
         self._client.call(Deadline(self._timeout), names, "HSETNX", names, digest, self._namespace.to_json())
 
     def _values(self, link: Link, keys: Sequence[ChunkKey]) -> list[object]:
-        """What is stored under the names of frames: should be manifests, may be anything. In one round trip."""
+        """The values under the names of frames: should be manifests, may be anything. In one round trip."""
         if self._client.servers.one:
             link.send(get_all(self._home, keys))
             values = link.reply()

@@ -13,7 +13,7 @@ from kvtier_redis.link import Garbage, Link, ServerError, command
 from kvtier_redis.servers import servers_of
 from kvtier_redis.settings import RedisSettings
 
-#: What became of each key, in the words of the caller, or a BackendError; _NOTHING: nothing yet.
+#: The outcome for each key, in the words of the caller, or a BackendError; _NOTHING: nothing yet.
 Outcomes = list[Any]
 _NOTHING = object()
 #: Serves keys of one server, by their numbers: it puts an outcome for each, and may raise BackendError on its way.

@@ -24,9 +24,9 @@ from kvtier_redis.settings import RedisSettings
 _PORT = 6379
 #: Idle connections to one server that are kept. A tier uses one for each of its threads.
 _MOST_IDLE = 64
-#: What redis-py raises where a server answers something that no Redis answers.
+#: Errors of redis-py where a server answers something that no Redis answers.
 _PUZZLED = (ValueError, TypeError, LookupError, AttributeError, MemoryError)
-#: What redis-py raises.
+#: All errors of redis-py.
 FAILURES = (redis.RedisError, RedisClusterException, OSError, *_PUZZLED)
 #: A call has its deadline, and the tier decides when to ask again.
 NO_RETRY = Retry(NoBackoff(), 0)
@@ -171,7 +171,7 @@ class Links:
 
 
 def named(where: object, error: BaseException) -> BaseException:
-    """What to raise for an error: of the connection, of redis-py, or of a peer that cannot be understood."""
+    """The error to raise for one of the connection, of redis-py, or of a peer that cannot be understood."""
     error = _innermost(error)
     code = getattr(error, "status_code", None)  # redis-py takes it from the front of what the server said
     if code or isinstance(error, redis.ResponseError):
@@ -186,7 +186,7 @@ def named(where: object, error: BaseException) -> BaseException:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """What happened, of which redis-py says more: the address again, and guesses."""
+    """The cause of an error, without the address and the guesses that redis-py adds."""
     wrappers = (redis.ConnectionError, redis.TimeoutError, RedisClusterException)
     while type(error) in wrappers and (inner := error.__cause__ or error.__context__) is not None:
         error = inner

@@ -37,7 +37,7 @@ class Transfer:
         return self.moved == self.manifest.count
 
     def record(self, arrived: bool, error: ServerError | None = None) -> None:
-        """What became of one part."""
+        """The outcome for one part."""
         self.moved += arrived
         self.failed = self.failed or not arrived
         self.error = self.error or error

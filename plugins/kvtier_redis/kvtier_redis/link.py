@@ -30,7 +30,7 @@ _NOT_YET = object()
 
 
 class ServerError(BackendError):
-    """What the server answered instead of a result."""
+    """The error that the server returned instead of a result."""
 
     def __init__(self, told: str, *, where: str = "", code: str = ""):
         told = plain(told)
@@ -202,7 +202,7 @@ def _length(line: bytes) -> int:
 
 
 def plain(told: str) -> str:
-    """What a server said, as a log may show it."""
+    """The text of a server, as a log may show it."""
     return "".join(each if each.isprintable() else "?" for each in told[:_LONGEST_ERROR])
 
 
@@ -213,7 +213,7 @@ def command(*words: bytes | str | int) -> bytes:
 
 
 def command_around(before: Sequence[bytes], nbytes: int, after: Sequence[bytes]) -> tuple[bytes, bytes]:
-    """What is sent before and after a payload of ``nbytes`` that stands between these words of a command."""
+    """The bytes before and after a payload of ``nbytes`` that stands between these words of a command."""
     count = len(before) + 1 + len(after)
     return b"*%d\r\n%b$%d\r\n" % (count, _packed(before), nbytes), b"\r\n" + _packed(after)
 

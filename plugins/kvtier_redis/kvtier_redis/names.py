@@ -48,7 +48,7 @@ class Manifest:
         return manifest if sane else None
 
     def encode(self) -> bytes:
-        """What is stored under the name of the frame."""
+        """The value under the name of the frame."""
         return b"kvtier-1 %d %d %b" % (self.nbytes, self.part, self.write.encode())
 
     @property
@@ -79,7 +79,7 @@ class Names:
     prefix: str
 
     def home(self, namespace: Namespace) -> str:
-        """What the names of a namespace's frames begin with."""
+        """The prefix of the names of a namespace's frames."""
         return f"{self.prefix}:{home_of(namespace)}:"
 
     @property
@@ -113,7 +113,7 @@ class Names:
         return found is not None and found.write is None
 
     def parse(self, name: bytes) -> Found | None:
-        """What is called so; None if it is neither a manifest nor a part."""
+        """The manifest or part of this name; None if it is neither."""
         rest = name[len(self.prefix) + 1 :]
         if not name.startswith(f"{self.prefix}:".encode()) or (match := _FRAME.fullmatch(rest)) is None:
             return None

@@ -1,4 +1,4 @@
-"""What a user may write about a Redis tier."""
+"""The settings of a Redis tier."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class RedisSettings:
     #: The addresses of Sentinels, which say where the master is.
     sentinels: tuple[str, ...] = attrs.field(default=(), converter=tuple, validator=_check_sentinels)
     service: str = ""  #: the name that the sentinels know the master by
-    #: What ``url`` names.
+    #: The kind of server that ``url`` names.
     mode: Literal["single", "cluster", "sentinel"] = attrs.field(default="single", validator=_check_mode)
     username: str = ""  #: of the server's ACL; without one it is ``default``
     password: EnvSecret | None = None  #: of ``username``, or of the server

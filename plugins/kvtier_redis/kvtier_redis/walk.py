@@ -125,7 +125,7 @@ class _Walk:
         )
 
     def thing(self, name: bytes, nbytes: int) -> Stored:
-        """What is no frame."""
+        """An entry that is no frame."""
         return Stored(
             where=name.decode(),
             nbytes=nbytes,

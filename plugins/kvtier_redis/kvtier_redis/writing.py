@@ -48,7 +48,7 @@ class Write:
 
     @property
     def entries(self) -> list[bytes]:
-        """What the ledger calls the frames."""
+        """The names of the frames in the ledger."""
         return [entry_of(transfer.name, transfer.manifest) for transfer in self._transfers]
 
     def store(self, link: Link, numbers: Sequence[int], outcomes: Outcomes) -> None:

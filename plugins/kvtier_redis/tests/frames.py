@@ -16,7 +16,7 @@ def frame(key, seed=0, nbytes=NBYTES):
 
 
 def write(tier, *keys, seed=0):
-    """What `Backend.write` returned."""
+    """The result of `Backend.write`."""
     return tier.write(keys, [frame(key, seed) for key in keys])
 
 
@@ -34,7 +34,7 @@ def told(count):
 
 
 def names(server, pattern="*"):
-    """What the server has."""
+    """The server's contents."""
     return sorted(server.ask("KEYS", pattern))
 
 

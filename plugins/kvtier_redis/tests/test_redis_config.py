@@ -1,4 +1,4 @@
-"""What may be written in the settings, and what is told about what may not."""
+"""Valid settings, and the messages for invalid ones."""
 
 from __future__ import annotations
 

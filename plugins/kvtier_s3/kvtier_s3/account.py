@@ -21,7 +21,7 @@ _ASK_AGAIN = timedelta(minutes=5)
 
 @attrs.frozen
 class Account:
-    """What boto3 found. Not shown: it holds the credentials."""
+    """The session of boto3. Not shown: it holds the credentials."""
 
     url: str  #: ``https://HOST:PORT``
     region: str

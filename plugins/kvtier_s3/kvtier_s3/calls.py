@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @attrs.frozen
 class _Loop:
-    """What one thread asks with."""
+    """The event loop of one thread."""
 
     runner: asyncio.Runner
     gate: asyncio.Semaphore
@@ -42,13 +42,13 @@ class Calls:
 
     @property
     def gate(self) -> asyncio.Semaphore:
-        """What every request of this thread passes."""
+        """The semaphore that every request of this thread passes."""
         loop: _Loop = self._local.loop
         return loop.gate
 
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """What this thread asks for inside ends after so many seconds."""
+        """Requests of this thread in the context end after so many seconds."""
         outer = self._deadline
         self._local.deadline = min(outer, time.monotonic() + seconds)
         try:
@@ -57,7 +57,7 @@ class Calls:
             self._local.deadline = outer
 
     def at_once(self, ask: Callable[..., Coroutine[Any, Any, T]], *arguments: Iterable[Any]) -> list[T | BackendError]:
-        """What ``ask`` returns or raises for each tuple of arguments, as `map`. Nothing of it runs afterwards.
+        """The result or error of ``ask`` for each tuple of arguments, as `map`. Nothing of it runs afterwards.
 
         Raises BackendError if nothing can be asked.
         """
@@ -74,7 +74,7 @@ class Calls:
         return loop.runner.run(self._run(ask, list(zip(*arguments, strict=True))))
 
     def one(self, ask: Callable[..., Coroutine[Any, Any, T]], argument: object, *more: object, **how: object) -> T:
-        """What ``ask`` returns for these arguments. Raises BackendError."""
+        """The result of ``ask`` for these arguments. Raises BackendError."""
         (answer,) = self.at_once(functools.partial(ask, **how), *([each] for each in (argument, *more)))
         if isinstance(answer, BackendError):
             raise answer

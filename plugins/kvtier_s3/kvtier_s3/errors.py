@@ -1,4 +1,4 @@
-"""What obstore's errors mean. Of their words only the code is repeated: others may quote what signs a request."""
+"""The meaning of obstore's errors. Of their words only the code is repeated: others may quote what signs a request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Unanswered(StoreDown):
 _STATUS = re.compile(r"status code: (\d{3})\b")
 _CODE = re.compile(r"<Code>\s*([A-Za-z0-9.]{1,64})\s*</Code>")
 _CERTIFICATE = re.compile(r"invalid peer certificate|InvalidCertificate")
-#: What happened to a connection: the system's words, or else obstore's.
+#: The fate of a connection: the system's words, or else obstore's.
 _BROKEN = (re.compile(r'message: "([A-Z][a-z ]{1,40})"'), re.compile(r"HttpError \{\s*kind: ([A-Za-z]+)"))
 _FULL = {"QuotaExceeded", "InsufficientStorage", "InsufficientCapacity", "XMinioStorageFull", "EntityQuotaExceeded"}
 _SLOW_DOWN = {"SlowDown", "SlowDownRead", "SlowDownWrite", "RequestLimitExceeded", "Throttling", "TooManyRequests"}
@@ -54,7 +54,7 @@ _OF_ONE_KEY = {404: Absent, 405: BackendError, 409: Conflict, 412: Conflict, 416
 
 
 def error_of(error: Exception, where: str, nbytes: int = 0) -> BackendError:
-    """What an error of obstore means. ``where`` names the bucket; ``nbytes`` were to be written."""
+    """The meaning of an error of obstore. ``where`` names the bucket; ``nbytes`` were to be written."""
     text = str(error)
     status, code = _STATUS.search(text), _CODE.search(text)
     if status or code:

@@ -25,7 +25,7 @@ class Names:
 
     @property
     def folder(self) -> str:
-        """What the names of all frames of this namespace begin with."""
+        """The prefix of the names of this namespace's frames."""
         return f"{self.prefix}/{self.home}/"
 
     @property
@@ -41,14 +41,14 @@ class Names:
 
 @attrs.frozen
 class Place:
-    """What the name of a frame says."""
+    """The content of a frame's name."""
 
     home: str
     key: ChunkKey
 
 
 def place_of(prefix: str, name: str, nbytes: int) -> Place | None:
-    """What the object of this name and length is the frame of; None if it cannot be a frame."""
+    """The home and key of the frame in an object of this name and length; None if it cannot be a frame."""
     found = _FRAME.fullmatch(name.removeprefix(f"{prefix}/"))
     if found is None or not nbytes or nbytes % FRAME_ALIGNMENT:
         return None

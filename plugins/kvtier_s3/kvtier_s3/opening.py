@@ -64,7 +64,7 @@ def connect(settings: S3Settings, timeout: Seconds) -> tuple[Bucket, dict[str, s
     )
     unsigned = settings.unsigned == "on" or (settings.unsigned == "auto" and account.protects_bytes)
     url = account.url_of(settings.bucket) if by_host else account.url
-    # What obstore would take from the environment is named here, where it would decide otherwise than boto3.
+    # Settings that obstore would take from the environment are named here, where it would decide otherwise than boto3.
     how: S3Config = {"region": account.region, "endpoint": url, "aws_endpoint_url_s3": url, "conditional_put": "etag"}
     how |= {"virtual_hosted_style_request": by_host, "unsigned_payload": unsigned, "skip_signature": False}
     how |= {"disable_bulk_delete": True, **_encryption(settings)}

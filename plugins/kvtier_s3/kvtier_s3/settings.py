@@ -1,4 +1,4 @@
-"""What a user may write about an S3 tier."""
+"""The settings of an S3 tier."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtier_core.types import Nbytes
 
 #: Stores refuse parts of a multipart upload that are shorter, all but the last.
 _SHORTEST_PART = Nbytes(5 << 20)
-#: What needs no quoting in a URL, so that a name is the same wherever it is written.
+#: Names that need no quoting in a URL, so that a name is the same wherever it is written.
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
 _ENDPOINT = re.compile(r"https?://[A-Za-z0-9.\-\[\]:]+/?")

@@ -29,7 +29,7 @@ _ROOM = 1 << 16  # no counters and no lock are longer
 
 
 class BucketSpace:
-    """What `SharedSpace` needs of a bucket."""
+    """The capacity account of a bucket, for `SharedSpace`."""
 
     def __init__(self, bucket: Bucket, prefix: str, *, ahead: int = 0):
         """While frames are evicted, up to ``ahead`` bytes of them more than asked for."""
@@ -100,7 +100,7 @@ class BucketSpace:
         return True
 
     def _batch(self, begin: int) -> Sequence[Listed]:
-        """What is removed together with the frame that was listed there."""
+        """The frames to remove together with the one that was listed there."""
         sizes = itertools.accumulate(each.nbytes for each in self._listed[begin + 1 : begin + _REMOVED_AT_ONCE])
         return self._listed[begin : begin + 1 + sum(nbytes <= self._ahead for nbytes in sizes)]
 
@@ -187,7 +187,7 @@ def _body(**fields: int) -> bytes:
 
 
 def _count(found: Found) -> Count:
-    """What was counted; nothing if that cannot be read, as if somebody had removed it."""
+    """The counters; 0 if they cannot be read, as if somebody had removed them."""
     try:
         fields = json.loads(bytes(found.body))
         return Count(int(fields["taken"]), int(fields["freed"]))

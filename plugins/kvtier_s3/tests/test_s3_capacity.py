@@ -98,7 +98,7 @@ def test_a_conditional_write_that_meets_itself_is_counted(s3_server, open_s3, bu
 
 
 def engine_write(engine, keys):
-    """What became of each key, if the store as a whole failed too."""
+    """The outcome for each key, even if the store as a whole failed."""
     try:
         return engine.write(keys, [make_frame(key, nbytes=NBYTES) for key in keys])
     except BackendError as error:

@@ -1,4 +1,4 @@
-"""What may be configured, and where the store is found then."""
+"""Valid settings, and where the store is found with them."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def _of_nobody():
 
 
 def connected(config):
-    """What obstore was told, and the facts."""
+    """The settings of obstore, and the facts."""
     bucket, facts = connect(config, Seconds(5))
     return bucket._store, facts
 

@@ -1,4 +1,4 @@
-"""What is written, and what is asked for: names, conditions, parts, versions."""
+"""The requests of writes and reads: names, conditions, parts, versions."""
 
 import asyncio
 import time
