@@ -204,7 +204,7 @@ def giving_up(monkeypatch, drawn: random.Random) -> None:
     monkeypatch.setattr(DiskConfig, "open", lambda self, ctx: FaultyBackend(opened(self, ctx), plan))
 
 
-@pytest.mark.parametrize("troubles", [(late,), (late, failing, giving_up)], ids=["late", "all"])
+@pytest.mark.parametrize("troubles", some([[late, failing, giving_up], [late]]), ids=["all", "late"])
 def test_nothing_leaks(engine, kind, truth, tmp_path, monkeypatch, troubles):
     drawn = random.Random(len(troubles))
     for trouble in troubles:
