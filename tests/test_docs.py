@@ -129,7 +129,7 @@ def test_the_ledger_of_the_guide_keeps_two_users_within_a_capacity(tmp_path):
 
 
 @pytest.mark.parametrize(("page", "block"), each(lambda text: fences(text, "json")))
-def test_json_is_json(page, block):
+def test_blocks_of_json_are_valid(page, block):
     json.loads(block)
 
 

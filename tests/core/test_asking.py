@@ -203,7 +203,7 @@ def test_a_damaged_frame_is_not_asked_for_again_and_is_replaced(tier):
     assert tier.good == [PATH[0]]
 
 
-def test_that_there_is_no_answer_takes_its_time_too(tier):
+def test_questions_without_an_answer_count_for_the_time_of_asking(tier):
     """Else every request would wait anew for a store that never answers."""
     tier.shelf.fails = True
     tier.tier.request_lookup(PATH[5:])

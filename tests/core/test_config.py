@@ -132,7 +132,7 @@ def complaints(attempt, *args):
     return str(caught.value).splitlines()
 
 
-def test_a_whole_file(write):
+def test_every_setting_of_a_file_is_read(write):
     write("""\
         version: 1
         chunk_tokens: 64

@@ -34,7 +34,7 @@ def noise(nbytes, seed=0):
     return memoryview(bytearray(random.Random(seed).randbytes(nbytes)))
 
 
-def test_there_is_a_ring_here():
+def test_io_uring_works_on_this_machine():
     """The other tests would compare calls with calls."""
     assert ring_works()
 
@@ -128,7 +128,7 @@ def test_only_what_may_be_written_is_read_into(tmp_path, opened):
             read_files([fd], [memoryview(b"-")], ring=ring)
 
 
-def test_as_many_files_as_views(tmp_path, opened):
+def test_another_number_of_files_than_views_is_refused(tmp_path, opened):
     for ring in (True, False):
         with pytest.raises(ValueError):
             read_files([0, 0], [noise(1)], ring=ring)

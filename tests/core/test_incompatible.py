@@ -105,7 +105,7 @@ def test_processes_with_other_options_take_turns_on_one_folder(tmp_path):
     assert in_new_process(take_a_turn, tmp_path, 1) == (PAYLOADS, {"promoted", "read"}, True)
 
 
-def test_its_room_is_counted_until_it_is_gone():
+def test_incompatible_frames_count_until_they_are_gone():
     """The tier is as full as it may be, of frames that it cannot read: they leave first, and only as far as needed."""
     shelf = shelf_of(XorConfig(1), [A, B, C, D])
     tier = make_tier(XorConfig(2), shelf, frames=4)

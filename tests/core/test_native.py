@@ -35,7 +35,7 @@ def test_the_extension_was_built_here():
 @given(st.integers(0, 300), st.integers(0, 5000), st.integers(0, 2**32 - 1))
 @example(0, 0, 0)
 @example(3, 100_000, 2**32 - 1)
-def test_crc32(start, nbytes, before):
+def test_crc32_continues_as_zlib_does(start, nbytes, before):
     piece = NOISE[start : start + nbytes]
     assert checksum.crc32(piece, before) == zlib.crc32(piece, before)
 
@@ -55,7 +55,7 @@ def test_crc32_takes_any_buffer():
 
 @pytest.mark.parametrize("combine", [checksum.combine, checksum.plain_combine])
 @given(st.integers(0, 3000), st.integers(0, 3000))
-def test_combine(combine, cut, end):
+def test_combined_checksums_are_those_of_both_pieces(combine, cut, end):
     first, second = NOISE[:cut], NOISE[cut : cut + end]
     assert combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
 
@@ -64,7 +64,7 @@ def test_combine_over_a_terabyte():
     assert checksum.combine(1, 2, 1 << 40) == checksum.plain_combine(1, 2, 1 << 40)
 
 
-def test_join():
+def test_joined_checksums_are_those_of_the_whole():
     parts = [NOISE[:1000], NOISE[1000:1001], NOISE[1001:3000]]
     assert checksum.join([zlib.crc32(each) for each in parts], [1000, 1, 1999]) == zlib.crc32(NOISE[:3000])
 
@@ -149,7 +149,7 @@ def test_without_it_everything_is_there_in_python(tmp_path):
     )
 
 
-def test_its_stamp_is_that_of_the_sources():
+def test_the_stamp_of_the_extension_is_that_of_the_sources():
     assert native.extension.stamp == native.stamp_of(ROOT / "csrc")
 
 

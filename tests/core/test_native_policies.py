@@ -322,7 +322,7 @@ def test_a_wrong_call_is_a_key_error_that_names_the_key(kind):
 
 
 @every_kind
-def test_its_memory_is_bounded_by_what_is_held(kind):
+def test_memory_of_a_policy_is_bounded_by_its_resident_keys(kind):
     """Three times as many come and go, and it does not grow."""
 
     def churn(first, rounds, room=2000):

@@ -76,7 +76,7 @@ def test_what_cannot_be_read_is_not_known(sys, text):
     assert numa.nodes(sys / "nowhere") == {}
 
 
-def test_this_machine_has_the_cpus_that_we_run_on():
+def test_the_nodes_of_this_machine_have_our_cpus():
     known = numa.nodes()
     if not known:
         pytest.skip("the kernel tells nothing of nodes here")

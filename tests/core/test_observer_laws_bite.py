@@ -150,9 +150,9 @@ BUGS = [
     (TestPlanted, "LeavesItsFileOpen", "test_close_releases_everything"),
     (TestPlanted, "LeavesAThread", "test_close_releases_everything"),
     (TestPlanted, "LocksTheFolder", "test_engines_that_share_a_configuration_share_nothing"),
-    (TestPlanted, "LocksTheFolder", "test_it_opens_again_after_a_kill"),
+    (TestPlanted, "LocksTheFolder", "test_an_observer_opens_again_after_a_kill"),
     (TestPlanted, "IsTheOnlyOne", "test_two_engines_may_be_in_one_process"),
-    (TestPlanted, "OpensWhereItWasWritten", "test_it_opens_in_any_process"),
+    (TestPlanted, "OpensWhereItWasWritten", "test_an_observer_opens_in_any_process"),
 ]
 
 

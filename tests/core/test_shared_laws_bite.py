@@ -218,7 +218,7 @@ class SharesWhatIsUnfinished(SharedFolder):
 
 
 BUGS = [
-    (DoesNotSayIt, "test_it_says_that_it_is_shared", "shared is False"),
+    (DoesNotSayIt, "test_a_shared_backend_is_marked_as_shared", "shared is False"),
     (RemembersAbsence, "test_absence_is_asked", r"contains\(\) does not find it"),
     (RemembersMisses, "test_absence_is_asked", r"read\(\) returns 0 bytes"),
     (RemembersPresence, "test_presence_is_asked", r"contains\(\) still finds it"),

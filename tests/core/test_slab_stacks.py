@@ -68,7 +68,7 @@ def test_nothing_is_collected_while_a_stack_opens(stack, tmp_path, monkeypatch, 
     assert collected == [False] and gc.isenabled()
 
 
-def test_slabs_alone(stack, tmp_path):
+def test_slabs_without_an_arena_serve_after_a_restart(stack, tmp_path):
     with stack(slabs(tmp_path)) as serving:
         assert stored(serving, PATHS) == [0] * 40
         assert stored(serving, PATHS) == [CHUNKS] * 40

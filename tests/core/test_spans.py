@@ -81,7 +81,7 @@ def test_a_request_is_a_span_with_a_child_for_what_each_tier_did(collector):
     assert (spans["corrupt disk"].status.code, spans["corrupt disk"].status.message) == (2, "checksum")
 
 
-def test_that_requests_come_and_go_is_counted_nowhere():
+def test_arrivals_and_ends_of_requests_add_to_no_metric():
     told = [Event(kind, "", tuple(make_keys(1)), request="a") for kind in (EventKind.ARRIVED, EventKind.FINISHED)]
     assert not Readings().add(told)
 

@@ -221,7 +221,7 @@ def test_clear_spares_shared_stores_unless_told(folder, capsys):
 
 
 @pytest.mark.parametrize("answer, left", [("y", 0), ("n", 3), ("", 3)])
-def test_clear_asks(folder, capsys, monkeypatch, answer, left):
+def test_clear_asks_before_it_removes(folder, capsys, monkeypatch, answer, left):
     filled(folder / "store")
     typed, terminal = pty.openpty()
     os.write(typed, f"{answer}\n".encode())

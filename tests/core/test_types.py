@@ -29,14 +29,14 @@ GOLDEN = "529ad0bb679655765f1c167f8aae32926e01a523eb153bc4e70003b143cbf9d1"
         ("2PiB", 2 << 50),
     ],
 )
-def test_sizes(text, nbytes):
+def test_a_size_is_parsed_to_bytes(text, nbytes):
     parsed = Nbytes.parse(text)
     assert parsed == nbytes
     assert type(parsed) is Nbytes
 
 
 @pytest.mark.parametrize("text", ["", "8", "GiB", "500GB", "8gib", "1.5GiB", "-1B", "1GiB 2MiB", "8GiB!"])
-def test_what_is_no_size(text):
+def test_a_malformed_size_is_refused(text):
     with pytest.raises(ValueError) as caught:
         Nbytes.parse(text)
     assert str(caught.value) == f"{text!r} is not a size; write a whole number and B, KiB, MiB, GiB, TiB or PiB"
@@ -56,14 +56,14 @@ def test_a_size_survives_being_told(nbytes):
 @pytest.mark.parametrize(
     ("text", "seconds"), [("500ms", 0.5), ("2s", 2.0), ("0s", 0.0), ("1.5 s", 1.5), (" 1min ", 60.0), ("0.5min", 30.0)]
 )
-def test_times(text, seconds):
+def test_a_length_of_time_is_parsed_to_seconds(text, seconds):
     parsed = Seconds.parse(text)
     assert parsed == seconds
     assert type(parsed) is Seconds
 
 
 @pytest.mark.parametrize("text", ["", "2", "s", "1h", "2 sec", "-1s", ".5s", "1e3s", "1s 2ms"])
-def test_what_is_no_time(text):
+def test_a_malformed_length_of_time_is_refused(text):
     with pytest.raises(ValueError) as caught:
         Seconds.parse(text)
     assert str(caught.value) == f"{text!r} is not a length of time; write a number and ms, s or min"

@@ -43,10 +43,10 @@ def memory_of_the_host(monkeypatch):
 
 @pytest.mark.parametrize("method", Method)
 @pytest.mark.parametrize("shape", QUICK)
-def test_copies(method, shape):
+def test_every_method_copies_over_the_driver(method, shape):
     test_on_gpu.test_every_method_copies_each_byte_that_is_wanted_and_no_other(method, shape, 16, 4 << 20)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_reads_into_its_memory(shape, monkeypatch):
+def test_reads_into_gpu_memory_reach_the_pages_over_the_driver(shape, monkeypatch):
     test_on_gpu.test_what_is_read_into_the_gpus_memory_reaches_the_pages_if_it_verifies(shape, monkeypatch)

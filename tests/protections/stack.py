@@ -87,7 +87,7 @@ MUTANTS = (
         STORE_TIER + "/frame_table.py",
         "self._kept_nbytes - self.incompatible_nbytes",
         "self._kept_nbytes",
-        INCOMPATIBLE_TESTS + "::test_its_room_is_counted_until_it_is_gone",
+        INCOMPATIBLE_TESTS + "::test_incompatible_frames_count_until_they_are_gone",
     ),
     Mutant(
         "the-granted-is-all-there",
@@ -108,7 +108,7 @@ MUTANTS = (
         STORE_TIER + "/writes.py",
         "        self._deletes.make_room()\n        self.start()",
         "        self.start()",
-        INCOMPATIBLE_TESTS + "::test_its_room_is_counted_until_it_is_gone",
+        INCOMPATIBLE_TESTS + "::test_incompatible_frames_count_until_they_are_gone",
     ),
     Mutant(
         "evicts-what-is-written-over",
@@ -395,7 +395,7 @@ MUTANTS = (
         STORE_TIER + "/remote_lookup.py",
         "self._speed.answered(begun, call.ended, ok=call.error is None)",
         "self._speed.answered(begun, begun, ok=call.error is None)",
-        ASKING + "test_that_there_is_no_answer_takes_its_time_too",
+        ASKING + "test_questions_without_an_answer_count_for_the_time_of_asking",
     ),
     Mutant(
         "failures-take-no-time",

@@ -110,7 +110,7 @@ def test_recording_is_off_by_default(tmp_path):
     assert stack.record is None
 
 
-def test_its_settings_are_checked(tmp_path):
+def test_settings_of_a_recording_are_checked(tmp_path):
     with pytest.raises(ConfigError) as raised:
         config(tmp_path, capacity="5", paht="x")
     assert [str(problem) for problem in raised.value.problems] == [

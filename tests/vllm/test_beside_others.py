@@ -251,7 +251,7 @@ def test_another_connector_may_exchange_handshakes_behind_kvtier(engine, truth, 
 
 
 @pytest.mark.parametrize("ours_first", [False, True])
-def test_beside_nixl(engine, truth, ours_first):
+def test_answers_are_exact_beside_nixl(engine, truth, ours_first):
     pytest.importorskip("nixl", reason="pip install nixl-cu13 nixl: it runs over UCX without a GPU")
     connectors = [kvtier(cpu()), other("NixlConnector")]
     with engine(**together(*connectors if ours_first else connectors[::-1])) as served:
@@ -259,7 +259,7 @@ def test_beside_nixl(engine, truth, ours_first):
 
 
 @pytest.mark.parametrize("ours_first", [False, True])
-def test_beside_vllms_example_connector(engine, truth, tmp_path, ours_first):
+def test_answers_are_exact_beside_vllms_example_connector(engine, truth, tmp_path, ours_first):
     """Which answers the second time depends on the order; in the first order it is not kvtier."""
     stack = cpu_and_disk(tmp_path / "store")
     example = other("ExampleConnector", shared_storage_path=str(tmp_path / "example"))

@@ -213,7 +213,7 @@ def test_an_option_that_changes_the_kv_changes_the_namespace(model, base, option
 
 
 @pytest.mark.parametrize("options", [{"lora_target_modules": ["o_proj"]}, {"lora_dtype": "bfloat16"}], ids=str)
-def test_which_parts_an_adapter_changes_changes_the_namespace(model, options):
+def test_the_parts_that_adapters_change_are_a_fact_of_the_namespace(model, options):
     assert facts(engine_config(model, enable_lora=True, **options)) != facts(engine_config(model, enable_lora=True))
 
 

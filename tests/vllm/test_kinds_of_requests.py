@@ -151,7 +151,7 @@ def of_prompt(engine, asked):
     return [given[token].logprob for token, given in zip(asked[1:], output.prompt_logprobs[1:], strict=True)]
 
 
-def test_beam_search(served):
+def test_every_beam_finds_the_prompt(served):
     """Each beam is a request of one more token, in every round: all of them find the prompt."""
     from vllm.sampling_params import BeamSearchParams
 

@@ -165,7 +165,7 @@ class ObserverLaws(Laws):
             for observer in (first, second):
                 _aside(lambda observer=observer: observer.observe(tuple(some_events(10))))
 
-    def test_it_opens_again_after_a_kill(self, tmp_path: Path):
+    def test_an_observer_opens_again_after_a_kill(self, tmp_path: Path):
         """An engine that was killed has closed nothing, and may have been writing: the next one opens all the same.
 
         Otherwise an engine would not come back after a crash until somebody had tidied up.
@@ -184,7 +184,7 @@ class ObserverLaws(Laws):
         with self.opened(tmp_path) as observer:
             _aside(lambda: observer.observe(tuple(some_events(10))))
 
-    def test_it_opens_in_any_process(self, tmp_path: Path):
+    def test_an_observer_opens_in_any_process(self, tmp_path: Path):
         """A configuration can be sent to another process and opened there.
 
         Otherwise vLLM, which runs its engine in a process of its own, could not use it.

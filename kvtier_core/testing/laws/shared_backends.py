@@ -37,7 +37,7 @@ class SharedBackendLaws(SharedRaceLaws, SharedTroubleLaws, SharedCapacityLaws):
         """How often anybody has listed the store so far; None if that cannot be seen."""
         return None
 
-    def test_it_says_that_it_is_shared(self, tmp_path: Path):
+    def test_a_shared_backend_is_marked_as_shared(self, tmp_path: Path):
         """`shared` is True in the backend as in its config.
 
         Otherwise kvtier would list the store as its own and delete from it what other engines use.

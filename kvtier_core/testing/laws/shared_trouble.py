@@ -108,7 +108,7 @@ class SharedTroubleLaws(BackendLaws):
             damage = damage_of(found, there, make_namespace()) if found else ""
             assert not damage, f"a write gave up because the store did not answer, and left a frame that is {damage}"
 
-    def test_it_comes_back_by_itself(self, tmp_path: Path):
+    def test_a_store_that_recovers_is_used_again(self, tmp_path: Path):
         """While a store cannot be reached calls fail, or are misses; afterwards the same instance serves again.
 
         Otherwise after a restart of the store every engine would have to be restarted, too.

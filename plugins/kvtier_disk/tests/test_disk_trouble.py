@@ -90,7 +90,7 @@ def works_again(disk, backend):
 
 
 @on(tmpfs, ext4)
-def test_a_full_disk(disk, backend, monkeypatch):
+def test_a_full_disk_refuses_writes_and_still_reads(disk, backend, monkeypatch):
     disk.fill()
     assert writes(backend, NEW[:1]) == {"16KiB to write and 0B free, of which min_free keeps 0B": 1}
     # Space that was free when it was asked for may be gone when it is used.

@@ -269,7 +269,7 @@ def test_what_cannot_be_looked_at(folder, capsys, arguments, why):
     assert why in capsys.readouterr().err
 
 
-def test_no_folder(folder, capsys):
+def test_fsck_of_a_missing_folder_fails_and_makes_none(folder, capsys):
     (folder / "kvtier.yaml").write_text(
         "version: 1\ntiers:\n  - {type: heap, capacity: 1MiB}\n  - {type: disk, capacity: 1GiB, path: nowhere}\n"
     )

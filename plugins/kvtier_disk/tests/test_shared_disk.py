@@ -316,7 +316,7 @@ def disk(tmp_path):
 
 
 @pytest.mark.parametrize("capacity", [0, 4 << 20])
-def test_a_full_disk(disk, engine, monkeypatch, capacity):
+def test_a_full_disk_refuses_writes_and_still_reads(disk, engine, monkeypatch, capacity):
     ours, theirs = [engine(disk.folder / "kv", capacity=capacity) for _ in range(2)]
     write(ours, FIRST)
     disk.fill()

@@ -152,7 +152,7 @@ def test_an_engine_that_does_not_say_that_it_is_shared_is_refused(path, engine, 
     assert file_of(path, TORN).exists()
 
 
-def test_no_folder(path, engine, capsys):
+def test_fsck_of_a_missing_folder_fails_and_makes_none(path, engine, capsys):
     file = path.parent / "kvtier.yaml"
     file.write_text(file.read_text().replace("store", "nowhere"))
     assert main(FSCK) == 2

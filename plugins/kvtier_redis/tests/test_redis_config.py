@@ -19,7 +19,7 @@ def load(tmp_path, tier):
 @pytest.mark.parametrize(
     "url", ["redis://host", "redis://host:6380", "redis://[::1]:6379/2", "rediss://host:1/0", "unix:///run/redis.sock"]
 )
-def test_urls(tmp_path, url):
+def test_a_url_is_taken_as_it_is_written(tmp_path, url):
     assert load(tmp_path, f'url: "{url}"').config.url == url
 
 

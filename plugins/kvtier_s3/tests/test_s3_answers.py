@@ -164,7 +164,7 @@ def tls_server(s3_server, certificate):
         yield server
 
 
-def test_over_tls(tls_server, certificate, open_s3):
+def test_frames_come_back_over_tls(tls_server, certificate, open_s3):
     backend = open_s3(endpoint=tls_server.url, ca=certificate[0])
     assert backend.facts()["unsigned"] == "auto -> on"
     frames = [FRAME, make_frame(make_key(1), nbytes=12 << 20)]
