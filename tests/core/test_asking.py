@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from benches import MISS, PENDING, READY, StackBench, TierBench
 from machine import SharedShelf
-from test_manager import MISS, PENDING, READY, Bench
-from test_store_tier import Bench as TierBench
 
 from kvtier_core.errors import BackendError
 from kvtier_core.stack.outcomes import LoadLimit
@@ -30,9 +29,9 @@ class Asked(SharedShelf):
 @pytest.fixture
 def bench():
     """Two engines in turn: what the first stored the second has to ask for."""
-    first = Bench(arenas=(16,), shelf=Asked)
+    first = StackBench(arenas=(16,), shelf=Asked)
     first.store(PATH[:5])
-    second = Bench(arenas=(16,), shelf=Asked)
+    second = StackBench(arenas=(16,), shelf=Asked)
     second.shelves[0].frames = first.shelves[0].frames
     return second
 
@@ -127,7 +126,7 @@ def test_a_lookup_says_whom_it_waits_for(bench):
 
 
 def test_all_shared_stores_are_asked_at_once():
-    bench = Bench(arenas=(16,), tiers=(12, 12), shelf=Asked)
+    bench = StackBench(arenas=(16,), tiers=(12, 12), shelf=Asked)
     bench.look(PATH)
     bench.settle()
     assert [shelf.questions for shelf in bench.shelves] == [[PATH], [PATH]]
@@ -139,7 +138,7 @@ def test_a_prefetch_brings_up_a_quarter_of_the_arena_and_pins_nothing(bench):
     assert bench.look(PATH)[:4] == [READY] * 4
     assert bench.shelves[0].questions == [PATH]
     bench.at_rest()
-    again = Bench(arenas=(16,), shelf=Asked)
+    again = StackBench(arenas=(16,), shelf=Asked)
     again.shelves[0].frames = bench.shelves[0].frames
     again.manager.prefetch(PATH)
     again.settle()

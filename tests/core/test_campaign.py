@@ -22,6 +22,7 @@ from pathlib import Path
 
 import attrs
 import pytest
+from benches import TierBench
 from sizes import LONG
 from test_machine import ZipConfig
 
@@ -31,9 +32,7 @@ from kvtier_core.frames.format import FrameError, payload_of, seal, verify
 from kvtier_core.frames.identity import RAW, CodecIdentity, identity_of
 from kvtier_core.interfaces import SerializerConfig
 from kvtier_core.layouts import ChunkLayout
-from kvtier_core.policies.lru import LruConfig
-from kvtier_core.stack.index.cache_index import CacheIndex
-from kvtier_core.stack.store_tier.tier import FrameWrite, StoreTier
+from kvtier_core.stack.store_tier.tier import FrameWrite
 from kvtier_core.testing.samples import make_context, make_keys, make_layout, make_namespace, same
 from kvtier_core.transfer.io_pool import IOPool
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Event, EventKind, Namespace, Nbytes
@@ -328,36 +327,27 @@ def test_no_harmed_frame_passes_the_check():
 # -- frames on a disk ----------------------------------------------------------------------------------
 
 
-@attrs.frozen
-class Bench:
-    """A tier over a folder, as a stack opens it, and what came of each read."""
+class DiskBench(TierBench):
+    """A tier over a folder, as a stack opens it."""
 
-    folder: Path
-    layout: ChunkLayout
-    tier: StoreTier
-    good: list[ChunkKey] = attrs.field(factory=list)
-    bad: list[ChunkKey] = attrs.field(factory=list)
-
-    def settle(self) -> None:
-        while self.tier.pool.jobs:
-            self.tier.pool.wait(10.0)
-            self.tier.pool.step()
+    def __init__(self, folder: Path, layout: ChunkLayout, serializer: SerializerConfig):
+        ctx = make_context(namespace=OURS, layout=layout)
+        disk, codec = DiskConfig(path=folder, min_free=Nbytes(0)).open(ctx), FrameCodec.open(serializer, ctx)
+        super().__init__(frames=1000, inflight=1000, shelf=disk, pool=IOPool("campaign", 2), codec=codec, layout=layout)
+        self.folder = folder
+        self.settle()
 
     def write(self, frames: dict[ChunkKey, bytes]) -> None:
+        """Raw frames, whatever is in them."""
         self.tier.write([FrameWrite(key, None, memoryview(whole)) for key, whole in frames.items()], lambda key: None)
         self.settle()
         assert [event.kind for event in self.told()] == [EventKind.WRITTEN]
 
     def read(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, memoryview]:
         """The slots of those whose read began; it is over."""
-        slots = {key: memoryview(bytearray(self.layout.frame_nbytes)) for key in keys}
-        begun = self.tier.read(list(slots.items()), self._arrived)
+        slots = super().read(*keys)
         self.settle()
-        return {key: slots[key] for key in begun}
-
-    def _arrived(self, good: Sequence[ChunkKey], bad: Sequence[ChunkKey]) -> None:
-        self.good.extend(good)
-        self.bad.extend(bad)
+        return slots
 
     def file(self, key: ChunkKey) -> Path:
         """Where the disk keeps this frame."""
@@ -387,23 +377,12 @@ class Bench:
 
 
 @contextlib.contextmanager
-def opened(folder: Path, layout: ChunkLayout, serializer: SerializerConfig) -> Iterator[Bench]:
-    ctx = make_context(namespace=OURS, layout=layout)
-    tier = StoreTier(
-        "disk",
-        DiskConfig(path=folder, min_free=Nbytes(0)).open(ctx),
-        pool=IOPool("campaign", 2),
-        index=CacheIndex(LruConfig().open()),
-        codec=FrameCodec.open(serializer, ctx),
-        capacity=ctx.capacity,
-        inflight=1 << 30,
-    )
-    bench = Bench(folder, layout, tier)
-    bench.settle()
+def opened(folder: Path, layout: ChunkLayout, serializer: SerializerConfig) -> Iterator[DiskBench]:
+    bench = DiskBench(folder, layout, serializer)
     try:
         yield bench
     finally:
-        assert tier.close(10.0)
+        assert bench.tier.close(10.0)
 
 
 @pytest.mark.parametrize("serializer", [RawConfig(), ZipConfig()], ids=["raw", "zip"])
@@ -451,7 +430,7 @@ def test_no_harmed_file_is_served(tmp_path, layout, serializer):
     tally.settle(kinds)
 
 
-def _can_be_read(found: bytes, bench: Bench, serializer: SerializerConfig) -> bool:
+def _can_be_read(found: bytes, bench: DiskBench, serializer: SerializerConfig) -> bool:
     """What has no frame's length, or fits into no slot, is lost before anybody looks at it."""
     codec = FrameCodec.open(serializer, make_context(namespace=OURS, layout=bench.layout))
     return 0 < len(found) <= codec.max_frame_nbytes and len(found) % FRAME_ALIGNMENT == 0

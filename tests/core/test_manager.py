@@ -5,148 +5,28 @@ from __future__ import annotations
 import threading
 
 import pytest
-from machine import LAYOUT, NAMESPACE, Shelf, Slots, payload
+from benches import LONG, MISS, PENDING, READY, StackBench
+from machine import LAYOUT, NAMESPACE, Shelf
 
 from kvtier_core.errors import ContractError
-from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.policies.lru import Lru
 from kvtier_core.stack import write_through
-from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.lookup.leases import Lease
 from kvtier_core.stack.manager import StorageManager
-from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_keys
 from kvtier_core.transfer.io_pool import IOPool
-from kvtier_core.types import FRAME_ALIGNMENT, EventKind, Namespace
-
-#: What `Bench.look` says of a chunk.
-MISS, READY, PENDING = "miss", "ready", "pending"
+from kvtier_core.types import EventKind, Namespace
 
 #: Paths that share nothing.
 KEYS = make_keys(12)
 OURS, THEIRS, OTHERS = KEYS[:4], KEYS[4:8], KEYS[8:]
 
-#: Seconds after which a test that waits is wrong. None of them takes so long.
-LONG = 10.0
-
-
-class Memory(Slots):
-    closed = 0
-
-    def close(self):
-        self.closed += 1
-
-
-class Bench:
-    """A stack, its parts, and an engine that stores and loads as it should."""
-
-    def __init__(self, *, arenas=(4,), tiers=(12,), inflight=100, shelf=Shelf, pool=ManualPool, below=Lru):
-        self.now = 0.0
-        self.memories = [Memory(slots) for slots in arenas]
-        self.shelves = [shelf() for _ in tiers]
-        names = [f"cpu{i or ''}" for i in range(len(arenas))], [f"disk{i or ''}" for i in range(len(tiers))]
-        self.arenas = [
-            Arena(name, i, memory, CacheIndex(Lru()))
-            for i, (name, memory) in enumerate(zip(names[0], self.memories, strict=True))
-        ]
-        self.tiers = [
-            StoreTier(
-                name,
-                shelf,
-                pool=pool(),
-                index=CacheIndex(below()),
-                codec=FrameCodec(NAMESPACE, LAYOUT),
-                capacity=frames * LAYOUT.frame_nbytes,
-                inflight=inflight * LAYOUT.frame_nbytes,
-                clock=lambda: self.now,
-            )
-            for name, shelf, frames in zip(names[1], self.shelves, tiers, strict=True)
-        ]
-        self.sealer = pool()
-        self.manager = StorageManager(
-            [*self.arenas, *self.tiers],
-            namespace=NAMESPACE,
-            layout=LAYOUT,
-            pool=self.sealer,
-            clock=lambda: self.now,
-        )
-
-    def fill(self, path, holder="store"):
-        """Reserve and fill slots; the keys that got one."""
-        slots = self.manager.reserve(path, holder)
-        for key, slot in slots.items():
-            self._payload(slot)[:] = payload(key, 0)
-        return list(slots)
-
-    def store(self, path):
-        """Until it is everywhere."""
-        if self.fill(path):
-            self.manager.commit("store")
-        return self.settle()
-
-    def settle(self):
-        events = self.manager.drain(LONG)
-        assert not self.manager.jobs
-        return events
-
-    def look(self, path, keep=""):
-        """What an engine would be told of each chunk. With ``keep`` that holder keeps it pinned from then on."""
-        found = self.manager.lookup(path, keep or "a look")
-        if not keep:
-            self.manager.release("a look")
-        ready, pending = len(found.slots), found.pending
-        return [READY] * ready + [PENDING] * pending + [MISS] * (len(path) - ready - pending)
-
-    def why(self, path):
-        """Why the first chunk that is not there is not."""
-        reason = self.manager.lookup(path, "a look").miss_reason
-        self.manager.release("a look")
-        return reason
-
-    def bring_up(self, path):
-        """The events meanwhile, and the tiers that the chunks are said to be from."""
-        assert self.manager.lookup(path, "waiting").pending
-        events = self.settle()
-        found = self.manager.lookup(path, "waiting")
-        assert len(found.slots) == len(path) and not found.pending
-        self.manager.release("waiting")
-        return events, list(found.sources)
-
-    def load(self, path):
-        """The arenas from which the bytes came, which were the right ones, and the tiers they are said to be from."""
-        found = self.manager.lookup(path, "load")
-        assert [bytes(self._payload(slot)) for slot in found.slots] == [payload(key, 0) for key in path]
-        self.manager.release("load")
-        return [slot.arena for slot in found.slots], list(found.sources)
-
-    def work(self, pieces):
-        """So many pieces of work, each followed by a step; returns whether there were so many."""
-        for _ in range(pieces):
-            busy = [pool for pool in [self.sealer, *(tier.pool for tier in self.tiers)] if pool.queue]
-            if not busy:
-                return False
-            busy[0].run()
-            self.manager.step()
-        return True
-
-    def at_rest(self):
-        """Nothing is pinned, in flight, or held by nobody."""
-        usage = self.manager.usage()
-        assert not any(level.pins or level.inflight for level in usage)
-        for arena in self.arenas:
-            assert arena.free + len(arena.index) == arena.memory.slots
-        for tier, shelf in zip(self.tiers, self.shelves, strict=True):
-            assert tier.usage().nbytes == sum(map(len, shelf.frames.values()))
-
-    def _payload(self, slot):
-        return self.memories[slot.arena].view(slot.index)[FRAME_ALIGNMENT : FRAME_ALIGNMENT + LAYOUT.payload_nbytes]
-
 
 @pytest.fixture
 def bench():
-    return Bench()
+    return StackBench()
 
 
 def told(events):
@@ -158,7 +38,7 @@ def told(events):
 
 @pytest.mark.parametrize("pool", [ManualPool, lambda: IOPool("test", 2)], ids=["chosen", "threads"])
 def test_what_is_stored_comes_back(pool):
-    bench = Bench(pool=pool)
+    bench = StackBench(pool=pool)
     assert told(bench.store(OURS)) == [(EventKind.STORED, "cpu", OURS), (EventKind.WRITTEN, "disk", OURS)]
     assert told(bench.store(THEIRS))[0] == (EventKind.EVICTED, "cpu", OURS[::-1])
     assert bench.look(OURS) == [PENDING] * 4
@@ -193,7 +73,7 @@ def test_an_eviction_is_free(bench):
 
 
 def test_what_comes_up_is_offered_to_the_tiers_it_passed():
-    bench = Bench(tiers=(4, 12))
+    bench = StackBench(tiers=(4, 12))
     bench.store(OURS)
     bench.store(THEIRS)
     assert set(bench.shelves[0].frames) == set(THEIRS)
@@ -245,7 +125,7 @@ def test_a_source_does_not_outlive_the_chunk(bench):
 
 
 def test_a_lower_arena_is_served_as_it_lies():
-    bench = Bench(arenas=(4, 8), tiers=())
+    bench = StackBench(arenas=(4, 8), tiers=())
     bench.store(OURS)
     bench.store(THEIRS)
     assert not any(bench.arenas[0].has(key) for key in OURS)
@@ -325,7 +205,7 @@ def test_another_path_of_a_holder_ends_what_it_had_found(bench):
 
 
 def test_a_shorter_path_of_a_holder_keeps_nothing_beyond_it():
-    bench = Bench(arenas=(6,))
+    bench = StackBench(arenas=(6,))
     bench.store(OURS)
     bench.store([*THEIRS, *OTHERS[:2]])  # crowds them out
     bench.store(OURS[2:])
@@ -359,7 +239,7 @@ def test_what_comes_up_is_kept_for_whom_asked(bench):
 
 
 def test_what_lies_behind_a_gap_is_kept_while_the_gap_is_filled():
-    bench = Bench(arenas=(6,))
+    bench = StackBench(arenas=(6,))
     bench.store(OURS)
     bench.store([*THEIRS, *OTHERS[:2]])  # crowds them out
     bench.store(OURS[2:])
@@ -400,7 +280,7 @@ def test_a_promotion_without_room_is_a_miss_with_a_reason(bench):
 
 
 def test_a_frame_that_is_being_deleted_is_a_miss_with_a_reason():
-    bench = Bench(tiers=(4,))
+    bench = StackBench(tiers=(4,))
     bench.store(OURS)
     bench.fill(THEIRS)
     bench.manager.commit("store")
@@ -439,7 +319,7 @@ def test_what_arrives_is_nothing_to_those_who_wait_for_something_else(bench):
 
 
 def test_a_promotion_beyond_what_may_be_in_flight_waits():
-    bench = Bench(inflight=2)
+    bench = StackBench(inflight=2)
     for path in (OURS, THEIRS):
         bench.store(path[:2])
         bench.store(path)
@@ -469,7 +349,7 @@ def test_a_promotion_that_waits_is_dropped_when_nobody_awaits_it():
 
 def below(inflight=100, **options):
     """A stack that holds a path in the tier below alone."""
-    bench = Bench(**options)
+    bench = StackBench(**options)
     bench.store(OURS)
     bench.arenas[0].make_room(bench.arenas[0].memory.slots)
     bench.tiers[0]._inflight_limit = inflight * LAYOUT.frame_nbytes
@@ -545,7 +425,7 @@ def test_a_holder_looks_again_when_there_is_no_room(waiter):
 
 @pytest.mark.parametrize("filled", [True, False])
 def test_a_holder_looks_again_when_the_slot_that_it_waits_for_is_filled_or_given_up(filled):
-    bench = Bench()
+    bench = StackBench()
     bench.fill(OURS)
     assert bench.look(OURS, keep="waiter") == [PENDING] * 4
     bench.manager.step()
@@ -567,7 +447,7 @@ def test_a_promotion_that_two_await_comes_though_one_lets_go():
 
 
 def test_a_request_offers_again_what_a_tier_had_rejected():
-    bench = Bench(inflight=2)
+    bench = StackBench(inflight=2)
     assert (EventKind.REJECTED, "disk", OURS[2:]) in told(bench.store(OURS))
     assert set(bench.shelves[0].frames) == set(OURS[:2])
     bench.manager.on_request(OURS)
@@ -586,7 +466,7 @@ class Content(Lru):
 
 
 def test_what_a_tier_would_refuse_is_neither_sealed_nor_written():
-    bench = Bench(tiers=(4,), below=Content)
+    bench = StackBench(tiers=(4,), below=Content)
     bench.store(OURS)
     bench.manager.on_request(THEIRS)
     bench.fill(THEIRS)
@@ -598,7 +478,7 @@ def test_what_a_tier_would_refuse_is_neither_sealed_nor_written():
 
 
 def test_what_every_level_would_refuse_gets_no_slot():
-    bench = Bench(arenas=(4, 4), tiers=(4,), below=Content)
+    bench = StackBench(arenas=(4, 4), tiers=(4,), below=Content)
     for arena in bench.arenas:
         arena.index = CacheIndex(Content())
     bench.store(OURS)
@@ -628,7 +508,7 @@ def test_reserve_spares_its_own_path(bench):
 
 def test_no_room_is_made_for_more_than_may_be_in_flight():
     """A long prompt that lies below does not flush the arena for chunks that are not read yet."""
-    bench = Bench(arenas=(4,), inflight=2)
+    bench = StackBench(arenas=(4,), inflight=2)
     bench.store(THEIRS[:2])
     bench.store(THEIRS)
     bench.store(OURS)
@@ -670,7 +550,7 @@ class Asked(Lru):
 def test_a_policy_is_asked_once_about_a_chunk():
     """Before its slot is reserved; the decision travels with the chunk to its write."""
     policy = Asked()
-    bench = Bench(tiers=(4,), below=lambda: policy)
+    bench = StackBench(tiers=(4,), below=lambda: policy)
     bench.store(OURS)
     bench.store(THEIRS)
     assert policy.newcomers == THEIRS
@@ -726,7 +606,7 @@ def gone(bench, path):
 @pytest.mark.parametrize("pieces", range(4))
 @pytest.mark.parametrize("arenas", [(4,), (4, 6)])
 def test_an_invalidation_during_a_store(arenas, pieces):
-    bench = Bench(arenas=arenas)
+    bench = StackBench(arenas=arenas)
     bench.fill(OURS)
     bench.manager.commit("store")
     assert bench.work(pieces) == (pieces <= len(arenas) + 1)
@@ -818,7 +698,7 @@ class Hanging(Shelf):
 @pytest.fixture
 def hanging():
     """A stack on threads; a tier for two chunks, whose writes hang."""
-    bench = Bench(tiers=(2,), shelf=Hanging, pool=lambda: IOPool("test"))
+    bench = StackBench(tiers=(2,), shelf=Hanging, pool=lambda: IOPool("test"))
     yield bench
     bench.shelves[0].go.set()
     assert bench.sealer.close(LONG)
@@ -847,7 +727,7 @@ def test_close_lets_stores_on_their_way_finish(bench):
 
 @pytest.mark.parametrize("pool", [ManualPool, lambda: IOPool("test", 2)], ids=["chosen", "threads"])
 def test_close_twice(pool):
-    bench = Bench(pool=pool)
+    bench = StackBench(pool=pool)
     bench.store(OURS)
     bench.manager.close()
     assert bench.manager.close() == []
@@ -885,7 +765,7 @@ def test_close_twice_around_a_call_that_hung(hanging):
 
 def test_a_load_does_not_wait_for_stores_that_wait():
     """Four of four slots in flight belong to stores, and one of these has not begun."""
-    bench = Bench(arenas=(8,), inflight=4)
+    bench = StackBench(arenas=(8,), inflight=4)
     bench.store(OURS[:1])
     bench.arenas[0].make_room(8)
     for key in THEIRS:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from benches import TierBench
 from machine import Shelf
-from test_store_tier import Bench
 
 from kvtier_core.testing.samples import make_keys
 
@@ -11,7 +11,7 @@ KEYS = A, B, C, D, E, F = make_keys(6)
 
 
 def test_a_thread_is_left_for_loads():
-    bench = Bench(frames=6)
+    bench = TierBench(frames=6)
     for key in KEYS:
         bench.write(key)
     assert bench.pool.jobs == 3, "of four threads"
@@ -22,7 +22,7 @@ def test_a_thread_is_left_for_loads():
 
 
 def test_the_oldest_store_that_waits_makes_room_for_a_new_one():
-    bench = Bench(frames=6, inflight=5)
+    bench = TierBench(frames=6, inflight=5)
     for key in (A, B, C, D, E):
         bench.write(key)
     assert bench.events() == []
@@ -48,7 +48,7 @@ class KeepsAll(Shelf):
 
 def test_a_write_that_is_dropped_while_it_probes_ends_the_probe():
     """It waits for a delete that is repeated, whose outcome the breaker has counted already."""
-    bench = Bench(frames=2, inflight=1, shelf=KeepsAll())
+    bench = TierBench(frames=2, inflight=1, shelf=KeepsAll())
     for key in (A, B):
         bench.write(key)
         bench.settle()
@@ -73,7 +73,7 @@ def test_a_write_that_is_dropped_while_it_probes_ends_the_probe():
 
 
 def test_loads_go_before_stores_that_wait():
-    bench = Bench(frames=6, inflight=4)
+    bench = TierBench(frames=6, inflight=4)
     bench.write(A)
     bench.settle()
     for key in (B, C, D, E):
@@ -86,7 +86,7 @@ def test_loads_go_before_stores_that_wait():
 
 
 def test_what_was_dropped_is_stored_when_it_is_offered_again():
-    bench = Bench(frames=6, inflight=4)
+    bench = TierBench(frames=6, inflight=4)
     for key in (A, B, C, D, E):
         bench.write(key)
     assert bench.released == [D]

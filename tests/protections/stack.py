@@ -59,7 +59,7 @@ MUTANTS = (
         STORE_TIER + "/reads.py",
         "failed = ReadStatus.IO_ERROR if backend.shared else ReadStatus.CORRUPT",
         "raise next((count for count in counts if isinstance(count, BackendError)), BackendError('none'))",
-        "tests/core/test_store_tier.py::test_what_cannot_be_read_is_its_keys_alone",
+        "tests/core/test_failing_store.py::test_what_cannot_be_read_is_its_keys_alone",
     ),
     Mutant(
         "a-server-that-is-down-is-damage",
@@ -192,14 +192,14 @@ MUTANTS = (
         STORE_TIER + "/deletes.py",
         "self._delete(missing, self._backend.delete)",
         "self._index.remove(missing)",
-        "tests/core/test_store_tier.py::test_what_is_left_of_a_lost_frame_leaves_too",
+        "tests/core/test_failing_store.py::test_what_is_left_of_a_lost_frame_leaves_too",
     ),
     Mutant(
         "one-that-stays-keeps-all",
         STORE_TIER + "/deletes.py",
         "breaker = None if again else self._health.writes",
         "breaker = self._health.writes",
-        "tests/core/test_store_tier.py::test_one_that_can_never_be_deleted_keeps_no_other",
+        "tests/core/test_failing_store.py::test_one_that_can_never_be_deleted_keeps_no_other",
     ),
     Mutant(
         "room-is-made-in-a-shared-store",
@@ -318,7 +318,7 @@ MUTANTS = (
         STORE_TIER + "/health.py",
         "if error is None or isinstance(error, StoreFull):",
         "if error is None:",
-        "tests/core/test_store_tier.py::test_a_store_without_any_room_is_full_and_not_broken",
+        "tests/core/test_failing_store.py::test_a_store_without_any_room_is_full_and_not_broken",
     ),
     Mutant(
         "hangs-go-unnoticed",
