@@ -151,7 +151,7 @@ def test_a_tier_that_breaks_laws_is_told_which_and_what_follows(file, tmp_path, 
     ("arguments", "why"),
     [
         (["conform", "s3"], "has no tier 's3'; it has: cpu, disk, disk#2, firstbyte"),
-        (["conform", "cpu", "--excuse", "test_of_nothing=because"], "excuses test_of_nothing, which is no law"),
+        (["conform", "cpu", "--excuse", "test_of_nothing=because"], "excuses test_of_nothing, which is not a law"),
         (["conform", "cpu", "--excuse", "test_close_twice="], "excuses test_close_twice without a reason"),
         (["conform", "cpu", "--excuse", "test_close_twice"], "excuses test_close_twice without a reason"),
     ],

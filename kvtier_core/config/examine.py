@@ -83,7 +83,7 @@ class Offer:
 def examine(plugin: str, version: str, implementation: Any) -> list[Offer]:
     """The offers of a plugin.
 
-    Raises ContractError, or any exception of pluggy or the plugin, if anything is wrong: then nothing of it is used.
+    Raises ContractError, or any exception of pluggy or the plugin, if anything is wrong: then the plugin is not used.
     """
     # A manager for each plugin: an error of one does not affect others, and it is known which plugin offers what.
     manager = pluggy.PluginManager("kvtier")
@@ -112,7 +112,7 @@ def _must_be_marked(manager: pluggy.PluginManager, implementation: Any) -> None:
             )
     for hook in _HOOKS:
         if callable(getattr(implementation, hook, None)) and not manager.parse_hookimpl_opts(implementation, hook):
-            raise ContractError(f"{called} defines {hook} without @hookimpl: nothing of it is used")
+            raise ContractError(f"{called} defines {hook} without @hookimpl: it is never called")
     if not manager.get_hookcallers(implementation):
         raise ContractError(f"{called} implements none of the hooks: {', '.join(_HOOKS)}")
 
@@ -145,7 +145,7 @@ def _name_of(config: Any, kind: Kind) -> str:
     """The name that users write. Raises ContractError for a class that no user could choose or configure."""
     families = " or ".join(family.__name__ for family in kind.families)
     if not (inspect.isclass(config) and issubclass(config, kind.families)):
-        raise ContractError(f"{kind.hook} offers {config!r}, which is no {families} class")
+        raise ContractError(f"{kind.hook} offers {config!r}, not a subclass of {families}")
     if "__attrs_attrs__" not in vars(config):
         raise ContractError(f"{config.__name__} is not an attrs class of its own: decorate it with @attrs.frozen")
     if inspect.isabstract(config):

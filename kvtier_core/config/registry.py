@@ -87,7 +87,7 @@ class Registry:
     def log_problems(self) -> None:
         """Log a warning for each broken plugin and each clash, also of those that no YAML file names."""
         for broken in self.broken:
-            logger.warning("kvtier: a plugin is broken, and nothing of it is used: %s", broken)
+            logger.warning("kvtier: a plugin is broken and not used: %s", broken)
         for clash in self.clashes():
             logger.warning("kvtier: %s", clash)
 

@@ -51,7 +51,7 @@ class Recorder:
         except OSError as error:
             raise ConfigError([config.problem("$.record.path", f"cannot be written: {error}")]) from error
         self._pool = IOPool("record")
-        logger.info("kvtier: records this traffic in %s, at most %s", self.path, Nbytes(max(0, self._room)))
+        logger.info("kvtier: recording this traffic in %s, at most %s", self.path, Nbytes(max(0, self._room)))
 
     def record(self, since: float, tokens: int, generated: int, keys: Sequence[ChunkKey], reason: str) -> None:
         """Record a request that arrived at ``since``, by the recorder's clock, and has ended now.

@@ -120,10 +120,10 @@ BROKEN = {
         "but can not be found in the hookspec"
     ),
     HEAD + "@hookimpl\ndef kvtier_backends(): return [7]": (
-        "kvtier_backends offers 7, which is no ArenaConfig or BackendConfig class"
+        "kvtier_backends offers 7, not a subclass of ArenaConfig or BackendConfig"
     ),
     HEAD + "@hookimpl\ndef kvtier_eviction_policies(): return [Offered]": (
-        "kvtier_eviction_policies offers <class 'bad_mine.Offered'>, which is no EvictionConfig class"
+        "kvtier_eviction_policies offers <class 'bad_mine.Offered'>, not a subclass of EvictionConfig"
     ),
     HEAD + "@hookimpl\ndef kvtier_backends(): return [BackendConfig]": ("BackendConfig is abstract: it lacks open"),
     HEAD + "@hookimpl\ndef kvtier_backends(): return [Offered]": (
@@ -137,10 +137,10 @@ BROKEN = {
     backend("ratio: Unheard = 3"): "NameError: name 'Unheard' is not defined",
     backend("").replace("[MineConfig]", "[MineConfig, MineConfig]"): "offers tier 'disk' twice",
     backend("").replace("@hookimpl\n", ""): (
-        "bad_mine defines kvtier_backends without @hookimpl: nothing of it is used"
+        "bad_mine defines kvtier_backends without @hookimpl: it is never called"
     ),
     backend("") + "\ndef kvtier_observers(): ...": (
-        "bad_mine defines kvtier_observers without @hookimpl: nothing of it is used"
+        "bad_mine defines kvtier_observers without @hookimpl: it is never called"
     ),
     "x = 1": (
         "bad_mine implements none of the hooks: kvtier_backends, kvtier_eviction_policies, kvtier_token_databases, "
@@ -262,7 +262,7 @@ def test_what_is_broken_or_clashes_is_logged_without_anybody_asking(install, cap
         (
             "WARNING",
             "kvtier",
-            "kvtier: a plugin is broken, and nothing of it is used: "
+            "kvtier: a plugin is broken and not used: "
             "bad:x 1.0: ModuleNotFoundError: No module named 'boto33'",
         ),
         ("WARNING", "kvtier", f"kvtier: {clash}; write 'lru@kvtier:builtin' or 'lru@mine:y'"),

@@ -125,5 +125,5 @@ class DirectReads:
 
     def _lost(self, key: ChunkKey) -> None:
         if key not in self._holders:
-            self._health.report(EventKind.MISSING, [key], why="the store has no place of it")
+            self._health.report(EventKind.MISSING, [key], why="the store does not have it")
             self._drop({**dict.fromkeys(ReadStatus, ()), ReadStatus.MISSING: [key]})

@@ -121,7 +121,7 @@ class ArenaMemoryLaws(Laws):
                 assert not view.readonly, f"view({slot}) is read-only"
                 assert len(view) == memory.slot_nbytes, f"view({slot}) has {len(view)} of {memory.slot_nbytes} bytes"
                 assert address_of(view) % FRAME_ALIGNMENT == 0, (
-                    f"view({slot}) begins at {address_of(view):#x}, which is no multiple of {FRAME_ALIGNMENT}"
+                    f"view({slot}) begins at {address_of(view):#x}, not a multiple of {FRAME_ALIGNMENT}"
                 )
                 view[:] = bytes([slot]) * len(view)
             for slot in range(memory.slots):

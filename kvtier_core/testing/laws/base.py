@@ -61,7 +61,7 @@ class Laws:
                     raise TypeError(f"{cls.__name__} overrides the law {law}; excuse it instead, with a reason")
         for law, reason in cls.excused.items():
             if law not in laws_of(cls):
-                raise TypeError(f"{cls.__name__} excuses {law}, which is no law; have: {', '.join(laws_of(cls))}")
+                raise TypeError(f"{cls.__name__} excuses {law}, which is not a law; have: {', '.join(laws_of(cls))}")
             if not reason:
                 raise TypeError(f"{cls.__name__} excuses {law} without a reason")
 

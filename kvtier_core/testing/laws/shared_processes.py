@@ -127,5 +127,5 @@ def _fault_of(what: str, call: Callable[[], BackendError | None]) -> list[str]:
     except BackendError as raised:
         return [f"{what} raised {type(raised).__name__}: {raised}"]
     except Exception as raised:  # noqa: BLE001 - whatever it is, the law reports it
-        return [f"{what} raised {type(raised).__name__}, which is no BackendError: {raised}"]
+        return [f"{what} raised {type(raised).__name__}, not a BackendError: {raised}"]
     return [] if error is None else [f"{what} returned {type(error).__name__}: {error}"]
