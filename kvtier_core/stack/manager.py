@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from kvtier_core.errors import ContractError
 from kvtier_core.interfaces import SupportsNamespaces
 from kvtier_core.layouts import ChunkLayout
-from kvtier_core.stack.admission import AdmissionPlan
+from kvtier_core.stack.admission import AdmissionPlan, Reservations
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.batches import leading_run
 from kvtier_core.stack.interface import Stack
@@ -19,7 +19,6 @@ from kvtier_core.stack.lookup.chain import ChainSearch
 from kvtier_core.stack.lookup.leases import Leases
 from kvtier_core.stack.outcomes import LoadLimit, Lookup, Whereabouts
 from kvtier_core.stack.promotion import Promotions
-from kvtier_core.stack.reservations import Reservations
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.write_through import WriteThrough
 from kvtier_core.transfer.io_pool import Pool, run
