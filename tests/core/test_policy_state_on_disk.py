@@ -42,6 +42,13 @@ class Watched:
         return [WatchedConfig]
 
 
+@pytest.fixture(autouse=True)
+def closed():
+    """No policy outlives the interpreter, whose leak report would name it."""
+    yield
+    WatchedConfig.opened.clear()
+
+
 def knows():
     return WatchedConfig.opened[-1].save()
 
