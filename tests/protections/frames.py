@@ -157,7 +157,7 @@ MUTANTS = (
         CODEC,
         "if not 0 < count <= len(buffer):",
         "if False:",
-        "tests/core/test_store_tier.py",
+        "tests/core/test_failing_store.py",
     ),
     Mutant(
         "codecs-share-their-keys",

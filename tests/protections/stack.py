@@ -52,7 +52,7 @@ MUTANTS = (
         STORE_TIER + "/reads.py",
         "if error is None else error.as_read()",
         "if True else error.as_read()",
-        "tests/core/test_store_tier.py",
+        "tests/core/test_failing_store.py",
     ),
     Mutant(
         "one-key-fails-its-batch",
@@ -185,7 +185,7 @@ MUTANTS = (
         STORE_TIER + "/deletes.py",
         "self._delete(corrupt, self._backend.quarantine)",
         "self._delete(corrupt, self._backend.delete)",
-        "tests/core/test_store_tier.py",
+        "tests/core/test_failing_store.py",
     ),
     Mutant(
         "lost-frames-are-left",
@@ -311,7 +311,7 @@ MUTANTS = (
         "kvtier_core/stack/batches.py",
         "if len(answers) != len(keys):",
         "if False:",
-        "tests/core/test_store_tier.py",
+        "tests/core/test_failing_store.py",
     ),
     Mutant(
         "a-full-store-is-a-broken-one",
