@@ -136,9 +136,7 @@ BROKEN = {
     backend("ratio = attrs.field(default=3)"): "MineConfig.ratio has no type; annotate it",
     backend("ratio: Unheard = 3"): "NameError: name 'Unheard' is not defined",
     backend("").replace("[MineConfig]", "[MineConfig, MineConfig]"): "offers tier 'disk' twice",
-    backend("").replace("@hookimpl\n", ""): (
-        "bad_mine defines kvtier_backends without @hookimpl: it is never called"
-    ),
+    backend("").replace("@hookimpl\n", ""): ("bad_mine defines kvtier_backends without @hookimpl: it is never called"),
     backend("") + "\ndef kvtier_observers(): ...": (
         "bad_mine defines kvtier_observers without @hookimpl: it is never called"
     ),
@@ -262,8 +260,7 @@ def test_what_is_broken_or_clashes_is_logged_without_anybody_asking(install, cap
         (
             "WARNING",
             "kvtier",
-            "kvtier: a plugin is broken and not used: "
-            "bad:x 1.0: ModuleNotFoundError: No module named 'boto33'",
+            "kvtier: a plugin is broken and not used: bad:x 1.0: ModuleNotFoundError: No module named 'boto33'",
         ),
         ("WARNING", "kvtier", f"kvtier: {clash}; write 'lru@kvtier:builtin' or 'lru@mine:y'"),
     ]
