@@ -16,11 +16,11 @@ CORE = "kvtier_core"
 #: Packages and files, and the lines of Python that all of them may have, docstrings and blanks included.
 BUDGETS = {
     "data plane": (
-        6693,  # aim: 5700
+        6684,  # aim: 5700
         [f"{CORE}/{each}" for each in ("types.py", "layouts.py", "errors.py", "interfaces", "frames", "stack")]
         + [f"{CORE}/transfer/io_pool.py"],
     ),
-    "core": (28624, [CORE]),  # aim: 25500
+    "core": (28615, [CORE]),  # aim: 25500
     "testing kit": (4719, [f"{CORE}/testing"]),
     "plugins": (6346, ["plugins/*/kvtier_*"]),
 }

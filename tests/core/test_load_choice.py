@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvtier_core.stack.load_choice import LoadChoice, LoadChooser, StoreSpeed
 from kvtier_core.stack.outcomes import Declined, LoadLimit
-from kvtier_core.stack.store_tier.load_choice import LoadChoice, LoadChooser, StoreSpeed
 
 MIB = 1 << 20
 

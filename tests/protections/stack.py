@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from protections.mutant import Mutant
 
-STORE_TIER = "kvtier_core/stack/store_tier"
+STACK = "kvtier_core/stack"
+STORE_TIER = f"{STACK}/store_tier"
 MANAGER = "kvtier_core/stack/manager.py"
 ARENA = "kvtier_core/stack/arena.py"
 LEASES = "kvtier_core/stack/lookup/leases.py"
@@ -357,35 +358,35 @@ MUTANTS = (
     ),
     Mutant(
         "loads-for-a-wait-that-is-over",
-        STORE_TIER + "/load_choice.py",
+        STACK + "/load_choice.py",
         "if limit is None or (self._may_try(needed, chunks, limit) and limit.wait > 0):",
         "if limit is None or limit.wait <= 0 or self._may_try(needed, chunks, limit):",
         "tests/core/test_load_choice.py::test_for_a_request_that_may_not_wait_nothing_is_loaded",
     ),
     Mutant(
         "waits-for-a-store-that-owes-an-answer",
-        STORE_TIER + "/load_choice.py",
+        STACK + "/load_choice.py",
         "max(self._speed.answer or 0.0, self.silence)",
         "(self._speed.answer or 0.0)",
         ASKING + "test_nobody_waits_for_a_store_that_owes_an_answer",
     ),
     Mutant(
         "waits-for-late-answers",
-        STORE_TIER + "/load_choice.py",
+        STACK + "/load_choice.py",
         "return expected <= _QUESTION_SHARE * chunks * limit.chunk_seconds",
         "return True",
         ASKING + "test_nobody_waits_for_an_answer_that_takes_longer_than_a_tenth_of_the_computing",
     ),
     Mutant(
         "loads-whatever-it-costs",
-        STORE_TIER + "/load_choice.py",
+        STACK + "/load_choice.py",
         "if fitting and self._speed",
         "if fitting or self._speed",
         WAITING + "test_a_slow_store_is_declined_and_the_line_has_both_numbers",
     ),
     Mutant(
         "a-declined-store-stays-declined",
-        STORE_TIER + "/load_choice.py",
+        STACK + "/load_choice.py",
         "return min(chunks, max(1, _PROBE_NBYTES // nbytes))",
         "return 0",
         ASKING + "test_nobody_waits_for_a_probe",
@@ -399,21 +400,21 @@ MUTANTS = (
     ),
     Mutant(
         "failures-take-no-time",
-        STORE_TIER + "/load_choice.py",
+        STACK + "/load_choice.py",
         "self.answer = max(seconds, self.answer or 0.0) or None",
         "pass",
         "tests/core/test_load_choice.py::test_a_call_that_fails_counts_with_its_time_at_once",
     ),
     Mutant(
         "a-late-answer-is-never-forgotten",
-        STORE_TIER + "/load_choice.py",
+        STACK + "/load_choice.py",
         "self.answer = min(self.answer, seconds)",
         "pass",
         "tests/core/test_load_choice.py::test_a_store_that_delivers_again_answers_as_soon",
     ),
     Mutant(
         "a-store-that-never-delivered-is-tried-for-ever",
-        STORE_TIER + "/load_choice.py",
+        STACK + "/load_choice.py",
         "self._speed.rate is None and (answer or 0.0) <= chunks * limit.chunk_seconds",
         "self._speed.rate is None",
         "tests/core/test_load_choice.py::test_a_store_that_delivered_nothing_yet_and_does_not_answer_is_declined",

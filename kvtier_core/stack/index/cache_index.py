@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 from kvtier_core.interfaces import EvictionPolicy
 from kvtier_core.stack.batches import leading_run
-from kvtier_core.stack.index.frequency_filter import FrequencyFilter
 from kvtier_core.stack.index.prefix_tree import PrefixTree
 from kvtier_core.types import ChunkKey
+
+#: Keys whose requests are counted: at least this many, at most twice as many.
+_REMEMBERED = 1 << 17
+#: Bytes of each such key that are kept. Two keys that begin alike count as one: at worst a chunk is stored too early.
+_PREFIX_NBYTES = 8
 
 #: Which chunks of a path to admit.
 Admitted = Callable[[Sequence[ChunkKey]], Sequence[ChunkKey]]
@@ -139,3 +143,25 @@ class CacheIndex:
         """Keys that leave together, best first, each on the assumption that all before them are evicted."""
         victims = self.policy.victims()
         return ((key,) for key in self.resident.eviction_candidates(victims, spared, pinned, self.policy.leaf_first))
+
+
+class FrequencyFilter:
+    """Two generations of counts: when the younger is full it replaces the older one, which is dropped."""
+
+    def __init__(self) -> None:
+        self._younger: dict[bytes, int] = {}
+        self._older: dict[bytes, int] = {}
+
+    def note(self, keys: Iterable[ChunkKey]) -> None:
+        """A request names these keys."""
+        for key in keys:
+            short = key[:_PREFIX_NBYTES]
+            seen = self._younger.get(short) or self._older.get(short, 0)
+            self._younger[short] = seen + 1
+            if len(self._younger) >= _REMEMBERED:
+                self._older, self._younger = self._younger, {}
+
+    def of(self, key: ChunkKey) -> int:
+        """How many requests named this key, as far as the two generations remember."""
+        short = key[:_PREFIX_NBYTES]
+        return self._younger.get(short) or self._older.get(short, 0)

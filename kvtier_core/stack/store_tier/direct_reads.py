@@ -10,10 +10,10 @@ import attrs
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import SupportsDirectReads
 from kvtier_core.stack.batches import as_many
+from kvtier_core.stack.load_choice import StoreSpeed
 from kvtier_core.stack.store_tier.calls import Calls
 from kvtier_core.stack.store_tier.deletes import Deletes
 from kvtier_core.stack.store_tier.frame_table import Use
-from kvtier_core.stack.store_tier.load_choice import StoreSpeed
 from kvtier_core.transfer.io_pool import run
 from kvtier_core.types import ChunkKey, EventKind, FrameRead, Location, ReadStatus
 

@@ -8,10 +8,10 @@ from kvtier_core.errors import BackendError
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import Backend
 from kvtier_core.stack.batches import as_many, in_groups
+from kvtier_core.stack.load_choice import StoreSpeed
 from kvtier_core.stack.store_tier.calls import Call, Calls
 from kvtier_core.stack.store_tier.deletes import Deletes
 from kvtier_core.stack.store_tier.frame_table import Use
-from kvtier_core.stack.store_tier.load_choice import StoreSpeed
 from kvtier_core.stack.store_tier.remote_lookup import RemoteLookup
 from kvtier_core.types import ChunkKey, EventKind, FrameRead, ReadStatus
 

@@ -6,9 +6,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from kvtier_core.stack.batches import as_many, leading_run
+from kvtier_core.stack.load_choice import StoreSpeed
 from kvtier_core.stack.store_tier.calls import Call, Calls
 from kvtier_core.stack.store_tier.frame_table import Use
-from kvtier_core.stack.store_tier.load_choice import StoreSpeed
 from kvtier_core.types import ChunkKey, EventKind
 
 #: Seconds for which a key that the store did not have is not asked for again.

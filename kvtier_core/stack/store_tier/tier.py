@@ -9,13 +9,13 @@ from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import Backend, SupportsDirectReads, SupportsListing
 from kvtier_core.stack.batches import leading
 from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.stack.load_choice import LoadChoice, LoadChooser, StoreSpeed
 from kvtier_core.stack.outcomes import LoadLimit
 from kvtier_core.stack.store_tier.calls import Calls
 from kvtier_core.stack.store_tier.deletes import Deletes
 from kvtier_core.stack.store_tier.direct_reads import DirectReads
 from kvtier_core.stack.store_tier.frame_table import CapacityLimit, FrameTable, Use
 from kvtier_core.stack.store_tier.health import StoreHealth
-from kvtier_core.stack.store_tier.load_choice import LoadChoice, LoadChooser, StoreSpeed
 from kvtier_core.stack.store_tier.policy_state import PolicyState
 from kvtier_core.stack.store_tier.reads import Arrived, Reads
 from kvtier_core.stack.store_tier.remote_lookup import RemoteLookup
