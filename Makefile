@@ -76,9 +76,9 @@ test-long: $(VENV)/ready programs
 campaign: $(VENV)/ready
 	$(BIN)/python -m pytest $(LONGER) -s tests/core/test_campaign.py
 
-# Engines and workers killed 500 times, round after round, on one folder.
+# Engines and workers killed 500 times, round after round, on one folder; engines and their server 1000 times.
 chaos: $(VENV)/ready
-	$(BIN)/python -m pytest $(LONGER) tests/vllm/test_chaos.py
+	$(BIN)/python -m pytest $(LONGER) tests/vllm/test_chaos.py tests/server/test_server_chaos.py
 
 # Each fuzzer for FUZZ_SECONDS. One that finds something ends there and leaves the input in this folder.
 fuzz: $(FUZZ_VENV)/ready

@@ -1,11 +1,11 @@
-"""python -m benchmarks [copies seals disk redis s3 lookup entries ttft hybrids noreuse misses] [--folder F --write]"""
+"""python -m benchmarks [copies seals disk redis s3 lookup served entries ttft hybrids noreuse misses] [--write]"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from benchmarks import copies, disk, entries, hybrids, lookup, misses, noreuse, redis_tier, s3_tier, seals, ttft
+from benchmarks import copies, disk, entries, hybrids, lookup, misses, noreuse, redis_tier, s3_tier, seals, served, ttft
 from benchmarks.conditions import conditions, heading
 from benchmarks.measure import progress
 
@@ -17,6 +17,7 @@ SECTIONS = {
     "redis": redis_tier,
     "s3": s3_tier,
     "lookup": lookup,
+    "served": served,
     "entries": entries,
     "ttft": ttft,
     "hybrids": hybrids,

@@ -31,6 +31,10 @@ FRAME_HEADER_NBYTES = FRAME_ALIGNMENT  #: bytes of a frame before its payload
 FRAME_MAGIC = b"kvtier\r\n"
 
 
+#: The fact by which the namespace of an engine differs after its weights may have changed.
+EPOCH = "epoch"
+
+
 class Slot(NamedTuple):
     """Room for one chunk in an arena."""
 
@@ -95,7 +99,7 @@ class Namespace:
 
     def renewed(self) -> Namespace:
         """The same facts in a new epoch, which shares nothing with this one or any other."""
-        return self.narrowed("epoch", secrets.token_hex(16))
+        return self.narrowed(EPOCH, secrets.token_hex(16))
 
     @cached_property
     def digest(self) -> bytes:

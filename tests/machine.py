@@ -25,6 +25,7 @@ from kvtier_core.interfaces import Backend, EvictionConfig, OpenContext, Seriali
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.stack.interface import Stack
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.testing.pool import ManualPool
@@ -130,14 +131,20 @@ class StackMachine(RuleBasedStateMachine):
             Arena(f"arena{i}", i, memory, CacheIndex(self.policy.open())) for i, memory in enumerate(self.memories)
         ]
         self.tier_levels = [self._tier(i, frames) for i, frames in enumerate(self.tiers)]
-        self.manager = StorageManager(
-            [*self.arena_levels, *self.tier_levels],
-            namespace=NAMESPACE,
-            layout=LAYOUT,
-            pool=self.sealer,
-            clock=lambda: self.now,
+        self.manager = self.as_engine_has(
+            StorageManager(
+                [*self.arena_levels, *self.tier_levels],
+                namespace=NAMESPACE,
+                layout=LAYOUT,
+                pool=self.sealer,
+                clock=lambda: self.now,
+            )
         )
         self.pools = [self.sealer, *(tier.pool for tier in self.tier_levels)]
+
+    def as_engine_has(self, manager: StorageManager) -> Stack:
+        """The stack as an engine has it."""
+        return manager
 
     def _tier(self, number: int, frames: int) -> StoreTier:
         shelf = self.shelf()

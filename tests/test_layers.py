@@ -22,7 +22,7 @@ FLOORS = [
     "stack",
     "policies observers builtin",
 ]
-FLOORS += ["config", "engine", "vllm simulate testing", "cli"]
+FLOORS += ["config", "engine server", "vllm simulate testing", "cli"]
 #: What a plugin may use of the core. Its tests may also use `testing`.
 FOR_PLUGINS = {"types", "layouts", "interfaces", "errors", "hookspecs", "transfer", "storekit"}
 #: What every environment with kvtier in it has.

@@ -16,13 +16,14 @@ CORE = "kvtier_core"
 #: Packages and files, and the lines of Python that all of them may have, docstrings and blanks included.
 BUDGETS = {
     "data plane": (
-        6684,  # aim: 5700
+        6752,  # aim: 5700
         [f"{CORE}/{each}" for each in ("types.py", "layouts.py", "errors.py", "interfaces", "frames", "stack")]
         + [f"{CORE}/transfer/io_pool.py"],
     ),
-    "core": (28615, [CORE]),  # aim: 25500
-    "testing kit": (4719, [f"{CORE}/testing"]),
-    "plugins": (6346, ["plugins/*/kvtier_*"]),
+    "server": (2590, [f"{CORE}/server"]),
+    "core": (31570, [CORE]),  # aim: 25500, without the server
+    "testing kit": (4734, [f"{CORE}/testing"]),
+    "plugins": (6347, ["plugins/*/kvtier_*"]),
 }
 
 

@@ -53,6 +53,9 @@ def run(options: argparse.Namespace, output: Output) -> int:
             with tiers.opened(config, layout, range(len(config.tiers))) as opened:
                 facts = {each.tier.name: dict(each.store.facts()) for each in opened}
             _say_facts(facts, output)
+            if config.server:
+                tiers.ask_server(config)
+                output.say(f"server: {config.server} answers")
     except ConfigError as error:
         output.fail(error)
         return PROBLEMS

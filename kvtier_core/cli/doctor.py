@@ -61,6 +61,11 @@ class Diagnosis:
 def run(options: argparse.Namespace, output: Output) -> int:
     """The machine, each tier, and a verdict. Raises ConfigError if the file is wrong."""
     config = load_config(options.file, Registry.discover())
+    if config.server:
+        tiers.ask_server(config)
+        output.value = {"verdict": f"the server at {config.server} answers; ask the doctor about its own file"}
+        output.say(output.paint(output.value["verdict"], "good"))
+        return FINE
     token = tiers.kv_of_token(options.model, output)
     config, layout = tiers.sized(config, token)
     facts = list(machine.facts())

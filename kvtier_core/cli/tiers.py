@@ -13,10 +13,10 @@ from kvtier_core.cli.model_size import token_nbytes
 from kvtier_core.cli.output import Output
 from kvtier_core.config.compose import OpenedTier, open_tiers
 from kvtier_core.config.load import load_config
-from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
+from kvtier_core.config.model import UNIX, ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.config.yaml_nodes import ProblemCollector
-from kvtier_core.errors import BackendError
+from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.interfaces import OpenContext, Stored, SupportsNamespaces, SupportsWalk
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.simulate.stacks import layout_of
@@ -56,6 +56,17 @@ def sized(config: StackConfig, token: Nbytes) -> tuple[StackConfig, ChunkLayout]
     """The stack as an engine has it whose tokens have so many bytes of KV, and the layout of its chunks."""
     config = config.sized(_BLOCK_TOKENS, _BLOCK_TOKENS * token)
     return config, layout_of(config.chunk_tokens, token)
+
+
+def ask_server(config: StackConfig) -> None:
+    """Return when the server that an engine's file names has answered. Raises ConfigError if it does not."""
+    from kvtier_core.server.memory import probe
+
+    try:
+        probe(Path((config.server or "").removeprefix(UNIX)))
+    except BackendError as error:
+        why = f"{error}. An engine starts all the same, and computes everything until it is there"
+        raise ConfigError([config.problem("$.server", why, "start it with kvtier serve")]) from error
 
 
 @contextlib.contextmanager

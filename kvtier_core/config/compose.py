@@ -32,15 +32,17 @@ from kvtier_core.interfaces import (
     PagedKVCache,
     Serializer,
     SupportsDirectReads,
+    SupportsSharing,
     TokenDatabase,
 )
+from kvtier_core.layouts import ChunkLayout, KVGroup, KVKind, KVStructure
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.index.parted_index import PartedIndex
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.transfer.io_pool import IOPool, Pool, run
-from kvtier_core.types import FRAME_HEADER_NBYTES, Namespace, Nbytes
+from kvtier_core.types import FRAME_ALIGNMENT, FRAME_HEADER_NBYTES, Namespace, Nbytes
 
 logger = logging.getLogger("kvtier")
 
@@ -57,6 +59,7 @@ class Runtime:
     pool: Callable[[str, int], Pool] = IOPool  #: makes a pool of threads from its name and their number
     clock: Callable[[], float] = time.monotonic  #: seconds
     codec: type[FrameCodec] = FrameCodec
+    arena: type[Arena] = Arena
     recomputes: bool = True  #: does the engine compute what a load could not bring?
 
 
@@ -96,9 +99,26 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
                 levels.append(_Opening(config, i, each.tier, runtime, closing).start(each, arenas))
         collector.raise_if_any()
         pool = _pool("seal", 1, runtime, closing)
-        manager = StorageManager(levels, namespace=ctx.namespace, layout=ctx.layout, pool=pool, clock=runtime.clock)
+        media = {tier.name: tier.config.medium for tier in config.tiers}
+        of_all = {"namespace": ctx.namespace, "layout": ctx.layout, "media": media, "clock": runtime.clock}
+        manager = StorageManager(levels, pool=pool, **of_all)
         closing.pop_all()
     return manager
+
+
+def open_arena(config: StackConfig, number: int, closing: contextlib.ExitStack) -> AllocatorBackend:
+    """The memory of an arena alone, which no stack divides into slots yet; ``closing`` closes it.
+
+    Raises ConfigError, also if other processes cannot map it.
+    """
+    tier = config.tiers[number]
+    page = KVGroup("memory", KVKind.FULL_ATTENTION, (FRAME_ALIGNMENT,), 1, "uint8", KVStructure.OPAQUE)
+    context = OpenContext(namespace=Namespace.of({}), layout=ChunkLayout([page], 1), capacity=tier.capacity)
+    memory = _Opening(config, number, tier, _REAL, closing).allocate(context)
+    if not isinstance(memory, SupportsSharing):
+        why = f"the memory of {tier.source.plugin} cannot be shared with other processes (SupportsSharing)"
+        raise ConfigError([config.problem(config.path_of(number), why)])
+    return memory
 
 
 @contextlib.contextmanager
@@ -253,7 +273,7 @@ class _Opening:
         """Make it a level of the stack, below ``arenas`` arenas. Raises ConfigError."""
         tier = self.tier
         if isinstance(tier, ArenaTierConfig):
-            return Arena(tier.name, arenas, opened.store, opened.index)
+            return self.runtime.arena(tier.name, arenas, opened.store, opened.index)
         pool = _pool(tier.name, tier.threads, self.runtime, self.closing)
         return self._call(tier.config, verb="start").ask(
             lambda: StoreTier(
@@ -280,6 +300,10 @@ class _Opening:
         if opened.codec.parts > 1:
             return "the model's chunks have several parts"
         return "" if self.runtime.recomputes else "the engine fails requests whose load fails (kv_load_failure_policy)"
+
+    def allocate(self, ctx: OpenContext) -> AllocatorBackend:
+        """Open the memory of an arena alone. Raises ConfigError."""
+        return self._store(ctx)
 
     def _codec(self, ctx: OpenContext) -> FrameCodec:
         if isinstance(self.tier, ArenaTierConfig):

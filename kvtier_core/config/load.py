@@ -53,18 +53,21 @@ def load_config(source: pathlib.Path | str | Mapping, registry: Registry, label:
 
 
 def _read_stack(root: Node, choose: Choose, plugins: Mapping[type, str]) -> StackConfig:
+    served = "server" in root.entries()
     known = {
         "version": Setting(decode.reader(Literal[1]), required=True),
-        "tiers": Setting(lambda node, choose: _read_tiers(node, choose, plugins), required=True),
+        "tiers": Setting(lambda node, choose: _read_tiers(node, choose, plugins), required=not served),
         **decode.settings(StackConfig, but=("tiers", "_places", "_plugins")),
     }
     collector = ProblemCollector()
     values = decode.read_keys(root, known, choose, collector)
+    if served and "tiers" in root.entries():
+        collector.problems.append(root.entries()["tiers"].problem("the server has the tiers", "remove one of the two"))
     decode.validate(StackConfig, root, values, collector)
     collector.raise_if_any()
     del values["version"]
     places = {node.path: node.where for node in root.walk()}
-    return decode.construct(StackConfig, root, {**values, "places": places, "plugins": plugins})
+    return decode.construct(StackConfig, root, {"tiers": (), **values, "places": places, "plugins": plugins})
 
 
 def _read_tiers(

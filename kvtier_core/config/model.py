@@ -31,6 +31,9 @@ _MOST_TOKENS = 256
 #: Threads of a store tier. More than this only wait for each other and for the GIL, even with a fast store.
 _MOST_THREADS = 64
 
+#: Prefix of the address of a server.
+UNIX = "unix:"
+
 #: Prefix of the setting by which an operator names the weights.
 NAMED = "name:"
 
@@ -128,6 +131,11 @@ def _one_or_more(config: object, field: attrs.Attribute, tokens: int | str) -> N
         attrs.validators.ge(1)(config, field, tokens)
 
 
+def _a_socket(config: object, field: attrs.Attribute, address: str) -> None:
+    if not address.startswith(f"{UNIX}/"):
+        raise ValueError(f"{address!r} is no address of a server; write {UNIX} and the absolute path of its socket")
+
+
 @attrs.frozen
 class StackConfig:
     """A whole configuration: the tiers, and the settings of the stack."""
@@ -148,6 +156,8 @@ class StackConfig:
     #: The socket of `kvtier status`, `top` and `explain`: ``auto`` is one in XDG_RUNTIME_DIR, ``off`` none.
     status: str = "auto"
     observers: tuple[ObserverConfig, ...] = ()  #: receivers of every event
+    #: The `kvtier serve` of this node that has the tiers, in place of ``tiers``: ``unix:/run/kvtier/kvtier.sock``.
+    server: str | None = attrs.field(default=None, validator=attrs.validators.optional(_a_socket))
     _places: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)  # by path: file and line
     _plugins: Mapping[type, str] = attrs.field(factory=dict, eq=False, repr=False)  # by Config class: its plugin
 

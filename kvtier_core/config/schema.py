@@ -50,7 +50,8 @@ def schema_of(registry: Registry) -> Schema:
     }
     whole = making.group(StackConfig, but=("tiers", "_places", "_plugins"))
     whole["properties"] = {"version": {"const": 1}, "tiers": tiers, **whole["properties"]}
-    whole["required"] = ["version", "tiers"]
+    whole["required"] = ["version"]
+    whole["oneOf"] = [{"required": ["tiers"]}, {"required": ["server"]}]
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "kvtier.yaml", **whole}
 
 

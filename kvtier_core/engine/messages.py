@@ -51,6 +51,7 @@ class Transfer:
 class StepPlan:
     """The work of the workers in one step. Sent by the scheduler side to every worker side."""
 
+    attachment: int = 0  #: another number: the arenas and store tiers are to be reached anew
     arenas: tuple[str, ...] = ()  #: handles by which workers reach the arenas, by the number of the arena
     reader_handles: dict[str, str] = attrs.field(factory=dict)  #: the same for store tiers that they read, by name
     layout: ChunkLayout | None = None  #: of the chunks in them; None once the self-test is over
@@ -68,7 +69,8 @@ class WorkerProgress:
 
     ended: Counter[int] = attrs.field(factory=Counter)  #: by store job: how many workers ended it
     failed: Counter[int] = attrs.field(factory=Counter)  #: by store job: how many of those failed
-    self_tests: Counter[str] = attrs.field(factory=Counter)  #: workers by the problem their self-test found; "": none
+    #: Workers by the attachment of the plan, and by the problem that their self-test found; "": none.
+    self_tests: Counter[tuple[int, str]] = attrs.field(factory=Counter)
     checksums: dict[tuple[int, int], tuple[int, ...]] = attrs.field(factory=dict)  #: of shards, by job and shard
     filled: dict[int, int] = attrs.field(factory=dict)  #: by store job: only so many leading slots were filled
     #: By request whose load failed: the frames of stores that could not be used, and why.

@@ -78,13 +78,11 @@ class SchedulerSide:
         self._may_load, self._may_store = loads, stores
         self._recorder = recorder
         self._clock = clock
-        self._arenas, self._reader_handles = tuple(manager.handles), manager.reader_handles
         self._self_test = SelfTestGate(manager, layout)
         self._requests = Requests(manager, self._open_database(), layout, lookahead, clock)
         self._provenance = Provenance([group.block_tokens for group in layout.groups])
         self._loads = Loads(manager, layout)
         self._stores = StoreJobs(manager, layout.ranks, layout.shards)
-        self._tiers = [usage.tier for usage in manager.usage()]
         self._waiting = Waiting(config, clock)
         self.status = StatusPage(self.events.readings, manager.usage, self._where, clock)
         self._stepped = False  # has the stack been stepped since the last plan?
@@ -210,14 +208,18 @@ class SchedulerSide:
         self._loads.release_forgotten()
         stores_to_fence = self._stores.to_fence(self._new_blocks.union(step.new_blocks))
         self._new_blocks.clear()
+        if self._self_test.renew():
+            self._loads.fail_planned()
         stores: list[tuple[int, Transfer]] = []
         for scheduled in step.requests:
             if state := self._requests.get(scheduled.request_id):
                 stores += self._plan_store(state, scheduled, step)
+        testing = bool(self._self_test.slots)
         return StepPlan(
-            arenas=self._arenas,
-            reader_handles=self._reader_handles if self._self_test.slots else {},
-            layout=self._layout if self._self_test.slots else None,
+            attachment=self._self_test.attachment,
+            arenas=tuple(self.manager.handles.values()) if testing else (),
+            reader_handles=self.manager.reader_handles if testing else {},
+            layout=self._layout if testing else None,
             self_test_slots=self._self_test.slots,
             loads=self._loads.take_planned(),
             stores=tuple(stores),
@@ -235,7 +237,7 @@ class SchedulerSide:
                 logger.warning("kvtier: the weights have changed, and what is stored is invalidated: %s", how)
                 self.invalidate_all()
             if result.progress.off:
-                self._self_test.fail(result.progress.off)
+                self._self_test.end(result.progress.off)
             self._self_test.record(result.progress.self_tests, result.progress.no_readers)
             self._stores.record(result.progress)
             self._loads.note_unread(result.progress.unread)
@@ -378,7 +380,7 @@ class SchedulerSide:
     def _loaded(self, state: RequestState) -> list[Event]:
         """The load of a request has ended well: an event for each tier that it was loaded from."""
         told = {"seconds": self._clock() - state.load_begun, "request": state.view.request_id}
-        names = dict(enumerate(tier.name for tier in self._config.arenas))
+        names = dict(enumerate(self.manager.handles))
         return [
             Event(EventKind.LOADED, names.get(at, at), tuple(keys), self._layout.payloads_nbytes(keys), **told)
             for at, keys in state.loaded.items()
@@ -388,7 +390,7 @@ class SchedulerSide:
         """Tell what became of a request's tokens: what was loaded of each tier, after that has ended well."""
         asked = bool(hits) or not self._why_no_lookup(state)
         ago = self._clock() - state.load_begun
-        self.events.tell(state.looked_up(self._tiers, hits, self.chunk_tokens, asked=asked, ago=ago))
+        self.events.tell(state.looked_up(list(self.manager.media), hits, self.chunk_tokens, asked=asked, ago=ago))
         salt = state.view.identity.salt if isinstance(state.view.identity, KVIdentity) else None
         self.status.count(salt, state.view.tokens, state.view.tokens - state.computed, sum(hits.values()))
 

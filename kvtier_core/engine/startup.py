@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import attrs
 
 from kvtier_core import native
 from kvtier_core.config.compose import Runtime, open_observers, open_stack
-from kvtier_core.config.model import StackConfig
+from kvtier_core.config.model import UNIX, StackConfig
 from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.engine.observers import Observers
 from kvtier_core.engine.ranks import Ranks
@@ -17,7 +18,7 @@ from kvtier_core.engine.recorder import Recorder
 from kvtier_core.engine.scheduler_side import SchedulerSide
 from kvtier_core.errors import ConfigError
 from kvtier_core.interfaces import OpenContext
-from kvtier_core.stack.manager import StorageManager
+from kvtier_core.stack.interface import Stack
 from kvtier_core.types import Namespace, Nbytes
 
 logger = logging.getLogger("kvtier")
@@ -86,16 +87,16 @@ class Engine:
         recorder = Recorder(config, context.replicas) if config.record else None
         observers = Observers(open_observers(config, context))
         try:
-            manager = open_stack(config, context, Runtime(recomputes=self.recomputes))
+            stack = self._open_stack(config, context)
         except ConfigError:
             observers.close()
             raise
-        self._log_stack(manager, config, context, before_start, asked)
-        if cold := manager.why_cold():
+        self._log_stack(stack, config, context, before_start, asked)
+        if cold := stack.why_cold():
             logger.info("kvtier: cold because %s", cold)
         side = SchedulerSide(
             config,
-            manager,
+            stack,
             context.namespace,
             context.layout,
             lookahead=self.lookahead,
@@ -110,21 +111,31 @@ class Engine:
         side.status.open(config.status, {**about, "identity": context.namespace.digest.hex(), "cold": cold})
         return side
 
+    def _open_stack(self, config: StackConfig, context: OpenContext) -> Stack:
+        """Here, or in the server of this node. Raises ConfigError."""
+        if config.server is None:
+            return open_stack(config, context, Runtime(recomputes=self.recomputes))
+        from kvtier_core.server.client import RemoteStack
+        from kvtier_core.server.protocol import Opening
+
+        opening = Opening(self.model, self.name, context.namespace, context.layout)
+        return RemoteStack(Path(config.server.removeprefix(UNIX)), opening)
+
     def _log_stack(
         self,
-        manager: StorageManager,
+        stack: Stack,
         config: StackConfig,
         context: OpenContext,
         before_start: Namespace,
         asked: int | str,
     ) -> None:
         """Log what was opened: sizes, tiers, versions and identity."""
-        if self.replicas > 1:
+        if self.replicas > 1 and config.server is None:
             line = "kvtier: data parallel: replica %d of %d; capacities are divided by %d"
             logger.info(line, self.replica, self.replicas, self.replicas)
         frame_nbytes = Nbytes(context.layout.frame_nbytes)
         logger.info("kvtier: chunk_tokens: %s -> %d, in frames of %s", asked, config.chunk_tokens, frame_nbytes)
-        for line in (*config.describe(), *manager.describe()):
+        for line in (*config.describe(), *stack.describe()):
             logger.info("kvtier: %s", line)
         logger.info("kvtier: %s; %s", self.version, native.describe())
         digests = context.namespace.digest.hex(), before_start.digest.hex()

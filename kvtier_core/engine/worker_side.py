@@ -91,7 +91,8 @@ class WorkerSide:
     ):
         """``caches`` are the engine's own tensors, for the self-test; ``pages`` says where they lie.
 
-        Of ``stores`` this worker reads those by itself that the plans name.
+        Without ``arenas`` they are those of the server that the plans name. Of ``stores`` this worker reads those by
+        itself that the plans name.
 
         ``fence_at_once``: the engine may overwrite blocks in a step before it calls `fence`, so that whatever it does
         next waits for a store as soon as that has begun.
@@ -116,7 +117,8 @@ class WorkerSide:
         self._checksums: dict[tuple[int, int], tuple[int, ...]] = {}  # by store job of the plan, and shard
         self._filled: dict[int, int] = {}  # by store job of the plan: only so many leading slots
         self._ended: list[_Task] = []
-        self._self_tests: Counter[str] = Counter()  # outcomes that have not been reported
+        self._attachment: int | None = None  # of the plan that named what is attached
+        self._self_tests: Counter[tuple[int, str]] = Counter()  # outcomes that have not been reported
         self._last_job = 0
         self._suspended = False
         self._weights = weights
@@ -136,13 +138,17 @@ class WorkerSide:
         self._suspended = False
 
     def attach(self, plan: StepPlan) -> None:
-        """Attach the arenas that the plan names and run the self-test, once. If it fails, no arena is used."""
-        if self._movers or plan.layout is None or self._suspended:
+        """Attach the arenas that the plan names and run the self-test. If it fails, no arena is used.
+
+        Once for each attachment, and not before the copies of the one before have ended: a later plan repeats it.
+        """
+        if plan.attachment == self._attachment or plan.layout is None or self._suspended or self._jobs:
             return
-        self._layout = plan.layout
+        self.close()
+        self._layout, self._attachment = plan.layout, plan.attachment
         outcome = run(lambda: self._attach(plan))
         problem = outcome.value if outcome.error is None else f"{type(outcome.error).__name__}: {outcome.error}"
-        self._self_tests[problem and f"rank {self._rank}: {problem}"] += 1
+        self._self_tests[plan.attachment, problem and f"rank {self._rank}: {problem}"] += 1
         if problem:
             self.close()
             self._movers = [None] * len(plan.arenas)
@@ -150,7 +156,8 @@ class WorkerSide:
     def _attach(self, plan: StepPlan) -> str:
         """The fault that the self-test found; empty if there is none."""
         table = self._pages(plan.layout)
-        for number, (tier, handle) in enumerate(zip(self._arenas, plan.arenas, strict=True)):
+        arenas = self._arenas or _served(plan.arenas)
+        for number, (tier, handle) in enumerate(zip(arenas, plan.arenas, strict=True)):
             mover = attach(tier, handle, table)
             self._movers.append(mover)
             self._log_facts(f"arena {tier.name}", mover.facts())
@@ -200,7 +207,7 @@ class WorkerSide:
     def load(self, plan: StepPlan, *, idle: bool) -> None:
         """Begin the plan's loads. In an ``idle`` step, which computes nothing, wait briefly for those under way."""
         for request_id, transfer in plan.loads:
-            self._begin(_Task(_Direction.LOAD, request_id), transfer)
+            self._begin(_Task(_Direction.LOAD, request_id), transfer, plan)
         self._marks = {}
         if idle:
             self._wait(_Direction.LOAD, _IDLE_WAIT)
@@ -216,7 +223,7 @@ class WorkerSide:
         for job, transfer in plan.stores:
             task = _Task(_Direction.STORE, job)
             if self._stale or self._layout is None or self._layout.stores(self._rank):
-                self._begin(task, transfer)
+                self._begin(task, transfer, plan)
             else:
                 self._ended.append(task)
         if self._fence_at_once:
@@ -293,8 +300,8 @@ class WorkerSide:
             if mover is not None and jobs:
                 mover.wait(jobs, timeout)
 
-    def _begin(self, task: _Task, transfer: Transfer) -> None:
-        if self._stale:
+    def _begin(self, task: _Task, transfer: Transfer, plan: StepPlan) -> None:
+        if self._stale or plan.attachment != self._attachment:
             self._failed.add(task)
             self._ended.append(task)
             return
@@ -371,3 +378,10 @@ class WorkerSide:
         if task.direction is _Direction.STORE and len(begun.checksums) == begun.slots:
             checksums = (begun.checksums[place] for place in range(begun.slots))
             self._checksums[task.id, self._rank // self._layout.replicas] = tuple(checksums)
+
+
+def _served(handles: Sequence[str]) -> Sequence[ArenaTierConfig]:
+    """The arenas of a server."""
+    from kvtier_core.server.memory import served_tier
+
+    return [served_tier(handle) for handle in handles]

@@ -3,7 +3,8 @@
     to write                                   implement
     a tier that stores frames (disk, remote)   BackendConfig, Backend; what else it can do: the
                                                protocols Supports…, and DirectReader
-    a tier of memory that a device reaches     ArenaConfig, AllocatorBackend, Mover
+    a tier of memory that a device reaches     ArenaConfig, AllocatorBackend, Mover; SupportsSharing
+                                               for `kvtier serve`
     an eviction policy                         EvictionConfig, EvictionPolicy
     an encoding of stored payloads             SerializerConfig, Serializer
     other names for chunks                     TokenDatabaseConfig, TokenDatabase
@@ -26,6 +27,7 @@ from kvtier_core.interfaces.arena import (
     PagedKVCache,
     PageList,
     PageRun,
+    SupportsSharing,
 )
 from kvtier_core.interfaces.context import Medium, OpenContext
 from kvtier_core.interfaces.direct_reader import DirectLoad, DirectReader
@@ -69,6 +71,7 @@ __all__ = [
     "SupportsDirectReads",
     "SupportsListing",
     "SupportsNamespaces",
+    "SupportsSharing",
     "SupportsWalk",
     "TokenDatabase",
     "TokenDatabaseConfig",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import attrs
 
@@ -70,6 +70,15 @@ class AllocatorBackend(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Release the memory and all that was made for it. May be called twice. No view is used afterwards."""
+
+
+@runtime_checkable
+class SupportsSharing(Protocol):
+    """What an `AllocatorBackend` implements as well so that `kvtier serve` can share its memory among engines."""
+
+    @property
+    def descriptor(self) -> int:
+        """An open file of the memory, which other processes can map: slot 0 begins at its first byte."""
 
 
 class JobResult(NamedTuple):

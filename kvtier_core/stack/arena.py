@@ -32,6 +32,11 @@ class Arena:
         self._inexact: set[ChunkKey] = set()  # READY, but not bit for bit as an engine computed them
 
     @property
+    def capacity(self) -> int:
+        """Number of slots that the arena may have."""
+        return self.memory.slots
+
+    @property
     def free(self) -> int:
         """Number of free slots."""
         return len(self._free)
@@ -44,7 +49,7 @@ class Arena:
     @property
     def available(self) -> int:
         """Number of slots that are free, or hold a chunk that nobody has pinned."""
-        return self.memory.slots - len(self._reserved) - len(self._pinned)
+        return self.capacity - len(self._reserved) - len(self._pinned)
 
     @property
     def pins(self) -> int:
@@ -57,7 +62,7 @@ class Arena:
 
     def usage(self) -> Usage:
         """The arena's contents now, in numbers."""
-        capacity = self.memory.slots * self.memory.slot_nbytes
+        capacity = self.capacity * self.memory.slot_nbytes
         return Usage(self.name, len(self.index), self.index.resident.used, capacity, pins=self.pins)
 
     # -- what is here ------------------------------------------------------------------------------
@@ -90,6 +95,10 @@ class Arena:
     def is_reserved(self, key: ChunkKey) -> bool:
         """Is the chunk being filled here, to be READY when it is committed?"""
         return key in self._reserved and self._reserved[key] not in self._invalidated
+
+    def arrives(self, key: ChunkKey) -> bool:
+        """Is it worth waiting for this chunk, which is being filled here?"""
+        return self.is_reserved(key)
 
     def has_slot(self, key: ChunkKey) -> bool:
         """Does this key have a slot, even one that was invalidated and is still in use?"""
@@ -178,7 +187,7 @@ class Arena:
         for key in keys:
             slot = self._reserved.pop(key)
             self._invalidated.pop(slot, None)
-            self._free.append(slot)
+            self._freed([slot])
         self._settled += keys
 
     def take_settled(self) -> list[ChunkKey]:
@@ -222,6 +231,9 @@ class Arena:
         self._inexact.difference_update(keys)
         for place in places if self._invalidated else ():
             self._invalidated.pop(place, None)
+        self._freed(places)
+
+    def _freed(self, places: Sequence[int]) -> None:
         self._free += places
 
     def _must_be_reserved(self, keys: Collection[ChunkKey]) -> None:

@@ -6,6 +6,7 @@ import abc
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
+from kvtier_core.interfaces import Medium
 from kvtier_core.stack.outcomes import LoadLimit, Lookup, Whereabouts
 from kvtier_core.types import ChunkKey, Event, FrameRead, Namespace, Slot, StoredFrame, Usage
 
@@ -102,15 +103,11 @@ class Stack(abc.ABC):
         """Unpin all that the holder looked up and free all that it reserved. Nothing happens if there is none."""
 
     @abc.abstractmethod
-    def reserve_self_test_slots(self, count: int = 1) -> list[Slot]:
-        """So many empty slots of each arena, kept free until `release_self_test_slots`.
+    def reserve_self_test_slots(self, holder: str, count: int = 1) -> list[Slot]:
+        """So many empty slots of each arena, for ``holder``. The same ones if called again.
 
-        The same ones if called again. Every arena has as many as `ChunkLayout.self_test_slots`.
+        None if an arena has not as many that could be free: ask again later.
         """
-
-    @abc.abstractmethod
-    def release_self_test_slots(self) -> None:
-        """Free the slots of `reserve_self_test_slots`."""
 
     @abc.abstractmethod
     def step(self) -> list[Event]:
@@ -134,13 +131,23 @@ class Stack(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def handles(self) -> list[str]:
-        """How a worker process reaches each arena, by the number of the arena."""
+    def attachment(self) -> int:
+        """Another number than before: workers must reach the tiers anew, and what was found before cannot be loaded."""
+
+    @property
+    @abc.abstractmethod
+    def handles(self) -> dict[str, str]:
+        """How a worker process reaches each arena, by its name, in the order of the arenas' numbers."""
 
     @property
     @abc.abstractmethod
     def reader_handles(self) -> dict[str, str]:
         """How a worker process reaches the files of each tier whose frames it reads, by the name of the tier."""
+
+    @property
+    @abc.abstractmethod
+    def media(self) -> dict[str, Medium]:
+        """The medium of each tier, by its name, hottest first."""
 
     @abc.abstractmethod
     def describe(self) -> list[str]:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvtier_core.errors import ContractError
-from kvtier_core.interfaces import SupportsNamespaces
+from kvtier_core.interfaces import Medium, SupportsNamespaces
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.admission import AdmissionPlan, Reservations
 from kvtier_core.stack.arena import Arena
@@ -50,8 +50,10 @@ class StorageManager(Stack):
         namespace: Namespace,
         layout: ChunkLayout,
         pool: Pool,
+        media: Mapping[str, Medium] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
+        """``media`` has those of the tiers that have one; ``clock`` returns seconds."""
         self._levels = tuple(levels)
         self._arenas = [level for level in levels if isinstance(level, Arena)]
         self._tiers = [level for level in levels if isinstance(level, StoreTier)]
@@ -60,6 +62,7 @@ class StorageManager(Stack):
         self._hot = self._arenas[0]
         self._layout = layout
         self._pool = pool  # seals frames, and copies them from arena to arena
+        self._media = {level.name: (media or {}).get(level.name, Medium.UNSPECIFIED) for level in levels}
         self._clock = clock
         self._events: list[Event] = []
         self._write_through = WriteThrough(
@@ -82,7 +85,7 @@ class StorageManager(Stack):
         self._leases = Leases(self._arenas, self._tiers, unawaited=self._promotions.forget)
         parts = self._arenas, self._tiers, self._promotions, self._leases
         self._search = BoundarySearch(*parts, layout) if len(layout.parts) > 1 else ChainSearch(*parts)
-        self._self_test_keys: list[ChunkKey] = []
+        self._self_test_keys: dict[str, list[ChunkKey]] = {}  # by holder
         self._closed = False
 
     # -- requests ----------------------------------------------------------------------------------
@@ -123,6 +126,9 @@ class StorageManager(Stack):
     def release(self, holder: str) -> None:
         self._leases.release(holder)
         self._hot.abort(self._reservations.drop(holder))
+        if keys := self._self_test_keys.pop(holder, None):
+            for arena in self._arenas:
+                arena.abort(keys)
 
     # -- stores ------------------------------------------------------------------------------------
 
@@ -138,7 +144,7 @@ class StorageManager(Stack):
         self._hot.reserve(reserved)
         if len(reserved) == len(passing):
             admitted, evicted = self._hot.admit(absent[len(passing) :], [set(path)])
-            self._evicted(self._hot, evicted)
+            self.evicted(self._hot, evicted)
             self._hot.reserve(admitted)
             reserved += admitted
         parents = dict(zip(path, (None, *path), strict=False))
@@ -179,17 +185,16 @@ class StorageManager(Stack):
 
     # -- self-test ---------------------------------------------------------------------------------
 
-    def reserve_self_test_slots(self, count: int = 1) -> list[Slot]:
-        if not self._self_test_keys:
-            self._self_test_keys = [ChunkKey(secrets.token_bytes(KEY_NBYTES)) for _ in range(count)]
+    def reserve_self_test_slots(self, holder: str, count: int = 1) -> list[Slot]:
+        if holder not in self._self_test_keys:
             for arena in self._arenas:
-                arena.reserve(self._self_test_keys)
-        return [slot for arena in self._arenas for slot in arena.slots(self._self_test_keys)]
-
-    def release_self_test_slots(self) -> None:
-        for arena in self._arenas:
-            arena.abort(self._self_test_keys)
-        self._self_test_keys = []
+                self._make_room(arena, count, ())
+            if any(arena.free < count for arena in self._arenas):
+                return []
+            self._self_test_keys[holder] = [ChunkKey(secrets.token_bytes(KEY_NBYTES)) for _ in range(count)]
+            for arena in self._arenas:
+                arena.reserve(self._self_test_keys[holder])
+        return [slot for arena in self._arenas for slot in arena.slots(self._self_test_keys[holder])]
 
     # -- time passes -------------------------------------------------------------------------------
 
@@ -246,6 +251,11 @@ class StorageManager(Stack):
                 for arena in self._arenas:
                     arena.memory.close()
 
+    @property
+    def tiers(self) -> Sequence[StoreTier]:
+        """Those of its levels that are store tiers."""
+        return self._tiers
+
     # -- information -------------------------------------------------------------------------------
 
     @property
@@ -253,12 +263,25 @@ class StorageManager(Stack):
         return sum(pool.jobs for pool in self._pools())
 
     @property
-    def handles(self) -> list[str]:
-        return [arena.memory.handle for arena in self._arenas]
+    def arenas(self) -> Sequence[Arena]:
+        """Those of its levels that are arenas, by their numbers."""
+        return self._arenas
+
+    @property
+    def attachment(self) -> int:
+        return 0
+
+    @property
+    def handles(self) -> dict[str, str]:
+        return {arena.name: arena.memory.handle for arena in self._arenas}
 
     @property
     def reader_handles(self) -> dict[str, str]:
         return {tier.name: tier.reader_handle for tier in self._tiers if tier.direct}
+
+    @property
+    def media(self) -> dict[str, Medium]:
+        return self._media
 
     def describe(self) -> list[str]:
         lines = []
@@ -311,12 +334,13 @@ class StorageManager(Stack):
 
     def _make_room(self, arena: Arena, slots: int, path: Sequence[ChunkKey]) -> None:
         if slots > arena.free:
-            self._evicted(arena, arena.make_room(slots, [set(path)]))
+            self.evicted(arena, arena.make_room(slots, [set(path)]))
 
-    def _evicted(self, arena: Arena, keys: Sequence[ChunkKey]) -> None:
+    def evicted(self, arena: Arena, keys: Sequence[ChunkKey], why: str = "for room") -> None:
+        """Chunks have left an arena: nobody waits for them there."""
         self._leases.evicted(keys)
         if keys:
-            self._report(EventKind.EVICTED, arena, keys, why="for room")
+            self._report(EventKind.EVICTED, arena, keys, why=why)
 
     def _pools(self) -> list[Pool]:
         return [self._pool, *(tier.pool for tier in self._tiers)]

@@ -82,7 +82,9 @@ def run_aside(work: Work, name: str) -> threading.Thread:
 class IOPool:
     """A `Pool` of ``threads`` daemon threads. Loads go before stores."""
 
-    def __init__(self, name: str, threads: int = 1):
+    def __init__(self, name: str, threads: int = 1, wake: Callable[[], None] = lambda: None):
+        """``wake`` is called on a thread of the pool whenever `step` has something to run."""
+        self._wake = wake
         self._loads: deque[tuple[Work, Then]] = deque()
         self._stores: deque[tuple[Work, Then]] = deque()
         self._done: deque[tuple[Then, Outcome]] = deque()
@@ -157,3 +159,4 @@ class IOPool:
             with self._changed:
                 self._done.append((then, outcome))
                 self._changed.notify_all()
+            self._wake()

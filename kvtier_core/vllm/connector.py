@@ -165,7 +165,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._tell_routers(opened)
 
     def _tell_routers(self, side: SchedulerSide) -> None:
-        if obstacle := kv_events.obstacle(self._kv_cache_config):
+        obstacle = "a server has them" if self.config.server else kv_events.obstacle(self._kv_cache_config)
+        if obstacle:
             logger.info("kvtier: vLLM's KV events do not cover these tiers: %s", obstacle)
             return
         self._kv_events = kv_events.KVEvents(self.config, side.chunk_tokens, self._kv_cache_config.hash_block_size)
@@ -222,8 +223,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Where the tokens of the load that was just admitted come from, for vLLM's metrics."""
         if not num_external_tokens:
             return {}
-        media = {tier.name: tier.config.medium for tier in self.config.tiers}
-        return as_vllm_says(self.side.sources(request.request_id), media)
+        return as_vllm_says(self.side.sources(request.request_id), self.side.manager.media)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The plan of a step for the workers. Without a scheduler side it fails the loads that vLLM waits for."""

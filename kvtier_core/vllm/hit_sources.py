@@ -14,5 +14,5 @@ def as_vllm_says(tokens: Mapping[str, int], media: Mapping[str, Medium]) -> dict
     by_medium = {Medium.HOST: CacheHitSource.HOST, Medium.DISK: CacheHitSource.DISK}
     counts: Counter[CacheHitSource] = Counter()
     for tier, count in tokens.items():
-        counts[by_medium.get(media[tier], CacheHitSource.EXTERNAL_UNSPECIFIED)] += count
+        counts[by_medium.get(media.get(tier), CacheHitSource.EXTERNAL_UNSPECIFIED)] += count
     return dict(counts)

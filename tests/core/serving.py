@@ -28,7 +28,7 @@ class Serving:
         self._now = 0.0
         self.manager = open_stack(config, make_context(layout=LAYOUT), Runtime(clock=lambda: self._now))
         self._buffer = PagedBuffer(LAYOUT, BLOCKS, random.Random(0))
-        self._mover = config.arenas[0].config.attach(self.manager.handles[0], self._buffer.kv_cache())
+        self._mover = config.arenas[0].config.attach(next(iter(self.manager.handles.values())), self._buffer.kv_cache())
         self._pages = [[list(range(BLOCKS))]]
         self.copies = 0  # of chunks, from pages to slots or back
         self.seen = set()  # kinds of events

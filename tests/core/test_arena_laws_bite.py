@@ -205,6 +205,21 @@ class LeavesADescriptor(Memory):
         self.fd = os.memfd_create("planted")
 
 
+class SharesAnotherFile(Memory):
+    """A file as long as its slots, which are elsewhere."""
+
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        self.descriptor = os.memfd_create("planted")
+        os.ftruncate(self.descriptor, len(self.bytes))
+
+    def close(self):
+        super().close()
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
+
+
 class LeavesItsMemory(Memory):
     ever: ClassVar = []
 
@@ -361,6 +376,7 @@ BUGS = [
     (PlantedArena(memory=AlwaysHasASlot), "test_no_room_for_one_slot_is_an_error"),
     (PlantedArena(memory=SaysNotWhere), "test_no_room_for_one_slot_is_an_error"),
     (PlantedArena(memory=CutsTheNumberOfASlot), "test_many_slots_are_apart"),
+    (PlantedArena(memory=SharesAnotherFile), "test_what_is_shared_is_the_slots"),
     (PlantedArena(memory=HasOneMemoryForAll), "test_two_arenas_share_nothing"),
     (PlantedArena(memory=WipesTheOther), "test_two_arenas_share_nothing"),
     (PlantedArena(memory=IsFullOfHoles), "test_memory_is_there_when_open_returns"),

@@ -528,10 +528,10 @@ def test_what_was_not_reserved_cannot_be_committed(bench):
 
 
 def test_self_test_slots_are_reserved_once(bench):
-    slots = bench.manager.reserve_self_test_slots()
-    assert bench.manager.reserve_self_test_slots() == slots
-    bench.manager.release_self_test_slots()
-    bench.manager.release_self_test_slots()
+    slots = bench.manager.reserve_self_test_slots("a test")
+    assert bench.manager.reserve_self_test_slots("a test") == slots
+    bench.manager.release("a test")
+    bench.manager.release("a test")
     bench.at_rest()
 
 

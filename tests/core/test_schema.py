@@ -47,13 +47,14 @@ FINE = {
     "words that YAML takes for others": TIERS.replace("1GiB", "1GiB, huge_pages: off") + "save_decode: on\n",
     "nothing": TIERS + "record: ~\n",
     "a recording": TIERS + "record: {path: /x}\n",
+    "a server": "version: 1\nserver: unix:/run/kvtier/kvtier.sock\n",
     "spaces in a size": TIERS.replace("1GiB", "1 GiB"),
 }
 
 
 def whole(block: str) -> str:
     """Blocks of documents that show a few settings are completed to a file."""
-    if "tiers:" in block:
+    if "tiers:" in block or "server:" in block:
         return block if "version:" in block else f"version: 1\n{block}"
     return TIERS + block
 

@@ -32,15 +32,20 @@ ROOT = Path(__file__).parents[2]
 EXECUTES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "code", "codeop"}
 #: Nothing of ours listens but `LISTENERS`, and nothing connects but the parts of the tree in `CONNECTS`.
 LISTENS = {"socket", "_socket", "socketserver", "asyncio", "http", "xmlrpc", "wsgiref", "ssl", "zmq", "select"}
+LISTENS |= {"starlette", "uvicorn"}
 #: The endpoint of metrics, on loopback or a Unix socket unless an operator writes another address, and the socket of
-#: `kvtier status`, which is never anything but a Unix socket.
+#: `kvtier status`, which is never anything but a Unix socket; the sockets of `kvtier serve`, for engines and operators.
 LISTENERS = {
     ROOT / "kvtier_core/observers/endpoint.py": {"socket", "socketserver"},
     ROOT / "kvtier_core/engine/status/server.py": {"socket"},
     ROOT / "kvtier_core/storekit/owner_socket.py": {"socket"},
+    ROOT / "kvtier_core/server/server.py": {"socket"},
+    ROOT / "kvtier_core/server/http.py": {"asyncio", "starlette", "uvicorn"},
 }
 #: What connects, and with what: tiers to the server of their url or the endpoint of their bucket, commands to engines.
 CONNECTS = {"kvtier_redis": {"socket", "ssl", "select"}, "kvtier_s3": {"asyncio"}, "engines.py": {"socket"}}
+#: Engines to their server; a server to systemd.
+CONNECTS |= {"connection.py": {"socket", "select"}, "serve.py": {"socket"}}
 #: By these it would wait for others to connect.
 WAITS = {"bind", "listen", "accept", "create_server", "start_server", "start_unix_server", "create_datagram_endpoint"}
 #: Its pipes and queues unpickle what comes through them; among the processes of a test that is no stranger's.
@@ -134,6 +139,7 @@ def test_no_source_runs_what_it_reads_or_listens():
 
 def test_what_listens_for_commands_is_a_unix_socket():
     files = [ROOT / "kvtier_core/engine/status/server.py", ROOT / "kvtier_core/storekit/owner_socket.py"]
+    files += [ROOT / "kvtier_core/server/server.py", ROOT / "kvtier_core/server/connection.py"]
     families = [name for file in files for _, name in _used(ast.parse(file.read_text()))]
     assert {name for name in families if name.startswith("socket.AF_")} == {"socket.AF_UNIX"}
 

@@ -53,7 +53,7 @@ class Engine:
 
     def __init__(self, manager):
         self._buffer = PagedBuffer(LAYOUT, BLOCKS, random.Random(0))
-        self._mover = HeapConfig().attach(manager.handles[0], self._buffer.kv_cache())
+        self._mover = HeapConfig().attach(next(iter(manager.handles.values())), self._buffer.kv_cache())
         self._page_list = [[list(range(BLOCKS))]]
         self._jobs = 0
 

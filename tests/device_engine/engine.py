@@ -78,7 +78,7 @@ class Engine(Scheduling):
         self._planned: deque[_Planned] = deque()
         self._loads_told: dict[str, tuple[int, bool]] = {}  # ranks, and whether one failed
         self._stored_in: dict[int, Sequence[Slot]] = {}  # by store job
-        address = json.loads(self.manager.handles[0])
+        address = json.loads(next(iter(self.manager.handles.values())))
         del address["slot_nbytes"]
         self._slots = reach(Address(**address), populate=False)  # as the workers see them
         BUGS[setup.bug].scheduler(self)

@@ -20,6 +20,7 @@ from kvtier_core.engine.scheduler_side import SchedulerSide
 from kvtier_core.engine.step import ScheduledRequest, Step
 from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.layouts import ChunkLayout, KVKind
+from kvtier_core.stack.interface import Stack
 from kvtier_core.testing.samples import make_context
 
 
@@ -65,11 +66,12 @@ class Scheduling(abc.ABC):
         blocks: Sequence[int],
         budget: int,
         ranks: int,
+        manager: Stack | None = None,
         **options: Any,
     ):
-        """``ranks`` report each store."""
+        """``ranks`` report each store; without a ``manager`` the stack is opened here."""
         self.layout = layout
-        self.manager = open_stack(stack, make_context(layout=layout))
+        self.manager = manager or open_stack(stack, make_context(layout=layout))
         waiting_for = attrs.evolve(layout, ranks=ranks)
         self.side = SchedulerSide(stack, self.manager, make_context().namespace, waiting_for, **options)
         self.plans: list[StepPlan] = []

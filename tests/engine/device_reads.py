@@ -69,7 +69,7 @@ def machine(opened):
 
 
 def attached(machine):
-    assert [list(outcomes) for outcomes in machine.attach()] == [[""], [""]]
+    assert [list(outcomes) for outcomes in machine.attach()] == [[(0, "")], [(0, "")]]
 
 
 def where(side):

@@ -24,6 +24,7 @@ from kvtier_core.engine.request_view import KVIdentity
 from kvtier_core.engine.step import ScheduledRequest, StepResult
 from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.layouts import ChunkLayout, KVKind
+from kvtier_core.server.memory import served_tier
 from kvtier_core.testing.samples import PagedBuffer, make_group
 
 BLOCK = 4
@@ -57,11 +58,13 @@ class Host(Scheduling):
         super().__init__(stack, layout, range(blocks), budget, ranks, lookahead=lookahead, **options)
         self.lookahead = lookahead
         self.late_stores = self.late_loads = 0
-        self.outcomes = Counter({"": 1})  # of self-tests, to be reported in the next step
         self.invalid: set[int] = set()  # blocks, to be reported in the next step
         self.failing: set[str] = set()  # requests whose loads fail
         self._buffer = PagedBuffer(layout, blocks, random.Random(0))
-        self._mover = stack.arenas[0].config.attach(self.manager.handles[0], self._buffer.kv_cache())
+        handle = next(iter(self.manager.handles.values()))
+        arena = stack.arenas[0] if stack.arenas else served_tier(handle)
+        self._mover = arena.config.attach(handle, self._buffer.kv_cache())
+        self.outcomes = Counter({(self.manager.attachment, ""): 1})  # of self-tests, to be reported in the next step
         self._stores: dict[int, tuple[int, Transfer]] = {}  # steps to go, by job
         self._loads: dict[str, tuple[int, Transfer]] = {}
 

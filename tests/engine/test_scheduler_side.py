@@ -333,7 +333,7 @@ def test_the_self_test_is_over_when_every_rank_has_reported(host):
     served = host(ranks=2)
     assert len(served.step().self_test_slots) == 1
     assert len(served.step().self_test_slots) == 1, "one rank has not reported"
-    served.outcomes = Counter({"": 1})
+    served.outcomes = Counter({(0, ""): 1})
     served.step()
     assert served.step().self_test_slots == ()
 
@@ -343,7 +343,7 @@ def test_an_engine_with_nothing_to_do_steps_for_the_self_test(host):
     served.outcomes = Counter()
     assert served.side.busy()
     assert len(served.step().self_test_slots) == 1
-    served.outcomes = Counter({"": 1})
+    served.outcomes = Counter({(0, ""): 1})
     served.step()
     assert not served.side.busy()
 
@@ -352,7 +352,7 @@ def test_an_engine_stops_stepping_for_a_self_test_that_never_ends(host):
     served = host()
     served.outcomes = Counter()
     assert sum(served.side.busy() for _ in range(5000)) == 1000
-    served.outcomes = Counter({"": 1})
+    served.outcomes = Counter({(0, ""): 1})
     served.step()
 
 
@@ -376,7 +376,7 @@ def test_while_a_rank_is_at_its_self_test_requests_wait_for_it(host, said):
     waiting = served.submit("second", asked)
     served.step()
     assert waiting.state == "waiting"
-    served.outcomes = Counter({"": 1})
+    served.outcomes = Counter({(0, ""): 1})
     served.run(waiting)
     assert waiting.offered == 3 * CHUNK
 
@@ -396,7 +396,7 @@ def test_requests_wait_for_a_ranks_self_test_no_longer_than_they_may(host, said)
 
 def test_a_failed_self_test_ends_it_all(host, said, caplog):
     served, asked = host(ranks=2), prompt(1, 3 * CHUNK)
-    served.outcomes = Counter({"": 1, "rank 1: arena heap: a load did not restore block 3 of layer a": 1})
+    served.outcomes = Counter({(0, ""): 1, (0, "rank 1: arena heap: a load did not restore block 3 of layer a"): 1})
     for request_id in ("first", "second"):
         served.step()
         assert served.ask(request_id, asked) == 0

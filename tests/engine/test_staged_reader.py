@@ -137,7 +137,7 @@ def hasty(tmp_path):
 
 @pytest.fixture
 def machine(opened):
-    assert [list(outcomes) for outcomes in opened.attach()] == [[""], [""]]
+    assert [list(outcomes) for outcomes in opened.attach()] == [[(0, "")], [(0, "")]]
     return opened
 
 
@@ -331,7 +331,7 @@ def test_files_that_cannot_be_reached_are_told_at_the_start(opened, tmp_path):
     for side in opened.sides:
         side.attach(opened.plan)
     progress = [side.progress() for side in opened.sides]
-    assert [list(each.self_tests) for each in progress] == [[""], [""]], "the arena is served all the same"
+    assert [list(each.self_tests) for each in progress] == [[(0, "")], [(0, "")]], "the arena is served all the same"
     assert all("No such file" in each.no_readers["gds"] for each in progress)
     assert [failed for failed, _ in opened.load(opened.frames())] == [True, True]
 

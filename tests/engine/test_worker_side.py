@@ -55,7 +55,7 @@ def pages_of(caches, rank):
 
 
 def test_each_tests_a_slot_of_its_own(ranks, arena):
-    assert [side.progress().self_tests for side in ranks] == [Counter({"": 1})] * 2
+    assert [side.progress().self_tests for side in ranks] == [Counter({(0, ""): 1})] * 2
     used = [bytes(arena.view(slot)) != EMPTY for slot in range(4)]
     assert used == [True, True, False, False]
 
@@ -73,7 +73,7 @@ def test_a_rank_tests_one_part_while_another_one_tests_another_part(monkeypatch)
     load = HostMover.load
     monkeypatch.setattr(HostMover, "load", lambda mover, *job: (second.attach(plan), load(mover, *job)))
     first.attach(plan)  # while it tests its copies, after it has stored, the other one begins and ends
-    assert [side.progress().self_tests for side in (first, second)] == [Counter({"": 1})] * 2
+    assert [side.progress().self_tests for side in (first, second)] == [Counter({(0, ""): 1})] * 2
     for side in (first, second):
         side.close()
 
@@ -94,6 +94,32 @@ def test_one_stores_and_both_load(ranks, arena):
         side.load(StepPlan(loads=(("a request", Transfer((Slot(0, 2),), (((1, 2),),))),)), idle=False)
         side.suspend()  # waits for it
         assert side.loaded() == ({"a request"}, set())
+
+
+def test_a_plan_of_other_memory_is_not_carried_out(ranks, arena):
+    """It may come while the worker cannot attach yet. Its slots are numbers of a memory that the worker has not."""
+    stored = Transfer((Slot(0, 2),), (((3, 5),),))
+    side = ranks[0]
+    side.progress()
+    side.store(StepPlan(attachment=1, stores=((7, stored),)))
+    assert side.progress().failed == Counter({7: 1})
+    side.load(StepPlan(attachment=1, loads=(("a request", stored),)), idle=False)
+    assert side.loaded() == ({"a request"}, {"a request"})
+    assert bytes(arena.view(2)) == EMPTY
+
+
+def test_another_attachment_is_tested_when_the_copies_of_the_one_before_have_ended(ranks, arena):
+    other = stack_of(4).arenas[0].config.open(make_context(layout=LAYOUT, capacity=4 * LAYOUT.frame_nbytes))
+    plan = StepPlan(1, (other.handle,), layout=LAYOUT, self_test_slots=(Slot(0, 0), Slot(0, 1)))
+    side = ranks[0]
+    side.progress()
+    side.store(StepPlan(stores=((7, Transfer((Slot(0, 2),), (((3, 5),),))),)))
+    side.attach(plan)
+    assert bytes(other.view(0)) == EMPTY, "a copy of the one before was under way"
+    assert not side.progress().self_tests
+    side.attach(plan)
+    assert side.progress().self_tests == Counter({(1, ""): 1}) and bytes(other.view(0)) != EMPTY
+    other.close()
 
 
 @pytest.mark.parametrize("at_once", [False, True])

@@ -372,7 +372,9 @@ def test_what_a_stack_keeps_comes_back(model):
     pages, other = (GpuPages(layout, blocks, rng, align=16) for _ in range(2))
     for tensor in pages.tensors:
         tensor.random_()
-    movers = [config.arenas[0].config.attach(manager.handles[0], each.kv_cache()) for each in (pages, other)]
+    movers = [
+        config.arenas[0].config.attach(next(iter(manager.handles.values())), each.kv_cache()) for each in (pages, other)
+    ]
     held = [[list(row)] for row in torch.randperm(blocks).view(chunks, -1).tolist()]
     keys = make_keys(chunks)
     slots = [slot.index for slot in manager.reserve(keys, "store").values()]

@@ -103,7 +103,7 @@ MUTANTS = (
     Mutant(
         "loads-of-a-worker-that-is-off-are-promised",
         SCHEDULER,
-        "self._self_test.fail(result.progress.off)",
+        "self._self_test.end(result.progress.off)",
         "pass",
         TROUBLE + "test_nothing_is_promised_and_no_slot_reserved_when_a_worker_has_failed",
     ),
@@ -152,8 +152,8 @@ MUTANTS = (
     Mutant(
         "kv-of-new-weights-under-the-old-name",
         WORKER,
-        "        if self._stale:\n            self._failed.add(task)",
-        "        if False:\n            self._failed.add(task)",
+        "if self._stale or plan.attachment",
+        "if plan.attachment",
         WORKER_TESTS + "test_a_step_after_the_weights_changed_stores_and_loads_nothing",
     ),
     Mutant(
@@ -264,7 +264,7 @@ MUTANTS = (
     Mutant(
         "a-self-test-nobody-reads",
         SELF_TEST_GATE,
-        "if failures := [outcome for outcome in outcomes if outcome]:",
+        "if failures := [problem for problem in found if problem]:",
         "if failures := []:",
         SELFTEST + "test_an_arena_that_cannot_be_reached_is_told_and_not_used",
     ),

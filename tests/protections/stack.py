@@ -30,7 +30,7 @@ MUTANTS = (
     Mutant(
         "a-slot-for-each-self-test",
         MANAGER,
-        "        if not self._self_test_keys:",
+        "        if holder not in self._self_test_keys:",
         "        if True:",
         "tests/core/test_manager.py::test_self_test_slots_are_reserved_once",
     ),
@@ -429,8 +429,8 @@ MUTANTS = (
     Mutant(
         "prefetching-takes-the-whole-arena",
         "kvtier_core/stack/lookup/search.py",
-        "max(0, self._arenas[0].memory.slots // _PREFETCH_SHARE - unused)",
-        "self._arenas[0].memory.slots",
+        "max(0, self._arenas[0].capacity // _PREFETCH_SHARE - unused)",
+        "self._arenas[0].capacity",
         ASKING + "test_a_prefetch_brings_up_a_quarter_of_the_arena_and_pins_nothing",
     ),
     Mutant(

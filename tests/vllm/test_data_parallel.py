@@ -52,7 +52,7 @@ async def _live(model: str, stack: dict, asked: list, options: dict) -> list:
     said = []
     for turn, (replica, seed) in enumerate(asked):
         said.append(await _ask(engine, replica, seed, f"request-{turn}"))
-        for tier in stack["tiers"]:
+        for tier in stack.get("tiers", ()):
             if tier.get("shared"):
                 await _stored(Path(tier["path"]), prompts=len({seed for _, seed in asked[: turn + 1]}))
     told = told_by_engines()

@@ -85,9 +85,9 @@ def test_no_page_is_touched_while_the_engine_sleeps(engine, said):
         served.ask(asked)
         assert "kvtier: self-test: every byte came back" in said()
         worker().unregister_kv_caches()
-        slot = served.manager.reserve_self_test_slots()[0]
+        slot = served.manager.reserve_self_test_slots("a test")[0]
         worker().side.load(StepPlan(loads=(("a request", Transfer((slot,), (((0, 1),),))),)), idle=False)
-        served.manager.release_self_test_slots()
+        served.manager.release("a test")
         assert worker().side.loaded() == ({"a request"}, {"a request"})
         worker().restore_kv_caches()
         assert served.ask(asked)[0].cached == 512

@@ -8,7 +8,7 @@ import pytest
 from conftest import BLOCK, Engine, cpu, prompt
 from test_serving import NOISE
 
-import kvtier_cpu.arena
+from kvtier_core.transfer import movers
 from kvtier_core.transfer.host_mover import HostMover
 
 #: Two of them fill the engine, so that the blocks of one are soon another's.
@@ -73,7 +73,7 @@ def truth(model):
 
 def worst(engine, monkeypatch, truth, mover):
     """The largest difference from the truth of an answer that stands on what was stored."""
-    monkeypatch.setattr(kvtier_cpu.arena, "HostMover", mover)
+    monkeypatch.setattr(movers, "HostMover", mover)
     LateStores.fenced = 0
     with engine(cpu(), **OPTIONS) as served:
         cold = served.ask(*PROMPTS)

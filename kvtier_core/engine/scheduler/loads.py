@@ -140,6 +140,10 @@ class Loads:
         planned, self._planned = self._planned, []
         return tuple(planned)
 
+    def fail_planned(self) -> None:
+        """What was planned since the last step is not where it was found."""
+        self._impossible += [request_id for request_id, _ in self.take_planned()]
+
     def take_impossible(self) -> tuple[str, ...]:
         """The requests since the last call that were promised a load which cannot begin."""
         impossible, self._impossible = self._impossible, []

@@ -54,7 +54,7 @@ class Search(abc.ABC):
     def _room_ahead(self) -> int:
         """How many chunks may be brought up now before a request asks for them."""
         unused = len(self._leases.promoted_from) + self._promotions.under_way
-        return max(0, self._arenas[0].memory.slots // _PREFETCH_SHARE - unused)
+        return max(0, self._arenas[0].capacity // _PREFETCH_SHARE - unused)
 
     def has_slot(self, key: ChunkKey) -> bool:
         """Does a slot of an arena belong to this chunk?"""
@@ -62,7 +62,7 @@ class Search(abc.ABC):
 
     def _arriving(self, key: ChunkKey) -> Arena | None:
         """The arena in which a slot is being filled with this chunk."""
-        return next((arena for arena in self._arenas if arena.is_reserved(key)), None)
+        return next((arena for arena in self._arenas if arena.arrives(key)), None)
 
     def _silence(self, awaited: str) -> float:
         """Of the tier that a request waits for."""

@@ -325,6 +325,12 @@ class StoreTier:
 
     # -- endings -----------------------------------------------------------------------------------
 
+    def erase(self, keys: Sequence[ChunkKey]) -> int:
+        """Never find these frames again, and delete them unless the store is shared. Returns how many there are."""
+        held = [key for key in keys if key in self.index]
+        self._deletes.invalidate(held)
+        return len(held)
+
     def invalidate_all(self, namespace: Namespace) -> None:
         """Never find any of these frames again; new ones are encoded under ``namespace``."""
         self._codec = self._codec.with_namespace(namespace)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import attrs
 import pytest
 
 from kvtier_core.errors import BackendError, ConfigError
-from kvtier_core.interfaces import AllocatorBackend, ArenaConfig
+from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, SupportsSharing
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.testing import resources
 from kvtier_core.testing.laws.attached import BLOCKS, AttachedEngine, settle
@@ -141,6 +142,20 @@ class ArenaMemoryLaws(Laws):
             for slot in range(memory.slots):
                 found = [int.from_bytes(memory.view(slot)[:4]), int.from_bytes(memory.view(slot)[-4:])]
                 assert found == [slot, slot], f"slot {slot} of {memory.slots} shares memory with slots {found}"
+
+    def test_what_is_shared_is_the_slots(self, tmp_path: Path):
+        """Where an arena implements SupportsSharing, its file has all slots side by side, from its first byte on.
+
+        Otherwise an engine of `kvtier serve` would copy to other memory than the server's, or to another slot.
+        """
+        with self.opened(tmp_path) as memory:
+            if not isinstance(memory, SupportsSharing):
+                pytest.skip("the memory cannot be shared")
+            with mmap.mmap(memory.descriptor, memory.slots * memory.slot_nbytes) as mapped:
+                for slot in range(memory.slots):
+                    memory.view(slot)[:] = bytes([slot + 1]) * memory.slot_nbytes
+                    found = mapped[slot * memory.slot_nbytes : (slot + 1) * memory.slot_nbytes]
+                    assert same(found, memory.view(slot)), f"slot {slot} is not where it should be in the file"
 
     def test_two_arenas_share_nothing(self, tmp_path: Path):
         """Of two engines on one node with one configuration neither sees the other's slots. That one of them ends does

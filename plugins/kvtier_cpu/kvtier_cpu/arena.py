@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import AllocatorBackend, Mover, OpenContext, PagedKVCache
-from kvtier_core.transfer import cuda
-from kvtier_core.transfer.host_mover import HostMover
+from kvtier_core.transfer.movers import open_mover
 from kvtier_core.types import Nbytes
 from kvtier_cpu.placement import choose
 from kvtier_cpu.segment import Address, Segment, reach
@@ -41,6 +40,10 @@ class CpuArena(AllocatorBackend):
     def handle(self) -> str:
         return json.dumps({**self._segment.address._asdict(), "slot_nbytes": self.slot_nbytes})
 
+    @property
+    def descriptor(self) -> int:
+        return self._segment.address.fd
+
     def facts(self) -> Mapping[str, str]:
         return self._facts
 
@@ -57,6 +60,4 @@ def attach(handle: str, cache: PagedKVCache) -> Mover:
     slot_nbytes = fields.pop("slot_nbytes")
     on_gpu = cache.device.startswith("cuda")
     memory = reach(Address(**fields), populate=not on_gpu)  # for a GPU, page-locking maps them, in the background
-    if on_gpu:
-        return cuda.attach(cache, memory, slot_nbytes)
-    return HostMover(cache, memory, slot_nbytes)  # raises BackendError for any other device than the CPU
+    return open_mover(cache, memory, slot_nbytes)

@@ -1,0 +1,451 @@
+"""The stack of a server, as the scheduler side of an engine sees it.
+
+No call waits for long. What the server has not answered in time is pending, or a miss; and while it owes answers
+nothing waits for it at all. When it is gone everything is a miss, until it is back: then the workers reach its arenas
+anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import attrs
+
+from kvtier_core.engine.log_limit import LogLimit
+from kvtier_core.interfaces import Medium
+from kvtier_core.server.connection import Connection, connect
+from kvtier_core.server.memory import handle_of
+from kvtier_core.server.protocol import CALLS, DONE, Header, Opened, Opening, ProtocolError, encode, reason, result
+from kvtier_core.stack.interface import Stack
+from kvtier_core.stack.outcomes import LoadLimit, Lookup, Whereabouts
+from kvtier_core.types import ChunkKey, Event, FrameRead, Namespace, Slot, StoredFrame, Usage
+
+logger = logging.getLogger("kvtier")
+
+#: Seconds for which an answer is polled before the thread sleeps: most are here by then, and waking up takes 60 µs.
+_SPIN = 300e-6
+#: Seconds for which the server may owe an answer before nothing more is asked.
+_SILENT = 1.0
+#: Seconds between two attempts to connect.
+_RETRY = 1.0
+
+
+@attrs.frozen
+class Waits:
+    """Seconds for which an engine waits for an answer; then it goes on without."""
+
+    lookup: float = 2e-3  #: ten times what one takes
+    others: float = 50e-3  #: of calls whose answer is needed now; they are rarer, and may have to evict
+    start: float = 30.0  #: of the first call, when the engine starts: the server opens tiers
+
+
+class _Asked(NamedTuple):
+    """A request that the server has not answered."""
+
+    name: str
+    then: Callable[[Any], None] | None  #: what is done with the result
+    since: float
+
+
+class _Session:
+    """A connection to the server, on which the engine has a session or is about to have one."""
+
+    def __init__(self, connection: Connection, clock: Callable[[], float]):
+        self._connection = connection
+        self._clock = clock
+        self._asked: dict[int, _Asked] = {}
+        self._last = 0
+        self.boot = self.epoch = 0  #: of the last answer
+        self.refusals: list[tuple[str, str]] = []  #: calls that were refused, and why
+
+    @property
+    def owes(self) -> bool:
+        """Is there a request that the server has not answered?"""
+        return bool(self._asked)
+
+    @property
+    def silence(self) -> float:
+        """Seconds for which the server has owed its oldest answer."""
+        return self._clock() - next(iter(self._asked.values())).since if self._asked else 0.0
+
+    def tell(self, name: str, *arguments: Any, then: Callable[[Any], None] | None = None) -> int:
+        """Make a call, and go on; ``then(result)`` is called in `poll`. Raises ProtocolError."""
+        body = encode(arguments)
+        self._last += 1
+        self._asked[self._last] = _Asked(name, then, self._clock())
+        self._connection.send(Header(len(body), self._last, CALLS[name].number, 0, 0), body)
+        return self._last
+
+    def answered(self, number: int, seconds: float) -> bool:
+        """Wait for an answer, and process it with all before it. False if it has not come. Raises ProtocolError."""
+        begun = time.monotonic()
+        while True:
+            self.poll()
+            waited = time.monotonic() - begun
+            if number not in self._asked or waited >= seconds:
+                return number not in self._asked
+            if waited >= _SPIN:
+                self._connection.wait(seconds - waited)
+            else:
+                os.sched_yield()  # to the server, where it has no other core
+
+    def poll(self) -> None:
+        """Process the answers that are here. Raises ProtocolError."""
+        for header, body in self._connection.receive():
+            asked = self._asked.pop(header.number, None)
+            if asked is None or (self.boot and header.boot != self.boot):
+                raise ProtocolError("it answers what was not asked")
+            self.boot, self.epoch = header.boot, header.epoch
+            if header.call != DONE:
+                self.refusals.append((asked.name, reason(body)))
+            elif asked.then:
+                asked.then(result(asked.name, body))
+
+    def wait(self, seconds: float) -> None:
+        """Return when an answer may be here, or after ``seconds``. Raises ProtocolError."""
+        self._connection.wait(seconds)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._connection.close()
+
+
+class RemoteStack(Stack):
+    """The stack that a server has for this engine's namespace."""
+
+    def __init__(
+        self,
+        path: Path,
+        opening: Opening,
+        waits: Waits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Waits for the server, for some seconds, if it is there."""
+        self._path = path
+        self._opening = opening
+        self._waits = waits or Waits()
+        self._clock = clock
+        self._session: _Session | None = None
+        self._opened: Opened | None = None  # by which the workers reach the arenas
+        self._known: Opened | None = None  # the last of these: names of tiers outlive the session
+        self._offered: Opened | None = None  # by which they are to, from the next step on
+        self._renewing = False  # has the server been told of another namespace, and not answered?
+        self._attached: tuple[int, int, int] | None = None  # boot, session, epoch
+        self._attachment = 0
+        self._why = ""  # there is no session
+        self._next_try = 0.0
+        self._stepping = False  # is a step not answered yet?
+        self._steps = 0  # that were answered
+        self._events: list[Event] = []
+        self._usage: Sequence[Usage] = ()
+        self._jobs = 0
+        self._pending: set[str] = set()  # holders
+        self._asked_for: dict[str, Sequence[ChunkKey]] = {}  # by holder: its last path, until it is released
+        self._late: dict[str, Lookup] = {}  # answers for that path which came too late, by holder
+        self._log = LogLimit(time.monotonic)
+        self._connect(self._waits.start)
+        self._adopt()
+
+    # -- the session -------------------------------------------------------------------------------
+
+    def _connect(self, patience: float = 0.0) -> None:
+        self._next_try = self._clock() + _RETRY
+        try:
+            self._session = _Session(connect(self._path), self._clock)
+            number = self._session.tell("open", self._opening, then=self._offer)
+            if patience:
+                self._session.answered(number, patience)
+            self._note_refusals()
+        except ProtocolError as error:
+            self._lose(str(error))
+
+    def _offer(self, opened: Opened) -> None:
+        self._offered = opened
+
+    def _adopt(self) -> None:
+        """Use what the server has opened. If that is elsewhere, the workers reach its arenas anew."""
+        if self._session is None or self._offered is None:
+            return
+        self._opened = self._known = self._offered
+        self._offered, self._renewing, self._why = None, False, ""
+        now = self._session.boot, self._opened.session, self._session.epoch
+        if now != self._attached:
+            self._attached = now
+            self._attachment += 1
+            logger.info("kvtier: session %d of the server at %s", self._opened.session, self._path)
+
+    def _lose(self, why: str) -> None:
+        """There is no session any more, or none yet."""
+        self._log.log(logging.WARNING, "no server", str(self._path), why)
+        self._leave(why)
+
+    def _leave(self, why: str) -> None:
+        if self._session:
+            self._session.close()
+        self._session = self._opened = self._offered = None
+        self._renewing = False
+        self._why = f"no session of the server at {self._path}: {why}"
+        self._stepping, self._jobs = False, 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing is looked up any more."""
+        self._pending.clear()
+        self._asked_for.clear()
+        self._late.clear()
+
+    def _note_refusals(self) -> None:
+        if self._session and self._session.refusals:
+            refusals, self._session.refusals = self._session.refusals, []
+            for name, why in refusals:
+                if name in ("open", "invalidate_all"):
+                    raise ProtocolError(why)
+                self._log.log(logging.WARNING, "the server refuses a call", name, why)
+
+    def _asking(self) -> _Session | None:
+        """The session, if it makes sense to ask now."""
+        self._poll()
+        if self._session is None or self._opened is None or self._renewing:
+            return None
+        return self._session if self._session.silence < _SILENT else None
+
+    def _poll(self) -> None:
+        """Process the answers that are here."""
+        if self._session is not None:
+            try:
+                self._session.poll()
+                self._note_refusals()
+            except ProtocolError as error:
+                self._lose(str(error))
+
+    def _tell(self, name: str, *arguments: Any, then: Callable[[Any], None] | None = None) -> None:
+        """Make a call that nothing waits for."""
+        if self._session is not None and self._opened is not None:
+            try:
+                self._session.tell(name, *arguments, then=then)
+            except ProtocolError as error:
+                self._lose(str(error))
+
+    def _ask(self, session: _Session, name: str, *arguments: Any, seconds: float, then: Callable[[Any], None]) -> None:
+        """Make a call and wait for its answer. While the server owes others nothing waits: one call has done so."""
+        patience = seconds if session.silence < self._waits.lookup else 0.0
+        try:
+            session.answered(session.tell(name, *arguments, then=then), patience)
+        except ProtocolError as error:
+            self._lose(str(error))
+
+    def _result(self, name: str, *arguments: Any) -> Any:
+        """The result of a call; None if it has not come, or there is none."""
+        results: list[Any] = []
+        if session := self._asking():
+            self._ask(session, name, *arguments, seconds=self._waits.others, then=results.append)
+        return results[0] if results else None
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None, salt: bytes = b"") -> None:
+        if self._asking():
+            self._tell("on_request", path, hints, salt)
+
+    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None = None, salt: bytes = b"") -> None:
+        if self._asking():
+            self._tell("prefetch", path, limit, salt)
+
+    def lookup(
+        self,
+        path: Sequence[ChunkKey],
+        holder: str,
+        limit: LoadLimit | None = None,
+        salt: bytes = b"",
+        skipped: int = 0,
+    ) -> Lookup:
+        session = self._asking()
+        late = self._late.pop(holder, None)
+        if late is not None and self._asked_for[holder] == path:
+            return self._found(holder, late)
+        if session is None or not path:
+            return Lookup(miss_reason=self._absence if path else "")
+        path = list(path)
+        self._asked_for[holder] = path
+        self._pending.add(holder)
+
+        def answered(found: Lookup) -> None:
+            # What was found for another path, or released since, is not pinned any more.
+            if self._asked_for.get(holder) is path:
+                self._late[holder] = found
+                self._pending.discard(holder)
+
+        self._ask(session, "lookup", path, holder, limit, salt, skipped, seconds=self._waits.lookup, then=answered)
+        if (found := self._late.pop(holder, None)) is not None:
+            return self._found(holder, found)
+        if self._session is None:
+            return Lookup(miss_reason=self._absence)
+        return Lookup(pending=len(path), awaited=next(iter(self.media), ""), silence=session.silence)
+
+    def _found(self, holder: str, found: Lookup) -> Lookup:
+        if found.pending:
+            self._pending.add(holder)
+        return found
+
+    def still_pending(self, holder: str) -> bool:
+        return holder in self._pending
+
+    def load_begins(self, frames: Sequence[StoredFrame], holder: str) -> None:
+        """Nothing: there are no such frames."""
+
+    def load_ended(self, holder: str, unread: Mapping[ChunkKey, FrameRead], *, ok: bool) -> None:
+        """Nothing: as `load_begins`."""
+
+    def stop_direct_reads(self, tier: str, why: str) -> None:
+        """Nothing: the server reads its stores itself."""
+
+    def release(self, holder: str) -> None:
+        self._pending.discard(holder)
+        self._asked_for.pop(holder, None)
+        self._late.pop(holder, None)
+        self._tell("release", holder)
+
+    # -- stores ------------------------------------------------------------------------------------
+
+    def reserve(
+        self, path: Sequence[ChunkKey], holder: str, salt: bytes = b"", parts: Sequence[ChunkKey] = ()
+    ) -> dict[ChunkKey, Slot]:
+        session = self._asking()
+        if session is None or session.silence >= self._waits.lookup:
+            return {}
+        slots = self._result("reserve", path, holder, salt, parts)
+        if slots is None:
+            self._tell("release", holder)  # calls are processed in order, so that nothing is left reserved
+        return slots or {}
+
+    def commit(
+        self,
+        holder: str,
+        checksums: Mapping[ChunkKey, Sequence[int]] | None = None,
+        empty: Collection[ChunkKey] = (),
+    ) -> None:
+        self._tell("commit", holder, checksums, list(empty))
+
+    def reserve_self_test_slots(self, holder: str, count: int = 1) -> list[Slot]:
+        slots = self._result("reserve_self_test_slots", holder, count)
+        if slots is None:
+            self._tell("release", holder)
+        return slots or []
+
+    # -- time passes -------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        self._log.flush()
+        if self._session is None and self._clock() >= self._next_try:
+            self._connect()
+        self._poll()
+        self._adopt()
+        if not self._stepping and self._opened is not None:
+            self._stepping = True
+            self._tell("step", then=self._stepped)
+        events, self._events = self._events, []
+        return events
+
+    def _stepped(self, stepped: Any) -> None:
+        self._stepping = False
+        self._steps += 1
+        self._events += stepped.events
+        self._jobs = stepped.jobs
+        self._pending.difference_update(stepped.settled)
+        for holder in stepped.settled:
+            self._late.pop(holder, None)  # there is more by now
+        if stepped.usage is not None:
+            self._usage = stepped.usage
+
+    def drain(self, timeout: float) -> list[Event]:
+        deadline = time.monotonic() + timeout
+        told = self._steps + 1 + self._stepping  # an answer that knows of every call so far
+        events = self.step()
+        while self._session is not None and (self._steps < told or self._jobs):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            self._wait(min(left, 0.01))
+            events += self.step()
+        return events
+
+    def _wait(self, seconds: float) -> None:
+        try:
+            self._session.wait(seconds)
+        except ProtocolError as error:
+            self._lose(str(error))
+
+    def invalidate_all(self, namespace: Namespace) -> None:
+        """Until the server has answered everything is a miss."""
+        self._opening = attrs.evolve(self._opening, namespace=namespace)
+        self._tell("invalidate_all", namespace, then=self._offer)
+        self._renewing = True
+        self._forget()
+
+    def close(self, timeout: float = 5.0) -> list[Event]:
+        """The server goes on with what it was told. Waits until it has heard all of it."""
+        events = self._events
+        if self._session is not None:
+            deadline = time.monotonic() + timeout
+            try:
+                while self._session.owes and (left := deadline - time.monotonic()) > 0:
+                    self._session.wait(left)
+                    self._session.poll()
+            except ProtocolError:
+                pass
+            self._leave("this engine has closed it")
+        return events
+
+    # -- information -------------------------------------------------------------------------------
+
+    @property
+    def jobs(self) -> int:
+        """Lookups that wait. The server does everything else by itself, whether the engine steps or not."""
+        return len(self._pending)
+
+    @property
+    def attachment(self) -> int:
+        return self._attachment
+
+    @property
+    def handles(self) -> dict[str, str]:
+        if self._known is None:
+            return {}
+        session, arenas = self._known.session, self._known.arenas
+        return {arena.name: handle_of(self._path, session, number, arena) for number, arena in enumerate(arenas)}
+
+    @property
+    def reader_handles(self) -> dict[str, str]:
+        return {}
+
+    @property
+    def media(self) -> dict[str, Medium]:
+        return self._known.media if self._known else {}
+
+    def describe(self) -> list[str]:
+        if self._opened is None:
+            return [f"server {self._path}: {self._why}"]
+        return [f"server {self._path}: session {self._opened.session}", *self._opened.about]
+
+    @property
+    def _absence(self) -> str:
+        """Why nothing can be found now."""
+        return self._why or f"the server at {self._path} does not answer"
+
+    def usage(self) -> list[Usage]:
+        return list(self._usage) if self._opened else []
+
+    def whereabouts(self, path: Sequence[ChunkKey]) -> list[Whereabouts]:
+        return self._result("whereabouts", path) or [Whereabouts((), self._absence)] * len(path)
+
+    def pins_by_holder(self) -> Counter[str]:
+        return Counter(self._result("pins_by_holder") or {})
+
+    def why_cold(self) -> str:
+        return self._opened.cold if self._opened else ""

@@ -1,0 +1,154 @@
+"""The arenas of a server in a worker process of an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import attrs
+
+from kvtier_core.config.model import ArenaTierConfig
+from kvtier_core.errors import BackendError
+from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, JobResult, Mover, OpenContext, PagedKVCache, PageList
+from kvtier_core.server.connection import Connection, connect
+from kvtier_core.server.protocol import CALLS, DONE, Header, ProtocolError, ServedArena, encode, reason, result
+from kvtier_core.transfer import movers
+from kvtier_core.transfer.io_pool import run_aside
+from kvtier_core.types import Nbytes
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
+#: Bytes whose pages are mapped at a time, with the GIL held.
+_PIECE = 8 << 20
+#: Seconds for which a worker waits for an answer, once, when it attaches an arena.
+_PATIENCE = 5.0
+
+
+def handle_of(path: Path, session: int, number: int, arena: ServedArena) -> str:
+    """Plain text by which `ServedArenaConfig.attach` reaches an arena of a session."""
+    return json.dumps({"path": str(path), "session": session, "number": number, **attrs.asdict(arena)})
+
+
+def served_tier(handle: str) -> ArenaTierConfig:
+    """An arena of a server as a tier, for a worker."""
+    return ArenaTierConfig(json.loads(handle)["name"], ServedArenaConfig(), Nbytes(1))
+
+
+@attrs.frozen
+class ServedArenaConfig(ArenaConfig):
+    """An arena whose memory a server has."""
+
+    type: ClassVar[str] = "served"
+    devices: ClassVar[tuple[str, ...]] = movers.DEVICES
+
+    def open(self, ctx: OpenContext) -> AllocatorBackend:
+        raise BackendError("the server opens it")
+
+    def attach(self, handle: str, cache: PagedKVCache) -> Mover:
+        told = json.loads(handle)
+        try:
+            connection = connect(Path(told["path"]))
+        except ProtocolError as error:
+            raise BackendError(f"the server at {told['path']} cannot be reached: {error}") from error
+        try:
+            memory = _mapped(connection, told["session"], told["number"], cache.rank)
+            if cache.device == "cpu":  # for a GPU, page-locking does it
+                run_aside(lambda: _populate(memory), "populate")
+            return AttachedMover(movers.open_mover(cache, memory, told["slot_nbytes"]), connection)
+        except ProtocolError as error:
+            connection.close()
+            raise BackendError(f"the server at {told['path']} does not share its memory: {error}") from error
+        except BaseException:
+            connection.close()
+            raise
+
+
+def probe(path: Path) -> None:
+    """Returns when the server at this socket has answered. Raises BackendError if it does not."""
+    try:
+        connection = connect(path)
+        try:
+            _ask(connection, "detach")
+        finally:
+            connection.close()
+    except ProtocolError as error:
+        raise BackendError(f"the server at {path} makes no progress: {error}") from error
+
+
+def _mapped(connection: Connection, session: int, number: int, rank: int) -> mmap.mmap:
+    """The memory of an arena. Raises ProtocolError."""
+    nbytes = _ask(connection, "attach", session, number, rank)
+    if len(connection.descriptors) != 1:
+        raise ProtocolError("it sent no file")
+    descriptor = connection.descriptors.pop()
+    try:
+        if os.fstat(descriptor).st_size != nbytes:
+            raise ProtocolError("it sent a file of another length")
+        return mmap.mmap(descriptor, nbytes)
+    except OSError as error:
+        raise ProtocolError(f"its memory cannot be mapped: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+
+
+def _populate(memory: mmap.mmap) -> None:
+    """Map all pages, each of which would cost a fault in some copy. An engine may serve meanwhile: not in one go."""
+    for begin in range(0, len(memory), _PIECE):
+        began = time.monotonic()
+        with contextlib.suppress(OSError):  # an older kernel
+            memory.madvise(_MADV_POPULATE_WRITE, begin, min(_PIECE, len(memory) - begin))
+        time.sleep(time.monotonic() - began)
+
+
+def _ask(connection: Connection, name: str, *values: Any) -> Any:
+    body = encode(values)
+    connection.send(Header(len(body), 1, CALLS[name].number, 0, 0), body)
+    deadline = time.monotonic() + _PATIENCE
+    while (left := deadline - time.monotonic()) > 0:
+        for header, answer in connection.receive():
+            if header.call != DONE:
+                raise ProtocolError(reason(answer))
+            return result(name, answer)
+        connection.wait(left)
+    raise ProtocolError(f"it has not answered for {_PATIENCE} s")
+
+
+class AttachedMover(Mover):
+    """A mover to memory of a server, which knows by the connection that this process may touch it."""
+
+    def __init__(self, mover: Mover, connection: Connection):
+        self._mover = mover
+        self._connection = connection
+
+    def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
+        self._mover.store(job, pages, slots)
+
+    def mark(self) -> object:
+        return self._mover.mark()
+
+    def load(self, job: int, slots: Sequence[int], pages: PageList, after: object = None) -> None:
+        self._mover.load(job, slots, pages, after)
+
+    def finished(self) -> Sequence[JobResult]:
+        return self._mover.finished()
+
+    def wait(self, jobs: Collection[int], timeout: float = float("inf")) -> None:
+        self._mover.wait(jobs, timeout)
+
+    def fence(self, jobs: Collection[int]) -> None:
+        self._mover.fence(jobs)
+
+    def facts(self) -> Mapping[str, str]:
+        return self._mover.facts()
+
+    def close(self) -> None:
+        """Wait for the copies under way; then the server may give the slots to others."""
+        self._mover.close()
+        with contextlib.suppress(ProtocolError):  # it is gone, or learns it when this process ends
+            _ask(self._connection, "detach")
+        self._connection.close()

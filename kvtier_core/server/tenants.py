@@ -1,0 +1,100 @@
+"""Whose chunks lie in the memory of a server, and how much of it each tenant may have.
+
+A tenant is a salt: the ``cache_salt`` of requests, with their adapter. Tenants are counted by a keyed digest, so that
+who sees a name cannot try out which salt it is of. Chunks without a salt are of the tenant ``-``, whom no quota bounds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+from kvtier_core.types import ChunkKey
+
+#: The tenant of requests without a salt.
+NOBODY = "-"
+#: Chunks of tenants that are remembered, whether they are stored or not. Those of a request that waits are among them.
+_REMEMBERED = 1 << 20
+
+
+@attrs.frozen
+class Quota:
+    """Bytes of all arenas together that a tenant may have; None: any number."""
+
+    soft: int | None = None  #: beyond it the tenant's chunks are evicted before all others
+    hard: int | None = None  #: beyond it they are evicted at once
+
+
+UNBOUNDED = Quota()
+
+
+class Tenants:
+    """The tenants of one server. One thread calls every method."""
+
+    def __init__(self, default: Quota = UNBOUNDED):
+        """``default`` is the quota of each tenant that has none of its own."""
+        self._key = secrets.token_bytes(32)
+        self._default = default
+        self._quotas: dict[str, Quota] = {}
+        self._named: dict[ChunkKey, str] = {}  # who named it last, the longest ago first
+        self.used: Counter[str] = Counter()  #: bytes of arenas, by tenant
+        self.over: set[str] = set()  #: those beyond their soft quota
+        self.beyond: set[str] = set()  #: those beyond their hard quota
+
+    def name(self, salt: bytes) -> str:
+        """The name of a tenant, as long as this server runs."""
+        return hashlib.blake2b(salt, digest_size=8, key=self._key).hexdigest() if salt else NOBODY
+
+    def note(self, path: Iterable[ChunkKey], salt: bytes) -> None:
+        """A request of this tenant names these chunks."""
+        if salt:
+            tenant = self.name(salt)
+            for key in path:
+                self._named.pop(key, None)
+                self._named[key] = tenant
+            while len(self._named) > _REMEMBERED:
+                del self._named[next(iter(self._named))]
+
+    def of(self, key: ChunkKey) -> str:
+        """The tenant who named a chunk."""
+        return self._named.get(key, NOBODY)
+
+    def set_quota(self, salt: bytes, quota: Quota) -> None:
+        """The quota of one tenant from now on."""
+        self._quotas[self.name(salt)] = quota
+        self._judge(self.name(salt))
+
+    def quota(self, tenant: str) -> Quota:
+        """The quota of a tenant."""
+        return UNBOUNDED if tenant == NOBODY else self._quotas.get(tenant, self._default)
+
+    def room(self, tenant: str, slot_nbytes: int) -> int | None:
+        """How many slots a tenant may still have within its soft quota; None: any number."""
+        soft = self.quota(tenant).soft
+        return None if soft is None else max(0, soft - self.used[tenant]) // slot_nbytes
+
+    def excess(self, tenant: str) -> int:
+        """Bytes that a tenant has beyond its hard quota."""
+        hard = self.quota(tenant).hard
+        return 0 if hard is None else max(0, self.used[tenant] - hard)
+
+    def add(self, tenants: Sequence[str], nbytes: int) -> None:
+        """A slot of ``nbytes`` came to each of these; negative: it left."""
+        for tenant in tenants:
+            self.used[tenant] += nbytes
+        for tenant in set(tenants):
+            self._judge(tenant)
+
+    def _judge(self, tenant: str) -> None:
+        quota, used = self.quota(tenant), self.used[tenant]
+        for limit, exceeding in ((quota.soft, self.over), (quota.hard, self.beyond)):
+            if limit is not None and used > limit:
+                exceeding.add(tenant)
+            else:
+                exceeding.discard(tenant)
+        if not self.used[tenant]:
+            del self.used[tenant]

@@ -1,0 +1,111 @@
+"""Protections of a server and its engines."""
+
+from __future__ import annotations
+
+from protections.mutant import Mutant
+
+SESSIONS = "kvtier_core/server/sessions.py"
+SERVER = "kvtier_core/server/server.py"
+CLIENT = "kvtier_core/server/client.py"
+SESSION_TESTS = "tests/server/test_shared_stack.py::"
+
+MUTANTS = (
+    Mutant(
+        "engines-share-their-holders",
+        SESSIONS,
+        'return f"{self.number}/"',
+        'return "0/"',
+        SESSION_TESTS + "test_holders_of_two_engines_may_have_the_same_name",
+    ),
+    Mutant(
+        "the-dead-keep-what-they-held",
+        SERVER,
+        "            session.end()",
+        "            pass",
+        "tests/server/test_kills.py::test_an_engine_that_is_killed_leaves_nothing_behind",
+    ),
+    Mutant(
+        "the-hung-lose-what-they-hold",
+        SESSIONS,
+        "return self.hung_up and not self.workers",
+        "return self.hung_up",
+        SESSION_TESTS + "test_a_dead_scheduler_side_frees_nothing_that_its_worker_may_touch",
+    ),
+    Mutant(
+        "every-lookup-waits-for-a-silent-server",
+        CLIENT,
+        "patience = seconds if session.silence < self._waits.lookup else 0.0",
+        "patience = seconds",
+        SESSION_TESTS + "test_a_server_that_stops_answering_costs_one_wait_and_is_used_when_it_answers",
+    ),
+    Mutant(
+        "an-answer-that-came-late-is-lost",
+        CLIENT,
+        "self._late[holder] = found\n",
+        "pass\n",
+        SESSION_TESTS + "test_a_late_answer_is_the_next_lookups",
+    ),
+    Mutant(
+        "a-late-answer-outlives-its-pins",
+        CLIENT,
+        "if self._asked_for.get(holder) is path:",
+        "if True:",
+        "tests/server/test_late_answers.py::test_what_is_found_is_pinned_whenever_the_answer_comes",
+    ),
+    Mutant(
+        "a-plan-of-other-memory",
+        "kvtier_core/engine/worker_side.py",
+        "if self._stale or plan.attachment != self._attachment:",
+        "if self._stale:",
+        "tests/engine/test_worker_side.py::test_a_plan_of_other_memory_is_not_carried_out",
+    ),
+    Mutant(
+        "extents-of-others-are-usable",
+        "kvtier_core/server/extents.py",
+        "if all(self._owners[extent] is share for extent in share.extents_of(slot))",
+        "if True",
+        "tests/server/test_extents.py::test_no_byte_is_lent_twice_whatever_comes_and_goes",
+    ),
+    Mutant(
+        "kv-of-before-is-kept",
+        SESSIONS,
+        "        if own in self._holders[self.space]:",
+        "        if True:",
+        SESSION_TESTS + "test_an_engine_beside_others_moves_and_keeps_what_it_is_loading",
+    ),
+    Mutant(
+        "a-message-without-end-is-awaited",
+        "kvtier_core/server/connection.py",
+        "if header.nbytes > LONGEST:",
+        "if False:",
+        "tests/server/test_protocol.py::test_a_message_without_end_ends_its_connection_alone",
+    ),
+    Mutant(
+        "quotas-are-judged-afterwards",
+        "kvtier_core/server/lent_arena.py",
+        "if within is not None and within < len(newcomers):",
+        "if False:",
+        "tests/server/test_tenants.py::test_who_floods_the_memory_costs_others_nothing",
+    ),
+    Mutant(
+        "a-hard-quota-is-soft",
+        SESSIONS,
+        "(victims := arena.beyond_quota())",
+        "(victims := [])",
+        "tests/server/test_tenants.py::test_beyond_the_hard_quota_nothing_is_kept",
+    ),
+    Mutant(
+        "all-tenants-are-erased",
+        "kvtier_core/server/http.py",
+        "arena.of_tenant(tenant)",
+        "arena.of_tenant(None)",
+        "tests/server/test_tenants.py::test_a_tenant_is_erased_from_memory_and_disk_and_others_stay",
+    ),
+    Mutant(
+        "anybody-may-clear",
+        "kvtier_core/server/http.py",
+        "if changes or self._guarded:",
+        "if self._guarded:",
+        "tests/server/test_operators.py::test_what_changes_something_needs_the_token",
+    ),
+)

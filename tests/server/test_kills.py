@@ -1,0 +1,114 @@
+"""An engine, or the server, is killed before every step of the protocol. Nothing leaks, and nobody gets wrong bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from engine_process import BLOCKS, LAYOUT, NAMESPACE, OWN, STEPS, filled
+from served import PATIENT, serving
+
+from kvtier_core.server.client import RemoteStack
+from kvtier_core.server.memory import served_tier
+from kvtier_core.server.protocol import Opening
+from kvtier_core.testing.samples import PagedBuffer
+
+SCRIPT = Path(__file__).with_name("engine_process.py")
+
+
+@contextlib.contextmanager
+def process(*command, ready, **options):
+    """A process that has said this word."""
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, **options) as running:
+        try:
+            while ready not in (line := running.stdout.readline()):
+                assert line, "it has ended"
+            yield running
+        finally:
+            running.kill()
+
+
+def engine(path, steps):
+    return process(sys.executable, str(SCRIPT), str(path), str(steps), ready="ready")
+
+
+def within(seconds, true):
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + seconds
+    while not (found := true()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
+def serves(path):
+    """How many chunks another engine finds, which have the right bytes. It stores those that it does not."""
+    stack = RemoteStack(path, Opening("model", "another", NAMESPACE, LAYOUT), PATIENT)
+    buffer, expected = filled(), filled()
+    handle = next(iter(stack.handles.values()))
+    mover = served_tier(handle).config.attach(handle, buffer.kv_cache())
+    pages = [[list(range(BLOCKS))]]
+    found = stack.lookup(OWN, "request").slots
+    for slot in found:
+        erase(buffer)
+        mover.load(1, [slot.index], pages)
+        mover.wait([1])
+        assert buffer.everything() == expected.everything(), "other bytes than those that were stored"
+    stack.release("request")
+    if slots := stack.reserve(OWN, "store"):
+        mover.store(2, pages * len(slots), [slot.index for slot in slots.values()])
+        mover.wait([2])
+        stack.commit("store")
+    assert len(stack.lookup(OWN, "request").slots) == len(OWN), "what was stored is not found"
+    stack.release("request")
+    mover.close()
+    stack.close()
+    return len(found)
+
+
+def erase(buffer: PagedBuffer):
+    for layer in range(2):
+        for block in range(BLOCKS):
+            nbytes = LAYOUT.groups[0].page_nbytes[layer]
+            buffer.put(layer, block, bytes(nbytes))
+
+
+def at_rest(server):
+    """Nothing is held, and every slot is free or READY."""
+    arenas = [arena for space in server.spaces for arena in space.stack.arenas]
+    return not server.sessions and not any(arena.pins or arena.reserved for arena in arenas)
+
+
+@pytest.mark.parametrize("steps", range(len(STEPS)), ids=[step.__name__ for step in STEPS])
+def test_an_engine_that_is_killed_leaves_nothing_behind(steps, tmp_path):
+    with serving(tmp_path, slots=8) as served:
+        with engine(served.path, steps) as killed:
+            killed.send_signal(signal.SIGKILL)
+        assert within(10, lambda: at_rest(served.server))
+        stored = STEPS.index(next(step for step in STEPS if step.__name__ == "commits"))
+        renewed = STEPS.index(next(step for step in STEPS if step.__name__ == "begins_an_epoch"))
+        assert serves(served.path) == (len(OWN) if stored < steps <= renewed else 0)
+        assert within(10, lambda: at_rest(served.server))
+
+
+@pytest.mark.parametrize("steps", range(1, len(STEPS)), ids=[step.__name__ for step in STEPS[1:]])
+def test_an_engine_goes_on_when_its_server_is_killed(steps, tmp_path):
+    path = tmp_path / "kvtier.sock"
+    with server(tmp_path, path) as killed, engine(path, steps) as running:
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        running.stdin.write("go\n")
+        running.stdin.flush()
+        ended = running.stdout.read()
+        assert "done" in ended or STEPS[steps].__name__ in ("opens", "reserves_for_a_self_test", "attaches")
+
+
+def server(folder, path):
+    file = folder / "kvtier.yaml"
+    file.write_text("version: 1\ntiers:\n  - {type: cpu, capacity: 1MiB, huge_pages: off}\n")
+    kvtier = Path(sys.executable).with_name("kvtier")
+    return process(kvtier, "serve", "--config", file, "--socket", path, ready="engines write")

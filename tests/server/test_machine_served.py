@@ -1,0 +1,66 @@
+"""The state machine of the stack over a server: what holds in a process holds across a socket."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from core.test_machine import BRIEF, SHAPES
+from hypothesis.stateful import run_state_machine_as_test
+from machine import LAYOUT, NAMESPACE, StackMachine
+from served import PATIENT, config_of
+
+from kvtier_core.server.client import RemoteStack
+from kvtier_core.server.connection import Connection
+from kvtier_core.server.protocol import Opening, ServedArena
+from kvtier_core.server.server import Server
+from kvtier_core.server.sessions import Space
+
+#: Those whose tiers are read by the stack.
+SERVED = [shape for shape, options in SHAPES.items() if "workers" not in shape]
+
+
+class Turning(RemoteStack):
+    """A stack whose server has this thread, and runs while the client waits."""
+
+    def __init__(self, server, manager, **options):
+        self.manager = manager
+        self.server = server
+        super().__init__(server.path, Opening("model", "machine", NAMESPACE, LAYOUT), PATIENT, **options)
+
+    def drain(self, timeout):
+        while self.server.turn(0):
+            pass
+        self.manager.drain(timeout)
+        return super().drain(timeout)
+
+
+class Served(StackMachine):
+    """A session of its own server."""
+
+    def as_engine_has(self, manager):
+        self.folder = tempfile.TemporaryDirectory(prefix="kvtier-")
+        self.server = server = Server(config_of(1), Path(self.folder.name) / "s")
+        arenas = tuple(ServedArena(arena.name, LAYOUT.frame_nbytes) for arena in manager.arenas)
+        space = Space("model", NAMESPACE, LAYOUT, manager, arenas)
+        server.spaces.add(space)
+        self.waits = pytest.MonkeyPatch()
+        self.waits.setattr(Connection, "wait", lambda self, seconds: server.turn(0))
+        return Turning(server, manager, clock=lambda: 0.0)  # the server is never slow: it has this thread
+
+    def teardown(self):
+        try:
+            super().teardown()
+        finally:
+            self.manager.close()
+            self.waits.undo()
+            self.server.close(0.0)
+            self.folder.cleanup()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", SERVED)
+def test_any_interleaving_keeps_the_promises_through_a_server(shape):
+    machine = type("Machine", (Served,), SHAPES[shape])
+    run_state_machine_as_test(machine, settings=BRIEF)

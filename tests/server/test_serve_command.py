@@ -1,0 +1,92 @@
+"""`kvtier serve` as an operator runs it, and the commands that are given the file of one of its engines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_kills import process, server
+
+KVTIER = Path(sys.executable).with_name("kvtier")
+TIERS = "version: 1\ntiers:\n  - {type: cpu, capacity: 1MiB, huge_pages: off}\n"
+
+
+def kvtier(*arguments, **options):
+    return subprocess.run([KVTIER, *arguments], capture_output=True, text=True, timeout=60, **options)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "tiers.yaml"
+    path.write_text(TIERS)
+    return path
+
+
+def test_it_says_what_engines_write_and_ends_when_it_is_told(file, tmp_path):
+    path = tmp_path / "s"
+    with process(KVTIER, "serve", "--config", file, "--socket", path, ready=f"server: unix:{path}") as running:
+        assert path.stat().st_mode & 0o777 == 0o600
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(30) == 0
+    assert not path.exists()
+
+
+def test_check_opens_the_memory_and_ends(file):
+    checked = kvtier("serve", "--config", file, "--check")
+    assert checked.returncode == 0 and checked.stdout.startswith("cpu: 1MiB, huge_pages: off -> off")
+
+
+def test_a_second_server_at_the_same_place_is_refused_and_one_that_was_killed_is_replaced(file, tmp_path):
+    path = tmp_path / "s"
+    with server(tmp_path, path) as first:
+        refused = kvtier("serve", "--config", file, "--socket", path)
+        assert refused.returncode == 2 and "another process serves" in refused.stderr
+        first.kill()
+        first.wait()
+    with server(tmp_path, path):
+        assert kvtier("serve", "--probe", path).returncode == 0
+
+
+def test_a_probe_fails_while_the_server_is_stopped_and_when_there_is_none(tmp_path):
+    path = tmp_path / "s"
+    assert "No such file" in kvtier("serve", "--probe", path).stderr
+    with server(tmp_path, path) as stopped:
+        stopped.send_signal(signal.SIGSTOP)
+        probed = kvtier("serve", "--probe", path)
+        stopped.send_signal(signal.SIGCONT)
+        assert probed.returncode == 2 and "no progress" in probed.stderr
+
+
+def test_settings_of_engines_are_refused_in_its_file(tmp_path):
+    path = tmp_path / "tiers.yaml"
+    path.write_text(TIERS + "load_wait: 1s\nsave_decode: true\n")
+    refused = kvtier("serve", "--config", path)
+    assert refused.returncode == 2 and refused.stderr.count("is a setting of engines") == 2
+
+
+def test_systemd_is_told_when_it_serves_and_when_it_stops(file, tmp_path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(30)
+        environment = {**os.environ, "NOTIFY_SOCKET": str(tmp_path / "notify")}
+        command = (KVTIER, "serve", "--config", file, "--socket", tmp_path / "s")
+        with process(*command, ready="engines write", env=environment) as running:
+            assert systemd.recv(64) == b"READY=1"
+            running.send_signal(signal.SIGTERM)
+            assert systemd.recv(64) == b"STOPPING=1"
+
+
+@pytest.mark.parametrize("command", [("doctor",), ("check", "--open")])
+def test_the_file_of_an_engine_is_judged_by_its_server(tmp_path, command):
+    path, file = tmp_path / "s", tmp_path / "engine.yaml"
+    file.write_text(f"version: 1\nserver: unix:{path}\n")
+    judged = kvtier(*command, file)
+    assert judged.returncode and "start it with kvtier serve" in judged.stderr + judged.stdout
+    with server(tmp_path, path):
+        judged = kvtier(*command, file)
+        assert judged.returncode == 0 and "answers" in judged.stdout

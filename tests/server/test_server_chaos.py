@@ -1,0 +1,66 @@
+"""Engines and their server are killed at random moments, again and again: 1000 times in `make chaos`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from chaos_engine import LAYOUT, NAMESPACE
+from sizes import LONG
+from test_kills import server, within
+
+from kvtier_core.server.client import RemoteStack
+from kvtier_core.server.protocol import Opening
+
+KILLS = 40 * LONG
+ENGINES = 3
+SCRIPT = Path(__file__).with_name("chaos_engine.py")
+
+
+def engine(path, seed):
+    return subprocess.Popen([sys.executable, SCRIPT, path, str(seed)], stdout=-1, text=True)
+
+
+def memory_of(pid):
+    """KiB of a process, without what it maps of files."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+@pytest.mark.long
+def test_no_kill_harms_those_who_live(tmp_path):
+    drawn, path = random.Random(0), tmp_path / "kvtier.sock"
+    with contextlib.ExitStack() as closing:
+        running = closing.enter_context(server(tmp_path, path))
+        engines = [engine(path, seed) for seed in range(ENGINES)]
+        for number in range(KILLS):
+            time.sleep(drawn.uniform(0.0, 0.8))
+            assert all(each.poll() is None for each in engines), "an engine was given other bytes"
+            if number % 10 == 9:
+                running.kill()
+                running.wait()
+                running = closing.enter_context(server(tmp_path, path))
+            else:
+                killed = drawn.randrange(ENGINES)
+                engines[killed].send_signal(signal.SIGKILL)
+                engines[killed].wait()
+                engines[killed].stdout.close()
+                engines[killed] = engine(path, ENGINES + number)
+        time.sleep(1.0)
+        assert all(each.poll() is None for each in engines), "an engine was given other bytes"
+        for each in engines:
+            each.kill()
+            each.wait()
+            each.stdout.close()
+        survivor = RemoteStack(path, Opening("model", "survivor", NAMESPACE, LAYOUT))
+        assert within(10, lambda: not survivor.step() and survivor.usage() and not survivor.usage()[0].pins)
+        assert survivor.usage()[0].chunks, "nothing was ever stored"
+        assert len(os.listdir(f"/proc/{running.pid}/fd")) < 30 and memory_of(running.pid) < 200 << 10
+        survivor.close()

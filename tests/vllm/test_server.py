@@ -1,0 +1,166 @@
+"""Real vLLM engines on one server, in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import tiny_hybrids
+from conftest import hit, prompt
+from other_engine import beside
+from test_data_parallel import one_life
+from test_hybrid import OPTIONS
+from test_processes import largest_difference, run
+
+NOISE = 1e-3
+KVTIER = Path(sys.executable).with_name("kvtier")
+
+
+@contextlib.contextmanager
+def serving(folder, *stores, capacity="64MiB"):
+    """`kvtier serve` with an arena and these store tiers below it."""
+    path = folder / "kvtier.sock"
+    tiers = [f"{{type: cpu, capacity: {capacity}, huge_pages: off}}", *stores]
+    file = folder / "kvtier.yaml"
+    file.write_text("version: 1\ntiers:\n" + "".join(f"  - {tier}\n" for tier in tiers))
+    with subprocess.Popen([KVTIER, "serve", "--config", file, "--socket", path], stdout=-1, text=True) as server:
+        try:
+            assert any(line.startswith("engines write") for line in server.stdout)
+            yield server
+        finally:
+            server.terminate()
+            server.wait(60)
+
+
+def of(folder):
+    """The file of an engine of that server."""
+    return {
+        "version": 1,
+        "chunk_tokens": 64,
+        "load": "always",
+        "load_wait": "60s",
+        "server": f"unix:{folder}/kvtier.sock",
+    }
+
+
+def test_two_engines_share_what_each_stored(engine, fork_server, model, tmp_path):
+    asked, other = prompt(1, 530), prompt(2, 530)
+    with serving(tmp_path), engine(of(tmp_path)) as first, beside(fork_server, model, of(tmp_path)) as second:
+        truth = first.ask(asked)[0]
+        assert second.ask(asked).differs(truth) < NOISE
+        assert second.outcome == hit(530, cpu=512)
+        truth = second.ask(other)
+        assert first.ask(other)[0].differs(truth) < NOISE
+        assert first.outcomes()[-1] == hit(530, cpu=512)
+        first.assert_at_rest()
+
+
+def test_a_restarted_engine_is_warm_from_memory(engine, tmp_path):
+    asked = prompt(3, 530)
+    with serving(tmp_path):
+        with engine(of(tmp_path)) as first:
+            truth = first.ask(asked)[0]
+        with engine(of(tmp_path)) as second:
+            assert second.ask(asked)[0].differs(truth) < NOISE
+            assert second.outcomes() == [hit(530, cpu=512)]
+
+
+def test_an_engine_is_never_without_an_answer_while_its_server_is_replaced(engine, tmp_path):
+    asked = prompt(4, 530)
+    disk = f"{{type: disk, path: {tmp_path}/disk, capacity: 64MiB, min_free: 0B}}"
+    with engine() as plain:
+        truth = plain.ask(asked)[0]
+    with contextlib.ExitStack() as closing:
+        killed = closing.enter_context(serving(tmp_path, disk))
+        served = closing.enter_context(engine(of(tmp_path)))
+        assert served.ask(asked)[0].differs(truth) == 0
+        served.settle()
+        killed.kill()
+        killed.wait()
+        assert served.ask(asked)[0].differs(truth) == 0
+        assert "no session of the server" in served.outcomes()[-1].why
+        with serving(tmp_path, disk):
+            deadline = time.monotonic() + 30
+            while served.outcomes()[-1:] != [hit(530, disk=512)]:
+                assert served.ask(asked)[0].differs(truth) < NOISE
+                assert time.monotonic() < deadline, "the engine does not find the server that came in its place"
+            served.ask(asked)
+            assert served.outcomes()[-1] == hit(530, cpu=512)
+            served.assert_at_rest()
+
+
+def test_two_models_share_one_budget(engine, fork_server, tmp_path, model):
+    """Blocks of another length make slots of another length; the memory has room for both prompts, and not for more."""
+    asked, wide = prompt(5, 530), {"block_size": 64}
+    file, other = of(tmp_path), of(tmp_path) | {"chunk_tokens": 128}
+    with (
+        serving(tmp_path, capacity="8MiB"),
+        engine(file) as first,
+        beside(fork_server, model, other, **wide) as second,
+    ):
+        truth = first.ask(asked)[0]
+        second.ask(asked)
+        assert second.ask(asked).differs(truth) < NOISE
+        assert second.outcome == hit(530, cpu=512)
+        assert first.ask(asked)[0].differs(truth) < NOISE
+        assert first.outcomes()[-1] == hit(530, cpu=512)
+
+
+def test_a_reset_of_one_engine_is_not_felt_by_another(engine, fork_server, model, tmp_path):
+    asked = prompt(6, 530)
+    with serving(tmp_path), engine(of(tmp_path)) as first, beside(fork_server, model, of(tmp_path)) as second:
+        truth = first.ask(asked)[0]
+        assert second.ask(asked, reset=True).differs(truth) < NOISE
+        assert not second.outcome.loaded
+        assert first.ask(asked)[0].differs(truth) < NOISE
+        assert first.outcomes()[-1] == hit(530, cpu=512)
+        for _ in range(3):  # it has a stack of its own now, which its worker reaches first
+            assert second.ask(asked).differs(truth) < NOISE
+        assert second.outcome == hit(530, cpu=512)
+
+
+def test_an_engine_that_is_killed_leaves_the_memory_to_others(engine, fork_server, model, tmp_path):
+    asked = prompt(7, 530)
+    with serving(tmp_path):
+        with beside(fork_server, model, of(tmp_path)) as killed:
+            truth = killed.ask(asked)
+            os.kill(killed.pid, signal.SIGKILL)
+        with engine(of(tmp_path)) as served:
+            assert served.ask(asked)[0].differs(truth) < NOISE
+            assert served.outcomes() == [hit(530, cpu=512)]
+            served.assert_at_rest()
+
+
+def test_ranks_of_a_restarted_engine_load_from_memory(fork_server, model, tmp_path):
+    with serving(tmp_path):
+        cold, *_ = run(fork_server, model, of(tmp_path), tensor_parallel_size=2)
+        warm, _, outcomes, _ = run(fork_server, model, of(tmp_path), tensor_parallel_size=2)
+    assert [cached for *_, cached in warm] == [512, 512] and outcomes[:2] == [hit(530, cpu=512)] * 2
+    assert largest_difference(warm, cold) < NOISE
+
+
+def test_replicas_of_one_engine_share_what_each_stored(fork_server, model, tmp_path):
+    with serving(tmp_path):
+        answers, outcomes, _ = one_life(fork_server, model, of(tmp_path), [(0, 80), (1, 80), (1, 81), (0, 81)])
+    assert [cached for *_, cached in answers] == [0, 512, 0, 512]
+    assert [*outcomes[0], *outcomes[1]].count(hit(530, cpu=512)) == 2
+    assert largest_difference([answers[1], answers[3]], [answers[0], answers[2]]) < NOISE
+
+
+def test_a_model_with_windows_and_states_restarts_warm(engine, tmp_path):
+    tiny_hybrids.make("falcon_h1", tmp_path / "model")
+    options = {"model": tmp_path / "model", "enable_prefix_caching": True, **OPTIONS["falcon_h1"]}
+    asked, file = prompt(8, 530), of(tmp_path) | {"chunk_tokens": "auto"}
+    with serving(tmp_path):
+        with engine(file, **options) as first:
+            truth = first.ask(asked)[0]
+            first.settle()
+        with engine(file, **options) as second:
+            assert second.ask(asked)[0].differs(truth) < NOISE
+            assert second.outcomes()[-1].loaded
+            second.assert_at_rest()
