@@ -327,6 +327,7 @@ class HTTP:
         routes += [Route("/metrics", self._metrics), Route("/openapi.json", self._schema), Route("/", self._page)]
         config = uvicorn.Config(Starlette(routes=routes), host, port, log_level="warning", lifespan="off")
         self._socket = config.bind_socket()
+        self._socket.listen()  # from now on nobody is refused
         self.port = self._socket.getsockname()[1]
         self._uvicorn = uvicorn.Server(config)
         self._thread = run_aside(lambda: self._uvicorn.run(sockets=[self._socket]), "http")
