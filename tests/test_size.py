@@ -16,14 +16,14 @@ CORE = "kvtier_core"
 #: Packages and files, and the lines of Python that all of them may have, docstrings and blanks included.
 BUDGETS = {
     "data plane": (
-        6752,  # aim: 5700
+        6784,  # aim: 5700
         [f"{CORE}/{each}" for each in ("types.py", "layouts.py", "errors.py", "interfaces", "frames", "stack")]
         + [f"{CORE}/transfer/io_pool.py"],
     ),
-    "server": (2605, [f"{CORE}/server"]),
-    "core": (31575, [CORE]),  # aim: 25500, without the server
+    "server": (3307, [f"{CORE}/server"]),
+    "core": (32324, [CORE]),  # aim: 25500, without the server
     "testing kit": (4734, [f"{CORE}/testing"]),
-    "plugins": (6347, ["plugins/*/kvtier_*"]),
+    "plugins": (6372, ["plugins/*/kvtier_*"]),
 }
 
 

@@ -32,6 +32,7 @@ from kvtier_core.interfaces import (
     PagedKVCache,
     Serializer,
     SupportsDirectReads,
+    SupportsKeeping,
     SupportsSharing,
     TokenDatabase,
 )
@@ -61,6 +62,7 @@ class Runtime:
     codec: type[FrameCodec] = FrameCodec
     arena: type[Arena] = Arena
     recomputes: bool = True  #: does the engine compute what a load could not bring?
+    seals_all: bool = False  #: is every chunk sealed that an engine stores, also those that no tier below takes?
 
 
 _REAL = Runtime()
@@ -101,7 +103,7 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
         pool = _pool("seal", 1, runtime, closing)
         media = {tier.name: tier.config.medium for tier in config.tiers}
         of_all = {"namespace": ctx.namespace, "layout": ctx.layout, "media": media, "clock": runtime.clock}
-        manager = StorageManager(levels, pool=pool, **of_all)
+        manager = StorageManager(levels, pool=pool, seals_all=runtime.seals_all, **of_all)
         closing.pop_all()
     return manager
 
@@ -113,11 +115,15 @@ def open_arena(config: StackConfig, number: int, closing: contextlib.ExitStack) 
     """
     tier = config.tiers[number]
     page = KVGroup("memory", KVKind.FULL_ATTENTION, (FRAME_ALIGNMENT,), 1, "uint8", KVStructure.OPAQUE)
-    context = OpenContext(namespace=Namespace.of({}), layout=ChunkLayout([page], 1), capacity=tier.capacity)
+    layout = ChunkLayout([page], 1)
+    context = OpenContext(namespace=Namespace.of({}), layout=layout, capacity=tier.capacity, keep=tier.keep)
     memory = _Opening(config, number, tier, _REAL, closing).allocate(context)
     if not isinstance(memory, SupportsSharing):
         why = f"the memory of {tier.source.plugin} cannot be shared with other processes (SupportsSharing)"
         raise ConfigError([config.problem(config.path_of(number), why)])
+    if tier.keep is not None and not (isinstance(memory, SupportsKeeping) and memory.kept):
+        why = f"the memory of {tier.source.plugin} cannot outlive the server (SupportsKeeping)"
+        raise ConfigError([config.problem(f"{config.path_of(number)}.keep", why, "remove it")])
     return memory
 
 
@@ -246,6 +252,9 @@ class _Opening:
     def open(self, ctx: OpenContext) -> OpenedTier:
         """Open the store with its policy and codec. Raises ConfigError."""
         tier = self.tier
+        if isinstance(tier, ArenaTierConfig) and tier.keep is not None:
+            path = f"{self.config.path_of(self.number)}.keep"
+            raise ConfigError([self.config.problem(path, "only kvtier serve keeps its memory", "remove it")])
         codec = self._codec(ctx)
         sharers = 1 if self._shared else ctx.replicas  # engines that divide the capacity
         if tier.capacity is not None:

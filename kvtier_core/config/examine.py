@@ -33,7 +33,7 @@ class Kind:
 
 
 _TIER_KEYS = frozenset({"type", "capacity", "eviction", "serializer", "threads", "inflight", "timeout", "store_after"})
-_TIER_KEYS |= {"seal_key", "encrypt"}
+_TIER_KEYS |= {"seal_key", "encrypt", "keep"}
 KINDS = {
     "tier": Kind("kvtier_backends", (ArenaConfig, BackendConfig), _TIER_KEYS),
     "eviction policy": Kind("kvtier_eviction_policies", (EvictionConfig,)),

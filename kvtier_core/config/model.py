@@ -72,6 +72,8 @@ class ArenaTierConfig:
     capacity: Nbytes = attrs.field(**_CAPACITY)  #: of the frames in its slots; never exceeded
     eviction: EvictionConfig = attrs.field(factory=GittinsConfig)  #: what leaves it when it is full
     store_after: int = attrs.field(**_STORE_AFTER)  #: requests that must have named a chunk before it is stored here
+    #: Of a server: a folder on a tmpfs, such as ``/dev/shm/kvtier``, where the memory outlives it. By default nowhere.
+    keep: pathlib.Path | None = None
     source: Source = attrs.field(default=Source(), eq=False, repr=False)
 
 

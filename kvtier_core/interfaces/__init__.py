@@ -3,7 +3,8 @@
     to write                                   implement
     a tier that stores frames (disk, remote)   BackendConfig, Backend; what else it can do: the
                                                protocols Supports…, and DirectReader
-    a tier of memory that a device reaches     ArenaConfig, AllocatorBackend, Mover; SupportsSharing
+    a tier of memory that a device reaches     ArenaConfig, AllocatorBackend, Mover; SupportsSharing,
+                                               SupportsKeeping
                                                for `kvtier serve`
     an eviction policy                         EvictionConfig, EvictionPolicy
     an encoding of stored payloads             SerializerConfig, Serializer
@@ -27,6 +28,7 @@ from kvtier_core.interfaces.arena import (
     PagedKVCache,
     PageList,
     PageRun,
+    SupportsKeeping,
     SupportsSharing,
 )
 from kvtier_core.interfaces.context import Medium, OpenContext
@@ -69,6 +71,7 @@ __all__ = [
     "SerializerConfig",
     "Stored",
     "SupportsDirectReads",
+    "SupportsKeeping",
     "SupportsListing",
     "SupportsNamespaces",
     "SupportsSharing",

@@ -81,6 +81,19 @@ class SupportsSharing(Protocol):
         """An open file of the memory, which other processes can map: slot 0 begins at its first byte."""
 
 
+@runtime_checkable
+class SupportsKeeping(SupportsSharing, Protocol):
+    """What an `AllocatorBackend` implements as well so that its memory outlives `kvtier serve`."""
+
+    @property
+    def kept(self) -> bool:
+        """Does it lie in the folder ``OpenContext.keep``, where the next process that opens it there finds its bytes?
+
+        The folder is locked while it is open. Processes of before may still have it mapped, so it neither shrinks nor
+        is cleared.
+        """
+
+
 class JobResult(NamedTuple):
     """How a job of a mover ended."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from pathlib import Path
 
 import attrs
 
@@ -39,3 +40,6 @@ class OpenContext:
     #: or the machine has one. Empty: not known of any.
     numa_nodes: tuple[int | None, ...] = ()
     timeout: Seconds = Seconds(5)  #: after this a call to a store tier should give up and raise BackendError
+    #: Of an arena: the folder, on a file system in memory, where its memory is to outlive this process
+    #: (`SupportsKeeping`). None: nowhere.
+    keep: Path | None = None

@@ -18,6 +18,7 @@ import attrs
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, Mover, OpenContext, PagedKVCache
+from kvtier_core.server.journal import Keeper
 from kvtier_core.types import FRAME_ALIGNMENT
 
 #: Extents of a memory. More are finer, and their edges waste more: half a slot each on average.
@@ -50,6 +51,12 @@ class Extents:
         self._shares.append(share)
         return share
 
+    def whole(self) -> Share:
+        """A share that has all of it, so that nobody else uses any."""
+        share = self.share(self.extent_nbytes)
+        self._owners = [share] * self.count
+        return share
+
     @property
     def free(self) -> int:
         """Extents that no stack has."""
@@ -79,6 +86,27 @@ class Extents:
     def _is_beside(self, share: Share, window: range) -> bool:
         beside = self._owners[max(window.start - 1, 0)], self._owners[min(window.stop, self.count - 1)]
         return any(each is share for each in beside)
+
+    def claim(self, share: Share, slots: Iterable[int]) -> None:
+        """Give a share the extents of these slots.
+
+        Raises BackendError if there are no such slots, or another share has one of the extents.
+        """
+        if not all(0 <= slot < share.slots for slot in slots):
+            raise BackendError("there are no such slots")
+        extents = {extent for slot in slots for extent in share.extents_of(slot)}
+        if any(self._owners[extent] is not None for extent in extents):
+            raise BackendError("another stack has these slots")
+        for extent in extents:
+            self._owners[extent] = share
+
+    def complete(self, share: Share) -> list[int]:
+        """Give a share what is free beside its extents, as if it had taken them. Returns all slots that it can use."""
+        for window in share.windows():
+            if any(self._owners[extent] is share for extent in window):
+                for extent in window:
+                    self._owners[extent] = self._owners[extent] or share
+        return self._usable(share, range(self.count))
 
     def leave(self, share: Share, extents: Iterable[int]) -> None:
         """A share no longer uses these extents."""
@@ -114,6 +142,7 @@ class Extents:
             each
             for each in self._shares
             if each is not share
+            and each.recall_slots is not None
             and self.of(each) > each.at_a_time
             and (each.turnover * _WORTH_MOVING < share.turnover or not self.of(share))
         ]
@@ -131,6 +160,7 @@ class Share(AllocatorBackend):
 
     def __init__(self, extents: Extents, slot_nbytes: int):
         self._extents = extents
+        self.keeper: Keeper | None = None  #: records what the stack does with its slots, if the memory is kept
         self.slot_nbytes = slot_nbytes
         self.slots = extents.nbytes // slot_nbytes
         wanted = -(-_SLOTS_AT_A_TIME * slot_nbytes // extents.extent_nbytes)
@@ -138,7 +168,7 @@ class Share(AllocatorBackend):
         self.at_a_time = min(1 << (wanted - 1).bit_length(), extents.count)
         self.turnover = 0.0  #: how often its contents are replaced in a second, an estimate
         #: Set by the stack's owner: takes slots back, and names those that would be evicted first.
-        self.recall_slots: Callable[[range], object] = lambda slots: None
+        self.recall_slots: Callable[[range], object] | None = None
         self.next_victims: Callable[[int], Iterable[int]] = lambda count: ()
         self._used: set[int] = set()  # slots that the stack has
         self._leaving: set[int] = set()  # extents
@@ -163,6 +193,16 @@ class Share(AllocatorBackend):
         """Numbers of further slots, in extents that are free: about as many as asked for, or none."""
         borrowed = [slot for slot in self._extents.take(self, slots) if slot not in self._used]
         self._short += max(0, slots - len(borrowed))
+        self._used.update(borrowed)
+        return borrowed
+
+    def claim(self, slots: Iterable[int]) -> None:
+        """Have the extents of these slots, which a former server lent. Raises BackendError if that cannot be."""
+        self._extents.claim(self, slots)
+
+    def borrow_claimed(self) -> list[int]:
+        """The numbers of all slots in what was claimed. Call it when every share has claimed what it had."""
+        borrowed = self._extents.complete(self)
         self._used.update(borrowed)
         return borrowed
 
@@ -213,9 +253,10 @@ class ShareConfig(ArenaConfig):
     """Opens a `Share`, in place of the arena whose memory is shared."""
 
     extents: Extents
+    claimed: Share | None = None  #: for chunks of a former server
 
     def open(self, ctx: OpenContext) -> Share:
-        return self.extents.share(ctx.slot_nbytes)
+        return self.claimed or self.extents.share(ctx.slot_nbytes)
 
     def attach(self, handle: str, cache: PagedKVCache) -> Mover:
         raise BackendError("workers attach to a server's arena through its socket")

@@ -175,6 +175,8 @@ class Console:
                     "tier": memory.tier.name,
                     "nbytes": memory.extents.nbytes,
                     "free": memory.extents.free * memory.extents.extent_nbytes,
+                    "kept": memory.journal is not None,
+                    "former_users": memory.is_used_by_others(self._server.boot),
                 }
                 for memory in spaces.memories
             ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
 import attrs
 
@@ -91,12 +91,28 @@ class LentArena(Arena):
     def reserve(self, keys: Sequence[ChunkKey]) -> None:
         """Take free slots for keys that have none, and count them."""
         super().reserve(keys)
+        self._count({self._reserved[key]: (key, self._tenants.of(key)) for key in keys})
+        self._keep_as_taken(keys)
+
+    def restore(self, held: Mapping[int, tuple[ChunkKey, str]]) -> None:
+        """Take over slots that are claimed, with the key and tenant of each: they count as being filled."""
+        borrowed = self._share.borrow_claimed()
+        self._free += [slot for slot in borrowed if slot not in held]
+        self._slots += len(borrowed)
+        self._reserved.update((key, slot) for slot, (key, _) in held.items())
+        self._count(held)
+
+    def _count(self, slots: Mapping[int, tuple[ChunkKey, str]]) -> None:
         now = time.monotonic()
-        for key in keys:
-            self._key_at[self._reserved[key]] = key
-            self._tenant_of[key] = self._tenants.of(key)
+        for slot, (key, tenant) in slots.items():
+            self._key_at[slot] = key
+            self._tenant_of[key] = tenant
             self._since[key] = now
-        self._tenants.add([self._tenant_of[key] for key in keys], self.memory.slot_nbytes)
+        self._tenants.add([tenant for _, tenant in slots.values()], self.memory.slot_nbytes)
+
+    def _keep_as_taken(self, keys: Iterable[ChunkKey]) -> None:
+        if keeper := self._share.keeper:
+            keeper.taken({self._place(key): (key, self._tenant_of[key]) for key in keys})
 
     def commit(
         self, keys: Sequence[ChunkKey], parents: Sequence[ChunkKey | None], *, exact: bool = True
@@ -104,7 +120,11 @@ class LentArena(Arena):
         """As `Arena.commit`."""
         for key in keys:
             self._since.pop(key, None)
-        return super().commit(keys, parents, exact=exact)
+        kept = super().commit(keys, parents, exact=exact)
+        if keeper := self._share.keeper:
+            above = dict(zip(keys, parents, strict=True))
+            keeper.ready({self._place(key): above[key] for key in kept})
+        return kept
 
     def arrives(self, key: ChunkKey) -> bool:
         """Is it worth waiting for this chunk? Not if whoever fills its slot has taken too long: it may hang."""
@@ -141,6 +161,8 @@ class LentArena(Arena):
         return self.drop(list(dict.fromkeys([*held, *self.index.other_parts(chunks), *filled])))
 
     def _freed(self, places: Sequence[int]) -> None:
+        if (keeper := self._share.keeper) and places:
+            keeper.freed(places)
         keys = [self._key_at.pop(place) for place in places]
         self._tenants.add([self._tenant_of.pop(key) for key in keys], -self.memory.slot_nbytes)
         for key in keys:
@@ -163,6 +185,7 @@ class LentArena(Arena):
         held = [key for key in keys if key in resident]
         in_use = {key for key in held if resident.place(key) in self._pinned}
         self._invalidated.update((self._place(key), key) for key in (*in_use, *filled))
+        self._keep_as_taken((*in_use, *filled))
         dropped = [key for key in held if key not in in_use]
         self._release(dropped, evicted=True)
         return dropped

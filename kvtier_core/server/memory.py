@@ -7,7 +7,7 @@ import json
 import mmap
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +16,8 @@ import attrs
 from kvtier_core.config.model import ArenaTierConfig
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, JobResult, Mover, OpenContext, PagedKVCache, PageList
-from kvtier_core.server.connection import Connection, connect
+from kvtier_core.server import user_locks
+from kvtier_core.server.connection import Connection, connect, wait_for_end
 from kvtier_core.server.protocol import CALLS, DONE, Header, ProtocolError, ServedArena, encode, reason, result
 from kvtier_core.transfer import movers
 from kvtier_core.transfer.io_pool import run_aside
@@ -51,21 +52,24 @@ class ServedArenaConfig(ArenaConfig):
 
     def attach(self, handle: str, cache: PagedKVCache) -> Mover:
         told = json.loads(handle)
-        try:
-            connection = connect(Path(told["path"]))
-        except ProtocolError as error:
-            raise BackendError(f"the server at {told['path']} cannot be reached: {error}") from error
-        try:
-            memory = _mapped(connection, told["session"], told["number"], cache.rank)
+        with contextlib.ExitStack() as closing:
+            try:
+                connection = connect(Path(told["path"]))
+            except ProtocolError as error:
+                raise BackendError(f"the server at {told['path']} cannot be reached: {error}") from error
+            closing.callback(connection.close)
+            try:
+                file, kept = _lent(connection, told["session"], told["number"], cache.rank)
+                closing.callback(os.close, file)
+                memory = mmap.mmap(file, 0)
+            except (ProtocolError, OSError) as error:
+                raise BackendError(f"the server at {told['path']} does not share its memory: {error}") from error
             if cache.device == "cpu":  # for a GPU, page-locking does it
                 run_aside(lambda: _populate(memory), "populate")
-            return AttachedMover(movers.open_mover(cache, memory, told["slot_nbytes"]), connection)
-        except ProtocolError as error:
-            connection.close()
-            raise BackendError(f"the server at {told['path']} does not share its memory: {error}") from error
-        except BaseException:
-            connection.close()
-            raise
+            mover = movers.open_mover(cache, memory, told["slot_nbytes"])
+            mover = (KeptMemoryMover if kept else AttachedMover)(mover, connection, file)
+            closing.pop_all()
+        return mover
 
 
 def probe(path: Path) -> None:
@@ -80,20 +84,29 @@ def probe(path: Path) -> None:
         raise BackendError(f"the server at {path} makes no progress: {error}") from error
 
 
-def _mapped(connection: Connection, session: int, number: int, rank: int) -> mmap.mmap:
-    """The memory of an arena. Raises ProtocolError."""
-    nbytes = _ask(connection, "attach", session, number, rank)
+def _lent(connection: Connection, session: int, number: int, rank: int) -> tuple[int, bool]:
+    """The file of an arena's memory, and whether that is kept: then this process has locked it as its user.
+
+    Raises ProtocolError and OSError.
+    """
+    boot, nbytes = _ask(connection, "attach", session, number, rank)
     if len(connection.descriptors) != 1:
         raise ProtocolError("it sent no file")
     descriptor = connection.descriptors.pop()
-    try:
+    with contextlib.ExitStack() as closing:
+        closing.callback(os.close, descriptor)
         if os.fstat(descriptor).st_size != nbytes:
             raise ProtocolError("it sent a file of another length")
-        return mmap.mmap(descriptor, nbytes)
-    except OSError as error:
-        raise ProtocolError(f"its memory cannot be mapped: {error.strerror}") from error
-    finally:
-        os.close(descriptor)
+        if not boot:
+            closing.pop_all()
+            return descriptor, False
+        file = user_locks.lock(descriptor, boot)
+    try:
+        _ask(connection, "attached")  # a server that has ended by now may have left the memory to one that saw no lock
+    except BaseException:
+        os.close(file)
+        raise
+    return file, True
 
 
 def _populate(memory: mmap.mmap) -> None:
@@ -121,9 +134,11 @@ def _ask(connection: Connection, name: str, *values: Any) -> Any:
 class AttachedMover(Mover):
     """A mover to memory of a server, which knows by the connection that this process may touch it."""
 
-    def __init__(self, mover: Mover, connection: Connection):
+    def __init__(self, mover: Mover, connection: Connection, file: int):
+        """``file`` is that of the memory; the mover closes it."""
         self._mover = mover
         self._connection = connection
+        self._file = file
 
     def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
         self._mover.store(job, pages, slots)
@@ -152,3 +167,68 @@ class AttachedMover(Mover):
         with contextlib.suppress(ProtocolError):  # it is gone, or learns it when this process ends
             _ask(self._connection, "detach")
         self._connection.close()
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+
+class KeptMemoryMover(AttachedMover):
+    """A mover to memory that outlives its server.
+
+    When the server is gone no job begins any more, and the next server may have the memory as soon as none is under
+    way, even if the engine is idle then: a thread waits for that moment.
+    """
+
+    def __init__(self, mover: Mover, connection: Connection, file: int):
+        """``file`` is locked by this process as its user."""
+        super().__init__(mover, connection, file)
+        self._jobs: set[int] = set()  # under way
+        self._lost = False  # is the server gone?
+        end, own = connection.duplicate(), os.dup(file)
+        run_aside(lambda: self._watch(end, own), "server")
+
+    def _watch(self, end: int, file: int) -> None:
+        wait_for_end(end)
+        self._lost = True
+        self._unlock_if_lost(file)
+        os.close(end)
+        os.close(file)
+
+    def _unlock_if_lost(self, file: int) -> None:
+        # A job that begins is added before it looks at `_lost`: either it is seen here, or it does not begin.
+        if self._lost and not self._jobs:
+            user_locks.unlock(file)
+
+    @contextlib.contextmanager
+    def _begun(self, job: int) -> Iterator[None]:
+        self._jobs.add(job)
+        try:
+            if self._lost:
+                raise BackendError("the server is gone")
+            yield
+        except BaseException:
+            self._ended([job])
+            raise
+
+    def _ended(self, jobs: Iterable[int]) -> None:
+        self._jobs.difference_update(jobs)
+        self._unlock_if_lost(self._file)
+
+    def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
+        with self._begun(job):
+            super().store(job, pages, slots)
+
+    def load(self, job: int, slots: Sequence[int], pages: PageList, after: object = None) -> None:
+        with self._begun(job):
+            super().load(job, slots, pages, after)
+
+    def finished(self) -> Sequence[JobResult]:
+        ended = super().finished()
+        self._ended(each.job for each in ended)
+        return ended
+
+    def close(self) -> None:
+        self._mover.close()
+        if self._file >= 0:
+            user_locks.unlock(self._file)
+        super().close()

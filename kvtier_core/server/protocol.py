@@ -106,7 +106,7 @@ class Call(NamedTuple):
     result: Any
 
 
-#: A scheduler side makes these calls; the last two are those of a worker. Most are methods of `Stack`.
+#: A scheduler side makes these calls; the last three are those of a worker. Most are methods of `Stack`.
 CALLS = {
     "open": Call(1, {"opening": Opening}, Opened),
     "on_request": Call(2, {"path": Path, "hints": dict[str, str] | None, "salt": Salt}, None),
@@ -122,8 +122,9 @@ CALLS = {
     "invalidate_all": Call(10, {"namespace": Namespace}, Opened),
     "whereabouts": Call(11, {"path": Path}, list[Whereabouts]),
     "pins_by_holder": Call(12, {}, dict[str, int]),
-    "attach": Call(32, {"session": int, "arena": int, "rank": int}, int),
+    "attach": Call(32, {"session": int, "arena": int, "rank": int}, tuple[int, int]),
     "detach": Call(33, {}, None),
+    "attached": Call(34, {}, None),
 }
 NAMES = {call.number: name for name, call in CALLS.items()}
 

@@ -77,7 +77,7 @@ class Server:
         self._accepts_at = 0.0
         with contextlib.ExitStack() as closing:
             closing.callback(os.close, self._wake_up)
-            self.spaces = Spaces(config, self.wake, quota)
+            self.spaces = Spaces(config, self.wake, quota, self.boot)
             closing.callback(self.spaces.close, 0.0)
             self._listener = owner_socket.listen(path, _BACKLOG)
             closing.pop_all()
@@ -271,6 +271,8 @@ class Server:
             return lambda *values: own(peer, *values)
         if name == "detach":
             return lambda: self._detach(peer)
+        if name == "attached":
+            return lambda: None
         if peer.session is None:
             raise ProtocolError(f"{name} before open")
         return getattr(peer.session, name)
@@ -290,7 +292,7 @@ class Server:
         self.spaces.renew(peer.session, namespace)
         return peer.session.opened()
 
-    def _attach(self, peer: _Peer, number: int, arena: int, rank: int) -> tuple[int, list[int]]:
+    def _attach(self, peer: _Peer, number: int, arena: int, rank: int) -> tuple[tuple[int, int], list[int]]:
         session = self.sessions.get(number)
         if session is None or not 0 <= arena < len(self.spaces.memories):
             raise ProtocolError(f"session {number} has ended, or has no arena {arena}")
@@ -300,4 +302,4 @@ class Server:
         session.workers.add(peer)
         logger.info("kvtier: session %d: rank %d, process %d, has arena %d", number, rank, peer.pid, arena)
         memory = self.spaces.memories[arena]
-        return memory.nbytes, [memory.backend.descriptor]
+        return (self.boot if memory.journal else 0, memory.nbytes), [memory.backend.descriptor]

@@ -13,6 +13,7 @@ import attrs
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Medium
 from kvtier_core.layouts import ChunkLayout
+from kvtier_core.server.journal import Keeper
 from kvtier_core.server.lent_arena import LentArena
 from kvtier_core.server.protocol import Opened, Opening, ServedArena, Stepped
 from kvtier_core.server.tenants import Tenants
@@ -37,6 +38,7 @@ class Space:
     tenants: Tenants = attrs.field(factory=Tenants)
     cold: str = ""
     number: int = 0  #: of those that this server has opened
+    keepers: Sequence[Keeper] = ()  #: of its parts of kept memories
     sessions: set[Session] = attrs.field(factory=set)
     asked: int = 0  #: chunks for which requests looked, in all
     found: int = 0  #: and those of them that were there when the request was done with them

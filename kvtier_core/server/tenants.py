@@ -35,9 +35,9 @@ UNBOUNDED = Quota()
 class Tenants:
     """The tenants of one server. One thread calls every method."""
 
-    def __init__(self, default: Quota = UNBOUNDED):
-        """``default`` is the quota of each tenant that has none of its own."""
-        self._key = secrets.token_bytes(32)
+    def __init__(self, default: Quota = UNBOUNDED, key: bytes = b""):
+        """``default`` is the quota of each tenant that has none of its own, ``key`` that of their names."""
+        self._key = key or secrets.token_bytes(32)
         self._default = default
         self._quotas: dict[str, Quota] = {}
         self._named: dict[ChunkKey, str] = {}  # who named it last, the longest ago first

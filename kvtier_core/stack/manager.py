@@ -52,8 +52,12 @@ class StorageManager(Stack):
         pool: Pool,
         media: Mapping[str, Medium] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        seals_all: bool = False,
     ):
-        """``media`` has those of the tiers that have one; ``clock`` returns seconds."""
+        """``media`` has those of the tiers that have one; ``clock`` returns seconds.
+
+        ``seals_all``: chunks are sealed also if no tier below takes them.
+        """
         self._levels = tuple(levels)
         self._arenas = [level for level in levels if isinstance(level, Arena)]
         self._tiers = [level for level in levels if isinstance(level, StoreTier)]
@@ -64,6 +68,7 @@ class StorageManager(Stack):
         self._pool = pool  # seals frames, and copies them from arena to arena
         self._media = {level.name: (media or {}).get(level.name, Medium.UNSPECIFIED) for level in levels}
         self._clock = clock
+        self._seals_all = seals_all
         self._events: list[Event] = []
         self._write_through = WriteThrough(
             self._hot,
@@ -181,7 +186,7 @@ class StorageManager(Stack):
         kept = self._hot.commit(list(parents), list(parents.values()))
         if kept:
             self._report(EventKind.STORED, self._hot, kept, seconds=self._clock() - since)
-            self._write_through.begin(kept, checksums or {}, plan)
+            self._write_through.begin(kept, checksums or {}, plan, seals_all=self._seals_all)
 
     # -- self-test ---------------------------------------------------------------------------------
 

@@ -56,15 +56,22 @@ class WriteThrough:
             held = [key for key in held if key not in self._sealing]
             self.begin(held, {}, self.plan(held, salt))
 
-    def begin(self, keys: Sequence[ChunkKey], checksums: Mapping[ChunkKey, Sequence[int]], plan: AdmissionPlan) -> None:
+    def begin(
+        self,
+        keys: Sequence[ChunkKey],
+        checksums: Mapping[ChunkKey, Sequence[int]],
+        plan: AdmissionPlan,
+        *,
+        seals_all: bool = False,
+    ) -> None:
         """Seal READY chunks that are not being sealed, then write them to the tiers that ``plan`` names for each.
 
-        ``checksums`` are those of `Stack.commit`.
+        ``checksums`` are those of `Stack.commit`. Without ``seals_all`` chunks that go nowhere are not sealed.
         """
-        admitted = [key for key in keys if key in plan.keys]
+        sealed = keys if seals_all else [key for key in keys if key in plan.keys]
         per_group = max(1, _SEAL_NBYTES // self._hot.memory.slot_nbytes)
-        for start in range(0, len(admitted), per_group):
-            group = admitted[start : start + per_group]
+        for start in range(0, len(sealed), per_group):
+            group = sealed[start : start + per_group]
             slots = self._hot.pin(group, _SEALER)
             work = [(key, self._hot.view(key), checksums.get(key, ())) for key in group]
             self._sealing.update(group)

@@ -9,7 +9,68 @@ SERVER = "kvtier_core/server/server.py"
 CLIENT = "kvtier_core/server/client.py"
 SESSION_TESTS = "tests/server/test_shared_stack.py::"
 
+ADOPTION = "kvtier_core/server/adoption.py"
+JOURNAL = "kvtier_core/server/journal.py"
+MEMORY = "kvtier_core/server/memory.py"
+KEPT_TESTS = "tests/server/test_kept_memory.py::"
+
 MUTANTS = (
+    Mutant(
+        "what-a-former-server-left-is-believed",
+        ADOPTION,
+        "if error is None and self._arena.is_reserved(key)",
+        "if self._arena.is_reserved(key)",
+        KEPT_TESTS + "test_a_slot_that_was_changed_is_not_adopted",
+    ),
+    Mutant(
+        "former-users-are-forgotten",
+        "kvtier_core/server/spaces.py",
+        "return self.journal is not None and user_locks.used_by_others(self.backend.descriptor, boot)",
+        "return False",
+        KEPT_TESTS + "test_slots_of_a_hung_worker_stay_as_they_are_until_it_has_ended",
+    ),
+    Mutant(
+        "what-is-adopted-is-not-pinned",
+        ADOPTION,
+        "self._pinned += self._arena.pin(whole, _FORMER)",
+        "pass",
+        KEPT_TESTS + "test_what_is_adopted_stays_until_nobody_of_before_may_read_it",
+    ),
+    Mutant(
+        "what-was-dropped-comes-back",
+        "kvtier_core/server/lent_arena.py",
+        "        self._keep_as_taken((*in_use, *filled))\n",
+        "",
+        KEPT_TESTS + "test_what_was_not_to_be_found_any_more_is_not_adopted",
+    ),
+    Mutant(
+        "a-damaged-journal-is-believed",
+        JOURNAL,
+        "        if crc32(body) != checksum:\n",
+        "        if False:\n",
+        KEPT_TESTS + "test_a_journal_with_any_byte_changed_is_not_believed",
+    ),
+    Mutant(
+        "a-journal-that-lacks-records-is-kept",
+        JOURNAL,
+        "            self._folder.remove(_NAME)\n\n    def _append",
+        "\n    def _append",
+        KEPT_TESTS + "test_a_journal_that_cannot_be_written_is_removed",
+    ),
+    Mutant(
+        "copies-begin-when-the-server-is-gone",
+        MEMORY,
+        "            if self._lost:\n",
+        "            if False:\n",
+        KEPT_TESTS + "test_an_idle_engine_keeps_nothing_from_the_next_server",
+    ),
+    Mutant(
+        "a-copy-under-way-keeps-nobody-out",
+        MEMORY,
+        "if self._lost and not self._jobs:",
+        "if self._lost:",
+        KEPT_TESTS + "test_a_copy_under_way_ends_before_the_next_server_may_have_its_slot",
+    ),
     Mutant(
         "engines-share-their-holders",
         SESSIONS,

@@ -5,6 +5,7 @@ python chaos_engine.py SOCKET SEED
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 import sys
@@ -46,7 +47,8 @@ class Engine:
             if self._stack.attachment != self._attached:
                 self._attach()
             if self._mover is not None:
-                self._serve(self._drawn.choice(PROMPTS), number)
+                with contextlib.suppress(BackendError):  # the server was killed, and its memory may be another one's
+                    self._serve(self._drawn.choice(PROMPTS), number)
 
     def _attach(self) -> None:
         if self._mover is not None:

@@ -24,9 +24,11 @@ FRAME = LAYOUT.frame_nbytes
 PATIENT = Waits(20.0, 20.0)
 
 
-def config_of(slots: int, *stores: dict, frame: int = FRAME):
-    """Arenas of so many slots, and store tiers below."""
-    tiers = [{"type": "cpu", "capacity": str(Nbytes(slots * frame)), "huge_pages": "off"}, *stores]
+def config_of(slots: int, *stores: dict, frame: int = FRAME, keep: Path | None = None):
+    """An arena of so many slots, kept in a folder or not, and store tiers below."""
+    arena = {"type": "cpu", "capacity": str(Nbytes(slots * frame)), "huge_pages": "off"}
+    kept = {**arena, "keep": str(keep), "eviction": "lru"}  # every newcomer is admitted
+    tiers = [kept if keep else arena, *stores]
     return load_config({"version": 1, "tiers": tiers}, Registry.of(kvtier_cpu.plugin, kvtier_disk.plugin))
 
 
@@ -61,8 +63,10 @@ class Serving:
 
 
 @contextlib.contextmanager
-def serving(path: Path, slots: int = 16, *stores: dict, frame: int = FRAME, **options) -> Iterator[Serving]:
-    served = Serving(config_of(slots, *stores, frame=frame), path / "kvtier.sock", **options)
+def serving(
+    path: Path, slots: int = 16, *stores: dict, frame: int = FRAME, keep: Path | None = None, **options
+) -> Iterator[Serving]:
+    served = Serving(config_of(slots, *stores, frame=frame, keep=keep), path / "kvtier.sock", **options)
     try:
         yield served
     finally:

@@ -107,8 +107,10 @@ def test_an_engine_goes_on_when_its_server_is_killed(steps, tmp_path):
         assert "done" in ended or STEPS[steps].__name__ in ("opens", "reserves_for_a_self_test", "attaches")
 
 
-def server(folder, path):
+def server(folder, path, keep=None, capacity="1MiB"):
+    """A server in a process of its own."""
     file = folder / "kvtier.yaml"
-    file.write_text("version: 1\ntiers:\n  - {type: cpu, capacity: 1MiB, huge_pages: off}\n")
+    kept = f", keep: {keep}" if keep else ""
+    file.write_text(f"version: 1\ntiers:\n  - {{type: cpu, capacity: {capacity}, huge_pages: off{kept}}}\n")
     kvtier = Path(sys.executable).with_name("kvtier")
     return process(kvtier, "serve", "--config", file, "--socket", path, ready="engines write")

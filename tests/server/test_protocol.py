@@ -51,6 +51,7 @@ RIGHT = {
     "pins_by_holder": (),
     "attach": (1, 0, 0),
     "detach": (),
+    "attached": (),
 }
 
 
@@ -132,14 +133,14 @@ def test_a_bad_request_is_answered_and_the_next_one_served(served):
             right = encode(values)
             spoiled = [b"", b"\xc1", right[:-1], right + b"\0", encode({"a": 1}), encode([None] * 9)]
             spoiled += [bytes(drawn.randbytes(drawn.randrange(200))) for _ in range(50)]
-            for body in spoiled if name not in ("detach", "step", "pins_by_holder") else spoiled[:4]:
+            for body in spoiled if name not in ("detach", "attached", "step", "pins_by_holder") else spoiled[:4]:
                 header, answer = client.ask(CALLS[name].number, body)
                 assert header.call == REFUSED and reason(answer), (name, body)
         assert client.ask(99, b"\x90")[0].call == REFUSED
         assert client.ask(CALLS["step"].number, encode(()))[0].call == DONE
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("open", "attach", "detach")])
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("open", "attach", "detach", "attached")])
 def test_nothing_is_done_before_a_session_is_open(served, name):
     with Client(served.path) as client:
         header, answer = client.ask(CALLS[name].number, encode(RIGHT[name]))

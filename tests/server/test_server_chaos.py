@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -35,10 +36,12 @@ def memory_of(pid):
 
 
 @pytest.mark.long
-def test_no_kill_harms_those_who_live(tmp_path):
+@pytest.mark.parametrize("kept", [False, True], ids=["memory ends with its server", "memory is kept"])
+def test_no_kill_harms_those_who_live(kept, tmp_path):
     drawn, path = random.Random(0), tmp_path / "kvtier.sock"
     with contextlib.ExitStack() as closing:
-        running = closing.enter_context(server(tmp_path, path))
+        keep = Path(closing.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))) if kept else None
+        running = closing.enter_context(server(tmp_path, path, keep))
         engines = [engine(path, seed) for seed in range(ENGINES)]
         for number in range(KILLS):
             time.sleep(drawn.uniform(0.0, 0.8))
@@ -46,7 +49,7 @@ def test_no_kill_harms_those_who_live(tmp_path):
             if number % 10 == 9:
                 running.kill()
                 running.wait()
-                running = closing.enter_context(server(tmp_path, path))
+                running = closing.enter_context(server(tmp_path, path, keep))
             else:
                 killed = drawn.randrange(ENGINES)
                 engines[killed].send_signal(signal.SIGKILL)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -22,10 +23,11 @@ KVTIER = Path(sys.executable).with_name("kvtier")
 
 
 @contextlib.contextmanager
-def serving(folder, *stores, capacity="64MiB"):
-    """`kvtier serve` with an arena and these store tiers below it."""
+def serving(folder, *stores, capacity="64MiB", keep=None):
+    """`kvtier serve` with an arena, whose memory is kept or not, and these store tiers below it."""
     path = folder / "kvtier.sock"
-    tiers = [f"{{type: cpu, capacity: {capacity}, huge_pages: off}}", *stores]
+    kept = f", keep: {keep}" if keep else ""
+    tiers = [f"{{type: cpu, capacity: {capacity}, huge_pages: off{kept}}}", *stores]
     file = folder / "kvtier.yaml"
     file.write_text("version: 1\ntiers:\n" + "".join(f"  - {tier}\n" for tier in tiers))
     with subprocess.Popen([KVTIER, "serve", "--config", file, "--socket", path], stdout=-1, text=True) as server:
@@ -92,6 +94,32 @@ def test_an_engine_is_never_without_an_answer_while_its_server_is_replaced(engin
             served.ask(asked)
             assert served.outcomes()[-1] == hit(530, cpu=512)
             served.assert_at_rest()
+
+
+def test_a_server_that_is_replaced_under_load_keeps_its_memory(engine, tmp_path):
+    """It is killed once and replaced once in the orderly way, while requests come; none fails or differs."""
+    prompts = [prompt(seed, 530) for seed in (9, 10, 11)]
+    with engine() as plain:
+        truths = [plain.ask(each)[0] for each in prompts]
+    with contextlib.ExitStack() as closing:
+        keep = closing.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
+        running = closing.enter_context(serving(tmp_path, keep=keep))
+        served = closing.enter_context(engine(of(tmp_path)))
+        for asked, truth in zip(prompts, truths, strict=True):
+            assert served.ask(asked)[0].differs(truth) == 0
+        served.settle()
+        for end in (signal.SIGKILL, signal.SIGTERM):
+            running.send_signal(end)
+            answers = [served.ask(asked)[0] for asked in prompts]
+            running.wait(60)
+            running = closing.enter_context(serving(tmp_path, keep=keep))
+            deadline = time.monotonic() + 30
+            while served.outcomes()[-1:] != [hit(530, cpu=512)]:
+                answers += [served.ask(asked)[0] for asked in prompts]
+                assert time.monotonic() < deadline, "what was in memory is not found"
+            for number, answer in enumerate(answers):
+                assert answer.differs(truths[number % 3]) < NOISE
+        served.assert_at_rest()
 
 
 def test_two_models_share_one_budget(engine, fork_server, tmp_path, model):

@@ -17,6 +17,7 @@ import attrs
 from vllm.lora.request import LoRARequest
 
 from kvtier_core.engine import weights
+from kvtier_core.storekit.folder import file_system_of
 from kvtier_core.vllm.requests.fields import ADAPTER, Unidentified, refuse_others
 
 #: Nanoseconds. Change times of files are coarse, by up to two seconds, and a leap second may be inserted.
@@ -115,12 +116,6 @@ def _way(done: Path, path: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 def _require_local(state: _State) -> None:
     """Raise Unidentified if a file is on a file system whose change times may be another machine's."""
-    mounts = {}
-    for line in _MOUNTS.read_text().splitlines():
-        mount, _, file_system = line.partition(" - ")
-        mounts[mount.split()[4]] = file_system.split()[0]
     for step, *_ in state:
-        below = (str(folder) for folder in (Path(step), *Path(step).parents))
-        kind = next((mounts[folder] for folder in below if folder in mounts), "unknown")
-        if kind not in _LOCAL:
+        if (kind := file_system_of(Path(step), _MOUNTS)) not in _LOCAL:
             raise Unidentified(f"{step} is on a file system ({kind}) whose times may be another machine's")

@@ -27,7 +27,8 @@ class CpuArena(AllocatorBackend):
             chunk = Nbytes(self.slot_nbytes)
             raise BackendError(f"cpu: capacity {ctx.capacity} has no room for a chunk of {chunk}; write a larger one")
         placement = choose(numa, ctx, self.slots)
-        self._segment = Segment(placement, huge_pages)
+        self.kept = ctx.keep is not None
+        self._segment = Segment(placement, huge_pages, ctx.keep)
         self._facts = {
             "huge_pages": f"{huge_pages} -> {self._segment.pages}",
             "numa": f"{numa} -> {placement.effective}",

@@ -4,6 +4,9 @@ A memfd has no name in any file system: workers open it through ``/proc/<pid>/fd
 container's small ``/dev/shm`` does not limit it, and no segment outlives its engine: the kernel frees it with the last
 process that maps it, even after ``kill -9``. Process ids are reused, so device, inode and size are compared with the
 creator's before anything is mapped. Only the creator's user (and root) can open it.
+
+Memory that is to outlive its process has a name, in a folder on a tmpfs. Pages reserved for hugetlbfs are not used
+there.
 """
 
 from __future__ import annotations
@@ -18,11 +21,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier_core.errors import BackendError
+from kvtier_core.storekit.folder import Folder
 from kvtier_cpu.memory_limit import in_mib, must_be_available
 from kvtier_cpu.placement import Placement, whole_pages
 
 _SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
+_NAME = "memory"  # of a segment in a folder
 _PIECE = 64 << 20  # bytes that are faulted in at a time; between two pieces Ctrl-C is handled
 
 _WHY_NOT = {
@@ -47,8 +52,9 @@ class Segment:
     Raises BackendError if the memory, or the requested kind of pages, is not available.
     """
 
-    def __init__(self, placement: Placement, huge_pages: str):
-        self._file, memory, self.pages = _open(placement, huge_pages)
+    def __init__(self, placement: Placement, huge_pages: str, keep: Path | None = None):
+        """``keep`` is a folder where the memory outlives this process, and is found by the next one."""
+        self._file, memory, self.pages = _open(placement, huge_pages, keep)
         self.memory = memoryview(memory)
         status = os.fstat(self._file.fileno())
         self.address = Address(os.getpid(), self._file.fileno(), status.st_dev, status.st_ino, status.st_size)
@@ -81,11 +87,11 @@ def reach(address: Address, *, populate: bool) -> mmap.mmap:
     return memory
 
 
-def _open(placement: Placement, huge_pages: str) -> tuple[io.FileIO, mmap.mmap, str]:
-    """A memfd, its memory, and the kind of its pages."""
-    if huge_pages != "off":
+def _open(placement: Placement, huge_pages: str, keep: Path | None) -> tuple[io.FileIO, mmap.mmap, str]:
+    """A file in memory, its memory, and the kind of its pages."""
+    if huge_pages != "off" and keep is None:
         with contextlib.suppress(OSError):  # none are reserved, or too few, or the kernel has none
-            return *_make(placement, "hugetlb"), "hugetlb"
+            return *_make(placement, "hugetlb", None), "hugetlb"
     nbytes = placement.nbytes
     huge = huge_pages != "off" and _shmem_enabled() not in ("never", "deny")
     if huge_pages == "on" and not huge:
@@ -93,24 +99,25 @@ def _open(placement: Placement, huge_pages: str) -> tuple[io.FileIO, mmap.mmap, 
             f"cpu: huge_pages is on, but {in_mib(nbytes)} of them are not reserved (vm.nr_hugepages) and "
             f"{_SHMEM_ENABLED} is {_shmem_enabled()}; with huge_pages: auto ordinary pages are used"
         )
-    must_be_available(nbytes)
     pages = "transparent" if huge else "off"
     try:
-        return *_make(placement, pages), pages
+        return *_make(placement, pages, keep), pages
     except OSError as error:
+        where = "shared memory" if keep is None else f"memory in {keep}"
         raise BackendError(
-            f"cpu: cannot allocate {in_mib(nbytes)} of shared memory: {error.strerror}; lower the capacity"
+            f"cpu: cannot allocate {in_mib(nbytes)} of {where}: {error.strerror}; lower the capacity"
         ) from error
 
 
-def _make(placement: Placement, pages: str) -> tuple[io.FileIO, mmap.mmap]:
-    """A memfd and its memory: every page is allocated now, while that can still fail."""
-    flags = os.MFD_CLOEXEC | (os.MFD_HUGETLB if pages == "hugetlb" else 0)
-    allocate = _populate if pages == "hugetlb" else _populate_or_touch
+def _make(placement: Placement, pages: str, keep: Path | None) -> tuple[io.FileIO, mmap.mmap]:
+    """A file and its memory: every page is allocated now, while that can still fail."""
     with contextlib.ExitStack() as undo:
-        file = io.FileIO(os.memfd_create("kvtier", flags), "r+")
+        file = io.FileIO(_named(keep, placement) if keep is not None else _unnamed(pages), "r+")
         undo.callback(file.close)
-        page_nbytes = os.fstat(file.fileno()).st_blksize
+        status = os.fstat(file.fileno())
+        if pages != "hugetlb":
+            must_be_available(max(0, placement.nbytes - 512 * status.st_blocks))
+        page_nbytes = status.st_blksize
         file.truncate(whole_pages(placement.nbytes, page_nbytes))
         memory = mmap.mmap(file.fileno(), 0)
         if pages == "transparent":
@@ -118,23 +125,40 @@ def _make(placement: Placement, pages: str) -> tuple[io.FileIO, mmap.mmap]:
         for first, end, node in placement.ranges(page_nbytes):
             with placement.on(node):
                 for begin, nbytes in _in_pieces(first, end):
-                    allocate(memory, begin, nbytes)
+                    _allocate(file, memory, begin, nbytes)
         undo.pop_all()
     return file, memory
 
 
-def _populate_or_touch(memory: mmap.mmap, begin: int, nbytes: int) -> None:
+def _unnamed(pages: str) -> int:
+    """A memfd."""
+    return os.memfd_create("kvtier", os.MFD_CLOEXEC | (os.MFD_HUGETLB if pages == "hugetlb" else 0))
+
+
+def _named(keep: Path, placement: Placement) -> int:
+    """The file in this folder, or another one if it had another length: processes may still have that mapped."""
+    folder = Folder.at(keep)
+    file = folder.open(_NAME, os.O_RDWR | os.O_CREAT)
+    status = os.fstat(file)
+    if status.st_size in (0, whole_pages(placement.nbytes, status.st_blksize)):
+        return file
+    os.close(file)
+    folder.remove(_NAME)
+    return folder.open(_NAME, os.O_RDWR | os.O_CREAT)
+
+
+def _allocate(file: io.FileIO, memory: mmap.mmap, begin: int, nbytes: int) -> None:
+    """Allocate these pages, and change none that are there. Raises OSError where touching one would be a SIGBUS."""
     try:
         _populate(memory, begin, nbytes)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        pages = range(begin, begin + nbytes, mmap.PAGESIZE)
-        memory[pages.start : pages.stop : pages.step] = bytes(len(pages))
+        os.posix_fallocate(file.fileno(), begin, nbytes)
 
 
 def _populate(memory: mmap.mmap, begin: int, nbytes: int) -> None:
-    """Allocate these pages. Raises OSError where touching a page would be a SIGBUS."""
+    """Map these pages, which are allocated if they are missing. Raises OSError if they cannot be."""
     memory.madvise(_MADV_POPULATE_WRITE, begin, nbytes)
 
 

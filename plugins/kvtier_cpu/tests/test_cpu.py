@@ -300,7 +300,7 @@ def test_reserved_huge_pages():
     arena.close()
 
 
-def test_an_old_kernel_is_touched_instead(monkeypatch):
+def test_an_old_kernel_allocates_in_another_way(monkeypatch):
     monkeypatch.setattr(segment, "_MADV_POPULATE_WRITE", 4711)
     monkeypatch.setattr(segment, "_PIECE", 8192)
     arena = open_cpu(huge_pages="off")
