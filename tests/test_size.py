@@ -20,8 +20,8 @@ BUDGETS = {
         [f"{CORE}/{each}" for each in ("types.py", "layouts.py", "errors.py", "interfaces", "frames", "stack")]
         + [f"{CORE}/transfer/io_pool.py"],
     ),
-    "server": (3307, [f"{CORE}/server"]),
-    "core": (32324, [CORE]),  # aim: 25500, without the server
+    "server": (3382, [f"{CORE}/server"]),
+    "core": (32415, [CORE]),  # aim: 25500, without the server
     "testing kit": (4734, [f"{CORE}/testing"]),
     "plugins": (6372, ["plugins/*/kvtier_*"]),
 }

@@ -45,6 +45,8 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     for kind, when in (("soft", "before all others"), ("hard", "at once")):
         what = f"memory that the chunks of one cache_salt may take; what exceeds it is evicted {when}"
         parser.add_argument(f"--{kind}-quota", type=Nbytes.parse, metavar="SIZE", help=what)
+    what = "memory that a model may take, as SOFT, SOFT:HARD or :HARD; may be repeated"
+    parser.add_argument("--model-quota", action="append", default=[], metavar="MODEL=SIZES", help=what)
     parser.add_argument("--http", metavar="HOST:PORT", help="answer operators there; by default nowhere")
     parser.add_argument("--check", action="store_true", help="open the tiers, say what they are, and end")
     parser.set_defaults(run=run)
@@ -70,6 +72,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
         output.say(*spaces.describe())
         spaces.close(0.0)
         return FINE
+    quotas = [(model, Quota(*sizes)) for model, sizes in map(_model_quota, options.model_quota)]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     path = Path(options.socket) if options.socket else _usual_path()
     try:
@@ -78,6 +81,8 @@ def run(options: argparse.Namespace, output: Output) -> int:
         raise BackendError(f"nobody could connect at {path}: {error.strerror}") from error
     with contextlib.ExitStack() as closing:
         closing.callback(server.close, _CLOSING)
+        for model, quota in quotas:
+            server.spaces.set_quota(model, quota)
         output.say(*server.spaces.describe())
         if options.http:
             output.say(f"operators ask http://{_answer_operators(server, options.http, closing)}")
@@ -89,6 +94,17 @@ def run(options: argparse.Namespace, output: Output) -> int:
         server.serve()
         notify("STOPPING=1")
     return FINE
+
+
+def _model_quota(written: str) -> tuple[str, list[Nbytes | None]]:
+    """A model, with its soft and hard quota. Raises BackendError."""
+    model, _, sizes = written.rpartition("=")
+    try:
+        if not model or sizes.count(":") > 1:
+            raise ValueError("write MODEL=SOFT, MODEL=SOFT:HARD or MODEL=:HARD")
+        return model, [Nbytes.parse(size) if size else None for size in sizes.split(":")]
+    except ValueError as error:
+        raise BackendError(f"--model-quota {written}: {error}") from error
 
 
 def _answer_operators(server: Server, address: str, closing: contextlib.ExitStack) -> str:

@@ -31,7 +31,7 @@ class Adoption:
 
     def __init__(self, space: Space, arena: LentArena, held: Mapping[int, Held], pool: Pool):
         """Takes the slots over; ``pool`` verifies what they hold."""
-        self._space = space
+        self.space = space
         self._arena = arena
         self._parents = {ChunkKey(each.key): each.parent for each in held.values() if each.ready}
         self._unusable = [ChunkKey(each.key) for each in held.values() if not each.ready]
@@ -46,7 +46,7 @@ class Adoption:
 
     def _verify(self, keys: Sequence[ChunkKey], views: Sequence[memoryview]) -> list[FrameError | None]:
         """Compare frames with the keys that they should have, on a thread of the pool."""
-        namespace, part_of = self._space.namespace, self._space.layout.part_of
+        namespace, part_of = self.space.namespace, self.space.layout.part_of
         return [
             verify(view, namespace, key, payload_nbytes=part_of(key).payload_nbytes)
             for key, view in zip(keys, views, strict=True)
@@ -62,7 +62,7 @@ class Adoption:
         self._unusable += [key for key in keys if key not in adopted]
         if not self._unverified:
             line = "kvtier: %s: %s: %d chunks are adopted, %d slots of the former server are not"
-            logger.info(line, self._space.model, self._arena.name, len(self._pinned), len(self._unusable))
+            logger.info(line, self.space.model, self._arena.name, len(self._pinned), len(self._unusable))
 
     def end(self) -> bool:
         """Nobody else may touch the slots any more: free the useless ones. False if some are not verified yet."""

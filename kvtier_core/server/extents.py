@@ -6,7 +6,8 @@ a stack with slots of ``n`` bytes lies at ``i * n``, whoever uses it, so that a 
 extents it has, and no table of addresses is needed.
 
 A stack without room borrows a free extent. When there is none, extents go to the stack that replaces its contents the
-fastest from the one that does so the slowest. So all keep their chunks for about the same time, as in one cache.
+fastest from the one that does so the slowest. So all keep their chunks for about the same time, as in one cache. A
+model beyond its soft quota gives first and takes from no other, and none goes beyond its hard quota.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import attrs
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, Mover, OpenContext, PagedKVCache
 from kvtier_core.server.journal import Keeper
+from kvtier_core.server.tenants import UNBOUNDED, Quota
 from kvtier_core.types import FRAME_ALIGNMENT
 
 #: Extents of a memory. More are finer, and their edges waste more: half a slot each on average.
@@ -27,6 +29,8 @@ _EXTENTS = 256
 _SLOTS_AT_A_TIME = 4
 #: Extents move only to a stack that replaces its contents this many times as fast.
 _WORTH_MOVING = 2.0
+#: A stack that replaces its contents less often in a second needs no more room.
+_CALM = 1e-3
 #: The share that the demand of the last interval has in the estimate.
 _NEWEST = 0.3
 
@@ -42,10 +46,11 @@ class Extents:
         self.count = -(-nbytes // self.extent_nbytes)  #: of extents; the last one may be shorter
         self._owners: list[Share | None] = [None] * self.count
         self._shares: list[Share] = []
+        self._quotas: dict[str, Quota] = {}  # by model
 
-    def share(self, slot_nbytes: int) -> Share:
+    def share(self, slot_nbytes: int, model: str = "") -> Share:
         """A further share, of no extent yet. Raises BackendError if the memory could not hold one of its chunks."""
-        share = Share(self, slot_nbytes)
+        share = Share(self, slot_nbytes, model)
         if not share.slots:
             raise BackendError(f"its {self.nbytes} bytes have no room for a chunk of {slot_nbytes}")
         self._shares.append(share)
@@ -65,7 +70,9 @@ class Extents:
     def take(self, share: Share, slots: int) -> list[int]:
         """Give a share free extents for about so many slots; returns the slots that it can use besides its others."""
         taken: list[int] = []
-        while len(taken) < slots and (window := self._free_window(share)) is not None:
+        if self._is_over(share) and self._is_needed_by_others(share):
+            return taken
+        while len(taken) < slots and (window := self._free_window(share)) and self.room(share.model) >= len(window):
             self._owners[window.start : window.stop] = [share] * len(window)
             taken += self._usable(share, window)
         return taken
@@ -118,6 +125,34 @@ class Extents:
         """The number of extents that a share has."""
         return sum(each is share for each in self._owners)
 
+    def of_model(self, model: str) -> int:
+        """The number of extents that the stacks of a model have, without those that they are giving back."""
+        return sum(self.of(each) - len(each.leaving) for each in self._shares if each.model == model)
+
+    def room(self, model: str) -> int:
+        """How many more extents a model may have; negative: it has too many."""
+        hard = self._quotas.get(model, UNBOUNDED).hard
+        return self.count if hard is None else hard // self.extent_nbytes - self.of_model(model)
+
+    def _is_over(self, share: Share) -> bool:
+        """Is its model beyond the soft quota?"""
+        soft = self._quotas.get(share.model, UNBOUNDED).soft
+        return soft is not None and self.of_model(share.model) > soft // self.extent_nbytes
+
+    def _is_needed_by_others(self, share: Share) -> bool:
+        return any(each.turnover > _CALM and not self._is_over(each) for each in self._shares if each is not share)
+
+    def _may_take(self, share: Share) -> bool:
+        """May a share have extents of others?"""
+        return self.room(share.model) >= share.at_a_time and (not self.of(share) or not self._is_over(share))
+
+    def set_quota(self, model: str, quota: Quota) -> None:
+        """Bound a model's share. What exceeds the hard quota leaves now, and as soon as its users are done."""
+        self._quotas[model] = quota
+        for share in self._shares:
+            while share.model == model and self.room(model) < 0 and self._recall(share, share.windows()):
+                pass
+
     def end(self, share: Share) -> None:
         """A share is not used any more. May be called twice."""
         self.leave(share, range(self.count))
@@ -127,39 +162,50 @@ class Extents:
         """Move extents to the stack that needs them most, if one needs some. Call it every ``seconds``."""
         for each in self._shares:
             each.estimate(seconds, self.of(each) * self.extent_nbytes)
-        hungry = max(self._shares, key=lambda each: each.turnover, default=None)
+        hungry = max(filter(self._may_take, self._shares), key=lambda each: each.turnover, default=None)
         if hungry and hungry.turnover:
             self.make_place(hungry)
 
     def make_place(self, share: Share) -> None:
         """If there are no free extents for a share, recall some from the one that replaces its contents the slowest.
 
-        But only if that is slow enough, or the share has none.
+        But only if that is slow enough, or beyond its soft quota, or the share has none.
         """
-        if self._free_window(share) is not None:
+        if not self._may_take(share) or self._free_window(share) is not None:
             return
+        has_none = not self.of(share)
         donors = [
             each
             for each in self._shares
             if each is not share
             and each.recall_slots is not None
             and self.of(each) > each.at_a_time
-            and (each.turnover * _WORTH_MOVING < share.turnover or not self.of(share))
+            and (has_none or self._is_over(each) or each.turnover * _WORTH_MOVING < share.turnover)
         ]
         if donors:
-            donor = min(donors, key=lambda each: each.turnover)
-            theirs = (donor, None)
-            windows = [window for window in share.windows() if all(self._owners[extent] in theirs for extent in window)]
-            worth = donor.first_victims(max(1, len(donor.slots_in(range(share.at_a_time)))))
-            if windows:
-                donor.recall(max(windows, key=lambda window: len(worth.intersection(donor.slots_in(window)))))
+            self._recall(min(donors, key=lambda each: (not self._is_over(each), each.turnover)), share.windows())
+
+    def _recall(self, donor: Share, windows: Iterable[range]) -> bool:
+        """Recall that one of these windows of which the donor would miss the least. False if it has none of them."""
+        owners = (donor, None)
+        own = [
+            window
+            for window in windows
+            if all(self._owners[extent] in owners for extent in window)
+            and any(self._owners[extent] is donor and extent not in donor.leaving for extent in window)
+        ]
+        if own:
+            worth = donor.first_victims(max(1, len(donor.slots_in(range(len(own[0]))))))
+            donor.recall(max(own, key=lambda window: len(worth.intersection(donor.slots_in(window)))))
+        return bool(own)
 
 
 class Share(AllocatorBackend):
     """A stack's share of the memory: its slots, of which it may use those that it borrowed."""
 
-    def __init__(self, extents: Extents, slot_nbytes: int):
+    def __init__(self, extents: Extents, slot_nbytes: int, model: str = ""):
         self._extents = extents
+        self.model = model  #: whose quota bounds it
         self.keeper: Keeper | None = None  #: records what the stack does with its slots, if the memory is kept
         self.slot_nbytes = slot_nbytes
         self.slots = extents.nbytes // slot_nbytes
@@ -171,7 +217,7 @@ class Share(AllocatorBackend):
         self.recall_slots: Callable[[range], object] | None = None
         self.next_victims: Callable[[int], Iterable[int]] = lambda count: ()
         self._used: set[int] = set()  # slots that the stack has
-        self._leaving: set[int] = set()  # extents
+        self.leaving: set[int] = set()  #: extents that it gives back as soon as nobody uses their slots
         self._short = 0  # slots that it lacked since the last estimate
 
     def view(self, slot: int) -> memoryview:
@@ -187,7 +233,8 @@ class Share(AllocatorBackend):
     @property
     def unused(self) -> int:
         """About how many slots the free extents have."""
-        return self._extents.free * self._extents.extent_nbytes // self.slot_nbytes
+        extents = max(0, min(self._extents.free, self._extents.room(self.model)))
+        return extents * self._extents.extent_nbytes // self.slot_nbytes
 
     def borrow(self, slots: int) -> list[int]:
         """Numbers of further slots, in extents that are free: about as many as asked for, or none."""
@@ -209,13 +256,13 @@ class Share(AllocatorBackend):
     def give_back(self, slots: Sequence[int]) -> None:
         """The stack no longer uses these slots."""
         self._used.difference_update(slots)
-        empty = [extent for extent in self._leaving if self._used.isdisjoint(self.slots_in(range(extent, extent + 1)))]
-        self._leaving.difference_update(empty)
+        empty = [extent for extent in self.leaving if self._used.isdisjoint(self.slots_in(range(extent, extent + 1)))]
+        self.leaving.difference_update(empty)
         self._extents.leave(self, empty)
 
     def recall(self, window: range) -> None:
         """Stop using these extents, as soon as their slots are free."""
-        self._leaving.update(window)
+        self.leaving.update(window)
         self.recall_slots(self.slots_in(window))
         self.give_back(())
 
@@ -253,10 +300,11 @@ class ShareConfig(ArenaConfig):
     """Opens a `Share`, in place of the arena whose memory is shared."""
 
     extents: Extents
+    model: str = ""
     claimed: Share | None = None  #: for chunks of a former server
 
     def open(self, ctx: OpenContext) -> Share:
-        return self.claimed or self.extents.share(ctx.slot_nbytes)
+        return self.claimed or self.extents.share(ctx.slot_nbytes, self.model)
 
     def attach(self, handle: str, cache: PagedKVCache) -> Mover:
         raise BackendError("workers attach to a server's arena through its socket")

@@ -102,6 +102,14 @@ class QuotaOf(Struct, forbid_unknown_fields=True):
     hard: Annotated[int, Meta(ge=0)] | None = None
 
 
+class ModelQuota(Struct, forbid_unknown_fields=True):
+    """Bytes of each arena; null: any number."""
+
+    model: str  #: as /status has it
+    soft: Annotated[int, Meta(ge=0)] | None = None
+    hard: Annotated[int, Meta(ge=0)] | None = None
+
+
 class Tenant(Struct):
     """A tenant that has chunks in memory. One without a salt is ``-``."""
 
@@ -257,6 +265,12 @@ class Console:
         self._server.spaces.tenants.set_quota(_salt(quota.cache_salt), Quota(quota.soft, quota.hard))
         return self.tenants()
 
+    def set_model_quota(self, quota: ModelQuota) -> dict[str, int]:
+        """Bound the memory of one model, until the server ends. Returns the bytes that it has in each arena now."""
+        self._server.spaces.set_quota(quota.model, Quota(quota.soft, quota.hard))
+        extents = {memory.tier.name: memory.extents for memory in self._server.spaces.memories}
+        return {name: each.of_model(quota.model) * each.extent_nbytes for name, each in extents.items()}
+
     def erase(self, condemned: Condemned) -> Erased:
         """Delete the chunks of a tenant or a namespace from every tier, as far as they can be told apart."""
         if not condemned.cache_salt and not condemned.namespace:
@@ -310,6 +324,7 @@ OPERATIONS = (
     Operation("POST", "/clear", Console.clear, Done, Scope, changes=True),
     Operation("GET", "/tenants", Console.tenants, list[Tenant]),
     Operation("PUT", "/quota", Console.set_quota, list[Tenant], QuotaOf, changes=True),
+    Operation("PUT", "/quota/model", Console.set_model_quota, dict[str, int], ModelQuota, changes=True),
     Operation("POST", "/erase", Console.erase, Erased, Condemned, changes=True),
 )
 

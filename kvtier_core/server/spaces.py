@@ -37,6 +37,8 @@ logger = logging.getLogger("kvtier")
 _BALANCED_EVERY = 1.0
 #: Stacks without engines that are kept for engines that come back; each has threads.
 _MOST_UNUSED = 8
+#: Seconds in which engines that are alive find a server that was started in the place of another one.
+_COME_BACK = 30.0
 #: Seconds that threads have to end when a stack without engines is closed.
 _CLOSING = 1.0
 
@@ -81,6 +83,7 @@ class Spaces:
         self._boot = boot
         self._opened = 0
         self._next_balance = 0.0
+        self._back_by = 0.0  # until then engines of a former server may come back to their stacks
         self._adoptions: list[Adoption] = []
         self.listeners: list[Callable[[Space, list[Event]], None]] = []  #: called with what happens in a space
         with contextlib.ExitStack() as closing:
@@ -127,7 +130,8 @@ class Spaces:
     def _make(self, opening: Opening, number: int, claimed: Mapping[str, Share]) -> Space:
         """Open the stack of a namespace, with what is ``claimed`` of each memory."""
         shares = {
-            memory.tier.name: ShareConfig(memory.extents, claimed.get(memory.tier.name)) for memory in self.memories
+            memory.tier.name: ShareConfig(memory.extents, opening.model, claimed.get(memory.tier.name))
+            for memory in self.memories
         }
         tiers = [
             attrs.evolve(tier, config=shares[tier.name], keep=None) if tier.name in shares else tier
@@ -175,6 +179,7 @@ class Spaces:
                     memory.formers.append((share, Keeper(memory.journal, number, share.slot_nbytes)))
                 continue
             self.add(space)
+            self._back_by = time.monotonic() + _COME_BACK
             self._adoptions += [
                 Adoption(space, arena, kept[arena.name].slots, self._verifying)
                 for arena in space.stack.arenas
@@ -212,6 +217,11 @@ class Spaces:
         else:
             session.move(self.open(attrs.evolve(session.opening, namespace=namespace)))
 
+    def set_quota(self, model: str, quota: Quota) -> None:
+        """Bound the part of each memory that a model may have, by the name that its engines give it."""
+        for memory in self.memories:
+            memory.extents.set_quota(model, quota)
+
     def _is_free(self, tier: StoreTierConfig) -> bool:
         """May a stack have this tier, whose store is of one namespace alone? The first one has it."""
         return all(tier.name not in space.stack.media for space in self)
@@ -227,8 +237,7 @@ class Spaces:
                     listener(space, events)
         if self.adopts:
             self._adopt()
-        else:  # before, engines of the former server may come back to their stacks
-            self._close_unused()
+        self._close_unused()
         now = time.monotonic()
         if now >= self._next_balance:
             for memory in self.memories:
@@ -236,7 +245,10 @@ class Spaces:
             self._next_balance = now + _BALANCED_EVERY
 
     def _close_unused(self) -> None:
-        unused = [space for space in self if not space.sessions and not space.stack.jobs]
+        if time.monotonic() < self._back_by:
+            return
+        adopting = {each.space for each in self._adoptions}
+        unused = [space for space in self if not space.sessions and not space.stack.jobs and space not in adopting]
         dead = [space for space in unused if EPOCH in dict(space.namespace.facts)]
         for space in dead or unused[:-_MOST_UNUSED]:
             del self._spaces[space.namespace.digest]
@@ -308,6 +320,6 @@ def _claimed(memory: Memory, numbers: Iterable[int]) -> dict[int, Share]:
     shares = {}
     for number in numbers:
         kept = memory.journal.spaces[number]
-        shares[number] = memory.extents.share(kept.slot_nbytes)
+        shares[number] = memory.extents.share(kept.slot_nbytes, kept.opening.model)
         shares[number].claim(kept.slots)
     return shares

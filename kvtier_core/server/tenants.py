@@ -23,9 +23,9 @@ _REMEMBERED = 1 << 20
 
 @attrs.frozen
 class Quota:
-    """Bytes of all arenas together that a tenant may have; None: any number."""
+    """Bytes that a tenant may have in all arenas together, or a model in each; None: any number."""
 
-    soft: int | None = None  #: beyond it the tenant's chunks are evicted before all others
+    soft: int | None = None  #: beyond it its chunks are evicted before all others
     hard: int | None = None  #: beyond it they are evicted at once
 
 

@@ -72,6 +72,20 @@ MUTANTS = (
         KEPT_TESTS + "test_a_copy_under_way_ends_before_the_next_server_may_have_its_slot",
     ),
     Mutant(
+        "a-model-takes-beyond-its-quota",
+        "kvtier_core/server/extents.py",
+        " and (not self.of(share) or not self._is_over(share))",
+        "",
+        "tests/server/test_extents.py::test_a_model_beyond_its_soft_quota_takes_from_no_other_and_gives_first",
+    ),
+    Mutant(
+        "a-models-hard-quota-is-none",
+        "kvtier_core/server/extents.py",
+        " and self.room(share.model) >= len(window):",
+        ":",
+        "tests/server/test_extents.py::test_no_model_ever_has_more_than_its_hard_quota",
+    ),
+    Mutant(
         "engines-share-their-holders",
         SESSIONS,
         'return f"{self.number}/"',

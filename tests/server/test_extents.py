@@ -13,6 +13,7 @@ from kvtier_core.errors import BackendError
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.server.extents import Extents
 from kvtier_core.server.lent_arena import LentArena
+from kvtier_core.server.tenants import Quota
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.testing.samples import make_keys, make_layout
 
@@ -20,8 +21,8 @@ NBYTES = 1 << 20
 SIZES = (4096, 12288, 20480, 65536)
 
 
-def arena_of(extents, slot_nbytes):
-    share = extents.share(slot_nbytes)
+def arena_of(extents, slot_nbytes, model=""):
+    share = extents.share(slot_nbytes, model)
     arena = LentArena("arena", 0, share, CacheIndex(LruConfig().open()))
     share.recall_slots, share.next_victims = arena.recall, arena.next_victims
     return arena
@@ -95,6 +96,55 @@ def test_a_slot_in_use_moves_when_its_user_is_done():
     assert not store(needs, make_keys(1))
     holds.unpin(holds.slots(keys), "request")
     assert store(needs, make_keys(1))
+
+
+def flooded(extents, calm, busy):
+    """How many chunks each has after the busy one has stored a multiple of what the calm one stored."""
+    drawn = random.Random(0)
+    for _ in range(200):
+        store(busy, [drawn.randbytes(32) for _ in range(8)])
+        store(calm, [drawn.randbytes(32)])
+        extents.balance(1.0)
+    return len(calm.index), len(busy.index)
+
+
+def test_a_model_beyond_its_soft_quota_takes_from_no_other_and_gives_first():
+    extents = Extents(mmap.mmap(-1, NBYTES), NBYTES)
+    calm, busy = arena_of(extents, 8192, "calm"), arena_of(extents, 8192, "busy")
+    extents.set_quota("busy", Quota(soft=NBYTES // 4))
+    store(busy, make_keys(1000))
+    assert len(busy.index) == NBYTES // 8192, "nobody else needs the memory yet"
+    extents.make_place(calm.memory)
+    of_calm, of_busy = flooded(extents, calm, busy)
+    assert of_busy <= NBYTES // 4 // 8192 and of_calm > NBYTES // 2 // 8192
+    extents.set_quota("busy", Quota())
+    of_calm, of_busy = flooded(extents, calm, busy)
+    assert of_busy > of_calm, "without a quota it gets more: this test shows nothing"
+
+
+def test_a_model_beyond_its_hard_quota_leaves_at_once_but_for_what_is_in_use():
+    extents = Extents(mmap.mmap(-1, NBYTES), NBYTES)
+    arena = arena_of(extents, 8192, "model")
+    keys = store(arena, make_keys(1000))
+    arena.pin(keys[:40], "request")
+    extents.set_quota("model", Quota(hard=16 * 8192))
+    assert len(arena.index) == 40 and not store(arena, make_keys(1100)[1050:])
+    arena.unpin(arena.slots(keys[:40]), "request")
+    assert extents.of_model("model") * extents.extent_nbytes <= 16 * 8192 and len(arena.index) <= 16
+    store(arena, make_keys(1100)[1050:])
+    assert 12 <= len(arena.index) <= 16
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_model_ever_has_more_than_its_hard_quota(seed):
+    drawn = random.Random(seed)
+    extents = Extents(mmap.mmap(-1, NBYTES), NBYTES)
+    arenas = [arena_of(extents, drawn.choice(SIZES), model) for model in ("a", "a", "b")]
+    extents.set_quota("a", Quota(hard=NBYTES // 3))
+    for _ in range(200):
+        store(drawn.choice(arenas), [drawn.randbytes(32) for _ in range(drawn.randrange(1, 20))])
+        extents.balance(1.0)
+        assert sum(end - begin for arena in arenas[:2] for begin, end in taken(arena)) <= NBYTES // 3
 
 
 def test_a_chunk_that_never_fits_is_refused():

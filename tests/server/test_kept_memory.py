@@ -283,16 +283,26 @@ def test_an_epoch_is_adopted_as_one(tmp_path, keep, attached):
         before.stack.release("probe")
         before.store(OTHERS)
     with serving(tmp_path, SLOTS, keep=keep) as second:
-        user = user_locks.lock(before.mover._file, 4711)  # it may come back
-        adopts = second.server.spaces
+        adopted(second)
         after = attached(second.path, namespace=renewed)
-        assert within(5, lambda: after.load(OTHERS) == len(OTHERS))
-        assert not after.load(OWN) and adopts.adopts
+        assert after.load(OTHERS) == len(OTHERS) and not after.load(OWN)
+        assert not attached(second.path).load(OWN), "KV of before the epoch came back"
+
+
+def test_a_stack_that_nobody_came_back_to_is_closed_when_nobody_may_touch_its_slots(
+    tmp_path, keep, attached, monkeypatch
+):
+    monkeypatch.setattr("kvtier_core.server.spaces._COME_BACK", 0.0)
+    with serving(tmp_path, SLOTS, keep=keep) as first:
+        before = attached(first.path, namespace=NAMESPACE.renewed())
+        before.store(OWN)
+        user = user_locks.lock(before.mover._file, 4711)
+    with serving(tmp_path, SLOTS, keep=keep) as second:
+        after = attached(second.path)
+        assert len(after.store(MANY)) <= SLOTS - len(OWN), "somebody may still read the others"
         os.close(user)
-        after.close()
-        other = attached(second.path)
-        assert not other.load(OWN), "KV of before the epoch came back"
-        other.close()
+        assert within(10, lambda: len(list(second.server.spaces)) == 1)
+        assert after.load(MANY) + len(after.store(MANY)) > SLOTS - len(OWN)
 
 
 def test_two_models_keep_their_parts(tmp_path, keep, attached):

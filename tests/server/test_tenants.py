@@ -154,6 +154,19 @@ def test_quotas_are_set_and_usage_is_told_by_names_that_tell_no_salt(operated):
     assert "ours" not in str(told) and Tenants().name(OURS) != name
 
 
+def test_the_quota_of_a_model_is_set(operated):
+    served, client = operated
+    stack = served.stack("model")
+    store(stack, make_keys(30))
+    stack.drain(5)
+    (had,) = client("set_model_quota", {"model": "model"}).values()
+    assert had >= 30 * FRAME
+    (has,) = client("set_model_quota", {"model": "model", "hard": 10 * FRAME}).values()
+    assert has <= 10 * FRAME
+    stack.drain(5)
+    assert stack.usage()[0].chunks <= 10
+
+
 def test_books_of_tenants_balance_whatever_comes_and_goes(tmp_path):
     drawn = random.Random(3)
     with serving(tmp_path, slots=32, quota=Quota(soft=8 * FRAME, hard=20 * FRAME)) as served:
