@@ -74,11 +74,13 @@ class DirectReads:
         return locations
 
     def begin(self, keys: Sequence[ChunkKey], holder: str) -> None:
-        """The workers begin to read these frames of the holder. `end` follows."""
-        if not keys:
+        """The workers begin to read these frames, as far as they are leased to the holder. `end` follows."""
+        lease = self._by_holder.get(holder, _Lease())
+        leased = set(lease.keys)
+        lease.loading = [key for key in keys if key in leased]
+        if not lease.loading:
             return
-        lease = self._by_holder[holder]
-        lease.loading, lease.begun = keys, self._calls.clock()
+        lease.begun = self._calls.clock()
         self._health.reads.begin(lease.begun)
         self._speed.begin(1, lease.begun)
 
