@@ -13,7 +13,7 @@ import struct
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 import attrs
 import msgspec
@@ -23,7 +23,17 @@ from kvtier_core.errors import KvtierError
 from kvtier_core.interfaces import Medium
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.outcomes import LoadLimit, Lookup, Whereabouts
-from kvtier_core.types import KEY_NBYTES, Event, Namespace, Slot, Usage
+from kvtier_core.types import (
+    KEY_NBYTES,
+    ChunkKey,
+    Event,
+    FrameRead,
+    Location,
+    Namespace,
+    Slot,
+    StoredFrame,
+    Usage,
+)
 
 #: Bytes of a body. That of a lookup of a million chunks.
 LONGEST = 64 << 20
@@ -60,6 +70,7 @@ class Opening:
     engine: str
     namespace: Namespace
     layout: ChunkLayout
+    recomputes: bool = True  #: does the engine compute what a load could not bring? Else it gets no stored frames.
 
 
 @attrs.frozen
@@ -77,15 +88,49 @@ class Opened:
     session: int
     arenas: tuple[ServedArena, ...]
     media: dict[str, Medium]  #: of all tiers, hottest first
+    reader_handles: dict[str, str] = attrs.field(factory=dict)  #: as `Stack.reader_handles`
     about: tuple[str, ...] = ()  #: a line a tier, for people
     cold: str = ""  #: why nothing that the tiers hold can be found; empty if that is not so
 
 
 @attrs.frozen
-class ServedLookup(Lookup):
-    """A lookup that found slots alone: nobody reads the stores of a server but the server."""
+class ServedFrame:
+    """A `StoredFrame` in a message, where it can be told from a slot."""
 
-    slots: Sequence[Slot] = ()
+    tier: str
+    place: tuple[Any, ...]  #: numbers, text and bytes
+    nbytes: int
+    key: Key
+    namespace: bytes
+
+    @classmethod
+    def of(cls, frame: StoredFrame) -> Self:
+        """As it is sent."""
+        return cls(frame.tier, frame.location.place, frame.location.nbytes, frame.key, frame.namespace)
+
+    @property
+    def stored(self) -> StoredFrame:
+        """As it was before."""
+        return StoredFrame(self.tier, Location(self.place, self.nbytes), ChunkKey(self.key), self.namespace)
+
+
+@attrs.frozen
+class ServedLookup(Lookup):
+    """A lookup in a message."""
+
+    slots: Sequence[Slot | ServedFrame] = ()  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, found: Lookup) -> Self:
+        """As it is sent."""
+        slots = [ServedFrame.of(slot) if isinstance(slot, StoredFrame) else slot for slot in found.slots]
+        return cls(**{**attrs.asdict(found, recurse=False), "slots": slots})
+
+    @property
+    def found(self) -> Lookup:
+        """As it was before."""
+        slots = [slot.stored if isinstance(slot, ServedFrame) else slot for slot in self.slots]
+        return Lookup(**{**attrs.asdict(self, recurse=False), "slots": slots})
 
 
 @attrs.frozen
@@ -122,6 +167,9 @@ CALLS = {
     "invalidate_all": Call(10, {"namespace": Namespace}, Opened),
     "whereabouts": Call(11, {"path": Path}, list[Whereabouts]),
     "pins_by_holder": Call(12, {}, dict[str, int]),
+    "load_begins": Call(13, {"frames": list[ServedFrame], "holder": Holder}, None),
+    "load_ended": Call(14, {"holder": Holder, "unread": dict[Key, FrameRead], "ok": bool}, None),
+    "stop_direct_reads": Call(15, {"tier": str, "why": str}, None),
     "attach": Call(32, {"session": int, "arena": int, "rank": int}, int),
     "detach": Call(33, {}, None),
 }

@@ -102,9 +102,8 @@ class Spaces:
         ]
         config = attrs.evolve(self._config, tiers=tuple(tiers), chunk_tokens=opening.layout.tokens)
         context = OpenContext(namespace=opening.namespace, layout=opening.layout)
-        # Workers read no store of a server by themselves.
         arena = functools.partial(LentArena, tenants=self.tenants)
-        runtime = Runtime(pool=self._pool, arena=arena, recomputes=False)
+        runtime = Runtime(pool=self._pool, arena=arena)
         stack = open_stack(config, context, runtime)
         for tier, arena in zip(config.arenas, stack.arenas, strict=True):
             arena.memory.recall_slots = functools.partial(_recall, stack, arena)
@@ -114,9 +113,8 @@ class Spaces:
         for line in stack.describe():
             logger.info("kvtier: %s: %s", opening.model, line)
         media = {tier.name: tier.config.medium for tier in self._config.tiers}
-        return Space(
-            opening.model, opening.namespace, opening.layout, stack, arenas, media, self.tenants, stack.why_cold()
-        )
+        named = opening.model, opening.namespace, opening.layout
+        return Space(*named, stack, arenas, media, self.tenants, stack.why_cold(), config.stores)
 
     def renew(self, session: Session, namespace: Namespace) -> None:
         """The KV of an engine has another namespace from now on, because its weights may have changed.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import kvtier_cpu.plugin
 import kvtier_disk.plugin
+import kvtier_gds.plugin
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.layouts import ChunkLayout
@@ -27,7 +28,8 @@ PATIENT = Waits(20.0, 20.0)
 def config_of(slots: int, *stores: dict, frame: int = FRAME):
     """Arenas of so many slots, and store tiers below."""
     tiers = [{"type": "cpu", "capacity": str(Nbytes(slots * frame)), "huge_pages": "off"}, *stores]
-    return load_config({"version": 1, "tiers": tiers}, Registry.of(kvtier_cpu.plugin, kvtier_disk.plugin))
+    plugins = kvtier_cpu.plugin, kvtier_disk.plugin, kvtier_gds.plugin
+    return load_config({"version": 1, "tiers": tiers}, Registry.of(*plugins))
 
 
 class Serving:
@@ -40,9 +42,11 @@ class Serving:
         self._thread.start()
         self.stacks: list[RemoteStack] = []
 
-    def stack(self, model: str = "model", layout: ChunkLayout = LAYOUT, waits: Waits = PATIENT) -> RemoteStack:
+    def stack(
+        self, model: str = "model", layout: ChunkLayout = LAYOUT, waits: Waits = PATIENT, *, recomputes: bool = True
+    ) -> RemoteStack:
         """That of a further engine."""
-        opening = Opening(model, "engine", Namespace.of({"model": model}), layout)
+        opening = Opening(model, "engine", Namespace.of({"model": model}), layout, recomputes)
         self.stacks.append(RemoteStack(self.path, opening, waits))
         return self.stacks[-1]
 
