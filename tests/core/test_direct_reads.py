@@ -149,6 +149,18 @@ def test_a_store_that_fails_again_and_again_rests_and_is_tried_once(tier):
     assert tier.told() == [EventKind.READ, EventKind.BREAKER_CLOSED] and tier.leasable(HERE) == 4
 
 
+def test_a_load_that_failed_for_another_reason_says_nothing_of_the_store(tier):
+    """Its engine was killed, for instance. Another load may be the probe."""
+    for _ in range(3):
+        tier.load(HERE[:1], status=ReadStatus.IO_ERROR, why="gone", ok=False)
+    tier.now += 10.0
+    tier.told()
+    tier.load(HERE[:1], ok=False)
+    assert tier.told() == [] and tier.leasable(HERE) == 4
+    tier.load(HERE[:1])
+    assert tier.told() == [EventKind.READ, EventKind.BREAKER_CLOSED]
+
+
 def test_what_is_slower_than_computing_is_declined_once_that_is_known(tier):
     limit = LoadLimit(chunk_seconds=0.1, wait=2.0)
     assert tier.choose(4, limit).chunks == 4

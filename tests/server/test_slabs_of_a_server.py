@@ -199,6 +199,7 @@ def test_what_a_dead_engine_was_reading_may_leave_when_its_worker_has_ended(serv
     stack.close()
     assert within(5, lambda: served.server.ask(lambda: any(each.hung_up for each in space.sessions)).result())
     assert leased(served), "its worker may still read it"
+    assert gds(served).silence == 0.0, "others wait for what nobody will tell"
     assert worker.read(frames[0]) == {}
     worker.close()
     assert within(5, lambda: not leased(served))

@@ -98,7 +98,10 @@ class DirectReads:
             self._health.report(EventKind.READ, lease.loading, nbytes=nbytes, seconds=now - lease.begun)
         failed = [key for key in lease.loading if key in unread and unread[key].status is ReadStatus.IO_ERROR]
         error = BackendError(unread[failed[0]].why) if failed else None
-        self._health.record(self._health.reads, failed or lease.loading, error)
+        if ok or unread:
+            self._health.record(self._health.reads, failed or lease.loading, error)
+        else:  # that says nothing of the store
+            self._health.reads.give_up()
         for key in lease.loading:
             if key in unread and unread[key].status is not ReadStatus.IO_ERROR and key not in self._unusable:
                 self._unusable[key] = unread[key].status
