@@ -20,8 +20,8 @@ BUDGETS = {
         [f"{CORE}/{each}" for each in ("types.py", "layouts.py", "errors.py", "interfaces", "frames", "stack")]
         + [f"{CORE}/transfer/io_pool.py"],
     ),
-    "server": (2729, [f"{CORE}/server"]),
-    "core": (31792, [CORE]),  # aim: 25500, without the server
+    "server": (2735, [f"{CORE}/server"]),
+    "core": (31798, [CORE]),  # aim: 25500, without the server
     "testing kit": (4743, [f"{CORE}/testing"]),
     "plugins": (6347, ["plugins/*/kvtier_*"]),
 }

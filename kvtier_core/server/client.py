@@ -28,7 +28,6 @@ from kvtier_core.server.protocol import (
     Opened,
     Opening,
     ProtocolError,
-    ServedFrame,
     ServedLookup,
     encode,
     reason,
@@ -312,7 +311,7 @@ class RemoteStack(Stack):
     def load_begins(self, frames: Sequence[StoredFrame], holder: str) -> None:
         if frames:
             self._reading.add(holder)
-            self._tell("load_begins", [ServedFrame.of(frame) for frame in frames], holder)
+            self._tell("load_begins", list(frames), holder)
 
     def load_ended(self, holder: str, unread: Mapping[ChunkKey, FrameRead], *, ok: bool) -> None:
         if holder in self._reading:

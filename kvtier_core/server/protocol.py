@@ -13,7 +13,7 @@ import struct
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple
 
 import attrs
 import msgspec
@@ -93,44 +93,51 @@ class Opened:
     cold: str = ""  #: why nothing that the tiers hold can be found; empty if that is not so
 
 
-@attrs.frozen
-class ServedFrame:
-    """A `StoredFrame` in a message, where it can be told from a slot."""
+class ServedLocation(NamedTuple):
+    """A `Location`; msgspec cannot name the types of what is in its place."""
 
-    tier: str
     place: tuple[Any, ...]  #: numbers, text and bytes
     nbytes: int
+
+
+class ServedFrame(NamedTuple):
+    """A `StoredFrame` as it comes."""
+
+    tier: str
+    location: ServedLocation
     key: Key
     namespace: bytes
 
-    @classmethod
-    def of(cls, frame: StoredFrame) -> Self:
-        """As it is sent."""
-        return cls(frame.tier, frame.location.place, frame.location.nbytes, frame.key, frame.namespace)
-
     @property
     def stored(self) -> StoredFrame:
-        """As it was before."""
-        return StoredFrame(self.tier, Location(self.place, self.nbytes), ChunkKey(self.key), self.namespace)
+        """As it was sent."""
+        return StoredFrame(self.tier, Location._make(self.location), ChunkKey(self.key), self.namespace)
 
 
 @attrs.frozen
 class ServedLookup(Lookup):
-    """A lookup in a message."""
+    """A lookup in a message: slots and stored frames look alike there, so the frames go apart."""
 
-    slots: Sequence[Slot | ServedFrame] = ()  # type: ignore[assignment]
+    slots: Sequence[Slot] = ()
+    frames: Mapping[int, ServedFrame] = attrs.field(factory=dict)  #: by their places among the slots
 
     @classmethod
-    def of(cls, found: Lookup) -> Self:
+    def of(cls, found: Lookup) -> Lookup:
         """As it is sent."""
-        slots = [ServedFrame.of(slot) if isinstance(slot, StoredFrame) else slot for slot in found.slots]
-        return cls(**{**attrs.asdict(found, recurse=False), "slots": slots})
+        if StoredFrame not in map(type, found.slots):
+            return found
+        frames = {at: slot for at, slot in enumerate(found.slots) if isinstance(slot, StoredFrame)}
+        slots = [slot for slot in found.slots if isinstance(slot, Slot)]
+        return cls(**{**attrs.asdict(found, recurse=False), "slots": slots}, frames=frames)
 
     @property
     def found(self) -> Lookup:
         """As it was before."""
-        slots = [slot.stored if isinstance(slot, ServedFrame) else slot for slot in self.slots]
-        return Lookup(**{**attrs.asdict(self, recurse=False), "slots": slots})
+        if not self.frames:
+            return self
+        slots, places = iter(self.slots), range(len(self.slots) + len(self.frames))
+        both = [self.frames[at].stored if at in self.frames else next(slots) for at in places]
+        return attrs.evolve(self, slots=both, frames={})
 
 
 @attrs.frozen

@@ -20,7 +20,7 @@ from kvtier_core.server.memory import reader_handle_of
 from kvtier_core.server.protocol import Opened, Opening, ServedArena, ServedFrame, ServedLookup, Stepped
 from kvtier_core.server.tenants import Tenants
 from kvtier_core.stack.manager import StorageManager
-from kvtier_core.stack.outcomes import LoadLimit, Whereabouts
+from kvtier_core.stack.outcomes import LoadLimit, Lookup, Whereabouts
 from kvtier_core.types import ChunkKey, Event, FrameRead, Namespace, Slot, Usage
 
 logger = logging.getLogger("kvtier")
@@ -101,7 +101,7 @@ class Session:
 
     def lookup(
         self, path: Sequence[ChunkKey], holder: str, limit: LoadLimit | None, salt: bytes, skipped: int
-    ) -> ServedLookup:
+    ) -> Lookup:
         own = self._prefix + holder
         self.space.tenants.note(path, salt)
         found = self.space.stack.lookup(path, own, limit, salt, skipped, self._not_direct)
