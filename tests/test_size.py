@@ -16,12 +16,12 @@ CORE = "kvtier_core"
 #: Packages and files, and the lines of Python that all of them may have, docstrings and blanks included.
 BUDGETS = {
     "data plane": (
-        6811,  # aim: 5700
+        6813,  # aim: 5700
         [f"{CORE}/{each}" for each in ("types.py", "layouts.py", "errors.py", "interfaces", "frames", "stack")]
         + [f"{CORE}/transfer/io_pool.py"],
     ),
-    "server": (2735, [f"{CORE}/server"]),
-    "core": (31798, [CORE]),  # aim: 25500, without the server
+    "server": (2736, [f"{CORE}/server"]),
+    "core": (31804, [CORE]),  # aim: 25500, without the server
     "testing kit": (4743, [f"{CORE}/testing"]),
     "plugins": (6347, ["plugins/*/kvtier_*"]),
 }

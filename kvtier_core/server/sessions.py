@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 
+from kvtier_core.config.compose import FAILS_REQUESTS
 from kvtier_core.config.model import StoreTierConfig
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Medium
@@ -79,7 +80,7 @@ class Session:
         self._looked: dict[str, tuple[int, int]] = {}  # by holder: chunks that its last lookup asked for, and found
         self._events: list[Event] = []
         self._usage: Sequence[Usage] = ()
-        self._stopped: set[str] = set()  # tiers that its workers do not read by themselves, though others may
+        self._stopped: dict[str, str] = {}  # by tier: why its workers do not read it by themselves, though others may
         space.sessions.add(self)
 
     def opened(self) -> Opened:
@@ -90,7 +91,7 @@ class Session:
         readers = {
             tier.name: reader_handle_of(tier, handles[tier.name]) for tier in self.space.stores if tier.name in handles
         }
-        about = tuple(stack.describe())
+        about = tuple(stack.describe(self._not_direct))
         return Opened(self.number, self.space.arenas, media, readers, about, self.space.cold)
 
     # -- calls ---------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ class Session:
     def stop_direct_reads(self, tier: str, why: str) -> None:
         """For this engine alone."""
         logger.info("kvtier: session %d: frames of %s pass through an arena: %s", self.number, tier, why)
-        self._stopped.add(tier)
+        self._stopped[tier] = why
         self.space.stack.release_frames(tier, self._holders[self.space])
 
     def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None, salt: bytes) -> None:
@@ -235,9 +236,9 @@ class Session:
         return f"{self.number}/"
 
     @property
-    def _not_direct(self) -> Collection[str]:
-        """The tiers whose frames its workers do not read by themselves."""
-        return self._stopped if self.opening.recomputes else self.space.stack.media
+    def _not_direct(self) -> Mapping[str, str]:
+        """The tiers whose frames its workers do not read by themselves, and why."""
+        return self._stopped if self.opening.recomputes else dict.fromkeys(self.space.stack.media, FAILS_REQUESTS)
 
     def _holding(self, holder: str) -> list[Space]:
         """Where something is held for this holder: it may be in the space of before."""

@@ -296,7 +296,8 @@ class StorageManager(Stack):
     def media(self) -> dict[str, Medium]:
         return self._media
 
-    def describe(self) -> list[str]:
+    def describe(self, not_direct: Mapping[str, str] | None = None) -> list[str]:
+        """``not_direct``: tiers whose frames the workers of an engine do not read by themselves, and why."""
         lines = []
         for level in self._levels:
             facts = (level.memory if isinstance(level, Arena) else level.backend).facts()
@@ -305,7 +306,8 @@ class StorageManager(Stack):
             if isinstance(level, StoreTier) and level.backend.shared:
                 words = ["shared with other engines"]  # what it holds nobody knows
             if isinstance(level, StoreTier) and level.reader_handle:
-                words.append(f"workers read it: {f'no, {level.not_direct}' if level.not_direct else 'if they can'}")
+                why = level.not_direct or (not_direct or {}).get(level.name)
+                words.append(f"workers read it: {f'no, {why}' if why else 'if they can'}")
             words += [f"{name}: {fact}" for name, fact in facts.items()]
             lines.append(f"{level.name}: {', '.join(words)}")
         return lines

@@ -77,14 +77,14 @@ MUTANTS = (
     Mutant(
         "who-fails-requests-is-promised-frames",
         SESSIONS,
-        "return self._stopped if self.opening.recomputes else self.space.stack.media",
+        "return self._stopped if self.opening.recomputes else dict.fromkeys(self.space.stack.media, FAILS_REQUESTS)",
         "return self._stopped",
         SLAB_TESTS + "test_what_one_engine_does_not_read_passes_through_memory_and_others_read_on",
     ),
     Mutant(
         "one-engine-stops-the-reads-of-all",
         SESSIONS,
-        "        self._stopped.add(tier)\n",
+        "        self._stopped[tier] = why\n",
         "        self.space.stack.stop_direct_reads(tier, why)\n",
         SLAB_TESTS + "test_what_one_engine_does_not_read_passes_through_memory_and_others_read_on",
     ),
