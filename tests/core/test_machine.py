@@ -146,8 +146,11 @@ def test_any_interleaving_keeps_the_promises(shape):
 
 
 @pytest.mark.long
-def test_any_interleaving_keeps_the_promises_where_some_workers_read_the_tier():
-    run_state_machine_as_test(SomeReadDirectly, settings=THOROUGH)
+@pytest.mark.parametrize("shared", [False, True])
+def test_any_interleaving_keeps_the_promises_where_some_workers_read_the_tier(shared):
+    shelf = type("Shelf", (SomeReadDirectly.shelf,), {"shared": shared})
+    machine = type("Machine", (SomeReadDirectly,), {"shelf": shelf})
+    run_state_machine_as_test(machine, settings=THOROUGH)
 
 
 @pytest.mark.long

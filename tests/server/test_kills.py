@@ -108,9 +108,9 @@ def test_an_engine_goes_on_when_its_server_is_killed(steps, tmp_path):
         assert "done" in ended or STEPS[steps].__name__ in ("opens", "reserves_for_a_self_test", "attaches")
 
 
-def server(folder, path, *stores):
+def server(folder, path, *stores, capacity="1MiB"):
     file = folder / "kvtier.yaml"
     below = "".join(f"  - {json.dumps(store)}\n" for store in stores)
-    file.write_text(f"version: 1\ntiers:\n  - {{type: cpu, capacity: 1MiB, huge_pages: off}}\n{below}")
+    file.write_text(f"version: 1\ntiers:\n  - {{type: cpu, capacity: {capacity}, huge_pages: off}}\n{below}")
     kvtier = Path(sys.executable).with_name("kvtier")
     return process(kvtier, "serve", "--config", file, "--socket", path, ready="engines write")

@@ -9,6 +9,7 @@ import time
 import pytest
 from conftest import hit
 from test_direct_loads import ASKED, HITS, slabs
+from test_processes import largest_difference, run
 from test_server import NOISE, of, serving
 
 from kvtier_gds.slab_files import SlabFiles
@@ -17,9 +18,9 @@ from kvtier_gds.slab_files import SlabFiles
 READ = 2 * HITS // 64
 
 
-def served_slabs(folder):
+def served_slabs(folder, mode="gds"):
     """The tier as the server's file has it."""
-    return json.dumps(slabs(folder))
+    return json.dumps(slabs(folder, mode=mode))
 
 
 @pytest.fixture
@@ -92,11 +93,27 @@ def test_an_engine_that_is_killed_in_a_load_leaves_the_slabs_to_others(
     assert warm.differs(stored) == 0
 
 
-def test_an_engine_that_fails_requests_whose_load_fails_gets_no_stored_frames(engine, tmp_path, stored, ranges_read):
+@pytest.mark.parametrize(("mode", "policy"), [("gds", "fail"), ("auto", "recompute")])
+def test_an_engine_that_does_not_read_by_itself_gets_no_stored_frames(
+    engine, tmp_path, stored, ranges_read, mode, policy
+):
+    """It fails requests whose load fails; or its workers refuse, since there is no GPU to read into."""
     with (
-        serving(tmp_path, served_slabs(tmp_path)),
-        engine(of(tmp_path), enable_prefix_caching=True, kv_load_failure_policy="fail") as second,
+        serving(tmp_path, served_slabs(tmp_path, mode)),
+        engine(of(tmp_path), enable_prefix_caching=True, kv_load_failure_policy=policy) as second,
     ):
         warm = second.ask(ASKED)[0]
         assert second.outcomes() == [hit(530, gds=512)]
+        second.assert_at_rest()
     assert warm.differs(stored) == 0 and not ranges_read
+
+
+def test_each_rank_reads_its_shard_of_the_slabs_of_a_server(fork_server, model, tmp_path):
+    answers = []
+    for _ in range(2):
+        with serving(tmp_path, served_slabs(tmp_path)):
+            answers.append(run(fork_server, model, of(tmp_path), tensor_parallel_size=2))
+    (cold, *_), (warm, _, outcomes, log) = answers
+    assert warm[0][-1] == HITS and outcomes[0] == hit(530, gds=512)
+    assert all(f"rank {rank}: gds: read with" in log for rank in range(2))
+    assert largest_difference(warm, cold) < NOISE
