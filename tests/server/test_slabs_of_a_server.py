@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
 
+import attrs
 import pytest
 from engine_process import BLOCKS, LAYOUT, NAMESPACE, OWN, READS, Engine, filled
 from served import PATIENT, serving
@@ -14,8 +16,11 @@ from test_kills import engine, erase, server, within
 from test_shared_stack import OTHERS, busy, steps_until
 
 from kvtier_core.config.compose import attach_reader
+from kvtier_core.config.load import load_config
+from kvtier_core.config.registry import Registry
+from kvtier_core.errors import ConfigError
 from kvtier_core.server.client import RemoteStack, Waits
-from kvtier_core.server.memory import served_store, served_tier
+from kvtier_core.server.memory import reader_handle_of, served_store, served_tier
 from kvtier_core.server.protocol import Opening
 from kvtier_core.stack.outcomes import LoadLimit
 from kvtier_core.types import EventKind, ReadStatus, Slot, StoredFrame
@@ -254,3 +259,25 @@ def test_what_was_found_on_a_server_that_was_replaced_is_verified(tmp_path):
         stack.release("request")
         assert list(stack.reader_handles) == ["gds"]
         assert not stack.lookup(OWN, "request", PATIENCE).slots
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"type": "gds", "paths": ["/a b", "/c"], "capacity": "1GiB", "mode": "gds", "timeout": "500ms"},
+        {"type": "disk", "path": "/d", "shared": True, "min_free": "0B"},
+        {"type": "redis", "url": "rediss://host:6379/0", "password": "env:SECRET", "ttl": "1min"},
+    ],
+    ids=lambda settings: settings["type"],
+)
+def test_a_worker_has_the_settings_of_the_server(settings):
+    tiers = [{"type": "heap", "capacity": "1GiB"}, settings]
+    (tier,) = load_config({"version": 1, "tiers": tiers}, Registry.discover()).stores
+    told, handle = served_store("another name", reader_handle_of(tier, "a handle"))
+    assert told == attrs.evolve(tier, name="another name") and handle == "a handle"
+
+
+def test_a_plugin_that_the_engine_has_not_is_told():
+    handle = json.dumps({"tier": {"type": "slabs", "capacity": "1GiB"}, "handle": ""})
+    with pytest.raises(ConfigError, match="the server's file.*no tier 'slabs' is installed"):
+        served_store("slabs", handle)
