@@ -161,6 +161,36 @@ def test_what_one_engine_does_not_read_passes_through_memory_and_others_read_on(
         assert not worker.load()
 
 
+def test_what_workers_are_reading_is_a_miss_for_an_engine_that_would_read_it_into_memory(served):
+    """That engine computes it, and stores it in memory, for all."""
+    reads, other = served.stack(), served.stack(recomputes=False)
+    reads.lookup(OWN, "request", PATIENCE)
+    found = other.lookup(OWN, "request", PATIENCE)
+    assert not found.slots and not found.pending and found.miss_reason == "its frame in gds is read by workers"
+    assert len(other.reserve(OWN, "store")) == len(OWN)
+    other.release("store")
+    reads.release("request")
+    assert within(5, lambda: other.lookup(OWN, "request", PATIENCE).pending == len(OWN))
+
+
+def test_an_engine_that_begins_an_epoch_reads_to_the_end_what_it_had_begun(served):
+    stays, moves = served.stack(), served.stack()
+    with worker_of(moves) as worker:
+        frames = moves.lookup(OWN, "request", PATIENCE).slots
+        moves.load_begins(frames, "request")
+        attachment = moves.attachment
+        (space,) = served.server.spaces
+        (tier,) = space.stack.tiers
+        moves.invalidate_all(NAMESPACE.renewed())
+        steps_until(moves, lambda: moves.attachment != attachment)
+        assert moves.reader_handles == {}, "the slabs are of the first namespace"
+        assert tier.readable(OWN) < len(OWN) and not any(map(worker.read, frames))
+        moves.load_ended("request", {}, ok=True)
+        moves.release("request")
+        steps_until(stays, lambda: tier.readable(OWN) == len(OWN))
+        assert len(stays.lookup(OWN, "request", PATIENCE).slots) == len(OWN)
+
+
 def test_a_prefetch_brings_up_what_workers_do_not_read(served):
     (space,) = served.server.spaces
     served.stack().prefetch(OWN)
