@@ -45,7 +45,8 @@ class Slot(NamedTuple):
 class Location(NamedTuple):
     """Where a store keeps a frame."""
 
-    place: tuple[int | str | bytes, ...]  #: plain values, which only its backend and its readers understand
+    #: Whole numbers of at most 64 bits, text and bytes, which only its backend and its readers understand.
+    place: tuple[int | str | bytes, ...]
     nbytes: int  #: of the frame
 
 

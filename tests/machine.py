@@ -27,6 +27,7 @@ from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.interface import Stack
 from kvtier_core.stack.manager import StorageManager
+from kvtier_core.stack.outcomes import Lookup
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_context, make_layout
@@ -202,10 +203,14 @@ class StackMachine(RuleBasedStateMachine):
         path = PATHS[name]
         if not known:
             self.manager.on_request(path)
-        found = self.manager.lookup(path, holder := self.new_holder())
+        found = self.lookup(path, holder := self.new_holder())
         assert len(found.slots) == len(found.sources) and len(found.slots) + found.pending <= len(path)
         assert bool(found.miss_reason) == (len(found.slots) + found.pending < len(path))
         self.loading.append((holder, path[: len(found.slots)], found.slots, self.epoch))
+
+    def lookup(self, path: Sequence[ChunkKey], holder: str) -> Lookup:
+        """Look up a prompt."""
+        return self.manager.lookup(path, holder)
 
     @precondition(lambda self: self.loading)
     @rule(which=_WHICH)
@@ -242,7 +247,7 @@ class StackMachine(RuleBasedStateMachine):
         holder, keys, slots, epoch = self.loading[which % len(self.loading)]
         if epoch == self.epoch and keys:
             path = next(path for path in PATHS.values() if path[: len(keys)] == keys)
-            found = self.manager.lookup(path, holder)
+            found = self.lookup(path, holder)
             assert list(found.slots[: len(slots)]) == list(slots), "a slot was taken from its holder"
             self.loading[which % len(self.loading)] = holder, path[: len(found.slots)], found.slots, epoch
 

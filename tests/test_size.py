@@ -16,13 +16,13 @@ CORE = "kvtier_core"
 #: Packages and files, and the lines of Python that all of them may have, docstrings and blanks included.
 BUDGETS = {
     "data plane": (
-        6784,  # aim: 5700
+        6845,  # aim: 5700
         [f"{CORE}/{each}" for each in ("types.py", "layouts.py", "errors.py", "interfaces", "frames", "stack")]
         + [f"{CORE}/transfer/io_pool.py"],
     ),
-    "server": (3382, [f"{CORE}/server"]),
-    "core": (32415, [CORE]),  # aim: 25500, without the server
-    "testing kit": (4734, [f"{CORE}/testing"]),
+    "server": (3516, [f"{CORE}/server"]),
+    "core": (32647, [CORE]),  # aim: 25500, without the server
+    "testing kit": (4743, [f"{CORE}/testing"]),
     "plugins": (6372, ["plugins/*/kvtier_*"]),
 }
 

@@ -52,6 +52,9 @@ T = TypeVar("T")
 #: The number of a shared store's frames that an engine remembers. It asks again for those that it forgot.
 _REMEMBERED_FRAMES = 1 << 16
 
+#: Why an engine that does not recompute reads no store by itself.
+FAILS_REQUESTS = "the engine fails requests whose load fails (kv_load_failure_policy)"
+
 
 @attrs.frozen
 class Runtime:
@@ -308,7 +311,7 @@ class _Opening:
             return "they are encoded or have a keyed seal"
         if opened.codec.parts > 1:
             return "the model's chunks have several parts"
-        return "" if self.runtime.recomputes else "the engine fails requests whose load fails (kv_load_failure_policy)"
+        return "" if self.runtime.recomputes else FAILS_REQUESTS
 
     def allocate(self, ctx: OpenContext) -> AllocatorBackend:
         """Open the memory of an arena alone. Raises ConfigError."""

@@ -126,6 +126,19 @@ def chosen(node: Node, family: type, choose: Choose) -> type:
     return config
 
 
+def written(value: Any) -> Any:
+    """What was read, in plain values from which it is read again; of a chosen class its type and all its settings."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, tuple):
+        return [written(each) for each in value]
+    if attrs.has(type(value)) and type(value) not in SCALARS:
+        chosen = {"type": value.type} if isinstance(value, _FAMILIES) else {}
+        fields = [field for field in attrs.fields(type(value)) if field.init]
+        return chosen | {field.alias: written(getattr(value, field.name)) for field in fields}
+    return value if type(value) in (bool, int, float, str, types.NoneType) else str(value)
+
+
 # -- classes ---------------------------------------------------------------------------------------
 
 

@@ -118,7 +118,7 @@ class Engine:
         from kvtier_core.server.client import RemoteStack
         from kvtier_core.server.protocol import Opening
 
-        opening = Opening(self.model, self.name, context.namespace, context.layout)
+        opening = Opening(self.model, self.name, context.namespace, context.layout, self.recomputes)
         return RemoteStack(Path(config.server.removeprefix(UNIX)), opening)
 
     def _log_stack(

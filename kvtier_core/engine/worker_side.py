@@ -91,8 +91,8 @@ class WorkerSide:
     ):
         """``caches`` are the engine's own tensors, for the self-test; ``pages`` says where they lie.
 
-        Without ``arenas`` they are those of the server that the plans name. Of ``stores`` this worker reads those by
-        itself that the plans name.
+        Without ``arenas`` the tiers are those of the server that the plans name. Of ``stores`` this worker reads those
+        by itself that the plans name.
 
         ``fence_at_once``: the engine may overwrite blocks in a step before it calls `fence`, so that whatever it does
         next waits for a store as soon as that has begun.
@@ -165,19 +165,24 @@ class WorkerSide:
             own = slots[self._rank % plan.layout.replicas :: plan.layout.replicas]  # one for each part
             if wrong := try_copies(mover, table, self._caches, own):
                 return f"arena {tier.name}: {wrong}"
-        for tier in self._stores:
-            if tier.name not in plan.reader_handles:
-                continue
-            outcome = run(lambda tier=tier: attach_reader(tier, plan.reader_handles[tier.name], table))
+        for name, handle in plan.reader_handles.items():
+            outcome = run(lambda name=name, handle=handle: self._reader(name, handle, table))
             if outcome.error is not None:
-                self._no_readers[tier.name] = f"rank {self._rank}: {outcome.error}"
+                self._no_readers[name] = f"rank {self._rank}: {outcome.error}"
                 continue
-            reader = self._readers[tier.name] = outcome.value
-            self._log_facts(tier.name, reader.facts())
+            reader = self._readers[name] = outcome.value
+            self._log_facts(name, reader.facts())
             for mover in reader.movers:
                 if wrong := try_copies(mover, table, self._caches, range(len(plan.layout.parts))):
-                    return f"{tier.name}: {wrong}"
+                    return f"{name}: {wrong}"
         return ""
+
+    def _reader(self, name: str, handle: str, table: PagedKVCache) -> DirectReader:
+        """A reader of a store tier. Raises ConfigError if this worker cannot read it by itself."""
+        tier = next((tier for tier in self._stores if tier.name == name), None)
+        if tier is None:
+            tier, handle = _served_store(name, handle)
+        return attach_reader(tier, handle, table)
 
     def _log_facts(self, of: str, facts: Mapping[str, str]) -> None:
         for fact in facts.items():
@@ -286,11 +291,11 @@ class WorkerSide:
     def close(self) -> None:
         """Close the movers and the files. May be called twice."""
         self._log.flush(now=True)
-        for mover in self._movers:
-            if mover is not None:
-                mover.close()
         for reader in self._readers.values():
             reader.close()
+        for mover in self._movers:  # the last: with them a server is told that this worker touches nothing any more
+            if mover is not None:
+                mover.close()
         self._movers, self._readers = [], {}
 
     def _wait(self, direction: _Direction, timeout: float) -> None:
@@ -385,3 +390,10 @@ def _served(handles: Sequence[str]) -> Sequence[ArenaTierConfig]:
     from kvtier_core.server.memory import served_tier
 
     return [served_tier(handle) for handle in handles]
+
+
+def _served_store(name: str, handle: str) -> tuple[StoreTierConfig, str]:
+    """A store tier of a server, and its own handle."""
+    from kvtier_core.server.memory import served_store
+
+    return served_store(name, handle)

@@ -144,12 +144,13 @@ class SupportsDirectReads(Protocol):
     def reader_handle(self) -> str:
         """Plain text with which `BackendConfig.attach_reader` reaches this store from a worker process.
 
-        Empty if its settings are such that frames pass through the slots of an arena.
+        Empty if its settings are such that frames pass through the slots of an arena. The config there has the same
+        settings; the process may be that of an engine of a server, with another environment.
         """
 
     @abc.abstractmethod
     def locate(self, keys: Sequence[ChunkKey]) -> Sequence[Location | None]:
-        """Where the frame of each key is; None if there is none.
+        """Where the frame of each key is; None if there is none. A server sends that to engines, see `Location`.
 
         Called on the owner's thread, and answered without the medium. The frame stays there until the tier calls
         `write`, `delete` or `quarantine` for its key, which it does when no worker reads it any more. In a shared store

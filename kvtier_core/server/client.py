@@ -21,7 +21,18 @@ from kvtier_core.engine.log_limit import LogLimit
 from kvtier_core.interfaces import Medium
 from kvtier_core.server.connection import Connection, connect
 from kvtier_core.server.memory import handle_of
-from kvtier_core.server.protocol import CALLS, DONE, Header, Opened, Opening, ProtocolError, encode, reason, result
+from kvtier_core.server.protocol import (
+    CALLS,
+    DONE,
+    Header,
+    Opened,
+    Opening,
+    ProtocolError,
+    ServedLookup,
+    encode,
+    reason,
+    result,
+)
 from kvtier_core.stack.interface import Stack
 from kvtier_core.stack.outcomes import LoadLimit, Lookup, Whereabouts
 from kvtier_core.types import ChunkKey, Event, FrameRead, Namespace, Slot, StoredFrame, Usage
@@ -148,6 +159,7 @@ class RemoteStack(Stack):
         self._pending: set[str] = set()  # holders
         self._asked_for: dict[str, Sequence[ChunkKey]] = {}  # by holder: its last path, until it is released
         self._late: dict[str, Lookup] = {}  # answers for that path which came too late, by holder
+        self._reading: set[str] = set()  # holders whose frames the workers read now
         self._log = LogLimit(time.monotonic)
         self._connect(self._waits.start)
         self._adopt()
@@ -275,10 +287,10 @@ class RemoteStack(Stack):
         self._asked_for[holder] = path
         self._pending.add(holder)
 
-        def answered(found: Lookup) -> None:
+        def answered(told: ServedLookup) -> None:
             # What was found for another path, or released since, is not pinned any more.
             if self._asked_for.get(holder) is path:
-                self._late[holder] = found
+                self._late[holder] = told.found
                 self._pending.discard(holder)
 
         self._ask(session, "lookup", path, holder, limit, salt, skipped, seconds=self._waits.lookup, then=answered)
@@ -297,13 +309,19 @@ class RemoteStack(Stack):
         return holder in self._pending
 
     def load_begins(self, frames: Sequence[StoredFrame], holder: str) -> None:
-        """Nothing: there are no such frames."""
+        if frames:
+            self._reading.add(holder)
+            self._tell("load_begins", list(frames), holder)
 
     def load_ended(self, holder: str, unread: Mapping[ChunkKey, FrameRead], *, ok: bool) -> None:
-        """Nothing: as `load_begins`."""
+        if holder in self._reading:
+            self._reading.discard(holder)
+            self._tell("load_ended", holder, unread, ok)
 
     def stop_direct_reads(self, tier: str, why: str) -> None:
-        """Nothing: the server reads its stores itself."""
+        """For this engine alone; others may read the tier. What was found so far is looked up anew."""
+        self._tell("stop_direct_reads", tier, why)
+        self._forget()
 
     def release(self, holder: str) -> None:
         self._pending.discard(holder)
@@ -422,7 +440,7 @@ class RemoteStack(Stack):
 
     @property
     def reader_handles(self) -> dict[str, str]:
-        return {}
+        return self._known.reader_handles if self._known else {}
 
     @property
     def media(self) -> dict[str, Medium]:

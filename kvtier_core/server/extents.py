@@ -87,6 +87,8 @@ class Extents:
 
     def _free_window(self, share: Share) -> range | None:
         """Free extents for a share, beside some that it has if there are any: a slot may lie in both."""
+        if not self.free:  # as nearly always, and a look at each window takes 0.3 ms
+            return None
         free = [window for window in share.windows() if all(self._owners[extent] is None for extent in window)]
         return min(free, key=lambda window: not self._is_beside(share, window), default=None)
 

@@ -228,7 +228,7 @@ class Console:
     def prefetch(self, prompt: Prompt) -> Done:
         """Bring the chunks of a prompt into memory, ahead of its request."""
         space, path = self._named(prompt)
-        space.stack.prefetch(path, None, _salt(prompt.cache_salt))
+        space.stack.prefetch(path, None, _salt(prompt.cache_salt), space.stack.media)
         return Done(len(path))
 
     def pin(self, prompt: Prompt, name: str) -> Done:
@@ -238,7 +238,8 @@ class Console:
         space.stack.release(holder)
         pinned = sum(pins for other, pins in space.stack.pins_by_holder().items() if other.startswith(_PINNED))
         room = max(0, arena.capacity // _PINNED_SHARE - pinned)
-        return Done(space.stack.lookup(path[:room], holder, None, _salt(prompt.cache_salt)).chunks)
+        salt = _salt(prompt.cache_salt)
+        return Done(space.stack.lookup(path[:room], holder, None, salt, not_direct=space.stack.media).chunks)
 
     def unpin(self, name: str) -> Done:
         """Delete a pin."""

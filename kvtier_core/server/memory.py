@@ -1,4 +1,4 @@
-"""The arenas of a server in a worker process of an engine."""
+"""The tiers of a server in a worker process of an engine: its arenas, and the stores that workers read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvtier_core.config.model import ArenaTierConfig
+from kvtier_core.config.decode import written
+from kvtier_core.config.load import load_config
+from kvtier_core.config.model import ArenaTierConfig, StoreTierConfig
+from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, JobResult, Mover, OpenContext, PagedKVCache, PageList
 from kvtier_core.server import user_locks
@@ -38,6 +41,20 @@ def handle_of(path: Path, session: int, number: int, arena: ServedArena) -> str:
 def served_tier(handle: str) -> ArenaTierConfig:
     """An arena of a server as a tier, for a worker."""
     return ArenaTierConfig(json.loads(handle)["name"], ServedArenaConfig(), Nbytes(1))
+
+
+def reader_handle_of(tier: StoreTierConfig, handle: str) -> str:
+    """Plain text by which `served_store` and a reader reach a store that says this ``handle``."""
+    settings = {"capacity": written(tier.capacity), "timeout": written(tier.timeout), **written(tier.config)}
+    return json.dumps({"tier": settings, "handle": handle})
+
+
+def served_store(name: str, handle: str) -> tuple[StoreTierConfig, str]:
+    """A store tier of a server, for a worker, and its own handle. Raises ConfigError if its plugin is not here."""
+    told = json.loads(handle)
+    tiers = [{"type": "heap", "capacity": "1B"}, told["tier"]]
+    config = load_config({"version": 1, "tiers": tiers}, Registry.discover(), label="the server's file")
+    return attrs.evolve(config.stores[0], name=name), told["handle"]
 
 
 @attrs.frozen

@@ -23,7 +23,17 @@ from kvtier_core.errors import KvtierError
 from kvtier_core.interfaces import Medium
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.outcomes import LoadLimit, Lookup, Whereabouts
-from kvtier_core.types import KEY_NBYTES, Event, Namespace, Slot, Usage
+from kvtier_core.types import (
+    KEY_NBYTES,
+    ChunkKey,
+    Event,
+    FrameRead,
+    Location,
+    Namespace,
+    Slot,
+    StoredFrame,
+    Usage,
+)
 
 #: Bytes of a body. That of a lookup of a million chunks.
 LONGEST = 64 << 20
@@ -60,6 +70,7 @@ class Opening:
     engine: str
     namespace: Namespace
     layout: ChunkLayout
+    recomputes: bool = True  #: does the engine compute what a load could not bring? Else it gets no stored frames.
 
 
 @attrs.frozen
@@ -77,15 +88,56 @@ class Opened:
     session: int
     arenas: tuple[ServedArena, ...]
     media: dict[str, Medium]  #: of all tiers, hottest first
+    reader_handles: dict[str, str] = attrs.field(factory=dict)  #: as `Stack.reader_handles`
     about: tuple[str, ...] = ()  #: a line a tier, for people
     cold: str = ""  #: why nothing that the tiers hold can be found; empty if that is not so
 
 
+class ServedLocation(NamedTuple):
+    """A `Location`; msgspec cannot name the types of what is in its place."""
+
+    place: tuple[Any, ...]  #: numbers, text and bytes
+    nbytes: int
+
+
+class ServedFrame(NamedTuple):
+    """A `StoredFrame` as it comes."""
+
+    tier: str
+    location: ServedLocation
+    key: Key
+    namespace: bytes
+
+    @property
+    def stored(self) -> StoredFrame:
+        """As it was sent."""
+        return StoredFrame(self.tier, Location._make(self.location), ChunkKey(self.key), self.namespace)
+
+
 @attrs.frozen
 class ServedLookup(Lookup):
-    """A lookup that found slots alone: nobody reads the stores of a server but the server."""
+    """A lookup in a message: slots and stored frames look alike there, so the frames go apart."""
 
     slots: Sequence[Slot] = ()
+    frames: Mapping[int, ServedFrame] = attrs.field(factory=dict)  #: by their places among the slots
+
+    @classmethod
+    def of(cls, found: Lookup) -> Lookup:
+        """As it is sent."""
+        if StoredFrame not in map(type, found.slots):
+            return found
+        frames = {at: slot for at, slot in enumerate(found.slots) if isinstance(slot, StoredFrame)}
+        slots = [slot for slot in found.slots if isinstance(slot, Slot)]
+        return cls(**{**attrs.asdict(found, recurse=False), "slots": slots}, frames=frames)
+
+    @property
+    def found(self) -> Lookup:
+        """As it was before."""
+        if not self.frames:
+            return self
+        slots, places = iter(self.slots), range(len(self.slots) + len(self.frames))
+        both = [self.frames[at].stored if at in self.frames else next(slots) for at in places]
+        return attrs.evolve(self, slots=both, frames={})
 
 
 @attrs.frozen
@@ -122,6 +174,9 @@ CALLS = {
     "invalidate_all": Call(10, {"namespace": Namespace}, Opened),
     "whereabouts": Call(11, {"path": Path}, list[Whereabouts]),
     "pins_by_holder": Call(12, {}, dict[str, int]),
+    "load_begins": Call(13, {"frames": list[ServedFrame], "holder": Holder}, None),
+    "load_ended": Call(14, {"holder": Holder, "unread": dict[Key, FrameRead], "ok": bool}, None),
+    "stop_direct_reads": Call(15, {"tier": str, "why": str}, None),
     "attach": Call(32, {"session": int, "arena": int, "rank": int}, tuple[int, int]),
     "detach": Call(33, {}, None),
     "attached": Call(34, {}, None),

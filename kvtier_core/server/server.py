@@ -212,7 +212,7 @@ class Server:
         self._selector.unregister(peer.connection)
         peer.connection.close()
         if peer.session:
-            peer.session.hung_up = True
+            peer.session.hang_up()
             self._end_if_over(peer.session)
         if not peer.attached:
             self._forget(peer)

@@ -6,20 +6,26 @@ has hung up *and* every worker that attached its arenas has detached them, or it
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 
+from kvtier_core.config.compose import FAILS_REQUESTS
+from kvtier_core.config.model import StoreTierConfig
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Medium
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.server.journal import Keeper
 from kvtier_core.server.lent_arena import LentArena
-from kvtier_core.server.protocol import Opened, Opening, ServedArena, Stepped
+from kvtier_core.server.memory import reader_handle_of
+from kvtier_core.server.protocol import Opened, Opening, ServedArena, ServedFrame, ServedLookup, Stepped
 from kvtier_core.server.tenants import Tenants
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.outcomes import LoadLimit, Lookup, Whereabouts
-from kvtier_core.types import ChunkKey, Event, Namespace, Slot, Usage
+from kvtier_core.types import ChunkKey, Event, FrameRead, Namespace, Slot, Usage
+
+logger = logging.getLogger("kvtier")
 
 #: Events that wait for an engine; of one that does not ask for them the oldest are lost.
 _MOST_EVENTS = 4096
@@ -37,6 +43,7 @@ class Space:
     media: Mapping[str, Medium] = attrs.field(factory=dict)  #: of tiers, as the server's file has them
     tenants: Tenants = attrs.field(factory=Tenants)
     cold: str = ""
+    stores: Sequence[StoreTierConfig] = ()  #: that workers may be able to read by themselves
     number: int = 0  #: of those that this server has opened
     keepers: Sequence[Keeper] = ()  #: of its parts of kept memories
     sessions: set[Session] = attrs.field(factory=set)
@@ -75,13 +82,19 @@ class Session:
         self._looked: dict[str, tuple[int, int]] = {}  # by holder: chunks that its last lookup asked for, and found
         self._events: list[Event] = []
         self._usage: Sequence[Usage] = ()
+        self._stopped: dict[str, str] = {}  # by tier: why its workers do not read it by themselves, though others may
         space.sessions.add(self)
 
     def opened(self) -> Opened:
         """The answer to its first call."""
         stack = self.space.stack
         media = {name: self.space.media.get(name, medium) for name, medium in stack.media.items()}
-        return Opened(self.number, self.space.arenas, media, tuple(stack.describe()), self.space.cold)
+        handles = {name: handle for name, handle in stack.reader_handles.items() if name not in self._not_direct}
+        readers = {
+            tier.name: reader_handle_of(tier, handles[tier.name]) for tier in self.space.stores if tier.name in handles
+        }
+        about = tuple(stack.describe(self._not_direct))
+        return Opened(self.number, self.space.arenas, media, readers, about, self.space.cold)
 
     # -- calls ---------------------------------------------------------------------------------------
 
@@ -94,17 +107,31 @@ class Session:
     ) -> Lookup:
         own = self._prefix + holder
         self.space.tenants.note(path, salt)
-        found = self.space.stack.lookup(path, own, limit, salt, skipped)
+        found = self.space.stack.lookup(path, own, limit, salt, skipped, self._not_direct)
         self._looked[own] = len(path), found.chunks
         if found.slots or found.pending:
             self._holders[self.space].add(own)
         if found.pending:
             self._pending.add(own)
-        return found
+        return ServedLookup.of(found)
+
+    def load_begins(self, frames: Sequence[ServedFrame], holder: str) -> None:
+        for space in self._holding(holder):
+            space.stack.load_begins([frame.stored for frame in frames], self._prefix + holder)
+
+    def load_ended(self, holder: str, unread: Mapping[ChunkKey, FrameRead], ok: bool) -> None:
+        for space in self._holding(holder):
+            space.stack.load_ended(self._prefix + holder, unread, ok=ok)
+
+    def stop_direct_reads(self, tier: str, why: str) -> None:
+        """For this engine alone."""
+        logger.info("kvtier: session %d: frames of %s pass through an arena: %s", self.number, tier, why)
+        self._stopped[tier] = why
+        self.space.stack.release_frames(tier, self._holders[self.space])
 
     def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None, salt: bytes) -> None:
         self.space.tenants.note(path, salt)
-        self.space.stack.prefetch(path, limit, salt)
+        self.space.stack.prefetch(path, limit, salt, self._not_direct)
 
     def reserve(
         self, path: Sequence[ChunkKey], holder: str, salt: bytes, parts: Sequence[ChunkKey]
@@ -132,10 +159,9 @@ class Session:
         asked, found = self._looked.pop(own, (0, 0))
         self.space.asked += asked
         self.space.found += found
-        for space in (self.space, *self._former):
-            if own in self._holders[space]:
-                space.stack.release(own)
-                self._holders[space].discard(own)
+        for space in self._holding(holder):
+            space.stack.release(own)
+            self._holders[space].discard(own)
         self._leave_empty()
 
     def reserve_self_test_slots(self, holder: str, count: int) -> list[Slot]:
@@ -182,6 +208,13 @@ class Session:
         space.sessions.add(self)
         self._leave_empty()
 
+    def hang_up(self) -> None:
+        """The scheduler side has closed its connection: nobody will tell how the loads under way end."""
+        self.hung_up = True
+        for space, holders in self._holders.items():
+            for holder in holders:
+                space.stack.load_ended(holder, {}, ok=False)
+
     @property
     def is_over(self) -> bool:
         """Is it certain that nobody touches what it holds?"""
@@ -203,6 +236,15 @@ class Session:
     @property
     def _prefix(self) -> str:
         return f"{self.number}/"
+
+    @property
+    def _not_direct(self) -> Mapping[str, str]:
+        """The tiers whose frames its workers do not read by themselves, and why."""
+        return self._stopped if self.opening.recomputes else dict.fromkeys(self.space.stack.media, FAILS_REQUESTS)
+
+    def _holding(self, holder: str) -> list[Space]:
+        """Where something is held for this holder: it may be in the space of before."""
+        return [space for space in (self.space, *self._former) if self._prefix + holder in self._holders[space]]
 
     def _leave_empty(self) -> None:
         for space in [each for each in self._former if each is self.space or not self._holders[each]]:

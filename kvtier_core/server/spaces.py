@@ -140,10 +140,9 @@ class Spaces:
         ]
         config = attrs.evolve(self._config, tiers=tuple(tiers), chunk_tokens=opening.layout.tokens)
         context = OpenContext(namespace=opening.namespace, layout=opening.layout)
-        # Workers read no store of a server by themselves.
         arena = functools.partial(LentArena, tenants=self.tenants)
         seals_all = any(memory.journal for memory in self.memories)
-        runtime = Runtime(pool=self._pool, arena=arena, recomputes=False, seals_all=seals_all)
+        runtime = Runtime(pool=self._pool, arena=arena, seals_all=seals_all)
         stack = open_stack(config, context, runtime)
         keepers = []
         for memory, arena in zip(self.memories, stack.arenas, strict=True):
@@ -158,7 +157,7 @@ class Spaces:
             logger.info("kvtier: %s: %s", opening.model, line)
         media = {tier.name: tier.config.medium for tier in self._config.tiers}
         of_engine = opening.model, opening.namespace, opening.layout
-        return Space(*of_engine, stack, arenas, media, self.tenants, stack.why_cold(), number, keepers)
+        return Space(*of_engine, stack, arenas, media, self.tenants, stack.why_cold(), config.stores, number, keepers)
 
     def _restore(self) -> None:
         """Open the stacks again that had parts of the kept memories, and adopt what these parts hold."""

@@ -107,11 +107,20 @@ class StorageManager(Stack):
         limit: LoadLimit | None = None,
         salt: bytes = b"",
         skipped: int = 0,
+        not_direct: Collection[str] = (),
     ) -> Lookup:
-        return self._search.lookup(path, holder, limit, salt, skipped)
+        """``not_direct``: tiers whose frames the workers of this holder do not read by themselves, though others do."""
+        return self._search.lookup(path, holder, limit, salt, skipped, not_direct)
 
-    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None = None, salt: bytes = b"") -> None:
-        self._search.prefetch(path, limit, salt)
+    def prefetch(
+        self,
+        path: Sequence[ChunkKey],
+        limit: LoadLimit | None = None,
+        salt: bytes = b"",
+        not_direct: Collection[str] = (),
+    ) -> None:
+        """``not_direct``: as for `lookup`."""
+        self._search.prefetch(path, limit, salt, not_direct)
 
     def still_pending(self, holder: str) -> bool:
         return self._leases.still_pending(holder)
@@ -126,7 +135,11 @@ class StorageManager(Stack):
 
     def stop_direct_reads(self, tier: str, why: str) -> None:
         next(each for each in self._tiers if each.name == tier).not_direct = why
-        self._leases.release_frames(tier)
+        self.release_frames(tier)
+
+    def release_frames(self, tier: str, holders: Collection[str] | None = None) -> None:
+        """Release those of these holders, or of all, that hold frames of a tier: their workers do not read it."""
+        self._leases.release_frames(tier, holders)
 
     def release(self, holder: str) -> None:
         self._leases.release(holder)
@@ -282,13 +295,14 @@ class StorageManager(Stack):
 
     @property
     def reader_handles(self) -> dict[str, str]:
-        return {tier.name: tier.reader_handle for tier in self._tiers if tier.direct}
+        return {tier.name: tier.reader_handle for tier in self._tiers if tier.is_direct()}
 
     @property
     def media(self) -> dict[str, Medium]:
         return self._media
 
-    def describe(self) -> list[str]:
+    def describe(self, not_direct: Mapping[str, str] | None = None) -> list[str]:
+        """``not_direct``: tiers whose frames the workers of an engine do not read by themselves, and why."""
         lines = []
         for level in self._levels:
             facts = (level.memory if isinstance(level, Arena) else level.backend).facts()
@@ -297,7 +311,8 @@ class StorageManager(Stack):
             if isinstance(level, StoreTier) and level.backend.shared:
                 words = ["shared with other engines"]  # what it holds nobody knows
             if isinstance(level, StoreTier) and level.reader_handle:
-                words.append(f"workers read it: {'if they can' if level.direct else f'no, {level.not_direct}'}")
+                why = level.not_direct or (not_direct or {}).get(level.name)
+                words.append(f"workers read it: {f'no, {why}' if why else 'if they can'}")
             words += [f"{name}: {fact}" for name, fact in facts.items()]
             lines.append(f"{level.name}: {', '.join(words)}")
         return lines

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 
 import attrs
 
@@ -65,11 +65,6 @@ class Promotions:
         self._questions: dict[ChunkKey, _Request] = {}  # what stores are asked for
 
     @property
-    def _tiers(self) -> list[StoreTier]:
-        """Those that it reads: the workers read the others."""
-        return [tier for tier in self._queues if not tier.direct]
-
-    @property
     def under_way(self) -> int:
         """Chunks that are requested or being read."""
         return sum(map(len, self._queues.values())) + len(self._reading)
@@ -79,11 +74,18 @@ class Promotions:
         return self._reading[key].tier if key in self._reading else ""
 
     def request(
-        self, path: Sequence[ChunkKey], at: int, taken: Taken, limit: LoadLimit | None = None, salt: bytes = b""
+        self,
+        path: Sequence[ChunkKey],
+        at: int,
+        taken: Taken,
+        limit: LoadLimit | None = None,
+        salt: bytes = b"",
+        not_direct: Collection[str] = (),
     ) -> Requested:
         """Request the chunks of a path from ``at`` on that one tier can deliver, or may be able to.
 
-        Stops before the first that is ``taken`` by a slot, or was rejected just now.
+        Stops before the first that is ``taken`` by a slot, or was rejected just now. What the workers read themselves
+        is not requested, unless it is in one of the tiers ``not_direct``.
         """
 
         def blocked(key: ChunkKey) -> bool:
@@ -91,8 +93,8 @@ class Promotions:
 
         if blocked(path[at]):
             return Requested()
-        for tier in self._tiers:
-            if run := tier.readable(path, at):
+        for tier in self._queues:
+            if not tier.is_direct(not_direct) and (run := tier.readable(path, at)):
                 keys = leading_run(path[at : at + run], lambda key: not blocked(key))
                 choice = tier.choose(len(keys), limit)
                 self._add(tier, _named(path, at, choice.chunks, limit, salt))
@@ -145,7 +147,7 @@ class Promotions:
     def _start(self, tier: StoreTier, queue: OrderedDict[ChunkKey, _Request], taken: Taken) -> None:
         """Begin what one tier may read now."""
         dropped: list[ChunkKey] = []
-        if tier.direct or not tier.can_read:
+        if not tier.can_read:
             dropped += queue
             queue.clear()
         requests: dict[ChunkKey, _Request] = {}
@@ -190,7 +192,7 @@ class Promotions:
                 question = self._questions.get(key)
                 if question and not taken(key) and self._continues(question.parent, requested, taken):
                     requested[key] = question
-            if requested and not tier.direct:
+            if requested and not tier.is_direct():
                 choice = tier.choose(len(requested), next(iter(requested.values())).limit)
                 self._add(tier, dict(list(requested.items())[: choice.chunks]))
             for key in answered:

@@ -273,6 +273,21 @@ class LocatesWhatIsGone(Slab):
         Reference.delete(self, keys)
 
 
+class Address:
+    """Its own reader can use it, in this process."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def __add__(self, offset):
+        return self.at + offset
+
+
+class LocatesWithObjects(Slab):
+    def locate(self, keys):
+        return [found and found._replace(place=(Address(*found.place),)) for found in super().locate(keys)]
+
+
 class FromTheirBeginning(SlabFile):
     def read(self, ranges, into):
         return super().read([each._replace(offset=0) for each in ranges], into)
@@ -316,6 +331,7 @@ BUGS = [
     (ReadsFramesFromTheirBeginning, "test_workers_read_a_frame_by_themselves"),
     (GivesAwayThePlaces, "test_workers_read_a_frame_by_themselves"),
     (LocatesWhatIsGone, "test_workers_read_a_frame_by_themselves"),
+    (LocatesWithObjects, "test_workers_read_a_frame_by_themselves"),
     (SaysThatItIsShared, "test_a_shared_backend_is_tried_as_one"),
     (LooksTwiceWhileItScans, "test_a_scan_may_race_with_a_delete"),
     (ScansLazily, "test_a_scan_may_race_with_a_delete"),

@@ -28,7 +28,7 @@ from kvtier_core.stack.store_tier.frame_table import FrameTable
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.write_through import WriteThrough
 from kvtier_core.transfer.own_shard import OwnShard
-from kvtier_core.types import FrameRead, Location, ReadStatus
+from kvtier_core.types import FrameRead, Location, ReadStatus, Slot
 
 #: Together about half a minute, most of it for the shapes: what goes wrong there is not a policy's fault.
 THOROUGH = settings(
@@ -109,6 +109,20 @@ class SharedSlab(Slab):
     shared = True
 
 
+class SomeReadDirectly(StackMachine):
+    """The workers of every other holder do not read the store by themselves."""
+
+    class shelf(Slab):
+        def read(self, keys, into):
+            return Shelf.read(self, keys, into)
+
+    def lookup(self, path, holder):
+        through_slots = int(holder.removeprefix("holder ")) % 2
+        found = self.manager.lookup(path, holder, not_direct=self.manager.media if through_slots else ())
+        assert not through_slots or all(isinstance(slot, Slot) for slot in found.slots)
+        return found
+
+
 SHAPES = {
     "arena alone": {"tiers": ()},
     "arena and tier": {},
@@ -128,6 +142,14 @@ SOME_POLICIES = some([config() for config in kvtier_eviction_policies()], Gittin
 @pytest.mark.parametrize("shape", SHAPES)
 def test_any_interleaving_keeps_the_promises(shape):
     machine = type("Machine", (StackMachine,), SHAPES[shape])
+    run_state_machine_as_test(machine, settings=THOROUGH)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shared", [False, True])
+def test_any_interleaving_keeps_the_promises_where_some_workers_read_the_tier(shared):
+    shelf = type("Shelf", (SomeReadDirectly.shelf,), {"shared": shared})
+    machine = type("Machine", (SomeReadDirectly,), {"shelf": shelf})
     run_state_machine_as_test(machine, settings=THOROUGH)
 
 
@@ -203,7 +225,7 @@ def writes_beside_its_victims(monkeypatch):
 
 
 def never_writes_down(monkeypatch):
-    monkeypatch.setattr(WriteThrough, "begin", lambda self, keys, checksums, plan: None)
+    monkeypatch.setattr(WriteThrough, "begin", lambda self, keys, checksums, plan, **options: None)
 
 
 def never_promotes(monkeypatch):
@@ -270,6 +292,12 @@ def test_a_planted_bug_of_what_lands_is_found(plant, monkeypatch):
     plant(monkeypatch)
     with pytest.raises((AssertionError, KeyError)):
         run_state_machine_as_test(type("Machine", (StackMachine,), {"shelf": Slab}), settings=HUNT)
+
+
+def test_a_frame_that_is_read_in_two_ways_at_once_is_found(monkeypatch):
+    monkeypatch.setattr(StoreTier, "readable", StoreTier.leasable)
+    with pytest.raises((AssertionError, ContractError)):
+        run_state_machine_as_test(SomeReadDirectly, settings=HUNT)
 
 
 def test_shelves_are_what_they_claim():

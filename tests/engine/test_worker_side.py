@@ -155,6 +155,17 @@ def test_a_reader_waits_for_the_stores_under_way(arena, monkeypatch):
     side.close()
 
 
+def test_movers_are_closed_when_no_reader_reads_any_more(ranks, monkeypatch):
+    """With its movers a server is told that this worker touches nothing any more."""
+    closed, close = [], HostMover.close
+    side = ranks[0]
+    side._readers["store"] = Mock(DirectReader, close=lambda: closed.append("reader"))
+    monkeypatch.setattr(HostMover, "close", lambda mover: closed.append("mover") or close(mover))
+    side.close()
+    monkeypatch.undo()
+    assert closed == ["reader", "mover"]
+
+
 @pytest.mark.parametrize(
     "filled, leading, failed",
     [([0, 1], 2, False), ([0, 2], 1, False), ([1, 2], None, True), ([], None, True)],

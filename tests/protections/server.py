@@ -7,6 +7,7 @@ from protections.mutant import Mutant
 SESSIONS = "kvtier_core/server/sessions.py"
 SERVER = "kvtier_core/server/server.py"
 CLIENT = "kvtier_core/server/client.py"
+SLAB_TESTS = "tests/server/test_slabs_of_a_server.py::"
 SESSION_TESTS = "tests/server/test_shared_stack.py::"
 
 ADOPTION = "kvtier_core/server/adoption.py"
@@ -116,7 +117,7 @@ MUTANTS = (
     Mutant(
         "an-answer-that-came-late-is-lost",
         CLIENT,
-        "self._late[holder] = found\n",
+        "self._late[holder] = told.found\n",
         "pass\n",
         SESSION_TESTS + "test_a_late_answer_is_the_next_lookups",
     ),
@@ -147,6 +148,51 @@ MUTANTS = (
         "        if own in self._holders[self.space]:",
         "        if True:",
         SESSION_TESTS + "test_an_engine_beside_others_moves_and_keeps_what_it_is_loading",
+    ),
+    Mutant(
+        "who-fails-requests-is-promised-frames",
+        SESSIONS,
+        "return self._stopped if self.opening.recomputes else dict.fromkeys(self.space.stack.media, FAILS_REQUESTS)",
+        "return self._stopped",
+        SLAB_TESTS + "test_what_one_engine_does_not_read_passes_through_memory_and_others_read_on",
+    ),
+    Mutant(
+        "one-engine-stops-the-reads-of-all",
+        SESSIONS,
+        "        self._stopped[tier] = why\n",
+        "        self.space.stack.stop_direct_reads(tier, why)\n",
+        SLAB_TESTS + "test_what_one_engine_does_not_read_passes_through_memory_and_others_read_on",
+    ),
+    Mutant(
+        "what-an-engine-does-not-read-stays-promised",
+        SESSIONS,
+        "        self.space.stack.release_frames(tier, self._holders[self.space])\n",
+        "",
+        SLAB_TESTS + "test_what_one_engine_does_not_read_passes_through_memory_and_others_read_on",
+    ),
+    Mutant(
+        "late-answers-promise-what-is-not-read",
+        CLIENT,
+        """        self._tell("stop_direct_reads", tier, why)
+        self._forget()
+""",
+        """        self._tell("stop_direct_reads", tier, why)
+""",
+        SLAB_TESTS + "test_an_answer_from_before_direct_reads_were_stopped_is_not_used",
+    ),
+    Mutant(
+        "a-worker-says-that-it-has-ended-and-reads-on",
+        "kvtier_core/engine/worker_side.py",
+        "for reader in self._readers.values():\n            reader.close()\n        for mover in self._movers:",
+        "for mover in self._movers:",
+        "tests/engine/test_worker_side.py::test_movers_are_closed_when_no_reader_reads_any_more",
+    ),
+    Mutant(
+        "loads-of-the-dead-never-end",
+        SESSIONS,
+        "                space.stack.load_ended(holder, {}, ok=False)\n",
+        "                pass\n",
+        SLAB_TESTS + "test_what_a_dead_engine_was_reading_may_leave_when_its_worker_has_ended",
     ),
     Mutant(
         "a-message-without-end-is-awaited",

@@ -37,8 +37,8 @@ MUTANTS = (
     Mutant(
         "frames-that-workers-refuse-stay-promised",
         "kvtier_core/stack/manager.py",
-        "self._leases.release_frames(tier)",
-        "pass",
+        "        self.release_frames(tier)\n",
+        "",
         "tests/core/test_slab_stacks.py::test_what_workers_refuse_to_read_passes_through_an_arena",
     ),
     Mutant(
@@ -439,6 +439,13 @@ MUTANTS = (
         "free = [key for key in lease.keys if not self._holders[key]]",
         "free = list(lease.keys)",
         "tests/core/test_direct_reads.py::test_what_one_of_two_still_holds_stays",
+    ),
+    Mutant(
+        "what-workers-read-is-read-into-slots",
+        "kvtier_core/stack/store_tier/frame_table.py",
+        "not in (None, beside)",
+        "not in (None, Use.DIRECT_READ)",
+        "tests/core/test_machine.py::test_any_interleaving_keeps_the_promises_where_some_workers_read_the_tier",
     ),
     Mutant(
         "salts-stay-in-the-arena",

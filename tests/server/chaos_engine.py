@@ -1,5 +1,7 @@
 """An engine that stores and loads prompts of its server until it is killed, and ends if it is given other bytes.
 
+Those with even seeds read slabs by themselves.
+
 python chaos_engine.py SOCKET SEED
 """
 
@@ -10,16 +12,17 @@ import hashlib
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kvtier_core.config.compose import attach_reader
 from kvtier_core.errors import BackendError
-from kvtier_core.interfaces import Mover
+from kvtier_core.interfaces import DirectReader, Mover
 from kvtier_core.server.client import RemoteStack
-from kvtier_core.server.memory import served_tier
+from kvtier_core.server.memory import served_store, served_tier
 from kvtier_core.server.protocol import Opening
 from kvtier_core.testing.samples import PagedBuffer, make_layout
-from kvtier_core.types import ChunkKey, Namespace, Slot
+from kvtier_core.types import ChunkKey, FrameRead, Namespace, Slot, StoredFrame
 
 LAYOUT = make_layout((1024, 3072), 2)
 NAMESPACE = Namespace.of({"model": "chaos"})
@@ -33,8 +36,10 @@ class Engine:
     def __init__(self, path: Path, seed: int):
         self._drawn = random.Random(seed)
         self._buffer = PagedBuffer(LAYOUT, 2, random.Random(0))
-        self._stack = RemoteStack(path, Opening("model", "chaos", NAMESPACE, LAYOUT))
+        self._stack = RemoteStack(path, Opening("model", "chaos", NAMESPACE, LAYOUT, recomputes=seed % 2 == 0))
         self._mover: Mover | None = None
+        self._readers: dict[str, DirectReader] = {}
+        self._has_read = False
         self._attached = 0
         self._jobs = 0
 
@@ -51,21 +56,29 @@ class Engine:
                     self._serve(self._drawn.choice(PROMPTS), number)
 
     def _attach(self) -> None:
-        if self._mover is not None:
-            self._mover.close()
-        self._mover, self._attached = None, self._stack.attachment
+        for each in (*self._readers.values(), *([self._mover] if self._mover else [])):
+            each.close()
+        self._mover, self._readers, self._attached = None, {}, self._stack.attachment
         handle = next(iter(self._stack.handles.values()), None)
         if handle is not None:
             try:
                 self._mover = served_tier(handle).config.attach(handle, self._buffer.kv_cache())
+                for name, said in self._stack.reader_handles.items():
+                    self._readers[name] = attach_reader(*served_store(name, said), self._buffer.kv_cache())
             except BackendError:
                 time.sleep(0.01)  # the server was killed meanwhile
 
     def _serve(self, path: Sequence[ChunkKey], number: int) -> None:
         self._stack.on_request(path)
         found = self._stack.lookup(path, f"request {number}").slots
+        self._stack.load_begins([slot for slot in found if isinstance(slot, StoredFrame)], f"request {number}")
+        unread: dict[ChunkKey, FrameRead] = {}
         for key, slot in zip(path, found, strict=False):
-            self._load(key, slot)
+            if isinstance(slot, StoredFrame):
+                unread |= self._read(key, slot)
+            else:
+                self._load(key, slot)
+        self._stack.load_ended(f"request {number}", unread, ok=not unread)
         reserved = self._stack.reserve(path, f"store {number}")
         for key, slot in reserved.items():
             self._fill(key, slot)
@@ -81,8 +94,22 @@ class Engine:
         self._mover.load(self._jobs, [slot.index], PAGES)
         self._mover.wait([self._jobs])
         if [each.ok for each in self._mover.finished()] != [True] or self._content() != key:
-            print("wrong bytes", flush=True)
-            sys.exit(1)
+            sys.exit("wrong bytes")
+
+    def _read(self, key: ChunkKey, frame: StoredFrame) -> Mapping[ChunkKey, FrameRead]:
+        """Of a frame that is not there any more no page has a byte."""
+        self._put(bytes(32))
+        reader = self._readers[frame.tier]
+        self._jobs += 1
+        reader.load(self._jobs, [frame], PAGES)
+        reader.wait([self._jobs])
+        (ended,) = reader.finished()
+        if self._content() != (key if ended.ok else bytes(32)):
+            sys.exit("wrong bytes of a slab")
+        if ended.ok and not self._has_read:
+            print("it has read a slab", flush=True)
+            self._has_read = True
+        return ended.unread
 
     def _fill(self, key: ChunkKey, slot: Slot) -> None:
         self._put(key)

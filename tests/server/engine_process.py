@@ -1,6 +1,6 @@
 """An engine in a process of its own that uses a server step by step: a test kills it, or the server, between any two.
 
-python engine_process.py SOCKET STEPS
+python engine_process.py SOCKET LIST STEPS, where LIST is STEPS or READS
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from kvtier_core.config.compose import attach_reader
 from kvtier_core.server.client import RemoteStack, Waits
 from kvtier_core.server.connection import connect
-from kvtier_core.server.memory import served_tier
+from kvtier_core.server.memory import served_store, served_tier
 from kvtier_core.server.protocol import Opening
 from kvtier_core.testing.samples import PagedBuffer, make_keys, make_layout
 from kvtier_core.types import ChunkKey, Namespace
@@ -95,6 +96,28 @@ class Engine:
     def closes(self) -> None:
         self.stack.close()
 
+    def attaches_the_slabs(self) -> None:
+        tier, handle = served_store("gds", self.stack.reader_handles["gds"])
+        self._reader = attach_reader(tier, handle, self._buffer.kv_cache())
+
+    def begins_to_read(self) -> None:
+        self.stack.load_begins(self._found.slots, "request 1")
+
+    def reads(self) -> None:
+        if not self._found.slots:  # the server is gone
+            return
+        expected = self._buffer.everything()
+        self._reader.load(4, self._found.slots, [[list(range(BLOCKS))]] * len(OWN))
+        self._reader.wait([4])
+        (ended,) = self._reader.finished()
+        assert ended.ok and self._buffer.everything() == expected
+
+    def ends_the_load(self) -> None:
+        self.stack.load_ended("request 1", {}, ok=True)
+
+    def detaches_the_slabs(self) -> None:
+        self._reader.close()
+
     def _fill(self, keys: list[ChunkKey]) -> None:
         slots = [self._slots[key].index for key in keys if key in self._slots]
         self._mover.store(1, [[list(range(BLOCKS))]] * len(slots), slots)
@@ -124,10 +147,28 @@ STEPS: list[Callable[[Engine], None]] = [
 ]
 
 
-def main(path: str, steps: str) -> None:
+#: Of an engine that reads what is in the slabs of a server, and not in its memory.
+READS: list[Callable[[Engine], None]] = [
+    Engine.opens,
+    Engine.attaches,
+    Engine.attaches_the_slabs,
+    Engine.names_a_request,
+    Engine.looks_up,
+    Engine.begins_to_read,
+    Engine.reads,
+    Engine.ends_the_load,
+    Engine.releases,
+    Engine.steps,
+    Engine.detaches_the_slabs,
+    Engine.detaches,
+    Engine.closes,
+]
+
+
+def main(path: str, which: str, steps: str) -> None:
     """Does so many steps, says so, and goes on when it is told to."""
     engine = Engine(Path(path))
-    for number, step in enumerate(STEPS):
+    for number, step in enumerate({"STEPS": STEPS, "READS": READS}[which]):
         if number == int(steps):
             print("ready", flush=True)
             sys.stdin.readline()

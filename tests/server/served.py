@@ -9,6 +9,7 @@ from pathlib import Path
 
 import kvtier_cpu.plugin
 import kvtier_disk.plugin
+import kvtier_gds.plugin
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.layouts import ChunkLayout
@@ -29,7 +30,8 @@ def config_of(slots: int, *stores: dict, frame: int = FRAME, keep: Path | None =
     arena = {"type": "cpu", "capacity": str(Nbytes(slots * frame)), "huge_pages": "off"}
     kept = {**arena, "keep": str(keep), "eviction": "lru"}  # every newcomer is admitted
     tiers = [kept if keep else arena, *stores]
-    return load_config({"version": 1, "tiers": tiers}, Registry.of(kvtier_cpu.plugin, kvtier_disk.plugin))
+    plugins = kvtier_cpu.plugin, kvtier_disk.plugin, kvtier_gds.plugin
+    return load_config({"version": 1, "tiers": tiers}, Registry.of(*plugins))
 
 
 class Serving:
@@ -42,9 +44,11 @@ class Serving:
         self._thread.start()
         self.stacks: list[RemoteStack] = []
 
-    def stack(self, model: str = "model", layout: ChunkLayout = LAYOUT, waits: Waits = PATIENT) -> RemoteStack:
+    def stack(
+        self, model: str = "model", layout: ChunkLayout = LAYOUT, waits: Waits = PATIENT, *, recomputes: bool = True
+    ) -> RemoteStack:
         """That of a further engine."""
-        opening = Opening(model, "engine", Namespace.of({"model": model}), layout)
+        opening = Opening(model, "engine", Namespace.of({"model": model}), layout, recomputes)
         self.stacks.append(RemoteStack(self.path, opening, waits))
         return self.stacks[-1]
 

@@ -119,7 +119,7 @@ def test_a_server_killed_before_any_step_leaves_what_is_whole(steps, tmp_path, k
     path = tmp_path / "kvtier.sock"
     stored = STEPS.index(next(step for step in STEPS if step.__name__ == "commits"))
     renewed = STEPS.index(next(step for step in STEPS if step.__name__ == "begins_an_epoch"))
-    with server(tmp_path, path, keep, CAPACITY) as killed, engine(path, steps):
+    with server(tmp_path, path, keep=keep, capacity=CAPACITY) as killed, engine(path, steps):
         whole = stored < steps <= renewed
         assert not whole or within(10, lambda: (keep / "memory").read_bytes().count(FRAME_MAGIC) == len(OWN))
         killed.kill()
@@ -144,7 +144,7 @@ def test_a_server_killed_before_any_step_leaves_what_is_whole(steps, tmp_path, k
 def test_slots_of_a_hung_worker_stay_as_they_are_until_it_has_ended(tmp_path, keep, attached):
     path = tmp_path / "kvtier.sock"
     half = [step.__name__ for step in STEPS].index("fills_the_rest")
-    with server(tmp_path, path, keep, CAPACITY) as killed, engine(path, half) as hung:
+    with server(tmp_path, path, keep=keep, capacity=CAPACITY) as killed, engine(path, half) as hung:
         hung.send_signal(signal.SIGSTOP)
         killed.kill()
         killed.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import subprocess
 import sys
@@ -33,8 +34,8 @@ def process(*command, ready, **options):
             running.kill()
 
 
-def engine(path, steps):
-    return process(sys.executable, str(SCRIPT), str(path), str(steps), ready="ready")
+def engine(path, steps, which="STEPS"):
+    return process(sys.executable, str(SCRIPT), str(path), which, str(steps), ready="ready")
 
 
 def within(seconds, true):
@@ -107,10 +108,11 @@ def test_an_engine_goes_on_when_its_server_is_killed(steps, tmp_path):
         assert "done" in ended or STEPS[steps].__name__ in ("opens", "reserves_for_a_self_test", "attaches")
 
 
-def server(folder, path, keep=None, capacity="1MiB"):
+def server(folder, path, *stores, keep=None, capacity="1MiB"):
     """A server in a process of its own."""
     file = folder / "kvtier.yaml"
     kept = f", keep: {keep}" if keep else ""
-    file.write_text(f"version: 1\ntiers:\n  - {{type: cpu, capacity: {capacity}, huge_pages: off{kept}}}\n")
+    below = "".join(f"  - {json.dumps(store)}\n" for store in stores)
+    file.write_text(f"version: 1\ntiers:\n  - {{type: cpu, capacity: {capacity}, huge_pages: off{kept}}}\n{below}")
     kvtier = Path(sys.executable).with_name("kvtier")
     return process(kvtier, "serve", "--config", file, "--socket", path, ready="engines write")

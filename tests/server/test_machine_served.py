@@ -17,9 +17,6 @@ from kvtier_core.server.protocol import Opening, ServedArena
 from kvtier_core.server.server import Server
 from kvtier_core.server.sessions import Space
 
-#: Those whose tiers are read by the stack.
-SERVED = [shape for shape, options in SHAPES.items() if "workers" not in shape]
-
 
 class Turning(RemoteStack):
     """A stack whose server has this thread, and runs while the client waits."""
@@ -60,7 +57,7 @@ class Served(StackMachine):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shape", SERVED)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_any_interleaving_keeps_the_promises_through_a_server(shape):
     machine = type("Machine", (Served,), SHAPES[shape])
     run_state_machine_as_test(machine, settings=BRIEF)

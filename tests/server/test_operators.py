@@ -14,16 +14,22 @@ from served import LAYOUT, serving
 from kvtier_core.builtin.chained import Chained
 from kvtier_core.errors import ContractError
 from kvtier_core.server.http import HTTP, TOKEN
+from kvtier_core.types import Slot
 
 SECRET = "a token of this test"
 PROMPT = list(range(3 * LAYOUT.tokens))
 
 
+#: Store tiers, by type.
+TIERS = {"disk": {"path": "disk", "min_free": "0B"}, "gds": {"paths": ["slabs"], "mode": "gds"}}
+
+
 @pytest.fixture
-def served(tmp_path, monkeypatch):
+def served(tmp_path, monkeypatch, request):
     monkeypatch.setenv(TOKEN, SECRET)
-    disk = {"type": "disk", "path": str(tmp_path / "disk"), "capacity": "8MiB", "min_free": "0B"}
-    with serving(tmp_path, 32, disk) as served:
+    monkeypatch.chdir(tmp_path)
+    type = getattr(request, "param", "disk")
+    with serving(tmp_path, 32, {"type": type, "capacity": "8MiB", **TIERS[type]}) as served:
         http = HTTP(served.server, "127.0.0.1", 0)
         served.url = f"http://127.0.0.1:{http.port}"
         yield served
@@ -123,13 +129,17 @@ def test_a_prompt_is_explained_by_its_tokens_and_salt(served):
     assert not any(chunk["tiers"] for chunk in client("explain", {"tokens": PROMPT})["chunks"])
 
 
-def test_a_prompt_is_brought_up_ahead_of_its_request(served):
+@pytest.mark.parametrize("served", TIERS, indirect=True)
+@pytest.mark.parametrize("how", ["prefetch", "pin"])
+def test_a_prompt_is_brought_into_memory_ahead_of_its_request(served, how):
+    """Also where an engine's workers would read it by themselves."""
     stack, path = stored(served)
     client = Client(served.url)
     assert client("clear", {}) == {"chunks": 3}
-    assert client("prefetch", {"tokens": PROMPT}) == {"chunks": 3}
+    client(how, {"tokens": PROMPT}, **({"name": "system"} if how == "pin" else {}))
     stack.drain(10)
-    assert len(stack.lookup(path, "request").slots) == 3
+    slots = stack.lookup(path, "request").slots
+    assert len(slots) == 3 and all(isinstance(slot, Slot) for slot in slots)
 
 
 def test_a_pinned_prompt_stays_until_its_pin_is_deleted(served):

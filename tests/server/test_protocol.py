@@ -25,16 +25,19 @@ from kvtier_core.server.protocol import (
     Header,
     Opening,
     ProtocolError,
+    ServedLookup,
     describe,
     encode,
     reason,
+    result,
 )
 from kvtier_core.stack.interface import Stack
 from kvtier_core.stack.outcomes import LoadLimit, Lookup, Whereabouts
-from kvtier_core.types import Event, EventKind, Namespace, Usage
+from kvtier_core.types import Event, EventKind, FrameRead, Location, Namespace, ReadStatus, Slot, StoredFrame, Usage
 
 PAGE = (ROOT / "docs/reference/protocol.md").read_text()
 OPENING = Opening("model", "fuzzer", Namespace.of({"model": "model"}), LAYOUT)
+FRAME = StoredFrame("gds", Location(((1 << 64) - 1, -1, "a name", b"bytes"), 4096), OWN[0], bytes(32))
 #: Arguments that each call is right with.
 RIGHT = {
     "open": (OPENING,),
@@ -49,6 +52,9 @@ RIGHT = {
     "invalidate_all": (Namespace.of({"model": "model", "epoch": "1"}),),
     "whereabouts": (OWN,),
     "pins_by_holder": (),
+    "load_begins": ([FRAME], "request"),
+    "load_ended": ("request", {OWN[0]: FrameRead(ReadStatus.CORRUPT, "a checksum")}, False),
+    "stop_direct_reads": ("gds", "no GPU"),
     "attach": (1, 0, 0),
     "detach": (),
     "attached": (),
@@ -102,9 +108,9 @@ def test_the_documentation_names_each_call_with_its_arguments():
 def test_a_field_or_a_word_anywhere_in_a_message_makes_it_another_protocol():
     """Nobody has to list them: whatever a call is made of is in the text that both sides compare."""
     text = describe()
-    for of in (KVGroup, ChunkLayout, Namespace, Event, Usage, LoadLimit, Lookup, Whereabouts):
+    for of in (KVGroup, ChunkLayout, Namespace, Event, Usage, LoadLimit, Lookup, Whereabouts, ServedLookup, FrameRead):
         assert all(f"{field.name}: " in text for field in attrs.fields(of)), of
-    assert all(kind.value in text for each in (EventKind, KVKind, Medium) for kind in each)
+    assert all(kind.value in text for each in (EventKind, KVKind, Medium, ReadStatus) for kind in each)
     assert "Slot: arena: int, index: int" in text and "Header: nbytes: int" in text
 
 
@@ -113,7 +119,17 @@ def test_calls_have_the_arguments_of_the_interface():
         method = vars(Stack)[name]
         if callable(method) and name not in ("step", "pins_by_holder"):
             code = method.__code__
-            assert list(CALLS[name].arguments) == list(code.co_varnames[1 : code.co_argcount]), name
+            count = code.co_argcount + code.co_kwonlyargcount
+            assert list(CALLS[name].arguments) == list(code.co_varnames[1:count]), name
+
+
+def test_a_lookup_comes_back_as_it_was():
+    """Whatever a location is made of, and which of its chunks have slots."""
+    slots = [Slot(0, 7), FRAME, FRAME, Slot(1, 8)]
+    found = Lookup(slots, sources=["cpu", "gds", "gds", "ssd"], parts=[], chunks=4, miss_reason="not stored")
+    told = result("lookup", encode(ServedLookup.of(found))).found
+    for field in attrs.fields(Lookup):
+        assert getattr(told, field.name) == getattr(found, field.name), field.name
 
 
 def test_every_right_request_is_answered_in_order(served):

@@ -35,13 +35,24 @@ def memory_of(pid):
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
+def slabs(folder):
+    """They have room for half of the prompts, and the memory above them for a quarter."""
+    room = f"{36 * LAYOUT.frame_nbytes}B"
+    return {"type": "gds", "paths": [str(folder / "slabs")], "mode": "gds", "capacity": room, "eviction": "lru"}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kept", [False, True], ids=["memory ends with its server", "memory is kept"])
-def test_no_kill_harms_those_who_live(kept, tmp_path):
+@pytest.mark.parametrize("below", [[], [slabs]], ids=["memory alone", "slabs"])
+def test_no_kill_harms_those_who_live(below, kept, tmp_path):
     drawn, path = random.Random(0), tmp_path / "kvtier.sock"
+    stores = [store(tmp_path) for store in below]
+    capacity = f"{18 * LAYOUT.frame_nbytes}B" if stores else "1MiB"
+    told = ""
     with contextlib.ExitStack() as closing:
         keep = Path(closing.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))) if kept else None
-        running = closing.enter_context(server(tmp_path, path, keep))
+        options = {"capacity": capacity, "keep": keep}
+        running = closing.enter_context(server(tmp_path, path, *stores, **options))
         engines = [engine(path, seed) for seed in range(ENGINES)]
         for number in range(KILLS):
             time.sleep(drawn.uniform(0.0, 0.8))
@@ -49,21 +60,20 @@ def test_no_kill_harms_those_who_live(kept, tmp_path):
             if number % 10 == 9:
                 running.kill()
                 running.wait()
-                running = closing.enter_context(server(tmp_path, path, keep))
+                running = closing.enter_context(server(tmp_path, path, *stores, **options))
             else:
                 killed = drawn.randrange(ENGINES)
                 engines[killed].send_signal(signal.SIGKILL)
-                engines[killed].wait()
-                engines[killed].stdout.close()
+                told += engines[killed].communicate()[0]
                 engines[killed] = engine(path, ENGINES + number)
         time.sleep(1.0)
         assert all(each.poll() is None for each in engines), "an engine was given other bytes"
         for each in engines:
             each.kill()
-            each.wait()
-            each.stdout.close()
+            told += each.communicate()[0]
         survivor = RemoteStack(path, Opening("model", "survivor", NAMESPACE, LAYOUT))
         assert within(10, lambda: not survivor.step() and survivor.usage() and not survivor.usage()[0].pins)
         assert survivor.usage()[0].chunks, "nothing was ever stored"
+        assert ("it has read a slab" in told) == bool(stores)
         assert len(os.listdir(f"/proc/{running.pid}/fd")) < 30 and memory_of(running.pid) < 200 << 10
         survivor.close()

@@ -91,14 +91,21 @@ def told_by_engines() -> list[list[dict[str, Any]]]:
 class Engine:
     """An LLM in this process, opened up for looking inside."""
 
-    def __init__(self, model: Path, kvtier: dict[str, Any] | None, **options: Any):
+    def __init__(
+        self,
+        model: Path,
+        kvtier: dict[str, Any] | None,
+        *,
+        kv_load_failure_policy: str = "recompute",
+        **options: Any,
+    ):
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
         transfer = KVTransferConfig(
             kv_connector="KVTierConnector",
             kv_role="kv_both",
-            kv_load_failure_policy="recompute",
+            kv_load_failure_policy=kv_load_failure_policy,
             kv_connector_extra_config=kvtier or {},
         )
         defaults = {
@@ -306,3 +313,24 @@ def cpu_and_disk(path: Path, capacity: str = "64MiB", **options: Any) -> dict[st
     stack = cpu(capacity, **options)
     stack["tiers"].append({"type": "disk", "path": str(path), "capacity": "1GiB", "min_free": "0B"})
     return stack
+
+
+@pytest.fixture
+def ranges_read(monkeypatch) -> list[Any]:
+    """The extents of slabs that workers of this process read. No other way from the slabs is open to it."""
+    from kvtier_gds.backend import GdsBackend
+    from kvtier_gds.slab_files import SlabFiles
+
+    extents = []
+    read = SlabFiles.read_extents
+
+    def noted(files, wanted, into):
+        extents.extend(wanted)
+        return read(files, wanted, into)
+
+    def closed(backend, keys, into):
+        raise AssertionError("a frame was read into a slot")
+
+    monkeypatch.setattr(SlabFiles, "read_extents", noted)
+    monkeypatch.setattr(GdsBackend, "read", closed)
+    return extents

@@ -14,7 +14,6 @@ from test_serving import NOISE
 
 from kvtier_core.frames.format import header_of
 from kvtier_core.types import FRAME_ALIGNMENT
-from kvtier_gds.backend import GdsBackend
 from kvtier_gds.slab_files import SlabFiles
 
 ASKED = prompt(5, 530)
@@ -28,24 +27,6 @@ def slabs(tmp_path, capacity="64MiB", staging="64MiB", mode="gds"):
 
 def alone(*where, **room):
     return {**cpu(), "tiers": [slabs(*where, **room)]}
-
-
-@pytest.fixture
-def ranges_read(monkeypatch):
-    """The extents that workers read. No other way from the slabs is open."""
-    extents = []
-    read = SlabFiles.read_extents
-
-    def noted(files, wanted, into):
-        extents.extend(wanted)
-        return read(files, wanted, into)
-
-    def closed(backend, keys, into):
-        raise AssertionError("a frame was read into a slot")
-
-    monkeypatch.setattr(SlabFiles, "read_extents", noted)
-    monkeypatch.setattr(GdsBackend, "read", closed)
-    return extents
 
 
 @pytest.fixture

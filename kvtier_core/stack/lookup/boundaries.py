@@ -6,7 +6,7 @@ of the path, and what it finds is loaded as a whole or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import attrs
 
@@ -71,7 +71,13 @@ class BoundarySearch(Search):
         self._layout = layout
 
     def lookup(
-        self, path: Sequence[ChunkKey], holder: str, limit: LoadLimit | None, salt: bytes, skipped: int
+        self,
+        path: Sequence[ChunkKey],
+        holder: str,
+        limit: LoadLimit | None,
+        salt: bytes,
+        skipped: int,
+        not_direct: Collection[str],
     ) -> Lookup:
         sought = _Path(self._layout, path, skipped)
         lease = self._leases.of(path, holder)
@@ -100,7 +106,9 @@ class BoundarySearch(Search):
             miss_reason=self._why_no_more(sought, later, below),
         )
 
-    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None, salt: bytes) -> None:
+    def prefetch(
+        self, path: Sequence[ChunkKey], limit: LoadLimit | None, salt: bytes, not_direct: Collection[str]
+    ) -> None:
         """Stores are asked for the whole path; the parts of its last boundary are brought up if all of them may be."""
         self._ask(path)
         sought = _Path(self._layout, path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvtier_core.stack.batches import leading_run
 from kvtier_core.stack.lookup.leases import Lease
@@ -17,7 +17,13 @@ class ChainSearch(Search):
     """Finds the leading chunks of a path."""
 
     def lookup(
-        self, path: Sequence[ChunkKey], holder: str, limit: LoadLimit | None, salt: bytes, skipped: int
+        self,
+        path: Sequence[ChunkKey],
+        holder: str,
+        limit: LoadLimit | None,
+        salt: bytes,
+        skipped: int,
+        not_direct: Collection[str],
     ) -> Lookup:
         lease = self._leases.of(path, holder)
         at, below = len(lease.slots), Requested()
@@ -25,18 +31,18 @@ class ChainSearch(Search):
         while at < len(path):
             if run := self._ready_run(path, at):
                 self._leases.pin(path[at : at + run], lease, holder, leading=at == len(lease.slots))
-            elif tier := self._readable_by_workers(path, at):
+            elif tier := self._readable_by_workers(path, at, not_direct):
                 below = self._hold(tier, path, at, lease, holder, limit)
                 run = below.chunks
             else:
-                below = self._request(path, at, limit, salt)
+                below = self._request(path, at, limit, salt, not_direct)
                 run, awaited = below.chunks, awaited or below.tier
                 self._leases.expect(path[at : at + run], below.tier, lease, holder)
             if not run:
                 break
             at += run
         tier = next((tier for tier in self._tiers if tier.name == below.tier), None)
-        if below.declined and not tier.direct:
+        if below.declined and not tier.is_direct(not_direct):
             declined = path[at : at + tier.readable(path, at)]
             self._promotions.probe(tier, declined, [path[at - 1] if at else None, *declined], salt)
         self._leases.done(holder)
@@ -55,14 +61,18 @@ class ChainSearch(Search):
             miss_reason=reason,
         )
 
-    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None, salt: bytes) -> None:
+    def prefetch(
+        self, path: Sequence[ChunkKey], limit: LoadLimit | None, salt: bytes, not_direct: Collection[str]
+    ) -> None:
         """Stores are asked for the whole path; the beginning of it is brought up."""
         at = self._ready_run(path, 0) if path else 0
         end = min(len(path), at + self._room_ahead)
         while at < end:
             if not (run := self._ready_run(path, at)):
-                tier = self._readable_by_workers(path, at)  # it stays there
-                run = tier.readable(path, at) if tier else self._request(path[:end], at, limit, salt).chunks
+                if tier := self._readable_by_workers(path, at, not_direct):
+                    run = tier.leasable(path, at)  # it stays there
+                else:
+                    run = self._request(path[:end], at, limit, salt, not_direct).chunks
             if not run:
                 break
             at += run
@@ -73,9 +83,10 @@ class ChainSearch(Search):
         """How many chunks of a path from one on are READY in one arena."""
         return max(arena.ready_run(path, at) for arena in self._arenas)
 
-    def _readable_by_workers(self, path: Sequence[ChunkKey], at: int) -> StoreTier | None:
+    def _readable_by_workers(self, path: Sequence[ChunkKey], at: int, not_direct: Collection[str]) -> StoreTier | None:
         """The tier in which workers can read this chunk of a path."""
-        return next((tier for tier in self._tiers if tier.direct and tier.readable(path[at : at + 1])), None)
+        key = path[at : at + 1]
+        return next((tier for tier in self._tiers if tier.is_direct(not_direct) and tier.leasable(key)), None)
 
     def _hold(
         self, tier: StoreTier, path: Sequence[ChunkKey], at: int, lease: Lease, holder: str, limit: LoadLimit | None
@@ -84,17 +95,19 @@ class ChainSearch(Search):
 
         Of those that are not, some are loaded all the same now and then, to see how fast the store is by now.
         """
-        run = path[at : at + tier.readable(path, at)]
+        run = path[at : at + tier.leasable(path, at)]
         keys = leading_run(run, lambda key: not any(arena.has(key) for arena in self._arenas))
         choice = tier.choose(len(keys), limit)
         chosen = keys[: choice.chunks or tier.probe(len(keys))]
         held = self._leases.hold(tier, chosen, lease, holder, leading=at == len(lease.slots))
         return Requested(held, tier.name, None if held else choice.declined)
 
-    def _request(self, path: Sequence[ChunkKey], at: int, limit: LoadLimit | None, salt: bytes) -> Requested:
+    def _request(
+        self, path: Sequence[ChunkKey], at: int, limit: LoadLimit | None, salt: bytes, not_direct: Collection[str]
+    ) -> Requested:
         """Request the chunks of a path from one on that is not READY, unless it is on its way."""
         if arena := self._arriving(path[at]):
             if path[at] in self._promotions.probes:
                 return Requested()
             return Requested(1, self._promotions.source(path[at]) or arena.name)
-        return self._promotions.request(path, at, self.has_slot, limit, salt)
+        return self._promotions.request(path, at, self.has_slot, limit, salt, not_direct)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
 import attrs
@@ -116,10 +116,12 @@ class Leases:
             for tier in self._tiers:
                 tier.release(holder)
 
-    def release_frames(self, tier: str) -> None:
-        """Release the holders that hold frames of a tier."""
+    def release_frames(self, tier: str, holders: Collection[str] | None = None) -> None:
+        """Release those of these holders, or of all, that hold frames of a tier."""
         for holder, lease in list(self._by_holder.items()):
-            if any(isinstance(place, StoredFrame) and place.tier == tier for place in lease.places()):
+            if (holders is None or holder in holders) and any(
+                isinstance(place, StoredFrame) and place.tier == tier for place in lease.places()
+            ):
                 self.release(holder)
 
     def pin(self, keys: Sequence[ChunkKey], lease: Lease, holder: str, *, leading: bool = False) -> None:

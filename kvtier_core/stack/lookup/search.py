@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.lookup.leases import Leases
@@ -28,18 +28,26 @@ class Search(abc.ABC):
 
     @abc.abstractmethod
     def lookup(
-        self, path: Sequence[ChunkKey], holder: str, limit: LoadLimit | None, salt: bytes, skipped: int
+        self,
+        path: Sequence[ChunkKey],
+        holder: str,
+        limit: LoadLimit | None,
+        salt: bytes,
+        skipped: int,
+        not_direct: Collection[str],
     ) -> Lookup:
-        """See `Stack.lookup`."""
+        """See `StorageManager.lookup`."""
 
     @abc.abstractmethod
-    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None, salt: bytes) -> None:
-        """See `Stack.prefetch`."""
+    def prefetch(
+        self, path: Sequence[ChunkKey], limit: LoadLimit | None, salt: bytes, not_direct: Collection[str]
+    ) -> None:
+        """See `StorageManager.prefetch`."""
 
     def whereabouts(self, key: ChunkKey) -> Whereabouts:
         """See `Stack.whereabouts`."""
         arenas = [arena.name for arena in self._arenas if arena.has(key)]
-        stores = [tier.name for tier in self._tiers if tier.has(key)]
+        stores = [tier.name for tier in self._tiers if tier.leasable([key])]
         if arenas or stores:
             return Whereabouts((*arenas, *stores))
         if arena := self._arriving(key):

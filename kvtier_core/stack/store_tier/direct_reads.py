@@ -74,11 +74,13 @@ class DirectReads:
         return locations
 
     def begin(self, keys: Sequence[ChunkKey], holder: str) -> None:
-        """The workers begin to read these frames of the holder. `end` follows."""
-        if not keys:
+        """The workers begin to read these frames, as far as they are leased to the holder. `end` follows."""
+        lease = self._by_holder.get(holder, _Lease())
+        leased = set(lease.keys)
+        lease.loading = [key for key in keys if key in leased]
+        if not lease.loading:
             return
-        lease = self._by_holder[holder]
-        lease.loading, lease.begun = keys, self._calls.clock()
+        lease.begun = self._calls.clock()
         self._health.reads.begin(lease.begun)
         self._speed.begin(1, lease.begun)
 
@@ -96,7 +98,10 @@ class DirectReads:
             self._health.report(EventKind.READ, lease.loading, nbytes=nbytes, seconds=now - lease.begun)
         failed = [key for key in lease.loading if key in unread and unread[key].status is ReadStatus.IO_ERROR]
         error = BackendError(unread[failed[0]].why) if failed else None
-        self._health.record(self._health.reads, failed or lease.loading, error)
+        if ok or unread:
+            self._health.record(self._health.reads, failed or lease.loading, error)
+        else:  # that says nothing of the store
+            self._health.reads.give_up()
         for key in lease.loading:
             if key in unread and unread[key].status is not ReadStatus.IO_ERROR and key not in self._unusable:
                 self._unusable[key] = unread[key].status

@@ -18,7 +18,7 @@ class Use(enum.Enum):
 
     WRITING = "is being written"
     READING = "is being read"
-    DIRECT_READ = "is read by the engine's workers"  # as often as they like: it stays where it is
+    DIRECT_READ = "is read by workers"  # as often as they like: it stays where it is
     DELETING = "is still being deleted"  # and stays in the index until the delete has completed
     QUARANTINING = "is being put in quarantine"  # in a shared store
 
@@ -102,15 +102,18 @@ class FrameTable:
         for key in keys:
             del self.in_use[key]
 
-    def readable(self, keys: Sequence[ChunkKey], start: int) -> int:
-        """How many keys from ``start`` on are resident and may be read now, before the first that may not."""
+    def readable(self, keys: Sequence[ChunkKey], start: int, beside: Use | None = None) -> int:
+        """How many keys from ``start`` on are resident and may be read now, before the first that may not.
+
+        Keys in use may not, but for those of which the use is the one to be read ``beside``.
+        """
         run = self.index.resident.run(keys, start)
         if not self.in_use and not self.invalidated:
             return run
         unreadable = (
             i
             for i, key in enumerate(keys[start : start + run])
-            if self.in_use.get(key) not in (None, Use.DIRECT_READ) or key in self.invalidated
+            if self.in_use.get(key) not in (None, beside) or key in self.invalidated
         )
         return next(unreadable, run)
 

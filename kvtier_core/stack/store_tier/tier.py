@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import Backend, SupportsDirectReads, SupportsListing
@@ -48,7 +48,7 @@ class StoreTier:
         """``capacity`` is bytes of frames; ``inflight`` is bytes of arena slots that calls may hold at once.
 
         ``timeout`` is the seconds after which a call should have given up, ``threads`` how many ``pool`` has. Unless
-        there is a reason for ``not_direct``, workers read its frames where they lie, and it reads none into slots.
+        there is a reason for ``not_direct``, workers read its frames where they lie; see `is_direct`.
         """
         self.name = name
         self.backend = backend
@@ -79,10 +79,9 @@ class StoreTier:
         """With which workers could reach the store by themselves; empty if it does not offer that."""
         return self.backend.reader_handle() if isinstance(self.backend, SupportsDirectReads) else ""
 
-    @property
-    def direct(self) -> bool:
-        """Do workers read its frames where they lie, without slots?"""
-        return not self.not_direct
+    def is_direct(self, not_direct: Collection[str] = ()) -> bool:
+        """Do workers read its frames where they lie, without slots, unless it is one of the tiers ``not_direct``?"""
+        return not self.not_direct and self.name not in not_direct
 
     @property
     def incompatible(self) -> Mapping[ChunkKey, int]:
@@ -119,11 +118,15 @@ class StoreTier:
         return self._health.can_read
 
     def readable(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
-        """How many keys from ``start`` on can be read now, before the first that cannot."""
+        """How many keys from ``start`` on can be read into slots now, before the first that cannot."""
         return self._table.readable(keys, start) if self._health.can_read else 0
 
+    def leasable(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
+        """How many keys from ``start`` on workers can read now, before the first that they cannot; see `lease`."""
+        return self._table.readable(keys, start, beside=Use.DIRECT_READ) if self._health.can_read else 0
+
     def has(self, key: ChunkKey) -> bool:
-        """Can the frame of this key be read now?"""
+        """Can the frame of this key be read into a slot now?"""
         return self.readable([key]) == 1
 
     def miss_reason(self, key: ChunkKey) -> str:
@@ -286,7 +289,7 @@ class StoreTier:
     # -- direct reads -------------------------------------------------------------------------------
 
     def lease(self, keys: Sequence[ChunkKey], holder: str) -> list[StoredFrame]:
-        """The frames of leading ones of these readable keys, which stay where they are until the holder is released.
+        """The frames of leading ones of these leasable keys, which stay where they are until the holder is released.
 
         Only of a tier that is `direct`. The holder has none of them yet.
         """

@@ -52,6 +52,11 @@ class _Worker:
         return list(range(place * self.blocks, (place + 1) * self.blocks))
 
 
+def _can_be_sent(value: object) -> bool:
+    """May a `Location` have this value? A server sends it to engines."""
+    return type(value) in (str, bytes) or (type(value) is int and -(1 << 63) <= value < 1 << 64)
+
+
 class DirectReadLaws(BackendCallLaws):
     """Skipped where frames pass through the slots of an arena."""
 
@@ -66,6 +71,10 @@ class DirectReadLaws(BackendCallLaws):
         with self.opened(tmp_path) as backend, self._worker(tmp_path, backend) as worker:
             backend.write([*kept, *gone], [self._sealed(key) for key in (*kept, *gone)])
             where = worker.frames(kept)
+            for frame in where:
+                assert all(map(_can_be_sent, frame.location.place)), (
+                    f"a location has numbers of 64 bits, text and bytes, and locate() says {frame.location.place}"
+                )
             backend.delete(gone)
             backend.write(new, [self._sealed(key) for key in new])
             assert list(worker.store.locate(gone)) == [None] * len(gone), "a frame that was deleted is located"
