@@ -1,11 +1,25 @@
-"""python -m benchmarks [copies seals disk redis s3 lookup served entries ttft hybrids noreuse misses] [--write]"""
+"""python -m benchmarks [copies seals disk redis s3 lookup served lmcache ...] [--write]"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from benchmarks import copies, disk, entries, hybrids, lookup, misses, noreuse, redis_tier, s3_tier, seals, served, ttft
+from benchmarks import (
+    copies,
+    disk,
+    entries,
+    hybrids,
+    lmcache_server,
+    lookup,
+    misses,
+    noreuse,
+    redis_tier,
+    s3_tier,
+    seals,
+    served,
+    ttft,
+)
 from benchmarks.conditions import conditions, heading
 from benchmarks.measure import progress
 
@@ -18,6 +32,7 @@ SECTIONS = {
     "s3": s3_tier,
     "lookup": lookup,
     "served": served,
+    "lmcache": lmcache_server,
     "entries": entries,
     "ttft": ttft,
     "hybrids": hybrids,

@@ -72,14 +72,14 @@ class _Bench:
         self.namespace = Namespace.of({"benchmark": "copies"})
         capacity, nbytes = Nbytes(CHUNKS * shape.layout.frame_nbytes), CHUNKS * shape.layout.payload_nbytes
         self.arena = CpuConfig().open(OpenContext(self.namespace, shape.layout, capacity))
-        self.pages, self.plain = _warm(nbytes), _warm(nbytes)
-        self.mover = CpuConfig().attach(self.arena.handle, self._kv_cache())
+        self.pages, self.plain = warm(nbytes), warm(nbytes)
+        self.mover = CpuConfig().attach(self.arena.handle, paged(self.pages, shape, CHUNKS))
         self.jobs = itertools.count()
 
     def cases(self) -> list[Case]:
         nbytes, blocks = self.shape.layout.payload_nbytes, self.shape.blocks
-        pages, plain = _address(self.pages), _address(self.plain)
-        slots = [_address(self.arena.view(slot)) + FRAME_HEADER_NBYTES for slot in range(CHUNKS)]
+        pages, plain = address(self.pages), address(self.plain)
+        slots = [address(self.arena.view(slot)) + FRAME_HEADER_NBYTES for slot in range(CHUNKS)]
         consecutive = [range(chunk * blocks, (chunk + 1) * blocks) for chunk in range(CHUNKS)]
         shuffled = random.Random(0).sample(range(CHUNKS * blocks), CHUNKS * blocks)
         scattered = [[shuffled[place] for place in row] for row in consecutive]
@@ -102,7 +102,7 @@ class _Bench:
     def store(self, row: Sequence[int], slot: int) -> Sequence[int]:
         job = next(self.jobs)
         self.mover.store(job, [[row]], [slot])
-        return _end(self.mover, job)
+        return end(self.mover, job)
 
     def store_and_seal(self, row: Sequence[int], slot: int) -> None:
         summed = next(iter(self.store(row, slot)), None)
@@ -111,7 +111,7 @@ class _Bench:
     def load(self, slot: int, row: Sequence[int]) -> None:
         job = next(self.jobs)
         self.mover.load(job, [slot], [[row]])
-        _end(self.mover, job)
+        end(self.mover, job)
 
     def seal(self, slot: int) -> None:
         seal(self.arena.view(slot), self.namespace, KEY, self.shape.layout.payload_nbytes)
@@ -129,14 +129,16 @@ class _Bench:
         self.mover.close()
         self.arena.close()
 
-    def _kv_cache(self) -> PagedKVCache:
-        page_nbytes, blocks = self.shape.page_nbytes, CHUNKS * self.shape.blocks
-        base = _address(self.pages)
-        runs = (PageRun(base + layer * blocks * page_nbytes, page_nbytes, page_nbytes) for layer in range(LAYERS))
-        return PagedKVCache(tuple(runs), blocks, "cpu", 0, self.shape.layout)
+
+def paged(memory: mmap.mmap, shape: Shape, chunks: int) -> PagedKVCache:
+    """An engine's pages, layer by layer, for so many chunks."""
+    page_nbytes, blocks, base = shape.page_nbytes, chunks * shape.blocks, address(memory)
+    runs = (PageRun(base + layer * blocks * page_nbytes, page_nbytes, page_nbytes) for layer in range(LAYERS))
+    return PagedKVCache(tuple(runs), blocks, "cpu", 0, shape.layout)
 
 
-def _end(mover: Mover, job: int) -> Sequence[int]:
+def end(mover: Mover, job: int) -> Sequence[int]:
+    """Wait for a job; returns its checksums."""
     mover.wait([job])
     (ended,) = mover.finished()
     if not ended.ok:
@@ -149,11 +151,12 @@ def _in_turn(work: Callable[[int], object]) -> Callable[[], object]:
     return lambda: work(next(chunks))
 
 
-def _warm(nbytes: int) -> mmap.mmap:
+def warm(nbytes: int) -> mmap.mmap:
+    """Memory that was written to."""
     memory = mmap.mmap(-1, nbytes)
     memory[:] = random.Random(0).randbytes(1 << 20) * (nbytes >> 20)
     return memory
 
 
-def _address(memory: mmap.mmap | memoryview) -> int:
+def address(memory: mmap.mmap | memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -120,12 +120,14 @@ def idle() -> Recipe:
     return Recipe("a connector that does nothing", transfer)
 
 
-def kvtier(name: str, chunk_tokens: int, *tiers: dict[str, Any]) -> Recipe:
+def kvtier(name: str, chunk_tokens: int, *tiers: dict[str, Any], server: Path | None = None) -> Recipe:
+    """With tiers of its own, or those of the server at this socket."""
+    where = {"server": f"unix:{server}"} if server else {"tiers": list(tiers)}
     transfer = {
         "kv_connector": "KVTierConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"version": 1, "chunk_tokens": chunk_tokens, "tiers": list(tiers)},
+        "kv_connector_extra_config": {"version": 1, "chunk_tokens": chunk_tokens, **where},
     }
     return Recipe(name, transfer)
 

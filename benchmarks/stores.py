@@ -1,12 +1,15 @@
-"""Stores that engines share, on this machine, for as long as they are measured."""
+"""Stores and servers that engines share, on this machine, for as long as they are measured."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +17,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.bare import must
 from benchmarks.measure import progress
+
+KVTIER = Path(sys.executable).with_name("kvtier")
 
 
 class RedisPlaces(NamedTuple):
@@ -64,3 +69,36 @@ def shared_tiers(place: Path) -> Iterator[dict[str, dict[str, Any]]]:
         if server is not None:
             tiers["redis"] = {"type": "redis", "url": f"redis://127.0.0.1:{server.port}"}
         yield tiers
+
+
+class Served(NamedTuple):
+    """Where a `kvtier serve` is reached."""
+
+    path: Path  #: its socket
+    process: subprocess.Popen
+
+
+@contextlib.contextmanager
+def kvtier_server(place: Path, nbytes: int) -> Iterator[Served]:
+    """A server of so many bytes of memory."""
+    file, path = place / "kvtier.yaml", place / "s"
+    file.write_text(json.dumps({"version": 1, "tiers": memory(nbytes)}))
+    command: list[str | Path] = [KVTIER, "serve", "--config", file, "--socket", path]
+    with subprocess.Popen(command, stdout=-1, stderr=-3, text=True) as server:
+        try:
+            must(any(line.startswith("engines write") for line in server.stdout or ()))
+            yield Served(path, server)
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(60)
+
+
+def memory(nbytes: int) -> list[dict[str, str]]:
+    """The tiers of such a server, and of what is compared to it."""
+    return [{"type": "cpu", "capacity": f"{nbytes >> 10}KiB", "huge_pages": "off"}]
+
+
+def cpu_seconds(process: subprocess.Popen) -> float:
+    """Of a process that runs, with all its threads."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

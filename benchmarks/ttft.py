@@ -40,7 +40,8 @@ class Workload:
     model: Model
     prompts: int
     warming: int  #: further prompts that are not counted
-    recipes: Callable[[Path, Tiers], list[Recipe]]
+    recipes: Callable[[Path, Tiers], list[Recipe]]  #: the first is what the others are compared to
+    tokens: int = TOKENS  #: of a prompt
 
 
 def measure(workload: Workload, place: Path) -> Table:
@@ -52,23 +53,23 @@ def measure(workload: Workload, place: Path) -> Table:
     with shared_tiers(place) as shared, engines(workload.recipes(place, shared), checkpoint) as started:
         for number in range(workload.warming):
             for _ in range(2):
-                _pass(started, [prompt(f"warming {number}", TOKENS)])
-        prompts = [prompt(number, TOKENS) for number in range(workload.prompts)]
-        progress(f"ttft: {workload.prompts} prompts of {TOKENS} tokens, for the first time")
+                _pass(started, [prompt(f"warming {number}", workload.tokens)])
+        prompts = [prompt(number, workload.tokens) for number in range(workload.prompts)]
+        progress(f"ttft: {workload.prompts} prompts of {workload.tokens} tokens, for the first time")
         cold = _pass(started, prompts)
         progress("ttft: and again")
         warm = _pass(started, prompts)
-    rows = [_row(engine.name, cold, warm) for engine in started]
+    rows = [_row(engine.name, started[0].name, cold, warm) for engine in started]
     return Table(workload.title, _says(workload), HEADER, rows)
 
 
 def _says(workload: Workload) -> str:
     return (
-        f"{workload.prompts} prompts of {TOKENS} random tokens, each put to every engine before the next, and all of "
-        f"it twice. Blocks of {BLOCK} tokens; {workload.model.name} in bfloat16; one thread computes. An engine is a "
-        "process of its own, scheduler and worker in one thread of it. vLLM's own prefix cache is off but where it is "
-        "named: it copies nothing, so no hit is faster. TTFT is the wall time of `generate` with one token to answer; "
-        "the ratio is to the first engine with the same prompt in the same pass: median (min to max) of "
+        f"{workload.prompts} prompts of {workload.tokens} random tokens, each put to every engine before the next, and "
+        f"all of it twice. Blocks of {BLOCK} tokens; {workload.model.name} in bfloat16; one thread computes. An engine "
+        "is a process of its own, scheduler and worker in one thread of it. vLLM's own prefix cache is off but where "
+        "it is named: it copies nothing, so no hit is faster. TTFT is the wall time of `generate` with one token to "
+        "answer; the ratio is to the first engine with the same prompt in the same pass: median (min to max) of "
         f"{workload.prompts}. *Reused* are tokens of a prompt in the second pass. *Settling* is how long stores of the "
         "first pass continued after the answer; no request waits for that."
     )
@@ -114,12 +115,12 @@ def _pass(started: Sequence[Engine], prompts: Sequence[Sequence[int]]) -> dict[s
     return answers
 
 
-def _row(name: str, cold: dict[str, list[Answer]], warm: dict[str, list[Answer]]) -> list[object]:
+def _row(name: str, control: str, cold: dict[str, list[Answer]], warm: dict[str, list[Answer]]) -> list[object]:
     cells: list[object] = [name]
     for answers in (cold, warm):
-        mine, control = answers[name], answers[CONTROL]
-        ratio = Spread(tuple(a.seconds / c.seconds for a, c in zip(mine, control, strict=True)))
-        cells += [f"{statistics.median(a.seconds for a in mine) * 1e3:.1f}", "1" if name == CONTROL else ratio]
+        mine, its = answers[name], answers[control]
+        ratio = Spread(tuple(a.seconds / c.seconds for a, c in zip(mine, its, strict=True)))
+        cells += [f"{statistics.median(a.seconds for a in mine) * 1e3:.1f}", "1" if name == control else ratio]
     reused = statistics.median(a.cached for a in warm[name])
     settling = statistics.median(a.settling for a in cold[name])
     return [*cells, f"{reused:.0f}", f"{settling * 1e3:.0f}"]
