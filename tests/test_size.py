@@ -21,7 +21,7 @@ BUDGETS = {
         + [f"{CORE}/transfer/io_pool.py"],
     ),
     "server": (2605, [f"{CORE}/server"]),
-    "core": (31575, [CORE]),  # aim: 25500, without the server
+    "core": (31738, [CORE]),  # aim: 25500, without the server
     "testing kit": (4734, [f"{CORE}/testing"]),
     "plugins": (6347, ["plugins/*/kvtier_*"]),
 }
