@@ -1,11 +1,28 @@
-"""python -m benchmarks [copies seals disk redis s3 lookup served entries ttft hybrids noreuse misses] [--write]"""
+"""python -m benchmarks [SECTION ...] [--write]
+
+Sections: copies seals packing disk redis s3 lookup served entries ttft hybrids noreuse misses
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from benchmarks import copies, disk, entries, hybrids, lookup, misses, noreuse, redis_tier, s3_tier, seals, served, ttft
+from benchmarks import (
+    copies,
+    disk,
+    entries,
+    hybrids,
+    lookup,
+    misses,
+    noreuse,
+    packing,
+    redis_tier,
+    s3_tier,
+    seals,
+    served,
+    ttft,
+)
 from benchmarks.conditions import conditions, heading
 from benchmarks.measure import progress
 
@@ -13,6 +30,7 @@ from benchmarks.measure import progress
 SECTIONS = {
     "copies": copies,
     "seals": seals,
+    "packing": packing,
     "disk": disk,
     "redis": redis_tier,
     "s3": s3_tier,

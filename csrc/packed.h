@@ -6,6 +6,11 @@
 // Values are coded in tiles of 2048, so that no outlier spoils more than its own; the last tile has a multiple of 128.
 // A tile that does not fit is kept raw. So may be all of them: the code is lossless for any bytes.
 //
+// In KV of SmolLM2-135M (prose, documentation and code) 0.02 % of the values are escapes, and at most 0.4 % of the tiles
+// raw; of tiles of 4096 values 2 % are, because they reach from keys into values. Codes for the sixteen commonest
+// exponents of a tile would leave fewer escapes, 0.007 %, but their list is longer than what it saves, and to find them
+// takes a histogram.
+//
 // The encoded form, integers little-endian:
 //
 //   0   4  "kvp" and the version, 1
