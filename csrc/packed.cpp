@@ -100,16 +100,17 @@ KVTIER_INLINE bool list_escapes(TileHead& head, const uint8_t* misses, const Val
   return true;
 }
 
-KVTIER_INLINE void join(Value* __restrict values, const uint8_t* __restrict body, size_t n, uint8_t base,
-                        uint8_t least) {
+// Pairs `begin` to `end` of a tile of n values.
+KVTIER_INLINE void join(Value* __restrict values, const uint8_t* __restrict body, size_t n, uint8_t base, uint8_t least,
+                        size_t begin, size_t end) {
   const auto value = [=](uint8_t rest, uint8_t code) {
     const uint8_t exponent = code ? static_cast<uint8_t>(base + code) : least;
     return static_cast<uint16_t>((rest & 1) << 15 | exponent << 7 | rest >> 1);
   };
-  const size_t half = n / 2;
-  for (size_t i = 0; i < half; i++) {
+  const size_t pairs = n / 2;
+  for (size_t i = begin; i < end; i++) {
     values[i] = value(body[i], body[n + i] & 15);
-    values[half + i] = value(body[half + i], body[n + i] >> 4);
+    values[pairs + i] = value(body[pairs + i], body[n + i] >> 4);
   }
 }
 
@@ -141,9 +142,14 @@ KVTIER_INLINE size_t unpack_tile(std::byte* to, const TileHead& head, const std:
     copy(to, from, nbytes, destination);
     return nbytes;
   }
-  for (size_t line = nbytes; line < std::min(2 * nbytes, left); line += 64) __builtin_prefetch(from + line);
   alignas(64) uint16_t values[kTileValues];
-  join(values, reinterpret_cast<const uint8_t*>(from), n, head.base, head.least);
+  const auto* body = reinterpret_cast<const uint8_t*>(from);
+  constexpr size_t kPieces = 8;  // between them the next tile is fetched into the caches
+  for (size_t i = 0; i < kPieces; i++) {
+    const size_t ahead = nbytes + nbytes * i / kPieces, end = std::min(ahead + nbytes / kPieces, left);
+    for (size_t line = ahead; line < end; line += 64) __builtin_prefetch(from + line);
+    join(values, body, n, head.base, head.least, n / 2 * i / kPieces, n / 2 * (i + 1) / kPieces);
+  }
   for (size_t i = 0; i < head.escapes; i++) {
     const auto& [position, exponent] = head.escape[i];
     const size_t place = position[0] | position[1] << 8;
