@@ -1,4 +1,7 @@
-"""python -m benchmarks [copies seals disk redis s3 lookup served lmcache ...] [--write]"""
+"""python -m benchmarks [SECTION ...] [--write]
+
+Sections: copies seals packing disk redis s3 lookup served lmcache entries ttft hybrids noreuse misses
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from benchmarks import (
     lookup,
     misses,
     noreuse,
+    packing,
     redis_tier,
     s3_tier,
     seals,
@@ -27,6 +31,7 @@ from benchmarks.measure import progress
 SECTIONS = {
     "copies": copies,
     "seals": seals,
+    "packing": packing,
     "disk": disk,
     "redis": redis_tier,
     "s3": s3_tier,

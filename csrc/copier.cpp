@@ -8,9 +8,6 @@
 namespace kvtier {
 namespace {
 
-// Jobs of this size or more would push each other out of the caches before anything reads what they copied.
-constexpr size_t kLarge = size_t{4} << 20;
-
 std::byte* at(uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
 }  // namespace
@@ -18,10 +15,6 @@ std::byte* at(uintptr_t address) { return reinterpret_cast<std::byte*>(address);
 Copier::Copier(std::vector<Layer> layers, uintptr_t shard, size_t slot_nbytes)
     : layers_(std::move(layers)), shard_(shard), slot_nbytes_(slot_nbytes) {
   for (const Layer& layer : layers_) chunk_nbytes_ += layer.nbytes * layer.blocks;
-}
-
-Destination Copier::destination_of(size_t chunks) const {
-  return chunks * chunk_nbytes_ < kLarge ? Destination::kCached : Destination::kStreamed;
 }
 
 // Calls visit(page, place, nbytes, next) in the order of the slot; `page` is null where no block is wanted. Pages that
@@ -44,7 +37,7 @@ void Copier::each_piece(const Row& row, int64_t slot, Visit visit) const {
 }
 
 std::vector<uint32_t> Copier::gather(const std::vector<Row>& rows, const std::vector<int64_t>& slots) const {
-  const Destination destination = destination_of(rows.size());
+  const Destination destination = destination_of(rows.size() * chunk_nbytes_);
   std::vector<uint32_t> checksums(rows.size());
   for (size_t i = 0; i < rows.size(); i++)
     each_piece(rows[i], slots[i], [&](std::byte* page, std::byte* place, size_t nbytes, const std::byte* next) {
@@ -56,7 +49,7 @@ std::vector<uint32_t> Copier::gather(const std::vector<Row>& rows, const std::ve
 }
 
 void Copier::scatter(const std::vector<Row>& rows, const std::vector<int64_t>& slots) const {
-  const Destination destination = destination_of(rows.size());
+  const Destination destination = destination_of(rows.size() * chunk_nbytes_);
   for (size_t i = 0; i < rows.size(); i++)
     each_piece(rows[i], slots[i], [&](std::byte* page, const std::byte* place, size_t nbytes, const std::byte*) {
       if (page) copy(page, place, nbytes, destination);

@@ -37,7 +37,6 @@ class Copier {
   void scatter(const std::vector<Row>& rows, const std::vector<int64_t>& slots) const;
 
  private:
-  Destination destination_of(size_t chunks) const;
   template <typename Visit>
   void each_piece(const Row& row, int64_t slot, Visit visit) const;
 

@@ -1,6 +1,7 @@
 // The module kvtier_core._native. Everything in it has a counterpart in Python and is tested against that.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -12,6 +13,7 @@
 #include "copier.h"
 #include "crc32.h"
 #include "files.h"
+#include "packed.h"
 #include "policies/bind.h"
 #include "prefix_tree.h"
 #include "stamp.h"
@@ -41,6 +43,21 @@ uint32_t crc32(nb::handle data, uint32_t crc) {
   const Bytes bytes(data);
   const nb::gil_scoped_release released;
   return kvtier::crc32(crc, bytes.data(), bytes.size());
+}
+
+size_t pack(nb::handle payload, nb::handle into, size_t method) {
+  const Bytes from(payload), to(into, PyBUF_WRITABLE);
+  if (to.size() < kvtier::packed_bound(from.size())) throw nb::value_error("no room for the encoding");
+  if (method >= kvtier::packed_methods().size()) throw nb::value_error("no such method");
+  const nb::gil_scoped_release released;
+  return kvtier::pack(to.data(), from.data(), from.size(), method);
+}
+
+bool unpack(nb::handle encoded, nb::handle into, size_t method) {
+  const Bytes from(encoded), to(into, PyBUF_WRITABLE);
+  if (method >= kvtier::packed_methods().size()) throw nb::value_error("no such method");
+  const nb::gil_scoped_release released;
+  return kvtier::unpack(to.data(), to.size(), from.data(), from.size(), method);
 }
 
 using Outcomes = std::optional<std::vector<int64_t>>;
@@ -85,6 +102,10 @@ NB_MODULE(_native, m) {
   m.def("crc32", &crc32, "data"_a, "crc"_a = 0);
   m.def("crc32_combine", &kvtier::crc32_combine, "first"_a, "second"_a, "second_nbytes"_a);
   m.def("crc32_method", &kvtier::crc32_method);
+
+  m.def("pack", &pack, "payload"_a, "into"_a, "method"_a = 0);
+  m.def("unpack", &unpack, "encoded"_a, "into"_a, "method"_a = 0);
+  m.def("packed_methods", &kvtier::packed_methods);
 
   m.def("chain", &kvtier::chain, "parent"_a, "tokens"_a, "chunk_tokens"_a, "first"_a, "extra"_a, "person"_a);
   kvtier::bind_tree(m);

@@ -19,6 +19,7 @@ FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
 ARGUMENTS = (
     "tests/core/test_native.py",
     "tests/core/test_files.py",
+    "tests/core/test_packed.py",
     "tests/core/test_prefix_tree.py",
     "tests/core/test_native_policies.py",
     "tests/core/test_mover.py",

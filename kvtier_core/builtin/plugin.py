@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvtier_core.builtin.chained import ChainedConfig
 from kvtier_core.builtin.heap import HeapConfig
+from kvtier_core.builtin.packed import PackedConfig
 from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.hookspecs import hookimpl
 from kvtier_core.observers.jsonl import JsonLinesConfig
@@ -47,7 +48,7 @@ def kvtier_token_databases():
 
 @hookimpl
 def kvtier_serializers():
-    return [RawConfig]
+    return [PackedConfig, RawConfig]
 
 
 @hookimpl

@@ -78,6 +78,7 @@ def test_the_core_offers_what_it_ships_through_the_same_door():
         ("observer", "jsonl"),
         ("observer", "opentelemetry"),
         ("observer", "prometheus"),
+        ("serializer", "packed"),
         ("serializer", "raw"),
         ("tier", "heap"),
         ("token database", "chained"),

@@ -7,10 +7,12 @@ from protections.mutant import Mutant
 FRAME = "kvtier_core/frames/format.py"
 CODEC = "kvtier_core/frames/codec.py"
 KEYED_SEAL = "kvtier_core/frames/keyed_seal.py"
+PACKED = "kvtier_core/builtin/packed.py"
 CODEC_IDENTITY = "kvtier_core/frames/identity.py"
 SEALING = "tests/core/test_sealing.py::"
 SEALED_TIERS = "tests/core/test_sealed_tiers.py::"
 SEALED_NAMES = "tests/core/test_sealed_names.py::"
+PACKED_TESTS = "tests/core/test_packed.py::"
 BUFFERS = "tests/core/test_buffers.py::"
 CODEC_TESTS = "tests/core/test_codec.py::"
 INCOMPATIBLE_TESTS = "tests/core/test_incompatible.py"
@@ -88,6 +90,27 @@ MUTANTS = (
         "    if error := _verify_further_fields(header, frame):\n        return error\n    if keyed",
         "    if keyed",
         SEALING + "test_what_is_damaged_is_neither_forged_nor_of_another_key",
+    ),
+    Mutant(
+        "what-does-not-pack-is-packed",
+        PACKED,
+        "if len(exponents.translate(None, known)) > _ESCAPES:",
+        "if False:",
+        PACKED_TESTS + "test_random_bytes_are_kept_as_they_are",
+    ),
+    Mutant(
+        "tiles-reach-beyond-their-frame",
+        PACKED,
+        "if end + nbytes > len(encoded):",
+        "if False:",
+        PACKED_TESTS + "test_what_no_payload_becomes_is_refused",
+    ),
+    Mutant(
+        "escapes-beyond-their-tile",
+        PACKED,
+        "if place >= n:",
+        "if False:",
+        PACKED_TESTS + "test_what_no_payload_becomes_is_refused",
     ),
     Mutant(
         "options-do-not-count",
