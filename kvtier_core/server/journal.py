@@ -124,23 +124,23 @@ class Journal:
         self._nbytes = self._new_nbytes = 0
 
     def begin(self, inode: int) -> bool:
-        """Record what happens from now on to the memory in the file ``inode``. Raises OSError.
+        """Read what is recorded of the memory in the file ``inode``, and record what happens to it from now on.
 
-        Returns whether it is known what all slots of that memory hold: in `spaces`.
+        Returns whether it is known what all slots of that memory hold: in `spaces`. If it is not, nothing is recorded
+        before `resume`: the next server must not believe that they are free. Raises OSError.
         """
-        known = False
+        self._inode = inode
         try:
             with open(self._folder.open(_NAME, os.O_RDONLY), "rb") as file:
                 self._replay(_records(file.read()), inode)
-            known = True
         except FileNotFoundError:
-            pass  # the memory is new, or its journal could not be written
+            return False  # the memory is new, or its journal could not be written
         except JournalError as error:
             logger.warning("kvtier: nothing is known of the memory in %s: %s", self.path, error)
-            self.spaces.clear()
-        self._inode = inode
-        self._write_anew()
-        return known
+            self.forget()
+            return False
+        self.resume()
+        return True
 
     def _replay(self, records: Iterator[Record], inode: int) -> None:
         try:
@@ -178,12 +178,10 @@ class Journal:
         try:
             self._append(self._file, record)
             if self._nbytes > max(_LEAST_NBYTES, _GROWTH * self._new_nbytes):
-                self._write_anew()
+                self.resume()
         except OSError as error:
             logger.error("kvtier: the memory in %s will not outlive this server: %s", self.path, error.strerror)
-            os.close(self._file)
-            self._file = None
-            self._folder.remove(_NAME)
+            self._end()
 
     def _append(self, file: int, record: Record) -> None:
         body = encode(record)
@@ -193,8 +191,11 @@ class Journal:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._nbytes += len(message)
 
-    def _write_anew(self) -> None:
-        """Write what follows from all records so far to a new file, and put it in the place of the other."""
+    def resume(self) -> None:
+        """Write what follows from all records so far to a new file, in the place of the other. Raises OSError.
+
+        Whatever is not in `spaces` is free.
+        """
         new = f"{_NAME}.new"
         self._folder.remove(new)
         file = self._folder.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -217,9 +218,15 @@ class Journal:
             yield Taken(space, kept.slots)
 
     def forget(self) -> None:
-        """No stack has anything of the memory."""
+        """Nothing is known any more, and nothing recorded before `resume`."""
         self.spaces.clear()
-        self._write_anew()
+        self._end()
+
+    def _end(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        self._folder.remove(_NAME)
 
     def close(self) -> None:
         """Record nothing more, and unlock the folder. May be called twice."""

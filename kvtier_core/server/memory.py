@@ -69,7 +69,7 @@ class ServedArenaConfig(ArenaConfig):
 
     def attach(self, handle: str, cache: PagedKVCache) -> Mover:
         told = json.loads(handle)
-        with contextlib.ExitStack() as closing:
+        with contextlib.ExitStack() as closing, contextlib.ExitStack() as afterwards:
             try:
                 connection = connect(Path(told["path"]))
             except ProtocolError as error:
@@ -77,14 +77,14 @@ class ServedArenaConfig(ArenaConfig):
             closing.callback(connection.close)
             try:
                 file, kept = _lent(connection, told["session"], told["number"], cache.rank)
-                closing.callback(os.close, file)
+                afterwards.callback(os.close, file)
                 memory = mmap.mmap(file, 0)
             except (ProtocolError, OSError) as error:
                 raise BackendError(f"the server at {told['path']} does not share its memory: {error}") from error
             if cache.device == "cpu":  # for a GPU, page-locking does it
                 run_aside(lambda: _populate(memory), "populate")
             mover = movers.open_mover(cache, memory, told["slot_nbytes"])
-            mover = (KeptMemoryMover if kept else AttachedMover)(mover, connection, file)
+            mover = KeptMemoryMover(mover, connection, file) if kept else AttachedMover(mover, connection)
             closing.pop_all()
         return mover
 
@@ -151,11 +151,9 @@ def _ask(connection: Connection, name: str, *values: Any) -> Any:
 class AttachedMover(Mover):
     """A mover to memory of a server, which knows by the connection that this process may touch it."""
 
-    def __init__(self, mover: Mover, connection: Connection, file: int):
-        """``file`` is that of the memory; the mover closes it."""
+    def __init__(self, mover: Mover, connection: Connection):
         self._mover = mover
         self._connection = connection
-        self._file = file
 
     def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
         self._mover.store(job, pages, slots)
@@ -184,9 +182,6 @@ class AttachedMover(Mover):
         with contextlib.suppress(ProtocolError):  # it is gone, or learns it when this process ends
             _ask(self._connection, "detach")
         self._connection.close()
-        file, self._file = self._file, -1
-        if file >= 0:
-            os.close(file)
 
 
 class KeptMemoryMover(AttachedMover):
@@ -197,24 +192,25 @@ class KeptMemoryMover(AttachedMover):
     """
 
     def __init__(self, mover: Mover, connection: Connection, file: int):
-        """``file`` is locked by this process as its user."""
-        super().__init__(mover, connection, file)
+        """``file`` is that of the memory, locked by this process as its user."""
+        super().__init__(mover, connection)
+        self._file = open(os.dup(file), "rb", buffering=0)  # noqa: SIM115
         self._jobs: set[int] = set()  # under way
         self._lost = False  # is the server gone?
-        end, own = connection.duplicate(), os.dup(file)
-        run_aside(lambda: self._watch(end, own), "server")
+        end = connection.duplicate()
+        run_aside(lambda: self._watch(end), "server")
 
-    def _watch(self, end: int, file: int) -> None:
+    def _watch(self, end: int) -> None:
         wait_for_end(end)
-        self._lost = True
-        self._unlock_if_lost(file)
         os.close(end)
-        os.close(file)
+        self._lost = True
+        self._unlock_if_lost()
 
-    def _unlock_if_lost(self, file: int) -> None:
+    def _unlock_if_lost(self) -> None:
         # A job that begins is added before it looks at `_lost`: either it is seen here, or it does not begin.
         if self._lost and not self._jobs:
-            user_locks.unlock(file)
+            with contextlib.suppress(ValueError):  # closed, and unlocked
+                user_locks.unlock(self._file.fileno())
 
     @contextlib.contextmanager
     def _begun(self, job: int) -> Iterator[None]:
@@ -229,7 +225,7 @@ class KeptMemoryMover(AttachedMover):
 
     def _ended(self, jobs: Iterable[int]) -> None:
         self._jobs.difference_update(jobs)
-        self._unlock_if_lost(self._file)
+        self._unlock_if_lost()
 
     def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
         with self._begun(job):
@@ -246,6 +242,7 @@ class KeptMemoryMover(AttachedMover):
 
     def close(self) -> None:
         self._mover.close()
-        if self._file >= 0:
-            user_locks.unlock(self._file)
+        if not self._file.closed:
+            user_locks.unlock(self._file.fileno())
         super().close()
+        self._file.close()

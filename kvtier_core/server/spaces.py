@@ -52,8 +52,8 @@ class Memory:
     extents: Extents
     nbytes: int  #: of the file that engines map
     journal: Journal | None = None  #: if it outlives the server
-    #: Parts of which nothing is adopted, each with that which records when nobody may touch it any more.
-    formers: list[tuple[Share, Keeper | None]] = attrs.field(factory=list)
+    #: Parts of which nothing is adopted, each with that which records that nobody touches it any more.
+    formers: list[tuple[Share, Callable[[], None]]] = attrs.field(factory=list)
 
     def is_used_by_others(self, boot: int) -> bool:
         """May processes touch it that a server of another boot has lent it to?"""
@@ -175,7 +175,7 @@ class Spaces:
                 logger.warning("kvtier: what %s had in memory is lost: %s", opening.model, error)
                 for memory in memories:  # what it had was given back when its tiers were closed
                     (share,) = _claimed(memory, {number}).values()
-                    memory.formers.append((share, Keeper(memory.journal, number, share.slot_nbytes)))
+                    memory.formers.append((share, Keeper(memory.journal, number, share.slot_nbytes).closed))
                 continue
             self.add(space)
             self._back_by = time.monotonic() + _COME_BACK
@@ -196,10 +196,9 @@ class Spaces:
             self._adoptions = [each for each in self._adoptions if not each.end()]
             for memory in self.memories:
                 while memory.formers:
-                    share, keeper = memory.formers.pop()
+                    share, record = memory.formers.pop()
                     share.close()
-                    if keeper:
-                        keeper.closed()
+                    record()
 
     def renew(self, session: Session, namespace: Namespace) -> None:
         """The KV of an engine has another namespace from now on, because its weights may have changed.
@@ -285,7 +284,7 @@ def _memory(config: StackConfig, number: int, tenants_key: bytes, closing: conte
         mapped = mmap.mmap(backend.descriptor, status.st_size)
         memory = Memory(tier, backend, Extents(mapped, backend.slots * backend.slot_nbytes), status.st_size, journal)
         if journal is not None and not journal.begin(status.st_ino):
-            memory.formers.append((memory.extents.whole(), None))
+            memory.formers.append((memory.extents.whole(), journal.resume))
     except (OSError, BackendError) as error:
         why = f"its memory cannot be had: {error}"
         raise ConfigError([config.problem(tier.source.path, why)]) from error
@@ -294,10 +293,10 @@ def _memory(config: StackConfig, number: int, tenants_key: bytes, closing: conte
 
 def _journal(keep: Path, tenants_key: bytes, closing: contextlib.ExitStack) -> Journal:
     """That of the memory in a folder. Raises OSError and BackendError."""
+    if (kind := file_system_of(keep.resolve())) != "tmpfs":
+        raise BackendError(f"{keep} is not in memory but on a file system of type {kind}; name a folder on a tmpfs")
     journal = Journal(keep, tenants_key)
     closing.callback(journal.close)
-    if (kind := file_system_of(keep.absolute())) != "tmpfs":
-        raise BackendError(f"{keep} is not in memory but on a file system of type {kind}; name a folder on a tmpfs")
     return journal
 
 
@@ -310,7 +309,7 @@ def _claim_all(memory: Memory) -> dict[int, Share]:
     except BackendError as error:
         logger.warning("kvtier: what was in the memory of %s is lost: %s", memory.tier.name, error)
         memory.journal.forget()
-        memory.formers.append((memory.extents.whole(), None))
+        memory.formers.append((memory.extents.whole(), memory.journal.resume))
         return {}
 
 

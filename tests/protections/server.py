@@ -54,9 +54,16 @@ MUTANTS = (
     Mutant(
         "a-journal-that-lacks-records-is-kept",
         JOURNAL,
-        "            self._folder.remove(_NAME)\n\n    def _append",
-        "\n    def _append",
+        "        self._folder.remove(_NAME)\n\n    def close",
+        "\n    def close",
         KEPT_TESTS + "test_a_journal_that_cannot_be_written_is_removed",
+    ),
+    Mutant(
+        "memory-of-which-nothing-is-known-is-recorded-as-free",
+        JOURNAL,
+        "            self.forget()\n            return False",
+        "            self.forget()\n            self.resume()\n            return False",
+        KEPT_TESTS + "test_memory_whose_journal_is_worthless_is_used_when_nobody_of_before_has_it",
     ),
     Mutant(
         "copies-begin-when-the-server-is-gone",
