@@ -16,12 +16,12 @@ CORE = "kvtier_core"
 #: Packages and files, and the lines of Python that all of them may have, docstrings and blanks included.
 BUDGETS = {
     "data plane": (
-        6845,  # aim: 5700
+        6852,  # aim: 5700
         [f"{CORE}/{each}" for each in ("types.py", "layouts.py", "errors.py", "interfaces", "frames", "stack")]
         + [f"{CORE}/transfer/io_pool.py"],
     ),
     "server": (3519, [f"{CORE}/server"]),
-    "core": (32813, [CORE]),  # aim: 25500, without the server
+    "core": (32825, [CORE]),  # aim: 25500, without the server
     "testing kit": (4743, [f"{CORE}/testing"]),
     "plugins": (6372, ["plugins/*/kvtier_*"]),
 }

@@ -7,7 +7,7 @@ import os
 import secrets
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvtier_core.config.compose import OpenedTier
 from kvtier_core.errors import BackendError
@@ -41,7 +41,8 @@ class Frames:
         self._slots = [memory[begin : begin + each] for begin in range(0, self.nbytes, each)]
         self._payload_nbytes = layout.payload_nbytes
         self._keys: list[ChunkKey] = []
-        self._buffers: list[tuple[memoryview, int]] = []
+        self._buffers: list[memoryview] = []  # of the last read
+        self._counts: Sequence[int] = ()
         for slot in self._slots:
             slot[FRAME_HEADER_NBYTES:] = os.urandom(len(slot) - FRAME_HEADER_NBYTES)
         self.rename()
@@ -75,6 +76,7 @@ class Frames:
 
     def read(self) -> None:
         """Read all frames."""
+        self._tier.codec.was_read(self._buffers)
         buffers = [self._tier.codec.read_buffer(slot) for slot in self._slots]
         counts = self._tier.store.read(self._keys, buffers)
         for count in counts:
@@ -82,11 +84,11 @@ class Frames:
                 raise count
             if not count:
                 raise BackendError("a frame that was just written is not there")
-        self._buffers = list(zip(buffers, counts, strict=True))
+        self._buffers, self._counts = buffers, counts
 
     def verify(self) -> None:
         """Verify and decode all that was read."""
-        for key, slot, (buffer, count) in zip(self._keys, self._slots, self._buffers, strict=True):
+        for key, slot, buffer, count in zip(self._keys, self._slots, self._buffers, self._counts, strict=True):
             if error := self._tier.codec.decode_verified(key, buffer, count, slot):
                 raise BackendError(f"a frame that was just written does not come back: {error.value}")
 

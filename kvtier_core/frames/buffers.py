@@ -1,4 +1,4 @@
-"""Memory for frames that are encoded or sealed on their way to a store, which is used again and again."""
+"""Memory for encoded or sealed frames, on their way to a store and back, which is used again and again."""
 
 from __future__ import annotations
 

@@ -151,8 +151,13 @@ class FrameCodec:
         return self._verify(key, frame, RAW, nbytes, b"")
 
     def read_buffer(self, slot: memoryview) -> memoryview:
-        """The buffer that a frame is read into: the slot itself if nothing needs to be decoded."""
-        return slot if self._serializer is None else memoryview(bytearray(self.max_frame_nbytes))
+        """The buffer that a frame is read into: the slot itself if nothing needs to be decoded. `was_read` follows."""
+        return slot if self._serializer is None else self._buffers.take()
+
+    def was_read(self, buffers: list[memoryview]) -> None:
+        """Nobody reads or writes these buffers of `read_buffer` any more, and their memory is used again."""
+        if self._serializer is not None:
+            self._buffers.give_back(buffers)
 
     def decode_verified(
         self, key: ChunkKey, buffer: memoryview, count: int, slot: memoryview, salt: bytes = b""

@@ -136,6 +136,9 @@ class PassthroughCodec(FrameCodec):
     def read_buffer(self, slot: memoryview) -> memoryview:
         return slot
 
+    def was_read(self, buffers: list[memoryview]) -> None:
+        pass  # as in `written`
+
     def decode_verified(
         self, key: ChunkKey, buffer: memoryview, count: int, slot: memoryview, salt: bytes = b""
     ) -> FrameError | None:

@@ -10,8 +10,9 @@ from sealing import AES, KEYS, MAC, codec_of, sealed
 from serializing import XorConfig
 
 from kvtier_core.errors import BackendError
+from kvtier_core.stack.store_tier.reads import read_frames
 from kvtier_core.stack.store_tier.writes import FrameWrite, write_frames
-from kvtier_core.types import FRAME_ALIGNMENT
+from kvtier_core.types import FRAME_ALIGNMENT, ReadStatus
 
 POISON = 0xA5
 
@@ -108,6 +109,25 @@ def test_nothing_of_what_a_buffer_held_before_is_stored(codec):
         header, padding = frame[:FRAME_ALIGNMENT], frame[FRAME_ALIGNMENT + LAYOUT.payload_nbytes :]
         assert len(frame) == LAYOUT.frame_nbytes and padding
         assert not any(padding) and not any(header[256:])
+
+
+def test_frames_are_read_into_the_same_buffers_again_and_a_kept_one_is_not_used(made):
+    codec, backend = codec_of(None, XorConfig()), Shelf()
+    written(codec, backend)
+    before = len(made)
+    slots = [memoryview(bytearray(LAYOUT.frame_nbytes)) for _ in KEYS]
+    for _ in range(3):
+        reads = read_frames(backend, codec, list(zip(KEYS, slots, strict=True)), {})
+        assert {each.status for each in reads} == {ReadStatus.VERIFIED}
+        assert all(slot == sealed(key) for key, slot in zip(KEYS, slots, strict=True))
+    assert len(made) == max(before, len(KEYS)), "each read made new ones"
+    kept = []
+    plain = backend.read
+    backend.read = lambda keys, into: kept.extend(into) or plain(keys, into)
+    for _ in range(2):
+        read_frames(backend, codec, list(zip(KEYS, slots, strict=True)), {})
+    assert len({id(view.obj) for view in kept}) == 2 * len(KEYS), "somebody may still write to it"
+    assert {type(view.obj).__name__ for view in kept} == {"mmap"}, "these are no buffers"
 
 
 def test_a_slot_of_an_arena_is_nobodys_buffer(made):

@@ -104,12 +104,14 @@ def read_frames(
     counts = as_many(backend.read(keys, buffers), keys)
     # One key of a shared store may fail because a server of it is down; in a store of our own the frame is lost.
     failed = ReadStatus.IO_ERROR if backend.shared else ReadStatus.CORRUPT
-    return [
+    reads = [
         FrameRead(failed, str(count))
         if isinstance(count, BackendError)
         else _decode(codec, key, buffer, count, slot, salts.get(key, b""))
         for (key, slot), buffer, count in zip(wanted, buffers, counts, strict=True)
     ]
+    codec.was_read(buffers)
+    return reads
 
 
 def _decode(
