@@ -19,7 +19,7 @@ import attrs
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, Mover, OpenContext, PagedKVCache
-from kvtier_core.server.journal import Keeper
+from kvtier_core.server.kept.journal import Keeper
 from kvtier_core.server.tenants import UNBOUNDED, Quota
 from kvtier_core.types import FRAME_ALIGNMENT
 

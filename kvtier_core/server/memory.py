@@ -19,8 +19,8 @@ from kvtier_core.config.model import ArenaTierConfig, StoreTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, JobResult, Mover, OpenContext, PagedKVCache, PageList
-from kvtier_core.server import user_locks
 from kvtier_core.server.connection import Connection, connect, wait_for_end
+from kvtier_core.server.kept import user_locks
 from kvtier_core.server.protocol import CALLS, DONE, Header, ProtocolError, ServedArena, encode, reason, result
 from kvtier_core.transfer import movers
 from kvtier_core.transfer.io_pool import run_aside

@@ -16,7 +16,7 @@ from kvtier_core.config.model import StoreTierConfig
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Medium
 from kvtier_core.layouts import ChunkLayout
-from kvtier_core.server.journal import Keeper
+from kvtier_core.server.kept.journal import Keeper
 from kvtier_core.server.lent_arena import LentArena
 from kvtier_core.server.memory import reader_handle_of
 from kvtier_core.server.protocol import Opened, Opening, ServedArena, ServedFrame, ServedLookup, Stepped

@@ -18,10 +18,10 @@ from kvtier_core.config.compose import Runtime, open_arena, open_stack
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.interfaces import AllocatorBackend, OpenContext
-from kvtier_core.server import user_locks
-from kvtier_core.server.adoption import Adoption
 from kvtier_core.server.extents import Extents, Share, ShareConfig
-from kvtier_core.server.journal import Journal, Keeper
+from kvtier_core.server.kept import user_locks
+from kvtier_core.server.kept.adoption import Adoption
+from kvtier_core.server.kept.journal import Journal, Keeper
 from kvtier_core.server.lent_arena import LentArena
 from kvtier_core.server.protocol import Opening, ServedArena
 from kvtier_core.server.sessions import Session, Space

@@ -10,8 +10,8 @@ CLIENT = "kvtier_core/server/client.py"
 SLAB_TESTS = "tests/server/test_slabs_of_a_server.py::"
 SESSION_TESTS = "tests/server/test_shared_stack.py::"
 
-ADOPTION = "kvtier_core/server/adoption.py"
-JOURNAL = "kvtier_core/server/journal.py"
+ADOPTION = "kvtier_core/server/kept/adoption.py"
+JOURNAL = "kvtier_core/server/kept/journal.py"
 MEMORY = "kvtier_core/server/memory.py"
 KEPT_TESTS = "tests/server/test_kept_memory.py::"
 

@@ -19,8 +19,8 @@ from test_shared_stack import OTHERS, steps_until
 from kvtier_core.config.compose import open_stack
 from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.interfaces import OpenContext
-from kvtier_core.server import journal, user_locks
 from kvtier_core.server.client import RemoteStack
+from kvtier_core.server.kept import journal, user_locks
 from kvtier_core.server.memory import served_tier
 from kvtier_core.server.protocol import Opening
 from kvtier_core.server.server import Server

@@ -1,8 +1,8 @@
 """Adopts what a former server left in one arena of a stack.
 
 Processes that the former server lent the memory to may still read and write there until they have let go of it
-(`server/user_locks.py`). So until then no slot that was in use changes: what proves to be whole is READY and pinned,
-and every other one stays reserved.
+(`server/kept/user_locks.py`). So until then no slot that was in use changes: a chunk that proves to be whole is READY
+and pinned, and every other slot stays reserved.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from kvtier_core.frames.format import FrameError, verify
-from kvtier_core.server.journal import Held
+from kvtier_core.server.kept.journal import Held
 from kvtier_core.server.lent_arena import LentArena
 from kvtier_core.server.sessions import Space
 from kvtier_core.transfer.io_pool import Outcome, Pool

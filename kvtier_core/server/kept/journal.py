@@ -2,7 +2,7 @@
 
 A file beside the memory, to which the owner appends a record *before* anybody may touch a slot otherwise than it says:
 whatever is READY, being filled or free there is so in the file. Nothing is believed for that alone: a chunk is adopted
-only if its slot holds the frame that the record names, whole (`server/adoption.py`).
+only if its slot holds the frame that the record names, whole (`server/kept/adoption.py`).
 
 The file begins with `_MAGIC`. Each record is a head (length, CRC-32 of the body, CRC-32 of both; little-endian) and a
 body in MessagePack. If the server was killed while it wrote, the last record is cut short. Whatever else is wrong with
