@@ -19,6 +19,7 @@ import pytest
 from fork_server import ForkServer
 
 from kvtier_core.cli import engines
+from kvtier_core.server import client
 
 # Read by vLLM when it is imported. What is set already is so on purpose: test_processes sets some.
 _ENVIRONMENT = {
@@ -32,6 +33,10 @@ _ENVIRONMENT = {
 for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+# An engine does without a slot that its server does not name in time. Here all tests of a run share the cores, and it
+# may take long until the server gets one.
+client.Waits = functools.partial(client.Waits, others=20.0)
 
 BLOCK = 32
 CHUNK = 64
