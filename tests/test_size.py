@@ -20,8 +20,8 @@ BUDGETS = {
         [f"{CORE}/{each}" for each in ("types.py", "layouts.py", "errors.py", "interfaces", "frames", "stack")]
         + [f"{CORE}/transfer/io_pool.py"],
     ),
-    "server": (3520, [f"{CORE}/server"]),
-    "core": (32826, [CORE]),  # aim: 25500, without the server
+    "server": (3522, [f"{CORE}/server"]),
+    "core": (32828, [CORE]),  # aim: 25500, without the server
     "testing kit": (4743, [f"{CORE}/testing"]),
     "plugins": (6372, ["plugins/*/kvtier_*"]),
 }

@@ -61,8 +61,10 @@ class Adoption:
         adopted = set(whole)
         self._unusable += [key for key in keys if key not in adopted]
         if not self._unverified:
-            line = "kvtier: %s: %s: %d chunks are adopted, %d slots of the former server are not"
-            logger.info(line, self.space.model, self._arena.name, len(self._pinned), len(self._unusable))
+            logger.info(
+                "kvtier: %s: %s: %d chunks are adopted, %d slots of the former server are not",
+                *(self.space.model, self._arena.name, len(self._pinned), len(self._unusable)),
+            )
 
     def end(self) -> bool:
         """Nobody else may touch the slots any more: free the useless ones. False if some are not verified yet."""
