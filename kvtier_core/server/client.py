@@ -245,8 +245,8 @@ class RemoteStack(Stack):
                 self._lose(str(error))
 
     def _ask(self, session: _Session, name: str, *arguments: Any, seconds: float, then: Callable[[Any], None]) -> None:
-        """Make a call and wait for its answer. While the server owes others nothing waits: one call has done so."""
-        patience = seconds if session.silence < self._waits.lookup else 0.0
+        """Make a call and wait for its answer, unless the server has owed another one for as long already."""
+        patience = seconds if session.silence < seconds else 0.0
         try:
             session.answered(session.tell(name, *arguments, then=then), patience)
         except ProtocolError as error:
@@ -335,7 +335,7 @@ class RemoteStack(Stack):
         self, path: Sequence[ChunkKey], holder: str, salt: bytes = b"", parts: Sequence[ChunkKey] = ()
     ) -> dict[ChunkKey, Slot]:
         session = self._asking()
-        if session is None or session.silence >= self._waits.lookup:
+        if session is None or session.silence >= self._waits.others:
             return {}
         slots = self._result("reserve", path, holder, salt, parts)
         if slots is None:

@@ -117,7 +117,7 @@ MUTANTS = (
     Mutant(
         "every-lookup-waits-for-a-silent-server",
         CLIENT,
-        "patience = seconds if session.silence < self._waits.lookup else 0.0",
+        "patience = seconds if session.silence < seconds else 0.0",
         "patience = seconds",
         SESSION_TESTS + "test_a_server_that_stops_answering_costs_one_wait_and_is_used_when_it_answers",
     ),

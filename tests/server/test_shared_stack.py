@@ -241,6 +241,7 @@ def test_a_server_that_stops_answering_costs_one_wait_and_is_used_when_it_answer
         stopped.send_signal(signal.SIGSTOP)
         first = stack.lookup(OWN, "request")
         assert first.pending == len(OWN) and stack.still_pending("request")
+        assert not stack.reserve(OWN, "store"), "it waits a little longer, and once as well"
         waits = []
         monkeypatch.setattr(Connection, "wait", lambda connection, seconds: waits.append(seconds))
         for number in range(20):
