@@ -34,10 +34,6 @@ for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-# An engine does without a slot that its server does not name in time. Here all tests of a run share the cores, and it
-# may take long until the server gets one.
-client.Waits = functools.partial(client.Waits, others=20.0)
-
 BLOCK = 32
 CHUNK = 64
 
@@ -199,6 +195,17 @@ class Engine:
         del self.llm
         gc.collect()
         keep_what_engines_share()
+
+
+#: An engine does without a slot that its server does not name in time. Here all tests of a run share the cores, and it
+#: may take long until the server gets one.
+PATIENT = functools.partial(client.Waits, others=20.0)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """For engines in this process; those of the fork server have it, too."""
+    monkeypatch.setattr(client, "Waits", PATIENT)
 
 
 @functools.cache

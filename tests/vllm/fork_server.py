@@ -45,7 +45,9 @@ def serve() -> None:
     """Fork a process for each line of stdin. This process has no thread and no tensor that a fork could break."""
     for module in _HEAVY:
         importlib.import_module(module)
-    importlib.import_module("conftest").keep_what_engines_share()
+    conftest = importlib.import_module("conftest")
+    conftest.keep_what_engines_share()
+    importlib.import_module("kvtier_core.server.client").Waits = conftest.PATIENT
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps them
     for line in sys.stdin:
         if not os.fork():
