@@ -110,7 +110,7 @@ class Journal:
     """The records of one memory, and what follows from them. The owner's thread calls every method."""
 
     def __init__(self, path: Path, tenants_key: bytes):
-        """Locks the folder and reads what is there; `begin` follows. Raises OSError and BackendError.
+        """Locks the folder; `begin` reads what is there. Raises OSError and BackendError.
 
         ``tenants_key`` is that of a memory of which nothing is known.
         """
