@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "copy.h"
@@ -27,23 +28,25 @@ using Row = std::vector<int64_t>;
 // thread may call, several at once.
 class Copier {
  public:
-  // `shard` is the address of this rank's shard in slot 0; the next slot's is `slot_nbytes` behind it.
-  Copier(std::vector<Layer> layers, uintptr_t shard, size_t slot_nbytes);
+  // `shard` is the address of this rank's shard in slot 0; the next slot's is `slot_nbytes` behind it. With
+  // `packed_nbytes` shards are packed (packed.h), in so many bytes.
+  Copier(std::vector<Layer> layers, uintptr_t shard, size_t slot_nbytes, size_t packed_nbytes = 0);
 
   // Pages to slots. Returns the CRC-32 of what then lies in each slot's shard, places without a page included; it is
-  // computed in the same pass.
-  std::vector<uint32_t> gather(const std::vector<Row>& rows, const std::vector<int64_t>& slots) const;
-  // Slots to pages.
-  void scatter(const std::vector<Row>& rows, const std::vector<int64_t>& slots) const;
+  // computed in the same pass. None of a shard that cannot be packed in so many bytes: anything lies there.
+  std::vector<std::optional<uint32_t>> gather(const std::vector<Row>& rows, const std::vector<int64_t>& slots) const;
+  // Slots to pages. Returns false if one was not packed.
+  bool scatter(const std::vector<Row>& rows, const std::vector<int64_t>& slots) const;
 
  private:
   template <typename Visit>
-  void each_piece(const Row& row, int64_t slot, Visit visit) const;
+  void each_piece(const Row& row, Visit visit) const;
 
   std::vector<Layer> layers_;
   size_t chunk_nbytes_ = 0;
   uintptr_t shard_;
   size_t slot_nbytes_;
+  size_t packed_nbytes_;
 };
 
 }  // namespace kvtier

@@ -47,10 +47,9 @@ uint32_t crc32(nb::handle data, uint32_t crc) {
 
 size_t pack(nb::handle payload, nb::handle into, size_t method) {
   const Bytes from(payload), to(into, PyBUF_WRITABLE);
-  if (to.size() < kvtier::packed_bound(from.size())) throw nb::value_error("no room for the encoding");
   if (method >= kvtier::packed_methods().size()) throw nb::value_error("no such method");
   const nb::gil_scoped_release released;
-  return kvtier::pack(to.data(), from.data(), from.size(), method);
+  return kvtier::pack(to.data(), to.size(), from.data(), from.size(), method);
 }
 
 bool unpack(nb::handle encoded, nb::handle into, size_t method) {
@@ -87,11 +86,12 @@ Outcomes write_files(const std::vector<int>& fds, const std::vector<nb::object>&
 
 using LayerTuple = std::tuple<uintptr_t, size_t, size_t, size_t, size_t, size_t>;
 
-kvtier::Copier copier(const std::vector<LayerTuple>& layers, uintptr_t shard, size_t slot_nbytes) {
+kvtier::Copier copier(const std::vector<LayerTuple>& layers, uintptr_t shard, size_t slot_nbytes,
+                      size_t packed_nbytes) {
   std::vector<kvtier::Layer> plain;
   for (const auto& [base, stride, nbytes, offset, first, blocks] : layers)
     plain.push_back({base, stride, nbytes, offset, first, blocks});
-  return {std::move(plain), shard, slot_nbytes};
+  return {std::move(plain), shard, slot_nbytes, packed_nbytes};
 }
 
 }  // namespace
@@ -116,7 +116,7 @@ NB_MODULE(_native, m) {
 
   const nb::call_guard<nb::gil_scoped_release> released;
   nb::class_<kvtier::Copier>(m, "Copier")
-      .def(nb::new_(&copier), "layers"_a, "shard"_a, "slot_nbytes"_a)
+      .def(nb::new_(&copier), "layers"_a, "shard"_a, "slot_nbytes"_a, "packed_nbytes"_a = 0)
       .def("gather", &kvtier::Copier::gather, "rows"_a, "slots"_a, released)
       .def("scatter", &kvtier::Copier::scatter, "rows"_a, "slots"_a, released);
 

@@ -11,22 +11,28 @@
 // exponents of a tile would leave fewer escapes, 0.007 %, but their list is longer than what it saves, and to find them
 // takes a histogram.
 //
+// Every tile has its place, so that any can be coded without those before it. What a raw tile has more lies at the end,
+// in the order of these tiles, which their heads count.
+//
 // The encoded form, integers little-endian:
 //
-//   0   4  "kvp" and the version, 1
+//   0   4  "kvp" and the version, 2
 //   4   4  zeros
 //   8   8  bytes of the payload
 //  16  48  zeros
 //  64      the heads of the tiles, 32 bytes each, and zeros up to a multiple of 64
 //          the bodies of the tiles
 //          the bytes of the payload behind the last whole 128 values
+//          the ends of the raw tiles
+//          zeros, if there is room
 //
 // The head of a tile:
 //
 //   0   1  base: code c stands for the exponent base + c
 //   1   1  least: the exponent that code 0 stands for, in place of base
 //   2   1  the number of escapes, 9 at most; 255: the tile is raw
-//   3  27  the escapes, value i before n/2 + i: the position in the tile (2 bytes) and the exponent
+//   3  27  the escapes, value i before n/2 + i: the position in the tile (2 bytes) and the exponent;
+//          of a raw tile the number of those before it (4 bytes)
 //  30   2  zeros
 //
 // The body of a tile of n values:
@@ -34,24 +40,103 @@
 //   0   n  of each value the mantissa in the upper seven bits, and the sign
 //   n n/2  byte i has the code of value i in its lower four bits, and that of value n/2 + i above
 //
-// or, of a raw tile, its 2 n bytes.
+// or, of a raw tile, its first 3 n / 2 bytes. The other n / 2 are its end.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <vector>
 
+#include "copy.h"
+
 namespace kvtier {
+
+constexpr size_t kTileValues = 2048;
+constexpr size_t kTileNbytes = 2 * kTileValues;
+
+// The parts of the encoded form of a payload.
+struct PackedForm {
+  explicit PackedForm(size_t payload_nbytes);
+
+  size_t values;  // in tiles
+  size_t rest;    // bytes of the payload behind them
+  size_t bodies;  // where they begin
+  size_t ends;    // where those of raw tiles begin
+};
 
 // The most bytes that a payload of this length becomes.
 size_t packed_bound(size_t nbytes);
 
-// Encodes a payload to `into`, which has room for its bound and does not overlap it. Returns the bytes that it took.
-// `method` is one of `packed_methods`; they differ in speed alone.
-size_t pack(std::byte* into, const std::byte* payload, size_t nbytes, size_t method = 0);
+// Encodes a payload that comes piece by piece.
+class Packer {
+ public:
+  // `into` has `room` bytes, which do not overlap the payload. `method` is one of `packed_methods`; they differ in speed
+  // alone.
+  Packer(std::byte* into, size_t room, size_t payload_nbytes, Destination destination, size_t method = 0);
 
-// Decodes to `into`, a payload of `payload_nbytes`. Returns false, with any content there, unless `encoded` is what some
-// payload of this length could have become. Any bytes may come in.
+  // The next bytes of the payload; zeros if `from` is null. What is added then begins at `next`, as far as that is
+  // known: it is fetched into the caches meanwhile.
+  void add(const std::byte* from, size_t nbytes, const std::byte* next);
+
+  // When all was added: the bytes that are in use, behind which is whatever was there before. 0 if there is no room.
+  size_t finish();
+
+  // When it is finished: the CRC-32 of all the room, with zeros behind what is in use.
+  uint32_t fill();
+
+ private:
+  void add_tile(const std::byte* from, size_t n, const std::byte* next);
+
+  const PackedForm form_;
+  std::byte* const into_;
+  const size_t room_;
+  const size_t payload_nbytes_;
+  const Destination destination_;
+  const size_t method_;
+  size_t values_ = 0;  // that are encoded
+  size_t raw_ = 0;     // tiles
+  size_t used_;        // bytes
+  bool fits_;
+  uint32_t bodies_crc_ = 0;
+  size_t pending_ = 0;  // bytes of a tile that is not complete
+  alignas(64) std::byte tile_[kTileNbytes];
+};
+
+// Decodes a payload piece by piece.
+class Unpacker {
+ public:
+  // Any bytes may come in.
+  Unpacker(const std::byte* encoded, size_t nbytes, size_t payload_nbytes, Destination destination, size_t method = 0);
+
+  // The next bytes of the payload, passed over if `to` is null. Returns false unless some payload of this length could
+  // have become what is encoded; then there is no content to rely on.
+  bool take(std::byte* to, size_t nbytes);
+
+  // When all was taken: is there nothing behind but zeros?
+  bool finish() const;
+
+ private:
+  bool decode(std::byte* to, size_t n);
+
+  const PackedForm form_;
+  const std::byte* const encoded_;
+  const size_t nbytes_;
+  const Destination destination_;
+  const size_t method_;
+  bool whole_;
+  size_t values_ = 0;  // that were decoded
+  size_t raw_ = 0;     // tiles
+  size_t used_;        // bytes
+  size_t left_ = 0;    // bytes of the last tile that were not taken
+  size_t tile_nbytes_ = 0;
+  alignas(64) std::byte tile_[kTileNbytes];
+};
+
+// A whole payload at once: the bytes that it took, 0 if there is no room.
+size_t pack(std::byte* into, size_t room, const std::byte* payload, size_t nbytes, size_t method = 0);
+
+// Returns false, with any content in `into`, unless a payload of this length was encoded.
 bool unpack(std::byte* into, size_t payload_nbytes, const std::byte* encoded, size_t nbytes, size_t method = 0);
 
 // The names of the instruction sets that this processor has code for here, best first.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
 import attrs
 
+from kvtier_core.packed_form import packed_nbytes
 from kvtier_core.types import FRAME_ALIGNMENT, FRAME_HEADER_NBYTES, KEY_NBYTES, ChunkKey
 
 
@@ -31,6 +32,24 @@ class KVStructure(enum.StrEnum):
 
 
 @attrs.frozen
+class Elements:
+    """The keys or the values in a page, as an array. All numbers are counts of elements."""
+
+    heads: int
+    tokens: int
+    channels: int
+    first: int  #: in front of the first token's first channel of the first head
+    of_head: int  #: from an element to that of the next head
+    of_token: int
+    of_channel: int
+
+
+def _elements(rows: Iterable[Elements | Mapping[str, int]]) -> tuple[Elements, ...]:
+    """Also of `attrs.asdict`."""
+    return tuple(row if isinstance(row, Elements) else Elements(**row) for row in rows)
+
+
+@attrs.frozen
 class KVGroup:
     """Layers that share a block table: the engine keeps a request's block ``b`` in page ``b`` of each of them."""
 
@@ -41,6 +60,11 @@ class KVGroup:
     dtype: str  #: of the elements of a page, in torch's words: ``bfloat16``; several if layers differ, with spaces
     structure: KVStructure = attrs.field(converter=KVStructure)
     reach: int = 0  #: tokens of a window, or of a chunk of local attention; 0 for the other kinds
+    #: Where the keys, and where the values, lie in a page of every layer, for serializers; empty: not known, or layers
+    #: differ. No part of the `fact`: the page layout and the attention backend are facts of their own.
+    elements: tuple[Elements, ...] = attrs.field(default=(), converter=_elements)
+    #: Each layer's place in the model, for serializers; empty: not known.
+    depths: tuple[int, ...] = attrs.field(default=(), converter=tuple)
 
     @property
     def fact(self) -> str:
@@ -82,7 +106,7 @@ class LayerPlace(NamedTuple):
     layer: int  #: its number among the layers that the rank has, group after group
     group: int  #: number of its group in the layout
     page_nbytes: int
-    offset: int  #: bytes from the start of the shard to the layer's first page; the others follow side by side
+    offset: int  #: bytes of pages in front of the layer's first one; the others follow side by side
     blocks: int  #: pages of this layer in the frame
 
 
@@ -91,16 +115,22 @@ class Shard:
     """The share of a frame that one rank has, or several ranks with the same bytes.
 
     It is group after group; a group is layer after layer; a layer is pages in token order, side by side: the last ones
-    of the chunk, if not all of them are stored.
+    of the chunk, if not all of them are stored. Where shards are packed all this is encoded (csrc/packed.h).
     """
 
     offset: int  #: bytes from the start of the frame
     layers: tuple[LayerPlace, ...]  #: in its order
+    packed: bool = False
+
+    @cached_property
+    def pages_nbytes(self) -> int:
+        """Bytes of all its pages in the engine."""
+        return sum(layer.page_nbytes * layer.blocks for layer in self.layers)
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all its pages."""
-        return sum(layer.page_nbytes * layer.blocks for layer in self.layers)
+        """Bytes in the frame."""
+        return packed_nbytes(self.pages_nbytes) if self.packed else self.pages_nbytes
 
 
 def frame_nbytes(payload_nbytes: int) -> int:
@@ -156,6 +186,7 @@ class ChunkLayout:
     #: Of each pipeline stage the number of layers of each group; empty if there is one stage. ValueError unless these
     #: are all layers, and the ranks can be divided by stages and replicas.
     stages: tuple[tuple[int, ...], ...] = ()
+    packed: bool = False  #: are the shards of frames packed?
 
     @tokens.validator
     def _check_tokens(self, attribute: attrs.Attribute, tokens: int) -> None:
@@ -190,22 +221,29 @@ class ChunkLayout:
 
     def pages_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """Bytes of a page of each layer that a rank has, by group."""
+        return tuple(
+            group.page_nbytes[layers] for group, layers in zip(self.groups, self._layers_of(rank), strict=True)
+        )
+
+    def depths_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """The place in the model of each layer that a rank has, by group; of a group nothing where it is not known."""
+        return tuple(group.depths[layers] for group, layers in zip(self.groups, self._layers_of(rank), strict=True))
+
+    def _layers_of(self, rank: int) -> tuple[slice, ...]:
         if not self.stages:
-            return tuple(group.page_nbytes for group in self.groups)
+            return (slice(None),) * len(self.groups)
         stage = rank * len(self.stages) // self.ranks
         ends = tuple(map(sum, zip(*self.stages[: stage + 1], strict=True)))
-        return tuple(
-            group.page_nbytes[end - count : end]
-            for group, end, count in zip(self.groups, ends, self.stages[stage], strict=True)
-        )
+        return tuple(slice(end - count, end) for end, count in zip(ends, self.stages[stage], strict=True))
 
     def alone(self, rank: int) -> ChunkLayout:
         """The layout of one rank's shard, as if there were no other rank."""
         groups = [
-            attrs.evolve(group, page_nbytes=pages)  # type: ignore[arg-type]  # mypy misreads the converter
-            for group, pages in zip(self.groups, self.pages_of(rank), strict=True)
+            # mypy misreads the converters
+            attrs.evolve(group, page_nbytes=pages, depths=depths)  # type: ignore[arg-type]
+            for group, pages, depths in zip(self.groups, self.pages_of(rank), self.depths_of(rank), strict=True)
         ]
-        return ChunkLayout(groups, self.tokens)  # type: ignore[arg-type]
+        return ChunkLayout(groups, self.tokens, packed=self.packed)  # type: ignore[arg-type]
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -228,7 +266,7 @@ class ChunkLayout:
         blocks = tuple(group.stored(self.tokens) * (place in groups) for place, group in enumerate(self.groups))
         shards, offset = [], FRAME_HEADER_NBYTES
         for rank in range(0, self.ranks, self.replicas):
-            shards.append(Shard(offset, self._places(rank, groups)))
+            shards.append(Shard(offset, self._places(rank, groups), self.packed))
             offset += shards[-1].nbytes
         return Part(number, tuple(groups), blocks, tuple(shards), self.replicas)
 

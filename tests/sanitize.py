@@ -20,11 +20,13 @@ ARGUMENTS = (
     "tests/core/test_native.py",
     "tests/core/test_files.py",
     "tests/core/test_packed.py",
+    "tests/core/test_packed_slots.py",
     "tests/core/test_prefix_tree.py",
     "tests/core/test_native_policies.py",
     "tests/core/test_mover.py",
     "tests/core/test_cuda_library.py",
     "tests/core/test_cuda_mover.py",
+    "tests/core/test_cuda_packing.py",
     "tests/core/test_device_checksums.py",
     "tests/core/test_machine.py",
     # nvcc does not run beside the sanitizers.

@@ -24,6 +24,7 @@ class HeapConfig(ArenaConfig):
     """Slots in the memory of one process."""
 
     type: ClassVar[str] = "heap"
+    packs: ClassVar[tuple[str, ...]] = ("cpu",)
     medium: ClassVar[Medium] = Medium.HOST
 
     def open(self, ctx: OpenContext) -> Heap:

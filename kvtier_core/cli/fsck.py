@@ -17,7 +17,7 @@ from kvtier_core.config.model import StoreTierConfig
 from kvtier_core.config.seal_key import open_keyed_seal
 from kvtier_core.errors import BackendError, Gone
 from kvtier_core.frames.format import FrameError, Header, inspect, keyed_fields_of, payload_pieces
-from kvtier_core.frames.identity import RAW, CodecIdentity, Protection, identity_of
+from kvtier_core.frames.identity import PACKED, RAW, CodecIdentity, Protection, identity_of
 from kvtier_core.interfaces import SerializerConfig, Stored
 from kvtier_core.stack.store_tier.policy_state import key_under
 from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, Nbytes
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     removable = set(Finding) - _HARMLESS if options.repair else set()
     if options.remove_incompatible:
         removable.add(Finding.INCOMPATIBLE)
-    report = _Report(output, tier.capacity, _identity(tier.serializer), removable, _Seals.of(tier))
+    report = _Report(output, tier.capacity, _codecs_of(tier.serializer), removable, _Seals.of(tier))
     with tiers.walk(tier) as found:
         report.take_in(found)
     report.print_totals()
@@ -79,8 +79,11 @@ def run(options: argparse.Namespace, output: Output) -> int:
     return PROBLEMS if report.left else FINE
 
 
-def _identity(serializer: SerializerConfig) -> CodecIdentity:
-    return RAW if isinstance(serializer, RawConfig) else identity_of(serializer)
+def _codecs_of(serializer: SerializerConfig) -> tuple[CodecIdentity, CodecIdentity]:
+    """That of a tier below arenas which do not pack, and below arenas that do: which, no file says."""
+    if isinstance(serializer, RawConfig):
+        return RAW, PACKED
+    return identity_of(serializer), identity_of(serializer, packed=True)
 
 
 @attrs.define
@@ -137,11 +140,11 @@ class _Seals:
 
 @attrs.define
 class _Report:
-    """Counts what lies in a tier with this capacity, codec and seals, and removes what is ``removable``."""
+    """Counts what lies in a tier with this capacity, codecs and seals, and removes what is ``removable``."""
 
     output: Output
     capacity: Nbytes | None  #: None if the store bounds itself
-    codec: CodecIdentity
+    codecs_of_tier: tuple[CodecIdentity, CodecIdentity]
     removable: set[Finding]
     seals: _Seals
     left: int = 0  #: damaged, and not removed
@@ -205,8 +208,9 @@ class _Report:
         if is_policys:
             return Finding.POLICY, ""
         self.codecs[str(header.codec)] += 1
-        if header.codec != self.codec and is_policys is not None:
-            return Finding.INCOMPATIBLE, f"written with the codec {header.codec}; the tier's is {self.codec}"
+        if header.codec not in self.codecs_of_tier and is_policys is not None:
+            why = f"written with the codec {header.codec}; the tier's is {self.codecs_of_tier[0]}"
+            return Finding.INCOMPATIBLE, why
         return Finding.WHOLE, ""
 
     def _remove(self, stored: Stored) -> bool:

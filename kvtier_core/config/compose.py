@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 
 import attrs
 
+from kvtier_core.builtin.packed_slots import OfUnpacked
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.seal_key import open_keyed_seal
 from kvtier_core.config.yaml_nodes import ProblemCollector
 from kvtier_core.errors import BackendError, ConfigError, Problem
 from kvtier_core.frames.codec import FrameCodec
-from kvtier_core.frames.identity import RAW, identity_of
+from kvtier_core.frames.identity import identity_of
 from kvtier_core.frames.sealed_names import SealedNames
 from kvtier_core.interfaces import (
     MAX_POLICY_STATE_NBYTES,
@@ -37,6 +38,7 @@ from kvtier_core.interfaces import (
     TokenDatabase,
 )
 from kvtier_core.layouts import ChunkLayout, KVGroup, KVKind, KVStructure
+from kvtier_core.quality.report import Report, ReportRefused
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.index.parted_index import PartedIndex
@@ -65,6 +67,7 @@ class Runtime:
     codec: type[FrameCodec] = FrameCodec
     arena: type[Arena] = Arena
     recomputes: bool = True  #: does the engine compute what a load could not bring?
+    serves: bool = True  #: do answers depend on it? Then a lossy codec needs a report of `kvtier quality`
     seals_all: bool = False  #: is every chunk sealed that an engine stores, also those that no tier below takes?
 
 
@@ -96,6 +99,10 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
         if config.chunk_tokens != "auto":
             with collector:  # a tier that cannot be opened is reported together with all other problems
                 open_token_database(config, ctx.namespace)
+        for number in range(len(config.tiers)) if runtime.serves else ():
+            with collector:
+                if told := check_quality(config, number, dict(ctx.namespace.facts).get("weights", "")):
+                    logger.warning("kvtier: %s", told)
         opened = _open_tiers(config, range(len(config.tiers)), ctx, runtime, closing, collector)
         collector.raise_if_any()  # a tier may evict from its store as it starts, so none starts before all are open
         for i, each in enumerate(opened):
@@ -109,6 +116,41 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
         manager = StorageManager(levels, pool=pool, seals_all=runtime.seals_all, **of_all)
         closing.pop_all()
     return manager
+
+
+def check_quality(config: StackConfig, number: int, weights: str | None = None) -> str:
+    """How far answers may differ behind a tier's codec; empty if it is lossless.
+
+    ``weights`` is the fact of the engine's namespace, None if there is no engine yet. Raises ConfigError if nobody has
+    measured it for them and for this codec, or if it did not pass.
+    """
+    tier = config.tiers[number]
+    if isinstance(tier, ArenaTierConfig) or getattr(tier.serializer, "lossless", None) is not False:
+        return ""
+    path, chosen = config.path_of(number), tier.serializer
+    codec = _Call(config.plugin_of(chosen), "the serializer", f"{path}.serializer", config.problem).ask(
+        lambda: identity_of(chosen)
+    )
+    if tier.accept_quality:
+        return f"{tier.name}: answers may differ: {codec}; nobody has measured how far (accept_quality: unmeasured)"
+    options = [f"{field.alias}: {getattr(chosen, field.name)}" for field in attrs.fields(type(chosen)) if field.init]
+    named = f"'{{{', '.join([f'type: {chosen.type}', *options])}}}'"
+    hint = f"run kvtier quality --model FOLDER --codec {named} --out FILE, and write quality: FILE"
+    if tier.quality is None:
+        why = f"{codec}: answers may differ, and no report says how far"
+        raise ConfigError([config.problem(f"{path}.serializer", why, f"{hint}, or accept_quality: unmeasured")])
+    try:
+        report = Report.read(tier.quality)
+        report.check(weights, codec)
+    except ReportRefused as error:
+        why = f"{tier.quality} does not count: {error}"
+        raise ConfigError([config.problem(f"{path}.quality", why, hint)]) from error
+    return f"{tier.name}: answers may differ: {codec}; {report} ({tier.quality})"
+
+
+def packs(config: StackConfig, device: str) -> bool:
+    """Are shards to be packed in all arenas, for an engine on this type of device? Chunks are copied between them."""
+    return all(tier.packing == "auto" and device in tier.config.packs for tier in config.arenas)
 
 
 def open_arena(config: StackConfig, number: int, closing: contextlib.ExitStack) -> AllocatorBackend:
@@ -311,6 +353,8 @@ class _Opening:
             return "they are encoded or have a keyed seal"
         if opened.codec.parts > 1:
             return "the model's chunks have several parts"
+        if opened.codec.packs and not self.tier.config.reads_packed:
+            return "its reader does not unpack the frames of an arena that packs"
         return "" if self.runtime.recomputes else FAILS_REQUESTS
 
     def allocate(self, ctx: OpenContext) -> AllocatorBackend:
@@ -322,10 +366,14 @@ class _Opening:
             return self.runtime.codec(ctx.namespace, ctx.layout)
         chosen = self.tier.serializer
         call = self._call(chosen, "serializer")
-        serializer = call.ask(lambda: chosen.open(ctx))
+        unpacked = attrs.evolve(ctx, layout=attrs.evolve(ctx.layout, packed=False))
+        serializer = call.ask(lambda: chosen.open(unpacked))
+        identity = None
         if serializer is not None:
             serializer = call.returns(Serializer, lambda: serializer)
-        identity = RAW if serializer is None else call.ask(lambda: identity_of(chosen))
+            identity = call.ask(lambda: identity_of(chosen, packed=ctx.layout.packed))
+            if ctx.layout.packed:
+                serializer = OfUnpacked(serializer, unpacked.layout)
         keyed_seal = self._call(self.tier.seal_key, "seal_key").ask(lambda: open_keyed_seal(self.tier))
         apart = {"shared": self._shared, "keyed_seal": keyed_seal}
         return call.ask(lambda: self.runtime.codec(ctx.namespace, ctx.layout, serializer, identity, **apart))

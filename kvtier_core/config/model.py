@@ -54,6 +54,11 @@ def _with_a_key(config: object, field: attrs.Attribute, encrypt: bool) -> None:
         raise ValueError("'encrypt' needs a 'seal_key'")
 
 
+def _instead_of_a_report(config: object, field: attrs.Attribute, accepted: str | None) -> None:
+    if accepted and config.quality is not None:
+        raise ValueError("'accept_quality' and 'quality' exclude each other")
+
+
 @attrs.frozen
 class Source:
     """Where a tier was configured, and which plugin it comes from; for error messages."""
@@ -72,6 +77,9 @@ class ArenaTierConfig:
     capacity: Nbytes = attrs.field(**_CAPACITY)  #: of the frames in its slots; never exceeded
     eviction: EvictionConfig = attrs.field(factory=GittinsConfig)  #: what leaves it when it is full
     store_after: int = attrs.field(**_STORE_AFTER)  #: requests that must have named a chunk before it is stored here
+    #: ``auto`` packs KV in bfloat16 into slots of four fifths of the size, where that keeps up with memory. Every bit
+    #: comes back. What does not fit is not stored.
+    packing: Literal["auto", "off"] = "off"
     #: Of a server: a folder on a tmpfs, such as ``/dev/shm/kvtier``, where the memory outlives it. By default nowhere.
     keep: pathlib.Path | None = None
     source: Source = attrs.field(default=Source(), eq=False, repr=False)
@@ -96,6 +104,10 @@ class StoreTierConfig:
     #: With it nobody else can forge a frame of this tier: at least 32 characters, which count as they are written.
     seal_key: EnvSecret | None = None
     encrypt: bool = attrs.field(default=False, validator=_with_a_key)  #: encrypt the tier's frames, with ``seal_key``
+    #: A file: the report of `kvtier quality` for this model and codec. A tier with a lossy serializer needs it.
+    quality: pathlib.Path | None = None
+    #: ``unmeasured``: open the tier without a report. Answers differ, and nobody knows how far.
+    accept_quality: Literal["unmeasured"] | None = attrs.field(default=None, validator=_instead_of_a_report)
     source: Source = attrs.field(default=Source(), eq=False, repr=False)
 
 

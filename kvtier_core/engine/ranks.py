@@ -75,15 +75,20 @@ class Ranks:
 
 def _without_layers(group: KVGroup) -> KVGroup:
     """The properties of a group that all stages must share."""
-    return attrs.evolve(group, page_nbytes=(), dtype="", structure=KVStructure.OPAQUE)
+    return attrs.evolve(group, page_nbytes=(), dtype="", structure=KVStructure.OPAQUE, elements=(), depths=())
 
 
 def _joined(groups: Sequence[KVGroup]) -> KVGroup:
     """A group with its layers of all stages."""
-    structures = {group.structure for group in groups if group.page_nbytes}
+    with_layers = [group for group in groups if group.page_nbytes]
+    structures = {group.structure for group in with_layers}
+    elements = {group.elements for group in with_layers}
+    depths = [depth for group in with_layers for depth in group.depths] if all(g.depths for g in with_layers) else []
     return attrs.evolve(
         groups[0],
         page_nbytes=[nbytes for group in groups for nbytes in group.page_nbytes],
         dtype=" ".join(sorted({dtype for group in groups for dtype in group.dtype.split()})),
         structure=structures.pop() if len(structures) == 1 else KVStructure.OPAQUE,
+        elements=elements.pop() if len(elements) == 1 else (),
+        depths=depths,
     )

@@ -219,7 +219,7 @@ class SchedulerSide:
             attachment=self._self_test.attachment,
             arenas=tuple(self.manager.handles.values()) if testing else (),
             reader_handles=self.manager.reader_handles if testing else {},
-            layout=self._layout if testing else None,
+            layout=attrs.evolve(self._layout, packed=self.manager.packed) if testing else None,
             self_test_slots=self._self_test.slots,
             loads=self._loads.take_planned(),
             stores=tuple(stores),

@@ -53,7 +53,7 @@ def _try_part(mover: Mover, table: PagedKVCache, part: Part, caches: LayerCaches
     before = {name: cache[drawn] for name, cache in pages.items()}  # indexing with a list copies
     try:
         for name in _one_of_each(pages):
-            pages[name][drawn] = _noise(before[name], drawn_from)
+            pages[name][drawn] = _noise(before[name], drawn_from, packs=table.layout.packed)
         written = {name: cache[drawn] for name, cache in pages.items()}
         mover.store(_STORE, [chunk], [slot])
         mover.wait([_STORE])
@@ -95,10 +95,12 @@ def _scattered(blocks: Sequence[int], places: int, drawn_from: random.Random) ->
     return [at.get(place, NO_BLOCK) for place in range(places)]
 
 
-def _noise(like: torch.Tensor, drawn_from: random.Random) -> torch.Tensor:
-    """Random bits in the shape of a tensor and on its device."""
+def _noise(like: torch.Tensor, drawn_from: random.Random, *, packs: bool) -> torch.Tensor:
+    """Random bits in the shape of a tensor and on its device; of numbers in bfloat16 if they must pack."""
     generator = torch.Generator(like.device).manual_seed(drawn_from.getrandbits(63))
     words = torch.empty(-(-like.nbytes // 8), dtype=torch.int64, device=like.device).random_(generator=generator)
+    if packs:
+        words = torch.empty(4 * len(words), device=like.device).normal_(generator=generator).bfloat16()
     return words.view(like.dtype)[: like.numel()].view(like.shape)
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import attrs
 
 from kvtier_core import native
-from kvtier_core.config.compose import Runtime, open_observers, open_stack
+from kvtier_core.builtin import packed_slots
+from kvtier_core.config.compose import Runtime, open_observers, open_stack, packs
 from kvtier_core.config.model import UNIX, StackConfig
 from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.engine.observers import Observers
@@ -19,6 +20,7 @@ from kvtier_core.engine.scheduler_side import SchedulerSide
 from kvtier_core.errors import ConfigError
 from kvtier_core.interfaces import OpenContext
 from kvtier_core.stack.interface import Stack
+from kvtier_core.transfer import movers
 from kvtier_core.types import Namespace, Nbytes
 
 logger = logging.getLogger("kvtier")
@@ -78,16 +80,17 @@ class Engine:
             replicas=self.replicas,
             numa_nodes=ranks.numa_nodes(chunk),
         )
-        return self._open(sized, context, identity.before_start, asked=config.chunk_tokens)
+        device = reports[0].device
+        return self._open(sized, context, identity.before_start, device, asked=config.chunk_tokens)
 
     def _open(
-        self, config: StackConfig, context: OpenContext, before_start: Namespace, *, asked: int | str
+        self, config: StackConfig, context: OpenContext, before_start: Namespace, device: str, *, asked: int | str
     ) -> SchedulerSide:
         """Open the stack; ``asked`` is ``chunk_tokens`` as it was configured."""
         recorder = Recorder(config, context.replicas) if config.record else None
         observers = Observers(open_observers(config, context))
         try:
-            stack = self._open_stack(config, context)
+            stack = self._open_stack(config, context, device)
         except ConfigError:
             observers.close()
             raise
@@ -111,14 +114,22 @@ class Engine:
         side.status.open(config.status, {**about, "identity": context.namespace.digest.hex(), "cold": cold})
         return side
 
-    def _open_stack(self, config: StackConfig, context: OpenContext) -> Stack:
+    def _open_stack(self, config: StackConfig, context: OpenContext, device: str) -> Stack:
         """Here, or in the server of this node. Raises ConfigError."""
+        why_not = packed_slots.why_not(context.layout)
+        if device not in movers.PACKING_DEVICES:
+            why_not = f"engines on {device} do not pack yet"
         if config.server is None:
-            return open_stack(config, context, Runtime(recomputes=self.recomputes))
+            packed = packs(config, device)
+            if packed and why_not:
+                logger.info("kvtier: packing: auto -> off: %s", why_not)
+            layout = attrs.evolve(context.layout, packed=packed and not why_not)
+            return open_stack(config, attrs.evolve(context, layout=layout), Runtime(recomputes=self.recomputes))
         from kvtier_core.server.client import RemoteStack
         from kvtier_core.server.protocol import Opening
 
-        opening = Opening(self.model, self.name, context.namespace, context.layout, self.recomputes)
+        layout = attrs.evolve(context.layout, packed=not why_not)
+        opening = Opening(self.model, self.name, context.namespace, layout, self.recomputes)
         return RemoteStack(Path(config.server.removeprefix(UNIX)), opening)
 
     def _log_stack(

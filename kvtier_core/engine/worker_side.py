@@ -374,12 +374,10 @@ class WorkerSide:
             return
         del self._begun[task]
         self._ended.append(task)
-        if begun.empty:
-            leading = min(begun.empty)
-            if task.direction is _Direction.STORE and leading:
-                self._filled[task.id] = leading
-            else:
-                self._failed.add(task)
+        if begun.empty and task.direction is _Direction.STORE:
+            self._filled[task.id] = min(begun.empty)
+        elif begun.empty:
+            self._failed.add(task)
         if task.direction is _Direction.STORE and len(begun.checksums) == begun.slots:
             checksums = (begun.checksums[place] for place in range(begun.slots))
             self._checksums[task.id, self._rank // self._layout.replicas] = tuple(checksums)

@@ -6,12 +6,12 @@ import contextlib
 from typing import TYPE_CHECKING, Self
 
 from kvtier_core.errors import BackendError, ContractError
-from kvtier_core.frames.buffers import Buffers
 from kvtier_core.frames.checksum import crc32, join
 from kvtier_core.frames.format import (
     FrameError,
     Header,
     checksums_of,
+    expected_header,
     header_of,
     payload_of,
     read_header,
@@ -19,9 +19,10 @@ from kvtier_core.frames.format import (
     seal_part,
     verify,
 )
-from kvtier_core.frames.identity import DECODED_LOSSY, RAW, UNKEYED, CodecIdentity, identity_of
+from kvtier_core.frames.identity import RAW, CodecIdentity, codec_of_slots, identity_of, lossy
 from kvtier_core.interfaces import OpenContext, Serializer, SerializerConfig
 from kvtier_core.layouts import ChunkLayout, frame_nbytes
+from kvtier_core.transfer.buffers import Buffers
 from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, Namespace
 
 if TYPE_CHECKING:  # its library is only there where a tier has a key
@@ -42,20 +43,23 @@ class FrameCodec:
         namespace: Namespace,
         layout: ChunkLayout,
         serializer: Serializer | None = None,
-        identity: CodecIdentity = RAW,
+        identity: CodecIdentity | None = None,
         *,
         shared: bool = False,
         keyed_seal: KeyedSeal | None = None,
     ):
-        """``shared``: the store has other users, whose codec may be another; none finds the frames of others."""
-        if (serializer is None) != (identity == RAW):
+        """``identity`` is that of the serializer. ``shared``: the store has other users, whose codec may be another;
+        none finds the frames of others.
+        """
+        if (serializer is None) != (identity is None):
             raise ContractError(f"{identity} is not the identity of {serializer}")
+        self._of_slots = codec_of_slots(layout)
+        self.identity = identity or self._of_slots
         self.namespace = namespace  #: of stored frames
-        if shared and identity != RAW:
-            self.namespace = self.namespace.narrowed("codec", identity.digest.hex())
+        if shared and self.identity != RAW:
+            self.namespace = self.namespace.narrowed("codec", self.identity.digest.hex())
         if keyed_seal is not None:  # frames of before a new key are under names that nothing asks for
             self.namespace = self.namespace.narrowed("seal", str(keyed_seal.identity))
-        self.identity = identity
         self.keyed_seal = keyed_seal  #: None if frames have none
         self._shared = shared
         self._arena_namespace = namespace
@@ -64,17 +68,23 @@ class FrameCodec:
         #: Bytes of the longest frame that the tier writes.
         self.max_frame_nbytes = layout.frame_nbytes if serializer is None else frame_nbytes(serializer.bound(layout))
         self._buffers = Buffers(self.max_frame_nbytes)
+        self._decoded = Buffers(layout.payload_nbytes)
 
     @classmethod
     def open(cls, config: SerializerConfig, ctx: OpenContext) -> Self:
         """Open the serializer of a tier. Raises ConfigError if its codec cannot be named."""
         serializer = config.open(ctx)
-        return cls(ctx.namespace, ctx.layout, serializer, RAW if serializer is None else identity_of(config))
+        return cls(ctx.namespace, ctx.layout, serializer, None if serializer is None else identity_of(config))
 
     @property
     def is_raw(self) -> bool:
         """Are frames stored as they lie in a slot, header and payload?"""
         return self._serializer is None and self.keyed_seal is None
+
+    @property
+    def packs(self) -> bool:
+        """Are shards packed in the slots?"""
+        return self._layout.packed
 
     @property
     def parts(self) -> int:
@@ -88,11 +98,12 @@ class FrameCodec:
 
     def with_namespace(self, namespace: Namespace) -> Self:
         """The same codec, with the same serializer, for frames of another namespace."""
-        serializer, identity, keyed_seal = self._serializer, self.identity, self.keyed_seal
+        serializer, keyed_seal = self._serializer, self.keyed_seal
+        identity = None if serializer is None else self.identity
         return type(self)(namespace, self._layout, serializer, identity, shared=self._shared, keyed_seal=keyed_seal)
 
     def encode(self, key: ChunkKey, sealed: memoryview, salt: bytes = b"") -> memoryview:
-        """The frame to store for a sealed raw frame in a slot. Its length is a multiple of `FRAME_ALIGNMENT`.
+        """The frame to store for a sealed frame in a slot. Its length is a multiple of `FRAME_ALIGNMENT`.
 
         ``salt`` is that of the chunk's requests: without it an encrypted frame cannot be read.
 
@@ -102,7 +113,7 @@ class FrameCodec:
         header = read_header(sealed)
         if isinstance(header, FrameError):
             raise ContractError(f"a slot that is to be written is not sealed: {header.value}")
-        if header.codec != RAW:
+        if header.codec != self._of_slots:
             raise ContractError(f"a slot that is to be written holds a frame that is {header.codec}")
         if self._serializer is not None:
             return self._encoded(self._serializer, key, header, payload_of(sealed), salt)
@@ -129,9 +140,9 @@ class FrameCodec:
     def _protected(
         self, keyed_seal: KeyedSeal, key: ChunkKey, header: Header, payload: memoryview, salt: bytes
     ) -> memoryview:
-        """A copy of a raw frame with the keyed seal."""
-        copy = self._buffers.take()
-        seal(copy, self.namespace, self._name(key), len(payload), payload_checksum=header.payload_checksum)
+        """A copy of a frame in a slot, with the keyed seal."""
+        copy, checksum = self._buffers.take(), header.payload_checksum
+        seal(copy, self.namespace, self._name(key), len(payload), codec=self.identity, payload_checksum=checksum)
         keyed_seal.close(copy, payload, salt=salt)
         return _padded(copy, len(payload))
 
@@ -164,7 +175,7 @@ class FrameCodec:
     ) -> FrameError | None:
         """Verify the frame of ``key`` in the first ``count`` bytes of ``buffer``, and decode it into ``slot``.
 
-        Returns None if the frame is as it was written; ``slot`` then holds a sealed raw frame. Otherwise the content of
+        Returns None if the frame is as it was written; ``slot`` then holds a sealed frame. Otherwise the content of
         ``slot`` is undefined. Raises ContractError if a read of ``buffer`` cannot have returned ``count``.
         """
         if not 0 < count <= len(buffer):
@@ -178,7 +189,7 @@ class FrameCodec:
         if serializer is None:
             if self.keyed_seal is not None:  # another tier stores the slot as it is, under the arena's namespace
                 known = (header_of(frame).payload_checksum,) if len(part.shards) == 1 else ()
-                seal_part(slot, self._arena_namespace, key, part, known)
+                seal_part(slot, self._arena_namespace, key, part, known, codec=self._of_slots)
             return None
         payload = slot[FRAME_HEADER_NBYTES : FRAME_HEADER_NBYTES + nbytes]
         decoded = None
@@ -190,18 +201,18 @@ class FrameCodec:
         checksum = join(checksums, [shard.nbytes for shard in part.shards])
         if decoded != nbytes or header_of(frame).decoded_checksum != checksum:
             return FrameError.DECODED
-        codec = RAW if self.identity.lossless else DECODED_LOSSY
+        codec = self._of_slots if self.identity.lossless else lossy(self._of_slots)
         seal_part(slot, self._arena_namespace, key, part, checksums, codec=codec)
         return None
 
     def _verify(
         self, key: ChunkKey, frame: memoryview, codec: CodecIdentity, nbytes: int | None, salt: bytes
     ) -> FrameError | None:
-        keyed = UNKEYED if self.keyed_seal is None else self.keyed_seal.identity
-        error = verify(frame, self.namespace, self._name(key), codec=codec, payload_nbytes=nbytes, keyed=keyed)
-        if error is not None or self.keyed_seal is None:
-            return error
-        return self.keyed_seal.open(frame, salt=salt)
+        if self.keyed_seal is None:
+            return verify(frame, self.namespace, key, codec=codec, payload_nbytes=nbytes)
+        digest, name, keyed = self.namespace.digest, self._name(key), self.keyed_seal.identity
+        header = expected_header(frame, digest, name, codec=codec, payload_nbytes=nbytes, keyed=keyed)
+        return header if isinstance(header, FrameError) else self.keyed_seal.open(frame, salt=salt)
 
     def _name(self, key: ChunkKey) -> ChunkKey:
         """The name of a key in the header of a stored frame."""
@@ -209,10 +220,12 @@ class FrameCodec:
 
     def _decoded_checksum(self, serializer: Serializer, encoded: memoryview, nbytes: int) -> int:
         """The checksum of a payload of ``nbytes`` that a lossy serializer has encoded and decoded."""
-        decoded = memoryview(bytearray(nbytes))
-        if serializer.decode(encoded, decoded) != nbytes:
+        buffer = self._decoded.take()
+        if serializer.decode(encoded, buffer[:nbytes]) != nbytes:
             raise BackendError(f"{self.identity} decodes what it encoded to another length")
-        return crc32(decoded)
+        checksum = crc32(buffer[:nbytes])
+        self._decoded.give_back([buffer])
+        return checksum
 
 
 def _padded(buffer: memoryview, payload_nbytes: int) -> memoryview:

@@ -224,14 +224,12 @@ def verify(
     *,
     codec: CodecIdentity = RAW,
     payload_nbytes: int | None = None,
-    keyed: SealIdentity = UNKEYED,
 ) -> FrameError | None:
     """Returns None if ``frame`` is the one asked for and its payload is, byte for byte, the one that was sealed.
 
-    ``payload_nbytes`` is the length that the payload must have; None if its codec encodes to varying lengths. The seal
-    must be that of ``keyed``, and is not opened: bytes and checksums may be anybody's until `KeyedSeal.open`.
+    ``payload_nbytes`` is the length that the payload must have; None if its codec encodes to varying lengths.
     """
-    header = expected_header(frame, namespace.digest, key, codec=codec, payload_nbytes=payload_nbytes, keyed=keyed)
+    header = expected_header(frame, namespace.digest, key, codec=codec, payload_nbytes=payload_nbytes)
     if isinstance(header, FrameError):
         return header
     if header.payload_nbytes > len(frame) - FRAME_HEADER_NBYTES:
@@ -250,7 +248,8 @@ def expected_header(
 ) -> Header | FrameError:
     """The header of a frame if it is that of the one asked for. Neither is the payload verified, nor need it be there.
 
-    See `verify`; ``namespace`` is the digest.
+    See `verify`; ``namespace`` is the digest. The seal must be that of ``keyed``, and is not opened: bytes and
+    checksums may be anybody's until `KeyedSeal.open`.
     """
     header = read_header(frame)
     if isinstance(header, FrameError):

@@ -14,6 +14,7 @@ import attrs
 
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.interfaces import SerializerConfig
+from kvtier_core.layouts import ChunkLayout
 
 #: The name of a codec has at most this many bytes in UTF-8.
 MAX_TYPE_NBYTES = 64
@@ -31,16 +32,26 @@ class CodecIdentity:
     lossless: bool  #: the decoded payload is, bit for bit, the one that was encoded
 
     def __str__(self) -> str:
-        if self.type == RAW.type and self.digest == RAW.digest:
-            return "raw" if self.lossless else "raw after a lossy codec"
+        if self.digest in (RAW.digest, PACKED.digest):
+            return self.type if self.lossless else f"{self.type} after a lossy codec"
         return f"{self.type} {self.digest.hex()[:8]}{'' if self.lossless else ', lossy'}"
 
 
 #: Payloads without a serializer. No digest of options is zero, so no serializer can be taken for it.
 RAW = CodecIdentity("raw", bytes(DIGEST_NBYTES), lossless=True)
 
-#: Payloads that a lossy codec decoded. They are served from memory, and never written to a store.
-DECODED_LOSSY = attrs.evolve(RAW, lossless=False)
+#: Payloads of packed shards (csrc/packed.h), as they lie in the slots of an arena that packs.
+PACKED = CodecIdentity("packed shards", b"\2".ljust(DIGEST_NBYTES, b"\0"), lossless=True)
+
+
+def codec_of_slots(layout: ChunkLayout) -> CodecIdentity:
+    """The codec of frames as they lie in an arena's slots, and in tiers without a serializer."""
+    return PACKED if layout.packed else RAW
+
+
+def lossy(codec: CodecIdentity) -> CodecIdentity:
+    """Of payloads in slots that a lossy codec decoded. They are served from memory, and never written to a store."""
+    return attrs.evolve(codec, lossless=False)
 
 
 class Protection(enum.Enum):
@@ -67,8 +78,8 @@ class SealIdentity:
 UNKEYED = SealIdentity(Protection.NONE, bytes(KEY_ID_NBYTES))
 
 
-def identity_of(config: SerializerConfig) -> CodecIdentity:
-    """The identity that the core gives to the codec which ``config`` opens.
+def identity_of(config: SerializerConfig, *, packed: bool = False) -> CodecIdentity:
+    """The identity that the core gives to the codec which ``config`` opens, above it an arena with ``packed`` shards.
 
     All fields of the config are part of it, because any of them may change the bytes. Raises ConfigError
     if the plugin does not state what it must, or if a field has a value that cannot be compared between processes.
@@ -80,7 +91,10 @@ def identity_of(config: SerializerConfig) -> CodecIdentity:
         raise _unusable(f"{name} does not state whether it is lossless")
     if type(version) is not int:
         raise _unusable(f"the format version of {name} is not an int")
-    described = json.dumps([name, version, _fields(type(config), config)], ensure_ascii=True, separators=(",", ":"))
+    what = [name, version, _fields(type(config), config)]
+    if packed:  # the checksum of what it decodes to is that of packed shards
+        what.append(PACKED.type)
+    described = json.dumps(what, ensure_ascii=True, separators=(",", ":"))
     digest = hashlib.blake2b(described.encode(), digest_size=DIGEST_NBYTES, person=b"kvtier-codec").digest()
     return CodecIdentity(name, digest, lossless)
 

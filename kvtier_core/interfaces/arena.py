@@ -119,7 +119,8 @@ class Mover(abc.ABC):
         """Begin to copy pages into this rank's shards of the slots.
 
         The pages are read as the work that the engine has enqueued so far leaves them. The engine may enqueue work that
-        overwrites them after `fence` or `wait`. Places of NO_BLOCK in a shard are left as they are.
+        overwrites them after `fence` or `wait`. Places of NO_BLOCK in a shard are left as they are; in one that
+        is packed they are zeros. Where the pages of a chunk do not fit into a packed shard, its slot is not ``filled``.
         """
 
     def mark(self) -> object:
@@ -173,6 +174,8 @@ class ArenaConfig(abc.ABC):
     type: ClassVar[str]  #: what users write in ``tiers[].type``
     #: Types of devices, in torch's words, for which `attach` has a mover.
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
+    #: Those for which that mover packs the shards of a layout that says so (`Shard.packed`); by default none.
+    packs: ClassVar[tuple[str, ...]] = ()
     medium: ClassVar[Medium] = Medium.UNSPECIFIED
 
     @abc.abstractmethod

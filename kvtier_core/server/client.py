@@ -428,6 +428,10 @@ class RemoteStack(Stack):
         return len(self._pending)
 
     @property
+    def packed(self) -> bool:
+        return self._known is not None and self._known.packed
+
+    @property
     def attachment(self) -> int:
         return self._attachment
 

@@ -69,7 +69,7 @@ class Opening:
     model: str  #: for people, like the next one
     engine: str
     namespace: Namespace
-    layout: ChunkLayout
+    layout: ChunkLayout  #: ``packed`` if its workers can pack
     recomputes: bool = True  #: does the engine compute what a load could not bring? Else it gets no stored frames.
 
 
@@ -91,6 +91,7 @@ class Opened:
     reader_handles: dict[str, str] = attrs.field(factory=dict)  #: as `Stack.reader_handles`
     about: tuple[str, ...] = ()  #: a line a tier, for people
     cold: str = ""  #: why nothing that the tiers hold can be found; empty if that is not so
+    packed: bool = False  #: as `Stack.packed`
 
 
 class ServedLocation(NamedTuple):

@@ -94,7 +94,7 @@ class Session:
             tier.name: reader_handle_of(tier, handles[tier.name]) for tier in self.space.stores if tier.name in handles
         }
         about = tuple(stack.describe(self._not_direct))
-        return Opened(self.number, self.space.arenas, media, readers, about, self.space.cold)
+        return Opened(self.number, self.space.arenas, media, readers, about, self.space.cold, stack.packed)
 
     # -- calls ---------------------------------------------------------------------------------------
 

@@ -117,7 +117,7 @@ class Spaces:
             space = self._make(opening, self._opened + 1, {})
             self.add(space)
             _record(space)
-        if space.layout != opening.layout:
+        if space.layout not in (opening.layout, attrs.evolve(opening.layout, packed=False)):
             raise BackendError("the layout of its chunks is another one, though its namespace is the same")
         return space
 
@@ -139,7 +139,9 @@ class Spaces:
             if isinstance(tier, ArenaTierConfig) or tier.config.shared or self._is_free(tier)
         ]
         config = attrs.evolve(self._config, tiers=tuple(tiers), chunk_tokens=opening.layout.tokens)
-        context = OpenContext(namespace=opening.namespace, layout=opening.layout)
+        packed = opening.layout.packed and all(memory.tier.packing == "auto" for memory in self.memories)
+        layout = attrs.evolve(opening.layout, packed=packed)
+        context = OpenContext(namespace=opening.namespace, layout=layout)
         arena = functools.partial(LentArena, tenants=self.tenants)
         seals_all = any(memory.journal for memory in self.memories)
         runtime = Runtime(pool=self._pool, arena=arena, seals_all=seals_all)
@@ -156,7 +158,7 @@ class Spaces:
         for line in stack.describe():
             logger.info("kvtier: %s: %s", opening.model, line)
         media = {tier.name: tier.config.medium for tier in self._config.tiers}
-        of_engine = opening.model, opening.namespace, opening.layout
+        of_engine = opening.model, opening.namespace, layout
         return Space(*of_engine, stack, arenas, media, self.tenants, stack.why_cold(), config.stores, number, keepers)
 
     def _restore(self) -> None:

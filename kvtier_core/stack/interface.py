@@ -136,6 +136,11 @@ class Stack(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def packed(self) -> bool:
+        """Are shards packed in the slots of its arenas?"""
+
+    @property
+    @abc.abstractmethod
     def handles(self) -> dict[str, str]:
         """How a worker process reaches each arena, by its name, in the order of the arenas' numbers."""
 

@@ -196,6 +196,9 @@ class StorageManager(Stack):
         self._hot.abort(empty)
         for key in empty:
             del parents[key]
+        if empty:
+            why = "it, or one before it, does not fit its slot packed" if self.packed else "its slot was not filled"
+            self._report(EventKind.REJECTED, self._hot, list(empty), why=why)
         kept = self._hot.commit(list(parents), list(parents.values()))
         if kept:
             self._report(EventKind.STORED, self._hot, kept, seconds=self._clock() - since)
@@ -290,6 +293,10 @@ class StorageManager(Stack):
         return 0
 
     @property
+    def packed(self) -> bool:
+        return self._layout.packed
+
+    @property
     def handles(self) -> dict[str, str]:
         return {arena.name: arena.memory.handle for arena in self._arenas}
 
@@ -310,9 +317,13 @@ class StorageManager(Stack):
             words = [f"{Nbytes(usage.capacity)}", f"{usage.chunks} chunks held"]
             if isinstance(level, StoreTier) and level.backend.shared:
                 words = ["shared with other engines"]  # what it holds nobody knows
+            if isinstance(level, StoreTier) and not level.lossless:
+                words.append("lossy: answers may differ")
             if isinstance(level, StoreTier) and level.reader_handle:
                 why = level.not_direct or (not_direct or {}).get(level.name)
                 words.append(f"workers read it: {f'no, {why}' if why else 'if they can'}")
+            if isinstance(level, Arena) and self.packed:
+                words.append("packing: auto -> on")
             words += [f"{name}: {fact}" for name, fact in facts.items()]
             lines.append(f"{level.name}: {', '.join(words)}")
         return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from kvtier_core.frames.format import seal_part
+from kvtier_core.frames.identity import codec_of_slots
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.admission import AdmissionPlan
 from kvtier_core.stack.arena import Arena
@@ -97,7 +98,8 @@ class WriteThrough:
     def _seal(self, work: Sequence[tuple[ChunkKey, memoryview, Sequence[int]]], namespace: Namespace) -> None:
         """Write headers and checksums, on a thread of the pool."""
         for key, view, checksums in work:
-            seal_part(view, namespace, key, self._layout.part_of(key), checksums)
+            part = self._layout.part_of(key)
+            seal_part(view, namespace, key, part, checksums, codec=codec_of_slots(self._layout))
 
     def _sealed(self, keys: Sequence[ChunkKey], slots: Sequence[Slot], plan: AdmissionPlan, outcome: Outcome) -> None:
         self._sealing.difference_update(keys)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 
+from kvtier_core.frames.checksum import crc32
 from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.native import choose
+from kvtier_core.transfer.packing import plain_pack, plain_unpack
 from kvtier_core.transfer.page_lists import Layer
 
 _Piece = tuple[int, int, int]  # address of pages, address in a slot, bytes
@@ -15,50 +17,78 @@ _Piece = tuple[int, int, int]  # address of pages, address in a slot, bytes
 class PlainCopier:
     """Copies in Python, where the extension is not compiled; `_native.Copier` is tested against it.
 
-    ``shard`` is the address of this rank's shard in slot 0; the next slot's is ``slot_nbytes`` behind it. Each row
-    holds the block ids of one chunk, or NO_BLOCK, group after group. The caller has checked that every block and slot
-    exists and keeps the memory alive. Any thread may call, several at once.
+    ``shard`` is the address of this rank's shard in slot 0; the next slot's is ``slot_nbytes`` behind it. With
+    ``packed_nbytes`` shards are packed, in so many bytes. Each row holds the block ids of one chunk, or NO_BLOCK, group
+    after group. The caller has checked that every block and slot exists and keeps the memory alive. Any thread may
+    call, several at once.
     """
 
-    def __init__(self, layers: Sequence[Layer], shard: int, slot_nbytes: int):
+    def __init__(self, layers: Sequence[Layer], shard: int, slot_nbytes: int, packed_nbytes: int = 0):
         self._shard = shard
         self._slot_nbytes = slot_nbytes
+        self._packed_nbytes = packed_nbytes
+        self._pages_nbytes = 0  # of a chunk
         # By group and shape, which share their spans.
         self._layers: dict[tuple[int, int], dict[tuple[int, int], list[tuple[int, int]]]] = {}
         for base, stride, nbytes, offset, first, blocks in layers:
+            self._pages_nbytes += nbytes * blocks
             shapes = self._layers.setdefault((first, first + blocks), {})
             shapes.setdefault((stride, nbytes), []).append((base, offset))
 
-    def gather(self, rows: Sequence[Sequence[int]], slots: Sequence[int]) -> Sequence[int]:
+    def gather(self, rows: Sequence[Sequence[int]], slots: Sequence[int]) -> Sequence[int | None]:
         """Copy pages to slots.
 
         Returns the CRC-32 of what then lies in each slot's shard, places of NO_BLOCK included, if it was computed in
-        the same pass; else nothing.
+        the same pass; else nothing. Packed shards always have it; None if one has no room for what it would hold.
         """
-        for page, place, nbytes in self._pieces(rows, slots):
-            ctypes.memmove(place, page, nbytes)
-        return ()
-
-    def scatter(self, rows: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
-        """Copy slots to pages."""
-        for page, place, nbytes in self._pieces(rows, slots):
-            ctypes.memmove(page, place, nbytes)
-
-    def _pieces(self, rows: Sequence[Sequence[int]], slots: Sequence[int]) -> Iterator[_Piece]:
+        checksums: list[int | None] = []
         for row, slot in zip(rows, slots, strict=True):
-            shard = self._shard + slot * self._slot_nbytes
-            for (first, end), shapes in self._layers.items():
-                runs = _runs(row[first:end])
-                singles = _singles(row[first:end])
-                for (stride, nbytes), layers in shapes.items():
-                    spans = [
-                        (block * stride, place * nbytes, count * nbytes)
-                        for place, block, count in (runs if stride == nbytes else singles)
-                    ]
-                    for base, offset in layers:
-                        begin = shard + offset
-                        for page, place, length in spans:
-                            yield base + page, begin + place, length
+            pages = bytearray(self._pages_nbytes) if self._packed_nbytes else None
+            for page, place, nbytes in self._pieces(row, _address(pages) if pages else self._address(slot)):
+                ctypes.memmove(place, page, nbytes)
+            if pages:
+                shard = self._packed(slot)
+                used = plain_pack(memoryview(pages), shard)
+                shard[used:] = bytes(len(shard) - used)
+                checksums.append(crc32(shard) if used else None)
+        return checksums
+
+    def scatter(self, rows: Sequence[Sequence[int]], slots: Sequence[int]) -> bool:
+        """Copy slots to pages. Returns False if a shard holds nothing that was packed."""
+        whole = True
+        for row, slot in zip(rows, slots, strict=True):
+            pages = bytearray(self._pages_nbytes) if self._packed_nbytes else None
+            if pages and not plain_unpack(self._packed(slot), memoryview(pages)):
+                whole = False
+                continue
+            for page, place, nbytes in self._pieces(row, _address(pages) if pages else self._address(slot)):
+                ctypes.memmove(page, place, nbytes)
+        return whole
+
+    def _address(self, slot: int) -> int:
+        return self._shard + slot * self._slot_nbytes
+
+    def _packed(self, slot: int) -> memoryview:
+        return memoryview((ctypes.c_ubyte * self._packed_nbytes).from_address(self._address(slot))).cast("B")
+
+    def _pieces(self, row: Sequence[int], shard: int) -> Iterator[_Piece]:
+        """The pages of a chunk, and where they lie if its unpacked shard begins at this address."""
+        for (first, end), shapes in self._layers.items():
+            runs = _runs(row[first:end])
+            singles = _singles(row[first:end])
+            for (stride, nbytes), layers in shapes.items():
+                spans = [
+                    (block * stride, place * nbytes, count * nbytes)
+                    for place, block, count in (runs if stride == nbytes else singles)
+                ]
+                for base, offset in layers:
+                    begin = shard + offset
+                    for page, place, length in spans:
+                        yield base + page, begin + place, length
+
+
+def _address(buffer: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 def _singles(row: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -44,10 +44,12 @@ class HostMover(Mover):
         # An mmap cannot be closed while its buffer is exported.
         self._memory: ctypes.c_char | None = ctypes.c_char.from_buffer(memory)
         base = ctypes.addressof(self._memory)
-        self._copiers = [
-            copier(list(layers_of(cache, part)), base + part.shard_of(cache.rank).offset, slot_nbytes)
-            for part in cache.layout.parts
-        ]
+        self._copiers = []
+        for part in cache.layout.parts:
+            shard = part.shard_of(cache.rank)
+            packed_nbytes = shard.nbytes if shard.packed else 0
+            layers = list(layers_of(cache, part))
+            self._copiers.append(copier(layers, base + shard.offset, slot_nbytes, packed_nbytes))
         self._pool = IOPool("mover")
         self._jobs: set[int] = set()
         self._results: list[JobResult] = []
@@ -87,7 +89,10 @@ class HostMover(Mover):
 
     def _end(self, job: int, outcome: Outcome) -> None:
         self._jobs.remove(job)
-        self._results.append(JobResult(job, ok=outcome.error is None, checksums=outcome.value or ()))
+        checksums = outcome.value if isinstance(outcome.value, Sequence) else ()
+        filled = [place for place, checksum in enumerate(checksums) if checksum is not None]
+        ok = outcome.error is None and outcome.value is not False and len(filled) == len(checksums)
+        self._results.append(JobResult(job, ok, checksums if ok else (), () if ok else filled))
 
     def _checked(self, job: int, pages: PageList, slots: Sequence[int]) -> CheckedJob:
         if job in self._jobs:

@@ -10,6 +10,8 @@ from kvtier_core.transfer.host_mover import HostMover
 
 #: Types of devices that `open_mover` serves.
 DEVICES = ("cpu", "cuda")
+#: Those for which it packs.
+PACKING_DEVICES = ("cpu",)
 
 
 def open_mover(cache: PagedKVCache, memory: mmap.mmap | memoryview, slot_nbytes: int) -> Mover:

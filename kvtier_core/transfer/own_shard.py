@@ -8,6 +8,7 @@ from typing import NamedTuple, Self
 import attrs
 
 from kvtier_core.frames.format import FrameError, expected_header, shard_checksums_of, verify_checksums
+from kvtier_core.frames.identity import codec_of_slots
 from kvtier_core.interfaces import PagedKVCache
 from kvtier_core.layouts import ChunkLayout, Part
 from kvtier_core.types import FRAME_ALIGNMENT, FRAME_HEADER_NBYTES, FrameRead, ReadStatus, StoredFrame
@@ -65,7 +66,8 @@ class OwnShard:
         """Verify what was read: a header, and ``read`` bytes of the shard, whose CRC-32 is known."""
         if not header:
             return FrameRead(ReadStatus.MISSING)
-        found = expected_header(header, frame.namespace, frame.key, payload_nbytes=self._part.payload_nbytes)
+        codec, nbytes = codec_of_slots(self.layout), self._part.payload_nbytes
+        found = expected_header(header, frame.namespace, frame.key, codec=codec, payload_nbytes=nbytes)
         if isinstance(found, FrameError):
             return found.as_read()
         if read < self.nbytes:

@@ -11,7 +11,7 @@ from serializing import CONTEXT
 
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import payload_of, seal_part
-from kvtier_core.frames.identity import RAW, identity_of
+from kvtier_core.frames.identity import identity_of
 from kvtier_core.frames.keyed_seal import KeyedSeal
 from kvtier_core.testing.samples import make_keys
 from kvtier_core.types import FRAME_ALIGNMENT
@@ -38,7 +38,7 @@ def sealed(key=KEY, namespace=NAMESPACE, content=None):
 
 def codec_of(keyed, config=None, *, shared=False, namespace=NAMESPACE):
     serializer = config and config.open(CONTEXT)
-    identity = identity_of(config) if config else RAW
+    identity = identity_of(config) if config else None
     return FrameCodec(namespace, LAYOUT, serializer, identity, shared=shared, keyed_seal=keyed)
 
 

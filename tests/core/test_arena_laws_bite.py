@@ -16,6 +16,7 @@ import pytest
 from kvtier_core import interfaces
 from kvtier_core.errors import BackendError, ConfigError, Problem
 from kvtier_core.testing import ArenaLaws, resources
+from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.types import FRAME_ALIGNMENT
 
 _MEMORY = {}
@@ -287,6 +288,23 @@ class Transposes(Copier):
         return super().pairs([[blocks[::-1] for blocks in chunk] for chunk in pages], slots)
 
 
+class Packing(HostMover):
+    """Correct, for shards that are packed."""
+
+    def __init__(self, memory, cache):
+        super().__init__(cache, memory.bytes, memory.slot_nbytes)
+
+
+class SaysThatAllPacks(Packing):
+    def finished(self):
+        return [interfaces.JobResult(job, ok=True) for job, *_ in super().finished()]
+
+
+class FailsAll(Packing):
+    def finished(self):
+        return [result._replace(filled=()) for result in super().finished()]
+
+
 class LoadsNothing(Copier):
     def load(self, job, slots, pages, after=None):
         self.done.append(interfaces.JobResult(job, ok=True))
@@ -355,6 +373,11 @@ class PlantedArena(interfaces.ArenaConfig):
 
 
 @attrs.frozen
+class SaysThatItPacks(PlantedArena):
+    packs: ClassVar[tuple[str, ...]] = ("cpu",)
+
+
+@attrs.frozen
 class LeaksOtherErrors(PlantedArena):
     def attach(self, handle, cache):
         if handle not in _MEMORY:
@@ -403,6 +426,9 @@ BUGS = [
     (PlantedArena(mover=ForgetsTheRank), "test_ranks_do_not_meet"),
     (PlantedArena(mover=TakesRanksForStages), "test_stages_have_layers_of_their_own"),
     (PlantedArena(mover=TakesAllReplicasForTheFirst), "test_ranks_with_the_same_bytes_share_a_shard"),
+    (SaysThatItPacks(), "test_packed_shards_hold_their_pages"),
+    (SaysThatItPacks(mover=SaysThatAllPacks), "test_pages_that_do_not_pack_leave_their_slot_unfilled"),
+    (SaysThatItPacks(mover=FailsAll), "test_pages_that_do_not_pack_leave_their_slot_unfilled"),
     (PlantedArena(mover=ReportsTwice), "test_every_job_is_reported_once"),
     (PlantedArena(mover=Lazy), "test_wait_frees_the_pages"),
     (PlantedArena(mover=MoverClosesOnce), "test_mover_closes_twice"),

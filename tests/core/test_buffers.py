@@ -28,7 +28,7 @@ def made(monkeypatch):
         memory[:] = bytes([POISON]) * nbytes
         return memory
 
-    monkeypatch.setattr("kvtier_core.frames.buffers.mmap.mmap", make)
+    monkeypatch.setattr("kvtier_core.transfer.buffers.mmap.mmap", make)
     return numbers
 
 

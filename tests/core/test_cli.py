@@ -94,6 +94,7 @@ def test_check_shows_every_setting_and_its_origin(folder, capsys):
         ["$.tiers[0].eviction", "gittins", "default"],
         ["$.tiers[0].eviction.classes", "full", "default"],
         ["$.tiers[0].store_after", "1", "default"],
+        ["$.tiers[0].packing", "off", "default"],
         ["$.tiers[0].keep", "~", "default"],
         ["$.chunk_tokens", "auto", "default"],
         ["$.token_database", "chained", "default"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import zlib
 from pathlib import Path
@@ -19,9 +20,10 @@ from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConf
 from kvtier_core.errors import BackendError, ConfigError, ContractError
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import FrameError, header_of, payload_of, seal, seal_part, verify
-from kvtier_core.frames.identity import DECODED_LOSSY, RAW, CodecIdentity, identity_of
+from kvtier_core.frames.identity import RAW, CodecIdentity, identity_of, lossy
 from kvtier_core.interfaces import SerializerConfig
-from kvtier_core.testing.samples import make_key
+from kvtier_core.testing.samples import address_of, make_key
+from kvtier_core.transfer.packing import pack
 from kvtier_core.types import FRAME_ALIGNMENT, Namespace, Nbytes, Seconds
 from kvtier_disk.config import DiskConfig
 
@@ -272,6 +274,42 @@ def test_an_encoder_that_breaks_the_contract_serves_nothing(monkeypatch, seriali
     assert read(XorConfig(), stored)[0] is error
 
 
+class LooksAtItsViews(UpperBits):
+    """And remembers where they began, in encode and decode."""
+
+    seen: ClassVar[list[int]] = []
+
+    def encode(self, payload, into):
+        self.seen += [address_of(payload) % FRAME_ALIGNMENT, address_of(into) % FRAME_ALIGNMENT]
+        return super().encode(payload, into)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("lossless", [False, True])
+def test_views_of_a_stack_are_aligned(tmp_path, monkeypatch, lossless, packed):
+    """In slots, in buffers, and where what was packed is unpacked for a serializer."""
+    serializer = XorConfig() if lossless else LossyConfig()
+    monkeypatch.setattr(type(serializer), "open", lambda self, ctx: LooksAtItsViews(0xFF if lossless else 0xF0))
+    monkeypatch.setattr(LooksAtItsViews, "seen", [])
+    layout = attrs.evolve(LAYOUT, packed=packed)
+    arena = ArenaTierConfig("heap", HeapConfig(), Nbytes(1 << 20))
+    disk = StoreTierConfig("disk", DiskConfig(tmp_path, min_free=Nbytes(0)), Nbytes(1 << 20), serializer=serializer)
+    config, context = StackConfig((arena, disk), layout.tokens), attrs.evolve(CONTEXT, layout=layout)
+    with contextlib.closing(open_stack(config, context)) as stack:
+        slot = stack.reserve([KEY], "writer")[KEY]
+        view = stack.arenas[0].memory.view(slot.index)
+        for shard in layout.parts[0].shards if packed else ():
+            assert pack(memoryview(bytes(shard.pages_nbytes)), view[shard.offset : shard.offset + shard.nbytes])
+        stack.commit("writer")
+        stack.drain(5)
+    with contextlib.closing(open_stack(config, context)) as stack:
+        assert stack.lookup([KEY], "reader").pending
+        stack.drain(5)
+        assert stack.lookup([KEY], "reader").slots
+        stack.release("reader")
+    assert len(LooksAtItsViews.seen) >= 4 and not any(LooksAtItsViews.seen)
+
+
 # -- lossy codecs --------------------------------------------------------------------------------------
 
 
@@ -280,7 +318,7 @@ def test_what_a_lossy_codec_decoded_says_so():
     stored = codec_of(LossyConfig()).encode(KEY, sealed())
     decoded, slot = read(LossyConfig(), stored)
     assert decoded == bytes(byte & 0xF0 for byte in PAYLOAD)
-    assert verify(slot, NAMESPACE, KEY, codec=DECODED_LOSSY) is None
+    assert verify(slot, NAMESPACE, KEY, codec=lossy(RAW)) is None
     for config in (RawConfig(), XorConfig(), LossyConfig()):
         with pytest.raises(ContractError, match="raw after a lossy codec"):
             codec_of(config).encode(KEY, slot)
@@ -332,7 +370,7 @@ def test_in_a_shared_store_no_two_codecs_have_a_frame_in_common():
 
     def shared(config):
         serializer = config.open(CONTEXT)
-        return FrameCodec(NAMESPACE, LAYOUT, serializer, identity_of(config) if serializer else RAW, shared=True)
+        return FrameCodec(NAMESPACE, LAYOUT, serializer, identity_of(config) if serializer else None, shared=True)
 
     codecs = [shared(config) for config in (RawConfig(), XorConfig(mask=1), XorConfig(mask=2), LossyConfig())]
     assert codecs[0].namespace == NAMESPACE

@@ -246,7 +246,7 @@ def test_every_problem_of_a_file_is_told(write):
         "kvtier.yaml:6: $.tiers[1].capcity: unknown key 'capcity'; did you mean 'capacity'?",
         (
             "kvtier.yaml:6: $.tiers[1].serializer: unknown key 'serializer'; "
-            "known here: type, capacity, eviction, store_after, keep, huge"
+            "known here: type, capacity, eviction, store_after, packing, keep, huge"
         ),
         "kvtier.yaml:7: $.tiers[2].type: no tier 'tape' is installed (have: cpu, disk, heap)",
         f"kvtier.yaml:7: $.tiers[2].capacity: '1GB' {no_size}",
@@ -336,7 +336,7 @@ def test_unknown_types_do_not_hide_the_rest():
             {"version": 1, "tiers": [{"type": "cpu", "capacity": "1GiB", "serializer": "raw"}]},
             [
                 "inline: $.tiers[0].serializer: unknown key 'serializer'; "
-                "known here: type, capacity, eviction, store_after, keep, huge",
+                "known here: type, capacity, eviction, store_after, packing, keep, huge",
             ],
         ),
         (

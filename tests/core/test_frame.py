@@ -23,7 +23,7 @@ from kvtier_core.frames.format import (
     shard_checksums_of,
     verify,
 )
-from kvtier_core.frames.identity import DECODED_LOSSY, RAW, CodecIdentity
+from kvtier_core.frames.identity import RAW, CodecIdentity, lossy
 from kvtier_core.testing.samples import make_layout
 from kvtier_core.types import FRAME_ALIGNMENT, Namespace
 
@@ -124,7 +124,7 @@ ERRORS = [
     (FrameError.HEADER, lambda: flipped(sealed(), LENGTH_AT), {}),
     (FrameError.HEADER, lambda: resealed(flipped(sealed(), FLAGS_AT, 3)), {}),
     (FrameError.CODEC, lambda: sealed(codec=CODEC), {}),
-    (FrameError.CODEC, lambda: sealed(codec=DECODED_LOSSY), {}),
+    (FrameError.CODEC, lambda: sealed(codec=lossy(RAW)), {}),
     (FrameError.LENGTH, sealed, {"payload_nbytes": len(PAYLOAD) + 1}),
     (FrameError.NAMESPACE, sealed, {"namespace": Namespace.of({"model": "golden", "block": 32})}),
     (FrameError.KEY, sealed, {"key": bytes(32)}),
@@ -185,7 +185,7 @@ def test_one_flipped_bit_is_seen(codec, payload, data):
 
 OTHERS = [
     RAW,
-    DECODED_LOSSY,
+    lossy(RAW),
     attrs.evolve(CODEC, type="zap"),
     attrs.evolve(CODEC, digest=bytes(32)),
     attrs.evolve(CODEC, lossless=False),

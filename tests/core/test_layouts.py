@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier_core.layouts import ChunkLayout, KVGroup, KVKind, KVStructure, chunk_key, number_of_part, part_key
+from kvtier_core.layouts import ChunkLayout, Elements, KVGroup, KVKind, KVStructure, chunk_key, number_of_part, part_key
 from kvtier_core.testing.samples import make_group, make_key, make_layout
 from kvtier_core.types import FRAME_ALIGNMENT
 
@@ -60,8 +60,22 @@ def test_a_fact_tells_all_of_a_group(change):
     assert attrs.evolve(group, **change).fact != group.fact
 
 
+def test_where_keys_and_values_lie_is_no_fact():
+    """The page layout and the attention backend are, and namespaces of before stay the same."""
+    group = make_group((4096, 4096))
+    assert attrs.evolve(group, elements=[Elements(2, 16, 64, 0, 64, 128, 1)] * 2, depths=[0, 1]).fact == group.fact
+
+
+def test_depths_go_with_the_layers_of_a_stage():
+    groups = [attrs.evolve(make_group((10, 20, 30)), depths=[0, 1, 2]), make_group((40,), name="group 1")]
+    layout = ChunkLayout(groups, 16, ranks=2, stages=[(2, 0), (1, 1)])
+    assert [layout.depths_of(rank) for rank in (0, 1)] == [((0, 1), ()), ((2,), ())]
+    assert layout.alone(1).groups[0].depths == (2,)
+
+
 def test_a_group_survives_being_told_in_json():
-    group = make_group((4096, 512))
+    elements = [Elements(2, 16, 64, 0, 128, 256, 1), Elements(2, 16, 64, 64, 128, 256, 1)]
+    group = attrs.evolve(make_group((4096, 512)), elements=elements, depths=[0, 1])
     assert KVGroup(**json.loads(json.dumps(attrs.asdict(group)))) == group
     with pytest.raises(ValueError, match="half attention"):
         KVGroup(**{**attrs.asdict(group), "kind": "half attention"})

@@ -108,14 +108,14 @@ def test_copies_small_and_large(nbytes, gap, skew):
 #: Prints what is used; fails unless all of it is Python's.
 ALL_PLAIN = (
     "import zlib; from kvtier_core import native;"
-    "from kvtier_core.builtin import chained, packed;"
+    "from kvtier_core.builtin import chained; from kvtier_core.transfer import packing;"
     "from kvtier_core.frames import checksum; from kvtier_core.storekit import files;"
     "from kvtier_core.transfer import copier;"
     "from kvtier_core.policies import gittins, lru; from kvtier_core.stack.index import prefix_tree;"
     "assert native.extension is None;"
     "assert checksum.crc32 is zlib.crc32 and checksum.combine is checksum.plain_combine;"
     "assert copier.Copier is copier.PlainCopier and chained.chain is chained.plain_chain;"
-    "assert packed.pack is packed.plain_pack and packed.unpack is packed.plain_unpack;"
+    "assert packing.pack is packing.plain_pack and packing.unpack is packing.plain_unpack;"
     "assert prefix_tree.PrefixTree is prefix_tree.PlainPrefixTree and not files.ring_works();"
     "assert type(lru.LruConfig().open()) is lru.Lru and type(gittins.GittinsConfig().open()) is gittins.Gittins;"
     "print(native.describe())"

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import shutil
 
+import attrs
 import pytest
 from servers.s3 import BUCKET, s3_server  # noqa: F401 - a fixture
 from serving import FRAME, LAYOUT, Serving
@@ -18,9 +19,10 @@ from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.layouts import ChunkLayout, KVKind
-from kvtier_core.testing.samples import make_context, make_group, make_keys
+from kvtier_core.testing.samples import make_context, make_group, make_keys, make_layout
 from kvtier_core.types import FRAME_ALIGNMENT, StoredFrame
 from kvtier_gds.backend import GdsBackend
+from kvtier_gds.config import GdsConfig
 
 CHUNKS = 4
 PATHS = [make_keys(CHUNKS * 40)[i : i + CHUNKS] for i in range(0, CHUNKS * 40, CHUNKS)]
@@ -147,6 +149,15 @@ def test_workers_read_no_frames_that_they_cannot_verify(direct, monkeypatch):
     assert (sealed[0], in_parts[0]) == ([], [])
     assert "no, they are encoded or have a keyed seal" in sealed[1]
     assert "no, the model's chunks have several parts" in in_parts[1]
+
+
+def test_encoded_frames_are_read_by_readers_that_unpack_them(direct, monkeypatch):
+    packed = attrs.evolve(make_layout((64 << 10,), blocks=1), packed=True)
+    assert direct("mode: gds", layout=packed)[0] == ["gds"]
+    monkeypatch.setattr(GdsConfig, "reads_packed", False)
+    tiers, said = direct("mode: gds", layout=packed)
+    assert tiers == []
+    assert "no, its reader does not unpack the frames of an arena that packs" in said
 
 
 def test_what_workers_refuse_to_read_passes_through_an_arena(stack, tmp_path):

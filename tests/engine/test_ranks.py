@@ -9,7 +9,7 @@ from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.engine.ranks import Ranks
-from kvtier_core.layouts import KVStructure
+from kvtier_core.layouts import Elements, KVStructure
 from kvtier_core.testing.samples import make_group, make_layout
 
 GROUP = attrs.evolve(make_group((100, 100)), dtype="float32", structure=KVStructure.KEYS_AND_VALUES)
@@ -71,6 +71,19 @@ def test_what_some_stages_say_is_not_said_of_all():
     assert whole.replicas == 2
     whole = Ranks([REPORT, group(structure=KVStructure.MLA_LATENT)], stages=2).as_one()
     assert whole.groups[0].structure is KVStructure.OPAQUE
+
+
+def test_where_keys_and_values_lie_is_known_if_all_stages_say_the_same():
+    keys, values = Elements(1, 16, 4, 0, 8, 8, 1), Elements(1, 16, 4, 4, 8, 8, 1)
+    known = {"elements": (keys, values)}
+    first = attrs.evolve(REPORT, groups=(attrs.evolve(GROUP, depths=(0, 1), **known),))
+    whole = Ranks([first, group(depths=(2,), **known)], stages=2).as_one()
+    assert (whole.groups[0].elements, whole.groups[0].depths) == ((keys, values), (0, 1, 2))
+    for other in (group(), group(elements=(values, keys))):
+        whole = Ranks([first, other], stages=2).as_one()
+        assert (whole.groups[0].elements, whole.groups[0].depths) == ((), ())
+    without_layers = group(page_nbytes=())
+    assert Ranks([first, without_layers], stages=2).as_one().groups[0].elements == (keys, values)
 
 
 def test_the_layout_has_the_shards_of_all_ranks():

@@ -31,6 +31,13 @@ BESIDE = "tests/vllm/test_beside_others.py::"
 
 MUTANTS = (
     Mutant(
+        "elements-of-one-stage-are-those-of-all",
+        "kvtier_core/engine/ranks.py",
+        "elements=elements.pop() if len(elements) == 1 else (),",
+        "elements=elements.pop(),",
+        "tests/engine/test_ranks.py::test_where_keys_and_values_lie_is_known_if_all_stages_say_the_same",
+    ),
+    Mutant(
         "one-lock-for-all-files",
         DIGEST_CACHE,
         'f"{self._name}.lock"',
@@ -194,8 +201,8 @@ MUTANTS = (
     Mutant(
         "an-empty-slot-counts-as-filled",
         WORKER,
-        "leading = min(begun.empty)",
-        "leading = begun.slots",
+        "self._filled[task.id] = min(begun.empty)",
+        "self._filled[task.id] = begun.slots",
         "tests/engine/test_worker_side.py::test_of_a_store_that_fills_some_slots_the_leading_ones_are_reported",
     ),
     Mutant(

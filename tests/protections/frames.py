@@ -7,12 +7,13 @@ from protections.mutant import Mutant
 FRAME = "kvtier_core/frames/format.py"
 CODEC = "kvtier_core/frames/codec.py"
 KEYED_SEAL = "kvtier_core/frames/keyed_seal.py"
-PACKED = "kvtier_core/builtin/packed.py"
+PACKED = "kvtier_core/transfer/packing.py"
 CODEC_IDENTITY = "kvtier_core/frames/identity.py"
 SEALING = "tests/core/test_sealing.py::"
 SEALED_TIERS = "tests/core/test_sealed_tiers.py::"
 SEALED_NAMES = "tests/core/test_sealed_names.py::"
 PACKED_TESTS = "tests/core/test_packed.py::"
+PACKED_SLOTS = "tests/core/test_packed_slots.py::"
 BUFFERS = "tests/core/test_buffers.py::"
 CODEC_TESTS = "tests/core/test_codec.py::"
 INCOMPATIBLE_TESTS = "tests/core/test_incompatible.py"
@@ -92,6 +93,13 @@ MUTANTS = (
         SEALING + "test_what_is_damaged_is_neither_forged_nor_of_another_key",
     ),
     Mutant(
+        "damage-under-a-key-is-a-forgery",
+        KEYED_SEAL,
+        "return verify_checksums(header, crc32(payload)) or FrameError.FORGED",
+        "return FrameError.FORGED",
+        SEALING + "test_what_is_damaged_is_neither_forged_nor_of_another_key",
+    ),
+    Mutant(
         "what-does-not-pack-is-packed",
         PACKED,
         "if len(exponents.translate(None, known)) > _ESCAPES:",
@@ -101,8 +109,8 @@ MUTANTS = (
     Mutant(
         "tiles-reach-beyond-their-frame",
         PACKED,
-        "if end + nbytes > len(encoded):",
-        "if False:",
+        " or len(end) < len(tile) // 4:",
+        ":",
         PACKED_TESTS + "test_what_no_payload_becomes_is_refused",
     ),
     Mutant(
@@ -111,6 +119,41 @@ MUTANTS = (
         "if place >= n:",
         "if False:",
         PACKED_TESTS + "test_what_no_payload_becomes_is_refused",
+    ),
+    Mutant(
+        "packed-frames-pass-for-raw-ones",
+        CODEC_IDENTITY,
+        "return PACKED if layout.packed else RAW",
+        "return RAW",
+        PACKED_SLOTS + "test_an_arena_that_does_not_pack_serves_no_packed_frame_nor_the_other_way_round",
+    ),
+    Mutant(
+        "serializers-below-packed-arenas-are-the-same",
+        CODEC_IDENTITY,
+        "if packed:",
+        "if False:",
+        PACKED_SLOTS + "test_a_serializer_below_encodes_what_was_packed",
+    ),
+    Mutant(
+        "what-has-no-room-counts-as-stored",
+        "kvtier_core/transfer/host_mover.py",
+        " and len(filled) == len(checksums)",
+        "",
+        PACKED_SLOTS + "test_a_mover_says_which_slots_are_filled_and_which_load_failed",
+    ),
+    Mutant(
+        "any-mover-packs",
+        "kvtier_core/config/compose.py",
+        'tier.packing == "auto" and device in tier.config.packs for',
+        'tier.packing == "auto" for',
+        PACKED_SLOTS + "test_all_arenas_pack_or_none",
+    ),
+    Mutant(
+        "any-reader-unpacks",
+        "kvtier_core/config/compose.py",
+        "if opened.codec.packs and not self.tier.config.reads_packed:",
+        "if False:",
+        "tests/core/test_slab_stacks.py::test_encoded_frames_are_read_by_readers_that_unpack_them",
     ),
     Mutant(
         "options-do-not-count",
@@ -157,22 +200,22 @@ MUTANTS = (
     Mutant(
         "decoded-is-exact",
         CODEC,
-        "RAW if self.identity.lossless else DECODED_LOSSY",
-        "RAW",
+        "self._of_slots if self.identity.lossless else lossy(self._of_slots)",
+        "self._of_slots",
         CODEC_TESTS + "test_what_a_lossy_codec_decoded_says_so",
     ),
     Mutant(
         "inexact-frames-are-written",
         CODEC,
-        "if header.codec != RAW:",
+        "if header.codec != self._of_slots:",
         "if False:",
         CODEC_TESTS + "test_what_a_lossy_codec_decoded_says_so",
     ),
     Mutant(
         "lossy-decoders-are-not-tried",
         CODEC,
-        "return crc32(decoded)",
-        "return 0",
+        "checksum = crc32(buffer[:nbytes])",
+        "checksum = 0",
         CODEC_TESTS + "test_the_checksum_of_a_lossy_frame_is_of_what_it_decodes_to",
     ),
     Mutant(
@@ -185,15 +228,15 @@ MUTANTS = (
     Mutant(
         "codecs-share-their-keys",
         CODEC,
-        "if shared and identity != RAW:",
+        "if shared and self.identity != RAW:",
         "if False:",
         CODEC_TESTS + "test_in_a_shared_store_no_two_codecs_have_a_frame_in_common",
     ),
     Mutant(
         "slots-under-a-tiers-namespace",
         CODEC,
-        "seal_part(slot, self._arena_namespace, key, part, known)",
-        "seal_part(slot, self.namespace, key, part, known)",
+        "seal_part(slot, self._arena_namespace, key, part, known, ",
+        "seal_part(slot, self.namespace, key, part, known, ",
         SEALING + "test_what_was_read_can_be_written_to_any_other_tier",
     ),
     Mutant(
@@ -227,8 +270,8 @@ MUTANTS = (
     Mutant(
         "forged-frames-are-served",
         KEYED_SEAL,
-        "if not _ends_well(gcm):\n            return",
-        "if not _ends_well(gcm) and False:\n            return",
+        "if not _ends_well(gcm):",
+        "if not _ends_well(gcm) and False:",
         SEALING + "test_no_forged_frame_is_served",
     ),
     Mutant(
@@ -248,7 +291,7 @@ MUTANTS = (
     Mutant(
         "sealed-bytes-are-believed",
         KEYED_SEAL,
-        "return verify_checksums(header, header.payload_checksum)",
+        "return verify_checksums(header, summed)",
         "return None",
         SEALING + "test_the_payload_is_what_its_checksum_in_memory_said",
     ),
@@ -296,7 +339,7 @@ MUTANTS = (
     ),
     Mutant(
         "views-that-are-kept-are-overwritten",
-        "kvtier_core/frames/buffers.py",
+        "kvtier_core/transfer/buffers.py",
         "sys.getrefcount(found[0]) == 2",
         "sys.getrefcount(found[0])",
         BUFFERS + "test_a_buffer_of_which_a_view_was_kept_is_not_used_again",

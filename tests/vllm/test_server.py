@@ -23,11 +23,11 @@ KVTIER = Path(sys.executable).with_name("kvtier")
 
 
 @contextlib.contextmanager
-def serving(folder, *stores, capacity="64MiB", keep=None):
+def serving(folder, *stores, capacity="64MiB", keep=None, packing="off"):
     """`kvtier serve` with an arena, whose memory is kept or not, and these store tiers below it."""
     path = folder / "kvtier.sock"
     kept = f", keep: {keep}" if keep else ""
-    tiers = [f"{{type: cpu, capacity: {capacity}, huge_pages: off{kept}}}", *stores]
+    tiers = [f"{{type: cpu, capacity: {capacity}, huge_pages: off, packing: {packing}{kept}}}", *stores]
     file = folder / "kvtier.yaml"
     file.write_text("version: 1\ntiers:\n" + "".join(f"  - {tier}\n" for tier in tiers))
     with subprocess.Popen([KVTIER, "serve", "--config", file, "--socket", path], stdout=-1, text=True) as server:

@@ -90,6 +90,8 @@ class Loads:
         tiers = self._tier_of_each_chunk(state.found, last - first)
         state.sources = tokens_by_tier(tiers, first, state.computed, tokens, size)
         state.reason = ", ".join(f"{tier} {chunks * size}" for tier, chunks in Counter(tiers).items())
+        if len(loaded) > state.found.exact:
+            state.reason += " (lossy: the answer may differ)"
         state.loaded = {}
         for slot, (number, part) in zip(state.found.slots, loaded, strict=False):
             place = slot.tier if isinstance(slot, StoredFrame) else slot.arena

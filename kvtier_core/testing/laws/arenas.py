@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
 import pytest
 
 from kvtier_core.errors import BackendError
-from kvtier_core.interfaces import JobResult, PagedKVCache
+from kvtier_core.interfaces import NO_BLOCK, JobResult, PagedKVCache
 from kvtier_core.layouts import ChunkLayout, KVKind
 from kvtier_core.testing.laws.arena_memory import ArenaMemoryLaws
 from kvtier_core.testing.laws.attached import BLOCKS, AttachedEngine, reports_of, settle, shard_of
 from kvtier_core.testing.samples import is_poison, make_group, make_layout, poison, same
+from kvtier_core.transfer.packing import plain_unpack
 from kvtier_core.types import FRAME_HEADER_NBYTES
 
 _SEEDS = range(4)
@@ -216,6 +219,71 @@ class ArenaLaws(ArenaMemoryLaws):
                 shard = part.shard_of(rank)
                 held = expected[shard.offset : shard.offset + shard.nbytes]
                 assert same(shard_of(pages, shard, chunk), held), f"rank {rank} did not read its own shard"
+
+    # -- packed shards -----------------------------------------------------------------------------
+
+    def test_packed_shards_hold_their_pages(self, tmp_path: Path):
+        """Where the layout says so, shards are packed, zeros in place of a NO_BLOCK, and pages come back as they were.
+
+        Otherwise the engine would compute on other KV than that of its prompt.
+        """
+        with self._packing(tmp_path) as engine:
+            slots, pages, shard = [1, 0], [engine.draw(), engine.draw()], engine.part.shard_of(0)
+            pages[1][0][1] = NO_BLOCK
+            held = [
+                b"".join(
+                    bytes(layer.page_nbytes) if block == NO_BLOCK else engine.pages.page(layer.layer, block)
+                    for layer in shard.layers
+                    for block in chunk[layer.group]
+                )
+                for chunk in pages
+            ]
+            engine.mover.store(1, pages, slots)
+            checksums = list(reports_of(engine.mover, [1])[1].checksums)
+            packed = [engine.memory.view(slot)[shard.offset :][: shard.nbytes] for slot in slots]
+            assert checksums in ([], [zlib.crc32(each) for each in packed]), "the checksums are of other bytes"
+            for chunk, found, expected in zip(pages, packed, held, strict=True):
+                unpacked = bytearray(shard.pages_nbytes)
+                assert plain_unpack(found, memoryview(unpacked)), f"the shard of blocks {chunk} is not packed"
+                assert same(unpacked, expected), f"the shard of blocks {chunk} holds other bytes than their pages"
+            engine.pages.fill(engine.rng)
+            elsewhere = engine.draw()
+            engine.mover.load(2, [1], [elsewhere])
+            _must_succeed(engine, 2)
+            assert same(shard_of(engine.pages, shard, elsewhere), held[0]), "a load gave other pages than were stored"
+
+    def test_pages_that_do_not_pack_leave_their_slot_unfilled(self, tmp_path: Path):
+        """Random pages have no room in a packed shard: then the store is not ok, and it says which slots are filled.
+
+        Otherwise a chunk would be served of which a part is missing, or no chunk of the job would be.
+        """
+        with self._packing(tmp_path) as engine:
+            shard, each = engine.part.shard_of(0), BLOCKS // 3
+            pages = [[range(first, first + engine.part.blocks[0])] for first in (0, each, 2 * each)]
+            for layer in shard.layers:
+                for block in pages[1][layer.group]:
+                    engine.pages.put(layer.layer, block, engine.rng.randbytes(layer.page_nbytes))
+            poison(engine.memory.view(1))
+            engine.mover.store(1, pages, [0, 1, 2])
+            report = reports_of(engine.mover, [1])[1]
+            assert (report.ok, sorted(report.filled)) == (False, [0, 2]), f"the second of three has no room: {report}"
+            beyond = engine.memory.view(1)[shard.offset + shard.nbytes :]
+            assert is_poison(beyond), "a store wrote beyond its shard"
+
+    @contextlib.contextmanager
+    def _packing(self, tmp_path: Path) -> Iterator[AttachedEngine]:
+        """An engine with packed shards, whose pages hold numbers that pack: from 0.5 to 2, and their negatives."""
+        layout = attrs.evolve(make_layout((12288, 4096, 1536), blocks=4, ranks=2), packed=True)
+        device, _, _ = self.paged_buffer(layout, 1, random.Random(0)).device.partition(":")
+        if device not in self.config(tmp_path).packs:
+            pytest.skip("its movers do not pack for this device")
+        with self.engine(tmp_path, 5, layout) as engine:
+            for layer in engine.part.shard_of(0).layers:
+                for block in range(BLOCKS):
+                    page = bytearray(engine.rng.randbytes(layer.page_nbytes))
+                    page[1::2] = bytes(0x3F | byte & 0x80 for byte in page[1::2])
+                    engine.pages.put(layer.layer, block, bytes(page))
+            yield engine
 
     # -- jobs --------------------------------------------------------------------------------------
 

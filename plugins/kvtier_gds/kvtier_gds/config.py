@@ -42,6 +42,7 @@ class GdsConfig(BackendConfig):
 
     type: ClassVar[str] = "gds"
     medium: ClassVar[Medium] = Medium.DISK
+    reads_packed: ClassVar[bool] = True
 
     #: Folders, each on a drive of its own: the frames are spread over them.
     paths: tuple[Path, ...] = attrs.field(validator=_some_and_each_once)

@@ -1,4 +1,4 @@
-"""Memory for encoded or sealed frames, on their way to a store and back, which is used again and again."""
+"""Memory that is used again and again: for frames on their way to a store and back, and for what serializers need."""
 
 from __future__ import annotations
 
