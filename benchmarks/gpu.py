@@ -41,7 +41,7 @@ def sections() -> list[Section]:
     python = sys.executable
     tests = (python, "-m", "pytest", "-p", "no:cacheprovider", "tests/gpu/test_on_gpu.py")
     # The kernels alone, of which the tools find every wrong access and every race of threads.
-    kernels = (*tests, "-k", "(words or odd) and (copies or checksums) or zlib and 65552")
+    kernels = (*tests, "-k", "(words or odd) and (copies or checksums or packed) or zlib and 65552")
 
     def measured(name: str, limit: float) -> Section:
         return Section(name, (python, "-m", "benchmarks.gpu_sections", name), limit)
@@ -59,9 +59,10 @@ def sections() -> list[Section]:
         measured("planted", 30),
         *tools,
         measured("checksums", 20),
+        measured("packing", 20),
         measured("effects", 50),
         measured("direct reads", 20),
-        measured("copies", 80),
+        measured("copies", 60),
     ]
 
 

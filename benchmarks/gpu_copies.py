@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 
+import attrs
 import torch
 
 from benchmarks.measure import Case, Table, interleaved, progress
@@ -140,14 +141,16 @@ def _losses() -> Table:
 
 
 class Bench:
-    """One paged buffer, one arena, and a mover for each method."""
+    """One paged buffer of numbers in bfloat16, one arena, and a mover for each method; ``packed`` has one alone."""
 
-    def __init__(self, page_nbytes: int, nbytes: int):
-        layout = make_layout((page_nbytes,) * LAYERS, BLOCKS)
-        self.chunks = max(1, nbytes // layout.payload_nbytes)
-        self.nbytes = self.chunks * layout.payload_nbytes
+    def __init__(self, page_nbytes: int, nbytes: int, *, packed: bool = False):
+        layout = attrs.evolve(make_layout((page_nbytes,) * LAYERS, BLOCKS), packed=packed)
+        chunk_nbytes = LAYERS * BLOCKS * page_nbytes
+        self.chunks = max(1, nbytes // chunk_nbytes)
+        self.nbytes = self.chunks * chunk_nbytes
         blocks = 2 * self.chunks * BLOCKS
-        self.pages = torch.zeros((LAYERS, blocks, page_nbytes), dtype=torch.uint8, device="cuda:0").random_()
+        numbers = torch.empty((LAYERS, blocks, page_nbytes // 2), dtype=torch.bfloat16, device="cuda:0").normal_()
+        self.pages = numbers.view(torch.uint8)
         self.plain = torch.empty((2, self.nbytes), dtype=torch.uint8, device="cuda:0")
         self.pinned = torch.empty((2, self.nbytes), dtype=torch.uint8, pin_memory=True)
         self.aside = torch.cuda.Stream()
@@ -159,7 +162,7 @@ class Bench:
         # Stores and loads have blocks and slots of their own.
         self.block_ids = {"store": chunks[: self.chunks], "load": chunks[self.chunks :]}
         self.places = {"store": range(self.chunks), "load": range(self.chunks, 2 * self.chunks)}
-        self.movers = {method: self._mover(method) for method in METHODS}
+        self.movers = {method: self._mover(method) for method in (METHODS[-1:] if packed else METHODS)}
         self.jobs = itertools.count()
         self.calls: dict[str, list[float]] = {"store": [], "load": []}  # seconds, as chosen
         whole = Nbytes(len(self.slots))
@@ -168,6 +171,12 @@ class Bench:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"page-locked: {locked}")
             time.sleep(0.01)
+
+    def fill(self) -> None:
+        """Store what loads will find in their slots."""
+        mover = self.movers["chosen"]
+        mover.store(next(self.jobs), self.block_ids["load"], self.places["load"])
+        self._end("chosen", 1)
 
     def memcpy(self, direction: str) -> None:
         self._memcpy(direction)

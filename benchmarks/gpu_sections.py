@@ -113,6 +113,12 @@ def _checksums() -> Items:
     return gpu_checksums.tables()
 
 
+def _packing() -> Items:
+    from benchmarks import gpu_packing
+
+    return gpu_packing.tables()
+
+
 def _effects() -> Items:
     from benchmarks import gpu_effects
 
@@ -143,6 +149,7 @@ SECTIONS: dict[str, Callable[[], Items]] = {
     "machine": machine,
     "engine": _engines,
     "checksums": _checksums,
+    "packing": _packing,
     "effects": _effects,
     "copies": _copies,
     "direct reads": _direct_reads,

@@ -12,11 +12,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "checksums.h"
 #include "driver.h"
+#include "packing.h"
 #include "pages.h"
 
 using namespace kvtier;
@@ -54,7 +56,6 @@ struct State {
   std::vector<std::unique_ptr<FakeStream>> streams;
   size_t longest_batch = 0, most_in_batch = SIZE_MAX, copies = 0, largest_copy = 0;
   void* held = nullptr;
-  char checksum = 0;  // its address stands for the kernel
   bool sums_at_once = false;
   bool captures = false, spoiled = false;  // a graph, in global mode, as torch does
   unsigned lanes = 32;
@@ -343,8 +344,11 @@ Result cuModuleLoadData(void** module, const void*) {
   return kSuccess;
 }
 Result cuModuleGetFunction(Function* function, void*, const char* name) {
-  if (std::string(name) != "kvtier_copy" && std::string(name) != "kvtier_checksum") return kNotFound;
-  *function = std::string(name) == "kvtier_copy" ? static_cast<Function>(&state) : &state.checksum;
+  static const std::set<std::string> names{"kvtier_copy", "kvtier_checksum", "kvtier_pack", "kvtier_place_ends",
+                                           "kvtier_unpack"};
+  const auto found = names.find(name);
+  if (found == names.end()) return kNotFound;
+  *function = const_cast<std::string*>(&*found);
   return kSuccess;
 }
 
@@ -365,13 +369,27 @@ static void checksum(unsigned warps, Stream stream, void** arguments) {
   });
 }
 
+// From the last warp to the first, as above.
+static void pack(const std::string& kernel, uint32_t warps, Stream stream, void** arguments) {
+  const auto packing = *static_cast<const Packing*>(arguments[0]);
+  if (kernel == "kvtier_pack")
+    return put(stream, [=] {
+      for (uint32_t warp = warps; warp--;) pack_shards(packing, warp, warps);
+    });
+  auto* flags = *static_cast<uint32_t* const*>(arguments[1]);
+  const auto run = kernel == "kvtier_unpack" ? unpack_shards : place_ends;
+  put(stream, [=] {
+    for (uint32_t warp = warps; warp--;) run(packing, flags, warp, warps);
+  });
+}
+
 Result cuLaunchKernel(Function function, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned,
                       unsigned, Stream stream, void** arguments, void**) {
   IN_CONTEXT("cuLaunchKernel");
-  if (function == &state.checksum) {
-    checksum(blocks * threads / kLanes, stream, arguments);
-    return kSuccess;
-  }
+  const std::string& kernel = *static_cast<const std::string*>(function);
+  const uint32_t warps = blocks * threads / kLanes;
+  if (kernel == "kvtier_checksum") return checksum(warps, stream, arguments), kSuccess;
+  if (kernel != "kvtier_copy") return pack(kernel, warps, stream, arguments), kSuccess;
   const auto pieces = *static_cast<const Batch*>(arguments[0]);
   const auto shards = *static_cast<const Shards*>(arguments[1]);
   const auto* layers = *static_cast<const Layer* const*>(arguments[2]);
@@ -395,6 +413,15 @@ Result cuGetProcAddress_v2(const char* name, void** function, int version, uint6
   *function = version >= 13000 && state.version >= 13000 ? reinterpret_cast<void*>(batch_of_13)
                                                           : reinterpret_cast<void*>(batch_of_12);
   return kSuccess;
+}
+
+// The kernels that pack, over any memory.
+void fake_pack(const Packing* packing, uint32_t* overfull, uint32_t warps) {
+  for (uint32_t warp = warps; warp--;) pack_shards(*packing, warp, warps);
+  for (uint32_t warp = warps; warp--;) place_ends(*packing, overfull, warp, warps);
+}
+void fake_unpack(const Packing* packing, uint32_t* harmed, uint32_t warps) {
+  for (uint32_t warp = warps; warp--;) unpack_shards(*packing, harmed, warp, warps);
 }
 
 // One page by one worker.

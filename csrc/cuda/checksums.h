@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "pages.h"
+#include "warp.h"
 
 namespace kvtier {
 
@@ -21,7 +21,6 @@ struct Ranges {
   uint32_t count;
 };
 
-constexpr uint32_t kLanes = 32;
 // A warp sums this much, and then of another place: moving its sum to the end costs as much as some KiB.
 constexpr uint64_t kSummed = 64 << 10;
 

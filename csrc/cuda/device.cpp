@@ -6,7 +6,7 @@ namespace {
 thread_local std::string last_problem;
 
 constexpr unsigned kThreads = 512;  // of a block of a kernel
-constexpr unsigned kBlocksToSum = 32;  // within the device memory: many for a moment
+constexpr unsigned kBlocksOnDevice = 32;  // within the device memory: many for a moment
 
 constexpr ChecksumTables kTables = checksum_tables();
 
@@ -69,8 +69,11 @@ bool Device::load_kernels() {
     return true;
   }
   no_kernels_.clear();
-  return call(&Driver::function, "find a kernel", &kernel_, module, "kvtier_copy") &&
-         call(&Driver::function, "find a kernel", &checksum_, module, "kvtier_checksum");
+  const auto find = [&](Function& kernel, const char* name) {
+    return call(&Driver::function, "find a kernel", &kernel, module, name);
+  };
+  return find(kernel_, "kvtier_copy") && find(checksum_, "kvtier_checksum") && find(pack_, "kvtier_pack") &&
+         find(place_ends_, "kvtier_place_ends") && find(unpack_, "kvtier_unpack");
 }
 
 bool Device::lock(void* address, size_t nbytes) const {
@@ -78,12 +81,17 @@ bool Device::lock(void* address, size_t nbytes) const {
   return call(&Driver::lock, "page-lock memory", address, nbytes, flags);
 }
 
+template <typename... A>
+bool Device::start(const char* what, Function kernel, unsigned blocks, Stream stream, const A&... arguments) const {
+  const void* all[] = {&arguments...};
+  return call(&Driver::launch, what, kernel, blocks, 1u, 1u, kThreads, 1u, 1u, 0u, stream, const_cast<void**>(all),
+              nullptr);
+}
+
 bool Device::launch(unsigned blocks, const Batch& batch, const Shards& shards, const Layer* layers,
                     uint32_t layer_count, uint32_t segments, bool to_slots, Stream stream) const {
-  uint32_t direction = to_slots;
-  const void* arguments[] = {&batch, &shards, &layers, &layer_count, &segments, &direction};
-  return call(&Driver::launch, "start the kernel", kernel_, blocks, 1u, 1u, kThreads, 1u, 1u, 0u, stream,
-              const_cast<void**>(arguments), nullptr);
+  return start("start the kernel", kernel_, blocks, stream, batch, shards, layers, layer_count, segments,
+               uint32_t{to_slots});
 }
 
 bool Device::begin_checksums(uint64_t sums, uint32_t count, uint64_t nbytes, Stream stream) const {
@@ -92,13 +100,24 @@ bool Device::begin_checksums(uint64_t sums, uint32_t count, uint64_t nbytes, Str
 
 bool Device::add_checksums(const Ranges& ranges, uint64_t sums, Stream stream) const {
   if (!ranges.count || !ranges.nbytes) return true;
-  const void* arguments[] = {&ranges, &sums};
-  return call(&Driver::launch, "start the kernel of checksums", checksum_, kBlocksToSum, 1u, 1u, kThreads, 1u, 1u, 0u,
-              stream, const_cast<void**>(arguments), nullptr);
+  return start("start the kernel of checksums", checksum_, kBlocksOnDevice, stream, ranges, sums);
 }
 
-bool Device::tell_checksums(uint64_t sums, uint32_t count, uint64_t told, Stream stream) const {
-  return !count || call(&Driver::copy_to_host, "copy checksums to the host", reinterpret_cast<void*>(told), sums,
+bool Device::pack(const Packing& packing, uint64_t overfull, Stream stream) const {
+  return start("start the kernel that packs", pack_, kBlocksOnDevice, stream, packing) &&
+         start("start the kernel that places ends", place_ends_, kBlocksOnDevice, stream, packing, overfull);
+}
+
+bool Device::unpack(const Packing& packing, uint64_t harmed, Stream stream) const {
+  return start("start the kernel that unpacks", unpack_, kBlocksOnDevice, stream, packing, harmed);
+}
+
+bool Device::clear(uint64_t words, uint64_t count, Stream stream) const {
+  return !count || call(&Driver::fill, "fill memory", words, 0u, count, stream);
+}
+
+bool Device::tell(uint64_t words, uint64_t count, uint64_t told, Stream stream) const {
+  return !count || call(&Driver::copy_to_host, "copy checksums to the host", reinterpret_cast<void*>(told), words,
                         count * sizeof(uint32_t), stream);
 }
 

@@ -7,6 +7,7 @@
 
 #include "checksums.h"
 #include "driver.h"
+#include "packing.h"
 #include "pages.h"
 
 namespace kvtier {
@@ -31,7 +32,7 @@ class Device {
 
   const Driver& driver() const { return driver_; }
   Context context() const { return context_; }
-  bool has_kernels() const { return checksum_ != nullptr; }
+  bool has_kernels() const { return unpack_ != nullptr; }
   const char* no_kernels() const { return no_kernels_.c_str(); }  // why there are none
   // May the device use host addresses of page-locked memory? Not everywhere (WSL). Else only the driver's plain copies
   // can be used, which look up what an address is.
@@ -43,21 +44,29 @@ class Device {
   bool launch(unsigned blocks, const Batch& batch, const Shards& shards, const Layer* layers, uint32_t layer_count,
               uint32_t segments, bool to_slots, Stream stream) const;
   // The checksums of what lies on the device, in three steps on one stream: `count` sums of so many bytes each begin
-  // there, ranges are added to them, as often as there are ranges, and they go to page-locked memory.
+  // there, ranges are added to them, as often as there are ranges, and they are told.
   bool begin_checksums(uint64_t sums, uint32_t count, uint64_t nbytes, Stream stream) const;
   bool add_checksums(const Ranges& ranges, uint64_t sums, Stream stream) const;
-  bool tell_checksums(uint64_t sums, uint32_t count, uint64_t told, Stream stream) const;
+  // Packs shards, or unpacks them. `overfull` has a word for each shard, `harmed` one for all: it is 1 if a shard has no
+  // room, or was not packed, and else left as it is.
+  bool pack(const Packing& packing, uint64_t overfull, Stream stream) const;
+  bool unpack(const Packing& packing, uint64_t harmed, Stream stream) const;
+  // Words of four bytes: makes them 0, and copies them to page-locked memory.
+  bool clear(uint64_t words, uint64_t count, Stream stream) const;
+  bool tell(uint64_t words, uint64_t count, uint64_t told, Stream stream) const;
   bool lock(void* address, size_t nbytes) const;
 
  private:
   bool look() const;
   bool attribute(int number, int* value) const;
   bool load_kernels();
+  template <typename... A>
+  bool start(const char* what, Function kernel, unsigned blocks, Stream stream, const A&... arguments) const;
 
   Driver driver_ = {};
   int ordinal_ = -1;
   Context context_ = nullptr;
-  Function kernel_ = nullptr, checksum_ = nullptr;
+  Function kernel_ = nullptr, checksum_ = nullptr, pack_ = nullptr, place_ends_ = nullptr, unpack_ = nullptr;
   bool reaches_host_ = false;
   bool takes_batches_ = false;
   std::string no_kernels_;

@@ -3,6 +3,7 @@
 
 #include "checksums.h"
 #include "driver.h"
+#include "packing.h"
 #include "pages.h"
 
 // Names in C, by which the library finds them.
@@ -26,6 +27,23 @@ extern "C" __global__ void __launch_bounds__(512) kvtier_checksum(kvtier::Ranges
   const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
   kvtier::sum_ranges(ranges, tables, sums, thread / kvtier::kLanes, gridDim.x * blockDim.x / kvtier::kLanes,
                      thread % kvtier::kLanes);
+}
+
+namespace {
+__device__ uint32_t warp() { return (blockIdx.x * blockDim.x + threadIdx.x) / kvtier::kLanes; }
+__device__ uint32_t warps() { return gridDim.x * blockDim.x / kvtier::kLanes; }
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(512, 2) kvtier_pack(kvtier::Packing packing) {
+  kvtier::pack_shards(packing, warp(), warps());
+}
+
+extern "C" __global__ void __launch_bounds__(512, 2) kvtier_place_ends(kvtier::Packing packing, uint32_t* overfull) {
+  kvtier::place_ends(packing, overfull, warp(), warps());
+}
+
+extern "C" __global__ void __launch_bounds__(512, 2) kvtier_unpack(kvtier::Packing packing, uint32_t* harmed) {
+  kvtier::unpack_shards(packing, harmed, warp(), warps());
 }
 
 // Is what driver.h declares what the toolkit declares?

@@ -71,12 +71,12 @@ void kvtier_cuda_unstage(KvtierDevice* device, KvtierStaging* staging) {
 }
 
 int kvtier_cuda_part(KvtierDevice* device, const KvtierLayer* layers, uint32_t layer_count, uint64_t shards,
-                     uint64_t slot_nbytes, uint64_t locked, uint64_t stride, KvtierPart** part) {
+                     uint64_t slot_nbytes, uint64_t locked, uint64_t stride, uint64_t packed_nbytes, KvtierPart** part) {
   const Current current{*device};
   if (!current) return 0;
   auto opened = std::make_unique<kvtier::Part>(*device, std::vector<kvtier::Layer>(layers, layers + layer_count),
                                                kvtier::Shards{shards, slot_nbytes},
-                                               kvtier::LockedPieces{locked, stride});
+                                               kvtier::LockedPieces{locked, stride}, packed_nbytes);
   if (!opened->open()) return 0;
   *part = opened.release();
   return 1;
@@ -88,6 +88,7 @@ void kvtier_cuda_close_part(KvtierDevice* device, KvtierPart* part) {
 }
 
 int kvtier_cuda_can(KvtierDevice* device, KvtierPart* part, int method, int to_slots, KvtierStaging* staging) {
+  if (part->packs() && (method != KVTIER_STAGED || part->slots_on_device())) return 0;
   if (part->slots_on_device()) return method == KVTIER_KERNEL && device->has_kernels();
   if (method == KVTIER_STAGED) return staging && part->can_stage(*staging);
   // A kernel that writes to the host is not offered: others saw illegal accesses on Hopper (SGLang 8991).
@@ -100,7 +101,7 @@ int kvtier_cuda_copy(KvtierDevice* device, KvtierPart* part, int method, int to_
                      KvtierStaging* staging, uint64_t sums, uint64_t told) {
   const Current current{*device};
   if (!current) return 0;
-  if (!kvtier_cuda_can(device, part, method, to_slots, staging))
+  if (!kvtier_cuda_can(device, part, method, to_slots, staging) || (part->packs() && chunks && !told))
     return kvtier::fail("these pages cannot be copied like this");
   const kvtier::Chunks all = {rows, slots, chunks, width};
   const kvtier::Streams streams = {kernels, bus};
@@ -116,5 +117,5 @@ int kvtier_cuda_checksums(KvtierDevice* device, uint64_t address, uint64_t strid
   if (!device->has_kernels()) return kvtier::fail("nothing on this device computes checksums");
   return device->begin_checksums(sums, count, nbytes, stream) &&
          device->add_checksums({address, stride, nbytes, 0, count}, sums, stream) &&
-         device->tell_checksums(sums, count, told, stream);
+         device->tell(sums, count, told, stream);
 }

@@ -258,8 +258,8 @@ class FailingCopier:
     def gather(self, rows: array[int], slots: array[int], through: Direction, sums: Sums | None = None) -> None:
         self._some(functools.partial(self._copier.gather, sums=sums), rows, slots, through)
 
-    def scatter(self, rows: array[int], slots: array[int], through: Direction) -> None:
-        self._some(self._copier.scatter, rows, slots, through)
+    def scatter(self, rows: array[int], slots: array[int], through: Direction, sums: Sums | None = None) -> None:
+        self._some(functools.partial(self._copier.scatter, sums=sums), rows, slots, through)
 
     def _some(self, copy: Callable[..., None], rows: array[int], slots: array[int], through: Direction) -> None:
         self.failed = self._fails()

@@ -33,6 +33,7 @@ from kvtier_core.transfer.cuda.checksums import SumsMemory
 from kvtier_core.transfer.cuda.library import Method, load
 from kvtier_core.transfer.cuda.opening import HALF_NBYTES, open_mover
 from kvtier_core.transfer.io_pool import Outcome
+from kvtier_core.transfer.packing import pack
 from kvtier_core.transfer.staged_reader import StagedReader
 from kvtier_core.types import FRAME_ALIGNMENT, Location, ReadStatus, StoredFrame
 from kvtier_cpu import plugin
@@ -90,9 +91,15 @@ class GpuPages(PagedBuffer):
         return ctypes.string_at(here.data_ptr(), here.nbytes)
 
 
+class PackingArena(CpuConfig):
+    """That no engine on a GPU packs yet is no reason not to try."""
+
+    packs = (*CpuConfig.packs, "cuda")
+
+
 class TestCpuArenaOnGpu(ArenaLaws):
     def config(self, folder):
-        return CpuConfig()
+        return PackingArena()
 
     def paged_buffer(self, layout, blocks, rng, rank=0):
         return GpuPages(layout, blocks, rng, rank)
@@ -216,6 +223,73 @@ def test_a_staged_store_reports_the_checksums_of_its_shards(shape, half_nbytes):
         begins = [slot * layout.frame_nbytes + shard.offset for slot in (2, 0, 1)]
         assert list(ended.checksums) == [zlib.crc32(memory.memory[at : at + shard.nbytes]) for at in begins]
     mover.close()
+
+
+@pytest.mark.parametrize("half_nbytes", [HALF_NBYTES, 8 << 20])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packed_shards_are_what_the_host_packs_and_come_back(shape, half_nbytes):
+    """But for the second chunk, which is noise: it may have no room. The first has places without a page."""
+    layout, rng = attrs.evolve(SHAPES[shape], packed=True), random.Random(shape)
+    (part,) = layout.parts
+    rank = layout.ranks - 1
+    shard = part.shard_of(rank)
+    blocks = 3 * max(part.blocks)
+    pages = GpuPages(layout, blocks, rng, rank)
+    drawn = [rng.sample(range(blocks), 3 * count) for count in part.blocks]
+    chunks, slots = [[group[i::3] for group in drawn] for i in range(3)], [2, 0, 1]
+    for number, chunk in enumerate(chunks):
+        for layer, block, _, nbytes in wanted(layout, rank, chunk):
+            pages.put(layer, block, rng.randbytes(nbytes) if number == 1 else numbers(rng, nbytes))
+    for group in chunks[0]:
+        group[0] = NO_BLOCK
+    memory = Slots(layout, 3)
+    for slot in range(3):
+        poison(memory.view(slot))
+    expected = {slot: bytearray(memory.view(slot)) for slot in range(3)}
+    fits = [host_packs(pages, shard, chunk, expected[slot]) for chunk, slot in zip(chunks, slots, strict=True)]
+    mover = memory.mover(pages.kv_cache(), Method.STAGED, half_nbytes)
+    mover.store(1, chunks, slots)
+    mover.wait([1])
+    (ended,) = mover.finished()
+    filled = [place for place in range(3) if fits[place]]
+    assert (ended.ok, list(ended.filled)) == (all(fits), [] if all(fits) else filled)
+    assert all(memory.view(slots[place]) == expected[slots[place]] for place in filled), "not what the host packs"
+    sums = [zlib.crc32(expected[slot][shard.offset : shard.offset + shard.nbytes]) for slot in slots]
+    assert list(ended.checksums) == (sums if all(fits) else [])
+
+    held = {place: shard_pages(pages, shard, chunks[place]) for place in filled}
+    for tensor in pages.tensors:
+        tensor.fill_(POISON)
+    mover.load(2, [slots[place] for place in filled], [chunks[place] for place in filled])
+    assert settle(mover, [2]) == {2: True}
+    assert {place: shard_pages(pages, shard, chunks[place]) for place in filled} == held
+    memory.view(slots[0])[shard.offset] ^= 1
+    mover.load(3, [slots[0]], [chunks[0]])
+    assert settle(mover, [3]) == {3: False}
+    mover.close()
+
+
+def numbers(rng, nbytes):
+    """Numbers in bfloat16 that pack."""
+    drawn = torch.randn(-(-nbytes // 2), generator=torch.Generator().manual_seed(rng.getrandbits(63)))
+    return GpuPages._bytes(drawn.bfloat16().view(torch.uint8))[:nbytes]
+
+
+def shard_pages(pages, shard, chunk):
+    """The pages of a chunk in the order of its shard, with zeros in place of a NO_BLOCK."""
+    return b"".join(
+        bytes(layer.page_nbytes) if block == NO_BLOCK else pages.page(layer.layer, block)
+        for layer in shard.layers
+        for block in chunk[layer.group]
+    )
+
+
+def host_packs(pages, shard, chunk, slot):
+    """Fill a slot as the host does. False if the chunk has no room there."""
+    into = memoryview(slot)[shard.offset : shard.offset + shard.nbytes]
+    used = pack(memoryview(shard_pages(pages, shard, chunk)), into)
+    into[used:] = bytes(len(into) - used)
+    return used > 0
 
 
 class HostFrames:

@@ -34,6 +34,7 @@ def memory_of_the_host(monkeypatch):
     fake, kv_cache = FakeCuda(), GpuPages.kv_cache
     options = {"device": fake.device(), "engine": fake}
 
+    monkeypatch.setattr(cuda, "attach", functools.partial(open_mover, **options))
     monkeypatch.setattr(cuda, "open_device_slots", functools.partial(DeviceSlots, **options))
     monkeypatch.setattr(test_on_gpu, "open_mover", functools.partial(open_mover, **options))
     monkeypatch.setattr(GpuPages, "device", "cpu")
@@ -45,6 +46,17 @@ def memory_of_the_host(monkeypatch):
 @pytest.mark.parametrize("shape", QUICK)
 def test_every_method_copies_over_the_driver(method, shape):
     test_on_gpu.test_every_method_copies_each_byte_that_is_wanted_and_no_other(method, shape, 16, 4 << 20)
+
+
+@pytest.mark.parametrize("law", ["packed_shards_hold_their_pages", "pages_that_do_not_pack_leave_their_slot_unfilled"])
+def test_laws_of_packed_slots_over_the_driver(law, tmp_path):
+    getattr(test_on_gpu.TestCpuArenaOnGpu(), f"test_{law}")(tmp_path)
+
+
+@pytest.mark.parametrize("half_nbytes", [32 << 20, 8 << 20])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packed_shards_over_the_driver(shape, half_nbytes):
+    test_on_gpu.test_packed_shards_are_what_the_host_packs_and_come_back(shape, half_nbytes)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -7,6 +7,8 @@ from protections.mutant import Mutant
 DEVICE_MOVER = "kvtier_core/transfer/cuda/mover.py"
 CUDA_PART = "csrc/cuda/part.cpp"
 DEVICE_CHECKSUMS = "kvtier_core/transfer/cuda/checksums.py"
+CUDA_PACKING = "csrc/cuda/packing.h"
+CUDA_PACKING_TESTS = "tests/core/test_cuda_packing.py::"
 PAGE_LISTS = "kvtier_core/transfer/page_lists.py"
 
 MUTANTS = (
@@ -62,15 +64,15 @@ MUTANTS = (
     Mutant(
         "gathered-is-stored",
         DEVICE_MOVER,
-        "self._now(self._stores.bus), result",
-        "self._now(self._stores.kernels), result",
+        "self._now(self._stores.kernels), self._now(self._stores.bus)",
+        "self._now(self._stores.kernels), self._now(self._stores.kernels)",
         "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
     ),
     Mutant(
         "checksums-of-holes",
         DEVICE_MOVER,
-        "if whole and NO_BLOCK not in read else None",
-        "if whole else None",
+        "if packed or (whole and NO_BLOCK not in read) else None",
+        "if packed or whole else None",
         "tests/core/test_device_checksums.py::test_a_staged_store_reports_those_of_its_shards_if_they_are_whole",
     ),
     Mutant(
@@ -127,15 +129,15 @@ MUTANTS = (
     Mutant(
         "holes-are-copied-too",
         CUDA_PART,
-        "if (std::all_of(row, row + chunks.width, [](int32_t block) { return block >= 0; })) {",
+        "if (chunks.whole(i)) {",
         "if (true) {",
         "tests/core/test_cuda_mover.py::test_what_a_job_stores",
     ),
     Mutant(
         "checksums-are-told-before-they-are-computed",
         CUDA_PART,
-        "done = order(streams.kernels, turn_, streams.bus) &&",
-        "done =",
+        "return order(streams.kernels, turn_, streams.bus) &&",
+        "return",
         "tests/core/test_device_checksums.py::test_a_staged_store_reports_those_of_its_shards_if_they_are_whole",
     ),
     Mutant(
@@ -151,6 +153,69 @@ MUTANTS = (
         "!= told[0]:",
         "is None:",
         "tests/core/test_device_checksums.py::test_what_the_host_computes_otherwise_is_not_reported_and_told_once",
+    ),
+    Mutant(
+        "what-has-no-room-on-a-gpu-counts-as-stored",
+        DEVICE_MOVER,
+        "self.whole and not told.flagged",
+        "self.whole",
+        CUDA_PACKING_TESTS + "test_a_chunk_without_room_leaves_the_others",
+    ),
+    Mutant(
+        "places-without-a-page-hold-other-pages",
+        CUDA_PART,
+        "(!packs() || clear_holes(chunks, slice, half.base, streams.kernels)) &&",
+        "",
+        CUDA_PACKING_TESTS + "test_jobs_leave_what_those_of_the_host_leave",
+    ),
+    Mutant(
+        "what-is-not-packed-is-loaded-from-a-gpu",
+        CUDA_PACKING,
+        "return header.low == kMagic && header.high == shard.pages_nbytes;",
+        "return true;",
+        CUDA_PACKING_TESTS + "test_a_load_of_what_is_not_packed_fails_and_the_next_does_not",
+    ),
+    Mutant(
+        "escapes-beyond-their-tile-on-a-gpu",
+        CUDA_PACKING,
+        "if (place >= tile.n) return false;",
+        "",
+        CUDA_PACKING_TESTS + "test_a_head_that_tells_what_cannot_be_is_noticed",
+    ),
+    Mutant(
+        "ends-beyond-their-shard-on-a-gpu",
+        CUDA_PACKING,
+        "if (!has_room(shard, before, tile.n)) return false;",
+        "",
+        CUDA_PACKING_TESTS + "test_a_shard_of_raw_tiles_without_ends_is_read_no_further",
+    ),
+    Mutant(
+        "ends-are-placed-where-there-is-no-room",
+        CUDA_PACKING,
+        "if (!has_room(shard, number, tile.n)) {",
+        "if (false) {",
+        CUDA_PACKING_TESTS + "test_as_many_raw_tiles_have_room_as_on_the_host",
+    ),
+    Mutant(
+        "packs-without-flags",
+        DEVICE_MOVER,
+        "if slots and not (checksums if packed else places):",
+        "if slots and not places:",
+        CUDA_PACKING_TESTS + "test_without_a_place_for_its_flags_a_job_fails",
+    ),
+    Mutant(
+        "packed-frames-in-a-gpus-memory-pass-for-raw-ones",
+        "kvtier_core/transfer/cuda/device_slots.py",
+        "if cache.layout.packed:",
+        "if False:",
+        CUDA_PACKING_TESTS + "test_frames_in_the_memory_of_a_gpu_are_not_unpacked",
+    ),
+    Mutant(
+        "packs-on-hardware-that-never-ran-it",
+        "kvtier_core/transfer/movers.py",
+        'PACKING_DEVICES = ("cpu",)',
+        'PACKING_DEVICES = ("cpu", "cuda")',
+        CUDA_PACKING_TESTS + "test_no_engine_on_a_gpu_packs_before_a_gpu_has_run_it",
     ),
     Mutant(
         "copies-across-locked-pieces",

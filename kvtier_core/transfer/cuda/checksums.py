@@ -1,4 +1,4 @@
-"""Checksums of stores, computed on the device: where they go, and whether they are to be believed."""
+"""Checksums of stores and flags of packed shards, computed on the device: where they go, and what is believed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import logging
 import mmap
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import attrs
 
@@ -16,13 +17,15 @@ from kvtier_core.transfer.io_pool import run
 
 #: Jobs that have checksums at a time, and chunks of such a job: 256 KiB, on the device and page-locked.
 _ROWS, ROW = 64, 1024
+#: Chunks of a store of packed shards, of which each has a checksum and a flag.
+MOST_PACKED = ROW // 2
 _WORD = 4
 
 logger = logging.getLogger("kvtier")
 
 
 class SumsMemory:
-    """Memory for the checksums of jobs under way. Raises BackendError if the device has none."""
+    """Memory for the checksums and flags of jobs under way. Raises BackendError if the device has none."""
 
     def __init__(self, device: Device):
         self._device = device
@@ -38,7 +41,7 @@ class SumsMemory:
         self._free = list(range(_ROWS))
 
     def take(self, count: int) -> Sums | None:
-        """Places for so many checksums, until they are given back; None if there are none."""
+        """Places for so many, until they are given back; None if there are none."""
         if count > ROW or not self._free:
             return None
         begin = self._free.pop() * ROW * _WORD
@@ -54,15 +57,34 @@ class SumsMemory:
         run(lambda: self._device.free(self._on_device))
 
 
+class Told(NamedTuple):
+    """What the device has told of a job."""
+
+    checksums: Sequence[int] = ()  #: of this rank's shards; empty if they are not to be believed
+    #: Of packed shards: the chunks of a store that have no room; of a load not empty if one was not packed.
+    flagged: Sequence[int] = ()
+
+
 class StoreChecksums:
     """The checksums of the stores of one part, called ``name``: of this rank's shard in each slot.
 
     ``shard`` is the address of that in slot 0. Those of the first store, which is that of the self-test, are compared
     with what has arrived. If they differ no store has any, and sealing reads the frame. ``why_not``: why there
-    are none from the beginning.
+    are none from the beginning. Where shards are ``packed`` nothing is copied without memory for flags.
     """
 
-    def __init__(self, name: str, memory: SumsMemory | None, shard: int, nbytes: int, slot_nbytes: int, why_not: str):
+    def __init__(
+        self,
+        name: str,
+        memory: SumsMemory | None,
+        shard: int,
+        nbytes: int,
+        slot_nbytes: int,
+        why_not: str,
+        *,
+        packed: bool = False,
+    ):
+        self.packed = packed
         self._name = name
         self._memory = memory
         self._shard, self._nbytes, self._slot_nbytes = shard, nbytes, slot_nbytes
@@ -70,17 +92,31 @@ class StoreChecksums:
         self._compared = False
 
     def begin(self, slots: Sequence[int]) -> PendingChecksums | None:
-        """For a staged store of whole chunks in these slots; None if its checksums are not to be computed."""
-        sums = self._memory.take(len(slots)) if self._memory and slots and not self._why_not else None
+        """For a staged store in these slots, of whole chunks unless they are packed; None if nothing is to be told."""
+        if not (self._memory and slots) or (self._why_not and not self.packed):
+            return None
+        sums = self._memory.take(2 * len(slots) if self.packed else len(slots))
         return sums and PendingChecksums(self, sums, slots)
 
-    def end(self, sums: Sums, slots: Sequence[int], *, ok: bool) -> Sequence[int]:
-        """The checksums of a job that the device has done; none if it failed, or if they are not to be believed."""
-        told = sums.read()
+    def begin_load(self) -> PendingChecksums | None:
+        """For a load of packed shards; None if there is no memory for its flag."""
+        sums = self._memory.take(1)
+        return sums and PendingChecksums(self, sums, ())
+
+    def end(self, sums: Sums, slots: Sequence[int], *, ok: bool) -> Told:
+        """What is told of a job that the device has done; nothing if it failed."""
+        words = sums.read()
         self._memory.give_back(sums)
-        if not ok or self._why_not:
+        if not ok:
+            return Told()
+        flags = words[len(slots) :]
+        flagged = [number for number, flag in enumerate(flags) if flag]
+        return Told(self._believed(words[: len(slots)], slots), flagged)
+
+    def _believed(self, told: Sequence[int], slots: Sequence[int]) -> Sequence[int]:
+        if self._why_not:
             return ()
-        if not self._compared:
+        if told and not self._compared:
             self._compared = True
             if (arrived := self._in_slot(slots[0])) != told[0]:
                 self._why_not = f"the device computes {told[0]:#x} and the host {arrived:#x}"
@@ -100,12 +136,12 @@ class StoreChecksums:
 
 @attrs.frozen
 class PendingChecksums:
-    """Those of a job under way."""
+    """Those of a job under way, and its flags."""
 
     _of: StoreChecksums
     sums: Sums  #: where they go
-    _slots: Sequence[int]
+    _slots: Sequence[int]  #: whose checksums are told
 
-    def end(self, *, ok: bool) -> Sequence[int]:
+    def end(self, *, ok: bool) -> Told:
         """See `StoreChecksums.end`."""
         return self._of.end(self.sums, self._slots, ok=ok)

@@ -22,7 +22,7 @@ class Copier:
         self._name = name
         self._part = part
         self._store, self._load = store, load
-        self.checksums = checksums  #: of what `gather` copies
+        self.checksums = checksums  #: of what `gather` copies, and what is told of packed shards
 
     def gather(self, blocks: array[int], slots: array[int], through: Direction, sums: Sums | None = None) -> None:
         """Copy pages to slots: pages are read in the order of ``kernels``, slots written in that of ``bus``.
@@ -31,9 +31,9 @@ class Copier:
         """
         self._part.copy(self._store.method, True, blocks, slots, through, sums)
 
-    def scatter(self, blocks: array[int], slots: array[int], through: Direction) -> None:
-        """Copy slots to pages, which are there when ``kernels`` has done it."""
-        self._part.copy(self._load.method, False, blocks, slots, through)
+    def scatter(self, blocks: array[int], slots: array[int], through: Direction, sums: Sums | None = None) -> None:
+        """Copy slots to pages, which are there when ``kernels`` has done it. ``sums``: see `NativePart.copy`."""
+        self._part.copy(self._load.method, False, blocks, slots, through, sums)
 
     def facts(self) -> Mapping[str, str]:
         """How copies are made, in plain words."""

@@ -34,10 +34,13 @@ class _OnDevice:
 class DeviceSlots:
     """``count`` slots on the device of ``cache``. All methods but `checksums` are called on the engine's thread.
 
-    Raises BackendError if kvtier's CUDA library has no kernels for the device, or the engine left too little memory.
+    Raises BackendError if kvtier's CUDA library has no kernels for the device, the engine left too little memory, or
+    shards are packed.
     """
 
     def __init__(self, cache: PagedKVCache, count: int, *, device: Device | None = None, engine: Any = torch.cuda):
+        if cache.layout.packed:
+            raise BackendError("nothing unpacks frames in the GPU's memory yet")
         nbytes = cache.layout.frame_nbytes
         check_cache(cache, nbytes)
         on = torch.device(cache.device)

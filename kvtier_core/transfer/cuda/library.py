@@ -39,7 +39,7 @@ _ARGUMENTS = {
     "kvtier_cuda_free": (_POINTER, _U64),
     "kvtier_cuda_stage": (_POINTER, _U64, _OUT),
     "kvtier_cuda_unstage": (_POINTER, _POINTER),
-    "kvtier_cuda_part": (_POINTER, _POINTER, _U32, _U64, _U64, _U64, _U64, _OUT),
+    "kvtier_cuda_part": (_POINTER, _POINTER, _U32, _U64, _U64, _U64, _U64, _U64, _OUT),
     "kvtier_cuda_close_part": (_POINTER, _POINTER),
     "kvtier_cuda_can": (_POINTER, _POINTER, _INT, _INT, _POINTER),
     "kvtier_cuda_copy": (
@@ -71,14 +71,15 @@ class Abilities(NamedTuple):
 
 @attrs.frozen
 class Sums:
-    """Where checksums go, of four bytes each: on the device, where they are computed, and page-locked on the host."""
+    """Where checksums and flags of a job go, of four bytes each: on the device, where they are computed, and
+    page-locked on the host."""
 
     on_device: int  #: address
     told: int  #: address
     count: int
 
     def read(self) -> tuple[int, ...]:
-        """The checksums, once the stream has done what computes them."""
+        """What is there, once the stream has done what computes it."""
         return tuple((_U32 * self.count).from_address(self.told))
 
 
@@ -177,9 +178,11 @@ class Device:
         places = sums.on_device, sums.told, stream.cuda_stream
         self._library.must(self._c.kvtier_cuda_checksums(self.handle, *ranges, *places))
 
-    def part(self, layers: Sequence[Layer], shards: int, slot_nbytes: int, locked: int, stride: int) -> NativePart:
+    def part(
+        self, layers: Sequence[Layer], shards: int, slot_nbytes: int, locked: int, stride: int, packed_nbytes: int = 0
+    ) -> NativePart:
         """The pages of one part of a chunk, see `NativePart`."""
-        return NativePart(self._library, self, layers, (shards, slot_nbytes, locked, stride))
+        return NativePart(self._library, self, layers, (shards, slot_nbytes, locked, stride, packed_nbytes))
 
 
 class Staging:
@@ -187,6 +190,7 @@ class Staging:
 
     def __init__(self, library: Library, device: Device, half_nbytes: int):
         self._c, self._device = library.c, device
+        self.half_nbytes = half_nbytes
         self.handle = _POINTER()
         library.must(library.c.kvtier_cuda_stage(device.handle, half_nbytes, ctypes.byref(self.handle)))
 
@@ -210,7 +214,8 @@ class NativePart:
     """The pages of one part of a chunk: its ``layers`` in the order of the shard.
 
     ``places``: the address of this rank's shard in slot 0, and the bytes from one slot to the next; the address from
-    which on slots are page-locked, and the bytes of a piece that is locked at a time, 0 if they lie on the device.
+    which on slots are page-locked, and the bytes of a piece that is locked at a time, 0 if they lie on the device; the
+    bytes of a shard if it is packed, else 0.
     """
 
     def __init__(self, library: Library, device: Device, layers: Sequence[Layer], places: Sequence[int]):
@@ -234,7 +239,9 @@ class NativePart:
     ) -> None:
         """Enqueue the copies of a job: ``rows`` are the block ids of each chunk in one flat array of int32.
 
-        Of a staged store of whole chunks ``sums`` get the CRC-32 of each shard, when ``bus`` has done it.
+        Of a staged store of whole chunks ``sums`` get the CRC-32 of each shard, when ``bus`` has done it. Where shards
+        are packed every job has ``sums``: a store a second word for each chunk, 1 if it has no room in its shard, with
+        anything there; a load one word, 1 if a shard was not packed, when ``kernels`` has done it.
 
         When this returns, or raises BackendError, ``kernels`` is behind all that touches pages, and ``bus`` behind all
         that writes to slots.

@@ -25,7 +25,7 @@ import torch
 
 from kvtier_core.errors import ContractError
 from kvtier_core.interfaces import NO_BLOCK, JobResult, Mover, PagedKVCache, PageList
-from kvtier_core.transfer.cuda.checksums import PendingChecksums
+from kvtier_core.transfer.cuda.checksums import MOST_PACKED, PendingChecksums, Told
 from kvtier_core.transfer.cuda.copier import Copier
 from kvtier_core.transfer.cuda.library import Direction
 from kvtier_core.transfer.io_pool import run
@@ -66,7 +66,10 @@ class ArenaSlots:
 class _Job:
     pages: Any  #: an event behind all that touches pages
     done: Any  #: an event behind all copies
-    result: JobResult  #: if the device has done all that was enqueued
+    number: int
+    enqueued: bool  #: were all copies?
+    whole: bool = True  #: are they all that was asked for?
+    places: Sequence[int] = ()  #: of a store: the places in the job of the slots that it fills
     #: Blocks that a store reads, of all groups together, and NO_BLOCK: a load may then wait for another group's store,
     #: which only costs time.
     read: frozenset[int] = frozenset()
@@ -74,8 +77,12 @@ class _Job:
 
     def end(self, *, ok: bool) -> JobResult:
         """The device has done it, or failed."""
-        result = self.result if ok else JobResult(self.result.job, ok=False)
-        return result._replace(checksums=self.checksums.end(ok=result.ok)) if self.checksums else result
+        ok = ok and self.enqueued
+        told = self.checksums.end(ok=ok) if self.checksums else Told()
+        if ok and self.whole and not told.flagged:
+            return JobResult(self.number, True, told.checksums)
+        filled = [place for number, place in enumerate(self.places) if ok and number not in told.flagged]
+        return JobResult(self.number, False, filled=tuple(filled))
 
 
 class DeviceMover(Mover):
@@ -86,7 +93,8 @@ class DeviceMover(Mover):
     those of the copiers. Every method is called on the thread that enqueues the engine's work; or `mark` alone, if the
     others are called on one other thread, and its loads always have a mark. Only `wait` and `close` wait for the
     device. Addresses are raw: a job with a wrong block id or slot raises ContractError before any of it is copied. Of a
-    store with slots that are not page-locked yet, the others are filled; such a load fails.
+    store with slots that are not page-locked yet, the others are filled; such a load fails. The same holds for packed
+    shards for whose flags there is no memory.
     """
 
     def __init__(
@@ -117,34 +125,39 @@ class DeviceMover(Mover):
 
     def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
         checked = self._checked(job, pages, slots)
-        usable = self._slots.usable
+        copier, usable = self._copiers[checked.part.number], self._slots.usable
+        packed = copier.checksums.packed
         places = [place for place, slot in enumerate(checked.slots) if slot < usable]
-        if not places and checked.slots:
-            self._results.append(JobResult(job, ok=False))
-            return
+        places = places[:MOST_PACKED] if packed else places
         whole = len(places) == len(checked.slots)
         if not whole:
             checked = checked.only(places)
         read = frozenset(checked.blocks)
-        copier = self._copiers[checked.part.number]
-        # The device does not know the bytes of a slot at places where no page is wanted.
-        checksums = copier.checksums.begin(checked.slots) if whole and NO_BLOCK not in read else None
+        # The device does not know the bytes of a slot at places where no page is wanted. Packed they are zeros.
+        checksums = copier.checksums.begin(checked.slots) if packed or (whole and NO_BLOCK not in read) else None
+        if slots and not (checksums if packed else places):
+            self._results.append(JobResult(job, ok=False))
+            return
         gather = functools.partial(copier.gather, sums=checksums and checksums.sums)
-        copied = self._enqueue(gather, checked, self._stores, self.mark())
-        result = JobResult(job, copied and whole, filled=tuple(places) if copied and not whole else ())
-        self._jobs[job] = _Job(self._now(self._stores.kernels), self._now(self._stores.bus), result, read, checksums)
+        enqueued = self._enqueue(gather, checked, self._stores, self.mark())
+        gathered, stored = self._now(self._stores.kernels), self._now(self._stores.bus)
+        self._jobs[job] = _Job(gathered, stored, job, enqueued, whole, places, read, checksums)
 
     def load(self, job: int, slots: Sequence[int], pages: PageList, after: Any = None) -> None:
         checked = self._checked(job, pages, slots)
-        if max(checked.slots, default=-1) >= self._slots.usable:
+        copier = self._copiers[checked.part.number]
+        usable, packed = max(checked.slots, default=-1) < self._slots.usable, copier.checksums.packed
+        checksums = copier.checksums.begin_load() if packed and usable else None
+        if not (checksums if packed else usable):
             self._results.append(JobResult(job, ok=False))
             return
         for other in self._jobs.values():
             if not other.read.isdisjoint(checked.blocks):
                 self._loads.kernels.wait_event(other.pages)
-        ok = self._enqueue(self._copiers[checked.part.number].scatter, checked, self._loads, after or self.mark())
+        scatter = functools.partial(copier.scatter, sums=checksums and checksums.sums)
+        enqueued = self._enqueue(scatter, checked, self._loads, after or self.mark())
         done = self._now(self._loads.kernels)
-        self._jobs[job] = _Job(done, done, JobResult(job, ok))
+        self._jobs[job] = _Job(done, done, job, enqueued, checksums=checksums)
 
     def finished(self) -> Sequence[JobResult]:
         for job, begun in list(self._jobs.items()):

@@ -15,13 +15,14 @@ from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import PagedKVCache
 from kvtier_core.layouts import Part
 from kvtier_core.transfer.cuda import host_registration
-from kvtier_core.transfer.cuda.autotune import Autotune, ScratchAutotune
+from kvtier_core.transfer.cuda.autotune import Autotune, ScratchAutotune, decided
 from kvtier_core.transfer.cuda.checksums import StoreChecksums, SumsMemory
 from kvtier_core.transfer.cuda.copier import Copier
 from kvtier_core.transfer.cuda.host_registration import PIECE_NBYTES, Pieces
 from kvtier_core.transfer.cuda.library import Device, Direction, Method, NativePart, Staging, load
 from kvtier_core.transfer.cuda.mover import ArenaSlots, DeviceMover
 from kvtier_core.transfer.page_lists import check_cache, layers_of
+from kvtier_core.types import Nbytes
 
 #: Of the memory through which copies of one direction are staged, two halves of this size: 128 MiB in all. A slice of
 #: a job is as long, so a token that the engine copies waits for one at most, 0.6 ms at 50 GB/s; and it keeps the bus
@@ -47,7 +48,8 @@ def open_mover(
 
     The slots are page-locked in the background. ``device`` is by default that of the cache, ``engine`` torch's module
     for it; ``autotune`` chooses how to copy, by default what it measures; ``checksums`` says whether those of staged
-    stores are computed. Raises BackendError and ContractError, see `attach`.
+    stores are computed. Packed shards are always staged, with checksums. Raises BackendError and ContractError, see
+    `attach`.
     """
     check_cache(cache, slot_nbytes)
     on = torch.device(cache.device)
@@ -68,7 +70,8 @@ def open_mover(
         )
         slots = ArenaSlots(address, count, slot_nbytes, registration)
         autotune = autotune or ScratchAutotune(device, stores, loads)
-        sums = _sums_memory(device, undo) if checksums and stores.staging else None
+        summed = checksums or cache.layout.packed
+        sums = _sums_memory(device, undo) if summed and stores.staging else None
         opened = functools.partial(_copier, device, cache, slots, (stores, loads), autotune, sums, undo)
         copiers = [opened(part) for part in cache.layout.parts]
         facts = {"kernels": f"none: {device.no_kernels}"} if device.no_kernels else {}
@@ -120,9 +123,13 @@ def _copier(
     layers = list(layers_of(cache, part))
     shard = part.shard_of(cache.rank)
     shards = slots.address + shard.offset
-    native = device.part(layers, shards, slots.nbytes, slots.locked.base, slots.locked.stride)
+    packed_nbytes = shard.nbytes if shard.packed else 0
+    native = device.part(layers, shards, slots.nbytes, slots.locked.base, slots.locked.stride, packed_nbytes)
     undo.callback(native.close)
     stores, loads = directions
+    if packed_nbytes:
+        _check_packing(device, native, stores, loads, sums)
+        autotune = decided(Method.STAGED)
     store, load_ = (
         autotune(layers, _possible(native, through, to_slots), to_slots)
         for through, to_slots in ((stores, True), (loads, False))
@@ -131,7 +138,21 @@ def _copier(
     why_not = "" if sums else "no memory is reserved for them"
     if store.method is not Method.STAGED:
         why_not = f"stores are {store.method}"
-    return Copier(name, native, store, load_, StoreChecksums(name, sums, shards, shard.nbytes, slots.nbytes, why_not))
+    checksums = StoreChecksums(name, sums, shards, shard.nbytes, slots.nbytes, why_not, packed=packed_nbytes > 0)
+    return Copier(name, native, store, load_, checksums)
+
+
+def _check_packing(
+    device: Device, native: NativePart, stores: Direction, loads: Direction, sums: SumsMemory | None
+) -> None:
+    """Raises BackendError unless copies can be packed."""
+    if not device.abilities.kernels:
+        raise BackendError(f"nothing packs shards here: the GPU has no kernels: {device.no_kernels}")
+    if not (stores.staging and loads.staging and sums):
+        raise BackendError("the engine left too little memory to pack shards in")
+    if not native.can(Method.STAGED, True, stores.staging):
+        half = Nbytes(stores.staging.half_nbytes)
+        raise BackendError(f"shards are too long to be packed: one does not fit into {half} beside its packed form")
 
 
 def _possible(native: NativePart, through: Direction, to_slots: bool) -> list[Method]:
