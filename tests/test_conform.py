@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from kvtier_core.cli import main
-from kvtier_core.testing import ArenaLaws, BackendLaws, laws_of
+from kvtier_core.testing import ArenaLaws, BackendLaws, SerializerLaws, laws_of
 from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_namespace
 from kvtier_disk.config import DiskConfig
 from kvtier_gds.config import GdsConfig
@@ -19,7 +19,7 @@ BROKEN = """
     import attrs
     from typing import ClassVar
     from kvtier_core.hookspecs import hookimpl
-    from kvtier_core.interfaces import Backend, BackendConfig
+    from kvtier_core.interfaces import Backend, BackendConfig, Serializer, SerializerConfig
 
     @attrs.frozen
     class FirstByteConfig(BackendConfig):
@@ -47,9 +47,31 @@ BROKEN = """
             for key in keys:
                 self.frames.pop(key[0], None)
 
+    @attrs.frozen
+    class BrokenConfig(SerializerConfig):
+        type: ClassVar[str] = "broken"
+        lossless: ClassVar[bool] = True
+        def open(self, ctx):
+            return Broken()
+
+    class Broken(Serializer):
+        "Loses the last byte."
+        def bound(self, layout):
+            return layout.payload_nbytes
+        def encode(self, payload, into):
+            into[: len(payload)] = payload
+            return len(payload)
+        def decode(self, encoded, into):
+            into[: len(encoded) - 1] = encoded[:-1]
+            return len(into)
+
     @hookimpl
     def kvtier_backends():
         return [FirstByteConfig]
+
+    @hookimpl
+    def kvtier_serializers():
+        return [BrokenConfig]
 """
 
 
@@ -161,6 +183,19 @@ def test_what_cannot_be_tried_is_refused(file, capsys, arguments, why):
     told = capsys.readouterr()
     assert why in told.err
     assert not told.out
+
+
+@pytest.mark.parametrize("serializer", ["{type: zstd, level: 3}", "packed", "broken"])
+def test_the_serializer_of_a_tier_is_tried_too(file, capsys, serializer):
+    """With its options; what only its own tests can know is not tried."""
+    file.write_text(file.read_text().replace("path: ", f"serializer: {serializer}, path: ", 1))
+    excused = ["--excuse", "test_garbage_does_no_harm=slow"]
+    assert main(["conform", "disk", "--config", str(file), "--json", *excused]) == (serializer == "broken")
+    outcomes = {law["name"]: law["outcome"] for law in json.loads(capsys.readouterr().out)["laws"]}
+    assert outcomes.keys() >= set(laws_of(SerializerLaws)) - {"test_garbage_does_no_harm"}
+    assert outcomes["test_a_payload_comes_back_in_full"] == ("broken" if serializer == "broken" else "kept")
+    assert outcomes["test_other_options_are_another_codec"] == ("not tried" if "level" in serializer else "kept")
+    assert outcomes["test_garbage_does_no_harm[0]"] == "not tried"
 
 
 def test_a_store_that_an_engine_uses_is_left_alone(file, tmp_path, capsys):

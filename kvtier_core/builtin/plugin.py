@@ -6,6 +6,7 @@ from kvtier_core.builtin.chained import ChainedConfig
 from kvtier_core.builtin.heap import HeapConfig
 from kvtier_core.builtin.packed import PackedConfig
 from kvtier_core.builtin.raw import RawConfig
+from kvtier_core.builtin.zstd import ZstdConfig
 from kvtier_core.hookspecs import hookimpl
 from kvtier_core.observers.jsonl import JsonLinesConfig
 from kvtier_core.observers.opentelemetry import OpenTelemetryConfig
@@ -48,7 +49,7 @@ def kvtier_token_databases():
 
 @hookimpl
 def kvtier_serializers():
-    return [PackedConfig, RawConfig]
+    return [PackedConfig, RawConfig, ZstdConfig]
 
 
 @hookimpl

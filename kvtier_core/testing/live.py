@@ -1,4 +1,4 @@
-"""The laws for one tier of a user's own configuration file, collected by `kvtier conform`.
+"""The laws for one tier, and its serializer, of a user's own configuration file, collected by `kvtier conform`.
 
 The store may hold frames of others, so nothing is asked of it but what an engine with another model would ask. Every
 law has namespaces that nobody else has, which are emptied when it ends, and no capacity that others would have to make
@@ -20,11 +20,12 @@ from kvtier_core.config.load import load_config
 from kvtier_core.config.model import ArenaTierConfig, StoreTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError, Gone
-from kvtier_core.interfaces import BackendConfig, OpenContext, SupportsNamespaces, SupportsWalk
+from kvtier_core.interfaces import BackendConfig, OpenContext, SerializerConfig, SupportsNamespaces, SupportsWalk
 from kvtier_core.testing.laws.arenas import ArenaLaws
 from kvtier_core.testing.laws.backend_calls import HOSTILE_KEYS
 from kvtier_core.testing.laws.backends import BackendLaws
-from kvtier_core.testing.laws.base import Laws
+from kvtier_core.testing.laws.base import Laws, laws_of
+from kvtier_core.testing.laws.serializers import SerializerLaws
 from kvtier_core.testing.laws.shared_backends import SharedBackendLaws
 from kvtier_core.testing.samples import make_context, make_frame, make_key, make_keys
 from kvtier_core.types import Namespace, Nbytes
@@ -37,6 +38,13 @@ _APART = Nbytes(256 << 20)
 _TOO_MUCH = {
     "test_what_other_namespaces_left_counts_against_the_capacity": "would delete what other engines left in this store"
 }
+#: Laws that compare what a lossy codec decodes with its payload.
+_OF_CLOSENESS = (
+    "test_a_payload_comes_back_in_full",
+    "test_an_error_that_is_stated_tells_payloads_apart",
+    "test_one_instance_serves_several_threads",
+    "test_views_begin_anywhere_and_hold_anything",
+)
 #: Every key that a law writes.
 _KEYS = [*make_keys(512), *HOSTILE_KEYS, *(make_key(1000 * seed + i) for seed in range(1, 9) for i in range(12))]
 
@@ -50,13 +58,32 @@ def find_tier(file: str, name: str) -> ArenaTierConfig | StoreTierConfig:
     return tiers[name]
 
 
-def suite_of(tier: ArenaTierConfig | StoreTierConfig, excused: Mapping[str, str]) -> type[Laws]:
-    """The laws for this tier. Raises KvtierError if it cannot be opened, TypeError for an excuse that is none."""
+def suites_of(tier: ArenaTierConfig | StoreTierConfig, excused: Mapping[str, str]) -> list[type[Laws]]:
+    """The laws for this tier, and for its serializer if it has one.
+
+    Raises KvtierError if one cannot be opened, TypeError for an excuse that is none.
+    """
     if isinstance(tier, ArenaTierConfig):
-        return type("TestTier", (_LiveArena, ArenaLaws), {"tier": tier, "excused": excused})
+        return [type("TestTier", (_LiveArena, ArenaLaws), {"tier": tier, "excused": excused})]
     suite = SharedBackendLaws if tier.config.shared else BackendLaws
-    kept = {"tier": tier, "persistent": survives(tier), "excused": {**_TOO_MUCH, **excused}}
-    return type("TestTier", (_LiveStore, suite), kept)
+    of_codec = {law: excused[law] for law in laws_of(SerializerLaws) if law in excused}
+    of_store = {law: why for law, why in excused.items() if law in laws_of(suite) or law not in of_codec}
+    kept = {"tier": tier, "persistent": survives(tier), "excused": {**_TOO_MUCH, **of_store}}
+    suites = [type("TestTier", (_LiveStore, suite), kept)]
+    if tier.serializer.open(make_context()) is not None:
+        of_codec = _unknown(tier.serializer) | of_codec
+        suites.append(type("TestSerializer", (_LiveSerializer, SerializerLaws), {"tier": tier, "excused": of_codec}))
+    return suites
+
+
+def _unknown(serializer: SerializerConfig) -> dict[str, str]:
+    """Laws that need to know more than the configuration file says."""
+    laws = {}
+    if attrs.fields(type(serializer)):
+        laws["test_other_options_are_another_codec"] = "only its own tests name other options"
+    if not serializer.lossless:
+        laws |= dict.fromkeys(_OF_CLOSENESS, "only its own tests say how close it comes")
+    return laws
 
 
 def survives(tier: StoreTierConfig) -> bool:
@@ -123,6 +150,15 @@ class _LiveArena:
 
     def config(self, folder: Path):
         return self.tier.config
+
+
+class _LiveSerializer:
+    """A codec touches no store."""
+
+    tier: ClassVar[StoreTierConfig]
+
+    def config(self, folder: Path):
+        return self.tier.serializer
 
 
 class _LiveStore:

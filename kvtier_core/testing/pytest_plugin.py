@@ -27,7 +27,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
     try:
         tier = live.find_tier(options.kvtier_config, options.kvtier_tier)
-        live.TestTier = live.suite_of(tier, dict(excuse.partition("=")[::2] for excuse in options.kvtier_excuse))
+        for suite in live.suites_of(tier, dict(excuse.partition("=")[::2] for excuse in options.kvtier_excuse)):
+            setattr(live, suite.__name__, suite)
     except (KvtierError, TypeError) as error:
         raise pytest.UsageError(str(error)) from error
 

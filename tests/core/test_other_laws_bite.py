@@ -15,6 +15,7 @@ import pytest
 from kvtier_core import interfaces
 from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.testing import PolicyLaws, SerializerLaws, TokenDatabaseLaws
+from kvtier_core.testing.samples import address_of
 
 
 class Policy(interfaces.EvictionPolicy):
@@ -475,6 +476,60 @@ class KeepsThePayload(Codec):
         return super().encode(payload, into)
 
 
+class AddsToWhatIsThere(Codec):
+    """Takes it that ``into`` is new memory, full of zeros."""
+
+    def encode(self, payload, into):
+        encoded = zlib.compress(payload, self.level)
+        for at, byte in enumerate(encoded):
+            into[at] |= byte
+        return len(encoded)
+
+
+class NeedsAlignment(Codec):
+    def encode(self, payload, into):
+        if address_of(into) % 2:
+            raise BackendError("not aligned")
+        return super().encode(payload, into)
+
+
+class KnowsOneLength(Codec):
+    """Pads what it decodes to the length of a chunk with one part."""
+
+    def bound(self, layout):
+        self.nbytes = layout.payload_nbytes
+        return super().bound(layout)
+
+    def decode(self, encoded, into):
+        super().decode(encoded, into)
+        return self.nbytes if hasattr(self, "nbytes") else len(into)
+
+
+class BelievesItsHeader(Codec):
+    """Allocates as much as is said in front of the encoding, if the machine that runs this test has it."""
+
+    def bound(self, layout):
+        return super().bound(layout) + 8
+
+    def encode(self, payload, into):
+        struct.pack_into("<Q", into, 0, len(payload))
+        return 8 + super().encode(payload, into[8:])
+
+    def decode(self, encoded, into):
+        try:
+            (said,) = struct.unpack_from("<Q", encoded)
+        except struct.error as error:
+            raise BackendError(str(error)) from error
+        if said > 64 << 20:
+            raise BackendError("too long")
+        payload = memoryview(bytearray(said))
+        nbytes = super().decode(encoded[8:], payload)
+        if nbytes > len(into):
+            raise BackendError("longer than its payload")
+        into[:nbytes] = payload[:nbytes]
+        return nbytes
+
+
 class Crashes(Codec):
     def decode(self, encoded, into):
         payload = zlib.decompress(encoded)
@@ -629,6 +684,10 @@ BUGS = {
         (PlantedSerializer("RemembersWhatItEncoded"), "test_any_instance_decodes"),
         (PlantedSerializer("RemembersInItsProcess"), "test_any_process_decodes"),
         (PlantedSerializer("KeepsThePayload"), "test_no_view_is_kept"),
+        (PlantedSerializer("AddsToWhatIsThere"), "test_views_begin_anywhere_and_hold_anything"),
+        (PlantedSerializer("NeedsAlignment"), "test_views_begin_anywhere_and_hold_anything"),
+        (PlantedSerializer("KnowsOneLength"), "test_every_part_of_a_chunk_comes_back"),
+        (PlantedSerializer("BelievesItsHeader"), "test_garbage_takes_little_memory"),
         (PlantedSerializer("Crashes"), "test_garbage_does_no_harm"),
     ],
 }

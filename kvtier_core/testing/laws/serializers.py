@@ -8,6 +8,7 @@ import random
 import struct
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,11 +21,15 @@ import pytest
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.identity import RAW, identity_of
 from kvtier_core.interfaces import Serializer, SerializerConfig
-from kvtier_core.layouts import ChunkLayout
+from kvtier_core.layouts import ChunkLayout, KVKind
 from kvtier_core.testing.laws.base import Laws, in_new_process
 from kvtier_core.testing.samples import Poisoned, make_context, same
 
 _GARBAGE_ROUNDS = 100
+#: `decode` may take so many times the length of its payload, and what a library takes.
+_PAYLOADS_OF_MEMORY, _LIBRARY_NBYTES = 32, 1 << 20
+#: The first bits of an encoding, each of which is flipped.
+_HARMED_BITS = 256
 
 #: Threads that use one instance at the same time, and how often each of them encodes and decodes.
 _THREADS, _ROUNDS = 4, 20
@@ -205,6 +210,39 @@ class SerializerLaws(Laws):
             for buffer in (source, target, encoded):
                 buffer.clear()
 
+    def test_views_begin_anywhere_and_hold_anything(self, tmp_path: Path):
+        """In memory that held something else, at any address, and longer than `bound` says.
+
+        Otherwise frames that were encoded into a buffer which is used again would decode to other bytes. Their
+        checksums find that: each would be a miss. What needs aligned memory would crash the engine.
+        """
+        serializer = self.open(tmp_path)
+        bound = serializer.bound(self.layout)
+        for payload, offset in zip(self.payloads(), itertools.cycle((0, 1, 333)), strict=False):
+            source, into, target = (Poisoned(n, offset) for n in (len(payload), bound + 100, len(payload)))
+            source.view[:] = payload
+            nbytes = serializer.encode(source.view, into.view)
+            assert nbytes <= bound and into.untouched_beyond(nbytes)
+            assert serializer.decode(into.view[:nbytes], target.view) == len(payload)
+            assert self._comes_back(tmp_path, payload, bytes(target.view))
+
+    def test_every_part_of_a_chunk_comes_back(self, tmp_path: Path):
+        """One instance has payloads of several lengths: a chunk of a hybrid model has a frame for each of its parts.
+
+        Otherwise models with windows or states beside full attention would store frames that nobody can decode.
+        """
+        whole = self.layout.groups[0]
+        window = attrs.evolve(whole, name="window", kind=KVKind.SLIDING_WINDOW, reach=whole.block_tokens)
+        layout = attrs.evolve(self.layout, groups=(*self.layout.groups, window))
+        serializer, rng = open_serializer(self.config(tmp_path), layout), random.Random(2)
+        assert len({part.payload_nbytes for part in layout.parts}) > 1
+        for part in layout.parts:
+            payload = rng.randbytes(part.payload_nbytes)
+            encoded = memoryview(encode(serializer, payload, serializer.bound(layout)))
+            into = Poisoned(len(payload))
+            assert serializer.decode(encoded, into.view) == len(payload)
+            assert same(bytes(into.view), payload) or not self.config(tmp_path).lossless
+
     @pytest.mark.parametrize("seed", range(3))
     def test_garbage_does_no_harm(self, tmp_path: Path, seed: int):
         """Random bytes, a flipped bit, a missing end: a BackendError or an answer, and nothing written outside.
@@ -230,6 +268,25 @@ class SerializerLaws(Laws):
             with contextlib.suppress(BackendError):
                 assert 0 <= serializer.decode(memoryview(garbage), into.view) <= nbytes
             assert into.untouched_beyond(nbytes), "decode wrote outside"
+
+    def test_garbage_takes_little_memory(self, tmp_path: Path):
+        """What an encoding says of its own length is verified before so much memory is allocated.
+
+        Otherwise whoever can write to a store could make the engine run out of memory with one small frame.
+        """
+        serializer, encoded = self.open(tmp_path), min(self._encodings(self.config(tmp_path)), key=len)
+        into = memoryview(bytearray(self.layout.payload_nbytes))
+        tracemalloc.start()
+        try:
+            for bit in range(min(_HARMED_BITS, 8 * len(encoded))):
+                garbage = bytearray(encoded)
+                garbage[bit // 8] ^= 1 << bit % 8
+                with contextlib.suppress(BackendError):
+                    serializer.decode(memoryview(garbage), into)
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert most < _PAYLOADS_OF_MEMORY * len(into) + _LIBRARY_NBYTES, f"decoding took {most} bytes of memory"
 
     def _encodings(self, config: SerializerConfig) -> list[bytes]:
         serializer = open_serializer(config, self.layout)

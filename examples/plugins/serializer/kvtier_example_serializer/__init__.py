@@ -1,1 +1,1 @@
-"""A serializer of kvtier: zlib."""
+"""A serializer of kvtier: zlib on the upper bytes of numbers."""

@@ -1,4 +1,4 @@
-"""Real vLLM in this process over a disk whose frames are packed."""
+"""Real vLLM in this process over a disk whose frames are encoded, losing no bit."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import pytest
 from conftest import cpu_and_disk, hit, prompt
 
 
-@pytest.mark.parametrize(("dtype", "share"), [("bfloat16", 0.85), ("float32", 1.02)])
-def test_a_hit_from_packed_frames_is_bit_equal(engine, tmp_path, dtype, share):
-    """Whatever the KV is; only that of bfloat16 is shorter. Each frame has a header, too."""
+@pytest.mark.parametrize(
+    ("serializer", "dtype", "share"),
+    [("packed", "bfloat16", 0.85), ("packed", "float32", 1.02), ("zstd", "bfloat16", 0.8), ("zstd", "float32", 0.95)],
+)
+def test_a_hit_from_encoded_frames_is_bit_equal(engine, tmp_path, serializer, dtype, share):
+    """Whatever the KV is. Each frame has a header, too."""
     stack, asked = cpu_and_disk(tmp_path), prompt(63, 530)
-    stack["tiers"][1]["serializer"] = "packed"
+    stack["tiers"][1]["serializer"] = serializer
     with engine(stack, enable_prefix_caching=True, dtype=dtype) as first:
         first.ask(asked)
         own = first.ask(asked)[0]
