@@ -23,6 +23,7 @@ SOURCES = {
     "kvtier_cpu": ROOT / "plugins/kvtier_cpu",
     "kvtier_disk": ROOT / "plugins/kvtier_disk",
     "kvtier_gds": ROOT / "plugins/kvtier_gds",
+    "kvtier_lossy": ROOT / "plugins/kvtier_lossy",
     "kvtier_redis": ROOT / "plugins/kvtier_redis",
     "kvtier_s3": ROOT / "plugins/kvtier_s3",
     "kvtier_example_backend": ROOT / "examples/plugins/backend",
@@ -55,7 +56,7 @@ def python(request, built, tmp_path_factory) -> Path:
     run(PYTHONS[request.param], "-m", "venv", folder / "venv")
     python = folder / "venv" / "bin" / "python"
     found = ("--find-links", built, "--constraint", ours)
-    run(python, "-m", "pip", "install", "--quiet", *found, "kvtier[cpu,disk,gds,redis,s3]", "kvtier-example-backend")
+    run(python, "-m", "pip", "install", "--quiet", *found, "kvtier[cpu,disk,gds,lossy,redis,s3]", "kvtier-example-backend")
     return python
 
 
@@ -83,6 +84,7 @@ def test_the_core_requires_four_small_packages(built):
         ("cpu", {"kvtier-cpu"}),
         ("disk", {"kvtier-disk"}),
         ("gds", {"kvtier-gds"}),
+        ("lossy", {"kvtier-lossy"}),
         ("redis", {"kvtier-redis"}),
         ("s3", {"kvtier-s3"}),
         ("all", {"kvtier"}),
@@ -118,6 +120,7 @@ def test_no_requirement_names_an_engine(built, name):
         ("kvtier_cpu", set()),
         ("kvtier_disk", set()),
         ("kvtier_gds", {"kvtier-cpu"}),
+        ("kvtier_lossy", {"numpy"}),
         ("kvtier_redis", {"hiredis", "redis"}),
         ("kvtier_s3", {"boto3", "obstore"}),
         ("kvtier_example_backend", set()),
@@ -237,7 +240,7 @@ def test_without_a_compiler_the_core_is_installed_all_the_same(built, python, tm
 def test_the_environment_holds_nothing_else(python):
     listed = run(python, "-m", "pip", "list", "--format", "freeze").lower().replace("_", "-")
     installed = {line.split("==")[0] for line in listed.split()} - {"pip", "setuptools"}
-    brought = {"attrs", "packaging", "pluggy", "pyyaml", "hiredis", "redis"}
+    brought = {"attrs", "packaging", "pluggy", "pyyaml", "hiredis", "numpy", "redis"}
     brought |= {"boto3", "botocore", "jmespath", "obstore", "python-dateutil", "s3transfer", "six", "urllib3"}
     # Before Python 3.13 obstore needs typing-extensions, too.
     assert installed - {"typing-extensions"} == {*brought, *(name.replace("_", "-") for name in SOURCES)}
@@ -250,6 +253,7 @@ def test_the_command_lists_every_plugin(python):
         ("cpu", "kvtier-cpu:cpu"),
         ("disk", "kvtier-disk:disk"),
         ("gds", "kvtier-gds:gds"),
+        ("fp8", "kvtier-lossy:lossy"),
         ("redis", "kvtier-redis:redis"),
         ("s3", "kvtier-s3:s3"),
         ("example-backend", "kvtier-example-backend:example-backend"),

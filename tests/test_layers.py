@@ -16,11 +16,11 @@ CORE = "kvtier_core"
 
 #: From the ground up.
 FLOORS = [
-    "errors types layouts native _native",
+    "errors types packed_form layouts native _native",
     "interfaces hookspecs",
     "frames transfer storekit",
     "stack",
-    "policies observers builtin",
+    "policies observers builtin quality",
 ]
 FLOORS += ["config", "engine server", "vllm simulate testing", "cli"]
 #: What a plugin may use of the core. Its tests may also use `testing`.
@@ -155,7 +155,7 @@ def test_configs_of_plugins_are_light(package: Path):
 
 
 def test_packages_were_found():
-    ours = {"kvtier_cpu", "kvtier_disk", "kvtier_gds", "kvtier_redis", "kvtier_s3", "kvtier_example_backend"}
+    ours = {"kvtier_cpu", "kvtier_disk", "kvtier_gds", "kvtier_lossy", "kvtier_redis", "kvtier_s3"}
     assert ours <= {package.name for package in PACKAGES}
 
 

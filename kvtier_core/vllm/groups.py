@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 
 from kvtier_core.engine.step import BlockTables, OfferedStates, ScheduledRequest
 from kvtier_core.interfaces import NO_BLOCK
-from kvtier_core.layouts import KVGroup, KVKind, KVStructure
+from kvtier_core.layouts import Elements, KVGroup, KVKind, KVStructure
 from kvtier_core.vllm import versions
 
 
@@ -114,8 +114,10 @@ def kv_group(
     parallel: ParallelConfig,
     page_nbytes: Sequence[int],
     dtypes: Sequence[str],
+    elements: Sequence[Elements] = (),
+    depths: Sequence[int] = (),
 ) -> KVGroup:
-    """A group that is served, whose layers have pages of these sizes and elements of these types."""
+    """A group that is served, whose layers have such pages of such elements, and these places in the model."""
     specs = specs_of(number, kv_cache_config).values()
     structures = {structure_of(spec) for spec in specs}
     spec = kv_cache_config.kv_cache_groups[number].kv_cache_spec  # also where a pipeline stage has no layer of it
@@ -129,6 +131,8 @@ def kv_group(
         dtype=" ".join(sorted(set(dtypes))),
         structure=structures.pop() if len(structures) == 1 else KVStructure.OPAQUE,
         reach=_reach(spec),
+        elements=elements,
+        depths=depths,
     )
 
 

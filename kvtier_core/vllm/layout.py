@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,7 +16,7 @@ from kvtier_core.config.model import StackConfig
 from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.engine.worker_side import Pages
 from kvtier_core.interfaces import PagedKVCache, PageRun
-from kvtier_core.layouts import KVGroup
+from kvtier_core.layouts import Elements, KVGroup, KVStructure
 from kvtier_core.transfer import numa
 from kvtier_core.vllm import groups, speculation, versions
 from kvtier_core.vllm.identity import namespace
@@ -67,7 +68,7 @@ def inspect_pages(
     device = next(iter(kv_caches.values())).device
     try:
         worker_facts = namespace.facts_of_worker(vllm_config, config.identity, models)
-        layers, kv_groups = _pages(kv_cache_config, kv_caches, parallel)
+        layers, kv_groups = _pages(vllm_config, kv_cache_config, kv_caches)
     except (UnidentifiedError, ValueError) as error:
         return None, WorkerReport(device.type, (), (), str(error))
     pages = functools.partial(PagedKVCache, tuple(layers), kv_cache_config.num_blocks, str(device), parallel.rank)
@@ -95,23 +96,71 @@ def _numa_node(device: torch.device) -> int | None:
 
 
 def _pages(
-    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor], parallel: ParallelConfig
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
 ) -> tuple[list[PageRun], list[KVGroup]]:
     """Where the pages of all layers lie, group after group, and the groups. Raises ValueError if they are scattered."""
     layers: list[PageRun] = []
     kv_groups: list[KVGroup] = []
     for number, caches in by_group(kv_cache_config, kv_caches).items():
         runs: dict[tuple[int, int], PageRun] = {}  # layers that share KV are views of the same pages
+        firsts = []  # the names of those that have pages of their own
         for name, cache in caches.items():
             run = _page_run(cache, kv_cache_config.num_blocks)
             if run is None:
                 raise ValueError(f"the pages of layer {name} do not lie block after block")
-            runs.setdefault((run.base, run.stride), run)
+            if (run.base, run.stride) not in runs:
+                runs[run.base, run.stride] = run
+                firsts.append(name)
         layers += runs.values()
         dtypes = [str(cache.dtype).removeprefix("torch.") for cache in caches.values()]
         nbytes = [run.nbytes for run in runs.values()]
-        kv_groups.append(groups.kv_group(number, kv_cache_config, parallel, nbytes, dtypes))
+        specs = groups.specs_of(number, kv_cache_config)
+        elements = {_elements(vllm_config, name, specs.get(name), caches[name], kv_cache_config) for name in firsts}
+        kv_groups.append(
+            groups.kv_group(
+                number,
+                kv_cache_config,
+                vllm_config.parallel_config,
+                nbytes,
+                dtypes,
+                elements.pop() if len(elements) == 1 else (),
+                _depths(firsts),
+            )
+        )
     return layers, kv_groups
+
+
+def _elements(
+    vllm_config: VllmConfig, name: str, spec: KVCacheSpec | None, cache: torch.Tensor, kv_cache_config: KVCacheConfig
+) -> tuple[Elements, ...]:
+    """Where keys and values lie in a layer's pages; empty where that is not known of its attention backend."""
+    layer = vllm_config.compilation_config.static_forward_context.get(name)
+    if layer is None or groups.structure_of(spec) is not KVStructure.KEYS_AND_VALUES:
+        return ()
+    heads, tokens, keys = spec.num_kv_heads, spec.block_size, spec.head_size
+    values = getattr(spec, "head_size_v", None) or keys
+    if cache.shape != (kv_cache_config.num_blocks, heads, tokens, keys + values):
+        return ()  # blocks of several that the kernel has, padded heads, or the order of another version
+    _, of_head, of_token, of_channel = cache.stride()
+    match layer.get_attn_backend().get_name():
+        case "FLASH_ATTN" | "FLASHINFER" | "TRITON_ATTN":
+            return (
+                Elements(heads, tokens, keys, 0, of_head, of_token, of_channel),
+                Elements(heads, tokens, values, keys * of_channel, of_head, of_token, of_channel),
+            )
+        # Of each head all keys, channel after channel, then all values, whatever the tensor says. AMX has other tiles.
+        case "CPU_ATTN" if _isa(vllm_config, spec) in ("vec", "vec16") and of_token == keys + values:
+            return (
+                Elements(heads, tokens, keys, 0, of_head, 1, tokens),
+                Elements(heads, tokens, values, tokens * keys, of_head, values, 1),
+            )
+    return ()
+
+
+def _depths(names: Sequence[str]) -> list[int]:
+    """The places of layers in the model: the number in each name; none if a name has several, or has none."""
+    numbers = [re.findall(r"(?<![^.])\d+(?![^.])", name) for name in names]
+    return [int(number) for (number,) in numbers] if all(len(each) == 1 for each in numbers) else []
 
 
 def by_group(
@@ -176,13 +225,12 @@ def _attention_backends(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tens
 
 def _cpu_isa(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     """The instruction sets for which the CPU backend packs its pages; each has its own layout."""
+    specs = [spec for spec in _specs(kv_cache_config).values() if isinstance(spec, AttentionSpec)]
+    return " ".join(sorted({_isa(vllm_config, spec) for spec in specs}))
+
+
+def _isa(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    cache = vllm_config.cache_config
-    specs = {
-        (spec.block_size, spec.head_size)
-        for spec in _specs(kv_cache_config).values()
-        if isinstance(spec, AttentionSpec)
-    }
-    dtype = vllm_config.model_config.dtype
-    return " ".join(sorted({_get_attn_isa(dtype, block, head, cache.cache_dtype) for block, head in specs}))
+    dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
+    return _get_attn_isa(dtype, spec.block_size, spec.head_size, cache_dtype)

@@ -1,4 +1,4 @@
-"""The five plugins."""
+"""The plugins."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ REDIS_CAPACITY = "plugins/kvtier_redis/tests/test_redis_capacity.py::"
 S3 = "plugins/kvtier_s3/kvtier_s3"
 S3_CAPACITY = "plugins/kvtier_s3/tests/test_s3_capacity.py::"
 GDS = "plugins/kvtier_gds/kvtier_gds"
+LOSSY = "plugins/kvtier_lossy/kvtier_lossy"
+LOSSY_TESTS = "plugins/kvtier_lossy/tests/test_lossy_layouts.py::"
 GDS_TESTS = "plugins/kvtier_gds/tests/test_gds.py::"
 GDS_TROUBLE = "plugins/kvtier_gds/tests/test_gds_trouble.py::"
 DISK_TESTS = "plugins/kvtier_disk/tests/test_disk.py::"
@@ -18,6 +20,34 @@ SHARED_DISK = "plugins/kvtier_disk/tests/test_shared_disk.py::"
 SHARED_CAPACITY = "plugins/kvtier_disk/tests/test_shared_capacity.py::"
 
 MUTANTS = (
+    Mutant(
+        "codes-leave-bytes-of-a-page-out",
+        LOSSY + "/halves.py",
+        "if any(nbytes != DTYPES[group.dtype].itemsize * _covered(group.elements) for nbytes in group.page_nbytes):",
+        "if False:",
+        LOSSY_TESTS + "test_a_layout_that_no_codec_knows_is_refused",
+    ),
+    Mutant(
+        "parts-of-one-length-are-alike",
+        LOSSY + "/halves.py",
+        "if found.setdefault(part.payload_nbytes, halves) != halves:",
+        "if not found.setdefault(part.payload_nbytes, halves):",
+        LOSSY_TESTS + "test_parts_of_one_length_must_be_alike",
+    ),
+    Mutant(
+        "lossy-codes-of-any-length",
+        LOSSY + "/coding.py",
+        "if len(encoded) != nbytes:",
+        "if False:",
+        LOSSY_TESTS + "test_a_harmed_encoding_is_refused_or_decodes_to_numbers",
+    ),
+    Mutant(
+        "streams-end-anywhere",
+        LOSSY + "/rans.py",
+        "return symbols if used == len(words) and (states == _LOW).all() else None",
+        "return symbols",
+        LOSSY_TESTS + "test_a_harmed_encoding_is_refused_or_decodes_to_numbers",
+    ),
     Mutant(
         "quarantine-without-end",
         DISK + "/backend.py",

@@ -12,6 +12,13 @@ BESIDE = "tests/vllm/test_beside_others.py::"
 
 MUTANTS = (
     Mutant(
+        "keys-lie-as-their-tensor-says",
+        "kvtier_core/vllm/layout.py",
+        "Elements(heads, tokens, keys, 0, of_head, 1, tokens)",
+        "Elements(heads, tokens, keys, 0, of_head, keys, 1)",
+        "tests/vllm/test_lossy_codecs.py::test_keys_and_values_lie_where_the_layout_says",
+    ),
+    Mutant(
         "dflash-reads-no-further",
         "kvtier_core/vllm/speculation.py",
         "speculative.num_speculative_tokens + speculative.use_dflash()",

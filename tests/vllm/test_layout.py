@@ -324,7 +324,7 @@ NAMES = [f"model.layers.{number}.attn" for number in range(12)]
 def test_layers_that_lie_side_by_side_are_in_that_order(config, page_layout):
     """So that a mover copies a block of all of them at once; by name, 10 would come before 2."""
     engine, caches = laid_out(page_layout, NAMES)
-    runs, _ = layout._pages(engine, caches, config.parallel_config)
+    runs, _ = layout._pages(config, engine, caches)
     page = runs[0].nbytes
     assert [run.base - runs[0].base for run in runs] == [number * page for number in range(len(NAMES))]
     assert {run.stride for run in runs} == {len(NAMES) * page}
@@ -348,7 +348,7 @@ def test_the_order_of_layers_in_a_frame_is_told():
 @pytest.mark.parametrize("chunk_blocks", [1, 3])
 def test_pages_come_back_however_vllm_lays_them_out(config, page_layout, chunk_blocks):
     engine, caches = laid_out(page_layout, NAMES)
-    runs, _ = layout._pages(engine, caches, config.parallel_config)
+    runs, _ = layout._pages(config, engine, caches)
     chunks = make_layout([run.nbytes for run in runs], chunk_blocks)
     table = PagedKVCache(tuple(runs), engine.num_blocks, "cpu", 0, chunks)
     slots = memoryview(bytearray(2 * chunks.frame_nbytes))

@@ -1,0 +1,91 @@
+"""A serializer that encodes half after half, where each code has a length of its own that is known beforehand.
+
+The encoded form, integers little-endian:
+
+  0   4  "kvl" and the version, 1
+  4   4  zeros
+  8   8  bytes of the payload
+ 16      the code of each half: shard after shard, layer after layer, the keys before the values
+"""
+
+from __future__ import annotations
+
+import abc
+import struct
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier_core.errors import BackendError
+from kvtier_core.interfaces import Serializer
+from kvtier_core.layouts import ChunkLayout
+from kvtier_lossy.halves import Half, Raw
+
+HEADER = struct.Struct("<8sQ")
+MAGIC = b"kvl\1\0\0\0\0"
+
+Codes = npt.NDArray[np.uint8]
+
+
+class HalfByHalf(Serializer):
+    """Keeps nothing between calls."""
+
+    def __init__(self, name: str, halves: Mapping[int, tuple[Half, ...]]):
+        """``halves``: those of each payload, by its bytes."""
+        self._name = name
+        self._halves = halves
+
+    @abc.abstractmethod
+    def _nbytes(self, half: Half) -> int:
+        """Bytes of the code of a half."""
+
+    @abc.abstractmethod
+    def _encode(self, half: Half, raw: Raw, into: Codes) -> None:
+        """Write the code of these elements."""
+
+    @abc.abstractmethod
+    def _decode(self, half: Half, codes: Codes, raw: Raw) -> None:
+        """Write the elements, whatever the code is."""
+
+    def bound(self, layout: ChunkLayout) -> int:
+        return HEADER.size + max(sum(map(self._nbytes, halves)) for halves in self._halves.values())
+
+    def encode(self, payload: memoryview, into: memoryview) -> int:
+        HEADER.pack_into(into, 0, MAGIC, len(payload))
+        end = HEADER.size
+        for half, code in self._codes(payload, into):
+            self._encode(half, half.in_payload(payload), code)
+            end += len(code)
+        return end
+
+    def decode(self, encoded: memoryview, into: memoryview) -> int:
+        check_header(self._name, encoded, into)
+        nbytes = HEADER.size + sum(map(self._nbytes, halves_of(self._name, self._halves, into)))
+        if len(encoded) != nbytes:
+            raise BackendError(f"{self._name}: {len(encoded)} bytes encode no payload of {len(into)}")
+        with np.errstate(all="ignore"):  # of damaged scales
+            for half, code in self._codes(into, encoded):
+                self._decode(half, code, half.in_payload(into))
+        return len(into)
+
+    def _codes(self, payload: memoryview, encoded: memoryview) -> Iterator[tuple[Half, Codes]]:
+        """Each half of a payload, and where its code lies."""
+        begin = HEADER.size
+        for half in halves_of(self._name, self._halves, payload):
+            nbytes = self._nbytes(half)
+            yield half, np.frombuffer(encoded, np.uint8, nbytes, begin)
+            begin += nbytes
+
+
+def halves_of(name: str, halves: Mapping[int, tuple[Half, ...]], payload: memoryview) -> tuple[Half, ...]:
+    """The halves of a payload. Raises BackendError if none has its length."""
+    if len(payload) not in halves:
+        raise BackendError(f"{name}: no part of a chunk has {len(payload)} bytes")
+    return halves[len(payload)]
+
+
+def check_header(name: str, encoded: memoryview, payload: memoryview) -> None:
+    """Raises BackendError unless a payload of this length is encoded there."""
+    if len(encoded) < HEADER.size or HEADER.unpack_from(encoded) != (MAGIC, len(payload)):
+        raise BackendError(f"{name}: this encodes no payload of {len(payload)} bytes")

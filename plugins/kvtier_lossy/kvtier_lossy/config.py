@@ -1,0 +1,82 @@
+"""The settings of the lossy serializers."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import attrs
+from attrs.validators import ge, le
+
+from kvtier_core.interfaces import OpenContext, Serializer, SerializerConfig
+
+
+@attrs.frozen
+class Int8Config(SerializerConfig):
+    """Half the bytes of 16-bit KV, as integers with scales."""
+
+    type: ClassVar[str] = "int8"
+    lossless: ClassVar[bool] = False
+
+    group: int = attrs.field(default=8, validator=ge(1))  #: channels that share a scale; it must divide those of a head
+
+    def open(self, ctx: OpenContext) -> Serializer:
+        from kvtier_lossy.halves import halves_by_payload
+        from kvtier_lossy.scaled import Int8
+
+        return Int8(self.type, halves_by_payload(self.type, ctx.layout), self.group)
+
+
+@attrs.frozen
+class Fp8Config(SerializerConfig):
+    """Half the bytes of 16-bit KV, as E4M3 numbers with scales."""
+
+    type: ClassVar[str] = "fp8"
+    lossless: ClassVar[bool] = False
+
+    group: int = attrs.field(default=8, validator=ge(1))  #: channels that share a scale; it must divide those of a head
+
+    def open(self, ctx: OpenContext) -> Serializer:
+        from kvtier_lossy.halves import halves_by_payload
+        from kvtier_lossy.scaled import Fp8
+
+        return Fp8(self.type, halves_by_payload(self.type, ctx.layout), self.group)
+
+
+@attrs.frozen
+class KiviConfig(SerializerConfig):
+    """A quarter of the bytes of 16-bit KV or less, in groups from the least to the greatest element."""
+
+    type: ClassVar[str] = "kivi"
+    lossless: ClassVar[bool] = False
+
+    bits: Literal[2, 4] = 4  #: of an element
+    #: Of keys the tokens, and of values the channels, that share a range; it must divide the channels of a head.
+    group: int = attrs.field(default=32, validator=ge(4))
+    residual: int = attrs.field(default=32, validator=ge(0))  #: tokens at the end of a chunk that are kept as they are
+
+    def open(self, ctx: OpenContext) -> Serializer:
+        from kvtier_lossy.halves import halves_by_payload
+        from kvtier_lossy.kivi import Kivi
+
+        halves = halves_by_payload(self.type, ctx.layout)
+        return Kivi(self.type, halves, self.bits, self.group, self.residual)
+
+
+@attrs.frozen
+class CachegenConfig(SerializerConfig):
+    """A few bits for an element: differences to an anchor token, quantized by layer and coded by their frequencies."""
+
+    type: ClassVar[str] = "cachegen"
+    lossless: ClassVar[bool] = False
+
+    anchors: int = attrs.field(default=10, validator=ge(2))  #: one token in so many is an anchor
+    #: Levels of a difference on either side of zero in the first third of the layers; in the second two thirds of
+    #: them, in the last half.
+    levels: int = attrs.field(default=24, validator=[ge(4), le(120)])
+
+    def open(self, ctx: OpenContext) -> Serializer:
+        from kvtier_lossy.cachegen import Cachegen
+        from kvtier_lossy.halves import halves_by_payload
+
+        halves = halves_by_payload(self.type, ctx.layout, depths=True)
+        return Cachegen(self.type, halves, self.anchors, self.levels)
