@@ -13,6 +13,7 @@ import attrs
 
 from kvtier_core.cli import machine, tiers
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
+from kvtier_core.config.compose import check_quality
 from kvtier_core.config.load import load_config
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.registry import Registry
@@ -43,6 +44,10 @@ def run(options: argparse.Namespace, output: Output) -> int:
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         for path, value, origin in rows:
             output.say(f"{path.ljust(widths[0])}  {value.ljust(widths[1])}  {origin}")
+        quality = [told for number in range(len(config.tiers)) if (told := check_quality(config, number))]
+        if quality:
+            output.value["quality"] = quality
+            output.say(*quality)
         lacking = []
         if options.model or options.open:
             token = tiers.kv_of_token(options.model, output)

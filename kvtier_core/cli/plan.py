@@ -101,7 +101,8 @@ class Search:
         if candidate not in self.found:
             self.bar.label = f"{'+'.join(policies)} at {_sizes(capacities)}"
             chosen = stacks.read_policies("+".join(policies), len(capacities), self.registry)
-            config = stacks.stack_of(capacities, chosen, self.study.trace.chunk_tokens)
+            tokens, packing = self.study.trace.chunk_tokens, self.study.packing
+            config = stacks.stack_of(capacities, chosen, tokens, packing=packing)
             self.found[candidate] = self.study.run(config, self.bar.tick)
 
 
@@ -155,7 +156,8 @@ def _advice(search: Search) -> Iterator[str]:
     yield ""
     yield "    tiers:"
     for written, capacity, policy in zip(_WRITTEN, best.capacities, best.policies, strict=False):
-        yield f"      - {{{written}, capacity: {capacity}, eviction: {policy}}}"
+        packing = ", packing: auto" if written is _WRITTEN[0] and search.study.packing == "auto" else ""
+        yield f"      - {{{written}, capacity: {capacity}, eviction: {policy}{packing}}}"
     chosen = len(best.policies)
     ties = {"+".join(each.policies): None for each in search.as_good if each.policies[:chosen] != best.policies}
     if ties:

@@ -111,7 +111,7 @@ def _of_capacities(
         capacities = stacks.read_capacities(text, study.trace, study.layout)
         for name in _names(options, registry):
             policies = stacks.read_policies("lru" if name == _BOUND else name, len(capacities), registry)
-            yield text, name, stacks.stack_of(capacities, policies, study.trace.chunk_tokens)
+            yield text, name, stacks.stack_of(capacities, policies, study.trace.chunk_tokens, packing=study.packing)
 
 
 def _notes(options: argparse.Namespace, study: Study, rows: Sequence[Row]) -> Iterator[str]:

@@ -25,6 +25,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bytes-per-token", default=_TOKEN, help=f"KV of a token; default: {_TOKEN}, that of Llama 3.1 8B in 16 bits"
     )
+    parser.add_argument(
+        "--packing",
+        choices=("auto", "off"),
+        default="off",
+        help="of the arena, for KV in bfloat16; a file says it itself; default: off",
+    )
     parser.add_argument("--prefill", type=float, default=8000.0, help="tokens a second; default: 8000")
     parser.add_argument(
         "--speed",
@@ -51,7 +57,7 @@ def read(options: argparse.Namespace, wanted: int = 1) -> Study:
     if not options.prefill > 0:
         raise _wrong("--prefill", f"{options.prefill:g}", "must be positive")
     speeds = dict(_read_speed(text) for text in options.speed)
-    return Study(trace, stacks.layout_of(trace.chunk_tokens, token), options.prefill, speeds)
+    return Study(trace, stacks.layout_of(trace.chunk_tokens, token), options.prefill, speeds, options.packing)
 
 
 def _read_speed(text: str) -> tuple[str, Speed]:

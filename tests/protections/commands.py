@@ -6,6 +6,9 @@ from protections.mutant import Mutant
 
 SEALED_NAMES = "tests/core/test_sealed_names.py::"
 LAYOUTS = "kvtier_core/layouts.py"
+REPORT = "kvtier_core/quality/report.py"
+GATE = "tests/core/test_quality_gate.py::"
+QUALITY = "tests/core/test_quality.py::"
 
 MUTANTS = (
     Mutant(
@@ -182,5 +185,75 @@ MUTANTS = (
         "return -(-(self.reach - 1) // self.block_tokens)",
         "return (self.reach - 1) // self.block_tokens",
         "tests/core/test_layouts.py::test_what_a_group_needs_behind_a_prefix",
+    ),
+    Mutant(
+        "lossy-codecs-need-no-report",
+        "kvtier_core/config/compose.py",
+        "for number in range(len(config.tiers)) if runtime.serves else ():",
+        "for number in ():",
+        GATE + "test_without_a_report_a_lossy_codec_does_not_open",
+    ),
+    Mutant(
+        "reports-of-any-weights",
+        REPORT,
+        "if weights is not None and self.weights != weights:",
+        "if False:",
+        GATE + "test_a_report_that_does_not_count_says_why",
+    ),
+    Mutant(
+        "reports-of-any-codec",
+        REPORT,
+        "if (self.codec, self.codec_digest) != (codec.type, codec.digest.hex()):",
+        "if False:",
+        GATE + "test_a_report_that_does_not_count_says_why",
+    ),
+    Mutant(
+        "reports-that-failed",
+        REPORT,
+        "if self.failures:",
+        "if False:",
+        GATE + "test_a_report_that_does_not_count_says_why",
+    ),
+    Mutant(
+        "reports-that-were-edited",
+        REPORT,
+        'if told != json.loads(report.to_json())["checksum"]:',
+        "if False:",
+        QUALITY + "test_what_is_no_whole_report_is_refused",
+    ),
+    Mutant(
+        "the-middle-of-an-interval-counts",
+        REPORT,
+        "figures.kl.high",
+        "figures.kl.value",
+        QUALITY + "test_the_pessimistic_end_of_an_interval_counts",
+    ),
+    Mutant(
+        "any-number-is-a-figure",
+        REPORT,
+        "if not least <= each.low <= each.value <= each.high <= most:",
+        "if False:",
+        QUALITY + "test_what_is_no_whole_report_is_refused",
+    ),
+    Mutant(
+        "tokens-that-vanish-cost-nothing",
+        "kvtier_core/quality/statistics.py",
+        ", most) if alone",
+        ", 1.0) if alone",
+        QUALITY + "test_two_sure_models_that_disagree_are_far_apart",
+    ),
+    Mutant(
+        "what-was-computed-passes-for-loaded",
+        "kvtier_core/cli/quality.py",
+        "        _all_came_back(told, stores[0], role)\n",
+        "",
+        "tests/vllm/test_quality.py::test_a_chunk_that_does_not_come_back_ends_the_measurement",
+    ),
+    Mutant(
+        "lossy-hits-say-nothing",
+        "kvtier_core/engine/scheduler/loads.py",
+        "if len(loaded) > state.found.exact:",
+        "if False:",
+        "tests/vllm/test_lossy.py::test_what_is_computed_on_lossy_kv_is_not_stored",
     ),
 )

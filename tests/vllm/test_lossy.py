@@ -26,18 +26,23 @@ class Rounded(Serializer):
 
 
 @pytest.mark.parametrize("lossless", [False, True])
-def test_what_is_computed_on_lossy_kv_is_not_stored(engine, tmp_path, monkeypatch, lossless):
+def test_what_is_computed_on_lossy_kv_is_not_stored(engine, tmp_path, monkeypatch, said, lossless):
     """A prompt goes on behind one that came up from the disk. Its own chunks stand on KV that is not exact."""
     monkeypatch.setattr(RawConfig, "type", "rounded")
     monkeypatch.setattr(RawConfig, "lossless", lossless)
     monkeypatch.setattr(RawConfig, "open", lambda self, ctx: Rounded(0xFF if lossless else 0xF0))
     first = prompt(60, 5 * CHUNK)
     longer = prompt(61, 9 * CHUNK, first)
-    with engine(cpu_and_disk(tmp_path)) as served:
+    stack = cpu_and_disk(tmp_path)
+    stack["tiers"][1]["accept_quality"] = "unmeasured"
+    with engine(stack) as served:
         served.ask(first)
         served.settle()
-    with engine(cpu_and_disk(tmp_path)) as served:
+    with engine(stack) as served:
+        said()
         (answer,) = served.ask(longer)
+        (line,) = [line for line in said() if ": hit " in line]
+        assert ("(lossy: the answer may differ)" in line) is not lossless
         assert answer.cached >= 4 * CHUNK, "the first prompt did not come up from the disk"
         served.settle()
         loaded = answer.cached // CHUNK
