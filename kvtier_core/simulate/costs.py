@@ -13,7 +13,7 @@ from kvtier_core.types import Seconds
 class Speed:
     """How fast a tier is read."""
 
-    gigabytes: float  #: in 10^9 bytes a second
+    gigabytes: float  #: of KV, in 10^9 bytes a second
     latency: Seconds = Seconds(0)  #: of a prompt's first byte
 
     def seconds(self, nbytes: int) -> float:

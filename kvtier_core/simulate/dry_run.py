@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import attrs
 
+from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.config.compose import Runtime, open_stack
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.frames.codec import FrameCodec
@@ -24,6 +25,8 @@ from kvtier_core.interfaces import (
     Mover,
     OpenContext,
     PagedKVCache,
+    Serializer,
+    SerializerConfig,
 )
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.manager import StorageManager
@@ -47,15 +50,21 @@ class Clock:
 def open_dry_run(config: StackConfig, layout: ChunkLayout, clock: Clock) -> StorageManager:
     """The stack of a configuration, with no bytes behind its tiers. Raises ConfigError."""
     tiers = tuple(_without_bytes(tier) for tier in config.tiers)
-    return open_stack(attrs.evolve(config, tiers=tiers), _context(layout), Runtime(_pool, clock, PassthroughCodec))
+    context = _context(_layout_of_slots(config, layout))
+    return open_stack(attrs.evolve(config, tiers=tiers), context, Runtime(_pool, clock, PassthroughCodec, serves=False))
 
 
-def chunks_in(tier: ArenaTierConfig | StoreTierConfig, layout: ChunkLayout) -> int:
-    """How many chunks fit into a tier if each has the greatest length that its codec allows."""
-    context = _context(layout)
-    if isinstance(tier, StoreTierConfig):
-        return tier.capacity // FrameCodec.open(tier.serializer, context).max_frame_nbytes
-    return tier.capacity // layout.frame_nbytes
+def frame_nbytes_in(config: StackConfig, tier: ArenaTierConfig | StoreTierConfig, layout: ChunkLayout) -> int:
+    """Bytes of a chunk's frame in a tier of this stack."""
+    slots = _layout_of_slots(config, layout)
+    if isinstance(tier, ArenaTierConfig) or isinstance(tier.serializer, RawConfig):
+        return slots.frame_nbytes
+    return FrameCodec.open(_of_typical_length(tier.serializer), _context(layout)).max_frame_nbytes
+
+
+def _layout_of_slots(config: StackConfig, layout: ChunkLayout) -> ChunkLayout:
+    """That of the arenas' slots. KV counts as if it were in bfloat16."""
+    return attrs.evolve(layout, packed=all(tier.packing == "auto" for tier in config.arenas))
 
 
 def _context(layout: ChunkLayout) -> OpenContext:
@@ -65,7 +74,13 @@ def _context(layout: ChunkLayout) -> OpenContext:
 def _without_bytes(tier: ArenaTierConfig | StoreTierConfig) -> ArenaTierConfig | StoreTierConfig:
     if isinstance(tier, ArenaTierConfig):
         return attrs.evolve(tier, config=NullArenaConfig())
-    return attrs.evolve(tier, config=NullBackendConfig(), inflight=_NO_LIMIT, seal_key=None, encrypt=False)
+    serializer = tier.serializer if isinstance(tier.serializer, RawConfig) else _of_typical_length(tier.serializer)
+    null = {"config": NullBackendConfig(), "serializer": serializer, "inflight": _NO_LIMIT}
+    return attrs.evolve(tier, **null, seal_key=None, encrypt=False)
+
+
+def _of_typical_length(serializer: SerializerConfig) -> NullSerializerConfig:
+    return NullSerializerConfig(serializer.typical_ratio, serializer.lossless)
 
 
 @attrs.frozen
@@ -124,8 +139,36 @@ class NullBackend(Backend):
         pass
 
 
+@attrs.frozen
+class NullSerializerConfig(SerializerConfig):
+    """In place of a codec whose frames are typically shorter by this ratio."""
+
+    type: ClassVar[str] = "null-serializer"
+    ratio: float
+    lossless: bool
+
+    def open(self, ctx: OpenContext) -> NullSerializer:
+        return NullSerializer(self.ratio)
+
+
+class NullSerializer(Serializer):
+    """Encodes nothing, to the typical length."""
+
+    def __init__(self, ratio: float):
+        self._ratio = ratio
+
+    def bound(self, layout: ChunkLayout) -> int:
+        return int(layout.payload_nbytes / self._ratio)
+
+    def encode(self, payload: memoryview, into: memoryview) -> int:
+        raise NotImplementedError("nothing is encoded in a simulation")
+
+    def decode(self, encoded: memoryview, into: memoryview) -> int:
+        raise NotImplementedError("nothing is decoded in a simulation")
+
+
 class PassthroughCodec(FrameCodec):
-    """Neither seals nor verifies. With a serializer each frame counts with the greatest length that it may have."""
+    """Neither seals nor verifies. With a serializer each frame counts with its typical length."""
 
     def encode(self, key: ChunkKey, sealed: memoryview, salt: bytes = b"") -> memoryview:
         return sealed[: self.max_frame_nbytes]

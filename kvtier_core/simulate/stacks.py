@@ -81,9 +81,11 @@ def _needs_nothing(config: type | Unavailable) -> bool:
     )
 
 
-def stack_of(capacities: Sequence[Nbytes], policies: Sequence[EvictionConfig], chunk_tokens: int) -> StackConfig:
+def stack_of(
+    capacities: Sequence[Nbytes], policies: Sequence[EvictionConfig], chunk_tokens: int, *, packing: str = "off"
+) -> StackConfig:
     """An arena and store tiers below it, with these capacities and policies, for a dry run."""
-    arena = ArenaTierConfig(_NAMES[0], NullArenaConfig(), capacities[0], policies[0])
+    arena = ArenaTierConfig(_NAMES[0], NullArenaConfig(), capacities[0], policies[0], packing=packing)
     below = zip(_NAMES[1:], capacities[1:], policies[1:], strict=False)
     tiers = [StoreTierConfig(name, NullBackendConfig(), capacity, policy) for name, capacity, policy in below]
     return StackConfig((arena, *tiers), chunk_tokens)

@@ -10,7 +10,7 @@ import attrs
 from kvtier_core.config.model import ArenaTierConfig, StackConfig
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.simulate.costs import Costs, Speed
-from kvtier_core.simulate.dry_run import chunks_in
+from kvtier_core.simulate.dry_run import frame_nbytes_in
 from kvtier_core.simulate.optimum import Optimum
 from kvtier_core.simulate.replay import Tally, replay
 from kvtier_core.simulate.traces import Trace
@@ -27,6 +27,7 @@ class Study:
     layout: ChunkLayout
     prefill: float = 8000.0  #: tokens a second
     speeds: Mapping[str, Speed] = attrs.field(factory=dict)  #: of tiers, by name, that differ from the defaults
+    packing: str = "off"  #: of arenas that no file describes
 
     def run(self, config: StackConfig, tick: Callable[[], object] = lambda: None) -> Tally:
         """The result of the simulated stack; ``tick`` is called after each prompt. Raises ConfigError."""
@@ -36,7 +37,7 @@ class Study:
         """The optimum for tiers of these sizes: each chunk in one of them, those needed soonest in the first."""
         names, hits, capacity = [], [[0] * len(self.trace.prompts)], 0
         for tier in config.tiers:
-            capacity += chunks_in(tier, self.layout)
+            capacity += tier.capacity // frame_nbytes_in(config, tier, self.layout)
             names.append(tier.name)
             hits.append(self._optimum.hits(capacity))
         tally, costs = Tally(), self._costs(config)
@@ -58,5 +59,11 @@ class Study:
         return Optimum(self.trace)
 
     def _costs(self, config: StackConfig) -> Costs:
-        usual = {tier.name: ARENA_SPEED if isinstance(tier, ArenaTierConfig) else TIER_SPEED for tier in config.tiers}
-        return Costs({**usual, **self.speeds}, self.prefill, self.layout.payload_nbytes)
+        """Store tiers deliver frames at the speed of their stores; to unpack takes as long as to copy."""
+        speeds = {}
+        for tier in config.tiers:
+            arena = isinstance(tier, ArenaTierConfig)
+            speed = self.speeds.get(tier.name, ARENA_SPEED if arena else TIER_SPEED)
+            shorter = 1 if arena else self.layout.frame_nbytes / frame_nbytes_in(config, tier, self.layout)
+            speeds[tier.name] = attrs.evolve(speed, gigabytes=speed.gigabytes * shorter)
+        return Costs(speeds, self.prefill, self.layout.payload_nbytes)

@@ -94,6 +94,16 @@ def test_the_stack_of_a_file(folder, capsys):
     assert {row["policy"] for row in table(capsys.readouterr().out)} == {"min", "lru", "mru"}
 
 
+def test_packing_finds_more_in_the_same_memory(folder, capsys):
+    def hits(*options):
+        assert main(["simulate", "trace.jsonl", "--capacity", "3%", "--policy", "lru", *options]) == 0
+        return float(table(capsys.readouterr().out)[0]["hits"][:-1])
+
+    assert hits("--packing", "auto") > hits()
+    assert main(["plan", "trace.jsonl", "--ram", "2GiB", "--policy", "lru", "--packing", "auto"]) == 0
+    assert "eviction: lru, packing: auto}" in capsys.readouterr().out
+
+
 def test_chunks_of_another_size_than_the_files_are_told(folder, capsys):
     (folder / "kvtier.yaml").write_text("version: 1\nchunk_tokens: 256\ntiers:\n  - {type: heap, capacity: 1GiB}\n")
     assert main(["simulate", "trace.jsonl", "--config", "kvtier.yaml"]) == 0

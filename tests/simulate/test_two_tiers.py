@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
+from kvtier_core.simulate.dry_run import Clock, frame_nbytes_in, open_dry_run
 from kvtier_core.simulate.stacks import layout_of, read_capacities, read_policies, stack_of
 from kvtier_core.simulate.study import Study
 from kvtier_core.simulate.traces import Prompt, Trace, read_trace
@@ -78,3 +80,27 @@ def test_a_long_prompt_takes_the_room_of_the_oldest_paths_and_no_more():
 if __name__ == "__main__":
     for each, _ in GOLDEN:
         print(f"    ({each!r}, {figures(each)}),")
+
+
+@pytest.mark.parametrize(
+    ("arena", "serializer", "more"),
+    [
+        ("off", "raw", (1, 1)),
+        ("auto", "raw", (1.29, 1.29)),
+        ("off", "packed", (1, 1.31)),
+        ("auto", "packed", (1.29, 1.31)),
+    ],
+)
+def test_what_is_packed_takes_less_room(tmp_path, arena, serializer, more):
+    file = tmp_path / "kvtier.yaml"
+    file.write_text(
+        f"version: 1\ntiers:\n  - {{type: cpu, capacity: 1GiB, packing: {arena}}}\n"
+        f"  - {{type: disk, path: /nowhere, capacity: 8GiB, serializer: {serializer}}}\n"
+    )
+    config, layout = load_config(file, Registry.discover()), layout_of(512, 128 << 10)
+    manager = open_dry_run(config, layout, Clock())
+    arena, disk = manager.arenas[0], manager.tiers[0]
+    assert arena.capacity / (2**30 // layout.frame_nbytes) == pytest.approx(more[0], abs=0.07)
+    room = disk.usage().capacity // frame_nbytes_in(config, config.tiers[1], layout)
+    assert room / (2**33 // layout.frame_nbytes) == pytest.approx(more[1], abs=0.01)
+    manager.close()
