@@ -27,8 +27,8 @@ COPY = "memcpy"
 KEY = ChunkKey(bytes(32))
 NAMESPACE = Namespace.of({"benchmark": "seals"})
 SALT = b"of a tenant"
-#: Payload and places used in turn: the same bytes in both tables.
-SHAPES = ((1 << 20, 64), (32 << 20, 2))
+#: Payload and places used in turn: the same bytes in each table.
+SHAPES = ((1 << 20, 64), (8 << 20, 8), (32 << 20, 2))
 
 
 def tables(folder: Path) -> Iterator[Table]:

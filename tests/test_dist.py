@@ -51,12 +51,13 @@ def python(request, built, tmp_path_factory) -> Path:
     """The Python of an environment with what the extras of our tiers and an example bring, and nothing else."""
     folder = tmp_path_factory.mktemp("empty")
     # These very versions, whatever a registry may have under the same names.
-    ours = folder / "constraints.txt"
-    ours.write_text("".join(f"{name}=={metadata(built, name)['Version']}\n" for name in SOURCES))
+    versions = folder / "constraints.txt"
+    versions.write_text("".join(f"{name}=={metadata(built, name)['Version']}\n" for name in SOURCES))
     run(PYTHONS[request.param], "-m", "venv", folder / "venv")
     python = folder / "venv" / "bin" / "python"
-    found = ("--find-links", built, "--constraint", ours)
-    run(python, "-m", "pip", "install", "--quiet", *found, "kvtier[cpu,disk,gds,lossy,redis,s3]", "kvtier-example-backend")
+    found = ("--find-links", built, "--constraint", versions)
+    ours = "kvtier[cpu,disk,gds,lossy,redis,s3]", "kvtier-example-backend"
+    run(python, "-m", "pip", "install", "--quiet", *found, *ours)
     return python
 
 

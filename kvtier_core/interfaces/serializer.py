@@ -19,9 +19,10 @@ class Serializer(abc.ABC):
     Any instance decodes the frames of any other: opened from an equal config, in another process, after a restart.
     ``decode`` returns the same bytes for the same input, every time.
 
-    Views may begin anywhere in memory; those of a stack begin at multiples of `FRAME_ALIGNMENT`, which suits vector
-    instructions. What else a call needs it allocates, or takes from a `kvtier_core.transfer.buffers.Buffers` of the
-    instance, which any thread may use: new memory of a frame's length costs more than most encodings.
+    A payload is that of one part of the layout, so payloads have several lengths. Views may begin anywhere in memory;
+    those of a stack begin at multiples of `FRAME_ALIGNMENT`, which suits vector instructions. What else a call needs it
+    allocates, or takes from a `kvtier_core.transfer.buffers.Buffers` of the instance, which any thread may use: new
+    memory of a frame's length costs more than most encodings.
 
     Every frame carries the identity of its codec, which the core derives from the `SerializerConfig`, and checksums of
     the payload before and after decoding. A decoder that disagrees with them is found, and its output is not served.
@@ -35,16 +36,17 @@ class Serializer(abc.ABC):
     def encode(self, payload: memoryview, into: memoryview) -> int:
         """Encode ``payload`` to the beginning of ``into`` and return how many bytes that took.
 
-        ``into`` has at least `bound` bytes and does not overlap ``payload``. Changes nothing else and keeps no view.
-        Raises BackendError; then the chunk is not stored in this tier.
+        ``into`` has at least `bound` bytes, with any content, and does not overlap ``payload``. Changes nothing else
+        and keeps no view. Raises BackendError; then the chunk is not stored in this tier.
         """
 
     @abc.abstractmethod
     def decode(self, encoded: memoryview, into: memoryview) -> int:
         """Decode to the beginning of ``into``, which is as long as the payload, and return how many bytes that took.
 
-        Keeps no view. Raises BackendError for input that it cannot decode; any bytes may come in. Whatever it raises,
-        the frame is a miss, and the others of its batch are not.
+        Keeps no view. Raises BackendError for input that it cannot decode; any bytes may come in, so no length that
+        they state is allocated before it is verified. Whatever it raises, the frame is a miss, and the others of its
+        batch are not.
         """
 
 

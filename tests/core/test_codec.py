@@ -293,7 +293,8 @@ def test_views_of_a_stack_are_aligned(tmp_path, monkeypatch, lossless, packed):
     monkeypatch.setattr(LooksAtItsViews, "seen", [])
     layout = attrs.evolve(LAYOUT, packed=packed)
     arena = ArenaTierConfig("heap", HeapConfig(), Nbytes(1 << 20))
-    disk = StoreTierConfig("disk", DiskConfig(tmp_path, min_free=Nbytes(0)), Nbytes(1 << 20), serializer=serializer)
+    codec = {"serializer": serializer, "accept_quality": None if lossless else "unmeasured"}
+    disk = StoreTierConfig("disk", DiskConfig(tmp_path, min_free=Nbytes(0)), Nbytes(1 << 20), **codec)
     config, context = StackConfig((arena, disk), layout.tokens), attrs.evolve(CONTEXT, layout=layout)
     with contextlib.closing(open_stack(config, context)) as stack:
         slot = stack.reserve([KEY], "writer")[KEY]
