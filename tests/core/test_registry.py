@@ -80,6 +80,7 @@ def test_the_core_offers_what_it_ships_through_the_same_door():
         ("observer", "prometheus"),
         ("serializer", "packed"),
         ("serializer", "raw"),
+        ("serializer", "zstd"),
         ("tier", "heap"),
         ("token database", "chained"),
     ]

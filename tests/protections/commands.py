@@ -247,7 +247,7 @@ MUTANTS = (
         "kvtier_core/cli/quality.py",
         "        _all_came_back(told, stores[0], role)\n",
         "",
-        "tests/vllm/test_quality.py::test_a_chunk_that_does_not_come_back_ends_the_measurement",
+        "tests/vllm/test_lossy_quality.py::test_a_chunk_that_does_not_come_back_ends_the_measurement",
     ),
     Mutant(
         "lossy-hits-say-nothing",
