@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 import time
 
 import pytest
+import torch
 from conftest import cpu, cpu_and_disk, hit, miss, prompt
+from safetensors.torch import load_file, save_file
 from test_direct_loads import slabs
 from test_processes import largest_difference, run
 from test_server import of, serving
@@ -121,3 +124,30 @@ def test_two_ranks_pack_shards_of_their_own(fork_server, model, tmp_path):
     assert "packing: auto -> on" in log
     assert told[:2] == [hit(530, disk=512)] * 2
     assert largest_difference(warm, truth) == largest_difference(disk, truth) == largest_difference(again, truth) == 0
+
+
+@pytest.fixture
+def with_wide_keys_and_values(model, tmp_path):
+    """A model whose channels differ by so many powers of two that hardly any tile packs."""
+    folder = tmp_path / "wide"
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    for name in weights:
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            rows = torch.arange(len(weights[name])) * 7 % 64
+            weights[name] *= torch.exp2(-rows.to(weights[name].dtype))[:, None]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_chunks_that_do_not_fit_are_not_stored_and_counted(engine, said, with_wide_keys_and_values):
+    options = {"model": with_wide_keys_and_values, "enable_prefix_caching": False, "dtype": "bfloat16"}
+    with engine(None, **options) as alone:
+        truth = alone.ask(ASKED)[0]
+    with engine(packing(cpu()), **options) as served:
+        assert [answer.differs(truth) for answer in served.ask(ASKED) + served.ask(ASKED)] == [0, 0]
+        assert served.outcomes() == [miss(530), miss(530)]
+        served.assert_at_rest()
+        (arena,) = served.manager.usage()
+        assert arena.chunks == 0
+    assert any("rejected 16" in line for line in said()), "each time eight chunks"

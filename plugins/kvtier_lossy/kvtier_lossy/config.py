@@ -11,13 +11,18 @@ from kvtier_core.interfaces import OpenContext, Serializer, SerializerConfig
 
 
 @attrs.frozen
-class Int8Config(SerializerConfig):
+class _ScaledConfig(SerializerConfig):
+    lossless: ClassVar[bool] = False
+    typical_ratio: ClassVar[float] = 1.99
+
+    group: int = attrs.field(default=8, validator=ge(1))  #: channels that share a scale; it must divide those of a head
+
+
+@attrs.frozen
+class Int8Config(_ScaledConfig):
     """Half the bytes of 16-bit KV, as integers with scales."""
 
     type: ClassVar[str] = "int8"
-    lossless: ClassVar[bool] = False
-
-    group: int = attrs.field(default=8, validator=ge(1))  #: channels that share a scale; it must divide those of a head
 
     def open(self, ctx: OpenContext) -> Serializer:
         from kvtier_lossy.halves import halves_by_payload
@@ -27,13 +32,10 @@ class Int8Config(SerializerConfig):
 
 
 @attrs.frozen
-class Fp8Config(SerializerConfig):
+class Fp8Config(_ScaledConfig):
     """Half the bytes of 16-bit KV, as E4M3 numbers with scales."""
 
     type: ClassVar[str] = "fp8"
-    lossless: ClassVar[bool] = False
-
-    group: int = attrs.field(default=8, validator=ge(1))  #: channels that share a scale; it must divide those of a head
 
     def open(self, ctx: OpenContext) -> Serializer:
         from kvtier_lossy.halves import halves_by_payload
@@ -54,6 +56,10 @@ class KiviConfig(SerializerConfig):
     group: int = attrs.field(default=32, validator=ge(4))
     residual: int = attrs.field(default=32, validator=ge(0))  #: tokens at the end of a chunk that are kept as they are
 
+    @property
+    def typical_ratio(self) -> float:  # type: ignore[override]  # it depends on the options
+        return {2: 4.6, 4: 2.9}[self.bits]
+
     def open(self, ctx: OpenContext) -> Serializer:
         from kvtier_lossy.halves import halves_by_payload
         from kvtier_lossy.kivi import Kivi
@@ -68,6 +74,7 @@ class CachegenConfig(SerializerConfig):
 
     type: ClassVar[str] = "cachegen"
     lossless: ClassVar[bool] = False
+    typical_ratio: ClassVar[float] = 3.0
 
     anchors: int = attrs.field(default=10, validator=ge(2))  #: one token in so many is an anchor
     #: Levels of a difference on either side of zero in the first third of the layers; in the second two thirds of

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from lossy_layouts import CHANNELS, HEADS, keys_and_values, kv_like, make_kv_layout, numbers, payload_of
 
 from kvtier_core.testing import SerializerLaws
+from kvtier_core.testing.laws.serializers import encode, open_serializer
 from kvtier_lossy.config import CachegenConfig, Fp8Config, Int8Config, KiviConfig
 
 #: Of a number, what its rounding to bfloat16 takes or adds, and float32 before that.
@@ -104,3 +106,13 @@ class TestCachegen(LossyLaws):
         bound = np.broadcast_to(of_differences, exact.shape).copy()
         bound[..., ::10, :] = half_of_anchors
         return bound + ROUNDED * (np.abs(exact) + bound)
+
+
+@pytest.mark.parametrize(
+    "config", [Int8Config(), Fp8Config(), KiviConfig(residual=0), KiviConfig(bits=2, residual=0), CachegenConfig()]
+)
+def test_a_simulation_reckons_with_about_what_comes_out(config):
+    payload = payload_of(kv_like())
+    serializer = open_serializer(config, make_kv_layout())
+    ratio = len(payload) / len(encode(serializer, payload, serializer.bound(make_kv_layout())))
+    assert ratio == pytest.approx(config.typical_ratio, rel=0.3)
