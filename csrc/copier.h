@@ -28,12 +28,12 @@ using Row = std::vector<int64_t>;
 // thread may call, several at once.
 class Copier {
  public:
-  // `shard` is the address of this rank's shard in slot 0; the next slot's is `slot_nbytes` behind it. With
-  // `packed_nbytes` shards are packed (packed.h), in so many bytes.
+  // `shard` is the address of this rank's shard in slot 0; the next slot's is `slot_nbytes` behind it. Unless
+  // `packed_nbytes` is 0, shards are packed (packed.h), and each has `packed_nbytes` bytes.
   Copier(std::vector<Layer> layers, uintptr_t shard, size_t slot_nbytes, size_t packed_nbytes = 0);
 
   // Pages to slots. Returns the CRC-32 of what then lies in each slot's shard, places without a page included; it is
-  // computed in the same pass. None of a shard that cannot be packed in so many bytes: anything lies there.
+  // computed in the same pass. A shard whose pages do not fit into `packed_nbytes` has none, and undefined content.
   std::vector<std::optional<uint32_t>> gather(const std::vector<Row>& rows, const std::vector<int64_t>& slots) const;
   // Slots to pages. Returns false if one was not packed.
   bool scatter(const std::vector<Row>& rows, const std::vector<int64_t>& slots) const;

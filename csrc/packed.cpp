@@ -107,7 +107,7 @@ KVTIER_INLINE void join(Value* __restrict values, const uint8_t* __restrict body
   }
 }
 
-// Returns false if the tile is raw, with anything in `body`.
+// Returns false if the tile is raw; what is written to `to` is then undefined.
 KVTIER_INLINE bool pack_tile(TileHead& head, std::byte* to, const std::byte* from, size_t n, const std::byte* next) {
   const auto* values = reinterpret_cast<const Value*>(from);
   auto* body = reinterpret_cast<uint8_t*>(to);
@@ -298,7 +298,7 @@ bool Unpacker::take(std::byte* to, size_t nbytes) {
   return whole_;
 }
 
-// The next tile, of n values, or what is behind the last one. Nothing is written if `to` is null.
+// Decodes the next tile, of n values; if n is 0, the bytes behind the last tile. Skips them if `to` is null.
 bool Unpacker::decode(std::byte* to, size_t n) {
   const std::byte* const from = encoded_ + form_.bodies + body_nbytes(values_);
   if (!n) {

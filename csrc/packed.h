@@ -11,8 +11,9 @@
 // exponents of a tile would leave fewer escapes, 0.007 %, but their list is longer than what it saves, and to find them
 // takes a histogram.
 //
-// Every tile has its place, so that any can be coded without those before it. What a raw tile has more lies at the end,
-// in the order of these tiles, which their heads count.
+// The place of a tile does not depend on the tiles before it, so that tiles can be coded in any order. The last quarter
+// of a raw tile, its end, does not fit there: the ends of all raw tiles follow the bodies, and each head has the number
+// of its end.
 //
 // The encoded form, integers little-endian:
 //
@@ -75,14 +76,14 @@ class Packer {
   // alone.
   Packer(std::byte* into, size_t room, size_t payload_nbytes, Destination destination, size_t method = 0);
 
-  // The next bytes of the payload; zeros if `from` is null. What is added then begins at `next`, as far as that is
-  // known: it is fetched into the caches meanwhile.
+  // The next bytes of the payload; zeros if `from` is null. `next` is where the bytes behind them lie, if the caller
+  // knows: they are fetched into the caches meanwhile.
   void add(const std::byte* from, size_t nbytes, const std::byte* next);
 
-  // When all was added: the bytes that are in use, behind which is whatever was there before. 0 if there is no room.
+  // Call it when all is added. Returns the length of the encoded form, or 0 if it does not fit into the room.
   size_t finish();
 
-  // When it is finished: the CRC-32 of all the room, with zeros behind what is in use.
+  // Call it after `finish`. Fills the rest of the room with zeros, and returns the CRC-32 of the whole room.
   uint32_t fill();
 
  private:
@@ -109,11 +110,11 @@ class Unpacker {
   // Any bytes may come in.
   Unpacker(const std::byte* encoded, size_t nbytes, size_t payload_nbytes, Destination destination, size_t method = 0);
 
-  // The next bytes of the payload, passed over if `to` is null. Returns false unless some payload of this length could
-  // have become what is encoded; then there is no content to rely on.
+  // Writes the next bytes of the payload, or skips them if `to` is null. Returns false if the encoded form is damaged;
+  // what was written is then undefined.
   bool take(std::byte* to, size_t nbytes);
 
-  // When all was taken: is there nothing behind but zeros?
+  // Call it when all is taken: is the encoded form followed by zeros alone?
   bool finish() const;
 
  private:
@@ -136,7 +137,7 @@ class Unpacker {
 // A whole payload at once: the bytes that it took, 0 if there is no room.
 size_t pack(std::byte* into, size_t room, const std::byte* payload, size_t nbytes, size_t method = 0);
 
-// Returns false, with any content in `into`, unless a payload of this length was encoded.
+// Returns false, with undefined content in `into`, if this does not encode a payload of this length.
 bool unpack(std::byte* into, size_t payload_nbytes, const std::byte* encoded, size_t nbytes, size_t method = 0);
 
 // The names of the instruction sets that this processor has code for here, best first.

@@ -44,7 +44,7 @@ class Device {
   bool launch(unsigned blocks, const Batch& batch, const Shards& shards, const Layer* layers, uint32_t layer_count,
               uint32_t segments, bool to_slots, Stream stream) const;
   // The checksums of what lies on the device, in three steps on one stream: `count` sums of so many bytes each begin
-  // there, ranges are added to them, as often as there are ranges, and they are told.
+  // there, ranges are added to them, as often as there are ranges, and they are copied to the host.
   bool begin_checksums(uint64_t sums, uint32_t count, uint64_t nbytes, Stream stream) const;
   bool add_checksums(const Ranges& ranges, uint64_t sums, Stream stream) const;
   // Packs shards, or unpacks them. `overfull` has a word for each shard, `harmed` one for all: it is 1 if a shard has no

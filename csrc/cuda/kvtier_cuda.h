@@ -56,7 +56,7 @@ KVTIER_API void kvtier_cuda_unstage(KvtierDevice* device, KvtierStaging* staging
 
 // The layers of one part of a chunk, in the order of the shard. `shards` is the address of this rank's shard in slot 0;
 // slots are page-locked in pieces that begin every `stride` bytes from `locked` on, or lie on the device if that is 0.
-// With `packed_nbytes`, a multiple of 16, shards are packed in so many bytes (csrc/packed.h).
+// Unless `packed_nbytes`, a multiple of 16, is 0, shards are packed (csrc/packed.h), and each has that many bytes.
 KVTIER_API int kvtier_cuda_part(KvtierDevice* device, const KvtierLayer* layers, uint32_t layer_count, uint64_t shards,
                                 uint64_t slot_nbytes, uint64_t locked, uint64_t stride, uint64_t packed_nbytes,
                                 KvtierPart** part);
@@ -69,8 +69,8 @@ KVTIER_API int kvtier_cuda_can(KvtierDevice* device, KvtierPart* part, int metho
 // its slot. Even after a failure the stream `kernels` is then behind all that touches pages, and `bus` behind all that
 // writes to slots. `staging` is always used with the same two streams. A staged store of whole chunks may have `sums`
 // and `told`, see kvtier_cuda_checksums: the CRC-32 of each shard is there when `bus` has done it. Else they are 0.
-// Where shards are packed every job has them: a store also gets a word for each chunk behind the checksums, 1 if it has
-// no room in its shard, where anything lies then; a load gets one word, 1 if a shard was not packed, when `kernels` has
+// Where shards are packed every job has them. Behind the checksums of a store is a word for each chunk: 1 if it does not
+// fit into its shard, whose content is then undefined. A load has one word: 1 if a shard is damaged, when `kernels` has
 // done it.
 KVTIER_API int kvtier_cuda_copy(KvtierDevice* device, KvtierPart* part, int method, int to_slots, const int32_t* rows,
                                 const int32_t* slots, uint32_t chunks, uint32_t width, void* kernels, void* bus,

@@ -1,9 +1,9 @@
 // Packs shards that lie on the device, and unpacks them. csrc/packed.h has the form, and csrc/packed.cpp makes the same
 // bytes on the host. Compiled for the GPU, and for the host, where tests run it.
 //
-// A warp packs one tile and then another, wherever they are: all but the end of a raw tile has its place whatever the
-// others hold. The ends are placed by a second kernel, when it is known which tiles are raw: behind as many ends as there
-// are raw tiles before. These are few, so each counts them by itself.
+// A warp packs one tile after the other, in any order: only where the end of a raw tile lies depends on other tiles. A
+// second kernel writes the ends, when all heads say which tiles are raw. Raw tiles are few, so each counts those before
+// it by itself.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ constexpr uint32_t kTileHeadNbytes = 32;
 constexpr uint32_t kEscapes = 9;
 constexpr uint8_t kRaw = 255;
 constexpr uint64_t kMagic = 0x0270766B;  // "kvp" and the version
-// A lane codes so many pairs, values i and n/2 + i, that follow each other, and then others.
+// A lane codes this number of consecutive pairs (values i and n/2 + i) at a time.
 constexpr uint32_t kPairs = sizeof(Wide) / 2;
 
 KVTIER_BOTH uint64_t body_nbytes(uint64_t n) { return n * 3 / 2; }
@@ -52,7 +52,7 @@ struct PackedShard {
   KVTIER_BOTH uint64_t head(uint32_t tile) const { return packed + kFormHeaderNbytes + tile * kTileHeadNbytes; }
   KVTIER_BOTH bool is_raw(uint32_t tile) const { return bytes_at(head(tile))[2] == kRaw; }
 
-  // The place of a raw tile's end, behind so many others.
+  // The address of the end of a raw tile, before which there are `number` raw tiles.
   KVTIER_BOTH uint64_t end(uint32_t number) const { return packed + ends + number * end_nbytes(kTileValues); }
 
   const uint64_t pages, packed, pages_nbytes, packed_nbytes;
@@ -139,7 +139,7 @@ KVTIER_BOTH void write_head(const Tile& tile, uint32_t base, uint32_t least, uin
   bytes_at(tile.head)[2] = static_cast<uint8_t>(escapes);
 }
 
-// Returns false if there are too many escapes, with anything in head and body.
+// Returns false if there are too many escapes; head and body are then undefined.
 KVTIER_BOTH bool code_tile(const Tile& tile, uint32_t base, uint32_t least) {
   uint32_t escapes = 0;
   first_lane([&] { write_head(tile, base, least, 0); });
@@ -180,7 +180,7 @@ KVTIER_BOTH void write_zeros(uint64_t begin, uint64_t end, uint32_t lane) {
   for (uint64_t at = wide + lane * sizeof(Wide); at < end; at += kLanes * sizeof(Wide)) wide_at(at) = Wide{0, 0};
 }
 
-// What is no tile: the header, what is behind the last tile, and zeros in between and where ends may come.
+// Writes all but the tiles: the header, the bytes behind the last tile, and zeros elsewhere.
 KVTIER_BOTH void pack_around(const PackedShard& shard) {
   first_lane([&] { wide_at(shard.packed) = Wide{kMagic, shard.pages_nbytes}; });
   each_lane([&](uint32_t lane) {
@@ -303,7 +303,7 @@ KVTIER_BOTH bool unpack_around(const PackedShard& shard) {
   return header.low == kMagic && header.high == shard.pages_nbytes;
 }
 
-// One worker's share of all tiles, the other way. Sets the flag if not all were packed; no byte beyond is touched.
+// One worker's share of all tiles, unpacked. Sets the flag if a shard is damaged; writes to no other shard's pages.
 KVTIER_BOTH void unpack_shards(const Packing& packing, uint32_t* harmed, uint32_t worker, uint32_t workers) {
   const uint32_t items = PackedShard(packing, 0).tiles + 1;
   for (uint32_t item = worker; item < packing.count * items; item += workers) {

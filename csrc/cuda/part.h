@@ -61,7 +61,7 @@ class Staging {
 class Part {
  public:
   // `layers` are in the order of the shard. `shards`: where this rank's shards lie in the slots. With `packed_nbytes`
-  // they are packed, in so many bytes, a multiple of 16.
+  // they are packed, and each has that many bytes, a multiple of 16.
   Part(Device& device, std::vector<Layer> layers, const Shards& shards, const LockedPieces& pieces,
        uint64_t packed_nbytes)
       : device_(device), layers_(std::move(layers)), shards_(shards), pieces_(pieces), packed_nbytes_(packed_nbytes) {}

@@ -17,10 +17,10 @@ _Piece = tuple[int, int, int]  # address of pages, address in a slot, bytes
 class PlainCopier:
     """Copies in Python, where the extension is not compiled; `_native.Copier` is tested against it.
 
-    ``shard`` is the address of this rank's shard in slot 0; the next slot's is ``slot_nbytes`` behind it. With
-    ``packed_nbytes`` shards are packed, in so many bytes. Each row holds the block ids of one chunk, or NO_BLOCK, group
-    after group. The caller has checked that every block and slot exists and keeps the memory alive. Any thread may
-    call, several at once.
+    ``shard`` is the address of this rank's shard in slot 0; the next slot's is ``slot_nbytes`` behind it. Unless
+    ``packed_nbytes`` is 0, shards are packed, and each has that many bytes. Each row holds the block ids of one chunk,
+    or NO_BLOCK, group after group. The caller has checked that every block and slot exists and keeps the memory alive.
+    Any thread may call, several at once.
     """
 
     def __init__(self, layers: Sequence[Layer], shard: int, slot_nbytes: int, packed_nbytes: int = 0):
@@ -39,7 +39,7 @@ class PlainCopier:
         """Copy pages to slots.
 
         Returns the CRC-32 of what then lies in each slot's shard, places of NO_BLOCK included, if it was computed in
-        the same pass; else nothing. Packed shards always have it; None if one has no room for what it would hold.
+        the same pass; else nothing. Packed shards always have it; it is None where the pages do not fit.
         """
         checksums: list[int | None] = []
         for row, slot in zip(rows, slots, strict=True):
@@ -54,7 +54,7 @@ class PlainCopier:
         return checksums
 
     def scatter(self, rows: Sequence[Sequence[int]], slots: Sequence[int]) -> bool:
-        """Copy slots to pages. Returns False if a shard holds nothing that was packed."""
+        """Copy slots to pages. Returns False if a packed shard is damaged."""
         whole = True
         for row, slot in zip(rows, slots, strict=True):
             pages = bytearray(self._pages_nbytes) if self._packed_nbytes else None

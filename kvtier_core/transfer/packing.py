@@ -29,7 +29,7 @@ def bound(nbytes: int) -> int:
 
 
 def plain_pack(payload: memoryview, into: memoryview) -> int:
-    """Encode ``payload`` to ``into`` and return how many bytes that took; 0, with any content there, if it has no room.
+    """Encode ``payload`` to ``into`` and return the length; 0, with undefined content there, if it does not fit.
 
     `bound` bytes are always enough.
     """

@@ -17,6 +17,13 @@ class _ScaledConfig(SerializerConfig):
 
     group: int = attrs.field(default=8, validator=ge(1))  #: channels that share a scale; it must divide those of a head
 
+    def open(self, ctx: OpenContext) -> Serializer:
+        from kvtier_lossy.halves import halves_by_payload
+        from kvtier_lossy.scaled import Fp8, Int8
+
+        serializer = {"fp8": Fp8, "int8": Int8}[self.type]
+        return serializer(self.type, halves_by_payload(self.type, ctx.layout), self.group)
+
 
 @attrs.frozen
 class Int8Config(_ScaledConfig):
@@ -24,24 +31,12 @@ class Int8Config(_ScaledConfig):
 
     type: ClassVar[str] = "int8"
 
-    def open(self, ctx: OpenContext) -> Serializer:
-        from kvtier_lossy.halves import halves_by_payload
-        from kvtier_lossy.scaled import Int8
-
-        return Int8(self.type, halves_by_payload(self.type, ctx.layout), self.group)
-
 
 @attrs.frozen
 class Fp8Config(_ScaledConfig):
     """Half the bytes of 16-bit KV, as E4M3 numbers with scales."""
 
     type: ClassVar[str] = "fp8"
-
-    def open(self, ctx: OpenContext) -> Serializer:
-        from kvtier_lossy.halves import halves_by_payload
-        from kvtier_lossy.scaled import Fp8
-
-        return Fp8(self.type, halves_by_payload(self.type, ctx.layout), self.group)
 
 
 @attrs.frozen
@@ -64,8 +59,7 @@ class KiviConfig(SerializerConfig):
         from kvtier_lossy.halves import halves_by_payload
         from kvtier_lossy.kivi import Kivi
 
-        halves = halves_by_payload(self.type, ctx.layout)
-        return Kivi(self.type, halves, self.bits, self.group, self.residual)
+        return Kivi(self.type, halves_by_payload(self.type, ctx.layout), self.bits, self.group, self.residual)
 
 
 @attrs.frozen
@@ -85,5 +79,4 @@ class CachegenConfig(SerializerConfig):
         from kvtier_lossy.cachegen import Cachegen
         from kvtier_lossy.halves import halves_by_payload
 
-        halves = halves_by_payload(self.type, ctx.layout, depths=True)
-        return Cachegen(self.type, halves, self.anchors, self.levels)
+        return Cachegen(self.type, halves_by_payload(self.type, ctx.layout, depths=True), self.anchors, self.levels)
