@@ -19,7 +19,7 @@ from kvtier_core.frames.format import (
     seal_part,
     verify,
 )
-from kvtier_core.frames.identity import RAW, CodecIdentity, codec_of_slots, identity_of, lossy
+from kvtier_core.frames.identity import RAW, CodecIdentity, codec_of_slots, identity_of, lossy, namespace_of_slots
 from kvtier_core.interfaces import OpenContext, Serializer, SerializerConfig
 from kvtier_core.layouts import ChunkLayout, frame_nbytes
 from kvtier_core.transfer.buffers import Buffers
@@ -55,14 +55,14 @@ class FrameCodec:
             raise ContractError(f"{identity} is not the identity of {serializer}")
         self._of_slots = codec_of_slots(layout)
         self.identity = identity or self._of_slots
-        self.namespace = namespace  #: of stored frames
-        if shared and self.identity != RAW:
+        self._arena_namespace = namespace_of_slots(namespace, layout)
+        self.namespace = self._arena_namespace  #: of stored frames
+        if shared and serializer is not None:
             self.namespace = self.namespace.narrowed("codec", self.identity.digest.hex())
         if keyed_seal is not None:  # frames of before a new key are under names that nothing asks for
             self.namespace = self.namespace.narrowed("seal", str(keyed_seal.identity))
         self.keyed_seal = keyed_seal  #: None if frames have none
         self._shared = shared
-        self._arena_namespace = namespace
         self._layout = layout
         self._serializer = serializer
         #: Bytes of the longest frame that the tier writes.

@@ -15,6 +15,7 @@ import attrs
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.interfaces import SerializerConfig
 from kvtier_core.layouts import ChunkLayout
+from kvtier_core.types import Namespace
 
 #: The name of a codec has at most this many bytes in UTF-8.
 MAX_TYPE_NBYTES = 64
@@ -47,6 +48,11 @@ PACKED = CodecIdentity("packed shards", b"\2".ljust(DIGEST_NBYTES, b"\0"), lossl
 def codec_of_slots(layout: ChunkLayout) -> CodecIdentity:
     """The codec of frames as they lie in an arena's slots, and in tiers without a serializer."""
     return PACKED if layout.packed else RAW
+
+
+def namespace_of_slots(namespace: Namespace, layout: ChunkLayout) -> Namespace:
+    """The namespace of an engine's frames as they lie in an arena's slots: raw and packed ones are kept apart."""
+    return namespace.narrowed("slots", PACKED.type) if layout.packed else namespace
 
 
 def lossy(codec: CodecIdentity) -> CodecIdentity:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from kvtier_core.frames.format import seal_part
-from kvtier_core.frames.identity import codec_of_slots
+from kvtier_core.frames.identity import codec_of_slots, namespace_of_slots
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.admission import AdmissionPlan
 from kvtier_core.stack.arena import Arena
@@ -97,6 +97,7 @@ class WriteThrough:
 
     def _seal(self, work: Sequence[tuple[ChunkKey, memoryview, Sequence[int]]], namespace: Namespace) -> None:
         """Write headers and checksums, on a thread of the pool."""
+        namespace = namespace_of_slots(namespace, self._layout)
         for key, view, checksums in work:
             part = self._layout.part_of(key)
             seal_part(view, namespace, key, part, checksums, codec=codec_of_slots(self._layout))

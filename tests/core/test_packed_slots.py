@@ -22,7 +22,7 @@ from kvtier_core.config.compose import packs
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import FrameError, header_of, seal_part, shard_checksums_of
-from kvtier_core.frames.identity import PACKED, RAW, identity_of
+from kvtier_core.frames.identity import PACKED, RAW, identity_of, namespace_of_slots
 from kvtier_core.interfaces import NO_BLOCK, JobResult
 from kvtier_core.layouts import ChunkLayout, KVGroup, KVKind, KVStructure
 from kvtier_core.packed_form import packed_nbytes
@@ -183,7 +183,7 @@ def slot(layout=LAYOUT, key=KEY):
             assert pack(memoryview(pages), into)
         else:
             into[:] = pages
-    seal_part(view, NAMESPACE, key, part, codec=PACKED if layout.packed else RAW)
+    seal_part(view, namespace_of_slots(NAMESPACE, layout), key, part, codec=PACKED if layout.packed else RAW)
     return view
 
 
@@ -200,25 +200,24 @@ def read(codec, stored, layout=LAYOUT):
     return codec.decode_verified(KEY, memoryview(bytearray(stored)), len(stored), view), view
 
 
-def test_frames_are_stored_as_they_lie_in_the_slot_and_say_so():
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_frames_are_stored_as_they_lie_in_the_slot_and_say_so(shared):
     view = slot()
-    stored = codec_of().encode(KEY, view)
+    codec = codec_of(shared=shared)
+    stored = codec.encode(KEY, view)
     assert stored.obj is view.obj and header_of(stored).codec == PACKED
     assert str(header_of(stored).codec) == "packed shards"
     assert len(shard_checksums_of(stored)) == 2
-    assert read(codec_of(), stored)[0] is None
+    assert read(codec, stored)[0] is None
 
 
 def test_an_arena_that_does_not_pack_serves_no_packed_frame_nor_the_other_way_round():
     raw = attrs.evolve(LAYOUT, packed=False)
-    assert read(codec_of(layout=raw), codec_of().encode(KEY, slot()), raw)[0] is FrameError.CODEC
-    stored = codec_of(layout=raw).encode(KEY, slot(raw))
-    codec = codec_of()
-    buffer = memoryview(bytearray(stored))
-    assert (
-        codec.decode_verified(KEY, buffer, len(buffer), memoryview(bytearray(LAYOUT.frame_nbytes))) is FrameError.CODEC
-    )
-    assert FrameError.CODEC.incompatible
+    assert read(codec_of(layout=raw), codec_of().encode(KEY, slot()), raw)[0] is FrameError.NAMESPACE
+    assert read(codec_of(), codec_of(layout=raw).encode(KEY, slot(raw)), raw)[0] is FrameError.NAMESPACE
+    view = slot()
+    seal_part(view, namespace_of_slots(NAMESPACE, LAYOUT), KEY, LAYOUT.parts[0], codec=RAW)
+    assert read(codec_of(), view)[0] is FrameError.CODEC and FrameError.CODEC.incompatible
     shared = {codec_of(layout=layout, shared=True).namespace.digest for layout in (LAYOUT, raw)}
     assert len(shared) == 2, "in a shared store they would overwrite each other's frames"
 

@@ -39,11 +39,13 @@ def stacks(tmp_path):
     disk = cpu_and_disk(tmp_path)
     encoded = cpu_and_disk(tmp_path)
     encoded["tiers"][1]["serializer"] = "packed"
+    shared = cpu_and_disk(tmp_path)
+    shared["tiers"][1]["shared"] = True
     read = {**cpu(), "tiers": [*cpu()["tiers"], slabs(tmp_path, mode="gds")]}
-    return {"disk": disk, "encoded": encoded, "gds": read}
+    return {"disk": disk, "encoded": encoded, "shared": shared, "gds": read}
 
 
-@pytest.mark.parametrize("below", ["disk", "encoded", "gds"])
+@pytest.mark.parametrize("below", ["disk", "encoded", "shared", "gds"])
 def test_hits_from_the_arena_and_from_below_are_bit_equal(engine, said, tmp_path, own, below):
     """From frames that are stored as they lie in the slots, or encoded once more, or read by the workers."""
     stack = packing(stacks(tmp_path)[below])

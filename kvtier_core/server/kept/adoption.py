@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from kvtier_core.frames.format import FrameError, verify
-from kvtier_core.frames.identity import codec_of_slots
+from kvtier_core.frames.identity import codec_of_slots, namespace_of_slots
 from kvtier_core.server.kept.journal import Held
 from kvtier_core.server.lent_arena import LentArena
 from kvtier_core.server.sessions import Space
@@ -47,7 +47,8 @@ class Adoption:
 
     def _verify(self, keys: Sequence[ChunkKey], views: Sequence[memoryview]) -> list[FrameError | None]:
         """Compare frames with the keys that they should have, on a thread of the pool."""
-        namespace, layout = self.space.namespace, self.space.layout
+        layout = self.space.layout
+        namespace = namespace_of_slots(self.space.namespace, layout)
         codec = codec_of_slots(layout)
         return [
             verify(view, namespace, key, codec=codec, payload_nbytes=layout.part_of(key).payload_nbytes)
