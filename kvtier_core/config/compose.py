@@ -305,6 +305,10 @@ class _Opening:
             path = f"{self.config.path_of(self.number)}.keep"
             raise ConfigError([self.config.problem(path, "only kvtier serve keeps its memory", "remove it")])
         codec = self._codec(ctx)
+        if isinstance(tier, StoreTierConfig) and tier.config.of_peers and not codec.is_raw:
+            why = "frames in the memory of peers have neither a serializer nor a keyed seal"
+            hint = "remove 'serializer', 'seal_key' and 'encrypt'; the tier's own settings say who may read"
+            raise ConfigError([self.config.problem(self.config.path_of(self.number), why, hint)])
         sharers = 1 if self._shared else ctx.replicas  # engines that divide the capacity
         if tier.capacity is not None:
             self._check_limit("capacity", tier.capacity, "holds", codec.max_frame_nbytes, sharers)

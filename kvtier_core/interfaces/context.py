@@ -44,7 +44,6 @@ class OpenContext:
     #: Of an arena: the folder, on a file system in memory, where its memory is to outlive this process
     #: (`SupportsKeeping`). None: nowhere.
     keep: Path | None = None
-    #: Of a tier of peers: the sealed frames in the hottest arena, of exact chunks alone. It may be read on any thread. The
-    #: memory of a frame may be used again at any moment: a copy of it counts only if its key still has the same view
-    #: (``is``) afterwards.
+    #: Of a tier of peers: the sealed frames in the hottest arena, for any thread to read. Their memory may be used
+    #: again at any moment: a copy counts only if its key still has the same view (``is``) when it is complete.
     sealed: Mapping[ChunkKey, memoryview] = attrs.field(factory=dict, eq=False, repr=False)

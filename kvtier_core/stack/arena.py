@@ -31,7 +31,7 @@ class Arena:
         self._invalidated: dict[int, ChunkKey] = {}
         self._settled: list[ChunkKey] = []  # no longer reserved
         self._inexact: set[ChunkKey] = set()  # READY, but not bit for bit as an engine computed them
-        #: The frames of exact READY chunks that are sealed, for threads to look at (`OpenContext.sealed`). None: nobody does.
+        #: Sealed frames of READY chunks, for threads to read (`OpenContext.sealed`). None: no tier asks for them.
         self.sealed: dict[ChunkKey, memoryview] | None = None
 
     @property
@@ -228,7 +228,7 @@ class Arena:
                 self.sealed[key] = self.view(key)[: layout.part_of(key).frame_nbytes]
 
     def hide(self, keys: Iterable[ChunkKey]) -> None:
-        """Show the frames of these keys no longer. Before their slots are used again, so that a copy of one is known."""
+        """Show the frames of these keys no longer, before their slots are used again."""
         for key in keys if self.sealed else ():
             self.sealed.pop(key, None)
 
