@@ -89,7 +89,8 @@ class PeersBackend(Backend):
         """What peers have in memory is theirs."""
 
     def facts(self) -> Mapping[str, str]:
-        return {"listen": str(self._address), "secured by": self._secured}
+        peers = {str(peer.address): peer.state for peer in list(self._peers.values())}
+        return {"listen": str(self._address), "secured by": self._secured, **peers}
 
     def close(self) -> None:
         with self._lock:

@@ -29,6 +29,7 @@ class Peer:
         """``own`` is the number of this node."""
         self.address = address
         self.seconds_per_byte = 0.0  #: of late; 0 until something was read from it
+        self.state = "not met yet"  #: for people
         self._door = door
         self._own = own
         self._idle: list[Link] = []
@@ -119,10 +120,12 @@ class Peer:
         if number == self._own:  # whose memory is nearer
             link.close()
             self.close()
+            self.state = "this node"
             return
         with self._lock:
             self._connected = not self._closed
             self._failures, self._connecting = 0, False
+            self.state = "shows its frames"
         logger.info("kvtier: peers: %s shows its frames", self.address)
         self._give_back(link)
 
@@ -132,6 +135,7 @@ class Peer:
             self._connected = self._connecting = False
             self._rests_until = time.monotonic() + min(_REST * 2**self._failures, _LONGEST_REST)
             self._failures += 1
+            self.state = str(error).removeprefix(f"{self.address}: ")
             idle, self._idle = self._idle, []
         for link in idle:
             link.close()
