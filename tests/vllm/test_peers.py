@@ -19,11 +19,11 @@ from kvtier_peers.link import Link
 ASKED, ANOTHER = prompt(140, 530), prompt(141, 530)
 
 
-def node(*peers, packing="off", **settings):
+def node(*peers, packing="off", patience="10s"):
     """The stack of a node; its address is that of its tier of peers."""
     stack = cpu()
     stack["tiers"][0]["packing"] = packing
-    tier = {"type": "peers", "listen": f"127.0.0.1:{free_port()}", "peers": list(peers), **settings}
+    tier = {"type": "peers", "listen": f"127.0.0.1:{free_port()}", "peers": list(peers), "patience": patience}
     return {**stack, "tiers": [*stack["tiers"], tier]}
 
 
@@ -78,7 +78,7 @@ def test_an_owner_that_ends_or_stops_is_a_miss(engine, fork_server, model, meets
     first = node()
     with beside(fork_server, model, first) as owner:
         owner.ask(ASKED)
-        with engine(node(address_of(first))) as reader:
+        with engine(node(address_of(first), patience="1s")) as reader:
             meets(address_of(first))
             reader.ask(ANOTHER)
             end = lambda: os.kill(owner.pid, how)  # noqa: E731

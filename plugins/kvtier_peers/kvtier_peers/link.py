@@ -46,7 +46,7 @@ _NONCE_NBYTES = 32
 _QUESTION = struct.Struct("<BI")
 _NBYTES = struct.Struct("<Q")
 _SHORTEST_TOKEN = 32
-_PIECE = 1 << 20  # bytes that are sent with one wait
+_IN_VAIN = TimeoutError, BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError  # waited, as they are raised
 
 
 @attrs.frozen
@@ -109,9 +109,13 @@ class Link:
     def __init__(self, sock: socket.socket, patience: float):
         self._sock = sock
         self._patience = patience
+        self._owed = b""  # to be sent with what follows
         self.ends = math.inf  #: when what is under way must have ended, as `time.monotonic` has it
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.settimeout(None)  # Python would poll before each call; the kernel's limits cost nothing
+        self._limit(socket.SO_SNDTIMEO, patience)
+        self._limit(socket.SO_RCVTIMEO, patience)
 
     def close(self) -> None:
         """End it, whoever waits for it."""
@@ -166,10 +170,11 @@ class Link:
 
         Raises EOFError if there is none.
         """
-        self._sock.settimeout(None)
+        self._limit(socket.SO_RCVTIMEO, 0)
         first = self._sock.recv(1)
         if not first:
             raise EOFError
+        self._limit(socket.SO_RCVTIMEO, self._patience)
         question, count = _QUESTION.unpack(first + self.receive(_QUESTION.size - 1))
         if question not in (_ASK, _READ) or count > MOST_KEYS:
             raise BackendError("it asks what there is not")
@@ -180,18 +185,30 @@ class Link:
         return keys, [nbytes for (nbytes,) in _NBYTES.iter_unpack(self.receive(count * _NBYTES.size))]
 
     def show(self, frame: memoryview | None) -> None:
-        """Send a frame, or say that it is not shown. Returns when all of it was copied; its last byte follows."""
-        self.send(_NBYTES.pack(0 if frame is None else len(frame)))
-        if frame is not None:
-            self.send(frame)
+        """Answer with a frame, or that it is not shown. Returns when all of it was copied; then `showed` follows."""
+        head, self._owed = self._owed + _NBYTES.pack(0 if frame is None else len(frame)), b""
+        if frame is None or isinstance(self._sock, ssl.SSLSocket):
+            self.send(head)
+            self.send(frame or b"")
+            return
+        sent = self._sock.sendmsg([head, frame])
+        self.send(head[sent:])
+        self.send(frame[max(0, sent - len(head)) :])
+
+    def showed(self, is_whole: bool) -> None:
+        """Was the frame shown until all of it was copied? Goes with what is sent next."""
+        self._owed = b"\1" if is_whole else b"\0"
+
+    def end(self) -> None:
+        """All frames of a READ were answered for."""
+        self.send(self._owed)
+        self._owed = b""
 
     # -- bytes -------------------------------------------------------------------------------------
 
     def send(self, data: bytes | memoryview) -> None:
         """Return when the kernel has copied it."""
-        for at in range(0, len(data), _PIECE):
-            self._sock.settimeout(self._left())  # of all of `sendall`
-            self._sock.sendall(data[at : at + _PIECE])
+        self._sock.sendall(data)
 
     def receive(self, nbytes: int) -> bytes:
         """So many bytes."""
@@ -201,18 +218,16 @@ class Link:
 
     def _fill(self, view: memoryview) -> None:
         while len(view):
-            self._sock.settimeout(self._left())
             count = self._sock.recv_into(view)
             if not count:
                 raise ConnectionResetError("it closed the connection")
             view = view[count:]
+            if time.monotonic() > self.ends:
+                raise TimeoutError
 
-    def _left(self) -> float:
-        """Seconds that the next wait may take."""
-        left = min(self._patience, self.ends - time.monotonic())
-        if left <= 0:
-            raise TimeoutError
-        return left
+    def _limit(self, wait: int, seconds: float) -> None:
+        """Of each wait, to send or to receive; 0: there is none."""
+        self._sock.setsockopt(socket.SOL_SOCKET, wait, struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6)))
 
 
 @contextlib.contextmanager
@@ -230,7 +245,7 @@ def _named(who: object, sock: socket.socket | None = None) -> Iterator[None]:
 
 def failure(who: object, error: OSError | BackendError) -> BackendError:
     """The error of a connection as the stack reports it."""
-    if isinstance(error, TimeoutError):
+    if isinstance(error, _IN_VAIN):
         return BackendError(f"{who}: no answer in time")
     return BackendError(f"{who}: {getattr(error, 'strerror', None) or error}")
 

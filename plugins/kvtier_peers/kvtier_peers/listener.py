@@ -139,7 +139,8 @@ class Listener:
                     link.show(None)
                 else:
                     link.show(frame)
-                    link.send(b"\1" if self._find(namespace, key) is frame else b"\0")
+                    link.showed(self._find(namespace, key) is frame)
+        link.end()
 
     def _find(self, namespace: bytes, key: ChunkKey) -> memoryview | None:
         found = (sealed.get(key) for each, sealed in self.tables if each == namespace)

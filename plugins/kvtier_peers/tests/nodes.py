@@ -13,7 +13,7 @@ import attrs
 
 from kvtier_core.interfaces import OpenContext
 from kvtier_core.testing.samples import make_context
-from kvtier_core.types import ChunkKey
+from kvtier_core.types import ChunkKey, Seconds
 from kvtier_peers.backend import PeersBackend
 from kvtier_peers.config import PeersConfig
 
@@ -61,7 +61,7 @@ def free_port() -> int:
 
 def open_node(memory: Mapping[ChunkKey, memoryview] | None = None, ctx: OpenContext | None = None, **settings):
     """A node that shows this memory; its ``address`` is where."""
-    settings = {"listen": f"127.0.0.1:{free_port()}", **settings}
+    settings = {"listen": f"127.0.0.1:{free_port()}", "patience": Seconds(10), **settings}
     node = PeersBackend(
         PeersConfig(**settings), attrs.evolve(ctx or make_context(), sealed={} if memory is None else memory)
     )

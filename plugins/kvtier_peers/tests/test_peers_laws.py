@@ -11,7 +11,7 @@ from nodes import Memory, free_port, wait_for
 from kvtier_core.interfaces import Backend, BackendConfig, OpenContext
 from kvtier_core.testing import SharedBackendLaws
 from kvtier_core.testing.samples import make_key
-from kvtier_core.types import EnvSecret
+from kvtier_core.types import EnvSecret, Seconds
 from kvtier_peers.backend import PeersBackend
 from kvtier_peers.config import PeersConfig
 
@@ -56,7 +56,7 @@ class PairConfig(BackendConfig):
         memory = Memory(self.folder / ctx.namespace.digest.hex()[:16])
         memory.put(THERE, b"x")
         addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-        settings = {"token": self.token}
+        settings = {"token": self.token, "patience": Seconds(10)}
         peer = PeersConfig(listen=addresses[0], **settings).open(attrs.evolve(ctx, sealed=memory))
         node = PeersConfig(listen=addresses[1], peers=addresses[:1], **settings).open(ctx)
         wait_for(lambda: node.contains([THERE]) == [True])
