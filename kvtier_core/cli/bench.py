@@ -60,7 +60,8 @@ class Figure:
 def run(options: argparse.Namespace, output: Output) -> int:
     """A line for each thing that was measured. Raises ConfigError and BackendError."""
     config = load_config(options.file, Registry.discover())
-    numbers = [i for i, tier in enumerate(config.tiers) if isinstance(tier, StoreTierConfig)]
+    stores = enumerate(config.tiers)
+    numbers = [i for i, tier in stores if isinstance(tier, StoreTierConfig) and not tier.config.of_peers]
     if not numbers:
         raise BackendError(f"{options.file}: no tier to measure below its arenas")
     config, layout = tiers.sized(config, tiers.kv_of_token(options.model, output))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,10 +21,12 @@ from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError, KvtierError
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.transfer.io_pool import run_within
-from kvtier_core.types import Nbytes
+from kvtier_core.types import KEY_NBYTES, ChunkKey, Nbytes
 
 #: Frames that are written and read, and rounds of each measurement.
 _FRAMES, _ROUNDS = 16, 3
+#: Seconds in which peers have answered, or are not there.
+_MEETING = 1.0
 #: Times its timeout that a tier may take to be opened and tried; then it does not answer.
 _PATIENCE = 10
 
@@ -167,7 +171,9 @@ def _diagnose(config: StackConfig, number: int, layout: ChunkLayout, engine: _En
 
 def _tried(config: StackConfig, number: int, layout: ChunkLayout) -> Diagnosis:
     with tiers.opened(config, layout, [number]) as (tier,):
-        settings = tuple(f"{name}: {fact}" for name, fact in tier.store.facts().items())
+        if isinstance(tier.tier, StoreTierConfig) and tier.tier.config.of_peers:
+            return _tried_peers(tier)
+        settings = _settings(tier)
         if isinstance(tier.tier, ArenaTierConfig):
             return attrs.evolve(_tried_arena(tier), settings=settings)
         with Frames(tier, layout, _FRAMES) as frames:
@@ -176,6 +182,18 @@ def _tried(config: StackConfig, number: int, layout: ChunkLayout) -> Diagnosis:
             read = frames.nbytes / median(frames.read, _ROUNDS)[0]
             verify = frames.nbytes / seconds(frames.verify)
             return Diagnosis(tier.tier.name, latency=latency, write=write, read=read, verify=verify, settings=settings)
+
+
+def _settings(tier: OpenedTier) -> tuple[str, ...]:
+    return tuple(f"{name}: {fact}" for name, fact in tier.store.facts().items())
+
+
+def _tried_peers(tier: OpenedTier) -> Diagnosis:
+    """Who answers, and how soon all have. Nothing can be written, and none has a frame of this namespace."""
+    time.sleep(_MEETING)
+    keys = [ChunkKey(secrets.token_bytes(KEY_NBYTES))]
+    latency = median(lambda: tier.store.contains(keys), _ROUNDS)[0]
+    return Diagnosis(tier.tier.name, latency=latency, settings=_settings(tier))
 
 
 def _tried_arena(tier: OpenedTier) -> Diagnosis:

@@ -103,6 +103,7 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
             with collector:
                 if told := check_quality(config, number, dict(ctx.namespace.facts).get("weights", "")):
                     logger.warning("kvtier: %s", told)
+        ctx = attrs.evolve(ctx, sealed={})
         opened = _open_tiers(config, range(len(config.tiers)), ctx, runtime, closing, collector)
         collector.raise_if_any()  # a tier may evict from its store as it starts, so none starts before all are open
         for i, each in enumerate(opened):
@@ -112,8 +113,11 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
         collector.raise_if_any()
         pool = _pool("seal", 1, runtime, closing)
         media = {tier.name: tier.config.medium for tier in config.tiers}
+        has_peers = any(tier.config.of_peers for tier in config.stores)
+        if has_peers and isinstance(levels[0], Arena):
+            levels[0].sealed = ctx.sealed
         of_all = {"namespace": ctx.namespace, "layout": ctx.layout, "media": media, "clock": runtime.clock}
-        manager = StorageManager(levels, pool=pool, seals_all=runtime.seals_all, **of_all)
+        manager = StorageManager(levels, pool=pool, seals_all=runtime.seals_all or has_peers, **of_all)
         closing.pop_all()
     return manager
 
@@ -301,6 +305,10 @@ class _Opening:
             path = f"{self.config.path_of(self.number)}.keep"
             raise ConfigError([self.config.problem(path, "only kvtier serve keeps its memory", "remove it")])
         codec = self._codec(ctx)
+        if isinstance(tier, StoreTierConfig) and tier.config.of_peers and not codec.is_raw:
+            why = "frames in the memory of peers have neither a serializer nor a keyed seal"
+            hint = "remove 'serializer', 'seal_key' and 'encrypt'; the tier's own settings say who may read"
+            raise ConfigError([self.config.problem(self.config.path_of(self.number), why, hint)])
         sharers = 1 if self._shared else ctx.replicas  # engines that divide the capacity
         if tier.capacity is not None:
             self._check_limit("capacity", tier.capacity, "holds", codec.max_frame_nbytes, sharers)
@@ -341,6 +349,7 @@ class _Opening:
                 timeout=tier.timeout,
                 threads=tier.threads,
                 not_direct=self._why_not_direct(opened),
+                takes_writes=not tier.config.of_peers,
                 clock=self.runtime.clock,
             )
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from pathlib import Path
 
 import attrs
 
 from kvtier_core.layouts import ChunkLayout
-from kvtier_core.types import Namespace, Nbytes, Seconds
+from kvtier_core.types import ChunkKey, Namespace, Nbytes, Seconds
 
 
 class Medium(enum.Enum):
@@ -43,3 +44,6 @@ class OpenContext:
     #: Of an arena: the folder, on a file system in memory, where its memory is to outlive this process
     #: (`SupportsKeeping`). None: nowhere.
     keep: Path | None = None
+    #: Of a tier of peers: the sealed frames in the hottest arena, for any thread to read. Their memory may be used
+    #: again at any moment: a copy counts only if its key still has the same view (``is``) when it is complete.
+    sealed: Mapping[ChunkKey, memoryview] = attrs.field(factory=dict, eq=False, repr=False)

@@ -168,6 +168,9 @@ class BackendConfig(abc.ABC):
     #: May other processes add or delete frames? See `Backend`. May be a field, where the user decides. A shared tier
     #: needs no ``capacity``.
     shared: ClassVar[bool] = False
+    #: Are its frames those in the arenas of other engines? Then the tier reads them there, writes nothing, and shows
+    #: the others `OpenContext.sealed`. It is shared.
+    of_peers: ClassVar[bool] = False
     #: Does the reader of `attach_reader` unpack the shards of a layout that says so (`Shard.packed`)? A `StagedReader`
     #: whose lanes have a mover of `open_mover` does.
     reads_packed: ClassVar[bool] = False

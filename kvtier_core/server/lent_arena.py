@@ -186,6 +186,7 @@ class LentArena(Arena):
         in_use = {key for key in held if resident.place(key) in self._pinned}
         self._invalidated.update((self._place(key), key) for key in (*in_use, *filled))
         self._keep_as_taken((*in_use, *filled))
+        self.hide(in_use)
         dropped = [key for key in held if key not in in_use]
         self._release(dropped, evicted=True)
         return dropped

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 
 from kvtier_core.errors import ContractError
 from kvtier_core.interfaces import AllocatorBackend
+from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.types import ChunkKey, Slot, Usage
 
@@ -30,6 +31,8 @@ class Arena:
         self._invalidated: dict[int, ChunkKey] = {}
         self._settled: list[ChunkKey] = []  # no longer reserved
         self._inexact: set[ChunkKey] = set()  # READY, but not bit for bit as an engine computed them
+        #: Sealed frames of READY chunks, for threads to read (`OpenContext.sealed`). None: no tier asks for them.
+        self.sealed: dict[ChunkKey, memoryview] | None = None
 
     @property
     def capacity(self) -> int:
@@ -218,8 +221,20 @@ class Arena:
         if not own:
             self._pins.pop(holder, None)
 
+    def show(self, keys: Sequence[ChunkKey], layout: ChunkLayout) -> None:
+        """The slots of these keys hold sealed frames: show those that are found here."""
+        if self.sealed is not None:
+            for key in self.exact(keys):
+                self.sealed[key] = self.view(key)[: layout.part_of(key).frame_nbytes]
+
+    def hide(self, keys: Iterable[ChunkKey]) -> None:
+        """Show the frames of these keys no longer, before their slots are used again."""
+        for key in keys if self.sealed else ():
+            self.sealed.pop(key, None)
+
     def invalidate_all(self) -> None:
         """Never find any of these chunks again. A slot in use becomes free when its last user is done."""
+        self.hide(self.index.resident)
         self._invalidated.update((slot, key) for key, slot in self._reserved.items())
         resident = self.index.resident
         in_use = {key: resident.place(key) for key in resident if resident.place(key) in self._pinned}
@@ -227,6 +242,7 @@ class Arena:
         self._release([key for key in resident if key not in in_use], evicted=False)
 
     def _release(self, keys: Sequence[ChunkKey], *, evicted: bool) -> None:
+        self.hide(keys)
         places = self.index.remove(keys, evicted=evicted)
         self._inexact.difference_update(keys)
         for place in places if self._invalidated else ():

@@ -359,6 +359,7 @@ class StorageManager(Stack):
     def _promoted(self, tier: StoreTier, keys: Sequence[ChunkKey], salts: Mapping[ChunkKey, bytes]) -> None:
         """Chunks were promoted from a tier: pin them for waiting holders, and write them to the tiers between."""
         self._report(EventKind.PROMOTED, self._hot, keys, why=f"from {tier.name}")
+        self._hot.show(keys, self._layout)
         self._leases.arrived(keys, tier.name)
         passed = self._levels[1 : self._levels.index(tier)]
         self._write_through.write(keys, AdmissionPlan(passed, keys, salts))

@@ -105,6 +105,7 @@ class WriteThrough:
     def _sealed(self, keys: Sequence[ChunkKey], slots: Sequence[Slot], plan: AdmissionPlan, outcome: Outcome) -> None:
         self._sealing.difference_update(keys)
         if outcome.error is None:
+            self._hot.show(keys, self._layout)
             self.write(keys, plan)
         else:
             self._report(Event(EventKind.IO_ERROR, self._hot.name, tuple(keys), 0, str(outcome.error)))

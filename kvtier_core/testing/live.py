@@ -50,11 +50,13 @@ _KEYS = [*make_keys(512), *HOSTILE_KEYS, *(make_key(1000 * seed + i) for seed in
 
 
 def find_tier(file: str, name: str) -> ArenaTierConfig | StoreTierConfig:
-    """The tier of a configuration file. Raises ConfigError, or BackendError if it has no such tier."""
+    """The tier of a configuration file. Raises ConfigError, or BackendError if there is none that can be tried."""
     config = load_config(Path(file), Registry.discover())
     tiers = {tier.name: tier for tier in config.tiers}
     if name not in tiers:
         raise BackendError(f"{file} has no tier {name!r}; it has: {', '.join(tiers)}")
+    if getattr(tiers[name].config, "of_peers", False):
+        raise BackendError(f"{name} takes no writes, and the laws would make some: frames of peers are their engines'")
     return tiers[name]
 
 

@@ -10,6 +10,9 @@ REDIS_CAPACITY = "plugins/kvtier_redis/tests/test_redis_capacity.py::"
 S3 = "plugins/kvtier_s3/kvtier_s3"
 S3_CAPACITY = "plugins/kvtier_s3/tests/test_s3_capacity.py::"
 GDS = "plugins/kvtier_gds/kvtier_gds"
+PEERS = "plugins/kvtier_peers/kvtier_peers"
+PEERS_TESTS = "plugins/kvtier_peers/tests/test_peers.py::"
+SHOWN_TESTS = "tests/core/test_shown_frames.py::"
 LOSSY = "plugins/kvtier_lossy/kvtier_lossy"
 LOSSY_TESTS = "plugins/kvtier_lossy/tests/test_lossy_layouts.py::"
 GDS_TESTS = "plugins/kvtier_gds/tests/test_gds.py::"
@@ -20,6 +23,69 @@ SHARED_DISK = "plugins/kvtier_disk/tests/test_shared_disk.py::"
 SHARED_CAPACITY = "plugins/kvtier_disk/tests/test_shared_capacity.py::"
 
 MUTANTS = (
+    Mutant(
+        "peers-that-hang-are-asked-again",
+        PEERS + "/peer.py",
+        "self._connected = self._connecting = False",
+        "self._connecting = False",
+        PEERS_TESTS + "test_a_peer_that_hangs_costs_one_call_its_patience",
+    ),
+    Mutant(
+        "frames-change-while-they-are-sent",
+        PEERS + "/listener.py",
+        "link.showed(self._find(namespace, key) is frame)",
+        "link.showed(True)",
+        PEERS_TESTS + "test_a_frame_whose_slot_is_used_again_while_it_is_sent_is_a_miss",
+    ),
+    Mutant(
+        "evicted-frames-are-shown",
+        "kvtier_core/stack/arena.py",
+        "        self.hide(keys)\n        places",
+        "        places",
+        SHOWN_TESTS + "test_what_is_sealed_is_shown_until_it_is_evicted",
+    ),
+    Mutant(
+        "invalidated-frames-are-shown",
+        "kvtier_core/stack/arena.py",
+        "        self.hide(self.index.resident)\n",
+        "",
+        SHOWN_TESTS + "test_what_is_invalidated_is_shown_no_longer_though_it_is_in_use",
+    ),
+    Mutant(
+        "lossy-frames-are-shown",
+        "kvtier_core/stack/arena.py",
+        "for key in self.exact(keys):",
+        "for key in keys:",
+        SHOWN_TESTS + "test_what_came_through_a_lossy_codec_is_not_shown",
+    ),
+    Mutant(
+        "any-token",
+        PEERS + "/link.py",
+        "if not hmac.compare_digest(self.receive(len(proof)), proof):",
+        "if len(self.receive(len(proof))) != len(proof):",
+        PEERS_TESTS + "test_only_who_knows_the_token_is_shown_a_frame",
+    ),
+    Mutant(
+        "shown-beyond-loopback",
+        PEERS + "/listener.py",
+        "if not door.opens_to(self._sock.getsockname()[0]):",
+        "if False:",
+        PEERS_TESTS + "test_beyond_loopback_nothing_is_shown_without_a_token_or_tls",
+    ),
+    Mutant(
+        "shown-to-any-namespace",
+        PEERS + "/listener.py",
+        "for each, sealed in self.tables if each == namespace)",
+        "for each, sealed in self.tables)",
+        PEERS_TESTS + "test_frames_of_another_namespace_are_not_shown",
+    ),
+    Mutant(
+        "memory-goes-while-it-is-read",
+        PEERS + "/listener.py",
+        "self._looking.wait_for(lambda: not self._lookers)",
+        "pass",
+        PEERS_TESTS + "test_a_node_that_closes_waits_for_who_reads",
+    ),
     Mutant(
         "codes-leave-bytes-of-a-page-out",
         LOSSY + "/halves.py",

@@ -60,6 +60,7 @@ class Adoption:
         errors = outcome.value if outcome.error is None else keys
         whole = [key for key, error in zip(keys, errors, strict=True) if error is None and self._arena.is_reserved(key)]
         self._arena.commit(whole, [self._parents[key] for key in whole])
+        self._arena.show(whole, self.space.layout)
         self._pinned += self._arena.pin(whole, _FORMER)
         adopted = set(whole)
         self._unusable += [key for key in keys if key not in adopted]

@@ -43,12 +43,14 @@ class StoreTier:
         timeout: float = 5.0,
         threads: int = 4,
         not_direct: str = "it is not set up for that",
+        takes_writes: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ):
         """``capacity`` is bytes of frames; ``inflight`` is bytes of arena slots that calls may hold at once.
 
         ``timeout`` is the seconds after which a call should have given up, ``threads`` how many ``pool`` has. Unless
-        there is a reason for ``not_direct``, workers read its frames where they lie; see `is_direct`.
+        there is a reason for ``not_direct``, workers read its frames where they lie; see `is_direct`. Unless it
+        ``takes_writes`` nothing is admitted to it.
         """
         self.name = name
         self.backend = backend
@@ -58,6 +60,7 @@ class StoreTier:
         self.lossless = codec.lossless
         self.not_direct = not_direct
         self._codec = codec
+        self._takes_writes = takes_writes
         self._inflight_limit = inflight
         self._clock = clock
         self._health = StoreHealth(name, pool, timeout, clock)
@@ -236,7 +239,7 @@ class StoreTier:
 
     def _writable(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """The keys for which a write would be considered now."""
-        if self._begun_nbytes >= self._inflight_limit or not self._health.can_write:
+        if not self._takes_writes or self._begun_nbytes >= self._inflight_limit or not self._health.can_write:
             return []
         if not self._table.limit.open(self._clock()):
             return []

@@ -1,0 +1,1 @@
+"""A kvtier store tier of the frames in other engines' memory."""

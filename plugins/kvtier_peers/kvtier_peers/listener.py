@@ -1,0 +1,158 @@
+"""Shows the frames of this process to other nodes: a thread that listens, and one for each connection.
+
+Nothing is pinned. A slot may be used again while its frame is sent, so the table is looked at once more when all of the
+frame has been copied: if it does not show the same view any more, the other side is told to forget what it got.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+from kvtier_core.errors import BackendError
+from kvtier_core.transfer.io_pool import run_aside
+from kvtier_core.types import ChunkKey
+from kvtier_peers.link import Door, Link
+from kvtier_peers.settings import Address
+
+logger = logging.getLogger("kvtier")
+
+#: Connections at a time: each engine of a large fleet has a few.
+_MOST_CONNECTIONS = 1024
+#: Connections that wait to be accepted.
+_BACKLOG = 128
+#: Seconds after a connection that could not be accepted: there may be no descriptor for the next one.
+_REST = 0.01
+
+#: The frames that the stack of one namespace shows.
+Sealed = Mapping[ChunkKey, memoryview]
+
+_listeners: dict[Address, Listener] = {}  # of this process: stacks of several namespaces share one
+_lock = threading.Lock()
+
+
+def listen(address: Address, door: Door, sealed: Sealed) -> Listener:
+    """Show these frames, of the door's namespace, at ``address``. `Listener.hide` follows. Raises BackendError."""
+    with _lock:
+        listener = _listeners.get(address)
+        if listener is None:
+            listener = _listeners[address] = Listener(address, door)
+        listener.tables.append((door.namespace, sealed))
+        return listener
+
+
+class Listener:
+    """Use `listen`."""
+
+    def __init__(self, address: Address, door: Door):
+        self.tables: list[tuple[bytes, Sealed]] = []  #: each of a namespace
+        self._address = address
+        self.door = door
+        self._links: set[Link] = set()
+        self._looking = threading.Condition()
+        self._lookers = 0  # threads that look at frames
+        try:
+            family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+            self._sock = socket.create_server(address, family=family, backlog=_BACKLOG)
+        except OSError as error:  # of `create_server`, whose text has the address, too
+            why = os.strerror(error.errno) if error.errno else error
+            raise BackendError(f"{address}: {why}; each engine of a machine needs a port") from error
+        try:
+            if not door.opens_to(self._sock.getsockname()[0]):
+                raise BackendError(f"{address}: frames are shown beyond loopback only with a token or TLS")
+        except BackendError:
+            self._sock.close()
+            raise
+        run_aside(self._accept, "peers-listen")
+
+    @property
+    def port(self) -> int:
+        """On which it listens."""
+        port: int = self._sock.getsockname()[1]
+        return port
+
+    def hide(self, sealed: Sealed) -> None:
+        """Show these frames no longer. Returns when no thread looks at one. The last one closes the listener."""
+        with _lock:
+            self.tables = [table for table in self.tables if table[1] is not sealed]
+            if not self.tables:
+                _listeners.pop(self._address, None)
+                self._close()
+        with self._looking:
+            self._looking.wait_for(lambda: not self._lookers)
+
+    def _close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+        for link in list(self._links):
+            link.close()
+
+    # -- on threads --------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._sock.accept()
+            except OSError:
+                if self._sock.fileno() < 0:
+                    return
+                time.sleep(_REST)
+                continue
+            if len(self._links) >= _MOST_CONNECTIONS:
+                sock.close()
+            else:
+                run_aside(functools.partial(self._serve, sock), "peer")
+
+    def _serve(self, sock: socket.socket) -> None:
+        """Answer one node until it hangs up, or fails."""
+        try:
+            link, namespace = self.door.admit(sock)
+        except BackendError as error:
+            logger.debug("kvtier: peers: refused: %s", error)
+            return
+        self._links.add(link)
+        try:
+            while self.tables:
+                self._answer(link, namespace)
+        except (EOFError, OSError, BackendError) as error:
+            logger.debug("kvtier: peers: a connection ended: %r", error)
+        finally:
+            self._links.discard(link)
+            link.close()
+
+    def _answer(self, link: Link, namespace: bytes) -> None:
+        keys, most = link.question()
+        if most is None:
+            link.send(bytes(self._find(namespace, key) is not None for key in keys))
+            return
+        for key, nbytes in zip(keys, most, strict=True):
+            with self._looks():
+                frame = self._find(namespace, key)
+                if frame is None or len(frame) > nbytes:
+                    link.show(None)
+                else:
+                    link.show(frame)
+                    link.showed(self._find(namespace, key) is frame)
+        link.end()
+
+    def _find(self, namespace: bytes, key: ChunkKey) -> memoryview | None:
+        found = (sealed.get(key) for each, sealed in self.tables if each == namespace)
+        return next((frame for frame in found if frame is not None), None)
+
+    @contextlib.contextmanager
+    def _looks(self) -> Iterator[None]:
+        with self._looking:
+            self._lookers += 1
+        try:
+            yield
+        finally:
+            with self._looking:
+                self._lookers -= 1
+                self._looking.notify_all()

@@ -1,0 +1,77 @@
+"""Nodes whose memory is a folder, so that a test, or another process, can put frames into it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import attrs
+
+from kvtier_core.interfaces import OpenContext
+from kvtier_core.testing.samples import make_context
+from kvtier_core.types import ChunkKey, Seconds
+from kvtier_peers.backend import PeersBackend
+from kvtier_peers.config import PeersConfig
+
+
+class Memory(Mapping[ChunkKey, memoryview]):
+    """The frames of a node: a file each. The view of a key is another one when its file is."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._views: dict[ChunkKey, tuple[int, memoryview]] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def put(self, key: ChunkKey, frame: bytes | memoryview) -> None:
+        new = self._path(key).with_suffix(f".{time.monotonic_ns()}")
+        new.write_bytes(frame)
+        new.rename(self._path(key))
+
+    def drop(self, key: ChunkKey) -> None:
+        self._path(key).unlink(missing_ok=True)
+
+    def __getitem__(self, key: ChunkKey) -> memoryview:
+        try:
+            with self._path(key).open("rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if self._views.get(key, (0,))[0] != inode:
+                    self._views[key] = inode, memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+        except FileNotFoundError:
+            raise KeyError(key) from None
+        return self._views[key][1]
+
+    def __iter__(self) -> Iterator[ChunkKey]:
+        raise NotImplementedError("no node lists its frames")
+
+    def __len__(self) -> int:
+        return len(list(self._folder.iterdir()))
+
+    def _path(self, key: ChunkKey) -> Path:
+        return self._folder / key.hex()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def open_node(memory: Mapping[ChunkKey, memoryview] | None = None, ctx: OpenContext | None = None, **settings):
+    """A node that shows this memory; its ``address`` is where."""
+    settings = {"listen": f"127.0.0.1:{free_port()}", "patience": Seconds(10), **settings}
+    node = PeersBackend(
+        PeersConfig(**settings), attrs.evolve(ctx or make_context(), sealed={} if memory is None else memory)
+    )
+    node.address = settings["listen"]
+    return node
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 20) -> None:
+    """Until it holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.01)

@@ -1,0 +1,311 @@
+"""Nodes that show each other their frames, and peers that fail, hang, lie, or must not be let in."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+from nodes import free_port, open_node, wait_for
+from servers.redis import make_certificate
+
+from kvtier_core.errors import BackendError
+from kvtier_core.testing import Proxy
+from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_namespace
+from kvtier_core.types import EnvSecret, Seconds
+
+KEYS = make_keys(4)
+FRAMES = {key: make_frame(key) for key in KEYS}
+NBYTES = len(FRAMES[KEYS[0]])
+SECRET = "a secret of thirty-two characters"
+
+
+@pytest.fixture
+def node():
+    """Opens nodes that are closed when the test ends."""
+    with contextlib.ExitStack() as closing:
+
+        def node(*args, **settings):
+            opened = open_node(*args, **settings)
+            closing.callback(opened.close)
+            return opened
+
+        yield node
+
+
+def read(node, keys, nbytes=NBYTES):
+    """The frames that a node gets, and what it says of those that it does not get."""
+    into = [memoryview(bytearray(nbytes)) for _ in keys]
+    counts = node.read(keys, into)
+    return [bytes(view[:count]) if isinstance(count, int) else count for view, count in zip(into, counts, strict=True)]
+
+
+def finds(node, *keys):
+    return list(node.contains(keys)) == [True] * len(keys)
+
+
+def test_nodes_read_from_each_other(node):
+    """What each shows the other finds; what nobody has is a miss."""
+    first = node({KEYS[0]: FRAMES[KEYS[0]]})
+    second = node({KEYS[1]: FRAMES[KEYS[1]]}, peers=[first.address])
+    third = node(peers=[first.address, second.address])
+    wait_for(lambda: finds(third, *KEYS[:2]))
+    assert list(third.contains(KEYS)) == [True, True, False, False]
+    assert read(third, KEYS) == [FRAMES[KEYS[0]], FRAMES[KEYS[1]], b"", b""]
+    wait_for(lambda: finds(second, KEYS[0]))
+    assert list(second.contains(KEYS)) == [True, False, False, False], "its own frames are in its arena"
+
+
+def test_frames_of_another_namespace_are_not_shown(node):
+    first = node({KEYS[0]: FRAMES[KEYS[0]]})
+    same = node(peers=[first.address])
+    other = node(peers=[first.address], ctx=make_context(namespace=make_namespace("another")))
+    wait_for(lambda: finds(same, KEYS[0]))
+    time.sleep(0.1)
+    assert not finds(other, KEYS[0]) and read(other, KEYS[:1]) == [b""]
+
+
+def test_namespaces_of_a_process_share_a_listener(node):
+    """As those of a server do: each stack shows its own frames at the same address."""
+    address = f"127.0.0.1:{free_port()}"
+    other = make_context(namespace=make_namespace("another"))
+    node({KEYS[0]: FRAMES[KEYS[0]]}, listen=address)
+    second = open_node({KEYS[1]: FRAMES[KEYS[1]]}, ctx=other, listen=address)
+    ours, theirs = node(peers=[address]), node(peers=[address], ctx=other)
+    wait_for(lambda: finds(ours, KEYS[0]) and finds(theirs, KEYS[1]))
+    assert not finds(ours, KEYS[1]) and not finds(theirs, KEYS[0])
+    second.close()
+    assert finds(ours, KEYS[0]) and not finds(theirs, KEYS[1])
+
+
+class Fleeting(dict):
+    """Memory whose slots are used again as soon as a thread has looked at a frame."""
+
+    def get(self, key, default=None):
+        return self.pop(key, default)
+
+
+def test_a_frame_whose_slot_is_used_again_while_it_is_sent_is_a_miss(node):
+    """Although every byte may have been sent before."""
+    goes = Fleeting()
+    first = node(goes)
+    second = node(peers=[first.address])
+    wait_for(lambda: goes.update(FRAMES) or finds(second, *KEYS))
+    goes.update(FRAMES)
+    assert read(second, KEYS) == [b""] * len(KEYS)
+    assert not goes
+
+
+def test_a_frame_that_is_longer_than_a_slot_is_a_miss(node):
+    first = node(FRAMES)
+    second = node(peers=[first.address])
+    wait_for(lambda: finds(second, *KEYS))
+    assert read(second, KEYS[:1], NBYTES - 1) == [b""]
+    assert read(second, KEYS[:1]) == [FRAMES[KEYS[0]]]
+
+
+@pytest.fixture
+def behind(node):
+    """A node that shows all frames, and a network in front of it."""
+    first = node(FRAMES)
+    with Proxy(("127.0.0.1", int(first.address.rpartition(":")[2]))) as proxy:
+        yield f"127.0.0.1:{proxy.port}", proxy
+
+
+def holders(node):
+    """How many peers are known to show each frame."""
+    return [len(node._holders.get(key, ())) for key in KEYS if node.contains([key])]
+
+
+# -- peers that fail ---------------------------------------------------------------------------------
+
+
+def test_what_one_peer_fails_to_send_another_one_sends(node, behind):
+    address, proxy = behind
+    third = node(peers=[address, node(FRAMES).address])
+    wait_for(lambda: holders(third) == [2] * len(KEYS))
+    proxy.truncate(NBYTES)
+    assert read(third, KEYS) == [FRAMES[key] for key in KEYS]
+
+
+def test_a_peer_that_is_gone_is_a_miss_and_is_found_again(node, behind):
+    address, proxy = behind
+    second = node(peers=[address])
+    wait_for(lambda: finds(second, *KEYS))
+    proxy.drop()
+    (first, *_) = read(second, KEYS)
+    assert isinstance(first, BackendError) and address in str(first)
+    assert list(second.contains(KEYS)) == [False] * len(KEYS)
+    proxy.heal()
+    wait_for(lambda: finds(second, *KEYS))
+    assert read(second, KEYS) == [FRAMES[key] for key in KEYS]
+
+
+@pytest.mark.parametrize("call", ["contains", "read"])
+def test_a_peer_that_hangs_costs_one_call_its_patience(node, behind, call):
+    """The next calls leave it alone, and others are asked as ever."""
+    address, proxy = behind
+    other = node({KEYS[3]: FRAMES[KEYS[3]]})
+    third = node(peers=[address, other.address], patience=Seconds(0.2))
+    wait_for(lambda: finds(third, *KEYS) and holders(third)[3] == 2)
+    proxy.stall()
+    begun = time.monotonic()
+    if call == "contains":
+        assert list(third.contains(KEYS)) == [False, False, False, True]
+    else:
+        assert read(third, KEYS)[3] == FRAMES[KEYS[3]]
+    assert time.monotonic() - begun >= 0.2
+    asked = proxy.connections
+    assert [list(third.contains(KEYS)) for _ in range(100)] == [[False, False, False, True]] * 100
+    assert proxy.connections <= asked + 3, "it is tried again, at growing distances, and not by every call"
+
+
+def test_garbage_is_a_miss(node, behind):
+    address, proxy = behind
+    second = node(peers=[address])
+    wait_for(lambda: finds(second, *KEYS))
+    proxy.garble()
+    assert all(isinstance(each, BackendError) or each == b"" or len(each) == NBYTES for each in read(second, KEYS))
+    with pytest.raises(AssertionError):
+        wait_for(lambda: finds(node(peers=[address]), KEYS[0]), seconds=0.5)
+
+
+def test_a_stranger_learns_nothing_and_stops_nobody(node):
+    first = node(FRAMES)
+    second = node(peers=[first.address])
+    host, port = first.address.split(":")
+    with contextlib.ExitStack() as strangers:
+        for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"kvtier peers 9\r\n" + bytes(48), bytes(4096)):
+            stranger = strangers.enter_context(socket.create_connection((host, int(port))))
+            stranger.sendall(said)
+        wait_for(lambda: finds(second, *KEYS))
+        assert read(second, KEYS) == [FRAMES[key] for key in KEYS]
+
+
+# -- who is let in -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def secrets(monkeypatch):
+    """Two tokens."""
+    monkeypatch.setenv("OURS", SECRET)
+    monkeypatch.setenv("THEIRS", SECRET[::-1])
+    monkeypatch.setenv("SHORT", "a word")
+    return EnvSecret("OURS"), EnvSecret("THEIRS")
+
+
+def test_only_who_knows_the_token_is_shown_a_frame(node, secrets):
+    ours, theirs = secrets
+    first = node(FRAMES, token=ours)
+    second = node(peers=[first.address], token=ours)
+    wait_for(lambda: finds(second, *KEYS))
+    assert read(second, KEYS) == [FRAMES[key] for key in KEYS]
+    for stranger in (node(peers=[first.address], token=theirs), node(peers=[first.address])):
+        with pytest.raises(AssertionError):
+            wait_for(lambda stranger=stranger: finds(stranger, KEYS[0]), seconds=0.5)
+
+
+def test_nor_does_who_knows_it_take_frames_from_others(node, secrets):
+    ours, _ = secrets
+    first = node(FRAMES)
+    second = node(peers=[first.address], token=ours)
+    with pytest.raises(AssertionError):
+        wait_for(lambda: finds(second, KEYS[0]), seconds=0.5)
+
+
+@pytest.fixture
+def certificates(tmp_path):
+    """Of two fleets."""
+    for fleet in ("ours", "theirs"):
+        (tmp_path / fleet).mkdir()
+        make_certificate(tmp_path / fleet)
+    return [
+        {"ca": tmp_path / fleet / "ca.pem", "cert": tmp_path / fleet / "ca.pem", "key": tmp_path / fleet / "key.pem"}
+        for fleet in ("ours", "theirs")
+    ]
+
+
+def test_with_tls_only_who_has_a_certificate_is_shown_a_frame(node, certificates):
+    ours, theirs = certificates
+    first = node(FRAMES, **ours)
+    second = node(peers=[first.address], **ours)
+    wait_for(lambda: finds(second, *KEYS))
+    assert read(second, KEYS) == [FRAMES[key] for key in KEYS]
+    for stranger in (node(peers=[first.address], **theirs), node(peers=[first.address])):
+        with pytest.raises(AssertionError):
+            wait_for(lambda stranger=stranger: finds(stranger, KEYS[0]), seconds=0.5)
+
+
+def test_beyond_loopback_nothing_is_shown_without_a_token_or_tls(secrets, certificates):
+    where = f"0.0.0.0:{free_port()}"
+    with pytest.raises(BackendError, match="beyond loopback only with a token or TLS"):
+        open_node(listen=where)
+    for settings in ({"token": secrets[0]}, certificates[0]):
+        open_node(listen=where, **settings).close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"token": EnvSecret("SHORT")}, "a token has at least 32 characters"),
+        ({"token": EnvSecret("NOT_THERE")}, "NOT_THERE is not set"),
+    ],
+)
+def test_a_token_that_is_none_is_refused(secrets, settings, why):
+    with pytest.raises(BackendError, match=why):
+        open_node(**settings)
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(BackendError, match=f"{where}: Address already in use; each engine of a machine needs a"):
+            open_node(listen=where)
+
+
+# -- who the peers are -------------------------------------------------------------------------------
+
+
+def test_a_node_does_not_read_from_itself(node):
+    address = f"127.0.0.1:{free_port()}"
+    first = node(FRAMES, listen=address, peers=[address])
+    with pytest.raises(AssertionError):
+        wait_for(lambda: finds(first, KEYS[0]), seconds=0.5)
+
+
+def test_a_file_of_addresses_is_read_again(node, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("kvtier_peers.roster._AGAIN", 0.05)
+    file = tmp_path / "peers"
+    second = node(file=file)
+    wait_for(lambda: finds(second, *KEYS) or "No such file" in caplog.text)
+    first = node(FRAMES)
+    file.write_text(f"# our nodes\nlocalhost:{first.address.rpartition(':')[2]}  # by name\nno address\n")
+    wait_for(lambda: finds(second, *KEYS))
+    wait_for(lambda: finds(second, *KEYS) and "write an address as host:port, and not 'no address'" in caplog.text)
+    file.write_text("")
+    wait_for(lambda: not finds(second, KEYS[0]))
+
+
+def test_a_node_that_closes_waits_for_who_reads(node):
+    """The memory of its frames is gone afterwards."""
+    first, reading = node(), threading.Event()
+
+    class Slow(dict):
+        def get(self, key, default=None):
+            reading.set()
+            time.sleep(0.2)
+            return FRAMES.get(key)
+
+    slow = open_node(Slow())
+    second = node(peers=[slow.address])
+    wait_for(lambda: finds(second, KEYS[0]))
+    reading.clear()
+    thread = threading.Thread(target=read, args=(second, KEYS[:1]))
+    thread.start()
+    reading.wait()
+    slow.close()
+    assert not slow._listener._lookers and not slow._listener.tables
+    thread.join()
+    assert first.contains(KEYS[:1]) == [False]

@@ -1,0 +1,122 @@
+"""Real vLLM engines that read each other's memory: each in a process of its own, alone or behind a server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+
+import pytest
+from conftest import cpu, hit, prompt
+from nodes import free_port
+from other_engine import beside
+from test_server import NOISE, of, serving
+
+from kvtier_peers.link import Link
+
+ASKED, ANOTHER = prompt(140, 530), prompt(141, 530)
+
+
+def node(*peers, packing="off", patience="10s"):
+    """The stack of a node; its address is that of its tier of peers."""
+    stack = cpu()
+    stack["tiers"][0]["packing"] = packing
+    tier = {"type": "peers", "listen": f"127.0.0.1:{free_port()}", "peers": list(peers), "patience": patience}
+    return {**stack, "tiers": [*stack["tiers"], tier]}
+
+
+def address_of(stack):
+    return stack["tiers"][-1]["listen"]
+
+
+@pytest.fixture
+def meets(said):
+    """Waits until an engine of this process has met a peer."""
+
+    def meets(address):
+        deadline = time.monotonic() + 20
+        while f"kvtier: peers: {address} shows its frames" not in said():
+            assert time.monotonic() < deadline, "they do not meet"
+            time.sleep(0.02)
+
+    return meets
+
+
+@pytest.mark.parametrize(("packing", "dtype"), [("off", "float32"), ("auto", "bfloat16")])
+def test_an_answer_from_the_memory_of_another_engine_is_bit_equal(engine, fork_server, model, meets, packing, dtype):
+    """Although that engine does nothing meanwhile. Who has read a chunk holds it, too."""
+    with engine(cpu(), enable_prefix_caching=True, dtype=dtype) as alone:
+        alone.ask(ASKED)
+        expected = alone.ask(ASKED)[0]
+    first, second, third = node(packing=packing), node(packing=packing), node(packing=packing)
+    with beside(fork_server, model, first, dtype=dtype) as owner:
+        owner.ask(ASKED)
+        second["tiers"][-1]["peers"] = [address_of(first)]
+        with engine(second, dtype=dtype) as reader:
+            meets(address_of(first))
+            assert reader.ask(ASKED)[0].differs(expected) == 0
+            assert reader.outcomes() == [hit(530, peers=512)]
+            assert reader.ask(ASKED)[0].differs(expected) == 0
+            assert reader.outcomes() == [hit(530, cpu=512)]
+            os.kill(owner.pid, signal.SIGKILL)
+            third["tiers"][-1]["peers"] = [address_of(first), address_of(second)]
+            with beside(fork_server, model, third, dtype=dtype) as last:
+                last.ask(ANOTHER)
+                assert last.ask(ASKED).differs(expected) == 0
+                assert last.outcome == hit(530, peers=512)
+            reader.assert_at_rest()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("when", ["before", "asked", "read"])
+def test_an_owner_that_ends_or_stops_is_a_miss(engine, fork_server, model, meets, monkeypatch, how, when):
+    """Before it is asked, before it has answered, and in the middle of a frame."""
+    with engine() as plain:
+        truth = plain.ask(ASKED)[0]
+    first = node()
+    with beside(fork_server, model, first) as owner:
+        owner.ask(ASKED)
+        with engine(node(address_of(first), patience="1s")) as reader:
+            meets(address_of(first))
+            reader.ask(ANOTHER)
+            end = lambda: os.kill(owner.pid, how)  # noqa: E731
+            if when == "before":
+                end()
+            elif when == "asked":
+                presence = Link.presence
+                monkeypatch.setattr(Link, "presence", lambda link, count: end() or presence(link, count))
+            else:
+                fill = Link._fill
+                monkeypatch.setattr(Link, "_fill", lambda link, view: (len(view) > 4096 and end(), fill(link, view))[1])
+            begun = time.monotonic()
+            assert reader.ask(ASKED)[0].differs(truth) < NOISE
+            assert time.monotonic() - begun < 20
+            monkeypatch.undo()
+            assert reader.ask(ASKED)[0].differs(truth) < NOISE
+            assert reader.outcomes()[-1].tiers.keys() == {"cpu"}
+            reader.assert_at_rest()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(owner.pid, signal.SIGKILL)
+
+
+def test_servers_are_peers(engine, tmp_path):
+    """What the engines of one node have stored those of another read, through its server."""
+    folders = [tmp_path / name for name in ("first", "second")]
+    addresses = [f"127.0.0.1:{free_port()}" for _ in folders]
+    tiers = [
+        json.dumps({"type": "peers", "listen": own, "peers": [other]})
+        for own, other in (addresses, reversed(addresses))
+    ]
+    for folder in folders:
+        folder.mkdir()
+    prompts = [prompt(seed, 530) for seed in range(150, 158)]
+    with serving(folders[0], tiers[0]), serving(folders[1], tiers[1]):
+        with engine(of(folders[0])) as first:
+            truths = first.ask(*prompts)
+        with engine(of(folders[1])) as second:
+            for asked, truth in zip(prompts, truths, strict=True):  # until the servers have met
+                assert second.ask(asked)[0].differs(truth) < NOISE
+            assert second.outcomes()[-1] == hit(530, peers=512)
+            second.assert_at_rest()
