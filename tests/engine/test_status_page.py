@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import re
 import os
 import pty
 import random
+import re
 import socket
 import stat
 import struct
