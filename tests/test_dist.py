@@ -24,6 +24,7 @@ SOURCES = {
     "kvtier_disk": ROOT / "plugins/kvtier_disk",
     "kvtier_gds": ROOT / "plugins/kvtier_gds",
     "kvtier_lossy": ROOT / "plugins/kvtier_lossy",
+    "kvtier_mooncake": ROOT / "plugins/kvtier_mooncake",
     "kvtier_redis": ROOT / "plugins/kvtier_redis",
     "kvtier_s3": ROOT / "plugins/kvtier_s3",
     "kvtier_example_backend": ROOT / "examples/plugins/backend",
@@ -33,7 +34,7 @@ PYTHONS = release.pythons() if LONG > 1 else {sys.version_info.minor: Path(sys.e
 #: What archives are dated.
 DATE = "1700000000"
 HOW = "from kvtier_core import native; print(native.describe())"
-HEAVY = ("torch", "numpy", "vllm", "transformers", "boto3", "redis")
+HEAVY = ("torch", "numpy", "vllm", "transformers", "boto3", "redis", "mooncake")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def python(request, built, tmp_path_factory) -> Path:
     run(PYTHONS[request.param], "-m", "venv", folder / "venv")
     python = folder / "venv" / "bin" / "python"
     found = ("--find-links", built, "--constraint", versions)
-    ours = "kvtier[cpu,disk,gds,lossy,redis,s3]", "kvtier-example-backend"
+    ours = "kvtier[cpu,disk,gds,lossy,mooncake,redis,s3]", "kvtier-example-backend"
     run(python, "-m", "pip", "install", "--quiet", *found, *ours)
     return python
 
@@ -86,6 +87,7 @@ def test_the_core_requires_four_small_packages(built):
         ("disk", {"kvtier-disk"}),
         ("gds", {"kvtier-gds"}),
         ("lossy", {"kvtier-lossy"}),
+        ("mooncake", {"kvtier-mooncake"}),
         ("redis", {"kvtier-redis"}),
         ("s3", {"kvtier-s3"}),
         ("all", {"kvtier"}),
@@ -122,6 +124,7 @@ def test_no_requirement_names_an_engine(built, name):
         ("kvtier_disk", set()),
         ("kvtier_gds", {"kvtier-cpu"}),
         ("kvtier_lossy", {"numpy"}),
+        ("kvtier_mooncake", set()),
         ("kvtier_redis", {"hiredis", "redis"}),
         ("kvtier_s3", {"boto3", "obstore"}),
         ("kvtier_example_backend", set()),
@@ -255,6 +258,7 @@ def test_the_command_lists_every_plugin(python):
         ("disk", "kvtier-disk:disk"),
         ("gds", "kvtier-gds:gds"),
         ("fp8", "kvtier-lossy:lossy"),
+        ("mooncake", "kvtier-mooncake:mooncake"),
         ("redis", "kvtier-redis:redis"),
         ("s3", "kvtier-s3:s3"),
         ("example-backend", "kvtier-example-backend:example-backend"),

@@ -45,6 +45,7 @@ LISTENERS = {
 #: What connects, and with what: tiers to the server of their url or the endpoint of their bucket, commands to engines.
 CONNECTS = {"kvtier_redis": {"socket", "ssl", "select"}, "kvtier_s3": {"asyncio"}, "engines.py": {"socket"}}
 #: Engines to their server; a server to systemd.
+CONNECTS |= {"kvtier_mooncake": {"socket"}}  # the process of Mooncake's client, and it to the master
 CONNECTS |= {"connection.py": {"socket", "select"}, "serve.py": {"socket"}}
 #: By these it would wait for others to connect.
 WAITS = {"bind", "listen", "accept", "create_server", "start_server", "start_unix_server", "create_datagram_endpoint"}

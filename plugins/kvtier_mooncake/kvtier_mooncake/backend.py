@@ -94,7 +94,7 @@ class MooncakeBackend(Backend):
 
     def facts(self) -> Mapping[str, str]:
         told = {"master": f"{self._where} -> {self._trouble}"} if self._trouble else {}
-        return told | ({"capacity": f"{self._capacity} -> Mooncake bounds itself"} if self._capacity else {})
+        return told | ({"capacity": f"{self._capacity} -> none: Mooncake bounds itself"} if self._capacity else {})
 
     def close(self) -> None:
         self._client.close()

@@ -83,6 +83,7 @@ class Lane:
     def __init__(self, where: str, nbytes: int):
         self.nbytes = nbytes
         self.is_late = False  #: an answer is still to come, and until then the memory is in use
+        self.is_broken = False  #: nobody is at the other end
         self._where = where
         self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.memory = os.memfd_create("kvtier-mooncake")
@@ -99,8 +100,8 @@ class Lane:
             raise BackendError(f"{self._where}: no answer in time") from None
         except OSError:
             message = b""
-        self.is_late = False
-        if not message:
+        self.is_late, self.is_broken = False, not message
+        if self.is_broken:
             raise BackendError(f"{self._where}: the process of Mooncake's client has ended")
         return self._codes(json.loads(message), len(names))
 
@@ -148,6 +149,7 @@ class _Process:
         self._free: queue.LifoQueue[Lane] = queue.LifoQueue()  # memory that was used lately is there
         self._late: queue.SimpleQueue[Lane] = queue.SimpleQueue()
         self._ended = False
+        self._broken = False
         lanes = [Lane(settings.master, nbytes) for _ in range(_LANES)]
         for lane in lanes:
             self._free.put(lane)
@@ -173,7 +175,7 @@ class _Process:
 
     @property
     def has_ended(self) -> bool:
-        return self._popen.poll() is not None
+        return self._broken or self._popen.poll() is not None
 
     def take(self, deadline: float) -> Lane:
         """Raises BackendError if all lanes are in use until then."""
@@ -187,6 +189,7 @@ class _Process:
             raise BackendError(f"{self._where}: no answer to {_LANES} calls") from None
 
     def give_back(self, lane: Lane) -> None:
+        self._broken |= lane.is_broken
         (self._late if lane.is_late else self._free).put(lane)
         if self._ended:
             self._close_lanes()

@@ -13,7 +13,7 @@ _MOST_REPLICAS = 16
 
 
 def _check_address(config: object, field: attrs.Attribute, address: str) -> None:
-    if address and not re.fullmatch(r"[^\s:/@]+:[0-9]{1,5}", address):
+    if (address or field.default) and not re.fullmatch(r"[^\s:/@]+:[0-9]{1,5}", address):
         raise ValueError("write host:port")
 
 
@@ -36,7 +36,7 @@ def _check_prefix(config: object, field: attrs.Attribute, prefix: str) -> None:
 class MooncakeSettings:
     """Where the master is, and how frames are kept. Mooncake has no authentication, so there are no secrets."""
 
-    master: str = attrs.field(default="127.0.0.1:50051", validator=[attrs.validators.min_len(1), _check_address])
+    master: str = attrs.field(default="127.0.0.1:50051", validator=_check_address)
     #: Of this machine, as the other clients reach it; by default the address from which it reaches the master.
     host: str = attrs.field(default="", validator=_check_host)
     protocol: Literal["tcp", "rdma"] = "tcp"  #: by which frames travel
