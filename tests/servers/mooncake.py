@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
 import os
@@ -9,8 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -28,6 +30,15 @@ master, nbytes = sys.argv[1:]
 code = client.setup("127.0.0.1", "P2PHANDSHAKE", int(nbytes), 16 << 20, "tcp", "", master)
 print(client.get_hostname() if code == 0 else "", flush=True)
 sys.stdin.read()
+"""
+#: Another client than a tier's: the results of calls, each a name and arguments.
+_ASKS = """
+import ast, os, sys
+from mooncake.store import MooncakeDistributedStore
+client = MooncakeDistributedStore()
+assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", sys.argv[1]) == 0
+print([getattr(client, call)(*words) for call, *words in ast.literal_eval(sys.argv[2])], flush=True)
+os._exit(0)
 """
 
 
@@ -107,6 +118,12 @@ class Master(Process):
             owner.kill()
             owner.process.stdin.close()
             owner.process.stdout.close()
+
+    def ask(self, *calls: Sequence[Any]) -> list[Any]:
+        """The results of calls of Mooncake's client, each a name and arguments."""
+        command = [sys.executable, "-c", _ASKS, self.address, repr(calls)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return ast.literal_eval(done.stdout.splitlines()[-1])
 
     def _listens(self) -> bool:
         assert self.process.poll() is None, f"mooncake_master ended: {self.log.read_text()[-2000:]}"

@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 from servers.redis import wait_until
 
-from kvtier_core.errors import BackendError
+from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.testing.samples import make_frame, make_keys, make_namespace, same
 from kvtier_core.types import FRAME_ALIGNMENT
 
 ONE, TWO = make_keys(2)
 NBYTES = 5 * FRAME_ALIGNMENT
-#: Another client than ours, in a process of its own: the results of calls of Mooncake's.
-ASKS = """
-import ctypes, json, os, sys
-from mooncake.store import MooncakeDistributedStore
-client = MooncakeDistributedStore()
-assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", sys.argv[1]) == 0
-print(json.dumps([getattr(client, call)(*words) for call, *words in json.loads(sys.argv[2])]), flush=True)
-os._exit(0)
-"""
-
-
-def ask(master, *calls):
-    """The results of calls of Mooncake's client, each a name and arguments."""
-    command = [sys.executable, "-c", ASKS, master.address, json.dumps(calls)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def frame(key, seed=0):
@@ -49,7 +29,7 @@ def name_of(key, prefix="kvtier"):
 
 def test_a_frame_is_an_object_with_some_bytes_behind_it(master, tier):
     tier.write([ONE, TWO], [frame(ONE), frame(TWO)])
-    lengths = ask(master, ["get_size", name_of(ONE)], ["get_size", name_of(TWO)])
+    lengths = master.ask(["get_size", name_of(ONE)], ["get_size", name_of(TWO)])
     assert all(NBYTES < length < NBYTES + FRAME_ALIGNMENT for length in lengths)
 
 
@@ -57,10 +37,10 @@ def test_a_frame_that_is_there_is_not_written_again(master, tier, open_tier):
     """Several engines that compute one prompt store it once. The length of the object tells one write from another."""
     other = open_tier(master)
     tier.write([ONE], [frame(ONE)])
-    before = ask(master, ["get_size", name_of(ONE)])
+    before = master.ask(["get_size", name_of(ONE)])
     for _ in range(3):
         other.write([ONE, TWO], [frame(ONE), frame(TWO)])
-    assert ask(master, ["get_size", name_of(ONE)]) == before
+    assert master.ask(["get_size", name_of(ONE)]) == before
 
 
 @pytest.mark.parametrize("damaged", [FRAME_ALIGNMENT, NBYTES - 1], ids=["first byte of the payload", "last byte"])
@@ -73,12 +53,32 @@ def test_a_frame_that_differs_in_one_byte_is_replaced(tier, damaged):
     assert same(found(tier, ONE), frame(ONE))
 
 
+def test_a_frame_is_not_written_in_place_of_another(master, tier):
+    """Mooncake does that where an object has the same length: a reader would get a mixture."""
+    lengths = set()
+    for seed in range(3):  # one length in 4095 is that of the object before
+        tier.write([ONE], [frame(ONE, seed)])
+        lengths.update(master.ask(["get_size", name_of(ONE)]))
+    assert len(lengths) > 1
+
+
+def test_the_memory_of_a_deleted_frame_is_not_used_at_once(master, owner, open_tier):
+    """A reader may be at it. So a store that was full remains full for some time."""
+    tier, large = open_tier(master, hard_pin=True), 12 << 20
+    keys = make_keys(4)
+    assert tier.write(keys, [make_frame(key, nbytes=large) for key in keys]) is None
+    tier.delete(keys)
+    assert tier.contains(keys) == [False] * len(keys)
+    with pytest.raises(StoreFull):
+        tier.write(keys, [make_frame(key, nbytes=large, seed=1) for key in keys])
+
+
 def test_what_was_read_a_moment_ago_can_be_replaced_and_deleted(master, tier):
     """A lease that a reader has keeps Mooncake from removing an object."""
     tier.write([ONE, TWO], [frame(ONE, seed=1), frame(TWO)])
     for key in (ONE, TWO):
         assert len(found(tier, key)) == NBYTES
-    assert ask(master, ["remove", name_of(TWO)]) == [-706], "there is no lease: then this test shows nothing"
+    assert master.ask(["remove", name_of(TWO)]) == [-706], "there is no lease: then this test shows nothing"
     tier.write([ONE], [frame(ONE)])
     tier.delete([TWO])
     assert same(found(tier, ONE), frame(ONE))
@@ -107,7 +107,7 @@ def test_tiers_with_other_prefixes_share_nothing(master, tier, open_tier):
     other = open_tier(master, prefix="team/kv")
     other.write([ONE], [frame(ONE)])
     assert tier.contains([ONE]) == [False]
-    assert ask(master, ["batch_is_exist", [name_of(ONE), name_of(ONE, "team/kv")]]) == [[0, 1]]
+    assert master.ask(["batch_is_exist", [name_of(ONE), name_of(ONE, "team/kv")]]) == [[0, 1]]
 
 
 def test_replicas_and_the_preferred_segment_are_mooncakes(master, owner, open_tier):

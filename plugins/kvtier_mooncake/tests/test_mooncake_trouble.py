@@ -210,6 +210,20 @@ def test_a_client_that_hangs(master, owner, open_tier):
     when_it_works(tier)
 
 
+def test_what_is_answered_too_late_is_not_the_next_answer(master, owner, open_tier):
+    """Nor is the memory used again before, to which a read may still be writing."""
+    tier = open_tier(master, timeout=3)
+    write(tier, ONE)
+    client = client_of(os.getpid())
+    os.kill(client, signal.SIGSTOP)
+    for late in (lambda: read(tier, ONE), lambda: tier.contains([ONE, ONE])):
+        with pytest.raises(BackendError, match="no answer in time"):
+            late()
+    os.kill(client, signal.SIGCONT)
+    assert tier.contains([TWO]) == [False]
+    assert read(tier, TWO, ONE) == ["miss", "hit"]
+
+
 def test_the_client_ends_with_the_engine(master, owner):
     program = f"""
 import sys, time
