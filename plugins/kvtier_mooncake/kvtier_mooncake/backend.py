@@ -13,7 +13,7 @@ from kvtier_mooncake.answers import MISSES, NO_ROOM, OVERTAKEN, error_of, raise_
 from kvtier_mooncake.client import KEYS, Client, NoClient
 from kvtier_mooncake.settings import MooncakeSettings
 
-_LANE_NBYTES = 16 << 20
+_LANE_NBYTES = (32 << 20) + KEYS * FRAME_ALIGNMENT  # 32 MiB of frames, each with some bytes behind it
 
 
 class MooncakeBackend(Backend):

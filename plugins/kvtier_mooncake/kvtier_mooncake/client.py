@@ -22,7 +22,7 @@ from kvtier_mooncake.settings import MooncakeSettings
 
 KEYS = 128  #: that one call names at most
 MESSAGE_NBYTES = 1 << 17  #: no message is longer
-_LANES = 16  # calls under way; a tier has 4 threads by default
+_LANES = 8  # calls under way; a tier has 4 threads by default
 _PATIENCE = 5.0  # seconds for a client to take its segment out of the store
 
 
@@ -108,10 +108,14 @@ class Lane:
     def has_answered(self) -> bool:
         """Has the answer come that was not awaited? Then the lane can be used again."""
         self._ours.settimeout(0)
-        with contextlib.suppress(BlockingIOError):
+        try:
             self._ours.recv(MESSAGE_NBYTES)
-            self.is_late = False
-        return not self.is_late
+        except BlockingIOError:
+            return False
+        except OSError:  # the next call finds the other end gone, too
+            pass
+        self.is_late = False
+        return True
 
     def load(self, begin: int, view: memoryview) -> None:
         """Copy from the lane's memory. No thread of Python waits meanwhile, as it would for a copy by slices."""
@@ -150,12 +154,12 @@ class _Process:
         self._late: queue.SimpleQueue[Lane] = queue.SimpleQueue()
         self._ended = False
         self._broken = False
-        lanes = [Lane(settings.master, nbytes) for _ in range(_LANES)]
-        for lane in lanes:
-            self._free.put(lane)
         told = {name: getattr(settings, name) for name in attrs.fields_dict(MooncakeSettings)}
-        told |= {"timeout": timeout, "lanes": [[lane.theirs.fileno(), lane.memory, nbytes] for lane in lanes]}
         try:
+            for _ in range(_LANES):
+                self._free.put(Lane(settings.master, nbytes))
+            lanes = list(self._free.queue)
+            told |= {"timeout": timeout, "lanes": [[lane.theirs.fileno(), lane.memory, nbytes] for lane in lanes]}
             self._popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", "kvtier_mooncake.client_process"],
                 pass_fds=[fd for lane in told["lanes"] for fd in lane[:2]],

@@ -28,8 +28,8 @@ def _check_devices(config: MooncakeSettings, field: attrs.Attribute, devices: tu
 
 
 def _check_prefix(config: object, field: attrs.Attribute, prefix: str) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9._:/-]+", prefix):
-        raise ValueError("a prefix may contain letters, digits and . _ : / -")
+    if not re.fullmatch(r"[A-Za-z0-9._:/-]{1,200}", prefix):
+        raise ValueError("a prefix may contain letters, digits and . _ : / -, at most 200")
 
 
 @attrs.frozen

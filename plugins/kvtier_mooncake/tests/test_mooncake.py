@@ -87,10 +87,10 @@ def test_what_was_read_a_moment_ago_can_be_replaced_and_deleted(master, tier):
 
 def test_a_frame_longer_than_a_lane_fails_its_call_alone(tier):
     with pytest.raises(BackendError, match="is longer than its tier said"):
-        tier.write([ONE], [make_frame(ONE, nbytes=17 << 20)])
-    assert len(found(tier, ONE, 32 << 20)) == 0
+        tier.write([ONE], [make_frame(ONE, nbytes=33 << 20)])
+    assert len(found(tier, ONE, 64 << 20)) == 0
     tier.write([ONE], [frame(ONE)])
-    assert same(found(tier, ONE, 32 << 20), frame(ONE))
+    assert same(found(tier, ONE, 64 << 20), frame(ONE))
 
 
 def test_many_frames_go_through_a_lane_in_parts(tier):

@@ -203,7 +203,7 @@ def test_a_client_that_hangs(master, owner, open_tier):
     works(tier)
     client = client_of(os.getpid())
     os.kill(client, signal.SIGSTOP)
-    for _ in range(17):
+    for _ in range(9):
         with pytest.raises(BackendError, match="no answer"):
             tier.contains(KEYS)
     os.kill(client, signal.SIGCONT)
