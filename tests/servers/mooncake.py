@@ -20,7 +20,7 @@ import pytest
 from servers.redis import free_port, wait_until
 
 #: So that nothing that a test leaves behind is kept for minutes: leases, writes that never end, clients that are gone.
-_SHORT = ("--default_kv_lease_ttl=1000", "--put_start_discard_timeout_sec=1", "--put_start_release_timeout_sec=3")
+_SHORT = ("--default_kv_lease_ttl=4s", "--put_start_discard_timeout_sec=1", "--put_start_release_timeout_sec=3")
 _SHORT = (*_SHORT, "--client_ttl=3")
 _LENDS = """
 import sys, time

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from kvtier_core.errors import BackendError, StoreFull
 
 NO_ROOM = -200
-NOT_FOUND = -704
-#: There is no frame that fits into the view: nothing, a frame that is being written, or a longer one.
-MISSES = {NOT_FOUND, -703, -600}
-#: Another writer of the key was faster, or it was deleted: what is there is another's.
-OVERTAKEN = {NOT_FOUND, -601}
+_ILLEGAL_CLIENT = -601  # another one has begun to write the same key
+_NOT_READY = -703
+_NOT_FOUND = -704
+#: There is no frame that fits into the view: nothing, one that is being written, or a longer one.
+MISSES = {_NOT_FOUND, _NOT_READY, -600}
+#: Another user writes the key, or has deleted it: what is there is that user's.
+OVERTAKEN = {_ILLEGAL_CLIENT, _NOT_READY, _NOT_FOUND}
 _OF_THE_STORE = {-900, -901}
 _WORDS = {
     -101: "there is no segment",

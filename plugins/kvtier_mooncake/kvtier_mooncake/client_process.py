@@ -108,7 +108,11 @@ class _Store:
         return self._client.batch_is_exist(names)
 
     def _get(self, number: int, names: list[str], begins: list[int], sizes: list[int]) -> Any:
-        return self._client.batch_get_into(names, [self._lanes[number].address + begin for begin in begins], sizes)
+        codes = self._client.batch_get_into(names, [self._lanes[number].address + begin for begin in begins], sizes)
+        short = [name for name, code in zip(names, codes, strict=True) if 0 < code < FRAME_ALIGNMENT]
+        if short:  # no frames: their deletion was cut short, see `_remove`
+            self._client.batch_remove(short, True)
+        return codes
 
     def _put(self, number: int, names: list[str], begins: list[int], lengths: list[int]) -> Any:
         """Store frames but those that are there, byte for byte: several engines compute one prompt.
