@@ -19,6 +19,7 @@ import pytest
 
 from servers.redis import free_port, wait_until
 
+ROOM = 64 << 20  #: that a client lends where a test needs little
 #: So that nothing that a test leaves behind is kept for minutes: leases, writes that never end, clients that are gone.
 _SHORT = ("--default_kv_lease_ttl=4s", "--put_start_discard_timeout_sec=1", "--put_start_release_timeout_sec=3")
 _SHORT = (*_SHORT, "--client_ttl=3")

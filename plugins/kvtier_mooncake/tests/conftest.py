@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import attrs
 import pytest
-from servers.mooncake import one_master
+from servers.mooncake import ROOM, one_master
 
 from kvtier_core.testing.samples import make_context
 from kvtier_core.types import Seconds
 from kvtier_mooncake.config import MooncakeConfig
-
-ROOM = 64 << 20
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from servers.mooncake import ROOM
 from servers.redis import wait_until
 
 from kvtier_core.errors import BackendError, StoreFull
@@ -120,7 +121,7 @@ def test_tiers_with_other_prefixes_share_nothing(master, tier, open_tier):
 
 def test_replicas_and_the_preferred_segment_are_mooncakes(master, owner, open_tier):
     """With a copy in each of two segments one owner may go: the frame is there again when the master has noticed."""
-    with master.owner(64 << 20) as other:
+    with master.owner(ROOM) as other:
         tier = open_tier(master, replicas=2)
         tier.write([ONE], [frame(ONE)])
         for each in (owner, other):

@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOM
-from servers.mooncake import Master
+from servers.mooncake import ROOM, Master
 from servers.redis import wait_until
 from sizes import some
 
