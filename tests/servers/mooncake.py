@@ -71,6 +71,7 @@ class Process:
     def stopped(self) -> Iterator[None]:
         """It does nothing until the end of the context, and its connections stay open."""
         self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
         try:
             yield
         finally:

@@ -170,12 +170,13 @@ class _Process:
                 start_new_session=True,  # Ctrl-C is for the engine
                 bufsize=0,
             )
-            self._input.write(json.dumps(told).encode() + b"\n")
         except OSError as error:
             self._close_lanes()
             raise BackendError(f"{self._where}: Mooncake's client cannot be started: {error.strerror}") from error
         for lane in lanes:
             lane.theirs.close()
+        with contextlib.suppress(OSError):  # the first call finds that it has ended
+            self._input.write(json.dumps(told).encode() + b"\n")
 
     @property
     def has_ended(self) -> bool:

@@ -36,6 +36,7 @@ def _check_prefix(config: object, field: attrs.Attribute, prefix: str) -> None:
 class MooncakeSettings:
     """Where the master is, and how frames are kept. Mooncake has no authentication, so there are no secrets."""
 
+    #: The address of ``mooncake_master``: host:port.
     master: str = attrs.field(default="127.0.0.1:50051", validator=_check_address)
     #: Of this machine, as the other clients reach it; by default the address from which it reaches the master.
     host: str = attrs.field(default="", validator=_check_host)
@@ -45,6 +46,6 @@ class MooncakeSettings:
     prefix: str = attrs.field(default="kvtier", validator=_check_prefix)  #: of all keys in the store
     #: Copies of each frame, in segments of different clients.
     replicas: int = attrs.field(default=1, validator=[attrs.validators.ge(1), attrs.validators.le(_MOST_REPLICAS)])
-    #: The client in whose segment frames are stored while there is room: host:port, as the master's log names it.
+    #: The client in whose segment frames are stored while there is room: host:port, as the master lists it.
     preferred_segment: str = attrs.field(default="", validator=_check_address)
     hard_pin: bool = False  #: the master never evicts frames of this tier: when the store is full it takes no others
