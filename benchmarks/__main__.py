@@ -1,6 +1,6 @@
 """python -m benchmarks [SECTION ...] [--write]
 
-Sections: copies seals packing disk redis peers s3 lookup served lmcache entries ttft hybrids noreuse misses
+Sections: copies seals packing disk redis mooncake peers s3 lookup served lmcache entries ttft hybrids noreuse misses
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from benchmarks import (
     lmcache_server,
     lookup,
     misses,
+    mooncake_tier,
     noreuse,
     packing,
     peers,
@@ -35,6 +36,7 @@ SECTIONS = {
     "packing": packing,
     "disk": disk,
     "redis": redis_tier,
+    "mooncake": mooncake_tier,
     "peers": peers,
     "s3": s3_tier,
     "lookup": lookup,

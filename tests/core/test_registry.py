@@ -279,7 +279,7 @@ def test_names_that_nobody_offers():
     )
 
 
-@pytest.mark.parametrize("extra", ["cpu", "disk", "gds", "redis", "s3"])
+@pytest.mark.parametrize("extra", ["cpu", "disk", "gds", "mooncake", "peers", "redis", "s3"])
 def test_an_extra_is_suggested(extra):
     assert Registry.of().choose("tier", extra) == Unavailable(
         f"no tier '{extra}' is installed (have: heap)", f"pip install 'kvtier[{extra}]'"

@@ -34,17 +34,21 @@ EXECUTES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudp
 LISTENS = {"socket", "_socket", "socketserver", "asyncio", "http", "xmlrpc", "wsgiref", "ssl", "zmq", "select"}
 LISTENS |= {"starlette", "uvicorn"}
 #: The endpoint of metrics, on loopback or a Unix socket unless an operator writes another address, and the socket of
-#: `kvtier status`, which is never anything but a Unix socket; the sockets of `kvtier serve`, for engines and operators.
+#: `kvtier status`, which is never anything but a Unix socket; the sockets of `kvtier serve`, for engines and operators;
+#: where a tier of peers shows frames, beyond loopback only to those who prove that they may.
 LISTENERS = {
     ROOT / "kvtier_core/observers/endpoint.py": {"socket", "socketserver"},
     ROOT / "kvtier_core/engine/status/server.py": {"socket"},
     ROOT / "kvtier_core/storekit/owner_socket.py": {"socket"},
     ROOT / "kvtier_core/server/server.py": {"socket"},
     ROOT / "kvtier_core/server/http.py": {"asyncio", "starlette", "uvicorn"},
+    ROOT / "plugins/kvtier_peers/kvtier_peers/listener.py": {"socket"},
 }
 #: What connects, and with what: tiers to the server of their url or the endpoint of their bucket, commands to engines.
 CONNECTS = {"kvtier_redis": {"socket", "ssl", "select"}, "kvtier_s3": {"asyncio"}, "engines.py": {"socket"}}
 #: Engines to their server; a server to systemd.
+CONNECTS |= {"kvtier_mooncake": {"socket"}}  # the process of Mooncake's client, and it to the master
+CONNECTS |= {"kvtier_peers": {"socket", "ssl"}}
 CONNECTS |= {"connection.py": {"socket", "select"}, "serve.py": {"socket"}}
 #: By these it would wait for others to connect.
 WAITS = {"bind", "listen", "accept", "create_server", "start_server", "start_unix_server", "create_datagram_endpoint"}
@@ -111,7 +115,7 @@ def is_test(file: Path) -> bool:
 
 def connects(file: Path) -> Collection[str]:
     """The modules with which a file may connect."""
-    parts = [] if is_test(file) else file.relative_to(ROOT).parts
+    parts = [] if is_test(file) or file in LISTENERS else file.relative_to(ROOT).parts
     return set().union(*(CONNECTS[part] for part in parts if part in CONNECTS))
 
 

@@ -7,6 +7,8 @@ from protections.mutant import Mutant
 DISK = "plugins/kvtier_disk/kvtier_disk"
 REDIS = "plugins/kvtier_redis/kvtier_redis"
 REDIS_CAPACITY = "plugins/kvtier_redis/tests/test_redis_capacity.py::"
+MOONCAKE = "plugins/kvtier_mooncake/kvtier_mooncake"
+MOONCAKE_TESTS = "plugins/kvtier_mooncake/tests/test_mooncake.py::"
 S3 = "plugins/kvtier_s3/kvtier_s3"
 S3_CAPACITY = "plugins/kvtier_s3/tests/test_s3_capacity.py::"
 GDS = "plugins/kvtier_gds/kvtier_gds"
@@ -356,6 +358,34 @@ MUTANTS = (
         "(answer, unlinked.get(number))",
         "(answer,)",
         REDIS_CAPACITY + "test_parts_that_the_server_refuses_to_unlink_stay_counted",
+    ),
+    Mutant(
+        "objects-of-one-length",
+        MOONCAKE + "/client_process.py",
+        "lengths[i] + 1 + secrets.randbelow(FRAME_ALIGNMENT - 1)",
+        "lengths[i] + 1",
+        MOONCAKE_TESTS + "test_a_frame_is_not_written_in_place_of_another",
+    ),
+    Mutant(
+        "deleted-memory-is-used-at-once",
+        MOONCAKE + "/client_process.py",
+        "codes = self._upsert(number, names, [0] * len(names), [1] * len(names))",
+        "codes = [0] * len(names)",
+        MOONCAKE_TESTS + "test_the_memory_of_a_deleted_frame_is_not_used_at_once",
+    ),
+    Mutant(
+        "a-length-tells-frames",
+        MOONCAKE + "/client_process.py",
+        " and _memcmp(here, there, nbytes) == 0",
+        "",
+        MOONCAKE_TESTS + "test_a_frame_that_differs_in_one_byte_is_replaced",
+    ),
+    Mutant(
+        "a-late-lane-is-used-again",
+        MOONCAKE + "/client.py",
+        "(self._late if lane.is_late else self._free).put(lane)",
+        "self._free.put(lane)",
+        "plugins/kvtier_mooncake/tests/test_mooncake_trouble.py::test_what_is_answered_too_late_is_not_the_next_answer",
     ),
     Mutant(
         "an-unanswered-write-is-given-back",

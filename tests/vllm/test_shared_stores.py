@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import CHUNK, Engine, Outcome, cpu, hit, prompt, told_by_engines
+from servers.mooncake import one_master
 from servers.redis import one_server
 from sizes import some
 from test_serving import NOISE
@@ -26,11 +27,21 @@ def server(running):
     return running
 
 
-@pytest.fixture(params=some(["redis", "disk"]))
+@pytest.fixture(scope="module")
+def master(tmp_path_factory):
+    """A Mooncake master, and a client that lends it memory."""
+    with one_master(tmp_path_factory.mktemp("mooncake")) as master, master.owner(256 << 20):
+        yield master
+
+
+@pytest.fixture(params=some(["redis", "disk", "mooncake"]))
 def shared(request, tmp_path):
     """``shared(**settings)`` is a stack over memory and a store that all engines of a test share."""
     if request.param == "redis":
         tier = {"type": "redis", "url": request.getfixturevalue("server").url}
+    elif request.param == "mooncake":
+        master = request.getfixturevalue("master")
+        tier = {"type": "mooncake", "master": master.address, "prefix": tmp_path.name}
     else:
         tier = {"type": "disk", "shared": True, "path": str(tmp_path / "shared"), "min_free": "0B"}
 

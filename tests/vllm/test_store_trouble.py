@@ -7,6 +7,7 @@ import time
 
 import pytest
 from conftest import Engine, cpu, hit, prompt
+from servers.mooncake import one_master
 from servers.redis import one_server
 from servers.redis_groups import cluster
 from sizes import some
@@ -125,7 +126,7 @@ def answers_right(served, truth):
         assert answer.differs(right) < NOISE
 
 
-def becomes_warm(served):
+def becomes_warm(served, tier="redis"):
     """KNOWN comes from the store again. How soon depends on breakers: they rest a second or two, or four."""
     deadline = time.monotonic() + LONG
     while True:
@@ -133,7 +134,7 @@ def becomes_warm(served):
         served.ask(FRESH[0])  # which takes its place in memory
         served.settle()
         served.ask(KNOWN)
-        if served.outcomes()[-1] == hit(400, redis=HITS):
+        if served.outcomes()[-1] == hit(400, **{tier: HITS}):
             return
         assert time.monotonic() < deadline, "it does not become warm again"
         time.sleep(0.2)
@@ -189,4 +190,23 @@ def test_a_node_of_a_cluster_fails_over(engine, tmp_path, truth, said):
             for _ in range(3):
                 answers_right(served, truth)
             becomes_warm(served)
+            served.assert_at_rest()
+
+
+def test_a_mooncake_master_hangs_and_then_starts_again_empty(engine, tmp_path, truth, said):
+    with one_master(tmp_path / "mooncake") as master, master.owner(64 << 20):
+        made = cpu("1560KiB", load_wait=f"{LOAD_WAIT}s")
+        made["tiers"].append({"type": "mooncake", "master": master.address, "timeout": "1s"})
+        with engine(made) as served:
+            answers_right(served, truth)
+            becomes_warm(served, "mooncake")
+            with master.stopped():
+                answers_right(served, truth)
+            becomes_warm(served, "mooncake")
+            master.kill()
+            answers_right(served, truth)
+            assert all(outcome.waited <= LOAD_WAIT + 1.0 for outcome in served.outcomes())
+            master.start()
+            becomes_warm(served, "mooncake")
+            answers_right(served, truth)
             served.assert_at_rest()

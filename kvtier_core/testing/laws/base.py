@@ -22,7 +22,7 @@ from kvtier_core.layouts import ChunkLayout
 from kvtier_core.testing.samples import make_layout
 
 #: An installed plugin must not cost every process of the engine the import of one of these.
-HEAVY = ("torch", "numpy", "vllm", "boto3", "redis")
+HEAVY = ("torch", "numpy", "vllm", "boto3", "redis", "mooncake")
 
 _IMPORT = """
 import importlib, json, os, sys

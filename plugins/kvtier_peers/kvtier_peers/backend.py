@@ -34,7 +34,7 @@ class PeersBackend(Backend):
         self._holders: OrderedDict[ChunkKey, tuple[Peer, ...]] = OrderedDict()  # the keys asked for last are at the end
         self._lock = threading.Lock()
         self._closed = False
-        host, port = Address.of(config.listen)
+        host, port = Address.of(config.address)
         self._address = Address(host, port + ctx.replica)
         self._sealed = ctx.sealed
         self._listener = listen(self._address, self._door, ctx.sealed)

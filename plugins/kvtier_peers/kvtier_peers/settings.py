@@ -34,7 +34,7 @@ def _in_order(peers: Iterable[str]) -> tuple[str, ...]:
     return tuple(peers)
 
 
-def _check_listen(config: object, field: attrs.Attribute, text: str) -> None:
+def _check_address(config: object, field: attrs.Attribute, text: str) -> None:
     Address.of(text)
 
 
@@ -59,7 +59,7 @@ class PeersSettings:
 
     #: Where this engine shows its frames; of data parallel replicas each has the next port. Beyond loopback only with a
     #: token or TLS.
-    listen: str = attrs.field(default="127.0.0.1:7710", validator=_check_listen)
+    address: str = attrs.field(default="127.0.0.1:7710", alias="listen", validator=_check_address)
     #: Where others show theirs. A name is resolved again and again, and may have many addresses: those of a headless
     #: service. This engine's own address among them does no harm.
     peers: tuple[str, ...] = attrs.field(default=(), converter=_in_order, validator=_check_peers)

@@ -1,0 +1,1 @@
+"""A kvtier store tier on Mooncake Store."""
