@@ -8,7 +8,6 @@ import json
 import os
 import pty
 import random
-import re
 import socket
 import stat
 import struct
@@ -115,7 +114,7 @@ def test_a_page_needs_no_scheduler_side(path, capsys):
         assert "75.0%" in capsys.readouterr().out
         assert main(["explain", "first", "--socket", str(path)]) == 0
         told = capsys.readouterr().out
-        assert re.search(r"first: hit 6 of 10 tokens \(the engine had 2\), \d+ s ago: heap 6", told)
+        assert told.startswith("first: hit 6 of 10 tokens (the engine had 2), ") and " s ago: heap 6" in told
     finally:
         page.close()
 
@@ -267,9 +266,11 @@ def test_a_request_is_explained_by_its_hit_line(host, path, capsys):
     served.ask("cmpl-7-0-1234abcd", PROMPT), served.ask("other", PROMPT)
     assert main(["explain", "cmpl-7", "--socket", str(path)]) == 0
     told = capsys.readouterr().out
-    assert re.match(r"cmpl-7-0-1234abcd: hit 0 of 35 tokens, \d+ s ago: not stored\n", told) and told.count("\n") == 1
+    assert told.startswith("cmpl-7-0-1234abcd: hit 0 of 35 tokens, ") and told.endswith(" s ago: not stored\n")
+    assert told.count("\n") == 1
     assert main(["explain", "other", "--socket", str(path)]) == 0
-    assert re.search(r"other: hit 32 of 35 tokens, \d+ s ago: heap 32", capsys.readouterr().out)
+    told = capsys.readouterr().out
+    assert told.startswith("other: hit 32 of 35 tokens, ") and told.endswith(" s ago: heap 32\n")
     assert main(["explain", "third", "--socket", str(path)]) == 1
     assert "third: no engine knows this request" in capsys.readouterr().err
 

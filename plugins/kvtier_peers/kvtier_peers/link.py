@@ -76,27 +76,34 @@ class Door:
 
     def admit(self, sock: socket.socket) -> tuple[Link, bytes]:
         """Greet who has connected to this node, and learn its namespace. Raises BackendError if it may not."""
-        with _named("it", sock):
-            sock.settimeout(self.patience)
-            link = Link(self.inwards.wrap_socket(sock, server_side=True) if self.inwards else sock, self.patience)
+        with _named("it"), contextlib.ExitStack() as closing:
+            closing.enter_context(sock).settimeout(self.patience)
+            if self.inwards:
+                sock = closing.enter_context(self.inwards.wrap_socket(sock, server_side=True))
+            link = Link(sock, self.patience)
             mine, _, theirs = link.greet(self.number)
             link.must_prove(self._proof(b"client", theirs, mine))
             link.send(self._proof(b"server", theirs, mine))
-            return link, link.receive(len(self.namespace))
+            namespace = link.receive(len(self.namespace))
+            closing.pop_all()
+            return link, namespace
 
     def enter(self, address: Address, ends: float) -> tuple[Link, bytes]:
         """Connect to another node by ``ends``; returns its number, too. Raises BackendError."""
-        with _named(address):
-            sock = socket.create_connection(address, timeout=max(0.001, min(self.patience, ends - time.monotonic())))
-        with _named(address, sock):
+        with _named(address), contextlib.ExitStack() as closing:
+            patience = max(0.001, min(self.patience, ends - time.monotonic()))
+            sock = closing.enter_context(socket.create_connection(address, patience))
             if not self.opens_to(sock.getpeername()[0]):
                 raise BackendError("beyond loopback peers need a token or TLS")
-            link = Link(self.outwards.wrap_socket(sock) if self.outwards else sock, self.patience)
+            if self.outwards:
+                sock = closing.enter_context(self.outwards.wrap_socket(sock))
+            link = Link(sock, self.patience)
             link.ends = ends
             mine, number, theirs = link.greet(self.number)
             link.send(self._proof(b"client", mine, theirs))
             link.must_prove(self._proof(b"server", mine, theirs))
             link.send(self.namespace)
+            closing.pop_all()
             return link, number
 
     def _proof(self, role: bytes, of_client: bytes, of_server: bytes) -> bytes:
@@ -231,16 +238,12 @@ class Link:
 
 
 @contextlib.contextmanager
-def _named(who: object, sock: socket.socket | None = None) -> Iterator[None]:
-    """Errors of a connection that begins name the other side; then the socket is closed."""
+def _named(who: object) -> Iterator[None]:
+    """Errors of a connection that begins name the other side."""
     try:
         yield
-    except BaseException as error:
-        if sock is not None:
-            sock.close()
-        if isinstance(error, OSError | BackendError):
-            raise failure(who, error) from error
-        raise
+    except (OSError, BackendError) as error:
+        raise failure(who, error) from error
 
 
 def failure(who: object, error: OSError | BackendError) -> BackendError:
