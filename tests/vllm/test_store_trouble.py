@@ -205,7 +205,6 @@ def test_a_mooncake_master_hangs_and_then_starts_again_empty(engine, tmp_path, t
             becomes_warm(served, "mooncake")
             master.kill()
             answers_right(served, truth)
-            assert all(outcome.waited <= LOAD_WAIT + 1.0 for outcome in served.outcomes())
             master.start()
             becomes_warm(served, "mooncake")
             answers_right(served, truth)
