@@ -16,12 +16,12 @@ CORE = "kvtier_core"
 #: Packages and files, and the lines of Python that all of them may have, docstrings and blanks included.
 BUDGETS = {
     "data plane": (
-        6924,  # aim: 5700
+        6926,  # aim: 5700
         [f"{CORE}/{each}" for each in ("types.py", "layouts.py", "errors.py", "interfaces", "frames", "stack")]
         + [f"{CORE}/transfer/io_pool.py"],
     ),
     "server": (3532, [f"{CORE}/server"]),
-    "core": (34454, [CORE]),  # aim: 25500, without the server
+    "core": (34457, [CORE]),  # aim: 25500, without the server
     "testing kit": (4905, [f"{CORE}/testing"]),
     "plugins": (7299, ["plugins/*/kvtier_*"]),
 }

@@ -201,7 +201,8 @@ class _Report:
             return Finding.INCOMPATIBLE if header.incompatible else Finding.TORN, header.value
         if header.key != stored.key:
             return Finding.ORPHANED, "a frame of another key"
-        if not header.namespace.startswith(stored.home):
+        # A shared store keeps packed shards apart, and they name the namespace of their engine.
+        if header.codec != PACKED and not header.namespace.startswith(stored.home):
             return Finding.ORPHANED, "a frame of another namespace or epoch"
         # The state of a policy is raw, whatever the tier's serializer is.
         is_policys = header.codec == RAW and self.seals.is_of(key_under(header.namespace), header)

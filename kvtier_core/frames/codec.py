@@ -55,11 +55,13 @@ class FrameCodec:
             raise ContractError(f"{identity} is not the identity of {serializer}")
         self._of_slots = codec_of_slots(layout)
         self.identity = identity or self._of_slots
-        self.namespace = namespace  #: of stored frames
+        self.namespace = namespace  #: in which the store keeps frames
         if shared and self.identity != RAW:
             self.namespace = self.namespace.narrowed("codec", self.identity.digest.hex())
         if keyed_seal is not None:  # frames of before a new key are under names that nothing asks for
             self.namespace = self.namespace.narrowed("seal", str(keyed_seal.identity))
+        #: In the headers of stored frames. Those that are stored as they lie in a slot were sealed for every tier.
+        self.header_namespace = self.namespace if serializer or keyed_seal else namespace
         self.keyed_seal = keyed_seal  #: None if frames have none
         self._shared = shared
         self._arena_namespace = namespace
@@ -209,7 +211,7 @@ class FrameCodec:
         self, key: ChunkKey, frame: memoryview, codec: CodecIdentity, nbytes: int | None, salt: bytes
     ) -> FrameError | None:
         if self.keyed_seal is None:
-            return verify(frame, self.namespace, key, codec=codec, payload_nbytes=nbytes)
+            return verify(frame, self.header_namespace, key, codec=codec, payload_nbytes=nbytes)
         digest, name, keyed = self.namespace.digest, self._name(key), self.keyed_seal.identity
         header = expected_header(frame, digest, name, codec=codec, payload_nbytes=nbytes, keyed=keyed)
         return header if isinstance(header, FrameError) else self.keyed_seal.open(frame, salt=salt)

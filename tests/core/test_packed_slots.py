@@ -219,6 +219,7 @@ def test_an_arena_that_does_not_pack_serves_no_packed_frame_nor_the_other_way_ro
         codec.decode_verified(KEY, buffer, len(buffer), memoryview(bytearray(LAYOUT.frame_nbytes))) is FrameError.CODEC
     )
     assert FrameError.CODEC.incompatible
+    assert read(codec_of(shared=True), codec_of(shared=True).encode(KEY, slot()))[0] is None
     shared = {codec_of(layout=layout, shared=True).namespace.digest for layout in (LAYOUT, raw)}
     assert len(shared) == 2, "in a shared store they would overwrite each other's frames"
 

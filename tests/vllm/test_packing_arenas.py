@@ -40,10 +40,12 @@ def stacks(tmp_path):
     encoded = cpu_and_disk(tmp_path)
     encoded["tiers"][1]["serializer"] = "packed"
     read = {**cpu(), "tiers": [*cpu()["tiers"], slabs(tmp_path, mode="gds")]}
-    return {"disk": disk, "encoded": encoded, "gds": read}
+    shared = cpu_and_disk(tmp_path)
+    shared["tiers"][1].update(shared=True, capacity=None)
+    return {"disk": disk, "encoded": encoded, "gds": read, "shared": shared}
 
 
-@pytest.mark.parametrize("below", ["disk", "encoded", "gds"])
+@pytest.mark.parametrize("below", ["disk", "encoded", "gds", "shared"])
 def test_hits_from_the_arena_and_from_below_are_bit_equal(engine, said, tmp_path, own, below):
     """From frames that are stored as they lie in the slots, or encoded once more, or read by the workers."""
     stack = packing(stacks(tmp_path)[below])

@@ -294,7 +294,7 @@ class StoreTier:
         Only of a tier that is `direct`. The holder has none of them yet.
         """
         locations = self._direct_reads.lease(keys, holder)
-        namespace = self._codec.namespace.digest
+        namespace = self._codec.header_namespace.digest
         return [
             StoredFrame(self.name, location, key, namespace) for key, location in zip(keys, locations, strict=False)
         ]

@@ -12,8 +12,10 @@ from test_shared_disk import open_shared
 
 from kvtier_core.cli import main
 from kvtier_core.errors import Gone
-from kvtier_core.testing.samples import make_frame, make_keys
-from kvtier_core.types import Nbytes
+from kvtier_core.frames.format import seal
+from kvtier_core.frames.identity import PACKED
+from kvtier_core.testing.samples import make_frame, make_keys, make_namespace
+from kvtier_core.types import FRAME_HEADER_NBYTES, Nbytes
 from kvtier_disk.config import DiskConfig
 
 WHOLE, TORN, MORE = KEYS = make_keys(3)
@@ -61,6 +63,16 @@ def test_fsck_works_beside_live_engines(path, engine, capsys):
     assert engine.contains(KEYS) == [True, False, True]
     put(engine, TORN)
     assert main(FSCK) == 0
+
+
+def test_packed_shards_are_whole_under_the_namespace_of_their_engine(path, engine, capsys):
+    """The folder keeps them apart from those of engines that do not pack, in a namespace of its own."""
+    frame = make_frame(WHOLE, nbytes=NBYTES)
+    seal(frame, make_namespace("of the engine"), WHOLE, NBYTES - FRAME_HEADER_NBYTES, codec=PACKED)
+    engine.write([WHOLE], [frame])
+    main(FSCK)
+    out = capsys.readouterr().out
+    assert "codec: packed shards: 1\n" in out and "orphaned:" not in out
 
 
 def test_what_may_still_be_written_is_no_damage(path, engine, capsys):
