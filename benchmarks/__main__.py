@@ -1,6 +1,6 @@
 """python -m benchmarks [SECTION ...] [--write]
 
-Sections: copies seals packing disk redis s3 lookup served lmcache entries ttft hybrids noreuse misses
+Sections: copies seals codecs disk redis s3 lookup served lmcache entries ttft hybrids noreuse misses
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks import (
+    codecs,
     copies,
     disk,
     entries,
@@ -17,7 +18,6 @@ from benchmarks import (
     lookup,
     misses,
     noreuse,
-    packing,
     redis_tier,
     s3_tier,
     seals,
@@ -31,7 +31,7 @@ from benchmarks.measure import progress
 SECTIONS = {
     "copies": copies,
     "seals": seals,
-    "packing": packing,
+    "codecs": codecs,
     "disk": disk,
     "redis": redis_tier,
     "s3": s3_tier,
