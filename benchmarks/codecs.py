@@ -32,7 +32,7 @@ HEADER = (
     "chunks in the same room",
     f"encoded, of {COPY}",
     f"decoded, of {COPY}",
-    *(f"hit from {place}, of computing" for place in (MEMORY, DISK, REDIS)),
+    *(f"hit from {place}, times as fast" for place in (MEMORY, DISK, REDIS)),
     "mean KL, nat",
     "top-1 agreement",
     "needles found",
@@ -57,7 +57,7 @@ def tables(folder: Path) -> Iterator[Table]:
         payloads = [*(each.payloads(CPU_PAGE) for each in kv), packing.random_payloads()]
         with Proxy(("127.0.0.1", server.port), rate=RATE) as link:
             hits = _Hits(place, checkpoint, list(tokens.values()), server.port, link.port)
-            kept, shares = hits.stored(), hits.measured()
+            kept, gained = hits.stored(), hits.measured()
     quality = _quality()
     yield Table(
         title="Codecs",
@@ -69,7 +69,7 @@ def tables(folder: Path) -> Iterator[Table]:
                 *(packing.ratio(codec, each) for each in payloads),
                 f"{kept[RAW] / kept[codec]:.2f}",
                 *_speeds(codec, times, slot_times),
-                *(shares[codec, each] for each in (MEMORY, DISK, REDIS)),
+                *(gained[codec, each] for each in (MEMORY, DISK, REDIS)),
                 *quality.get(codec.name, ["-"] * 3),
             )
             for codec in CODECS
@@ -88,10 +88,10 @@ def _says(times: Times) -> str:
         f"each the best of {packing.REPEATS}. *Chunks in the same room*: how many times as many the disk of an engine "
         f"holds, by the bytes of its files. *Hits*: real vLLM with that model and one thread, {PROMPTS} prompts of "
         f"{CHUNKS * CHUNK + 1} tokens for each store, of which the last is computed; asked again, they come from cpu. "
-        "The ratio is time to first token to that of an engine without kvtier, which computes the same prompt in the "
-        f"same round: median (min to max). Each codec has one engine over all three places, and {AT_ONCE} codecs are "
-        "compared with one that computes. redis-server is on this machine, behind a proxy in user space "
-        f"(`kvtier_core.testing.network`) that lets {RATE / 1e6:.0f} MB/s pass each way. Quality is that of "
+        "*Times as fast* is the time to first token of an engine without kvtier, which computes the same prompt in the "
+        "same round, over that of the hit: median (min to max). Each codec has one engine over all three places, and "
+        f"{AT_ONCE} codecs are compared with one that computes. redis-server is on this machine, behind a proxy in "
+        f"user space (`kvtier_core.testing.network`) that lets {RATE / 1e6:.0f} MB/s pass each way. Quality is that of "
         "[docs/quality.md](../docs/quality.md), not of this run; the other codecs bring back every bit."
     )
 
@@ -149,18 +149,18 @@ class _Hits:
         return {codec: sum(file.stat().st_size for file in self._folder(codec).rglob("*.kv")) for codec in CODECS}
 
     def measured(self) -> dict[tuple[Codec, str], Spread]:
-        """The time of a hit over that of computing the prompt, for each codec and place."""
-        shares: dict[tuple[Codec, str], Spread] = {}
+        """How many times as fast as computing a prompt a hit is, for each codec and place."""
+        gained: dict[tuple[Codec, str], Spread] = {}
         for first in range(0, len(CODECS), AT_ONCE):
-            shares |= self._compared(CODECS[first : first + AT_ONCE])
-        return shares
+            gained |= self._compared(CODECS[first : first + AT_ONCE])
+        return gained
 
     def _compared(self, codecs: Sequence[Codec]) -> dict[tuple[Codec, str], Spread]:
         recipes = [none(CONTROL)]
         for codec in codecs:
             tiers = [self._tier(store, codec, self.shaped_port) for store in (DISK, REDIS)]
             recipes.append(kvtier(codec.name, BLOCK, _memory(codec.packing), *tiers, load="always", load_wait="1min"))
-        shares = defaultdict(list)
+        gained = defaultdict(list)
         with engines(_small(recipes), self.checkpoint) as started:
             progress(f"codecs: hits, {PROMPTS} prompts for each store")
             for number, store in itertools.product(range(-1, PROMPTS), (DISK, REDIS)):
@@ -171,8 +171,8 @@ class _Hits:
                         must(answer.cached == (0 if engine.name == CONTROL else len(asked) - 1))
                         seconds[engine.name, place] = answer.seconds
                 for codec, place in itertools.product(codecs, (store, MEMORY) if number >= 0 else ()):
-                    shares[codec, place].append(seconds[codec.name, place] / seconds[CONTROL, store])
-        return {case: Spread(tuple(each)) for case, each in shares.items()}
+                    gained[codec, place].append(seconds[CONTROL, store] / seconds[codec.name, place])
+        return {case: Spread(tuple(each)) for case, each in gained.items()}
 
     def _prompt(self, store: str, number: int) -> list[int]:
         """One of the texts behind a token that makes it a prompt of its own."""
