@@ -1,6 +1,6 @@
 """python -m benchmarks [SECTION ...] [--write]
 
-Sections: copies seals packing disk redis mooncake peers s3 lookup served lmcache entries ttft hybrids noreuse misses
+Sections: copies seals codecs disk redis mooncake peers s3 lookup served lmcache entries ttft hybrids noreuse misses
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks import (
+    codecs,
     copies,
     disk,
     entries,
@@ -18,7 +19,6 @@ from benchmarks import (
     misses,
     mooncake_tier,
     noreuse,
-    packing,
     peers,
     redis_tier,
     s3_tier,
@@ -33,7 +33,7 @@ from benchmarks.measure import progress
 SECTIONS = {
     "copies": copies,
     "seals": seals,
-    "packing": packing,
+    "codecs": codecs,
     "disk": disk,
     "redis": redis_tier,
     "mooncake": mooncake_tier,

@@ -23,7 +23,6 @@ from benchmarks.measure import progress
 BLOCK = 128
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     # For all alike: on its own, vLLM binds more cores if there is a connector, and everything looks faster with one.
     "VLLM_CPU_OMP_THREADS_BIND": "0",
     "OMP_NUM_THREADS": "1",  # vLLM binds nothing in an engine of one process, and threads that wait for each other spin
@@ -37,6 +36,7 @@ _OPTIONS = {
     "max_model_len": 4096,
     "max_num_batched_tokens": 4096,
     "block_size": BLOCK,
+    "kv_cache_memory_bytes": 1 << 30,
     "enable_prefix_caching": False,
     "seed": 0,
 }
@@ -120,14 +120,14 @@ def idle() -> Recipe:
     return Recipe("a connector that does nothing", transfer)
 
 
-def kvtier(name: str, chunk_tokens: int, *tiers: dict[str, Any], server: Path | None = None) -> Recipe:
-    """With tiers of its own, or those of the server at this socket."""
+def kvtier(name: str, chunk_tokens: int, *tiers: dict[str, Any], server: Path | None = None, **more: Any) -> Recipe:
+    """With tiers of its own, or those of the server at this socket, and more settings."""
     where = {"server": f"unix:{server}"} if server else {"tiers": list(tiers)}
     transfer = {
         "kv_connector": "KVTierConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"version": 1, "chunk_tokens": chunk_tokens, **where},
+        "kv_connector_extra_config": {"version": 1, "chunk_tokens": chunk_tokens, **where, **more},
     }
     return Recipe(name, transfer)
 

@@ -47,7 +47,8 @@ class Spread:
         return statistics.median(self.values)
 
     def __str__(self) -> str:
-        return f"{self.median:.2f} ({min(self.values):.2f} to {max(self.values):.2f})"
+        digits = 2 if self.median >= 0.1 else 3
+        return f"{self.median:.{digits}f} ({min(self.values):.{digits}f} to {max(self.values):.{digits}f})"
 
 
 @attrs.frozen

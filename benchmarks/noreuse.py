@@ -76,6 +76,7 @@ def _recipes(workload: Workload, place: Path) -> list[Recipe]:
         none(CONTROL),
         none("no connector, once more"),
         kvtier("kvtier, cpu", BLOCK, memory),
+        kvtier("kvtier, cpu, `packing: auto`", BLOCK, memory | {"packing": "auto"}),
         kvtier("kvtier, cpu and disk", BLOCK, memory, disk),
     ]
 

@@ -1,4 +1,4 @@
-"""What lossless codecs make of KV, in slots and in stores: how much shorter it is, and how fast it comes and goes."""
+"""What codecs make of KV in memory, in payloads for stores and in slots: how much shorter it is, and how fast."""
 
 from __future__ import annotations
 
@@ -7,189 +7,141 @@ import itertools
 import mmap
 import random
 import secrets
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 
-from benchmarks.measure import GIB, Case, Table, interleaved, progress
-from benchmarks.models import TRAINED, ModelUnavailable
+from benchmarks.bare import must
+from benchmarks.engines import BLOCK
+from benchmarks.measure import Case, Table, Times, interleaved, progress
 from kvtier_core import native
 from kvtier_core.builtin.packed import PackedConfig
 from kvtier_core.builtin.zstd import ZstdConfig
-from kvtier_core.interfaces import Serializer
+from kvtier_core.interfaces import SerializerConfig
+from kvtier_core.layouts import ChunkLayout, Elements, KVGroup, KVKind, KVStructure
 from kvtier_core.packed_form import PackedForm, packed_nbytes
-from kvtier_core.testing.samples import address_of, make_context, make_layout
+from kvtier_core.testing.samples import address_of, make_context
 from kvtier_core.transfer.copier import Copier
 from kvtier_core.transfer.packing import bound, pack
 from kvtier_core.transfer.page_lists import Layer
 from kvtier_core.types import Nbytes
+from kvtier_lossy.config import CachegenConfig, Fp8Config, Int8Config, KiviConfig
 
-ROUNDS = 15
+ROUNDS = 11
 REPEATS = 3
-NBYTES = 32 << 20
-THREADS = (1, 2)
 COPY = "memcpy"
-CODECS: tuple[PackedConfig | ZstdConfig, ...] = (PackedConfig(), ZstdConfig())
-BYTES = make_layout((NBYTES,), blocks=1)
-LAYOUT = attrs.evolve(BYTES, groups=(attrs.evolve(BYTES.groups[0], dtype="bfloat16"),))  # type: ignore[arg-type]
 ROOT = Path(__file__).parents[1]
-#: Texts of which a model computes the KV.
+#: Texts of which the model computes the KV.
 TEXTS = {
-    "prose": ["examples/document.md"],
+    "prose": ["examples/document.md", "kvtier_core/quality/texts/prose.txt"],
     "documentation": ["docs/architecture.md"],
     "code": ["csrc/crc32.cpp", "csrc/files.cpp", "csrc/table.h"],
 }
-TOKENS = 1456  # 32 MiB of KV
-CHUNK, PAGE = 112, 16  # tokens
-LAYERS, PAGE_NBYTES = 30, 12 << 10  #: of that model, keys and values
+LAYERS, HEADS, CHANNELS = 30, 3, 64  #: of the model
+TOKEN_NBYTES = 2 * HEADS * CHANNELS * 2  #: of a layer
+CHUNK, CHUNKS = BLOCK, 12  #: tokens of a chunk, chunks of a text
+NBYTES = LAYERS * CHUNK * TOKEN_NBYTES  #: of a payload
+CPU_PAGE, GPU_PAGE = BLOCK, 16  #: tokens of a page, as vLLM has them by default
 
 
-def tables(folder: Path) -> Iterator[Table]:
-    try:
-        payloads = {name: _filled(kv) for name, kv in _kv(TRAINED.checkpoint(folder))}
-        source = f"KV that {TRAINED.name} computes in bfloat16 for texts of this repository"
-    except ModelUnavailable as error:
-        payloads, source = {}, f"{TRAINED.name} is not available: {error}"
-    payloads["random bytes"] = _filled(secrets.token_bytes(NBYTES))
-    for codec, threads in itertools.product(CODECS, THREADS):
-        progress(f"packing: {codec.type}, {threads} threads, {ROUNDS} rounds")
-        yield _table(codec, payloads, threads, source)
-    progress(f"packing: slots, {ROUNDS} rounds")
-    yield _slots(payloads, source)
+@attrs.frozen
+class Codec:
+    """What the table has a row of."""
 
-
-def _table(codec: PackedConfig | ZstdConfig, payloads: dict[str, memoryview], threads: int, source: str) -> Table:
-    serializer = codec.open(make_context(layout=LAYOUT))
-    with ThreadPoolExecutor(threads) as pool:
-        benches = {name: _Bench(serializer, payload, threads, pool) for name, payload in payloads.items()}
-        copy = next(iter(benches.values())).copy
-        times = interleaved([copy, *(case for name in benches for case in benches[name].cases(name))], ROUNDS, REPEATS)
-    on = "one thread" if threads == 1 else f"{threads} threads at a time, each with a payload of its own"
-    return Table(
-        title=f"`serializer: {codec.type}` on {on.partition(' at')[0]}: payloads of {Nbytes(NBYTES)}",
-        says=f"On {on}, in memory; packed by {_method()}. {source}, in pages of {PAGE} tokens, keys "
-        f"before values. Encoded to memory that is there, and decoded from it; {COPY} copies the payload, at "
-        f"{threads * NBYTES / times.median(COPY) / GIB:.1f} GiB/s. Ratios are of speeds in the same round: median (min "
-        f"to max) of {ROUNDS} rounds, each the best of {REPEATS}.",
-        header=("KV of", "raw to encoded", "encoded, of memcpy", "decoded, of memcpy"),
-        rows=[
-            (
-                name,
-                f"{NBYTES / bench.encoded_nbytes:.3f}",
-                times.ratio(COPY, f"{name}, encoded"),
-                times.ratio(COPY, f"{name}, decoded"),
-            )
-            for name, bench in benches.items()
-        ],
-    )
-
-
-def _slots(payloads: dict[str, memoryview], source: str) -> Table:
-    """Stores and loads of an arena that packs, and of one that does not, between pages in any order and slots."""
-    slots = {name: _Slots(payload) for name, payload in payloads.items() if name != "random bytes"}
-    times = interleaved([case for name in slots for case in slots[name].cases(name)], ROUNDS, REPEATS)
-    return Table(
-        title=f"Packed slots: stores and loads of {Nbytes(NBYTES)}",
-        says=f"{source}, in pages of {Nbytes(PAGE_NBYTES)} in any order, to a slot and back on one thread, by the "
-        f"copier of `cpu` tiers, whose stores sum what they write; by {_method()}. {COPY} copies as many bytes. "
-        f"Ratios are of speeds in the same round: median (min to max) of {ROUNDS} rounds, each the best of {REPEATS}. "
-        f"A slot has room for one raw tile in sixteen; the last column is the most of a chunk of {CHUNK} tokens.",
-        header=("KV of", "raw to packed slot", *(f"{how}, of {COPY}" for how in _Slots.HOW), "raw tiles of a chunk"),
-        rows=[
-            (
-                name,
-                f"{NBYTES / packed_nbytes(NBYTES):.3f}",
-                *(times.ratio(f"{name}, {COPY}", f"{name}, {how}") for how in _Slots.HOW),
-                f"{each.raw_tiles:.2%}",
-            )
-            for name, each in slots.items()
-        ],
-    )
-
-
-class _Slots:
-    """Pages with the content of a payload, and a slot of each kind."""
-
-    HOW = ("stored raw", "stored packed", "loaded raw", "loaded packed")
-
-    def __init__(self, payload: memoryview):
-        self._pages, self._slots = payload, (_warm(NBYTES), _warm(NBYTES))
-        self._row = random.Random(0).sample(range(NBYTES // PAGE_NBYTES), NBYTES // PAGE_NBYTES)
-        layers = [Layer(address_of(payload), PAGE_NBYTES, PAGE_NBYTES, 0, 0, len(self._row))]
-        raw, packed = map(address_of, self._slots)
-        self._raw = Copier(layers, raw, NBYTES)
-        self._packed = Copier(layers, packed, NBYTES, packed_nbytes(len(self._row) * PAGE_NBYTES))
-        self.raw_tiles = max(map(_raw_tiles, _chunks(payload)))
-        if None in self._packed.gather([self._row], [0]) or not self._packed.scatter([self._row], [0]):
-            raise RuntimeError("the pages have no room in a packed slot")
-
-    def cases(self, name: str) -> list[Case]:
-        row, slot, into = [self._row], [0], _warm(NBYTES)
-        copy = Case(f"{name}, {COPY}", lambda: ctypes.memmove(address_of(into), address_of(self._pages), NBYTES))
-        work = [
-            lambda: self._raw.gather(row, slot),
-            lambda: self._packed.gather(row, slot),
-            lambda: self._raw.scatter(row, slot),
-            lambda: self._packed.scatter(row, slot),
-        ]
-        return [copy, *(Case(f"{name}, {how}", each) for how, each in zip(self.HOW, work, strict=True))]
-
-
-def _chunks(payload: memoryview) -> list[memoryview]:
-    nbytes = CHUNK // PAGE * PAGE_NBYTES * LAYERS
-    return [payload[begin : begin + nbytes] for begin in range(0, NBYTES - nbytes + 1, nbytes)]
-
-
-def _raw_tiles(chunk: memoryview) -> float:
-    """The share of its tiles that do not pack."""
-    into, form = memoryview(bytearray(bound(len(chunk)))), PackedForm.of(len(chunk))
-    return (pack(chunk, into) - form.ends) / (form.values / 2)
-
-
-def _method() -> str:
-    return "Python" if native.extension is None else native.extension.packed_methods()[0]
-
-
-class _Bench:
-    """One payload, which each thread copies, encodes and decodes by itself."""
-
-    def __init__(self, serializer: Serializer, payload: memoryview, threads: int, pool: ThreadPoolExecutor):
-        self._serializer = serializer
-        self._payloads = [payload, *(_filled(payload) for _ in range(threads - 1))]
-        self._into = [_warm(NBYTES) for _ in range(threads)]
-        self._encoded = [_warm(serializer.bound(LAYOUT)) for _ in range(threads)]
-        self._pool = pool
-        for encoded, into in zip(self._encoded, self._into, strict=True):
-            self.encoded_nbytes = serializer.encode(payload, encoded)
-            serializer.decode(encoded[: self.encoded_nbytes], into)
-            if into != payload:
-                raise RuntimeError("what was encoded does not come back")
+    name: str
+    serializer: SerializerConfig | None = None  #: of a store tier
+    packing: str = "off"  #: of the arena above it
 
     @property
-    def copy(self) -> Case:
-        def work(thread: int) -> None:
-            ctypes.memmove(address_of(self._into[thread]), address_of(self._payloads[thread]), NBYTES)
+    def settings(self) -> dict[str, Any]:
+        """Of a store tier."""
+        if self.serializer is None:
+            return {}
+        chosen = {"serializer": {"type": self.serializer.type, **attrs.asdict(self.serializer)}}
+        return chosen if self.serializer.lossless else {**chosen, "accept_quality": "unmeasured"}
 
-        return Case(COPY, self._on_each_thread(work))
 
-    def cases(self, name: str) -> list[Case]:
-        def encode(thread: int) -> None:
-            self._serializer.encode(self._payloads[thread], self._encoded[thread])
+RAW = Codec("`raw`")
+CODECS = (
+    RAW,
+    Codec("`packing: auto`", packing="auto"),
+    Codec("`packed`", PackedConfig()),
+    Codec("`zstd`", ZstdConfig()),
+    Codec("`fp8`", Fp8Config()),
+    Codec("`int8`", Int8Config()),
+    Codec("`kivi`", KiviConfig()),
+    Codec("`kivi`, `bits: 2`", KiviConfig(bits=2)),
+    Codec("`cachegen`", CachegenConfig()),
+)
 
-        def decode(thread: int) -> None:
-            self._serializer.decode(self._encoded[thread][: self.encoded_nbytes], self._into[thread])
 
-        return [
-            Case(f"{name}, encoded", self._on_each_thread(encode)),
-            Case(f"{name}, decoded", self._on_each_thread(decode)),
-        ]
+# -- KV ------------------------------------------------------------------------------------------------
 
-    def _on_each_thread(self, work: Callable[[int], None]) -> Callable[[], object]:
-        if len(self._payloads) == 1:
-            return lambda: work(0)
-        return lambda: list(self._pool.map(work, range(len(self._payloads))))
+
+def tokens_of(checkpoint: Path) -> dict[str, list[int]]:
+    """The first chunks of each text."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    texts = {name: "\n".join((ROOT / file).read_text() for file in files) for name, files in TEXTS.items()}
+    return {name: tokenizer(text).input_ids[: CHUNKS * CHUNK] for name, text in texts.items()}
+
+
+class KV:
+    """The KV that the model computes for tokens."""
+
+    def __init__(self, checkpoint: Path, tokens: Sequence[int]):
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+        with torch.no_grad():
+            self._layers = model.model(torch.tensor([tokens])).past_key_values.layers
+
+    def payloads(self, page: int) -> list[memoryview]:
+        """One for each chunk, with pages of so many tokens, in the order that `layout` says."""
+        import torch
+
+        pages = []
+        for chunk in range(0, CHUNKS * CHUNK, CHUNK):
+            for layer, begin in itertools.product(self._layers, range(chunk, chunk + CHUNK, page)):
+                keys, values = (each[0, :, begin : begin + page] for each in (layer.keys, layer.values))
+                both = torch.stack([keys.transpose(1, 2).flatten(1), values.flatten(1)], dim=1)
+                pages.append(both.view(torch.int16).numpy().tobytes())
+        return payloads(b"".join(pages))
+
+
+def layout(page: int) -> ChunkLayout:
+    """Of chunks as vLLM has them on a CPU: of each head all keys, channel after channel, then all values, token after
+    token.
+    """
+    half = page * CHANNELS
+    keys = Elements(HEADS, page, CHANNELS, first=0, of_head=2 * half, of_token=1, of_channel=page)
+    values = Elements(HEADS, page, CHANNELS, first=half, of_head=2 * half, of_token=CHANNELS, of_channel=1)
+    group = KVGroup(
+        name="group 0",
+        kind=KVKind.FULL_ATTENTION,
+        page_nbytes=[page * TOKEN_NBYTES] * LAYERS,  # type: ignore[list-item]  # mypy misreads the converters
+        block_tokens=page,
+        dtype="bfloat16",
+        structure=KVStructure.KEYS_AND_VALUES,
+        elements=(keys, values),
+        depths=range(LAYERS),  # type: ignore[arg-type]
+    )
+    return ChunkLayout([group], CHUNK)  # type: ignore[list-item]
+
+
+def payloads(content: bytes) -> list[memoryview]:
+    """Side by side in memory."""
+    view = _warm(len(content))
+    view[:] = content
+    return [view[begin : begin + NBYTES] for begin in range(0, len(content), NBYTES)]
+
+
+def random_payloads() -> list[memoryview]:
+    return payloads(secrets.token_bytes(NBYTES))
 
 
 def _warm(nbytes: int) -> memoryview:
@@ -198,31 +150,139 @@ def _warm(nbytes: int) -> memoryview:
     return view
 
 
-def _filled(content: bytes | memoryview) -> memoryview:
-    """As many bytes as a payload has: this content, again and again."""
-    view = _warm(NBYTES)
-    for begin in range(0, NBYTES, len(content)):
-        part = content[: NBYTES - begin]
-        view[begin : begin + len(part)] = part
-    return view
+# -- payloads for stores -------------------------------------------------------------------------------
 
 
-def _kv(checkpoint: Path) -> Iterator[tuple[str, bytes]]:
-    """Of each text the KV, chunk after chunk; in a chunk layer after layer, page after page."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+class Encoding:
+    """Payloads that a serializer encodes and decodes, one after the other, each in a place of its own."""
 
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-    for name, files in TEXTS.items():
-        progress(f"packing: the KV of {name}")
-        text = "\n".join((ROOT / file).read_text() for file in files)
-        with torch.no_grad():
-            cache = model.model(tokenizer(text, return_tensors="pt").input_ids[:, :TOKENS]).past_key_values
-        pages = []
-        for chunk in range(0, cache.get_seq_length() // CHUNK * CHUNK, CHUNK):
-            for layer, begin in itertools.product(cache.layers, range(chunk, chunk + CHUNK, PAGE)):
-                for each in (layer.keys[0], layer.values[0]):  # by head, token and channel
-                    page = each[:, begin : begin + PAGE].transpose(0, 1).contiguous()
-                    pages.append(page.view(torch.int16).numpy().tobytes())
-        yield name, b"".join(pages)
+    def __init__(self, serializer: SerializerConfig, of: Sequence[memoryview]):
+        chunks = layout(CPU_PAGE)
+        opened = serializer.open(make_context(layout=chunks))
+        assert opened is not None
+        self._serializer, self._payloads = opened, of
+        self._encoded = [_warm(opened.bound(chunks)) for _ in of]
+        self._into = [_warm(NBYTES) for _ in of]
+        self.encode()
+        self.decode()
+        must(not serializer.lossless or self._into == list(of))
+
+    def encode(self) -> None:
+        pairs = zip(self._payloads, self._encoded, strict=True)
+        self._nbytes = [self._serializer.encode(payload, into) for payload, into in pairs]
+
+    def decode(self) -> None:
+        for encoded, nbytes, into in zip(self._encoded, self._nbytes, self._into, strict=True):
+            self._serializer.decode(encoded[:nbytes], into)
+
+    @property
+    def ratio(self) -> float:
+        """How many times shorter the payloads are."""
+        return NBYTES * len(self._payloads) / sum(self._nbytes)
+
+
+def ratio(codec: Codec, of: Sequence[memoryview]) -> str:
+    """How many times shorter these payloads become in a store, or in packed slots, in words."""
+    if codec.serializer is not None:
+        return f"{Encoding(codec.serializer, of).ratio:.3f}"
+    if codec.packing == "off":
+        return "1"
+    slot = _warm(packed_nbytes(NBYTES))
+    return f"{NBYTES / len(slot):.3f}" if all(pack(payload, slot) for payload in of) else "not stored"
+
+
+def encoding_times(of: Sequence[memoryview]) -> Times:
+    """Of each codec the cases ``NAME, encoded`` and ``NAME, decoded``, and a copy of the payloads."""
+    into = [_warm(NBYTES) for _ in of]
+
+    def copy() -> None:
+        for payload, place in zip(of, into, strict=True):
+            ctypes.memmove(address_of(place), address_of(payload), NBYTES)
+
+    cases = [Case(COPY, copy)]
+    for codec in CODECS:
+        if codec.serializer is not None:
+            encoding = Encoding(codec.serializer, of)
+            cases.append(Case(f"{codec.name}, encoded", encoding.encode))
+            cases.append(Case(f"{codec.name}, decoded", encoding.decode))
+    progress(f"codecs: {len(cases)} cases, {ROUNDS} rounds")
+    return interleaved(cases, ROUNDS, REPEATS)
+
+
+# -- packed slots --------------------------------------------------------------------------------------
+
+HOW = ("stored raw", "stored packed", "loaded raw", "loaded packed")
+
+
+def slots(of: Mapping[int, Sequence[memoryview]]) -> tuple[Table, Times]:
+    """Stores and loads of arenas, by tokens of a page. The cases are ``HOW, NBYTES`` with the bytes of a page."""
+    progress(f"codecs: slots, {ROUNDS} rounds")
+    times = interleaved([case for page, chunks in of.items() for case in _Slots(page, chunks).cases()], ROUNDS, REPEATS)
+    table = Table(
+        title="Packed slots",
+        says=f"Of the same KV {CHUNKS} chunks of {CHUNK} tokens, to slots and back on one thread, between pages in any "
+        f"order of {LAYERS} layers, by the copier of `cpu` tiers, whose stores sum what they write; by {method()}. "
+        f"{COPY} copies as many bytes. Ratios are of speeds in the same round: median (min to max) of {ROUNDS} rounds, "
+        f"each the best of {REPEATS}. A slot has room for one raw tile in sixteen; the last column is the most of a "
+        "chunk.",
+        header=("pages of", *(f"{how}, of {COPY}" for how in HOW), "raw tiles of a chunk"),
+        rows=[
+            (
+                page_size(page),
+                *(times.ratio(f"{COPY}, {page}", f"{how}, {page}") for how in HOW),
+                f"{max(map(_raw_tiles, chunks)):.2%}",
+            )
+            for page, chunks in of.items()
+        ],
+    )
+    return table, times
+
+
+class _Slots:
+    """The pages of an engine, and slots of each kind for their chunks."""
+
+    def __init__(self, page: int, of: Sequence[memoryview]):
+        blocks, nbytes = CHUNK // page, page * TOKEN_NBYTES
+        ids = random.Random(0).sample(range(len(of) * blocks), len(of) * blocks)
+        self._page, self._payloads, self._pages = page, of, _warm(len(of) * NBYTES)
+        self._packed_slots = _warm(len(of) * packed_nbytes(NBYTES))
+        self._rows = [ids[begin : begin + blocks] for begin in range(0, len(ids), blocks)]
+        first = address_of(self._pages)
+        layers = [
+            Layer(first + layer * len(ids) * nbytes, nbytes, nbytes, layer * blocks * nbytes, 0, blocks)
+            for layer in range(LAYERS)
+        ]
+        self._raw = Copier(layers, address_of(of[0]), NBYTES)
+        shard = packed_nbytes(NBYTES)
+        self._packed = Copier(layers, address_of(self._packed_slots), shard, shard)
+        rows, numbers = self._rows, range(len(of))
+        must(self._raw.scatter(rows, numbers))
+        must(None not in self._packed.gather(rows, numbers) and self._packed.scatter(rows, numbers))
+
+    def cases(self) -> list[Case]:
+        rows, numbers, pages = self._rows, range(len(self._rows)), self._pages
+        into = _warm(len(pages))
+        work = {
+            COPY: lambda: ctypes.memmove(address_of(into), address_of(pages), len(pages)),
+            "stored raw": lambda: self._raw.gather(rows, numbers),
+            "stored packed": lambda: self._packed.gather(rows, numbers),
+            "loaded raw": lambda: self._raw.scatter(rows, numbers),
+            "loaded packed": lambda: self._packed.scatter(rows, numbers),
+        }
+        return [Case(f"{name}, {self._page}", each) for name, each in work.items()]
+
+
+def _raw_tiles(chunk: memoryview) -> float:
+    """The share of its tiles that do not pack."""
+    into, form = memoryview(bytearray(bound(len(chunk)))), PackedForm.of(len(chunk))
+    return (pack(chunk, into) - form.ends) / (form.values / 2)
+
+
+def page_size(page: int) -> Nbytes:
+    """Of so many tokens."""
+    return Nbytes(page * TOKEN_NBYTES)
+
+
+def method() -> str:
+    """How this machine packs."""
+    return "Python" if native.extension is None else native.extension.packed_methods()[0]

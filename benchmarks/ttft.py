@@ -19,6 +19,7 @@ Tiers = Mapping[str, dict[str, Any]]
 
 TOKENS = 3500
 CONTROL = "no connector"
+PACKED = {"packing": "auto"}
 HEADER = ("", "first ms", "of control", "again ms", "of control", "reused", "settling ms")
 
 
@@ -85,7 +86,7 @@ def _all_recipes(place: Path, shared: Tiers) -> list[Recipe]:
         example(place / "example"),
         kvtier("kvtier, cpu", BLOCK, memory),
         kvtier("kvtier, cpu, chunks of 256", 256, memory),
-        kvtier("kvtier, hits from disk", BLOCK, small, _disk(place)),
+        kvtier("kvtier, hits from disk", BLOCK, small, disk(place)),
     ]
 
 
@@ -97,12 +98,15 @@ def _recipes(place: Path, shared: Tiers) -> list[Recipe]:
         none("no connector, once more"),
         prefix_cache(),
         kvtier("kvtier, cpu", BLOCK, memory),
-        kvtier("kvtier, hits from disk", BLOCK, small, _disk(place)),
+        kvtier("kvtier, cpu, `packing: auto`", BLOCK, memory | PACKED),
+        kvtier("kvtier, hits from disk", BLOCK, small, disk(place)),
+        kvtier("kvtier, hits from disk, `packing: auto`", BLOCK, small | PACKED, disk(place / "packed")),
         *(kvtier(f"kvtier, hits from {name}", BLOCK, small, tier) for name, tier in shared.items()),
     ]
 
 
-def _disk(place: Path) -> dict[str, str]:
+def disk(place: Path) -> dict[str, str]:
+    """The settings of a tier of one engine."""
     return {"type": "disk", "path": str(place / "disk"), "capacity": "4GiB", "min_free": "0B"}
 
 

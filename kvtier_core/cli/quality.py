@@ -77,8 +77,11 @@ def run(options: argparse.Namespace, output: Output) -> int:
     with tempfile.TemporaryDirectory(prefix="kvtier-quality-", dir=options.folder) as folder:
         measuring = Measuring(options, Path(folder), serializer, texts)
         codec = measuring.codec()
+        output.warn("1 of 3: an engine computes every prompt")
         computed = measuring.run("kv_producer", "raw", "codec")
+        output.warn("2 of 3: an engine gets each prefix back as it was")
         control = measuring.run("kv_consumer", "raw")
+        output.warn("3 of 3: an engine gets each prefix back through the codec")
         coded = measuring.run("kv_consumer", "codec")
     needles = [depth is not None for depth in computed.depths]
     report = Report(
