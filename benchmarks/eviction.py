@@ -71,7 +71,8 @@ def one_tier(study: Study) -> tuple[Picture, Table]:
     )
     ticks = tuple(zip(CAPACITIES, map(size, sizes), strict=True))
     title, subtitle = "Prefix hit rate over capacity", f"{study.trace.name}: {len(study.trace.prompts):,} prompts"
-    return Picture(title, subtitle, tuple(map(float, sizes)), ticks, tuple(curves), bound), table
+    axis = "capacity, on a logarithmic scale: the share of all distinct chunks that fit, and bytes"
+    return Picture(title, subtitle, axis, tuple(map(float, sizes)), ticks, tuple(curves), bound), table
 
 
 def two_tiers(study: Study) -> Table:

@@ -39,7 +39,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     registry = Registry.discover()
     study = studies.read(options)
     given = [("--ram", options.ram), ("--ssd", options.ssd)]
-    budget = [stacks.read_size(text, study.trace, study.layout, option) for option, text in given if text is not None]
+    budget = [_size(study, text, option) for option, text in given if text is not None]
     everything = stacks.stack_of(budget, stacks.read_policies("lru", len(budget), registry), study.trace.chunk_tokens)
     studies.check_speeds(study, [everything])
     names = stacks.all_policies(registry) if options.policy == "all" else options.policy.split(",")
@@ -49,6 +49,11 @@ def run(options: argparse.Namespace, output: Output) -> int:
     output.say(*studies.describe(study), "", *_table(search), "", *_advice(search))
     output.value = [_row(each, search.found[each]) for each in search.best_first()]
     return FINE
+
+
+def _size(study: Study, text: str, option: str) -> Nbytes:
+    size = stacks.read_size(text, study.trace, study.layout, option)
+    return _rounded(size) if text.endswith("%") else size
 
 
 @attrs.frozen
@@ -61,7 +66,7 @@ class Candidate:
 
 @attrs.define
 class Search:
-    """Tries all policies with the whole budget, then parts of the budget with the best of them."""
+    """Finds the policies that suit the whole budget, then tries parts of the budget with them."""
 
     study: Study
     registry: Registry
@@ -70,15 +75,25 @@ class Search:
 
     def run(self, names: Sequence[str], budget: tuple[Nbytes, ...]) -> None:
         """Try the policies of these names. Raises ConfigError."""
+        policies = self._policies(names, budget)
+        for capacities in _parts(budget):
+            if min(capacities) >= self.study.layout.frame_nbytes:
+                self._try(capacities, policies)
+        for name in names:  # the best policy above a disk need not be that for memory alone
+            self._try(budget[:1], (name,))
+
+    def _policies(self, names: Sequence[str], budget: tuple[Nbytes, ...]) -> tuple[str, ...]:
+        """The best policies: the same everywhere, then another in one tier after the other, until none is better."""
         for name in names:
             self._try(budget, (name,) * len(budget))
-        if len(budget) > 1:  # the best policy for memory need not be that for the disk below it
-            hot = self.best.policies[0]
-            for name in names:
-                self._try(budget, (hot, name))
-        policies = self.best.policies
-        for capacities in _parts(budget):
-            self._try(capacities, policies[: len(capacities)])
+        before, best = (), self.best_first()[0].policies
+        while best != before:
+            before = best
+            for tier in reversed(range(len(budget))):
+                for name in names:
+                    self._try(budget, (*best[:tier], name, *best[tier + 1 :]))
+                best = self.best_first()[0].policies
+        return best
 
     @property
     def best(self) -> Candidate:
@@ -107,15 +122,21 @@ class Search:
 
 
 def _parts(budget: Sequence[Nbytes]) -> Iterator[tuple[Nbytes, ...]]:
-    """Half and a quarter of each tier's capacity, and the first tier alone."""
+    """Half and a quarter of each tier's capacity."""
     for part in (2, 4):
         for i in range(len(budget)):
-            yield tuple(Nbytes(size // part) if i == j else size for j, size in enumerate(budget))
-    yield tuple(budget[:1])
+            yield tuple(_rounded(size // part) if i == j else size for j, size in enumerate(budget))
+
+
+def _rounded(nbytes: int) -> Nbytes:
+    """A little more, if that is written with fewer digits."""
+    unit = next(unit for unit in (40, 30, 20, 10, 0) if nbytes >> unit >= 32 or not unit)
+    return Nbytes(-(-nbytes >> unit) << unit)
 
 
 def _most_runs(policies: int, tiers: int) -> int:
-    return policies * tiers + 2 * tiers + tiers - 1
+    """As many as two rounds over the tiers take; a third one is rare."""
+    return policies * (1 + 2 * tiers) + 2 * tiers + policies
 
 
 def _table(search: Search) -> Iterator[str]:
@@ -163,16 +184,16 @@ def _advice(search: Search) -> Iterator[str]:
     if ties:
         yield ""
         yield f"As good: {', '.join(ties)}."
-    mean = search.found[best].mean
-    less = {
-        each: tally.mean / mean - 1
-        for each, tally in search.found.items()
-        if sum(each.capacities) < sum(best.capacities) and each.policies == best.policies[: len(each.policies)]
-    }
+    less: dict[tuple[Nbytes, ...], Candidate] = {}
+    for each in search.best_first():
+        if sum(each.capacities) < sum(best.capacities):
+            less.setdefault(each.capacities, each)
     if less:
         yield ""
-    for each in sorted(less, key=less.__getitem__):
-        yield f"{_sizes(each.capacities)} would take {less[each]:.1%} longer."
+    for each in less.values():
+        policies = "" if each.policies == best.policies[: len(each.policies)] else f" with {'+'.join(each.policies)}"
+        longer = search.found[each].mean / search.found[best].mean - 1
+        yield f"{_sizes(each.capacities)}{policies} would take {longer:.1%} longer."
 
 
 def _sizes(capacities: Sequence[Nbytes]) -> str:

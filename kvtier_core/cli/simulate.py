@@ -72,8 +72,10 @@ def run(options: argparse.Namespace, output: Output) -> int:
     if options.plot and len({_nbytes(config) for _, _, config in plans}) < 2:
         why = "one capacity makes no curve"
         raise ConfigError([Problem("--plot", str(options.plot), why, "give several: --capacity 1%,5%,10%")])
+    stack_of = {capacity: config for capacity, _, config in plans}
+    bounds = {capacity: study.bound(config) for capacity, config in stack_of.items()}
     with Bar(len(study.trace.prompts) * sum(policy != _BOUND for _, policy, _ in plans)) as bar:
-        rows = _best_first([_simulate(study, *plan, bar) for plan in plans])
+        rows = _best_first([_simulate(study, *plan, bounds[plan[0]], bar) for plan in plans])
     if options.plot:
         _picture(study, rows).save(options.plot)
     output.say(*studies.describe(study), *_notes(options, study, rows), "", *_table(rows))
@@ -120,9 +122,8 @@ def _notes(options: argparse.Namespace, study: Study, rows: Sequence[Row]) -> It
         yield f"{options.config} has chunks of {theirs} tokens; simulated are the trace's, of {ours}"
 
 
-def _simulate(study: Study, capacity: str, policy: str, config: StackConfig, bar: Bar) -> Row:
+def _simulate(study: Study, capacity: str, policy: str, config: StackConfig, bound: Tally, bar: Bar) -> Row:
     bar.label = f"{policy} at {capacity}"
-    bound = study.bound(config)
     return Row(capacity, policy, config, bound if policy == _BOUND else study.run(config, bar.tick), bound)
 
 
@@ -173,11 +174,16 @@ def _picture(study: Study, rows: Sequence[Row]) -> Picture:
     rates = {(row.policy, row.capacity): row.tally.hit_rate for row in rows}
     order = sorted(sizes, key=sizes.__getitem__)
     policies = dict.fromkeys(row.policy for row in rows if row.policy != _BOUND)
+    whole = study.trace.distinct * study.layout.frame_nbytes
     return Picture(
         "Prefix hit rate over capacity",
         f"{study.trace.name}: {len(study.trace.prompts):,} prompts, {study.trace.tokens / 1e6:,.0f} million tokens",
+        "capacity, on a logarithmic scale: bytes, and the share of all distinct chunks that fit",
         tuple(sizes[capacity] for capacity in order),
-        tuple((capacity, studies.size(sizes[capacity])) for capacity in order),
+        tuple(
+            (capacity, studies.size(sizes[capacity]) if "%" in capacity else f"{sizes[capacity] / whole:.2%}")
+            for capacity in order
+        ),
         tuple(Curve(policy, tuple(rates[policy, capacity] for capacity in order)) for policy in policies),
         Curve("optimum", tuple(bounds[capacity] for capacity in order)),
     )

@@ -47,6 +47,8 @@ def read(options: argparse.Namespace, wanted: int = 1) -> Study:
 
     Raises ConfigError.
     """
+    if options.chunk_tokens is not None and options.chunk_tokens < 1:
+        raise _wrong("--chunk-tokens", str(options.chunk_tokens), "must be positive")
     trace = read_trace(options.trace, options.chunk_tokens).in_chunks_of(wanted)
     try:
         token = Nbytes.parse(options.bytes_per_token)
@@ -80,7 +82,7 @@ def check_speeds(study: Study, configs: Iterable[StackConfig]) -> None:
 
 
 def describe(study: Study) -> Iterator[str]:
-    """A description of the trace in two lines."""
+    """A description of the trace in two lines, and one of what is missing in it."""
     trace, nothing = study.trace, study.nothing()
     minutes = (trace.prompts[-1].at - trace.prompts[0].at) / 60
     yield (
@@ -89,6 +91,8 @@ def describe(study: Study) -> Iterator[str]:
         f"{size(trace.distinct * study.layout.payload_nbytes)} of KV"
     )
     yield f"without a cache: mean prefill {ms(nothing.mean)}, p95 {ms(nothing.p95)}"
+    if trace.dropped:
+        yield f"one line was dropped: {trace.dropped} ends before its request does"
 
 
 def ms(seconds: float) -> str:
@@ -97,12 +101,12 @@ def ms(seconds: float) -> str:
 
 
 def size(nbytes: float) -> str:
-    """A readable size: three digits and a unit."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if nbytes < 1000 or unit == "TiB":
+    """A readable size: three digits and a unit, without an exponent."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if nbytes < 1000 or unit == "PiB":
             break
         nbytes /= 1024
-    return f"{nbytes:.3g}{unit}"
+    return f"{nbytes:.3g}{unit}" if nbytes < 1000 else f"{nbytes:.0f}{unit}"
 
 
 def _wrong(option: str, text: str, why: str, hint: str = "") -> ConfigError:

@@ -13,7 +13,7 @@ _EVERY = 0.1  # seconds
 class Bar:
     """A line on a terminal, erased when the work is done; nothing if ``stream`` (stderr) is no terminal.
 
-    ``total`` is how often `tick` will be called.
+    ``total`` is how often `tick` will be called, as far as that is known.
     """
 
     def __init__(self, total: int, stream: TextIO | None = None):
@@ -29,7 +29,7 @@ class Bar:
         self._done += 1
         if self._shown and time.monotonic() - self._drawn > _EVERY:
             self._drawn = time.monotonic()
-            share = self._done / self._total
+            share = min(1.0, self._done / self._total)
             full = int(share * _WIDTH)
             self._stream.write(f"\r\033[K{'━' * full}{'┄' * (_WIDTH - full)} {share:4.0%}  {self.label}")
             self._stream.flush()

@@ -6,6 +6,7 @@ Every decision is therefore the one that a real stack would make; only the bytes
 from __future__ import annotations
 
 import mmap
+import sys
 from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
@@ -47,9 +48,14 @@ class Clock:
         return self.now
 
 
-def open_dry_run(config: StackConfig, layout: ChunkLayout, clock: Clock) -> StorageManager:
-    """The stack of a configuration, with no bytes behind its tiers. Raises ConfigError."""
-    tiers = tuple(_without_bytes(tier) for tier in config.tiers)
+def open_dry_run(
+    config: StackConfig, layout: ChunkLayout, clock: Clock, most_slots: int = sys.maxsize
+) -> StorageManager:
+    """The stack of a configuration, with no bytes behind its tiers. Raises ConfigError.
+
+    An arena has no more than ``most_slots``, so that one that nothing can fill takes no more memory than others.
+    """
+    tiers = tuple(_without_bytes(tier, most_slots) for tier in config.tiers)
     context = _context(_layout_of_slots(config, layout))
     return open_stack(attrs.evolve(config, tiers=tiers), context, Runtime(_pool, clock, PassthroughCodec, serves=False))
 
@@ -71,9 +77,9 @@ def _context(layout: ChunkLayout) -> OpenContext:
     return OpenContext(Namespace.of({"engine": "simulated"}), layout)
 
 
-def _without_bytes(tier: ArenaTierConfig | StoreTierConfig) -> ArenaTierConfig | StoreTierConfig:
+def _without_bytes(tier: ArenaTierConfig | StoreTierConfig, most_slots: int) -> ArenaTierConfig | StoreTierConfig:
     if isinstance(tier, ArenaTierConfig):
-        return attrs.evolve(tier, config=NullArenaConfig())
+        return attrs.evolve(tier, config=NullArenaConfig(most_slots))
     serializer = tier.serializer if isinstance(tier.serializer, RawConfig) else _of_typical_length(tier.serializer)
     null = {"config": NullBackendConfig(), "serializer": serializer, "inflight": _NO_LIMIT}
     return attrs.evolve(tier, **null, seal_key=None, encrypt=False)
@@ -88,9 +94,10 @@ class NullArenaConfig(ArenaConfig):
     """Opens a `NullArena`."""
 
     type: ClassVar[str] = "null-arena"
+    most_slots: int = sys.maxsize
 
     def open(self, ctx: OpenContext) -> NullArena:
-        return NullArena(ctx)
+        return NullArena(ctx, self.most_slots)
 
     def attach(self, handle: str, cache: PagedKVCache) -> Mover:
         raise NotImplementedError("no engine reaches a simulated arena")
@@ -101,9 +108,9 @@ class NullArena(AllocatorBackend):
 
     handle = ""
 
-    def __init__(self, ctx: OpenContext):
+    def __init__(self, ctx: OpenContext, most_slots: int):
         self.slot_nbytes = ctx.slot_nbytes
-        self.slots = ctx.capacity // self.slot_nbytes
+        self.slots = min(ctx.capacity // self.slot_nbytes, most_slots)
         self._memory = memoryview(mmap.mmap(-1, self.slot_nbytes))
 
     def view(self, slot: int) -> memoryview:

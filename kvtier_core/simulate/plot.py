@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import pathlib
+import zlib
 from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
@@ -12,14 +12,26 @@ import attrs
 
 from kvtier_core.errors import ConfigError, Problem
 
-_WIDTH, _HEIGHT = 1200, 720
-_LEFT, _RIGHT, _TOP, _BOTTOM = 96, 984, 128, 616  # of the area with the curves
+_WIDTH = 1200
+_LEFT, _RIGHT = 96, 984  # of the areas with the curves
+_TOP, _DEEP = 128, 488  # of the first area: its upper edge, and its least height
+_BELOW, _BETWEEN = 104, 168  # an area: the axis below it, and the distance to the next one
 _FONT = "Inter, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 _INK, _GREY, _GRID, _SHADE = "#111827", "#6b7280", "#e5e7eb", "#f3f4f6"
-_COLOURS = (
-    "#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#db2777", "#65a30d", "#9a3412", "#475569",
-)  # fmt: skip
 _LABEL = 21  # least distance between two labels
+_LETTER = 10  # more than a letter of a label is wide
+#: A policy has the same colour in each picture.
+_COLOURS = {
+    "gittins": "#2563eb", "lru": "#dc2626", "lru2": "#d97706", "tournament": "#7c3aed", "arc": "#059669",
+    "s3fifo": "#0891b2", "fifo": "#db2777", "lfu": "#65a30d", "mru": "#9a3412",
+}  # fmt: skip
+_OTHER_COLOURS = (
+    "#475569", "#7f1d1d", "#14532d", "#78350f", "#164e63", "#831843", "#3f6212", "#a16207", "#6b21a8", "#0f766e",
+)  # fmt: skip
+#: Curves collapse where half of them are within this part of the axis, next to the best. They are drawn once more if
+#: that makes them this many times as high.
+_NEAR = 0.1
+_MAGNIFIED = 8
 
 
 @attrs.frozen
@@ -31,11 +43,35 @@ class Curve:
 
 
 @attrs.frozen
+class _Area:
+    """Where the curves are drawn: over the capacities from ``first`` on, between two rates."""
+
+    top: float
+    bottom: float
+    first: int
+    low: float
+    high: float
+
+    def y(self, rate: float) -> float:
+        return self.bottom - (rate - self.low) / (self.high - self.low) * (self.bottom - self.top)
+
+    def grid(self) -> Iterator[float]:
+        step = _step(self.high - self.low)
+        return (i * step for i in range(round(self.low / step), round(self.high / step) + 1))
+
+
+def _step(span: float) -> float:
+    """The distance between lines of the grid: at most eight of them, if that is possible."""
+    return next(step for step in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2) if span <= 8 * step or step == 0.2)
+
+
+@attrs.frozen
 class Picture:
-    """Curves over capacity, below the bound."""
+    """Curves over capacity, below the bound; where they collapse, once more and larger."""
 
     title: str
     subtitle: str
+    axis: str  #: what the capacities are
     capacities: tuple[float, ...]  #: ascending
     ticks: tuple[tuple[str, str], ...]  #: for each capacity two labels, one below the other
     curves: tuple[Curve, ...]
@@ -51,67 +87,97 @@ class Picture:
 
     def svg(self) -> str:
         """The picture as the text of an SVG file."""
-        parts = [*self._frame(), *self._shade(), *self._lines(), *self._labels()]
-        size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
+        areas = list(self._areas())
+        height = areas[-1].bottom + _BELOW
+        parts = [
+            f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
+            _text(_LEFT - 44, 54, self.title, size=28, weight=700),
+            _text(_LEFT - 44, 84, self.subtitle, colour=_GREY),
+        ]
+        for area in areas:
+            inside = f'clip-path="url(#area{area.first})"'
+            parts += [
+                f'<clipPath id="area{area.first}"><rect x="{_LEFT}" y="{area.top - 6}" '
+                f'width="{_RIGHT - _LEFT + 6}" height="{area.bottom - area.top + 12}"/></clipPath>',
+                *self._frame(area),
+                f"<g {inside}>",
+                *self._shade(area),
+                *self._lines(area),
+                "</g>",
+                *self._labels(area),
+            ]
+        size = f'viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}"'
         body = "\n".join(parts)
         return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{_FONT}" font-size="16">\n{body}\n</svg>\n'
 
-    def _x(self, i: int) -> float:
+    def _areas(self) -> Iterator[_Area]:
+        height = max(_DEEP, (len(self.curves) + 1) * _LABEL)
+        most = max(*self.bound.rates, 0.01)
+        step = _step(most)
+        top = math.ceil(most / step * 1.02) * step
+        yield _Area(_TOP, _TOP + height, 0, 0.0, top)
+        for first in range(len(self.capacities) - 1):
+            if all(len(self._near(i, top)) >= max(3, len(self.curves) / 2) for i in range(first, len(self.capacities))):
+                rates = [rate for i in range(first, len(self.capacities)) for rate in self._near(i, top)]
+                step = _step(max(self.bound.rates[first:]) - min(rates))
+                low = math.floor(min(rates) / step) * step
+                high = math.ceil(max(self.bound.rates[first:]) / step) * step
+                if high - low <= top / _MAGNIFIED:
+                    yield _Area(_TOP + height + _BETWEEN, _TOP + 2 * height + _BETWEEN, first, low, high)
+                    return
+
+    def _near(self, i: int, top: float) -> list[float]:
+        """The rates that are next to the best at a capacity."""
+        rates = [curve.rates[i] for curve in self.curves]
+        return [rate for rate in rates if rate >= max(rates) - _NEAR * top]
+
+    def _x(self, area: _Area, i: int) -> float:
         """A logarithmic scale."""
-        first, last = math.log(self.capacities[0]), math.log(self.capacities[-1])
+        first, last = math.log(self.capacities[area.first]), math.log(self.capacities[-1])
         return _LEFT + 28 + (math.log(self.capacities[i]) - first) / (last - first) * (_RIGHT - _LEFT - 28)
 
-    def _y(self, rate: float) -> float:
-        return _BOTTOM - rate / self._top * (_BOTTOM - _TOP)
+    def _points(self, area: _Area, curve: Curve) -> list[tuple[float, float]]:
+        return [(self._x(area, i), area.y(curve.rates[i])) for i in range(area.first, len(self.capacities))]
 
-    @property
-    def _top(self) -> float:
-        """The highest line of the grid, just above the bound."""
-        return math.ceil(max(*self.bound.rates, 0.01) / self._grid * 1.02) * self._grid
-
-    @property
-    def _grid(self) -> float:
-        return next(step for step in (0.02, 0.05, 0.1, 0.2) if max(self.bound.rates) <= 8 * step or step == 0.2)
-
-    def _points(self, curve: Curve) -> list[tuple[float, float]]:
-        return [(self._x(i), self._y(rate)) for i, rate in enumerate(curve.rates)]
-
-    def _frame(self) -> Iterator[str]:
-        yield f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>'
-        yield _text(_LEFT - 44, 54, self.title, size=28, weight=700)
-        yield _text(_LEFT - 44, 84, self.subtitle, colour=_GREY)
-        for i in range(round(self._top / self._grid) + 1):
-            y = self._y(i * self._grid)
-            yield f'<path d="M{_LEFT} {y:.1f}H{_RIGHT}" stroke="{_GRID}"/>'
-            yield _text(_LEFT - 12, y + 5, f"{i * self._grid:.0%}", colour=_GREY, anchor="end")
-        for i, (label, below) in enumerate(self.ticks):
-            yield f'<path d="M{self._x(i):.1f} {_BOTTOM}v7" stroke="{_GREY}"/>'
-            yield _text(self._x(i), _BOTTOM + 28, label, anchor="middle")
-            yield _text(self._x(i), _BOTTOM + 50, below, colour=_GREY, anchor="middle", size=14)
+    def _frame(self, area: _Area) -> Iterator[str]:
+        digits = 0 if _step(area.high - area.low) >= 0.01 else 1
+        if area.first:
+            yield _text(_LEFT - 44, area.top - 20, "the same, where curves lie close", colour=_GREY)
+        for rate in area.grid():
+            yield f'<path d="M{_LEFT} {area.y(rate):.1f}H{_RIGHT}" stroke="{_GRID}"/>'
+            yield _text(_LEFT - 12, area.y(rate) + 5, f"{rate:.{digits}%}", colour=_GREY, anchor="end")
+        end = -math.inf  # of the last label
+        for i in range(area.first, len(self.capacities)):
+            x, half = self._x(area, i), max(map(len, self.ticks[i])) * _LETTER / 2
+            yield f'<path d="M{x:.1f} {area.bottom}v7" stroke="{_GREY}"/>'
+            if x - half > end:
+                yield _text(x, area.bottom + 28, self.ticks[i][0], anchor="middle")
+                yield _text(x, area.bottom + 50, self.ticks[i][1], colour=_GREY, anchor="middle", size=14)
+                end = x + half
         middle = (_LEFT + _RIGHT) / 2
-        yield _text(middle, _HEIGHT - 24, "capacity, of all distinct chunks", colour=_GREY, anchor="middle", size=14)
+        yield _text(middle, area.bottom + 80, self.axis, colour=_GREY, anchor="middle", size=14)
 
-    def _shade(self) -> Iterator[str]:
+    def _shade(self, area: _Area) -> Iterator[str]:
         """Below the bound, where the policies are."""
-        points = self._points(self.bound)
-        yield f'<path d="{_path(points)}V{_BOTTOM}H{points[0][0]:.1f}Z" fill="{_SHADE}"/>'
+        points = self._points(area, self.bound)
+        yield f'<path d="{_path(points)}V{area.bottom}H{points[0][0]:.1f}Z" fill="{_SHADE}"/>'
         yield f'<path d="{_path(points)}" fill="none" stroke="{_INK}" stroke-width="2" stroke-dasharray="7 5"/>'
 
-    def _lines(self) -> Iterator[str]:
+    def _lines(self, area: _Area) -> Iterator[str]:
         for curve, colour in self._coloured():
-            points = self._points(curve)
+            points = self._points(area, curve)
             look = f'stroke="{colour}" stroke-width="{3.5 if curve is self._best else 2}"'
             yield f'<path d="{_path(points)}" fill="none" {look} stroke-linejoin="round" stroke-linecap="round"/>'
             for x, y in points:
                 radius = 5 if curve is self._best else 3.5
                 yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}" stroke="#ffffff"/>'
 
-    def _labels(self) -> Iterator[str]:
+    def _labels(self, area: _Area) -> Iterator[str]:
         """Each curve's name at its right end, moved so that no two overlap."""
-        ends = [(self._y(self.bound.rates[-1]), self.bound, _INK)]
-        ends += [(self._y(curve.rates[-1]), curve, colour) for curve, colour in self._coloured()]
+        ends = [(area.y(curve.rates[-1]), curve, colour) for curve, colour in [(self.bound, _INK), *self._coloured()]]
+        ends = [end for end in ends if end[0] <= area.bottom]
         ends.sort(key=lambda end: (end[0], -sum(end[1].rates)))
-        for (y, curve, colour), at in zip(ends, _spread([y for y, _, _ in ends]), strict=True):
+        for (y, curve, colour), at in zip(ends, _spread([y for y, _, _ in ends], area.bottom), strict=True):
             strong = curve in (self._best, self.bound)
             yield f'<path d="M{_RIGHT + 7} {y:.1f}L{_RIGHT + 22} {at:.1f}" stroke="{colour}" opacity="0.5"/>'
             words = f"{curve.name}  {curve.rates[-1]:.1%}"
@@ -119,7 +185,15 @@ class Picture:
 
     def _coloured(self) -> list[tuple[Curve, str]]:
         """The curves and their colours, the best one last, so that it is drawn on top."""
-        pairs = list(zip(self.curves, itertools.cycle(_COLOURS)))
+        free = list(_OTHER_COLOURS)
+        pairs = []
+        for curve in self.curves:
+            if curve.name in _COLOURS:
+                colour = _COLOURS[curve.name]
+            else:
+                free = free or list(_OTHER_COLOURS)
+                colour = free.pop(zlib.crc32(curve.name.encode()) % len(free))
+            pairs.append((curve, colour))
         return sorted(pairs, key=lambda pair: pair[0] is self._best)
 
     @property
@@ -127,13 +201,13 @@ class Picture:
         return max(self.curves, key=lambda curve: sum(curve.rates), default=None)
 
 
-def _spread(ys: Sequence[float]) -> list[float]:
+def _spread(ys: Sequence[float], bottom: float) -> list[float]:
     """The same heights, from the top down, moved so far apart that labels do not overlap."""
     placed: list[float] = []
     for y in ys:
         placed.append(max(y, placed[-1] + _LABEL) if placed else y)
     for i in reversed(range(len(placed))):
-        lowest = _BOTTOM if i == len(placed) - 1 else placed[i + 1] - _LABEL
+        lowest = bottom if i == len(placed) - 1 else placed[i + 1] - _LABEL
         placed[i] = min(placed[i], lowest)
     return placed
 

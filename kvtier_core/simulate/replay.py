@@ -66,7 +66,7 @@ def replay(
 ) -> Tally:
     """Serve one prompt after the other, each computed and stored before the next. Raises ConfigError."""
     clock = Clock()
-    manager = open_dry_run(config, layout, clock)
+    manager = open_dry_run(config, layout, clock, max(1, trace.distinct))
     tally = Tally()
     for prompt in trace.prompts:
         clock.now = prompt.at

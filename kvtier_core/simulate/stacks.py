@@ -41,8 +41,10 @@ def read_capacities(text: str, trace: Trace, layout: ChunkLayout) -> tuple[Nbyte
 
 
 def read_size(text: str, trace: Trace, layout: ChunkLayout, option: str = "--capacity") -> Nbytes:
-    """The capacity of one tier. Raises ConfigError, which names ``option``."""
+    """The capacity of one tier; a share is a chunk at least. Raises ConfigError, which names ``option``."""
     if share := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*%", text):
+        if not float(share[1]):
+            raise _wrong(option, text, "it holds no chunk", "a share is more than nothing, 5% for instance")
         chunks = int(float(share[1]) * trace.distinct / 100)
         return Nbytes(max(1, chunks) * layout.frame_nbytes)
     try:

@@ -3,13 +3,17 @@
     {"timestamp": 27482, "input_length": 1301, "output_length": 52, "hash_ids": [46, 47, 2353]}
 
 ``timestamp`` is in milliseconds, lengths are in tokens, and each id stands for a chunk of the prompt. kvtier's own
-recordings also name the ``chunk_tokens`` and the ``finish_reason``.
+recordings also name the ``chunk_tokens`` and the ``finish_reason``. A file may be compressed with gzip.
 """
 
 from __future__ import annotations
 
+import codecs
+import gzip
+import io
 import json
 import pathlib
+import zlib
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -21,6 +25,12 @@ from kvtier_core.types import KEY_NBYTES, ChunkKey
 
 #: Tokens of a chunk where the trace does not say: those of Mooncake's traces.
 CHUNK_TOKENS = 512
+
+_GZIP = b"\x1f\x8b"
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_EXAMPLE = '{"timestamp": 27482, "input_length": 1301, "hash_ids": [46, 47, 2353]}'
+#: How many bad lines are shown; the others are counted.
+_SHOWN = 3
 
 
 @attrs.frozen
@@ -39,6 +49,7 @@ class Trace:
     name: str
     chunk_tokens: int
     prompts: tuple[Prompt, ...]  #: in order of time
+    dropped: str = ""  #: file and number of the last line, if it ends before its request does
 
     @cached_property
     def accesses(self) -> int:
@@ -66,29 +77,45 @@ class Trace:
             return self
         # A key stands for the whole prefix, so the last of several stands for all of them.
         prompts = tuple(attrs.evolve(prompt, path=prompt.path[times - 1 :: times]) for prompt in self.prompts)
-        return Trace(self.name, tokens, prompts)
+        return attrs.evolve(self, chunk_tokens=tokens, prompts=prompts)
 
 
 def read_trace(path: pathlib.Path | str, chunk_tokens: int | None = None) -> Trace:
     """Read a file. ``chunk_tokens`` is for traces that do not say how long a chunk is.
 
-    Raises ConfigError, which names the line.
+    Raises ConfigError, which shows the first bad lines and counts the others.
     """
     path = pathlib.Path(path)
     usual = CHUNK_TOKENS if chunk_tokens is None else chunk_tokens
     names = _Names()
     prompts: list[Prompt] = []
-    for line in _lines(path):
-        said = line.count("chunk_tokens", default=usual, least=1)
-        if chunk_tokens not in (None, said):
-            raise line.wrong("chunk_tokens", f"{said}, and {chunk_tokens} before it; a trace has one size of chunks")
-        chunk_tokens = said
-        prompts.append(_prompt(line, said, names))
+    problems: list[Problem] = []
+    dropped = ""
+    for where, text in _lines(path):
+        if _torn(text):
+            dropped = where
+            continue
+        try:
+            line = _parsed(text, where)
+            said = line.count("chunk_tokens", default=usual, least=1)
+            if chunk_tokens not in (None, said):
+                raise line.wrong(
+                    "chunk_tokens", f"{said}, and {chunk_tokens} before it; a trace has one size of chunks"
+                )
+            chunk_tokens = said
+            prompts.append(_prompt(line, said, names))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        more = len(problems) - _SHOWN
+        rest = [Problem(str(path), "$", f"{more} more lines like these")] if more > 0 else []
+        raise ConfigError([*problems[:_SHOWN], *rest])
     if not prompts:
-        raise ConfigError([Problem(str(path), "$", "it contains no prompt")])
+        raise ConfigError([Problem(str(path), "$", "it contains no prompt", f"each line is one, such as {_EXAMPLE}")])
     prompts.sort(key=lambda prompt: prompt.at)  # a recording has them in the order in which they ended
     begin = prompts[0].at
-    return Trace(path.stem, chunk_tokens, tuple(attrs.evolve(each, at=each.at - begin) for each in prompts))
+    shifted = tuple(attrs.evolve(each, at=each.at - begin) for each in prompts)
+    return Trace(pathlib.Path(path.name.removesuffix(".gz")).stem, chunk_tokens, shifted, dropped)
 
 
 class _Names:
@@ -127,32 +154,38 @@ class _Line:
         return value
 
 
-def _lines(path: pathlib.Path) -> Iterator[_Line]:
+def _lines(path: pathlib.Path) -> Iterator[tuple[str, bytes]]:
+    """File and number of each line that is not empty, and the line."""
     try:
-        with path.open(encoding="utf-8") as file:
-            for number, text in enumerate(file, start=1):
-                where = f"{path}:{number}"
-                if text.strip() and not _torn(text):
-                    yield _Line(where, _parsed(text, where))
+        with path.open("rb") as file, _unpacked(file) as lines:
+            if lines.peek(2)[:2] in _UTF16:
+                way_out = f"convert it: iconv -f UTF-16 -t UTF-8 {path}"
+                raise ConfigError([Problem(str(path), "$", "it is UTF-16, and must be UTF-8", way_out)])
+            yield from ((f"{path}:{number}", text) for number, text in enumerate(lines, start=1) if text.strip())
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        way_out = f"save what is whole: gzip -dc {path} > trace.jsonl"
+        raise ConfigError([Problem(str(path), "$", f"damaged gzip: {error}", way_out)]) from error
     except OSError as error:
         raise ConfigError([Problem(str(path), "$", f"cannot be read: {error.strerror}")]) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError([Problem(str(path), "$", f"cannot be read: {error}")]) from error
 
 
-def _torn(text: str) -> bool:
+def _unpacked(file: io.BufferedReader) -> io.BufferedReader:
+    return io.BufferedReader(gzip.GzipFile(fileobj=file)) if file.peek(2)[:2] == _GZIP else file
+
+
+def _torn(text: bytes) -> bool:
     """Is this the last line of a recording whose engine was killed?"""
-    return not text.endswith(("}", "\n"))
+    return not text.endswith((b"}", b"\n"))
 
 
-def _parsed(text: str, where: str) -> dict[str, Any]:
+def _parsed(text: bytes, where: str) -> _Line:
     try:
-        fields = json.loads(text)
+        fields = json.loads(text)  # passes over a byte order mark
     except (ValueError, RecursionError) as error:
-        raise ConfigError([Problem(where, "$", f"not JSON: {error}", "each line is a request")]) from error
+        raise ConfigError([Problem(where, "$", f"not JSON: {error}", f"each line is a request: {_EXAMPLE}")]) from error
     if not isinstance(fields, dict):
         raise ConfigError([Problem(where, "$", f"expected an object, found {_shown(fields)}")])
-    return fields
+    return _Line(where, fields)
 
 
 def _prompt(line: _Line, chunk_tokens: int, names: _Names) -> Prompt:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 import json
 import random
+import re
 import struct
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -12,9 +15,12 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from kvtier_core.cli import main
+from kvtier_core.cli.studies import size
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.simulate.bar import Bar
+from kvtier_core.simulate.optimum import Optimum
+from kvtier_core.simulate.plot import Curve, Picture
 from kvtier_core.simulate.stacks import all_policies
 from kvtier_core.simulate.traces import read_trace
 
@@ -71,6 +77,29 @@ def test_every_policy_and_the_bound_at_every_capacity(folder, capsys):
         )
     assert told.out.startswith("trace: 300 prompts in 0 min, ")
     assert told.err == "", "a bar was drawn where nobody looks"
+
+
+def test_a_capacity_without_end_takes_no_memory(folder, capsys):
+    assert main(["simulate", "trace.jsonl", "--capacity", "1000000TiB,100%", "--policy", "lru,min"]) == 0
+    rows = table(capsys.readouterr().out)
+    assert [row["capacity"] for row in rows] == ["1000000TiB"] * 2 + ["100%"] * 2
+    assert len({(row["hits"], row["into cpu"]) for row in rows if row["policy"] == "lru"}) == 1
+
+
+def test_the_bound_is_computed_once_a_capacity(folder, monkeypatch):
+    asked = []
+    hits = Optimum.hits
+    monkeypatch.setattr(Optimum, "hits", lambda self, capacity: asked.append(capacity) or hits(self, capacity))
+    assert main(["simulate", "trace.jsonl", "--capacity", "5%,20%", "--policy", "lru,fifo,mru,min"]) == 0
+    assert len(asked) == 2
+
+
+def test_what_was_dropped_is_told(folder, capsys):
+    with (folder / "trace.jsonl").open("a") as file:
+        file.write('{"timestamp": 12, "inp')
+    for command in (["simulate", "trace.jsonl", "--policy", "lru"], ["plan", "trace.jsonl", "--ram", "5%"]):
+        assert main(command) == 0
+        assert "one line was dropped: trace.jsonl:301 ends before its request does\n" in capsys.readouterr().out
 
 
 def test_a_stack_of_two_tiers(folder, capsys):
@@ -150,6 +179,66 @@ def test_a_picture_has_each_curve(folder, capsys):
     assert [text for text in texts if text in ("5%", "20%")][-2:] == ["5%", "20%"], "capacities rise"
 
 
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(rates, ticks=None):
+    """A picture of policies with these rates at 1, 2, 5 and 10 %, below an optimum of 96 %."""
+    sizes = (1.0, 2.0, 5.0, 10.0)
+    curves = tuple(Curve(name, each) for name, each in rates.items())
+    ticks = ticks or tuple((f"{size:g}%", "GiB") for size in sizes)
+    return ElementTree.fromstring(
+        Picture("title", "subtitle", "capacity", sizes, ticks, curves, Curve("optimum", (0.96,) * 4)).svg()
+    )
+
+
+def colour_of(picture, name):
+    (colour,) = {each.get("fill") for each in picture.iter(f"{SVG}text") if each.text.startswith(f"{name}  ")}
+    return colour
+
+
+def test_a_policy_has_the_same_colour_in_each_picture():
+    one = drawn({"lru": (0.1,) * 4, "mine": (0.2,) * 4, "gittins": (0.3,) * 4})
+    other = drawn({"gittins": (0.4,) * 4, "fifo": (0.2,) * 4, "mine": (0.1,) * 4, "lru": (0.2,) * 4})
+    for name in ("lru", "gittins", "mine"):
+        assert colour_of(one, name) == colour_of(other, name)
+    assert len({colour_of(other, name) for name in ("lru", "gittins", "mine", "fifo")}) == 4
+
+
+def test_labels_do_not_overprint_however_many_curves_there_are():
+    picture = drawn({f"policy{i}": (0.1, 0.2, 0.3, 0.5) for i in range(40)})
+    heights = sorted(float(each.get("y")) for each in picture.iter(f"{SVG}text") if "  " in each.text)
+    assert len(heights) == 41 and min(b - a for a, b in itertools.pairwise(heights)) > 20.9
+    assert heights[0] > 0 and heights[-1] < float(picture.get("height"))
+
+
+def test_capacities_that_lie_close_are_told_without_overprinting():
+    many = tuple(("123456GiB" + "0" * 10, "12.345%") for _ in range(4))
+    told = [each for each in drawn({"lru": (0.1,) * 4}, many).iter(f"{SVG}text") if each.text == many[0][0]]
+    places = [float(each.get("x")) for each in told]
+    assert len(places) > 1 and min(b - a for a, b in itertools.pairwise(places)) >= 19 * 10
+
+
+def test_curves_that_collapse_are_drawn_once_more():
+    close = {"lru": (0.5, 0.93, 0.95, 0.957), "arc": (0.4, 0.94, 0.951, 0.956), "fifo": (0.3, 0.92, 0.95, 0.951)}
+    apart = {"lru": (0.5, 0.6, 0.7, 0.8), "arc": (0.4, 0.5, 0.5, 0.6), "fifo": (0.3, 0.3, 0.4, 0.4)}
+
+    def texts(rates):
+        return [each.text for each in drawn(rates).iter(f"{SVG}text")]
+
+    assert "the same, where curves lie close" in texts(close) and "the same, where curves lie close" not in texts(apart)
+    assert texts(close).count("1%") == 1 and texts(close).count("2%") == 2, "from where they collapse on"
+    assert sum(text.startswith("lru  ") for text in texts({**close, "mru": (0.1,) * 4})) == 2
+    assert sum(text.startswith("mru  ") for text in texts({**close, "mru": (0.1,) * 4})) == 1
+
+
+def test_the_axis_has_bytes_beside_shares(folder):
+    assert main(["simulate", "trace.jsonl", "--policy", "lru", "--capacity", "4GiB,20%", "--plot", "plot.svg"]) == 0
+    texts = [each.text for each in ElementTree.parse("plot.svg").iter(f"{SVG}text")]
+    told = texts[texts.index("4GiB") :]
+    assert told[1].endswith("%") and told[3].endswith("GiB") and told[4].startswith("capacity, on a logarithmic scale")
+
+
 def test_a_picture_of_the_bound_alone(folder):
     assert main(["simulate", "trace.jsonl", "--policy", "min", "--plot", "plot.svg"]) == 0
     assert "optimum" in (folder / "plot.svg").read_text()
@@ -179,6 +268,8 @@ def test_a_png_needs_a_converter(folder, capsys, monkeypatch):
         (["trace.jsonl", "--capacity", "1+1"], "--capacity: 1: '1' is not a size; write a whole number and B"),
         (["trace.jsonl", "--capacity", "1%+1%+1%+1%"], "--capacity: 1%+1%+1%+1%: 4 tiers; at most 3 can be told apart"),
         (["trace.jsonl", "--capacity", "1MiB"], "StackConfig: $.tiers[0].capacity: 1MiB holds no chunk: one is 64.1M"),
+        (["trace.jsonl", "--capacity", "0%"], "--capacity: 0%: it holds no chunk; a share is more than nothing, 5%"),
+        (["trace.jsonl", "--chunk-tokens", "0"], "--chunk-tokens: 0: must be positive"),
         (["trace.jsonl", "--bytes-per-token", "9"], "--bytes-per-token: 9: '9' is not a size"),
         (["trace.jsonl", "--bytes-per-token", "0B"], "--bytes-per-token: 0B: must be positive"),
         (["trace.jsonl", "--prefill", "0"], "--prefill: 0: must be positive"),
@@ -216,6 +307,47 @@ def test_a_plan_is_the_least_of_what_was_tried_and_can_be_written_down(folder, c
     config = load_config(folder / "kvtier.yaml", Registry.discover())
     assert "+".join(tier.eviction.type for tier in config.tiers) == rows[0]["policy"]
     assert "1GiB would take " in told
+
+
+def planned(*options):
+    """The mean of each candidate that has the whole budget, by the policies of both tiers; and of memory alone."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        assert main(["plan", "trace.jsonl", *options, "--json"]) == 0
+    rows = json.loads(output.getvalue())
+    whole = max(row["capacities"] for row in rows)
+    return [
+        {tuple(row["policies"]): row["mean"] for row in rows if row["capacities"] == budget}
+        for budget in (whole, whole[:1])
+    ]
+
+
+def test_a_plan_leaves_no_better_policy_in_one_of_its_tiers_untried(folder):
+    names = all_policies(Registry.discover())
+    pairs, _ = planned("--ram", "2%", "--ssd", "8%")
+    upper, lower = min(pairs, key=pairs.__getitem__)
+    assert {(name, lower) for name in names} | {(upper, name) for name in names} <= pairs.keys()
+    assert upper != lower, "a trace on which the same policy is best in both shows nothing"
+
+
+def test_a_plan_gives_memory_alone_a_policy_of_its_own(folder):
+    _, alone = planned("--ram", "8%", "--ssd", "20%", "--policy", "lru,mru,lru2")
+    assert alone.keys() == {("lru",), ("mru",), ("lru2",)}
+
+
+def test_a_plan_is_written_in_few_digits(folder, capsys):
+    assert main(["plan", "trace.jsonl", "--ram", "8%", "--ssd", "20%", "--policy", "lru"]) == 0
+    sizes = re.findall(r"capacity: (\d+)([KMG]iB)", capsys.readouterr().out)
+    assert len(sizes) == 2 and all(len(number) <= 5 and unit != "KiB" for number, unit in sizes)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "told"),
+    [(0, "0B"), (999, "999B"), (65 * 2**20, "65MiB"), (1500 * 2**30, "1.46TiB"), (2**60 * 0.97, "993PiB"),
+     (2**60 * 3, "3072PiB")],
+)  # fmt: skip
+def test_sizes_are_told_without_exponents(nbytes, told):
+    assert size(nbytes) == told
 
 
 def test_a_plan_prefers_the_default_policy_where_others_are_as_good(folder, capsys):

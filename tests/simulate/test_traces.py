@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from kvtier_core.errors import ConfigError
 from kvtier_core.simulate.traces import read_trace
 
+EXAMPLE = '{"timestamp": 27482, "input_length": 1301, "hash_ids": [46, 47, 2353]}'
+EACH = f"each line is a request: {EXAMPLE}"
 LINE = {"timestamp": 1000, "input_length": 1300, "output_length": 52, "hash_ids": [46, 47, 2353]}
 
 
@@ -70,17 +73,33 @@ def test_chunks_can_be_put_together(written):
     assert [trace.in_chunks_of(tokens) is trace for tokens in (1, 512, 256, 700)] == [True] * 4
 
 
-def test_the_last_line_of_a_killed_engine_is_passed_over(written):
-    assert len(read_trace(written(LINE, '{"timestamp": 12, "inp', end="")).prompts) == 1
-    assert len(read_trace(written(LINE, LINE, end="")).prompts) == 2
+def test_the_last_line_of_a_killed_engine_is_passed_over_and_named(written):
+    file = written(LINE, '{"timestamp": 12, "inp', end="")
+    assert (len(read_trace(file).prompts), read_trace(file).dropped) == (1, f"{file}:2")
+    assert read_trace(file).in_chunks_of(1024).dropped == f"{file}:2"
+    whole = read_trace(written(LINE, LINE, end=""))
+    assert (len(whole.prompts), whole.dropped) == (2, "")
+
+
+def test_a_trace_may_be_compressed(written, tmp_path):
+    plain = written(LINE, {**LINE, "timestamp": 2500, "hash_ids": [46, 47, 9]})
+    packed = tmp_path / "trace.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert read_trace(packed) == read_trace(plain)
+
+
+def test_a_byte_order_mark_is_passed_over(written, tmp_path):
+    plain, marked = written(LINE), tmp_path / "marked" / "trace.jsonl"
+    marked.parent.mkdir()
+    marked.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
+    assert read_trace(marked) == read_trace(plain)
 
 
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("nonsense", ":2: $: not JSON: Expecting value: line 1 column 1 (char 0); each line is a request"),
-        ('{"timestamp": 12', ":2: $: not JSON: Expecting ',' delimiter: line 2 column 1 (char 17); "
-         "each line is a request"),
+        ("nonsense", ":2: $: not JSON: Expecting value: line 1 column 1 (char 0); " + EACH),
+        ('{"timestamp": 12', ":2: $: not JSON: Expecting ',' delimiter: line 2 column 1 (char 17); " + EACH),
         ([1, 2], ":2: $: expected an object, found [1, 2]"),
         ({"timestamp": 0, "input_length": 3}, ":2: $: 'hash_ids' is missing"),
         ({**LINE, "timestamp": "noon"}, ':2: $.timestamp: expected milliseconds, found "noon"'),
@@ -103,11 +122,33 @@ def test_garbage_is_told_with_its_line(written, line, told):
     assert str(raised.value) == f"{file}{told}"
 
 
-def test_a_file_that_is_no_trace_is_refused(tmp_path, written):
-    with pytest.raises(ConfigError, match=r"absent: \$: cannot be read: No such file"):
-        read_trace(tmp_path / "absent")
-    with pytest.raises(ConfigError, match="it contains no prompt"):
-        read_trace(written(""))
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\n")
-    with pytest.raises(ConfigError, match=r"binary: \$: cannot be read: 'utf-8' codec"):
-        read_trace(tmp_path / "binary")
+def told(file):
+    with pytest.raises(ConfigError) as raised:
+        read_trace(file)
+    return str(raised.value).replace(str(file), "FILE").splitlines()
+
+
+def test_all_bad_lines_are_counted_and_the_first_shown(written):
+    bad = {**LINE, "input_length": 0}
+    said = [f"FILE:{i}: $.input_length: expected a whole number from 1 on, found 0" for i in (2, 3, 4, 5)]
+    assert told(written(LINE, bad, bad, bad, LINE)) == said[:3]
+    assert told(written(LINE, *[bad] * 9, LINE)) == [*said[:3], "FILE: $: 6 more lines like these"]
+
+
+def test_a_file_that_is_no_trace_is_refused_with_a_way_out(tmp_path, written):
+    file = tmp_path / "file"
+    assert told(file) == ["FILE: $: cannot be read: No such file or directory"]
+    assert told(written("")) == [f"FILE: $: it contains no prompt; each line is one, such as {EXAMPLE}"]
+    file.write_bytes(b"")
+    assert told(file) == [f"FILE: $: it contains no prompt; each line is one, such as {EXAMPLE}"]
+    for order in ("utf-16-le", "utf-16-be"):
+        file.write_bytes(("\ufeff" + json.dumps(LINE)).encode(order))
+        way_out = "convert it: iconv -f UTF-16 -t UTF-8 FILE"
+        assert told(file) == [f"FILE: $: it is UTF-16, and must be UTF-8; {way_out}"]
+    file.write_bytes(gzip.compress(json.dumps(LINE).encode())[:-9])
+    (said,) = told(file)
+    assert said.startswith("FILE: $: damaged gzip: Compressed file ended before")
+    assert said.endswith("; save what is whole: gzip -dc FILE > trace.jsonl")
+    file.write_bytes(b"\x80\n")
+    (said,) = told(file)
+    assert said.startswith("FILE:1: $: not JSON: 'utf-8' codec can't decode byte 0x80")
