@@ -15,7 +15,7 @@ from benchmarks.measure import Table, progress
 from kvtier_core.cli.studies import size
 from kvtier_core.config.model import StackConfig
 from kvtier_core.config.registry import Registry
-from kvtier_core.interfaces import EvictionConfig, EvictionPolicy
+from kvtier_core.interfaces import EvictionConfig, EvictionPolicy, SupportsSparing
 from kvtier_core.simulate import stacks
 from kvtier_core.simulate.plot import Curve, Picture
 from kvtier_core.simulate.study import Study
@@ -137,8 +137,8 @@ class Timed:
     def __init__(self, policy: EvictionPolicy, watch: Stopwatch):
         self.watch = watch
         self.leaf_first = policy.leaf_first
-        for name, method in vars(EvictionPolicy).items():
-            if callable(method) and not name.startswith("_"):
+        for name, method in [*vars(EvictionPolicy).items(), *vars(SupportsSparing).items()]:
+            if callable(method) and not name.startswith("_") and hasattr(policy, name):
                 setattr(self, name, self._timed(getattr(policy, name)))
 
     def _timed(self, method):

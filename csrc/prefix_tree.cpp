@@ -116,7 +116,7 @@ nb::list PrefixTree::remove(nb::handle keys) {
     Node& node = nodes_[number];
     used_ -= node.nbytes;
     held_--;
-    node.held = false;
+    node.held = node.parked = false;
     clear_parent(number);
     drop_if_unused(number);
   }
@@ -129,6 +129,19 @@ void PrefixTree::detach(nb::handle keys) {
   for (size_t i = 0; i < items.size(); i++) {
     if (const Number node = held(key_of(items[i])); node != kNone) clear_parent(node);
   }
+}
+
+void PrefixTree::park(nb::handle keys) {
+  const Items items(keys);
+  for (size_t i = 0; i < items.size(); i++) nodes_[must_hold(items[i])].parked = true;
+}
+
+nb::list PrefixTree::take_freed() {
+  nb::list freed;
+  for (const Key& key : std::exchange(freed_, {})) {
+    if (held(key) != kNone) freed.append(bytes_of(key));
+  }
+  return freed;
 }
 
 Number PrefixTree::held(const Key& key) const {
@@ -156,7 +169,12 @@ void PrefixTree::set_parent(Number node, Number parent) {
 void PrefixTree::clear_parent(Number node) {
   const Number parent = std::exchange(nodes_[node].parent, kNone);
   if (parent == kNone) return;
-  nodes_[parent].children--;
+  Node& above = nodes_[parent];
+  above.children--;
+  if (above.parked && !above.children) {
+    above.parked = false;
+    freed_.push_back(above.key);
+  }
   drop_if_unused(parent);
 }
 
@@ -185,7 +203,7 @@ void EvictionCandidates::note_returned(Number candidate) {
   const Number parent = tree_.nodes_[candidate].parent;
   if (parent == kNone) return;
   returned_children_[parent]++;
-  if (passed_.contains(parent) && is_leaf(parent)) next_parent_ = parent;
+  if ((tree_.nodes_[parent].parked || waiting_.contains(parent)) && is_leaf(parent)) next_parent_ = parent;
 }
 
 nb::object EvictionCandidates::next() {
@@ -205,7 +223,8 @@ nb::object EvictionCandidates::next() {
     }
     const Number node = tree_.must_hold(key);
     if (leaf_first_ && !is_leaf(node)) {
-      passed_.insert(node);
+      waiting_.insert(node);
+      passed_.append(key);
     } else if (may_be_evicted(key, node)) {
       note_returned(node);
       return key;
@@ -235,12 +254,15 @@ void bind_tree(nb::module_& m) {
       .def("resize", &PrefixTree::resize, "key"_a, "nbytes"_a)
       .def("remove", &PrefixTree::remove, "keys"_a)
       .def("detach", &PrefixTree::detach, "keys"_a)
+      .def("park", &PrefixTree::park, "keys"_a)
+      .def("take_freed", &PrefixTree::take_freed)
       .def(
           "eviction_candidates",
-          [](const PrefixTree& tree, nb::handle victims, nb::handle spared, nb::object pinned, bool leaf_first) {
-            return EvictionCandidates(tree, victims, spared, std::move(pinned), leaf_first);
+          [](const PrefixTree& tree, nb::handle victims, nb::handle spared, nb::object pinned, bool leaf_first,
+             nb::list passed) {
+            return EvictionCandidates(tree, victims, spared, std::move(pinned), leaf_first, std::move(passed));
           },
-          nb::keep_alive<0, 1>(), "victims"_a, "spared"_a, "pinned"_a, "leaf_first"_a);
+          nb::keep_alive<0, 1>(), "victims"_a, "spared"_a, "pinned"_a, "leaf_first"_a, "passed"_a);
 }
 
 }  // namespace kvtier

@@ -32,6 +32,8 @@ class PrefixTree {
   void resize(nanobind::handle key, int64_t nbytes);
   nanobind::list remove(nanobind::handle keys);
   void detach(nanobind::handle keys);
+  void park(nanobind::handle keys);
+  nanobind::list take_freed();
 
  private:
   friend class EvictionCandidates;
@@ -40,8 +42,9 @@ class PrefixTree {
     int64_t nbytes = 0;
     uint32_t place = 0;
     Number parent = kNone;
-    uint32_t children : 31 = 0;
+    uint32_t children : 30 = 0;
     uint32_t held : 1 = false;
+    uint32_t parked : 1 = false;
   };
 
   Number held(const Key& key) const;
@@ -56,15 +59,16 @@ class PrefixTree {
   size_t held_ = 0;
   int64_t used_ = 0;
   uint64_t changes_ = 0;
+  std::vector<Key> freed_;  // parked before, and without a child now
 };
 
 // An iterator over the keys that may be evicted, in the order of the policy. It raises when the tree has changed.
 class EvictionCandidates {
  public:
   EvictionCandidates(const PrefixTree& tree, nanobind::handle victims, nanobind::handle spared,
-                     nanobind::object pinned, bool leaf_first)
+                     nanobind::object pinned, bool leaf_first, nanobind::list passed)
       : tree_(tree), changes_(tree.changes_), victims_(nanobind::iter(victims)), spared_(spared),
-        pinned_(std::move(pinned)), leaf_first_(leaf_first) {}
+        pinned_(std::move(pinned)), leaf_first_(leaf_first), passed_(std::move(passed)) {}
 
   nanobind::object next();
 
@@ -79,8 +83,9 @@ class EvictionCandidates {
   Items spared_;  // collections of keys that are not evicted
   nanobind::object pinned_;  // places that are not
   const bool leaf_first_;
+  nanobind::list passed_;  // for the caller: the keys that were passed over because of a child
   std::unordered_map<Number, uint32_t> returned_children_;  // children of a node that this iterator has returned
-  std::unordered_set<Number> passed_;             // named by the policy, passed over because of a child
+  std::unordered_set<Number> waiting_;               // the same
   Number next_parent_ = kNone;                       // one of these, whose last child was returned just now
 };
 

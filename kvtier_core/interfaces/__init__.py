@@ -33,7 +33,7 @@ from kvtier_core.interfaces.arena import (
 )
 from kvtier_core.interfaces.context import Medium, OpenContext
 from kvtier_core.interfaces.direct_reader import DirectLoad, DirectReader
-from kvtier_core.interfaces.eviction import MAX_POLICY_STATE_NBYTES, EvictionConfig, EvictionPolicy
+from kvtier_core.interfaces.eviction import MAX_POLICY_STATE_NBYTES, EvictionConfig, EvictionPolicy, SupportsSparing
 from kvtier_core.interfaces.observer import Observer, ObserverConfig
 from kvtier_core.interfaces.serializer import Serializer, SerializerConfig
 from kvtier_core.interfaces.store_tier import (
@@ -75,6 +75,7 @@ __all__ = [
     "SupportsListing",
     "SupportsNamespaces",
     "SupportsSharing",
+    "SupportsSparing",
     "SupportsWalk",
     "TokenDatabase",
     "TokenDatabaseConfig",

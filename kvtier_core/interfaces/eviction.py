@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
 import attrs
 
@@ -67,6 +67,25 @@ class EvictionPolicy(abc.ABC):
 
         ``saved`` may be anything: a state that cannot be understood is ignored.
         """
+
+
+@runtime_checkable
+class SupportsSparing(Protocol):
+    """A policy that need not name again and again what its tier keeps for the sake of a child.
+
+    For orders in which parents come before their children: without this each eviction walks past all of them.
+    """
+
+    @abc.abstractmethod
+    def spare(self, key: ChunkKey) -> None:
+        """A victim was passed over because the tier holds a child of it. `victims` leaves it out until `unspare`.
+
+        Requests go on to name it, and it may be forgotten.
+        """
+
+    @abc.abstractmethod
+    def unspare(self, key: ChunkKey) -> None:
+        """The last child of a spared chunk has left. Its own turn had come before: it is first in line."""
 
 
 @attrs.frozen

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import attrs
 
-from kvtier_core.interfaces import EvictionConfig, EvictionPolicy
+from kvtier_core.interfaces import EvictionConfig, EvictionPolicy, SupportsSparing
 from kvtier_core.types import ChunkKey
 
 
@@ -26,12 +26,13 @@ class FifoConfig(EvictionConfig):
         return Fifo()
 
 
-class Fifo(EvictionPolicy):
+class Fifo(EvictionPolicy, SupportsSparing):
     """Held keys in the order of their admission."""
 
     def __init__(self) -> None:
         # Not a plain dict: that finds its first key by stepping over all that were deleted before it.
         self._order: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._spared: dict[ChunkKey, None] = {}
 
     def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
         pass
@@ -40,7 +41,16 @@ class Fifo(EvictionPolicy):
         self._order[key] = None
 
     def forget(self, key: ChunkKey, *, evicted: bool) -> None:
-        del self._order[key]
+        del (self._spared if key in self._spared else self._order)[key]
 
     def victims(self) -> Iterator[ChunkKey]:
         return iter(self._order)
+
+    def spare(self, key: ChunkKey) -> None:
+        del self._order[key]
+        self._spared[key] = None
+
+    def unspare(self, key: ChunkKey) -> None:
+        del self._spared[key]
+        self._order[key] = None
+        self._order.move_to_end(key, last=False)

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import attrs
 
-from kvtier_core.interfaces import EvictionConfig, EvictionPolicy
+from kvtier_core.interfaces import EvictionConfig, EvictionPolicy, SupportsSparing
 from kvtier_core.types import ChunkKey
 
 
@@ -26,11 +26,12 @@ class MruConfig(EvictionConfig):
         return Mru()
 
 
-class Mru(EvictionPolicy):
+class Mru(EvictionPolicy, SupportsSparing):
     """Held keys in the order of their last use."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[ChunkKey, None] = OrderedDict()  # the most recently used last
+        self._spared: dict[ChunkKey, None] = {}
 
     def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
         # Root before leaf: of one prompt the leaf is the first to go.
@@ -42,7 +43,15 @@ class Mru(EvictionPolicy):
         self._order[key] = None
 
     def forget(self, key: ChunkKey, *, evicted: bool) -> None:
-        del self._order[key]
+        del (self._spared if key in self._spared else self._order)[key]
 
     def victims(self) -> Iterator[ChunkKey]:
         return reversed(self._order)
+
+    def spare(self, key: ChunkKey) -> None:
+        del self._order[key]
+        self._spared[key] = None
+
+    def unspare(self, key: ChunkKey) -> None:
+        del self._spared[key]
+        self._order[key] = None

@@ -9,9 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier_core.interfaces import EvictionPolicy
+from kvtier_core.policies.fifo import Fifo
+from kvtier_core.policies.mru import Mru
+from kvtier_core.policies.s3fifo import S3Fifo
 from kvtier_core.stack.index import cache_index as module
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.index.prefix_tree import PlainPrefixTree, PrefixTree
+from kvtier_core.testing.samples import make_keys
 from kvtier_core.types import KEY_NBYTES
 
 
@@ -253,9 +257,63 @@ def test_a_parent_that_left_and_came_back_has_its_children():
     assert choose(index, 1) == "b"
 
 
+class Walked(Fifo):
+    """Counts how many victims it names."""
+
+    def __init__(self):
+        super().__init__()
+        self.named = 0
+
+    def victims(self):
+        for key in super().victims():
+            self.named += 1
+            yield key
+
+
+def grown(policy, chunks):
+    """A path that grew by one chunk with each request, so that each parent was admitted before its child."""
+    index = CacheIndex(policy)
+    path = make_keys(chunks)
+    for end in range(1, chunks + 1):
+        index.request(path[:end], float(end), {})
+        index.admit(path[end - 1 : end], [path[end - 2] if end > 1 else None], 1)
+    return index, path
+
+
+@pytest.mark.parametrize("policy", [Fifo, Mru, S3Fifo])
+def test_what_is_spared_leaves_behind_its_children(policy):
+    index, path = grown(policy(), 40)
+    for leaf in reversed(path):
+        assert index.select_victims(1, lambda key: 1) == [leaf]
+        index.remove([leaf], evicted=True)
+
+
+def test_nobody_walks_twice_past_what_is_spared():
+    """Whether chunks leave one by one or are asked about again and again."""
+    policy = Walked()
+    index, path = grown(policy, 1000)
+    for leaf in reversed(path[500:]):
+        for _ in range(3):
+            assert index.select_victims(1, lambda key: 1) == [leaf]
+        index.remove([leaf], evicted=True)
+    assert policy.named < 1000 + 3 * 500 + 500
+    index.remove(path[:500])
+    assert (list(policy.victims()), len(index)) == ([], 0)
+
+
+def test_a_spared_chunk_that_gets_another_child_is_spared_again():
+    index, (root, child, other) = grown(Fifo(), 2)[0], make_keys(3)
+    assert index.select_victims(1, lambda key: 1) == [child]
+    index.remove([child], evicted=True)
+    index.admit([other], [root], 1)
+    assert index.select_victims(2, lambda key: 1) == [other, root]
+    index.detach([other])
+    assert index.select_victims(1, lambda key: 1, [{other}]) == [root]
+
+
 def test_whoever_is_leaving_holds_nobody():
     index = held("abc", "abc")
-    index.resident.detach(keys("cb"))
+    index.detach(keys("cb"))
     assert choose(index, 3, spared="bc") == "a"
     index.request(keys("abc"), 0.0, {})
     assert choose(index, 3, spared="bc") == "", "they stayed"

@@ -60,6 +60,38 @@ class ForgetsWhomItNames(Policy):
         self.order.pop(key, None)
 
 
+class Spares(Policy):
+    """Correct, and able to spare."""
+
+    def __init__(self):
+        super().__init__()
+        self.spared = {}
+
+    def forget(self, key, *, evicted):
+        del (self.spared if key in self.spared else self.order)[key]
+
+    def spare(self, key):
+        self.spared[key] = self.order.pop(key)
+
+    def unspare(self, key):
+        self.order[key] = self.spared.pop(key)
+
+
+class NamesTheSpared(Spares):
+    def victims(self):
+        return iter([*self.order, *self.spared])
+
+
+class SparesForGood(Spares):
+    def unspare(self, key):
+        pass
+
+
+class TakesRequestsForTurns(Spares):
+    def request(self, path, now, hints):
+        self.order.update({key: self.spared[key] for key in path if key in self.spared})
+
+
 class Shuffles(Policy):
     def __init__(self):
         super().__init__()
@@ -624,12 +656,16 @@ class TestLossySerializer(TestSerializer):
     planted = PlantedLossy("UpperBytes")
 
 
+SPARED = "test_what_is_spared_is_no_victim_until_its_turn_comes_back"
 SQUARE = "test_victims_take_no_quadratic_work"
 BUGS = {
     TestPolicy: [
         (PlantedPolicy(NamesTheDead), "test_victims_are_the_held_keys_each_once"),
         (PlantedPolicy(SparesTheNewest), "test_victims_are_the_held_keys_each_once"),
         (PlantedPolicy(ForgetsWhomItNames), "test_asking_for_victims_changes_nothing"),
+        (PlantedPolicy(NamesTheSpared), SPARED),
+        (PlantedPolicy(SparesForGood), SPARED),
+        (PlantedPolicy(TakesRequestsForTurns), SPARED),
         (PlantedPolicy(Shuffles), "test_the_same_history_has_the_same_victims"),
         (PlantedPolicy(CannotBeLeft), "test_victims_may_be_left_halfway"),
         (PlantedPolicy(PrefersOnce), "test_prefers_changes_nothing"),

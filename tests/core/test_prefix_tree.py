@@ -30,6 +30,7 @@ def everything(tree):
         [tree.parent(key) for key in KEYS],
         [tree.children(key) for key in KEYS],
         [key in tree for key in KEYS],
+        tree.take_freed(),
         tree.missing(KEYS),
         [tree.run(KEYS, start) for start in range(len(KEYS) + 1)],
     )
@@ -63,7 +64,7 @@ class Pair:
 
     def turn(self):
         keys = self.some()
-        match self.rng.randrange(6):
+        match self.rng.randrange(7):
             case 0:
                 parents = [self.rng.choice([None, *KEYS]) for _ in keys]
                 places = [self.rng.randrange(1 << 32) for _ in keys]
@@ -86,12 +87,16 @@ class Pair:
                 leaf_first = self.rng.random() < 0.8
                 amount = self.rng.randrange(1, 50)
                 self.both(lambda tree: some_leavers(tree, order, spared, pinned, leaf_first, amount))
+            case 6:
+                parents = [key for key in keys if key in self.trees[0] and self.trees[0].children(key)]
+                self.both(lambda tree: tree.park(parents))
         self.both(everything)
 
 
 def some_leavers(tree, order, spared, pinned, leaf_first, amount):
-    eviction_candidates = tree.eviction_candidates(iter(order), spared, pinned, leaf_first)
-    return [key for key, _ in zip(eviction_candidates, range(amount), strict=False)]
+    passed: list[bytes] = []
+    eviction_candidates = tree.eviction_candidates(iter(order), spared, pinned, leaf_first, passed)
+    return [key for key, _ in zip(eviction_candidates, range(amount), strict=False)], passed
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -142,11 +147,29 @@ def test_what_is_not_held_has_no_size(tree):
 )
 def test_whoever_names_leavers_sees_no_changed_tree(tree, change):
     tree.add([A, B], [None, None], 1, [0, 1])
-    eviction_candidates = tree.eviction_candidates(iter([A, B]), (), (), True)
+    eviction_candidates = tree.eviction_candidates(iter([A, B]), (), (), True, [])
     assert next(eviction_candidates) == A
     change(tree)
     with pytest.raises(RuntimeError, match="the tree changed"):
         next(eviction_candidates)
+
+
+def test_what_is_parked_comes_behind_its_last_child_without_being_named(tree):
+    tree.add([A, B, C], [None, A, A], 1, [0, 1, 2])
+    tree.park([A])
+    assert list(tree.eviction_candidates(iter([B, C]), (), (), True, [])) == [B, C, A]
+    tree.remove([B])
+    assert tree.take_freed() == []
+    tree.detach([C])
+    assert (tree.take_freed(), tree.take_freed()) == ([A], [])
+    assert list(tree.eviction_candidates(iter([C, A]), (), (), True, [])) == [C, A], "it is parked no longer"
+
+
+def test_what_left_with_its_last_child_is_not_told(tree):
+    tree.add([A, B], [None, A], 1, [0, 1])
+    tree.park([A])
+    tree.remove([A, B])
+    assert tree.take_freed() == []
 
 
 def test_whoever_asks_in_vain_is_told_why(tree):
@@ -157,4 +180,4 @@ def test_whoever_asks_in_vain_is_told_why(tree):
     tree.add([A], [None], 1, [0])
     for spared, pinned in (([Wrong()], ()), ((), Wrong())):
         with pytest.raises(LookupError, match="not this way"):
-            next(tree.eviction_candidates(iter([A]), spared, pinned, True))
+            next(tree.eviction_candidates(iter([A]), spared, pinned, True, []))

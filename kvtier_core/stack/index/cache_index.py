@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
-from kvtier_core.interfaces import EvictionPolicy
+from kvtier_core.interfaces import EvictionPolicy, SupportsSparing
 from kvtier_core.stack.batches import leading_run
 from kvtier_core.stack.index.prefix_tree import PrefixTree
 from kvtier_core.types import ChunkKey
@@ -29,6 +29,7 @@ class CacheIndex:
         """A chunk is admitted once ``store_after`` requests have named it."""
         self.resident = PrefixTree()  #: the keys with sizes, places and parents; `admit` and `remove` change which
         self.policy = policy
+        self._spares = policy if isinstance(policy, SupportsSparing) else None
         self._store_after = store_after
         self._frequency = FrequencyFilter() if store_after > 1 else None
 
@@ -83,7 +84,13 @@ class CacheIndex:
         places = self.resident.remove(keys)
         for key in keys:
             self.policy.forget(key, evicted=evicted)
+        self._unspare()
         return places
+
+    def detach(self, keys: Sequence[ChunkKey]) -> None:
+        """These keys are about to leave: they no longer keep their parents."""
+        self.resident.detach(keys)
+        self._unspare()
 
     def select_victims(
         self,
@@ -92,15 +99,17 @@ class CacheIndex:
         spared: Sequence[Container[ChunkKey]] = (),
         pinned: Container[int] = (),
     ) -> list[ChunkKey]:
-        """The best victims, in order, that weigh ``amount`` together; fewer if there are no more. Changes nothing.
+        """The best victims, in order, that weigh ``amount`` together; fewer if there are no more. Evicts nothing.
 
         Passes over keys that one of the ``spared`` contains, and keys whose place is ``pinned``.
         """
         chosen: list[ChunkKey] = []
-        candidates = self._eviction_candidates(spared, pinned)
+        passed: list[ChunkKey] = []
+        candidates = self._eviction_candidates(spared, pinned, passed)
         while amount > 0 and (leaving := next(candidates, None)) is not None:
             chosen += leaving
             amount -= sum(map(weigh, leaving))
+        self._spare(passed)
         return chosen
 
     def plan_admission(
@@ -112,37 +121,56 @@ class CacheIndex:
         spared: Sequence[Container[ChunkKey]] = (),
         pinned: Container[int] = (),
     ) -> tuple[list[ChunkKey], list[ChunkKey]]:
-        """The leading newcomers of a path to admit at ``nbytes`` each, and the victims they need. Changes nothing.
+        """The leading newcomers of a path to admit at ``nbytes`` each, and the victims they need. Evicts nothing.
 
         A newcomer is refused if the policy does not prefer it to each of its victims; then all behind it are, too.
         """
         free = min(len(newcomers), max(room, 0) // nbytes)
         admitted, victims = list(newcomers[:free]), []
         room -= free * nbytes
-        candidates = self._eviction_candidates(spared, pinned)
+        passed: list[ChunkKey] = []
+        candidates = self._eviction_candidates(spared, pinned, passed)
         for newcomer in newcomers[free:]:
             needed: list[ChunkKey] = []
             while room < nbytes:
                 leaving = next(candidates, None)
                 if leaving is None or not self._prefers(newcomer, leaving[0]):
-                    return admitted, victims
+                    break
                 needed += leaving
                 room += sum(map(weigh, leaving))
+            if room < nbytes:
+                break
             room -= nbytes
             admitted.append(newcomer)
             victims += needed
+        self._spare(passed)
         return admitted, victims
 
     def _prefers(self, newcomer: ChunkKey, victim: ChunkKey) -> bool:
         """Is it better to hold the newcomer?"""
         return self.policy.prefers(newcomer, victim)
 
+    def _spare(self, passed: Sequence[ChunkKey]) -> None:
+        """The policy need not name again what was passed over for a child, so that nobody walks past it again."""
+        if self._spares:
+            self.resident.park(passed)
+            for key in passed:
+                self._spares.spare(key)
+
+    def _unspare(self) -> None:
+        if self._spares:
+            for key in self.resident.take_freed():
+                self._spares.unspare(key)
+
     def _eviction_candidates(
-        self, spared: Sequence[Container[ChunkKey]], pinned: Container[int]
+        self, spared: Sequence[Container[ChunkKey]], pinned: Container[int], passed: list[ChunkKey]
     ) -> Iterator[Sequence[ChunkKey]]:
-        """Keys that leave together, best first, each on the assumption that all before them are evicted."""
-        victims = self.policy.victims()
-        return ((key,) for key in self.resident.eviction_candidates(victims, spared, pinned, self.policy.leaf_first))
+        """Keys that leave together, best first, each on the assumption that all before them are evicted.
+
+        Those that are passed over for a resident child are appended to ``passed``.
+        """
+        victims, leaf_first = self.policy.victims(), self.policy.leaf_first
+        return ((key,) for key in self.resident.eviction_candidates(victims, spared, pinned, leaf_first, passed))
 
 
 class FrequencyFilter:

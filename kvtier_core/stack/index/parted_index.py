@@ -69,13 +69,14 @@ class PartedIndex(CacheIndex):
             self.policy.forget(chunk, evicted=evicted)
             if chunk in self._others:
                 self._orphaned[chunk] = None
+        self._unspare()
         return places
 
     def _prefers(self, newcomer: ChunkKey, victim: ChunkKey) -> bool:
         return number_of_part(victim) > 0 or super()._prefers(newcomer, victim)
 
     def _eviction_candidates(
-        self, spared: Sequence[Container[ChunkKey]], pinned: Container[int]
+        self, spared: Sequence[Container[ChunkKey]], pinned: Container[int], passed: list[ChunkKey]
     ) -> Iterator[Sequence[ChunkKey]]:
         def may_leave(key: ChunkKey) -> bool:
             return self.resident.place(key) not in pinned and not any(key in each for each in spared)
@@ -85,7 +86,7 @@ class PartedIndex(CacheIndex):
                 yield parts
         gone: set[ChunkKey] = set()
         children: Counter[ChunkKey | None] = Counter()  # that are gone
-        for (chunk,) in super()._eviction_candidates(spared, pinned):
+        for (chunk,) in super()._eviction_candidates(spared, pinned, passed):
             leaving: list[ChunkKey] = []
             last: ChunkKey | None = chunk
             while last is not None and last not in gone and self.resident.children(last) <= children[last]:

@@ -21,6 +21,8 @@ class PlainPrefixTree:
         self._place: dict[ChunkKey, int] = {}
         self._parent: dict[ChunkKey, ChunkKey] = {}
         self._children: Counter[ChunkKey] = Counter()
+        self._parked: set[ChunkKey] = set()
+        self._freed: list[ChunkKey] = []
         self.used = 0  #: bytes of all resident keys
         self._changes = 0
 
@@ -91,6 +93,7 @@ class PlainPrefixTree:
         """No longer hold these keys; returns their places."""
         self.detach(keys)
         for key in keys:
+            self._parked.discard(key)
             self.used -= self._nbytes.pop(key)
         return [self._place.pop(key) for key in keys]
 
@@ -103,6 +106,18 @@ class PlainPrefixTree:
                 self._children[parent] -= 1
                 if not self._children[parent]:
                     del self._children[parent]
+                    if parent in self._parked:
+                        self._parked.remove(parent)
+                        self._freed.append(parent)
+
+    def park(self, keys: Sequence[ChunkKey]) -> None:
+        """These keys, each with a resident child, count as passed over until that has left."""
+        self._parked.update(keys)
+
+    def take_freed(self) -> list[ChunkKey]:
+        """Parked keys whose last child has left since the last call, and which are still resident."""
+        freed, self._freed = self._freed, []
+        return [key for key in freed if key in self._nbytes]
 
     def eviction_candidates(
         self,
@@ -110,15 +125,17 @@ class PlainPrefixTree:
         spared: Sequence[Container[ChunkKey]],
         pinned: Container[int],
         leaf_first: bool,
+        passed: list[ChunkKey],
     ) -> Iterator[ChunkKey]:
         """The ``victims`` that may be evicted, best first, each on the assumption that all before it are evicted.
 
         Passes over keys that one of the ``spared`` contains, and keys whose place is ``pinned``. With ``leaf_first`` a
-        key with a resident child comes after its last child. Raises RuntimeError once the tree has changed.
+        key with a resident child comes after its last child, and is appended to ``passed`` when it is passed over;
+        parked keys need not be named. Raises RuntimeError once the tree has changed.
         """
         changes = self._changes
         gone: Counter[ChunkKey | None] = Counter()  # how many children of a key came before
-        passed: set[ChunkKey] = set()  # named by the policy, but a child is still resident
+        waiting: set[ChunkKey] = set()  # named by the policy, but a child is still resident
 
         def is_leaf(key: ChunkKey) -> bool:
             return self._children.get(key, 0) <= gone.get(key, 0)
@@ -128,7 +145,8 @@ class PlainPrefixTree:
 
         for key in victims:
             if leaf_first and not is_leaf(key):
-                passed.add(key)
+                waiting.add(key)
+                passed.append(key)
                 continue
             candidate: ChunkKey | None = key
             while candidate is not None and may_be_evicted(candidate):
@@ -137,7 +155,8 @@ class PlainPrefixTree:
                     raise RuntimeError("the tree changed while its candidates were iterated")
                 parent = self._parent.get(candidate)
                 gone[parent] += 1
-                candidate = parent if parent in passed and is_leaf(parent) else None
+                is_next = (parent in waiting or parent in self._parked) and is_leaf(parent)
+                candidate = parent if is_next else None
 
     def _adopt(self, key: ChunkKey, parent: ChunkKey) -> None:
         if key == parent:  # a path that names a key twice

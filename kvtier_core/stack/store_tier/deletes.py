@@ -110,7 +110,7 @@ class Deletes:
             return
         nbytes = self._table.nbytes(keys)
         self._table.leaving_nbytes += nbytes
-        self._index.resident.detach(keys)
+        self._index.detach(keys)
 
         def deleted(call: Call) -> None:
             self._table.leaving_nbytes -= nbytes

@@ -12,7 +12,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_core.interfaces import MAX_POLICY_STATE_NBYTES, EvictionConfig, EvictionPolicy
+from kvtier_core.interfaces import MAX_POLICY_STATE_NBYTES, EvictionConfig, EvictionPolicy, SupportsSparing
 from kvtier_core.testing.laws.base import Laws, in_new_process
 from kvtier_core.testing.laws.histories import (
     KEYS,
@@ -147,6 +147,32 @@ class PolicyLaws(Laws):
             assert many <= _FACTOR * few + _FREE, (
                 f"{task} takes {few} steps when {_SOME} keys are held and {many} when {_MORE} are: for "
                 f"{_MORE // _SOME} times the keys it may be {_FACTOR} times as many"
+            )
+
+    def test_what_is_spared_is_no_victim_until_its_turn_comes_back(self, tmp_path: Path):
+        """`SupportsSparing`: `victims` names the held keys that are not spared, whatever requests name, each once.
+
+        Otherwise the tier would walk past them again, evict one twice, or never evict one whose children have left.
+        """
+        for seed in _SEEDS:
+            policy = after(self.config(tmp_path).open(), seed)
+            if not isinstance(policy, SupportsSparing):
+                return
+            for key in sorted(set(KEYS).difference(policy.victims())):
+                policy.admit(key, NBYTES)
+            first, second, *others = victims = list(policy.victims())
+            for key in victims[: len(victims) // 2]:
+                policy.spare(key)
+            policy.request(KEYS, 1000.0, {})
+            policy.request(KEYS, 1001.0, {})
+            left = victims[len(victims) // 2 :]
+            assert sorted(policy.victims()) == sorted(left), "victims() names a spared key, or leaves out another one"
+            policy.forget(first, evicted=True)
+            policy.unspare(second)
+            for key in others[: len(victims) // 2 - 2]:
+                policy.unspare(key)
+            assert sorted(policy.victims()) == sorted([second, *others]), (
+                "after their children have left victims() does not name each of the keys that were spared, once"
             )
 
     def test_prefers_changes_nothing(self, tmp_path: Path):
