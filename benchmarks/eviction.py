@@ -131,6 +131,7 @@ class TimedConfig(EvictionConfig):
         return cast(EvictionPolicy, Timed(self.config.open(), self.watch))
 
 
+@EvictionPolicy.register
 class Timed:
     """Wraps a policy and times its methods. A wrapper, because those of a C++ policy cannot be replaced."""
 
