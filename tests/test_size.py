@@ -16,14 +16,14 @@ CORE = "kvtier_core"
 #: Packages and files, and the lines of Python that all of them may have, docstrings and blanks included.
 BUDGETS = {
     "data plane": (
-        6931,  # aim: 5700
+        7027,  # aim: 5700
         [f"{CORE}/{each}" for each in ("types.py", "layouts.py", "errors.py", "interfaces", "frames", "stack")]
         + [f"{CORE}/transfer/io_pool.py"],
     ),
-    "server": (3533, [f"{CORE}/server"]),
-    "core": (34462, [CORE]),  # aim: 25500, without the server
-    "testing kit": (4905, [f"{CORE}/testing"]),
-    "plugins": (7957, ["plugins/*/kvtier_*"]),
+    "server": (3535, [f"{CORE}/server"]),
+    "core": (34812, [CORE]),  # aim: 25500, without the server
+    "testing kit": (4933, [f"{CORE}/testing"]),
+    "plugins": (8849, ["plugins/*/kvtier_*"]),
 }
 
 

@@ -128,7 +128,7 @@ class _Names:
         path: list[ChunkKey] = []
         parent = None
         for each in ids:
-            fresh = ChunkKey(len(self._keys).to_bytes(KEY_NBYTES))
+            fresh = ChunkKey(len(self._keys).to_bytes(KEY_NBYTES, "little"))
             parent = self._keys.setdefault((parent, each), fresh)
             path.append(parent)
         return tuple(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 
 import attrs
@@ -22,7 +23,7 @@ from kvtier_core.simulate.dry_run import Clock
 from kvtier_core.simulate.replay import Tally, replay, serve
 from kvtier_core.simulate.stacks import all_policies, layout_of, read_policies, stack_of
 from kvtier_core.simulate.study import Study
-from kvtier_core.simulate.traces import Prompt, Trace
+from kvtier_core.simulate.traces import Prompt, Trace, read_trace
 from kvtier_core.types import KEY_NBYTES, Namespace, Nbytes
 
 TOKENS = 16
@@ -130,6 +131,19 @@ def test_a_prefill_is_reads_and_computation():
     cold, _, longer = run(trace_of(["abcd", "xyzw", "abcde"]), stack(4, 20)).seconds
     assert cold == 4 * TOKENS / 8000
     assert longer == pytest.approx(TOKENS / 8000 + 4 * LAYOUT.payload_nbytes / 3e9)
+
+
+def test_a_chunk_that_must_be_named_twice_is_held_after_the_second_prompt(tmp_path):
+    """Of a trace as it is read: each chunk is counted by itself."""
+    lines = [
+        {"timestamp": at, "input_length": 32, "hash_ids": ids}
+        for at, ids in enumerate([[1, 2], [3, 4], [1, 2], [1, 2]])
+    ]
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    once = stack(8)
+    twice = attrs.evolve(once, tiers=(attrs.evolve(once.tiers[0], store_after=2),))
+    assert run(read_trace(file, TOKENS), twice).each == [0, 0, 0, 32]
 
 
 def test_a_latency_is_paid_once_a_tier_and_prompt():
