@@ -124,10 +124,13 @@ class Link:
         self._limit(socket.SO_SNDTIMEO, patience)
         self._limit(socket.SO_RCVTIMEO, patience)
 
-    def close(self) -> None:
-        """End it, whoever waits for it."""
+    def hang_up(self) -> None:
+        """End it for the thread that uses it, which then closes it."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """For the thread that uses it, or if none does."""
         self._sock.close()
 
     # -- the beginning -----------------------------------------------------------------------------

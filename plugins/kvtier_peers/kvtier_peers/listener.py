@@ -57,6 +57,7 @@ class Listener:
         self._links: set[Link] = set()
         self._looking = threading.Condition()
         self._lookers = 0  # threads that look at frames
+        self._ended = False
         try:
             family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
             self._sock = socket.create_server(address, family=family, backlog=_BACKLOG)
@@ -69,46 +70,40 @@ class Listener:
         except BackendError:
             self._sock.close()
             raise
-        run_aside(self._accept, "peers-listen")
-
-    @property
-    def port(self) -> int:
-        """On which it listens."""
-        port: int = self._sock.getsockname()[1]
-        return port
+        self._accepting = run_aside(self._accept, "peers-listen")
 
     def hide(self, sealed: Sealed) -> None:
         """Show these frames no longer. Returns when no thread looks at one. The last one closes the listener."""
         with _lock:
             self.tables = [table for table in self.tables if table[1] is not sealed]
-            if not self.tables:
-                _listeners.pop(self._address, None)
+            if not self.tables and not self._ended:
+                del _listeners[self._address]
                 self._close()
         with self._looking:
             self._looking.wait_for(lambda: not self._lookers)
 
     def _close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
+        """End all threads. Each closes its own socket: the number of a closed one may soon be that of another."""
+        self._ended = True
+        self._sock.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()
         for link in list(self._links):
-            link.close()
+            link.hang_up()
 
     # -- on threads --------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        while True:
+        while not self._ended:
             try:
                 sock, _ = self._sock.accept()
             except OSError:
-                if self._sock.fileno() < 0:
-                    return
                 time.sleep(_REST)
                 continue
             if len(self._links) >= _MOST_CONNECTIONS:
                 sock.close()
             else:
                 run_aside(functools.partial(self._serve, sock), "peer")
+        self._sock.close()
 
     def _serve(self, sock: socket.socket) -> None:
         """Answer one node until it hangs up, or fails."""
