@@ -361,13 +361,12 @@ class StackMachine(RuleBasedStateMachine):
     def what_is_shown_is_whole(self) -> None:
         """A frame that the hottest arena shows is sealed, and that of a chunk which is READY there."""
         hot = self.arena_levels[0]
+        nbytes = LAYOUT.payload_nbytes
         for key, frame in self.shown.items():
             assert hot.exact([key]) == [key], "a frame is shown that is not found"
-            checked = (
-                verify(frame, each, key, codec=RAW, payload_nbytes=LAYOUT.payload_nbytes) for each in self.epochs
-            )
-            epoch = list(checked).index(None)
-            assert frame[FRAME_HEADER_NBYTES:][: LAYOUT.payload_nbytes] == payload(key, epoch)
+            errors = [verify(frame, each, key, codec=RAW, payload_nbytes=nbytes) for each in self.epochs]
+            assert None in errors, "what is shown is not its chunk"
+            assert frame[FRAME_HEADER_NBYTES:][:nbytes] == payload(key, errors.index(None))
 
     def teardown(self) -> None:
         """Mend every store and let everything end: then nothing is pinned, and what is stored is found."""
