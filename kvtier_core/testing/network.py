@@ -71,7 +71,6 @@ class Proxy:
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvtier-proxy")
         self._changed = asyncio.Event()  # set, and replaced, when the link changes
         self._running: dict[asyncio.Task, _Connection] = {}
-        self._accepting: asyncio.Task | None = None
         self._listener: socket.socket | None = None
         self._reserved: socket.socket | None = None
 
@@ -159,14 +158,15 @@ class Proxy:
                 self.address.unlink(missing_ok=True)
             self._listener = _bound(self.address)
             self._listener.listen()
-            self._accepting = asyncio.create_task(self._accept(self._listener))
+            # Not `sock_accept`: when it is cancelled a client that it has accepted may be lost, and stay open.
+            self._loop.add_reader(self._listener, self._accept, self._listener)
 
-    async def _accept(self, listener: socket.socket) -> None:
-        while True:
-            client, _ = await self._loop.sock_accept(listener)
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # the client has hung up
+            client, _ = listener.accept()
             self.connections += 1
             connection = _Connection(self, client)
-            task = asyncio.create_task(connection.run())
+            task = self._loop.create_task(connection.run())
             self._running[task] = connection
             task.add_done_callback(self._forget)
 
@@ -176,7 +176,7 @@ class Proxy:
     async def _close(self) -> None:
         """Neither listen nor forward."""
         if self._listener is not None:
-            await _end([self._accepting])
+            self._loop.remove_reader(self._listener)
             self._listener.close()
             self._listener = None
         await _end(list(self._running))
