@@ -73,7 +73,7 @@ def _owner(nbytes: int, ports: multiprocessing.SimpleQueue) -> None:
 class _Bench:
     def __init__(self, nbytes: int, listen: str, bare: tuple[str, int]):
         own = f"127.0.0.1:{_free_port()}"
-        config = PeersConfig(listen=own, peers=[listen], patience=Seconds(5))
+        config = PeersConfig(listen=own, peers=[listen], patience=Seconds(5))  # type: ignore[list-item]
         self._node = PeersBackend(config, make_context())
         self._bare = socket.create_connection(bare)
         self._bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -84,7 +84,7 @@ MUTANTS = (
     Mutant(
         "memory-goes-while-it-is-read",
         PEERS + "/listener.py",
-        "self._looking.wait_for(lambda: not self._lookers)",
+        "self._changed.wait_for(lambda: before.isdisjoint(self._looks))",
         "pass",
         PEERS_TESTS + "test_a_node_that_closes_waits_for_who_reads",
     ),

@@ -46,6 +46,7 @@ _NONCE_NBYTES = 32
 _QUESTION = struct.Struct("<BI")
 _NBYTES = struct.Struct("<Q")
 _SHORTEST_TOKEN = 32
+_ADMITTED_WITHIN = 10.0  # seconds, however often a stranger sends a byte
 _IN_VAIN = TimeoutError, BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError  # waited, as they are raised
 
 
@@ -81,10 +82,12 @@ class Door:
             if self.inwards:
                 sock = closing.enter_context(self.inwards.wrap_socket(sock, server_side=True))
             link = Link(sock, self.patience)
+            link.ends = time.monotonic() + _ADMITTED_WITHIN
             mine, _, theirs = link.greet(self.number)
             link.must_prove(self._proof(b"client", theirs, mine))
             link.send(self._proof(b"server", theirs, mine))
             namespace = link.receive(len(self.namespace))
+            link.ends = math.inf
             closing.pop_all()
             return link, namespace
 
@@ -221,7 +224,7 @@ class Link:
         self._sock.sendall(data)
 
     def receive(self, nbytes: int) -> bytes:
-        """So many bytes."""
+        """The next ``nbytes`` bytes."""
         data = bytearray(nbytes)
         self._fill(memoryview(data))
         return bytes(data)

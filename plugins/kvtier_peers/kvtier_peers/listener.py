@@ -23,7 +23,7 @@ from kvtier_peers.settings import Address
 
 logger = logging.getLogger("kvtier")
 
-#: Connections at a time: each engine of a large fleet has a few.
+#: Connections at a time, those that have not proved anything yet included: each engine of a large fleet has a few.
 _MOST_CONNECTIONS = 1024
 #: Connections that wait to be accepted.
 _BACKLOG = 128
@@ -55,8 +55,9 @@ class Listener:
         self._address = address
         self.door = door
         self._links: set[Link] = set()
-        self._looking = threading.Condition()
-        self._lookers = 0  # threads that look at frames
+        self._accepted: set[socket.socket] = set()  # that are not closed
+        self._looks: set[object] = set()  # one for each thread that looks at a frame
+        self._changed = threading.Condition()  # of that
         self._ended = False
         try:
             family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
@@ -73,14 +74,15 @@ class Listener:
         self._accepting = run_aside(self._accept, "peers-listen")
 
     def hide(self, sealed: Sealed) -> None:
-        """Show these frames no longer. Returns when no thread looks at one. The last one closes the listener."""
+        """Show these frames no longer. Returns when no thread looks at one. The last stack closes the listener."""
         with _lock:
             self.tables = [table for table in self.tables if table[1] is not sealed]
             if not self.tables and not self._ended:
                 del _listeners[self._address]
                 self._close()
-        with self._looking:
-            self._looking.wait_for(lambda: not self._lookers)
+        with self._changed:
+            before = set(self._looks)
+            self._changed.wait_for(lambda: before.isdisjoint(self._looks))
 
     def _close(self) -> None:
         """End all threads. Each closes its own socket: the number of a closed one may soon be that of another."""
@@ -99,28 +101,26 @@ class Listener:
             except OSError:
                 time.sleep(_REST)
                 continue
-            if len(self._links) >= _MOST_CONNECTIONS:
+            if len(self._accepted) >= _MOST_CONNECTIONS:
                 sock.close()
             else:
+                self._accepted.add(sock)
                 run_aside(functools.partial(self._serve, sock), "peer")
         self._sock.close()
 
     def _serve(self, sock: socket.socket) -> None:
         """Answer one node until it hangs up, or fails."""
-        try:
-            link, namespace = self.door.admit(sock)
-        except BackendError as error:
-            logger.debug("kvtier: peers: refused: %s", error)
-            return
-        self._links.add(link)
-        try:
-            while self.tables:
-                self._answer(link, namespace)
-        except (EOFError, OSError, BackendError) as error:
-            logger.debug("kvtier: peers: a connection ended: %r", error)
-        finally:
-            self._links.discard(link)
-            link.close()
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._accepted.discard, sock)
+            try:
+                link, namespace = self.door.admit(sock)
+                closing.callback(link.close)
+                self._links.add(link)
+                closing.callback(self._links.discard, link)
+                while self.tables:
+                    self._answer(link, namespace)
+            except (EOFError, OSError, BackendError) as error:
+                logger.debug("kvtier: peers: a connection ended: %s", error)
 
     def _answer(self, link: Link, namespace: bytes) -> None:
         keys, most = link.question()
@@ -128,7 +128,7 @@ class Listener:
             link.send(bytes(self._find(namespace, key) is not None for key in keys))
             return
         for key, nbytes in zip(keys, most, strict=True):
-            with self._looks():
+            with self._look():
                 frame = self._find(namespace, key)
                 if frame is None or len(frame) > nbytes:
                     link.show(None)
@@ -142,12 +142,14 @@ class Listener:
         return next((frame for frame in found if frame is not None), None)
 
     @contextlib.contextmanager
-    def _looks(self) -> Iterator[None]:
-        with self._looking:
-            self._lookers += 1
+    def _look(self) -> Iterator[None]:
+        """The memory of what is found in the context stays until its end."""
+        look = object()
+        with self._changed:
+            self._looks.add(look)
         try:
             yield
         finally:
-            with self._looking:
-                self._lookers -= 1
-                self._looking.notify_all()
+            with self._changed:
+                self._looks.remove(look)
+                self._changed.notify_all()

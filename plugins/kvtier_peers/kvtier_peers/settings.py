@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,10 +27,6 @@ class Address(NamedTuple):
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-def _in_order(peers: Iterable[str]) -> tuple[str, ...]:
-    return tuple(peers)
 
 
 def _check_address(config: object, field: attrs.Attribute, text: str) -> None:
@@ -62,7 +57,7 @@ class PeersSettings:
     address: str = attrs.field(default="127.0.0.1:7710", alias="listen", validator=_check_address)
     #: Where others show theirs. A name is resolved again and again, and may have many addresses: those of a headless
     #: service. This engine's own address among them does no harm.
-    peers: tuple[str, ...] = attrs.field(default=(), converter=_in_order, validator=_check_peers)
+    peers: tuple[str, ...] = attrs.field(default=(), converter=tuple, validator=_check_peers)
     file: Path | None = None  #: more addresses, one a line; read again when it changes
     #: What all peers know. With it they prove to each other who they are; it encrypts nothing.
     token: EnvSecret | None = None

@@ -184,6 +184,20 @@ def test_a_stranger_learns_nothing_and_stops_nobody(node):
         assert read(second, KEYS) == [FRAMES[key] for key in KEYS]
 
 
+def test_connections_are_bounded_whether_they_have_said_anything_or_not(node, monkeypatch):
+    monkeypatch.setattr("kvtier_peers.listener._MOST_CONNECTIONS", 2)
+    first = node(FRAMES)
+    host, port = first.address.split(":")
+    with contextlib.ExitStack() as strangers:
+        for _ in range(2):
+            strangers.enter_context(socket.create_connection((host, int(port)))).recv(1)  # its greeting
+        third = strangers.enter_context(socket.create_connection((host, int(port))))
+        third.settimeout(20)
+        assert third.recv(1) == b""
+    second = node(peers=[first.address])
+    wait_for(lambda: finds(second, *KEYS))
+
+
 # -- who is let in -----------------------------------------------------------------------------------
 
 
@@ -306,6 +320,6 @@ def test_a_node_that_closes_waits_for_who_reads(node):
     thread.start()
     reading.wait()
     slow.close()
-    assert not slow._listener._lookers and not slow._listener.tables
+    assert not slow._listener._looks and not slow._listener.tables
     thread.join()
     assert first.contains(KEYS[:1]) == [False]
