@@ -6,13 +6,13 @@ H.-T. Chou and D. J. DeWitt, "An evaluation of buffer management strategies for 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import attrs
 
-from kvtier_core.interfaces import EvictionConfig, EvictionPolicy, SupportsSparing
+from kvtier_core.interfaces import EvictionConfig
+from kvtier_core.policies.fifo import Fifo
 from kvtier_core.types import ChunkKey
 
 
@@ -26,12 +26,8 @@ class MruConfig(EvictionConfig):
         return Mru()
 
 
-class Mru(EvictionPolicy, SupportsSparing):
-    """Held keys in the order of their last use."""
-
-    def __init__(self) -> None:
-        self._order: OrderedDict[ChunkKey, None] = OrderedDict()  # the most recently used last
-        self._spared: dict[ChunkKey, None] = {}
+class Mru(Fifo):
+    """The keys of a FIFO that requests move to its end, from which they leave."""
 
     def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
         # Root before leaf: of one prompt the leaf is the first to go.
@@ -39,18 +35,8 @@ class Mru(EvictionPolicy, SupportsSparing):
             if key in self._order:
                 self._order.move_to_end(key)
 
-    def admit(self, key: ChunkKey, nbytes: int) -> None:
-        self._order[key] = None
-
-    def forget(self, key: ChunkKey, *, evicted: bool) -> None:
-        del (self._spared if key in self._spared else self._order)[key]
-
     def victims(self) -> Iterator[ChunkKey]:
         return reversed(self._order)
-
-    def spare(self, key: ChunkKey) -> None:
-        del self._order[key]
-        self._spared[key] = None
 
     def unspare(self, key: ChunkKey) -> None:
         del self._spared[key]
