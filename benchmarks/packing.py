@@ -101,7 +101,7 @@ class KV:
             self._layers = model.model(torch.tensor([tokens])).past_key_values.layers
 
     def payloads(self, page: int) -> list[memoryview]:
-        """One for each chunk, with pages of so many tokens, in the order that `layout` says."""
+        """The payload of each chunk, in pages of ``page`` tokens, in the order of `layout`."""
         import torch
 
         pages = []
@@ -279,7 +279,7 @@ def _raw_tiles(chunk: memoryview) -> float:
 
 
 def page_size(page: int) -> Nbytes:
-    """Of so many tokens."""
+    """Bytes of ``page`` tokens in one layer."""
     return Nbytes(page * TOKEN_NBYTES)
 
 

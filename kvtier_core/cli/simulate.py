@@ -65,7 +65,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     if options.plot:
         check_name(options.plot)
     registry = Registry.discover()
-    config = load_config(options.config, registry) if options.config else None
+    config = _config(options.config, registry) if options.config else None
     study = studies.read(options, config.chunk_tokens if config and config.chunk_tokens != "auto" else 1)
     plans = list(_of_file(options, config, registry) if config else _of_capacities(options, study, registry))
     studies.check_speeds(study, [config for _, _, config in plans])
@@ -81,6 +81,15 @@ def run(options: argparse.Namespace, output: Output) -> int:
     output.say(*studies.describe(study), *_notes(options, study, rows), "", *_table(rows))
     output.value = list(map(_value, rows))
     return FINE
+
+
+def _config(file: str, registry: Registry) -> StackConfig:
+    config = load_config(file, registry)
+    for number, tier in enumerate(config.tiers):
+        if tier.capacity is None:
+            why = "it has no capacity, and so nobody knows what it holds"
+            raise ConfigError([config.problem(config.path_of(number), why, "write one, or leave the tier out")])
+    return config
 
 
 def _names(options: argparse.Namespace, registry: Registry) -> list[str]:

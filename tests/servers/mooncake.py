@@ -108,7 +108,7 @@ class Master(Process):
 
     @contextlib.contextmanager
     def owner(self, nbytes: int) -> Iterator[Owner]:
-        """A client that lends so many bytes until the end of the context, and is killed then."""
+        """A client that lends ``nbytes`` of memory until the end of the context, and is then killed."""
         command = [sys.executable, "-c", _LENDS, self.address, str(nbytes)]
         with open(self.log, "ab") as log:
             owner = Owner(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log))

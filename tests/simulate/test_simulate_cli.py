@@ -112,6 +112,12 @@ def test_a_stack_of_two_tiers(folder, capsys):
         assert float(row["disk"][:-1]) > 0
 
 
+def test_a_tier_without_a_capacity_cannot_be_simulated(folder, capsys):
+    (folder / "kvtier.yaml").write_text("version: 1\ntiers:\n  - {type: cpu, capacity: 1GiB}\n  - {type: redis}\n")
+    assert main(["simulate", "trace.jsonl", "--config", "kvtier.yaml"]) == 2
+    assert "kvtier.yaml:4: $.tiers[1]: it has no capacity, and so nobody knows what it holds" in capsys.readouterr().err
+
+
 def test_the_stack_of_a_file(folder, capsys):
     (folder / "kvtier.yaml").write_text(
         "version: 1\ntiers:\n  - {type: cpu, capacity: 1GiB}\n"
