@@ -190,7 +190,7 @@ class Link:
         self._limit(socket.SO_RCVTIMEO, self._patience)
         question, count = _QUESTION.unpack(first + self.receive(_QUESTION.size - 1))
         if question not in (_ASK, _READ) or count > MOST_KEYS:
-            raise BackendError("it asks what there is not")
+            raise BackendError("its question is not one of this protocol")
         data = self.receive(count * KEY_NBYTES)
         keys = [ChunkKey(data[at : at + KEY_NBYTES]) for at in range(0, len(data), KEY_NBYTES)]
         if question == _ASK:
