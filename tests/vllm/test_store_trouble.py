@@ -8,7 +8,7 @@ import time
 import pytest
 from conftest import Engine, cpu, hit, prompt
 from servers.mooncake import one_master
-from servers.redis import one_server
+from servers.redis import one_server, wait_until
 from servers.redis_groups import cluster
 from sizes import some
 from test_serving import NOISE
@@ -206,6 +206,8 @@ def test_a_mooncake_master_hangs_and_then_starts_again_empty(engine, tmp_path, t
             master.kill()
             answers_right(served, truth)
             master.start()
+            # Until it has memory again every write finds the store full, and then none is tried for a minute.
+            wait_until(lambda: master.ask(("put", "probe", b"probe")) == [0], "no client lends it memory again")
             becomes_warm(served, "mooncake")
             answers_right(served, truth)
             served.assert_at_rest()
