@@ -9,12 +9,15 @@ import signal
 import time
 
 import pytest
-from conftest import cpu, hit, prompt
+from conftest import Answer, cpu, hit, prompt
 from nodes import free_port
 from other_engine import beside
+from sizes import some
 from test_server import NOISE, of, serving
 
+from kvtier_core.testing import Proxy
 from kvtier_peers.link import Link
+from kvtier_peers.settings import Address
 
 ASKED, ANOTHER = prompt(140, 530), prompt(141, 530)
 
@@ -33,11 +36,12 @@ def address_of(stack):
 
 @pytest.fixture
 def meets(said):
-    """Waits until an engine of this process has met a peer."""
+    """Waits until an engine of this process has met these peers."""
 
-    def meets(address):
+    def meets(*addresses):
+        unmet = {f"kvtier: peers: {address} shows its frames" for address in addresses}
         deadline = time.monotonic() + 20
-        while f"kvtier: peers: {address} shows its frames" not in said():
+        while unmet := unmet.difference(said()):
             assert time.monotonic() < deadline, "they do not meet"
             time.sleep(0.02)
 
@@ -99,6 +103,30 @@ def test_an_owner_that_ends_or_stops_is_a_miss(engine, fork_server, model, meets
             reader.assert_at_rest()
         with contextlib.suppress(ProcessLookupError):
             os.kill(owner.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("rate", "from_first"), some([(125e6, 512), (5e5, 0)]), ids=["1 Gbit/s", "4 Mbit/s"])
+def test_over_links_of_50_ms_no_request_waits_beyond_load_wait(engine, fork_server, model, meets, rate, from_first):
+    """Three nodes. What is too slow to come within it is computed, and right."""
+    with engine() as plain:
+        truths = plain.ask(ASKED, ANOTHER)
+    owners = [node(), node()]
+    with contextlib.ExitStack() as open_now:
+        links = [
+            open_now.enter_context(Proxy(("127.0.0.1", Address.of(address_of(owner)).port), delay=0.025, rate=rate))
+            for owner in owners
+        ]
+        for owner, asked in zip(owners, (ASKED, ANOTHER), strict=True):
+            open_now.enter_context(beside(fork_server, model, owner)).ask(asked)
+        addresses = [f"127.0.0.1:{link.port}" for link in links]
+        reader = open_now.enter_context(engine({**node(*addresses), "load_wait": "1s"}))
+        meets(*addresses)
+        answers = [reader.ask(asked)[0] for asked in (ASKED, ANOTHER)]
+        outcomes = reader.outcomes()
+        assert max(map(Answer.differs, answers, truths)) < NOISE
+        assert outcomes[0].tiers.get("peers", 0) == from_first
+        assert all(outcome.waited < 1.5 for outcome in outcomes)
+        reader.assert_at_rest()
 
 
 def test_servers_are_peers(engine, tmp_path):

@@ -1,4 +1,4 @@
-"""Two nodes in network namespaces of their own, and a cable between them that is pulled: nothing arrives, nothing says so.
+"""Two nodes in network namespaces of their own, and a cable between them that is pulled without a word to either.
 
 The reader's part runs as a program, in a namespace in which this user may do so.
 """
