@@ -360,6 +360,8 @@ class _Opening:
             return "the tier does not offer it"
         if not opened.codec.is_raw:
             return "they are encoded or have a keyed seal"
+        if opened.codec.regroups:
+            return "frames of other numbers of ranks are rearranged in slots"
         if opened.codec.parts > 1:
             return "the model's chunks have several parts"
         if opened.codec.packs and not self.tier.config.reads_packed:

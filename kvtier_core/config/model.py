@@ -134,6 +134,10 @@ class IdentityConfig:
     #: the operator gives to weights that do not come from files; it is not checked.
     weights: str = attrs.field(default="full", validator=_known_way)
 
+    #: ``any`` shares KV with engines that have another number of tensor-parallel ranks. It is equal but for rounding:
+    #: other ranks add up the parts of a sum in another order.
+    ranks: Literal["own", "any"] = "own"
+
     @property
     def named(self) -> bool:
         """Does the operator name the weights?"""

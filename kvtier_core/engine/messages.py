@@ -31,6 +31,8 @@ class WorkerReport:
     refusal: str = ""  #: why these pages cannot be moved, in plain words; empty if they can
     failure_policy: str = ""  #: what the engine does when a load fails, in its own words; empty if not known
     replicas: int = 1  #: consecutive ranks that hold the same bytes, as the engine says
+    #: Why its frames are of use to engines with the same number of ranks alone; empty if those of any may have them.
+    own_ranks: str = "ranks: own"
     #: That its device is on; None if it is not known, or the machine has one. Ranks need not have the same.
     numa_node: int | None = attrs.field(default=None, eq=False)
 

@@ -47,7 +47,12 @@ class Ranks:
         counts = [tuple(len(group.page_nbytes) for group in report.groups) for report in self._firsts]
         stages = tuple(counts) if self.stages > 1 else ()
         layout = functools.partial(
-            ChunkLayout, whole.groups, ranks=len(self.reports), replicas=whole.replicas, stages=stages
+            ChunkLayout,
+            whole.groups,
+            ranks=len(self.reports),
+            replicas=whole.replicas,
+            stages=stages,
+            any_ranks=not whole.own_ranks,
         )
         block = math.lcm(*(group.block_tokens for group in whole.groups))
         if config.chunk_tokens == "auto":

@@ -70,6 +70,8 @@ class Engine:
             sized, chunk = ranks.in_chunks(config)
         except ValueError as error:
             return Refusal(str(error))
+        if config.identity.ranks == "any" and (why := reports[0].own_ranks):
+            logger.info("kvtier: ranks: any -> own: %s", why)
         identity = self.identify(sized.chunk_tokens, ranks.as_one())
         if isinstance(identity, Refusal):
             return identity

@@ -17,12 +17,22 @@ from kvtier_core.frames.format import (
     read_header,
     seal,
     seal_part,
+    shard_checksums_of,
     verify,
 )
-from kvtier_core.frames.identity import RAW, CodecIdentity, codec_of_slots, identity_of, lossy, namespace_of_slots
+from kvtier_core.frames.identity import (
+    RAW,
+    CodecIdentity,
+    codec_of_slots,
+    identity_of,
+    lossy,
+    namespace_of_ranks,
+    namespace_of_slots,
+)
 from kvtier_core.interfaces import OpenContext, Serializer, SerializerConfig
-from kvtier_core.layouts import ChunkLayout, frame_nbytes
+from kvtier_core.layouts import ChunkLayout, Part, frame_nbytes
 from kvtier_core.transfer.buffers import Buffers
+from kvtier_core.transfer.regroup import Regrouping
 from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, Namespace
 
 if TYPE_CHECKING:  # its library is only there where a tier has a key
@@ -59,6 +69,12 @@ class FrameCodec:
         self.namespace = self._arena_namespace  #: of stored frames
         if shared and serializer is not None:
             self.namespace = self.namespace.narrowed("codec", self.identity.digest.hex())
+        #: Of frames of another number of ranks; None if there are none in the tier's namespace.
+        self._regrouping: Regrouping | None = None
+        if layout.any_ranks and serializer is None and keyed_seal is None and not layout.packed:
+            self._regrouping = Regrouping(layout)
+        else:
+            self.namespace = namespace_of_ranks(self.namespace, layout)
         if keyed_seal is not None:  # frames of before a new key are under names that nothing asks for
             self.namespace = self.namespace.narrowed("seal", str(keyed_seal.identity))
         self.keyed_seal = keyed_seal  #: None if frames have none
@@ -80,6 +96,11 @@ class FrameCodec:
     def is_raw(self) -> bool:
         """Are frames stored as they lie in a slot, header and payload?"""
         return self._serializer is None and self.keyed_seal is None
+
+    @property
+    def regroups(self) -> bool:
+        """May frames be of engines with another number of ranks, and be rearranged in the slot?"""
+        return self._regrouping is not None
 
     @property
     def packs(self) -> bool:
@@ -190,7 +211,7 @@ class FrameCodec:
             if self.keyed_seal is not None:  # another tier stores the slot as it is, under the arena's namespace
                 known = (header_of(frame).payload_checksum,) if len(part.shards) == 1 else ()
                 seal_part(slot, self._arena_namespace, key, part, known, codec=self._of_slots)
-            return None
+            return self._regroup(key, frame, slot, part)
         payload = slot[FRAME_HEADER_NBYTES : FRAME_HEADER_NBYTES + nbytes]
         decoded = None
         with contextlib.suppress(Exception):  # whatever a plugin raises must not fail the other frames of the batch
@@ -203,6 +224,21 @@ class FrameCodec:
             return FrameError.DECODED
         codec = self._of_slots if self.identity.lossless else lossy(self._of_slots)
         seal_part(slot, self._arena_namespace, key, part, checksums, codec=codec)
+        return None
+
+    def _regroup(self, key: ChunkKey, frame: memoryview, slot: memoryview, part: Part) -> FrameError | None:
+        """Rearrange a frame in its slot that is verified, and may be that of an engine with other ranks."""
+        if self._regrouping is None:
+            return None
+        checksums = shard_checksums_of(frame)
+        shards = len(checksums) or 1
+        if shards == len(part.shards):
+            return None
+        found = self._regrouping.part_with(shards)
+        if found is None or (checksums and checksums_of(frame, found) != list(checksums)):
+            return FrameError.RANKS
+        self._regrouping.rearrange(slot, found)
+        seal_part(slot, self._arena_namespace, key, part, codec=self._of_slots)
         return None
 
     def _verify(

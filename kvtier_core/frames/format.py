@@ -72,6 +72,7 @@ class FrameError(enum.Enum):
     SEAL = "a frame of another seal key, or of none"
     LENGTH = "a payload of another length"
     SHARDS = "without a checksum of each shard"
+    RANKS = "of a number of ranks whose shards cannot be rearranged"
     CHECKSUM = "the checksum does not match"
     FORGED = "the seal does not match: forged, or of another salt"
     UNDECODABLE = "whole, but its codec cannot decode it"
@@ -92,6 +93,7 @@ _INCOMPATIBLE = {
     FrameError.SEAL,
     FrameError.CODEC,
     FrameError.SHARDS,
+    FrameError.RANKS,
     FrameError.UNDECODABLE,
     FrameError.DECODED,
 }

@@ -52,7 +52,12 @@ def codec_of_slots(layout: ChunkLayout) -> CodecIdentity:
 
 def namespace_of_slots(namespace: Namespace, layout: ChunkLayout) -> Namespace:
     """The namespace of an engine's frames as they lie in an arena's slots: raw and packed ones are kept apart."""
-    return namespace.narrowed("slots", PACKED.type) if layout.packed else namespace
+    return namespace_of_ranks(namespace, layout).narrowed("slots", PACKED.type) if layout.packed else namespace
+
+
+def namespace_of_ranks(namespace: Namespace, layout: ChunkLayout) -> Namespace:
+    """The namespace of frames that are of use to engines with this number of ranks alone."""
+    return namespace.narrowed("shards", str(layout.shards)) if layout.any_ranks else namespace
 
 
 def lossy(codec: CodecIdentity) -> CodecIdentity:

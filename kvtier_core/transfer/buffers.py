@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import sys
 
@@ -33,3 +34,8 @@ class Buffers:
         buffers = [view.obj for view in views]
         views.clear()
         self._free += buffers  # type: ignore[arg-type]
+
+
+def address_of(buffer: bytearray | memoryview) -> int:
+    """Where a writable buffer begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

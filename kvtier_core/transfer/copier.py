@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from kvtier_core.frames.checksum import crc32
 from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.native import choose
+from kvtier_core.transfer.buffers import address_of
 from kvtier_core.transfer.packing import plain_pack, plain_unpack
 from kvtier_core.transfer.page_lists import Layer
 
@@ -44,7 +45,7 @@ class PlainCopier:
         checksums: list[int | None] = []
         for row, slot in zip(rows, slots, strict=True):
             pages = bytearray(self._pages_nbytes) if self._packed_nbytes else None
-            for page, place, nbytes in self._pieces(row, _address(pages) if pages else self._address(slot)):
+            for page, place, nbytes in self._pieces(row, address_of(pages) if pages else self._address(slot)):
                 ctypes.memmove(place, page, nbytes)
             if pages:
                 shard = self._packed(slot)
@@ -61,7 +62,7 @@ class PlainCopier:
             if pages and not plain_unpack(self._packed(slot), memoryview(pages)):
                 whole = False
                 continue
-            for page, place, nbytes in self._pieces(row, _address(pages) if pages else self._address(slot)):
+            for page, place, nbytes in self._pieces(row, address_of(pages) if pages else self._address(slot)):
                 ctypes.memmove(page, place, nbytes)
         return whole
 
@@ -85,10 +86,6 @@ class PlainCopier:
                     begin = shard + offset
                     for page, place, length in spans:
                         yield base + page, begin + place, length
-
-
-def _address(buffer: bytearray) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 def _singles(row: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import attrs
-from vllm.config import ParallelConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheSpec
@@ -89,6 +89,28 @@ def refusal(kv_cache_config: KVCacheConfig) -> str:
 def keep_states(kv_cache_config: KVCacheConfig) -> bool:
     """Does any group keep recurrent states?"""
     return any(isinstance(group.kv_cache_spec, MambaSpec) for group in kv_cache_config.kv_cache_groups)
+
+
+def own_ranks(config: VllmConfig, found: Sequence[KVGroup], replicas: int) -> str:
+    """Why engines with another number of tensor-parallel ranks cannot use the KV of this one; empty if they can.
+
+    They can if each head of keys and values is on one rank, in the order of the ranks, or all ranks have the same.
+    """
+    parallel = config.parallel_config
+    if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
+        return "its ranks divide more than the heads: layers or tokens"
+    if config.speculative_config is not None:
+        return "layers of drafts may be divided in another way"
+    if other := [group for group in found if group.kind is not KVKind.FULL_ATTENTION]:
+        return f"{other[0].name} needs {other[0].needs}"
+    if all(group.structure is KVStructure.MLA_LATENT for group in found):
+        return "" if replicas == parallel.tensor_parallel_size else "its ranks have latents of their own"
+    if other := [group for group in found if not group.divides_by_head]:
+        return f"where the heads lie in the pages of {other[0].name} is not known"
+    total = config.model_config.get_total_num_kv_heads()
+    if any(group.elements[0].heads * parallel.tensor_parallel_size != total for group in found):
+        return f"{total} heads are not divided among its ranks"
+    return ""
 
 
 def scheduler_block(kv_cache_config: KVCacheConfig, parallel: ParallelConfig) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
@@ -72,19 +73,42 @@ def inspect_pages(
     except (UnidentifiedError, ValueError) as error:
         return None, WorkerReport(device.type, (), (), str(error))
     pages = functools.partial(PagedKVCache, tuple(layers), kv_cache_config.num_blocks, str(device), parallel.rank)
+    replicas = versions.replicas_of(kv_cache_config)
+    own_ranks = _own_ranks(vllm_config, config, kv_groups, replicas)
+    heads = parallel.tensor_parallel_size // replicas if not own_ranks else 1  # times those of a rank
+    specs = _specs(kv_cache_config).values()
     facts = {
         **worker_facts,
         "device": device.type,
         "page layout": kv_cache_config.kv_cache_layout,
         "layers": " ".join(_names(kv_cache_config, kv_caches)),
-        "page shape": sorted({(*cache.shape[1:], str(cache.dtype)) for cache in kv_caches.values()}, key=str),
-        "cache specs": sorted({repr(spec) for spec in _specs(kv_cache_config).values()}),
+        "page shape": sorted({(*_shape(cache, heads), str(cache.dtype)) for cache in kv_caches.values()}, key=str),
+        "cache specs": sorted({repr(_with_heads(spec, heads)) for spec in specs}),
         "attention backend": _attention_backends(vllm_config, kv_caches),
         "cpu isa": _cpu_isa(vllm_config, kv_cache_config) if device.type == "cpu" else "none",
     }
     told = tuple((name, str(fact)) for name, fact in facts.items())
-    replicas = versions.replicas_of(kv_cache_config)
-    return pages, WorkerReport(device.type, kv_groups, told, replicas=replicas, numa_node=_numa_node(device))
+    node = _numa_node(device)
+    return pages, WorkerReport(device.type, kv_groups, told, replicas=replicas, own_ranks=own_ranks, numa_node=node)
+
+
+def _own_ranks(vllm_config: VllmConfig, config: StackConfig, kv_groups: Sequence[KVGroup], replicas: int) -> str:
+    if config.identity.ranks == "own":
+        return "ranks: own"
+    if config.server is not None:
+        return "a server keeps KV apart by the ranks of its engines"
+    return groups.own_ranks(vllm_config, kv_groups, replicas)
+
+
+def _shape(cache: torch.Tensor, times: int) -> tuple[int, ...]:
+    """Of a page with so many times the heads: where these count, `_elements` knows that the first axis is theirs."""
+    heads, *others = cache.shape[1:]
+    return heads * times, *others
+
+
+def _with_heads(spec: KVCacheSpec, times: int) -> KVCacheSpec:
+    """The spec with so many times the heads."""
+    return spec if times == 1 else dataclasses.replace(spec, num_kv_heads=spec.num_kv_heads * times)
 
 
 def _numa_node(device: torch.device) -> int | None:

@@ -1,4 +1,4 @@
-"""One engine of several ranks: pipeline stages with layers of their own, and ranks that hold the same KV."""
+"""Engines of several ranks: pipeline stages with layers of their own, ranks that hold the same KV, and other ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from conftest import Engine, Outcome, cpu_and_disk, hit, told_by_engines
 from cpu_parallel import let_stages_receive
 from sizes import some
-from test_processes import ASKED, largest_difference
+from test_processes import ASKED, ask_twice, largest_difference
 from test_serving import NOISE
 
 
@@ -37,9 +37,12 @@ def of_five_layers(tmp_path_factory):
 
 @pytest.fixture
 def start(fork_server, tmp_path):
-    """``start(function, model, **options)`` is an engine's life over a folder, with a core for each two ranks."""
+    """``start(function, model, **options)`` is an engine's life over a folder, with a core for each two ranks.
 
-    def start(function, model, **options):
+    ``settings`` are those of the stack.
+    """
+
+    def start(function, model, settings={}, **options):  # noqa: B006
         ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
         environment = {
             "VLLM_WORKER_MULTIPROC_METHOD": "fork",
@@ -47,7 +50,7 @@ def start(fork_server, tmp_path):
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # of functions that a test calls in workers
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank % 2) for rank in range(ranks)),
         }
-        arguments = {"model": str(model), "stack": cpu_and_disk(tmp_path), "options": options}
+        arguments = {"model": str(model), "stack": cpu_and_disk(tmp_path, **settings), "options": options}
         return fork_server.run(f"test_parallel:{function}", environment, **arguments)
 
     return start
@@ -118,3 +121,18 @@ def test_the_latent_is_stored_once(start, tmp_path):
     assert [cold[2], own[2]] == [0, 512] and own == ours == disk
     assert (Outcome.of(told[-1]), Outcome.of(again[0])) == (hit(530, cpu=512), hit(530, disk=512))
     assert "frames of 292KiB" in log  # 4 layers, 64 tokens of 512 + 64 numbers, and a header
+
+
+ANY = {"identity": {"ranks": "any"}}
+
+
+@pytest.mark.parametrize(("first", "other"), some([(1, 2), (2, 1)]))
+def test_an_engine_with_other_ranks_finds_each_head_in_its_place(engine, start, model, first, other):
+    with engine() as plain:
+        truth = [(list(answer.tokens), answer.logprobs, 0) for answer in plain.ask(*ASKED)]
+    start(ask_twice.__name__, model, ANY, tensor_parallel_size=first)
+    (disk, warm, [told]), log = start(ask_twice.__name__, model, ANY, tensor_parallel_size=other)
+    assert [[cached for *_, cached in each] for each in (disk, warm)] == [[512, 512]] * 2
+    assert [Outcome.of(each) for each in told] == [hit(530, disk=512)] * 2 + [hit(530, cpu=512)] * 2
+    assert max(largest_difference(answers, truth) for answers in (disk, warm)) < NOISE
+    assert "ranks: any -> own" not in log

@@ -203,6 +203,14 @@ FIELDS: Mapping[str, Sequence[str]] = {
     ),
 }
 
+#: Fields that count unless frames are of use to engines with another number of ranks (`identity: {ranks: any}`).
+OF_RANKS: Mapping[str, Sequence[str]] = {
+    "the number itself; heads of all ranks, and how they lie in pages, are facts in its place": (
+        "parallel_config.tensor_parallel_size",
+    ),
+    "follows from it": ("parallel_config.world_size",),
+}
+
 #: Environment variables that vLLM reads, separated by spaces, by the reason why they may differ.
 VARIABLES: Mapping[str, str] = {
     "how vLLM was built; its version counts": (

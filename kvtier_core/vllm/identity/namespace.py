@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import itertools
 import sys
 import types
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from kvtier_core.frames.format import FORMAT_VERSION
 from kvtier_core.transfer.io_pool import run
 from kvtier_core.types import Namespace
 from kvtier_core.vllm import speculation
-from kvtier_core.vllm.identity import settings
+from kvtier_core.vllm.identity import harmless, settings
 from kvtier_core.vllm.identity.settings import UnidentifiedError
 
 #: Packages whose code is identified by the versions of the engine and of what is stored.
@@ -49,18 +50,22 @@ def facts_before_start(config: VllmConfig, weights_fact: str) -> dict[str, objec
 
 def facts_after_start(config: VllmConfig, chunk_tokens: int, report: WorkerReport) -> dict[str, object]:
     """Facts that only the running engine knows. Raises UnidentifiedError."""
-    return {
-        **settings.after_start(config),
-        **dict(report.facts),
-        "KV groups": "; ".join(group.fact for group in report.groups),
-        "ranks with the same KV": report.replicas,
-        "chunk tokens": chunk_tokens,
-    }
+    facts = {**settings.after_start(config), **dict(report.facts), "chunk tokens": chunk_tokens}
+    if report.own_ranks:
+        groups = report.groups
+        facts["ranks with the same KV"] = report.replicas
+    else:
+        times = config.parallel_config.tensor_parallel_size // report.replicas
+        groups = [group.with_heads(times) for group in report.groups]
+        facts["heads in pages"] = "; ".join(str(group.elements) for group in groups)
+    return {**facts, "KV groups": "; ".join(group.fact for group in groups)}
 
 
 def of_engine(config: VllmConfig, weights_fact: str, chunk_tokens: int, report: WorkerReport) -> Namespace:
     """The namespace of a running engine: all that makes its pages interchangeable. Raises UnidentifiedError."""
-    return Namespace.of({**facts_before_start(config, weights_fact), **facts_after_start(config, chunk_tokens, report)})
+    facts = {**facts_before_start(config, weights_fact), **facts_after_start(config, chunk_tokens, report)}
+    counted = facts if report.own_ranks else facts.keys() - set(itertools.chain(*harmless.OF_RANKS.values()))
+    return Namespace.of({name: facts[name] for name in counted})
 
 
 def facts_of_worker(config: VllmConfig, asked: IdentityConfig, models: Sequence[nn.Module]) -> dict[str, str]:
