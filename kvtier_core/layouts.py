@@ -43,22 +43,6 @@ class Elements:
     of_token: int
     of_channel: int
 
-    @property
-    def divides_by_head(self) -> bool:
-        """Is the page rows of heads, of which each has ``of_head`` elements side by side in every row?"""
-        row = self.heads * self.of_head
-        axes = (self.tokens, self.of_token), (self.channels, self.of_channel)
-        inside = [(length - 1) * step for length, step in axes if step < self.of_head]
-        outside = [step for _, step in axes if step >= self.of_head]
-        return self.first % row + sum(inside) < self.of_head and not any(step % row for step in outside)
-
-    def with_heads(self, heads: int) -> Elements:
-        """The same order with another number of heads, where the page divides by head."""
-        row, other = self.heads * self.of_head, heads * self.of_head
-        places = {name: getattr(self, name) for name in ("first", "of_token", "of_channel")}
-        moved = {name: place // row * other + place % row for name, place in places.items()}
-        return attrs.evolve(self, heads=heads, **moved)
-
 
 def _elements(rows: Iterable[Elements | Mapping[str, int]]) -> tuple[Elements, ...]:
     """Also of `attrs.asdict`."""
@@ -81,38 +65,6 @@ class KVGroup:
     elements: tuple[Elements, ...] = attrs.field(default=(), converter=_elements)
     #: Each layer's place in the model, for serializers; empty: not known.
     depths: tuple[int, ...] = attrs.field(default=(), converter=tuple)
-
-    @property
-    def divides_by_head(self) -> bool:
-        """Is every page nothing but rows of heads, keys and values alike? See `rows`."""
-        if len({(each.heads, each.of_head) for each in self.elements}) != 1 or len(set(self.page_nbytes)) > 1:
-            return False
-        numbers = sum(each.heads * each.tokens * each.channels for each in self.elements)
-        whole = not any(nbytes % numbers for nbytes in self.page_nbytes)
-        return whole and numbers % self._row == 0 and all(each.divides_by_head for each in self.elements)
-
-    @property
-    def _row(self) -> int:
-        return self.elements[0].heads * self.elements[0].of_head
-
-    @property
-    def rows(self) -> int:
-        """In how many pieces, one after the other, a page has all of its heads side by side, if it divides by head."""
-        return sum(each.heads * each.tokens * each.channels for each in self.elements) // self._row
-
-    def with_heads(self, times: int, divided: int = 1) -> KVGroup:
-        """The group with pages of so many times the heads, which it divides by.
-
-        ValueError if some head would be divided.
-        """
-        heads = self.elements[0].heads if self.elements else 1
-        if heads * times % divided:
-            raise ValueError(f"{heads * times} heads of {divided} ranks ({self.name})")
-        return attrs.evolve(
-            self,
-            page_nbytes=[nbytes * times // divided for nbytes in self.page_nbytes],
-            elements=[each.with_heads(heads * times // divided) for each in self.elements],
-        )
 
     @property
     def fact(self) -> str:

@@ -1,7 +1,7 @@
-"""Rearranges the payloads of engines with another number of ranks, of which each has some heads of every layer.
+"""Rearranges frames of engines with another number of ranks, of which each has some heads of every layer.
 
-From the frame's shards into a buffer where each row of a page has all heads side by side, and from there into shards
-as this engine has them: two copies by the compiled copier, which holds no lock of Python's.
+A page that divides by head is rows, and a row is heads, one after the other. A page of all heads has as many rows,
+which are longer; those of a rank are a piece of each.
 """
 
 from __future__ import annotations
@@ -11,53 +11,104 @@ from collections.abc import Iterator
 
 import attrs
 
-from kvtier_core.layouts import ChunkLayout, Part
+from kvtier_core.layouts import ChunkLayout, Elements, KVGroup, Part
 from kvtier_core.transfer.buffers import Buffers, address_of
 from kvtier_core.transfer.copier import Copier
 from kvtier_core.transfer.page_lists import Layer
 
 
+def divides_by_head(group: KVGroup) -> bool:
+    """Are its pages rows of heads and nothing else, for keys and values alike?"""
+    if len({(each.heads, each.of_head) for each in group.elements}) != 1 or len(group.elements) != 2:
+        return False
+    numbers = sum(each.heads * each.tokens * each.channels for each in group.elements)
+    whole = numbers % _row(group) == 0 and not any(nbytes % numbers for nbytes in group.page_nbytes)
+    return whole and all(map(_lies_by_head, group.elements))
+
+
+def _lies_by_head(each: Elements) -> bool:
+    """Are all elements of a head within its piece of some row?"""
+    row = each.heads * each.of_head
+    axes = (each.tokens, each.of_token), (each.channels, each.of_channel)
+    inside = sum((length - 1) * step for length, step in axes if step < each.of_head)
+    outside = [step for _, step in axes if step >= each.of_head]
+    return each.first % row + inside < each.of_head and not any(step % row for step in outside)
+
+
+def _row(group: KVGroup) -> int:
+    """Elements of a row."""
+    return group.elements[0].heads * group.elements[0].of_head
+
+
+def _rows(group: KVGroup) -> int:
+    """Rows of a page."""
+    return sum(each.heads * each.tokens * each.channels for each in group.elements) // _row(group)
+
+
+def with_heads(group: KVGroup, times: int, divided: int = 1) -> KVGroup:
+    """A group that divides by head, with so many times the heads, ``divided`` among ranks.
+
+    A group of another structure, which has no heads, only as it is. ValueError if some head would be divided.
+    """
+    if times == divided:
+        return group
+    heads, rest = divmod(group.elements[0].heads * times, divided)
+    if rest:
+        raise ValueError(f"{heads * divided + rest} heads of {divided} ranks ({group.name})")
+    pages = [nbytes * times // divided for nbytes in group.page_nbytes]
+    elements = [_with_heads(each, heads) for each in group.elements]
+    # mypy misreads the converters
+    return attrs.evolve(group, page_nbytes=pages, elements=elements)  # type: ignore[arg-type]
+
+
+def _with_heads(each: Elements, heads: int) -> Elements:
+    """The same order with longer or shorter rows."""
+    row = each.heads * each.of_head
+    places = {"first": each.first, "of_token": each.of_token, "of_channel": each.of_channel}
+    moved = {name: place // row * heads * each.of_head + place % row for name, place in places.items()}
+    return attrs.evolve(each, heads=heads, **moved)
+
+
 class Regrouping:
-    """The layouts of one engine's frames with other numbers of shards. Any thread may call any method."""
+    """The layouts of frames with other numbers of shards than one engine's. Any thread may call any method."""
 
     def __init__(self, layout: ChunkLayout):
-        """``layout``: of an engine whose groups divide by head, or have the same shard on all ranks."""
+        """``layout``: of frames as they lie in pages, with one part."""
         self._layout = layout
+        self._divides = all(map(divides_by_head, layout.groups))
         self._whole = Buffers(layout.payload_nbytes)
-        self._with = functools.lru_cache(maxsize=None)(self._with_shards)
+        self.part_with = functools.cache(self._part_with)
 
-    def part_with(self, shards: int) -> Part | None:
-        """The layout of a frame with so many shards; None if no engine writes such frames in this namespace."""
-        return self._with(shards)
-
-    def _with_shards(self, shards: int) -> Part | None:
-        own = self._layout.shards
-        if not all(group.divides_by_head for group in self._layout.groups):
+    def _part_with(self, shards: int) -> Part | None:
+        """The layout of a frame with so many shards; None if it cannot be rearranged."""
+        if not self._divides:
             return None
         try:
-            groups = [group.with_heads(own, shards) for group in self._layout.groups]
+            groups = [with_heads(group, self._layout.shards, shards) for group in self._layout.groups]
         except ValueError:
             return None
         return attrs.evolve(self._layout, groups=groups, ranks=shards).parts[0]  # type: ignore[arg-type]
 
     def rearrange(self, slot: memoryview, found: Part) -> None:
-        """Rearrange the payload of a frame in a slot whose shards lie as in ``found``."""
+        """Rearrange the payload of a frame in a slot whose shards lie as in ``found``.
+
+        Two copies by the copier of the movers, for which a piece of a row is a page: to a buffer with whole rows, and
+        back to the shards of this engine.
+        """
         own, whole = self._layout.parts[0], self._whole.take()
-        rows = range(max(blocks * group.rows for blocks, group in zip(own.blocks, self._layout.groups, strict=True)))
+        rows = range(max(blocks * _rows(group) for blocks, group in zip(own.blocks, self._layout.groups, strict=True)))
         base, frame = address_of(whole), address_of(slot)
         for number, shard in enumerate(found.shards):
-            layers = list(self._layers(found, number, base))
-            Copier(layers, frame + shard.offset, 0).scatter([rows], [0])
+            Copier(list(self._layers(found, number, base)), frame + shard.offset, 0).scatter([rows], [0])
         for number, shard in enumerate(own.shards):
-            layers = list(self._layers(own, number, base))
-            Copier(layers, frame + shard.offset, 0).gather([rows], [0])
+            Copier(list(self._layers(own, number, base)), frame + shard.offset, 0).gather([rows], [0])
         self._whole.give_back([whole])
 
     def _layers(self, part: Part, number: int, whole: int) -> Iterator[Layer]:
-        """The heads of one shard, as pages of one row each in the buffer that begins at the address ``whole``."""
+        """The pieces of one shard in the rows of a buffer that begins at the address ``whole``."""
         shards = len(part.shards)
         for layer in part.shards[number].layers:
-            rows = self._layout.groups[layer.group].rows
+            rows = _rows(self._layout.groups[layer.group])
             nbytes = layer.page_nbytes // rows
             begin = whole + shards * layer.offset + number * nbytes
             yield Layer(begin, shards * nbytes, nbytes, layer.offset, 0, rows * layer.blocks)

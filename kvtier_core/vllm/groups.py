@@ -15,6 +15,7 @@ from vllm.v1.request import Request
 from kvtier_core.engine.step import BlockTables, OfferedStates, ScheduledRequest
 from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.layouts import Elements, KVGroup, KVKind, KVStructure
+from kvtier_core.transfer.regroup import divides_by_head
 from kvtier_core.vllm import versions
 
 
@@ -105,7 +106,7 @@ def own_ranks(config: VllmConfig, found: Sequence[KVGroup], replicas: int) -> st
         return f"{other[0].name} needs {other[0].needs}"
     if all(group.structure is KVStructure.MLA_LATENT for group in found):
         return "" if replicas == parallel.tensor_parallel_size else "its ranks have latents of their own"
-    if other := [group for group in found if not group.divides_by_head]:
+    if other := [group for group in found if not divides_by_head(group)]:
         return f"where the heads lie in the pages of {other[0].name} is not known"
     total = config.model_config.get_total_num_kv_heads()
     if any(group.elements[0].heads * parallel.tensor_parallel_size != total for group in found):

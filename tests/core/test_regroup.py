@@ -7,9 +7,12 @@ import random
 
 import attrs
 import pytest
+import serializing
 
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import FrameError, payload_of, seal, seal_part, verify
+from kvtier_core.frames.identity import identity_of, namespace_of_slots
+from kvtier_core.frames.keyed_seal import KeyedSeal
 from kvtier_core.layouts import ChunkLayout, Elements, KVGroup, KVKind, KVStructure
 from kvtier_core.testing.samples import make_key, make_namespace
 from kvtier_core.transfer import regroup
@@ -133,5 +136,24 @@ def test_a_damaged_frame_is_not_rearranged():
     ids=["not known", "without values", "unlike", "behind something else", "rows that overlap"],
 )
 def test_pages_that_do_not_divide_by_head_are_left_alone(elements):
-    assert not layout(2, elements=elements).groups[0].divides_by_head
+    assert not regroup.divides_by_head(layout(2, elements=elements).groups[0])
     assert read(frame_of(layout(1)), layout(2, elements=elements)) is FrameError.RANKS
+
+
+@pytest.mark.parametrize("kind", ["raw", "serializer", "keyed seal", "packed"])
+def test_only_frames_that_lie_as_pages_do_are_found_by_other_ranks(kind):
+    options = {"serializer": (serializing.Xor(1), identity_of(serializing.XorConfig(1))), "keyed seal": (None, None)}
+    keyed_seal = KeyedSeal.of("correct horse battery staple, 32 or more", encrypt=False)
+    one, two = (
+        FrameCodec(
+            NAMESPACE,
+            attrs.evolve(layout(ranks), packed=kind == "packed"),
+            *options.get(kind, ()),
+            keyed_seal=keyed_seal if kind == "keyed seal" else None,
+        )
+        for ranks in (1, 2)
+    )
+    assert (one.namespace == two.namespace) == (kind == "raw") == one.regroups == two.regroups
+    if kind in ("raw", "packed"):
+        of_slots = attrs.evolve(layout(1), packed=kind == "packed")
+        assert one.namespace == namespace_of_slots(NAMESPACE, of_slots), "frames go down as they lie in slots"

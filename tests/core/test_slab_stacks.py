@@ -160,6 +160,12 @@ def test_encoded_frames_are_read_by_readers_that_unpack_them(direct, monkeypatch
     assert "no, its reader does not unpack the frames of an arena that packs" in said
 
 
+def test_frames_of_any_ranks_pass_through_an_arena(direct):
+    tiers, said = direct("mode: gds", layout=attrs.evolve(LAYOUT, any_ranks=True))
+    assert tiers == []
+    assert "no, frames of other numbers of ranks are rearranged in slots" in said
+
+
 def test_what_workers_refuse_to_read_passes_through_an_arena(stack, tmp_path):
     """Also for requests that hold it where it lies, waiting for the self-test to end."""
     with stack(CPU, slabs(tmp_path)) as serving:

@@ -17,8 +17,59 @@ PACKED_SLOTS = "tests/core/test_packed_slots.py::"
 BUFFERS = "tests/core/test_buffers.py::"
 CODEC_TESTS = "tests/core/test_codec.py::"
 INCOMPATIBLE_TESTS = "tests/core/test_incompatible.py"
+REGROUP = "kvtier_core/transfer/regroup.py"
+REGROUP_TESTS = "tests/core/test_regroup.py::"
 
 MUTANTS = (
+    Mutant(
+        "other-ranks-as-they-lie",
+        CODEC,
+        "        self._regrouping.rearrange(slot, found)\n",
+        "",
+        REGROUP_TESTS + "test_each_head_comes_to_its_place",
+    ),
+    Mutant(
+        "any-number-of-shards-is-believed",
+        CODEC,
+        "found is None or (checksums and checksums_of(frame, found) != list(checksums))",
+        "found is None",
+        REGROUP_TESTS + "test_a_number_of_shards_that_is_not_true_is_a_miss",
+    ),
+    Mutant(
+        "any-page-divides-by-head",
+        REGROUP,
+        "if not self._divides:",
+        "if False:",
+        REGROUP_TESTS + "test_pages_that_do_not_divide_by_head_are_left_alone",
+    ),
+    Mutant(
+        "rows-that-overlap-divide-by-head",
+        REGROUP,
+        " and not any(step % row for step in outside)",
+        "",
+        REGROUP_TESTS + "test_pages_that_do_not_divide_by_head_are_left_alone",
+    ),
+    Mutant(
+        "encoded-frames-of-any-ranks",
+        CODEC,
+        "            self.namespace = namespace_of_ranks(self.namespace, layout)\n",
+        "            pass\n",
+        REGROUP_TESTS + "test_only_frames_that_lie_as_pages_do_are_found_by_other_ranks",
+    ),
+    Mutant(
+        "packed-frames-of-any-ranks",
+        CODEC,
+        " and keyed_seal is None and not layout.packed:",
+        " and keyed_seal is None:",
+        REGROUP_TESTS + "test_only_frames_that_lie_as_pages_do_are_found_by_other_ranks",
+    ),
+    Mutant(
+        "workers-read-frames-of-any-ranks",
+        "kvtier_core/config/compose.py",
+        "if opened.codec.regroups:",
+        "if False:",
+        "tests/core/test_slab_stacks.py::test_frames_of_any_ranks_pass_through_an_arena",
+    ),
     Mutant(
         "no-checksum",
         FRAME,

@@ -21,6 +21,34 @@ CHANGED = "tests/vllm/test_changed_weights.py::test_changed_weights_meet_no_kv_o
 
 MUTANTS = (
     Mutant(
+        "ranks-never-count",
+        IDENTITY,
+        "counted = facts if report.own_ranks else facts.keys()",
+        "counted = facts.keys()",
+        ABOUT_IDENTITY + "test_the_number_of_ranks_counts_unless_they_share",
+    ),
+    Mutant(
+        "heads-in-any-order",
+        IDENTITY,
+        'facts["heads in pages"] = "; ".join(str(group.elements) for group in groups)',
+        "pass",
+        ABOUT_IDENTITY + "test_but_not_if_heads_lie_in_another_order_or_are_others",
+    ),
+    Mutant(
+        "heads-that-ranks-share-are-divided",
+        "kvtier_core/vllm/groups.py",
+        "parallel.tensor_parallel_size != total for",
+        "parallel.tensor_parallel_size < total for",
+        "tests/vllm/test_layout.py::test_ranks_count_unless_each_head_is_on_one_of_them",
+    ),
+    Mutant(
+        "draft-layers-are-divided-alike",
+        "kvtier_core/vllm/groups.py",
+        "if config.speculative_config is not None:",
+        "if False:",
+        "tests/vllm/test_layout.py::test_ranks_with_draft_layers_count",
+    ),
+    Mutant(
         "no-weights-in-the-namespace",
         IDENTITY,
         '"weights": weights_fact,',
@@ -65,8 +93,8 @@ MUTANTS = (
     Mutant(
         "no-groups-in-the-namespace",
         IDENTITY,
-        '"; ".join(group.fact for group in report.groups)',
-        "len(report.groups)",
+        '"; ".join(group.fact for group in groups)',
+        "len(groups)",
         "tests/vllm/test_identity.py::test_what_an_engine_reports_changes_the_namespace",
     ),
     Mutant(

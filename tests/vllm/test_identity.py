@@ -20,6 +20,7 @@ import torch
 
 from kvtier_core.config.model import IdentityConfig
 from kvtier_core.engine.messages import WorkerReport
+from kvtier_core.layouts import Elements
 from kvtier_core.testing.samples import make_group
 from kvtier_core.types import Namespace
 from kvtier_core.vllm.identity import harmless, model_weights, namespace, settings
@@ -437,6 +438,43 @@ def test_a_model_with_weights_from_two_places_is_not_guessed(base, monkeypatch):
     with pytest.raises(UnidentifiedError, match=re.escape(why)):
         of_worker(base)
     assert of_worker(base, "name:ultravox of Tuesday")
+
+
+# -- engines with other ranks ------------------------------------------------------------------------------
+
+
+def by_head(heads, inner=64):
+    """A group whose pages have these heads of a rank, of which each has ``inner`` numbers in a row."""
+    row = heads * inner
+    lie = tuple(Elements(heads, 16, inner // 2, half * inner // 2, inner, row, 1) for half in range(2))
+    return attrs.evolve(make_group((16 * row * 4,)), structure="keys and values", dtype="float32", elements=lie)
+
+
+def of_ranks(model, ranks, group, own_ranks="", **options):
+    report = attrs.evolve(REPORT, groups=(group,), own_ranks=own_ranks)
+    return facts(engine_config(model, tensor_parallel_size=ranks, **options), report=report)
+
+
+def test_engines_of_any_ranks_have_one_namespace(model):
+    assert of_ranks(model, 1, by_head(2)) == of_ranks(model, 2, by_head(1))
+
+
+def test_but_not_if_heads_lie_in_another_order_or_are_others(model):
+    (keys, values) = by_head(1).elements
+    tokens_inside = attrs.evolve(by_head(1), elements=(keys, attrs.evolve(values, of_head=16 * 64)))
+    others = by_head(2), by_head(1, inner=32), tokens_inside, attrs.evolve(by_head(1), dtype="bfloat16")
+    assert len({of_ranks(model, 2, each).digest for each in (by_head(1), *others)}) == 5
+    assert of_ranks(model, 1, by_head(2)) != of_ranks(model, 2, by_head(1), dtype="bfloat16")
+
+
+def test_the_number_of_ranks_counts_unless_they_share(model):
+    assert of_ranks(model, 1, by_head(2), "ranks: own") != of_ranks(model, 2, by_head(2), "ranks: own")
+    assert of_ranks(model, 1, by_head(2)) != of_ranks(model, 1, by_head(2), "ranks: own")
+
+
+def test_no_field_of_ranks_is_there_in_vain(model):
+    one, two = (dict(of_ranks(model, ranks, by_head(2), "ranks: own").facts) for ranks in (1, 2))
+    assert set(itertools.chain(*harmless.OF_RANKS.values())) == {name for name in one if one[name] != two[name]}
 
 
 # -- drafts ------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 from test_identity import engine_config
@@ -14,6 +15,7 @@ from test_identity import engine_config
 from kvtier_core.engine.self_test import try_copies
 from kvtier_core.engine.step import ScheduledRequest
 from kvtier_core.interfaces import PagedKVCache
+from kvtier_core.layouts import Elements, KVKind, KVStructure
 from kvtier_core.testing.samples import make_layout
 from kvtier_core.transfer import numa
 from kvtier_core.transfer.copier import PlainCopier
@@ -296,6 +298,45 @@ def test_a_state_is_not_taken_while_drafts_may_still_be_rejected(config, specs, 
     output.scheduled_spec_decode_tokens = {"drafts": [7, 7]}
     steps = [ScheduledRequest(request_id, computed=30, scheduled=3) for request_id in ("drafts", "plain")]
     assert tables.states(output, steps) == {"plain": {32: {1: 3}}}
+
+
+# -- engines with other ranks --------------------------------------------------------------------------------
+
+KEYS = Elements(2, 16, 64, 0, 128, 256, 1)
+BY_HEAD = attrs.evolve(
+    make_layout((16 * 256 * 4,)).groups[0],
+    structure=KVStructure.KEYS_AND_VALUES,
+    dtype="float32",
+    elements=(KEYS, attrs.evolve(KEYS, first=64)),
+)
+
+
+@pytest.mark.parametrize(
+    ("group", "parallel", "why"),
+    [
+        ({}, {}, ""),
+        ({}, {"pipeline_parallel_size": 2}, "its ranks divide more than the heads: layers or tokens"),
+        ({}, {"decode_context_parallel_size": 2}, "its ranks divide more than the heads: layers or tokens"),
+        ({}, {"tensor_parallel_size": 2}, "2 heads are not divided among its ranks"),
+        ({"kind": KVKind.SLIDING_WINDOW, "reach": 64}, {}, "group 0 needs sliding window of 64"),
+        ({"elements": ()}, {}, "where the heads lie in the pages of group 0 is not known"),
+        ({"structure": KVStructure.MLA_LATENT, "elements": ()}, {}, ""),
+        (
+            {"structure": KVStructure.MLA_LATENT, "elements": ()},
+            {"tensor_parallel_size": 2},
+            "its ranks have latents of their own",
+        ),
+    ],
+)
+def test_ranks_count_unless_each_head_is_on_one_of_them(config, group, parallel, why):
+    for field, value in parallel.items():
+        setattr(config.parallel_config, field, value)
+    assert kv_groups.own_ranks(config, [attrs.evolve(BY_HEAD, **group)], replicas=1) == why
+
+
+def test_ranks_with_draft_layers_count(model):
+    drafting = engine_config(model, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+    assert kv_groups.own_ranks(drafting, [BY_HEAD], replicas=1) == "layers of drafts may be divided in another way"
 
 
 # -- the order of layers in a frame --------------------------------------------------------------------------

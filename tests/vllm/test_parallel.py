@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Engine, Outcome, cpu_and_disk, hit, told_by_engines
+from conftest import Engine, Outcome, cpu_and_disk, hit, miss, told_by_engines
 from cpu_parallel import let_stages_receive
 from sizes import some
 from test_processes import ASKED, ask_twice, largest_difference
-from test_serving import NOISE
+from test_serving import COLD, NOISE
 
 
 def ask_in_stages(model: str, stack: dict, options: dict) -> list:
@@ -136,3 +136,26 @@ def test_an_engine_with_other_ranks_finds_each_head_in_its_place(engine, start, 
     assert [Outcome.of(each) for each in told] == [hit(530, disk=512)] * 2 + [hit(530, cpu=512)] * 2
     assert max(largest_difference(answers, truth) for answers in (disk, warm)) < NOISE
     assert "ranks: any -> own" not in log
+
+
+@pytest.mark.parametrize(("first", "other"), some([(1, 2), (2, 1)]))
+def test_the_latent_is_the_same_whatever_the_ranks(start, tmp_path, first, other):
+    """What is in the pages, to the last bit: answers of other ranks differ by more than noise in bfloat16."""
+    import tiny_llama
+
+    tiny_llama.make_mla(tmp_path / "model")
+    options = {"dtype": "bfloat16", "worker_extension_cls": "test_parallel.LooksAtPages"}
+    start = functools.partial(start, "ask_and_compare", tmp_path / "model", ANY, **options)
+    (_, computed, _), _ = start(tensor_parallel_size=first)
+    ((disk, own, ours), loaded, [told]), _ = start(tensor_parallel_size=other)
+    assert loaded == computed[:1] * other
+    assert Outcome.of(told[0]) == hit(530, disk=512) and disk == own == ours
+
+
+@pytest.mark.more
+def test_by_default_an_engine_with_other_ranks_finds_nothing(start, model):
+    start(ask_twice.__name__, model, tensor_parallel_size=1)
+    (cold, _, [told]), log = start(ask_twice.__name__, model, tensor_parallel_size=2)
+    assert [cached for *_, cached in cold] == [0, 0]
+    assert [Outcome.of(each) for each in told[:2]] == [miss(530)] * 2
+    assert COLD in log

@@ -23,6 +23,7 @@ from kvtier_core.engine import weights
 from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.frames.format import FORMAT_VERSION
 from kvtier_core.transfer.io_pool import run
+from kvtier_core.transfer.regroup import with_heads
 from kvtier_core.types import Namespace
 from kvtier_core.vllm import speculation
 from kvtier_core.vllm.identity import harmless, settings
@@ -56,7 +57,7 @@ def facts_after_start(config: VllmConfig, chunk_tokens: int, report: WorkerRepor
         facts["ranks with the same KV"] = report.replicas
     else:
         times = config.parallel_config.tensor_parallel_size // report.replicas
-        groups = [group.with_heads(times) for group in report.groups]
+        groups = [with_heads(group, times) for group in report.groups]
         facts["heads in pages"] = "; ".join(str(group.elements) for group in groups)
     return {**facts, "KV groups": "; ".join(group.fact for group in groups)}
 
