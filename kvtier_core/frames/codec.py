@@ -99,8 +99,8 @@ class FrameCodec:
 
     @property
     def regroups(self) -> bool:
-        """May frames be of engines with another number of ranks, and be rearranged in the slot?"""
-        return self._regrouping is not None
+        """May frames of engines with another number of ranks be rearranged in the slot?"""
+        return self._regrouping is not None and self._regrouping.divides
 
     @property
     def packs(self) -> bool:

@@ -75,13 +75,14 @@ class Regrouping:
     def __init__(self, layout: ChunkLayout):
         """``layout``: of frames as they lie in pages, with one part."""
         self._layout = layout
-        self._divides = all(map(divides_by_head, layout.groups))
+        #: False if a frame of another number of shards cannot be rearranged.
+        self.divides = all(map(divides_by_head, layout.groups))
         self._whole = Buffers(layout.payload_nbytes)
         self.part_with = functools.cache(self._part_with)
 
     def _part_with(self, shards: int) -> Part | None:
         """The layout of a frame with so many shards; None if it cannot be rearranged."""
-        if not self._divides:
+        if not self.divides:
             return None
         try:
             groups = [with_heads(group, self._layout.shards, shards) for group in self._layout.groups]

@@ -62,7 +62,9 @@ def test_the_reason_is_told():
     stack = Stack(tier)
     stack.manager.lookup(PATH, "test")
     assert {event.why for event in stack.manager.drain(timeout=10.0)} == {"a frame of another codec"}
-    assert stack.manager.lookup(PATH, "test").miss_reason == "tier has it from another codec or seal key"
+    assert (
+        stack.manager.lookup(PATH, "test").miss_reason == "tier has it from another codec, seal key or number of ranks"
+    )
 
 
 def test_the_breaker_is_not_told():

@@ -166,7 +166,7 @@ def test_after_a_rotation_of_the_key_old_frames_are_misses_and_are_replaced(keye
     old = dict(stack.shelf.frames)
     assert stack.load(KEY) == ([], {"incompatible"})
     assert stack.shelf.frames == old, "deleted, though an engine with the old key may run"
-    assert "another codec or seal key" in stack.manager.lookup([KEY], "look").miss_reason
+    assert "another codec, seal key or number of ranks" in stack.manager.lookup([KEY], "look").miss_reason
     assert "written" in stack.store(KEY)
     assert after_a_restart(rotated, stack.shelf).load(KEY)[0] == [PAYLOAD]
 

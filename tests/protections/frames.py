@@ -38,7 +38,7 @@ MUTANTS = (
     Mutant(
         "any-page-divides-by-head",
         REGROUP,
-        "if not self._divides:",
+        "if not self.divides:",
         "if False:",
         REGROUP_TESTS + "test_pages_that_do_not_divide_by_head_are_left_alone",
     ),

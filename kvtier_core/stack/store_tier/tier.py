@@ -135,7 +135,7 @@ class StoreTier:
     def miss_reason(self, key: ChunkKey) -> str:
         """Why a frame that is in the store cannot be read now; empty if it is not there, as far as is known."""
         if key in self.incompatible:
-            return f"{self.name} has it from another codec or seal key"
+            return f"{self.name} has it from another codec, seal key or number of ranks"
         if not self._health.can_read and (key in self.index or self.backend.shared):
             return f"{self.name} cannot be asked now"
         if key not in self.index:
