@@ -188,7 +188,7 @@ class ChunkLayout:
     stages: tuple[tuple[int, ...], ...] = ()
     packed: bool = False  #: are the shards of frames packed?
     #: May frames of its namespace have the shards of another number of ranks? Each head is in one of them then, or the
-    #: one shard is the same whatever the ranks.
+    #: one shard is the same whatever the ranks. ValueError with stages, or groups that do not keep every token.
     any_ranks: bool = False
 
     @tokens.validator
@@ -207,6 +207,8 @@ class ChunkLayout:
             raise ValueError(f"stages of {self.stages} layers for groups of {layers}")
         if self.ranks % (max(1, len(self.stages)) * self.replicas):
             raise ValueError(f"{self.ranks} ranks of {max(1, len(self.stages))} stages, {self.replicas} alike")
+        if self.any_ranks and (self.stages or not self.keeps_every_token):
+            raise ValueError("frames of any ranks have all layers in each shard, and all tokens")
 
     @property
     def keeps_every_token(self) -> bool:

@@ -139,9 +139,9 @@ def test_each_error_has_its_name(error, spoil, asked):
 
 
 def test_every_error_was_seen():
-    """The other four are found where frames are opened and decoded, and where shards are read alone."""
+    """The others are found where frames are opened, decoded and rearranged, and where shards are read alone."""
     seen = {error for error, _, _ in ERRORS}
-    elsewhere = {FrameError.FORGED, FrameError.UNDECODABLE, FrameError.DECODED, FrameError.SHARDS}
+    elsewhere = {FrameError.FORGED, FrameError.UNDECODABLE, FrameError.DECODED, FrameError.SHARDS, FrameError.RANKS}
     assert seen | elsewhere == set(FrameError)
 
 
@@ -158,7 +158,7 @@ def test_a_frame_of_version_1_is_incompatible():
 def test_what_is_damaged_is_not_called_incompatible():
     """Nor the other way round: what is incompatible is never deleted, and what is damaged is."""
     incompatible = {error.name for error in FrameError if error.incompatible}
-    assert incompatible == {"VERSION", "SEAL", "CODEC", "SHARDS", "UNDECODABLE", "DECODED"}
+    assert incompatible == {"VERSION", "SEAL", "CODEC", "SHARDS", "RANKS", "UNDECODABLE", "DECODED"}
     for place in range(FLAGS_AT, HEADER_NBYTES):
         assert check(flipped(sealed(), place)) is FrameError.HEADER
 

@@ -106,3 +106,14 @@ def test_each_shard_is_on_the_node_of_those_who_copy_it():
     assert on_nodes(0, 0, None, 1).numa_nodes(make_layout(ranks=4)) == (0, 0, None, 1)
     shared = make_layout(ranks=6, replicas=2)
     assert on_nodes(1, 1, 0, 1, None, None, replicas=2).numa_nodes(shared) == (1, None, None)
+
+
+def test_frames_of_any_ranks_have_all_layers_in_each_shard():
+    stack = {"version": 1, "chunk_tokens": 32, "tiers": [{"type": "heap", "capacity": "1MiB"}]}
+    config = load_config(stack, Registry.discover())
+    divided = attrs.evolve(REPORT, own_ranks="")
+    assert Ranks([divided, divided]).in_chunks(config)[1].any_ranks
+    assert not Ranks([REPORT, REPORT]).in_chunks(config)[1].any_ranks
+    assert Ranks([divided, REPORT]).disagreement()
+    with pytest.raises(ValueError, match="all layers in each shard"):
+        Ranks([divided, attrs.evolve(LAST, own_ranks="")], stages=2).in_chunks(config)

@@ -7,6 +7,7 @@ import pytest
 from test_ranks import LAST, REPORT
 
 from kvtier_core.config.load import load_config
+from kvtier_core.config.model import IdentityConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.engine.scheduler_side import SchedulerSide
@@ -43,6 +44,16 @@ def test_the_scheduler_side_serves_the_engine_that_its_workers_described(caplog)
         assert any("kvtier: a host 1.2; " in line for line in caplog.messages)
     finally:
         side.close()
+
+
+def test_it_says_why_the_number_of_ranks_counts_although_it_was_asked_not_to(caplog):
+    caplog.set_level("INFO", "kvtier")
+    asked = attrs.evolve(CONFIG, identity=IdentityConfig(ranks="any"))
+    windows = attrs.evolve(REPORT, own_ranks="group 0 needs sliding window of 64")
+    attrs.evolve(ENGINE, stages=1).open(asked, [windows]).close()
+    assert "kvtier: ranks: any -> own: group 0 needs sliding window of 64" in caplog.messages
+    attrs.evolve(ENGINE, stages=1).open(CONFIG, [windows]).close()
+    assert sum("ranks: any" in line for line in caplog.messages) == 1
 
 
 @pytest.mark.parametrize(

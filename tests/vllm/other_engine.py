@@ -53,12 +53,19 @@ class OtherEngine:
 
 
 @contextlib.contextmanager
-def beside(fork_server: ForkServer, model: Path, kvtier: dict[str, Any], **options: Any) -> Iterator[OtherEngine]:
-    """Another engine of this model, until the end of the block."""
+def beside(
+    fork_server: ForkServer, model: Path, kvtier: dict[str, Any], *, cores: str = "0", **options: Any
+) -> Iterator[OtherEngine]:
+    """Another engine of this model, until the end of the block; ``cores``: those of its ranks, as vLLM takes them."""
     with tempfile.TemporaryDirectory(prefix="kvtier-") as folder, contextlib.ExitStack() as closing:
         path, log = Path(folder, "socket"), Path(folder, "log")
         arguments = {"path": str(path), "model": str(model), "kvtier": kvtier, "options": options}
-        fork_server.start("other_engine:live", log, {"XDG_RUNTIME_DIR": folder}, **arguments)
+        environment = {
+            "XDG_RUNTIME_DIR": folder,
+            "VLLM_CPU_OMP_THREADS_BIND": cores,
+            "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+        }
+        fork_server.start("other_engine:live", log, environment, **arguments)
         deadline = time.monotonic() + _PATIENCE
         sock = closing.enter_context(socket.socket(socket.AF_UNIX))
         sock.settimeout(_PATIENCE)

@@ -48,6 +48,20 @@ def meets(said):
     return meets
 
 
+@pytest.mark.more
+def test_an_engine_with_other_ranks_finds_each_head_in_the_memory_of_another(engine, fork_server, model, meets):
+    with engine() as plain:
+        (truth,) = plain.ask(ASKED)
+    first, second = ({**node(), "identity": {"ranks": "any"}} for _ in range(2))
+    with beside(fork_server, model, first, cores="0|1", tensor_parallel_size=2) as owner:
+        assert owner.ask(ASKED).differs(truth) < NOISE
+        second["tiers"][-1]["peers"] = [address_of(first)]
+        with engine(second) as reader:
+            meets(address_of(first))
+            assert reader.ask(ASKED)[0].differs(truth) < NOISE
+            assert reader.outcomes() == [hit(530, peers=512)]
+
+
 @pytest.mark.parametrize(("packing", "dtype"), [("off", "float32"), ("auto", "bfloat16")])
 def test_an_answer_from_the_memory_of_another_engine_is_bit_equal(engine, fork_server, model, meets, packing, dtype):
     """Although that engine does nothing meanwhile. Who has read a chunk holds it, too."""
