@@ -92,16 +92,18 @@ def keep_states(kv_cache_config: KVCacheConfig) -> bool:
     return any(isinstance(group.kv_cache_spec, MambaSpec) for group in kv_cache_config.kv_cache_groups)
 
 
-def own_ranks(config: VllmConfig, found: Sequence[KVGroup], replicas: int) -> str:
+def own_ranks(config: VllmConfig, kv_cache_config: KVCacheConfig, found: Sequence[KVGroup]) -> str:
     """Why engines with another number of tensor-parallel ranks cannot use the KV of this one; empty if they can.
 
     They can if each head of keys and values is on one rank, in the order of the ranks, or all ranks have the same.
     """
-    parallel = config.parallel_config
+    parallel, replicas = config.parallel_config, versions.replicas_of(kv_cache_config)
     if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
         return "its ranks divide more than the heads: layers or tokens"
     if config.speculative_config is not None:
         return "layers of drafts may be divided in another way"
+    if len(found) < len(kv_cache_config.kv_cache_groups):
+        return "it keeps more than the KV of prompts"
     if other := [group for group in found if group.kind is not KVKind.FULL_ATTENTION]:
         return f"{other[0].name} needs {other[0].needs}"
     if all(group.structure is KVStructure.MLA_LATENT for group in found):
@@ -109,7 +111,7 @@ def own_ranks(config: VllmConfig, found: Sequence[KVGroup], replicas: int) -> st
     if other := [group for group in found if not divides_by_head(group)]:
         return f"where the heads lie in the pages of {other[0].name} is not known"
     total = config.model_config.get_total_num_kv_heads()
-    if any(group.elements[0].heads * parallel.tensor_parallel_size != total for group in found):
+    if replicas > 1 or any(group.elements[0].heads * parallel.tensor_parallel_size != total for group in found):
         return f"{total} heads are not divided among its ranks"
     return ""
 

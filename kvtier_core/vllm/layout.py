@@ -74,7 +74,7 @@ def inspect_pages(
         return None, WorkerReport(device.type, (), (), str(error))
     pages = functools.partial(PagedKVCache, tuple(layers), kv_cache_config.num_blocks, str(device), parallel.rank)
     replicas = versions.replicas_of(kv_cache_config)
-    own_ranks = _own_ranks(vllm_config, config, kv_groups, replicas)
+    own_ranks = _own_ranks(vllm_config, kv_cache_config, config, kv_groups)
     heads = parallel.tensor_parallel_size // replicas if not own_ranks else 1  # times those of a rank
     specs = _specs(kv_cache_config).values()
     facts = {
@@ -92,18 +92,19 @@ def inspect_pages(
     return pages, WorkerReport(device.type, kv_groups, told, replicas=replicas, own_ranks=own_ranks, numa_node=node)
 
 
-def _own_ranks(vllm_config: VllmConfig, config: StackConfig, kv_groups: Sequence[KVGroup], replicas: int) -> str:
+def _own_ranks(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StackConfig, kv_groups: Sequence[KVGroup]
+) -> str:
     if config.identity.ranks == "own":
         return "ranks: own"
     if config.server is not None:
         return "a server keeps KV apart by the ranks of its engines"
-    return groups.own_ranks(vllm_config, kv_groups, replicas)
+    return groups.own_ranks(vllm_config, kv_cache_config, kv_groups)
 
 
 def _shape(cache: torch.Tensor, times: int) -> tuple[int, ...]:
     """Of a page with so many times the heads: where these count, `_elements` knows that the first axis is theirs."""
-    heads, *others = cache.shape[1:]
-    return heads * times, *others
+    return tuple(cache.shape[1:]) if times == 1 else (cache.shape[1] * times, *cache.shape[2:])
 
 
 def _with_heads(spec: KVCacheSpec, times: int) -> KVCacheSpec:

@@ -49,6 +49,13 @@ MUTANTS = (
         "tests/vllm/test_layout.py::test_ranks_with_draft_layers_count",
     ),
     Mutant(
+        "scratch-is-divided-by-head",
+        "kvtier_core/vllm/groups.py",
+        "if len(found) < len(kv_cache_config.kv_cache_groups):",
+        "if False:",
+        "tests/vllm/test_layout.py::test_ranks_count_beside_layers_that_are_not_served",
+    ),
+    Mutant(
         "no-weights-in-the-namespace",
         IDENTITY,
         '"weights": weights_fact,',

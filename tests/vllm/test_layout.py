@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_identity import engine_config
 
+from kvtier_core.config.model import IdentityConfig, StackConfig
 from kvtier_core.engine.self_test import try_copies
 from kvtier_core.engine.step import ScheduledRequest
 from kvtier_core.interfaces import PagedKVCache
@@ -328,15 +329,34 @@ BY_HEAD = attrs.evolve(
         ),
     ],
 )
-def test_ranks_count_unless_each_head_is_on_one_of_them(config, group, parallel, why):
+def test_ranks_count_unless_each_head_is_on_one_of_them(config, specs, group, parallel, why):
     for field, value in parallel.items():
         setattr(config.parallel_config, field, value)
-    assert kv_groups.own_ranks(config, [attrs.evolve(BY_HEAD, **group)], replicas=1) == why
+    assert kv_groups.own_ranks(config, groups(specs["full"]), [attrs.evolve(BY_HEAD, **group)]) == why
 
 
-def test_ranks_with_draft_layers_count(model):
+def test_ranks_with_draft_layers_count(model, specs):
     drafting = engine_config(model, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
-    assert kv_groups.own_ranks(drafting, [BY_HEAD], replicas=1) == "layers of drafts may be divided in another way"
+    why = kv_groups.own_ranks(drafting, groups(specs["full"]), [BY_HEAD])
+    assert why == "layers of drafts may be divided in another way"
+
+
+def test_ranks_count_beside_layers_that_are_not_served(config, specs):
+    why = kv_groups.own_ranks(config, groups(specs["full"], specs["scratch"]), [BY_HEAD])
+    assert why == "it keeps more than the KV of prompts"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "server", "why"),
+    [
+        ("own", None, "ranks: own"),
+        ("any", None, ""),
+        ("any", "unix:/run/kvtier.sock", "a server keeps KV apart by the ranks of its engines"),
+    ],
+)
+def test_ranks_count_unless_it_was_asked(config, specs, ranks, server, why):
+    asked = StackConfig((), identity=IdentityConfig(ranks=ranks), server=server)
+    assert layout._own_ranks(config, groups(specs["full"]), asked, [BY_HEAD]) == why
 
 
 # -- the order of layers in a frame --------------------------------------------------------------------------
