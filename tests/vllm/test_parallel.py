@@ -42,7 +42,7 @@ def start(fork_server, tmp_path):
     ``settings`` are those of the stack.
     """
 
-    def start(function, model, settings={}, **options):  # noqa: B006
+    def start(function, model, settings=None, **options):
         ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
         environment = {
             "VLLM_WORKER_MULTIPROC_METHOD": "fork",
@@ -50,7 +50,7 @@ def start(fork_server, tmp_path):
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # of functions that a test calls in workers
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank % 2) for rank in range(ranks)),
         }
-        arguments = {"model": str(model), "stack": cpu_and_disk(tmp_path, **settings), "options": options}
+        arguments = {"model": str(model), "stack": cpu_and_disk(tmp_path, **settings or {}), "options": options}
         return fork_server.run(f"test_parallel:{function}", environment, **arguments)
 
     return start
