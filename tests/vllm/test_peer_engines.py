@@ -88,9 +88,9 @@ def test_an_answer_from_the_memory_of_another_engine_is_bit_equal(engine, fork_s
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("when", ["before", "asked", "read"])
+@pytest.mark.parametrize("when", ["before", "found", "read"])
 def test_an_owner_that_ends_or_stops_is_a_miss(engine, fork_server, model, meets, monkeypatch, how, when):
-    """Before it is asked, before it has answered, and in the middle of a frame."""
+    """Before a lookup, between that and the read, and in the middle of a frame."""
     with engine() as plain:
         truth = plain.ask(ASKED)[0]
     first = node()
@@ -102,9 +102,9 @@ def test_an_owner_that_ends_or_stops_is_a_miss(engine, fork_server, model, meets
             end = lambda: os.kill(owner.pid, how)  # noqa: E731
             if when == "before":
                 end()
-            elif when == "asked":
-                presence = Link.presence
-                monkeypatch.setattr(Link, "presence", lambda link, count: end() or presence(link, count))
+            elif when == "found":
+                request = Link.request
+                monkeypatch.setattr(Link, "request", lambda link, *asked: end() or request(link, *asked))
             else:
                 fill = Link._fill
                 monkeypatch.setattr(Link, "_fill", lambda link, view: (len(view) > 4096 and end(), fill(link, view))[1])

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.types import ChunkKey
-from kvtier_peers.link import MOST_KEYS, Door
+from kvtier_peers.digest import Fingerprint, fingerprints
+from kvtier_peers.link import Door
 from kvtier_peers.listener import listen
 from kvtier_peers.peer import Peer
 from kvtier_peers.roster import Roster
 from kvtier_peers.settings import Address, PeersSettings
 
-#: Keys for which it is remembered who shows their frames.
-_REMEMBERED = 1 << 16
-
 
 class PeersBackend(Backend):
-    """Every node shows the others the frames of its hottest arena, and asks all of them for what it lacks."""
+    """Every node shows the others the frames of its hottest arena, and reads from them what it lacks.
+
+    Their digests say who has what. A peer without a fresh one has nothing: it is new, or silent.
+    """
 
     shared = True
 
@@ -31,7 +31,6 @@ class PeersBackend(Backend):
         self._door = Door.of(config, ctx.namespace)
         self._secured = "TLS" if config.key else "a token" if config.token else "loopback alone"
         self._peers: dict[Address, Peer] = {}
-        self._holders: OrderedDict[ChunkKey, tuple[Peer, ...]] = OrderedDict()  # the keys asked for last are at the end
         self._lock = threading.Lock()
         self._closed = False
         host, port = Address.of(config.address)
@@ -42,37 +41,22 @@ class PeersBackend(Backend):
         self._there()
 
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        holders: dict[ChunkKey, list[Peer]] = {key: [] for key in keys}
-        for begin in range(0, len(keys), MOST_KEYS):
-            self._ask(keys[begin : begin + MOST_KEYS], holders)
-        with self._lock:
-            for key in keys:
-                self._holders.pop(key, None)
-                if holders[key]:
-                    self._holders[key] = tuple(holders[key])
-            while len(self._holders) > _REMEMBERED:
-                self._holders.popitem(last=False)
-        return [bool(holders[key]) for key in keys]
+        return [bool(peers) for peers in self.holders(keys)]
 
-    def _ask(self, keys: Sequence[ChunkKey], holders: Mapping[ChunkKey, list[Peer]]) -> None:
-        """Ask all peers before an answer is awaited."""
-        ends = time.monotonic() + self._timeout
-        asked = {}
+    def holders(self, keys: Sequence[ChunkKey]) -> list[list[Peer]]:
+        """For each key the peers that show its frame, or seem to. Nobody is asked."""
+        marks = fingerprints(keys)
+        wanted = set(marks)
+        holders: dict[Fingerprint, list[Peer]] = {mark: [] for mark in marks}
         for peer in self._there():
-            with contextlib.suppress(BackendError):
-                asked[peer] = peer.ask(keys, ends)
-        for peer, link in asked.items():
-            with contextlib.suppress(BackendError):
-                for key, is_there in zip(keys, peer.presence(link, len(keys)), strict=True):
-                    if is_there:
-                        holders[key].append(peer)
+            for mark in peer.shown(wanted):
+                holders[mark].append(peer)
+        return [list(holders[mark]) for mark in marks]
 
     def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
         ends = time.monotonic() + self._timeout
         outcomes: list[int | BackendError] = [0] * len(keys)
-        self.contains([key for key in keys if key not in self._holders])
-        with self._lock:
-            holders = {number: list(self._holders.get(key, ())) for number, key in enumerate(keys)}
+        holders = dict(enumerate(self.holders(keys)))
         while (groups := _by_peer(holders)) and time.monotonic() < ends:
             for peer, numbers in groups.items():
                 answers = _read(peer, [keys[each] for each in numbers], [into[each] for each in numbers], ends)
@@ -100,7 +84,7 @@ class PeersBackend(Backend):
         self._listener.hide(self._sealed)
 
     def _there(self) -> list[Peer]:
-        """The peers to ask now. Others are connected to."""
+        """The peers that may be read from now. Others are connected to."""
         addresses = self._roster.addresses()
         with self._lock:
             if self._closed:

@@ -7,8 +7,10 @@
 
 Then questions, as often as the client likes:
 
-    client  ASK (1), how many keys (4), the keys (32 each)
-    server  for each a byte: 1 if it shows the frame
+    client  FOLLOW (1), milliseconds (4), the version of the server's digest that it has, or 0 (8)
+    server  as soon as it has another one, and after that time at the latest: the version to which its changes apply, or
+            0 (8), the version that they make (8), how many fingerprints are gone (4), how many come (4), and these, as
+            they are in keys (4 each)
 
     client  READ (1), how many keys (4), the keys (32 each), the most bytes that the frame of each may have (8 each)
     server  for each the bytes of the frame (8), or 0 if it does not show it, or if it is too long; the frame; and a
@@ -27,25 +29,29 @@ import socket
 import ssl
 import struct
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 
 import attrs
 
 from kvtier_core.errors import BackendError
 from kvtier_core.types import KEY_NBYTES, ChunkKey, Namespace
+from kvtier_peers.digest import FINGERPRINT_NBYTES, MOST_CHUNKS, Changes
 from kvtier_peers.settings import Address, PeersSettings
 
 #: Keys of one question.
 MOST_KEYS = 1024
 
-_ASK, _READ = 1, 2
+_FOLLOW, _READ = 1, 2
 
-_GREETING = b"kvtier peers 1\r\n"
+_GREETING = b"kvtier peers 2\r\n"
 _NUMBER_NBYTES = 16
 _NONCE_NBYTES = 32
 _QUESTION = struct.Struct("<BI")
 _NBYTES = struct.Struct("<Q")
+_CHANGES = struct.Struct("<QQII")
 _SHORTEST_TOKEN = 32
+_CHANGES_WITHIN = 10.0  # seconds, beside those that the other side may wait
 _ADMITTED_WITHIN = 10.0  # seconds, however often a stranger sends a byte
 _IN_VAIN = TimeoutError, BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError  # waited, as they are raised
 
@@ -113,6 +119,22 @@ class Door:
         return hmac.digest(self.token, role + of_client + of_server, hashlib.sha256)
 
 
+@attrs.frozen
+class Following:
+    """The question what has changed in this side's digest."""
+
+    version: int  #: since which
+    within: float  #: seconds after which it is answered in any case
+
+
+@attrs.frozen
+class Reading:
+    """The question for frames."""
+
+    keys: list[ChunkKey]
+    most: list[int]  #: the bytes that each frame may have
+
+
 class Link:
     """A connection. Every method raises OSError or BackendError, and then the connection is of no use any more."""
 
@@ -154,13 +176,16 @@ class Link:
 
     # -- a client ----------------------------------------------------------------------------------
 
-    def ask(self, keys: Sequence[ChunkKey]) -> None:
-        """Ask which frames the other side shows; `presence` follows."""
-        self.send(_QUESTION.pack(_ASK, len(keys)) + b"".join(keys))
-
-    def presence(self, count: int) -> bytes:
-        """For each of the ``count`` keys 1 if the other side shows its frame."""
-        return self.receive(count)
+    def follow(self, version: int, within: float) -> Changes:
+        """What has changed in the other side's digest since that version. It may wait ``within`` seconds for that."""
+        self.ends = time.monotonic() + within + _CHANGES_WITHIN
+        self._limit(socket.SO_RCVTIMEO, within + self._patience)
+        self.send(_QUESTION.pack(_FOLLOW, int(within * 1e3)) + _NBYTES.pack(version))
+        base, made, gone, come = _CHANGES.unpack(self.receive(_CHANGES.size))
+        if max(gone, come) > MOST_CHUNKS:
+            raise BackendError(f"it announces more than {MOST_CHUNKS} chunks")
+        data = array("I", self.receive((gone + come) * FINGERPRINT_NBYTES))
+        return Changes(base, made, frozenset(data[:gone]), frozenset(data[gone:]))
 
     def request(self, keys: Sequence[ChunkKey], most: Sequence[int]) -> None:
         """Ask for frames, each of ``most`` bytes; `frame` follows for each key."""
@@ -178,24 +203,26 @@ class Link:
 
     # -- a server ----------------------------------------------------------------------------------
 
-    def question(self) -> tuple[list[ChunkKey], list[int] | None]:
-        """The keys of the next question, however long it takes to come; of a READ the bytes that the frames may have.
-
-        Raises EOFError if there is none.
-        """
+    def question(self) -> Following | Reading:
+        """The next question, however long it takes to come. Raises EOFError if there is none."""
         self._limit(socket.SO_RCVTIMEO, 0)
         first = self._sock.recv(1)
         if not first:
             raise EOFError
         self._limit(socket.SO_RCVTIMEO, self._patience)
-        question, count = _QUESTION.unpack(first + self.receive(_QUESTION.size - 1))
-        if question not in (_ASK, _READ) or count > MOST_KEYS:
+        question, number = _QUESTION.unpack(first + self.receive(_QUESTION.size - 1))
+        if question == _FOLLOW:
+            return Following(_NBYTES.unpack(self.receive(_NBYTES.size))[0], number / 1e3)
+        if question != _READ or number > MOST_KEYS:
             raise BackendError("its question is not one of this protocol")
-        data = self.receive(count * KEY_NBYTES)
+        data = self.receive(number * KEY_NBYTES)
         keys = [ChunkKey(data[at : at + KEY_NBYTES]) for at in range(0, len(data), KEY_NBYTES)]
-        if question == _ASK:
-            return keys, None
-        return keys, [nbytes for (nbytes,) in _NBYTES.iter_unpack(self.receive(count * _NBYTES.size))]
+        return Reading(keys, [nbytes for (nbytes,) in _NBYTES.iter_unpack(self.receive(number * _NBYTES.size))])
+
+    def tell(self, changes: Changes) -> None:
+        """Answer with what has changed."""
+        head = _CHANGES.pack(changes.base, changes.version, len(changes.gone), len(changes.come))
+        self.send(head + array("I", [*changes.gone, *changes.come]).tobytes())
 
     def show(self, frame: memoryview | None) -> None:
         """Answer with a frame, or that it is not shown. Returns when all of it was copied; then `showed` follows."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from kvtier_core.errors import BackendError
 from kvtier_core.transfer.io_pool import run_aside
 from kvtier_core.types import ChunkKey
+from kvtier_peers.digest import Copy, Fingerprint
 from kvtier_peers.link import Door, Link, failure
 from kvtier_peers.settings import Address
 
@@ -18,6 +19,8 @@ logger = logging.getLogger("kvtier")
 
 #: Seconds for which a peer is left alone when it has failed: twice as long each time, and no longer than this.
 _REST, _LONGEST_REST = 1.0, 60.0
+#: Seconds after which a peer says that nothing has changed; one that does not is left alone.
+_SILENCE = 5.0
 #: Weight of the last read in the mean of what a byte takes.
 _NEWEST = 0.25
 
@@ -34,33 +37,26 @@ class Peer:
         self._own = own
         self._idle: list[Link] = []
         self._lock = threading.Lock()
-        self._connected = False  # has it answered, and not failed since?
+        self._copy = Copy()  # of its digest
+        self._followed: Link | None = None  # that which it is followed on
+        self._boot = b""  # whose digest that is
+        self._connected = False  # has it shown its digest, and not failed since?
         self._connecting = False
         self._closed = False
         self._failures = 0
         self._rests_until = 0.0
 
     def is_there(self) -> bool:
-        """May it be asked now? If not it is connected to meanwhile, unless it is left alone: nobody waits for that."""
+        """May it be read from? If not it is connected to meanwhile, unless it is left alone: nobody waits for that."""
         with self._lock:
             if not (self._connected or self._connecting or self._closed) and time.monotonic() >= self._rests_until:
                 self._connecting = True
                 run_aside(self._connect, "peers-connect")
             return self._connected
 
-    def ask(self, keys: Sequence[ChunkKey], ends: float) -> Link:
-        """Begin to ask which frames it shows; `presence` follows. Raises BackendError."""
-        link = self._link(ends)
-        with self._watched(link):
-            link.ask(keys)
-        return link
-
-    def presence(self, link: Link, count: int) -> bytes:
-        """For each of the ``count`` keys 1 if it shows the frame. Raises BackendError."""
-        with self._watched(link):
-            answers = link.presence(count)
-        self._give_back(link)
-        return answers
+    def shown(self, wanted: set[Fingerprint]) -> set[Fingerprint]:
+        """Which of these it shows, or seems to, by its digest."""
+        return self._copy.shown(wanted)
 
     def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview], ends: float) -> Iterator[int]:
         """For each key the bytes of its frame, when it has been received; 0 if the peer has it no more.
@@ -85,18 +81,20 @@ class Peer:
         """Close the connections that are not in use; the others when they are given back."""
         with self._lock:
             self._closed, self._connected = True, False
-            idle, self._idle = self._idle, []
-        for link in idle:
-            link.close()
+            self._hang_up()
 
     def _link(self, ends: float) -> Link:
         with self._lock:
             link = self._idle.pop() if self._idle else None
-        try:
-            link = link or self._door.enter(self.address, ends)[0]
-        except BackendError as error:
-            self._failed(error)
-            raise
+        if link is None:
+            try:
+                link, boot = self._door.enter(self.address, ends)
+                if boot != self._boot:
+                    link.close()
+                    raise BackendError(f"{self.address}: it is another one, and has not shown yet what it has")
+            except BackendError as error:
+                self._failed(error)
+                raise
         link.ends = ends
         return link
 
@@ -112,22 +110,40 @@ class Peer:
             raise told from error
 
     def _connect(self) -> None:
+        """On a thread of its own: follow what it shows, until it fails or is closed."""
         try:
-            link, number = self._door.enter(self.address, time.monotonic() + _REST)
+            link, boot = self._door.enter(self.address, time.monotonic() + _REST)
         except BackendError as error:
             self._failed(error)
             return
-        if number == self._own:  # whose memory is nearer
+        if boot == self._own:  # whose memory is nearer
             link.close()
             self.close()
             self.state = "this node"
             return
         with self._lock:
-            self._connected = not self._closed
-            self._failures, self._connecting = 0, False
+            self._followed = None if self._closed else link
+        try:
+            self._follow(link, boot)
+            link.close()
+        except (OSError, BackendError) as error:
+            link.close()
+            if self._followed is link:  # has nobody else noticed?
+                self._failed(failure(self.address, error))
+
+    def _follow(self, link: Link, boot: bytes) -> None:
+        """Until it fails. Each connection begins with all of the digest, which is of no use when it has ended."""
+        copy = Copy()
+        copy.apply(link.follow(0, _SILENCE))
+        with self._lock:
+            if self._followed is not link:
+                return
+            self._connected, self._connecting, self._failures = True, False, 0
+            self._boot, self._copy = boot, copy
             self.state = "shows its frames"
         logger.info("kvtier: peers: %s shows its frames", self.address)
-        self._give_back(link)
+        while self._followed is link:
+            copy.apply(link.follow(copy.version, _SILENCE))
 
     def _failed(self, error: BackendError) -> None:
         with self._lock:
@@ -136,11 +152,17 @@ class Peer:
             self._rests_until = time.monotonic() + min(_REST * 2**self._failures, _LONGEST_REST)
             self._failures += 1
             self.state = str(error).removeprefix(f"{self.address}: ")
-            idle, self._idle = self._idle, []
-        for link in idle:
-            link.close()
+            self._hang_up()
         if is_new:
             logger.warning("kvtier: peers: %s; it is left alone for a while", error)
+
+    def _hang_up(self) -> None:
+        """With the lock."""
+        while self._idle:
+            self._idle.pop().close()
+        if self._followed:
+            self._followed.hang_up()
+        self._followed, self._copy = None, Copy()
 
     def _give_back(self, link: Link) -> None:
         with self._lock:

@@ -12,10 +12,14 @@ from pathlib import Path
 import attrs
 
 from kvtier_core.interfaces import OpenContext
-from kvtier_core.testing.samples import make_context
+from kvtier_core.testing.samples import make_context, make_frame, make_keys
 from kvtier_core.types import ChunkKey, Seconds
 from kvtier_peers.backend import PeersBackend
 from kvtier_peers.config import PeersConfig
+
+KEYS = make_keys(4)
+FRAMES = {key: make_frame(key) for key in KEYS}
+NBYTES = len(FRAMES[KEYS[0]])
 
 
 class Memory(Mapping[ChunkKey, memoryview]):
@@ -45,7 +49,7 @@ class Memory(Mapping[ChunkKey, memoryview]):
         return self._views[key][1]
 
     def __iter__(self) -> Iterator[ChunkKey]:
-        raise NotImplementedError("no node lists its frames")
+        return iter([ChunkKey(bytes.fromhex(path.name)) for path in self._folder.iterdir() if not path.suffix])
 
     def __len__(self) -> int:
         return len(list(self._folder.iterdir()))
@@ -75,3 +79,19 @@ def wait_for(condition: Callable[[], object], seconds: float = 20) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came"
         time.sleep(0.01)
+
+
+def read(node, keys, nbytes=NBYTES):
+    """The frames that a node gets, and what it says of those that it does not get."""
+    into = [memoryview(bytearray(nbytes)) for _ in keys]
+    counts = node.read(keys, into)
+    return [bytes(view[:count]) if isinstance(count, int) else count for view, count in zip(into, counts, strict=True)]
+
+
+def finds(node, *keys):
+    return list(node.contains(keys)) == [True] * len(keys)
+
+
+def holders(node):
+    """How many peers are known to show each frame."""
+    return list(map(len, node.holders(KEYS)))

@@ -25,11 +25,17 @@ class Pair(Backend):
 
     def __init__(self, memory: Memory, peer: PeersBackend, node: PeersBackend):
         self._memory, self._peer, self._node = memory, peer, node
-        self.contains, self.read, self.facts = node.contains, node.read, node.facts
+        self._closed = False
+        self.facts = node.facts
 
-    def contains(self, keys): ...
+    def contains(self, keys):
+        """When the peer has told what it shows: the laws know of no delay."""
+        wait_for(lambda: self._closed or [key in self._memory for key in keys] == list(self._node.contains(keys)))
+        return self._node.contains(keys)
 
-    def read(self, keys, into): ...
+    def read(self, keys, into):
+        self.contains(keys)
+        return self._node.read(keys, into)
 
     def write(self, keys, frames):
         for key, frame in zip(keys, frames, strict=True):
@@ -40,6 +46,7 @@ class Pair(Backend):
             self._memory.drop(key)
 
     def close(self):
+        self._closed = True
         self._node.close()
         self._peer.close()
 

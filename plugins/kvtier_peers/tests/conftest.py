@@ -1,0 +1,31 @@
+"""Nodes that are closed when a test ends, and a network between them."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from nodes import FRAMES, open_node
+
+from kvtier_core.testing import Proxy
+
+
+@pytest.fixture
+def node():
+    """Opens nodes that are closed when the test ends."""
+    with contextlib.ExitStack() as closing:
+
+        def node(*args, **settings):
+            opened = open_node(*args, **settings)
+            closing.callback(opened.close)
+            return opened
+
+        yield node
+
+
+@pytest.fixture
+def behind(node):
+    """A node that shows all frames, and a network in front of it."""
+    first = node(FRAMES)
+    with Proxy(("127.0.0.1", int(first.address.rpartition(":")[2]))) as proxy:
+        yield f"127.0.0.1:{proxy.port}", proxy

@@ -1,0 +1,223 @@
+"""What nodes tell each other of what they show: digests, and changes that come late, twice, never, or are nonsense."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from array import array
+
+import pytest
+from nodes import FRAMES, KEYS, finds, free_port, holders, open_node, read, wait_for
+
+from kvtier_core.errors import BackendError
+from kvtier_core.testing.samples import make_keys
+from kvtier_core.types import ChunkKey
+from kvtier_peers import digest as digests
+from kvtier_peers.digest import Changes, Copy, Digest, fingerprints
+from kvtier_peers.link import _CHANGES, Link
+
+MANY = make_keys(400)
+
+
+def follow(digest, copy):
+    """Bring a copy up to date. Returns what was sent for that."""
+    changes = digest.since(copy.version, 0)
+    copy.apply(changes)
+    return changes
+
+
+def shows(copy, keys):
+    return copy.shown(set(fingerprints(MANY))) == set(fingerprints(keys))
+
+
+# -- digests -----------------------------------------------------------------------------------------
+
+
+def test_a_copy_has_what_is_shown_however_far_it_was_behind():
+    draw, shown = random.Random(0), dict.fromkeys(MANY[:200])
+    digest, copies = Digest(b"", lambda: list(shown)), [Copy() for _ in range(5)]
+    for _ in range(300):
+        for key in draw.sample(MANY, 20):
+            shown.pop(key) if key in shown else shown.update({key: None})
+        digest.look()
+        copy = draw.choice(copies)
+        follow(digest, copy)
+        assert shows(copy, shown)
+
+
+def test_changes_are_no_longer_than_all_of_it_however_much_it_changes():
+    shown = dict.fromkeys(MANY[:100])
+    digest, copy, behind = Digest(b"", lambda: list(shown)), Copy(), Copy()
+    follow(digest, behind)
+    for at in range(100, 400):
+        shown.pop(MANY[at - 100])
+        shown[MANY[at]] = None
+        digest.look()
+        assert len(follow(digest, copy)) in (2, 100)
+        assert sum(map(len, digest._past)) <= 100
+    assert len(follow(digest, behind)) == 100 and shows(behind, shown)
+
+
+def test_a_digest_takes_four_bytes_a_chunk_and_errs_as_it_says():
+    keys = make_keys(1 << 16)
+    copy = Copy()
+    copy.apply(Changes(0, 1, come=frozenset(fingerprints(keys[: 1 << 15]))))
+    assert digests.FINGERPRINT_NBYTES == 4
+    assert copy.shown(set(fingerprints(keys[: 1 << 15]))) == set(fingerprints(keys[: 1 << 15])), "none is forgotten"
+    assert len(copy.shown(set(fingerprints(keys[1 << 15 :])))) <= 3, "a quarter is expected of 32 768"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(Changes(6, 8, come=frozenset({3})), id="of another version"),
+        pytest.param(Changes(7, 8, come=frozenset({1})), id="comes though it is there"),
+        pytest.param(Changes(7, 8, gone=frozenset({3})), id="goes though it is not there"),
+        pytest.param(Changes(0, 8, gone=frozenset({1})), id="of nothing"),
+        pytest.param(Changes(0, 0), id="that make no version"),
+        pytest.param(Changes(0, 8, come=frozenset(range(11))), id="too many"),
+        pytest.param(Changes(7, 8, come=frozenset(range(3, 12))), id="too many together"),
+    ],
+)
+def test_changes_that_cannot_be_are_refused_and_change_nothing(monkeypatch, changes):
+    monkeypatch.setattr(digests, "MOST_CHUNKS", 10)
+    copy = Copy()
+    copy.apply(Changes(0, 7, come=frozenset({1, 2})))
+    with pytest.raises(BackendError):
+        copy.apply(changes)
+    assert (copy.version, copy.shown(set(range(12)))) == (7, {1, 2})
+
+
+def test_a_node_announces_no_more_chunks_than_its_peers_take(monkeypatch):
+    """The newest of them."""
+    monkeypatch.setattr(digests, "MOST_CHUNKS", 100)
+    digest, copy = Digest(b"", lambda: MANY), Copy()
+    follow(digest, copy)
+    assert shows(copy, MANY[-100:])
+
+
+@pytest.mark.parametrize("count", [(digests.MOST_CHUNKS + 1, 0), (0, (1 << 32) - 1)])
+def test_a_digest_that_is_too_long_is_refused_before_it_is_received(count):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as ours,
+        server.accept()[0] as theirs,
+    ):
+        theirs.sendall(_CHANGES.pack(0, 1, *count))
+        with pytest.raises(BackendError, match="announces more than"):
+            Link(ours, 1.0).follow(0, 0.1)
+
+
+# -- between nodes -----------------------------------------------------------------------------------
+
+
+def test_what_comes_and_goes_is_known_soon(node):
+    shown = {}
+    first = node(shown)
+    second = node(peers=[first.address])
+    wait_for(lambda: second.facts().get(first.address) == "shows its frames")
+    for key in KEYS:
+        shown[key] = FRAMES[key]
+        wait_for(lambda key=key: finds(second, key), seconds=5)
+    shown.pop(KEYS[0])
+    wait_for(lambda: list(second.contains(KEYS)) == [False, True, True, True], seconds=5)
+
+
+def test_a_lookup_asks_nobody(node, behind):
+    address, proxy = behind
+    second = node(peers=[address])
+    wait_for(lambda: finds(second, *KEYS))
+    passed = dict(proxy.forwarded)
+    assert [finds(second, *KEYS) for _ in range(1000)] == [True] * 1000
+    assert proxy.forwarded == passed
+
+
+def test_a_key_with_the_fingerprint_of_another_is_a_miss(node):
+    twin = ChunkKey(KEYS[0][: digests.FINGERPRINT_NBYTES] + KEYS[1][digests.FINGERPRINT_NBYTES :])
+    first, other = node(FRAMES), node({twin: FRAMES[KEYS[1]]})
+    second = node(peers=[first.address])
+    wait_for(lambda: finds(second, *KEYS))
+    assert finds(second, twin) and read(second, [twin, KEYS[0]]) == [b"", FRAMES[KEYS[0]]]
+    third = node(peers=[first.address, other.address])
+    wait_for(lambda: holders(third)[0] == 2)
+    assert read(third, [twin, KEYS[0]]) == [FRAMES[KEYS[1]], FRAMES[KEYS[0]]], "each from who has it"
+
+
+def test_what_is_evicted_between_digest_and_read_is_a_miss(node, monkeypatch):
+    monkeypatch.setattr("kvtier_peers.listener._PACE", 60.0)
+    shown = dict(FRAMES)
+    first = node(shown)
+    second = node(peers=[first.address])
+    wait_for(lambda: finds(second, *KEYS))
+    del shown[KEYS[0]]
+    assert finds(second, *KEYS) and read(second, KEYS) == [b"", *(FRAMES[key] for key in KEYS[1:])]
+
+
+def test_after_changes_that_were_lost_all_of_the_digest_is_sent(node, monkeypatch):
+    follow, lose = Link.follow, threading.Event()
+
+    def losing(link, version, within):
+        changes = follow(link, version, within)
+        if lose.is_set() and changes.come:
+            lose.clear()
+            changes = follow(link, changes.version, within)
+        return changes
+
+    monkeypatch.setattr(Link, "follow", losing)
+    shown = {KEYS[0]: FRAMES[KEYS[0]]}
+    first = node(shown)
+    second = node(peers=[first.address])
+    wait_for(lambda: finds(second, KEYS[0]))
+    lose.set()
+    shown[KEYS[1]] = FRAMES[KEYS[1]]
+    wait_for(lambda: not lose.is_set())
+    shown[KEYS[2]] = FRAMES[KEYS[2]]
+    wait_for(lambda: finds(second, *KEYS[:3]))
+
+
+def test_a_peer_that_was_restarted_has_what_it_has_now(node):
+    address = f"127.0.0.1:{free_port()}"
+    before = open_node({KEYS[0]: FRAMES[KEYS[0]]}, listen=address)
+    second = node(peers=[address])
+    wait_for(lambda: finds(second, KEYS[0]))
+    before.close()
+    node({KEYS[1]: FRAMES[KEYS[1]]}, listen=address)
+    wait_for(lambda: finds(second, KEYS[1]))
+    assert list(second.contains(KEYS)) == [False, True, False, False]
+
+
+def test_a_node_that_took_the_place_of_another_is_not_believed_to_have_its_frames(node, behind):
+    """Although the connection to the other one seems to live on."""
+    address, proxy = behind
+    third = node({KEYS[1]: FRAMES[KEYS[1]]})
+    second = node(peers=[address])
+    wait_for(lambda: finds(second, *KEYS))
+    proxy.server = ("127.0.0.1", int(third.address.rpartition(":")[2]))
+    (error,) = read(second, KEYS[:1])
+    assert isinstance(error, BackendError) and "it is another one" in str(error)
+    assert list(second.contains(KEYS)) == [False] * len(KEYS)
+    wait_for(lambda: finds(second, KEYS[1]))
+    assert list(second.contains(KEYS)) == [False, True, False, False]
+    assert read(second, KEYS[1:2]) == [FRAMES[KEYS[1]]]
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        pytest.param(_CHANGES.pack(5, 6, 0, 0), id="of no version"),
+        pytest.param(_CHANGES.pack(0, 6, 1, 0) + array("I", [1]).tobytes(), id="gone before it came"),
+        pytest.param(_CHANGES.pack(0, 6, 0, 1 << 31), id="endless"),
+    ],
+)
+def test_a_peer_whose_digest_is_nonsense_is_left_alone(node, monkeypatch, told):
+    tell = Link.tell
+    monkeypatch.setattr(Link, "tell", lambda link, changes: link.send(told))
+    first = node(FRAMES)
+    second = node(peers=[first.address])
+    wait_for(lambda: "digest" in (state := second.facts().get(first.address, "")) or "announces" in state)
+    time.sleep(0.1)
+    assert not any(second.contains(KEYS))
+    monkeypatch.setattr(Link, "tell", tell)
+    wait_for(lambda: finds(second, *KEYS))
