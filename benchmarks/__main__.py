@@ -1,6 +1,7 @@
 """python -m benchmarks [SECTION ...] [--write]
 
-Sections: copies seals codecs disk redis mooncake peers s3 lookup served lmcache entries ttft hybrids noreuse misses
+Sections: copies seals codecs disk redis mooncake peers fleet s3 lookup served lmcache entries ttft hybrids noreuse
+misses
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from benchmarks import (
     copies,
     disk,
     entries,
+    fleet,
     hybrids,
     lmcache_server,
     lookup,
@@ -38,6 +40,7 @@ SECTIONS = {
     "redis": redis_tier,
     "mooncake": mooncake_tier,
     "peers": peers,
+    "fleet": fleet,
     "s3": s3_tier,
     "lookup": lookup,
     "served": served,

@@ -14,6 +14,7 @@ S3_CAPACITY = "plugins/kvtier_s3/tests/test_s3_capacity.py::"
 GDS = "plugins/kvtier_gds/kvtier_gds"
 PEERS = "plugins/kvtier_peers/kvtier_peers"
 PEERS_TESTS = "plugins/kvtier_peers/tests/test_peers.py::"
+PEERS_DIGESTS = "plugins/kvtier_peers/tests/test_peers_digests.py::"
 SHOWN_TESTS = "tests/core/test_shown_frames.py::"
 LOSSY = "plugins/kvtier_lossy/kvtier_lossy"
 LOSSY_TESTS = "plugins/kvtier_lossy/tests/test_lossy_layouts.py::"
@@ -77,8 +78,8 @@ MUTANTS = (
     Mutant(
         "shown-to-any-namespace",
         PEERS + "/listener.py",
-        "for each, sealed in self.tables if each == namespace)",
-        "for each, sealed in self.tables)",
+        "for each, sealed in self.tables if each == namespace]",
+        "for each, sealed in self.tables]",
         PEERS_TESTS + "test_frames_of_another_namespace_are_not_shown",
     ),
     Mutant(
@@ -87,6 +88,55 @@ MUTANTS = (
         "self._changed.wait_for(lambda: before.isdisjoint(self._looks))",
         "pass",
         PEERS_TESTS + "test_a_node_that_closes_waits_for_who_reads",
+    ),
+    Mutant(
+        "digests-have-gaps",
+        PEERS + "/digest.py",
+        "changes.base not in (0, self.version) or not changes.version",
+        "not changes.version",
+        PEERS_DIGESTS + "test_after_changes_that_were_lost_all_of_the_digest_is_sent",
+    ),
+    Mutant(
+        "digests-contradict-themselves",
+        PEERS + "/digest.py",
+        "if not changes.gone <= shown or not changes.come.isdisjoint(shown):",
+        "if False:",
+        PEERS_DIGESTS + "test_changes_that_cannot_be_are_refused_and_change_nothing",
+    ),
+    Mutant(
+        "digests-have-no-end",
+        PEERS + "/digest.py",
+        "if len(shown) - len(changes.gone) + len(changes.come) > MOST_CHUNKS:",
+        "if False:",
+        PEERS_DIGESTS + "test_changes_that_cannot_be_are_refused_and_change_nothing",
+    ),
+    Mutant(
+        "digests-are-received-however-long",
+        PEERS + "/link.py",
+        "if max(gone, come) > MOST_CHUNKS:",
+        "if False:",
+        PEERS_DIGESTS + "test_a_digest_that_is_too_long_is_refused_before_it_is_received",
+    ),
+    Mutant(
+        "changes-are-remembered-for-ever",
+        PEERS + "/digest.py",
+        "while sum(map(len, self._past)) > len(come):",
+        "while False:",
+        PEERS_DIGESTS + "test_changes_are_no_longer_than_all_of_it_however_much_it_changes",
+    ),
+    Mutant(
+        "the-digest-of-another-node",
+        PEERS + "/peer.py",
+        "if boot != self._boot:",
+        "if False:",
+        PEERS_DIGESTS + "test_a_node_that_took_the_place_of_another_is_not_believed_to_have_its_frames",
+    ),
+    Mutant(
+        "silent-peers-are-believed",
+        PEERS + "/link.py",
+        "self._limit(socket.SO_RCVTIMEO, within + self._patience)",
+        "self._limit(socket.SO_RCVTIMEO, 0)",
+        PEERS_TESTS + "test_a_peer_that_is_silent_has_nothing",
     ),
     Mutant(
         "codes-leave-bytes-of-a-page-out",

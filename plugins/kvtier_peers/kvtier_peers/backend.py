@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.types import ChunkKey
-from kvtier_peers.digest import Fingerprint, fingerprints
+from kvtier_peers.digest import holders
 from kvtier_peers.link import Door
 from kvtier_peers.listener import listen
 from kvtier_peers.peer import Peer
@@ -45,25 +45,19 @@ class PeersBackend(Backend):
 
     def holders(self, keys: Sequence[ChunkKey]) -> list[list[Peer]]:
         """For each key the peers that show its frame, or seem to. Nobody is asked."""
-        marks = fingerprints(keys)
-        wanted = set(marks)
-        holders: dict[Fingerprint, list[Peer]] = {mark: [] for mark in marks}
-        for peer in self._there():
-            for mark in peer.shown(wanted):
-                holders[mark].append(peer)
-        return [list(holders[mark]) for mark in marks]
+        return holders(keys, self._there())
 
     def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
         ends = time.monotonic() + self._timeout
         outcomes: list[int | BackendError] = [0] * len(keys)
-        holders = dict(enumerate(self.holders(keys)))
-        while (groups := _by_peer(holders)) and time.monotonic() < ends:
+        shown_by = dict(enumerate(self.holders(keys)))
+        while (groups := _by_peer(shown_by)) and time.monotonic() < ends:
             for peer, numbers in groups.items():
                 answers = _read(peer, [keys[each] for each in numbers], [into[each] for each in numbers], ends)
                 for number, answer in zip(numbers, answers, strict=True):
                     outcomes[number] = answer
                     is_read = isinstance(answer, int) and answer > 0
-                    holders[number] = [] if is_read else [each for each in holders[number] if each is not peer]
+                    shown_by[number] = [] if is_read else [each for each in shown_by[number] if each is not peer]
         return outcomes
 
     def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 import attrs
 
@@ -128,3 +129,24 @@ class Copy:
     def shown(self, wanted: set[Fingerprint]) -> set[Fingerprint]:
         """Which of these the node shows, or seems to."""
         return wanted & self._shown
+
+
+class Shows(Protocol):
+    """A node of which a digest is known."""
+
+    def shown(self, wanted: set[Fingerprint]) -> set[Fingerprint]:
+        """Which of these it shows, or seems to."""
+
+
+N = TypeVar("N", bound=Shows)
+
+
+def holders(keys: Sequence[ChunkKey], nodes: Iterable[N]) -> list[list[N]]:
+    """For each key the nodes that show its frame, or seem to."""
+    marks = fingerprints(keys)
+    wanted = set(marks)
+    found: dict[Fingerprint, list[N]] = {mark: [] for mark in marks}
+    for node in nodes:
+        for mark in node.shown(wanted):
+            found[mark].append(node)
+    return [list(found[mark]) for mark in marks]

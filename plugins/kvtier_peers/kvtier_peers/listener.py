@@ -153,12 +153,12 @@ class Listener:
         link.end()
 
     def _look_again(self) -> None:
-        wait = _PACE
+        wait = pace(0, 0)
         while not self._ended.wait(wait):
             begun = time.monotonic()
             for digest in list(self._digests.values()):
                 digest.look()
-            wait = max(_PACE, len(self._accepted) / _MOST_MESSAGES, (time.monotonic() - begun) / _LOOKING)
+            wait = pace(len(self._accepted), time.monotonic() - begun)
 
     def _digest(self, namespace: bytes) -> Digest:
         """That of all who follow this namespace."""
@@ -170,11 +170,14 @@ class Listener:
 
     def _shown(self, namespace: bytes) -> list[ChunkKey]:
         """The owner changes a table meanwhile, but not while a list is made of it, for which no thread gives way."""
-        return [key for each, sealed in self.tables if each == namespace for key in list(sealed)]
+        return [key for sealed in self._of(namespace) for key in list(sealed)]
 
     def _find(self, namespace: bytes, key: ChunkKey) -> memoryview | None:
-        found = (sealed.get(key) for each, sealed in self.tables if each == namespace)
+        found = (sealed.get(key) for sealed in self._of(namespace))
         return next((frame for frame in found if frame is not None), None)
+
+    def _of(self, namespace: bytes) -> list[Sealed]:
+        return [sealed for each, sealed in self.tables if each == namespace]
 
     @contextlib.contextmanager
     def _look(self) -> Iterator[None]:
@@ -188,3 +191,8 @@ class Listener:
             with self._changed:
                 self._looks.remove(look)
                 self._changed.notify_all()
+
+
+def pace(connections: int, looked: float) -> float:
+    """Seconds between two looks, with so many connections, where one takes ``looked`` seconds."""
+    return max(_PACE, connections / _MOST_MESSAGES, looked / _LOOKING)

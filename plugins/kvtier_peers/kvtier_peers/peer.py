@@ -162,7 +162,7 @@ class Peer:
             self._idle.pop().close()
         if self._followed:
             self._followed.hang_up()
-        self._followed, self._copy = None, Copy()
+        self._followed = None
 
     def _give_back(self, link: Link) -> None:
         with self._lock:

@@ -122,9 +122,10 @@ def test_a_peer_that_is_silent_has_nothing(node, behind, monkeypatch):
     """Although nobody has read from it meanwhile."""
     monkeypatch.setattr("kvtier_peers.peer._SILENCE", 0.1)
     address, proxy = behind
-    second = node(peers=[address], patience=Seconds(0.2))
+    second = node(peers=[address], patience=Seconds(1))
     wait_for(lambda: finds(second, *KEYS))
-    time.sleep(1)
+    passed = sum(proxy.forwarded.values())
+    wait_for(lambda: sum(proxy.forwarded.values()) > passed + 500)
     assert finds(second, *KEYS), "it says that nothing has changed"
     proxy.stall()
     wait_for(lambda: not any(second.contains(KEYS)))
