@@ -1,0 +1,274 @@
+"""A store of opaque pages under keys of bytes, for hosts that move KV themselves and want tiers below their memory.
+
+Each page is the payload of a frame in the stack that a configuration describes, and gets its index, policies, breakers,
+verification, capacity and metrics. A thread of this store is the owner of that stack. It alone touches the pages of the
+host, while it copies one to or from a slot: a store that hangs holds none of them.
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import attrs
+
+from kvtier_core.config.model import StackConfig
+from kvtier_core.errors import ContractError
+from kvtier_core.hosts.page_stack import PageStack
+from kvtier_core.transfer.io_pool import run, run_aside
+from kvtier_core.types import Namespace
+
+logger = logging.getLogger("kvtier")
+
+#: Seconds between two looks while there are jobs, whose time is limited, and without any. What threads finish wakes it.
+_TICK, _IDLE_TICK = 0.02, 0.5
+
+
+@attrs.frozen
+class Result:
+    """The end of a job."""
+
+    ticket: int
+    keys: frozenset[bytes]  #: those that were taken, read, or found; the others were not
+    seconds: float  #: since it was submitted
+
+
+@attrs.define(eq=False)
+class _Job(abc.ABC):
+    """Owner's thread only, once it was submitted."""
+
+    ticket: int
+    pages: Mapping[bytes, memoryview | None]  #: by key, those that have not ended
+    begun: float = attrs.field(factory=time.monotonic)
+    good: set[bytes] = attrs.field(factory=set)
+
+    def __attrs_post_init__(self) -> None:
+        self.pages = dict(self.pages)
+
+    def holder(self, key: bytes) -> str:
+        """The name under which the stack keeps something for a page of this job."""
+        return f"{self.ticket} {key.hex()}"
+
+    def end(self, keys: Iterable[bytes], *, good: bool) -> None:
+        """Nothing more becomes of these pages."""
+        for key in list(keys):
+            del self.pages[key]
+            if good:
+                self.good.add(key)
+
+    @abc.abstractmethod
+    def advance(self, stack: PageStack, room: int, *, late: bool) -> int:
+        """Do what can be done now, with ``room`` more slots for reads; of these so many are in use afterwards.
+
+        If it is ``late``, everything ends.
+        """
+
+
+class _Put(_Job):
+    def advance(self, stack: PageStack, room: int, *, late: bool) -> int:
+        self.end([key for key in self.pages if stack.has(key)], good=True)
+        while self.pages and (taken := stack.take(self.pages, f"{self.ticket}")):
+            self.end(taken, good=True)
+        if late or not stack.jobs:  # nothing that is under way will make room
+            self.end(self.pages, good=False)
+        return 0
+
+
+@attrs.define(eq=False)
+class _Get(_Job):
+    begun_reads: set[bytes] = attrs.field(factory=set)
+
+    def advance(self, stack: PageStack, room: int, *, late: bool) -> int:
+        for key in list(self.pages):
+            if key not in self.begun_reads and len(self.begun_reads) >= room:
+                break
+            self.begun_reads.add(key)
+            fetched = stack.fetch(key, self.holder(key), self.pages[key])
+            if fetched is not None:
+                self.begun_reads.discard(key)
+                self.end([key], good=fetched)
+        if late:
+            for key in self.begun_reads:
+                stack.release(self.holder(key))
+            self.begun_reads.clear()
+            self.end(self.pages, good=False)
+        return len(self.begun_reads)
+
+
+@attrs.define(eq=False)
+class _Contains(_Job):
+    asked: bool = False
+
+    def advance(self, stack: PageStack, room: int, *, late: bool) -> int:
+        if not self.asked:
+            stack.name(self.pages)
+        for key in list(self.pages):
+            if stack.has(key):
+                self.end([key], good=True)
+                continue
+            if not self.asked:
+                stack.ask(key)
+            if late or not stack.is_asked(key):
+                self.end([key], good=False)
+        self.asked = True
+        return 0
+
+
+class PageStore:
+    """Pages of ``page_nbytes`` each. Any thread may call any method; only `cancel`, `renew` and `close` wait.
+
+    `put`, `get` and `contains` return a ticket, and `poll` its `Result`, once, not much later than the configuration's
+    ``load_wait``, whatever the stores do. Until then the pages are lent: contiguous, writable memoryviews of bytes.
+    The keys of one call are best those of one prompt, first page first: policies take them for a path.
+    """
+
+    def __init__(
+        self, config: StackConfig, namespace: Namespace, page_nbytes: int, *, replica: int = 0, replicas: int = 1
+    ):
+        """``namespace`` has all facts on which pages depend and which the host's keys do not cover.
+
+        ``replica`` is which of the ``replicas`` engines that share the configuration this is. Raises ConfigError.
+        """
+        self._page_nbytes = page_nbytes
+        self._wait = config.load_wait
+        self._tickets = itertools.count()
+        self._inbox: deque[_Job | Callable[[], None]] = deque()
+        self._results: deque[Result] = deque()
+        self._jobs: list[_Job] = []
+        self._wake = threading.Event()
+        self._lock = threading.Lock()  # of what is below: nothing is submitted once it is off
+        self._off = False
+        of_engine = {"replica": replica, "replicas": replicas}
+        self._stack = PageStack(config, namespace, page_nbytes, wake=self._wake.set, **of_engine)
+        self._thread = run_aside(self._serve, "pages")
+
+    def put(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> int:
+        """Take copies of pages, which are then written to the tiers that admit them. What is taken may still be lost.
+
+        Raises ContractError for a page of another length.
+        """
+        return self._submit(_Put, self._checked(keys, pages))
+
+    def get(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> int:
+        """Fill pages with verified bytes. One whose key is not in the result is as it was.
+
+        Raises ContractError for a page of another length.
+        """
+        return self._submit(_Get, self._checked(keys, pages))
+
+    def contains(self, keys: Sequence[bytes]) -> int:
+        """Which pages are there? Shared stores are asked. Call it once for each request that names them."""
+        return self._submit(_Contains, dict.fromkeys(keys))
+
+    def poll(self) -> list[Result]:
+        """The results since the last call."""
+        return [self._results.popleft() for _ in range(len(self._results))]
+
+    @property
+    def busy(self) -> bool:
+        """Has a job not ended, or is anything on its way to the tiers or from them? As of a moment ago."""
+        return bool(self._inbox or self._jobs or self._stack.jobs)
+
+    def cancel(self) -> None:
+        """End all jobs: when this returns, `poll` has their results, and no page of the host is touched any more."""
+        self._call(self._end_all)
+
+    def renew(self) -> None:
+        """End all jobs, and never find again what was stored so far: the weights may have changed."""
+        self._call(lambda: (self._end_all(), self._stack.renew()))
+
+    def close(self) -> None:
+        """Let writes under way finish for some seconds, then close every tier. May be called twice."""
+        self._call(self._close)
+        self._thread.join()
+
+    # -- the host's threads ------------------------------------------------------------------------
+
+    def _checked(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> dict[bytes, memoryview]:
+        if wrong := [page.nbytes for page in pages if page.nbytes != self._page_nbytes or page.readonly]:
+            raise ContractError(f"a page is {self._page_nbytes} writable bytes, and not {wrong[0]}")
+        return dict(zip(keys, pages, strict=True))
+
+    def _submit(self, kind: type[_Job], pages: Mapping[bytes, memoryview | None]) -> int:
+        job = kind(next(self._tickets), pages)
+        if not self._hand_over(job):
+            self._results.append(Result(job.ticket, frozenset(), 0.0))
+        return job.ticket
+
+    def _call(self, work: Callable[[], object]) -> None:
+        """Have the owner do something, and wait for that; for no store, unless it is the end."""
+        done = threading.Event()
+
+        def called() -> None:
+            try:
+                work()
+            finally:
+                done.set()
+
+        if self._hand_over(called):
+            done.wait()
+
+    def _hand_over(self, what: _Job | Callable[[], None]) -> bool:
+        """False if there is no owner any more."""
+        with self._lock:
+            if self._off:
+                return False
+            self._inbox.append(what)
+        self._wake.set()
+        return True
+
+    # -- the owner's thread ------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while not self._off:
+            self._wake.wait(_TICK if self._jobs else _IDLE_TICK)
+            self._wake.clear()
+            outcome = run(self._turn)
+            if outcome.error is not None:
+                logger.error("kvtier: pages are neither stored nor found any more", exc_info=outcome.error)
+                run(self._close)
+
+    def _turn(self) -> None:
+        while self._inbox:
+            work = self._inbox.popleft()
+            if isinstance(work, _Job):
+                self._jobs.append(work)
+            else:
+                work()
+        if self._off:
+            return
+        self._stack.step()
+        room, now = max(1, self._stack.slots // 2), time.monotonic()  # the other slots are for pages to be written
+        for job in list(self._jobs):
+            room -= job.advance(self._stack, room, late=now > job.begun + self._wait)
+            if not job.pages:
+                self._jobs.remove(job)
+                self._tell(job)
+        self._stack.step()
+
+    def _tell(self, job: _Job) -> None:
+        self._results.append(Result(job.ticket, frozenset(job.good), time.monotonic() - job.begun))
+
+    def _end_all(self) -> None:
+        ended, self._jobs = self._jobs, []
+        for job in ended:
+            self._tell(job)
+        for job in ended:
+            for key in job.pages:
+                self._stack.release(job.holder(key))
+
+    def _close(self) -> None:
+        try:
+            self._end_all()
+            self._stack.close()
+        finally:
+            with self._lock:
+                self._off = True
+            for work in self._inbox:
+                self._tell(work) if isinstance(work, _Job) else work()
+            self._inbox.clear()

@@ -1,0 +1,232 @@
+"""Pages of a host in the tiers of a configuration: what comes back is what was stored, or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from disks import tmpfs
+from servers.redis import one_server
+
+from kvtier_core.config.load import load_config
+from kvtier_core.config.registry import Registry
+from kvtier_core.errors import ConfigError, ContractError
+from kvtier_core.hosts.pages import PageStore, Result
+from kvtier_core.types import Namespace
+from kvtier_disk.backend import DiskBackend
+
+NBYTES = 20_000  # no multiple of anything
+FRAME = 24_576
+FACTS = Namespace.of({"weights": "these"})
+KEYS = [b"%d" % number for number in range(40)]
+
+
+def page(key: bytes, salt: int = 0) -> bytearray:
+    return bytearray((key * NBYTES)[: NBYTES - 1] + bytes([salt]))
+
+
+class Host:
+    """A store, and the pages that a host has lent it."""
+
+    def __init__(self, tiers, namespace=FACTS, **settings):
+        document = {"version": 1, "tiers": tiers, "load_wait": "20s", **settings}
+        self.store = PageStore(load_config(document, Registry.discover()), namespace, NBYTES)
+
+    def wait(self, ticket: int) -> Result:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            for result in self.store.poll():
+                assert result.ticket == ticket, "results are told once, in the order of their ends"
+                return result
+            time.sleep(0.001)
+        raise AssertionError("the job does not end")
+
+    def put(self, keys=KEYS[:8], salt=0) -> set[bytes]:
+        return set(self.wait(self.store.put(keys, [memoryview(page(key, salt)) for key in keys])).keys)
+
+    def contains(self, keys=KEYS[:8]) -> set[bytes]:
+        return set(self.wait(self.store.contains(keys)).keys)
+
+    def get(self, keys=KEYS[:8], salt=0) -> set[bytes]:
+        """The keys that were read. Pages that were are compared, and all others must be as they were."""
+        pages = {key: bytearray(b"\xa5" * NBYTES) for key in keys}
+        got = set(self.wait(self.store.get(keys, [memoryview(each) for each in pages.values()])).keys)
+        for key, found in pages.items():
+            assert found == (page(key, salt) if key in got else b"\xa5" * NBYTES)
+        return got
+
+
+@pytest.fixture
+def host(request) -> Iterator:
+    """``host(*tiers)`` has an arena above them. All are closed in the end."""
+    opened = []
+
+    def start(*tiers, arena=64, namespace=FACTS, **settings) -> Host:
+        opened.append(Host([{"type": "cpu", "capacity": f"{arena * FRAME}B"}, *tiers], namespace, **settings))
+        return opened[-1]
+
+    yield start
+    for each in opened:
+        each.store.close()
+
+
+def disk(path, capacity="64MiB", **settings):
+    return {"type": "disk", "path": str(path), "capacity": capacity, "min_free": "0B", **settings}
+
+
+def frames(path):
+    found = []
+    for file in path.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # it was deleted meanwhile
+            found += [file] if file.stat().st_size == FRAME else []
+    return found
+
+
+def test_what_was_put_is_there_and_comes_back(host, tmp_path):
+    pages = host(disk(tmp_path / "kv"))
+    assert pages.contains() == pages.get() == set()
+    assert pages.put() == set(KEYS[:8])
+    assert pages.contains(KEYS[:10]) == set(KEYS[:8])
+    assert pages.get(KEYS[:10]) == set(KEYS[:8])
+
+
+def test_more_pages_than_the_arena_has_slots_come_back_after_a_restart(host, tmp_path):
+    first = host(disk(tmp_path / "kv"), arena=6)
+    assert first.put(KEYS) == set(KEYS)
+    first.store.close()
+    second = host(disk(tmp_path / "kv"), arena=6)
+    assert second.contains(KEYS) == second.get(KEYS) == set(KEYS)
+
+
+@pytest.mark.parametrize("at", [0, 40, FRAME - 4600], ids=["magic", "header", "payload"])
+def test_a_page_with_one_flipped_bit_is_not_got(host, tmp_path, at):
+    first = host(disk(tmp_path / "kv"))
+    first.put()
+    first.store.close()
+    damaged = frames(tmp_path)[3]
+    content = bytearray(damaged.read_bytes())
+    content[at] ^= 1
+    damaged.write_bytes(content)
+    second = host(disk(tmp_path / "kv"))
+    assert len(second.get()) == 7
+    assert len(second.contains()) == 7
+
+
+def test_other_facts_find_nothing_and_take_nothing_away(host, tmp_path):
+    for namespace in (FACTS, Namespace.of({"weights": "others"})):
+        pages = host(disk(tmp_path / "kv"), namespace=namespace)
+        assert pages.get() == set()
+        pages.put()
+        pages.store.close()
+    assert host(disk(tmp_path / "kv")).get() == set(KEYS[:8])
+
+
+def test_after_new_weights_nothing_of_before_is_found_nor_what_follows_after_a_restart(host, tmp_path):
+    pages = host(disk(tmp_path / "kv"))
+    pages.put()
+    pages.store.renew()
+    assert pages.contains() == pages.get() == set()
+    pages.put(salt=1)
+    assert pages.get(salt=1) == set(KEYS[:8])
+    pages.store.close()
+    assert host(disk(tmp_path / "kv")).get() == set()
+
+
+def test_what_follows_new_weights_is_deleted_at_the_end(host, tmp_path):
+    """No other engine could find it."""
+    pages = host(disk(tmp_path / "kv"))
+    pages.store.renew()
+    pages.put()
+    pages.store.close()
+    assert not frames(tmp_path)
+
+
+def test_the_capacity_is_kept(host, tmp_path):
+    pages = host(disk(tmp_path / "kv", capacity=f"{10 * FRAME}B", eviction="lru"), arena=4)
+    for start in range(0, 40, 4):
+        pages.put(KEYS[start : start + 4])
+        assert len(frames(tmp_path)) <= 10
+    pages.store.close()
+    assert 0 < len(frames(tmp_path)) <= 10
+
+
+def test_a_full_disk_is_no_more_than_misses(host, tmp_path):
+    with tmpfs(tmp_path, 1 << 20) as small:
+        pages = host(disk(small.folder / "kv"), arena=4)
+        small.fill()
+        pages.put(KEYS)
+        assert pages.get(KEYS) <= set(KEYS)
+        small.make_room()
+
+
+@pytest.fixture
+def hanging(monkeypatch) -> Iterator[threading.Event]:
+    """Every call to a disk waits until this is set."""
+    released = threading.Event()
+    for name in ("read", "write"):
+        call = getattr(DiskBackend, name)
+        monkeypatch.setattr(DiskBackend, name, lambda *args, call=call: (released.wait(60), call(*args))[1])
+    yield released
+    released.set()
+
+
+def test_a_store_that_hangs_holds_no_page_of_the_host(host, tmp_path, hanging):
+    """A job ends within ``load_wait``, or at once if it is cancelled; what comes later goes nowhere."""
+    pages = host(disk(tmp_path / "kv"), arena=4, load_wait="200ms")
+    taken = pages.put(KEYS[:12])
+    assert taken < set(KEYS[:12])
+    lent = [bytearray(NBYTES) for _ in KEYS]
+    ticket = pages.store.get(KEYS, [memoryview(each) for each in lent])
+    pages.store.cancel()
+    assert [result.ticket for result in pages.store.poll()] == [ticket]
+    before = [bytes(each) for each in lent]
+    hanging.set()
+    assert pages.put(KEYS[12:14]) == set(KEYS[12:14])
+    assert [bytes(each) for each in lent] == before
+
+
+def test_jobs_of_many_threads_end_although_the_store_is_closed_meanwhile(host, tmp_path):
+    pages = host(disk(tmp_path / "kv"), arena=8)
+    tickets: list[int] = []
+
+    def load() -> None:
+        for number in range(200):
+            keys = KEYS[number % 30 :][:8]
+            views = [memoryview(page(key)) for key in keys]
+            tickets.append((pages.store.put if number % 2 else pages.store.get)(keys, views))
+
+    threads = [threading.Thread(target=load) for _ in range(3)]
+    for each in threads:
+        each.start()
+    pages.store.close()
+    for each in threads:
+        each.join()
+    tickets.append(pages.store.contains(KEYS))
+    told = [result.ticket for result in pages.store.poll()]
+    assert sorted(told) == sorted(tickets) == sorted(set(tickets))
+    assert pages.store.poll() == []
+
+
+def test_two_hosts_share_a_server(host, tmp_path):
+    with one_server(tmp_path) as server:
+        tier = {"type": "redis", "url": server.url}
+        ours, theirs = host(tier), host(tier)
+        assert theirs.contains() == set()
+        ours.put()
+        ours.store.close()
+        time.sleep(1.1)  # that they were absent is remembered for a second
+        assert theirs.contains(KEYS[:10]) == theirs.get(KEYS[:10]) == set(KEYS[:8])
+        assert host(tier, namespace=Namespace.of({"weights": "others"})).get() == set()
+
+
+def test_a_page_of_another_length_is_refused(host, tmp_path):
+    with pytest.raises(ContractError, match=f"a page is {NBYTES} writable bytes, and not 5"):
+        host(disk(tmp_path / "kv")).store.put([b"a"], [memoryview(bytearray(5))])
+
+
+def test_settings_that_a_host_decides_about_are_refused(host, tmp_path):
+    with pytest.raises(ConfigError, match=r"chunk_tokens: it is of no use where the host moves the pages; remove it"):
+        host(disk(tmp_path / "kv"), chunk_tokens=64)
