@@ -76,16 +76,12 @@ def inspect_pages(
     replicas = versions.replicas_of(kv_cache_config)
     own_ranks = _own_ranks(vllm_config, kv_cache_config, config, kv_groups)
     heads = parallel.tensor_parallel_size // replicas if not own_ranks else 1  # times those of a rank
-    specs = _specs(kv_cache_config).values()
     facts = {
         **worker_facts,
-        "device": device.type,
-        "page layout": kv_cache_config.kv_cache_layout,
+        **facts_of_caches(vllm_config, kv_cache_config, device.type, heads),
         "layers": " ".join(_names(kv_cache_config, kv_caches)),
         "page shape": sorted({(*_shape(cache, heads), str(cache.dtype)) for cache in kv_caches.values()}, key=str),
-        "cache specs": sorted({repr(_with_heads(spec, heads)) for spec in specs}),
         "attention backend": _attention_backends(vllm_config, kv_caches),
-        "cpu isa": _cpu_isa(vllm_config, kv_cache_config) if device.type == "cpu" else "none",
     }
     told = tuple((name, str(fact)) for name, fact in facts.items())
     node = _numa_node(device)
@@ -110,6 +106,19 @@ def _shape(cache: torch.Tensor, times: int) -> tuple[int, ...]:
 def _with_heads(spec: KVCacheSpec, times: int) -> KVCacheSpec:
     """The spec with so many times the heads."""
     return spec if times == 1 else dataclasses.replace(spec, num_kv_heads=spec.num_kv_heads * times)
+
+
+def facts_of_caches(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, device: str, times: int = 1
+) -> dict[str, object]:
+    """Facts of pages that are known without them, on this type of device, with so many times the heads of a rank."""
+    specs = _specs(kv_cache_config).values()
+    return {
+        "device": device,
+        "page layout": kv_cache_config.kv_cache_layout,
+        "cache specs": sorted({repr(_with_heads(spec, times)) for spec in specs}),
+        "cpu isa": _cpu_isa(vllm_config, kv_cache_config) if device == "cpu" else "none",
+    }
 
 
 def _numa_node(device: torch.device) -> int | None:

@@ -160,8 +160,10 @@ def follow_calls(told: Callable[[EngineCore, str], None]) -> None:
     itself calls its workers by other ways. May be repeated.
     """
     call = EngineCore.collective_rpc
-    if hasattr(call, "tells_kvtier"):
+    if listeners := getattr(call, "kvtier_listeners", None):
+        listeners[told] = None
         return
+    listeners = {told: None}
 
     @functools.wraps(call)
     def collective_rpc(engine: EngineCore, method: str | Callable, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +171,8 @@ def follow_calls(told: Callable[[EngineCore, str], None]) -> None:
             return call(engine, method, *args, **kwargs)
         finally:
             if may_change_weights(method):
-                told(engine, method if isinstance(method, str) else "a function")
+                for each in listeners:
+                    each(engine, method if isinstance(method, str) else "a function")
 
-    collective_rpc.tells_kvtier = True
+    collective_rpc.kvtier_listeners = listeners
     EngineCore.collective_rpc = collective_rpc

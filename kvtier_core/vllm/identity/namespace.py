@@ -70,14 +70,18 @@ def of_engine(config: VllmConfig, weights_fact: str, chunk_tokens: int, report: 
 
 
 def facts_of_worker(config: VllmConfig, asked: IdentityConfig, models: Sequence[nn.Module]) -> dict[str, str]:
-    """Facts that only a worker knows: the device, and the code of the ``models`` that it has loaded.
+    """Facts that only a worker knows: those of `facts_of_code`, and of the ``models`` that it has loaded.
 
     Raises UnidentifiedError.
     """
+    return {**facts_of_code(config, asked), "packages in the model": _packages(models)}
+
+
+def facts_of_code(config: VllmConfig, asked: IdentityConfig) -> dict[str, str]:
+    """The device, and the classes of the models that an engine loads. Raises UnidentifiedError."""
     facts = {
         "device name": current_platform.get_device_name(),
         "model code": _checked_code(config.model_config, asked),
-        "packages in the model": _packages(models),
     }
     if draft := speculation.draft_model(config):
         facts["draft model code"] = _checked_code(draft.model, asked)

@@ -1,0 +1,276 @@
+"""`KVTier`: a secondary tier of vLLM's own `OffloadingConnector`, which keeps its chunks in kvtier's store tiers.
+
+vLLM loads it by name (docs/vllm-offloading.md) and calls it on the scheduler's thread; it waits for no store. Its keys
+are vLLM's block hashes, which cover tokens and salts, but no weights: everything else on which KV depends is in the
+namespace, or the engine is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import attrs
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.platforms import current_platform
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingSpec,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from kvtier_core.config.load import load_config
+from kvtier_core.config.model import IdentityConfig
+from kvtier_core.config.registry import Registry
+from kvtier_core.errors import ConfigError, Problem
+from kvtier_core.hosts.pages import PageStore, Result
+from kvtier_core.types import Namespace
+from kvtier_core.vllm import layout, log, speculation
+from kvtier_core.vllm.identity import model_weights, namespace, settings
+from kvtier_core.vllm.identity.settings import UnidentifiedError
+from kvtier_core.vllm.weight_watch import follow_calls
+
+logger = logging.getLogger("kvtier")
+
+#: Fields of vLLM's normalized configuration that say nothing about the content of a chunk.
+_HARMLESS = ("extra_config", "engine_id", "enable_kv_cache_events")
+#: Hashes by which nobody can find two prompts with the same key.
+_STRONG_HASHES = ("sha256", "sha256_cbor")
+
+
+@attrs.frozen
+class _Since:
+    """Kept by vLLM with a request: its KV is that of this epoch."""
+
+    epoch: int
+
+
+class KVTier(SecondaryTierManager):
+    """Chunks of vLLM's CPU memory, stored, found and verified by a `PageStore`."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        config: str | Mapping[str, Any],
+        backpressure_detector: Any = None,
+    ):
+        """``config`` is the path of a configuration file, or its keys.
+
+        Raises ConfigError, also for an engine with a feature on which KV depends and which vLLM's keys do not cover.
+        """
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        log.attach()
+        stack = load_config(config, Registry.discover(), label="secondary_tiers")
+        vllm_config, kv_cache_config = _of_caller()
+        if reason := _refusal(vllm_config, kv_cache_config):
+            raise _refused(reason)
+        facts = _facts(vllm_config, kv_cache_config, offloading_spec.config, stack.identity)
+        replica, replicas = layout.replica_of(vllm_config.parallel_config)
+        self._keeps = stack.on_reset == "keep"
+        self._memory = primary_kv_view.cast("B")
+        self._epoch = 0
+        self._jobs: dict[int, TransferJob] = {}  # by ticket
+        self._questions: dict[int, tuple[str, Sequence[OffloadKey]]] = {}  # by ticket: the request, and its keys
+        self._asking: dict[str, list[OffloadKey]] = {}  # by request: what the end of this step asks for
+        self._answers: dict[str, dict[OffloadKey, bool | None]] = {}  # by request; None: not answered yet
+        self._ended: list[JobResult] = []
+        self._store = PageStore(stack, facts, self.block_size_bytes, replica=replica, replicas=replicas)
+        follow_calls(_workers_were_called)
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        req_context.set_state(_Since(self._epoch))
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """RETRY until the store has answered, which takes no longer than ``load_wait``."""
+        if not self._is_current(req_context):
+            return LookupResult.MISS
+        answers = self._answers.setdefault(req_context.req_id, {})
+        if key not in answers:
+            answers[key] = None
+            self._asking.setdefault(req_context.req_id, []).append(key)
+        known = answers[key]
+        return LookupResult.RETRY if known is None else LookupResult.HIT if known else LookupResult.MISS
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        for request, keys in self._asking.items():
+            self._questions[self._store.contains(keys)] = request, keys
+        self._asking.clear()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._answers.pop(req_context.req_id, None)
+        self._asking.pop(req_context.req_id, None)
+
+    def _is_current(self, req_context: ReqContext) -> bool:
+        """Has the request begun since the weights may have changed last? Otherwise its KV may be of both."""
+        return req_context.get_state(_Since) == _Since(self._epoch)
+
+    # -- transfers ---------------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self._submit(job_metadata, self._store.put)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self._submit(job_metadata, self._store.get)
+
+    def _submit(self, job: TransferJob, begin: Callable[[Sequence[bytes], Sequence[memoryview]], int]) -> None:
+        if not self._is_current(job.req_context):
+            self._ended.append(JobResult(job.job_id, success=False))
+            return
+        size = self.block_size_bytes
+        chunks = [self._memory[int(number) * size : (int(number) + 1) * size] for number in job.chunk_ids]
+        self._jobs[begin(list(job.keys), chunks)] = job
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        for result in self._store.poll():
+            if job := self._jobs.pop(result.ticket, None):
+                self._ended.append(self._end(job, result))
+                continue
+            request, keys = self._questions.pop(result.ticket)
+            if request in self._answers:
+                self._answers[request].update((key, key in result.keys) for key in keys)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _end(self, job: TransferJob, result: Result) -> JobResult:
+        lost = [key for key in job.keys if key not in result.keys]
+        if job.is_promotion and job.req_context.req_id in self._answers:  # it computes them, and asks no more
+            self._answers[job.req_context.req_id].update(dict.fromkeys(lost, False))
+        good = [key for key in job.keys if key in result.keys]
+        nbytes = len(good) * self.block_size_bytes
+        return JobResult(job.job_id, not lost, good, transfer_time=result.seconds, transfer_bytes=nbytes)
+
+    # -- the life of the engine --------------------------------------------------------------------
+
+    def drain_jobs(self) -> None:
+        """vLLM's last call before it resets its caches, for new weights, a sleep or a pause; it does not say which."""
+        if self._keeps:
+            return self._store.cancel()
+        self.forget("its caches are reset")
+
+    def forget(self, why: str) -> None:
+        """End all jobs, and find nothing of before any more: the weights may have changed."""
+        logger.info("kvtier: %s: what is stored is invalidated", why)
+        self._epoch += 1
+        self._store.renew()
+
+    def workers_were_called(self, name: str) -> None:
+        """A call of the workers may have changed the weights."""
+        if not self._keeps:
+            self.forget(f"the workers were called for {name}")
+
+    def shutdown(self) -> None:
+        self._store.close()
+        self._jobs.clear()
+        self._memory = self._primary_kv_view = memoryview(b"")  # vLLM unmaps it
+
+
+def _workers_were_called(engine: EngineCore, name: str) -> None:
+    """Tell the tiers of this engine."""
+    connector = getattr(getattr(engine, "scheduler", None), "connector", None)
+    for each in getattr(connector, "_connectors", [connector]):  # a MultiConnector has several
+        if isinstance(each, OffloadingConnector):
+            for tier in getattr(each.scheduler.manager, "secondary_tiers", ()):
+                if isinstance(tier, KVTier):
+                    tier.workers_were_called(name)
+
+
+# -- identity ----------------------------------------------------------------------------------------------
+
+
+def _of_caller() -> tuple[VllmConfig, KVCacheConfig]:
+    """The configuration of the engine whose connector makes this tier, which gets an extract. Raises ConfigError."""
+    frame = sys._getframe(1)
+    while frame:
+        connector = frame.f_locals.get("self")
+        if isinstance(connector, OffloadingConnector):
+            return connector._vllm_config, connector._kv_cache_config
+        frame = frame.f_back
+    raise _refused("only vLLM's OffloadingConnector says which engine it is")
+
+
+def _refused(reason: str) -> ConfigError:
+    why = f"KVTier cannot serve this engine: {reason}"
+    return ConfigError([Problem("kv_connector_extra_config", "$.secondary_tiers", why)])
+
+
+def _refusal(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """Why this engine cannot be served; empty if it can. A tier sees keys, and no requests."""
+    model, algorithm = config.model_config, config.cache_config.prefix_caching_hash_algo
+    if why := layout.refusal(config, kv_cache_config):
+        return why
+    if config.lora_config is not None:
+        return "vLLM's keys have the name of an adapter, and not its content; KVTierConnector serves adapters"
+    if model.is_multimodal_model:
+        return "vLLM's keys have names of items, which users may choose; KVTierConnector serves images"
+    if model.enable_prompt_embeds:
+        return "prompts that are given as embeddings are no part of what is known here of a request"
+    if model.runner_type != "generate":
+        return "pooling parameters that a model may read are not in vLLM's keys"
+    if speculation.draft_model(config) is not None:
+        return "the KV of a draft model may depend on tokens that are not in vLLM's keys"
+    if algorithm not in _STRONG_HASHES:
+        return f"two prompts can be made that have the same {algorithm}; set prefix_caching_hash_algo to sha256"
+    return ""
+
+
+def _facts(
+    config: VllmConfig, kv_cache_config: KVCacheConfig, chunks: OffloadingConfig, asked: IdentityConfig
+) -> Namespace:
+    """All on which the content of a chunk depends besides what its key covers. Raises ConfigError."""
+    weights = model_weights.identify_all(config, asked)
+    if isinstance(weights, model_weights.Unknown):
+        raise _refused(weights.reason)
+    if weights.warning:
+        logger.warning("kvtier: %s", weights.warning)
+    try:
+        return Namespace.of(
+            {
+                **namespace.facts_before_start(config, weights.fact),
+                **settings.after_start(config),
+                **namespace.facts_of_code(config, asked),
+                **layout.facts_of_caches(config, kv_cache_config, current_platform.device_type),
+                **_facts_of_chunks(chunks),
+                "installed packages": _installed(),
+            }
+        )
+    except UnidentifiedError as error:
+        raise _refused(str(error)) from error
+
+
+def _facts_of_chunks(chunks: OffloadingConfig) -> dict[str, object]:
+    """How vLLM makes a chunk of blocks and ranks. The data parallel rank and the path of the model do not matter."""
+    parallel = dataclasses.replace(
+        chunks.parallel, data_parallel_index=0, data_parallel_size=1, data_parallel_rank_local=None
+    )
+    plain = dataclasses.replace(chunks, parallel=parallel, model=dataclasses.replace(chunks.model, name=""))
+    names = [field.name for field in dataclasses.fields(plain) if field.name not in _HARMLESS]
+    return {f"vLLM's chunks, {name}": getattr(plain, name) for name in names}
+
+
+def _installed() -> str:
+    """A digest of all packages and their versions: the scheduler knows neither which attention backend the workers have
+    chosen nor whose code is in their model.
+    """
+    found = sorted({f"{each.name} {each.version}" for each in importlib.metadata.distributions()})
+    return hashlib.blake2b("\n".join(found).encode(), digest_size=16).hexdigest()

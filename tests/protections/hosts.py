@@ -1,0 +1,77 @@
+"""Pages of hosts, and vLLM's own offloading over kvtier's tiers."""
+
+from __future__ import annotations
+
+from protections.mutant import Mutant
+
+PAGES = "kvtier_core/hosts/pages.py"
+STACK = "kvtier_core/hosts/page_stack.py"
+VLLM = "kvtier_core/hosts/vllm_tiers.py"
+OF_PAGES = "tests/hosts/test_page_store.py::"
+OF_VLLM = "tests/vllm/test_offloading_host.py::"
+
+MUTANTS = (
+    Mutant(
+        "lost-pages-are-promised",
+        VLLM,
+        "JobResult(job.job_id, not lost, good,",
+        "JobResult(job.job_id, True, good,",
+        OF_VLLM + "test_one_flipped_byte_is_computed_again",
+    ),
+    Mutant(
+        "offloads-under-any-weights",
+        VLLM,
+        "namespace.facts_before_start(config, weights.fact)",
+        'namespace.facts_before_start(config, "any")',
+        OF_VLLM + "test_other_weights_in_the_same_folder_find_nothing",
+    ),
+    Mutant(
+        "a-reset-is-no-news-for-a-tier",
+        VLLM,
+        'self.forget("its caches are reset")',
+        "self._store.cancel()",
+        OF_VLLM + "test_after_a_reset_nothing_is_found_nor_what_follows_after_a_restart",
+    ),
+    Mutant(
+        "calls-of-workers-are-no-news-for-a-tier",
+        VLLM,
+        "follow_calls(_workers_were_called)",
+        "follow_calls(lambda *_: None)",
+        OF_VLLM + "test_calls_of_the_workers_may_have_changed_the_weights",
+    ),
+    Mutant(
+        "offloads-what-was-begun-before",
+        VLLM,
+        "return req_context.get_state(_Since) == _Since(self._epoch)",
+        "return True",
+        OF_VLLM + "test_what_was_begun_before_the_weights_may_have_changed_is_not_stored",
+    ),
+    Mutant(
+        "offloads-adapters-by-name",
+        VLLM,
+        "if config.lora_config is not None:",
+        "if False:",
+        OF_VLLM + "test_what_keys_do_not_cover_is_refused_at_the_start",
+    ),
+    Mutant(
+        "epochs-of-hosts-outlive-their-engine",
+        STACK,
+        "self._stack.invalidate_all(self._first_namespace)  # no other",
+        "pass  # no other",
+        OF_PAGES + "test_what_follows_new_weights_is_deleted_at_the_end",
+    ),
+    Mutant(
+        "jobs-wait-for-a-store-that-hangs",
+        PAGES,
+        "late=now > job.begun + self._wait",
+        "late=False",
+        OF_PAGES + "test_a_store_that_hangs_holds_no_page_of_the_host",
+    ),
+    Mutant(
+        "jobs-of-a-closed-store-are-forgotten",
+        PAGES,
+        "if not self._hand_over(job):",
+        "if self._hand_over(job) is None:",
+        OF_PAGES + "test_jobs_of_many_threads_end_although_the_store_is_closed_meanwhile",
+    ),
+)

@@ -1,0 +1,265 @@
+"""kvtier's tiers in vLLM's own offloading, in real engines. Only the copies of a worker are not vLLM's: on_the_cpu."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import BLOCK, Answer, Engine, prompt
+from disks import tmpfs
+from servers.redis import one_server
+from sizes import some
+
+from kvtier_core.errors import ConfigError
+from kvtier_disk.backend import DiskBackend
+
+ASKED = prompt(180, 530)
+CHUNKS = 8  # of two blocks
+HIT = CHUNKS * 2 * BLOCK
+
+
+def disk(path, **settings):
+    return {"type": "disk", "path": str(path), "capacity": "1GiB", "min_free": "0B", **settings}
+
+
+def stack(tier, **settings):
+    return {"version": 1, "load_wait": "20s", **settings, "tiers": [{"type": "cpu", "capacity": "64MiB"}, tier]}
+
+
+class Offloading:
+    """An engine with vLLM's OffloadingConnector, opened up for looking inside."""
+
+    def __init__(self, engine):
+        self._engine = engine
+        self.manager = engine.scheduler.connector.connector_scheduler.manager
+        (self.tier,) = self.manager.secondary_tiers
+
+    def ask(self, tokens=ASKED, **options) -> Answer:
+        (answer,) = self._engine.ask(tokens, **options)
+        return answer
+
+    def begin(self) -> None:
+        """Compute a prompt, and do not yet store it."""
+        from vllm import SamplingParams
+
+        asked = {"prompt_token_ids": ASKED}
+        parameters = SamplingParams(temperature=0, max_tokens=4, detokenize=False, ignore_eos=True)
+        self._engine.llm.llm_engine.add_request("0", asked, parameters)
+        self._engine.llm.llm_engine.step()
+
+    def settle(self) -> None:
+        """Until vLLM has stored all that it means to, and the tiers below have it."""
+        deadline = time.monotonic() + 30
+        while self._engine.scheduler.has_requests() or self.manager.has_pending_work():
+            assert time.monotonic() < deadline
+            self._engine.llm.llm_engine.step()
+            time.sleep(0.001)
+
+    def call_workers(self) -> None:
+        """For something that kvtier does not know."""
+        self._engine.llm.collective_rpc(lambda worker: None)
+
+    def reset(self) -> None:
+        """As before new weights: vLLM forgets its own caches, and tells its connector."""
+        assert self._engine.llm.llm_engine.reset_prefix_cache(reset_connector=True)
+
+
+def over(config):
+    """Options of an engine that offloads to its CPU memory, and from there to this stack."""
+    from vllm.config import KVTransferConfig
+
+    tier = {"type": "KVTier", "module_path": "kvtier_core.hosts.vllm_tiers", "config": config}
+    extra = {"cpu_bytes_to_use": 16 << 20, "blocks_per_chunk": 2, "secondary_tiers": [tier]}
+    extra |= {"spec_name": "TieringOnTheCPU", "spec_module_path": "on_the_cpu"}
+    transfer = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+    return {"kv_transfer_config": transfer}
+
+
+@pytest.fixture
+def offloading(engine):
+    """``offloading(stack)`` is a context with an engine that has this stack below its CPU memory."""
+
+    @contextlib.contextmanager
+    def start(config, **options):
+        with engine(None, **over(config), **options) as opened:
+            yield Offloading(opened)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def truth(model):
+    """What vLLM says without any offloading."""
+    plain = Engine(model, None)
+    (answer,) = plain.ask(ASKED)
+    plain.close()
+    return answer
+
+
+def store(offloading, config, **options) -> None:
+    """One engine's life, in which it stores a prompt."""
+    with offloading(config, **options) as first:
+        assert first.ask().cached == 0
+        first.settle()
+
+
+def frames(path):
+    """The files that are long enough for a chunk."""
+    return [file for file in path.rglob("*") if file.is_file() and file.stat().st_size > 64 << 10]
+
+
+def same(answer: Answer, truth: Answer) -> bool:
+    return answer.differs(truth) < 1e-4
+
+
+def test_after_a_restart_the_answer_comes_from_our_disk(offloading, tmp_path, truth):
+    store(offloading, stack(disk(tmp_path / "kv")))
+    with offloading(stack(disk(tmp_path / "kv"))) as second:
+        answer = second.ask()
+        assert answer.cached == HIT
+        assert same(answer, truth)
+        assert second.ask(prompt(181, 530)).cached == 0
+
+
+def test_one_flipped_byte_is_computed_again(offloading, tmp_path, truth):
+    store(offloading, stack(disk(tmp_path / "kv")))
+    damaged = frames(tmp_path)[0]
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    damaged.write_bytes(content)
+    with offloading(stack(disk(tmp_path / "kv"))) as second:
+        answer = second.ask()
+        assert answer.cached < HIT
+        assert same(answer, truth)
+
+
+def test_other_weights_in_the_same_folder_find_nothing(offloading, tmp_path):
+    import tiny_llama
+
+    model = tmp_path / "model"
+    tiny_llama.make(model, seed=0)
+    store(offloading, stack(disk(tmp_path / "kv")), model=model)
+    tiny_llama.make(model, seed=1)
+    with offloading(stack(disk(tmp_path / "kv")), model=model) as second:
+        assert second.ask().cached == 0
+
+
+def test_after_a_reset_nothing_is_found_nor_what_follows_after_a_restart(offloading, tmp_path, truth):
+    """vLLM resets its connector for new weights, and a tier cannot know whether they come."""
+    with offloading(stack(disk(tmp_path / "kv"))) as first:
+        first.ask()
+        first.settle()
+        first.reset()
+        assert first.ask().cached == 0
+        first.settle()
+        assert same(first.ask(), truth)
+    with offloading(stack(disk(tmp_path / "kv"))) as second:
+        assert second.ask().cached == 0
+
+
+def test_calls_of_the_workers_may_have_changed_the_weights(offloading, tmp_path):
+    store(offloading, stack(disk(tmp_path / "kv")))
+    with offloading(stack(disk(tmp_path / "kv"))) as second:
+        second.call_workers()
+        assert second.ask().cached == 0
+
+
+def test_what_was_begun_before_the_weights_may_have_changed_is_not_stored(offloading, tmp_path, monkeypatch):
+    written, write = [], DiskBackend.write
+    monkeypatch.setattr(
+        DiskBackend, "write", lambda disk, keys, *more: (written.extend(keys), write(disk, keys, *more))[1]
+    )
+    with offloading(stack(disk(tmp_path / "kv"))) as first:
+        first.begin()
+        first.call_workers()
+        first.settle()
+        first.ask(prompt(182, 530))
+        first.settle()
+    assert CHUNKS <= len(written) < 2 * CHUNKS, "the chunks of the second, and perhaps the state of a policy"
+
+
+def test_an_engine_whose_weights_never_change_keeps_what_it_has(offloading, tmp_path):
+    with offloading(stack(disk(tmp_path / "kv"), on_reset="keep")) as first:
+        first.ask()
+        first.settle()
+        first.reset()
+        assert first.ask().cached == HIT
+
+
+def test_a_full_disk_costs_hits_and_nothing_else(offloading, tmp_path, truth):
+    with tmpfs(tmp_path, 4 << 20) as small:
+        config = stack(disk(small.folder / "kv"))
+        with offloading(config) as first:
+            small.fill()
+            assert same(first.ask(), truth)
+            first.settle()
+        with offloading(config) as second:
+            assert second.ask().cached == 0
+        small.make_room()
+
+
+@pytest.mark.parametrize("method", some(["read", "write"]))
+def test_while_a_store_hangs_the_engine_goes_on(offloading, tmp_path, truth, monkeypatch, method):
+    config = stack(disk(tmp_path / "kv"), load_wait="500ms")
+    if method == "read":
+        store(offloading, config)
+    released, call = threading.Event(), getattr(DiskBackend, method)
+    monkeypatch.setattr(DiskBackend, method, lambda *args: (released.wait(60), call(*args))[1])
+    try:
+        with offloading(config) as second:
+            answer = second.ask()
+            assert answer.cached == 0
+            assert same(answer, truth)
+            second.settle()
+            released.set()
+    finally:
+        released.set()
+
+
+def ask_again(model: str, config: dict) -> list:
+    """In another process: an engine that never saw the prompt."""
+    engine = Engine(Path(model), None, **over(config))
+    answer = Offloading(engine).ask()
+    engine.llm.llm_engine.engine_core.shutdown()
+    return [answer.tokens, answer.logprobs, answer.cached]
+
+
+def test_two_living_engines_share_a_redis(offloading, model, fork_server, tmp_path, truth):
+    with one_server(tmp_path) as server:
+        config = stack({"type": "redis", "url": server.url})
+        with offloading(config) as ours:
+            ours.ask()
+            ours.settle()
+            environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "0"}
+            arguments = {"model": str(model), "config": config}
+            (tokens, logprobs, cached), _ = fork_server.run("test_offloading_host:ask_again", environment, **arguments)
+        assert cached == HIT
+        assert same(Answer(tuple(tokens), tuple(logprobs), cached), truth)
+
+
+def test_salts_never_meet(offloading, tmp_path):
+    with offloading(stack(disk(tmp_path / "kv"))) as first:
+        first.ask(salt="ours")
+        first.settle()
+    with offloading(stack(disk(tmp_path / "kv"))) as second:
+        assert second.ask(salt="theirs").cached == second.ask().cached == 0
+        assert second.ask(salt="ours").cached == HIT
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    some(
+        [
+            ({"enable_lora": True}, "the name of an adapter, and not its content"),
+            ({"enable_prompt_embeds": True}, "given as embeddings"),
+            ({"prefix_caching_hash_algo": "xxhash"}, "two prompts can be made that have the same xxhash"),
+        ]
+    ),
+    ids=["adapters", "embeddings", "hash"],
+)
+def test_what_keys_do_not_cover_is_refused_at_the_start(offloading, tmp_path, options, why):
+    with pytest.raises(ConfigError, match=why), offloading(stack(disk(tmp_path / "kv")), **options):
+        pass
