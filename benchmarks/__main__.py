@@ -1,7 +1,7 @@
 """python -m benchmarks [SECTION ...] [--write]
 
-Sections: copies seals codecs disk redis mooncake peers fleet s3 lookup served lmcache entries ttft hybrids noreuse
-misses
+Sections: copies seals codecs disk redis mooncake peers fleet s3 hosts lookup served lmcache entries ttft hybrids
+    noreuse misses
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from benchmarks import (
     disk,
     entries,
     fleet,
+    hosts,
     hybrids,
     lmcache_server,
     lookup,
@@ -42,6 +43,7 @@ SECTIONS = {
     "peers": peers,
     "fleet": fleet,
     "s3": s3_tier,
+    "hosts": hosts,
     "lookup": lookup,
     "served": served,
     "lmcache": lmcache_server,
