@@ -105,9 +105,7 @@ def _read_from(owner: subprocess.Popen, when: str) -> None:
     owner.stdin.write("\n")
     owner.stdin.flush()
     token, patience = EnvSecret("TOKEN"), 1.0
-    node = open_node(
-        listen=f"{_READER}:{_PORT}", peers=[f"{_OWNER}:{_PORT}"], token=token, patience=Seconds(patience)
-    )
+    node = open_node(listen=f"{_READER}:{_PORT}", peers=[f"{_OWNER}:{_PORT}"], token=token, patience=Seconds(patience))
     with contextlib.closing(node):
         wait_for(lambda: all(node.contains(keys)))
         assert list(node.read(keys, into)) == [nbytes] * len(keys)
