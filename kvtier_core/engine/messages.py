@@ -30,6 +30,7 @@ class WorkerReport:
     facts: tuple[tuple[str, str], ...] = attrs.field(converter=_pairs)  #: what else makes pages interchangeable
     refusal: str = ""  #: why these pages cannot be moved, in plain words; empty if they can
     failure_policy: str = ""  #: what the engine does when a load fails, in its own words; empty if not known
+    is_alone: bool = False  #: the engine has no other connector beside this one; False if that is not known
     replicas: int = 1  #: consecutive ranks that hold the same bytes, as the engine says
     #: Why its frames are of use to engines with the same number of ranks alone; empty if those of any may have them.
     own_ranks: str = "ranks: own"

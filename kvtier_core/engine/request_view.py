@@ -54,6 +54,8 @@ class RequestView:
     computed_tokens: int = 0  #: tokens, from the first one on, whose KV the engine counts as computed
     preemptions: int = 0  #: how often the engine has preempted it
     traceparent: str = ""  #: where its client's trace is continued (W3C Trace Context)
+    continued_elsewhere: bool = False  #: it has ended well, and another engine goes on with its prompt
+    computed_elsewhere: int = 0  #: tokens of its prompt, from the first one on, that another engine has just computed
 
     @property
     def tokens(self) -> int:

@@ -18,6 +18,7 @@ from kvtier_core.engine.request_view import Bypass, KVIdentity, RequestView
 from kvtier_core.engine.scheduler.boundaries import Boundaries
 from kvtier_core.engine.scheduler.chunk_pages import PagesOfChunks
 from kvtier_core.engine.scheduler.event_log import EventLog
+from kvtier_core.engine.scheduler.handovers import Handovers
 from kvtier_core.engine.scheduler.loads import Loads
 from kvtier_core.engine.scheduler.provenance import Provenance
 from kvtier_core.engine.scheduler.requests import Requests, RequestState
@@ -37,6 +38,9 @@ logger = logging.getLogger("kvtier")
 
 #: Seconds without an event after which the engine need not keep stepping for transfers: a tier may hang.
 _STALL_TIMEOUT = 5.0
+
+#: Seconds between two questions for what another engine has just computed and does not show yet.
+_ASK_AGAIN = 0.025
 
 #: Seconds that a step which computes nothing waits for the I/O threads. Without the wait the engine would step again at
 #: once and take the GIL from them.
@@ -83,6 +87,7 @@ class SchedulerSide:
         self._provenance = Provenance([group.block_tokens for group in layout.groups])
         self._loads = Loads(manager, layout)
         self._stores = StoreJobs(manager, layout.ranks, layout.shards)
+        self._handovers = Handovers(manager, layout, clock)
         self._waiting = Waiting(config, clock)
         self.status = StatusPage(self.events.readings, manager.usage, self._where, clock)
         self._stepped = False  # has the stack been stepped since the last plan?
@@ -106,7 +111,7 @@ class SchedulerSide:
         """A request joins the engine's queue: what lower tiers have for it is brought up while it waits there."""
         state = self._track(view)
         if not self._why_no_lookup(state):
-            keys = self._requests.keys(state, self._loadable(view))
+            keys = self._requests.keys(state, self._loadable(view.tokens))
             self.manager.prefetch(keys, self._waiting.limit(state), view.identity.salt)
 
     def bypass(self, request_id: str, bypass: Bypass) -> None:
@@ -123,7 +128,9 @@ class SchedulerSide:
         if state is None or state.asked is None or state.computed != computed or state.view.tokens != tokens:
             return False
         self._step_stack()
-        if state.bypass or self._self_test.failure or not self.manager.still_pending(state.holder):
+        if state.bypass or self._self_test.failure:
+            return False
+        if not self.manager.still_pending(state.holder) and not (state.late and self._clock() < state.asks_again):
             return False
         waits = self._waiting.goes_on(state)
         if waits:
@@ -138,17 +145,21 @@ class SchedulerSide:
         state = self._track(view)
         self._waiting.asked(state)
         state.computed, state.found, state.shared, state.declined = computed, Lookup(), 0, None
+        state.late = False
         if reason := self._why_no_lookup(state):
             state.reason = reason
             self._loads.release(state)
             return 0
         self._step_stack()
         first = computed // self.chunk_tokens
-        keys = self._requests.keys(state, self._loadable(view))[first:]
+        keys = self._requests.keys(state, self._loadable(view.tokens))[first:]
+        if view.computed_elsewhere and self._clock() >= state.asks_again:
+            state.late_from, state.asks_again = self.manager.ask_again(keys), self._clock() + _ASK_AGAIN
         found = self._loads.find(state, keys, self._waiting.limit(state))
         state.shared, state.declined = first + found.chain, found.declined
-        waits = found.pending or (found.slots and not self._self_test.is_open)
-        if waits and self._waiting.allows(state, found):
+        awaited = self._with_late(state, found)
+        waits = awaited.pending or (found.slots and not self._self_test.is_open)
+        if waits and self._waiting.allows(state, awaited):
             return None
         end = (first + found.chunks) * self.chunk_tokens
         if not found.slots or end <= computed or not self._self_test.is_open:
@@ -201,6 +212,7 @@ class SchedulerSide:
             self.drain(_IDLE_WAIT)
         else:
             self.events.record(self.manager.step())
+        self._handovers.step()
         self.events.watch(self.manager.usage, now=step.computes_nothing)
         self.status.step()
         self._stepped = False
@@ -261,13 +273,17 @@ class SchedulerSide:
 
     # -- endings ---------------------------------------------------------------------------------------
 
-    def finished(self, view: RequestView, reason: str) -> None:
+    def finished(self, view: RequestView, reason: str) -> int:
         """The request has ended, or was aborted, and its blocks are free. ``reason`` goes into the recording.
 
-        Stores of its blocks may be under way: a later step fences them before it overwrites the blocks.
+        Stores of its blocks may be under way: a later step fences them before it overwrites the blocks. Returns how
+        many tokens of its prompt are kept for the engine that continues it; 0 if none does.
         """
-        state = self._requests.finish(view.request_id)
+        state, kept = self._requests.finish(view.request_id), 0
         if state:
+            if view.continued_elsewhere and not state.bypass:
+                path = self._requests.keys(state, self._loadable(view.prompt_tokens))
+                kept = self._handovers.begin(path, self._waiting.limit(state), view.identity.salt) * self.chunk_tokens
             self._loads.release(state)
             self._tell_of(EventKind.FINISHED, state, seconds=self._clock() - state.since, why=reason)
         if not self._requests:  # there may be no further step to tell it in
@@ -281,6 +297,7 @@ class SchedulerSide:
                 () if state.bypass else self._requests.keys(state, view.prompt_tokens),
                 reason,
             )
+        return kept
 
     def busy(self) -> bool:
         """Must the engine keep stepping because transfers are under way, or self-tests? False if they seem to hang."""
@@ -300,6 +317,7 @@ class SchedulerSide:
         self.epoch += 1
         self.namespace = self._first_namespace.renewed()
         self.manager.invalidate_all(self.namespace)
+        self._handovers.release_all()
         # The KV that these requests have computed belongs to the old epoch, and what they will compute depends on it.
         self._requests.reset(self._open_database(), Bypass("it began before the cache was reset"))
         self._distrust_all()
@@ -427,9 +445,18 @@ class SchedulerSide:
             pages.add_boundaries(wanted, offered)
         return self._stores.begin(path[first:], pages.by_key(first), state.view.identity.salt, pages.parts)
 
-    def _loadable(self, view: RequestView) -> int:
+    def _loadable(self, tokens: int) -> int:
         """Of how many tokens the chunks may be loaded. Where not all KV is kept, one token is left to compute."""
-        return view.tokens - 1 if self._boundaries and not self._lookahead else view.tokens
+        return tokens - 1 if self._boundaries and not self._lookahead else tokens
+
+    def _with_late(self, state: RequestState, found: Lookup) -> Lookup:
+        """What was found, and as on its way what another engine has just computed for the request and no tier has."""
+        here = state.computed // self.chunk_tokens + found.chunks + found.pending
+        late = self._requests.chunks(min(state.view.computed_elsewhere, self._loadable(state.view.tokens))) - here
+        if late <= 0 or found.declined or not state.late_from or state.view.preemptions:
+            return found
+        state.late = not found.pending
+        return attrs.evolve(found, pending=found.pending + late, awaited=found.awaited or state.late_from)
 
     def _distrust_all(self) -> None:
         """Store nothing that the engine's blocks hold now, nor anything that is computed from it."""
@@ -440,7 +467,7 @@ class SchedulerSide:
 
     def _log_pins(self, but: Collection[str] = ()) -> None:
         for holder, pins in self.manager.pins_by_holder().items():
-            if holder not in but:
+            if holder not in self._handovers.holders.union(but):
                 logger.warning(
                     "kvtier: %s still holds %d slots; a tier hangs, or this is a bug in kvtier", holder, pins
                 )

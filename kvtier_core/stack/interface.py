@@ -48,6 +48,13 @@ class Stack(abc.ABC):
         """Is all that the holder's last lookup waits for still on its way? That lookup need not be repeated before."""
 
     @abc.abstractmethod
+    def ask_again(self, path: Sequence[ChunkKey]) -> str:
+        """The next lookup asks shared stores for chunks of this path though they did not have them just now.
+
+        Returns the first tier that is asked; empty if no store can be.
+        """
+
+    @abc.abstractmethod
     def load_begins(self, frames: Sequence[StoredFrame], holder: str) -> None:
         """The workers begin to read these frames, which a lookup found for the holder. `load_ended` follows."""
 

@@ -125,6 +125,10 @@ class StorageManager(Stack):
     def still_pending(self, holder: str) -> bool:
         return self._leases.still_pending(holder)
 
+    def ask_again(self, path: Sequence[ChunkKey]) -> str:
+        asked = [tier.name for tier in self._tiers if tier.ask_again(path)]
+        return asked[0] if asked else ""
+
     def load_begins(self, frames: Sequence[StoredFrame], holder: str) -> None:
         for tier in self._tiers:
             tier.load_begins([frame.key for frame in frames if frame.tier == tier.name], holder)

@@ -45,6 +45,7 @@ from kvtier_core.vllm.hit_sources import as_vllm_says
 from kvtier_core.vllm.identity import model_weights
 from kvtier_core.vllm.metadata import StepPlanMetadata, WorkerProgressMetadata
 from kvtier_core.vllm.metrics import KVTierPromMetrics, KVTierStats
+from kvtier_core.vllm.requests.disaggregation import handed_over
 from kvtier_core.vllm.requests.tracker import RequestTracker
 from kvtier_core.vllm.startup import open_side, read_config
 from kvtier_core.vllm.steps import result_of, step_of
@@ -109,7 +110,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         # Inside a MultiConnector its settings apply, and vLLM passes them to workers only.
         whole = get_current_vllm_config_or_none()
         if whole and whole.kv_transfer_config:
-            report = attrs.evolve(report, failure_policy=whole.kv_transfer_config.kv_load_failure_policy)
+            policy = whole.kv_transfer_config.kv_load_failure_policy
+            alone = whole.kv_transfer_config.kv_connector == self._kv_transfer_config.kv_connector
+            report = attrs.evolve(report, failure_policy=policy, is_alone=alone)
         self._report(rank, report)
         if pages is not None:
             caches = layout.by_group(self._kv_cache_config, kv_caches)
@@ -156,7 +159,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         opened = open_side(self._vllm_config, self._kv_transfer_config, self.config, self._reports)
         if isinstance(opened, Refusal):
             return self._refuse(opened.reason)
-        self._requests = RequestTracker()
+        # Two connectors that answer to the same words would end the engine.
+        self._requests = RequestTracker(reads_handovers=all(report.is_alone for report in self._reports))
         self._tables = Tables.of(self._kv_cache_config, self._vllm_config.parallel_config)
         self.side = opened
         follow_calls(_workers_were_called)
@@ -282,9 +286,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended. Its blocks may be freed at once."""
+        """A request ended. Its blocks may be freed at once: what another engine needs of it is in the arena."""
         if view := self._requests.finish(request):
-            self.side.finished(view, str(request.get_finished_reason() or "abort"))
+            kept = self.side.finished(view, str(request.get_finished_reason() or "abort"))
+            if view.continued_elsewhere:
+                return False, handed_over(kept, self._kv_transfer_config.engine_id, request.request_id)
         return False, None
 
     @guarded(False)

@@ -40,6 +40,9 @@ class HostRequest:
     computed: int = 0
     offered: int = 0  #: tokens that were loaded for it
     preemptions: int = 0
+    continued_elsewhere: bool = False
+    computed_elsewhere: int = 0
+    kept: int = 0  #: tokens of it that are kept for the engine that continues it
 
     @property
     def blocks(self) -> list[int]:
@@ -49,7 +52,7 @@ class HostRequest:
     def view(self) -> RequestView:
         return RequestView(
             self.request_id, self.tokens, self.prompt, self.identity, self.hints, self.reads_cache,
-            self.computed, self.preemptions,
+            self.computed, self.preemptions, "", self.continued_elsewhere, self.computed_elsewhere,
         )  # fmt: skip
 
 
@@ -105,7 +108,7 @@ class Scheduling(abc.ABC):
 
     def finish(self, request: HostRequest, reason: str = "stop") -> None:
         """Its blocks are another's at once, unless a load still writes to them."""
-        self.side.finished(request.view(), reason)
+        request.kept = self.side.finished(request.view(), reason)
         if request.state != "loading":
             self._give_back(request)
             del self._requests[request.request_id]

@@ -55,6 +55,9 @@ class RequestState:
     waiting_since: float = 0.0  #: since when it waits
     waits_until: float = 0.0  #: when it has waited for as long as it may
     awaited: str = ""  #: the tier that it waits for; empty: none
+    late: bool = False  #: what it waits for another engine has just computed, and no tier has it yet
+    late_from: str = ""  #: the tier that was asked for it again; empty: none can be
+    asks_again: float = 0.0  #: when tiers are to be asked for it again
     awaited_chunks: int = 0  #: the most chunks that it waited for at once
     waits: dict[str, float] = attrs.field(factory=dict)  #: seconds that it has waited, by tier, until they are counted
     waited: float = 0.0  #: seconds that it had waited when it was admitted

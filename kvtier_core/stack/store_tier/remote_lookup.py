@@ -68,6 +68,11 @@ class RemoteLookup:
         """The store did not have these keys just now: for a short time they are not asked for again."""
         self._absent.add(keys)
 
+    def ask_again(self, keys: Iterable[ChunkKey]) -> bool:
+        """Forget that the store did not have these keys. False if it cannot be asked now."""
+        self._absent.forget(keys)
+        return self._backend.shared and self._health.can_read
+
     def unusable(self, keys: Iterable[ChunkKey]) -> None:
         """This tier cannot use these frames. They are asked for again much later: others may have replaced them."""
         self._unusable.add(keys)
@@ -135,6 +140,11 @@ class _Until:
             self._ends.move_to_end(key)
         while self._ends and next(iter(self._ends.values())) <= now:
             self._ends.popitem(last=False)
+
+    def forget(self, keys: Iterable[ChunkKey]) -> None:
+        """Remember these keys no longer."""
+        for key in keys:
+            self._ends.pop(key, None)
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._ends and self._clock() < self._ends[key]

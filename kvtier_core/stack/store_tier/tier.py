@@ -159,6 +159,10 @@ class StoreTier:
         """
         return self._remote.request(path, start)
 
+    def ask_again(self, keys: Sequence[ChunkKey]) -> bool:
+        """Forget that a shared store did not have these keys just now. False if none can be asked."""
+        return self._remote.ask_again(keys)
+
     def worth_asking(self, chunks: int, limit: LoadLimit | None) -> bool:
         """Should a request wait until the store has answered whether it has these chunks?"""
         return self._chooser.worth_asking(chunks, limit)

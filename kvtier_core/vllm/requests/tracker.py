@@ -6,15 +6,18 @@ from collections.abc import Mapping
 
 import attrs
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kvtier_core.engine.request_view import Bypass, RequestView
 from kvtier_core.engine.step import ScheduledRequest
+from kvtier_core.vllm.requests.disaggregation import computed_elsewhere, is_continued_elsewhere
 from kvtier_core.vllm.requests.fields import Unidentified
 from kvtier_core.vllm.requests.hints import hints_of
 from kvtier_core.vllm.requests.identity import Identifier, RequestIdentity
 from kvtier_core.vllm.requests.items import content
 from kvtier_core.vllm.requests.names import CachedNames
+
+_ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 @attrs.define
@@ -22,13 +25,19 @@ class _Tracked:
     request: Request
     identity: RequestIdentity | Bypass
     hints: Mapping[str, str]
+    continued_elsewhere: bool = False
+    computed_elsewhere: int = 0
     computed: int = 0  #: tokens that vLLM had when it last asked for a match
 
 
 class RequestTracker:
     """Identifies each request once, and checks what vLLM's own caches supply to it. For the scheduler's thread."""
 
-    def __init__(self, identifier: Identifier | None = None, names: CachedNames | None = None) -> None:
+    def __init__(
+        self, identifier: Identifier | None = None, names: CachedNames | None = None, *, reads_handovers: bool = False
+    ) -> None:
+        """``reads_handovers``: a request may say that another engine has computed its prompt, or goes on with it."""
+        self._reads_handovers = reads_handovers
         self._identifier = identifier or Identifier()
         self._names = names or CachedNames()
         self._tracked: dict[str, _Tracked] = {}
@@ -41,6 +50,10 @@ class RequestTracker:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             tracked = _Tracked(request, self._identifier.identify(request), hints_of(request))
+            if self._reads_handovers:
+                said = request.kv_transfer_params
+                tracked.continued_elsewhere = is_continued_elsewhere(said)
+                tracked.computed_elsewhere = computed_elsewhere(said, request.num_prompt_tokens)
             self._tracked[request.request_id] = tracked
             if adapter := request.lora_request:
                 self._names.note_adapter(adapter.lora_name, self._identifier.adapter(adapter))
@@ -111,6 +124,8 @@ def _view(request: Request, tracked: _Tracked) -> RequestView:
         hints=tracked.hints,
         reads_cache=not request.skip_reading_prefix_cache,
         computed_tokens=request.num_computed_tokens,
+        continued_elsewhere=tracked.continued_elsewhere and request.status in _ENDED_WELL,
+        computed_elsewhere=tracked.computed_elsewhere,
         preemptions=request.num_preemptions,
         traceparent=(request.trace_headers or {}).get("traceparent", ""),
     )

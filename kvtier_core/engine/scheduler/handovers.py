@@ -1,0 +1,89 @@
+"""Prompts that another engine goes on with: what it needs of them stays in the arena for a while."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import attrs
+
+from kvtier_core.layouts import ChunkLayout
+from kvtier_core.stack.interface import Stack
+from kvtier_core.stack.outcomes import LoadLimit
+from kvtier_core.types import ChunkKey
+
+#: Seconds that a prompt is kept: as long as vLLM's NIXL connector keeps one of whose reader it hears nothing.
+LEASE = 30.0
+
+#: All of them keep at most one in this many bytes of the hottest arena.
+_SHARE = 2
+
+
+@attrs.define
+class _Lease:
+    path: Sequence[ChunkKey]
+    limit: LoadLimit | None
+    salt: bytes
+    ends: float
+    settled: bool = False  #: all that can be pinned is
+
+
+class Handovers:
+    """The leases on prompts that were handed over. Owner's thread; ``clock`` returns seconds.
+
+    A lease ends in the first step after `LEASE` seconds: an engine that takes no step needs no memory.
+    """
+
+    def __init__(self, stack: Stack, layout: ChunkLayout, clock: Callable[[], float]):
+        self._stack = stack
+        self._chunk_nbytes = sum(part.frame_nbytes for part in layout.parts)
+        self._clock = clock
+        self._leases: dict[str, _Lease] = {}  # by holder, the first to end first
+        self._numbers = itertools.count(1)
+
+    @property
+    def holders(self) -> set[str]:
+        """Of what is pinned for them."""
+        return set(self._leases)
+
+    def begin(self, path: Sequence[ChunkKey], limit: LoadLimit | None, salt: bytes) -> int:
+        """Keep the leading chunks of a path, those too that are still being stored. Returns how many.
+
+        The oldest leases end if there are too many.
+        """
+        most = self._most_chunks()
+        lease = _Lease(path[:most], limit, salt, self._clock() + LEASE)
+        while sum(len(each.path) for each in self._leases.values()) + len(lease.path) > most:
+            self._end(next(iter(self._leases)))
+        if not lease.path:
+            return 0
+        holder = f"handover {next(self._numbers)}"
+        self._leases[holder] = lease
+        return self._find(holder, lease)
+
+    def step(self) -> None:
+        """End the leases whose time is over, and pin what has been stored since the last step."""
+        for holder, lease in list(self._leases.items()):
+            if lease.ends <= self._clock():
+                self._end(holder)
+            elif not lease.settled and not self._stack.still_pending(holder):
+                self._find(holder, lease)
+
+    def release_all(self) -> None:
+        """End every lease."""
+        for holder in list(self._leases):
+            self._end(holder)
+
+    def _find(self, holder: str, lease: _Lease) -> int:
+        found = self._stack.lookup(lease.path, holder, lease.limit, lease.salt)
+        lease.settled = not found.pending
+        return found.chunks + found.pending
+
+    def _end(self, holder: str) -> None:
+        del self._leases[holder]
+        self._stack.release(holder)
+
+    def _most_chunks(self) -> int:
+        """How many chunks all leases together may keep; where shards are packed it could be some more."""
+        usage = self._stack.usage()
+        return usage[0].capacity // self._chunk_nbytes // _SHARE if usage else 0

@@ -1,0 +1,163 @@
+"""Prefill apart from decode: one engine keeps what it computed for a while, another waits a while for it."""
+
+from __future__ import annotations
+
+import pytest
+from fake_host import CHUNK, FRAME, Host, prompt
+from test_scheduler_side import host, stack  # noqa: F401 - fixtures
+from test_waiting import Clock, computes
+
+import kvtier_disk.plugin
+from kvtier_core.config.load import load_config
+from kvtier_core.config.registry import Registry
+from kvtier_core.engine.request_view import Bypass
+from kvtier_core.engine.scheduler.handovers import LEASE
+
+ASKED = prompt(1, 4 * CHUNK + 3)
+
+
+def hand_over(host, *prompts, **more):  # noqa: F811
+    """Compute prompts that another engine continues; of each, how many tokens are kept for that."""
+    requests = [host.submit(f"{tokens[0]}", tokens, continued_elsewhere=True, **more) for tokens in prompts]
+    host.run(*requests)
+    host.settle()
+    host.step()
+    return [each.kept for each in requests]
+
+
+def test_what_is_handed_over_is_pinned_until_a_step_after_its_lease(host):  # noqa: F811
+    engine = host(clock=Clock())
+    assert hand_over(engine, ASKED) == [4 * CHUNK]
+    for engine.side._clock.now, pins in ((LEASE - 0.1, 4), (LEASE, 0)):
+        engine.step()
+        assert engine.manager.pins_by_holder().total() == pins
+    engine.assert_at_rest()
+
+
+def test_what_is_handed_over_outlives_prompts_that_need_its_room(host):  # noqa: F811
+    engine = host(chunks=10, clock=Clock())
+    hand_over(engine, ASKED)
+    for seed in range(2, 6):
+        engine.ask(f"{seed}", prompt(seed, 6 * CHUNK))
+    arena = engine.manager.arenas[0]
+    path = engine.side._requests.track(engine.submit("again", ASKED).view()).path
+    assert all(map(arena.has, path))
+
+
+def test_leases_pin_no_more_than_half_of_the_arena_the_oldest_ends_first(host):  # noqa: F811
+    engine = host(chunks=12, clock=Clock())
+    shorter = [prompt(seed, 3 * CHUNK) for seed in (2, 3, 4)]
+    assert hand_over(engine, *shorter[:1]) == hand_over(engine, *shorter[1:2]) == [3 * CHUNK]
+    first = engine.manager.pins_by_holder()
+    assert (len(first), first.total()) == (2, 6)
+    hand_over(engine, shorter[2])
+    last = engine.manager.pins_by_holder()
+    assert (len(last.keys() - first.keys()), last.total()) == (1, 6)
+    assert hand_over(engine, prompt(5, 8 * CHUNK)) == [6 * CHUNK]
+    assert list(engine.manager.pins_by_holder().values()) == [6]
+
+
+@pytest.mark.parametrize("why", ["bypassed", "short"])
+def test_what_another_engine_could_not_find_is_not_handed_over(host, why):  # noqa: F811
+    engine = host()
+    if why == "bypassed":
+        kept = hand_over(engine, ASKED, identity=Bypass("for a reason"))
+    else:
+        kept = hand_over(engine, ASKED[: CHUNK - 1])
+    assert kept == [0]
+    engine.assert_at_rest()
+
+
+def test_leases_end_with_their_namespace(host):  # noqa: F811
+    engine = host(clock=Clock())
+    hand_over(engine, ASKED)
+    engine.side.invalidate_all()
+    engine.assert_at_rest()
+
+
+# -- the engine that decodes -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(tmp_path):
+    """An engine that computes prompts and one that continues them, on one disk. A test tells the second the time."""
+    heap = {"type": "heap", "capacity": f"{32 * FRAME}B"}
+    disk = {"type": "disk", "path": str(tmp_path), "capacity": "4MiB", "min_free": "0B", "shared": True}
+    values = {"version": 1, "chunk_tokens": CHUNK, "load_wait": "2s", "load": "always", "tiers": [heap, disk]}
+    config = load_config(values, Registry.of(kvtier_disk.plugin))
+    hosts = [Host(config), Host(config, clock=Clock())]
+    hosts[1].step()  # the self-test
+    yield hosts
+    for each in hosts:
+        each.close()
+
+
+def steps(engine, until):
+    """What an engine does that has nothing else to do."""
+    while engine.side._clock.now < until:
+        engine.side._clock.now += 0.01
+        engine.step()
+        engine.side.drain(1.0)
+
+
+@pytest.fixture
+def asked_again(two, monkeypatch):
+    """When the second engine asked for chunks again that were not there."""
+    times, ask_again = [], two[1].manager.ask_again
+    monkeypatch.setattr(
+        two[1].manager, "ask_again", lambda path: times.append(two[1].side._clock.now) or ask_again(path)
+    )
+    return times
+
+
+def test_what_comes_late_is_asked_for_again_and_loaded(two, asked_again):
+    first, second = two
+    request = second.submit("second", ASKED, computed_elsewhere=len(ASKED))
+    steps(second, 0.5)
+    assert (request.state, 15 < len(asked_again) < 25) == ("waiting", True)
+    first.ask("first", ASKED)
+    steps(second, 0.6)
+    second.run(request)
+    assert request.offered == 4 * CHUNK
+    second.assert_at_rest()
+
+
+def test_what_never_comes_is_computed_after_load_wait(two):
+    _, second = two
+    request = second.submit("second", ASKED, computed_elsewhere=len(ASKED))
+    steps(second, 1.95)
+    assert request.state == "waiting"
+    steps(second, 2.05)
+    assert request.state == "running"
+    second.run(request)
+    second.assert_at_rest()
+
+
+def test_nobody_waits_longer_than_computing_what_is_late_takes(two):
+    _, second = two
+    second.side._waiting._always = False
+    computes(second, CHUNK / 0.1)
+    request = second.submit("second", ASKED, computed_elsewhere=len(ASKED))
+    steps(second, 0.35)
+    assert request.state == "waiting"
+    steps(second, 0.45)
+    assert request.state == "running"
+    second.run(request)
+
+
+@pytest.mark.parametrize("computed", [0, CHUNK - 1], ids=["nothing", "less than a chunk"])
+def test_nobody_waits_for_what_no_engine_has_computed(two, computed):
+    _, second = two
+    request = second.submit("second", ASKED, computed_elsewhere=computed)
+    steps(second, 0.05)
+    assert request.state == "running"
+    second.run(request)
+
+
+def test_nobody_waits_where_no_store_can_be_asked(host):  # noqa: F811
+    engine = host(clock=Clock())
+    engine.step()
+    request = engine.submit("1", ASKED, computed_elsewhere=len(ASKED))
+    engine.step()
+    assert request.state == "running"
+    engine.run(request)
