@@ -16,12 +16,12 @@ CORE = "kvtier_core"
 #: Packages and files, and the lines of Python that all of them may have, docstrings and blanks included.
 BUDGETS = {
     "data plane": (
-        7075,  # aim: 5700
+        7100,  # aim: 5700
         [f"{CORE}/{each}" for each in ("types.py", "layouts.py", "errors.py", "interfaces", "frames", "stack")]
         + [f"{CORE}/transfer/io_pool.py"],
     ),
-    "server": (3535, [f"{CORE}/server"]),
-    "core": (35784, [CORE]),  # aim: 25500, without the server
+    "server": (3539, [f"{CORE}/server"]),
+    "core": (36003, [CORE]),  # aim: 25500, without the server
     "testing kit": (4933, [f"{CORE}/testing"]),
     "plugins": (9069, ["plugins/*/kvtier_*"]),
 }

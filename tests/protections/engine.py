@@ -15,6 +15,8 @@ REPORTS = "kvtier_core/engine/worker_reports.py"
 STORES = "kvtier_core/engine/scheduler/store_jobs.py"
 LOADS = "kvtier_core/engine/scheduler/loads.py"
 TRACKED = "kvtier_core/engine/scheduler/requests.py"
+HANDOVERS = "kvtier_core/engine/scheduler/handovers.py"
+APART = "tests/engine/test_handovers.py::"
 SELF_TEST_GATE = "kvtier_core/engine/scheduler/self_test_gate.py"
 REQUEST_VIEW = "kvtier_core/engine/request_view.py"
 SELF_TEST = "kvtier_core/engine/self_test.py"
@@ -30,6 +32,55 @@ GROUPS = "tests/engine/test_groups.py::"
 BESIDE = "tests/vllm/test_beside_others.py::"
 
 MUTANTS = (
+    Mutant(
+        "leases-never-end",
+        HANDOVERS,
+        "if lease.ends <= self._clock():",
+        "if False:",
+        APART + "test_what_is_handed_over_is_pinned_until_a_step_after_its_lease",
+    ),
+    Mutant(
+        "leases-pin-the-whole-arena",
+        HANDOVERS,
+        "_SHARE = 2",
+        "_SHARE = 1",
+        APART + "test_leases_pin_no_more_than_half_of_the_arena_the_oldest_ends_first",
+    ),
+    Mutant(
+        "what-is-still-being-stored-is-not-kept",
+        HANDOVERS,
+        "lease.settled = not found.pending",
+        "lease.settled = True",
+        APART + "test_what_is_handed_over_is_pinned_until_a_step_after_its_lease",
+    ),
+    Mutant(
+        "leases-outlive-their-namespace",
+        SCHEDULER,
+        "        self._handovers.release_all()\n",
+        "",
+        APART + "test_leases_end_with_their_namespace",
+    ),
+    Mutant(
+        "what-is-late-is-computed",
+        SCHEDULER,
+        "awaited = self._with_late(state, found)",
+        "awaited = found",
+        APART + "test_what_comes_late_is_asked_for_again_and_loaded",
+    ),
+    Mutant(
+        "what-is-late-is-asked-for-in-every-step",
+        SCHEDULER,
+        "self._clock() + _ASK_AGAIN",
+        "self._clock()",
+        APART + "test_what_comes_late_is_asked_for_again_and_loaded",
+    ),
+    Mutant(
+        "waits-where-nothing-can-be-asked",
+        SCHEDULER,
+        " or not state.late_from",
+        "",
+        APART + "test_nobody_waits_where_no_store_can_be_asked",
+    ),
     Mutant(
         "elements-of-one-stage-are-those-of-all",
         "kvtier_core/engine/ranks.py",
@@ -152,8 +203,8 @@ MUTANTS = (
     Mutant(
         "no-token-left-to-compute",
         SCHEDULER,
-        "return view.tokens - 1 if self._boundaries and not self._lookahead else view.tokens",
-        "return view.tokens",
+        "return tokens - 1 if self._boundaries and not self._lookahead else tokens",
+        "return tokens",
         GROUPS + "test_one_token_is_always_left_to_compute",
     ),
     Mutant(

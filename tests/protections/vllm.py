@@ -12,6 +12,20 @@ BESIDE = "tests/vllm/test_beside_others.py::"
 
 MUTANTS = (
     Mutant(
+        "two-connectors-answer-to-the-same-words",
+        CONNECTOR,
+        "reads_handovers=all(report.is_alone for report in self._reports)",
+        "reads_handovers=True",
+        BESIDE + "test_beside_others_kvtier_leaves_words_about_prefill_and_decode_to_them",
+    ),
+    Mutant(
+        "anything-is-a-flag",
+        "kvtier_core/vllm/requests/disaggregation.py",
+        "if not all(flag is None or isinstance(flag, bool) for flag in (decode, prefill)):",
+        "if False:",
+        "tests/vllm/test_disaggregation.py::test_what_is_not_well_said_is_as_if_it_were_not",
+    ),
+    Mutant(
         "keys-lie-as-their-tensor-says",
         "kvtier_core/vllm/layout.py",
         "Elements(heads, tokens, keys, 0, of_head, 1, tokens)",

@@ -121,6 +121,7 @@ class Engine:
         }
         defaults["kv_transfer_config"] = None if kvtier is None else transfer
         self.llm = LLM(str(model), **{**defaults, **options})
+        self.parameters: dict[str, Any] | None = None  #: kv_transfer_params of the last answer
         self._known = 0  # requests whose outcome was told before
 
     @property
@@ -139,22 +140,33 @@ class Engine:
     def manager(self):
         return self.connector.side.manager
 
-    def ask(self, *prompts: Sequence[int], tokens: int = 4, salt: str | None = None) -> list[Answer]:
+    def ask(self, *prompts: Sequence[int], tokens: int = 4, salt: str | None = None, **options: Any) -> list[Answer]:
         return self.generate(
             *({"prompt_token_ids": list(prompt), **({"cache_salt": salt} if salt else {})} for prompt in prompts),
             tokens=tokens,
+            **options,
         )
 
-    def generate(self, *prompts: dict[str, Any], tokens: int = 4, adapter: Any = None) -> list[Answer]:
-        """Answers to prompts as vLLM takes them, with a LoRARequest or none."""
+    def generate(
+        self, *prompts: dict[str, Any], tokens: int = 4, adapter: Any = None, parameters: Mapping | None = None
+    ) -> list[Answer]:
+        """Answers to prompts as vLLM takes them, with a LoRARequest or none, and kv_transfer_params or none."""
         from vllm import SamplingParams
 
         outputs = self.llm.generate(
             list(prompts),
-            SamplingParams(temperature=0, max_tokens=tokens, logprobs=1, detokenize=False, ignore_eos=True),
+            SamplingParams(
+                temperature=0,
+                max_tokens=tokens,
+                logprobs=1,
+                detokenize=False,
+                ignore_eos=True,
+                extra_args=parameters and {"kv_transfer_params": dict(parameters)},
+            ),
             lora_request=adapter,
             use_tqdm=False,
         )
+        self.parameters = outputs[-1].kv_transfer_params
         return [
             Answer(
                 tuple(output.outputs[0].token_ids),

@@ -27,10 +27,11 @@ def live(path: str, model: str, kvtier: dict[str, Any], options: dict[str, Any])
             asked = json.loads(line)
             if asked["reset"]:
                 engine.llm.reset_prefix_cache(reset_connector=True)
-            answer = engine.ask(asked["prompt"])[0]
+            answer = engine.ask(asked["prompt"], **asked["options"])[0]
             told = {"answer": attrs.astuple(answer), "outcome": attrs.asdict(engine.outcomes()[-1]), "pid": os.getpid()}
-            test.write(json.dumps(told) + "\n")
+            test.write(json.dumps({**told, "parameters": engine.parameters}) + "\n")
             test.flush()
+            engine.settle()  # as a server does, which steps on for what is stored
     engine.close()
 
 
@@ -40,14 +41,16 @@ class OtherEngine:
     def __init__(self, stream: Any):
         self._stream = stream
         self.outcome: Outcome | None = None  #: of the last prompt
+        self.parameters: dict[str, Any] | None = None  #: kv_transfer_params of the last answer
         self.pid = 0  #: after the first prompt
 
-    def ask(self, prompt: Sequence[int], *, reset: bool = False) -> Answer:
+    def ask(self, prompt: Sequence[int], *, reset: bool = False, **options: Any) -> Answer:
         """The answer to a prompt; before it vLLM is told to reset its caches, ours too, if ``reset``."""
-        self._stream.write(json.dumps({"prompt": list(prompt), "reset": reset}) + "\n")
+        self._stream.write(json.dumps({"prompt": list(prompt), "reset": reset, "options": options}) + "\n")
         self._stream.flush()
         told = json.loads(self._stream.readline())
         self.outcome, self.pid = Outcome(**told["outcome"]), told["pid"]
+        self.parameters = told["parameters"]
         tokens, logprobs, cached = told["answer"]
         return Answer(tuple(tokens), tuple(logprobs), cached)
 

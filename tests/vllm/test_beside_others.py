@@ -272,6 +272,14 @@ def test_answers_are_exact_beside_vllms_example_connector(engine, truth, tmp_pat
         assert (warm.cached, warm.differs(truth[9][0]) < NOISE) == (512, True)
 
 
+def test_beside_others_kvtier_leaves_words_about_prefill_and_decode_to_them(engine):
+    """vLLM ends if two connectors answer to them."""
+    with engine(**together(kvtier(cpu()), kvtier(cpu()))) as served:
+        served.ask(asked_of(9)[0], tokens=1, parameters={"do_remote_decode": True})
+        assert served.parameters is None
+        served.assert_at_rest()
+
+
 def test_two_kvtiers_with_a_disk_each(engine, truth, tmp_path, runtime):
     stacks = [cpu_and_disk(tmp_path / name) for name in ("one", "two")]
     with engine(**together(*map(kvtier, stacks))) as served:

@@ -1,0 +1,136 @@
+"""Prefill apart from decode with real vLLM: the words of proxies, and engines in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+import pytest
+from conftest import cpu, hit, prompt
+from other_engine import beside
+from test_peer_engines import address_of, meets, node  # noqa: F401 - a fixture
+from test_server import NOISE
+
+from kvtier_core.vllm.requests.disaggregation import computed_elsewhere, handed_over, is_continued_elsewhere
+
+ASKED, ANOTHER = prompt(160, 530), prompt(161, 530)
+
+#: What vLLM's toy proxy says to the engine that computes the prompt.
+PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("said", "continued", "computed"),
+    [
+        (None, False, 0),
+        ([], False, 0),
+        ({}, False, 0),
+        (PREFILL, True, 0),
+        ({"do_remote_prefill": True}, False, 530),
+        ({"do_remote_prefill": True, "do_remote_decode": None, "remote_num_tokens": None}, False, 530),
+        (handed_over(512, "engine", "request"), False, 512),
+        (handed_over(0, "engine", "request"), False, 0),
+        ({"do_remote_prefill": True, "remote_num_tokens": 10**9}, False, 530),
+        ({"do_remote_prefill": True, "remote_num_tokens": -1}, False, 0),
+        ({"do_remote_prefill": True, "remote_num_tokens": "512"}, False, 0),
+        ({"do_remote_prefill": True, "remote_num_tokens": True}, False, 0),
+        ({"do_remote_prefill": True, "do_remote_decode": True}, False, 0),
+        ({"do_remote_prefill": "true"}, False, 0),
+        ({"do_remote_prefill": True, "do_remote_decode": 0}, False, 0),
+        ({"do_remote_decode": 1}, False, 0),
+        ({"do_remote_decode": True, "do_remote_prefill": []}, False, 0),
+    ],
+    ids=str,
+)
+def test_what_is_not_well_said_is_as_if_it_were_not(said, continued, computed):
+    assert (is_continued_elsewhere(said), computed_elsewhere(said, 530)) == (continued, computed)
+
+
+def prefill(engine, asked):
+    """Have an engine compute a prompt, as a proxy does. What it says to the one that decodes."""
+    engine.ask(asked, tokens=1, parameters=PREFILL)
+    return engine.parameters
+
+
+def test_the_engine_that_decodes_has_the_prompt_from_the_one_that_computed_it(engine, fork_server, model, meets):  # noqa: F811
+    with engine(cpu(), enable_prefix_caching=True) as alone:
+        alone.ask(ASKED)
+        expected = alone.ask(ASKED)[0]
+    first = node()
+    with (
+        beside(fork_server, model, first) as prefiller,
+        engine({**node(address_of(first)), "load_wait": "5s"}) as decoder,
+    ):
+        meets(address_of(first))
+        words = prefill(prefiller, ASKED)
+        assert (words["do_remote_prefill"], words["remote_num_tokens"]) == (True, 512)
+        assert PREFILL.keys() <= words.keys()
+        assert decoder.ask(ASKED, parameters=words)[0].differs(expected) == 0
+        assert (decoder.outcomes(), decoder.parameters) == ([hit(530, peers=512)], None)
+        decoder.assert_at_rest()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_prompt_whose_engine_ends_or_stops_is_computed_after_load_wait(engine, fork_server, model, meets, how):  # noqa: F811
+    with engine() as plain:
+        truth = plain.ask(ASKED)[0]
+    first = node()
+    with (
+        beside(fork_server, model, first) as prefiller,
+        engine({**node(address_of(first)), "load_wait": "1s"}) as decoder,
+    ):
+        meets(address_of(first))
+        words = prefill(prefiller, ASKED)
+        os.kill(prefiller.pid, how)
+        assert decoder.ask(ASKED, parameters=words)[0].differs(truth) < NOISE
+        (outcome,) = decoder.outcomes()
+        assert (outcome.loaded, outcome.waited < 1.5) == (0, True)
+        decoder.assert_at_rest()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(prefiller.pid, signal.SIGKILL)
+
+
+def test_what_was_handed_over_stays_pinned_for_its_lease(engine):
+    with engine(cpu()) as prefiller:
+        words = prefill(prefiller, ASKED)
+        assert words["remote_num_tokens"] == 512
+        prefiller.settle()
+        prefiller.ask(ANOTHER)
+        assert prefiller.manager.pins_by_holder().total() == 8
+        prefiller.connector.side._handovers._clock = lambda: time.monotonic() + 60
+        prefiller.ask(ANOTHER)
+        prefiller.assert_at_rest()
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (ASKED[:60], {"do_remote_prefill": True}),
+        (ASKED, {"do_remote_prefill": True, "do_remote_decode": True}),
+        (ASKED, {"do_remote_prefill": True, "remote_num_tokens": "512"}),
+        (ASKED, {"do_remote_prefill": "yes", "remote_host": 7, "remote_port": {}}),
+    ],
+    ids=["less than a chunk", "both", "tokens", "flags"],
+)
+def test_what_no_engine_can_have_computed_is_not_waited_for(engine, words, asked):
+    with engine({**node(), "load_wait": "60s"}) as decoder:
+        decoder.ask(asked, parameters=words)
+        (outcome,) = decoder.outcomes()
+        assert (outcome.waited < 5, decoder.parameters) == (True, None)
+        decoder.assert_at_rest()
+
+
+def test_of_a_prompt_that_is_shorter_than_a_chunk_nothing_is_kept(engine):
+    with engine(cpu()) as prefiller:
+        words = prefill(prefiller, ASKED[:60])
+        assert (words["do_remote_prefill"], words["remote_num_tokens"]) == (False, 0)
+        prefiller.assert_at_rest()
