@@ -39,8 +39,9 @@ logger = logging.getLogger("kvtier")
 #: Seconds without an event after which the engine need not keep stepping for transfers: a tier may hang.
 _STALL_TIMEOUT = 5.0
 
-#: Seconds between two questions for what another engine has just computed and does not show yet.
-_ASK_AGAIN = 0.025
+#: Seconds between two questions for what another engine has just computed and does not show yet; or so large a part of
+#: what the request has waited, if that is longer: some stores charge for questions.
+_ASK_AGAIN, _ASK_AGAIN_SHARE = 0.025, 0.25
 
 #: Seconds that a step which computes nothing waits for the I/O threads. Without the wait the engine would step again at
 #: once and take the GIL from them.
@@ -154,7 +155,8 @@ class SchedulerSide:
         first = computed // self.chunk_tokens
         keys = self._requests.keys(state, self._loadable(view.tokens))[first:]
         if view.computed_elsewhere and self._clock() >= state.asks_again:
-            state.late_from, state.asks_again = self.manager.ask_again(keys), self._clock() + _ASK_AGAIN
+            pause = max(_ASK_AGAIN, _ASK_AGAIN_SHARE * sum(state.waits.values()))
+            state.late_from, state.asks_again = self.manager.ask_again(keys), self._clock() + pause
         found = self._loads.find(state, keys, self._waiting.limit(state))
         state.shared, state.declined = first + found.chain, found.declined
         awaited = self._with_late(state, found)

@@ -70,7 +70,7 @@ MUTANTS = (
     Mutant(
         "what-is-late-is-asked-for-in-every-step",
         SCHEDULER,
-        "self._clock() + _ASK_AGAIN",
+        "self._clock() + pause",
         "self._clock()",
         APART + "test_what_comes_late_is_asked_for_again_and_loaded",
     ),

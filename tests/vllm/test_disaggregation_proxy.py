@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -33,11 +34,9 @@ def servers(model, with_words, tmp_path):
         folder.mkdir()
     first = node()
     second = {**node(address_of(first)), "load_wait": "20s"}
-    with (
-        serving(folders[0], model, first, *options) as prefiller,
-        serving(folders[1], model, second, *options) as decoder,
-    ):
-        yield prefiller, decoder
+    with contextlib.ExitStack() as open_now, ThreadPoolExecutor(2) as starting:
+        contexts = [serving(*each, *options) for each in zip(folders, (model, model), (first, second), strict=True)]
+        yield tuple(starting.map(open_now.enter_context, contexts))
 
 
 @pytest.fixture
