@@ -27,7 +27,7 @@ def hand_over(host, *prompts, **more):  # noqa: F811
 
 def test_what_is_handed_over_is_pinned_until_a_step_after_its_lease(host):  # noqa: F811
     engine = host(clock=Clock())
-    engine.late_stores = 2
+    engine.late_stores = 9
     assert hand_over(engine, ASKED) == [4 * CHUNK]
     for engine.side._clock.now, pins in ((LEASE - 0.1, 4), (LEASE, 0)):
         engine.step()

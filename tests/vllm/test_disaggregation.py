@@ -10,6 +10,7 @@ import time
 import pytest
 from conftest import cpu, hit, prompt
 from other_engine import beside
+from sizes import some
 from test_peer_engines import address_of, meets, node  # noqa: F401 - a fixture
 from test_server import NOISE
 
@@ -79,7 +80,7 @@ def test_the_engine_that_decodes_has_the_prompt_from_the_one_that_computed_it(en
         decoder.assert_at_rest()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("how", some([signal.SIGKILL, signal.SIGSTOP]), ids=["killed", "stopped"])
 def test_a_prompt_whose_engine_ends_or_stops_is_computed_after_load_wait(engine, fork_server, model, meets, how):  # noqa: F811
     with engine() as plain:
         truth = plain.ask(ASKED)[0]
@@ -111,26 +112,19 @@ def test_what_was_handed_over_stays_pinned_for_its_lease(engine):
         prefiller.assert_at_rest()
 
 
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        (ASKED[:60], {"do_remote_prefill": True}),
-        (ASKED, {"do_remote_prefill": True, "do_remote_decode": True}),
-        (ASKED, {"do_remote_prefill": True, "remote_num_tokens": "512"}),
-        (ASKED, {"do_remote_prefill": "yes", "remote_host": 7, "remote_port": {}}),
-    ],
-    ids=["less than a chunk", "both", "tokens", "flags"],
-)
-def test_what_no_engine_can_have_computed_is_not_waited_for(engine, words, asked):
+def test_what_no_engine_can_have_computed_is_not_waited_for(engine):
+    """A prompt shorter than a chunk, of which none is kept; contradictions, and garbage."""
     with engine({**node(), "load_wait": "60s"}) as decoder:
-        decoder.ask(asked, parameters=words)
-        (outcome,) = decoder.outcomes()
-        assert (outcome.waited < 5, decoder.parameters) == (True, None)
+        short = prefill(decoder, ASKED[:60])
+        assert (short["do_remote_prefill"], short["remote_num_tokens"]) == (False, 0)
+        for asked, words in (
+            (ASKED[:60], short),
+            (ASKED[:60], {"do_remote_prefill": True}),
+            (ASKED, {"do_remote_prefill": True, "do_remote_decode": True}),
+            (ANOTHER, {"do_remote_prefill": True, "remote_num_tokens": "512"}),
+            (prompt(162, 530), {"do_remote_prefill": "yes", "remote_host": 7, "remote_port": {}}),
+        ):
+            decoder.ask(asked, parameters=words)
+            assert decoder.parameters is None
+        assert max(outcome.waited for outcome in decoder.outcomes()) < 5
         decoder.assert_at_rest()
-
-
-def test_of_a_prompt_that_is_shorter_than_a_chunk_nothing_is_kept(engine):
-    with engine(cpu()) as prefiller:
-        words = prefill(prefiller, ASKED[:60])
-        assert (words["do_remote_prefill"], words["remote_num_tokens"]) == (False, 0)
-        prefiller.assert_at_rest()
