@@ -119,6 +119,17 @@ def test_engines_that_share_a_store_find_what_the_other_one_stored(host):
     second.assert_at_rest()
 
 
+@pytest.mark.parametrize("more", [0, 3])
+def test_another_engine_finds_as_much_of_a_prompt_as_was_said_to_be_kept_for_it(host, more):
+    first, second, asked = host(shared=True), host(shared=True), prompt(1, 6 * CHUNK + more)
+    computed = first.submit("first", asked, continued_elsewhere=True)
+    first.run(computed)
+    first.settle()
+    assert computed.kept >= 4 * CHUNK
+    assert second.ask("second", asked, computed_elsewhere=computed.kept) == computed.kept
+    second.assert_at_rest()
+
+
 @pytest.mark.parametrize("late", [0, 3])
 def test_stores_read_pages_before_others_overwrite_them(host, late):
     """The engine gives the blocks that left a window, and those of finished requests, to the next one at once."""
