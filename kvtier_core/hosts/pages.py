@@ -128,12 +128,21 @@ class PageStore:
     """
 
     def __init__(
-        self, config: StackConfig, namespace: Namespace, page_nbytes: int, *, replica: int = 0, replicas: int = 1
+        self,
+        config: StackConfig,
+        namespace: Namespace,
+        page_nbytes: int,
+        *,
+        replica: int = 0,
+        replicas: int = 1,
+        told: Callable[[], None] = lambda: None,
     ):
         """``namespace`` has all facts on which pages depend and which the host's keys do not cover.
 
-        ``replica`` is which of the ``replicas`` engines that share the configuration this is. Raises ConfigError.
+        ``replica`` is which of the ``replicas`` engines that share the configuration this is. ``told`` is called on any
+        thread when `poll` has a result; it waits for nothing. Raises ConfigError.
         """
+        self._told = told
         self._page_nbytes = page_nbytes
         self._wait = config.load_wait
         self._tickets = itertools.count()
@@ -197,7 +206,7 @@ class PageStore:
     def _submit(self, kind: type[_Job], pages: Mapping[bytes, memoryview | None]) -> int:
         job = kind(next(self._tickets), pages)
         if not self._hand_over(job):
-            self._results.append(Result(job.ticket, frozenset(), 0.0))
+            self._tell(job)
         return job.ticket
 
     def _call(self, work: Callable[[], object]) -> None:
@@ -253,6 +262,7 @@ class PageStore:
 
     def _tell(self, job: _Job) -> None:
         self._results.append(Result(job.ticket, frozenset(job.good), time.monotonic() - job.begun))
+        self._told()
 
     def _end_all(self) -> None:
         ended, self._jobs = self._jobs, []
@@ -263,6 +273,8 @@ class PageStore:
                 self._stack.release(job.holder(key))
 
     def _close(self) -> None:
+        if self._off:  # another thread has closed it meanwhile
+            return
         try:
             self._end_all()
             self._stack.close()

@@ -1,0 +1,154 @@
+"""The pages of one model, for hosts whose keys have its name and nothing of its content."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import attrs
+
+from kvtier_core.config.model import NAMED, StackConfig
+from kvtier_core.engine import weights
+from kvtier_core.errors import ConfigError, Problem
+from kvtier_core.hosts.pages import PageStore, Result
+from kvtier_core.transfer.io_pool import run, run_aside
+from kvtier_core.types import Namespace
+
+logger = logging.getLogger("kvtier")
+
+#: Seconds between two looks whether the files of the weights are the same. An engine takes longer to load others.
+_TICK = 1.0
+
+
+@attrs.frozen
+class Page:
+    """What a page of a host is like."""
+
+    layout: str  #: everything on which the meaning of its bytes depends
+    nbytes: int
+
+
+class ModelPages:
+    """A `PageStore` for the pages of one model, open when its weights are known and a page was seen.
+
+    The pages are all alike: others than the first one are refused. When the files of the weights change it is closed
+    for good: nobody knows which weights later pages are of. Any thread may call any method; only `close` waits.
+    """
+
+    def __init__(
+        self,
+        config: StackConfig,
+        model: str,
+        folder: Path,
+        facts: Mapping[str, object],
+        *,
+        replica: int = 0,
+        replicas: int = 1,
+        told: Callable[[], None] = lambda: None,
+    ):
+        """``folder`` has the weights of the engines that give this name, ``facts`` what else is not in the host's keys.
+
+        ``replica``, ``replicas`` and ``told`` are those of `PageStore`. Raises ConfigError if there are no weights.
+        """
+        self._config, self._model, self._folder = config, model, folder
+        self._facts = {**facts, "model": model}
+        self._options = {"replica": replica, "replicas": replicas, "told": told}
+        self._wake = threading.Event()
+        self._lock = threading.Lock()  # of all below
+        self._page: Page | None = None
+        self._store: PageStore | None = None
+        self._refused: set[Page] = set()
+        self._ended = ""  # why nothing is served any more
+        found = run(self._state)
+        if found.error is not None or found.value == ():
+            why = f"the weights of {model} cannot be read: {found.error or f'there are none in {folder}'}"
+            raise ConfigError([Problem("models", f"$.{model}", why, f"or set identity: {{weights: {NAMED}…}}")])
+        self._before = found.value
+        run_aside(self._serve, "model")
+
+    @property
+    def ended(self) -> str:
+        """Why this model is not served any more; empty while it is, or will be."""
+        return self._ended
+
+    @property
+    def is_open(self) -> bool:
+        """Is it served?"""
+        return self._store is not None and not self._ended
+
+    def store_for(self, page: Page) -> PageStore | None:
+        """Where such pages are; None: nowhere, or not yet."""
+        with self._lock:
+            if self._page is None:
+                self._page = page
+                self._wake.set()
+            if self._ended:
+                return None
+            if page == self._page:
+                return self._store
+            if page not in self._refused:
+                self._refused.add(page)
+                logger.warning(
+                    "kvtier: %s has pages of several kinds; only the first is stored: %s, and not %s",
+                    *(self._model, self._page.layout, page.layout),
+                )
+        return None
+
+    def poll(self) -> list[Result]:
+        """As `PageStore.poll`."""
+        store = self._store
+        return store.poll() if store else []
+
+    def close(self) -> None:
+        """Let writes under way finish for some seconds, then close every tier."""
+        self._end("it is closed")
+        if self._store:
+            self._store.close()
+
+    def _end(self, why: str) -> None:
+        with self._lock:
+            self._ended = self._ended or why
+        self._wake.set()
+
+    # -- the model's thread ------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        outcome = run(self._open_and_watch)
+        if outcome.error is not None:
+            self._end(f"{type(outcome.error).__name__}: {outcome.error}")
+            logger.error("kvtier: %s is not served any more: %s", self._model, self._ended)
+        if self._store:
+            self._store.close()
+
+    def _open_and_watch(self) -> None:
+        facts = {**self._facts, "weights": self._weights()}
+        while not self._ended:
+            if self._state() != self._before:
+                raise OSError(f"the files in {self._folder} have changed; restart the host with its engines")
+            if self._page and not self._store:
+                facts |= {"page": self._page.layout}
+                store = PageStore(self._config, Namespace.of(facts), self._page.nbytes, **self._options)
+                with self._lock:
+                    self._store = store
+            self._wake.wait(_TICK)
+            self._wake.clear()
+
+    def _state(self) -> object:
+        """A value that changes whenever a file of the weights does. Raises OSError."""
+        return None if self._config.identity.named else weights.state(weights.loadable(self._folder))
+
+    def _weights(self) -> str:
+        """A fact. Reads all files of the weights, unless their digest is cached. Raises OSError and ValueError."""
+        asked = self._config.identity
+        if asked.named:
+            logger.warning(
+                "kvtier: the weights of %s are taken to be %s; this is not checked", self._model, asked.weights
+            )
+            return asked.weights
+        sampled = asked.weights == "sampled"
+        digest = weights.digest(self._folder, sampled=sampled)
+        if digest is None:
+            raise ValueError(f"there are no weights in {self._folder}")
+        return f"sampled {digest}" if sampled else digest
