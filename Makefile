@@ -59,7 +59,7 @@ test-oldest: $(VENV)/ready
 LMCACHE := 0.5.6
 
 test-hosts: $(VENV)/ready programs
-	$(UV) pip install --quiet --no-deps --target build/lmcache-$(LMCACHE) lmcache==$(LMCACHE) aiofiles
+	$(UV) pip install --quiet --no-deps --target build/lmcache-$(LMCACHE) lmcache==$(LMCACHE) aiofiles==25.1.0
 	PYTHONPATH=build/lmcache-$(LMCACHE) $(BIN)/python -m pytest tests/hosts/test_lmcache.py
 
 # What tests start besides Python: Redis, a file system with checksums for the tests of a bad sector, and a library that

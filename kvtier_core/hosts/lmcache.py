@@ -220,8 +220,8 @@ def _checked(params: Mapping[str, Any]) -> tuple[Any, Mapping[str, str]]:
         why = f"it has {sorted(params)}, and not config, a file or its keys, and models"
         raise ConfigError([Problem("adapter_params", "$", why)])
     if not isinstance(models, Mapping) or not models or not all(isinstance(each, str) for each in models.values()):
-        why, hint = "it names no model", 'write {"NAME": "FOLDER OF ITS WEIGHTS"}'
-        raise ConfigError([Problem("adapter_params", "$.models", why, hint)])
+        hint = 'write {"NAME": "FOLDER OF ITS WEIGHTS"}'
+        raise ConfigError([Problem("adapter_params", "$.models", "it names no model", hint)])
     return config, models
 
 

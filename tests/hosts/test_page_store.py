@@ -210,6 +210,17 @@ def test_jobs_of_many_threads_end_although_the_store_is_closed_meanwhile(host, t
     assert pages.store.poll() == []
 
 
+def test_many_threads_may_close_it(host, tmp_path, caplog):
+    pages = host(disk(tmp_path / "kv"))
+    pages.put()
+    threads = [threading.Thread(target=pages.store.close) for _ in range(8)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert "neither stored nor found" not in caplog.text
+
+
 def test_two_hosts_share_a_server(host, tmp_path):
     with one_server(tmp_path) as server:
         tier = {"type": "redis", "url": server.url}

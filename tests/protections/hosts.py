@@ -7,7 +7,9 @@ from protections.mutant import Mutant
 PAGES = "kvtier_core/hosts/pages.py"
 STACK = "kvtier_core/hosts/page_stack.py"
 VLLM = "kvtier_core/hosts/vllm_tiers.py"
+MODEL = "kvtier_core/hosts/model_pages.py"
 OF_PAGES = "tests/hosts/test_page_store.py::"
+OF_MODELS = "tests/hosts/test_model_pages.py::"
 OF_VLLM = "tests/vllm/test_offloading_host.py::"
 
 MUTANTS = (
@@ -73,5 +75,33 @@ MUTANTS = (
         "if not self._hand_over(job):",
         "if self._hand_over(job) is None:",
         OF_PAGES + "test_jobs_of_many_threads_end_although_the_store_is_closed_meanwhile",
+    ),
+    Mutant(
+        "many-closes-run-into-each-other",
+        PAGES,
+        "if self._off:  # another thread has closed it meanwhile",
+        "if False:",
+        OF_PAGES + "test_many_threads_may_close_it",
+    ),
+    Mutant(
+        "a-host-goes-by-the-name-of-the-model",
+        MODEL,
+        '{**self._facts, "weights": self._weights()}',
+        "self._facts",
+        OF_MODELS + "test_other_weights_under_the_same_name_find_nothing",
+    ),
+    Mutant(
+        "a-host-serves-on-when-weights-change",
+        MODEL,
+        "if self._state() != self._before:",
+        "if False:",
+        OF_MODELS + "test_weights_that_change_meanwhile_end_it",
+    ),
+    Mutant(
+        "pages-of-any-kind",
+        MODEL,
+        "if page == self._page:",
+        "if page.nbytes == self._page.nbytes:",
+        OF_MODELS + "test_pages_of_a_second_kind_are_refused",
     ),
 )

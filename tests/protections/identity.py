@@ -17,8 +17,6 @@ REQUEST_TESTS = "tests/vllm/test_request_identity.py::"
 WEIGHT_TESTS = "tests/vllm/test_weights.py::"
 MIXED_UP = "tests/vllm/test_images.py::test_what_the_engine_mixed_up_under_one_name_is_not_kept"
 WATCH = "kvtier_core/vllm/weight_watch.py"
-MODEL_PAGES = "kvtier_core/hosts/model_pages.py"
-MODEL_PAGE_TESTS = "tests/hosts/test_model_pages.py::"
 CHANGED = "tests/vllm/test_changed_weights.py::test_changed_weights_meet_no_kv_of_before[False-"
 
 MUTANTS = (
@@ -295,26 +293,5 @@ MUTANTS = (
         "if not self._modules.are_the_same() or not self._parameters.are_the_same():",
         "if False:",
         CHANGED + "other_objects]",
-    ),
-    Mutant(
-        "a-host-goes-by-the-name-of-the-model",
-        MODEL_PAGES,
-        '{**self._facts, "weights": self._weights()}',
-        "self._facts",
-        MODEL_PAGE_TESTS + "test_other_weights_under_the_same_name_find_nothing",
-    ),
-    Mutant(
-        "a-host-serves-on-when-weights-change",
-        MODEL_PAGES,
-        "if self._state() != self._before:",
-        "if False:",
-        MODEL_PAGE_TESTS + "test_weights_that_change_meanwhile_end_it",
-    ),
-    Mutant(
-        "pages-of-any-kind",
-        MODEL_PAGES,
-        "if page == self._page:",
-        "if page.nbytes == self._page.nbytes:",
-        MODEL_PAGE_TESTS + "test_pages_of_a_second_kind_are_refused",
     ),
 )
