@@ -85,7 +85,7 @@ class KVTierL2Adapter(L2AdapterInterface):
         self._lookups: dict[int, _Task] = {}
         self._loads: dict[int, _Task] = {}
         self._calls: dict[tuple[str, int], _Task] = {}  # by model and ticket
-        self._strangers: set[str] = set()
+        self._refused: set[tuple[str, str]] = set()  # by model and reason
         self._models: dict[str, ModelPages] = {}
         facts = {"host": f"LMCache {lmcache.__version__}"}
         options = {"replicas": len(models), "told": self._signal}
@@ -172,14 +172,15 @@ class KVTierL2Adapter(L2AdapterInterface):
         return begun
 
     def _store_for(self, model: str, page: Page | None) -> PageStore | None:
-        if model in self._models:
-            return self._models[model].store_for(page) if page else None
-        if model not in self._strangers:
-            self._strangers.add(model)
-            logger.warning(
-                "kvtier: nothing of %s is stored: its weights are unknown; name their folder in adapter_params.models",
-                model,
-            )
+        if model not in self._models:
+            why = "its weights are unknown; name their folder in adapter_params.models"
+        elif page is None:
+            why = "LMCache encodes them (serde), or keeps them outside of host memory"
+        else:
+            return self._models[model].store_for(page)
+        if (model, why) not in self._refused:
+            self._refused.add((model, why))
+            logger.warning("kvtier: objects of %s are neither stored nor found: %s", model, why)
         return None
 
     def _draw_results(self) -> None:

@@ -240,11 +240,12 @@ def test_a_model_that_is_not_named_is_refused(adapter, caplog):
     strange = [key(0, model_name="org/strange")]
     assert not serving.store(strange)
     assert serving.lookup(strange) == serving.load(strange) == []
-    assert caplog.text.count("nothing of org/strange is stored: its weights are unknown; name their folder") == 1
+    told = "objects of org/strange are neither stored nor found: its weights are unknown; name their folder"
+    assert caplog.text.count(told) == 1
     assert not serving.store([KEYS[0], *strange]), "a task fails as a whole"
 
 
-def test_objects_of_another_shape_or_encoded_by_lmcache_are_refused(adapter):
+def test_objects_of_another_shape_or_encoded_by_lmcache_are_refused(adapter, caplog):
     serving = adapter().open()
     assert not serving.store(layout=OTHER)
     assert serving.lookup(layout=OTHER) == []
@@ -252,6 +253,8 @@ def test_objects_of_another_shape_or_encoded_by_lmcache_are_refused(adapter):
     encoded.set_used_size(1000)
     task = serving.real.submit_store_task(KEYS[:1], [encoded])
     assert not serving.real.pop_completed_store_tasks()[task].is_successful()
+    assert "objects of org/model are neither stored nor found: LMCache encodes them (serde)" in caplog.text
+    serving.free([encoded])
 
 
 def test_until_it_is_open_nothing_is_stored_and_nothing_found(adapter, model, monkeypatch):
