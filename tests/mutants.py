@@ -38,7 +38,8 @@ def survives(mutant: Mutant, copy: SourceCopy) -> str:
         return f"{mutant.code!r} stands {source.count(mutant.code)} times in {mutant.file}"
     file.write_text(source.replace(mutant.code, mutant.instead))
     try:
-        done = copy.test(["-x", "-q", mutant.test], capture_output=True, text=True)
+        beside = [ROOT / mutant.beside] if mutant.beside else []
+        done = copy.test(["-x", "-q", mutant.test], beside=beside, capture_output=True, text=True)
     finally:
         file.write_text(source)
     return "" if done.returncode == 1 else done.stdout[-2000:] + done.stderr[-1000:]

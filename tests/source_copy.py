@@ -40,10 +40,14 @@ class SourceCopy:
         (folder / "sitecustomize.py").write_text(_OURS_FIRST)
 
     def test(
-        self, arguments: Sequence[str], environment: Mapping[str, str] = os.environ, **options: Any
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str] = os.environ,
+        beside: Sequence[Path] = (),
+        **options: Any,
     ) -> subprocess.CompletedProcess:
-        """``pytest arguments`` in it."""
-        roots = [self.folder, *(self.folder / "plugins").glob("kvtier_*")]
+        """``pytest arguments`` in it; folders ``beside`` it have packages, too."""
+        roots = [self.folder, *(self.folder / "plugins").glob("kvtier_*"), *beside]
         return subprocess.run(
             [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
             cwd=self.folder,

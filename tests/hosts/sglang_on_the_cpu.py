@@ -33,9 +33,9 @@ import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from sglang.srt.managers.cache_controller import HiCacheController  # noqa: E402
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator  # noqa: E402
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool  # noqa: E402
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
-from sglang.srt.mem_cache.pool_host.mla import MLAHostAllocation, MLATokenToKVPoolHost  # noqa: E402
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 from sglang.srt.runtime_context import SpawnRanks, publish  # noqa: E402
@@ -67,25 +67,24 @@ def settings(folder: Path, **changes) -> None:
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0))
 
 
-def host_pool(layout: str, device=None) -> MHATokenToKVPoolHost:
+def host_pool(layout: str, device: MHATokenToKVPool | None = None) -> MHATokenToKVPoolHost:
     """A rank's host memory, with random numbers."""
-    device = device or MHATokenToKVPool(TOKENS, PAGE, torch.bfloat16, HEADS, DIM, LAYERS, "cpu", False)
-    capacity = {"host_to_device_ratio": 2.0, "host_size": 0, "device_capacity_tokens": TOKENS}
-    layers = {"start_layer": 0, "end_layer": LAYERS}
-    pool = MHATokenToKVPoolHost(
-        device._mha_buffer_info(), page_size=PAGE, layout=layout, pin_memory=False, **capacity, **layers
-    )
-    return scrambled(pool)
+    return scrambled(MHATokenToKVPoolHost((device or device_pool())._mha_buffer_info(), **_memory(layout)))
+
+
+def device_pool() -> MHATokenToKVPool:
+    return MHATokenToKVPool(TOKENS, PAGE, torch.bfloat16, HEADS, DIM, LAYERS, "cpu", False)
 
 
 def latent_pool(layout: str) -> MLATokenToKVPoolHost:
     """That of a rank of a model with latent attention."""
-    sizes = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "kv_cache_dim": 40}
-    shape = MLAHostAllocation(dtype=torch.bfloat16, size_per_token=40 * 2 * LAYERS, **sizes)
-    capacity = {"host_to_device_ratio": 2.0, "host_size": 0, "device_capacity_tokens": TOKENS}
-    layers = {"start_layer": 0, "end_layer": LAYERS, "target_layer_num": LAYERS}
-    pool = MLATokenToKVPoolHost(shape, page_size=PAGE, layout=layout, pin_memory=False, **capacity, **layers)
-    return scrambled(pool)
+    device = MLATokenToKVPool(TOKENS, PAGE, torch.bfloat16, 32, 8, LAYERS, "cpu", False)
+    return scrambled(MLATokenToKVPoolHost(device._mla_buffer_info(), target_layer_num=LAYERS, **_memory(layout)))
+
+
+def _memory(layout: str) -> dict[str, object]:
+    sizes = {"host_to_device_ratio": 2.0, "host_size": 0, "page_size": PAGE, "device_capacity_tokens": TOKENS}
+    return {**sizes, "layout": layout, "pin_memory": False, "start_layer": 0, "end_layer": LAYERS}
 
 
 def scrambled(pool):
@@ -97,7 +96,7 @@ class Host:
     """SGLang's own cache controller over a host memory, with its threads and one storage backend."""
 
     def __init__(self, backend: str, layout: str, extra: dict):
-        device = MHATokenToKVPool(TOKENS, PAGE, torch.bfloat16, HEADS, DIM, LAYERS, "cpu", False)
+        device = device_pool()
         allocator = TokenToKVPoolAllocator(TOKENS, torch.bfloat16, "cpu", device, False)
         self.pool = host_pool(layout, device)
         self.controller = HiCacheController(

@@ -1,17 +1,18 @@
-"""kvtier's tiers behind SGLang's HiCache: its own factory, host memory, cache controller and keys (sglang_on_the_cpu)."""
+"""kvtier's tiers behind SGLang's HiCache: its own factory, host memory, controller and keys (sglang_on_the_cpu)."""
 
 from __future__ import annotations
 
 import array
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from servers.redis import one_server
-from sglang_on_the_cpu import PAGE, TOKENS, Host, host_pool, latent_pool, model, settings
+from sglang_on_the_cpu import PAGE, Host, host_pool, latent_pool, model, settings
 
 import torch  # isort: skip
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
@@ -20,6 +21,7 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
 from kvtier_core.errors import ConfigError
+from kvtier_core.hosts.pages import PageStore
 
 PAGES = 12
 FRAME = 8192
@@ -30,9 +32,8 @@ RANK = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 
 
 
 @pytest.fixture(autouse=True)
-def weights(tmp_path, monkeypatch) -> Path:
+def weights(tmp_path) -> Path:
     """The folder of the model that SGLang has loaded in this process."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = model(tmp_path / "model")
     settings(folder)
     return folder
@@ -296,3 +297,14 @@ def test_a_pool_that_is_not_known_is_refused(backend, tmp_path):
     pool.__class__ = Another
     with pytest.raises(ConfigError, match="a Another in the layout page_first, are not known here"):
         backend(disk(tmp_path / "kv"), pool=pool)
+
+
+def test_a_result_that_never_comes_is_no_page(backend, tmp_path, monkeypatch):
+    pages = backend(disk(tmp_path / "kv"), load_wait="100ms")
+    pages.batch_set_v1(KEYS, INDICES)
+    monkeypatch.setattr(PageStore, "poll", lambda store: [])
+    found = []
+    asking = threading.Thread(target=lambda: found.append(pages.batch_get_v1(KEYS, INDICES)), daemon=True)
+    asking.start()
+    asking.join(20)
+    assert found == [[False] * PAGES]

@@ -1,4 +1,4 @@
-"""Pages of hosts, and vLLM's own offloading over kvtier's tiers."""
+"""Pages of hosts, vLLM's own offloading and SGLang's HiCache over kvtier's tiers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ MODEL = "kvtier_core/hosts/model_pages.py"
 OF_PAGES = "tests/hosts/test_page_store.py::"
 OF_MODELS = "tests/hosts/test_model_pages.py::"
 OF_VLLM = "tests/vllm/test_offloading_host.py::"
+HICACHE = "kvtier_core/hosts/hicache.py"
+OF_HICACHE = "tests/hosts/test_hicache.py::"
+SGLANG = "build/sglang-0.5.23"
 
 MUTANTS = (
     Mutant(
@@ -103,5 +106,93 @@ MUTANTS = (
         "if page == self._page:",
         "if page.nbytes == self._page.nbytes:",
         OF_MODELS + "test_pages_of_a_second_kind_are_refused",
+    ),
+    Mutant(
+        "hicache-under-any-weights",
+        HICACHE,
+        '"weights": _weights(settings, model, asked),',
+        "",
+        OF_HICACHE + "test_other_weights_find_nothing_and_take_nothing_away",
+        SGLANG,
+    ),
+    Mutant(
+        "hicache-under-any-settings",
+        HICACHE,
+        '**{f"SGLang, {name}": settings[name] for name in counted},',
+        "",
+        OF_HICACHE + "test_other_settings_find_nothing",
+        SGLANG,
+    ),
+    Mutant(
+        "hicache-ranks-meet",
+        HICACHE,
+        '"any" if same else rank.tp_rank',
+        '"any"',
+        OF_HICACHE + "test_ranks_have_pages_of_their_own_unless_their_attention_is_latent",
+        SGLANG,
+    ),
+    Mutant(
+        "hicache-adapters-by-name",
+        HICACHE,
+        'if settings["enable_lora"] or settings["lora_paths"]:',
+        "if False:",
+        OF_HICACHE + "test_an_engine_with_what_keys_do_not_cover_is_refused",
+        SGLANG,
+    ),
+    Mutant(
+        "hicache-pictures-by-name",
+        HICACHE,
+        "if is_multimodal_model(_architectures(model)):",
+        "if False:",
+        OF_HICACHE + "test_a_model_that_reads_pictures_is_refused",
+        SGLANG,
+    ),
+    Mutant(
+        "hicache-weights-of-any-folder",
+        HICACHE,
+        "if given and not os.path.samefile(loaded, given):",
+        "if False:",
+        OF_HICACHE + "test_another_folder_than_the_one_that_is_loaded_is_refused",
+        SGLANG,
+    ),
+    Mutant(
+        "hicache-stores-a-part-of-a-hybrid",
+        HICACHE,
+        "if host_pool_name != PoolName.KV:",
+        "if False:",
+        OF_HICACHE + "test_a_hybrid_model_is_refused_with_its_second_pool",
+        SGLANG,
+    ),
+    Mutant(
+        "hicache-stores-any-pool",
+        HICACHE,
+        "type(mem_pool_host) not in _POOLS or ",
+        "",
+        OF_HICACHE + "test_a_pool_that_is_not_known_is_refused",
+        SGLANG,
+    ),
+    Mutant(
+        "new-weights-are-no-news-for-hicache",
+        HICACHE,
+        "_note_new_weights(self)",
+        "None",
+        OF_HICACHE + "test_after_a_call_that_may_change_the_weights_nothing_is_stored_or_found",
+        SGLANG,
+    ),
+    Mutant(
+        "hicache-serves-what-was-not-read",
+        HICACHE,
+        "if key.encode() in good}",
+        "}",
+        OF_HICACHE + "test_a_flipped_byte_ends_the_prefix",
+        SGLANG,
+    ),
+    Mutant(
+        "hicache-waits-for-ever",
+        HICACHE,
+        "while keys is None and time.monotonic() < deadline:",
+        "while keys is None:",
+        OF_HICACHE + "test_a_result_that_never_comes_is_no_page",
+        SGLANG,
     ),
 )

@@ -12,3 +12,4 @@ class Mutant:
     code: str  #: stands once in the file
     instead: str
     test: str
+    beside: str = ""  #: a folder of packages that the test needs, which the Makefile makes
