@@ -110,6 +110,10 @@ def test_only_its_adapter_knows_lmcache():
     assert not importers("lmcache", "hosts.lmcache")
 
 
+def test_only_the_backend_of_its_cache_knows_sglang():
+    assert not importers("sglang", "hosts.hicache")
+
+
 def test_an_engine_is_served_without_torch_but_for_the_pages_themselves():
     """The self-test writes to the engine's tensors, and the worker side names their type."""
     others = [room for rooms in FLOORS for room in rooms.split() if room != "engine"]
