@@ -8,7 +8,7 @@ weights: everything else on which KV depends is in the namespace, or the engine 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
+import hashlib
 import json
 import logging
 import os
@@ -54,8 +54,9 @@ _OF_POOL = (
     *("layout", "dtype", "page_size", "layer_num", "start_layer", "end_layer", "head_num", "head_dim", "v_head_dim"),
     *("kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "storage_format_tag"),
 )
-#: SGLang's groups of settings on which KV may depend, and among them those on which it does not.
-_OF_KV = ("model", "exec", "spec", "parallel")
+#: SGLang's groups of settings on which KV does not depend (when requests are served, and where KV lies: the pool tells
+#: how), or which are refused where it does (lora, mm); and such settings of other groups. All others count.
+_HARMLESS_GROUPS = ("device", "disagg", "lora", "memory", "mm", "schedule", "serving")
 _HARMLESS = re.compile(
     "model_path|revision|download_dir|model_checksum|weight_loader_.*|cuda_graph_.*|watermark_.*|expert_distribution_.*"
     "|nccl_port|dist_.*|gated_launch_port|engine_info_bootstrap_port|nnodes|node_rank|load_balance_method|sampling_.*"
@@ -312,31 +313,21 @@ def _facts(
 ) -> dict[str, object]:
     """All on which the content of a page depends besides what its key covers, but for the pool. Raises ConfigError."""
     groups = namespace_of(type(get_server_args()))
-    counted = [name for name in groups if groups[name].split(".")[0] in _OF_KV and not _HARMLESS.fullmatch(name)]
+    counted = [name for name in groups if groups[name] not in _HARMLESS_GROUPS and not _HARMLESS.fullmatch(name)]
     variables = {name for name in os.environ if name.startswith("SGLANG_") and not _HARMLESS_VARIABLES.fullmatch(name)}
     same = rank.is_mla_model  # in all tensor-parallel ranks
     return {
         "format": FORMAT_VERSION,
         "engine": f"sglang {sglang.__version__}, torch {torch.__version__}",
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else settings["device"],
-        "plugins": _plugins(),
         "weights": _weights(settings, model, asked),
         "tensor-parallel rank": "any" if same else rank.tp_rank,
         "rank of the context": f"{rank.attn_cp_rank} of {rank.attn_cp_size}, {rank.dcp_rank} of {rank.dcp_size}",
         "stage": f"{rank.pp_rank} of {rank.pp_size}",
         "ranks with the same pages": rank.tp_size if same else 1,
         **{f"SGLang, {name}": settings[name] for name in counted},
-        **{name: os.environ[name] for name in variables},
+        **{name: hashlib.blake2b(os.environb[name.encode()], digest_size=16).hexdigest() for name in variables},
     }
-
-
-def _plugins() -> str:
-    """The packages that SGLang loads as plugins, with their versions."""
-    installed = importlib.metadata.entry_points()
-    found = [
-        each for group in installed.groups if group.startswith("sglang.") for each in installed.select(group=group)
-    ]
-    return ", ".join(sorted(f"{each.name} {each.dist.name} {each.dist.version}" for each in found if each.dist))
 
 
 def _weights(settings: Mapping[str, Any], model: Path, asked: IdentityConfig) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.metadata
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -42,7 +43,8 @@ class PageStack:
     ):
         """``wake`` is called on any thread when `step` has something to do. Raises ConfigError."""
         _check(config)
-        self._namespace = self._first_namespace = namespace.narrowed("host's page", f"{page_nbytes} bytes")
+        of_pages = namespace.narrowed("host's page", f"{page_nbytes} bytes")
+        self._namespace = self._first_namespace = of_pages.narrowed("installed packages", _installed())
         pages = KVGroup("pages", KVKind.FULL_ATTENTION, (page_nbytes,), 1, "uint8", KVStructure.OPAQUE)
         layout = ChunkLayout([pages], 1)  # type: ignore[arg-type]  # mypy misreads the converter
         context = OpenContext(self._namespace, layout, replica=replica, replicas=replicas)
@@ -158,6 +160,12 @@ def _check(config: StackConfig) -> None:
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def _installed() -> str:
+    """A digest of all packages and their versions: a host does not say whose code computes its pages."""
+    found = sorted({f"{each.name} {each.version}" for each in importlib.metadata.distributions()})
+    return hashlib.blake2b("\n".join(found).encode(), digest_size=16).hexdigest()
 
 
 def _copy(source: memoryview, into: memoryview) -> None:

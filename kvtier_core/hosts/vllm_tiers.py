@@ -8,8 +8,6 @@ namespace, or the engine is refused.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import importlib.metadata
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -251,7 +249,6 @@ def _facts(
                 **namespace.facts_of_code(config, asked),
                 **layout.facts_of_caches(config, kv_cache_config, current_platform.device_type),
                 **_facts_of_chunks(chunks),
-                "installed packages": _installed(),
             }
         )
     except UnidentifiedError as error:
@@ -266,11 +263,3 @@ def _facts_of_chunks(chunks: OffloadingConfig) -> dict[str, object]:
     plain = dataclasses.replace(chunks, parallel=parallel, model=dataclasses.replace(chunks.model, name=""))
     names = [field.name for field in dataclasses.fields(plain) if field.name not in _HARMLESS]
     return {f"vLLM's chunks, {name}": getattr(plain, name) for name in names}
-
-
-def _installed() -> str:
-    """A digest of all packages and their versions: the scheduler knows neither which attention backend the workers have
-    chosen nor whose code is in their model.
-    """
-    found = sorted({f"{each.name} {each.version}" for each in importlib.metadata.distributions()})
-    return hashlib.blake2b("\n".join(found).encode(), digest_size=16).hexdigest()
