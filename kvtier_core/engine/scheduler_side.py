@@ -88,7 +88,7 @@ class SchedulerSide:
         self._provenance = Provenance([group.block_tokens for group in layout.groups])
         self._loads = Loads(manager, layout)
         self._stores = StoreJobs(manager, layout.ranks, layout.shards)
-        self._handovers = Handovers(manager, layout, clock)
+        self._handovers = Handovers(manager, layout, clock, lent=config.server is not None)
         self._waiting = Waiting(config, clock)
         self.status = StatusPage(self.events.readings, manager.usage, self._where, clock)
         self._stepped = False  # has the stack been stepped since the last plan?

@@ -58,6 +58,21 @@ def test_leases_pin_no_more_than_half_of_the_arena_the_oldest_ends_first(host): 
     assert list(engine.manager.pins_by_holder().values()) == [6]
 
 
+def test_what_prompts_begin_with_alike_counts_once(host):  # noqa: F811
+    engine = host(chunks=12, clock=Clock())
+    alike = [ASKED[: 4 * CHUNK] + prompt(seed, CHUNK) for seed in (2, 3)]
+    assert hand_over(engine, *alike[:1]) == hand_over(engine, *alike[1:]) == [5 * CHUNK]
+    assert list(engine.manager.pins_by_holder().values()) == [5, 5]
+
+
+def test_nothing_is_pinned_in_memory_that_other_engines_need(host):  # noqa: F811
+    """That of a server: an idle engine takes no step in which its leases could end."""
+    engine = host(clock=Clock())
+    engine.side._handovers._lent = True
+    assert hand_over(engine, ASKED) == [4 * CHUNK]
+    engine.assert_at_rest()
+
+
 @pytest.mark.parametrize("why", ["bypassed", "short"])
 def test_what_another_engine_could_not_find_is_not_handed_over(host, why):  # noqa: F811
     engine = host()

@@ -47,6 +47,13 @@ MUTANTS = (
         APART + "test_leases_pin_no_more_than_half_of_the_arena_the_oldest_ends_first",
     ),
     Mutant(
+        "leases-in-a-servers-memory",
+        HANDOVERS,
+        "if self._lent:",
+        "if False:",
+        APART + "test_nothing_is_pinned_in_memory_that_other_engines_need",
+    ),
+    Mutant(
         "what-is-still-being-stored-is-not-kept",
         HANDOVERS,
         "lease.settled = not found.pending",

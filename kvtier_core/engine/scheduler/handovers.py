@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -34,11 +35,14 @@ class Handovers:
     A lease ends in the first step after `LEASE` seconds: an engine that takes no step needs no memory.
     """
 
-    def __init__(self, stack: Stack, layout: ChunkLayout, clock: Callable[[], float]):
+    def __init__(self, stack: Stack, layout: ChunkLayout, clock: Callable[[], float], *, lent: bool):
+        """``lent``: the arena is a server's. Nothing is pinned: other engines need it while this one takes no step."""
         self._stack = stack
+        self._lent = lent
         self._chunk_nbytes = sum(part.frame_nbytes for part in layout.parts)
         self._clock = clock
         self._leases: dict[str, _Lease] = {}  # by holder, the first to end first
+        self._chunks: Counter[ChunkKey] = Counter()  # of their paths: prompts may begin alike
         self._numbers = itertools.count(1)
 
     @property
@@ -53,13 +57,18 @@ class Handovers:
         """
         most = self._most_chunks()
         lease = _Lease(path[:most], limit, salt, self._clock() + LEASE)
-        while sum(len(each.path) for each in self._leases.values()) + len(lease.path) > most:
-            self._end(next(iter(self._leases)))
         if not lease.path:
             return 0
         holder = f"handover {next(self._numbers)}"
+        kept = self._find(holder, lease)
+        if self._lent:
+            self._stack.release(holder)
+            return kept
         self._leases[holder] = lease
-        return self._find(holder, lease)
+        self._chunks.update(lease.path)
+        while len(self._chunks) > most:
+            self._end(next(iter(self._leases)))
+        return kept
 
     def step(self) -> None:
         """End the leases whose time is over, and pin what has been stored since the last step."""
@@ -80,7 +89,11 @@ class Handovers:
         return found.chunks + found.pending
 
     def _end(self, holder: str) -> None:
-        del self._leases[holder]
+        path = self._leases.pop(holder).path
+        self._chunks.subtract(path)
+        for key in path:
+            if not self._chunks[key]:
+                del self._chunks[key]
         self._stack.release(holder)
 
     def _most_chunks(self) -> int:
