@@ -6,6 +6,8 @@ import ctypes
 import hashlib
 import importlib.metadata
 import logging
+import os
+import site
 import time
 from collections.abc import Callable, Collection, Mapping
 
@@ -163,8 +165,14 @@ def _check(config: StackConfig) -> None:
 
 
 def _installed() -> str:
-    """A digest of all packages and their versions: a host does not say whose code computes its pages."""
-    found = sorted({f"{each.name} {each.version}" for each in importlib.metadata.distributions()})
+    """A digest of all packages and their versions: a host does not say whose code computes its pages.
+
+    Those that lie where Python looks from its start: some packages add places of their own while they are imported.
+    """
+    path = [*site.getsitepackages(), site.getusersitepackages(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    found = sorted(
+        {f"{each.name} {each.version}" for each in importlib.metadata.distributions(path=filter(None, path))}
+    )
     return hashlib.blake2b("\n".join(found).encode(), digest_size=16).hexdigest()
 
 

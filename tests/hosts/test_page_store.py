@@ -101,6 +101,21 @@ def test_more_pages_than_the_arena_has_slots_come_back_after_a_restart(host, tmp
     assert second.contains(KEYS) == second.get(KEYS) == set(KEYS)
 
 
+@pytest.mark.parametrize("where", ["PYTHONPATH", "sys.path"])
+def test_another_package_makes_it_cold_unless_one_has_brought_its_own(host, tmp_path, monkeypatch, where):
+    """Whoever imports setuptools, say, has more places where packages lie than before."""
+    first = host(disk(tmp_path / "kv"))
+    first.put()
+    first.store.close()
+    (tmp_path / "other-1.0.dist-info").mkdir()
+    (tmp_path / "other-1.0.dist-info" / "METADATA").write_text("Name: other\nVersion: 1.0\n")
+    if where == "sys.path":
+        monkeypatch.syspath_prepend(tmp_path)
+    else:
+        monkeypatch.setenv(where, str(tmp_path), prepend=":")
+    assert host(disk(tmp_path / "kv")).contains() == (set(KEYS[:8]) if where == "sys.path" else set())
+
+
 @pytest.mark.parametrize("at", [0, 40, FRAME - 4600], ids=["magic", "header", "payload"])
 def test_a_page_with_one_flipped_bit_is_not_got(host, tmp_path, at):
     first = host(disk(tmp_path / "kv"))

@@ -108,6 +108,13 @@ MUTANTS = (
         OF_MODELS + "test_pages_of_a_second_kind_are_refused",
     ),
     Mutant(
+        "hosts-with-any-packages",
+        STACK,
+        'of_pages.narrowed("installed packages", _installed())',
+        "of_pages",
+        OF_PAGES + "test_another_package_makes_it_cold_unless_one_has_brought_its_own",
+    ),
+    Mutant(
         "hicache-under-any-weights",
         HICACHE,
         '"weights": _weights(settings, model, asked),',
