@@ -93,7 +93,7 @@ def keep_states(kv_cache_config: KVCacheConfig) -> bool:
 
 
 def own_ranks(config: VllmConfig, kv_cache_config: KVCacheConfig, found: Sequence[KVGroup]) -> str:
-    """Why engines with another number of tensor-parallel ranks cannot use the KV of this one; empty if they can.
+    """What keeps engines with another number of tensor-parallel ranks from using the KV of this one; empty: nothing.
 
     They can if each head of keys and values is on one rank, in the order of the ranks, or all ranks have the same.
     """

@@ -102,6 +102,7 @@ def test_check_shows_every_setting_and_its_origin(folder, capsys):
         ["$.load", "auto", "default"],
         ["$.save_decode", "false", "default"],
         ["$.identity.weights", "full", "default"],
+        ["$.identity.ranks", "own", "default"],
         ["$.on_reset", "forget", "default"],
         ["$.record", "~", "default"],
         ["$.status", "auto", "default"],

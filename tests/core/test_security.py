@@ -35,7 +35,7 @@ LISTENS = {"socket", "_socket", "socketserver", "asyncio", "http", "xmlrpc", "ws
 LISTENS |= {"starlette", "uvicorn"}
 #: The endpoint of metrics, on loopback or a Unix socket unless an operator writes another address, and the socket of
 #: `kvtier status`, which is never anything but a Unix socket; the sockets of `kvtier serve`, for engines and operators;
-#: where a tier of peers shows frames, beyond loopback only to those who prove that they may.
+#: where a tier of peers shows frames, beyond loopback only to those who prove that they may; an example, on loopback.
 LISTENERS = {
     ROOT / "kvtier_core/observers/endpoint.py": {"socket", "socketserver"},
     ROOT / "kvtier_core/engine/status/server.py": {"socket"},
@@ -43,6 +43,7 @@ LISTENERS = {
     ROOT / "kvtier_core/server/server.py": {"socket"},
     ROOT / "kvtier_core/server/http.py": {"asyncio", "starlette", "uvicorn"},
     ROOT / "plugins/kvtier_peers/kvtier_peers/listener.py": {"socket"},
+    ROOT / "examples/disaggregation_proxy.py": {"starlette", "uvicorn"},
 }
 #: What connects, and with what: tiers to the server of their url or the endpoint of their bucket, commands to engines.
 CONNECTS = {"kvtier_redis": {"socket", "ssl", "select"}, "kvtier_s3": {"asyncio"}, "engines.py": {"socket"}}
