@@ -90,13 +90,18 @@ def _fork_the_rest() -> None:
 # -- in the test -----------------------------------------------------------------------------------------
 
 
+def _beside_the_environment() -> list[str]:
+    """What this process imports from besides its environment, which the server has by itself."""
+    return [path for path in sys.path if path and not Path(path).is_relative_to(sys.prefix)]
+
+
 class ForkServer:
     """Forks processes that begin with vLLM imported. They and their children stay in its session."""
 
     def __init__(self) -> None:
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]),
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *_beside_the_environment()]),
             "TORCHDYNAMO_DISABLE": "1",  # else each engine spends two seconds on compiling a helper of the sampler
         }
         self._process = subprocess.Popen(
