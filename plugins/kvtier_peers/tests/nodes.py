@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+import random
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -59,8 +61,11 @@ class Memory(Mapping[ChunkKey, memoryview]):
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+    """Below those that the kernel may give to others before somebody listens there."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def open_node(memory: Mapping[ChunkKey, memoryview] | None = None, ctx: OpenContext | None = None, **settings):
