@@ -46,7 +46,7 @@ def tables(folder: Path) -> Iterator[Table]:
     exchange = _exchange()
     yield Table(
         title="Peers: digests and lookups in a fleet",
-        says=f"Each of so many other nodes shows {SHOWN} chunks of its own. A lookup is of {KEYS} keys nobody has: "
+        says=f"Each other node shows {SHOWN} chunks of its own. A lookup is of {KEYS} keys that no node has: "
         f"median (min to max) of {ROUNDS} rounds. Found in vain is the share of {ABSENT} absent keys that a digest "
         "seems to have. To send 32 changes to one peer and to receive them takes "
         f"{exchange * 1e6:.0f} µs of one process that does both, over TCP on the loopback interface; the last columns "

@@ -34,9 +34,9 @@ from sglang.srt.runtime_context import get_server_args
 from kvtier_core.config.load import load_config
 from kvtier_core.config.model import NAMED, IdentityConfig, StackConfig
 from kvtier_core.config.registry import Registry
-from kvtier_core.engine import weights
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.frames.format import FORMAT_VERSION
+from kvtier_core.hosts.model_pages import fact_of_weights
 from kvtier_core.hosts.pages import PageStore
 from kvtier_core.types import Namespace
 
@@ -65,7 +65,7 @@ _HARMLESS = re.compile(
 _HARMLESS_VARIABLES = re.compile(r"SGLANG_(RUN_ID|LOG_.*|TEST_.*|.*_(DIR|PATH|PORT|PORT_BASE|HOST|TIMEOUT))")
 #: Load formats that read the model's folder and nothing else.
 _FROM_THE_FOLDER = ("auto", "safetensors", "pt", "mistral")
-#: Settings that name more files on which KV depends.
+#: Settings that name more files on which KV depends, whether they are there or not. Others must not name one that is.
 _MORE_FILES = (
     *("quantization_param_path", "modelopt_checkpoint_restore_path", "decrypted_config_file", "kt_weight_path"),
     *("dllm_algorithm_config", "hisparse_config", "speculative_draft_model_path", "uno_lora_path"),
@@ -198,8 +198,7 @@ class KVTierHiCache(HiCacheStorage):
         with self._lock:
             ticket = begin(self._store)
             self._results[ticket] = None
-        deadline = time.monotonic() + self._stack.load_wait + _GRACE
-        keys = None
+        deadline, keys = time.monotonic() + self._stack.load_wait + _GRACE, None
         while keys is None and time.monotonic() < deadline:
             time.sleep(_TICK)
             with self._lock:
@@ -270,6 +269,12 @@ def _settings() -> dict[str, Any]:
     return {name: resolution_result(args, name) for name in namespace_of(type(args))}
 
 
+def _counted() -> list[str]:
+    """The settings on which KV may depend."""
+    groups = namespace_of(type(get_server_args()))
+    return [name for name in groups if groups[name] not in _HARMLESS_GROUPS and not _HARMLESS.fullmatch(name)]
+
+
 def _folder(loaded: str, given: str | None) -> Path:
     """The folder of the model. Raises ConfigError if it is not known."""
     if os.path.isdir(loaded):
@@ -289,15 +294,13 @@ def _refusal(settings: Mapping[str, Any], model: Path, rank: HiCacheStorageConfi
         return "SGLang's keys have a few bits of each image, or what a user says that it is"
     if settings["speculative_algorithm"] not in (None, "NGRAM"):
         return "the KV of a draft model may depend on tokens that are not in SGLang's keys"
-    if found := [name for name in _MORE_FILES if settings[name]]:
+    found = [name for name in _MORE_FILES if settings[name]]
+    found += [name for name in _OTHER_CODE if os.environ.get(name)]
+    if found := found or [name for name in _counted() if os.path.exists(str(settings[name]))]:
         return f"{found[0]} names a file that kvtier does not read, and KV depends on it"
-    if found := [name for name in _OTHER_CODE if os.environ.get(name)]:
-        return f"{found[0]} names code that kvtier does not read, and KV depends on it"
     private = [tier.config.type for tier in stack.stores if not tier.config.shared]
     if rank.is_mla_model and rank.tp_size > 1 and private:
-        return (
-            f"one of its ranks writes the pages that all have; only in shared tiers, unlike {private[0]}, all find them"
-        )
+        return f"one of its ranks writes the pages that all have: tiers must be shared, and {private[0]} is not"
     return ""
 
 
@@ -312,8 +315,6 @@ def _facts(
     settings: Mapping[str, Any], model: Path, rank: HiCacheStorageConfig, asked: IdentityConfig
 ) -> dict[str, object]:
     """All on which the content of a page depends besides what its key covers, but for the pool. Raises ConfigError."""
-    groups = namespace_of(type(get_server_args()))
-    counted = [name for name in groups if groups[name] not in _HARMLESS_GROUPS and not _HARMLESS.fullmatch(name)]
     variables = {name for name in os.environ if name.startswith("SGLANG_") and not _HARMLESS_VARIABLES.fullmatch(name)}
     same = rank.is_mla_model  # in all tensor-parallel ranks
     return {
@@ -325,7 +326,7 @@ def _facts(
         "rank of the context": f"{rank.attn_cp_rank} of {rank.attn_cp_size}, {rank.dcp_rank} of {rank.dcp_size}",
         "stage": f"{rank.pp_rank} of {rank.pp_size}",
         "ranks with the same pages": rank.tp_size if same else 1,
-        **{f"SGLang, {name}": settings[name] for name in counted},
+        **{f"SGLang, {name}": settings[name] for name in _counted()},
         **{name: hashlib.blake2b(os.environb[name.encode()], digest_size=16).hexdigest() for name in variables},
     }
 
@@ -337,14 +338,10 @@ def _weights(settings: Mapping[str, Any], model: Path, asked: IdentityConfig) ->
     if settings["load_format"] not in _FROM_THE_FOLDER or settings["weight_cache_mode"] != "off":
         why = f"load_format {settings['load_format']!r} with weight_cache_mode {settings['weight_cache_mode']!r}"
         raise _refused(f"{why} may read the weights from elsewhere; identity: {{weights: {NAMED}…}} names them")
-    sampled = asked.weights == "sampled"
     try:
-        found = weights.digest(model, sampled=sampled)
+        return fact_of_weights(model, asked)
     except (OSError, ValueError) as error:
         raise _refused(f"the weights in {model} cannot be read: {error}") from error
-    if found is None:
-        raise _refused(f"there are no weights in {model}")
-    return f"sampled {found}" if sampled else found
 
 
 def _replica(settings: Mapping[str, Any], rank: HiCacheStorageConfig) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import attrs
 
-from kvtier_core.config.model import NAMED, StackConfig
+from kvtier_core.config.model import NAMED, IdentityConfig, StackConfig
 from kvtier_core.engine import weights
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.hosts.pages import PageStore, Result
@@ -140,15 +140,19 @@ class ModelPages:
         return None if self._config.identity.named else weights.state(weights.loadable(self._folder))
 
     def _weights(self) -> str:
-        """A fact. Reads all files of the weights, unless their digest is cached. Raises OSError and ValueError."""
+        """A fact. Raises OSError and ValueError."""
         asked = self._config.identity
         if asked.named:
             logger.warning(
                 "kvtier: the weights of %s are taken to be %s; this is not checked", self._model, asked.weights
             )
             return asked.weights
-        sampled = asked.weights == "sampled"
-        digest = weights.digest(self._folder, sampled=sampled)
-        if digest is None:
-            raise ValueError(f"there are no weights in {self._folder}")
-        return f"sampled {digest}" if sampled else digest
+        return fact_of_weights(self._folder, asked)
+
+
+def fact_of_weights(folder: Path, asked: IdentityConfig) -> str:
+    """Reads all files of the weights, unless their digest is cached. Raises OSError and ValueError."""
+    digest = weights.digest(folder, sampled=asked.weights == "sampled")
+    if digest is None:
+        raise ValueError(f"there are no weights in {folder}")
+    return f"sampled {digest}" if asked.weights == "sampled" else digest

@@ -165,10 +165,8 @@ def _check(config: StackConfig) -> None:
 
 
 def _installed() -> str:
-    """A digest of all packages and their versions: a host does not say whose code computes its pages.
-
-    Those that lie where Python looks from its start: some packages add places of their own while they are imported.
-    """
+    """A digest of all packages and their versions: a host does not say whose code computes its pages."""
+    # Where Python looks from its start: some packages add places of their own while they are imported.
     path = [*site.getsitepackages(), site.getusersitepackages(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     found = sorted(
         {f"{each.name} {each.version}" for each in importlib.metadata.distributions(path=filter(None, path))}

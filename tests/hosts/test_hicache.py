@@ -258,6 +258,7 @@ def test_after_a_call_that_may_change_the_weights_nothing_is_stored_or_found(bac
         ({"enable_lora": True}, "the name and the path of an adapter, and not its content"),
         ({"load_format": "npcache"}, "may read the weights from elsewhere; identity: "),
         ({"quantization_param_path": "scales.json"}, "names a file that kvtier does not read"),
+        ({"speculative_token_map": __file__}, "speculative_token_map names a file that kvtier does not read"),
     ],
 )
 def test_an_engine_with_what_keys_do_not_cover_is_refused(backend, weights, tmp_path, change, why):
@@ -279,7 +280,7 @@ def test_another_folder_than_the_one_that_is_loaded_is_refused(backend, tmp_path
 
 
 def test_latent_attention_in_several_ranks_needs_a_shared_tier(backend, tmp_path):
-    with pytest.raises(ConfigError, match="only in shared tiers, unlike disk"):
+    with pytest.raises(ConfigError, match="tiers must be shared, and disk is not"):
         backend(disk(tmp_path / "kv"), rank={"tp_size": 2}, latent=True)
 
 

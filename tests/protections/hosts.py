@@ -125,9 +125,17 @@ MUTANTS = (
     Mutant(
         "hicache-under-any-settings",
         HICACHE,
-        '**{f"SGLang, {name}": settings[name] for name in counted},',
+        '**{f"SGLang, {name}": settings[name] for name in _counted()},',
         "",
         OF_HICACHE + "test_other_settings_find_nothing",
+        SGLANG,
+    ),
+    Mutant(
+        "hicache-files-of-settings",
+        HICACHE,
+        "found or [name for name in _counted() if os.path.exists(str(settings[name]))]",
+        "found",
+        OF_HICACHE + "test_an_engine_with_what_keys_do_not_cover_is_refused",
         SGLANG,
     ),
     Mutant(
