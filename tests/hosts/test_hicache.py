@@ -303,9 +303,11 @@ def test_a_pool_that_is_not_known_is_refused(backend, tmp_path):
 def test_a_result_that_never_comes_is_no_page(backend, tmp_path, monkeypatch):
     pages = backend(disk(tmp_path / "kv"), load_wait="100ms")
     pages.batch_set_v1(KEYS, INDICES)
-    monkeypatch.setattr(PageStore, "poll", lambda store: [])
-    found = []
-    asking = threading.Thread(target=lambda: found.append(pages.batch_get_v1(KEYS, INDICES)), daemon=True)
-    asking.start()
-    asking.join(20)
+    with monkeypatch.context() as silent:
+        silent.setattr(PageStore, "poll", lambda store: [])
+        found = []
+        asking = threading.Thread(target=lambda: found.append(pages.batch_get_v1(KEYS, INDICES)))
+        asking.start()
+        asking.join(20)
+    asking.join()
     assert found == [[False] * PAGES]
