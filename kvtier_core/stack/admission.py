@@ -1,6 +1,6 @@
 """Decides once which tiers take a chunk: before its slot is reserved, before its promotion, or when it is named again.
 
-The decision travels with the chunk to every write; a policy is asked once about each chunk.
+The decision travels with the chunk to every write, so a policy is asked once about each chunk.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class Level(Protocol):
     name: str
 
     def would_admit(self, path: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
-        """The chunks of a path, root first, that this tier would admit now. Changes nothing."""
+        """The chunks of a path, root first, that this tier would admit now. Has no effect."""
         ...
 
 
 class AdmissionPlan:
-    """For each of some tiers, the chunks to write to it; and the salts of those chunks whose requests have one."""
+    """The chunks to write to each of some tiers, and the salts of those whose requests have one."""
 
     def __init__(
         self,
@@ -35,11 +35,11 @@ class AdmissionPlan:
     ):
         """Ask each tier which chunks of a path it would admit."""
         self._admitted = {level: admitted for level in levels if (admitted := set(level.would_admit(path)))}
-        self.keys = set().union(*self._admitted.values())  #: the chunks that at least one of the tiers will be given
+        self.keys = set().union(*self._admitted.values())  #: the chunks that at least one tier admits
         self.salts = dict(salts or {})
 
     def keys_for(self, level: Level, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Those of ``keys`` that are to be written to this tier."""
+        """The ``keys`` to write to this tier."""
         admitted = self._admitted.get(level, ())
         return [key for key in keys if key in admitted]
 
@@ -60,26 +60,26 @@ class _Reservation:
 
 
 class Reservations:
-    """Reserved chunks by holder: with the parent of each, and the tiers below that admitted it."""
+    """The reserved chunks of each holder, with their parents and the tiers below that admitted them."""
 
     def __init__(self) -> None:
         self._by_holder: dict[str, _Reservation] = {}
 
     def add(self, holder: str, parents: Mapping[ChunkKey, ChunkKey | None], plan: AdmissionPlan, now: float) -> None:
-        """``parents`` names the reserved chunks; the part of ``plan`` that concerns them is kept with them."""
+        """``parents`` maps each reserved chunk to its parent; the part of ``plan`` about these chunks is kept."""
         if parents:
             reservation = self._by_holder.setdefault(holder, _Reservation(now))
             reservation.parents.update(parents)
             reservation.plan.add(plan, list(parents))
 
     def take(self, holder: str) -> tuple[dict[ChunkKey, ChunkKey | None], AdmissionPlan, float]:
-        """All that a holder has reserved, with its plan, and since when. Raises ContractError if there is nothing."""
+        """The holder's reserved chunks with their parents, the plan, and the time. Raises ContractError if none."""
         if holder not in self._by_holder:
             raise ContractError(f"{holder} has reserved nothing")
         reservation = self._by_holder.pop(holder)
         return reservation.parents, reservation.plan, reservation.since
 
     def drop(self, holder: str) -> list[ChunkKey]:
-        """Forget what a holder has reserved; returns the chunks."""
+        """Forget and return the chunks that a holder has reserved."""
         reservation = self._by_holder.pop(holder, None)
         return list(reservation.parents) if reservation else []

@@ -1,4 +1,4 @@
-"""An arena: numbered slots in memory that the engine's device reaches, and the chunks in them."""
+"""An arena: numbered slots in memory that the engine's device can reach, and the chunks in them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvtier_core.types import ChunkKey, Slot, Usage
 class Arena:
     """A slot is free, reserved (being filled), or holds a READY chunk. A READY chunk may be pinned by several holders.
 
-    A chunk can be invalidated while its slot is still being filled or read: it is no longer found, and the slot is
-    free once the last user is done.
+    A chunk can be invalidated while its slot is being filled or read: it is no longer found, and the slot becomes free
+    when its last user is done.
     """
 
     def __init__(self, name: str, number: int, memory: AllocatorBackend, index: CacheIndex):
@@ -31,12 +31,12 @@ class Arena:
         self._invalidated: dict[int, ChunkKey] = {}
         self._settled: list[ChunkKey] = []  # no longer reserved
         self._inexact: set[ChunkKey] = set()  # READY, but not bit for bit as an engine computed them
-        #: Sealed frames of READY chunks, for threads to read (`OpenContext.sealed`). None: no tier asks for them.
+        #: Sealed frames of READY chunks, for any thread to read (`OpenContext.sealed`). None: no tier needs them.
         self.sealed: dict[ChunkKey, memoryview] | None = None
 
     @property
     def capacity(self) -> int:
-        """Number of slots that the arena may have."""
+        """Number of slots."""
         return self.memory.slots
 
     @property
@@ -51,7 +51,7 @@ class Arena:
 
     @property
     def available(self) -> int:
-        """Number of slots that are free, or hold a chunk that nobody has pinned."""
+        """Number of slots that are free or hold an unpinned chunk."""
         return self.capacity - len(self._reserved) - len(self._pinned)
 
     @property
@@ -60,11 +60,11 @@ class Arena:
         return self._pinned.total()
 
     def pins_by_holder(self) -> Counter[str]:
-        """How many pins each holder has."""
+        """Number of pins of each holder."""
         return Counter({holder: slots.total() for holder, slots in self._pins.items()})
 
     def usage(self) -> Usage:
-        """The arena's contents now, in numbers."""
+        """The arena's current usage."""
         capacity = self.capacity * self.memory.slot_nbytes
         return Usage(self.name, len(self.index), self.index.resident.used, capacity, pins=self.pins)
 
@@ -75,20 +75,20 @@ class Arena:
         return key in self.index and not (self._invalidated and self.index.resident.place(key) in self._invalidated)
 
     def exact(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """The keys that are READY here, bit for bit as an engine computed them. Only those may be written elsewhere."""
+        """The keys that are READY here, bit for bit as an engine computed them. Only these may be written elsewhere."""
         if self._invalidated or self._inexact:
             return [key for key in keys if self.has(key) and key not in self._inexact]
         resident = self.index.resident
         return [key for key in keys if key in resident]
 
     def exact_run(self, keys: Sequence[ChunkKey]) -> int:
-        """How many of these chunks are bit for bit as an engine computed them, before the first that is not."""
+        """Number of leading chunks that are bit for bit as an engine computed them."""
         if not self._inexact:
             return len(keys)
         return next((i for i, key in enumerate(keys) if key in self._inexact), len(keys))
 
     def ready_run(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
-        """How many chunks of a path are READY here from ``start`` on, before the first that is not."""
+        """Length of the run of READY chunks of a path from ``start`` on."""
         run = self.index.resident.run(keys, start)
         if not self._invalidated:
             return run
@@ -96,7 +96,7 @@ class Arena:
         return next((i for i, place in enumerate(places) if place in self._invalidated), run)
 
     def is_reserved(self, key: ChunkKey) -> bool:
-        """Is the chunk being filled here, to be READY when it is committed?"""
+        """Is the chunk being filled here, and will it be READY once committed?"""
         return key in self._reserved and self._reserved[key] not in self._invalidated
 
     def arrives(self, key: ChunkKey) -> bool:
@@ -104,7 +104,7 @@ class Arena:
         return self.is_reserved(key)
 
     def has_slot(self, key: ChunkKey) -> bool:
-        """Does this key have a slot, even one that was invalidated and is still in use?"""
+        """Does this key have a slot, even an invalidated one that is still in use?"""
         return key in self._reserved or key in self.index
 
     def without_slot(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
@@ -144,7 +144,7 @@ class Arena:
     def would_admit(self, path: Sequence[ChunkKey]) -> list[ChunkKey]:
         """The chunks of a path, root first, that have no slot and are preferred to the victims they would need.
 
-        Behind them those of the path's other parts whose chunks are here, or would be.
+        The other parts of these chunks, and of chunks that are already here, follow.
         """
         return self.index.with_their_parts(
             self.without_slot(path), lambda chunks: self._plan_admission(chunks, [set(path)])[0]
@@ -170,7 +170,7 @@ class Arena:
     ) -> list[ChunkKey]:
         """The slots of a path, root first, are filled. Returns the chunks that are now READY: all but invalidated ones.
 
-        ``exact`` is False if the chunks came through a lossy codec.
+        ``exact`` is False if the chunks passed a lossy codec.
         """
         self._must_be_reserved(keys)
         if self._invalidated:
@@ -185,7 +185,7 @@ class Arena:
         return list(keys)
 
     def abort(self, keys: Collection[ChunkKey]) -> None:
-        """Free the slots of these keys, which will not be filled."""
+        """Free the reserved slots of these keys."""
         self._must_be_reserved(keys)
         for key in keys:
             slot = self._reserved.pop(key)
@@ -194,22 +194,22 @@ class Arena:
         self._settled += keys
 
     def take_settled(self) -> list[ChunkKey]:
-        """The chunks since the last call whose slots were committed or aborted."""
+        """The chunks whose slots were committed or aborted since the last call."""
         settled, self._settled = self._settled, []
         return settled
 
     def pin(self, keys: Sequence[ChunkKey], holder: str) -> list[Slot]:
-        """Pin chunks to their slots. Raises ContractError, and pins none, if one is not READY."""
+        """Pin chunks to their slots. Raises ContractError, and pins none, if any is not READY."""
         if self.ready_run(keys) < len(keys):
             raise ContractError(f"{self.name}: pin of a chunk that is not READY")
         places = self.index.resident.places(keys)
-        if places:  # a holder of nothing never releases it
+        if places:  # a holder without pins is never released
             self._pinned.update(places)
             self._pins.setdefault(holder, Counter()).update(places)
         return [Slot(self.number, place) for place in places]
 
     def unpin(self, slots: Sequence[Slot], holder: str) -> None:
-        """End one pin of each slot. Raises ContractError for a slot that this holder has not pinned."""
+        """Remove one pin from each slot. Raises ContractError for a slot that this holder has not pinned."""
         own = self._pins.get(holder, Counter())
         for _, place in slots:
             if not own[place]:
@@ -222,13 +222,13 @@ class Arena:
             self._pins.pop(holder, None)
 
     def show(self, keys: Sequence[ChunkKey], layout: ChunkLayout) -> None:
-        """The slots of these keys hold sealed frames: show those that are found here."""
+        """The slots of these keys hold sealed frames: add the READY ones to `sealed`."""
         if self.sealed is not None:
             for key in self.exact(keys):
                 self.sealed[key] = self.view(key)[: layout.part_of(key).frame_nbytes]
 
     def hide(self, keys: Iterable[ChunkKey]) -> None:
-        """Show the frames of these keys no longer, before their slots are used again."""
+        """Remove the frames of these keys from `sealed`, before their slots are used again."""
         for key in keys if self.sealed else ():
             self.sealed.pop(key, None)
 

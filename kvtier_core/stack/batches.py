@@ -1,4 +1,4 @@
-"""Splitting batches of chunks: by bytes, by a condition, and in groups that share a call."""
+"""Splits batches of chunks by bytes, by a condition, and into groups that share a call."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _GROUP_NBYTES = 4 << 20
 
 
 def as_many(answers: Sequence, keys: Sequence[ChunkKey]) -> Sequence:
-    """The answers. Raises ContractError unless there is one for each key."""
+    """The answers. Raises ContractError unless there is one per key."""
     if len(answers) != len(keys):
         raise ContractError(f"{len(answers)} answers for {len(keys)} keys")
     return list(answers)
 
 
 def leading(items: Sequence, room: int, nbytes: Callable[..., int]) -> list:
-    """The leading items that fit into ``room`` bytes."""
+    """The leading items that fit in ``room`` bytes."""
     ends = itertools.accumulate(map(nbytes, items))
     return [item for item, end in zip(items, ends, strict=True) if end <= room]
 

@@ -1,4 +1,4 @@
-"""Whether the chunks that a store has are worth loading: they must be there sooner than the engine computes them."""
+"""Decides whether stored chunks are worth loading: loading must be faster than computing."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from kvtier_core.stack.outcomes import Declined, LoadLimit
 _PROBE_EVERY = 1.0
 #: Bytes of a probe: enough for all threads.
 _PROBE_NBYTES = 16 << 20
-#: A request waits for the answer whether a store has chunks if that takes at most this part of computing them.
+#: A request waits to learn whether a store has chunks if the answer takes at most this share of computing them.
 _QUESTION_SHARE = 0.1
-#: Bytes after which what is measured counts for two thirds of the estimate, and what was before for one third.
+#: After this many bytes, new measurements make up two thirds of the estimate, and older ones one third.
 _MEMORY_NBYTES = 16 << 20
-#: A long run of reads is measured in pieces of at least this many bytes: those of several threads end together.
+#: A long run of reads is measured in pieces of at least this many bytes: reads of several threads end together.
 _PIECE_NBYTES = 64 << 20
-#: The part of an answer's time that a new one contributes to the estimate.
+#: The weight of a new answer's time in the estimate.
 _NEWEST = 0.3
 
 
 class StoreSpeed:
-    """Bytes a second while reads are under way, all threads together, and seconds until the store answers a question.
+    """Estimates the read rate of a store, all threads together, and the time that it takes to answer a query.
 
-    A call that fails counts with its time: for so long there was no answer. Whatever a store delivers shows how soon it
+    A failed call counts with its time: for that long there was no answer. A successful read shows how fast the store
     answers again.
 
-    All times are in seconds, of any one clock. What takes no time, as in a simulation, is not counted.
+    All times are seconds of one clock. Calls that take no time, as in a simulation, are not counted.
     """
 
     def __init__(self) -> None:
         self.rate: float | None = None  #: bytes a second; None before the first read has ended
-        self.answer: float | None = None  #: seconds that a question for keys takes; None before the first answer
-        self._questions: list[float] = []  # when each was put that is not answered
+        self.answer: float | None = None  #: seconds that a query for keys takes; None before the first answer
+        self._queries: list[float] = []  # start times of those without an answer
         self._under_way = 0
         self._begun = 0.0
         self._ended = 0.0
@@ -43,17 +43,17 @@ class StoreSpeed:
         self._nbytes = 0
 
     def silence(self, now: float) -> float:
-        """For how long the store has owed its oldest answer, or has delivered nothing of what it is to deliver."""
-        return now - min([*self._questions, *([self._delivered] if self._under_way else [])], default=now)
+        """Seconds for which the store has owed an answer, or delivered nothing of the reads under way."""
+        return now - min([*self._queries, *([self._delivered] if self._under_way else [])], default=now)
 
     def begin(self, reads: int, now: float) -> None:
-        """So many reads begin."""
+        """This many reads begin."""
         if not self._under_way:
             self._begun, self._delivered, self._nbytes = now, now, 0
         self._under_way += reads
 
     def end(self, nbytes: int, ended: float) -> None:
-        """A read has ended at this time, and brought ``nbytes``; 0 if it failed."""
+        """A read ended at this time with ``nbytes``; 0 if it failed."""
         self._under_way -= 1
         self._nbytes += nbytes
         self._ended = max(ended, self._begun)
@@ -66,12 +66,12 @@ class StoreSpeed:
             self._begun, self._nbytes = self._ended, 0
 
     def asked(self, now: float) -> None:
-        """A question for keys is put."""
-        self._questions.append(now)
+        """A query for keys begins."""
+        self._queries.append(now)
 
     def answered(self, asked: float, ended: float, *, ok: bool = True) -> None:
-        """The question that was put then has been answered; not ``ok``: its call has failed."""
-        self._questions.remove(asked)
+        """The query that began at ``asked`` has ended. ``ok`` is False if its call failed."""
+        self._queries.remove(asked)
         if not ok:
             self._no_answer(ended - asked)
         elif ended > asked:
@@ -79,14 +79,14 @@ class StoreSpeed:
             self.answer = mean + _NEWEST * (ended - asked - mean)
 
     def seconds(self, nbytes: int) -> float | None:
-        """The time in which so many bytes would come, all that is under way included; None if that is not known.
+        """The time to read this many bytes, including reads under way; None if unknown.
 
-        Before the first read that is no more than the time until there is an answer.
+        Before the first read it is only the time of an answer.
         """
         return self.answer if self.rate is None else (self.answer or 0.0) + nbytes / self.rate
 
     def within(self, seconds: float) -> float:
-        """The bytes that would come in this time; none if the rate is not known."""
+        """The bytes that can be read in this time; 0 if the rate is unknown."""
         return max(0.0, seconds - (self.answer or 0.0)) * (self.rate or 0.0)
 
     def _no_answer(self, seconds: float) -> None:
@@ -109,8 +109,8 @@ class StoreSpeed:
 class LoadChoice:
     """How many chunks of a run to load."""
 
-    chunks: int  #: so many are loaded while the request waits
-    declined: Declined | None = None  #: all of them, if none is
+    chunks: int  #: the number to load while the request waits
+    declined: Declined | None = None  #: set if that is 0
 
 
 class LoadChooser:
@@ -123,9 +123,9 @@ class LoadChooser:
         self._next_probe = float("-inf")
 
     def choose(self, chunks: int, nbytes: int, queued_nbytes: int, limit: LoadLimit | None) -> LoadChoice:
-        """How many of ``chunks`` of ``nbytes`` each to load, behind ``queued_nbytes`` that are being loaded already.
+        """How many of ``chunks`` of ``nbytes`` each to load, behind ``queued_nbytes`` of earlier loads.
 
-        All, if ``limit`` is None or the store's speed is not known yet; none, if the request may not wait.
+        All if ``limit`` is None or the store's speed is unknown; none if the request may not wait.
         """
         needed = self._speed.seconds(queued_nbytes + chunks * nbytes)
         if limit is None or (self._may_try(needed, chunks, limit) and limit.wait > 0):
@@ -139,22 +139,22 @@ class LoadChooser:
 
     @property
     def silence(self) -> float:
-        """Seconds for which the store has owed an answer, or has delivered nothing of what it is to deliver."""
+        """Seconds for which the store has owed an answer, or delivered nothing of the reads under way."""
         return self._speed.silence(self._clock())
 
     def _may_try(self, answer: float | None, chunks: int, limit: LoadLimit) -> bool:
-        """Has the store delivered nothing yet, and does it not take too long to answer?"""
+        """Is the store's rate still unknown, and is its answer fast enough to try?"""
         return self._speed.rate is None and (answer or 0.0) <= chunks * limit.chunk_seconds
 
     def worth_asking(self, chunks: int, limit: LoadLimit | None) -> bool:
-        """Should a request wait until the store has answered whether it has these chunks?"""
+        """Should a request wait for the store to say whether it has these chunks?"""
         if limit is None:
             return True
         expected = max(self._speed.answer or 0.0, self.silence)
         return expected <= _QUESTION_SHARE * chunks * limit.chunk_seconds
 
     def probe(self, chunks: int, nbytes: int, queued_nbytes: int) -> int:
-        """How many declined chunks to load all the same, while nobody waits, to see how fast the store is by now."""
+        """How many declined chunks to load anyway, with no request waiting, to measure the store again."""
         now = self._clock()
         if queued_nbytes or now < self._next_probe:
             return 0

@@ -40,7 +40,7 @@ class StorageManager(Stack):
     """The stack in this process. Only `drain` and `close` wait.
 
     ``levels`` are hottest first and begin with an arena. Engines store into that one, and chunks of store tiers are
-    promoted to it; chunks in any other arena are loaded from where they are.
+    promoted to it; chunks in other arenas are loaded from where they are.
     """
 
     def __init__(
@@ -54,10 +54,7 @@ class StorageManager(Stack):
         clock: Callable[[], float] = time.monotonic,
         seals_all: bool = False,
     ):
-        """``media`` has those of the tiers that have one; ``clock`` returns seconds.
-
-        ``seals_all``: chunks are sealed also if no tier below takes them.
-        """
+        """``media`` is by tier name; ``clock`` returns seconds; ``seals_all`` also seals chunks that no tier takes."""
         self._levels = tuple(levels)
         self._arenas = [level for level in levels if isinstance(level, Arena)]
         self._tiers = [level for level in levels if isinstance(level, StoreTier)]
@@ -109,7 +106,7 @@ class StorageManager(Stack):
         skipped: int = 0,
         not_direct: Collection[str] = (),
     ) -> Lookup:
-        """``not_direct``: tiers whose frames the workers of this holder do not read by themselves, though others do."""
+        """``not_direct``: tiers that this holder's workers cannot read directly, although others can."""
         return self._search.lookup(path, holder, limit, salt, skipped, not_direct)
 
     def prefetch(
@@ -142,7 +139,7 @@ class StorageManager(Stack):
         self.release_frames(tier)
 
     def release_frames(self, tier: str, holders: Collection[str] | None = None) -> None:
-        """Release those of these holders, or of all, that hold frames of a tier: their workers do not read it."""
+        """Release the holders, by default all, that hold frames of a tier: their workers cannot read it directly."""
         self._leases.release_frames(tier, holders)
 
     def release(self, holder: str) -> None:
@@ -157,7 +154,7 @@ class StorageManager(Stack):
     def reserve(
         self, path: Sequence[ChunkKey], holder: str, salt: bytes = b"", parts: Sequence[ChunkKey] = ()
     ) -> dict[ChunkKey, Slot]:
-        """Chunks that a tier below admits get a slot in the hottest arena, whatever that arena's own policy says."""
+        """Chunks that a tier below admits get a slot in the hottest arena whether or not its own policy agrees."""
         absent, parts = self._without_slot(path), self._without_slot(parts)
         plan = self._write_through.plan([*absent, *parts], salt)
         passing = leading_run(absent, plan.keys.__contains__)
@@ -176,7 +173,7 @@ class StorageManager(Stack):
         return dict(zip(reserved, self._hot.slots(reserved), strict=True))
 
     def _reserve_parts(self, parts: Sequence[ChunkKey], path: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Slots for parts of chunks that have one: for all of them or for none."""
+        """Reserve slots for parts whose chunks have one: for all of them or none."""
         parts = [part for part in parts if self._hot.has_slot(self._hot.index.chunk_of(part))]
         self._make_room(self._hot, len(parts), path)
         if len(parts) > self._hot.free:
@@ -257,7 +254,7 @@ class StorageManager(Stack):
         self._promotions.forget_requests()
 
     def close(self, timeout: float = 5.0) -> list[Event]:
-        """A store that hangs is not waited for any longer than ``timeout``, plus a second for each tier."""
+        """Waits for a store that hangs no longer than ``timeout``, plus one second per tier."""
         if self._closed:
             return []
         self._closed = True
@@ -278,7 +275,7 @@ class StorageManager(Stack):
 
     @property
     def tiers(self) -> Sequence[StoreTier]:
-        """Those of its levels that are store tiers."""
+        """The levels that are store tiers."""
         return self._tiers
 
     # -- information -------------------------------------------------------------------------------
@@ -289,7 +286,7 @@ class StorageManager(Stack):
 
     @property
     def arenas(self) -> Sequence[Arena]:
-        """Those of its levels that are arenas, by their numbers."""
+        """The levels that are arenas, by number."""
         return self._arenas
 
     @property
@@ -313,14 +310,14 @@ class StorageManager(Stack):
         return self._media
 
     def describe(self, not_direct: Mapping[str, str] | None = None) -> list[str]:
-        """``not_direct``: tiers whose frames the workers of an engine do not read by themselves, and why."""
+        """``not_direct``: the tiers that an engine's workers cannot read directly, and why."""
         lines = []
         for level in self._levels:
             facts = (level.memory if isinstance(level, Arena) else level.backend).facts()
             usage = level.usage()
             words = [f"{Nbytes(usage.capacity)}", f"{usage.chunks} chunks held"]
             if isinstance(level, StoreTier) and level.backend.shared:
-                words = ["shared with other engines"]  # what it holds nobody knows
+                words = ["shared with other engines"]  # whose frames this engine does not count
             if isinstance(level, StoreTier) and not level.lossless:
                 words.append("lossy: answers may differ")
             if isinstance(level, StoreTier) and level.reader_handle:
@@ -361,7 +358,7 @@ class StorageManager(Stack):
     # -- inside ------------------------------------------------------------------------------------
 
     def _promoted(self, tier: StoreTier, keys: Sequence[ChunkKey], salts: Mapping[ChunkKey, bytes]) -> None:
-        """Chunks were promoted from a tier: pin them for waiting holders, and write them to the tiers between."""
+        """Chunks were promoted from a tier: pin them for waiting holders and write them to the tiers in between."""
         self._report(EventKind.PROMOTED, self._hot, keys, why=f"from {tier.name}")
         self._hot.show(keys, self._layout)
         self._leases.arrived(keys, tier.name)
@@ -373,7 +370,7 @@ class StorageManager(Stack):
             self.evicted(arena, arena.make_room(slots, [set(path)]))
 
     def evicted(self, arena: Arena, keys: Sequence[ChunkKey], why: str = "for room") -> None:
-        """Chunks have left an arena: nobody waits for them there."""
+        """Chunks have left an arena."""
         self._leases.evicted(keys)
         if keys:
             self._report(EventKind.EVICTED, arena, keys, why=why)

@@ -11,20 +11,20 @@ from kvtier_core.types import Slot, StoredFrame
 
 @attrs.frozen
 class LoadLimit:
-    """The cost to the engine of a request that waits for chunks below the arenas."""
+    """What waiting for chunks below the arenas may cost a request."""
 
-    chunk_seconds: float  #: in which the engine computes one chunk
+    chunk_seconds: float  #: the engine's time to compute one chunk
     wait: float  #: seconds that the request may still wait
 
 
 @attrs.frozen
 class Declined:
-    """Chunks that a tier has and that are computed instead, because that is sooner done."""
+    """Chunks that a tier has, and that the engine computes because computing is faster than loading."""
 
     tier: str
     chunks: int
-    load_seconds: float | None  #: in which they would be loaded; None: not known, and the request may not wait
-    compute_seconds: float  #: in which they are computed
+    load_seconds: float | None  #: None: unknown, and the request may not wait
+    compute_seconds: float
 
     def __str__(self) -> str:
         if self.load_seconds is None:
@@ -37,30 +37,30 @@ class Declined:
 
 @attrs.frozen
 class Lookup:
-    """The part of a path that a stack has.
+    """The part of a path that a stack holds.
 
-    Slots are pinned, and frames stay where they are, for the holder that asked, until `Stack.release`.
+    Slots are pinned for the holder, and frames stay in place, until `Stack.release`.
     """
 
-    #: Of the leading chunks that can be loaded now; of a chunk that workers read from a store its frame.
+    #: The leading chunks that can be loaded now; a `StoredFrame` for each one that workers read from a store.
     slots: Sequence[Slot | StoredFrame] = ()
     sources: Sequence[str] = ()  #: for each slot, the tier that supplied its chunk
-    #: Where chunks have several parts: for each slot the number of its chunk in the path, and of the part in the chunk.
+    #: For chunks of several parts: the chunk's index in the path and the part's number, for each slot.
     #: Empty: slot ``i`` holds the only part of chunk ``i``.
     parts: Sequence[tuple[int, int]] = ()
-    chunks: int = 0  #: so many leading chunks are restored by loading the slots
-    chain: int = 0  #: so many leading chunks are held, though nobody may be able to continue behind the last of them
-    exact: int = 0  #: so many of the leading slots are as an engine computed them; others came through a lossy codec
-    pending: int = 0  #: chunks behind them of which some are still on their way into an arena: look again after a step
-    awaited: str = ""  #: the tier that the first of these comes from, or that is asked for it
-    silence: float = 0.0  #: seconds for which that tier's store has owed an answer, or has delivered nothing
-    declined: Declined | None = None  #: what could be loaded behind all these, and is not worth it
-    miss_reason: str = ""  #: why the first chunk behind all these is not found; empty if the whole path is
+    chunks: int = 0  #: number of leading chunks that loading the slots restores
+    chain: int = 0  #: number of leading chunks that are held, even if no request can continue behind the last one
+    exact: int = 0  #: number of leading slots that are as an engine computed them; the rest passed a lossy codec
+    pending: int = 0  #: chunks after those, some still on their way into an arena: look again after a step
+    awaited: str = ""  #: the tier that the first pending chunk comes from, or that was asked for it
+    silence: float = 0.0  #: seconds for which that tier's store has owed an answer or delivered nothing
+    declined: Declined | None = None  #: further chunks that are not worth loading
+    miss_reason: str = ""  #: why the next chunk is not found; empty if the whole path is
 
 
 @attrs.frozen
 class Whereabouts:
     """Where one chunk is now."""
 
-    tiers: tuple[str, ...]  #: from which it can be loaded, hottest first
-    miss_reason: str = ""  #: why it cannot be loaded from any
+    tiers: tuple[str, ...]  #: the tiers it can be loaded from, hottest first
+    miss_reason: str = ""  #: why no tier can supply it

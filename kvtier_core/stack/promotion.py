@@ -1,4 +1,4 @@
-"""Reads the chunks that lookups requested from store tiers into the hottest arena, as far as there is room."""
+"""Reads requested chunks from store tiers into the hottest arena, as room permits."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.write_through import MakeRoom
 from kvtier_core.types import ChunkKey
 
-#: ``arrived(tier, keys, salts)``: these are READY now, and sealed. There is a salt for those whose requests have one.
+#: ``arrived(tier, keys, salts)``: these are READY and sealed. ``salts`` is for those whose requests have one.
 Arrived = Callable[[StoreTier, Sequence[ChunkKey], Mapping[ChunkKey, bytes]], None]
-#: Does a slot of an arena belong to this chunk?
+#: Does this chunk have a slot in an arena?
 Taken = Callable[[ChunkKey], bool]
 
 
 @attrs.frozen
 class Requested:
-    """The outcome of a request: ``chunks`` are on their way, or their store is asked for them."""
+    """The outcome of a request: ``chunks`` are on their way, or a store is being asked for them."""
 
     chunks: int = 0
-    tier: str = ""  #: where they come from
+    tier: str = ""  #: their source
     declined: Declined | None = None
 
 
@@ -36,11 +36,11 @@ class _Request:
     parent: ChunkKey | None
     salt: bytes
     limit: LoadLimit | None
-    tier: str = ""  #: that it is read from
+    tier: str = ""  #: its source
 
 
 class Promotions:
-    """Requests wait here until their tier may read them. One that finds no room is rejected until the next step."""
+    """Requests wait here until their tier may read. A request without room is rejected until the next step."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class Promotions:
         arrived: Arrived,
         dropped: Callable[[Sequence[ChunkKey]], None],
     ):
-        """``dropped`` is called with chunks that will not come although they were requested, or asked for."""
+        """``dropped`` is called with chunks that were requested, or asked for, and will not come."""
         self.rejected: set[ChunkKey] = set()  #: requests of the last step that found no room
-        #: Declined chunks that come up all the same, to see how fast their store is by now. Nobody waits for them.
+        #: Declined chunks that are read anyway, to measure their store again. No request waits for them.
         self.probes: set[ChunkKey] = set()
         self._hot = hot
         self._make_room = make_room
@@ -62,15 +62,15 @@ class Promotions:
         self._queues: dict[StoreTier, OrderedDict[ChunkKey, _Request]] = {tier: OrderedDict() for tier in tiers}
         self._unawaited: set[ChunkKey] = set()
         self._reading: dict[ChunkKey, _Request] = {}
-        self._questions: dict[ChunkKey, _Request] = {}  # what stores are asked for
+        self._queries: dict[ChunkKey, _Request] = {}  # keys that stores are asked for
 
     @property
     def under_way(self) -> int:
-        """Chunks that are requested or being read."""
+        """Number of chunks that are requested or being read."""
         return sum(map(len, self._queues.values())) + len(self._reading)
 
     def source(self, key: ChunkKey) -> str:
-        """The tier that a chunk is being read from; empty if it is not."""
+        """The tier that a chunk is being read from; empty if none."""
         return self._reading[key].tier if key in self._reading else ""
 
     def request(
@@ -82,10 +82,10 @@ class Promotions:
         salt: bytes = b"",
         not_direct: Collection[str] = (),
     ) -> Requested:
-        """Request the chunks of a path from ``at`` on that one tier can deliver, or may be able to.
+        """Request the run of chunks from ``at`` on that one tier can deliver, or may be able to.
 
-        Stops before the first that is ``taken`` by a slot, or was rejected just now. What the workers read themselves
-        is not requested, unless it is in one of the tiers ``not_direct``.
+        Stops before the first chunk that is ``taken`` or was just rejected. Chunks that workers read directly are not
+        requested, unless their tier is in ``not_direct``.
         """
 
         def blocked(key: ChunkKey) -> bool:
@@ -109,17 +109,17 @@ class Promotions:
         limit: LoadLimit | None,
         salt: bytes,
     ) -> None:
-        """Request these chunks, or parts of chunks, which a tier can deliver. There may be more ``parents``."""
+        """Request chunks, or parts of chunks, from a tier that can deliver them. Extra ``parents`` are ignored."""
         self._add(tier, {key: _Request(parent, salt, limit) for key, parent in zip(keys, parents, strict=False)})
 
     def probe(self, tier: StoreTier, keys: Sequence[ChunkKey], parents: Iterable[ChunkKey | None], salt: bytes) -> None:
-        """Chunks that a tier has were declined: bring some up if its store is to be measured again."""
+        """A tier's chunks were declined: request some if its store is due to be measured again."""
         probes = keys[: tier.probe(len(keys))]
         self.bring(tier, probes, parents, None, salt)
         self.probes.update(probes)
 
     def start(self, taken: Taken) -> None:
-        """Begin to read what was requested, as far as there is room for it and the tier's limit in flight allows."""
+        """Begin to read requested chunks, as room and each tier's limit in flight permit."""
         self.rejected.clear()
         self._take_answers(taken)
         for tier, queue in self._queues.items():
@@ -131,21 +131,21 @@ class Promotions:
         self.probes.intersection_update(self._reading)
 
     def forget(self, keys: Iterable[ChunkKey]) -> None:
-        """Nobody awaits these chunks any more: drop their requests unless the next step begins them."""
+        """No request awaits these chunks any more: drop them unless the next step begins to read them."""
         self._unawaited.update(keys)
 
     def forget_requests(self) -> None:
         """Drop the requests whose reads have not begun."""
         for queue in self._queues.values():
             queue.clear()
-        self._questions.clear()
+        self._queries.clear()
 
     def _add(self, tier: StoreTier, requests: Mapping[ChunkKey, _Request]) -> None:
         self._queues[tier].update(requests)
         self._unawaited.difference_update(requests)
 
     def _start(self, tier: StoreTier, queue: OrderedDict[ChunkKey, _Request], taken: Taken) -> None:
-        """Begin what one tier may read now."""
+        """Begin the reads that one tier permits now."""
         dropped: list[ChunkKey] = []
         if not tier.can_read:
             dropped += queue
@@ -172,36 +172,36 @@ class Promotions:
         self._dropped([*dropped, *_without(requests, set(begun))])
 
     def _ask(self, path: Sequence[ChunkKey], at: int, limit: LoadLimit | None, salt: bytes) -> Requested:
-        """Ask all shared stores at once for the chunks of a path that no tier knows."""
+        """Ask all shared stores at once for the chunks of a path that no index has."""
         runs = {tier: tier.request_lookup(path, at) for tier in self._queues}
-        self._questions.update(_named(path, at, max(runs.values(), default=0), limit, salt))
+        self._queries.update(_named(path, at, max(runs.values(), default=0), limit, salt))
         awaited = [tier for tier in self._queues if runs[tier] and tier.worth_asking(runs[tier], limit)]
         if not awaited:
             return Requested()
         return Requested(max(runs[tier] for tier in awaited), awaited[0].name)
 
     def _take_answers(self, taken: Taken) -> None:
-        """Request what stores were asked for and have, as far as it is worth it: nobody need name the path again.
+        """Request the chunks that stores were asked for and have, if they are worth loading.
 
-        Chunks behind one that is not there are left alone.
+        No request need name the path again. Chunks behind a missing one are left alone.
         """
         for tier in self._queues:
             answered, found = tier.take_answers()
             requested: dict[ChunkKey, _Request] = {}
             for key in found:
-                question = self._questions.get(key)
-                if question and not taken(key) and self._continues(question.parent, requested, taken):
-                    requested[key] = question
+                query = self._queries.get(key)
+                if query and not taken(key) and self._continues(query.parent, requested, taken):
+                    requested[key] = query
             if requested and not tier.is_direct():
                 choice = tier.choose(len(requested), next(iter(requested.values())).limit)
                 self._add(tier, dict(list(requested.items())[: choice.chunks]))
             for key in answered:
                 if not any(each.is_asked(key) for each in self._queues):
-                    self._questions.pop(key, None)
+                    self._queries.pop(key, None)
             self._dropped([key for key in answered if key not in self._queues[tier]])
 
     def _continues(self, parent: ChunkKey | None, found: Container[ChunkKey], taken: Taken) -> bool:
-        """Is this chunk, and so all before it, in an arena or about to be?"""
+        """Is this chunk, and so every chunk before it, in an arena or on its way there?"""
         return (
             parent is None
             or parent in found
@@ -222,7 +222,7 @@ class Promotions:
 def _named(
     path: Sequence[ChunkKey], at: int, chunks: int, limit: LoadLimit | None, salt: bytes
 ) -> dict[ChunkKey, _Request]:
-    """So many chunks of a path, from ``at`` on."""
+    """The requests for ``chunks`` chunks of a path from ``at`` on."""
     keys = path[at : at + chunks]
     parents = [path[at - 1] if at else None, *keys]
     return {key: _Request(parent, salt, limit) for key, parent in zip(keys, parents, strict=False)}

@@ -1,4 +1,4 @@
-"""From the hottest arena to the tiers below: a frame is sealed once, then written to each tier that admitted it."""
+"""Writes chunks from the hottest arena to the tiers below: a frame is sealed once, then written to each tier."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvtier_core.stack.store_tier.writes import FrameWrite
 from kvtier_core.transfer.io_pool import Outcome, Pool
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Slot
 
-#: Headers are written for groups of about this many bytes at a time.
+#: Bytes of the slots that one job seals.
 _SEAL_NBYTES = 16 << 20
 #: The holder of a slot while its header is written.
 _SEALER = "sealing"
 
-#: Called to free this many slots of an arena for chunks of a path, as far as possible.
+#: ``make_room(arena, slots, path)`` frees up to this many slots for chunks of a path.
 MakeRoom = Callable[[Arena, int, Sequence[ChunkKey]], None]
 
 
@@ -37,7 +37,7 @@ class WriteThrough:
         make_room: MakeRoom,
         report: Callable[[Event], None],
     ):
-        self.namespace = namespace  #: under which frames are sealed from now on
+        self.namespace = namespace  #: of the frames that are sealed from now on
         self._hot = hot
         self._below = below
         self._layout = layout
@@ -47,11 +47,11 @@ class WriteThrough:
         self._sealing: set[ChunkKey] = set()
 
     def plan(self, path: Sequence[ChunkKey], salt: bytes) -> AdmissionPlan:
-        """Which tiers below would take which chunks of a path now. ``salt`` is that of its request."""
+        """The chunks of a path that each tier below would take now. ``salt`` is that of the request."""
         return AdmissionPlan(self._below, path, dict.fromkeys(path, salt) if salt else {})
 
     def offer_again(self, path: Sequence[ChunkKey], salt: bytes) -> None:
-        """Write those READY chunks of a path that a tier below lacks and would take now."""
+        """Write the READY chunks of a path that a tier below lacks and would take now."""
         if self._below:
             held = self._hot.exact([*path, *self._hot.index.other_parts(path)])
             held = [key for key in held if key not in self._sealing]
@@ -67,7 +67,7 @@ class WriteThrough:
     ) -> None:
         """Seal READY chunks that are not being sealed, then write them to the tiers that ``plan`` names for each.
 
-        ``checksums`` are those of `Stack.commit`. Without ``seals_all`` chunks that go nowhere are not sealed.
+        ``checksums`` are those of `Stack.commit`. Without ``seals_all`` only chunks that some tier takes are sealed.
         """
         sealed = keys if seals_all else [key for key in keys if key in plan.keys]
         per_group = max(1, _SEAL_NBYTES // self._hot.memory.slot_nbytes)
@@ -82,9 +82,9 @@ class WriteThrough:
             )
 
     def write(self, keys: Sequence[ChunkKey], plan: AdmissionPlan) -> None:
-        """Write sealed chunks to the tiers that ``plan`` names for each. Every write holds a pin of its own.
+        """Write sealed chunks to the tiers that ``plan`` names for each. Every write has its own pin.
 
-        Chunks that came through a lossy codec are not written anywhere: they would be taken for exact ones.
+        Chunks that passed a lossy codec are not written anywhere: readers would take them for exact ones.
         """
         for level in self._below:
             admitted = plan.keys_for(level, self._hot.exact(keys))
@@ -119,7 +119,7 @@ class WriteThrough:
         )
 
     def _parent(self, key: ChunkKey) -> ChunkKey | None:
-        """The chunk without which this one, or this part of a chunk, is of no use."""
+        """The chunk without which this chunk, or this part of a chunk, is useless."""
         chunk = self._hot.index.chunk_of(key)
         return self._hot.index.resident.parent(key) if chunk == key else chunk
 

@@ -1,4 +1,4 @@
-"""Which chunks a tier holds, and in which order they may be evicted."""
+"""The chunks that a tier holds, and the order in which they may be evicted."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from kvtier_core.types import ChunkKey
 
 #: Keys whose requests are counted: at least this many, at most twice as many.
 _REMEMBERED = 1 << 17
-#: Bytes of each such key that are kept. Two keys that begin alike count as one: at worst a chunk is stored too early.
+#: Bytes that are kept of each key. Keys with the same beginning count as one: at worst a chunk is stored too early.
 _PREFIX_NBYTES = 8
 
-#: Which chunks of a path to admit.
+#: Selects the chunks of a path to admit.
 Admitted = Callable[[Sequence[ChunkKey]], Sequence[ChunkKey]]
 
 
 class CacheIndex:
     """The resident keys of one tier, and its eviction policy.
 
-    The policy says in which order chunks should be evicted. This class passes over a chunk whose child in the prefix
-    tree is still resident, if the policy is ``leaf_first``: without its parent a child could not be reached.
+    The policy determines the order of eviction. If the policy is ``leaf_first``, this class passes over a chunk with a
+    resident child in the prefix tree: without its parent a child could not be reached.
     """
 
     def __init__(self, policy: EvictionPolicy, store_after: int = 1):
         """A chunk is admitted once ``store_after`` requests have named it."""
-        self.resident = PrefixTree()  #: the keys with sizes, places and parents; `admit` and `remove` change which
+        self.resident = PrefixTree()  #: the keys with their sizes, places and parents; changed by `admit` and `remove`
         self.policy = policy
         self._spares = policy if isinstance(policy, SupportsSparing) else None
         self._store_after = store_after
@@ -47,18 +47,18 @@ class CacheIndex:
         self.policy.request(path, now, hints)
 
     def chunk_of(self, key: ChunkKey) -> ChunkKey:
-        """The key of the chunk that a key names a part of."""
+        """The key of the chunk to which a part belongs."""
         return key
 
     def with_their_parts(self, keys: Sequence[ChunkKey], admitted: Admitted) -> list[ChunkKey]:
-        """Those of ``keys`` that are to be admitted: chunks as ``admitted`` says, other parts if their chunks are.
+        """The ``keys`` to admit: chunks that ``admitted`` selects, and other parts of admitted or resident chunks.
 
-        ``admitted(path)`` returns the chunks to admit among those of a path, root first, that are not resident.
+        ``admitted(path)`` returns the chunks to admit from a path of chunks, root first, that are not resident.
         """
         return list(admitted(keys))
 
     def other_parts(self, chunks: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """The keys of all resident parts but the first of these chunks."""
+        """The keys of the resident parts of these chunks, without their first parts."""
         return []
 
     def meets_frequency(self, path: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
@@ -76,7 +76,7 @@ class CacheIndex:
     ) -> None:
         """Add keys of a path, root first, of ``nbytes`` each. ``places`` are numbers to store with them."""
         self.resident.add(keys, parents, nbytes, [0] * len(keys) if places is None else places)
-        for key in reversed(keys):  # leaves come before their root
+        for key in reversed(keys):  # leaves before their root
             self.policy.admit(key, nbytes)
 
     def remove(self, keys: Sequence[ChunkKey], *, evicted: bool = False) -> list[int]:
@@ -88,7 +88,7 @@ class CacheIndex:
         return places
 
     def detach(self, keys: Sequence[ChunkKey]) -> None:
-        """These keys are about to leave: they no longer keep their parents."""
+        """These keys are about to leave: they no longer keep their parents from eviction."""
         self.resident.detach(keys)
         self._unspare()
 
@@ -99,9 +99,9 @@ class CacheIndex:
         spared: Sequence[Container[ChunkKey]] = (),
         pinned: Container[int] = (),
     ) -> list[ChunkKey]:
-        """The best victims, in order, that weigh ``amount`` together; fewer if there are no more. Evicts nothing.
+        """The best victims, in order, that together weigh ``amount``, or as many as there are. Evicts nothing.
 
-        Passes over keys that one of the ``spared`` contains, and keys whose place is ``pinned``.
+        Passes over keys in any of the ``spared``, and keys whose place is ``pinned``.
         """
         chosen: list[ChunkKey] = []
         passed: list[ChunkKey] = []
@@ -147,11 +147,11 @@ class CacheIndex:
         return admitted, victims
 
     def _prefers(self, newcomer: ChunkKey, victim: ChunkKey) -> bool:
-        """Is it better to hold the newcomer?"""
+        """Does the policy prefer the newcomer?"""
         return self.policy.prefers(newcomer, victim)
 
     def _spare(self, passed: Sequence[ChunkKey]) -> None:
-        """The policy need not name again what was passed over for a child, so that nobody walks past it again."""
+        """The policy need not name these parents again, so that no search walks past them twice."""
         if self._spares:
             self.resident.park(passed)
             for key in passed:
@@ -165,16 +165,16 @@ class CacheIndex:
     def _eviction_candidates(
         self, spared: Sequence[Container[ChunkKey]], pinned: Container[int], passed: list[ChunkKey]
     ) -> Iterator[Sequence[ChunkKey]]:
-        """Keys that leave together, best first, each on the assumption that all before them are evicted.
+        """Groups of keys that leave together, best first, each assuming that all before it are evicted.
 
-        Those that are passed over for a resident child are appended to ``passed``.
+        Keys that are passed over because of a resident child are appended to ``passed``.
         """
         victims, leaf_first = self.policy.victims(), self.policy.leaf_first
         return ((key,) for key in self.resident.eviction_candidates(victims, spared, pinned, leaf_first, passed))
 
 
 class FrequencyFilter:
-    """Two generations of counts: when the younger is full it replaces the older one, which is dropped."""
+    """Two generations of counts: when the younger is full, it replaces the older one."""
 
     def __init__(self) -> None:
         self._younger: dict[bytes, int] = {}
@@ -190,6 +190,6 @@ class FrequencyFilter:
                 self._older, self._younger = self._younger, {}
 
     def of(self, key: ChunkKey) -> int:
-        """How many requests named this key, as far as the two generations remember."""
+        """Number of requests that named this key, as far as the two generations remember."""
         short = key[:_PREFIX_NBYTES]
         return self._younger.get(short) or self._older.get(short, 0)

@@ -1,4 +1,4 @@
-"""The index of chunks that have several parts."""
+"""The index of chunks with several parts."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from kvtier_core.types import ChunkKey
 
 
 class PartedIndex(CacheIndex):
-    """The policy knows chunks by the keys of their part 0. All other parts of a chunk leave with it.
+    """The policy knows chunks by the keys of their first parts. The other parts of a chunk leave with it.
 
-    A request can continue behind a chunk that has all of its parts, a boundary. The chunks before it, back to the
-    boundary before, are of use to nothing else: they leave with the boundary, if nothing follows them.
+    A request can continue behind a boundary, a chunk that has all of its parts. The chunks between two boundaries
+    serve only the second one: they leave with it unless another chunk follows them.
     """
 
     def __init__(self, *args: object, **options: object):
         super().__init__(*args, **options)
-        self._others: dict[ChunkKey, dict[ChunkKey, None]] = {}  # parts but the first, by chunk
-        self._orphaned: dict[ChunkKey, None] = {}  # chunks of which only other parts are resident
+        self._others: dict[ChunkKey, dict[ChunkKey, None]] = {}  # all parts but the first, by chunk
+        self._orphaned: dict[ChunkKey, None] = {}  # chunks whose first part is not resident
 
     def chunk_of(self, key: ChunkKey) -> ChunkKey:
         return chunk_key(key)
 
     def with_their_parts(self, keys: Sequence[ChunkKey], admitted: Admitted) -> list[ChunkKey]:
         chunks, parts = _split(keys)
-        # A chunk that is on its way here, and not resident yet, would be admitted now as it was before.
+        # A chunk that is on its way here, and not resident yet, is admitted now as it was before.
         homes = dict.fromkeys(home for part in parts if (home := chunk_key(part)) not in self.resident)
         joined = set(admitted([*homes, *(chunk for chunk in chunks if chunk not in homes)]))
         return [
@@ -103,5 +103,5 @@ class PartedIndex(CacheIndex):
 
 
 def _split(keys: Sequence[ChunkKey]) -> tuple[list[ChunkKey], list[ChunkKey]]:
-    """The keys of chunks among these, and the keys of their other parts."""
+    """Split keys into those of chunks and those of other parts."""
     return [key for key in keys if not number_of_part(key)], [key for key in keys if number_of_part(key)]

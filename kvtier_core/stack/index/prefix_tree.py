@@ -1,4 +1,4 @@
-"""The resident keys of one tier: the size and the place of each, and its parent in the prefix tree."""
+"""The resident keys of one tier, each with its size, place and parent in the prefix tree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtier_core.types import ChunkKey
 
 
 class PlainPrefixTree:
-    """A prefix tree over keys. A parent may be a key that is not resident; such a key has no known parent.
+    """A prefix tree over keys. A parent need not be resident; a key that is not resident has no known parent.
 
     csrc/prefix_tree.cpp gives the same answers faster and in less memory; it is tested against this.
     """
@@ -45,11 +45,11 @@ class PlainPrefixTree:
         return self._parent.get(key)
 
     def children(self, key: ChunkKey) -> int:
-        """How many resident keys have this one as their parent."""
+        """Number of resident keys with this parent."""
         return self._children.get(key, 0)
 
     def place(self, key: ChunkKey) -> int:
-        """The number that was stored with a resident key: its slot, in an arena."""
+        """The number stored with a resident key; in an arena, its slot."""
         return self._place[key]
 
     def places(self, keys: Sequence[ChunkKey]) -> list[int]:
@@ -57,7 +57,7 @@ class PlainPrefixTree:
         return [self._place[key] for key in keys]
 
     def run(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
-        """How many are resident from ``start`` on, before the first that is not."""
+        """Length of the run of resident keys from ``start`` on."""
         return next((i - start for i in range(start, len(keys)) if keys[i] not in self._nbytes), len(keys) - start)
 
     def missing(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
@@ -67,7 +67,7 @@ class PlainPrefixTree:
     def add(
         self, keys: Sequence[ChunkKey], parents: Sequence[ChunkKey | None], nbytes: int, places: Sequence[int]
     ) -> None:
-        """Hold keys of ``nbytes`` each. Raises ValueError, and changes nothing, if one is held already."""
+        """Add keys of ``nbytes`` each. Raises ValueError, and changes nothing, if any is resident."""
         if len(set(keys)) < len(keys) or any(key in self._nbytes for key in keys):
             raise ValueError("a key is held already")
         self._changes += 1
@@ -79,18 +79,18 @@ class PlainPrefixTree:
                 self._adopt(key, parent)
 
     def adopt(self, path: Sequence[ChunkKey]) -> None:
-        """Each resident key of a path gets the one before it as its parent, unless its parent is known."""
+        """Make each key of a path the parent of the next, if that one is resident and has no known parent."""
         for parent, key in itertools.pairwise(path):
             if key in self._nbytes and key not in self._parent:
                 self._adopt(key, parent)
 
     def resize(self, key: ChunkKey, nbytes: int) -> None:
-        """A resident key takes ``nbytes`` from now on."""
+        """Set the size of a resident key."""
         self.used += nbytes - self._nbytes[key]
         self._nbytes[key] = nbytes
 
     def remove(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """No longer hold these keys; returns their places."""
+        """Remove these keys; returns their places."""
         self.detach(keys)
         for key in keys:
             self._parked.discard(key)
@@ -111,11 +111,11 @@ class PlainPrefixTree:
                         self._freed.append(parent)
 
     def park(self, keys: Sequence[ChunkKey]) -> None:
-        """These keys, each with a resident child, count as passed over until that has left."""
+        """These keys, each with a resident child, count as passed over until that child has left."""
         self._parked.update(keys)
 
     def take_freed(self) -> list[ChunkKey]:
-        """Parked keys whose last child has left since the last call, and which are still resident."""
+        """Resident parked keys whose last child has left since the last call."""
         freed, self._freed = self._freed, []
         return [key for key in freed if key in self._nbytes]
 
@@ -127,15 +127,15 @@ class PlainPrefixTree:
         leaf_first: bool,
         passed: list[ChunkKey],
     ) -> Iterator[ChunkKey]:
-        """The ``victims`` that may be evicted, best first, each on the assumption that all before it are evicted.
+        """The ``victims`` that may be evicted, best first, each assuming that all before it are evicted.
 
-        Passes over keys that one of the ``spared`` contains, and keys whose place is ``pinned``. With ``leaf_first`` a
-        key with a resident child comes after its last child, and is appended to ``passed`` when it is passed over;
-        parked keys need not be named. Raises RuntimeError once the tree has changed.
+        Passes over keys in any of the ``spared``, and keys whose place is ``pinned``. With ``leaf_first`` a key follows
+        its last resident child, and is appended to ``passed`` when it is passed over; parked keys need not be named.
+        Raises RuntimeError once the tree has changed.
         """
         changes = self._changes
-        gone: Counter[ChunkKey | None] = Counter()  # how many children of a key came before
-        waiting: set[ChunkKey] = set()  # named by the policy, but a child is still resident
+        gone: Counter[ChunkKey | None] = Counter()  # number of a key's children among the candidates so far
+        waiting: set[ChunkKey] = set()  # named by the policy, but with a resident child
 
         def is_leaf(key: ChunkKey) -> bool:
             return self._children.get(key, 0) <= gone.get(key, 0)

@@ -1,7 +1,7 @@
-"""Lookups where chunks have several parts: a request can only continue behind a chunk whose boundary is restorable.
+"""Lookups of chunks with several parts: a request can continue only behind a chunk whose boundary is restorable.
 
-A boundary is restorable if the parts that each group needs there are all held. The search goes downwards from the end
-of the path, and what it finds is loaded as a whole or not at all.
+A boundary is restorable if all parts that the groups need there are held. The search runs from the end of the path to
+its start; the result is loaded as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ _Holds = Callable[[ChunkKey], bool]
 
 @attrs.frozen
 class _Path:
-    """The chunks that a request names behind those that its engine has."""
+    """The chunks of a request's prompt that its engine lacks."""
 
     layout: ChunkLayout
     chunks: Sequence[ChunkKey]
     skipped: int = 0  #: chunks before them, which the engine has
 
     def needed(self, chunks: int) -> dict[ChunkKey, tuple[int, int]]:
-        """The parts without which nobody can continue behind so many chunks of this path.
+        """The parts that are needed to continue behind this many chunks of the path.
 
-        For each the number of its chunk in the path, and its own in the chunk. Parts that few chunks have come first.
+        Each maps to the index of its chunk in the path and its number in the chunk. Parts that few chunks have come
+        first.
         """
         return {
             part_key(self.chunks[number - self.skipped], part.number): (number - self.skipped, part.number)
@@ -43,11 +44,11 @@ class _Path:
         }
 
     def run(self, holds: _Holds) -> int:
-        """How many leading chunks are held, with or without all that a boundary needs."""
+        """Number of leading chunks that are held, whether or not their boundaries are restorable."""
         return next((i for i, key in enumerate(self.chunks) if not holds(key)), len(self.chunks))
 
     def restorable(self, most: int, holds: _Holds) -> int:
-        """The last boundary of which all parts are held, as the number of chunks before it: at most ``most``, or 0."""
+        """The last restorable boundary, as the number of chunks before it: at most ``most``, or 0."""
         return next((i for i in range(most, 0, -1) if all(map(holds, self.needed(i)))), 0)
 
     def parents(self, keys: Sequence[ChunkKey]) -> Iterator[ChunkKey | None]:
@@ -109,7 +110,7 @@ class BoundarySearch(Search):
     def prefetch(
         self, path: Sequence[ChunkKey], limit: LoadLimit | None, salt: bytes, not_direct: Collection[str]
     ) -> None:
-        """Stores are asked for the whole path; the parts of its last boundary are brought up if all of them may be."""
+        """Ask stores for the whole path; request the parts of its last boundary if there is room for all of them."""
         self._ask(path)
         sought = _Path(self._layout, path)
         chain = sought.run(self._may_come)
@@ -123,7 +124,7 @@ class BoundarySearch(Search):
         return any(arena.has(key) for arena in self._arenas)
 
     def _may_come(self, key: ChunkKey) -> bool:
-        """Is it READY, on its way, or in a store that can be read, or that has not said yet whether it has it?"""
+        """Is it READY, on its way, in a readable store, or asked for in a store that has not answered yet?"""
         if self._is_ready(key):
             return True
         if key in self._promotions.rejected or key in self._promotions.probes:
@@ -131,7 +132,7 @@ class BoundarySearch(Search):
         return bool(self._arriving(key)) or any(tier.has(key) or tier.is_asked(key) for tier in self._tiers)
 
     def _ask(self, path: Sequence[ChunkKey]) -> None:
-        """Ask shared stores for all parts of a path at once: which boundaries they have is not known."""
+        """Ask shared stores for all parts of a path at once: their boundaries are unknown."""
         for tier in self._tiers:
             if tier.backend.shared:
                 for chunk in path:
@@ -141,7 +142,7 @@ class BoundarySearch(Search):
     # -- bringing it up ----------------------------------------------------------------------------
 
     def _bring(self, sought: _Path, ready: int, later: int, limit: LoadLimit | None, salt: bytes) -> Requested:
-        """Request what a later boundary lacks, if all of it is worth loading."""
+        """Request the missing parts of a later boundary if all of them are worth loading."""
         missing = sorted((place, key) for key, place in sought.needed(later).items() if not self._is_ready(key))
         if later <= ready or not missing:
             return Requested()
@@ -149,7 +150,7 @@ class BoundarySearch(Search):
         part_limit = limit and attrs.evolve(limit, chunk_seconds=limit.chunk_seconds * gained / len(missing))
         awaited = next(filter(None, (self._promotions.source(key) for _, key in missing)), "")
         keys = [key for _, key in missing if not self._arriving(key)]
-        if len(keys) > self._arenas[0].available:  # else requests that wait for each other's slots would all wait
+        if len(keys) > self._arenas[0].available:  # otherwise requests would wait for each other's slots forever
             return Requested()
         for tier in self._tiers:
             here = [key for key in keys if tier.has(key)]

@@ -1,4 +1,4 @@
-"""Lookups where every chunk has one part: any leading run of a path can be loaded."""
+"""Lookups of chunks with one part: any leading run of a path can be loaded."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ChainSearch(Search):
     def prefetch(
         self, path: Sequence[ChunkKey], limit: LoadLimit | None, salt: bytes, not_direct: Collection[str]
     ) -> None:
-        """Stores are asked for the whole path; the beginning of it is brought up."""
+        """Ask stores for the whole path; request its beginning."""
         at = self._ready_run(path, 0) if path else 0
         end = min(len(path), at + self._room_ahead)
         while at < end:
@@ -80,20 +80,20 @@ class ChainSearch(Search):
             tier.request_lookup(path, at)
 
     def _ready_run(self, path: Sequence[ChunkKey], at: int) -> int:
-        """How many chunks of a path from one on are READY in one arena."""
+        """Length of the run of chunks from ``at`` on that are READY in one arena."""
         return max(arena.ready_run(path, at) for arena in self._arenas)
 
     def _readable_by_workers(self, path: Sequence[ChunkKey], at: int, not_direct: Collection[str]) -> StoreTier | None:
-        """The tier in which workers can read this chunk of a path."""
+        """The tier from which workers can read this chunk directly."""
         key = path[at : at + 1]
         return next((tier for tier in self._tiers if tier.is_direct(not_direct) and tier.leasable(key)), None)
 
     def _hold(
         self, tier: StoreTier, path: Sequence[ChunkKey], at: int, lease: Lease, holder: str, limit: LoadLimit | None
     ) -> Requested:
-        """Hold the frames of a path from one on that are worth loading, up to a chunk that is READY in an arena.
+        """Hold the frames from ``at`` on that are worth loading, up to a chunk that is READY in an arena.
 
-        Of those that are not, some are loaded all the same now and then, to see how fast the store is by now.
+        If none is, some are loaded anyway now and then, to measure the store again.
         """
         run = path[at : at + tier.leasable(path, at)]
         keys = leading_run(run, lambda key: not any(arena.has(key) for arena in self._arenas))
@@ -105,7 +105,7 @@ class ChainSearch(Search):
     def _request(
         self, path: Sequence[ChunkKey], at: int, limit: LoadLimit | None, salt: bytes, not_direct: Collection[str]
     ) -> Requested:
-        """Request the chunks of a path from one on that is not READY, unless it is on its way."""
+        """Request the chunks from ``at`` on, which is not READY, unless that one is on its way."""
         if arena := self._arriving(path[at]):
             if path[at] in self._promotions.probes:
                 return Requested()

@@ -1,4 +1,4 @@
-"""The slots and frames that lookups pinned for their holders."""
+"""The slots and frames that lookups pin for their holders."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from kvtier_core.stack.batches import leading_run
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.types import ChunkKey, Slot, StoredFrame
 
-#: From where a chunk is loaded.
+#: Where a chunk is loaded from.
 _Place = Slot | StoredFrame
 
 
 @attrs.define
 class Lease:
-    """READY chunks of one path that are pinned for one holder, and frames of it that are held in a store."""
+    """The READY chunks of one path that are pinned for one holder, and the frames held for it in stores."""
 
     path: list[ChunkKey] = attrs.field(factory=list)  #: the leading chunks that are pinned
     slots: list[_Place] = attrs.field(factory=list)  #: of each of them
-    sources: list[str] = attrs.field(factory=list)  #: for each of them the tier that supplied it
-    beyond: dict[ChunkKey, tuple[_Place, str]] = attrs.field(factory=dict)  #: what else is pinned
+    sources: list[str] = attrs.field(factory=list)  #: for each of them, the tier that supplied it
+    beyond: dict[ChunkKey, tuple[_Place, str]] = attrs.field(factory=dict)  #: other pinned chunks, with their sources
     awaited: dict[str, set[ChunkKey]] = attrs.field(factory=dict)  #: by tier: to be pinned when they arrive
-    outdated: set[ChunkKey] = attrs.field(factory=set)  #: what it awaited before the lookup under way
-    pending: bool = False  #: True until something becomes of what it awaits
-    valid: bool = True  #: False once everything was invalidated: the slots stay pinned, and are never found again
+    outdated: set[ChunkKey] = attrs.field(factory=set)  #: awaited before the lookup under way
+    pending: bool = False  #: True until an awaited chunk arrives or is given up
+    valid: bool = True  #: False after an invalidation: the slots stay pinned and are never found again
 
     def __bool__(self) -> bool:
         return bool(self.slots or self.beyond or self.awaited)
 
     def await_nothing(self) -> set[ChunkKey]:
-        """Forget what it awaits; returns that."""
+        """Forget and return the awaited chunks."""
         awaited, self.awaited, self.pending = self.awaited, {}, False
         return set().union(*awaited.values())
 
     def arrived(self, keys: Sequence[ChunkKey]) -> None:
-        """These came. It looks again when all have come from one of the tiers: it waits for another from then on."""
+        """These have arrived. The holder looks again once all chunks of one tier have: it then waits for another."""
         for tier, awaited in list(self.awaited.items()):
             awaited.difference_update(keys)
             if not awaited:
@@ -52,11 +52,11 @@ class Lease:
         self.sources += sources
 
     def places(self) -> Iterator[_Place]:
-        """Where all of them are, once each."""
+        """The place of each chunk."""
         return chain(self.slots, (place for place, _ in self.beyond.values()))
 
     def pinned(self) -> Iterator[Slot]:
-        """The slots among them."""
+        """The slots among these places."""
         return (place for place in self.places() if isinstance(place, Slot))
 
 
@@ -66,16 +66,16 @@ class Leases:
     def __init__(
         self, arenas: Sequence[Arena], tiers: Sequence[StoreTier], *, unawaited: Callable[[Iterable[ChunkKey]], None]
     ):
-        """``unawaited`` is called with chunks that nobody awaits any more."""
+        """``unawaited`` is called with chunks that no holder awaits any more."""
         self._arenas = arenas
         self._unawaited = unawaited
         self._tiers = tiers
         self._by_holder: dict[str, Lease] = {}
-        self._waiting: dict[ChunkKey, dict[str, None]] = {}  # the holders that await a chunk, the first of them first
+        self._waiting: dict[ChunkKey, dict[str, None]] = {}  # the holders that await each chunk, in order
         self.promoted_from: dict[ChunkKey, str] = {}  #: READY chunks that no request has used since their promotion
 
     def of(self, path: Sequence[ChunkKey], holder: str) -> Lease:
-        """The lease of a holder, for a lookup that ends with `done`. If it holds for another path it is released."""
+        """The holder's lease, for a lookup that ends with `done`. A lease of another path is released first."""
         lease = self._by_holder.get(holder)
         if lease is not None and not self._holds_for(lease, path):
             self.release(holder)
@@ -86,14 +86,14 @@ class Leases:
         return lease
 
     def _holds_for(self, lease: Lease, path: Sequence[ChunkKey]) -> bool:
-        """Is all that is pinned of this path, and may it still be found?"""
+        """Does everything pinned belong to this path, and is the lease valid?"""
         if not lease.valid or list(path[: len(lease.path)]) != lease.path:
             return False
         chunk_of = self._arenas[0].index.chunk_of
         return {chunk_of(key) for key in lease.beyond} <= set(path)
 
     def done(self, holder: str) -> None:
-        """The lookup has ended. A lease that holds and awaits nothing is forgotten."""
+        """The lookup has ended. An empty lease is forgotten."""
         lease = self._by_holder[holder]
         outdated, lease.outdated = lease.outdated, set()
         self._await_no_more(outdated.difference(*lease.awaited.values()), holder)
@@ -102,12 +102,12 @@ class Leases:
             del self._by_holder[holder]
 
     def still_pending(self, holder: str) -> bool:
-        """Has nothing become of what the holder awaits since its last lookup?"""
+        """Is everything that the holder awaited at its last lookup still on its way?"""
         lease = self._by_holder.get(holder)
         return lease is not None and lease.pending
 
     def release(self, holder: str) -> None:
-        """Unpin all that is pinned for a holder, and let go of its frames."""
+        """Unpin the holder's slots and release its frames."""
         if lease := self._by_holder.pop(holder, None):
             self._await_no_more(lease.await_nothing(), holder)
             slots = list(lease.pinned())
@@ -117,7 +117,7 @@ class Leases:
                 tier.release(holder)
 
     def release_frames(self, tier: str, holders: Collection[str] | None = None) -> None:
-        """Release those of these holders, or of all, that hold frames of a tier."""
+        """Release the holders, by default all, that hold frames of a tier."""
         for holder, lease in list(self._by_holder.items()):
             if (holders is None or holder in holders) and any(
                 isinstance(place, StoredFrame) and place.tier == tier for place in lease.places()
@@ -125,7 +125,7 @@ class Leases:
                 self.release(holder)
 
     def pin(self, keys: Sequence[ChunkKey], lease: Lease, holder: str, *, leading: bool = False) -> None:
-        """Pin READY chunks that the lease does not hold yet; ``leading`` ones are the next of its leading run."""
+        """Pin READY chunks that the lease does not hold yet; ``leading`` ones continue its leading run."""
         fresh = [key for key in keys if key not in lease.beyond] if lease.beyond else keys
         for arena, here in self._by_arena(fresh).items():
             slots = arena.pin(here, holder)
@@ -140,7 +140,7 @@ class Leases:
             _lead(lease, keys)
 
     def hold(self, tier: StoreTier, keys: Sequence[ChunkKey], lease: Lease, holder: str, *, leading: bool) -> int:
-        """Lease the frames of leading ones of these keys, which workers can read. Returns how many."""
+        """Lease frames that workers can read, for as many leading keys as possible. Returns how many."""
         fresh = [key for key in keys if key not in lease.beyond]
         frames = tier.lease(fresh, holder)
         lease.beyond.update((frame.key, (frame, tier.name)) for frame in frames)
@@ -156,7 +156,7 @@ class Leases:
             self._waiting.setdefault(key, {})[holder] = None
 
     def arrived(self, keys: Sequence[ChunkKey], tier: str) -> None:
-        """Chunks were promoted from a tier: pin them for those who wait for them."""
+        """Chunks were promoted from a tier: pin them for the holders that await them."""
         self.promoted_from.update(dict.fromkeys(keys, tier))
         awaited: dict[str, list[ChunkKey]] = {}
         for key in keys:
@@ -168,18 +168,18 @@ class Leases:
             self.pin(here, lease, holder)
 
     def wake(self, keys: Iterable[ChunkKey]) -> None:
-        """These chunks are no longer on their way: who awaits one of them has to look again."""
+        """These chunks are no longer on their way: holders that await one of them must look again."""
         for key in keys if self._waiting else ():
             for holder in self._waiting.get(key, ()):
                 self._by_holder[holder].pending = False
 
     def evicted(self, keys: Sequence[ChunkKey]) -> None:
-        """These chunks are no longer in the hottest arena."""
+        """These chunks have left the hottest arena."""
         for key in keys if self.promoted_from else ():
             self.promoted_from.pop(key, None)
 
     def invalidate_all(self) -> None:
-        """Nothing that is pinned may be found again."""
+        """No pinned chunk may be found again."""
         for lease in self._by_holder.values():
             lease.await_nothing()
             lease.valid = False
@@ -207,6 +207,6 @@ class Leases:
 
 
 def _lead(lease: Lease, keys: Sequence[ChunkKey]) -> None:
-    """These chunks, which the lease has, are the next of its leading run."""
+    """These chunks, which the lease has, continue its leading run."""
     pinned = [lease.beyond.pop(key) for key in keys]
     lease.extend(keys, [place for place, _ in pinned], [source for _, source in pinned])

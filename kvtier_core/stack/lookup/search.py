@@ -12,13 +12,13 @@ from kvtier_core.stack.promotion import Promotions, Requested
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.types import ChunkKey
 
-#: Chunks that were brought up before a request asked for them take at most one in this many slots of the hottest arena.
+#: Prefetched chunks that no request has used take at most one in this many slots of the hottest arena.
 _PREFETCH_SHARE = 4
 _NOT_STORED = "not stored"
 
 
 class Search(abc.ABC):
-    """Finds what a stack has of a path. Called on the owner's thread."""
+    """Finds the part of a path that a stack holds. Called on the owner's thread."""
 
     def __init__(self, arenas: Sequence[Arena], tiers: Sequence[StoreTier], promotions: Promotions, leases: Leases):
         self._arenas = arenas
@@ -60,20 +60,20 @@ class Search(abc.ABC):
 
     @property
     def _room_ahead(self) -> int:
-        """How many chunks may be brought up now before a request asks for them."""
+        """How many chunks may be prefetched now."""
         unused = len(self._leases.promoted_from) + self._promotions.under_way
         return max(0, self._arenas[0].capacity // _PREFETCH_SHARE - unused)
 
     def has_slot(self, key: ChunkKey) -> bool:
-        """Does a slot of an arena belong to this chunk?"""
+        """Does this chunk have a slot in an arena?"""
         return any(arena.has_slot(key) for arena in self._arenas)
 
     def _arriving(self, key: ChunkKey) -> Arena | None:
-        """The arena in which a slot is being filled with this chunk."""
+        """The arena in which this chunk is being filled."""
         return next((arena for arena in self._arenas if arena.arrives(key)), None)
 
     def _silence(self, awaited: str) -> float:
-        """Of the tier that a request waits for."""
+        """`StoreTier.silence` of the awaited tier."""
         return next((tier.silence for tier in self._tiers if tier.name == awaited), 0.0)
 
     def _miss_reason(self, key: ChunkKey, below: Requested) -> str:

@@ -1,4 +1,4 @@
-"""The calls of a tier to its store: one at a time names a key, each is timed, and counts for a breaker."""
+"""The calls of a tier to its store: no two name the same key, and each is timed and counts for a breaker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Call(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it took, once it was on a thread."""
+        """The time it spent on a thread."""
         return self.ended - self.begun
 
 
@@ -37,7 +37,7 @@ class Calls:
         self.pool = pool
         self.health = health
         self.clock = clock
-        self.afterwards: Callable[[], None] = lambda: None  #: called when what followed from a call is done
+        self.afterwards: Callable[[], None] = lambda: None  #: called after the continuation of each call
 
     def run(
         self,
@@ -49,7 +49,7 @@ class Calls:
         *,
         load: bool = False,
     ) -> None:
-        """Do the work on a thread, then ``then``. Its outcome counts for the breaker, if there is one.
+        """Run ``work`` on a thread, then ``then``. Its outcome counts for the breaker, if any.
 
         A ``load`` goes before all other calls that have not begun.
         """
@@ -71,7 +71,7 @@ class Calls:
         *,
         load: bool = False,
     ) -> None:
-        """Make a call that was begun."""
+        """Make a call after `begin`."""
 
         def timed() -> tuple[Any, None, float, float]:
             begun = self.clock()
@@ -90,11 +90,11 @@ class Calls:
         (self.pool.submit_load if load else self.pool.submit_store)(timed, returned)
 
     def fail(self, keys: Sequence[ChunkKey], breaker: Breaker, error: BaseException) -> None:
-        """A call that was begun cannot be made."""
+        """A call cannot be made after `begin`."""
         self.table.end(keys)
         self.health.record(breaker, keys, error)
 
     def give_up(self, keys: Sequence[ChunkKey], breaker: Breaker) -> None:
-        """A call that was begun is not made: that says nothing of the store."""
+        """A call is not made after `begin`, for a reason other than the store."""
         self.table.end(keys)
         breaker.give_up()

@@ -1,4 +1,4 @@
-"""Deletes frames that are evicted, damaged or invalidated. Each stays indexed until its delete has completed."""
+"""Deletes evicted, damaged and invalidated frames. Each stays indexed until its delete has completed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from kvtier_core.stack.store_tier.calls import Call, Calls
 from kvtier_core.stack.store_tier.frame_table import Use
 from kvtier_core.types import ChunkKey, EventKind
 
-#: Frames that one call deletes, so that no call for a whole tier, at an epoch, takes longer than a call may.
+#: Frames that one call deletes at most, so that deleting a whole tier, at an epoch, keeps within the call timeout.
 _BATCH = 256
-#: Seconds before a failed delete is retried: at first, and at most after doubling each time.
+#: Seconds before a failed delete is retried: the first time, and the most after doubling each time.
 _FIRST_RETRY, _LAST_RETRY = 5.0, 60.0
 
 
 class Deletes:
-    """The deletes of one store tier. From a shared store nothing is ever deleted: only the index forgets it."""
+    """The deletes of one store tier. Nothing is ever deleted from a shared store: only the index forgets it."""
 
     def __init__(self, calls: Calls):
         self._calls = calls
@@ -27,7 +27,7 @@ class Deletes:
         self._next_retry = 0.0
 
     def evict(self, victims: Sequence[ChunkKey], why: str) -> None:
-        """Evict these frames, none of which is in use."""
+        """Evict these frames. None is in use."""
         if self._backend.shared:
             self._index.remove(victims, evicted=True)
             self._table.invalidated.difference_update(victims)
@@ -44,39 +44,39 @@ class Deletes:
         )
 
     def make_room(self) -> None:
-        """Delete frames that this tier cannot read, as far as there are any, until what is resident fits."""
+        """Delete incompatible frames until the resident ones fit."""
         self.evict(self._table.take_incompatible(), "it cannot be read here")
 
     def evict_excess(self, why: str) -> None:
-        """Evict what exceeds the capacity."""
+        """Evict the frames beyond the capacity."""
         self.evict(self._table.excess(), why)
 
     def discard(self, missing: Sequence[ChunkKey], corrupt: Sequence[ChunkKey]) -> None:
-        """Delete what may be left of ``missing`` frames, and quarantine ``corrupt`` ones."""
+        """Delete remains of ``missing`` frames, and quarantine ``corrupt`` ones."""
         if self._backend.shared:
             self._index.remove([*missing, *corrupt])
             return self._quarantine_shared(corrupt)
-        self._table.invalidated.update(missing, corrupt)  # so that they are deleted later if it fails now
+        self._table.invalidated.update(missing, corrupt)  # deleted later if it fails now
         self._delete(missing, self._backend.delete)
         self._delete(corrupt, self._backend.quarantine)
 
     def invalidate(self, keys: Iterable[ChunkKey]) -> None:
-        """Never find these frames again. Those in use are deleted when their calls have returned."""
+        """Never find these frames again. Those in use are deleted when their calls return."""
         self._table.invalidated.update(keys)
         self.delete_invalidated([key for key in self._table.invalidated if key not in self._table.in_use])
 
     def delete_invalidated(self, keys: Sequence[ChunkKey]) -> None:
-        """Delete those of ``keys`` that are invalidated and no longer in use."""
+        """Delete the invalidated ones of ``keys``, which are no longer in use."""
         invalidated = [key for key in keys if key in self._table.invalidated]
         present = [key for key in invalidated if key in self._index]
         self._table.invalidated.difference_update(set(invalidated) - set(present))
         self.evict(present, "invalidated")
 
     def retry(self) -> None:
-        """Retry the deletes that failed, when that is due, in a fixed order.
+        """Retry failed deletes when they are due, in a fixed order.
 
-        Each frame by itself, so that one that can never be deleted does not block the others. The breaker has counted
-        the failure already.
+        Each frame has its own call, so that one that can never be deleted does not block the others. The breaker has
+        already counted the failure.
         """
         now = self._calls.clock()
         if not self._health.writes.allows(now) or now < self._next_retry:
@@ -105,7 +105,7 @@ class Deletes:
         *,
         again: bool = False,
     ) -> None:
-        """Remove frames from store and index, in this order. ``again``: a failure is neither counted nor reported."""
+        """Remove frames from the store, then the index. With ``again`` a failure is neither counted nor reported."""
         if not keys:
             return
         nbytes = self._table.nbytes(keys)

@@ -1,4 +1,4 @@
-"""Frames that the engine's workers read by themselves, without a slot: leased until nobody reads them."""
+"""Frames that the engine's workers read directly, without a slot, and that are leased until they are done."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvtier_core.stack.store_tier.frame_table import Use
 from kvtier_core.transfer.io_pool import run
 from kvtier_core.types import ChunkKey, EventKind, FrameRead, Location, ReadStatus
 
-#: Removes frames that were not served, by the reason, from the index.
+#: Removes frames that were not served from the index, by reason.
 Drop = Callable[[Mapping[ReadStatus, Sequence[ChunkKey]]], None]
 
 
@@ -26,19 +26,19 @@ class _Lease:
     """The frames of one holder."""
 
     keys: list[ChunkKey] = attrs.field(factory=list)
-    loading: Sequence[ChunkKey] = ()  #: what the workers read of it now
+    loading: Sequence[ChunkKey] = ()  #: those that the workers are reading
     begun: float = 0.0
 
 
 class DirectReads:
-    """The frames of one store tier that are leased.
+    """The leased frames of one store tier.
 
-    A frame that is leased is a key in use, as one that a call names: its tier neither deletes nor replaces it.
+    The key of a leased frame is in use, like one that a call names: its tier neither deletes nor replaces the frame.
     """
 
     def __init__(self, calls: Calls, *, deletes: Deletes, drop: Drop, speed: StoreSpeed):
         """``drop`` removes frames that were not served from the index."""
-        self.leased_nbytes = 0  #: of frames that are leased: of one with several holders as often
+        self.leased_nbytes = 0  #: of leased frames, counted once per holder
         self._calls = calls
         self._table = calls.table
         self._health = calls.health
@@ -46,16 +46,16 @@ class DirectReads:
         self._drop = drop
         self._speed = speed
         self._by_holder: dict[str, _Lease] = {}
-        self._holders: Counter[ChunkKey] = Counter()  # of each key that is leased
-        self._unusable: dict[ChunkKey, ReadStatus] = {}  # of those: what failed verification
+        self._holders: Counter[ChunkKey] = Counter()  # of each leased key
+        self._unusable: dict[ChunkKey, ReadStatus] = {}  # leased keys whose frames failed verification
 
     def lease(self, keys: Sequence[ChunkKey], holder: str) -> list[Location]:
-        """Where the leading frames of these lie, which stay there until the holder is released.
+        """Lease as many leading frames as possible, until the holder is released; returns their locations.
 
         The holder has none of them yet.
         """
         backend = self._calls.backend
-        assert isinstance(backend, SupportsDirectReads), "only of a tier that is `direct`"
+        assert isinstance(backend, SupportsDirectReads), "the tier is not direct"
         located = run(lambda: as_many(backend.locate(keys), keys))
         if located.error is not None:
             self._health.report(EventKind.IO_ERROR, keys, why=f"{type(located.error).__name__}: {located.error}")
@@ -74,7 +74,7 @@ class DirectReads:
         return locations
 
     def begin(self, keys: Sequence[ChunkKey], holder: str) -> None:
-        """The workers begin to read these frames, as far as they are leased to the holder. `end` follows."""
+        """The workers begin to read these frames, if they are leased to the holder. `end` follows."""
         lease = self._by_holder.get(holder, _Lease())
         leased = set(lease.keys)
         lease.loading = [key for key in keys if key in leased]
@@ -85,9 +85,10 @@ class DirectReads:
         self._speed.begin(1, lease.begun)
 
     def end(self, holder: str, unread: Mapping[ChunkKey, FrameRead], *, ok: bool) -> None:
-        """All workers have ended what `begin` began, if it began anything.
+        """All workers have finished the reads of the last `begin`, if any.
 
-        ``unread`` are frames that one of them could not use, and why. Not ``ok``: others may not have been read at all.
+        ``unread`` holds the frames that some worker could not use, and why. If not ``ok``, others may not have been
+        read at all.
         """
         lease = self._by_holder.get(holder)
         if lease is None or not lease.loading:
@@ -100,17 +101,17 @@ class DirectReads:
         error = BackendError(unread[failed[0]].why) if failed else None
         if ok or unread:
             self._health.record(self._health.reads, failed or lease.loading, error)
-        else:  # that says nothing of the store
+        else:  # not the store's fault
             self._health.reads.give_up()
         for key in lease.loading:
             if key in unread and unread[key].status is not ReadStatus.IO_ERROR and key not in self._unusable:
                 self._unusable[key] = unread[key].status
-                self._table.invalidated.add(key)  # nobody finds it from now on
+                self._table.invalidated.add(key)  # no lookup finds it from now on
                 self._health.report(unread[key].status.event, [key], why=unread[key].why)
         lease.loading = ()
 
     def release(self, holder: str) -> None:
-        """The holder needs its frames no more. Nothing happens if it has none."""
+        """End the holder's leases. Does nothing if it has none."""
         lease = self._by_holder.pop(holder, None)
         if lease is None:
             return

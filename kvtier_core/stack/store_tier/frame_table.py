@@ -1,4 +1,4 @@
-"""The frames of a store tier: which are there, how many bytes they take, and what calls do with them now."""
+"""The frames of a store tier: which exist, how many bytes they take, and which calls use them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _RETRY_AFTER = 60.0
 
 
 class Use(enum.Enum):
-    """The use that a call makes of a key."""
+    """How a call uses a key."""
 
     WRITING = "is being written"
     READING = "is being read"
-    DIRECT_READ = "is read by workers"  # as often as they like: it stays where it is
+    DIRECT_READ = "is read by workers"  # any number of times: the frame stays in place
     DELETING = "is still being deleted"  # and stays in the index until the delete has completed
     QUARANTINING = "is being put in quarantine"  # in a shared store
 
 
 class CapacityLimit:
-    """How many bytes a tier may keep: its capacity, or less while its store says that it is full.
+    """The bytes that a tier may keep: its capacity, or less while its store says that it is full.
 
-    `full` lowers the limit; after a minute it is the capacity again. ``now`` is in seconds, of any clock.
+    `full` lowers the limit; after a minute it is the capacity again. ``now`` is in seconds of any clock.
     """
 
     def __init__(self, capacity: int):
@@ -36,12 +36,12 @@ class CapacityLimit:
         self._closed = False
 
     def at(self, now: float) -> int:
-        """Bytes that the tier may keep now."""
+        """The bytes that the tier may keep now."""
         self._restore(now)
         return self._lowered
 
     def open(self, now: float) -> bool:
-        """May anything be written? False while even evicting every frame would not free enough space."""
+        """May anything be written? False while evicting every frame would not free enough space."""
         self._restore(now)
         return not self._closed
 
@@ -56,7 +56,7 @@ class CapacityLimit:
         self._lowered = min(self._lowered, max(held if self._closed else held - missing, 0))
 
     def close(self, now: float) -> None:
-        """Write nothing for a while, and keep what there is."""
+        """Write nothing for a while, and keep the present frames."""
         self._until = now + _RETRY_AFTER
         self._closed = True
 
@@ -69,14 +69,14 @@ class FrameTable:
     """The state of each key of a tier. Owner's thread only.
 
     *Resident* keys are in ``index``: their frames are in the store, on their way there, or being deleted; all of them
-    count as used space. A key *in use* is named by a call, and by no other. An *invalidated* one is never found again,
-    and deleted when no call names it. *Incompatible* frames are in the store and not resident: another codec or format
-    version wrote them. They count as used space, stay for an engine that can read them, may be overwritten, and are
+    count as used space. A key *in use* is named by exactly one call. An *invalidated* key is never found again, and is
+    deleted when no call names it. *Incompatible* frames are in the store and not resident: another codec or format
+    version wrote them. They count as used space, stay for engines that can read them, may be overwritten, and are
     deleted before any other frame when the tier needs room.
     """
 
     def __init__(self, index: CacheIndex, limit: CapacityLimit, kept_nbytes: int, clock: Callable[[], float]):
-        """``kept_nbytes`` are reserved for what is stored beside the frames: the state of the policy."""
+        """``kept_nbytes`` are reserved for the state of the policy, which is stored beside the frames."""
         self.index = index
         self.limit = limit
         self.in_use: dict[ChunkKey, Use] = {}
@@ -91,7 +91,7 @@ class FrameTable:
     # -- keys --------------------------------------------------------------------------------------
 
     def begin(self, keys: Iterable[ChunkKey], use: Use) -> None:
-        """A call names these keys until `end`. Raises ContractError if one is in use: a backend is promised that."""
+        """A call names these keys until `end`. Raises ContractError if any is in use: backends rely on that."""
         for key in keys:
             if key in self.in_use:
                 raise ContractError("two calls in flight would name the same key")
@@ -103,9 +103,9 @@ class FrameTable:
             del self.in_use[key]
 
     def readable(self, keys: Sequence[ChunkKey], start: int, beside: Use | None = None) -> int:
-        """How many keys from ``start`` on are resident and may be read now, before the first that may not.
+        """Length of the run of keys from ``start`` on that are resident and may be read now.
 
-        Keys in use may not, but for those of which the use is the one to be read ``beside``.
+        Keys in use may not be read, unless their use is ``beside``.
         """
         run = self.index.resident.run(keys, start)
         if not self.in_use and not self.invalidated:
@@ -124,26 +124,26 @@ class FrameTable:
     # -- incompatible frames -----------------------------------------------------------------------
 
     def make_incompatible(self, keys: Sequence[ChunkKey]) -> None:
-        """Reads found that these resident frames cannot be served here."""
+        """These resident frames cannot be served here, as reads have found."""
         self.incompatible.update((key, self.index.resident.nbytes(key)) for key in keys)
         self.incompatible_nbytes += self.nbytes(keys)
         self.index.remove(keys)
 
     def replaced(self, key: ChunkKey) -> int:
-        """The incompatible frame of this key, if there was one, is gone. Returns its bytes."""
+        """The incompatible frame of this key, if any, was replaced. Returns its bytes."""
         nbytes = self.incompatible.pop(key, 0)
         self.incompatible_nbytes -= nbytes
         return nbytes
 
     def evictable(self, spared: Iterable[ChunkKey]) -> int:
-        """Bytes of incompatible frames that can be freed, without those of ``spared``."""
+        """Bytes of incompatible frames that can be freed, except those of ``spared`` keys."""
         if not self.incompatible:
             return 0
         stays = sum(self.incompatible.get(key, 0) for key in {*self.in_use, *spared})
         return self.incompatible_nbytes - stays
 
     def take_incompatible(self) -> list[ChunkKey]:
-        """Make incompatible frames resident that must be deleted for room, those found first; returns them."""
+        """Make the incompatible frames resident that must be deleted for room, oldest first; returns their keys."""
         taken = list(self._incompatible_beyond_room())
         for key in taken:
             self.index.admit([key], [None], self.replaced(key))
@@ -162,12 +162,12 @@ class FrameTable:
 
     @property
     def allowed(self) -> int:
-        """Bytes that resident frames may take now."""
+        """The bytes that resident frames may take now."""
         return self.limit.at(self._clock()) - self._kept_nbytes - self.incompatible_nbytes
 
     @property
     def room(self) -> int:
-        """Bytes that will be free when all deletes have completed; negative if too much is resident."""
+        """The bytes that are free once all deletes have completed; negative if too much is resident."""
         return self.allowed - self.index.resident.used + self.leaving_nbytes
 
     @property
@@ -180,5 +180,5 @@ class FrameTable:
         return self.index.resident.used - self.waiting_nbytes + nbytes <= self.allowed
 
     def excess(self) -> list[ChunkKey]:
-        """The frames to evict because more is resident than is allowed."""
+        """The frames to evict because resident frames take more than is allowed."""
         return self.index.select_victims(-self.room, self.index.resident.nbytes, spared=(self.in_use,))

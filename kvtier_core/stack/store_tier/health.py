@@ -1,4 +1,4 @@
-"""Whether a store may be called now: a circuit breaker each for reads and writes, and a watch for calls that hang."""
+"""Decides whether a store may be called: circuit breakers for reads and writes, and a watch for hanging calls."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from kvtier_core.errors import StoreFull
 from kvtier_core.transfer.io_pool import Pool
 from kvtier_core.types import ChunkKey, Event, EventKind
 
-#: Failures in a row that open a breaker.
+#: Consecutive failures that open a breaker.
 _FAILURES = 3
-#: Seconds for which it is open: the first time, and at most after doubling at each failed probe.
+#: Seconds for which it is open: the first time, and the most after doubling at each failed probe.
 _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 60.0
-#: A call hangs when it has taken so many times its timeout. Until it returns, no other call to this store begins.
+#: A call hangs when it has taken this many times its timeout. Until it returns, no other call to this store begins.
 _PATIENCE = 2
 
 
 class Breaker:
-    """Closed: all calls are allowed. Open: none is. Half-open: one probe is, and its outcome closes or reopens it.
+    """A circuit breaker. Closed, it allows all calls; open, none; half-open, one probe that closes or reopens it.
 
-    Each call that begins succeeds, fails, or is given up.
-
-    ``now`` is in seconds, of any clock.
+    Each call that begins succeeds, fails, or is given up. ``now`` is in seconds of any clock.
     """
 
     def __init__(self) -> None:
@@ -47,7 +45,7 @@ class Breaker:
         self._probing = self._until is not None and now >= self._until
 
     def give_up(self) -> None:
-        """A call that began has no outcome: if it was the probe, another call may be one."""
+        """A call ended without an outcome: if it was the probe, another call may be the next one."""
         self._probing = False
 
     def succeed(self) -> bool:
@@ -71,10 +69,10 @@ class Breaker:
 
 
 class StoreHealth:
-    """Decides whether calls may begin, and collects what happens to the tier in ``events``."""
+    """Decides whether calls may begin, and collects the tier's ``events``."""
 
     def __init__(self, name: str, pool: Pool, timeout: float, clock: Callable[[], float]):
-        """``timeout`` is the seconds after which a call should have given up by itself."""
+        """``timeout`` is the seconds after which a call should have given up on its own."""
         self.events: list[Event] = []
         self.reads = Breaker()
         self.writes = Breaker()
@@ -96,16 +94,16 @@ class StoreHealth:
 
     @property
     def reads_blocked(self) -> bool:
-        """Does a breaker, or a call that hangs, keep reads from the store, but for a probe?"""
+        """Does a breaker or a hanging call block reads other than probes?"""
         return self._hangs or self.reads.open
 
     @property
     def writes_blocked(self) -> bool:
-        """The same for writes."""
+        """Does a breaker or a hanging call block writes other than probes?"""
         return self._hangs or self.writes.open
 
     def record(self, breaker: Breaker, keys: Sequence[ChunkKey], error: BaseException | None) -> None:
-        """A call returned. An error counts for its breaker, unless the store is merely full."""
+        """A call returned. An error counts for its breaker, unless the store is only full."""
         if error is not None:
             self.report(EventKind.IO_ERROR, keys, why=f"{type(error).__name__}: {error}")
         calls = "reads" if breaker is self.reads else "writes"
@@ -116,7 +114,7 @@ class StoreHealth:
             self.report(EventKind.BREAKER_OPEN, [], why=f"no {calls} for {breaker.pause:g}s")
 
     def watch_for_hangs(self) -> None:
-        """Call this regularly: while the oldest call hangs, neither reads nor writes may begin."""
+        """Check for a hanging call; call this regularly. While one hangs, neither reads nor writes may begin."""
         hangs = self._pool.longest() > self._hangs_after
         if hangs and not self._hangs:
             self.report(EventKind.BREAKER_OPEN, [], why=f"until a call returns that has taken {self._hangs_after:g}s")

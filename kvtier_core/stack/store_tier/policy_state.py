@@ -1,4 +1,4 @@
-"""The learned state of a tier's eviction policy, stored as a frame in the tier: sealed, and verified when read."""
+"""The learned state of a tier's eviction policy, stored in the tier as a sealed frame and verified when read."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from kvtier_core.stack.batches import as_many
 from kvtier_core.transfer.io_pool import Outcome, Pool, Then, run
 from kvtier_core.types import FRAME_HEADER_NBYTES, KEY_NBYTES, ChunkKey, Namespace
 
-#: A tier that is not this many times larger keeps no policy state.
+#: A tier that is not this many times larger than the state does not store it.
 _FITS = 64
 
-#: Seconds between two checks for new state: servers are often killed, not closed.
+#: Seconds between two checks for new state: engines are often killed, not closed.
 _EVERY = 60.0
 
 
 def key_of(namespace: Namespace) -> ChunkKey:
-    """The key of a namespace's policy state. No chunk has it: the digests of chunks cover tokens."""
+    """The key of a namespace's policy state. No chunk has this key: the digests of chunks cover tokens."""
     return key_under(namespace.digest)
 
 
 def key_under(digest: bytes) -> ChunkKey:
-    """The same, for the namespace with this digest."""
+    """`key_of` the namespace with this digest."""
     return ChunkKey(hashlib.blake2b(b"what the policy learned" + digest, digest_size=KEY_NBYTES).digest())
 
 
 class PolicyState:
     """Saves and restores the state. Its bytes are reserved from the start, so that storing it evicts no chunk.
 
-    It is not KV: it stays under the namespace of the ``codec`` that the store was opened with, whatever epochs follow.
+    The state is not KV: it stays under the namespace of the first ``codec`` through all later epochs.
     """
 
     def __init__(self, backend: Backend, policy: EvictionPolicy, codec: FrameCodec, capacity: int):
@@ -40,11 +40,11 @@ class PolicyState:
         self._backend = backend
         self._policy = policy
         self._codec = codec
-        self._kept = policy.save()  # the state in the store, or that of a new policy, which need not be stored
+        self._kept = policy.save()  # the state in the store, or that of a new policy
         self._length = len(self._kept)
         self._next: float | None = None  # when to check again
         self._busy = False
-        #: Bytes that the frame takes in the store; 0: nothing is stored.
+        #: Bytes of the frame in the store; 0 if nothing is stored.
         self.nbytes = frame_nbytes(self._length) if self._length else 0
         if self.nbytes * _FITS > capacity or backend.shared:  # engines that share a store learn different things
             self.nbytes = 0
@@ -68,7 +68,7 @@ class PolicyState:
             self._write(self._policy.save())
 
     def due(self, now: float) -> bool:
-        """Is it time to store new state? Once a minute, but not while the last write is under way."""
+        """Is it time to store new state? Once a minute, unless the last write is still under way."""
         if not self.nbytes or self._busy:
             return False
         if self._next is None:

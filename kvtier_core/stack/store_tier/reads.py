@@ -1,4 +1,4 @@
-"""Frames on their way from a store into arena slots: read in groups, verified on the threads, sorted by outcome."""
+"""Reads frames from a store into arena slots: in groups, verified on the threads, sorted by outcome."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Reads:
     """The reads of one store tier."""
 
     def __init__(self, calls: Calls, *, deletes: Deletes, remote: RemoteLookup, speed: StoreSpeed):
-        self.inflight_nbytes = 0  #: of slots that reads in flight fill
+        self.inflight_nbytes = 0  #: of slots that reads are filling
         self._calls = calls
         self._table = calls.table
         self._health = calls.health
@@ -37,9 +37,9 @@ class Reads:
     def begin(
         self, wanted: Sequence[_Read], codec: FrameCodec, arrived: Arrived, salts: Mapping[ChunkKey, bytes]
     ) -> None:
-        """Begin to fill views with verified raw frames. ``salts`` has those of the chunks whose requests have one.
+        """Begin to fill views with verified raw frames. ``salts`` maps chunks to the salts of their requests, if any.
 
-        ``arrived(good, bad)`` is called once for each group; each of its keys is in one of the two.
+        ``arrived(good, bad)`` is called once per group, with each of its keys in one of the two.
         """
         groups = list(in_groups(wanted, lambda pair: len(pair[1])))
         if groups:
@@ -61,8 +61,8 @@ class Reads:
         self.inflight_nbytes -= nbytes
         self._speed.end(nbytes if call.error is None else 0, call.ended)
         found: dict[ReadStatus, list[ChunkKey]] = {status: [] for status in ReadStatus}
-        stored = 0  # bytes that the frames take in the store
-        for key, read in zip(keys, call.value or (), strict=call.error is None):  # after an error nothing is known
+        stored = 0  # bytes of the frames in the store
+        for key, read in zip(keys, call.value or (), strict=call.error is None):  # no outcomes after an error
             if key in self._table.invalidated:
                 continue
             found[read.status].append(key)
@@ -77,7 +77,7 @@ class Reads:
         arrived(verified, [key for key in keys if key not in good])
 
     def drop(self, found: Mapping[ReadStatus, Sequence[ChunkKey]]) -> None:
-        """Remove frames that were not served from the index. Those of another codec stay in the store."""
+        """Remove frames that were not served from the index. Incompatible ones stay in the store."""
         incompatible = found[ReadStatus.INCOMPATIBLE]
         if self._backend.shared:
             self._remote.unusable([*found[ReadStatus.CORRUPT], *incompatible])
@@ -95,14 +95,11 @@ def _nbytes(wanted: Sequence[_Read]) -> int:
 def read_frames(
     backend: Backend, codec: FrameCodec, wanted: Sequence[_Read], salts: Mapping[ChunkKey, bytes]
 ) -> list[FrameRead]:
-    """Read frames, verify them and decode them into slots, on a thread. Raises the errors of the store as a whole.
-
-    ``salts`` has those of the chunks whose requests have one.
-    """
+    """Read frames, verify them and decode them into slots, on a thread. Raises errors of the store as a whole."""
     keys = [key for key, _ in wanted]
     buffers = [codec.read_buffer(slot) for _, slot in wanted]
     counts = as_many(backend.read(keys, buffers), keys)
-    # One key of a shared store may fail because a server of it is down; in a store of our own the frame is lost.
+    # In a shared store one key may fail because a server is down; in a private store the frame is lost.
     failed = ReadStatus.IO_ERROR if backend.shared else ReadStatus.CORRUPT
     reads = [
         FrameRead(failed, str(count))

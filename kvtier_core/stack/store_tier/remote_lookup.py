@@ -1,4 +1,4 @@
-"""Asks a shared store, in the background, for keys that the index of its tier does not know."""
+"""Asks a shared store, in the background, for keys that its tier's index lacks."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from kvtier_core.stack.store_tier.calls import Call, Calls
 from kvtier_core.stack.store_tier.frame_table import Use
 from kvtier_core.types import ChunkKey, EventKind
 
-#: Seconds for which a key that the store did not have is not asked for again.
+#: Seconds for which a key that the store lacked is not asked for again.
 _ABSENCE_HOLDS = 1.0
 
 #: Seconds for which a frame that this tier cannot use is not asked for again.
 _UNUSABLE_HOLDS = 600.0
 
-#: Keys of one call: the first chunks of a long prompt are answered for before the last ones.
+#: Keys of one call, so that the first chunks of a long prompt are answered before the last ones.
 _BATCH = 128
 
 
 class RemoteLookup:
-    """The questions of one store tier to its store.
+    """The queries of one store tier to its store.
 
-    It collects keys between two polls, and remembers for a short time which ones the store did not have.
+    It collects keys between two polls, and remembers for a short time which ones the store lacked.
     """
 
     def __init__(self, calls: Calls, *, speed: StoreSpeed):
@@ -34,24 +34,24 @@ class RemoteLookup:
         self._backend = calls.backend
         self._speed = speed
         self._noted: dict[ChunkKey, None] = {}
-        self._asked: set[ChunkKey] = set()  # calls for them are under way
+        self._asked: set[ChunkKey] = set()  # in calls under way
         self._absent = _Until(_ABSENCE_HOLDS, calls.clock)
         self._unusable = _Until(_UNUSABLE_HOLDS, calls.clock)
         self._ended: list[ChunkKey] = []
         self._found: list[ChunkKey] = []
 
     def __contains__(self, key: ChunkKey) -> bool:
-        """Has the store not answered yet whether it has this key?"""
+        """Is the answer for this key outstanding?"""
         return key in self._asked or key in self._noted
 
     def request(self, path: Sequence[ChunkKey], start: int) -> int:
-        """How many keys from ``start`` on the store may have. `start` asks for those that are not asked for already."""
+        """Length of the run of keys from ``start`` on that the store may have. The next `start` asks for new ones."""
         if not self._backend.shared or not self._health.can_read:
             return 0
         return len(leading_run(path[start:], lambda key: key not in self._table.index and self._note(key)))
 
     def _note(self, key: ChunkKey) -> bool:
-        """Ask for this key at the next poll. False if the store did not have it, or could not use it, just now."""
+        """Ask for this key at the next poll. False if the store recently lacked it, or had an unusable frame."""
         if key in self:
             return True
         if key in self._absent or key in self._unusable:
@@ -60,25 +60,25 @@ class RemoteLookup:
         return True
 
     def take_answers(self) -> tuple[list[ChunkKey], list[ChunkKey]]:
-        """The keys since the last call whose questions have ended; and those among them that the store has."""
+        """The keys that were answered since the last call, and those among them that the store has."""
         ended, found, self._ended, self._found = self._ended, self._found, [], []
         return ended, found
 
     def not_there(self, keys: Iterable[ChunkKey]) -> None:
-        """The store did not have these keys just now: for a short time they are not asked for again."""
+        """The store lacks these keys: do not ask for them again for a short time."""
         self._absent.add(keys)
 
     def ask_again(self, keys: Iterable[ChunkKey]) -> bool:
-        """Forget that the store did not have these keys. False if it cannot be asked now."""
+        """Forget that the store lacked these keys. False if it cannot be asked now."""
         self._absent.forget(keys)
         return self._backend.shared and self._health.can_read
 
     def unusable(self, keys: Iterable[ChunkKey]) -> None:
-        """This tier cannot use these frames. They are asked for again much later: others may have replaced them."""
+        """This tier cannot use these frames: do not ask for them again for a long time. Others may replace them."""
         self._unusable.add(keys)
 
     def start(self, then: Callable[[Sequence[ChunkKey]], None]) -> None:
-        """Ask for what was requested. ``then(found)`` is called with the keys of each call that the store has."""
+        """Ask for the requested keys. ``then(found)`` is called with the keys of each call that the store has."""
         for keys in self._batches():
             new = [key for key in keys if key not in self._table.in_use and key not in self._table.index]
             self._end(set(keys).difference(new))
@@ -86,7 +86,7 @@ class RemoteLookup:
                 self._ask(new, then)
 
     def _batches(self) -> Iterator[list[ChunkKey]]:
-        """The noted keys, to ask for now."""
+        """The requested keys, in batches."""
         keys = list(self._noted)
         self._noted.clear()
         self._asked.update(keys)
@@ -125,7 +125,7 @@ class RemoteLookup:
 
 
 class _Until:
-    """Keys that are remembered for so many ``seconds``, the first to be forgotten first."""
+    """Keys that are remembered for ``seconds``, in the order in which they expire."""
 
     def __init__(self, seconds: float, clock: Callable[[], float]):
         self._seconds = seconds
@@ -133,7 +133,7 @@ class _Until:
         self._ends: OrderedDict[ChunkKey, float] = OrderedDict()
 
     def add(self, keys: Iterable[ChunkKey]) -> None:
-        """Remember these keys from now on. Each one that was added costs once more, when it is forgotten."""
+        """Remember these keys from now on, and forget expired ones."""
         now = self._clock()
         for key in keys:
             self._ends[key] = now + self._seconds
@@ -142,7 +142,7 @@ class _Until:
             self._ends.popitem(last=False)
 
     def forget(self, keys: Iterable[ChunkKey]) -> None:
-        """Remember these keys no longer."""
+        """Forget these keys."""
         for key in keys:
             self._ends.pop(key, None)
 

@@ -27,8 +27,8 @@ from kvtier_core.types import ChunkKey, Event, EventKind, FrameRead, Namespace, 
 class StoreTier:
     """A store tier. Call every method on the owner's thread. Errors of the backend do not raise: they become events."""
 
-    lossless: bool  #: False if promoted chunks may differ from those that were stored
-    not_direct: str  #: why workers may not read its frames where they lie, without slots; empty if they do
+    lossless: bool  #: False if promoted chunks may differ from the stored ones
+    not_direct: str  #: why workers do not read its frames directly; empty if they do
 
     def __init__(
         self,
@@ -48,9 +48,8 @@ class StoreTier:
     ):
         """``capacity`` is bytes of frames; ``inflight`` is bytes of arena slots that calls may hold at once.
 
-        ``timeout`` is the seconds after which a call should have given up, ``threads`` how many ``pool`` has. Unless
-        there is a reason for ``not_direct``, workers read its frames where they lie; see `is_direct`. Unless it
-        ``takes_writes`` nothing is admitted to it.
+        ``timeout`` is the seconds after which a call should have given up; ``threads`` is the size of ``pool``. If
+        ``not_direct`` is empty, workers read its frames directly. Unless it ``takes_writes``, it admits nothing.
         """
         self.name = name
         self.backend = backend
@@ -79,21 +78,21 @@ class StoreTier:
 
     @property
     def reader_handle(self) -> str:
-        """With which workers could reach the store by themselves; empty if it does not offer that."""
+        """The handle with which workers can read the store directly; empty if it does not support that."""
         return self.backend.reader_handle() if isinstance(self.backend, SupportsDirectReads) else ""
 
     def is_direct(self, not_direct: Collection[str] = ()) -> bool:
-        """Do workers read its frames where they lie, without slots, unless it is one of the tiers ``not_direct``?"""
+        """Do workers read its frames directly, without slots? Not if its name is in ``not_direct``."""
         return not self.not_direct and self.name not in not_direct
 
     @property
     def incompatible(self) -> Mapping[ChunkKey, int]:
-        """Frames in the store that this tier's codec cannot read, and the bytes of each."""
+        """The frames in the store that this tier's codec cannot read, with their sizes in bytes."""
         return self._table.incompatible
 
     @property
     def namespace(self) -> Namespace:
-        """Of the frames that it writes and finds."""
+        """The namespace of the frames that it writes and finds."""
         return self._codec.namespace
 
     @property
@@ -102,7 +101,7 @@ class StoreTier:
         return self._health.events
 
     def usage(self) -> Usage:
-        """The tier's contents now, in numbers."""
+        """The tier's current usage."""
         return Usage(
             self.name,
             len(self.index),
@@ -121,11 +120,11 @@ class StoreTier:
         return self._health.can_read
 
     def readable(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
-        """How many keys from ``start`` on can be read into slots now, before the first that cannot."""
+        """Length of the run of keys from ``start`` on that can be read into slots now."""
         return self._table.readable(keys, start) if self._health.can_read else 0
 
     def leasable(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
-        """How many keys from ``start`` on workers can read now, before the first that they cannot; see `lease`."""
+        """Length of the run of keys from ``start`` on that workers can read directly now; see `lease`."""
         return self._table.readable(keys, start, beside=Use.DIRECT_READ) if self._health.can_read else 0
 
     def has(self, key: ChunkKey) -> bool:
@@ -133,7 +132,7 @@ class StoreTier:
         return self.readable([key]) == 1
 
     def miss_reason(self, key: ChunkKey) -> str:
-        """Why a frame that is in the store cannot be read now; empty if it is not there, as far as is known."""
+        """Why a frame that is in the store cannot be read now; empty if the store is not known to have it."""
         if key in self.incompatible:
             return f"{self.name} has it from another codec, seal key or number of ranks"
         if not self._health.can_read and (key in self.index or self.backend.shared):
@@ -149,35 +148,35 @@ class StoreTier:
         return self._chooser.choose(chunks, self._codec.max_frame_nbytes, self._reading_nbytes, limit)
 
     def probe(self, chunks: int) -> int:
-        """How many chunks of a readable run that was declined to load all the same, while nobody waits."""
+        """How many chunks of a declined run to load anyway, with no request waiting."""
         return self._chooser.probe(chunks, self._codec.max_frame_nbytes, self._reading_nbytes)
 
     def request_lookup(self, path: Sequence[ChunkKey], start: int = 0) -> int:
-        """How many keys from ``start`` on a shared store may have although the index does not know them.
+        """Length of the run of keys from ``start`` on that a shared store may have and the index does not.
 
-        The next `poll` asks for those that are not asked for already.
+        The next `poll` asks for those that are not being asked for already.
         """
         return self._remote.request(path, start)
 
     def ask_again(self, keys: Sequence[ChunkKey]) -> bool:
-        """Forget that a shared store did not have these keys just now. False if none can be asked."""
+        """Forget that a shared store recently lacked these keys. False if it cannot be asked now."""
         return self._remote.ask_again(keys)
 
     def worth_asking(self, chunks: int, limit: LoadLimit | None) -> bool:
-        """Should a request wait until the store has answered whether it has these chunks?"""
+        """Should a request wait for the store to say whether it has these chunks?"""
         return self._chooser.worth_asking(chunks, limit)
 
     @property
     def silence(self) -> float:
-        """Seconds for which the store has owed an answer, or has delivered nothing of what it is to deliver."""
+        """Seconds for which the store has owed an answer, or delivered nothing of the reads under way."""
         return self._chooser.silence
 
     def is_asked(self, key: ChunkKey) -> bool:
-        """Has the store not yet answered whether it has this key?"""
+        """Is the answer for this key outstanding?"""
         return key in self._remote
 
     def take_answers(self) -> tuple[list[ChunkKey], list[ChunkKey]]:
-        """The keys since the last call whose questions have ended; and those among them that the store has."""
+        """The keys that were answered since the last call, and those among them that the store has."""
         return self._remote.take_answers()
 
     def poll(self) -> None:
@@ -194,13 +193,13 @@ class StoreTier:
     def would_admit(self, path: Sequence[ChunkKey]) -> list[ChunkKey]:
         """The chunks of a path, root first, that are writable and preferred to the victims they would need.
 
-        Behind them those of the path's other parts whose chunks are here, or would be. A shared store has no victims:
-        what this tier forgets stays there.
+        The other parts of these chunks, and of chunks that are already here, follow. A shared store has no victims:
+        frames that this tier forgets stay there.
         """
         return self.index.with_their_parts(self._writable(path), self._preferred)
 
     def _preferred(self, path: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
-        """The chunks of a path, all writable, that enough requests named and that are preferred to their victims."""
+        """The chunks of a writable path that enough requests have named and that are preferred to their victims."""
         frequent = self.index.meets_frequency(path)
         if self.backend.shared:
             return frequent
@@ -213,8 +212,8 @@ class StoreTier:
     def write(self, frames: Sequence[FrameWrite], release: Release) -> None:
         """Store frames of one path, root first, that `would_admit` returned. Calls ``release(key)`` once for each.
 
-        Capacity, the limit in flight and the health of the store are checked again; frames that do not pass are
-        rejected. Writes that wait for their turn make room for newer ones, the oldest first.
+        Capacity, the limit in flight and the health of the store are checked again; frames that fail are rejected.
+        Waiting writes make room for newer ones, the oldest first.
         """
         writable = set(self._writable([frame.key for frame in frames]))
         fresh = [frame for frame in frames if frame.key in writable]
@@ -250,7 +249,7 @@ class StoreTier:
         return [key for key in self.index.resident.missing(keys) if key not in self._table.in_use]
 
     def _not_writable_reason(self, key: ChunkKey) -> str:
-        """Why a frame cannot be written; empty if it is stored already, or is being written."""
+        """Why a frame cannot be written; empty if it is stored or being written."""
         use = self._table.in_use.get(key)
         if use in (Use.DELETING, Use.QUARANTINING):
             return f"its last frame {use.value}"
@@ -284,8 +283,8 @@ class StoreTier:
     ) -> list[ChunkKey]:
         """Begin to fill views with verified raw frames; returns the keys whose read has begun.
 
-        ``arrived(good, bad)`` is called later, once for each group; each of these keys is in one of the two. ``salts``
-        has those of the chunks whose requests have one.
+        ``arrived(good, bad)`` is called later, once per group, with each of its keys in one of the two. ``salts`` maps
+        chunks to the salts of their requests, if they have one.
         """
         room = self._inflight_limit - self._begun_nbytes
         begun = leading([pair for pair in wanted if self.has(pair[0])], room, lambda pair: len(pair[1]))
@@ -296,9 +295,9 @@ class StoreTier:
     # -- direct reads -------------------------------------------------------------------------------
 
     def lease(self, keys: Sequence[ChunkKey], holder: str) -> list[StoredFrame]:
-        """The frames of leading ones of these leasable keys, which stay where they are until the holder is released.
+        """Lease the frames of as many leading keys as possible: they stay in place until the holder is released.
 
-        Only of a tier that is `direct`. The holder has none of them yet.
+        The tier is direct, the keys are leasable, and the holder has none of them yet.
         """
         locations = self._direct_reads.lease(keys, holder)
         namespace = self._codec.namespace.digest
@@ -311,7 +310,7 @@ class StoreTier:
         self._direct_reads.begin(keys, holder)
 
     def load_ended(self, holder: str, unread: Mapping[ChunkKey, FrameRead], *, ok: bool) -> None:
-        """All workers have ended that. ``unread`` are frames that one could not use. Not ``ok``: some were not read."""
+        """All workers have finished. ``unread`` are frames that one could not use; not ``ok``: some were not read."""
         self._direct_reads.end(holder, unread, ok=ok)
 
     def release(self, holder: str) -> None:
@@ -320,23 +319,23 @@ class StoreTier:
 
     @property
     def _reading_nbytes(self) -> int:
-        """Bytes that are being read, or are leased to be read."""
+        """Bytes that are being read or leased."""
         return self._reads.inflight_nbytes + self._direct_reads.leased_nbytes
 
     @property
     def _inflight(self) -> int:
-        """Bytes of arena slots that reads, writes and waiting writes hold."""
+        """Bytes of arena slots held by reads, writes and waiting writes."""
         return self._begun_nbytes + self._writes.waiting_nbytes
 
     @property
     def _begun_nbytes(self) -> int:
-        """Bytes of arena slots in use by calls under way: they cannot be shed."""
+        """Bytes of arena slots held by calls under way: they cannot be shed."""
         return self._reads.inflight_nbytes + self._writes.begun_nbytes
 
     # -- endings -----------------------------------------------------------------------------------
 
     def erase(self, keys: Sequence[ChunkKey]) -> int:
-        """Never find these frames again, and delete them unless the store is shared. Returns how many there are."""
+        """Never find these frames again, and delete them unless the store is shared. Returns how many were here."""
         held = [key for key in keys if key in self.index]
         self._deletes.invalidate(held)
         return len(held)
@@ -361,10 +360,10 @@ class StoreTier:
     # -- inside ------------------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        """Index what survived a restart, oldest first; evict what the capacity cannot hold.
+        """Index the frames that survived a restart, oldest first; evict those beyond the capacity.
 
-        A shared store is asked for each key when a request names it: listing it would take long, and a frame that
-        exceeds this engine's capacity may belong to another.
+        A shared store is asked for each key when a request names it: listing it would take long, and a frame beyond
+        this engine's capacity may belong to another engine.
         """
         if self.backend.shared:
             return
@@ -380,6 +379,6 @@ class StoreTier:
         self._health.record(self._health.writes, [], outcome.error)
 
     def _index_found(self, keys: Sequence[ChunkKey]) -> None:
-        """Remember what the store was asked for and has; forget others if there are too many."""
+        """Index the keys that the store turned out to have; forget others if there are too many."""
         self.index.admit(keys, [None] * len(keys), self._codec.max_frame_nbytes)
         self._deletes.evict_excess("beyond its capacity")

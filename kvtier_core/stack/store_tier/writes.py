@@ -1,4 +1,4 @@
-"""Writes frames to a store. Each write waits until its victims are deleted, so that capacity is never exceeded."""
+"""Writes frames to a store. Each write waits until its victims are deleted, so the capacity is never exceeded."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from kvtier_core.stack.store_tier.deletes import Deletes
 from kvtier_core.stack.store_tier.frame_table import Use
 from kvtier_core.types import ChunkKey, EventKind
 
-#: Called once for each frame, when its view is no longer used.
+#: Called once per frame, when its view is no longer used.
 Release = Callable[[ChunkKey], None]
 
 
 @attrs.frozen
 class FrameWrite:
-    """A sealed raw frame in an arena's slot that is offered to a store."""
+    """A sealed raw frame in an arena slot, to be written to a store."""
 
     key: ChunkKey
     parent: ChunkKey | None
     view: memoryview
-    salt: bytes = b""  #: of the requests that the chunk belongs to
+    salt: bytes = b""  #: of the chunk's requests
 
 
 @attrs.frozen(eq=False)
 class _Group:
-    """Frames that are written by one call."""
+    """Frames that one call writes."""
 
     frames: Sequence[FrameWrite]
-    codec: FrameCodec  #: the one of the namespace to which their keys belong
+    codec: FrameCodec  #: of the namespace to which their keys belong
     release: Release
 
     @property
@@ -45,25 +45,25 @@ class _Group:
 
     @property
     def view_nbytes(self) -> int:
-        """Bytes of the arena's slots that it holds."""
+        """Bytes of the arena slots that it holds."""
         return sum(len(frame.view) for frame in self.frames)
 
     @property
     def stored_nbytes(self) -> int:
-        """The most bytes that it can take in the store."""
+        """Upper bound of its bytes in the store."""
         return len(self.frames) * self.codec.max_frame_nbytes
 
 
 class Writes:
     """The writes of one store tier.
 
-    At most ``concurrent`` calls are under way, so that threads are left for reads; the other groups wait here, oldest
-    first, and can still be shed.
+    At most ``concurrent`` calls are under way, which leaves threads for reads; the other groups wait here, oldest
+    first, and can be shed.
     """
 
     def __init__(self, calls: Calls, *, deletes: Deletes, concurrent: int):
-        self.waiting_nbytes = 0  #: of views that waiting writes hold
-        self.begun_nbytes = 0  #: of views that writes under way hold
+        self.waiting_nbytes = 0  #: of views held by waiting writes
+        self.begun_nbytes = 0  #: of views held by writes under way
         self._calls = calls
         self._table = calls.table
         self._index = calls.table.index
@@ -79,7 +79,7 @@ class Writes:
     ) -> None:
         """Evict ``victims``, then write ``frames`` of one path, root first.
 
-        The codec is the current one: a namespace that comes later does not change what is written under these keys.
+        The frames keep this codec even if the namespace changes later.
         """
         keys = [frame.key for frame in frames]
         self._index.admit(keys, [frame.parent for frame in frames], codec.max_frame_nbytes)
@@ -94,7 +94,7 @@ class Writes:
         self.start()
 
     def start(self) -> None:
-        """Begin the writes that fit into the capacity now."""
+        """Begin the writes that fit in the capacity now."""
         while self._waiting and self._begun < self._concurrent:
             fits = self._table.fits(self._waiting[0].stored_nbytes)
             if not fits and self._table.leaving_nbytes:
@@ -108,7 +108,7 @@ class Writes:
                 self._refuse(group, BackendError("no room: an earlier delete failed"))
 
     def shed(self, nbytes: int) -> None:
-        """Drop the writes that have waited longest, until they hold ``nbytes`` less. Those under way go on."""
+        """Drop waiting writes, the oldest first, until they hold ``nbytes`` less."""
         while nbytes > 0 and self._waiting:
             group = self._next()
             nbytes -= group.view_nbytes
@@ -134,7 +134,7 @@ class Writes:
         )
 
     def _ended(self, group: _Group, call: Call) -> None:
-        """A call has returned: with the bytes that each frame takes, or with the error for which it was not stored."""
+        """A call has returned the size of each frame in the store, or the error that kept it out."""
         self._begun -= 1
         self.begun_nbytes -= group.view_nbytes
         for key, stored in zip(group.keys, call.value or [call.error] * len(group.frames), strict=True):
@@ -168,7 +168,7 @@ class Writes:
         if not isinstance(error, StoreFull):
             return
         now = self._calls.clock()
-        if self._backend.shared:  # what this tier has forgotten still lies there
+        if self._backend.shared:  # frames that this tier has forgotten are still there
             return self._table.limit.close(now)
         self._table.limit.full(self._table.stored_nbytes, error.missing, now)
         self._deletes.make_room()
@@ -176,11 +176,9 @@ class Writes:
 
 
 def write_frames(backend: Backend, codec: FrameCodec, offers: Sequence[FrameWrite]) -> list[int | BackendError]:
-    """Encode and write frames, on a thread; returns for each the bytes that it takes in the store, or why it was not
-    stored.
+    """Encode and write frames, on a thread; returns for each its size in the store, or the error that kept it out.
 
-    What was not stored is not left in a store that is not shared, as far as it can be deleted. Raises the errors of the
-    store as a whole.
+    Leftovers of failed writes are deleted from a private store, if possible. Raises errors of the store as a whole.
     """
     keys = [offer.key for offer in offers]
     frames = [codec.encode(offer.key, offer.view, offer.salt) for offer in offers]
@@ -199,7 +197,7 @@ def write_frames(backend: Backend, codec: FrameCodec, offers: Sequence[FrameWrit
 
 
 def _remove_leftovers(backend: Backend, keys: Sequence[ChunkKey]) -> None:
-    """Some may have been written before the failure, and the index does not count them."""
-    if keys and not backend.shared:  # otherwise they may be frames of other engines
+    """Delete frames that were written before the failure: the index does not count them."""
+    if keys and not backend.shared:  # in a shared store they may be frames of other engines
         with contextlib.suppress(BackendError):
             backend.delete(keys)
