@@ -9,10 +9,10 @@ import attrs
 
 @attrs.frozen
 class Problem:
-    """One thing that is wrong with a configuration: where it is, why it is wrong, and the way out."""
+    """One problem of a configuration: its location, its reason, and the way out."""
 
     where: str  #: file and line, ``kvtier.yaml:12``; or the name of an inline source
-    path: str  #: of the setting: ``$.tiers[2].type``
+    path: str  #: the setting: ``$.tiers[2].type``
     why: str
     hint: str = ""
 
@@ -38,7 +38,7 @@ class BackendError(KvtierError):
 
 
 class Gone(BackendError):
-    """An entry that a store listed is gone, or something else is in its place."""
+    """An entry that a store listed is gone, or was replaced."""
 
 
 class StoreFull(BackendError):

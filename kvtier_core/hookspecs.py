@@ -1,9 +1,9 @@
-"""The hooks through which plugins offer their Config classes. A plugin is an entry point in the group `GROUP`:
+"""The hooks with which plugins register their Config classes. A plugin is an entry point in the group `GROUP`:
 
     [project.entry-points."kvtier.v1"]
     mine = "kvtier_mine.plugin"
 
-and in that module, for instance::
+and in that module, for example::
 
     from kvtier_core.hookspecs import hookimpl
 
@@ -11,9 +11,9 @@ and in that module, for instance::
     def kvtier_backends():
         return [MineConfig]
 
-The module and the Configs in it import nothing but the standard library and the dependencies of kvtier itself. Each
-hook returns a list of Config classes. A name that two plugins offer must be written in full in
-YAML: ``type: disk@kvtier-disk:disk``, the name and the plugin as `kvtier plugins` shows it.
+The module and its Configs import only the standard library and the dependencies of kvtier. Each hook returns a list of
+Config classes. If two plugins use the same name, YAML must name the plugin too, as `kvtier plugins` shows it:
+``type: disk@kvtier-disk:disk``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ hookimpl = pluggy.HookimplMarker("kvtier")
 
 @hookspec
 def kvtier_backends() -> Iterable[type[ArenaConfig | BackendConfig]]:
-    """Arenas and store tiers: what ``tiers[].type`` may name in YAML."""
+    """The arenas and store tiers that ``tiers[].type`` may name in YAML."""
 
 
 @hookspec

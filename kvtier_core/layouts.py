@@ -1,4 +1,4 @@
-"""The parts of a chunk's KV, and the places of its bytes in frames."""
+"""The parts of a chunk's KV, and where its bytes lie in frames."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ class KVKind(enum.StrEnum):
     """The part of a prefix that a group of layers needs to continue behind it."""
 
     FULL_ATTENTION = "full attention"  #: the KV of every token of the prefix
-    SLIDING_WINDOW = "sliding window"  #: that of the last ``reach - 1`` tokens
-    CHUNKED_LOCAL = "chunked local attention"  #: that of the tokens since the last multiple of ``reach``
-    STATE = "recurrent state"  #: the state behind its last token: Mamba, GDN and other linear attention
+    SLIDING_WINDOW = "sliding window"  #: the KV of the last ``reach - 1`` tokens
+    CHUNKED_LOCAL = "chunked local attention"  #: the KV of the tokens since the last multiple of ``reach``
+    STATE = "recurrent state"  #: the state after the last token: Mamba, GDN and other linear attention
 
 
 class KVStructure(enum.StrEnum):
-    """The type of a page's elements, as far as the engine side knows it, for serializers."""
+    """The type of a page's elements, if the engine side knows it, for serializers."""
 
-    KEYS_AND_VALUES = "keys and values"  #: one number an element; their order is the engine's, a fact of the namespace
-    MLA_LATENT = "MLA latent"  #: one number an element: the compressed KV of multi-head latent attention
-    OPAQUE = "opaque"  #: anything else, quantized KV with its scales for instance: bytes to be kept as they are
+    KEYS_AND_VALUES = "keys and values"  #: one number per element; their order is the engine's, a fact of the namespace
+    MLA_LATENT = "MLA latent"  #: one number per element: the compressed KV of multi-head latent attention
+    OPAQUE = "opaque"  #: anything else, such as quantized KV with its scales: bytes to keep as they are
 
 
 @attrs.frozen
 class Elements:
-    """The keys or the values in a page, as an array. All numbers are counts of elements."""
+    """The keys or the values in a page, as a strided array. All numbers count elements."""
 
     heads: int
     tokens: int
     channels: int
-    first: int  #: in front of the first token's first channel of the first head
-    of_head: int  #: from an element to that of the next head
+    first: int  #: offset of the first channel of the first token and head
+    of_head: int  #: stride from one head to the next
     of_token: int
     of_channel: int
 
 
 def _elements(rows: Iterable[Elements | Mapping[str, int]]) -> tuple[Elements, ...]:
-    """Also of `attrs.asdict`."""
+    """Convert rows, also those of `attrs.asdict`."""
     return tuple(row if isinstance(row, Elements) else Elements(**row) for row in rows)
 
 
@@ -56,35 +56,35 @@ class KVGroup:
     name: str  #: for logs, errors and facts; no other group of the layout has it
     kind: KVKind = attrs.field(converter=KVKind)
     page_nbytes: tuple[int, ...] = attrs.field(converter=tuple)  #: of a page of each layer, as one rank holds it
-    block_tokens: int  #: tokens of one block; of a state, the tokens between two that the engine may keep
-    dtype: str  #: of the elements of a page, in torch's words: ``bfloat16``; several if layers differ, with spaces
+    block_tokens: int  #: tokens of one block; for states, the tokens between two states that the engine may keep
+    dtype: str  #: of the elements of a page, as torch names it: ``bfloat16``; separated by spaces if layers differ
     structure: KVStructure = attrs.field(converter=KVStructure)
     reach: int = 0  #: tokens of a window, or of a chunk of local attention; 0 for the other kinds
-    #: Where the keys, and where the values, lie in a page of every layer, for serializers; empty: not known, or layers
-    #: differ. No part of the `fact`: the page layout and the attention backend are facts of their own.
+    #: The positions of keys and values in a page of every layer, for serializers; empty if unknown or if layers
+    #: differ. Not part of the `fact`: the page layout and the attention backend are separate facts.
     elements: tuple[Elements, ...] = attrs.field(default=(), converter=_elements)
-    #: Each layer's place in the model, for serializers; empty: not known.
+    #: Each layer's position in the model, for serializers; empty if unknown.
     depths: tuple[int, ...] = attrs.field(default=(), converter=tuple)
 
     @property
     def fact(self) -> str:
-        """All of it in plain words, as a fact of a namespace."""
+        """The group in plain words, as a fact of a namespace."""
         pages = " ".join(map(str, self.page_nbytes))
         tokens = f"{self.block_tokens} tokens a block"
         return f"{self.name}: {self.needs}, {tokens}, {self.dtype}, {self.structure}, pages of {pages} bytes"
 
     @property
     def needs(self) -> str:
-        """The need in plain words."""
+        """What it needs to continue, in plain words."""
         return f"{self.kind} of {self.reach}" if self.reach else str(self.kind)
 
     def needed(self, tokens: int) -> range:
-        """The blocks without which no request can continue behind its first ``tokens``, a multiple of a block."""
+        """The blocks that a request needs to continue behind its first ``tokens``, a multiple of a block."""
         end = tokens // self.block_tokens
         return range(max(0, end - self._depth(tokens)), end)
 
     def stored(self, tokens: int) -> int:
-        """How many blocks of a chunk of ``tokens`` are worth storing: the last ones, as far as they are ever needed."""
+        """How many of the last blocks of a chunk of ``tokens`` are worth storing: those that are ever needed."""
         return min(tokens // self.block_tokens, self._depth(tokens))
 
     def _depth(self, tokens: int) -> int:
@@ -103,19 +103,19 @@ class KVGroup:
 class LayerPlace(NamedTuple):
     """Where the pages of one layer lie in a shard."""
 
-    layer: int  #: its number among the layers that the rank has, group after group
+    layer: int  #: its number among the layers of the rank, group after group
     group: int  #: number of its group in the layout
     page_nbytes: int
-    offset: int  #: bytes of pages in front of the layer's first one; the others follow side by side
+    offset: int  #: bytes before the layer's first page; the others follow it contiguously
     blocks: int  #: pages of this layer in the frame
 
 
 @attrs.frozen
 class Shard:
-    """The share of a frame that one rank has, or several ranks with the same bytes.
+    """The share of a frame that belongs to one rank, or to several ranks with the same bytes.
 
-    It is group after group; a group is layer after layer; a layer is pages in token order, side by side: the last ones
-    of the chunk, if not all of them are stored. Where shards are packed all this is encoded (csrc/packed.h).
+    A shard consists of groups, a group of layers, and a layer of pages in token order: the last ones of the chunk, if
+    not all are stored. A packed shard is the encoded form of these bytes (csrc/packed.h).
     """
 
     offset: int  #: bytes from the start of the frame
@@ -147,7 +147,7 @@ class Part:
 
     number: int  #: in the chunk layout
     groups: tuple[int, ...]  #: numbers of the groups in this frame
-    blocks: tuple[int, ...]  #: of each group of the chunk layout, the pages of one layer; 0 if it is in another frame
+    blocks: tuple[int, ...]  #: for each group of the chunk layout, the pages per layer; 0 if it is in another frame
     shards: tuple[Shard, ...]  #: in the order of the frame
     replicas: int  #: consecutive ranks that have the same shard
 
@@ -168,27 +168,27 @@ class Part:
 
 @attrs.frozen
 class ChunkLayout:
-    """The frames of a chunk, and the places of its bytes in them.
+    """The frames of a chunk, and where its bytes lie in them.
 
     The groups that need the KV of every token share one frame, which every stored chunk has. Each other group has a
-    frame of its own, which only those chunks have that a boundary needs: the end of a chunk behind which a request can
-    continue. These frames are the *parts* of a chunk. Part 0 is the one of every chunk; where no group needs every
-    token, it is that of the first group.
+    frame of its own, which only chunks at boundaries have: a boundary is the end of a chunk behind which a request can
+    continue. These frames are the *parts* of a chunk. Every chunk has part 0; if no group needs every token, it is
+    that of the first group.
 
-    The groups are facts of the namespace, and the namespace is part of every key, so no key ever names a chunk of other
+    The groups are facts of the namespace, and the namespace is part of every key, so no key names a chunk of other
     groups.
     """
 
     groups: tuple[KVGroup, ...] = attrs.field(converter=tuple)  #: with the layers of all pipeline stages
     tokens: int = attrs.field()  #: of a chunk: a multiple of every group's ``block_tokens``, else ValueError
     ranks: int = attrs.field(default=1)  #: of all stages, stage after stage
-    replicas: int = 1  #: the number of consecutive ranks of a stage with the same bytes, of which the first stores them
-    #: Of each pipeline stage the number of layers of each group; empty if there is one stage. ValueError unless these
-    #: are all layers, and the ranks can be divided by stages and replicas.
+    replicas: int = 1  #: number of consecutive ranks of a stage with the same bytes; the first one stores them
+    #: For each pipeline stage, the number of layers of each group; empty if there is one stage. ValueError unless these
+    #: add up to all layers, and ``ranks`` is a multiple of stages times replicas.
     stages: tuple[tuple[int, ...], ...] = ()
     packed: bool = False  #: are the shards of frames packed?
-    #: May frames of its namespace have the shards of another number of ranks? Each head is in one of them then, or the
-    #: one shard is the same whatever the ranks. ValueError with stages, or groups that do not keep every token.
+    #: May frames of its namespace have the shards of another number of ranks? Each head is then in one shard, or the
+    #: only shard is independent of the ranks. ValueError with stages, or groups that do not keep every token.
     any_ranks: bool = False
 
     @tokens.validator
@@ -217,21 +217,21 @@ class ChunkLayout:
 
     @property
     def shards(self) -> int:
-        """Shards of each frame."""
+        """Number of shards of each frame."""
         return self.ranks // self.replicas
 
     def stores(self, rank: int) -> bool:
-        """Does this rank store its shard? Else another one does, which has the same bytes."""
+        """Does this rank store its shard? Otherwise another rank with the same bytes does."""
         return rank % self.replicas == 0
 
     def pages_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """Bytes of a page of each layer that a rank has, by group."""
+        """Bytes of a page of each layer of a rank, by group."""
         return tuple(
             group.page_nbytes[layers] for group, layers in zip(self.groups, self._layers_of(rank), strict=True)
         )
 
     def depths_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """The place in the model of each layer that a rank has, by group; of a group nothing where it is not known."""
+        """The position in the model of each layer of a rank, by group; empty for groups where it is unknown."""
         return tuple(group.depths[layers] for group, layers in zip(self.groups, self._layers_of(rank), strict=True))
 
     def _layers_of(self, rank: int) -> tuple[slice, ...]:
@@ -242,7 +242,7 @@ class ChunkLayout:
         return tuple(slice(end - count, end) for end, count in zip(ends, self.stages[stage], strict=True))
 
     def alone(self, rank: int) -> ChunkLayout:
-        """The layout of one rank's shard, as if there were no other rank."""
+        """The layout of one rank's shard, as if it were the only rank."""
         groups = [
             # mypy misreads the converters
             attrs.evolve(group, page_nbytes=pages, depths=depths)  # type: ignore[arg-type]
@@ -261,9 +261,9 @@ class ChunkLayout:
 
     @property
     def self_test_slots(self) -> int:
-        """Slots of an arena in which ranks test their copies at the start, all at a time.
+        """Number of arena slots in which ranks test their copies at start, all at the same time.
 
-        One for each part and replica: in another part the shard of a rank begins elsewhere.
+        One for each part and replica: a rank's shard has another offset in each part.
         """
         return len(self.parts) * self.replicas
 
@@ -287,12 +287,12 @@ class ChunkLayout:
         return tuple(layers)
 
     def stored_blocks(self, group: int, chunk: int) -> range:
-        """The blocks of a group of which a chunk's frame has the pages, by their place in a block table."""
+        """The blocks of a group whose pages are in a chunk's frame, as indices of a block table."""
         blocks = self.tokens // self.groups[group].block_tokens
         return range((chunk + 1) * blocks - self.groups[group].stored(self.tokens), (chunk + 1) * blocks)
 
     def needed(self, part: Part, chunks: int) -> range:
-        """The chunks whose part nobody can do without who continues behind the first ``chunks`` chunks of a prompt."""
+        """The chunks whose part is needed to continue behind the first ``chunks`` chunks of a prompt."""
         group = self.groups[part.groups[0]]
         blocks = group.needed(chunks * self.tokens)
         return range(blocks.start * group.block_tokens // self.tokens if blocks else chunks, chunks)
@@ -302,7 +302,7 @@ class ChunkLayout:
         return self.parts[number_of_part(key)] if len(self.parts) > 1 else self.parts[0]
 
     def payloads_nbytes(self, keys: Sequence[ChunkKey]) -> int:
-        """Bytes of the payloads that these keys name."""
+        """Total bytes of the payloads with these keys."""
         if len(self.parts) == 1:
             return len(keys) * self.payload_nbytes
         return sum(self.part_of(key).payload_nbytes for key in keys)
@@ -319,15 +319,15 @@ class ChunkLayout:
 
 
 def part_key(chunk: ChunkKey, number: int) -> ChunkKey:
-    """The key of a part of a chunk, where chunks have several. Part 0 has the chunk's own key, see `chunk_key`."""
+    """The key of a part, for chunks of several parts. Part 0 has the chunk's own key, see `chunk_key`."""
     return ChunkKey(chunk[: KEY_NBYTES - 1] + bytes([number]))
 
 
 def chunk_key(key: ChunkKey) -> ChunkKey:
-    """Of a digest, or of the key of a part: the key of the chunk, where chunks have several parts."""
+    """The key of the chunk for a digest or the key of a part, for chunks of several parts."""
     return part_key(key, 0)
 
 
 def number_of_part(key: ChunkKey) -> int:
-    """Which part of its chunk a key names, where chunks have several."""
+    """The number of the part that a key names, for chunks of several parts."""
     return key[KEY_NBYTES - 1]

@@ -8,7 +8,7 @@ from kvtier_core.types import FRAME_ALIGNMENT
 
 #: Of a packed payload: bytes of its header, of the head of each tile, and of a tile before it is packed.
 HEADER_NBYTES, HEAD_NBYTES, TILE_NBYTES = 64, 32, 4096
-#: In a packed shard one tile in so many may be raw.
+#: A packed shard has room for one raw tile in this many.
 _TILES_FOR_A_RAW_ONE = 16
 
 
@@ -16,13 +16,13 @@ class PackedForm(NamedTuple):
     """The places of the parts of a packed payload; csrc/packed.h has their content."""
 
     values: int  #: in tiles
-    rest: int  #: bytes of the payload behind them
+    rest: int  #: bytes of the payload after the tiles
     bodies: int  #: where the bodies of the tiles begin
     ends: int  #: where the ends of raw tiles begin
 
     @classmethod
     def of(cls, nbytes: int) -> PackedForm:
-        """That of a payload of so many bytes."""
+        """The form of a payload of this length."""
         values = nbytes // 256 * 128
         heads = -(-2 * values // TILE_NBYTES) * HEAD_NBYTES
         bodies = HEADER_NBYTES + -(-heads // 64) * 64
@@ -30,12 +30,12 @@ class PackedForm(NamedTuple):
 
     @property
     def bound(self) -> int:
-        """The most bytes that it takes: if no tile can be packed."""
+        """Upper bound of its length: no tile can be packed."""
         return self.ends + self.values // 2
 
 
 def packed_nbytes(nbytes: int) -> int:
-    """Bytes of a shard of so many bytes of pages where shards are packed."""
+    """Bytes of a packed shard with this many bytes of pages."""
     if not nbytes:
         return 0
     form = PackedForm.of(nbytes)

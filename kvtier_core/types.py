@@ -17,8 +17,8 @@ import attrs
 
 from kvtier_core.errors import BackendError
 
-#: Opaque bytes that name a chunk. It depends on the namespace, on the chunk's tokens and on all before them, so equal
-#: keys mean interchangeable KV. Nothing parses it.
+#: Opaque bytes that name a chunk. A key depends on the namespace, the chunk's tokens and all tokens before them, so
+#: equal keys mean interchangeable KV. Nothing parses it.
 ChunkKey = NewType("ChunkKey", bytes)
 
 #: Bytes of a key.
@@ -27,16 +27,16 @@ KEY_NBYTES = 32
 FRAME_ALIGNMENT = 4096
 FRAME_HEADER_NBYTES = FRAME_ALIGNMENT  #: bytes of a frame before its payload
 
-#: Every frame begins so, whatever its format version.
+#: The first bytes of every frame of every format version.
 FRAME_MAGIC = b"kvtier\r\n"
 
 
-#: The fact by which the namespace of an engine differs after its weights may have changed.
+#: The fact that tells the namespace of an engine from that before its weights may have changed.
 EPOCH = "epoch"
 
 
 class Slot(NamedTuple):
-    """Room for one chunk in an arena."""
+    """Space for one frame in an arena."""
 
     arena: int  #: number of the arena in the stack, from 0
     index: int  # type: ignore[assignment]  #: number of the slot in the arena, from 0; hides a method of tuples
@@ -45,7 +45,7 @@ class Slot(NamedTuple):
 class Location(NamedTuple):
     """Where a store keeps a frame."""
 
-    #: Whole numbers of at most 64 bits, text and bytes, which only its backend and its readers understand.
+    #: Integers of at most 64 bits, text and bytes that only its backend and its readers understand.
     place: tuple[int | str | bytes, ...]
     nbytes: int  #: of the frame
 
@@ -55,8 +55,8 @@ class StoredFrame(NamedTuple):
 
     tier: str  #: its name
     location: Location
-    key: ChunkKey  #: that the frame must name
-    namespace: bytes  #: the digest of that which it must name
+    key: ChunkKey  #: the key that the frame must carry
+    namespace: bytes  #: the namespace digest that it must carry
 
 
 @attrs.frozen
@@ -86,7 +86,7 @@ class Namespace:
         return json.dumps(dict(self.facts), indent=1) + "\n"
 
     def differences(self, other: Namespace) -> list[tuple[str, str, str]]:
-        """Facts that are not equal: the name, the value here and the value in ``other``; empty where there is none."""
+        """The facts that differ, as name, value here and value in ``other``; a missing value is empty."""
         here, there = dict(self.facts), dict(other.facts)
         return [
             (name, here.get(name, ""), there.get(name, ""))
@@ -110,7 +110,7 @@ class Namespace:
 
 
 class EventKind(enum.Enum):
-    """The kinds of events, of a tier's chunks and of requests that look there."""
+    """The kinds of events of a tier's chunks, and of requests that look there."""
 
     STORED = "stored"  #: a chunk of the engine became READY in an arena
     PROMOTED = "promoted"  #: a chunk was read from a tier below, verified, and is READY in an arena
@@ -122,29 +122,29 @@ class EventKind(enum.Enum):
     REJECTED = "rejected"  #: a tier did not take a chunk: no room, too much in flight, or its policy
     MISSING = "missing"  #: a frame was gone from a store whose index had it
     CORRUPT = "corrupt"  #: a frame failed verification, or is forged; it is not served
-    INCOMPATIBLE = "incompatible"  #: a frame has another codec, seal key or format version: neither served nor deleted
+    INCOMPATIBLE = "incompatible"  #: a frame of another codec, seal key or format version: neither served nor deleted
     IO_ERROR = "io_error"  #: a store raised
     BREAKER_OPEN = "breaker_open"  #: a tier failed repeatedly and is not called for a while
     BREAKER_CLOSED = "breaker_closed"  #: the tier works again
     QUERIED = "queried"  #: a request had tokens that no tier above supplied
-    HIT = "hit"  #: of these, the tokens that the tier supplied
-    MISSED = "missed"  #: tokens that it did not have
-    BYPASSED = "bypassed"  #: tokens that were not looked up, or are sooner computed than loaded
-    AVOIDED = "avoided"  #: computing that a load made unnecessary, in seconds
+    HIT = "hit"  #: the tokens among these that the tier supplied
+    MISSED = "missed"  #: the tokens that it did not have
+    BYPASSED = "bypassed"  #: tokens that were not looked up, or that are faster to compute than to load
+    AVOIDED = "avoided"  #: computing time that a load made unnecessary, in seconds
     WAITED = "waited"  #: a request waited for the tier, in seconds
     ARRIVED = "arrived"  #: a request was first seen, with the keys of its chunks; of no tier
-    FINISHED = "finished"  #: it has ended, or was aborted, with the seconds since it arrived; of no tier
+    FINISHED = "finished"  #: a request ended or was aborted, with the seconds since it arrived; of no tier
     USAGE = "usage"  #: the contents of the tier have changed; once a second at most
 
 
 class ReadStatus(enum.Enum):
-    """The outcome of the read of one frame."""
+    """The outcome of reading one frame."""
 
     VERIFIED = "verified"  #: the slot holds the chunk, sealed and raw
     MISSING = "missing"  #: the store has no such frame
     CORRUPT = "corrupt"  #: the frame is damaged, or can never be read
     IO_ERROR = "io_error"  #: a shared store cannot serve this key now
-    INCOMPATIBLE = "incompatible"  #: the frame may be whole, and this tier's codec cannot serve it
+    INCOMPATIBLE = "incompatible"  #: the frame may be whole, but this tier's codec cannot serve it
 
     @property
     def event(self) -> EventKind | None:
@@ -158,20 +158,20 @@ class FrameRead:
 
     status: ReadStatus
     why: str = ""
-    nbytes: int = 0  #: that it takes in the store, if it is served
+    nbytes: int = 0  #: length of the stored frame, if it is served
 
 
 @attrs.frozen
 class Usage:
-    """The present contents of a tier."""
+    """The current contents of a tier."""
 
     tier: str  #: its name
     chunks: int
     nbytes: int  #: of their frames
     capacity: int  #: in bytes
-    pins: int = 0  #: of an arena: slots in use by requests and tiers, counted once for each use
-    inflight: int = 0  #: of a store tier: bytes on their way to it or from it
-    can_read: bool = True  #: False while a breaker, or a call that hangs, keeps reads from a store tier
+    pins: int = 0  #: of an arena: slots in use by requests and tiers, counted once per use
+    inflight: int = 0  #: of a store tier: bytes on their way to or from it
+    can_read: bool = True  #: False while a breaker or a hanging call blocks reads from a store tier
     can_write: bool = True  #: the same for writes
 
 
@@ -182,13 +182,13 @@ class Event:
     kind: EventKind
     tier: str  #: its name; empty if the event concerns no tier
     keys: tuple[ChunkKey, ...] = ()
-    nbytes: int = 0  #: of their frames, in all
+    nbytes: int = 0  #: total length of their frames
     why: str = ""  #: in plain words
-    seconds: float = 0.0  #: that it took; 0 if it took no time, or is not known
-    tokens: int = 0  #: of a request; of WAITED, loaded ones of which it is not known how long computing takes
-    usage: Usage | None = None  #: of USAGE alone
-    request: str = ""  #: its id, of events of a request
-    traceparent: str = ""  #: of ARRIVED: where the request's own trace is continued (W3C Trace Context)
+    seconds: float = 0.0  #: its duration; 0 if unknown
+    tokens: int = 0  #: of a request; of WAITED: loaded tokens whose computing time is unknown
+    usage: Usage | None = None  #: of USAGE only
+    request: str = ""  #: the request's id, of events of a request
+    traceparent: str = ""  #: of ARRIVED: the trace context that the request's trace continues (W3C Trace Context)
     at: float = attrs.field(factory=time.time, eq=False)  #: when it was noticed, in seconds since 1970
 
 
@@ -202,7 +202,7 @@ _ENV = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 class Nbytes(int):
     """A number of bytes, written with a binary unit: ``8GiB``."""
 
-    PATTERN: ClassVar[str] = _SIZE.pattern  #: of what `parse` reads
+    PATTERN: ClassVar[str] = _SIZE.pattern  #: the text that `parse` accepts
 
     @classmethod
     def parse(cls, text: str) -> Nbytes:
@@ -222,7 +222,7 @@ class Nbytes(int):
 class Seconds(float):
     """A length of time in seconds, written with a unit: ``500ms``, ``2s``, ``1min``."""
 
-    PATTERN: ClassVar[str] = _TIME.pattern  #: of what `parse` reads
+    PATTERN: ClassVar[str] = _TIME.pattern  #: the text that `parse` accepts
 
     @classmethod
     def parse(cls, text: str) -> Seconds:
@@ -240,7 +240,7 @@ class Seconds(float):
 class EnvSecret:
     """A secret in an environment variable, written ``env:NAME``. Only the name of the variable is ever shown."""
 
-    PATTERN: ClassVar[str] = _ENV.pattern  #: of what `parse` reads
+    PATTERN: ClassVar[str] = _ENV.pattern  #: the text that `parse` accepts
 
     variable: str
 

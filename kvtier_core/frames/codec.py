@@ -1,4 +1,4 @@
-"""Encodes frames that are written to a store tier, and verifies and decodes those that are read from it."""
+"""Encodes the frames that a store tier writes, and verifies and decodes those that it reads."""
 
 from __future__ import annotations
 
@@ -40,12 +40,10 @@ if TYPE_CHECKING:  # its library is only there where a tier has a key
 
 
 class FrameCodec:
-    """The codec of one tier: its serializer and keyed seal, if it has them, and their names in every frame.
+    """The codec of one tier: its serializer and keyed seal, if any, and their identities in every frame.
 
-    A tier opens one serializer. All of the tier's threads use it at the same time; this class has no other state but
-    memory for encoded frames.
-    Without a serializer frames are read into the arena's slots, and stored from there; a keyed seal is put on a copy,
-    because others may read the slot.
+    All of the tier's threads use it at the same time. Without a serializer, frames are read into the arena's slots and
+    written from there; a keyed seal needs a copy, because others may read the slot.
     """
 
     def __init__(
@@ -58,9 +56,7 @@ class FrameCodec:
         shared: bool = False,
         keyed_seal: KeyedSeal | None = None,
     ):
-        """``identity`` is that of the serializer. ``shared``: the store has other users, whose codec may be another;
-        none finds the frames of others.
-        """
+        """``identity`` is that of the serializer. In a ``shared`` store each codec has a namespace of its own."""
         if (serializer is None) != (identity is None):
             raise ContractError(f"{identity} is not the identity of {serializer}")
         self._of_slots = codec_of_slots(layout)
@@ -94,7 +90,7 @@ class FrameCodec:
 
     @property
     def is_raw(self) -> bool:
-        """Are frames stored as they lie in a slot, header and payload?"""
+        """Are frames stored exactly as in a slot, header and payload?"""
         return self._serializer is None and self.keyed_seal is None
 
     @property
@@ -109,12 +105,12 @@ class FrameCodec:
 
     @property
     def parts(self) -> int:
-        """How many frames a chunk has at most."""
+        """The most frames that a chunk has."""
         return len(self._layout.parts)
 
     @property
     def lossless(self) -> bool:
-        """False if a decoded payload may differ from the one that was encoded."""
+        """False if a decoded payload may differ from the encoded one."""
         return self.identity.lossless
 
     def with_namespace(self, namespace: Namespace) -> Self:
@@ -126,10 +122,10 @@ class FrameCodec:
     def encode(self, key: ChunkKey, sealed: memoryview, salt: bytes = b"") -> memoryview:
         """The frame to store for a sealed frame in a slot. Its length is a multiple of `FRAME_ALIGNMENT`.
 
-        ``salt`` is that of the chunk's requests: without it an encrypted frame cannot be read.
+        ``salt`` is that of the chunk's requests; an encrypted frame cannot be read without it.
 
-        Raises ContractError if the payload has been through a lossy codec: it must not be stored as if it were exact.
-        Raises BackendError if a lossy serializer cannot decode its own encoding.
+        Raises ContractError if the payload passed a lossy codec: it must not be stored as exact. Raises BackendError
+        if a lossy serializer cannot decode its own encoding.
         """
         header = read_header(sealed)
         if isinstance(header, FrameError):
@@ -168,26 +164,26 @@ class FrameCodec:
         return _padded(copy, len(payload))
 
     def written(self, frames: list[memoryview]) -> None:
-        """Frames that `encode` returned were stored. Nobody reads them any more, and their memory is used again."""
+        """These frames of `encode` were stored. Nobody reads them any more, and their memory is reused."""
         if not self.is_raw:
             self._buffers.give_back(frames)
 
     def seal_raw(self, key: ChunkKey, frame: memoryview, nbytes: int) -> None:
-        """Seal a raw payload of ``nbytes`` that is in place, and is not KV: that of a policy's state."""
+        """Seal a payload of ``nbytes`` that is in place and is not KV but a policy's state."""
         seal(frame, self.namespace, self._name(key), nbytes)
         if self.keyed_seal is not None:
             self.keyed_seal.close(frame)
 
     def verify_raw(self, key: ChunkKey, frame: memoryview, nbytes: int) -> FrameError | None:
-        """Verify, and decrypt in place, what `seal_raw` sealed."""
+        """Verify, and decrypt in place, a frame of `seal_raw`."""
         return self._verify(key, frame, RAW, nbytes, b"")
 
     def read_buffer(self, slot: memoryview) -> memoryview:
-        """The buffer that a frame is read into: the slot itself if nothing needs to be decoded. `was_read` follows."""
+        """The buffer that a frame is read into: the slot itself if nothing is decoded. `was_read` follows."""
         return slot if self._serializer is None else self._buffers.take()
 
     def was_read(self, buffers: list[memoryview]) -> None:
-        """Nobody reads or writes these buffers of `read_buffer` any more, and their memory is used again."""
+        """Nobody uses these buffers of `read_buffer` any more, and their memory is reused."""
         if self._serializer is not None:
             self._buffers.give_back(buffers)
 
@@ -197,7 +193,7 @@ class FrameCodec:
         """Verify the frame of ``key`` in the first ``count`` bytes of ``buffer``, and decode it into ``slot``.
 
         Returns None if the frame is as it was written; ``slot`` then holds a sealed frame. Otherwise the content of
-        ``slot`` is undefined. Raises ContractError if a read of ``buffer`` cannot have returned ``count``.
+        ``slot`` is undefined. Raises ContractError if ``count`` is not a possible result of reading into ``buffer``.
         """
         if not 0 < count <= len(buffer):
             raise ContractError(f"read returned {count} bytes for a view of {len(buffer)}")
@@ -208,13 +204,13 @@ class FrameCodec:
         if error := self._verify(key, frame, self.identity, nbytes if serializer is None else None, salt):
             return error
         if serializer is None:
-            if self.keyed_seal is not None:  # another tier stores the slot as it is, under the arena's namespace
+            if self.keyed_seal is not None:  # other tiers store the slot as it is, under the arena's namespace
                 known = (header_of(frame).payload_checksum,) if len(part.shards) == 1 else ()
                 seal_part(slot, self._arena_namespace, key, part, known, codec=self._of_slots)
             return self._regroup(key, frame, slot, part)
         payload = slot[FRAME_HEADER_NBYTES : FRAME_HEADER_NBYTES + nbytes]
         decoded = None
-        with contextlib.suppress(Exception):  # whatever a plugin raises must not fail the other frames of the batch
+        with contextlib.suppress(Exception):  # an exception of a plugin must not fail the other frames of the batch
             decoded = serializer.decode(payload_of(frame), payload)
         if decoded is None:
             return FrameError.UNDECODABLE
@@ -227,7 +223,7 @@ class FrameCodec:
         return None
 
     def _regroup(self, key: ChunkKey, frame: memoryview, slot: memoryview, part: Part) -> FrameError | None:
-        """Rearrange a frame in its slot that is verified, and may be that of an engine with other ranks."""
+        """Rearrange a verified frame in its slot if an engine with another number of ranks wrote it."""
         if self._regrouping is None:
             return None
         checksums = shard_checksums_of(frame)
@@ -251,11 +247,11 @@ class FrameCodec:
         return header if isinstance(header, FrameError) else self.keyed_seal.open(frame, salt=salt)
 
     def _name(self, key: ChunkKey) -> ChunkKey:
-        """The name of a key in the header of a stored frame."""
+        """The name that replaces a key in the header of a stored frame."""
         return key if self.keyed_seal is None else self.keyed_seal.names([key])[0]
 
     def _decoded_checksum(self, serializer: Serializer, encoded: memoryview, nbytes: int) -> int:
-        """The checksum of a payload of ``nbytes`` that a lossy serializer has encoded and decoded."""
+        """The checksum of a payload of ``nbytes`` that a lossy serializer encoded and decoded."""
         buffer = self._decoded.take()
         if serializer.decode(encoded, buffer[:nbytes]) != nbytes:
             raise BackendError(f"{self.identity} decodes what it encoded to another length")
@@ -265,7 +261,7 @@ class FrameCodec:
 
 
 def _padded(buffer: memoryview, payload_nbytes: int) -> memoryview:
-    """The frame in a buffer that may have held another, of which nothing must be stored."""
+    """The frame in a buffer, padded with zeros: no bytes of an earlier frame must be stored."""
     frame = buffer[: frame_nbytes(payload_nbytes)]
     frame[FRAME_HEADER_NBYTES + payload_nbytes :] = bytes(len(frame) - FRAME_HEADER_NBYTES - payload_nbytes)
     return frame

@@ -1,14 +1,14 @@
-"""The frame: a chunk as it is stored outside the engine. A header of 4 KiB, then the payload.
+"""The frame: a part of a chunk outside the engine. A header of 4 KiB, then the payload.
 
-The header carries three CRC-32 checksums: of the stored payload, of the payload once it is decoded, and of the header's
-own fields. Without a serializer the first two are the same number. CRC-32 is used because the checksum of a payload can
-be computed from those of the ranks' shards, and because zlib has it where the compiled extension could not be built.
+The header carries three CRC-32 checksums: of the stored payload, of the decoded payload, and of the header's fields.
+Without a serializer the first two are equal. CRC-32 is used because the checksum of a payload can be computed from
+those of the ranks' shards, and because zlib provides it where the compiled extension could not be built.
 
-A frame of several shards has the checksum of each behind the header's fields, so that a rank that reads its own shard
-alone can verify it; it says so in its flags.
+A frame of several shards has the checksum of each after the header's fields, so that a rank can read and verify its own
+shard alone; a flag says so.
 
-A checksum is no signature. A frame with a keyed seal (`frames/keyed_seal.py`) says so in its flags, and has a key id, a
-nonce and a tag there instead. A reader without that key does not serve it: its payload may be encrypted.
+A checksum is not a signature. A frame with a keyed seal (`frames/keyed_seal.py`) has a flag for it, and a key id, a
+nonce and a tag after the fields instead. A reader without the key does not serve it: its payload may be encrypted.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ from kvtier_core.types import (
 
 FORMAT_VERSION = 2
 
-#: Magic, format version, flags, payload bytes, namespace digest, key, codec type and digest, checksums of the stored
-#: and of the decoded payload; then the checksum of these fields. Magic and version keep their place in every version.
+#: Magic, format version, flags, payload length, namespace digest, key, codec type and digest, checksums of the stored
+#: and of the decoded payload; then the checksum of these fields. Magic and version keep their offsets in every version.
 _FIELDS = struct.Struct(f"<8sHHQ32s{KEY_NBYTES}s{MAX_TYPE_NBYTES}s{DIGEST_NBYTES}sII")
 _CHECKSUM = struct.Struct("<I")
 _FIELDS_END = _FIELDS.size + _CHECKSUM.size
-_LOSSLESS, _SHARDS = 1, 8  #: flags; those of `Protection` are the others
+_LOSSLESS, _SHARDS = 1, 8  #: flags; the others are those of `Protection`
 _FLAGS = {what | lossless for what in (*(each.value for each in Protection), _SHARDS) for lossless in (0, _LOSSLESS)}
-#: Of a keyed seal: key id, nonce and tag, each as long as AES-GCM has it; then the checksum of these.
+#: Of a keyed seal: key id, and nonce and tag of AES-GCM; then the checksum of these.
 _KEYED = struct.Struct(f"<{KEY_ID_NBYTES}s12s16s")
 _KEYED_END = _FIELDS_END + _KEYED.size + _CHECKSUM.size
-#: How many shards there are. The CRC-32 of each follows, then the checksum of the header's fields and all these.
+#: The number of shards. The CRC-32 of each follows, then the checksum of the header's fields and all of these.
 _COUNT = struct.Struct("<H")
 #: `payload_pieces` reads a payload in pieces of this many bytes.
 _PIECE_NBYTES = 4 << 20
 
 
 class FrameError(enum.Enum):
-    """Why a frame is not the one that its reader asked for."""
+    """Why a frame is not the requested one."""
 
     SHORT = "shorter than its header says"
     MAGIC = "not a frame"
@@ -80,7 +80,7 @@ class FrameError(enum.Enum):
 
     @property
     def incompatible(self) -> bool:
-        """True if the frame may be whole and of use to a reader with another codec, seal key or version of kvtier."""
+        """True if the frame may be whole and usable with another codec, seal key or version of kvtier."""
         return self in _INCOMPATIBLE
 
     def as_read(self) -> FrameRead:
@@ -110,8 +110,8 @@ class Header(NamedTuple):
     key: bytes
     codec_type: bytes
     codec_digest: bytes
-    payload_checksum: int  #: CRC-32 of the payload as it is stored
-    decoded_checksum: int  #: CRC-32 of the payload as its codec decodes it; encrypted if the payload is
+    payload_checksum: int  #: CRC-32 of the stored payload
+    decoded_checksum: int  #: CRC-32 of the decoded payload; encrypted if the payload is
 
     @property
     def codec(self) -> CodecIdentity:
@@ -121,20 +121,20 @@ class Header(NamedTuple):
 
     @property
     def protection(self) -> Protection:
-        """How the frame is protected."""
+        """The protection of the frame."""
         return Protection(self.flags & ~(_LOSSLESS | _SHARDS))
 
     def protected(self, protection: Protection) -> Header:
-        """The same header with the flag of this protection alone."""
+        """The same header with this protection."""
         return self._replace(flags=self.flags & _LOSSLESS | protection.value)
 
     def packed(self) -> bytes:
-        """The fields as they are stored."""
+        """The fields as stored bytes."""
         return _FIELDS.pack(*self)
 
 
 class KeyedFields(NamedTuple):
-    """The addition of a keyed seal to a header."""
+    """The fields that a keyed seal adds to a header."""
 
     key_id: bytes
     nonce: bytes
@@ -154,9 +154,8 @@ def seal(
 ) -> None:
     """Write the header of ``frame``, whose payload is already in place.
 
-    Without ``payload_checksum``, the CRC-32 of the payload, the payload is read once to compute it. Without
-    ``decoded_checksum`` the payload counts as decoded. ``shard_checksums`` are the CRC-32 of several shards, see
-    `seal_part`.
+    ``payload_checksum`` is the CRC-32 of the payload; without it the payload is read once. Without
+    ``decoded_checksum`` the two are equal. ``shard_checksums`` are the CRC-32 of several shards, see `seal_part`.
     """
     if payload_checksum is None:
         payload_checksum = crc32(frame[FRAME_HEADER_NBYTES : FRAME_HEADER_NBYTES + payload_nbytes])
@@ -186,9 +185,9 @@ def seal_part(
     *,
     codec: CodecIdentity = RAW,
 ) -> None:
-    """Write the header of a frame of a chunk, whose shards are already in place as they lie in a slot.
+    """Write the header of a chunk's frame in a slot, whose shards are already in place.
 
-    ``checksums`` are the CRC-32 of the shards, without which each is read once. The header has room for some 900.
+    ``checksums`` are the CRC-32 of the shards; without them each is read once. The header has room for about 900.
     """
     checksums = checksums or checksums_of(frame, part)
     joined = join(checksums, [shard.nbytes for shard in part.shards])
@@ -197,7 +196,7 @@ def seal_part(
 
 
 def checksums_of(frame: memoryview, part: Part) -> list[int]:
-    """The CRC-32 of each shard of a frame that lies in a slot."""
+    """The CRC-32 of each shard of a frame in a slot."""
     return [crc32(frame[shard.offset : shard.offset + shard.nbytes]) for shard in part.shards]
 
 
@@ -211,7 +210,7 @@ def _write_page(frame: memoryview, page: bytes) -> None:
 
 
 def _summed(fields: bytes, first: bytes = b"") -> bytes:
-    """The fields, and the checksum of ``first`` and of them."""
+    """The fields, followed by the checksum of ``first`` and the fields."""
     return fields + _CHECKSUM.pack(crc32(first + fields))
 
 
@@ -227,9 +226,9 @@ def verify(
     codec: CodecIdentity = RAW,
     payload_nbytes: int | None = None,
 ) -> FrameError | None:
-    """Returns None if ``frame`` is the one asked for and its payload is, byte for byte, the one that was sealed.
+    """Returns None if ``frame`` is the requested one and its payload is, byte for byte, the sealed one.
 
-    ``payload_nbytes`` is the length that the payload must have; None if its codec encodes to varying lengths.
+    ``payload_nbytes`` is the required length of the payload; None if its codec encodes to varying lengths.
     """
     header = expected_header(frame, namespace.digest, key, codec=codec, payload_nbytes=payload_nbytes)
     if isinstance(header, FrameError):
@@ -248,10 +247,10 @@ def expected_header(
     payload_nbytes: int | None = None,
     keyed: SealIdentity = UNKEYED,
 ) -> Header | FrameError:
-    """The header of a frame if it is that of the one asked for. Neither is the payload verified, nor need it be there.
+    """The header of a frame if it is that of the requested one. The payload is not verified and may be absent.
 
-    See `verify`; ``namespace`` is the digest. The seal must be that of ``keyed``, and is not opened: bytes and
-    checksums may be anybody's until `KeyedSeal.open`.
+    See `verify`; ``namespace`` is the digest. The seal must be that of ``keyed``, but is not opened: bytes and
+    checksums may be forged until `KeyedSeal.open` returns.
     """
     header = read_header(frame)
     if isinstance(header, FrameError):
@@ -289,10 +288,10 @@ def read_header(frame: memoryview) -> Header | FrameError:
 
 
 def inspect(nbytes: int, read: Callable[[int, int], bytes]) -> Header | FrameError:
-    """The header of a frame of ``nbytes`` if frame and payload are whole, whatever its namespace, key and codec.
+    """The header of a frame of ``nbytes`` if header and payload are whole, whatever its namespace, key and codec.
 
-    ``read(offset, nbytes)`` returns bytes of the frame, fewer only at its end; its exceptions propagate. It is
-    called for a few MiB at a time, and not for the payload if the header is damaged or states another length.
+    ``read(offset, nbytes)`` returns bytes of the frame, fewer only at its end; its exceptions propagate. It is called
+    for a few MiB at a time, and not for the payload if the header is damaged or states another length.
     """
     page = memoryview(read(0, FRAME_HEADER_NBYTES))
     header = read_header(page)
@@ -315,38 +314,38 @@ def inspect(nbytes: int, read: Callable[[int, int], bytes]) -> Header | FrameErr
 
 
 def payload_pieces(header: Header, read: Callable[[int, int], bytes]) -> Iterator[bytes]:
-    """The stored payload, a few MiB at a time; less of it if there is less. ``read`` is that of `inspect`."""
+    """The stored payload, or as much as there is, a few MiB at a time. For ``read`` see `inspect`."""
     end = FRAME_HEADER_NBYTES + header.payload_nbytes
     for at in range(FRAME_HEADER_NBYTES, end, _PIECE_NBYTES):
         yield read(at, min(_PIECE_NBYTES, end - at))
 
 
 def header_of(frame: memoryview) -> Header:
-    """The header of a frame that `verify` accepted: it is not verified again."""
+    """The header of a verified frame."""
     return Header._make(_FIELDS.unpack_from(frame))
 
 
 def payload_of(frame: memoryview) -> memoryview:
-    """The payload of a frame that `verify` accepted. A view, not a copy."""
+    """The payload of a verified frame. A view, not a copy."""
     return frame[FRAME_HEADER_NBYTES : FRAME_HEADER_NBYTES + header_of(frame).payload_nbytes]
 
 
 def keyed_fields_of(frame: memoryview) -> KeyedFields:
-    """The addition of a keyed seal to the header of a frame that `verify` or `inspect` accepted."""
+    """The keyed seal's fields in the header of a verified frame."""
     return KeyedFields._make(_KEYED.unpack_from(frame, _FIELDS_END))
 
 
 def verify_checksums(header: Header, payload_checksum: int) -> FrameError | None:
-    """Compare a header with the CRC-32 of the payload as it is stored."""
+    """Compare a header with the CRC-32 of the stored payload."""
     if header.payload_checksum != payload_checksum:
         return FrameError.CHECKSUM
-    # Nothing decodes a raw payload, so it must have the same checksum twice, unless the second is encrypted.
+    # A raw payload is not decoded, so its two checksums must be equal, unless the second one is encrypted.
     decoded = header.codec_digest != RAW.digest or header.protection is Protection.READING
     return None if decoded or header.decoded_checksum == payload_checksum else FrameError.CHECKSUM
 
 
 def shard_checksums_of(frame: memoryview) -> Sequence[int]:
-    """The CRC-32 of each shard, from the header of a frame that `expected_header` accepted; empty if it has none."""
+    """The CRC-32 of each shard, from a header that `expected_header` accepted; empty if it has none."""
     if not header_of(frame).flags & _SHARDS:
         return ()
     (count,) = _COUNT.unpack_from(frame, _FIELDS_END)
@@ -354,7 +353,7 @@ def shard_checksums_of(frame: memoryview) -> Sequence[int]:
 
 
 def _verify_further_fields(header: Header, frame: memoryview) -> FrameError | None:
-    """The bytes behind the header's fields. A damaged key id would make a frame look like one of another key."""
+    """Verify the bytes after the header's fields. A damaged key id would look like that of another key."""
     if header.flags & _SHARDS:
         (count,) = _COUNT.unpack_from(frame, _FIELDS_END)
         end = _FIELDS_END + _COUNT.size + 4 * count + _CHECKSUM.size

@@ -1,6 +1,6 @@
-"""The name of a codec in a frame: its type, a digest over its options, and whether it is lossless.
+"""The identity of a codec in a frame: its type, a digest of its options, and whether it is lossless.
 
-And the name of a keyed seal: how it protects the frame, and an id of its key.
+And the identity of a keyed seal: its protection, and the id of its key.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class CodecIdentity:
     """Identifies a codec. Frames with equal identities are decoded alike in every process and on every machine."""
 
     type: str  #: the name of the serializer, ``raw`` without one
-    digest: bytes  #: `DIGEST_NBYTES` over the type, its format version and all of its options
-    lossless: bool  #: the decoded payload is, bit for bit, the one that was encoded
+    digest: bytes  #: `DIGEST_NBYTES` of the type, its format version and all of its options
+    lossless: bool  #: is the decoded payload, bit for bit, the encoded one?
 
     def __str__(self) -> str:
         if self.digest in (RAW.digest, PACKED.digest):
@@ -38,7 +38,7 @@ class CodecIdentity:
         return f"{self.type} {self.digest.hex()[:8]}{'' if self.lossless else ', lossy'}"
 
 
-#: Payloads without a serializer. No digest of options is zero, so no serializer can be taken for it.
+#: Payloads without a serializer. No digest of options is zero, so no serializer has this identity.
 RAW = CodecIdentity("raw", bytes(DIGEST_NBYTES), lossless=True)
 
 #: Payloads of packed shards (csrc/packed.h), as they lie in the slots of an arena that packs.
@@ -46,36 +46,36 @@ PACKED = CodecIdentity("packed shards", b"\2".ljust(DIGEST_NBYTES, b"\0"), lossl
 
 
 def codec_of_slots(layout: ChunkLayout) -> CodecIdentity:
-    """The codec of frames as they lie in an arena's slots, and in tiers without a serializer."""
+    """The codec of frames in an arena's slots, and in tiers without a serializer."""
     return PACKED if layout.packed else RAW
 
 
 def namespace_of_slots(namespace: Namespace, layout: ChunkLayout) -> Namespace:
-    """The namespace of an engine's frames as they lie in an arena's slots: raw and packed ones are kept apart."""
+    """The namespace of an engine's frames in slots: raw and packed ones have different namespaces."""
     return namespace_of_ranks(namespace, layout).narrowed("slots", PACKED.type) if layout.packed else namespace
 
 
 def namespace_of_ranks(namespace: Namespace, layout: ChunkLayout) -> Namespace:
-    """The namespace of frames that are of use to engines with this number of ranks alone."""
+    """The namespace of frames for engines with exactly this number of ranks."""
     return namespace.narrowed("shards", str(layout.shards)) if layout.any_ranks else namespace
 
 
 def lossy(codec: CodecIdentity) -> CodecIdentity:
-    """Of payloads in slots that a lossy codec decoded. They are served from memory, and never written to a store."""
+    """The identity of slots whose payloads a lossy codec decoded. They are served, and never written to a store."""
     return attrs.evolve(codec, lossless=False)
 
 
 class Protection(enum.Enum):
     """The kinds of protection by a keyed seal. The value is the flag in the header."""
 
-    NONE = 0  #: there is no keyed seal
-    FORGERY = 2  #: the payload is as it would be without one, and nobody without the key can make a frame
+    NONE = 0  #: no keyed seal
+    FORGERY = 2  #: only holders of the key can make a frame; the payload is not encrypted
     READING = 4  #: the payload is encrypted as well
 
 
 @attrs.frozen
 class SealIdentity:
-    """Identifies a keyed seal. The id tells keys apart, and nothing about a key."""
+    """Identifies a keyed seal. The id tells keys apart and reveals nothing about them."""
 
     protection: Protection
     key_id: bytes
@@ -85,15 +85,15 @@ class SealIdentity:
         return f"{how[self.protection]} {self.key_id.hex()}" if self != UNKEYED else "none"
 
 
-#: Of frames without a keyed seal.
+#: The identity of frames without a keyed seal.
 UNKEYED = SealIdentity(Protection.NONE, bytes(KEY_ID_NBYTES))
 
 
 def identity_of(config: SerializerConfig, *, packed: bool = False) -> CodecIdentity:
-    """The identity that the core gives to the codec which ``config`` opens, above it an arena with ``packed`` shards.
+    """The identity of the codec that ``config`` opens, below an arena that is ``packed`` or not.
 
-    All fields of the config are part of it, because any of them may change the bytes. Raises ConfigError
-    if the plugin does not state what it must, or if a field has a value that cannot be compared between processes.
+    All fields of the config are part of it, because any of them may change the bytes. Raises ConfigError if the plugin
+    omits a required attribute, or if a field's value cannot be compared between processes.
     """
     name, lossless, version = config.type, getattr(config, "lossless", None), config.format_version
     if not 0 < len(name.encode()) <= MAX_TYPE_NBYTES or "\0" in name:
@@ -103,7 +103,7 @@ def identity_of(config: SerializerConfig, *, packed: bool = False) -> CodecIdent
     if type(version) is not int:
         raise _unusable(f"the format version of {name} is not an int")
     what = [name, version, _fields(type(config), config)]
-    if packed:  # the checksum of what it decodes to is that of packed shards
+    if packed:  # its decoded checksum is that of packed shards
         what.append(PACKED.type)
     described = json.dumps(what, ensure_ascii=True, separators=(",", ":"))
     digest = hashlib.blake2b(described.encode(), digest_size=DIGEST_NBYTES, person=b"kvtier-codec").digest()
@@ -115,7 +115,7 @@ def _fields(kind: type[attrs.AttrsInstance], options: object) -> list[object]:
 
 
 def _canonical(value: object, name: str) -> object:
-    """The value as JSON. A value without a JSON type of its own carries the name of its type."""
+    """The value as JSON. A value without a JSON type carries the name of its type."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, enum.Enum):

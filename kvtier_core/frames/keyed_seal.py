@@ -1,6 +1,6 @@
-"""A seal that only holders of a key can make, and that may hide the payload: for stores that others may write to.
+"""A seal that only holders of a key can make, and that can encrypt the payload: for stores that others can write to.
 
-Needs `cryptography`, so nothing imports this module before a tier has a ``seal_key``.
+Needs `cryptography`, so this module is imported only if a tier has a ``seal_key``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvtier_core.frames.format import (
 from kvtier_core.frames.identity import KEY_ID_NBYTES, Protection, SealIdentity
 from kvtier_core.types import KEY_NBYTES, ChunkKey
 
-#: Characters of the shortest secret: this number of random ones of any alphabet resists guessing.
+#: Length of the shortest secret: this number of random characters of any alphabet resists guessing.
 MIN_SECRET_LENGTH = 32
 
 #: The least number that `_bits` must find. In 32 random hexadecimal digits it finds 88 to 127, in 16 written twice 72.
@@ -48,11 +48,10 @@ _HALF, _ROUNDS = KEY_NBYTES // 2, 4
 _LEFT, _RIGHT = slice(_HALF), slice(_HALF, KEY_NBYTES)
 _CHECKSUM = struct.Struct("<I")
 
-# Why AES-GCM, with or without encryption. Over 1 MiB and 32 MiB a MAC ran at 18 and 22 GiB/s as GMAC (AES-GCM that
-# encrypts nothing), 10 and 12 as Poly1305, 1.7 and 1.5 as HMAC-SHA256, 1.2 as keyed BLAKE2b; a copy at 16. Poly1305
-# keeps the GIL, and two messages under one of its keys let others forge. For GMAC it takes two equal nonces under
-# one key: each chunk has a key of its own, so only frames of one chunk can meet, and 96 random bits tell more apart
-# than anyone writes.
+# Why AES-GCM, with or without encryption: over 1 MiB and 32 MiB a MAC ran at 18 and 22 GiB/s as GMAC (AES-GCM without
+# encryption), 10 and 12 as Poly1305, 1.7 and 1.5 as HMAC-SHA256, 1.2 as keyed BLAKE2b; a copy at 16. Poly1305 keeps
+# the GIL, and two messages under one of its keys permit forgery. GMAC needs two equal nonces under one key for that:
+# each chunk has a key of its own, so only frames of one chunk can collide, and 96 random bits are enough for those.
 
 
 @attrs.frozen
@@ -60,10 +59,10 @@ class KeyedSeal:
     """The keyed seal of one tier's frames. All of the tier's threads use it at the same time.
 
     It covers the header's fields and the payload. The key of a frame is derived from the secret, the namespace and the
-    name of the frame; if payloads are encrypted also from the salt of the request, so that the secret alone reads none
-    that has a salt.
+    frame's name; for encryption also from the salt of the request, so that the secret alone cannot decrypt a frame
+    with a salt.
 
-    A frame's name stands for the key of its chunk, outside the process and in the header. Names are a permutation of
+    Outside the process and in the header, a frame's name replaces the key of its chunk. Names are a permutation of
     keys that depends on the secret: four rounds of a Feistel network over AES (Luby and Rackoff 1988).
     """
 
@@ -73,16 +72,16 @@ class KeyedSeal:
 
     @classmethod
     def of(cls, secret: str, *, encrypt: bool) -> Self:
-        """The seal with this secret, which counts as it is written. Raises ValueError if it could be guessed."""
+        """The seal with this secret, taken literally. Raises ValueError if it could be guessed."""
         material = os.fsencode(secret)
         characters = list(map(ord, material.decode(errors="surrogateescape")))  # whatever the locale
         if len(characters) < MIN_SECRET_LENGTH:
             raise ValueError(f"it has fewer than {MIN_SECRET_LENGTH} characters; openssl rand -hex 32 makes one")
         if min(_bits(characters), _bits([b - a for a, b in pairwise(characters)])) < _MIN_BITS:
             raise ValueError("it repeats itself, or counts, and could be guessed; openssl rand -hex 32 makes one")
-        root = hmac.digest(b"kvtier seal_key", material, "sha256")  # HKDF's first half, `_derived` is the other
+        root = hmac.digest(b"kvtier seal_key", material, "sha256")  # the first half of HKDF; `_derived` is the second
         protection = Protection.READING if encrypt else Protection.FORGERY
-        # Those that had "key id" alone named their frames by the keys of chunks.
+        # Earlier seals, with "key id" only, named their frames by the keys of chunks.
         identity = SealIdentity(protection, _derived(root, KEY_ID_NBYTES, b"key id, with names"))
         named = [b"names %d %d" % (protection.value, number) for number in range(_ROUNDS)]
         return cls(identity, root, tuple(Cipher(AES(_derived(root, _AES_KEY_NBYTES, each)), ECB()) for each in named))
@@ -103,16 +102,16 @@ class KeyedSeal:
         return [ChunkKey(first[at : at + _HALF] + second[at : at + _HALF]) for at in range(0, len(first), _HALF)]
 
     def close(self, frame: memoryview, payload: memoryview | None = None, *, salt: bytes = b"") -> None:
-        """Seal ``frame``, whose header is written, as `format.seal` does; its payload is in place, or is ``payload``.
+        """Seal ``frame``, which has the header of `format.seal`; its payload is in place, or is ``payload``.
 
-        ``payload`` is only read, once, and may be in use by others.
+        ``payload`` is read once and not changed.
         """
         header, stored = header_of(frame).protected(self.identity.protection), payload_of(frame)
         nonce, checksum = os.urandom(_NONCE_NBYTES), _CHECKSUM.pack(header.decoded_checksum)
         gcm = self._cipher(header, GCM(nonce), salt).encryptor()
         gcm.authenticate_additional_data(_bound(header))
         if self.encrypts:
-            # The checksum would confirm a guess of the payload, so it is encrypted, too.
+            # The checksum would confirm a guess of the payload, so it is encrypted too.
             (hidden,) = _CHECKSUM.unpack(gcm.update(checksum))
             gcm.update_into(stored if payload is None else payload, stored)
             header = header._replace(payload_checksum=crc32(stored), decoded_checksum=hidden)
@@ -127,9 +126,9 @@ class KeyedSeal:
     def open(self, frame: memoryview, *, salt: bytes = b"") -> FrameError | None:
         """Verify and decrypt in place the payload of a frame whose header `format.expected_header` accepted.
 
-        It becomes a frame without a keyed seal. Returns why it may not be used, if the payload is damaged or the seal
-        does not match; its content is then undefined. What is encrypted is summed once, as it was before: its tag says
-        more than the checksum of the encrypted bytes.
+        It becomes a frame without a keyed seal. Returns an error if the payload is damaged or the seal does not match;
+        its content is then undefined. Only the decrypted payload is summed: the tag is stronger than the checksum of
+        the encrypted bytes.
         """
         header, payload = header_of(frame), payload_of(frame)
         if len(payload) < header.payload_nbytes:
@@ -143,7 +142,7 @@ class KeyedSeal:
             gcm.authenticate_additional_data(checksum)
             gcm.authenticate_additional_data(payload)
         if not _ends_well(gcm):
-            if self.encrypts:  # once more, since damage is told by the checksum of the encrypted bytes
+            if self.encrypts:  # encrypt again: the checksum of the encrypted bytes tells damage from forgery
                 again = self._cipher(header, GCM(keyed_fields_of(frame).nonce), salt).encryptor()
                 again.update(checksum)
                 again.update_into(payload, payload)
@@ -156,7 +155,7 @@ class KeyedSeal:
         return verify_checksums(header, summed)
 
     def matches(self, page: memoryview, pieces: Iterable[bytes], *, salt: bytes = b"") -> bool:
-        """Is this the seal of the frame with this header page, and its stored payload in pieces? For `kvtier fsck`."""
+        """Does the seal match this header page and the stored payload in ``pieces``? For `kvtier fsck`."""
         gcm = self._opening(page, salt)
         take = gcm.update if self.encrypts else gcm.authenticate_additional_data
         take(_CHECKSUM.pack(header_of(page).decoded_checksum))
@@ -176,7 +175,7 @@ class KeyedSeal:
 
 
 def _permuted(rounds: Iterable[Cipher], blocks: Sequence[bytes], left: slice, right: slice) -> tuple[bytes, bytes]:
-    """The halves of all blocks, side by side. A thousand at once take 0.3 µs each, one alone 9."""
+    """The permuted left and right halves of all blocks. A thousand at once take 0.3 µs each, a single one 9."""
     first, second = (b"".join([block[half] for block in blocks]) for half in (left, right))
     for each in rounds:
         mask = int.from_bytes(each.encryptor().update(second), "big")
@@ -185,9 +184,9 @@ def _permuted(rounds: Iterable[Cipher], blocks: Sequence[bytes], left: slice, ri
 
 
 def _bits(symbols: Sequence[int]) -> float:
-    """About as many bits as a guess of these must get right: the Shannon entropy of one, times those that are new.
+    """Estimates the bits that a guess must get right: the Shannon entropy of a symbol, times the number of new ones.
 
-    One is not new if it and the two before it stand together elsewhere.
+    A symbol is not new if it and the two before it occur together elsewhere.
     """
     counts = Counter(symbols).values()
     new = 2 + len(set(zip(symbols, symbols[1:], symbols[2:], strict=False)))
@@ -201,7 +200,7 @@ def _derived(root: bytes, nbytes: int, info: bytes) -> bytes:
 def _bound(header: Header) -> bytes:
     """The bytes of the header that a seal covers: all but the checksums.
 
-    That of the decoded payload is sealed together with the payload.
+    The checksum of the decoded payload is sealed together with the payload.
     """
     return header._replace(payload_checksum=0, decoded_checksum=0).packed()
 

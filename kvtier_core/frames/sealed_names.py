@@ -1,4 +1,4 @@
-"""Keeps keys of chunks from a store: a key is a digest of tokens, by which a guess of a prompt could be confirmed."""
+"""Hides the keys of chunks from a store: a key is a digest of tokens that could confirm a guess of a prompt."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _BATCH = 1024
 
 
 class SealedNames(Backend):
-    """Passes all calls to ``inner``, with the names that a keyed seal gives to keys in place of the keys."""
+    """Passes all calls to ``inner``, with the keyed seal's names in place of keys."""
 
     def __init__(self, inner: Backend, keyed_seal: KeyedSeal):
-        self.shared = inner.shared  # type: ignore[misc]  # of its class, where that is one backend's alone
+        self.shared = inner.shared  # type: ignore[misc]  # a class variable of `Backend`
         self._inner = inner
         self._names = keyed_seal.names
         self._keys = keyed_seal.keys

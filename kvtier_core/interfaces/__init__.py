@@ -3,20 +3,19 @@
     to write                                   implement
     a tier that stores frames (disk, remote)   BackendConfig, Backend; what else it can do: the
                                                protocols Supports…, and DirectReader
-    a tier of memory that a device reaches     ArenaConfig, AllocatorBackend, Mover; SupportsSharing,
-                                               SupportsKeeping
-                                               for `kvtier serve`
+    a tier of memory that a device reaches     ArenaConfig, AllocatorBackend, Mover; for `kvtier serve`
+                                               SupportsSharing, SupportsKeeping
     an eviction policy                         EvictionConfig, EvictionPolicy
     an encoding of stored payloads             SerializerConfig, Serializer
     other names for chunks                     TokenDatabaseConfig, TokenDatabase
     a log, metrics                             ObserverConfig, Observer
 
-Each of them is opened by a Config: a frozen attrs class that names itself in ``type`` and whose fields are the keys a
-user may write in YAML. The module of a Config imports nothing heavy; its ``open`` does. `kvtier_core.hookspecs` says
-how to offer it, and `kvtier_core.testing` has tests that every implementation must pass.
+A Config opens each of them: a frozen attrs class that names itself in ``type`` and whose fields are the keys that users
+may write in YAML. The module of a Config imports nothing heavy; its ``open`` does. `kvtier_core.hookspecs` says how to
+register it, and `kvtier_core.testing` has the tests that every implementation must pass.
 
-The owner's thread is the one that calls the stack; with vLLM it is the scheduler's. A call on it must be short, for the
-engine waits. Keys are opaque bytes. No method changes the sequences that it is given.
+The owner's thread is the one that calls the stack; with vLLM it is the scheduler's. Calls on it must be short, because
+the engine waits for them. Keys are opaque bytes. No method changes its arguments, other than buffers to fill.
 """
 
 from kvtier_core.interfaces.arena import (

@@ -1,4 +1,4 @@
-"""A tier of memory that the engine's device reaches, and the mover between it and the engine's pages."""
+"""A tier of memory that the engine's device can reach, and the mover between it and the engine's pages."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvtier_core.layouts import ChunkLayout
 #: In a `PageList`, in place of a block id: this page of the chunk is not copied.
 NO_BLOCK = -1
 
-#: For each slot of a job and each group of the layout: the engine's block ids of the chunk's pages, in token order,
-#: or NO_BLOCK. ``pages[slot][group][place]``. All slots of a job hold the same part of their chunks, and of the groups
-#: that are in other parts there are no block ids.
+#: For each slot of a job and each group of the layout, the engine's block ids of the chunk's pages in token order, or
+#: NO_BLOCK: ``pages[slot][group][place]``. All slots of a job hold the same part of their chunks; groups of other parts
+#: have no block ids.
 PageList = Sequence[Sequence[Sequence[int]]]
 
 
@@ -34,28 +34,28 @@ class PageRun:
 class PagedKVCache:
     """The engine's KV cache as one worker process sees it."""
 
-    layers: tuple[PageRun, ...]  #: all layers that this rank has, group after group
-    blocks: int  #: pages in each layer; block ids are less
-    device: str  #: in torch's words: ``cpu``, ``cuda:0`` …
-    rank: int  #: whose shard this worker copies
+    layers: tuple[PageRun, ...]  #: all layers of this rank, group after group
+    blocks: int  #: pages in each layer; block ids are smaller
+    device: str  #: as torch names it: ``cpu``, ``cuda:0`` …
+    rank: int  #: of this worker, which copies its own shard
     layout: ChunkLayout
 
 
 class AllocatorBackend(abc.ABC):
     """The memory of an arena: numbered slots that the engine's device can reach. Opened in the stack's process.
 
-    The stack decides which slot holds what; an arena only owns the bytes. All of them are there when
-    `ArenaConfig.open` returns: no later touch of a slot may find that there is no memory.
+    The stack decides what each slot holds; an arena only owns the bytes. All memory is allocated when
+    `ArenaConfig.open` returns: no later access to a slot may run out of memory.
     """
 
-    slots: int  #: how many fit into ``OpenContext.capacity``; at least one
+    slots: int  #: the number that fits in ``OpenContext.capacity``; at least one
     slot_nbytes: int  #: bytes of a slot: ``OpenContext.slot_nbytes``
 
     @abc.abstractmethod
     def view(self, slot: int) -> memoryview:
-        """A writable view of one slot, ``slot_nbytes`` long, that begins at a multiple of `FRAME_ALIGNMENT` in memory.
+        """A writable view of one slot, ``slot_nbytes`` long, whose address is a multiple of `FRAME_ALIGNMENT`.
 
-        Called on any thread. Slots share no byte.
+        Called on any thread. Slots do not overlap.
         """
 
     @property
@@ -64,70 +64,70 @@ class AllocatorBackend(abc.ABC):
         """Plain text with which `ArenaConfig.attach` reaches this memory from a worker process."""
 
     def facts(self) -> Mapping[str, str]:
-        """Settings whose effective value may differ from what was asked: ``{"huge_pages": "auto -> no"}``."""
+        """Effective values of settings that may differ from the requested ones: ``{"huge_pages": "auto -> no"}``."""
         return {}
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Release the memory and all that was made for it. May be called twice. No view is used afterwards."""
+        """Release the memory and everything made for it. May be called twice. No view is used afterwards."""
 
 
 @runtime_checkable
 class SupportsSharing(Protocol):
-    """What an `AllocatorBackend` implements as well so that `kvtier serve` can share its memory among engines."""
+    """An `AllocatorBackend` whose memory `kvtier serve` can share among engines."""
 
     @property
     def descriptor(self) -> int:
-        """An open file of the memory, which other processes can map: slot 0 begins at its first byte."""
+        """An open file of the memory that other processes can map; slot 0 begins at its first byte."""
 
 
 @runtime_checkable
 class SupportsKeeping(SupportsSharing, Protocol):
-    """What an `AllocatorBackend` implements as well so that its memory outlives `kvtier serve`."""
+    """An `AllocatorBackend` whose memory can outlive `kvtier serve`."""
 
     @property
     def kept(self) -> bool:
-        """Does it lie in the folder ``OpenContext.keep``, where the next process that opens it there finds its bytes?
+        """Is the memory in the folder ``OpenContext.keep``, where the next process that opens it finds its bytes?
 
-        The folder is locked while it is open. Processes of before may still have it mapped, so it neither shrinks nor
-        is cleared.
+        The folder is locked while it is open. Earlier processes may still map the memory, so it is neither shrunk nor
+        cleared.
         """
 
 
 class JobResult(NamedTuple):
-    """How a job of a mover ended."""
+    """The outcome of a mover's job."""
 
     job: int
     ok: bool  #: were all pages copied?
     #: Of a store: the CRC-32 of this rank's shard of each slot, in the order of the job. Empty: not computed.
     checksums: Sequence[int] = ()
-    #: Of a store that is not ``ok``: the places, in the job, of slots that hold their pages all the same.
+    #: Of a store that is not ``ok``: indices in the job of slots that were filled nevertheless.
     filled: Sequence[int] = ()
 
 
 class Mover(abc.ABC):
     """Copies pages to slots and back, in the engine's worker process. Knows no keys.
 
-    Every method is called on one thread, the one that enqueues the engine's work on its device. Each job has a number
-    that no other job under way has. `store` and `load` return at once if they can, and `finished` reports the job
-    later. The slots of a job are used by nothing else until it was reported. A job that cannot begin raises, copies
-    nothing and is not reported.
+    Every method is called on one thread, the one that enqueues the engine's work on its device. Job numbers are unique
+    among the jobs under way. `store` and `load` return at once if they can, and `finished` reports the job later.
+    Nothing else uses the slots of a job until it is reported. A job that cannot begin raises, copies nothing and is
+    not reported.
     """
 
     @abc.abstractmethod
     def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
         """Begin to copy pages into this rank's shards of the slots.
 
-        The pages are read as the work that the engine has enqueued so far leaves them. The engine may enqueue work that
-        overwrites them after `fence` or `wait`. Places of NO_BLOCK in a shard are left as they are; in one that
-        is packed they are zeros. Where the pages of a chunk do not fit into a packed shard, its slot is not ``filled``.
+        The pages are read after all work that the engine has enqueued so far. After `fence` or `wait` the engine may
+        enqueue work that overwrites them. Bytes of a shard for NO_BLOCK are left unchanged; in a packed shard they are
+        zeros. If the pages of a chunk do not fit in a packed shard, its slot is not ``filled``.
         """
 
     def mark(self) -> object:
         """A mark behind the work that the engine has enqueued so far, for `load`.
 
-        The engine makes one when a step begins: no work of that step, or of a later one, touches pages that are loaded.
-        By default there are no marks, and a load waits for more.
+        The engine takes one when a step begins: no work of that step or a later one touches the pages to load. By
+        default there are no marks, and loads wait longer.
         """
         return None
 
@@ -135,31 +135,31 @@ class Mover(abc.ABC):
     def load(self, job: int, slots: Sequence[int], pages: PageList, after: object = None) -> None:
         """Begin to copy this rank's shards of the slots into pages.
 
-        A page is overwritten after the engine's work in front of the mark ``after``, without one after all that it has
-        enqueued so far, and after the stores under way that read it. The engine uses the pages after the job was
+        A page is overwritten after the engine's work up to the mark ``after``, or without a mark after all work
+        enqueued so far, and after all stores under way that read it. The engine uses the pages once the job is
         reported.
         """
 
     @abc.abstractmethod
     def finished(self) -> Sequence[JobResult]:
-        """Jobs that ended since the last call, each once. A failed job is reported when it copies nothing any more."""
+        """The jobs that ended since the last call, each once. A failed job is reported once it has stopped copying."""
 
     @abc.abstractmethod
     def wait(self, jobs: Collection[int], timeout: float = math.inf) -> None:
         """Return when none of the jobs touches a page any more, or after ``timeout`` seconds.
 
-        `finished` still reports them. A job that was reported already is no error.
+        `finished` still reports them. Naming a reported job is not an error.
         """
 
     def fence(self, jobs: Collection[int]) -> None:
-        """Order the work that the engine enqueues from now on behind these jobs, by default by waiting for them.
+        """Order all work that the engine enqueues from now on behind these jobs; by default, wait for them.
 
-        A mover whose device can keep that order returns at once. A job that was reported already is no error.
+        A mover whose device keeps that order returns at once. Naming a reported job is not an error.
         """
         self.wait(jobs)
 
     def facts(self) -> Mapping[str, str]:
-        """Settings whose effective value may differ from what was asked: ``{"huge_pages": "auto -> no"}``."""
+        """Effective values of settings that may differ from the requested ones: ``{"huge_pages": "auto -> no"}``."""
         return {}
 
     @abc.abstractmethod
@@ -169,12 +169,12 @@ class Mover(abc.ABC):
 
 @attrs.frozen
 class ArenaConfig(abc.ABC):
-    """A tier that owns memory the engine's device can reach."""
+    """Names a tier of memory that the engine's device can reach, and opens it."""
 
-    type: ClassVar[str]  #: what users write in ``tiers[].type``
-    #: Types of devices, in torch's words, for which `attach` has a mover.
+    type: ClassVar[str]  #: the name in ``tiers[].type``
+    #: Device types, as torch names them, for which `attach` has a mover.
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
-    #: Those for which that mover packs the shards of a layout that says so (`Shard.packed`); by default none.
+    #: Device types for which that mover packs the shards of a packed layout (`Shard.packed`); by default none.
     packs: ClassVar[tuple[str, ...]] = ()
     medium: ClassVar[Medium] = Medium.UNSPECIFIED
 
@@ -187,7 +187,7 @@ class ArenaConfig(abc.ABC):
 
     @abc.abstractmethod
     def attach(self, handle: str, cache: PagedKVCache) -> Mover:
-        """In each worker process: reach the slots behind ``handle`` and the pages of ``cache``.
+        """Open a mover between the slots behind ``handle`` and the pages of ``cache``, in each worker process.
 
-        Called once, before the first forward. Raises BackendError if it cannot.
+        Called once, before the first forward pass. Raises BackendError if it cannot.
         """

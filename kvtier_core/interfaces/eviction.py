@@ -15,44 +15,44 @@ MAX_POLICY_STATE_NBYTES = 64 << 10
 
 
 class EvictionPolicy(abc.ABC):
-    """Decides in which order a tier evicts its chunks, and whether a new chunk is worth another's room.
+    """Decides the order in which a tier evicts chunks, and whether a new chunk is worth evicting another.
 
-    Called on the owner's thread. It sees keys, not bytes, and no pins: the tier passes over a victim that is in use.
-    ``now`` is in seconds and never decreases. Its memory is bounded, also that for keys it no longer holds. The same
-    calls give the same answers in every process.
+    Called on the owner's thread. It sees keys, not bytes or pins: the tier passes over victims in use. ``now`` is in
+    seconds and never decreases. Its memory is bounded, including that for keys it no longer holds. The same calls give
+    the same answers in every process.
     """
 
-    #: Does the tier keep a chunk while it holds one that continues it? Without the first the second is useless.
+    #: Does the tier keep a chunk while it holds one that continues it? Without the former the latter is useless.
     leaf_first: ClassVar[bool] = True
 
     @abc.abstractmethod
     def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
-        """A prompt has arrived. ``path`` are its chunks, the first one first, held or not.
+        """A prompt has arrived. ``path`` holds its chunks, root first, whether or not the tier holds them.
 
-        Comes once a request, before any chunk of the path is admitted. ``hints`` are the client's remarks about it.
+        Called once per request, before any chunk of the path is admitted. ``hints`` are the client's remarks about it.
         """
 
     @abc.abstractmethod
     def admit(self, key: ChunkKey, nbytes: int) -> None:
-        """The tier holds this chunk from now on. Of one path, later chunks are admitted before earlier ones."""
+        """The tier holds this chunk from now on. Later chunks of a path are admitted before earlier ones."""
 
     def prefers(self, newcomer: ChunkKey, victim: ChunkKey) -> bool:
-        """Whether ``newcomer``, a chunk not held, is worth the room of ``victim``, a held one.
+        """Is ``newcomer``, a chunk not held, worth evicting ``victim``, a held one?
 
-        Asked before anything is copied. Changes nothing.
+        Called before anything is copied. Has no effect.
         """
         return True
 
     @abc.abstractmethod
     def forget(self, key: ChunkKey, *, evicted: bool) -> None:
-        """The tier no longer holds this chunk. ``evicted``: for lack of room, so that the policy may remember it."""
+        """The tier no longer holds this chunk. If it was ``evicted`` for lack of room, the policy may remember it."""
 
     @abc.abstractmethod
     def victims(self) -> Iterator[ChunkKey]:
-        """Held keys, each at most once, the one to evict first first. Changes nothing; `forget` names the evicted keys.
+        """Held keys in the order of eviction, each at most once. Has no effect; `forget` names the evicted keys.
 
-        Called anew for each eviction, which takes the first few keys alone. The policy is not called while the iterator
-        is in use. The work is not quadratic in the number of keys.
+        Called for each eviction, which takes only the first few keys. The policy is not called while the iterator is
+        in use. The work must not be quadratic in the number of keys.
         """
 
     def save(self) -> bytes:
@@ -63,38 +63,38 @@ class EvictionPolicy(abc.ABC):
         return b""
 
     def restore(self, saved: bytes) -> None:
-        """Take up what `save` returned in another process. Called at most once, before the first request or admission.
+        """Restore a state that `save` returned in another process. Called at most once, before any other call.
 
-        ``saved`` may be anything: a state that cannot be understood is ignored.
+        ``saved`` may be anything: ignore a state that cannot be understood.
         """
 
 
 @runtime_checkable
 class SupportsSparing(Protocol):
-    """A policy that need not name again and again what its tier keeps for the sake of a child.
+    """A policy that need not repeatedly name chunks that its tier keeps because of a child.
 
-    For orders in which parents come before their children: without this each eviction walks past all of them.
+    For orders in which parents come before their children: otherwise each eviction walks past all of them.
     """
 
     @abc.abstractmethod
     def spare(self, key: ChunkKey) -> None:
-        """A victim was passed over because the tier holds a child of it. `victims` leaves it out until `unspare`.
+        """A victim was passed over because the tier holds a child of it. `victims` omits it until `unspare`.
 
-        Requests go on to name it, and it may be forgotten.
+        Requests may still name it, and the tier may forget it.
         """
 
     @abc.abstractmethod
     def unspare(self, key: ChunkKey) -> None:
-        """The last child of a spared chunk has left. Its own turn had come before: it is first in line."""
+        """The last child of a spared chunk has left. The chunk is first in line, because its turn had come before."""
 
 
 @attrs.frozen
 class EvictionConfig(abc.ABC):
-    """An eviction policy and its settings."""
+    """Names an eviction policy and its settings, and opens it."""
 
-    type: ClassVar[str]  #: what users write in ``tiers[].eviction``
+    type: ClassVar[str]  #: the name in ``tiers[].eviction``
     aliases: ClassVar[tuple[str, ...]] = ()  #: other names for it
 
     @abc.abstractmethod
     def open(self) -> EvictionPolicy:
-        """A policy that holds nothing, for one tier."""
+        """An empty policy, for one tier."""

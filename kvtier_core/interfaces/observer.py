@@ -1,4 +1,4 @@
-"""A receiver of the events of chunks: a log, a metrics endpoint, a notification."""
+"""A receiver of events: a log, a metrics endpoint, a notification."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from kvtier_core.types import Event
 
 
 class Observer(abc.ABC):
-    """Is told every event of one engine's stack, once, in order.
+    """Receives every event of one engine's stack once, in order.
 
-    Called on a thread of its own, never on the owner's: neither the engine nor another observer waits for it. No two
-    calls overlap. Events are immutable; those that wait for a slow observer take memory, so one that falls tens of
-    thousands behind is dropped, and so is one that raises. The log says so, once, and the engine goes on.
+    Called on a thread of its own: neither the engine nor other observers wait for it. Calls do not overlap. Events are
+    immutable. An observer that raises, or falls tens of thousands of events behind, is dropped; the log says so once,
+    and the engine goes on.
 
-    Kinds of events may be added in any release: one that is not known is no error.
+    Any release may add kinds of events: ignore unknown ones.
     """
 
     @abc.abstractmethod
     def observe(self, events: Sequence[Event]) -> None:
-        """These events have happened since the last call. There is at least one."""
+        """Receive the events since the last call, at least one."""
 
     def close(self) -> None:
-        """Release threads, descriptors, sockets: everything. Called once, after the last `observe` has returned; not
-        if that hangs.
+        """Release all threads, descriptors and sockets. Called once, after the last `observe` has returned.
+
+        Not called if that hangs.
         """
 
 
@@ -36,14 +37,14 @@ class Observer(abc.ABC):
 class ObserverConfig(abc.ABC):
     """Names an observer and its options, and opens it."""
 
-    type: ClassVar[str]  #: what users write in ``observers[].type``
+    type: ClassVar[str]  #: the name in ``observers[].type``
 
     @abc.abstractmethod
     def open(self, ctx: OpenContext) -> Observer:
         """Open the observer. Called once, on the owner's thread, before the engine serves.
 
-        Engines that share the configuration open one each (`OpenContext.replica`), at the same time. Of a tier
-        ``ctx`` says nothing.
+        Engines that share the configuration each open one (`OpenContext.replica`), at the same time. ``ctx`` describes
+        no tier.
 
         Raises BackendError, or ConfigError with problems whose path begins at ``$``, the observer.
         """

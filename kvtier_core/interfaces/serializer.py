@@ -12,29 +12,29 @@ from kvtier_core.layouts import ChunkLayout
 
 
 class Serializer(abc.ABC):
-    """Encodes the payloads of frames for one store tier, and decodes them.
+    """Encodes and decodes the payloads of frames for one store tier.
 
-    A tier opens one serializer. All of the tier's I/O threads call ``encode`` and ``decode`` on it at the same time, so
-    neither may keep anything in the instance between calls, or share a buffer or a library's context, without a lock.
-    Any instance decodes the frames of any other: opened from an equal config, in another process, after a restart.
-    ``decode`` returns the same bytes for the same input, every time.
+    A tier opens one serializer. All of its I/O threads call ``encode`` and ``decode`` at the same time, so neither may
+    keep state in the instance between calls, or share a buffer or a library's context, without a lock. Any instance
+    decodes the frames of any other opened from an equal config, in another process or after a restart. ``decode``
+    always returns the same bytes for the same input.
 
-    A payload is that of one part of the layout, so payloads have several lengths. Views may begin anywhere in memory;
-    those of a stack begin at multiples of `FRAME_ALIGNMENT`, which suits vector instructions. What else a call needs it
-    allocates, or takes from a `kvtier_core.transfer.buffers.Buffers` of the instance, which any thread may use: new
-    memory of a frame's length costs more than most encodings.
+    A payload is that of one part of the layout, so payloads have several lengths. Views may begin at any address; those
+    of a stack are aligned to `FRAME_ALIGNMENT`, which suits vector instructions. A call allocates other memory that it
+    needs, or takes it from a `kvtier_core.transfer.buffers.Buffers` of the instance, which any thread may use:
+    allocating a frame's length costs more than most encodings.
 
     Every frame carries the identity of its codec, which the core derives from the `SerializerConfig`, and checksums of
-    the payload before and after decoding. A decoder that disagrees with them is found, and its output is not served.
+    the payload before and after decoding. Output that does not match them is not served.
     """
 
     @abc.abstractmethod
     def bound(self, layout: ChunkLayout) -> int:
-        """The most bytes that an encoded payload can have, for any payload of this layout."""
+        """The most bytes that an encoded payload of this layout can have."""
 
     @abc.abstractmethod
     def encode(self, payload: memoryview, into: memoryview) -> int:
-        """Encode ``payload`` to the beginning of ``into`` and return how many bytes that took.
+        """Encode ``payload`` to the beginning of ``into`` and return the length in bytes.
 
         ``into`` has at least `bound` bytes, with any content, and does not overlap ``payload``. Changes nothing else
         and keeps no view. Raises BackendError; then the chunk is not stored in this tier.
@@ -42,11 +42,10 @@ class Serializer(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, encoded: memoryview, into: memoryview) -> int:
-        """Decode to the beginning of ``into``, which is as long as the payload, and return how many bytes that took.
+        """Decode to the beginning of ``into``, which has the length of the payload, and return the length in bytes.
 
-        Keeps no view. Raises BackendError for input that it cannot decode; any bytes may come in, so no length that
-        they state is allocated before it is verified. Whatever it raises, the frame is a miss, and the others of its
-        batch are not.
+        Keeps no view. Raises BackendError for input that it cannot decode. The input may be any bytes: verify a length
+        in it before allocating that much. If it raises anything, this frame alone is a miss.
         """
 
 
@@ -54,18 +53,18 @@ class Serializer(abc.ABC):
 class SerializerConfig(abc.ABC):
     """Names a codec and its options, and opens its serializer.
 
-    Type, ``format_version`` and the values of all fields are the codec's identity: frames that were written under
-    another identity are a miss. So whatever changes the encoding must be a field, or change ``format_version``.
+    Type, ``format_version`` and the values of all fields are the codec's identity: frames of another identity are a
+    miss. Anything that changes the encoding must therefore be a field, or change ``format_version``.
     """
 
-    #: The name that users write; at most 64 bytes. It goes into every frame and never changes.
+    #: The name in ``tiers[].serializer``; at most 64 bytes. It is part of every frame and never changes.
     type: ClassVar[str]
-    #: True if decoding always returns the very bits that were encoded, NaN payloads included. If False, chunks that
-    #: come up from the tier are served, and never written to another tier. A property where it depends on the options.
+    #: True if decoding always returns the encoded bits, NaN payloads included. If False, promoted chunks are served
+    #: but never written to another tier. A property if it depends on the options.
     lossless: ClassVar[bool]
-    #: To be raised by each release that encodes otherwise with the same options, or reads old encodings otherwise.
+    #: Increase it in each release that encodes differently with the same options, or decodes old frames differently.
     format_version: ClassVar[int] = 1
-    #: By how much KV in bfloat16 becomes shorter, for `kvtier simulate` and `plan` alone; or a property.
+    #: Compression ratio of KV in bfloat16, for `kvtier simulate` and `plan` only; or a property.
     typical_ratio: ClassVar[float] = 1.0
 
     @abc.abstractmethod

@@ -26,21 +26,21 @@ class TokenDatabase(abc.ABC):
         salt: bytes = b"",
         extra: Mapping[int, bytes] | None = None,
     ) -> list[ChunkKey]:
-        """The keys of all whole chunks of ``tokens``, each of which depends on every token before its end.
+        """The keys of all whole chunks of ``tokens``. Each key depends on every token up to the end of its chunk.
 
-        ``tokens`` are whole numbers of 32 bits, else ContractError. ``known`` are the keys of the first chunks from an
-        earlier call with the same beginning, salt and extra, which need not be computed again; the list is not changed.
-        ``salt`` separates tenants and adapters: every key depends on it. ``extra[i]`` is all else that the KV of chunk
-        i depends on, its images for instance: key i and all later ones depend on it.
+        ``tokens`` are integers of 32 bits, else ContractError. ``known`` holds the keys of the first chunks, from an
+        earlier call with the same beginning, salt and extra, which need not be computed again. ``salt`` separates
+        tenants and adapters: every key depends on it. ``extra[i]`` is everything else that the KV of chunk i depends
+        on, such as its images: key i and all later ones depend on it.
         """
 
 
 @attrs.frozen
 class TokenDatabaseConfig(abc.ABC):
-    """A way to name chunks and its settings."""
+    """Names a token database and its settings, and opens it."""
 
-    type: ClassVar[str]  #: what users write in ``token_database``
+    type: ClassVar[str]  #: the name in ``token_database``
 
     @abc.abstractmethod
     def open(self, namespace: Namespace, chunk_tokens: int) -> TokenDatabase:
-        """Keys of chunks of ``chunk_tokens`` tokens. Every key depends on that and on ``namespace``."""
+        """A token database for chunks of ``chunk_tokens`` tokens. Every key depends on that and on ``namespace``."""

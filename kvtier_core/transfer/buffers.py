@@ -1,4 +1,4 @@
-"""Memory that is used again and again: for frames on their way to a store and back, and for what serializers need."""
+"""Reusable memory: for frames on their way to and from a store, and for serializers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import sys
 class Buffers:
     """Buffers of one length, aligned for O_DIRECT. Any thread may call any method.
 
-    New memory costs more than to encrypt it: each of its pages is faulted in, and was zeroed before. There are never
-    more buffers than were in use at once.
+    New memory costs more than encrypting it, because the kernel zeroes and faults in each of its pages. There are never
+    more buffers than were in use at the same time.
     """
 
     def __init__(self, nbytes: int):
@@ -19,13 +19,13 @@ class Buffers:
         self._free: list[mmap.mmap] = []  # `append` and `pop` are atomic
 
     def take(self) -> memoryview:
-        """A buffer that nobody else has, with any content. Unless it is given back it is freed with its last view."""
+        """An unused buffer with any content. Unless it is given back, it is freed with its last view."""
         while self._free:
             try:
                 found = [self._free.pop()]
             except IndexError:  # another thread was faster
                 break
-            if sys.getrefcount(found[0]) == 2:  # the list and the argument; else somebody kept a view
+            if sys.getrefcount(found[0]) == 2:  # the list and the argument; otherwise somebody kept a view
                 return memoryview(found[0])
         return memoryview(mmap.mmap(-1, self._nbytes))
 
@@ -37,5 +37,5 @@ class Buffers:
 
 
 def address_of(buffer: bytearray | memoryview) -> int:
-    """Where a writable buffer begins."""
+    """The address of a writable buffer."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

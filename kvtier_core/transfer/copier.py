@@ -16,12 +16,12 @@ _Piece = tuple[int, int, int]  # address of pages, address in a slot, bytes
 
 
 class PlainCopier:
-    """Copies in Python, where the extension is not compiled; `_native.Copier` is tested against it.
+    """Copies in Python if the extension is not compiled; `_native.Copier` is tested against it.
 
-    ``shard`` is the address of this rank's shard in slot 0; the next slot's is ``slot_nbytes`` behind it. Unless
-    ``packed_nbytes`` is 0, shards are packed, and each has that many bytes. Each row holds the block ids of one chunk,
-    or NO_BLOCK, group after group. The caller has checked that every block and slot exists and keeps the memory alive.
-    Any thread may call, several at once.
+    ``shard`` is the address of this rank's shard in slot 0; the shard of the next slot is ``slot_nbytes`` further on.
+    Unless ``packed_nbytes`` is 0, shards are packed and have that many bytes. Each row holds the block ids of one
+    chunk, or NO_BLOCK, group after group. The caller has checked that every block and slot exists, and keeps the memory
+    alive. Any thread may call, several at once.
     """
 
     def __init__(self, layers: Sequence[Layer], shard: int, slot_nbytes: int, packed_nbytes: int = 0):
@@ -29,7 +29,7 @@ class PlainCopier:
         self._slot_nbytes = slot_nbytes
         self._packed_nbytes = packed_nbytes
         self._pages_nbytes = 0  # of a chunk
-        # By group and shape, which share their spans.
+        # By group and page shape: such layers share their spans.
         self._layers: dict[tuple[int, int], dict[tuple[int, int], list[tuple[int, int]]]] = {}
         for base, stride, nbytes, offset, first, blocks in layers:
             self._pages_nbytes += nbytes * blocks
@@ -39,8 +39,8 @@ class PlainCopier:
     def gather(self, rows: Sequence[Sequence[int]], slots: Sequence[int]) -> Sequence[int | None]:
         """Copy pages to slots.
 
-        Returns the CRC-32 of what then lies in each slot's shard, places of NO_BLOCK included, if it was computed in
-        the same pass; else nothing. Packed shards always have it; it is None where the pages do not fit.
+        Returns the CRC-32 of each slot's shard, including the bytes for NO_BLOCK, if it was computed in the same pass;
+        otherwise nothing. It is always computed for packed shards, and None where the pages do not fit.
         """
         checksums: list[int | None] = []
         for row, slot in zip(rows, slots, strict=True):
@@ -73,7 +73,7 @@ class PlainCopier:
         return memoryview((ctypes.c_ubyte * self._packed_nbytes).from_address(self._address(slot))).cast("B")
 
     def _pieces(self, row: Sequence[int], shard: int) -> Iterator[_Piece]:
-        """The pages of a chunk, and where they lie if its unpacked shard begins at this address."""
+        """The pages of a chunk, and their places in an unpacked shard at this address."""
         for (first, end), shapes in self._layers.items():
             runs = _runs(row[first:end])
             singles = _singles(row[first:end])
@@ -89,7 +89,7 @@ class PlainCopier:
 
 
 def _singles(row: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Place in the chunk and block of each page that is wanted, as runs of one block."""
+    """Place in the chunk and block of each wanted page, as runs of one block."""
     return [(place, block, 1) for place, block in enumerate(row) if block != NO_BLOCK]
 
 

@@ -20,11 +20,11 @@ _FOREVER = 1e6  # seconds
 class HostMover(Mover):
     """A mover for an arena in host memory and an engine on the CPU.
 
-    ``memory`` holds the arena's slots of ``slot_nbytes`` side by side. The mover keeps it open until `close`.
+    ``memory`` holds the arena's slots of ``slot_nbytes`` contiguously. The mover keeps it open until `close`.
 
-    A store has copied its pages when `store` returns, so it never waits behind loads and `fence` has nothing to wait
-    for. A thread copies loads, while other requests compute. Addresses are raw: a job with a wrong block id or slot
-    raises ContractError before any of it is copied.
+    `store` returns when its pages are copied, so it never waits behind loads, and `fence` has nothing to wait for. A
+    thread copies loads while other requests compute. Addresses are raw: a job with a wrong block id or slot raises
+    ContractError before any of it is copied.
 
     Raises BackendError for a device other than ``cpu``, ContractError if ``cache`` does not fit its layout.
     """

@@ -1,6 +1,6 @@
-"""Threads that move bytes. Every thread of the data plane is started here, and nothing else in it has a lock.
+"""Threads that move bytes. All threads of the data plane start here, and nothing else in it has a lock.
 
-Work runs on a thread of the pool and touches only pinned or reserved frames. Its continuation, which does the
+Work runs on a thread of the pool and touches only pinned or reserved slots. Its continuation, which does the
 bookkeeping, runs on the thread that calls `step`.
 """
 
@@ -19,7 +19,7 @@ from kvtier_core.errors import KvtierError
 
 @attrs.frozen
 class Outcome:
-    """The result of a piece of work: a value, or the error it raised."""
+    """The result of a job: a value, or the error that it raised."""
 
     value: Any = None
     error: BaseException | None = None
@@ -34,7 +34,7 @@ class Pool(Protocol):
 
     @property
     def jobs(self) -> int:
-        """Pieces of work whose continuation has not run."""
+        """Number of jobs whose continuation has not run."""
 
     def submit_load(self, work: Work, then: Then) -> None:
         """Run ``work`` on a thread, before any store that has not begun, and ``then(outcome)`` in `step`."""
@@ -46,17 +46,17 @@ class Pool(Protocol):
         """Run the continuations of work that has ended. Returns how many."""
 
     def wait(self, timeout: float) -> None:
-        """Return when a continuation can be run, or no work is left, or after ``timeout`` seconds."""
+        """Return when a continuation can run, no work is left, or ``timeout`` seconds have passed."""
 
     def longest(self) -> float:
-        """For how many seconds the oldest work has been on a thread; 0 if all are idle."""
+        """Seconds for which the oldest work has been on a thread; 0 if all threads are idle."""
 
     def close(self, timeout: float) -> bool:
         """Drop work that has not begun and wait for the rest. False if some still runs after ``timeout`` seconds."""
 
 
 def run(work: Work) -> Outcome:
-    """Do the work on this thread. Every exception but KeyboardInterrupt becomes an `Outcome`."""
+    """Run the work on this thread. Every exception except KeyboardInterrupt becomes an `Outcome`."""
     try:
         return Outcome(value=work())
     except KeyboardInterrupt:
@@ -66,14 +66,14 @@ def run(work: Work) -> Outcome:
 
 
 def run_within(work: Work, timeout: float) -> Outcome | None:
-    """Do the work on a thread of its own. Returns None if it still runs after ``timeout`` seconds; it then runs on."""
+    """Run the work on a thread of its own. Returns None if it has not ended after ``timeout`` seconds; it runs on."""
     outcomes: list[Outcome] = []
     run_aside(lambda: outcomes.append(run(work)), "last").join(timeout)
     return outcomes[0] if outcomes else None
 
 
 def run_aside(work: Work, name: str) -> threading.Thread:
-    """Begin the work on a daemon thread of its own and return the thread. Exceptions of the work are lost."""
+    """Start the work on a daemon thread of its own and return the thread. Exceptions of the work are lost."""
     thread = threading.Thread(target=lambda: run(work), name=f"kvtier-{name}", daemon=True)
     thread.start()
     return thread
@@ -83,7 +83,7 @@ class IOPool:
     """A `Pool` of ``threads`` daemon threads. Loads go before stores."""
 
     def __init__(self, name: str, threads: int = 1, wake: Callable[[], None] = lambda: None):
-        """``wake`` is called on a thread of the pool whenever `step` has something to run."""
+        """``wake`` is called on a thread of the pool whenever `step` has a continuation to run."""
         self._wake = wake
         self._loads: deque[tuple[Work, Then]] = deque()
         self._stores: deque[tuple[Work, Then]] = deque()

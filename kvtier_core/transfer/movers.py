@@ -8,14 +8,14 @@ from kvtier_core.interfaces import Mover, PagedKVCache
 from kvtier_core.transfer import cuda
 from kvtier_core.transfer.host_mover import HostMover
 
-#: Types of devices that `open_mover` serves.
+#: Device types that `open_mover` supports.
 DEVICES = ("cpu", "cuda")
-#: Those for which it packs.
+#: Device types for which it packs.
 PACKING_DEVICES = ("cpu",)
 
 
 def open_mover(cache: PagedKVCache, memory: mmap.mmap | memoryview, slot_nbytes: int) -> Mover:
-    """A mover between the pages of ``cache`` and ``memory``, slots of ``slot_nbytes`` side by side.
+    """A mover between the pages of ``cache`` and ``memory``, contiguous slots of ``slot_nbytes``.
 
     Raises BackendError for a device that cannot reach it, ContractError if ``cache`` does not fit its layout.
     """

@@ -1,4 +1,4 @@
-"""The NUMA nodes of this machine, as the kernel tells: which memory is near which CPUs and devices."""
+"""The NUMA nodes of this machine, as reported by the kernel: which memory is near which CPUs and devices."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _SYS = Path("/sys")
 
 
 def nodes(sys: Path = _SYS) -> dict[int, frozenset[int]]:
-    """The CPUs of each node that has both CPUs and memory, by its number.
+    """The CPUs of each node that has both CPUs and memory, by number.
 
-    Other nodes are no place for slots: memory without CPUs is that of a GPU, or slower than any other.
+    Other nodes are not used for slots: memory without CPUs belongs to a GPU, or is slow.
     """
     folder = sys / "devices/system/node"
     both = _numbers(folder / "has_cpu") & _numbers(folder / "has_memory")
@@ -19,7 +19,7 @@ def nodes(sys: Path = _SYS) -> dict[int, frozenset[int]]:
 
 
 def node_of_gpu(domain: int, bus: int, device: int, sys: Path = _SYS) -> int | None:
-    """The node of the GPU with this PCI address; None if it is not known, or there is only one."""
+    """The node of the GPU with this PCI address; None if it is unknown, or there is only one node."""
     try:
         node = int((sys / f"bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/numa_node").read_text())
     except (OSError, ValueError):
@@ -36,7 +36,7 @@ def node_of_cpus(cpus: Set[int], sys: Path = _SYS) -> int | None:
 
 
 def _numbers(file: Path) -> frozenset[int]:
-    """A list of the kernel's: ``0-3,8``. Empty if it cannot be read."""
+    """Read a list in the kernel's format, ``0-3,8``; empty if that fails."""
     try:
         spans = [span.partition("-") for span in file.read_text().strip().split(",") if span]
         return frozenset(n for first, _, last in spans for n in range(int(first), int(last or first) + 1))

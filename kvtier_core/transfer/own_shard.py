@@ -1,4 +1,4 @@
-"""The part of each frame that a worker reads by itself: its own shard, if that can be read alone."""
+"""The part of each frame that a worker reads directly: its own shard, if that can be read alone."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from kvtier_core.types import FRAME_ALIGNMENT, FRAME_HEADER_NBYTES, FrameRead, R
 
 
 class FrameRange(NamedTuple):
-    """Some bytes of a frame."""
+    """A range of bytes of a frame."""
 
     frame: StoredFrame
-    offset: int  #: of the first one in the frame, a multiple of `FRAME_ALIGNMENT`
+    offset: int  #: in the frame, a multiple of `FRAME_ALIGNMENT`
     nbytes: int
 
 
 @attrs.frozen
 class OwnShard:
-    """The shard of one rank; or all shards, if there is one, or if that of the rank begins within a page of 4 KiB.
+    """The shard of one rank; or all shards, if there is only one, or if the rank's shard is not aligned.
 
-    It is read into slots of a layout of its own: a header, then what was read.
+    It is read into slots with a layout of their own: a header, then the shard.
     """
 
     layout: ChunkLayout  #: of such slots
     rank: int  #: of the worker, in this layout
-    _part: Part  # of the frames as they are stored
+    _part: Part  # of the stored frames
     _number: int | None  # of the shard in them; None: all shards
 
     @classmethod
     def of(cls, layout: ChunkLayout, rank: int) -> Self:
-        """For chunks that have one part."""
+        """The shard of ``rank`` in chunks of one part."""
         (part,) = layout.parts
         shard = part.shard_of(rank)
         if len(part.shards) == 1 or not shard.nbytes or shard.offset % FRAME_ALIGNMENT:
@@ -44,26 +44,26 @@ class OwnShard:
         return cls(layout.alone(rank), 0, part, part.shards.index(shard))
 
     def slots_of(self, cache: PagedKVCache) -> PagedKVCache:
-        """The same pages with the layout of such slots."""
+        """The same cache with the layout of such slots."""
         return attrs.evolve(cache, layout=self.layout, rank=self.rank)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the checksum is of."""
+        """Bytes that the checksum covers."""
         return self.layout.payload_nbytes
 
     def header(self, frame: StoredFrame) -> FrameRange:
-        """Its header."""
+        """The range of the frame's header."""
         return FrameRange(frame, 0, min(frame.location.nbytes, FRAME_HEADER_NBYTES))
 
     def range(self, frame: StoredFrame) -> FrameRange:
-        """The shard, up to the end of a page of 4 KiB; no more than a slot can hold, or the frame has."""
+        """The range of the shard, rounded up to `FRAME_ALIGNMENT`, and at most what the slot and the frame hold."""
         offset = FRAME_HEADER_NBYTES if self._number is None else self._part.shards[self._number].offset
         room, behind = self.layout.frame_nbytes - FRAME_HEADER_NBYTES, max(0, frame.location.nbytes - offset)
         return FrameRange(frame, offset, min(room, behind))
 
     def examine(self, frame: StoredFrame, header: memoryview, read: int, checksum: int) -> FrameRead:
-        """Verify what was read: a header, and ``read`` bytes of the shard, whose CRC-32 is known."""
+        """Verify a header, and ``read`` bytes of the shard with this CRC-32."""
         if not header:
             return FrameRead(ReadStatus.MISSING)
         codec, nbytes = codec_of_slots(self.layout), self._part.payload_nbytes

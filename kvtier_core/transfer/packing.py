@@ -18,20 +18,20 @@ _NUMBER = struct.Struct("<I")
 
 
 def payload_nbytes(encoded: memoryview) -> int:
-    """Bytes of the payload of which this is the encoded form."""
+    """Bytes of the payload that was encoded."""
     _, nbytes = _HEADER.unpack_from(encoded)
     return int(nbytes)
 
 
 def bound(nbytes: int) -> int:
-    """The most bytes that a payload of this length becomes."""
+    """The most bytes that encoding a payload of this length takes."""
     return PackedForm.of(nbytes).bound
 
 
 def plain_pack(payload: memoryview, into: memoryview) -> int:
     """Encode ``payload`` to ``into`` and return the length; 0, with undefined content there, if it does not fit.
 
-    `bound` bytes are always enough.
+    `bound` bytes always suffice.
     """
     form = PackedForm.of(len(payload))
     if len(into) < form.ends:
@@ -53,7 +53,7 @@ def plain_pack(payload: memoryview, into: memoryview) -> int:
 
 
 def _packed(tile: bytes) -> tuple[bytes, bytes] | None:
-    """Head and body of a tile, None if it is raw. All its values are shifted at once, as the bytes of one number."""
+    """Head and body of a tile; None if it stays raw. All values are shifted at once, as the bytes of one integer."""
     n, pairs = len(tile) // 2, len(tile) // 4
     low, high = int.from_bytes(tile[::2], "little"), int.from_bytes(tile[1::2], "little")
     ones, sevens = _repeated(0x01, n), _repeated(0x7F, n)
@@ -74,9 +74,9 @@ def _packed(tile: bytes) -> tuple[bytes, bytes] | None:
 
 
 def plain_unpack(encoded: memoryview, into: memoryview) -> bool:
-    """Decode to the whole of ``into``. False, with any content there, unless a payload as long as it was encoded.
+    """Decode to the whole of ``into``. False, with any content there, unless a payload of its length was encoded.
 
-    Behind what was encoded there may be zeros.
+    Zeros may follow the encoded form.
     """
     form = PackedForm.of(len(into))
     if len(encoded) < form.ends or _HEADER.unpack_from(encoded) != (_MAGIC, len(into)):
@@ -99,7 +99,7 @@ def plain_unpack(encoded: memoryview, into: memoryview) -> bool:
 
 
 def _tiles(payload: memoryview, form: PackedForm) -> Iterator[tuple[int, int, memoryview]]:
-    """Where the head and the body of each tile lie in the encoded form, and the tile's part of the payload."""
+    """The offsets of each tile's head and body in the encoded form, and the tile's part of the payload."""
     for number, begin in enumerate(range(0, 2 * form.values, TILE_NBYTES)):
         yield (
             HEADER_NBYTES + number * HEAD_NBYTES,
@@ -109,7 +109,7 @@ def _tiles(payload: memoryview, form: PackedForm) -> Iterator[tuple[int, int, me
 
 
 def _unpacked(head: bytes, body: bytes) -> bytes:
-    """The values of a tile; none if it is damaged."""
+    """The values of a tile; empty if it is damaged."""
     base, least, escapes = head[:3]
     n, pairs = len(body) * 2 // 3, len(body) // 3
     if escapes > _ESCAPES:

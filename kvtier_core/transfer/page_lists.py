@@ -1,4 +1,4 @@
-"""Checks the block ids and slots of a job before addresses are computed from them: the copy itself checks nothing."""
+"""Checks the block ids and slots of a job before addresses are computed from them: the copiers check nothing."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Layer(NamedTuple):
     base: int  #: address of the page of block 0
     stride: int  #: bytes from one page to the next
     nbytes: int  #: bytes of a page
-    offset: int  #: bytes from the start of the shard to the layer's first page; the others follow side by side
-    first: int  #: where the block ids of its group begin in the row
-    blocks: int  #: how many block ids it has
+    offset: int  #: bytes from the start of the shard to the layer's first page; the others follow contiguously
+    first: int  #: index of its group's first block id in the row
+    blocks: int  #: number of its block ids
 
 
 def check_cache(cache: PagedKVCache, slot_nbytes: int) -> None:
@@ -43,8 +43,8 @@ def check_cache(cache: PagedKVCache, slot_nbytes: int) -> None:
 class CheckedJob:
     """A job whose blocks and slots all exist."""
 
-    part: Part  #: what its slots hold
-    blocks: list[int]  #: the block ids of chunk after chunk, group after group
+    part: Part  #: that its slots hold
+    blocks: list[int]  #: the block ids, by chunk and group
     slots: list[int]
 
     @property
@@ -54,7 +54,7 @@ class CheckedJob:
         return [self.blocks[begin : begin + width] for begin in range(0, len(self.blocks), width)]
 
     def only(self, places: Sequence[int]) -> CheckedJob:
-        """The chunks of these places in the job."""
+        """The job with only the chunks at these indices."""
         rows = self.rows
         return CheckedJob(
             self.part,
@@ -66,8 +66,8 @@ class CheckedJob:
 def check_job(cache: PagedKVCache, slots: int, pages: PageList, wanted: Sequence[int]) -> CheckedJob:
     """Check a job for the slots ``wanted`` in an arena of ``slots`` slots.
 
-    Raises ContractError unless every block and every slot exists, and the chunks have as many block ids of each group
-    as one part of the layout.
+    Raises ContractError unless every block and every slot exists, and each chunk has the block ids of one part of the
+    layout.
     """
     if len(pages) != len(wanted):
         raise ContractError(f"{len(pages)} chunks of pages for {len(wanted)} slots")
@@ -100,7 +100,7 @@ def _wrong(cache: PagedKVCache, slots: int, part: Part, chunk: Sequence[Sequence
 
 
 def _part_of(cache: PagedKVCache, chunk: Sequence[Sequence[int]]) -> Part:
-    """The part whose groups a chunk has block ids of, and no others; else the first, which they are not."""
+    """The part with exactly the groups of which a chunk has block ids; the first part if there is none."""
     groups = tuple(number for number, row in enumerate(chunk) if row)
     return next((part for part in cache.layout.parts if part.groups == groups), cache.layout.parts[0])
 

@@ -1,7 +1,7 @@
-"""Rearranges frames of engines with another number of ranks, of which each has some heads of every layer.
+"""Rearranges frames of engines with another number of ranks, each of which has some heads of every layer.
 
-A page that divides by head is rows, and a row is heads, one after the other. A page of all heads has as many rows,
-which are longer; those of a rank are a piece of each.
+A page that divides by head consists of rows, and a row of heads. A page of all heads has the same number of rows, which
+are longer; each row of a rank is a piece of one of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvtier_core.transfer.page_lists import Layer
 
 
 def divides_by_head(group: KVGroup) -> bool:
-    """Are its pages rows of heads and nothing else, for keys and values alike?"""
+    """Do its pages consist of rows of heads, for keys and values alike?"""
     if len({(each.heads, each.of_head) for each in group.elements}) != 1 or len(group.elements) != 2:
         return False
     numbers = sum(each.heads * each.tokens * each.channels for each in group.elements)
@@ -27,7 +27,7 @@ def divides_by_head(group: KVGroup) -> bool:
 
 
 def _lies_by_head(each: Elements) -> bool:
-    """Are all elements of a head within its piece of some row?"""
+    """Are all elements of a head within its piece of a row?"""
     row = each.heads * each.of_head
     axes = (each.tokens, each.of_token), (each.channels, each.of_channel)
     inside = sum((length - 1) * step for length, step in axes if step < each.of_head)
@@ -46,9 +46,9 @@ def _rows(group: KVGroup) -> int:
 
 
 def with_heads(group: KVGroup, times: int, divided: int = 1) -> KVGroup:
-    """A group that divides by head, with so many times the heads, ``divided`` among ranks.
+    """A group that divides by head, with ``times`` as many heads, then ``divided`` among ranks.
 
-    A group of another structure, which has no heads, only as it is. ValueError if some head would be divided.
+    If both are equal, any group is returned as it is. Raises ValueError if a head would be divided.
     """
     if times == divided:
         return group
@@ -62,7 +62,7 @@ def with_heads(group: KVGroup, times: int, divided: int = 1) -> KVGroup:
 
 
 def _with_heads(each: Elements, heads: int) -> Elements:
-    """The same order with longer or shorter rows."""
+    """The same order with rows of another number of heads."""
     row = each.heads * each.of_head
     places = {"first": each.first, "of_token": each.of_token, "of_channel": each.of_channel}
     moved = {name: place // row * heads * each.of_head + place % row for name, place in places.items()}
@@ -70,10 +70,10 @@ def _with_heads(each: Elements, heads: int) -> Elements:
 
 
 class Regrouping:
-    """The layouts of frames with other numbers of shards than one engine's. Any thread may call any method."""
+    """Rearranges frames with another number of shards than this engine's. Any thread may call any method."""
 
     def __init__(self, layout: ChunkLayout):
-        """``layout``: of frames as they lie in pages, with one part."""
+        """``layout`` is this engine's, with one part, unpacked."""
         self._layout = layout
         #: False if a frame of another number of shards cannot be rearranged.
         self.divides = all(map(divides_by_head, layout.groups))
@@ -81,7 +81,7 @@ class Regrouping:
         self.part_with = functools.cache(self._part_with)
 
     def _part_with(self, shards: int) -> Part | None:
-        """The layout of a frame with so many shards; None if it cannot be rearranged."""
+        """The layout of a frame with this many shards; None if it cannot be rearranged."""
         if not self.divides:
             return None
         try:
@@ -91,10 +91,10 @@ class Regrouping:
         return attrs.evolve(self._layout, groups=groups, ranks=shards).parts[0]  # type: ignore[arg-type]
 
     def rearrange(self, slot: memoryview, found: Part) -> None:
-        """Rearrange the payload of a frame in a slot whose shards lie as in ``found``.
+        """Rearrange the payload of a frame in a slot whose shards have the layout ``found``.
 
-        Two copies by the copier of the movers, for which a piece of a row is a page: to a buffer with whole rows, and
-        back to the shards of this engine.
+        The movers' copier copies it twice, with pieces of rows as pages: to a buffer of whole rows, and back to this
+        engine's shards.
         """
         own, whole = self._layout.parts[0], self._whole.take()
         rows = range(max(blocks * _rows(group) for blocks, group in zip(own.blocks, self._layout.groups, strict=True)))
@@ -106,7 +106,7 @@ class Regrouping:
         self._whole.give_back([whole])
 
     def _layers(self, part: Part, number: int, whole: int) -> Iterator[Layer]:
-        """The pieces of one shard in the rows of a buffer that begins at the address ``whole``."""
+        """The pieces of one shard in the rows of the buffer at the address ``whole``."""
         shards = len(part.shards)
         for layer in part.shards[number].layers:
             rows = _rows(self._layout.groups[layer.group])

@@ -1,8 +1,8 @@
-"""A `DirectReader` of any store that can read a range of a frame into memory.
+"""A `DirectReader` for any store that can read a range of a frame into memory.
 
-A worker has a few lanes: a thread, slots that nobody else writes to, and a mover from there to the pages. A lane takes
-some frames of a job at a time: it reads them into its slots, verifies them, copies them to the pages and waits for
-that. Meanwhile other lanes read. No step of the engine has to come between.
+A worker has a few lanes, each with a thread, slots that nothing else writes to, and a mover from these to the pages. A
+lane takes some frames of a job at a time: it reads them into its slots, verifies them, copies them to the pages and
+waits for the copy. Meanwhile other lanes read. This needs no steps of the engine.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from kvtier_core.transfer.io_pool import IOPool, Outcome
 from kvtier_core.transfer.own_shard import FrameRange, OwnShard
 from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, FrameRead, ReadStatus, StoredFrame
 
-#: Of a lane in the host's memory: little enough to stay in a cache until it is copied, enough to be worth a call.
+#: Slots of a lane in host memory: few enough bytes to stay in the CPU's cache, enough to be worth a call.
 _HOST_LANE_NBYTES = 4 << 20
-_HOST_LANES = 2  #: while one verifies, another one reads
+_HOST_LANES = 2  #: one reads while the other verifies
 #: Seconds for which `StagedReader.wait` sleeps at a time.
 _POLL = 1e-3
 
 
 class FrameSource(Protocol):
-    """A store, as a worker reaches it. Called on several threads at once."""
+    """A worker's access to a store. Called on several threads at once."""
 
     def read(self, ranges: Sequence[FrameRange], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
-        """Read ``ranges[i]`` into ``into[i]``, which is as long and begins at a multiple of `FRAME_ALIGNMENT`.
+        """Read ``ranges[i]`` into ``into[i]``, which has the same length and is aligned to `FRAME_ALIGNMENT`.
 
-        Returns for each the bytes that were read, fewer only where the store has no more, or the BackendError for which
-        this frame alone cannot be read. Raises BackendError if the store as a whole cannot be read. No view is kept.
+        Returns for each the number of bytes read, fewer only where the store has no more, or the BackendError that
+        prevents reading this frame alone. Raises BackendError if the store as a whole cannot be read. Keeps no view.
         """
 
     def facts(self) -> Mapping[str, str]:
-        """Settings whose effective value may differ from what was asked."""
+        """Effective values of settings that may differ from the requested ones."""
 
     def close(self) -> None:
         """Release everything. May be called twice; no read is under way."""
 
 
 class Lane(Protocol):
-    """Slots side by side, each for the header and this rank's shard of a frame; see `OwnShard`."""
+    """Contiguous slots, each for the header and this rank's shard of a frame; see `OwnShard`."""
 
     slots: int
-    mover: Mover  #: copies from them to the pages; its methods but `mark` are called by the lane's thread alone
+    mover: Mover  #: copies from them to the pages; only the lane's thread calls it, except for `mark`
 
     def read(self, frames: Sequence[StoredFrame]) -> list[FrameRead]:
         """On the lane's thread: read frames into the leading slots, and verify them.
@@ -63,7 +63,7 @@ class Lane(Protocol):
         """
 
     def facts(self) -> Mapping[str, str]:
-        """Where frames are read to, in plain words."""
+        """Where frames are read into, in plain words."""
 
     def close(self) -> None:
         """Release the memory and the mover. No read is under way."""
@@ -73,7 +73,7 @@ class HostLane:
     """A `Lane` in the host's memory."""
 
     def __init__(self, source: FrameSource, own: OwnShard, cache: PagedKVCache, why: str = ""):
-        """``cache`` is that of the slots. ``why`` it is not the memory of its GPU."""
+        """``cache`` has the layout of the slots; ``why`` says why they are not in the GPU's memory."""
         self._source = source
         self._own = own
         self._why = why
@@ -101,13 +101,13 @@ class HostLane:
 
 
 def host_lanes(source: FrameSource, own: OwnShard, cache: PagedKVCache, why: str = "") -> list[Lane]:
-    """Lanes in the host's memory. On a GPU it is one: each has buffers on the device through which it copies."""
+    """Lanes in host memory; for a GPU one, because each needs buffers on the device to copy through."""
     count = 1 if cache.device.startswith("cuda") else _HOST_LANES
     return [HostLane(source, own, cache, why) for _ in range(count)]
 
 
 def as_read(into: Sequence[memoryview], counts: Sequence[int | BackendError]) -> list[memoryview | BackendError]:
-    """The bytes that were read of each range, or the error."""
+    """The bytes read of each range, or the error."""
     return [
         count if isinstance(count, BackendError) else view[:count] for view, count in zip(into, counts, strict=True)
     ]
@@ -150,7 +150,7 @@ class _Job:
 
 @attrs.frozen
 class _Piece:
-    """Frames of a job that a lane takes at a time."""
+    """Frames of a job that a lane loads together."""
 
     number: int
     job: int
@@ -169,9 +169,9 @@ class StagedReader(DirectReader):
         timeout: float,
         open_lanes: Callable[[FrameSource, OwnShard, PagedKVCache], Sequence[Lane]] = host_lanes,
     ):
-        """A read that takes longer than ``timeout`` seconds has failed, and so has all that waits behind it.
+        """A read that takes longer than ``timeout`` seconds fails, and so do all reads that wait behind it.
 
-        Raises BackendError if the pages cannot be reached, or if ``open_lanes`` does; then the source is closed.
+        Raises BackendError if the pages cannot be reached, or if ``open_lanes`` does; the source is then closed.
         """
         self._source = source
         self._timeout = timeout
@@ -187,8 +187,8 @@ class StagedReader(DirectReader):
         self._numbers = itertools.count()
         self._jobs: dict[int, _Job] = {}
         self._pieces: dict[int, _Piece] = {}  # that have not ended, by number
-        # Those whose pages nobody touches yet. A lane takes its piece from here before it copies, and `_give_up` all
-        # when a read hangs. No piece is taken twice: to pop a key is one step for all threads.
+        # Pieces whose pages nobody touches yet. A lane takes its piece from here before it copies, and `_give_up` takes
+        # all of them when a read hangs. No piece is taken twice, because popping a key is atomic.
         self._unclaimed: dict[int, _Piece] = {}
         self._ended: list[DirectLoad] = []
 
@@ -224,14 +224,14 @@ class StagedReader(DirectReader):
 
     def close(self) -> None:
         idle = [pool.close(self._timeout) for pool in self._pools]
-        if all(idle):  # else a thread still reads into the memory
+        if all(idle):  # otherwise a thread still reads into the memory
             for lane in self._lanes:
                 lane.close()
             self._source.close()
 
     def _carry_out(self, piece: _Piece, job: _Job, lane: Lane) -> tuple[list[FrameRead], bool]:
         """On the lane's thread: the outcome of each read, and whether the pages were filled."""
-        if not job.ok:  # its request computes them all
+        if not job.ok:  # the engine computes all of its pages
             return [], False
         reads = lane.read(piece.frames)
         if any(read.status is not ReadStatus.VERIFIED for read in reads):
@@ -264,7 +264,7 @@ class StagedReader(DirectReader):
         self._end(piece, ok=filled, unread=unread)
 
     def _give_up(self) -> None:
-        """A read hangs: what it reads has failed, and all that waits. Its slots are used again when it returns."""
+        """A read hangs: it fails, and so do all waiting ones. Its slots are reused once it returns."""
         why = FrameRead(ReadStatus.IO_ERROR, f"a read took longer than {self._timeout:g}s")
         for piece in list(self._pieces.values()):
             if self._unclaimed.pop(piece.number, None) is not None:

@@ -1,4 +1,4 @@
-"""Copies between pages in a GPU's memory and page-locked slots. Imports nothing heavy before a mover is opened."""
+"""Copies between pages in a GPU's memory and page-locked slots. Imports nothing heavy until a mover is opened."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def attach(cache: PagedKVCache, memory: mmap.mmap | memoryview, slot_nbytes: int) -> Mover:
-    """A mover between ``cache``, on a CUDA device, and ``memory``, an arena's slots of ``slot_nbytes`` side by side.
+    """A mover between ``cache``, on a CUDA device, and ``memory``, an arena's contiguous slots of ``slot_nbytes``.
 
     Raises BackendError if kvtier's CUDA library was not built, finds no such device or cannot page-lock the memory, and
     ContractError if ``cache`` does not fit its layout.
@@ -23,7 +23,7 @@ def attach(cache: PagedKVCache, memory: mmap.mmap | memoryview, slot_nbytes: int
 
 
 def open_device_slots(cache: PagedKVCache, count: int) -> DeviceSlots:
-    """So many slots in the memory of the device of ``cache``, with a mover. Raises BackendError."""
+    """``count`` slots in the memory of the device of ``cache``, with a mover. Raises BackendError."""
     from kvtier_core.transfer.cuda.device_slots import DeviceSlots
 
     return DeviceSlots(cache, count)

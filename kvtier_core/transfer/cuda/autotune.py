@@ -1,6 +1,6 @@
-"""Chooses how pages are copied: each way copies pages that lie as the engine's do, in jobs of 64 MiB and more.
+"""Chooses how pages are copied: times each method on pages laid out as the engine's, in jobs of at least 64 MiB.
 
-It is timed, and each byte that it copied is compared.
+Every copied byte is compared.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kvtier_core.transfer.cuda.library import Device, Direction, Method, NativeP
 from kvtier_core.transfer.io_pool import run
 from kvtier_core.transfer.page_lists import Layer
 
-#: How much faster than the copy engines alone another way has to be. A staged copy takes multiprocessors for a moment,
-#: and memory twice; a kernel that reads the slots keeps multiprocessors from the engine as long as the job takes.
+#: How much faster than the copy engines alone another method has to be. A staged copy occupies multiprocessors for a
+#: moment and memory twice; a kernel that reads the slots occupies multiprocessors as long as the job takes.
 _WORTH_IT = {Method.DIRECT: 1.0, Method.STAGED: 1.1, Method.KERNEL: 1.2}
-#: A job of this size is measured, or of one chunk: shorter ones do not show what submitting many copies costs.
+#: The size of a measured job, or one chunk if that is longer: shorter jobs hide the cost of submitting many copies.
 JOB_NBYTES = 64 << 20
-_ROUNDS = 3  #: the best counts
-#: Random bytes that are compared repeat after a prime number of them: no two pages have the same.
+_ROUNDS = 3  #: the best one counts
+#: The compared random bytes repeat after a prime number of bytes, so that no two pages are equal.
 _PATTERN_NBYTES = (1 << 20) + 7
 
 logger = logging.getLogger("kvtier")
@@ -37,11 +37,11 @@ logger = logging.getLogger("kvtier")
 
 @attrs.frozen
 class Choice:
-    """How the copies of one direction are made, and how fast each way was."""
+    """The chosen method for one direction, and the speed of each method."""
 
     method: Method
     speeds: Mapping[Method, float] = attrs.field(factory=dict)  #: bytes a second
-    wrong: Sequence[Method] = ()  #: what copied other bytes than it should
+    wrong: Sequence[Method] = ()  #: methods that copied wrong bytes
 
     def __str__(self) -> str:
         others = [f"{method} {speed / 1e9:.1f} GB/s" for method, speed in self.speeds.items()]
@@ -49,27 +49,27 @@ class Choice:
         return f"{self.method} ({', '.join(others) or 'not measured'})"
 
 
-#: Called with the layers of a part, the ways that are possible, and whether to copy to slots.
+#: Called with the layers of a part, the possible methods, and whether to copy to slots.
 Autotune = Callable[[Sequence[Layer], Sequence[Method], bool], Choice]
 
 
 def choose(speeds: Mapping[Method, float], wrong: Sequence[Method] = ()) -> Choice:
-    """The way that is worth it, by bytes a second. Raises BackendError if there is none."""
+    """The best method by bytes a second and `_WORTH_IT`. Raises BackendError if there is none."""
     if not speeds:
         raise BackendError("no copy method works for these pages on this device")
     return Choice(max(speeds, key=lambda method: speeds[method] / _WORTH_IT[method]), speeds, wrong)
 
 
 def decided(method: Method) -> Autotune:
-    """An autotune that measures nothing. It chooses ``method`` where that is possible, else DIRECT."""
+    """An autotune without measurements: it chooses ``method`` if possible, otherwise DIRECT."""
     return lambda layers, possible, to_slots: Choice(method if method in possible else Method.DIRECT)
 
 
 class ScratchAutotune:
-    """Measures copies between scratch memory on both sides, page-locked as the arena is, and frees it.
+    """Measures copies between scratch memory on both sides, page-locked like the arena, and frees it.
 
-    ``stores`` and ``loads`` are what the mover will use for each direction. Kernels that read slots over the bus hold
-    multiprocessors for as long as that takes: they are tried where copies cannot be staged.
+    ``stores`` and ``loads`` are the mover's resources for each direction. Kernels that read slots over the bus occupy
+    multiprocessors all the time, so they are tried only if copies cannot be staged.
     """
 
     def __init__(self, device: Device, stores: Direction, loads: Direction, nbytes: int = JOB_NBYTES):
@@ -82,7 +82,7 @@ class ScratchAutotune:
             return Choice(Method.DIRECT)
         with ExitStack() as cleanup:
             scratch = run(lambda: _Scratch(self._device, layers, self._nbytes, cleanup))
-            if scratch.error is not None:  # too little memory is no reason to copy nothing
+            if scratch.error is not None:  # copy even if there is too little memory to measure
                 return Choice(Method.STAGED if Method.STAGED in possible else Method.DIRECT)
             tried = [method for method in possible if method is not Method.KERNEL or Method.STAGED not in possible]
             rounds = {
@@ -99,7 +99,7 @@ class ScratchAutotune:
             )
 
     def _is_right(self, scratch: _Scratch, method: Method, to_slots: bool) -> bool:
-        """Does each byte of a job arrive in its place? The way back is that of single copies."""
+        """Does each byte of a job arrive in its place? The opposite direction uses DIRECT."""
         expected = scratch.refill()
         self._seconds(scratch, Method.DIRECT if to_slots else method, False)
         scratch.clear()
@@ -107,7 +107,7 @@ class ScratchAutotune:
         return scratch.memory[:] == expected
 
     def _seconds(self, scratch: _Scratch, method: Method, to_slots: bool) -> float:
-        """How long a job takes; 0 if it fails."""
+        """The time that a job takes; 0 if it fails."""
         direction = self._directions[to_slots]
         begin = time.perf_counter()
         copied = run(lambda: scratch.part.copy(method, to_slots, scratch.rows, scratch.slots, direction))
@@ -117,7 +117,7 @@ class ScratchAutotune:
 
 
 class _Scratch:
-    """Pages that lie to each other as those of ``layers`` do, slots for them, and a job over random blocks."""
+    """Pages with the relative layout of ``layers``, slots for them, and a job over random blocks."""
 
     part: NativePart
 
@@ -138,12 +138,12 @@ class _Scratch:
         moved = [layer._replace(base=pages + base) for layer, base in placed]
         self.part = device.part(moved, address, shard_nbytes, address, PIECE_NBYTES)
         cleanup.callback(self.part.close)
-        # Random blocks: the engine's are seldom neighbours. Each once: a load writes no page twice.
+        # Random blocks, because the engine's are rarely contiguous; each once, because a load writes no page twice.
         self.rows = array("i", random.Random(0).sample(range(chunks * width), chunks * width))
         self.slots = array("i", range(chunks))
 
     def refill(self) -> bytes:
-        """Fill the slots with random bytes that they did not have before, and return these."""
+        """Fill the slots with new random bytes and return them."""
         content = (os.urandom(_PATTERN_NBYTES) * (self.nbytes // _PATTERN_NBYTES + 1))[: self.nbytes]
         self.memory[:] = content
         return content
@@ -154,9 +154,9 @@ class _Scratch:
 
 
 def _placed(layers: Sequence[Layer], blocks: int) -> tuple[list[tuple[Layer, int]], int]:
-    """Each layer with the place of its page 0 in a smaller memory of so many blocks, and the bytes of that.
+    """Each layer with the offset of its page 0 in a smaller memory of ``blocks`` blocks, and the size of that memory.
 
-    Layers whose pages alternate within one stride, block after block, still do.
+    Layers whose pages interleave within one stride still do.
     """
     bases: dict[int, int] = {}
     begin, place, end, stride = 0, 0, 0, 0

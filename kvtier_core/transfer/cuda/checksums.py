@@ -41,36 +41,36 @@ class SumsMemory:
         self._free = list(range(_ROWS))
 
     def take(self, count: int) -> Sums | None:
-        """Places for so many, until they are given back; None if there are none."""
+        """Places for ``count`` words until they are given back; None if there are none."""
         if count > ROW or not self._free:
             return None
         begin = self._free.pop() * ROW * _WORD
         return Sums(self._on_device + begin, self._told + begin, count)
 
     def give_back(self, sums: Sums) -> None:
-        """The device has done with what `take` returned."""
+        """The device no longer uses these places."""
         self._free.append((sums.told - self._told) // (ROW * _WORD))
 
     def close(self) -> None:
         """Free it. Called once, after all jobs have ended."""
-        run(lambda: self._device.unlock(self._told))  # of a device that is gone nothing need be freed
+        run(lambda: self._device.unlock(self._told))  # if the device is gone, nothing need be freed
         run(lambda: self._device.free(self._on_device))
 
 
 class Told(NamedTuple):
-    """What the device has told of a job."""
+    """The device's report of a job."""
 
-    checksums: Sequence[int] = ()  #: of this rank's shards; empty if they are not to be believed
-    #: Of packed shards: the chunks of a store that have no room; of a load not empty if one was not packed.
+    checksums: Sequence[int] = ()  #: of this rank's shards; empty if they are not trusted
+    #: Packed shards only: the chunks of a store that did not fit; of a load, not empty if a shard was not packed.
     flagged: Sequence[int] = ()
 
 
 class StoreChecksums:
-    """The checksums of the stores of one part, called ``name``: of this rank's shard in each slot.
+    """The checksums of the stores of the part ``name``: of this rank's shard in each slot.
 
-    ``shard`` is the address of that in slot 0. Those of the first store, which is that of the self-test, are compared
-    with what has arrived. If they differ no store has any, and sealing reads the frame. ``why_not``: why there
-    are none from the beginning. Where shards are ``packed`` nothing is copied without memory for flags.
+    ``shard`` is the address of the shard in slot 0. The checksums of the first store, that of the self-test, are
+    compared with the bytes that arrived. If they differ, stores report none, and sealing reads the frame. ``why_not``
+    says why there are none from the start. ``packed`` shards are not copied without memory for flags.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class StoreChecksums:
         self._compared = False
 
     def begin(self, slots: Sequence[int]) -> PendingChecksums | None:
-        """For a staged store in these slots, of whole chunks unless they are packed; None if nothing is to be told."""
+        """For a staged store into these slots, of whole chunks unless they are packed; None if it reports nothing."""
         if not (self._memory and slots) or (self._why_not and not self.packed):
             return None
         sums = self._memory.take(2 * len(slots) if self.packed else len(slots))
@@ -104,7 +104,7 @@ class StoreChecksums:
         return sums and PendingChecksums(self, sums, ())
 
     def end(self, sums: Sums, slots: Sequence[int], *, ok: bool) -> Told:
-        """What is told of a job that the device has done; nothing if it failed."""
+        """The report of a job that the device has finished; empty if it failed."""
         words = sums.read()
         self._memory.give_back(sums)
         if not ok:
@@ -126,7 +126,7 @@ class StoreChecksums:
 
     @property
     def fact(self) -> str:
-        """Where they are computed, in plain words."""
+        """Where checksums are computed, in plain words."""
         return f"on the host ({self._why_not})" if self._why_not else "on the device"
 
     def _in_slot(self, slot: int) -> int:
@@ -136,11 +136,11 @@ class StoreChecksums:
 
 @attrs.frozen
 class PendingChecksums:
-    """Those of a job under way, and its flags."""
+    """The checksums and flags of a job under way."""
 
     _of: StoreChecksums
-    sums: Sums  #: where they go
-    _slots: Sequence[int]  #: whose checksums are told
+    sums: Sums  #: where the device writes them
+    _slots: Sequence[int]  #: whose checksums are reported
 
     def end(self, *, ok: bool) -> Told:
         """See `StoreChecksums.end`."""

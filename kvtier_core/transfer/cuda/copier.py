@@ -1,4 +1,4 @@
-"""Copies whole chunks to slots and back on two streams, by kvtier's own library."""
+"""Copies whole chunks to slots and back on two streams, with kvtier's own library."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from kvtier_core.transfer.cuda.library import Direction, NativePart, Sums
 
 
 class Copier:
-    """Copies one ``part`` of chunks, called ``name``, as was chosen for each direction.
+    """Copies the part ``name`` of chunks with the method chosen for each direction.
 
-    Both methods enqueue and return at once, on the thread that enqueues the engine's work. ``blocks`` are the block ids
-    of all chunks of a job, see `page_lists.CheckedJob`, and ``slots`` a slot for each; the caller has checked that all
-    of them exist. Raise BackendError, perhaps half-way.
+    Both methods enqueue and return at once, on the thread that enqueues the engine's work. ``blocks`` holds the block
+    ids of all chunks of a job, see `page_lists.CheckedJob`, and ``slots`` a slot for each; the caller has checked that
+    all of them exist. Both raise BackendError, possibly after a part of the job.
     """
 
     def __init__(self, name: str, part: NativePart, store: Choice, load: Choice, checksums: StoreChecksums):
         self._name = name
         self._part = part
         self._store, self._load = store, load
-        self.checksums = checksums  #: of what `gather` copies, and what is told of packed shards
+        self.checksums = checksums  #: of the shards that `gather` copies, with the flags of packed ones
 
     def gather(self, blocks: array[int], slots: array[int], through: Direction, sums: Sums | None = None) -> None:
-        """Copy pages to slots: pages are read in the order of ``kernels``, slots written in that of ``bus``.
+        """Copy pages to slots: ``kernels`` orders the reads of pages, ``bus`` the writes of slots.
 
         ``sums``: see `NativePart.copy`.
         """
         self._part.copy(self._store.method, True, blocks, slots, through, sums)
 
     def scatter(self, blocks: array[int], slots: array[int], through: Direction, sums: Sums | None = None) -> None:
-        """Copy slots to pages, which are there when ``kernels`` has done it. ``sums``: see `NativePart.copy`."""
+        """Copy slots to pages, on ``kernels`` in the end. ``sums``: see `NativePart.copy`."""
         self._part.copy(self._load.method, False, blocks, slots, through, sums)
 
     def facts(self) -> Mapping[str, str]:

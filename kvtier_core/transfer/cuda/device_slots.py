@@ -1,4 +1,4 @@
-"""Slots in the memory of a device, for frames that are read, summed and copied to the pages there."""
+"""Slots in a device's memory, for frames that are read, summed and copied to the pages there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvtier_core.transfer.page_lists import check_cache, layers_of
 
 @attrs.frozen
 class _OnDevice:
-    """Memory of the device: nothing of it has to be page-locked."""
+    """Memory of the device, which need not be page-locked."""
 
     base: int
     end: int
@@ -63,7 +63,7 @@ class DeviceSlots:
             self.mover = DeviceMover(cache, slots, copiers, engine, *streams, undo.pop_all().close)
 
     def checksums(self, first: int, count: int, offset: int, nbytes: int) -> tuple[int, ...]:
-        """The CRC-32 of so many bytes, behind ``offset``, of each of ``count`` slots from ``first`` on.
+        """The CRC-32 of ``nbytes`` from ``offset`` on in each of ``count`` slots from ``first`` on.
 
         Waits for the device. Any thread may call. Raises BackendError.
         """
@@ -78,7 +78,7 @@ class DeviceSlots:
         self._device.checksums(address, nbytes, sums, stream, self._nbytes)
         stream.synchronize()
         checksums = sums.read()
-        # Not if anything failed: the device may still write there.
+        # Not after a failure: the device may still write there.
         self._sums.give_back(sums)
         self._idle.append(stream)
         return checksums

@@ -1,4 +1,4 @@
-"""Page-locks an arena's slots for CUDA in the background, piece by piece on a thread, beginning with the first slot."""
+"""Page-locks an arena's slots for CUDA in the background, piece by piece on a thread, from the first slot on."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvtier_core.errors import BackendError
 from kvtier_core.transfer.io_pool import IOPool, run
 from kvtier_core.types import Nbytes
 
-#: Bytes that are page-locked at a time. Meanwhile the driver holds a lock that launches need: some 3 ms for 32 MiB, at
-#: the 0.1 s a GB that others have measured. A multiple of every size of pages that a kernel may have.
+#: Bytes that are page-locked at a time. Meanwhile the driver holds a lock that launches need: about 3 ms for 32 MiB, at
+#: the 0.1 s per GB that others have measured. A multiple of every page size of the kernel.
 PIECE_NBYTES = 32 << 20
-#: After each piece the thread leaves the driver to the engine for so many times as long as the piece took.
+#: After each piece the thread pauses for this many times as long as the piece took, for the engine to use the driver.
 _PAUSE = 1.0
-#: Seconds until a piece that could not be locked is tried again, at first and at most.
+#: Seconds until a piece that could not be locked is tried again, the first time and at most.
 _FIRST_RETRY, _LAST_RETRY = 0.1, 10.0
-_RETRY_STEP = 0.1  #: of these, so that closing waits no longer
+_RETRY_STEP = 0.1  #: seconds between checks for closing meanwhile
 _FOREVER = 1e6  # seconds
 
 logger = logging.getLogger("kvtier")
@@ -28,15 +28,15 @@ logger = logging.getLogger("kvtier")
 
 @attrs.frozen
 class Pieces:
-    """The page-locked ranges of ``nbytes`` from ``address`` on: all, or of every ``stride`` bytes the first few."""
+    """The ranges to page-lock in ``nbytes`` from ``address`` on: all, or the first bytes of each ``stride``."""
 
     address: int
     nbytes: int
     piece_nbytes: int = PIECE_NBYTES  #: of one piece
-    stride: int = PIECE_NBYTES  #: from the beginning of a piece to that of the next
+    stride: int = PIECE_NBYTES  #: from one piece to the next
 
     def nbytes_in(self, nbytes: int) -> Nbytes:
-        """How much of the first ``nbytes`` is page-locked."""
+        """How much of the first ``nbytes`` is to be page-locked."""
         before, rest = divmod(min(nbytes, self.nbytes), self.stride)
         return Nbytes(before * self.piece_nbytes + min(rest, self.piece_nbytes))
 
@@ -44,10 +44,10 @@ class Pieces:
 class HostRegistration:
     """Page-locks pieces of memory, one after the other.
 
-    Those that begin in the first ``at_once`` bytes are locked before the constructor returns, which raises BackendError
-    if that fails; a thread locks the others, and tries again what failed. ``lock`` takes an address and bytes,
-    ``unlock`` an address; both raise BackendError. No page of the system is in two pieces. Methods are called on the
-    thread that enqueues the engine's work.
+    The constructor locks the pieces that begin in the first ``at_once`` bytes, and raises BackendError if that fails; a
+    thread locks the others, and retries after failures. ``lock`` takes an address and a length, ``unlock`` an address;
+    both raise BackendError. No page of the system is in two pieces. Methods are called on the thread that enqueues the
+    engine's work.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class HostRegistration:
         at_once: int = 1,
         pause: Callable[[float], object] = time.sleep,
     ):
-        self.movers = 0  #: that use it, see `share`
+        self.movers = 0  #: number that use it, see `share`
         self.base = pieces.address // mmap.PAGESIZE * mmap.PAGESIZE  #: where the first piece begins
         self.stride = pieces.stride
         self._pieces = pieces
@@ -82,7 +82,7 @@ class HostRegistration:
         return {"page-locked": f"{whole} -> {done}" + (f" ({self._problem})" if self._problem else "")}
 
     def close(self) -> None:
-        """Unlock all. Called when no copy is under way; may be called twice."""
+        """Unlock everything. Called when no copy is under way; may be called twice."""
         self._closing = True
         self._pool.close(_FOREVER)
         self._pool.step()
@@ -119,16 +119,16 @@ class HostRegistration:
         self.end = self.base
 
 
-#: No memory of a process can be registered twice.
+#: A process cannot register the same memory twice.
 _shared: dict[Pieces, HostRegistration] = {}
 
 
 def share(
     pieces: Pieces, at_once: int, lock: Callable[[int, int], object], unlock: Callable[[int], object]
 ) -> HostRegistration:
-    """The registration of these pieces for one more mover of this process, which gives it back with `release`.
+    """The registration of these pieces, for one more mover of this process. `release` follows.
 
-    Raises BackendError if not even those in the first ``at_once`` bytes can be page-locked.
+    Raises BackendError if the pieces in the first ``at_once`` bytes cannot be page-locked.
     """
     registration = _shared.get(pieces) or HostRegistration(pieces, lock, unlock, at_once)
     _shared[pieces] = registration
@@ -137,7 +137,7 @@ def share(
 
 
 def release(registration: HostRegistration) -> None:
-    """A mover's copies have ended and it needs the memory no more. What nobody needs is unlocked."""
+    """A mover's copies have ended and it no longer needs the memory. Unlock it if no mover does."""
     registration.movers -= 1
     if registration.movers:
         return

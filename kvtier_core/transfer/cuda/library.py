@@ -1,4 +1,4 @@
-"""Loads ``libkvtier_cuda``, a plain C interface, when the first GPU is served. It may not have been built."""
+"""Loads ``libkvtier_cuda``, a plain C interface, when the first GPU is used. It may not have been built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvtier_core.native import expected_stamp
 from kvtier_core.transfer.page_lists import Layer
 
 FILE = "libkvtier_cuda.so"
-#: Where the driver is found, as the engine's own CUDA runtime finds it.
+#: The driver, found as the engine's CUDA runtime finds it.
 DRIVER = "libcuda.so.1"
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
@@ -54,8 +54,8 @@ class Method(enum.IntEnum):
     """How the copies of a job are made. The numbers are those of csrc/cuda/kvtier_cuda.h."""
 
     DIRECT = 0  #: copy engines, page by page
-    STAGED = 1  #: a kernel between pages and a buffer on the device, copy engines between that and the slots
-    KERNEL = 2  #: a kernel between pages and slots; loads only, unless the slots lie on the device
+    STAGED = 1  #: a kernel between pages and a buffer on the device, copy engines between the buffer and the slots
+    KERNEL = 2  #: a kernel between pages and slots; loads only, unless the slots are on the device
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -64,27 +64,26 @@ class Method(enum.IntEnum):
 class Abilities(NamedTuple):
     """The abilities of a device, its driver and the build of the library."""
 
-    kernels: bool  #: was code for this device built in? Else `Device.no_kernels` says why not
-    reaches_host: bool  #: may a kernel use the addresses of page-locked memory?
-    batches: bool  #: are many copies enqueued with one call?
+    kernels: bool  #: does the library have code for this device? If not, `Device.no_kernels` says why
+    reaches_host: bool  #: can a kernel use the addresses of page-locked memory?
+    batches: bool  #: can one call enqueue many copies?
 
 
 @attrs.frozen
 class Sums:
-    """Where checksums and flags of a job go, of four bytes each: on the device, where they are computed, and
-    page-locked on the host."""
+    """Places for a job's checksums and flags, of four bytes each: on the device, and page-locked on the host."""
 
     on_device: int  #: address
     told: int  #: address
     count: int
 
     def read(self) -> tuple[int, ...]:
-        """What is there, once the stream has done what computes it."""
+        """The values, once the stream has computed them."""
         return tuple((_U32 * self.count).from_address(self.told))
 
 
 class Library:
-    """The library of this path, loaded. Raises BackendError if it cannot be, as every method does that fails."""
+    """The loaded library. The constructor, and every method that fails, raises BackendError."""
 
     def __init__(self, path: Path):
         try:
@@ -97,7 +96,7 @@ class Library:
         self._devices: dict[tuple[int, str], Device] = {}
         for name in _TEXTS:
             getattr(self.c, f"kvtier_cuda_{name}").restype = ctypes.c_char_p
-        # A function whose arguments have changed would be called with the wrong ones.
+        # Functions of other sources may take other arguments.
         if self.c.kvtier_cuda_stamp().decode() != expected_stamp("libkvtier_cuda", "cuda"):
             raise BackendError(f"{path.name} was built from other sources; install kvtier again")
         for name in ("abilities", "unstage", "close_part"):
@@ -105,20 +104,20 @@ class Library:
 
     @property
     def architectures(self) -> str:
-        """The targets of its kernels, in nvcc's words; empty if it has none."""
+        """The targets of its kernels, as nvcc names them; empty if it has none."""
         return self.c.kvtier_cuda_architectures().decode()
 
     def device(self, number: int, driver: str = DRIVER) -> Device:
-        """The device of this number, through the driver in a library of this name or path.
+        """The device with this number, through the driver library with this name or path.
 
-        It is the same for all who ask, and is kept as long as this library: its context is the engine's.
+        All callers share it, and it lives as long as this library: its context is the engine's.
         """
         if (number, driver) not in self._devices:
             self._devices[number, driver] = Device(self, number, driver)
         return self._devices[number, driver]
 
     def must(self, done: int) -> None:
-        """Raises BackendError unless a call was ``done``."""
+        """Raise BackendError unless a call was ``done``."""
         if not done:
             raise BackendError(self.c.kvtier_cuda_problem().decode())
 
@@ -136,7 +135,7 @@ class Device:
 
     @property
     def abilities(self) -> Abilities:
-        """The present abilities: a driver that refuses a batch of copies gets none any more."""
+        """The current abilities: a driver that rejects a batch of copies gets no more of them."""
         flags = [_INT() for _ in Abilities._fields]
         self._c.kvtier_cuda_abilities(self.handle, *map(ctypes.byref, flags))
         return Abilities(*(bool(flag.value) for flag in flags))
@@ -161,7 +160,7 @@ class Device:
         return address.value
 
     def free(self, address: int) -> None:
-        """Free what `allocate` returned."""
+        """Free memory of `allocate`."""
         self._library.must(self._c.kvtier_cuda_free(self.handle, address))
 
     def staging(self, half_nbytes: int) -> Staging:
@@ -169,10 +168,11 @@ class Device:
         return Staging(self._library, self, half_nbytes)
 
     def checksums(self, address: int, nbytes: int, sums: Sums, stream: Any, stride: int = 0) -> None:
-        """Enqueue the CRC-32, as zlib computes it, of memory on the device: of ``nbytes`` from ``address`` on, and of
-        as many ``stride`` bytes further on, until there are as many as ``sums``.
+        """Enqueue the CRC-32 of zlib over ``nbytes`` at ``address``, at ``address + stride``, and so on.
 
-        `Sums.read` has them when ``stream`` has done it. Any thread may call.
+        There is one range for each place in ``sums``.
+
+        `Sums.read` returns them after ``stream`` has computed them. Any thread may call.
         """
         ranges = address, stride, nbytes, sums.count
         places = sums.on_device, sums.told, stream.cuda_stream
@@ -203,19 +203,19 @@ class Staging:
 
 @attrs.frozen
 class Direction:
-    """The resources for copies in one direction: two streams, and perhaps memory on the device."""
+    """The resources for copies in one direction: two streams, and optionally memory on the device."""
 
-    kernels: Any  #: a stream of torch's, behind all that touches pages
-    bus: Any  #: another, behind all that reads or writes slots
+    kernels: Any  #: a torch stream for all access to pages
+    bus: Any  #: another one for all access to slots
     staging: Staging | None = None
 
 
 class NativePart:
     """The pages of one part of a chunk: its ``layers`` in the order of the shard.
 
-    ``places``: the address of this rank's shard in slot 0, and the bytes from one slot to the next; the address from
-    which on slots are page-locked, and the bytes of a piece that is locked at a time, 0 if they lie on the device; the
-    bytes of a shard if it is packed, else 0.
+    ``places`` holds the address of this rank's shard in slot 0 and the bytes from one slot to the next; the address
+    where page-locked memory begins and the bytes of one locked piece, 0 if slots are on the device; and the bytes of a
+    packed shard, 0 if it is not packed.
     """
 
     def __init__(self, library: Library, device: Device, layers: Sequence[Layer], places: Sequence[int]):
@@ -225,7 +225,7 @@ class NativePart:
         library.must(self._c.kvtier_cuda_part(device.handle, flat, len(layers), *places, ctypes.byref(self.handle)))
 
     def can(self, method: Method, to_slots: bool, staging: Staging | None) -> bool:
-        """Can copies of this direction be made like this?"""
+        """Does this method work for copies in this direction?"""
         return bool(self._c.kvtier_cuda_can(self._device.handle, self.handle, method, to_slots, _handle_of(staging)))
 
     def copy(
@@ -237,14 +237,14 @@ class NativePart:
         through: Direction,
         sums: Sums | None = None,
     ) -> None:
-        """Enqueue the copies of a job: ``rows`` are the block ids of each chunk in one flat array of int32.
+        """Enqueue the copies of a job: ``rows`` holds the block ids of all chunks in one flat array of int32.
 
-        Of a staged store of whole chunks ``sums`` get the CRC-32 of each shard, when ``bus`` has done it. Where shards
-        are packed every job has ``sums``: a store a second word for each chunk, 1 if it has no room in its shard, with
-        anything there; a load one word, 1 if a shard was not packed, when ``kernels`` has done it.
+        For a staged store of whole chunks, ``sums`` receives the CRC-32 of each shard, on ``bus``. With packed shards
+        every job has ``sums``: a store adds a word for each chunk, 1 if the chunk did not fit its shard, whose content
+        is then undefined; a load writes one word, 1 if a shard was not packed, on ``kernels``.
 
-        When this returns, or raises BackendError, ``kernels`` is behind all that touches pages, and ``bus`` behind all
-        that writes to slots.
+        When this returns, or raises BackendError, ``kernels`` is behind all access to pages, and ``bus`` behind all
+        writes to slots.
         """
         width = len(rows) // len(slots) if slots else 0
         addresses = rows.buffer_info()[0], slots.buffer_info()[0]
@@ -257,7 +257,7 @@ class NativePart:
         )
 
     def close(self) -> None:
-        """Free what the library holds for these pages. May be called twice."""
+        """Free the library's resources for these pages. May be called twice."""
         if self.handle:
             self._c.kvtier_cuda_close_part(self._device.handle, self.handle)
         self.handle = _POINTER()

@@ -1,4 +1,4 @@
-"""Jobs of a mover whose pages lie on a device: two streams for each direction, ordered by events. No thread waits.
+"""Jobs of a mover whose pages are on a device: two streams for each direction, ordered by events. No thread waits.
 
     engine's stream   … forward ──● store() ……… forward ………………… fence() ○ forward (overwrites the pages)
     stores, kernels               └─○ gather ──●─────────────────────────┘
@@ -6,8 +6,8 @@
     loads, bus                      from the slots ──●
     loads, kernels                                   └─○ scatter ──● finished() says so, then the engine computes on it
 
-● an event is recorded, ○ a stream waits for it. The host only asks, in `finished`, whether an event has occurred. Where
-pages are copied by copy engines alone, the kernels' stream waits for the bus.
+● an event is recorded, ○ a stream waits for it. The host only queries events, in `finished`. If copy engines copy the
+pages, the kernels' stream waits for the bus.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ logger = logging.getLogger("kvtier")
 
 
 class Locked(Protocol):
-    """Which memory is page-locked: of an arena's slots this rank's shards, or all, from the first slot on."""
+    """The page-locked memory: this rank's shards of an arena's slots, or all slots, from the first one on."""
 
-    base: int  #: address where the first piece begins
-    stride: int  #: from there to where the next one begins; 0: it need not be locked
+    base: int  #: address of the first piece
+    stride: int  #: bytes from one piece to the next; 0: nothing need be locked
     end: int  #: address up to which every piece is locked
 
     def facts(self) -> Mapping[str, str]:
@@ -49,7 +49,7 @@ class Locked(Protocol):
 
 @attrs.frozen
 class ArenaSlots:
-    """The slots of an arena as a worker has mapped them, side by side."""
+    """The contiguous slots of an arena, as a worker has mapped them."""
 
     address: int
     count: int
@@ -58,25 +58,25 @@ class ArenaSlots:
 
     @property
     def usable(self) -> int:
-        """The device may access so many slots, from the first one on. A copy to others would block the host."""
+        """Number of leading slots that the device can access. A copy to others would block the host."""
         return (self.locked.end - self.address) // self.nbytes
 
 
 @attrs.frozen
 class _Job:
-    pages: Any  #: an event behind all that touches pages
-    done: Any  #: an event behind all copies
+    pages: Any  #: an event after all access to pages
+    done: Any  #: an event after all copies
     number: int
-    enqueued: bool  #: were all copies?
-    whole: bool = True  #: are they all that was asked for?
-    places: Sequence[int] = ()  #: of a store: the places in the job of the slots that it fills
-    #: Blocks that a store reads, of all groups together, and NO_BLOCK: a load may then wait for another group's store,
-    #: which only costs time.
+    enqueued: bool  #: were all copies enqueued?
+    whole: bool = True  #: do they cover the whole job?
+    places: Sequence[int] = ()  #: of a store: the indices in the job of the slots that it fills
+    #: The blocks that a store reads, of all groups together, and NO_BLOCK. A load may wait for another group's store
+    #: because of it, which only costs time.
     read: frozenset[int] = frozenset()
     checksums: PendingChecksums | None = None
 
     def end(self, *, ok: bool) -> JobResult:
-        """The device has done it, or failed."""
+        """The device has finished the job, or failed."""
         ok = ok and self.enqueued
         told = self.checksums.end(ok=ok) if self.checksums else Told()
         if ok and self.whole and not told.flagged:
@@ -89,12 +89,12 @@ class DeviceMover(Mover):
     """Copies between pages of ``cache`` and ``slots`` through ``copiers``, one for each part of a chunk. See
     `open_mover`.
 
-    ``engine`` is torch's module for the device; ``release`` frees all this and is called once; ``facts`` are told with
-    those of the copiers. Every method is called on the thread that enqueues the engine's work; or `mark` alone, if the
-    others are called on one other thread, and its loads always have a mark. Only `wait` and `close` wait for the
-    device. Addresses are raw: a job with a wrong block id or slot raises ContractError before any of it is copied. Of a
-    store with slots that are not page-locked yet, the others are filled; such a load fails. The same holds for packed
-    shards for whose flags there is no memory.
+    ``engine`` is torch's module for the device; ``release`` frees everything and is called once; ``facts`` are reported
+    with those of the copiers. Every method is called on the thread that enqueues the engine's work; or only `mark`, if
+    another single thread calls the others and its loads always have a mark. Only `wait` and `close` wait for the
+    device. Addresses are raw: a job with a wrong block id or slot raises ContractError before any of it is copied. A
+    store fills only the slots that are page-locked already; a load of others fails. The same holds for packed shards
+    without memory for their flags.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class DeviceMover(Mover):
         if not whole:
             checked = checked.only(places)
         read = frozenset(checked.blocks)
-        # The device does not know the bytes of a slot at places where no page is wanted. Packed they are zeros.
+        # The device does not know the bytes of a slot where no page is wanted. In packed shards they are zeros.
         checksums = copier.checksums.begin(checked.slots) if packed or (whole and NO_BLOCK not in read) else None
         if slots and not (checksums if packed else places):
             self._results.append(JobResult(job, ok=False))

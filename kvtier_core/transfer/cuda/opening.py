@@ -24,12 +24,12 @@ from kvtier_core.transfer.cuda.mover import ArenaSlots, DeviceMover
 from kvtier_core.transfer.page_lists import check_cache, layers_of
 from kvtier_core.types import Nbytes
 
-#: Of the memory through which copies of one direction are staged, two halves of this size: 128 MiB in all. A slice of
-#: a job is as long, so a token that the engine copies waits for one at most, 0.6 ms at 50 GB/s; and it keeps the bus
-#: busy for fifty times as long as it takes to enqueue.
+#: Copies of each direction are staged through two halves of this size: 128 MiB in all. A job is cut into slices of this
+#: size, so a token that the engine copies waits for at most one of them, 0.6 ms at 50 GB/s; and a slice keeps the bus
+#: busy fifty times as long as enqueuing it takes.
 HALF_NBYTES = 32 << 20
-#: Shorter shards are not page-locked one by one: 512 GiB would be more than 65 000 calls, and pieces for the driver to
-#: remember. How long that takes is not measured yet.
+#: Shorter shards are not page-locked one by one: 512 GiB would need more than 65 000 calls, and as many pieces in the
+#: driver. The cost has not been measured yet.
 _SHORTEST_PIECE = 8 << 20
 
 
@@ -44,12 +44,11 @@ def open_mover(
     half_nbytes: int = HALF_NBYTES,
     checksums: bool = True,
 ) -> DeviceMover:
-    """A mover between ``cache`` and ``memory``, an arena's slots of ``slot_nbytes`` side by side.
+    """A mover between ``cache`` and ``memory``, an arena's contiguous slots of ``slot_nbytes``.
 
-    The slots are page-locked in the background. ``device`` is by default that of the cache, ``engine`` torch's module
-    for it; ``autotune`` chooses how to copy, by default what it measures; ``checksums`` says whether those of staged
-    stores are computed. Packed shards are always staged, with checksums. Raises BackendError and ContractError, see
-    `attach`.
+    The slots are page-locked in the background. ``device`` defaults to that of the cache, ``engine`` to torch's module
+    for it; ``autotune`` chooses how to copy, by default from measurements; ``checksums`` enables those of staged
+    stores. Packed shards are always staged, with checksums. Raises BackendError and ContractError, see `attach`.
     """
     check_cache(cache, slot_nbytes)
     on = torch.device(cache.device)
@@ -60,7 +59,7 @@ def open_mover(
         keep = ctypes.c_char.from_buffer(memory)  # an mmap cannot be closed while its buffer is exported
         undo.callback(lambda keep: None, keep)
         address, count = ctypes.addressof(keep), len(memory) // slot_nbytes
-        # The first slots are those of the self-test, one for each of the ranks that share a shard.
+        # The first slots are those of the self-test, one for each rank that shares a shard.
         at_once = cache.layout.replicas * slot_nbytes
         pieces = _pieces(cache, address, count, slot_nbytes)
         registration = host_registration.share(pieces, at_once, device.lock, device.unlock)
@@ -79,7 +78,7 @@ def open_mover(
 
 
 def _pieces(cache: PagedKVCache, address: int, count: int, slot_nbytes: int) -> Pieces:
-    """The ranges to page-lock: of each slot this rank's shard, or all if it shares pages or is too short or long."""
+    """The ranges to page-lock: this rank's shards; or all slots, if shards are unaligned, too short or too long."""
     part = cache.layout.parts[0]
     shard = part.shard_of(cache.rank)
     alone = len(cache.layout.parts) == 1 and len(part.shards) > 1 and _SHORTEST_PIECE <= shard.nbytes <= PIECE_NBYTES
@@ -89,7 +88,7 @@ def _pieces(cache: PagedKVCache, address: int, count: int, slot_nbytes: int) -> 
 
 
 def _staging(device: Device, half_nbytes: int, undo: contextlib.ExitStack) -> Staging | None:
-    """Memory to stage copies in; None if there are no kernels for it, or the engine left too little."""
+    """Memory to stage copies in; None if there are no kernels, or the engine left too little."""
     if not device.abilities.kernels:
         return None
     try:
