@@ -17,6 +17,7 @@ from kvtier_core.stack.interface import Stack
 from kvtier_core.stack.lookup.boundaries import BoundarySearch
 from kvtier_core.stack.lookup.chain import ChainSearch
 from kvtier_core.stack.lookup.leases import Leases
+from kvtier_core.stack.lookup.search import Query
 from kvtier_core.stack.outcomes import LoadLimit, Lookup, Whereabouts
 from kvtier_core.stack.promotion import Promotions
 from kvtier_core.stack.store_tier.tier import StoreTier
@@ -107,7 +108,7 @@ class StorageManager(Stack):
         not_direct: Collection[str] = (),
     ) -> Lookup:
         """``not_direct``: tiers that this holder's workers cannot read directly, although others can."""
-        return self._search.lookup(path, holder, limit, salt, skipped, not_direct)
+        return self._search.lookup(Query(path, limit, salt, not_direct, holder, skipped))
 
     def prefetch(
         self,
@@ -117,7 +118,7 @@ class StorageManager(Stack):
         not_direct: Collection[str] = (),
     ) -> None:
         """``not_direct``: as for `lookup`."""
-        self._search.prefetch(path, limit, salt, not_direct)
+        self._search.prefetch(Query(path, limit, salt, not_direct))
 
     def still_pending(self, holder: str) -> bool:
         return self._leases.still_pending(holder)

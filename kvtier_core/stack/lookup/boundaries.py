@@ -6,15 +6,15 @@ its start; the result is loaded as a whole or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 
 from kvtier_core.layouts import ChunkLayout, part_key
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.lookup.leases import Leases
-from kvtier_core.stack.lookup.search import Search
-from kvtier_core.stack.outcomes import LoadLimit, Lookup
+from kvtier_core.stack.lookup.search import Query, Search
+from kvtier_core.stack.outcomes import Lookup
 from kvtier_core.stack.promotion import Promotions, Requested
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.types import ChunkKey
@@ -71,21 +71,14 @@ class BoundarySearch(Search):
         super().__init__(arenas, tiers, promotions, leases)
         self._layout = layout
 
-    def lookup(
-        self,
-        path: Sequence[ChunkKey],
-        holder: str,
-        limit: LoadLimit | None,
-        salt: bytes,
-        skipped: int,
-        not_direct: Collection[str],
-    ) -> Lookup:
-        sought = _Path(self._layout, path, skipped)
+    def lookup(self, query: Query) -> Lookup:
+        path, holder = query.path, query.holder
+        sought = _Path(self._layout, path, query.skipped)
         lease = self._leases.of(path, holder)
         self._ask(path)
         chain = sought.run(self._may_come)
         ready, later = sought.restorable(chain, self._is_ready), sought.restorable(chain, self._may_come)
-        below = self._bring(sought, ready, later, limit, salt)
+        below = self._bring(sought, ready, later, query)
         later = ready + below.chunks
         needed = [*sought.needed(ready), *sought.needed(later)]
         self._leases.pin([key for key in dict.fromkeys(needed) if self._is_ready(key)], lease, holder)
@@ -107,16 +100,14 @@ class BoundarySearch(Search):
             miss_reason=self._why_no_more(sought, later, below),
         )
 
-    def prefetch(
-        self, path: Sequence[ChunkKey], limit: LoadLimit | None, salt: bytes, not_direct: Collection[str]
-    ) -> None:
+    def prefetch(self, query: Query) -> None:
         """Ask stores for the whole path; request the parts of its last boundary if there is room for all of them."""
-        self._ask(path)
-        sought = _Path(self._layout, path)
+        self._ask(query.path)
+        sought = _Path(self._layout, query.path)
         chain = sought.run(self._may_come)
         ready, later = sought.restorable(chain, self._is_ready), sought.restorable(chain, self._may_come)
         if sum(not self._is_ready(key) for key in sought.needed(later)) <= self._room_ahead:
-            self._bring(sought, ready, later, limit, salt)
+            self._bring(sought, ready, later, query)
 
     # -- where a part is ---------------------------------------------------------------------------
 
@@ -141,12 +132,12 @@ class BoundarySearch(Search):
 
     # -- bringing it up ----------------------------------------------------------------------------
 
-    def _bring(self, sought: _Path, ready: int, later: int, limit: LoadLimit | None, salt: bytes) -> Requested:
+    def _bring(self, sought: _Path, ready: int, later: int, query: Query) -> Requested:
         """Request the missing parts of a later boundary if all of them are worth loading."""
         missing = sorted((place, key) for key, place in sought.needed(later).items() if not self._is_ready(key))
         if later <= ready or not missing:
             return Requested()
-        gained = later - ready
+        gained, limit = later - ready, query.limit
         part_limit = limit and attrs.evolve(limit, chunk_seconds=limit.chunk_seconds * gained / len(missing))
         awaited = next(filter(None, (self._promotions.source(key) for _, key in missing)), "")
         keys = [key for _, key in missing if not self._arriving(key)]
@@ -157,9 +148,9 @@ class BoundarySearch(Search):
             keys = [key for key in keys if key not in here]
             choice = tier.choose(len(here), part_limit)
             if choice.chunks < len(here):
-                self._promotions.probe(tier, here, sought.parents(here), salt)
+                self._promotions.probe(tier, here, sought.parents(here), query.salt)
                 return Requested(declined=choice.declined and attrs.evolve(choice.declined, chunks=gained))
-            self._promotions.bring(tier, here, sought.parents(here), limit, salt)
+            self._promotions.bring(tier, here, sought.parents(here), limit, query.salt)
             awaited = awaited or (tier.name if here else "")
         asked = [tier for tier in self._tiers if any(map(tier.is_asked, keys))]
         if asked and not asked[0].worth_asking(gained, limit):

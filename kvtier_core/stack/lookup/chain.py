@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from kvtier_core.stack.batches import leading_run
 from kvtier_core.stack.lookup.leases import Lease
-from kvtier_core.stack.lookup.search import Search
-from kvtier_core.stack.outcomes import LoadLimit, Lookup
+from kvtier_core.stack.lookup.search import Query, Search
+from kvtier_core.stack.outcomes import Lookup
 from kvtier_core.stack.promotion import Requested
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.types import ChunkKey
@@ -16,35 +16,28 @@ from kvtier_core.types import ChunkKey
 class ChainSearch(Search):
     """Finds the leading chunks of a path."""
 
-    def lookup(
-        self,
-        path: Sequence[ChunkKey],
-        holder: str,
-        limit: LoadLimit | None,
-        salt: bytes,
-        skipped: int,
-        not_direct: Collection[str],
-    ) -> Lookup:
+    def lookup(self, query: Query) -> Lookup:
+        path, holder = query.path, query.holder
         lease = self._leases.of(path, holder)
         at, below = len(lease.slots), Requested()
         awaited = ""
         while at < len(path):
             if run := self._ready_run(path, at):
                 self._leases.pin(path[at : at + run], lease, holder, leading=at == len(lease.slots))
-            elif tier := self._readable_by_workers(path, at, not_direct):
-                below = self._hold(tier, path, at, lease, holder, limit)
+            elif tier := self._readable_by_workers(query, at):
+                below = self._hold(tier, query, at, lease)
                 run = below.chunks
             else:
-                below = self._request(path, at, limit, salt, not_direct)
+                below = self._request(query, at)
                 run, awaited = below.chunks, awaited or below.tier
                 self._leases.expect(path[at : at + run], below.tier, lease, holder)
             if not run:
                 break
             at += run
         tier = next((tier for tier in self._tiers if tier.name == below.tier), None)
-        if below.declined and not tier.is_direct(not_direct):
+        if below.declined and not tier.is_direct(query.not_direct):
             declined = path[at : at + tier.readable(path, at)]
-            self._promotions.probe(tier, declined, [path[at - 1] if at else None, *declined], salt)
+            self._promotions.probe(tier, declined, [path[at - 1] if at else None, *declined], query.salt)
         self._leases.done(holder)
         reason = self._miss_reason(path[at], below) if at < len(path) else ""
         pending = at - len(lease.slots)
@@ -61,18 +54,17 @@ class ChainSearch(Search):
             miss_reason=reason,
         )
 
-    def prefetch(
-        self, path: Sequence[ChunkKey], limit: LoadLimit | None, salt: bytes, not_direct: Collection[str]
-    ) -> None:
+    def prefetch(self, query: Query) -> None:
         """Ask stores for the whole path; request its beginning."""
+        path = query.path
         at = self._ready_run(path, 0) if path else 0
         end = min(len(path), at + self._room_ahead)
         while at < end:
             if not (run := self._ready_run(path, at)):
-                if tier := self._readable_by_workers(path, at, not_direct):
+                if tier := self._readable_by_workers(query, at):
                     run = tier.leasable(path, at)  # it stays there
                 else:
-                    run = self._request(path[:end], at, limit, salt, not_direct).chunks
+                    run = self._request(query._replace(path=path[:end]), at).chunks
             if not run:
                 break
             at += run
@@ -83,31 +75,28 @@ class ChainSearch(Search):
         """Length of the run of chunks from ``at`` on that are READY in one arena."""
         return max(arena.ready_run(path, at) for arena in self._arenas)
 
-    def _readable_by_workers(self, path: Sequence[ChunkKey], at: int, not_direct: Collection[str]) -> StoreTier | None:
+    def _readable_by_workers(self, query: Query, at: int) -> StoreTier | None:
         """The tier from which workers can read this chunk directly."""
-        key = path[at : at + 1]
-        return next((tier for tier in self._tiers if tier.is_direct(not_direct) and tier.leasable(key)), None)
+        key = query.path[at : at + 1]
+        return next((tier for tier in self._tiers if tier.is_direct(query.not_direct) and tier.leasable(key)), None)
 
-    def _hold(
-        self, tier: StoreTier, path: Sequence[ChunkKey], at: int, lease: Lease, holder: str, limit: LoadLimit | None
-    ) -> Requested:
+    def _hold(self, tier: StoreTier, query: Query, at: int, lease: Lease) -> Requested:
         """Hold the frames from ``at`` on that are worth loading, up to a chunk that is READY in an arena.
 
         If none is, some are loaded anyway now and then, to measure the store again.
         """
-        run = path[at : at + tier.leasable(path, at)]
+        run = query.path[at : at + tier.leasable(query.path, at)]
         keys = leading_run(run, lambda key: not any(arena.has(key) for arena in self._arenas))
-        choice = tier.choose(len(keys), limit)
+        choice = tier.choose(len(keys), query.limit)
         chosen = keys[: choice.chunks or tier.probe(len(keys))]
-        held = self._leases.hold(tier, chosen, lease, holder, leading=at == len(lease.slots))
+        held = self._leases.hold(tier, chosen, lease, query.holder, leading=at == len(lease.slots))
         return Requested(held, tier.name, None if held else choice.declined)
 
-    def _request(
-        self, path: Sequence[ChunkKey], at: int, limit: LoadLimit | None, salt: bytes, not_direct: Collection[str]
-    ) -> Requested:
+    def _request(self, query: Query, at: int) -> Requested:
         """Request the chunks from ``at`` on, which is not READY, unless that one is on its way."""
-        if arena := self._arriving(path[at]):
-            if path[at] in self._promotions.probes:
+        key = query.path[at]
+        if arena := self._arriving(key):
+            if key in self._promotions.probes:
                 return Requested()
-            return Requested(1, self._promotions.source(path[at]) or arena.name)
-        return self._promotions.request(path, at, self.has_slot, limit, salt, not_direct)
+            return Requested(1, self._promotions.source(key) or arena.name)
+        return self._promotions.request(query.path, at, self.has_slot, query.limit, query.salt, query.not_direct)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.lookup.leases import Leases
@@ -17,6 +18,17 @@ _PREFETCH_SHARE = 4
 _NOT_STORED = "not stored"
 
 
+class Query(NamedTuple):
+    """The arguments of `StorageManager.lookup` and `StorageManager.prefetch`, which has no holder."""
+
+    path: Sequence[ChunkKey]
+    limit: LoadLimit | None
+    salt: bytes
+    not_direct: Collection[str]
+    holder: str = ""
+    skipped: int = 0
+
+
 class Search(abc.ABC):
     """Finds the part of a path that a stack holds. Called on the owner's thread."""
 
@@ -27,21 +39,11 @@ class Search(abc.ABC):
         self._leases = leases
 
     @abc.abstractmethod
-    def lookup(
-        self,
-        path: Sequence[ChunkKey],
-        holder: str,
-        limit: LoadLimit | None,
-        salt: bytes,
-        skipped: int,
-        not_direct: Collection[str],
-    ) -> Lookup:
+    def lookup(self, query: Query) -> Lookup:
         """See `StorageManager.lookup`."""
 
     @abc.abstractmethod
-    def prefetch(
-        self, path: Sequence[ChunkKey], limit: LoadLimit | None, salt: bytes, not_direct: Collection[str]
-    ) -> None:
+    def prefetch(self, query: Query) -> None:
         """See `StorageManager.prefetch`."""
 
     def whereabouts(self, key: ChunkKey) -> Whereabouts:
