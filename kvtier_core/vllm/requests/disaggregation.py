@@ -1,4 +1,4 @@
-"""Prefill apart from decode: the words for it in ``kv_transfer_params``, which are those of vLLM's NIXL connector.
+"""Disaggregated prefill: the words for it in ``kv_transfer_params``, which are those of vLLM's NIXL connector.
 
 A proxy sends a prompt to one engine with ``do_remote_decode``, and passes what that returns on to another. No word of a
 request makes an engine connect anywhere: it asks the stores and peers that its own configuration names.
