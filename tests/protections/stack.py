@@ -422,7 +422,7 @@ MUTANTS = (
     Mutant(
         "requests-wait-for-probes",
         "kvtier_core/stack/lookup/chain.py",
-        "if path[at] in self._promotions.probes:",
+        "if key in self._promotions.probes:",
         "if False:",
         ASKING + "test_nobody_waits_for_a_probe",
     ),
