@@ -23,9 +23,10 @@ from kvtier_core.engine.request_view import RequestView
 from kvtier_core.engine.scheduler_side import SchedulerSide
 from kvtier_core.engine.step import ScheduledRequest, Step
 from kvtier_core.interfaces import OpenContext
+from kvtier_core.simulate.dry_run import InstantPool
 from kvtier_core.stack.manager import StorageManager
-from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_layout
+from kvtier_core.transfer.io_pool import Then, Work
 from kvtier_core.types import KEY_NBYTES, ChunkKey, Namespace
 
 ROUNDS = 21
@@ -152,6 +153,13 @@ def _request(number: int) -> RequestView:
     return RequestView(str(number), tokens, len(tokens))
 
 
+class _Silent(InstantPool):
+    """A pool of a store that answers nothing."""
+
+    def submit_load(self, work: Work, then: Then) -> None:
+        pass
+
+
 def _serving(stack: contextlib.ExitStack, place: Path, known: RequestView, shared: bool) -> SchedulerSide:
     """An engine's scheduler side whose disk has a prompt, and answers nothing any more."""
     kind = {"shared": True} if shared else {"capacity": "1GiB"}
@@ -164,7 +172,7 @@ def _serving(stack: contextlib.ExitStack, place: Path, known: RequestView, share
         _must(len(before.manager.reserve(before.keys(known.request_id), "store")) == AWAITED)
         before.manager.commit("store")
         before.drain(10.0)
-    return stack.enter_context(contextlib.closing(_scheduler_side(config, Runtime(lambda *_: ManualPool()))))
+    return stack.enter_context(contextlib.closing(_scheduler_side(config, Runtime(lambda *_: _Silent()))))
 
 
 def _scheduler_side(config: StackConfig, runtime: Runtime) -> SchedulerSide:

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from manual_pool import ManualPool
 
 from kvtier_core.builtin.heap import Heap
 from kvtier_core.builtin.raw import RawConfig
@@ -29,7 +30,6 @@ from kvtier_core.stack.interface import Stack
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.outcomes import Lookup
 from kvtier_core.stack.store_tier.tier import StoreTier
-from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_context, make_layout
 from kvtier_core.transfer.own_shard import OwnShard
 from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, FrameRead, Namespace, ReadStatus, Slot, StoredFrame

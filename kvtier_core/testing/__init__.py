@@ -27,9 +27,6 @@ excused, with a reason, and is then reported as skipped::
 Some laws need help to see a fault, a frame that cannot be read for instance (`BackendLaws.spoil`), and are skipped
 without it. What a process holds is read from Linux's /proc; elsewhere the laws about leaks are skipped.
 
-`FaultyBackend` wraps a backend and makes it go wrong by a plan (`always`, `every`, `now_and_then`) of each `Fault`, for
-tests of what stands above it.
-
 `Proxy` stands between a tier and its real server, and delays, stalls, drops, truncates or garbles what passes.
 """
 
@@ -45,8 +42,6 @@ pytest.register_assert_rewrite(f"{__name__}.laws")
 _HOMES = {
     "ArenaLaws": "laws.arenas",
     "BackendLaws": "laws.backends",
-    "Fault": "faults",
-    "FaultyBackend": "faults",
     "Laws": "laws.base",
     "ObserverLaws": "laws.observers",
     "PolicyLaws": "laws.policies",
@@ -55,10 +50,7 @@ _HOMES = {
     "SharedBackendLaws": "laws.shared_backends",
     "TokenDatabaseLaws": "laws.token_databases",
     "Way": "network",
-    "always": "faults",
-    "every": "faults",
     "laws_of": "laws.base",
-    "now_and_then": "faults",
 }
 __all__ = sorted(_HOMES)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from machine import LAYOUT, NAMESPACE, Shelf, Slots, payload
+from manual_pool import ManualPool
 
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import seal
@@ -11,7 +12,6 @@ from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.store_tier.tier import FrameWrite, StoreTier
-from kvtier_core.testing.pool import ManualPool
 from kvtier_core.types import FRAME_ALIGNMENT
 
 #: What `StackBench.look` says of a chunk.

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import attrs
 from machine import LAYOUT, NAMESPACE, Shelf, Slots, payload
+from manual_pool import ManualPool
 
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import OpenContext, Serializer, SerializerConfig
@@ -14,7 +15,6 @@ from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.store_tier.tier import StoreTier
-from kvtier_core.testing.pool import ManualPool
 from kvtier_core.types import FRAME_ALIGNMENT, Nbytes
 
 CONTEXT = OpenContext(NAMESPACE, LAYOUT, Nbytes(1 << 20))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from manual_pool import ManualPool
 from test_machine import SharedSlab, Slab
 
 from kvtier_core.builtin.raw import RawConfig
@@ -12,7 +13,6 @@ from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.outcomes import LoadLimit
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.store_tier.writes import FrameWrite
-from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_layout, make_namespace
 from kvtier_core.types import EventKind, FrameRead, ReadStatus
 

@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from faulty_backend import Fault, FaultyBackend, always, every, now_and_then
 from machine import LAYOUT, NAMESPACE, Slots
 
 from kvtier_core.errors import BackendError
@@ -19,7 +20,6 @@ from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.store_tier.tier import StoreTier
-from kvtier_core.testing import Fault, FaultyBackend, always, every, now_and_then
 from kvtier_core.testing.samples import make_frame, make_keys
 from kvtier_core.transfer.io_pool import IOPool
 
@@ -186,7 +186,7 @@ def test_a_fault_hangs_until_it_is_released(backend):
 HANGING = """
 import threading
 from test_faults import THERE, Dict
-from kvtier_core.testing import Fault, FaultyBackend, always
+from faulty_backend import Fault, FaultyBackend, always
 from kvtier_core.transfer.io_pool import IOPool
 
 begun = threading.Event()

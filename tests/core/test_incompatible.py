@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from machine import LAYOUT, NAMESPACE, SharedShelf, Slots, payload
+from manual_pool import ManualPool
 from serializing import CONTEXT, KeptShelf, LossyConfig, Stack, XorConfig, make_tier
 
 from kvtier_core.builtin.raw import RawConfig
@@ -12,7 +13,6 @@ from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.testing.laws.base import in_new_process
-from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_keys
 from kvtier_core.types import Namespace, Nbytes
 from kvtier_disk.config import DiskConfig

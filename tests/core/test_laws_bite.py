@@ -459,7 +459,7 @@ def test_the_laws_of_tiers_need_no_hypothesis():
     """Authors of tiers need not install it."""
     script = (
         "import sys; sys.modules['hypothesis'] = None\n"
-        "from kvtier_core.testing import ArenaLaws, BackendLaws, FaultyBackend, SharedBackendLaws, TokenDatabaseLaws"
+        "from kvtier_core.testing import ArenaLaws, BackendLaws, SharedBackendLaws, TokenDatabaseLaws"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
 

@@ -7,6 +7,7 @@ import threading
 import pytest
 from benches import LONG, MISS, PENDING, READY, StackBench
 from machine import LAYOUT, NAMESPACE, Shelf
+from manual_pool import ManualPool
 
 from kvtier_core.errors import ContractError
 from kvtier_core.policies.lru import Lru
@@ -14,7 +15,6 @@ from kvtier_core.stack import write_through
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.lookup.leases import Lease
 from kvtier_core.stack.manager import StorageManager
-from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_keys
 from kvtier_core.transfer.io_pool import IOPool
 from kvtier_core.types import EventKind, Namespace

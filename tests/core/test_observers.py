@@ -24,6 +24,7 @@ from typing import ClassVar
 import attrs
 import prometheus_client.parser
 import pytest
+from manual_pool import ManualPool
 
 from kvtier_core.cli import main
 from kvtier_core.config.compose import open_observers
@@ -37,7 +38,6 @@ from kvtier_core.observers.jsonl import JsonLinesConfig
 from kvtier_core.observers.prometheus import PrometheusConfig
 from kvtier_core.testing import ObserverLaws
 from kvtier_core.testing.laws.observers import some_events
-from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_context, make_keys
 from kvtier_core.types import Event, EventKind, Nbytes, Usage
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from machine import LAYOUT, NAMESPACE, Shelf
+from manual_pool import ManualPool
 
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.codec import FrameCodec
@@ -11,7 +12,6 @@ from kvtier_core.policies.gittins import GittinsConfig
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.store_tier.policy_state import PolicyState, key_of
-from kvtier_core.testing.pool import ManualPool
 from kvtier_core.testing.samples import make_keys
 from kvtier_core.types import Namespace
 

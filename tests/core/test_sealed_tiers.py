@@ -11,6 +11,7 @@ import traceback
 import attrs
 import pytest
 from machine import LAYOUT, NAMESPACE, SharedShelf, Shelf, Slots, payload
+from manual_pool import ManualPool
 from sealing import (
     AES,
     KEY,
@@ -45,7 +46,6 @@ from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.store_tier.policy_state import PolicyState
 from kvtier_core.stack.store_tier.tier import StoreTier
-from kvtier_core.testing.pool import ManualPool
 from kvtier_core.types import FRAME_ALIGNMENT, EnvSecret, Nbytes
 from kvtier_disk.config import DiskConfig
 

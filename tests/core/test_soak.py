@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import attrs
 import pytest
+from faulty_backend import FINE, Fault, FaultyBackend, always, now_and_then
 from sizes import LONG
 
 import kvtier_disk.plugin
@@ -20,8 +21,6 @@ from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError
 from kvtier_core.hookspecs import hookimpl
 from kvtier_core.interfaces import Backend, BackendConfig, OpenContext
-from kvtier_core.testing import Fault, FaultyBackend, always, now_and_then
-from kvtier_core.testing.faults import FINE
 from kvtier_core.testing.samples import PagedBuffer, make_context, make_key, make_layout, make_namespace
 
 pytestmark = pytest.mark.long

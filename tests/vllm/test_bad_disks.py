@@ -9,11 +9,10 @@ import threading
 import pytest
 from conftest import CHUNK, Engine, Outcome, cpu_and_disk, hit, miss, prompt
 from disks import btrfs, ext4
+from faulty_backend import FINE, Fault, FaultyBackend, always, every
 from test_serving import NOISE
 
 from kvtier_core.errors import BackendError
-from kvtier_core.testing import Fault, FaultyBackend, always, every
-from kvtier_core.testing.faults import FINE
 from kvtier_core.testing.samples import make_keys
 from kvtier_disk.config import DiskConfig
 

@@ -14,12 +14,12 @@ import pytest
 import tiny_hybrids
 import tiny_llama
 from conftest import BLOCK, Engine, cpu_and_disk, prompt
+from faulty_backend import Fault, FaultyBackend, now_and_then
 from sizes import LONG, some
 from test_serving import NOISE
 
 from kvtier_core.engine.status import page
 from kvtier_core.errors import BackendError
-from kvtier_core.testing.faults import Fault, FaultyBackend, now_and_then
 from kvtier_core.transfer.host_mover import HostMover
 from kvtier_disk.config import DiskConfig
 
