@@ -16,40 +16,30 @@ from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, SupportsSharin
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.testing import resources
 from kvtier_core.testing.laws.attached import BLOCKS, AttachedEngine, settle
-from kvtier_core.testing.laws.base import Laws
-from kvtier_core.testing.resources import Resources
+from kvtier_core.testing.laws.base import StoreLaws
 from kvtier_core.testing.samples import PagedBuffer, address_of, is_poison, make_context, make_layout, poison, same
 from kvtier_core.types import FRAME_ALIGNMENT
 
 _SLOTS = 6
 _MANY_SLOTS = 300
-_LIVES = 3
 
 
-class ArenaMemoryLaws(Laws):
+class ArenaMemoryLaws(StoreLaws[ArenaConfig]):
     """The laws of `ArenaLaws` that are about slots."""
 
     contract = "kvtier_core.interfaces.arena"
-
-    def config(self, folder: Path) -> ArenaConfig:
-        return super().config(folder)
 
     def paged_buffer(self, layout: ChunkLayout, blocks: int, rng: random.Random, rank: int = 0) -> PagedBuffer:
         """An engine's paged buffer that the mover can reach."""
         return PagedBuffer(layout, blocks, rng, rank)
 
-    @contextlib.contextmanager
     def opened(
         self, folder: Path, layout: ChunkLayout | None = None, slots: int = _SLOTS
-    ) -> Iterator[AllocatorBackend]:
+    ) -> contextlib.closing[AllocatorBackend]:
         """The arena under test with room for so many slots, closed afterwards."""
         layout = layout or self.layout
         ctx = make_context(layout=layout, capacity=slots * layout.frame_nbytes)
-        memory = self.config(folder).open(ctx)
-        try:
-            yield memory
-        finally:
-            memory.close()
+        return contextlib.closing(self.config(folder).open(ctx))
 
     @contextlib.contextmanager
     def engine(
@@ -61,11 +51,8 @@ class ArenaMemoryLaws(Laws):
         with self.opened(folder, layout) as memory:
             pages = self.paged_buffer(layout, BLOCKS, rng)
             pages.fill(rng)
-            mover = self.config(folder).attach(memory.handle, pages.kv_cache())
-            try:
+            with contextlib.closing(self.config(folder).attach(memory.handle, pages.kv_cache())) as mover:
                 yield AttachedEngine(memory, mover, pages, layout.parts[part], rng)
-            finally:
-                mover.close()
 
     # -- slots -------------------------------------------------------------------------------------
 
@@ -79,16 +66,13 @@ class ArenaMemoryLaws(Laws):
         capacity = _SLOTS * usual + usual // 2
         for slot_nbytes in (usual, usual - FRAME_ALIGNMENT):
             ctx = attrs.evolve(make_context(layout=self.layout, capacity=capacity), slot_nbytes=slot_nbytes)
-            memory = self.config(tmp_path).open(ctx)
-            try:
+            with contextlib.closing(self.config(tmp_path).open(ctx)) as memory:
                 assert memory.slots >= 1, f"capacity has room for {_SLOTS} slots; slots is {memory.slots}"
                 assert memory.slot_nbytes == slot_nbytes, (
                     f"a slot has room for one frame, {slot_nbytes} bytes; slot_nbytes is {memory.slot_nbytes}"
                 )
                 taken = memory.slots * memory.slot_nbytes
                 assert taken <= capacity, f"all slots fit into the capacity of {capacity} bytes; they take {taken}"
-            finally:
-                memory.close()
 
     def test_no_room_for_one_slot_is_an_error(self, tmp_path: Path):
         """A capacity without room for one slot is a BackendError, or a ConfigError that says by a path from ``$``, the
@@ -197,46 +181,8 @@ class ArenaMemoryLaws(Laws):
             assert isinstance(memory.handle, str), f"handle is text; it is of type {type(memory.handle).__name__}"
             assert memory.handle.isprintable(), f"handle is plain text; it is {memory.handle!r}"
 
-    def test_facts_are_plain_words(self, tmp_path: Path):
-        """`facts()` maps text to text.
-
-        Otherwise the engine's log could not say what became of the user's settings.
-        """
-        with self.opened(tmp_path) as memory:
-            facts = dict(memory.facts())
-            assert all(isinstance(word, str) for fact in facts.items() for word in fact), (
-                f"facts() maps text to text; it returned {facts}"
-            )
-
-    def test_close_twice(self, tmp_path: Path):
-        """`close` may be called twice.
-
-        Otherwise an engine that ends for another reason would end with a traceback of the plugin's instead.
-        """
-        with self.engine(tmp_path, seed=0) as engine:
-            engine.mover.close()
-            engine.memory.close()
-            engine.memory.close()
-
-    def test_close_gives_everything_back(self, tmp_path: Path):
-        """After `close` there are no more descriptors, threads, child processes, shared memory and files of it than
-        before `open`.
-
-        Otherwise the memory of each engine that has ended would be lost to the node until it is booted.
-        """
-        if not resources.READABLE:
-            pytest.skip("what a process holds is read from /proc, which is not there")
-        files = self._live(tmp_path)  # what is started once and for all is started now
-        before = Resources.now()
-        for _ in range(_LIVES):
-            files |= self._live(tmp_path)
-        left = before.since()
-        assert not left, f"after {_LIVES} times open, attach and close there is more than before: {', '.join(left)}"
-        left = sorted(filter(resources.is_regular, files))
-        assert not left, f"close() leaves files that the arena or its mover wrote: {', '.join(left)}"
-
     def _live(self, folder: Path) -> set[str]:
-        """Open, attach, store, load and close; the files that were written meanwhile and not before."""
+        """Open, attach, store, load and close. Returns the files that were written meanwhile and not before."""
         before = resources.written_files()
         with self.engine(folder, seed=0) as engine:
             slots, pages = engine.choose(holes=False)

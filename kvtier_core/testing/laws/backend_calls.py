@@ -12,7 +12,7 @@ import pytest
 
 from kvtier_core.interfaces import Backend, BackendConfig, OpenContext
 from kvtier_core.testing.laws.backend_frames import damage_of, listed, read, release_view
-from kvtier_core.testing.laws.base import Laws
+from kvtier_core.testing.laws.base import StoreLaws
 from kvtier_core.testing.samples import Poisoned, make_context, make_frame, make_key, make_keys, make_namespace, same
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey
 
@@ -29,15 +29,12 @@ HOSTILE_KEYS = [
 ]
 
 
-class BackendCallLaws(Laws):
+class BackendCallLaws(StoreLaws[BackendConfig]):
     """The laws of `BackendLaws` that are about one call after the other."""
 
     contract = "kvtier_core.interfaces.store_tier"
     persistent: ClassVar[bool] = False  #: are the frames still there after close and open?
     scan_tick: ClassVar[float] = 0.02  #: seconds between two writes whose order `scan` can tell
-
-    def config(self, folder: Path) -> BackendConfig:
-        return super().config(folder)
 
     def spoil(self, folder: Path, key: ChunkKey) -> bool:
         """Make the frame of one key unreadable, as its medium might; False if that cannot be done."""
@@ -48,14 +45,9 @@ class BackendCallLaws(Laws):
         """A read of this key does not return before the context ends; yields False if that cannot be done."""
         yield False
 
-    @contextlib.contextmanager
-    def opened(self, folder: Path, ctx: OpenContext | None = None) -> Iterator[Backend]:
+    def opened(self, folder: Path, ctx: OpenContext | None = None) -> contextlib.closing[Backend]:
         """The backend under test, closed afterwards."""
-        backend = self.config(folder).open(ctx or self.context())
-        try:
-            yield backend
-        finally:
-            backend.close()
+        return contextlib.closing(self.config(folder).open(ctx or self.context()))
 
     def frame(self, key: ChunkKey, seed: int = 0) -> memoryview:
         """A whole frame of this suite's layout."""

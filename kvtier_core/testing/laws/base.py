@@ -11,18 +11,25 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import pytest
 
 from kvtier_core.layouts import ChunkLayout
+from kvtier_core.testing import resources
+from kvtier_core.testing.resources import Resources
 from kvtier_core.testing.samples import make_layout
 
 #: An installed plugin must not cost every process of the engine the import of one of these.
 HEAVY = ("torch", "numpy", "vllm", "boto3", "redis", "mooncake")
+
+_LIVES = 3
+
+#: The type of the config under test.
+Config = TypeVar("Config")
 
 _IMPORT = """
 import importlib, json, os, sys
@@ -33,7 +40,12 @@ print(json.dumps([heavy, len(os.listdir("/proc/self/task")) if os.path.isdir("/p
 """
 
 
-class Laws:
+def laws_of(suite: type[Laws]) -> list[str]:
+    """The names of a suite's laws."""
+    return [name for name in dir(suite) if name.startswith("test_")]
+
+
+class Laws(Generic[Config]):
     """The base of all suites. A subclass says what is under test; it cannot change a law.
 
     A law that cannot hold for a plugin is excused by name and reason in `excused`, and pytest then reports it as
@@ -45,7 +57,7 @@ class Laws:
     contract: ClassVar[str] = "kvtier_core.interfaces"  #: the module that says what is promised
     layout: ClassVar[ChunkLayout] = make_layout()  #: of the chunks that the laws use; 9 pages of 4 KiB or more a frame
 
-    def config(self, folder: Path) -> Any:
+    def config(self, folder: Path) -> Config:
         """The config under test. The same folder means the same store, another folder another one; the folder is there.
 
         It is called several times for one law, and some laws send its result to another process by pickle, so it must
@@ -91,9 +103,53 @@ class Laws:
         assert threads == 1, f"importing {names} starts {threads - 1} threads; start them in `open`"
 
 
-def laws_of(suite: type[Laws]) -> list[str]:
-    """The names of a suite's laws."""
-    return [name for name in dir(suite) if name.startswith("test_")]
+class StoreLaws(Laws[Config]):
+    """The laws that arenas and backends have in common. A suite has `opened`, and `_live`."""
+
+    def opened(self, folder: Path) -> contextlib.AbstractContextManager[Any]:
+        """The store under test, closed afterwards."""
+        raise NotImplementedError
+
+    def _live(self, folder: Path) -> set[str]:
+        """Open the store, use it and close it. Returns the files that must be gone then."""
+        raise NotImplementedError
+
+    def test_facts_are_plain_words(self, tmp_path: Path):
+        """`facts()` maps text to text.
+
+        Otherwise the engine's log could not say what became of the user's settings.
+        """
+        with self.opened(tmp_path) as store:
+            facts = dict(store.facts())
+            assert all(isinstance(word, str) for fact in facts.items() for word in fact), (
+                f"facts() maps text to text; it returned {facts}"
+            )
+
+    def test_close_twice(self, tmp_path: Path):
+        """`close` may be called twice.
+
+        Otherwise an engine that ends for another reason would end with a traceback of the plugin's instead.
+        """
+        with self.opened(tmp_path) as store:
+            store.close()
+
+    def test_close_gives_everything_back(self, tmp_path: Path):
+        """`close` releases all that the store took: descriptors, threads, child processes, shared memory, and the files
+        of an arena.
+
+        Otherwise a process that opens stores again and again, as servers and tests do, would run out of descriptors,
+        and the memory of an engine that has ended would be lost to the node until it is booted.
+        """
+        if not resources.READABLE:
+            pytest.skip("what a process holds is read from /proc, which is not there")
+        files = self._live(tmp_path)  # what is started once and for all is started now
+        before = Resources.now()
+        for _ in range(_LIVES):
+            files |= self._live(tmp_path)
+        left = before.since()
+        assert not left, f"after {_LIVES} times open, use and close there is more than before: {', '.join(left)}"
+        left = sorted(filter(resources.is_regular, files))
+        assert not left, f"close() leaves files that were written: {', '.join(left)}"
 
 
 def explanation(suite: type[Laws], law: str) -> str:
@@ -111,23 +167,13 @@ def in_new_process(function: Callable[..., Any], *args: Any, hash_seed: int | No
 
     ``hash_seed`` decides there, as PYTHONHASHSEED, in which order sets are iterated and what `hash` returns for bytes.
     """
-    seed = {} if hash_seed is None else {"PYTHONHASHSEED": str(hash_seed)}
-    with _environment(seed), ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool,
+    ):
+        if hash_seed is not None:
+            patch.setenv("PYTHONHASHSEED", str(hash_seed))
         return pool.submit(function, *args).result()
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _light_modules(config_type: type) -> list[str]:

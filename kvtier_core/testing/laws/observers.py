@@ -42,14 +42,11 @@ class _Newer(enum.Enum):
     KIND = "a kind of a later release"
 
 
-class ObserverLaws(Laws):
+class ObserverLaws(Laws[ObserverConfig]):
     """Subclass, and implement `config`; also `told`, if what was observed can be found anywhere."""
 
     contract: ClassVar[str] = "kvtier_core.interfaces.observer"
     ordered: ClassVar[bool] = True  #: does `told` return each event? False: one entry a kind and tier, with the sum
-
-    def config(self, folder: Path) -> ObserverConfig:
-        return super().config(folder)
 
     def told(self, folder: Path, observer: Observer) -> Iterable[Told]:
         """The events that the observer has passed on so far: all ever observed in this folder, if it keeps them."""

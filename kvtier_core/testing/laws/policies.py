@@ -47,13 +47,10 @@ _EXAMPLES = settings(max_examples=150, deadline=None, database=None)
 _SOME, _MORE, _FACTOR, _FREE = 64, 256, 8, 200
 
 
-class PolicyLaws(Laws):
+class PolicyLaws(Laws[EvictionConfig]):
     """Subclass, and implement `config`."""
 
     contract = "kvtier_core.interfaces.eviction"
-
-    def config(self, folder: Path) -> EvictionConfig:
-        return super().config(folder)
 
     def test_victims_are_the_held_keys_each_once(self, tmp_path: Path):
         """`victims` names each held key once, and nothing else.

@@ -45,7 +45,7 @@ _HARD_PATTERNS = (
 )
 
 
-class SerializerLaws(Laws):
+class SerializerLaws(Laws[SerializerConfig]):
     """Subclass, and implement `config`. Where these apply, also implement:
 
     - `others`, if the config has fields;
@@ -54,9 +54,6 @@ class SerializerLaws(Laws):
     """
 
     contract = "kvtier_core.interfaces.serializer"
-
-    def config(self, folder: Path) -> SerializerConfig:
-        return super().config(folder)
 
     def others(self, folder: Path) -> Sequence[SerializerConfig]:
         """Configs of the same type with other options: at least one for each field."""

@@ -19,7 +19,7 @@ _TOKEN_BITS = 31  # a token id is a whole number from 0 to 2^31 - 1
 _LONG = bytes(range(100))  # of a salt, and of an item that a chunk depends on
 
 
-class TokenDatabaseLaws(Laws):
+class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
     """Subclass, and implement `config`.
 
     Two chunks may have one key only if the engine would compute the same KV for both. So whatever the KV depends on
@@ -28,9 +28,6 @@ class TokenDatabaseLaws(Laws):
 
     contract = "kvtier_core.interfaces.token_database"
     chunk_tokens: ClassVar[int] = 16
-
-    def config(self, folder: Path) -> TokenDatabaseConfig:
-        return super().config(folder)
 
     def open(self, folder: Path, model: str = "tiny", chunk_tokens: int | None = None) -> TokenDatabase:
         """The database under test, for the namespace of a model."""
