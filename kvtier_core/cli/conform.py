@@ -52,11 +52,10 @@ def run(options: argparse.Namespace, output: Output) -> int:
     """Try, and print the report. Raises ConfigError, and BackendError if the tier cannot be tried."""
     if importlib.util.find_spec("pytest") is None:
         raise BackendError("the laws are tests; pip install 'kvtier[testing]'")
-    from kvtier_core.testing.live import find_tier
-    from kvtier_core.testing.throughput import measure
+    from kvtier_core.testing.live import find_tier, throughput
 
     tier = find_tier(options.config, options.tier)
-    speed = attrs.asdict(measure(tier)) if isinstance(tier, StoreTierConfig) else {}
+    speed = throughput(tier) if isinstance(tier, StoreTierConfig) else {}
     try:
         with tempfile.TemporaryDirectory(prefix="kvtier-conform-") as folder:
             laws = _try(options, Path(folder))

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Collection, Iterator, Mapping
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,8 +30,9 @@ from kvtier_core.testing.laws.backends import BackendLaws
 from kvtier_core.testing.laws.base import Laws, laws_of
 from kvtier_core.testing.laws.serializers import SerializerLaws
 from kvtier_core.testing.laws.shared_backends import SharedBackendLaws
-from kvtier_core.testing.samples import make_context, make_frame, make_key, make_keys
-from kvtier_core.types import Namespace, Nbytes
+from kvtier_core.testing.laws.shared_processes import write
+from kvtier_core.testing.samples import make_context, make_frame, make_key, make_keys, make_layout
+from kvtier_core.types import ChunkKey, Namespace, Nbytes
 
 #: Of a store that belongs to one engine: so much that it never makes room by deleting what others left there.
 _ENDLESS = Nbytes(1 << 60)
@@ -45,6 +49,8 @@ _OF_CLOSENESS = (
     "test_one_instance_serves_several_threads",
     "test_views_begin_anywhere_and_hold_anything",
 )
+#: How fast a store is: frames as long as those of `chunk_tokens: auto`, and rounds of which the median counts.
+_FRAME_NBYTES, _FRAMES, _ROUNDS = 1 << 20, 32, 3
 #: Every key that a law writes.
 _KEYS = [*make_keys(512), *HOSTILE_KEYS, *(make_key(1000 * seed + i) for seed in range(1, 9) for i in range(12))]
 
@@ -66,15 +72,16 @@ def suites_of(tier: ArenaTierConfig | StoreTierConfig, excused: Mapping[str, str
     Raises KvtierError if one cannot be opened, TypeError for an excuse that is none.
     """
     if isinstance(tier, ArenaTierConfig):
-        return [type("TestTier", (_LiveArena, ArenaLaws), {"tier": tier, "excused": excused})]
+        # An arena is memory of its own for each engine: nothing of anybody's can be touched.
+        return [type("TestTier", (ArenaLaws,), {"config": lambda *_: tier.config, "excused": excused})]
     suite = SharedBackendLaws if tier.config.shared else BackendLaws
     of_codec = {law: excused[law] for law in laws_of(SerializerLaws) if law in excused}
     of_store = {law: why for law, why in excused.items() if law in laws_of(suite) or law not in of_codec}
     kept = {"tier": tier, "persistent": survives(tier), "excused": {**_TOO_MUCH, **of_store}}
     suites = [type("TestTier", (_LiveStore, suite), kept)]
     if tier.serializer.open(make_context()) is not None:
-        of_codec = _unknown(tier.serializer) | of_codec
-        suites.append(type("TestSerializer", (_LiveSerializer, SerializerLaws), {"tier": tier, "excused": of_codec}))
+        its = {"config": lambda *_: tier.serializer, "excused": _unknown(tier.serializer) | of_codec}
+        suites.append(type("TestSerializer", (SerializerLaws,), its))
     return suites
 
 
@@ -92,17 +99,43 @@ def survives(tier: StoreTierConfig) -> bool:
     """Is a frame still there after close and open? Raises BackendError or ConfigError if the store does not serve."""
     key = make_key(0)
     with own_namespace(tier) as (config, ctx):
-        for call in ("write", "contains"):
-            backend = config.open(ctx)
-            try:
-                if call == "contains":
-                    return bool(backend.contains([key])[0])
-                (error,) = backend.write([key], [make_frame(key)]) or [None]
-                if error is not None:
-                    raise error
-            finally:
-                backend.close()
-    raise AssertionError("contains is asked last")
+        with contextlib.closing(config.open(ctx)) as backend:
+            (error,) = write(backend, [key], [make_frame(key)])
+            if error is not None:
+                raise error
+        with contextlib.closing(config.open(ctx)) as backend:
+            return bool(backend.contains([key])[0])
+
+
+def throughput(tier: StoreTierConfig) -> dict[str, float]:
+    """GB/s of ``write`` and ``read``, and milliseconds of ``contains`` for an absent key. Raises BackendError.
+
+    Medians of a few rounds, with the tier's number of threads. Each frame is read just after it was written, so the
+    store may still have it in memory.
+    """
+    keys = make_keys(_FRAMES)
+    frames = [make_frame(key, _FRAME_NBYTES) for key in keys]
+    into = [memoryview(bytearray(_FRAME_NBYTES)) for _ in keys]
+
+    def rate(call: Callable[[Sequence[ChunkKey], Sequence[memoryview]], object], views: list[memoryview]) -> float:
+        begin = time.perf_counter()
+        for done in [threads.submit(call, [key], [view]) for key, view in zip(keys, views, strict=True)]:
+            done.result()
+        return _FRAMES * _FRAME_NBYTES / (time.perf_counter() - begin) / 1e9
+
+    def milliseconds() -> float:
+        begin = time.perf_counter()
+        backend.contains([ChunkKey(bytes(32))])
+        return (time.perf_counter() - begin) * 1e3
+
+    layout = make_layout([_FRAME_NBYTES // 4 - 1024], blocks=4)
+    with (
+        own_namespace(tier) as (config, ctx),
+        ThreadPoolExecutor(tier.threads) as threads,
+        contextlib.closing(config.open(attrs.evolve(ctx, layout=layout))) as backend,
+    ):
+        rounds = [(rate(backend.write, frames), rate(backend.read, into), milliseconds()) for _ in range(_ROUNDS)]
+    return dict(zip(("write", "read", "contains"), map(statistics.median, zip(*rounds, strict=True)), strict=True))
 
 
 @contextlib.contextmanager
@@ -125,14 +158,11 @@ def empty(config: BackendConfig, contexts: Collection[OpenContext]) -> None:
                     with contextlib.suppress(Gone):
                         each.remove()
     for ctx in contexts:
-        backend = config.open(ctx)
-        try:
+        with contextlib.closing(config.open(ctx)) as backend:
             there = zip(_KEYS, backend.contains(_KEYS), strict=True)
             backend.delete([key for key, is_there in there if is_there])
             if isinstance(backend, SupportsNamespaces):
                 backend.drop_namespace()
-        finally:
-            backend.close()
 
 
 def _own(tier: StoreTierConfig, config: BackendConfig, ctx: OpenContext, run: str) -> OpenContext:
@@ -143,24 +173,6 @@ def _own(tier: StoreTierConfig, config: BackendConfig, ctx: OpenContext, run: st
         capacity=Nbytes(0) if tier.config.shared else capacity,
         timeout=tier.timeout,
     )
-
-
-class _LiveArena:
-    """An arena is memory of its own for each engine: nothing of anybody's can be touched."""
-
-    tier: ClassVar[ArenaTierConfig]
-
-    def config(self, folder: Path):
-        return self.tier.config
-
-
-class _LiveSerializer:
-    """A codec touches no store."""
-
-    tier: ClassVar[StoreTierConfig]
-
-    def config(self, folder: Path):
-        return self.tier.serializer
 
 
 class _LiveStore:

@@ -24,37 +24,30 @@ _SECTOR = 512  # in which `st_blocks` counts
 
 @attrs.frozen
 class Resources:
-    """The resources of a process at one moment: the identity of each, and its description."""
+    """The resources of a process at one moment."""
 
-    descriptors: dict[int, str]
-    threads: dict[int, str]
-    children: dict[int, str]
-    mappings: dict[tuple, str]
+    held: dict[tuple[str, object], str]  #: by kind and identity: the description
 
     @classmethod
     def now(cls) -> Resources:
         """Look at this process."""
         gc.collect()  # garbage that is not yet collected does not count
-        return cls(dict(_descriptors()), dict(_threads()), dict(_children()), dict(_shared_mappings()))
+        looked_at = {
+            "descriptor of": _descriptors(),
+            "thread": _threads(),
+            "child process": _children(),
+            "shared memory of": _shared_mappings(),
+        }
+        return cls({(kind, each): told for kind, found in looked_at.items() for each, told in found})
 
     def since(self) -> list[str]:
         """Descriptions of the resources that were not there then; waits a moment for those that are about to end."""
         deadline = time.monotonic() + PATIENCE
-        while (left := self._more_than(Resources.now())) and time.monotonic() < deadline:
+        while True:
+            left = [f"{each[0]} {told}" for each, told in Resources.now().held.items() if each not in self.held]
+            if not left or time.monotonic() >= deadline:
+                return left
             time.sleep(0.05)
-        return left
-
-    def _more_than(self, now: Resources) -> list[str]:
-        return [
-            f"{kind} {held[each]}"
-            for kind, held, before in (
-                ("descriptor of", now.descriptors, self.descriptors),
-                ("thread", now.threads, self.threads),
-                ("child process", now.children, self.children),
-                ("shared memory of", now.mappings, self.mappings),
-            )
-            for each in held.keys() - before.keys()
-        ]
 
 
 def written_files() -> set[str]:
