@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import attrs
 import pytest
 
 from kvtier_core.errors import BackendError
-from kvtier_core.interfaces import NO_BLOCK, JobResult, PagedKVCache
+from kvtier_core.interfaces import NO_BLOCK, JobResult, PagedKVCache, PageList
 from kvtier_core.layouts import ChunkLayout, KVKind
 from kvtier_core.testing.laws.arena_memory import ArenaMemoryLaws
 from kvtier_core.testing.laws.attached import BLOCKS, AttachedEngine, reports_of, settle, shard_of
@@ -52,20 +52,7 @@ class ArenaLaws(ArenaMemoryLaws):
         no checksum finds it; kvtier's self-test at the start does, and then stores and loads nothing.
         """
         with self.engine(tmp_path, seed) as engine:
-            slots, pages = engine.choose()
-            for slot in range(engine.memory.slots):
-                poison(engine.memory.view(slot))
-            before = engine.pages.everything()
-            engine.mover.store(1, pages, slots)
-            _must_succeed(engine, 1)
-            assert same(engine.pages.everything(), before), "a store changed the pages"
-            for slot, chunk in zip(slots, pages, strict=True):
-                assert same(engine.memory.view(slot), engine.expected_slot(chunk)), (
-                    f"after a store of blocks {chunk} slot {slot} holds other bytes than their pages, group by group "
-                    "and layer after layer from the rank's shard offset on, with unwanted places as they were"
-                )
-            others = [slot for slot in engine.others(slots) if not is_poison(engine.memory.view(slot))]
-            assert not others, f"a store into slots {slots} changed slots {others}"
+            _must_gather(engine, *engine.choose())
 
     @pytest.mark.parametrize("seed", _SEEDS)
     def test_sums_are_of_what_was_stored(self, tmp_path: Path, seed: int):
@@ -93,18 +80,7 @@ class ArenaLaws(ArenaMemoryLaws):
         overwritten: wrong answers, which nothing above a mover can find.
         """
         with self.engine(tmp_path, seed) as engine:
-            slots, pages = engine.choose()
-            for slot in slots:
-                engine.memory.view(slot)[:] = engine.rng.randbytes(engine.memory.slot_nbytes)
-            held = [bytes(engine.memory.view(slot)) for slot in slots]
-            expected = engine.expected_pages(slots, pages)
-            engine.mover.load(1, slots, pages)
-            _must_succeed(engine, 1)
-            assert same([bytes(engine.memory.view(slot)) for slot in slots], held), "a load changed a slot"
-            assert same(engine.pages.everything(), expected), (
-                f"after a load of slots {slots} into blocks {[list(blocks) for blocks in pages]} a wanted page has "
-                "other bytes than its place in the shard, or something beside the wanted pages changed"
-            )
+            _must_scatter(engine, *engine.choose())
 
     def test_what_is_stored_is_loaded(self, tmp_path: Path):
         """One mover loads into other pages the slots that another one stored.
@@ -117,11 +93,10 @@ class ArenaLaws(ArenaMemoryLaws):
             engine.mover.store(1, [chunk], [0])
             settle(engine.mover, [1])
             other = self.paged_buffer(self.layout, BLOCKS, engine.rng)
-            mover = self.config(tmp_path).attach(engine.memory.handle, other.kv_cache())
             elsewhere = engine.draw()
-            mover.load(1, [0], [elsewhere])
-            assert settle(mover, [1]) == {1: True}, "a load through a second mover failed"
-            mover.close()
+            with contextlib.closing(self.config(tmp_path).attach(engine.memory.handle, other.kv_cache())) as mover:
+                mover.load(1, [0], [elsewhere])
+                assert settle(mover, [1]) == {1: True}, "a load through a second mover failed"
             for layer in engine.part.shard_of(0).layers:
                 for source, target in zip(chunk[layer.group], elsewhere[layer.group], strict=True):
                     assert same(other.page(layer.layer, target), engine.pages.page(layer.layer, source)), (
@@ -153,20 +128,8 @@ class ArenaLaws(ArenaMemoryLaws):
     def _comes_back(self, tmp_path: Path, layout: ChunkLayout, part: int) -> None:
         with self.engine(tmp_path, 5, layout, part) as engine:
             slots, pages = engine.choose()
-            for slot in slots:
-                poison(engine.memory.view(slot))
-            engine.mover.store(1, pages, slots)
-            _must_succeed(engine, 1)
-            for slot, chunk in zip(slots, pages, strict=True):
-                assert same(engine.memory.view(slot), engine.expected_slot(chunk)), (
-                    f"slot {slot} does not hold the pages of each group where the layout has them"
-                )
-            for slot in slots:
-                engine.memory.view(slot)[:] = engine.rng.randbytes(engine.memory.slot_nbytes)
-            expected = engine.expected_pages(slots, pages)
-            engine.mover.load(2, slots, pages)
-            _must_succeed(engine, 2)
-            assert same(engine.pages.everything(), expected), "a load did not fill the pages of each group"
+            _must_gather(engine, slots, pages)
+            _must_scatter(engine, slots, pages)
 
     def test_ranks_do_not_meet(self, tmp_path: Path):
         """Each rank stores to its own shard of a slot and loads from it, and touches no other.
@@ -203,19 +166,17 @@ class ArenaLaws(ArenaMemoryLaws):
                     continue
                 pages = self.paged_buffer(layout, BLOCKS, rng, rank)
                 pages.fill(rng)
-                mover = self.config(tmp_path).attach(memory.handle, pages.kv_cache())
-                mover.store(1, [chunk], [0])
-                assert settle(mover, [1]) == {1: True}, f"the store of rank {rank} failed"
-                mover.close()
+                with contextlib.closing(self.config(tmp_path).attach(memory.handle, pages.kv_cache())) as mover:
+                    mover.store(1, [chunk], [0])
+                    assert settle(mover, [1]) == {1: True}, f"the store of rank {rank} failed"
                 shard = part.shard_of(rank)
                 expected[shard.offset : shard.offset + shard.nbytes] = shard_of(pages, shard, chunk)
                 assert same(memory.view(0), expected), f"rank {rank} did not write its own shard and nothing else"
             for rank in range(layout.ranks):
                 pages = self.paged_buffer(layout, BLOCKS, rng, rank)
-                mover = self.config(tmp_path).attach(memory.handle, pages.kv_cache())
-                mover.load(1, [0], [chunk])
-                assert settle(mover, [1]) == {1: True}, f"the load of rank {rank} failed"
-                mover.close()
+                with contextlib.closing(self.config(tmp_path).attach(memory.handle, pages.kv_cache())) as mover:
+                    mover.load(1, [0], [chunk])
+                    assert settle(mover, [1]) == {1: True}, f"the load of rank {rank} failed"
                 shard = part.shard_of(rank)
                 held = expected[shard.offset : shard.offset + shard.nbytes]
                 assert same(shard_of(pages, shard, chunk), held), f"rank {rank} did not read its own shard"
@@ -353,6 +314,38 @@ class ArenaLaws(ArenaMemoryLaws):
             raise AssertionError(f"attach() to {what} raises BackendError; it raised {why}") from error
         mover.close()
         raise AssertionError(f"attach() to {what} raises BackendError; it returned a mover")
+
+
+def _must_gather(engine: AttachedEngine, slots: Sequence[int], pages: PageList) -> None:
+    """A store fills these slots with these pages, and changes nothing else."""
+    for slot in range(engine.memory.slots):
+        poison(engine.memory.view(slot))
+    before = engine.pages.everything()
+    engine.mover.store(1, pages, slots)
+    _must_succeed(engine, 1)
+    assert same(engine.pages.everything(), before), "a store changed the pages"
+    for slot, chunk in zip(slots, pages, strict=True):
+        assert same(engine.memory.view(slot), engine.expected_slot(chunk)), (
+            f"after a store of blocks {chunk} slot {slot} holds other bytes than their pages, group by group "
+            "and layer after layer from the rank's shard offset on, with unwanted places as they were"
+        )
+    others = [slot for slot in engine.others(slots) if not is_poison(engine.memory.view(slot))]
+    assert not others, f"a store into slots {slots} changed slots {others}"
+
+
+def _must_scatter(engine: AttachedEngine, slots: Sequence[int], pages: PageList) -> None:
+    """A load of these slots fills these pages, and changes nothing else."""
+    for slot in slots:
+        engine.memory.view(slot)[:] = engine.rng.randbytes(engine.memory.slot_nbytes)
+    held = [bytes(engine.memory.view(slot)) for slot in slots]
+    expected = engine.expected_pages(slots, pages)
+    engine.mover.load(2, slots, pages)
+    _must_succeed(engine, 2)
+    assert same([bytes(engine.memory.view(slot)) for slot in slots], held), "a load changed a slot"
+    assert same(engine.pages.everything(), expected), (
+        f"after a load of slots {slots} into blocks {[list(blocks) for blocks in pages]} a wanted page has "
+        "other bytes than its place in the shard, or something beside the wanted pages changed"
+    )
 
 
 def _must_succeed(engine: AttachedEngine, job: int) -> None:

@@ -69,7 +69,7 @@ class ObserverLaws(Laws[ObserverConfig]):
         events = some_events(200)
         with self.opened(tmp_path) as observer:
             for batch in _batches(events):
-                _aside(lambda batch=batch: observer.observe(batch))
+                _observe(observer, batch)
             self._must_have_told(self.told(tmp_path, observer), events)
 
     def test_any_event_is_taken(self, tmp_path: Path):
@@ -89,7 +89,7 @@ class ObserverLaws(Laws[ObserverConfig]):
         with self.opened(tmp_path) as observer:
             for event in hard:
                 try:
-                    _aside(lambda event=event: observer.observe((event,)))
+                    _observe(observer, (event,))
                 except Exception as error:
                     error.add_note(f"while it observed {event.kind}")
                     raise
@@ -99,10 +99,10 @@ class ObserverLaws(Laws[ObserverConfig]):
 
         Otherwise another observer would be told of what never happened.
         """
-        events = tuple(some_events(50))
+        events = some_events(50)
         before = copy.deepcopy(events)
         with self.opened(tmp_path) as observer:
-            _aside(lambda: observer.observe(events))
+            _observe(observer, events)
         assert events == before, "an observer changed an event, which others are told too"
 
     def test_what_was_observed_is_not_kept(self, tmp_path: Path):
@@ -113,9 +113,9 @@ class ObserverLaws(Laws[ObserverConfig]):
         with self.opened(tmp_path) as observer:
             alive = []
             for _ in range(_MANY // 100):
-                events = tuple(some_events(100))
+                events = some_events(100)
                 alive += map(weakref.ref, events)
-                _aside(lambda events=events: observer.observe(events))
+                _observe(observer, events)
                 del events
             gc.collect()
             kept = sum(ref() is not None for ref in alive)
@@ -134,7 +134,7 @@ class ObserverLaws(Laws[ObserverConfig]):
         for count in (0, 100):
             with self.opened(tmp_path) as observer:
                 if count:
-                    _aside(lambda: observer.observe(tuple(some_events(100))))
+                    _observe(observer, some_events(count))
         left = before.since()
         assert not left, f"after close it still holds {', '.join(left)}"
 
@@ -146,9 +146,9 @@ class ObserverLaws(Laws[ObserverConfig]):
         contexts = [attrs.evolve(make_context(), replica=number, replicas=2) for number in (0, 1)]
         with self.opened(tmp_path, contexts[0]) as first, self.opened(tmp_path, contexts[1]) as second:
             for observer in (first, second, first):
-                _aside(lambda observer=observer: observer.observe(tuple(some_events(10))))
+                _observe(observer, some_events(10))
         with self.opened(tmp_path, contexts[1]) as again:
-            _aside(lambda: again.observe(tuple(some_events(10))))
+            _observe(again, some_events(10))
 
     def test_two_engines_may_be_in_one_process(self, tmp_path: Path):
         """Two observers of different configurations live in one process.
@@ -160,7 +160,7 @@ class ObserverLaws(Laws[ObserverConfig]):
         another.mkdir()
         with self.opened(one) as first, self.opened(another) as second:
             for observer in (first, second):
-                _aside(lambda observer=observer: observer.observe(tuple(some_events(10))))
+                _observe(observer, some_events(10))
 
     def test_an_observer_opens_again_after_a_kill(self, tmp_path: Path):
         """An engine that was killed has closed nothing, and may have been writing: the next one opens all the same.
@@ -179,7 +179,7 @@ class ObserverLaws(Laws[ObserverConfig]):
             child.join()
             assert child.exitcode == -signal.SIGKILL, "a process of its own cannot observe"
         with self.opened(tmp_path) as observer:
-            _aside(lambda: observer.observe(tuple(some_events(10))))
+            _observe(observer, some_events(10))
 
     def test_an_observer_opens_in_any_process(self, tmp_path: Path):
         """A configuration can be sent to another process and opened there.
@@ -203,11 +203,11 @@ class ObserverLaws(Laws[ObserverConfig]):
         assert counted == sums, f"what happened is {dict(sums)}, and told was {counted}"
 
 
-def some_events(count: int) -> list[Event]:
+def some_events(count: int) -> tuple[Event, ...]:
     """Events of chunks as a stack reports them, the same at every run."""
     rng, keys = random.Random(0), make_keys(20)
     kinds = [EventKind.STORED, EventKind.PROMOTED, EventKind.WRITTEN, EventKind.READ, EventKind.MISSING]
-    return [
+    return tuple(
         Event(
             rng.choice(kinds),
             rng.choice(("cpu", "disk")),
@@ -216,14 +216,14 @@ def some_events(count: int) -> list[Event]:
             seconds=rng.random(),
         )
         for _ in range(count)
-    ]
+    )
 
 
 def observe_once(config: ObserverConfig) -> int:
     """Open, observe some events, close; returns how many."""
     events = some_events(10)
     observer = config.open(make_context())
-    observer.observe(tuple(events))
+    observer.observe(events)
     observer.close()
     return len(events)
 
@@ -231,23 +231,27 @@ def observe_once(config: ObserverConfig) -> int:
 def observe_until_killed(config: ObserverConfig, pipe: Connection) -> None:
     """In a process of its own: says that it has begun, and never stops observing."""
     observer = config.open(make_context())
-    events = tuple(some_events(100))
+    events = some_events(100)
     observer.observe(events)
     pipe.send("observing")
     while True:
         observer.observe(events)
 
 
-def _batches(events: Sequence[Event]) -> Iterator[tuple[Event, ...]]:
-    """One after the other, of one event and of many."""
+def _batches(events: Sequence[Event]) -> Iterator[Sequence[Event]]:
+    """Events in their order, in batches of 1 to 17."""
     at, size = 0, 1
     while at < len(events):
-        yield tuple(events[at : at + size])
+        yield events[at : at + size]
         at, size = at + size, size % 17 + 1
 
 
+def _observe(observer: Observer, events: Sequence[Event]) -> None:
+    _aside(lambda: observer.observe(events))
+
+
 def _aside(call: Callable[[], None]) -> None:
-    """Call it on another thread, as it is in an engine."""
+    """Make the call on another thread, as an engine does."""
     outcome = run_within(call, _PATIENCE)
     assert outcome is not None, f"a call has taken {_PATIENCE:.0f} s"
     if outcome.error is not None:
