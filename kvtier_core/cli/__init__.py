@@ -1,55 +1,24 @@
-"""The command `kvtier`."""
+"""The command `kvtier`.
+
+Each of its commands is a module of that name: `add_to` adds it to the parser, `run` carries it out and returns the exit
+code.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 
-from kvtier_core.cli import (
-    bench,
-    check,
-    clear,
-    completion,
-    conform,
-    doctor,
-    explain,
-    fsck,
-    identity,
-    new,
-    plan,
-    plugins,
-    quality,
-    schema,
-    serve,
-    simulate,
-    status,
-    top,
-)
 from kvtier_core.cli.output import FINE, PROBLEMS, USAGE, Output
 from kvtier_core.errors import BackendError, ConfigError
 
 _COMMANDS = (
-    bench,
-    check,
-    clear,
-    completion,
-    conform,
-    doctor,
-    explain,
-    fsck,
-    identity,
-    new,
-    plan,
-    plugins,
-    quality,
-    schema,
-    serve,
-    simulate,
-    status,
-    top,
+    "bench check clear completion conform doctor explain fsck identity new plan plugins quality schema serve simulate "
+    "status top"
 )
 
 
@@ -61,8 +30,8 @@ def parser() -> argparse.ArgumentParser:
         epilog=f"Exit codes: {FINE} all is well, {PROBLEMS} problems were found, {USAGE} it cannot be done as asked.",
     )
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
-    for command in _COMMANDS:
-        command.add_to(commands)
+    for command in _COMMANDS.split():
+        importlib.import_module(f"{__name__}.{command}").add_to(commands)
     for each in commands.choices.values():
         each.add_argument("--json", action="store_true", help="print one JSON value, for programs")
     return whole

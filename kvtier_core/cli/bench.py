@@ -25,7 +25,6 @@ from kvtier_core.storekit.files import read_files, ring_works, write_files
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "bench",
         help="measure the store tiers against memcpy and raw files of the same bytes",

@@ -19,7 +19,6 @@ _DIGEST = re.compile(r"[0-9a-f]{2,64}")
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "clear",
         help="remove the frames in the store tiers of a file",

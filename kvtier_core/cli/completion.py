@@ -26,7 +26,6 @@ complete -o default -F _kvtier kvtier
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "completion",
         help="print a script that completes this command line in a shell",

@@ -33,7 +33,6 @@ class Law:
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "conform",
         help="try whether a tier keeps the laws of its interface, where it is",

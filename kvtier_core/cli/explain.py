@@ -19,7 +19,6 @@ _LAST = 10
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "explain",
         help="say why requests of a running engine hit or missed",

@@ -45,7 +45,6 @@ _HARMLESS = {Finding.WHOLE, Finding.INCOMPATIBLE, Finding.POLICY}
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "fsck",
         help="read all frames of a tier, and report the damaged ones",

@@ -14,7 +14,6 @@ from kvtier_core.types import Namespace
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "identity",
         help="show the facts that decide whether two engines may share KV, as far as they are known before one runs",

@@ -44,7 +44,6 @@ def kinds() -> list[str]:
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser("new", help="begin a plugin of your own, installed and tested at once")
     parser.add_argument("name", help="the name in YAML, in small letters: my-tier")
     parser.add_argument("--kind", required=True, choices=kinds())

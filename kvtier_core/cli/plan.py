@@ -25,7 +25,6 @@ _WRITTEN = ("type: cpu", "type: disk, path: /var/lib/kvtier")
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
-    """Add the command and its options."""
     parser = commands.add_parser("plan", help="find the capacities and policies that suit a trace and a budget")
     studies.add_to(parser)
     parser.add_argument("--ram", required=True, help="at most so much memory, 64GiB for instance")

@@ -19,7 +19,6 @@ _MEANINGS = {_USABLE: "good", _SHADOWED: "warning", _BROKEN: "bad"}
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "plugins",
         help="list the installed plugins, and which are broken and why",

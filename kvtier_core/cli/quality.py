@@ -38,7 +38,6 @@ _THRESHOLDS = {
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "quality",
         help="measure how far a model's answers differ behind a lossy codec",

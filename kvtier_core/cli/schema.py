@@ -11,7 +11,6 @@ from kvtier_core.config.schema import schema_of
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the parser."""
     commands.add_parser(
         "schema",
         help="print a JSON Schema of the configuration file, for editors",

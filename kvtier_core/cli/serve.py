@@ -31,7 +31,6 @@ _CLOSING = 30.0
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "serve",
         help="serve the tiers of a file to all engines of this node",

@@ -21,7 +21,6 @@ _TENANTS = 8
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "status",
         help="show the tiers of running engines",

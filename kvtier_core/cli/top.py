@@ -24,7 +24,6 @@ _SPEEDS = {"in GB/s": (sum, ("stored", "promoted", "written")), "out GB/s": (max
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser("top", help="watch the tiers of running engines; --json: a line each time")
     engines.add_to(parser)
     parser.add_argument("--every", type=float, default=1.0, help="seconds between two looks; default: 1")
