@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import attrs
 
-from kvtier_core.cli.model_size import token_nbytes
 from kvtier_core.cli.output import Output
 from kvtier_core.config.compose import OpenedTier, open_tiers
 from kvtier_core.config.load import load_config
@@ -26,6 +27,8 @@ from kvtier_core.types import Namespace, Nbytes
 _TOKEN = Nbytes(128 << 10)
 #: Tokens of a block where no engine says it.
 _BLOCK_TOKENS = 16
+#: Bytes of a number, by its type in a model's config.json.
+_DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def store_tier(file: str, name: str) -> StoreTierConfig:
@@ -47,9 +50,42 @@ def walk(tier: StoreTierConfig) -> contextlib.AbstractContextManager[Iterator[St
 def kv_of_token(model: Path | None, output: Output) -> Nbytes:
     """KV of a token of the model in this folder; without one it is assumed, which is said. Raises BackendError."""
     if model is not None:
-        return token_nbytes(model)
+        return _token_nbytes(model)
     output.warn(f"assumed: a token has {_TOKEN} of KV, as in Llama 3.1 8B; --model FOLDER names another model")
     return _TOKEN
+
+
+def _token_nbytes(folder: Path) -> Nbytes:
+    """Bytes of a token's KV in all layers, on all ranks, by the model's ``config.json``. Raises BackendError.
+
+    Layers that keep a window or a state alone count as if they kept everything, so it is the most it can be.
+    """
+    file = folder / "config.json"
+    try:
+        whole = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise BackendError(f"{file}: cannot be read: {error}; name the folder of a model") from error
+    of_text = whole.get("text_config") or whole  # a model that sees has another part
+    try:
+        return Nbytes(of_text["num_hidden_layers"] * _of_layer(of_text) * _dtype_nbytes(of_text, whole))
+    except (KeyError, TypeError) as error:
+        raise BackendError(
+            f"{file}: does not say {error}, by which the KV of a token is known; leave --model out"
+        ) from error
+
+
+def _of_layer(config: Mapping[str, Any]) -> int:
+    """Numbers that a layer keeps for a token."""
+    if config.get("kv_lora_rank"):  # latent attention: one vector for all heads, and one of positions
+        return config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    heads = config["num_attention_heads"]
+    head_size = config.get("head_dim") or config["hidden_size"] // heads
+    return 2 * (config.get("num_key_value_heads") or heads) * head_size
+
+
+def _dtype_nbytes(*configs: Mapping[str, Any]) -> int:
+    named = [config.get(key) for config in configs for key in ("dtype", "torch_dtype")]
+    return _DTYPES[next(filter(None, named), "bfloat16")]
 
 
 def sized(config: StackConfig, token: Nbytes) -> tuple[StackConfig, ChunkLayout]:
