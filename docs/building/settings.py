@@ -14,9 +14,9 @@ from typing import Any, Literal, Union
 
 import attrs
 
-from kvtier_core.config.comments import comments_of, first_paragraph
 from kvtier_core.config.model import ArenaTierConfig, IdentityConfig, RecordConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.registry import KINDS, Registry
+from kvtier_core.config.schema import comments_of, first_paragraph
 from kvtier_core.types import EnvSecret, Nbytes, Seconds
 
 #: What is written in YAML for a type.

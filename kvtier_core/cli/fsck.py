@@ -13,8 +13,8 @@ import attrs
 from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.cli import tiers
 from kvtier_core.cli.output import FINE, PROBLEMS, Output
+from kvtier_core.config.compose import open_keyed_seal
 from kvtier_core.config.model import StoreTierConfig
-from kvtier_core.config.seal_key import open_keyed_seal
 from kvtier_core.errors import BackendError, Gone
 from kvtier_core.frames.format import FrameError, Header, inspect, keyed_fields_of, payload_pieces
 from kvtier_core.frames.identity import PACKED, RAW, CodecIdentity, Protection, identity_of

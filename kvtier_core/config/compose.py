@@ -9,13 +9,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
 from kvtier_core.builtin.packed_slots import OfUnpacked
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
-from kvtier_core.config.seal_key import open_keyed_seal
 from kvtier_core.config.yaml_nodes import ProblemCollector
 from kvtier_core.errors import BackendError, ConfigError, Problem
 from kvtier_core.frames.codec import FrameCodec
@@ -46,6 +45,9 @@ from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.transfer.io_pool import IOPool, Pool, run
 from kvtier_core.types import FRAME_ALIGNMENT, FRAME_HEADER_NBYTES, Namespace, Nbytes
+
+if TYPE_CHECKING:
+    from kvtier_core.frames.keyed_seal import KeyedSeal
 
 logger = logging.getLogger("kvtier")
 
@@ -152,6 +154,23 @@ def check_quality(config: StackConfig, number: int, weights: str | None = None) 
     return f"{tier.name}: answers may differ: {codec}; {report} ({tier.quality})"
 
 
+def open_keyed_seal(tier: StoreTierConfig) -> KeyedSeal | None:
+    """The keyed seal that a tier's ``seal_key`` and ``encrypt`` ask for; None without a ``seal_key``.
+
+    Raises BackendError if the secret is not there, or too short, or if there is no library for it.
+    """
+    if tier.seal_key is None:
+        return None
+    try:
+        from kvtier_core.frames.keyed_seal import KeyedSeal  # only here: no other tier needs its library
+    except ImportError as error:
+        raise BackendError(f"{error}; pip install 'kvtier[seal]'") from error
+    try:
+        return KeyedSeal.of(tier.seal_key.value, encrypt=tier.encrypt)
+    except ValueError as error:
+        raise BackendError(f"the secret in {tier.seal_key.variable} cannot be used: {error}") from None
+
+
 def packs(config: StackConfig, device: str) -> bool:
     """Are shards to be packed in all arenas, for an engine on this type of device? Chunks are copied between them."""
     return all(tier.packing == "auto" and device in tier.config.packs for tier in config.arenas)
@@ -166,7 +185,7 @@ def open_arena(config: StackConfig, number: int, closing: contextlib.ExitStack) 
     page = KVGroup("memory", KVKind.FULL_ATTENTION, (FRAME_ALIGNMENT,), 1, "uint8", KVStructure.OPAQUE)
     layout = ChunkLayout([page], 1)
     context = OpenContext(namespace=Namespace.of({}), layout=layout, capacity=tier.capacity, keep=tier.keep)
-    memory = _Opening(config, number, tier, _REAL, closing).allocate(context)
+    memory = _Opening(config, number, tier, _REAL, closing).store(context)
     if not isinstance(memory, SupportsSharing):
         why = f"the memory of {tier.source.plugin} cannot be shared with other processes (SupportsSharing)"
         raise ConfigError([config.problem(config.path_of(number), why)])
@@ -319,7 +338,7 @@ class _Opening:
         policy = self._call(tier.eviction, "eviction").returns(EvictionPolicy, tier.eviction.open)
         # The state of the policy is stored as a frame too.
         longest = Nbytes(max(codec.max_frame_nbytes, FRAME_HEADER_NBYTES + MAX_POLICY_STATE_NBYTES))
-        store = self._store(attrs.evolve(ctx, max_frame_nbytes=longest, slot_nbytes=codec.max_frame_nbytes))
+        store = self.store(attrs.evolve(ctx, max_frame_nbytes=longest, slot_nbytes=codec.max_frame_nbytes))
         if codec.keyed_seal is not None:
             store = SealedNames(store, codec.keyed_seal)
         capacity = Nbytes(_REMEMBERED_FRAMES * codec.max_frame_nbytes) if self._shared else ctx.capacity
@@ -368,10 +387,6 @@ class _Opening:
             return "its reader does not unpack the frames of an arena that packs"
         return "" if self.runtime.recomputes else FAILS_REQUESTS
 
-    def allocate(self, ctx: OpenContext) -> AllocatorBackend:
-        """Open the memory of an arena alone. Raises ConfigError."""
-        return self._store(ctx)
-
     def _codec(self, ctx: OpenContext) -> FrameCodec:
         if isinstance(self.tier, ArenaTierConfig):
             return self.runtime.codec(ctx.namespace, ctx.layout)
@@ -389,7 +404,8 @@ class _Opening:
         apart = {"shared": self._shared, "keyed_seal": keyed_seal}
         return call.ask(lambda: self.runtime.codec(ctx.namespace, ctx.layout, serializer, identity, **apart))
 
-    def _store(self, ctx: OpenContext) -> AllocatorBackend | Backend:
+    def store(self, ctx: OpenContext) -> AllocatorBackend | Backend:
+        """Open the memory of an arena, or a backend, alone. Raises ConfigError."""
         call = self._call(self.tier.config)
         expected = AllocatorBackend if isinstance(self.tier, ArenaTierConfig) else Backend
         store = call.returns(expected, lambda: self.tier.config.open(ctx))

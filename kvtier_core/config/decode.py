@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import types
 import typing
 from collections.abc import Collection, Mapping
@@ -36,7 +37,7 @@ def reader(annotation: Any) -> Read:
     if annotation in _FAMILIES:
         return _choice(annotation)
     if attrs.has(annotation):
-        return _group(annotation)
+        return functools.partial(_read_group, annotation)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):
         return _either(arguments, annotation)
@@ -91,28 +92,18 @@ def _choice(family: type) -> Read:
         config = chosen(written, family, choose)
         if not issubclass(config, family):
             raise node.wrong(f"'{config.type}' is no {family.__name__}")
-        known = {"type": Setting(read_text, required=True), **settings(config)}
-        collector = ProblemCollector()
-        values = read_keys(written, known, choose, collector)
-        validate(config, written, values, collector)
-        collector.raise_if_any()
-        del values["type"]
-        return construct(config, written, values)
+        return _read_group(config, written, choose, type=Setting(read_text, required=True))
 
     return read
 
 
-def _group(cls: type) -> Read:
-    """Read the settings of one class from a mapping."""
-
-    def read(node: Node, choose: Choose) -> Any:
-        collector = ProblemCollector()
-        values = read_keys(node, settings(cls), choose, collector)
-        validate(cls, node, values, collector)
-        collector.raise_if_any()
-        return construct(cls, node, values)
-
-    return read
+def _read_group(cls: type[T], node: Node, choose: Choose, **beside: Setting) -> T:
+    """Read the settings of one class from a mapping, which may have others ``beside`` them."""
+    collector = ProblemCollector()
+    values = read_keys(node, {**beside, **settings(cls)}, choose, collector)
+    validate(cls, node, values, collector)
+    collector.raise_if_any()
+    return construct(cls, node, {key: value for key, value in values.items() if key not in beside})
 
 
 def chosen(node: Node, family: type, choose: Choose) -> type:

@@ -36,13 +36,6 @@ def read_text(node: Node, _: Choose) -> str:
     return str(node.value)
 
 
-def _read_path(node: Node, choose: Choose) -> pathlib.Path:
-    try:
-        return path_of(read_text(node, choose))
-    except ValueError as error:
-        raise node.wrong(str(error)) from error
-
-
 def number(kind: type[int | float], words: Collection[str] = ()) -> Read:
     """A function that reads a number of this kind, or one of the words."""
     pattern, also, noun = NUMBERS[kind]
@@ -69,17 +62,25 @@ def _read_bool(node: Node, _: Choose) -> bool:
     raise node.wrong(f"expected true or false, found {shown(node.value)}")
 
 
-def _parsed(unit: type[Nbytes | Seconds]) -> Read:
-    def read(node: Node, _: Choose) -> Any:
+def _parsed(parse: Callable[[str], Any], text: Read = lambda node, _: node.text()) -> Read:
+    """A function that reads a text and parses it; ``parse`` raises ValueError."""
+
+    def read(node: Node, choose: Choose) -> Any:
         try:
-            value = unit.parse(node.text())
+            return parse(text(node, choose))
         except ValueError as error:
             raise node.wrong(str(error)) from error
-        if value >= 1 << 62:  # system calls take signed 64-bit numbers
-            raise node.wrong(f"{node.text()!r} is more than any machine has")
-        return value
 
     return read
+
+
+def _amount(unit: type[Nbytes | Seconds]) -> Read:
+    def parse(text: str) -> Nbytes | Seconds:
+        if (value := unit.parse(text)) >= 1 << 62:  # system calls take signed 64-bit numbers
+            raise ValueError(f"{text!r} is more than any machine has")
+        return value
+
+    return _parsed(parse)
 
 
 def one_of(choices: Mapping[str, Any]) -> Read:
@@ -100,21 +101,14 @@ def guess(word: str, known: Collection[str]) -> str:
     return f"did you mean '{close[0]}'?" if close else ""
 
 
-def _read_secret(node: Node, _: Choose) -> EnvSecret:
-    try:
-        return EnvSecret.parse(node.text())
-    except ValueError as error:
-        raise node.wrong(str(error)) from error
-
-
 #: By annotation.
 SCALARS: dict[Any, Read] = {
-    EnvSecret: _read_secret,
+    EnvSecret: _parsed(EnvSecret.parse),
     str: read_text,
     bool: _read_bool,
-    pathlib.Path: _read_path,
-    Nbytes: _parsed(Nbytes),
-    Seconds: _parsed(Seconds),
+    pathlib.Path: _parsed(path_of, read_text),
+    Nbytes: _amount(Nbytes),
+    Seconds: _amount(Seconds),
 }
 #: How a number is written in YAML, the types of plain values that are accepted, and what it is called.
 NUMBERS: dict[Any, tuple[str, tuple[type, ...], str]] = {

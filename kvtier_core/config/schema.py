@@ -5,7 +5,10 @@ It refuses nothing that `load` accepts. Only `load` refuses values that validato
 
 from __future__ import annotations
 
+import ast
 import enum
+import inspect
+import textwrap
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping
@@ -13,13 +16,15 @@ from typing import Any, Literal, Union
 
 import attrs
 
-from kvtier_core.config.comments import comments_of, first_paragraph
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.registry import KIND_OF, Offer, Registry
 from kvtier_core.interfaces import ArenaConfig
 from kvtier_core.types import EnvSecret, Nbytes, Seconds
 
 Schema = dict[str, Any]
+
+#: Begins the description of a setting, above its field or behind it.
+_MARK = "#:"
 
 #: YAML's own types do not count: a scalar is its text.
 _TEXT: Schema = {"type": ["string", "number", "boolean"]}
@@ -129,6 +134,47 @@ class _Making:
     def _names(self, offer: Offer) -> list[str]:
         """The names that mean this offer and no other."""
         return [name for name in offer.names if self.registry.choose(offer.kind, name) is offer.config]
+
+
+def comments_of(cls: type) -> Mapping[str, str]:
+    """The ``#:`` comment of each field of a class and its bases, by name; fields without one are left out."""
+    comments: dict[str, str] = {}
+    for each in reversed(cls.__mro__):
+        try:
+            source = textwrap.dedent(inspect.getsource(each))
+        except (OSError, TypeError):  # built in, or without sources
+            continue
+        comments |= _comments_in(source)
+    return comments
+
+
+def first_paragraph(cls: type) -> str:
+    """The first paragraph of a class's own docstring, on one line."""
+    return " ".join((inspect.cleandoc(vars(cls).get("__doc__") or "")).partition("\n\n")[0].split())
+
+
+def _comments_in(source: str) -> Mapping[str, str]:
+    lines = source.splitlines()
+    (body,) = (node.body for node in ast.parse(source).body)
+    fields = {node.target.id: node for node in body if isinstance(node, ast.AnnAssign)}
+    found = {
+        name: " ".join([*_above(lines, node.lineno - 1), *_behind(lines[node.end_lineno - 1])])
+        for name, node in fields.items()
+    }
+    return {name: comment for name, comment in found.items() if comment}
+
+
+def _above(lines: list[str], line: int) -> list[str]:
+    """The comment that ends right above this line."""
+    first = line
+    while first and lines[first - 1].lstrip().startswith(_MARK):
+        first -= 1
+    return [each.lstrip().removeprefix(_MARK).strip() for each in lines[first:line]]
+
+
+def _behind(line: str) -> list[str]:
+    _, mark, comment = line.partition(f"  {_MARK}")
+    return [comment.strip()] if mark else []
 
 
 def _words(choices: Collection[Any]) -> Schema:
