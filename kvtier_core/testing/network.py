@@ -179,7 +179,10 @@ class Proxy:
             self._loop.remove_reader(self._listener)
             self._listener.close()
             self._listener = None
-        await _end(list(self._running))
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
     async def pass_link(self, way: Way, nbytes: int, arrived: float) -> None:
         """Wait until the link has passed on a piece that arrived then."""
@@ -225,28 +228,23 @@ class _Connection:
 
     async def run(self) -> None:
         """Forward both ways until both have ended, or one has failed."""
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(OSError):
-            await loop.sock_connect(self._server, _for_socket(self._proxy.server))
-            ways = [
-                asyncio.create_task(self._forward(Way.REQUESTS, self._client, self._server)),
-                asyncio.create_task(self._forward(Way.ANSWERS, self._server, self._client)),
-            ]
-            await _all_or_none(ways)
+        try:
+            await asyncio.get_running_loop().sock_connect(self._server, _for_socket(self._proxy.server))
+            async with asyncio.TaskGroup() as tasks:
+                for way, source, sink in (
+                    (Way.REQUESTS, self._client, self._server),
+                    (Way.ANSWERS, self._server, self._client),
+                ):
+                    pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_IN_FLIGHT)
+                    tasks.create_task(self._receive(source, pieces))
+                    tasks.create_task(self._deliver(way, pieces, sink))
+        except* OSError:
+            pass
 
     def close(self) -> None:
         """Close both sockets."""
         self._client.close()
         self._server.close()
-
-    async def _forward(self, way: Way, source: socket.socket, sink: socket.socket) -> None:
-        pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_IN_FLIGHT)
-        await _all_or_none(
-            [
-                asyncio.create_task(self._receive(source, pieces)),
-                asyncio.create_task(self._deliver(way, pieces, sink)),
-            ]
-        )
 
     async def _receive(self, source: socket.socket, pieces: asyncio.Queue[tuple[float, bytes]]) -> None:
         loop = asyncio.get_running_loop()
@@ -268,20 +266,6 @@ class _Connection:
             await loop.sock_sendall(sink, piece)
             if ends:
                 raise ConnectionAbortedError("truncated")
-
-
-async def _all_or_none(tasks: list[asyncio.Task]) -> None:
-    """Wait for all; if one fails, or this is cancelled, end the others first."""
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        await _end(tasks)
-
-
-async def _end(tasks: list[asyncio.Task]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _new_socket(address: Address) -> socket.socket:
