@@ -59,8 +59,8 @@ class ArenaMemoryLaws(StoreLaws[ArenaConfig]):
     def test_slots_are_as_promised(self, tmp_path: Path):
         """There are as many slots as fit into the capacity, each as long as the context says.
 
-        Otherwise kvtier refuses such an arena when it opens, and the engine serves without it; or a part of the memory
-        would never be used.
+        Otherwise kvtier would refuse the arena and the engine serve without it, or part of the memory would never be
+        used.
         """
         usual = self.layout.frame_nbytes
         capacity = _SLOTS * usual + usual // 2
@@ -75,8 +75,7 @@ class ArenaMemoryLaws(StoreLaws[ArenaConfig]):
                 assert taken <= capacity, f"all slots fit into the capacity of {capacity} bytes; they take {taken}"
 
     def test_no_room_for_one_slot_is_an_error(self, tmp_path: Path):
-        """A capacity without room for one slot is a BackendError, or a ConfigError that says by a path from ``$``, the
-        tier, what to change.
+        """A capacity below one slot is a BackendError, or a ConfigError whose paths begin at ``$``, the tier.
 
         Otherwise the user would see the plugin's traceback, not the setting that is too small.
         """
@@ -94,11 +93,10 @@ class ArenaMemoryLaws(StoreLaws[ArenaConfig]):
         raise AssertionError("open() with less capacity than one slot takes raises BackendError or ConfigError")
 
     def test_views_are_writable_aligned_and_apart(self, tmp_path: Path):
-        """The view of each slot is writable, begins at a multiple of FRAME_ALIGNMENT, and shares no byte with another
-        one.
+        """The view of a slot is writable, aligned to FRAME_ALIGNMENT, and shares no byte with another one.
 
-        Otherwise two chunks would overwrite each other: KV of one request in the answer to another; and a store that
-        moves bytes directly would fail at slots that are not aligned.
+        Otherwise two chunks would overwrite each other: KV of one request in the answer to another. And a store that
+        moves bytes directly would fail at a slot that is not aligned.
         """
         with self.opened(tmp_path) as memory:
             for slot in range(memory.slots):
@@ -115,9 +113,9 @@ class ArenaMemoryLaws(StoreLaws[ArenaConfig]):
                 )
 
     def test_many_slots_are_apart(self, tmp_path: Path):
-        """More slots than fit a byte: a slot number that is cut gives the memory of another slot.
+        """There may be more slots than a byte counts: a slot number that is cut names another slot's memory.
 
-        Otherwise in a large arena two chunks would lie in one place, and each would be served for the other.
+        Otherwise two chunks of a large arena would lie in one place, and each be served for the other.
         """
         layout = make_layout(page_nbytes=(64,), blocks=1)
         with self.opened(tmp_path, layout, _MANY_SLOTS) as memory:
@@ -128,9 +126,9 @@ class ArenaMemoryLaws(StoreLaws[ArenaConfig]):
                 assert found == [slot, slot], f"slot {slot} of {memory.slots} shares memory with slots {found}"
 
     def test_what_is_shared_is_the_slots(self, tmp_path: Path):
-        """Where an arena implements SupportsSharing, its file has all slots side by side, from its first byte on.
+        """The file of an arena with SupportsSharing holds all slots side by side, from its first byte on.
 
-        Otherwise an engine of `kvtier serve` would copy to other memory than the server's, or to another slot.
+        Otherwise an engine of `kvtier serve` would copy to memory that is not the server's, or to another slot.
         """
         with self.opened(tmp_path) as memory:
             if not isinstance(memory, SupportsSharing):
@@ -142,11 +140,10 @@ class ArenaMemoryLaws(StoreLaws[ArenaConfig]):
                     assert same(found, memory.view(slot)), f"slot {slot} is not where it should be in the file"
 
     def test_two_arenas_share_nothing(self, tmp_path: Path):
-        """Of two engines on one node with one configuration neither sees the other's slots. That one of them ends does
-        not concern the other.
+        """Two engines of a node with one configuration do not see each other's slots, nor each other's end.
 
-        Otherwise one engine would serve the KV of the other, perhaps of another model, or lose its memory when the
-        other one ends.
+        Otherwise one engine would serve the KV of the other, perhaps of another model, or lose its memory when that one
+        ends.
         """
         with self.opened(tmp_path) as ours, self.opened(tmp_path) as theirs:
             assert ours.handle != theirs.handle, f"two arenas have one handle: {ours.handle}"
@@ -159,9 +156,9 @@ class ArenaMemoryLaws(StoreLaws[ArenaConfig]):
             assert is_poison(ours.view(0)), "an arena changed when another one was closed"
 
     def test_memory_is_there_when_open_returns(self, tmp_path: Path):
-        """In a file with holes the first touch of a page may find no room, which ends the process by SIGBUS.
+        """`open` takes all memory: in a file with holes, the first touch of a page may end the process by SIGBUS.
 
-        Otherwise the engine would be killed in the middle of serving, long after it started well.
+        Otherwise the engine would be killed while it serves, long after it started well.
         """
         if not resources.READABLE:
             pytest.skip("where memory lies is read from /proc, which is not there")

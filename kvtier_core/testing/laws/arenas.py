@@ -29,8 +29,7 @@ class ArenaLaws(ArenaMemoryLaws):
     # -- attaching ---------------------------------------------------------------------------------
 
     def test_attach_raises_backend_error_when_it_cannot(self, tmp_path: Path):
-        """`attach` to an arena that was closed, or to pages of a device that the mover does not know, raises
-        BackendError.
+        """`attach` to a closed arena, or to pages of an unknown device, raises BackendError.
 
         Otherwise a worker would copy to memory that is not the arena's, or the engine would end with a traceback
         instead of serving without kvtier.
@@ -46,20 +45,19 @@ class ArenaLaws(ArenaMemoryLaws):
 
     @pytest.mark.parametrize("seed", _SEEDS)
     def test_store_gathers_exact_bytes(self, tmp_path: Path, seed: int):
-        """A shard holds, layer after layer, the chunk's pages in token order; that of a NO_BLOCK is untouched.
+        """A shard holds, layer after layer, the chunk's pages in token order; the place of a NO_BLOCK is untouched.
 
-        Otherwise the arena would hold KV in another order than the engine reads it. The seal is made of these bytes, so
-        no checksum finds it; kvtier's self-test at the start does, and then stores and loads nothing.
+        Otherwise the arena would hold KV in another order than the engine reads. The seal covers these bytes, so no
+        checksum finds it; kvtier's self-test does at the start, and nothing is stored or loaded.
         """
         with self.engine(tmp_path, seed) as engine:
             _must_gather(engine, *engine.choose())
 
     @pytest.mark.parametrize("seed", _SEEDS)
     def test_sums_are_of_what_was_stored(self, tmp_path: Path, seed: int):
-        """A mover need not sum. One that does says what lies in the shards, holes and all.
+        """A mover need not sum. The checksums of one that does are of its shards, holes and all.
 
-        Otherwise each frame would carry a checksum that its bytes do not have: every chunk that comes up from a store
-        tier would count as damaged, and be computed again.
+        Otherwise every chunk that comes back from a store tier would count as damaged, and be computed again.
         """
         with self.engine(tmp_path, seed) as engine:
             slots, pages = engine.choose()
@@ -74,10 +72,10 @@ class ArenaLaws(ArenaMemoryLaws):
 
     @pytest.mark.parametrize("seed", _SEEDS)
     def test_load_scatters_exact_bytes(self, tmp_path: Path, seed: int):
-        """A load goes into the pages that are wanted; their neighbours, their padding and the slots stay as they are.
+        """A load fills the wanted pages; their neighbours, their padding and the slots stay as they are.
 
-        Otherwise the engine would compute on other KV than that of its prompt, or another request's KV would be
-        overwritten: wrong answers, which nothing above a mover can find.
+        Otherwise the engine would compute on the KV of another prompt, or another request's KV would be overwritten:
+        wrong answers that nothing above a mover can find.
         """
         with self.engine(tmp_path, seed) as engine:
             _must_scatter(engine, *engine.choose())
@@ -85,8 +83,7 @@ class ArenaLaws(ArenaMemoryLaws):
     def test_what_is_stored_is_loaded(self, tmp_path: Path):
         """One mover loads into other pages the slots that another one stored.
 
-        Otherwise a prompt that was stored by one worker would come back as other KV after the engine's blocks have
-        moved.
+        Otherwise a prompt that one worker stored would come back as other KV once the engine has moved its blocks.
         """
         with self.engine(tmp_path, seed=1) as engine:
             chunk = engine.draw()
@@ -115,7 +112,7 @@ class ArenaLaws(ArenaMemoryLaws):
     def test_each_part_has_its_own_groups(self, tmp_path: Path):
         """A slot holds one part of a chunk: the layers of its groups and no others, the last pages of the chunk.
 
-        Otherwise a hybrid model would go on behind a prompt with the states or windows of other tokens.
+        Otherwise a hybrid model would continue a prompt with the states or windows of other tokens.
         """
         groups = [
             make_group((512, 1024)),
@@ -184,7 +181,7 @@ class ArenaLaws(ArenaMemoryLaws):
     # -- packed shards -----------------------------------------------------------------------------
 
     def test_packed_shards_hold_their_pages(self, tmp_path: Path):
-        """Where the layout says so, shards are packed, zeros in place of a NO_BLOCK, and pages come back as they were.
+        """Where the layout packs shards, a NO_BLOCK is packed as zeros, and pages come back as they were.
 
         Otherwise the engine would compute on other KV than that of its prompt.
         """
@@ -214,7 +211,7 @@ class ArenaLaws(ArenaMemoryLaws):
             assert same(shard_of(engine.pages, shard, elsewhere), held[0]), "a load gave other pages than were stored"
 
     def test_pages_that_do_not_pack_leave_their_slot_unfilled(self, tmp_path: Path):
-        """Random pages have no room in a packed shard: then the store is not ok, and it says which slots are filled.
+        """A store of pages that do not fit when packed is not ok, and it says which slots are filled.
 
         Otherwise a chunk would be served of which a part is missing, or no chunk of the job would be.
         """
@@ -251,8 +248,8 @@ class ArenaLaws(ArenaMemoryLaws):
     def test_every_job_is_reported_once(self, tmp_path: Path):
         """`finished` reports each job that began, exactly once.
 
-        Otherwise a request would wait for its load until the engine gives up on it; or a slot would be used again while
-        a job still copies.
+        Otherwise a request would wait for its load until the engine gives up, or a slot would be reused while a job
+        still copies.
         """
         with self.engine(tmp_path, seed=2) as engine:
             chunk = [list(range(blocks)) for blocks in engine.part.blocks]
@@ -278,8 +275,8 @@ class ArenaLaws(ArenaMemoryLaws):
     def test_wait_frees_the_pages(self, tmp_path: Path):
         """After `wait` the engine may overwrite the pages; the job is still to be reported.
 
-        Otherwise the pages of a request that was preempted would be overwritten while they are stored: KV of two
-        prompts in one chunk, under a good seal.
+        Otherwise pages of a preempted request would be overwritten while they are stored: one chunk with the KV of two
+        prompts, under a good seal.
         """
         with self.engine(tmp_path, seed=3) as engine:
             slots, pages = engine.choose(holes=False)

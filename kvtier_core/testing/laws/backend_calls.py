@@ -82,10 +82,9 @@ class BackendCallLaws(StoreLaws[BackendConfig]):
                     assert room.untouched_beyond(sizes[i]), f"a read of {sizes[i]} bytes wrote outside its view"
 
     def test_only_the_given_view_is_touched(self, tmp_path: Path):
-        """Not the neighbours, not the view beyond the returned length, nothing at all for a miss.
+        """A read writes to the returned length of its view alone: not beside it, not behind it, nowhere for a miss.
 
-        Otherwise slots lie side by side in the arena: the KV of another chunk, verified already, would be overwritten,
-        and served.
+        Otherwise the KV of another chunk, verified already, would be overwritten: slots lie side by side in an arena.
         """
         there, absent = make_keys(2)
         with self.opened(tmp_path) as backend:
@@ -101,8 +100,7 @@ class BackendCallLaws(StoreLaws[BackendConfig]):
     def test_misses_stay_in_place(self, tmp_path: Path):
         """Answers come in the order of the keys, one for each.
 
-        Otherwise the engine would be told of the wrong chunks that they are there. Their headers name other keys, so
-        each would count as damaged, and be deleted.
+        Otherwise the engine would read frames of other keys than it asked for, and delete each of them as damaged.
         """
         keys = make_keys(16)
         present = [random.Random(key).random() < 0.5 for key in keys]
@@ -134,9 +132,9 @@ class BackendCallLaws(StoreLaws[BackendConfig]):
             assert small.untouched_beyond(2 * FRAME_ALIGNMENT), "a frame longer than its view was read beyond the view"
 
     def test_no_view_is_kept(self, tmp_path: Path):
-        """The arena reuses a slot as soon as the call has returned.
+        """A backend uses a view only until its call returns: then the arena reuses the slot.
 
-        Otherwise the store would write what the slot holds later, another chunk's KV, or overwrite it there.
+        Otherwise the store would take in the KV of another chunk, or overwrite it in its slot.
         """
         key = make_key(0)
         expected = bytes(self.frame(key))
@@ -154,9 +152,9 @@ class BackendCallLaws(StoreLaws[BackendConfig]):
             release_view(view, target)
 
     def test_an_overwrite_gives_the_new_bytes(self, tmp_path: Path):
-        """A write of a key that is there replaces its frame, shorter or longer.
+        """A write replaces the frame that its key has, by a shorter or a longer one.
 
-        Otherwise a frame that was found damaged could never be stored well again.
+        Otherwise a damaged frame could never be replaced by a good one.
         """
         key = make_key(0)
         with self.opened(tmp_path) as backend:
@@ -169,10 +167,10 @@ class BackendCallLaws(StoreLaws[BackendConfig]):
     # -- keys --------------------------------------------------------------------------------------
 
     def test_keys_are_any_32_bytes(self, tmp_path: Path):
-        """Keys are opaque: zeros, slashes, newlines, upper and lower case are all of them different keys.
+        """Keys are opaque: zeros, slashes, newlines, upper and lower case all make different keys.
 
-        Otherwise two prompts would share one frame and take turns in replacing it, or a key would name a file outside
-        the store.
+        Otherwise two prompts would share one frame and replace it in turns, or a key would name a file outside the
+        store.
         """
         keys = [ChunkKey(key) for key in HOSTILE_KEYS]
         frames = [make_frame(key, nbytes=2 * FRAME_ALIGNMENT, seed=i) for i, key in enumerate(keys)]
@@ -187,9 +185,9 @@ class BackendCallLaws(StoreLaws[BackendConfig]):
                 assert same(found, written), f"the frame of key {key} came back as another one"
 
     def test_deleted_is_gone(self, tmp_path: Path):
-        """A deleted key is not found any more, others are; and deleting a key that is not there is no error.
+        """A deleted key is not found, the others are; and to delete a key that is absent is no error.
 
-        Otherwise the tier would count room as free that is not, and the store would outgrow its capacity.
+        Otherwise the tier would count room as free that is in use, and the store would outgrow its capacity.
         """
         kept, deleted, never = make_keys(3)
         with self.opened(tmp_path) as backend:
@@ -201,7 +199,7 @@ class BackendCallLaws(StoreLaws[BackendConfig]):
     def test_what_is_quarantined_is_gone(self, tmp_path: Path):
         """After `quarantine` a key is not found, and a new frame can be written under it.
 
-        Otherwise a damaged frame would be read, verified and thrown away again at each request that names it.
+        Otherwise a damaged frame would be read, verified and thrown away by every request that names it.
         """
         kept, damaged, never = make_keys(3)
         with self.opened(tmp_path) as backend:
@@ -217,10 +215,9 @@ class BackendCallLaws(StoreLaws[BackendConfig]):
                 assert same(found, self.frame(key)), f"a frame {what} is lost or another one"
 
     def test_what_cannot_be_read_is_its_keys_alone(self, tmp_path: Path):
-        """The others of its batch are served, and the next write replaces it.
+        """A frame that cannot be read fails alone in its batch, and the next write replaces it.
 
-        Otherwise one bad sector would make the whole tier count as broken: after a few such reads it is not called for
-        a while.
+        Otherwise one bad sector would make the whole tier count as broken, and not be called for a while.
         """
         keys = first, spoiled, last = make_keys(3)
         with self.opened(tmp_path) as backend:
@@ -248,9 +245,9 @@ class BackendCallLaws(StoreLaws[BackendConfig]):
             assert same(found, self.frame(spoiled)), "a key whose frame could not be read cannot be written again"
 
     def test_an_empty_batch_is_nothing(self, tmp_path: Path):
-        """For no keys every call does nothing, and answers nothing.
+        """Without keys a call does nothing and answers nothing.
 
-        Otherwise a tier whose batch came out empty would count an error of the store, and be closed after a few.
+        Otherwise a tier with an empty batch would count an error of the store, and rest after a few of them.
         """
         with self.opened(tmp_path) as backend:
             backend.write([], [])
@@ -259,14 +256,14 @@ class BackendCallLaws(StoreLaws[BackendConfig]):
             assert answers == [[], []], f"for no keys contains() and read() return no answers; they returned {answers}"
 
     def test_two_namespaces_never_meet(self, tmp_path: Path):
-        """A frame of one namespace is not found in another, and not changed from there. Here one after the
-        other, for a store may belong to one process at a time.
+        """A frame of one namespace is neither found nor changed from another.
 
-        Otherwise an engine would read frames of another model under its own keys. Their headers name the other
-        namespace, so they would be deleted as damaged, and the other engine would find its cache empty.
+        Otherwise an engine would find frames of another model under its own keys and delete them as damaged, and the
+        other engine would find its cache empty.
         """
         key, nbytes = make_key(0), self.layout.frame_nbytes
         ours, theirs = self.frame(key, seed=1), self.frame(key, seed=2)
+        # One after the other: a store may belong to one process at a time.
         with self.opened(tmp_path, self.context("ours")) as backend:
             backend.write([key], [ours])
         with self.opened(tmp_path, self.context("theirs")) as backend:

@@ -61,11 +61,11 @@ class DirectReadLaws(BackendCallLaws):
     """Skipped where frames pass through the slots of an arena."""
 
     def test_workers_read_a_frame_by_themselves(self, tmp_path: Path):
-        """A reader brings every frame to the pages, where `locate` said that it is, until its key is deleted or written
-        again, whatever becomes of others; and a key without a frame is nowhere.
+        """A reader loads the frame that `locate` found until its key is deleted or written again; an absent key has no
+        location.
 
-        Otherwise workers would read something else in its place. The checksums find that, so such a request would wait
-        for a load and then be computed.
+        Otherwise workers would read something else. Checksums find that: the request would wait for the load, and then
+        be computed.
         """
         kept, gone, new = (make_keys(9)[i : i + 3] for i in (0, 3, 6))
         with self.opened(tmp_path) as backend, self._worker(tmp_path, backend) as worker:

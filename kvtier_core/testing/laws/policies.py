@@ -55,8 +55,8 @@ class PolicyLaws(Laws[EvictionConfig]):
     def test_victims_are_the_held_keys_each_once(self, tmp_path: Path):
         """`victims` names each held key once, and nothing else.
 
-        Otherwise chunks that are never named would stay for ever and the tier would find no room: it would stop
-        storing.
+        Otherwise chunks that are never named would stay for ever: the tier would find no room, and store nothing any
+        more.
         """
 
         @_EXAMPLES
@@ -75,7 +75,7 @@ class PolicyLaws(Laws[EvictionConfig]):
     def test_asking_for_victims_changes_nothing(self, tmp_path: Path):
         """A second call has the same answer.
 
-        Otherwise each look at the victims, of which there are many for one decision, would change what is evicted.
+        Otherwise each look at the victims, and a decision takes many, would change what is evicted.
         """
 
         @_EXAMPLES
@@ -97,7 +97,7 @@ class PolicyLaws(Laws[EvictionConfig]):
         assert first == second, "two policies that saw the same calls name other victims"
 
     def test_every_process_has_the_same_victims(self, tmp_path: Path):
-        """With whatever PYTHONHASHSEED: the order of a set decides nothing.
+        """Victims are the same with any PYTHONHASHSEED: the order of a set decides nothing.
 
         Otherwise two runs of one trace would differ, and no measurement of the policy would mean anything.
         """
@@ -112,7 +112,7 @@ class PolicyLaws(Laws[EvictionConfig]):
     def test_victims_may_be_left_halfway(self, tmp_path: Path):
         """A tier takes a few victims, drops the iterator, and changes what is held.
 
-        Otherwise the second eviction would raise, on the thread that the engine waits for, and the tier would be given
+        Otherwise the second eviction would raise on the thread that the engine waits for, and the tier would be given
         up.
         """
         policy, held = self.config(tmp_path).open(), set()
@@ -129,7 +129,8 @@ class PolicyLaws(Laws[EvictionConfig]):
             )
 
     def test_victims_take_no_quadratic_work(self, tmp_path: Path):
-        """Counted are operations on keys and lines of Python, not seconds. A tier may hold a million chunks.
+        """Victims take no quadratic work: a tier may hold a million chunks. Operations on keys and lines count, not
+        seconds.
 
         Otherwise the engine would stand still for seconds whenever a large tier makes room.
         """
@@ -147,9 +148,10 @@ class PolicyLaws(Laws[EvictionConfig]):
             )
 
     def test_what_is_spared_is_no_victim_until_its_turn_comes_back(self, tmp_path: Path):
-        """`SupportsSparing`: `victims` names the held keys that are not spared, whatever requests name, each once.
+        """With `SupportsSparing`, `victims` names each held key that is not spared once, whatever requests name.
 
-        Otherwise the tier would walk past them again, evict one twice, or never evict one whose children have left.
+        Otherwise the tier would walk past spared keys again, evict one twice, or never evict one whose children have
+        left.
         """
         for seed in _SEEDS:
             policy = after(self.config(tmp_path).open(), seed)
@@ -175,7 +177,7 @@ class PolicyLaws(Laws[EvictionConfig]):
     def test_prefers_changes_nothing(self, tmp_path: Path):
         """The same question has the same answer, and the same victims follow.
 
-        Otherwise a chunk that is asked about for each of its tiers would count as used more often than it is.
+        Otherwise a chunk that is asked about for each of its tiers would seem to be used more often than it is.
         """
         for seed in _SEEDS:
             asked, other = (after(self.config(tmp_path).open(), seed) for _ in range(2))
@@ -188,9 +190,9 @@ class PolicyLaws(Laws[EvictionConfig]):
             assert list(asked.victims()) == list(other.victims()), "prefers() changed what a later request leads to"
 
     def test_a_full_tier_does_not_stay_closed(self, tmp_path: Path):
-        """A policy may refuse newcomers, but must admit one that is requested all the time while no held key is.
+        """A policy may refuse newcomers, but admits one that is requested all the time while no held key is.
 
-        Otherwise a tier that has filled once would keep yesterday's prompts for ever, and never serve today's.
+        Otherwise a tier that was full once would keep yesterday's prompts for ever, and never serve today's.
         """
         policy, (newcomer, *held) = self.config(tmp_path).open(), make_keys(9)
         policy.request(held, 0.0, {})
@@ -208,7 +210,8 @@ class PolicyLaws(Laws[EvictionConfig]):
     def test_saved_state_is_small_and_safe_to_restore(self, tmp_path: Path):
         """A policy accepts the state of another one, and its victims are still the held keys.
 
-        Otherwise a restart would lose what was learned, or a tier could not be opened with what an older release saved.
+        Otherwise a restart would lose what was learned, or a tier could not be opened with the state of an older
+        release.
         """
         saved = self._after(tmp_path, 0).save()
         assert isinstance(saved, bytes), f"save() returns bytes; it returned {type(saved).__name__}"
@@ -242,9 +245,9 @@ class PolicyLaws(Laws[EvictionConfig]):
             assert taught.save() == untaught.save(), f"{seen}, the same calls teach something else"
 
     def test_memory_is_bounded(self, tmp_path: Path):
-        """It is bounded by what is held: neither ghosts nor requests for keys that are never admitted make it grow.
+        """What is held bounds the memory: neither ghosts nor requests for keys that never come make it grow.
 
-        Otherwise the engine's process would grow with every prompt it has ever seen, until it is killed.
+        Otherwise the engine's process would grow with every prompt it has seen, until it is killed.
         """
         policy = self.config(tmp_path).open()
         held: dict[ChunkKey, None] = {}

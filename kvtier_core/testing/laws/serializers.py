@@ -79,9 +79,10 @@ class SerializerLaws(Laws[SerializerConfig]):
         return open_serializer(self.config(folder), self.layout)
 
     def test_the_codec_is_named(self, tmp_path: Path):
-        """The frames of a codec have an identity: the same for every equal config, and not raw's.
+        """A codec has an identity: the same for every equal config, and not raw's.
 
-        Otherwise what one engine encoded another one with the same settings would not decode, or would take for raw KV.
+        Otherwise an engine could not decode the frames of another one with the same settings, or would take them for
+        raw KV.
         """
         assert isinstance(self.open(tmp_path), Serializer)
         identity = identity_of(self.config(tmp_path))
@@ -89,10 +90,10 @@ class SerializerLaws(Laws[SerializerConfig]):
         assert identity.type != RAW.type, "raw is the name of the codec that does nothing"
 
     def test_other_options_are_another_codec(self, tmp_path: Path):
-        """Another encoding is another identity; else frames that were written with one would be decoded with the other.
+        """Another encoding is another identity.
 
-        Otherwise after a change of an option all old frames would decode to other bytes. Their checksums find that:
-        each would be read, decoded, and counted as damaged.
+        Otherwise after a change of an option each old frame would be read, decoded to other bytes, and counted as
+        damaged.
         """
         config, others = self.config(tmp_path), self.others(tmp_path)
         fields = {field.name for field in attrs.fields(type(config))}
@@ -117,10 +118,10 @@ class SerializerLaws(Laws[SerializerConfig]):
             assert into.untouched_beyond(nbytes), "encode wrote more than it says"
 
     def test_a_payload_comes_back_in_full(self, tmp_path: Path):
-        """Bit for bit if the codec is lossless, and otherwise within the error that it states.
+        """A payload comes back bit for bit if the codec is lossless, else within the error that it states.
 
-        Otherwise the engine would compute on other KV. Of a lossless codec the checksum finds it, and every frame is a
-        miss; of a lossy one nothing does.
+        Otherwise the engine would compute on other KV. The checksum finds it for a lossless codec, and every frame is a
+        miss; for a lossy one nothing does.
         """
         serializer = self.open(tmp_path)
         for payload in self.payloads():
@@ -131,9 +132,9 @@ class SerializerLaws(Laws[SerializerConfig]):
             assert self._comes_back(tmp_path, payload, bytes(into.view))
 
     def test_an_error_that_is_stated_tells_payloads_apart(self, tmp_path: Path):
-        """A lossy codec must not be allowed to return zeros for everything.
+        """The error that a lossy codec states does not let it return zeros for everything.
 
-        Otherwise `is_close` would let any codec pass, also one that ruins the model's answers.
+        Otherwise `is_close` would let any codec pass, even one that ruins the model's answers.
         """
         if not self.config(tmp_path).lossless:
             random_payload = random.Random(1).randbytes(self.layout.payload_nbytes)
@@ -141,10 +142,10 @@ class SerializerLaws(Laws[SerializerConfig]):
             assert not any(self.is_close(payload, bytes(len(payload))) for payload in telling), "zeros are close"
 
     def test_one_instance_serves_several_threads(self, tmp_path: Path):
-        """Each thread has payloads of its own, and what it encodes is decoded again by itself and by a new instance.
+        """Several threads use one instance, each with its own payloads; it and a new instance decode all of them.
 
-        Otherwise under load one frame would hold bytes of another. The checksum of the payload finds it when the frame
-        is read: a miss, and a frame stored for nothing.
+        Otherwise one frame would hold bytes of another under load. Its checksum finds that in a read: a miss, and a
+        frame stored for nothing.
         """
         serializer, payloads = self.open(tmp_path), [payload for payload in self.payloads() if any(payload)]
         bound, together = serializer.bound(self.layout), Barrier(_THREADS)
@@ -167,9 +168,9 @@ class SerializerLaws(Laws[SerializerConfig]):
             assert same(decode(alone, encoded, len(payload)), decoded), "another instance decodes it otherwise"
 
     def test_any_instance_decodes(self, tmp_path: Path):
-        """Also one that encoded nothing, or something else.
+        """An instance that encoded nothing, or something else, decodes what another one encoded.
 
-        Otherwise after a restart no frame could be decoded.
+        Otherwise no frame could be decoded after a restart.
         """
         payloads = list(self.payloads())
         first = self.open(tmp_path)
@@ -182,9 +183,9 @@ class SerializerLaws(Laws[SerializerConfig]):
             assert same(decode(busy, encoded, len(payload)), here)
 
     def test_any_process_decodes(self, tmp_path: Path):
-        """One process decodes the encoding of another one to the same bytes.
+        """A process decodes the encoding of another one to the same bytes.
 
-        Otherwise a store that engines share would serve each only what it wrote itself.
+        Otherwise each engine of a shared store would be served only what it wrote itself.
         """
         payloads, serializer = list(self.payloads()), self.open(tmp_path)
         encodings = [encode(serializer, payload, serializer.bound(self.layout)) for payload in payloads]
@@ -193,7 +194,7 @@ class SerializerLaws(Laws[SerializerConfig]):
         assert same(there, here), "another process decodes it otherwise"
 
     def test_no_view_is_kept(self, tmp_path: Path):
-        """The views are the arena's again when the call has returned, and `encode` does not change its source.
+        """A view is used only until the call returns, and `encode` does not change its source.
 
         Otherwise a slot would be read or changed after it was given to another chunk.
         """
@@ -208,10 +209,10 @@ class SerializerLaws(Laws[SerializerConfig]):
                 buffer.clear()
 
     def test_views_begin_anywhere_and_hold_anything(self, tmp_path: Path):
-        """In memory that held something else, at any address, and longer than `bound` says.
+        """Views begin at any address, held something else before, and may be longer than `bound` says.
 
-        Otherwise frames that were encoded into a buffer which is used again would decode to other bytes. Their
-        checksums find that: each would be a miss. What needs aligned memory would crash the engine.
+        Otherwise frames encoded into a reused buffer would decode to other bytes, and each be a miss; and a codec that
+        needs aligned memory would crash the engine.
         """
         serializer = self.open(tmp_path)
         bound = serializer.bound(self.layout)
@@ -224,7 +225,7 @@ class SerializerLaws(Laws[SerializerConfig]):
             assert self._comes_back(tmp_path, payload, bytes(target.view))
 
     def test_every_part_of_a_chunk_comes_back(self, tmp_path: Path):
-        """One instance has payloads of several lengths: a chunk of a hybrid model has a frame for each of its parts.
+        """One instance takes payloads of several lengths: each part of a hybrid model's chunk has a frame.
 
         Otherwise models with windows or states beside full attention would store frames that nobody can decode.
         """
@@ -242,7 +243,7 @@ class SerializerLaws(Laws[SerializerConfig]):
 
     @pytest.mark.parametrize("seed", range(3))
     def test_garbage_does_no_harm(self, tmp_path: Path, seed: int):
-        """Random bytes, a flipped bit, a missing end: a BackendError or an answer, and nothing written outside.
+        """Random bytes, a flipped bit or a missing end give a BackendError or an answer; nothing is written outside.
 
         Otherwise a damaged frame would raise what nobody expects, or overwrite the next slot: the KV of another chunk.
         """
@@ -267,9 +268,9 @@ class SerializerLaws(Laws[SerializerConfig]):
             assert into.untouched_beyond(nbytes), "decode wrote outside"
 
     def test_garbage_takes_little_memory(self, tmp_path: Path):
-        """What an encoding says of its own length is verified before so much memory is allocated.
+        """The length that an encoding states is verified before so much memory is allocated.
 
-        Otherwise whoever can write to a store could make the engine run out of memory with one small frame.
+        Otherwise whoever can write to a store could exhaust the engine's memory with one small frame.
         """
         serializer, encoded = self.open(tmp_path), min(self._encodings(self.config(tmp_path)), key=len)
         into = memoryview(bytearray(self.layout.payload_nbytes))

@@ -40,7 +40,7 @@ class SharedBackendLaws(SharedRaceLaws, SharedTroubleLaws, SharedCapacityLaws):
     def test_a_shared_backend_is_marked_as_shared(self, tmp_path: Path):
         """`shared` is True in the backend as in its config.
 
-        Otherwise kvtier would list the store as its own and delete from it what other engines use.
+        Otherwise kvtier would list the store as its own, and delete from it what other engines use.
         """
         with self.opened(tmp_path) as backend:
             assert backend.shared is True, (
@@ -49,9 +49,9 @@ class SharedBackendLaws(SharedRaceLaws, SharedTroubleLaws, SharedCapacityLaws):
             )
 
     def test_absence_is_asked(self, tmp_path: Path):
-        """That a key was not there says nothing: another user may have written it since.
+        """That a key was absent says nothing: another user may have written it since.
 
-        Otherwise what one engine stored the others would compute again: the store would be shared in name only.
+        Otherwise every engine would compute what the others stored: the store would be shared in name only.
         """
         here, there = make_keys(2)
         with self.opened(tmp_path) as ours, self.opened(tmp_path) as theirs:
@@ -66,7 +66,7 @@ class SharedBackendLaws(SharedRaceLaws, SharedTroubleLaws, SharedCapacityLaws):
     def test_presence_is_asked(self, tmp_path: Path):
         """That a key was there says nothing: it may be gone since.
 
-        Otherwise requests would wait for frames that are gone, and compute them after all, later than without the tier.
+        Otherwise requests would wait for frames that are gone, and be computed later than without the tier.
         """
         keys = here, there = make_keys(2)
         with self.opened(tmp_path) as ours, self.opened(tmp_path) as theirs:
@@ -80,9 +80,9 @@ class SharedBackendLaws(SharedRaceLaws, SharedTroubleLaws, SharedCapacityLaws):
                 assert not read(ours, key, _LARGEST), f"{who} deleted a key; read() still finds it"
 
     def test_what_others_change_is_seen(self, tmp_path: Path):
-        """A frame that another user overwrote is not served from before.
+        """A frame that another user has overwritten is read as it is now.
 
-        Otherwise a frame that was damaged and then replaced would stay damaged for everyone who had read it before.
+        Otherwise a damaged frame that was replaced would stay damaged for everyone who had read it before.
         """
         key = make_key(0)
         with self.opened(tmp_path) as ours, self.opened(tmp_path) as theirs:
@@ -96,9 +96,9 @@ class SharedBackendLaws(SharedRaceLaws, SharedTroubleLaws, SharedCapacityLaws):
             )
 
     def test_others_come_and_go_and_nothing_is_lost(self, tmp_path: Path):
-        """One with less capacity, one of another namespace, one that closes: none deletes what others may use.
+        """A user with less capacity, of another namespace, or that closes deletes nothing that others may use.
 
-        Otherwise each engine that starts, or ends, would empty the cache of the whole fleet.
+        Otherwise each engine that starts or ends would empty the cache of the whole fleet.
         """
         keys = make_keys(6)
         with self.opened(tmp_path) as ours:
@@ -116,7 +116,7 @@ class SharedBackendLaws(SharedRaceLaws, SharedTroubleLaws, SharedCapacityLaws):
     # -- quarantine --------------------------------------------------------------------------------
 
     def test_quarantine_deletes_nothing(self, tmp_path: Path):
-        """Another user may read the frame well, or has replaced it since it was read.
+        """`quarantine` deletes nothing: another user may read the frame well, or have replaced it.
 
         Otherwise one machine with bad memory would delete good frames of all others.
         """
@@ -131,7 +131,7 @@ class SharedBackendLaws(SharedRaceLaws, SharedTroubleLaws, SharedCapacityLaws):
             self._must_find(theirs, replaced, "a user quarantined a frame that another one had replaced meanwhile")
 
     def test_what_is_quarantined_is_replaced(self, tmp_path: Path):
-        """By the next write of its key, even with the very frame that this user has written there before.
+        """The next write of a quarantined key replaces it, even with the frame that this user wrote there before.
 
         Otherwise a damaged frame would stay for ever: each engine would find it, read it and compute it again.
         """
@@ -149,7 +149,7 @@ class SharedBackendLaws(SharedRaceLaws, SharedTroubleLaws, SharedCapacityLaws):
     # -- batches -----------------------------------------------------------------------------------
 
     def test_large_batches_are_answered_in_order(self, tmp_path: Path):
-        """Hundreds of keys in one call have each its own answer, in their order.
+        """Each of hundreds of keys in a call has its own answer, in their order.
 
         Otherwise long prompts, which gain the most, would be misses, or find the frames of others and throw them away.
         """
@@ -169,9 +169,9 @@ class SharedBackendLaws(SharedRaceLaws, SharedTroubleLaws, SharedCapacityLaws):
             assert not wrong, f"read() of {len(asked)} keys returned other frames for {len(wrong)} of them"
 
     def test_a_store_is_not_listed(self, tmp_path: Path):
-        """It may have millions of frames, of others.
+        """Nobody lists a store, which may have millions of frames of others.
 
-        Otherwise the start of an engine would take minutes, and cost the store more than all requests.
+        Otherwise an engine would take minutes to start, and cost the store more than all its requests.
         """
         keys = make_keys(20)
         with self.opened(tmp_path) as ours:

@@ -33,9 +33,9 @@ class SharedCapacityLaws(BackendLaws):
             return {each.where: each.nbytes for each in stored}
 
     def test_all_users_together_keep_within_the_capacity(self, tmp_path: Path):
-        """In three processes and two namespaces, at every moment; and what is new is accepted.
+        """Users in three processes and two namespaces keep within the capacity at every moment, and can still write.
 
-        Otherwise the store would grow past what the user gave it, by as many times as there are engines.
+        Otherwise the store would outgrow what the user gave it, by as many times as there are engines.
         """
         contexts = [self._bounded(_ROOM, model) for model in ("one", "other", "other")]
         numbers = [range(user * _WRITES, (user + 1) * _WRITES) for user in range(_USERS)]
@@ -64,7 +64,7 @@ class SharedCapacityLaws(BackendLaws):
                 assert not _missing(backend, [key]), f"one of the last {_USERS} frames written to a full store is gone"
 
     def test_the_oldest_go_first(self, tmp_path: Path):
-        """When room is needed the oldest frames leave, those of every engine alike.
+        """Where room is needed the oldest frames leave, whichever engine wrote them.
 
         Otherwise what was stored a moment ago would be gone when its prompt comes back.
         """
@@ -80,9 +80,9 @@ class SharedCapacityLaws(BackendLaws):
             assert _missing(ours, older), f"of {2 * _WRITES} frames in a store with room for {_ROOM} all are found"
 
     def test_room_is_given_back(self, tmp_path: Path):
-        """A frame that is overwritten or deleted takes no room: others stay for it.
+        """A frame that is overwritten or deleted gives its room back.
 
-        Otherwise the account would fill with frames that are gone, and less and less of the capacity would be used.
+        Otherwise frames that are gone would fill the account, and less and less of the capacity would be used.
         """
         kept, overwritten, deleted = make_keys(10)[:8], make_key(8), make_key(9)
         with self.opened(tmp_path, self._bounded(_ROOM // 4)) as backend:
@@ -98,9 +98,9 @@ class SharedCapacityLaws(BackendLaws):
             )
 
     def test_without_a_capacity_nothing_is_evicted(self, tmp_path: Path):
-        """The store bounds itself then, and others may use what they wrote.
+        """A user without a capacity evicts nothing: the store bounds itself, and others use what they wrote.
 
-        Otherwise an engine without a limit would delete what those with one count on.
+        Otherwise an engine without a limit would delete the frames of those with one.
         """
         older, newer = make_keys(24)[:12], make_keys(24)[12:]
         room = 16 if self.bounded else 0

@@ -53,9 +53,9 @@ class SharedTroubleLaws(BackendLaws):
         yield False
 
     def test_a_key_that_fails_fails_alone(self, tmp_path: Path):
-        """The others of its batch are found, read and written.
+        """A key that fails fails alone: the others of its batch are found, read and written.
 
-        Otherwise one bad object, or one node of a cluster that is down, would make all frames of the store misses.
+        Otherwise one bad object, or one node of a cluster that is down, would make every frame of the store a miss.
         """
         keys = first, broken, last = make_keys(3)
         with self.opened(tmp_path) as backend:
@@ -69,10 +69,10 @@ class SharedTroubleLaws(BackendLaws):
             self._must_serve(backend, keys, [first, last] if errors[1] else keys, seed=1)
 
     def test_no_call_outlasts_its_timeout(self, tmp_path: Path):
-        """Each ends when `OpenContext.timeout` has passed, with an answer or BackendError, however many keys it has.
+        """Each call answers or raises BackendError within `OpenContext.timeout`, however many keys it has.
 
-        Otherwise a store that hangs would hold arena slots and threads, and requests would wait for it longer than
-        computing takes.
+        Otherwise a store that hangs would hold arena slots and threads, and requests would wait longer than computing
+        takes.
         """
         asked, read_, written, deleted = (make_keys(4 * _BATCH)[i::4] for i in range(4))
         into = [memoryview(bytearray(self.layout.frame_nbytes)) for _ in read_]
@@ -90,7 +90,7 @@ class SharedTroubleLaws(BackendLaws):
                 pass
 
     def test_a_call_that_gave_up_is_over(self, tmp_path: Path):
-        """The arena has other uses for its views: nothing is written to them, nor read from them, later.
+        """A call that has given up writes nothing to its views later, and reads nothing from them.
 
         Otherwise a late answer would overwrite the KV of another chunk after that was verified: wrong answers.
         """
@@ -109,9 +109,9 @@ class SharedTroubleLaws(BackendLaws):
             assert not damage, f"a write gave up because the store did not answer, and left a frame that is {damage}"
 
     def test_a_store_that_recovers_is_used_again(self, tmp_path: Path):
-        """While a store cannot be reached calls fail, or are misses; afterwards the same instance serves again.
+        """Calls fail or miss while a store cannot be reached; afterwards the same instance serves again.
 
-        Otherwise after a restart of the store every engine would have to be restarted, too.
+        Otherwise every engine would have to be restarted after a restart of the store.
         """
         before, during, after = make_keys(3)
         with self.opened(tmp_path) as backend:

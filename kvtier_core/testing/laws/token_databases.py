@@ -40,7 +40,7 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
         return [rng.randrange(1 << _TOKEN_BITS) for _ in range(count)]
 
     def test_one_key_of_32_bytes_per_full_chunk(self, tmp_path: Path):
-        """There is one key for each whole chunk, of 32 bytes, and none for a rest of tokens.
+        """Each whole chunk has one key of 32 bytes, and tokens beyond the last have none.
 
         Otherwise KV that is not there yet would be promised, or a chunk would never be found again.
         """
@@ -54,7 +54,7 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
         assert kinds == {("bytes", KEY_NBYTES)}, f"a key is {KEY_NBYTES} bytes; keys() returned {sorted(kinds)}"
 
     def test_deterministic(self, tmp_path: Path):
-        """The same tokens have the same keys, whatever was asked before, and by whichever instance.
+        """The same tokens have the same keys, in any instance and whatever was asked before.
 
         Otherwise an engine would not find what it stored a moment ago.
         """
@@ -68,7 +68,7 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
     def test_arguments_stay_as_they_are(self, tmp_path: Path):
         """The caller keeps using its lists, and may change a result without affecting later ones.
 
-        Otherwise the keys of one request would appear in the path of another: its KV would be served for other tokens.
+        Otherwise keys of one request would appear in the path of another: its KV would be served for other tokens.
         """
         database, tokens, extra = self.open(tmp_path), self.tokens(), {1: b"cat"}
         keys = list(database.keys(tokens, extra=extra))
@@ -82,7 +82,7 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
         assert database.keys(tokens, extra=extra) == keys, "a caller changed a returned list, and later results with it"
 
     def test_a_prefix_has_the_prefix_of_the_keys(self, tmp_path: Path):
-        """Of two prompts with a common beginning, the chunks of that beginning have the same keys.
+        """Prompts with a common beginning have the same keys for its chunks.
 
         Otherwise prompts would share nothing, and only the very same prompt would ever be a hit.
         """
@@ -94,7 +94,7 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
             )
 
     def test_a_token_changes_its_key_and_all_that_follow(self, tmp_path: Path):
-        """KV depends on all tokens before it: a key does, too.
+        """A key depends on all tokens before it, as KV does.
 
         Otherwise the KV of one prompt would be served for another that differs in an earlier token. Nothing can find
         that: the frame is the right one for its key.
@@ -107,7 +107,7 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
             _must_part(keys, database.keys(others), place // self.chunk_tokens, f"token {place} is another one")
 
     def test_every_bit_of_a_token_counts(self, tmp_path: Path):
-        """A vocabulary has more than 65 536 tokens.
+        """Every bit of a token counts: a vocabulary has more than 65 536 tokens.
 
         Otherwise two prompts that differ in one token would share their KV: wrong answers that nothing can find.
         """
@@ -121,7 +121,7 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
     def test_swapped_tokens_are_other_tokens(self, tmp_path: Path):
         """The order of tokens counts.
 
-        Otherwise two prompts with the same words in another order would share their KV: wrong answers that nothing can
+        Otherwise prompts with the same words in another order would share their KV: wrong answers that nothing can
         find.
         """
         database = self.open(tmp_path)
@@ -130,9 +130,9 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
         _must_part(database.keys(self.tokens()), database.keys(others), 0, "two tokens changed places")
 
     def test_chunk_sizes_share_nothing(self, tmp_path: Path):
-        """A chunk of another size is another piece of KV, even if it ends at the same token.
+        """A chunk of another size has another key, even if it ends at the same token.
 
-        Otherwise after a change of `chunk_tokens` frames of the old size would be read for the new one, and counted as
+        Otherwise frames of the old size would be read for the new one after a change of `chunk_tokens`, and count as
         damaged.
         """
         runs = {}
@@ -145,10 +145,10 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
         _must_share_nothing(runs, "chunk_tokens is")
 
     def test_salts_share_nothing(self, tmp_path: Path):
-        """Every byte of a salt counts, and its length does.
+        """Every byte of a salt counts, and so does its length.
 
-        Otherwise one tenant's prompt would be answered from the cache of another, who could find out by the time it
-        takes what others have asked.
+        Otherwise one tenant's prompt would be served from another's cache, and the time it takes would tell what others
+        ask.
         """
         database = self.open(tmp_path)
         salts = [b"", b"a", b"b", b"ab", b"\0", b"a\0", _LONG, _LONG + b"\0", *_changed(_LONG)]
@@ -157,7 +157,7 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
     def test_namespaces_share_nothing(self, tmp_path: Path):
         """Another namespace has other keys for the same tokens.
 
-        Otherwise the KV of one model would be looked up for another one.
+        Otherwise the KV of one model would be looked up for another.
         """
         models = ("ours", "theirs")
         runs = {model: self.open(tmp_path, model).keys(self.tokens()) for model in models}
@@ -166,8 +166,8 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
     def test_extra_changes_its_chunk_and_all_that_follow(self, tmp_path: Path):
         """The `extra` of a chunk counts for it and for all that follow.
 
-        Otherwise two prompts with other images in the same place would share their KV: the answer to one would describe
-        the image of the other.
+        Otherwise prompts with different images in one place would share their KV: an answer would describe another
+        prompt's image.
         """
         database = self.open(tmp_path)
         cat = {2: b"cat"}
@@ -183,9 +183,9 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
             _must_part(*runs, parting, f"extra is {ours} in one call and {theirs} in another")
 
     def test_salt_and_extra_are_not_confused(self, tmp_path: Path):
-        """The same bytes as salt and as `extra` make other keys.
+        """The same bytes as salt and as `extra` make different keys.
 
-        Otherwise a client who chooses its salt could reach the KV of another one's images.
+        Otherwise a client who chooses its salt could reach the KV of another client's images.
         """
         database = self.open(tmp_path)
         salted, extra = database.keys(self.tokens(), salt=b"cat"), database.keys(self.tokens(), extra={0: b"cat"})
@@ -205,9 +205,9 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
             )
 
     def test_every_process_has_the_same_keys(self, tmp_path: Path):
-        """With whatever PYTHONHASHSEED: what one engine stored the next one must find.
+        """Keys are the same with any PYTHONHASHSEED: an engine must find what another one stored.
 
-        Otherwise after a restart, and in a fleet, every lookup would be a miss.
+        Otherwise every lookup would be a miss after a restart, and in a fleet.
         """
         here = keys_of(self.config(tmp_path), self.chunk_tokens, self.tokens())
         for seed in (1, 2):
