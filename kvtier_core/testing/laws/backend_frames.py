@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,6 @@ from kvtier_core.testing.samples import make_frame, make_key, make_keys, same
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace
 
 _SOAK_SECONDS = 1.0
-_PATIENCE = 60.0  # seconds for a process to start
 
 
 def read(backend: Backend, key: ChunkKey, nbytes: int) -> bytes:
@@ -85,35 +83,10 @@ def come_and_go(backend: Backend, keys: Sequence[ChunkKey], nbytes: int, rounds:
         backend.delete(keys)
 
 
-def write_and_die(
-    config: BackendConfig,
-    ctx: OpenContext,
-    seed: int,
-    after: float,
-    *,
-    keys: int = 33,
-    pages: Sequence[int] = (2, 9),
-) -> None:
-    """Run `_write_for_ever` in a process and kill it ``after`` seconds of writing."""
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    writer = spawn.Process(target=_write_for_ever, args=(config, ctx, seed, keys, pages, theirs), daemon=True)
-    writer.start()
-    theirs.close()
-    try:
-        assert ours.poll(_PATIENCE), f"a process that opens the store writes nothing for {_PATIENCE:.0f} seconds"
-        ours.recv()
-        time.sleep(after)
-    finally:
-        writer.kill()
-        writer.join()
-        ours.close()
-
-
-def _write_for_ever(
+def write_for_ever(
     config: BackendConfig, ctx: OpenContext, seed: int, count: int, pages: Sequence[int], started: Connection
 ) -> None:
-    """Write the first key once, and the others again and again, in frames of so many pages."""
+    """Write the first of ``count`` keys once and the others for ever, in frames of ``pages`` pages."""
     rng = random.Random(seed)
     first, *keys = make_keys(count)
     frames = [[make_frame(key, nbytes=each * FRAME_ALIGNMENT) for each in pages] for key in keys]

@@ -13,7 +13,8 @@ import pytest
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import OpenContext, SupportsWalk
-from kvtier_core.testing.laws.backend_frames import come_and_go, damage_of, listed, read, soak, write_and_die
+from kvtier_core.testing.laws.backend_frames import come_and_go, damage_of, listed, read, soak, write_for_ever
+from kvtier_core.testing.laws.base import kill_at_work
 from kvtier_core.testing.laws.direct_reads import DirectReadLaws
 from kvtier_core.testing.samples import Poisoned, make_frame, make_key, make_keys, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey
@@ -34,10 +35,9 @@ class BackendLaws(DirectReadLaws):
     """
 
     def test_a_shared_backend_is_tried_as_one(self, tmp_path: Path):
-        """A backend that says `shared = True` is tried by `SharedBackendLaws`.
+        """A backend with `shared = True` is tried by `SharedBackendLaws`.
 
-        Otherwise kvtier would ask the store for keys as if other engines could use it, and nobody has seen that they
-        can.
+        Otherwise engines would share a store of which nobody has seen that it can be shared.
         """
         with self.opened(tmp_path) as backend:
             assert not backend.shared or self._tries_sharing, (
@@ -52,8 +52,8 @@ class BackendLaws(DirectReadLaws):
     def test_scan_finds_what_survived(self, tmp_path: Path):
         """`scan` names every frame that survived, with its bytes, oldest first, and nothing else.
 
-        Otherwise after a restart the engine would compute what it has stored, or the tier would exceed its capacity by
-        what it does not count.
+        Otherwise a restarted engine would compute what it has stored, or its tier would exceed its capacity by frames
+        it misses.
         """
         self._skip_unless_recovered()
         keys = make_keys(6)
@@ -72,10 +72,10 @@ class BackendLaws(DirectReadLaws):
             assert not lost, f"{len(lost)} of {len(survivors)} frames that scan() names cannot be read as written"
 
     def test_a_scan_may_race_with_a_delete(self, tmp_path: Path):
-        """A frame that goes away while `scan` looks around may be named or not; it makes nothing fail.
+        """A `scan` may name a frame that is deleted meanwhile, or not; nothing fails.
 
-        Otherwise a tier that makes room while it opens would fail to open now and then, and the engine would serve
-        without it.
+        Otherwise a tier that makes room as it opens would sometimes fail to open, and the engine would serve without
+        it.
         """
         keys, nbytes = make_keys(12), 2 * FRAME_ALIGNMENT
         with self.opened(tmp_path) as backend:
@@ -93,13 +93,14 @@ class BackendLaws(DirectReadLaws):
     def test_a_killed_writer_leaves_no_torn_frame(self, tmp_path: Path):
         """When a process is killed in a write, each key has its whole frame or none.
 
-        Otherwise torn frames would be found at every lookup, read, and thrown away for their checksum: time and room
-        for nothing.
+        Otherwise lookups would find torn frames, which are read and thrown away for their checksums: time and room for
+        nothing.
         """
         self._skip_unless_recovered()
         rng = random.Random(0)
         for round_ in range(_KILLS):
-            write_and_die(self.config(tmp_path), self.context(), round_, rng.uniform(0, 0.05))
+            after = rng.uniform(0, 0.05)
+            kill_at_work(write_for_ever, self.config(tmp_path), self.context(), round_, 33, (2, 9), after=after)
             with self.opened(tmp_path) as backend:
                 survivors = dict(listed(backend))
                 assert make_key(0) in survivors, "what was written long before the kill is lost"
@@ -110,10 +111,10 @@ class BackendLaws(DirectReadLaws):
                     assert not damage, f"a writer that was killed left a torn frame: {damage}"
 
     def test_what_other_namespaces_left_counts_against_the_capacity(self, tmp_path: Path):
-        """The tier counts its own frames. The store itself must remove what another model left.
+        """A tier counts its own frames; the store must remove those that another model left.
 
-        Otherwise each change of the model, or of vLLM's version, would fill the store with another capacity's worth of
-        frames that nobody reads, until it is full.
+        Otherwise each change of the model, or of vLLM, would leave a capacity's worth of unread frames, until the store
+        is full.
         """
         capacity = 4 * self.layout.frame_nbytes
         before: list[OpenContext] = []
@@ -131,10 +132,9 @@ class BackendLaws(DirectReadLaws):
             )
 
     def test_only_backend_error_escapes(self, tmp_path: Path):
-        """Whatever a closed backend does when it is used: a BackendError or an answer.
+        """A call of a closed backend raises BackendError or answers.
 
-        Otherwise kvtier could not tell a store that fails from a plugin that is broken; the tier would count as broken
-        and be given up.
+        Otherwise kvtier could not tell a store that fails from a broken plugin, and would give up the tier.
         """
         key = make_key(0)
         with self.opened(tmp_path) as backend:
@@ -157,19 +157,19 @@ class BackendLaws(DirectReadLaws):
     # -- threads -----------------------------------------------------------------------------------
 
     def test_threads_at_once(self, tmp_path: Path):
-        """No two calls name the same key; everything else may happen at the same time.
+        """Calls run at the same time on several threads, but never two for one key.
 
-        Otherwise under load frames would be mixed or lost. The checksums find that, so prompts would be computed again
-        although they were stored, now and then, and never in a test with one thread.
+        Otherwise frames would be mixed or lost under load. Checksums find that: stored prompts would be computed again,
+        now and then.
         """
         with self.opened(tmp_path) as backend, ThreadPoolExecutor(4) as threads:
             for one in [threads.submit(soak, backend, seed) for seed in range(4)]:
                 one.result()
 
     def test_a_slow_read_does_not_block_others(self, tmp_path: Path):
-        """One frame lies on a bad sector, or behind a slow link; those of other keys are served meanwhile.
+        """While the read of one frame is slow, a bad sector or a slow link, frames of other keys are served.
 
-        Otherwise one slow frame would hold up every request that the tier has something for, until each gives up and
+        Otherwise one slow frame would hold up every request that the tier could serve, until each gives up and
         computes.
         """
         slow, quick = make_keys(2)

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -27,6 +28,7 @@ from kvtier_core.testing.samples import make_layout
 HEAVY = ("torch", "numpy", "vllm", "boto3", "redis", "mooncake")
 
 _LIVES = 3
+_PATIENCE = 60.0  # seconds for a process to start
 
 #: The type of the config under test.
 Config = TypeVar("Config")
@@ -84,10 +86,10 @@ class Laws(Generic[Config]):
             pytest.skip(reason)
 
     def test_import_is_light(self, tmp_path: Path):
-        """An installed plugin is imported by every process of the engine, used or not: no large module, no thread.
+        """Every process of an engine imports an installed plugin, used or not: no large module, no thread.
 
-        Otherwise every engine on the node starts later and takes more memory, also those that never use the plugin; and
-        a thread that is there before an engine forks its workers may leave them with a lock that nobody opens.
+        Otherwise every engine on the node would start later and take more memory; and a thread that runs when an engine
+        forks its workers may leave them a lock that nobody opens.
         """
         modules = _light_modules(type(self.config(tmp_path)))
         imported = subprocess.run(
@@ -134,11 +136,10 @@ class StoreLaws(Laws[Config]):
             store.close()
 
     def test_close_gives_everything_back(self, tmp_path: Path):
-        """`close` releases all that the store took: descriptors, threads, child processes, shared memory, and the files
-        of an arena.
+        """`close` releases descriptors, threads, child processes, shared memory, and the files of an arena.
 
-        Otherwise a process that opens stores again and again, as servers and tests do, would run out of descriptors,
-        and the memory of an engine that has ended would be lost to the node until it is booted.
+        Otherwise a process that opens stores again and again would run out of descriptors, and the node would lose the
+        memory of each engine that has ended until it is booted.
         """
         if not resources.READABLE:
             pytest.skip("what a process holds is read from /proc, which is not there")
@@ -174,6 +175,25 @@ def in_new_process(function: Callable[..., Any], *args: Any, hash_seed: int | No
         if hash_seed is not None:
             patch.setenv("PYTHONHASHSEED", str(hash_seed))
         return pool.submit(function, *args).result()
+
+
+def kill_at_work(function: Callable[..., None], *args: Any, after: float = 0.0) -> None:
+    """Call ``function(*args, pipe)`` in a new process, and kill it ``after`` seconds after it has sent something."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, its = spawn.Pipe()
+    process = spawn.Process(target=function, args=(*args, its), daemon=True)
+    process.start()
+    its.close()
+    try:
+        assert ours.poll(_PATIENCE), f"a new process that should use this has done nothing for {_PATIENCE:.0f} seconds"
+        ours.recv()
+        time.sleep(after)
+    except EOFError as error:
+        raise AssertionError(f"{function.__name__}() fails in a new process") from error
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
 
 
 def _light_modules(config_type: type) -> list[str]:

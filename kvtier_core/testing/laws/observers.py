@@ -6,9 +6,7 @@ import contextlib
 import copy
 import enum
 import gc
-import multiprocessing
 import random
-import signal
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +19,7 @@ import pytest
 
 from kvtier_core.interfaces import Observer, ObserverConfig, OpenContext
 from kvtier_core.testing import resources
-from kvtier_core.testing.laws.base import Laws, in_new_process
+from kvtier_core.testing.laws.base import Laws, in_new_process, kill_at_work
 from kvtier_core.testing.samples import make_context, make_keys
 from kvtier_core.transfer.io_pool import run_within
 from kvtier_core.types import Event, EventKind, Usage
@@ -73,7 +71,7 @@ class ObserverLaws(Laws[ObserverConfig]):
             self._must_have_told(self.told(tmp_path, observer), events)
 
     def test_any_event_is_taken(self, tmp_path: Path):
-        """Events of every kind, also one of a later release; without keys and with thousands; with any text.
+        """An observer takes any kind of event, also of a later release, any text, no keys and thousands.
 
         Otherwise the first such event would raise, and the engine would drop the observer until its next start.
         """
@@ -95,9 +93,9 @@ class ObserverLaws(Laws[ObserverConfig]):
                     raise
 
     def test_events_stay_as_they_are(self, tmp_path: Path):
-        """An observer changes no event: the same objects are shown to all observers.
+        """An observer changes no event: all observers are shown the same objects.
 
-        Otherwise another observer would be told of what never happened.
+        Otherwise another observer would learn of events that never happened.
         """
         events = some_events(50)
         before = copy.deepcopy(events)
@@ -108,7 +106,7 @@ class ObserverLaws(Laws[ObserverConfig]):
     def test_what_was_observed_is_not_kept(self, tmp_path: Path):
         """Events are passed on or counted, and not kept.
 
-        Otherwise a server that runs for months would end without memory.
+        Otherwise a server that runs for months would run out of memory.
         """
         with self.opened(tmp_path) as observer:
             alive = []
@@ -122,9 +120,10 @@ class ObserverLaws(Laws[ObserverConfig]):
         assert kept <= _MAY_KEEP, f"of {_MANY} events it keeps {kept}"
 
     def test_close_releases_everything(self, tmp_path: Path):
-        """After `close` no thread, descriptor or process is left, also of one that was never told anything.
+        """After `close` no thread, descriptor or process is left, even if nothing was observed.
 
-        Otherwise an engine that stops would hang, or a process that serves one engine after another would run out.
+        Otherwise an engine that stops would hang, or a process that serves one engine after another would run out of
+        them.
         """
         if not resources.READABLE:
             pytest.skip("what a process holds is read from /proc")
@@ -139,9 +138,9 @@ class ObserverLaws(Laws[ObserverConfig]):
         assert not left, f"after close it still holds {', '.join(left)}"
 
     def test_engines_that_share_a_configuration_share_nothing(self, tmp_path: Path):
-        """Data parallel replicas are open at the same time, with one configuration, and end one after the other.
+        """Data parallel replicas with one configuration are open together, and end one after the other.
 
-        Otherwise the second replica would not start, or write over what the first one says.
+        Otherwise the second replica would not start, or overwrite what the first one says.
         """
         contexts = [attrs.evolve(make_context(), replica=number, replicas=2) for number in (0, 1)]
         with self.opened(tmp_path, contexts[0]) as first, self.opened(tmp_path, contexts[1]) as second:
@@ -153,7 +152,7 @@ class ObserverLaws(Laws[ObserverConfig]):
     def test_two_engines_may_be_in_one_process(self, tmp_path: Path):
         """Two observers of different configurations live in one process.
 
-        Otherwise tests, and programs with two engines, would count both in one place, or not open the second.
+        Otherwise a program with two engines would count both in one place, or could not open the second.
         """
         one, another = tmp_path / "one", tmp_path / "another"
         one.mkdir()
@@ -163,28 +162,19 @@ class ObserverLaws(Laws[ObserverConfig]):
                 _observe(observer, some_events(10))
 
     def test_an_observer_opens_again_after_a_kill(self, tmp_path: Path):
-        """An engine that was killed has closed nothing, and may have been writing: the next one opens all the same.
+        """An engine that is killed closes nothing, and may be writing: the next one opens all the same.
 
-        Otherwise an engine would not come back after a crash until somebody had tidied up.
+        Otherwise an engine would not come back after a crash until somebody tidied up.
         """
-        spawn = multiprocessing.get_context("spawn")
         for _ in range(3):
-            ours, its = spawn.Pipe()
-            child = spawn.Process(target=observe_until_killed, args=(self.config(tmp_path), its))
-            child.start()
-            its.close()
-            with contextlib.suppress(EOFError):
-                ours.recv()  # it observes, or has failed
-            child.kill()
-            child.join()
-            assert child.exitcode == -signal.SIGKILL, "a process of its own cannot observe"
+            kill_at_work(observe_until_killed, self.config(tmp_path))
         with self.opened(tmp_path) as observer:
             _observe(observer, some_events(10))
 
     def test_an_observer_opens_in_any_process(self, tmp_path: Path):
         """A configuration can be sent to another process and opened there.
 
-        Otherwise vLLM, which runs its engine in a process of its own, could not use it.
+        Otherwise vLLM, whose engine has a process of its own, could not use it.
         """
         assert in_new_process(observe_once, self.config(tmp_path)) == 10
 

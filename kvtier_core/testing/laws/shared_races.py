@@ -10,8 +10,9 @@ from pathlib import Path
 import attrs
 
 from kvtier_core.interfaces import Backend, OpenContext
-from kvtier_core.testing.laws.backend_frames import damage_of, read, write_and_die
+from kvtier_core.testing.laws.backend_frames import damage_of, read, write_for_ever
 from kvtier_core.testing.laws.backends import BackendLaws
+from kvtier_core.testing.laws.base import kill_at_work
 from kvtier_core.testing.laws.shared_processes import (
     fault_of_write,
     keep_to_itself,
@@ -58,7 +59,7 @@ class SharedRaceLaws(BackendLaws):
             )
 
     def test_two_writers_of_one_key_leave_a_whole_frame(self, tmp_path: Path):
-        """The frame is one of the two; no reader sees a part of it or a mixture of both.
+        """Two writers of one key leave the frame of one of them; no reader sees a part or a mixture.
 
         Otherwise two engines that compute one prompt, the usual thing in a fleet, would leave a frame that nobody can
         use.
@@ -69,7 +70,7 @@ class SharedRaceLaws(BackendLaws):
             _read_meanwhile(backend, keys[:2], _LARGEST, both)
 
     def test_a_read_races_with_overwrites_and_deletes(self, tmp_path: Path):
-        """It finds the whole frame of one writer, or none, small or large; and the last one when all have ended.
+        """A read finds a whole frame of one writer, or none; and the last frame when all writers have ended.
 
         Otherwise popular prompts, which are written most often, would be those that are read damaged.
         """
@@ -86,7 +87,7 @@ class SharedRaceLaws(BackendLaws):
             assert not damage, f"two processes overwrote and deleted a key; what they left is {damage}"
 
     def test_a_killed_writer_harms_nobody(self, tmp_path: Path):
-        """Under each of its keys others find a whole frame or none, and they can write it.
+        """Under each key of a killed writer others find a whole frame or none, and can write it.
 
         Otherwise an engine that was killed would leave keys that are lost to the whole fleet.
         """
@@ -94,7 +95,7 @@ class SharedRaceLaws(BackendLaws):
         ctx, pages = self._context_of_large_frames(), (2, 9, max(_SIZES) // FRAME_ALIGNMENT)
         with self.opened(tmp_path, ctx) as before:
             for round_ in range(_KILLS):
-                write_and_die(self.config(tmp_path), ctx, round_, rng.uniform(0, 0.1), keys=4, pages=pages)
+                kill_at_work(write_for_ever, self.config(tmp_path), ctx, round_, 4, pages, after=rng.uniform(0, 0.1))
                 with self.opened(tmp_path, ctx) as after:
                     for key in make_keys(4):
                         _must_be_whole_or_missing([before, after], key)
