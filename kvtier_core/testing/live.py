@@ -30,7 +30,7 @@ from kvtier_core.testing.laws.backends import BackendLaws
 from kvtier_core.testing.laws.base import Laws, laws_of
 from kvtier_core.testing.laws.serializers import SerializerLaws
 from kvtier_core.testing.laws.shared_backends import SharedBackendLaws
-from kvtier_core.testing.laws.shared_processes import write
+from kvtier_core.testing.laws.shared_processes import store
 from kvtier_core.testing.samples import make_context, make_frame, make_key, make_keys, make_layout
 from kvtier_core.types import ChunkKey, Namespace, Nbytes
 
@@ -100,9 +100,7 @@ def survives(tier: StoreTierConfig) -> bool:
     key = make_key(0)
     with own_namespace(tier) as (config, ctx):
         with contextlib.closing(config.open(ctx)) as backend:
-            (error,) = write(backend, [key], [make_frame(key)])
-            if error is not None:
-                raise error
+            store(backend, key, make_frame(key))
         with contextlib.closing(config.open(ctx)) as backend:
             return bool(backend.contains([key])[0])
 

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import gc
 import os
-import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,15 +58,7 @@ def written_files() -> set[str]:
             if int(flags, 8) & os.O_ACCMODE != os.O_RDONLY:
                 held.add(path)
     held |= {path for _, path in _shared_mappings()}
-    return {path for path in held if is_regular(path)}
-
-
-def is_regular(path: str) -> bool:
-    """Is there a regular file of this name?"""
-    try:
-        return stat.S_ISREG(os.stat(path).st_mode)
-    except OSError:
-        return False
+    return set(filter(os.path.isfile, held))
 
 
 def may_fail_when_touched(view: memoryview) -> bool:

@@ -85,7 +85,7 @@ def said(caplog):
 
 
 def test_each_is_told_everything_once_and_in_order_and_closed_once():
-    events, observers = some_events(1000), [Seen(), Seen()]
+    events, observers = list(some_events(1000)), [Seen(), Seen()]
     telling = Observers([("one", observers[0]), ("another", observers[1])])
     for at in range(0, 1000, 10):
         telling.tell(events[at : at + 10])

@@ -326,7 +326,8 @@ def _must_gather(engine: AttachedEngine, slots: Sequence[int], pages: PageList) 
             f"after a store of blocks {chunk} slot {slot} holds other bytes than their pages, group by group "
             "and layer after layer from the rank's shard offset on, with unwanted places as they were"
         )
-    others = [slot for slot in engine.others(slots) if not is_poison(engine.memory.view(slot))]
+    others = [slot for slot in range(engine.memory.slots) if slot not in slots]
+    others = [slot for slot in others if not is_poison(engine.memory.view(slot))]
     assert not others, f"a store into slots {slots} changed slots {others}"
 
 

@@ -67,10 +67,6 @@ class AttachedEngine:
             drawn = [NO_BLOCK if self.rng.random() < 0.3 else block for block in drawn]
         return [drawn[i * blocks :][:blocks] for i in range(chunks)]
 
-    def others(self, slots: Collection[int]) -> list[int]:
-        """All slots but these."""
-        return [slot for slot in range(self.memory.slots) if slot not in slots]
-
     def expected_slot(self, chunk: Sequence[Sequence[int]]) -> bytes:
         """A poisoned slot after the store of a chunk."""
         slot = memoryview(bytearray(self.memory.slot_nbytes))

@@ -213,12 +213,12 @@ class PolicyLaws(Laws[EvictionConfig]):
         Otherwise a restart would lose what was learned, or a tier could not be opened with the state of an older
         release.
         """
-        saved = self._after(tmp_path, 0).save()
+        saved = after(self.config(tmp_path).open(), 0).save()
         assert isinstance(saved, bytes), f"save() returns bytes; it returned {type(saved).__name__}"
         assert len(saved) <= MAX_POLICY_STATE_NBYTES, (
             f"save() returns at most {MAX_POLICY_STATE_NBYTES} bytes; it returned {len(saved)}"
         )
-        others = [self.config(tmp_path).open(), *(self._after(tmp_path, seed) for seed in range(1, 9))]
+        others = [self.config(tmp_path).open(), *(after(self.config(tmp_path).open(), seed) for seed in range(1, 9))]
         lengths = {len(saved), *(len(other.save()) for other in others)}
         assert len(lengths) == 1, f"save() always returns the same number of bytes; it returned {sorted(lengths)}"
         for memory in (saved, *_garbage(saved)):
@@ -233,7 +233,7 @@ class PolicyLaws(Laws[EvictionConfig]):
 
         Otherwise one damaged file would keep the engine from opening the tier.
         """
-        saved = self._after(tmp_path, 0).save()
+        saved = after(self.config(tmp_path).open(), 0).save()
         for garbage in _garbage(saved):
             taught, untaught = self.config(tmp_path).open(), self.config(tmp_path).open()
             taught.restore(garbage)
@@ -263,9 +263,6 @@ class PolicyLaws(Laws[EvictionConfig]):
             f"the policy holds at most 33 keys all the time, and takes {now - before} bytes more after 8000 keys came "
             "and went: something is remembered for ever"
         )
-
-    def _after(self, folder: Path, seed: int) -> EvictionPolicy:
-        return after(self.config(folder).open(), seed)
 
 
 def _garbage(saved: bytes) -> list[bytes]:

@@ -116,6 +116,13 @@ def write(backend: Backend, keys: Sequence[ChunkKey], frames: Sequence[memoryvie
     return [None] * len(keys) if errors is None else list(errors)
 
 
+def store(backend: Backend, key: ChunkKey, frame: memoryview) -> None:
+    """Write one frame. Raises why it was not stored."""
+    (error,) = write(backend, [key], [frame])
+    if error is not None:
+        raise error
+
+
 def fault_of_write(backend: Backend, key: ChunkKey, frame: memoryview) -> list[str]:
     """Write one frame. What was wrong, in words; nothing if it was stored."""
     return _fault_of("a write", lambda: write(backend, [key], [frame])[0])

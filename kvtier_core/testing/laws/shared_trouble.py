@@ -16,7 +16,7 @@ from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.testing.laws.backend_frames import damage_of, read
 from kvtier_core.testing.laws.backends import BackendLaws
-from kvtier_core.testing.laws.shared_processes import write
+from kvtier_core.testing.laws.shared_processes import store, write
 from kvtier_core.testing.samples import is_poison, make_keys, make_namespace, poison, same
 from kvtier_core.types import ChunkKey, Seconds
 
@@ -120,7 +120,7 @@ class SharedTroubleLaws(BackendLaws):
                 if not possible:
                     pytest.skip("this suite cannot make the store unreachable")
                 stored = self._use_unreachable(backend, before, during)
-            _when_it_works(lambda: _write(backend, after, self.frame(after)))
+            _when_it_works(lambda: store(backend, after, self.frame(after)))
             for key in [before, after, *([during] if stored else [])]:
                 found = _when_it_works(lambda key=key: read(backend, key, self.layout.frame_nbytes))
                 assert same(found, self.frame(key)), (
@@ -191,12 +191,6 @@ def _must_be_backend_error(name: str, error: BaseException | None, what: str) ->
     assert error is None or isinstance(error, BackendError), (
         f"the store {what}; {name}() raises BackendError or answers; it raised {type(error).__name__}: {error}"
     )
-
-
-def _write(backend: Backend, key: ChunkKey, frame: memoryview) -> None:
-    (error,) = write(backend, [key], [frame])
-    if error is not None:
-        raise error
 
 
 def _when_it_works(call: Callable[[], T]) -> T:
