@@ -16,20 +16,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import attrs
-
 from kvtier_core.cli.output import FINE, PROBLEMS, Output
 from kvtier_core.config.model import StoreTierConfig
 from kvtier_core.errors import BackendError
-
-
-@attrs.frozen
-class Law:
-    """The outcome of one law."""
-
-    name: str
-    outcome: str  #: kept, broken, or not tried
-    why: str  #: it is broken or was not tried
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -69,15 +58,15 @@ def run(options: argparse.Namespace, output: Output) -> int:
         "platform": platform.platform(),
         "shared": bool(getattr(tier.config, "shared", False)),
         "throughput": speed,
-        "laws": [attrs.asdict(law) for law in laws],
-        "verdict": "broken" if any(law.outcome == "broken" for law in laws) else "kept",
+        "laws": laws,
+        "verdict": "broken" if any(law["outcome"] == "broken" for law in laws) else "kept",
     }
     output.value = report
     output.say(*_lines(report))
     return PROBLEMS if report["verdict"] == "broken" else FINE
 
 
-def _try(options: argparse.Namespace, folder: Path) -> list[Law]:
+def _try(options: argparse.Namespace, folder: Path) -> list[dict[str, str]]:
     """Run pytest, in a process and a folder that know nothing of any project's settings. Raises BackendError."""
     (folder / "pytest.ini").write_text("[pytest]\n")
     junit = folder / "laws.xml"
@@ -94,14 +83,15 @@ def _try(options: argparse.Namespace, folder: Path) -> list[Law]:
     return [_law(case) for case in ElementTree.parse(junit).iter("testcase")]
 
 
-def _law(case: ElementTree.Element) -> Law:
-    name = case.get("name", "")
+def _law(case: ElementTree.Element) -> dict[str, str]:
+    """A law's name and outcome, and why it is broken or was not tried."""
+    outcome, why = "kept", ""
     for found in case:
         if found.tag in ("failure", "error"):
-            return Law(name, "broken", (found.text or found.get("message", "")).strip())
-        if found.tag == "skipped":
-            return Law(name, "not tried", found.get("message", ""))
-    return Law(name, "kept", "")
+            outcome, why = "broken", (found.text or found.get("message", "")).strip()
+        elif found.tag == "skipped":
+            outcome, why = "not tried", found.get("message", "")
+    return {"name": case.get("name", ""), "outcome": outcome, "why": why}
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:

@@ -31,9 +31,8 @@ class Finding(enum.Enum):
 
     WHOLE = "whole"  #: a frame that the tier can serve
     TORN = "torn"  #: a frame whose bytes are not those that were written
-    INCOMPATIBLE = (
-        "incompatible"  #: of another codec, seal key or format version: another engine may be able to read it
-    )
+    #: Of another codec, seal key or format version: another engine may be able to read it.
+    INCOMPATIBLE = "incompatible"
     FOREIGN = "foreign"  #: not a frame, where only frames should be
     ORPHANED = "orphaned"  #: a whole frame that no engine looks up: of another key, namespace or epoch
     UNREADABLE = "unreadable"

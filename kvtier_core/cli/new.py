@@ -6,8 +6,6 @@ import argparse
 import re
 from pathlib import Path
 
-import attrs
-
 from kvtier_core.cli.output import FINE, Output
 from kvtier_core.errors import BackendError
 
@@ -20,22 +18,9 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _NOT_COPIED = frozenset({"__pycache__", ".pytest_cache", ".hypothesis"})
 
 
-@attrs.frozen
-class Name:
-    """The name of a plugin, as it is written where."""
-
-    plain: str  #: in YAML, and behind ``kvtier-`` for the distribution: ``my-tier``
-
-    @property
-    def spellings(self) -> tuple[str, str, str]:
-        """In YAML, in a module's name, and in that of a class: ``my-tier``, ``my_tier``, ``MyTier``."""
-        return self.plain, self.plain.replace("-", "_"), "".join(part.capitalize() for part in self.plain.split("-"))
-
-    def instead_of(self, other: Name, text: str) -> str:
-        """The text with this name in place of the other one."""
-        for mine, its in zip(self.spellings, other.spellings, strict=True):
-            text = text.replace(its, mine)
-        return text
+def _spellings(name: str) -> tuple[str, str, str]:
+    """In YAML, in a module's name, and in that of a class: ``my-tier``, ``my_tier``, ``MyTier``."""
+    return name, name.replace("-", "_"), "".join(part.capitalize() for part in name.split("-"))
 
 
 def kinds() -> list[str]:
@@ -62,20 +47,25 @@ def run(options: argparse.Namespace, output: Output) -> int:
         raise BackendError(f"{options.name!r} begins with kvtier; that is put before the name of the package anyway")
     if project.exists():
         raise BackendError(f"{project} is there already; choose another name, or another folder with --into")
-    output.value = [str(file) for file in copy(options.kind, Name(options.name), project)]
+    output.value = [str(file) for file in _copy(options.kind, options.name, project)]
     output.say(*output.value, "", f"cd {project} && pip install -e '.[test]' && pytest")
     return FINE
 
 
-def copy(kind: str, name: Name, project: Path) -> list[Path]:
+def _copy(kind: str, name: str, project: Path) -> list[Path]:
     """Make a project from the example of this kind, and return its files."""
-    example = Name(f"example-{kind}")
+
+    def renamed(text: str) -> str:
+        for old, new in zip(_spellings(f"example-{kind}"), _spellings(name), strict=True):
+            text = text.replace(old, new)
+        return text
+
     made = []
     for source in sorted(path for path in (EXAMPLES / kind).rglob("*") if path.is_file()):
         inside = source.relative_to(EXAMPLES / kind)
         if _NOT_COPIED.isdisjoint(inside.parts):
-            target = project / name.instead_of(example, str(inside))
+            target = project / renamed(str(inside))
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(name.instead_of(example, source.read_text()))
+            target.write_text(renamed(source.read_text()))
             made.append(target)
     return made
