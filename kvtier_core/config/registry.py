@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -117,13 +116,9 @@ class Registry:
         error = outcome.error
         if error is not None:
             why = str(error) if isinstance(error, KvtierError) else f"{type(error).__name__}: {error}"
-            self.broken.append(Broken(plugin, version, _on_one_line(why), error))
+            self.broken.append(Broken(plugin, version, " ".join(why.split()), error))
             return
         self._offers += outcome.value
-
-
-def _on_one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _clash(name: str, offers: Iterable[Offer]) -> Unavailable:
@@ -137,7 +132,8 @@ def _is_extra(name: str) -> bool:
     """Does `pip install 'kvtier[name]'` bring a plugin `kvtier-name`? Read from kvtier's own metadata."""
     from importlib import metadata
 
-    required = run(lambda: metadata.requires("kvtier")).value or ()
-    name = re.escape(name)
-    brings = re.compile(rf"""kvtier-{name}(?![\w.-])[^;]*;\s*extra\s*==\s*["']{name}["']""")
-    return any(brings.fullmatch(requirement) for requirement in required)
+    from packaging.requirements import Requirement
+
+    required = map(Requirement, run(lambda: metadata.requires("kvtier")).value or ())
+    brought = [each.marker for each in required if each.name == f"kvtier-{name}" and each.marker]
+    return any(marker.evaluate({"extra": name}) for marker in brought)

@@ -31,6 +31,11 @@ logger = logging.getLogger("kvtier")
 #: Seconds that a client may keep the only thread waiting for what it asks, however often it says something.
 _PATIENCE = 5.0
 _TYPES = {metric.name: metric.type for metric in METRICS}
+_FAMILIES = {
+    MetricType.COUNTER: CounterMetricFamily,
+    MetricType.GAUGE: GaugeMetricFamily,
+    MetricType.HISTOGRAM: HistogramMetricFamily,
+}
 
 
 class Values:
@@ -61,16 +66,10 @@ class Values:
             return iter([self._family(metric) for metric in METRICS])
 
     def _family(self, metric: metrics.Metric) -> Metric:
-        labels = ["engine", *metric.labels]
-        if metric.type is MetricType.HISTOGRAM:
-            family = HistogramMetricFamily(metric.name, metric.text, labels=labels)
-            for values, total in self._values[metric.name].items():
-                family.add_metric([self._engine, *values], self._buckets(metric.name, values), total)
-            return family
-        kind = CounterMetricFamily if metric.type is MetricType.COUNTER else GaugeMetricFamily
-        family = kind(metric.name, metric.text, labels=labels)
-        for values, value in self._values[metric.name].items():
-            family.add_metric([self._engine, *values], value)
+        family = _FAMILIES[metric.type](metric.name, metric.text, labels=["engine", *metric.labels])
+        for labels, value in self._values[metric.name].items():
+            counts = [self._buckets(metric.name, labels)] if metric.type is MetricType.HISTOGRAM else []
+            family.add_metric([self._engine, *labels], *counts, value)
         return family
 
     def _buckets(self, name: str, labels: tuple[str, ...]) -> list[tuple[str, float]]:
