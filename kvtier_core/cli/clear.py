@@ -44,21 +44,18 @@ def run(options: argparse.Namespace, output: Output) -> int:
         output.warn("nothing was removed")
         return PROBLEMS
     output.value = {}
-    failed = False
     for tier in chosen:
         removed, errors = _clear(tier, options.namespace)
         output.value[tier.name] = {**removed, "failed": errors}
         output.say(f"{tier.name}: {removed['frames']} frames removed, {Nbytes(removed['nbytes'])}")
         for error in errors:
             output.warn(error)
-        failed = failed or bool(errors)
-    return PROBLEMS if failed else FINE
+    return PROBLEMS if any(each["failed"] for each in output.value.values()) else FINE
 
 
 def _chosen(options: argparse.Namespace) -> list[StoreTierConfig]:
     """The tiers to clear. Raises BackendError if there is none, or if one must not be without a word more."""
-    config = load_config(options.file, Registry.discover())
-    stores = [tier for tier in config.tiers if isinstance(tier, StoreTierConfig)]
+    stores = load_config(options.file, Registry.discover()).stores
     chosen = [tier for tier in stores if options.tier in (None, tier.name)]
     if not chosen:
         have = ", ".join(tier.name for tier in stores) or "none"
@@ -82,17 +79,15 @@ def _clear(tier: StoreTierConfig, namespace: str | None) -> tuple[Counter[str], 
     removed, errors = Counter(frames=0, nbytes=0), []
     with tiers.walk(tier) as found:
         for stored in found:
-            ours = stored.home is not None and _is_of(stored.home, namespace)
+            if stored.home is None or not _is_of(stored.home, namespace):
+                continue
             try:
-                if ours:
-                    stored.remove()
+                stored.remove()
+                removed.update(frames=1, nbytes=stored.nbytes)
             except Gone:
                 continue
             except BackendError as error:
                 errors.append(str(error))
-                continue
-            if ours:
-                removed.update(frames=1, nbytes=stored.nbytes)
     if tier.config.shared and tier.capacity is not None:
         tier.config.recount(tier.capacity)
     return removed, errors

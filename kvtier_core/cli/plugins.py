@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
-from kvtier_core.config.registry import Broken, Offer, Registry
+from kvtier_core.config.registry import Broken, Registry
 from kvtier_core.hookspecs import GROUP
 
 #: Entry points of another major version are in another group, and are not looked for.
@@ -64,13 +64,8 @@ def _offers(registry: Registry) -> Iterator[Mapping[str, Any]]:
             "version": offer.version,
             "api": _API,
             "state": state,
-            "choose": _choose(offer, state),
+            "choose": offer.full_name if state == _SHADOWED else offer.name,
         }
-
-
-def _choose(offer: Offer, state: str) -> str:
-    """The name of this offer in YAML."""
-    return offer.full_name if state == _SHADOWED else offer.name
 
 
 def _of_broken(broken: Broken) -> Mapping[str, str]:

@@ -83,11 +83,9 @@ def _width() -> int:
 
 def state(tier: Mapping[str, Any]) -> str:
     """Whether a tier is used now."""
-    if tier["can_read"] and tier["can_write"]:
-        return "works"
-    return {(False, False): "rests", (False, True): "reads rest", (True, False): "writes rest"}[
-        tier["can_read"], tier["can_write"]
-    ]
+    if tier["can_read"]:
+        return "works" if tier["can_write"] else "writes rest"
+    return "reads rest" if tier["can_write"] else "rests"
 
 
 def _cells(tier: Mapping[str, Any]) -> list[str]:

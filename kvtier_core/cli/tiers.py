@@ -33,8 +33,7 @@ _DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 def store_tier(file: str, name: str) -> StoreTierConfig:
     """The store tier of this name. Raises ConfigError, and BackendError if the file has none."""
-    config = load_config(file, Registry.discover())
-    tiers = {tier.name: tier for tier in config.tiers if isinstance(tier, StoreTierConfig)}
+    tiers = {tier.name: tier for tier in load_config(file, Registry.discover()).stores}
     if name not in tiers:
         raise BackendError(f"{file} has no tier {name!r} below its arenas; it has: {', '.join(tiers) or 'none'}")
     return tiers[name]

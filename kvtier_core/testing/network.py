@@ -168,10 +168,7 @@ class Proxy:
             connection = _Connection(self, client)
             task = self._loop.create_task(connection.run())
             self._running[task] = connection
-            task.add_done_callback(self._forget)
-
-    def _forget(self, task: asyncio.Task) -> None:
-        self._running.pop(task).close()
+            task.add_done_callback(lambda task: self._running.pop(task).close())
 
     async def _close(self) -> None:
         """Neither listen nor forward."""

@@ -72,7 +72,8 @@ class SerializerLaws(Laws[SerializerConfig]):
         yield rng.randbytes(nbytes)
         yield rng.randbytes(64) * (nbytes // 64) + bytes(nbytes % 64)
         yield bytes(rng.choice((0, 0, 0, 63, 191)) for _ in range(nbytes))
-        yield self._patterns(nbytes)
+        pattern = struct.pack(f"<{len(_HARD_PATTERNS)}H", *_HARD_PATTERNS)
+        yield (pattern * (nbytes // len(pattern) + 1))[:nbytes]
 
     def open(self, folder: Path) -> Serializer:
         """A new instance."""
@@ -292,11 +293,6 @@ class SerializerLaws(Laws[SerializerConfig]):
 
     def _comes_back(self, folder: Path, payload: bytes, decoded: bytes) -> bool:
         return same(decoded, payload) if self.config(folder).lossless else self.is_close(payload, decoded)
-
-    @staticmethod
-    def _patterns(nbytes: int) -> bytes:
-        pattern = struct.pack(f"<{len(_HARD_PATTERNS)}H", *_HARD_PATTERNS)
-        return (pattern * (nbytes // len(pattern) + 1))[:nbytes]
 
 
 def open_serializer(config: SerializerConfig, layout: ChunkLayout) -> Serializer:
