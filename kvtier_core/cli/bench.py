@@ -32,9 +32,9 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         "the same bytes and, for a folder, one plain file of them in it, measured in the same run.",
     )
     parser.add_argument("file")
-    parser.add_argument("--model", type=Path, help="the folder of the model, by which frames have their size")
-    parser.add_argument("--frames", type=int, default=32, help="frames of a batch; default: 32")
-    parser.add_argument("--rounds", type=int, default=5, help="of which the median counts; default: 5")
+    parser.add_argument("--model", type=Path, help="the folder of the model, which decides the size of a frame")
+    parser.add_argument("--frames", type=int, default=32, help="frames in a batch; default: 32")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds, of which the median counts; default: 5")
     parser.set_defaults(run=run)
 
 

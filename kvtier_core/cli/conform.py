@@ -24,7 +24,7 @@ from kvtier_core.errors import BackendError
 def add_to(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "conform",
-        help="try whether a tier keeps the laws of its interface, where it is",
+        help="test whether a tier keeps the laws of its interface, where it is",
         description="Run the laws of the plugin interface against a tier of a configuration file, in namespaces of "
         "their own, which are emptied afterwards. A tier that is not shared must not be in use. Exits with 0 if every "
         "law that was tried is kept, with 1 if one is broken, with 2 if the tier cannot be tried.",

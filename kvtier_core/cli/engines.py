@@ -20,7 +20,7 @@ _PATIENCE = 9.0
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the option by which an engine is named."""
-    parser.add_argument("--socket", type=Path, help="of the engine; default: every engine of this user on this machine")
+    parser.add_argument("--socket", type=Path, help="the socket of an engine; default: every engine of this user here")
 
 
 def found(named: Path | None) -> list[Path]:

@@ -26,7 +26,9 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         "A prompt is named as one without cache_salt, adapter and images.",
     )
     asked = parser.add_mutually_exclusive_group()
-    asked.add_argument("request", nargs="?", metavar="REQUEST_ID", help="as the client or the log has it")
+    asked.add_argument(
+        "request", nargs="?", metavar="REQUEST_ID", help="the id of a request, as the client or the log shows it"
+    )
     asked.add_argument("--prompt", type=Path, metavar="FILE", help="the token ids of a prompt, a list in JSON")
     engines.add_to(parser)
     parser.set_defaults(run=run)

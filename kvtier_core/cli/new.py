@@ -29,8 +29,8 @@ def kinds() -> list[str]:
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("new", help="begin a plugin of your own, installed and tested at once")
-    parser.add_argument("name", help="the name in YAML, in small letters: my-tier")
+    parser = commands.add_parser("new", help="start a plugin of your own, ready to install and test")
+    parser.add_argument("name", help="its name in YAML, in lower case: my-tier")
     parser.add_argument("--kind", required=True, choices=kinds())
     parser.add_argument("--into", type=Path, default=Path(), help="make kvtier-NAME in this folder")
     parser.set_defaults(run=run)

@@ -27,9 +27,9 @@ _WRITTEN = ("type: cpu", "type: disk, path: /var/lib/kvtier")
 def add_to(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("plan", help="find the capacities and policies that suit a trace and a budget")
     studies.add_to(parser)
-    parser.add_argument("--ram", required=True, help="at most so much memory, 64GiB for instance")
-    parser.add_argument("--ssd", help="at most so much disk")
-    parser.add_argument("--policy", default="all", help="those to choose from: lru,gittins …; default: all")
+    parser.add_argument("--ram", required=True, help="memory to use at most, such as 64GiB")
+    parser.add_argument("--ssd", help="disk space to use at most")
+    parser.add_argument("--policy", default="all", help="policies to choose from: lru,gittins …; default: all")
     parser.set_defaults(run=run)
 
 

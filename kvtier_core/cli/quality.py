@@ -49,12 +49,12 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--codec", required=True, help="as in the file: kivi, or '{type: kivi, bits: 4}'")
     parser.add_argument("--out", type=Path, default=Path("quality.json"), help="the report; default: quality.json")
     parser.add_argument("--prompts", type=Path, help="texts of your own: a text file, or JSONL with the key text")
-    parser.add_argument("--tokens", type=int, default=768, help="of each prompt; default: 768")
+    parser.add_argument("--tokens", type=int, default=768, help="tokens of each prompt; default: 768")
     parser.add_argument("--continuation", type=int, default=64, help="tokens behind each prompt; default: 64")
     parser.add_argument("--weights", default="full", help="how the weights are identified: full, sampled or name:…")
-    parser.add_argument("--folder", type=Path, help="where the KV of all prompts is kept meanwhile; default: a new one")
+    parser.add_argument("--folder", type=Path, help="for the KV of all prompts meanwhile; default: a temporary one")
     parser.add_argument(
-        "--memory", default="4GiB", help="of the arena: room for the KV of a few prompts; default: 4GiB"
+        "--memory", default="4GiB", help="size of the arena: room for the KV of a few prompts; default: 4GiB"
     )
     for name, meaning in _THRESHOLDS.items():
         default = getattr(Thresholds(), name)

@@ -40,14 +40,14 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--config", metavar="FILE", help="the YAML file with the tiers")
     asked.add_argument("--probe", metavar="PATH", help="ask the server there whether it makes progress")
-    parser.add_argument("--socket", metavar="PATH", help="where it listens; by default a place of this user's own")
+    parser.add_argument("--socket", metavar="PATH", help="the socket to listen on; default: one of this user's own")
     for kind, when in (("soft", "before all others"), ("hard", "at once")):
         what = f"memory that the chunks of one cache_salt may take; what exceeds it is evicted {when}"
         parser.add_argument(f"--{kind}-quota", type=Nbytes.parse, metavar="SIZE", help=what)
     what = "memory that a model may take, as SOFT, SOFT:HARD or :HARD; may be repeated"
     parser.add_argument("--model-quota", action="append", default=[], metavar="MODEL=SIZES", help=what)
-    parser.add_argument("--http", metavar="HOST:PORT", help="answer operators there; by default nowhere")
-    parser.add_argument("--check", action="store_true", help="open the tiers, say what they are, and end")
+    parser.add_argument("--http", metavar="HOST:PORT", help="the address to answer operators at; default: none")
+    parser.add_argument("--check", action="store_true", help="open the tiers, describe them, and exit")
     parser.set_defaults(run=run)
 
 

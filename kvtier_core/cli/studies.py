@@ -20,7 +20,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the options that both commands have."""
     parser.add_argument("trace", help="a file of JSON lines, as Mooncake publishes them and kvtier records them")
     parser.add_argument(
-        "--chunk-tokens", type=int, help=f"tokens of an id, where the trace does not say; default: {CHUNK_TOKENS}"
+        "--chunk-tokens", type=int, help=f"tokens of an id, if the trace does not say; default: {CHUNK_TOKENS}"
     )
     parser.add_argument(
         "--bytes-per-token", default=_TOKEN, help=f"KV of a token; default: {_TOKEN}, that of Llama 3.1 8B in 16 bits"
@@ -29,15 +29,17 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--packing",
         choices=("auto", "off"),
         default="off",
-        help="of the arena, for KV in bfloat16; a file says it itself; default: off",
+        help="packing of the arena, for KV in bfloat16; a file states its own; default: off",
     )
-    parser.add_argument("--prefill", type=float, default=8000.0, help="tokens a second; default: 8000")
+    parser.add_argument(
+        "--prefill", type=float, default=8000.0, help="speed of prefill, in tokens a second; default: 8000"
+    )
     parser.add_argument(
         "--speed",
         action="append",
         default=[],
         metavar="TIER=GB/s[,LATENCY]",
-        help=f"of reading from a tier: disk=7,100us; default: {ARENA_SPEED.gigabytes:g} from an arena, "
+        help=f"speed of reading from a tier: disk=7,100us; default: {ARENA_SPEED.gigabytes:g} from an arena, "
         f"{TIER_SPEED.gigabytes:g} from a tier below",
     )
 

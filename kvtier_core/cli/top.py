@@ -27,7 +27,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("top", help="watch the tiers of running engines; --json: a line each time")
     engines.add_to(parser)
     parser.add_argument("--every", type=float, default=1.0, help="seconds between two looks; default: 1")
-    parser.add_argument("--count", type=int, help="looks until it ends; default: it goes on")
+    parser.add_argument("--count", type=int, help="number of looks; default: until it is interrupted")
     parser.set_defaults(run=run)
 
 
