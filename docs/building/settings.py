@@ -15,7 +15,7 @@ from typing import Any, Literal, Union
 import attrs
 
 from kvtier_core.config.model import ArenaTierConfig, IdentityConfig, RecordConfig, StackConfig, StoreTierConfig
-from kvtier_core.config.registry import KINDS, Registry
+from kvtier_core.config.registry import KIND_OF, Registry
 from kvtier_core.config.schema import comments_of, first_paragraph
 from kvtier_core.types import EnvSecret, Nbytes, Seconds
 
@@ -32,7 +32,6 @@ _WORDS: dict[Any, str] = {
 }
 #: What YAML has for a value of Python's.
 _VALUES = {"None": "~", "True": "true", "False": "false"}
-_KIND_OF = {family: kind for kind, described in KINDS.items() for family in described.families}
 #: What every tier has of its own, and what the core's classes keep beside it.
 _INNER = ("name", "config", "source", "tiers", "_places", "_plugins")
 
@@ -71,8 +70,8 @@ def _rows(cls: type) -> Iterator[str]:
 def written(annotation: Any) -> str:
     """What a user writes for a field with this annotation, in words."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if annotation in _KIND_OF:
-        return f"{_KIND_OF[annotation]}, by its name or as `{{type: NAME, …}}`"
+    if annotation in KIND_OF:
+        return f"{KIND_OF[annotation]}, by its name or as `{{type: NAME, …}}`"
     if attrs.has(annotation) and annotation not in _WORDS:
         return "a mapping, below"
     if origin in (Union, types.UnionType):

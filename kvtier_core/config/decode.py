@@ -25,7 +25,27 @@ from kvtier_core.interfaces import (
 
 T = TypeVar("T")
 
-_FAMILIES = (ArenaConfig, BackendConfig, EvictionConfig, ObserverConfig, SerializerConfig, TokenDatabaseConfig)
+
+@attrs.frozen
+class Kind:
+    """A kind of Config classes that plugins offer."""
+
+    hook: str
+    families: tuple[type, ...]
+    core_keys: frozenset[str] = frozenset({"type"})  #: keys in the same mapping, so no Config may have such a field
+
+
+_TIER_KEYS = frozenset({"type", "capacity", "eviction", "serializer", "threads", "inflight", "timeout", "store_after"})
+_TIER_KEYS |= {"seal_key", "encrypt", "packing", "keep", "quality", "accept_quality"}
+KINDS = {
+    "tier": Kind("kvtier_backends", (ArenaConfig, BackendConfig), _TIER_KEYS),
+    "eviction policy": Kind("kvtier_eviction_policies", (EvictionConfig,)),
+    "token database": Kind("kvtier_token_databases", (TokenDatabaseConfig,)),
+    "serializer": Kind("kvtier_serializers", (SerializerConfig,)),
+    "observer": Kind("kvtier_observers", (ObserverConfig,)),
+}
+#: The kind of a family of Configs.
+KIND_OF = {family: kind for kind, described in KINDS.items() for family in described.families}
 
 
 def reader(annotation: Any) -> Read:
@@ -34,7 +54,7 @@ def reader(annotation: Any) -> Read:
         return SCALARS[annotation]
     if annotation in NUMBERS:
         return number(annotation)
-    if annotation in _FAMILIES:
+    if annotation in KIND_OF:
         return _choice(annotation)
     if attrs.has(annotation):
         return functools.partial(_read_group, annotation)
@@ -124,7 +144,7 @@ def written(value: Any) -> Any:
     if isinstance(value, tuple):
         return [written(each) for each in value]
     if attrs.has(type(value)) and type(value) not in SCALARS:
-        chosen = {"type": value.type} if isinstance(value, _FAMILIES) else {}
+        chosen = {"type": value.type} if isinstance(value, tuple(KIND_OF)) else {}
         fields = [field for field in attrs.fields(type(value)) if field.init]
         return chosen | {field.alias: written(getattr(value, field.name)) for field in fields}
     return value if type(value) in (bool, int, float, str, types.NoneType) else str(value)

@@ -10,39 +10,11 @@ import attrs
 import pluggy
 
 from kvtier_core import hookspecs
-from kvtier_core.config.decode import settings
+from kvtier_core.config.decode import KINDS, Kind, settings
 from kvtier_core.errors import ContractError
-from kvtier_core.interfaces import (
-    ArenaConfig,
-    BackendConfig,
-    EvictionConfig,
-    ObserverConfig,
-    SerializerConfig,
-    TokenDatabaseConfig,
-)
+from kvtier_core.interfaces import ArenaConfig, EvictionConfig
 from kvtier_core.transfer.io_pool import run
 
-
-@attrs.frozen
-class Kind:
-    """A kind of Config classes that plugins offer."""
-
-    hook: str
-    families: tuple[type, ...]
-    core_keys: frozenset[str] = frozenset({"type"})  #: keys in the same mapping, so no Config may have such a field
-
-
-_TIER_KEYS = frozenset({"type", "capacity", "eviction", "serializer", "threads", "inflight", "timeout", "store_after"})
-_TIER_KEYS |= {"seal_key", "encrypt", "packing", "keep", "quality", "accept_quality"}
-KINDS = {
-    "tier": Kind("kvtier_backends", (ArenaConfig, BackendConfig), _TIER_KEYS),
-    "eviction policy": Kind("kvtier_eviction_policies", (EvictionConfig,)),
-    "token database": Kind("kvtier_token_databases", (TokenDatabaseConfig,)),
-    "serializer": Kind("kvtier_serializers", (SerializerConfig,)),
-    "observer": Kind("kvtier_observers", (ObserverConfig,)),
-}
-#: The kind of a family of Configs.
-KIND_OF = {family: kind for kind, described in KINDS.items() for family in described.families}
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _HOOKS = [name for name in vars(hookspecs) if name.startswith("kvtier_")]
 

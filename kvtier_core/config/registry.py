@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 
 from kvtier_core.builtin import plugin as builtin
-from kvtier_core.config.decode import Unavailable, guess
-from kvtier_core.config.examine import KIND_OF, KINDS, Offer, examine
+from kvtier_core.config.decode import KIND_OF, KINDS, Unavailable, guess
+from kvtier_core.config.examine import Offer, examine
 from kvtier_core.errors import KvtierError
 from kvtier_core.transfer.io_pool import run
 
