@@ -9,196 +9,124 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-_FIELDS = {
-    "where things lie; what is read there is identified by its bytes, or counts under another name": (
-        "model_config.model",
-        "model_config.model_weights",
-        "model_config.revision",
-        "model_config.hf_config_path",
-        "model_config.hf_token",
-        "load_config.download_dir",
-        "compilation_config.cache_dir",
-        "compilation_config.local_cache_dir",
-        "compilation_config.debug_dump_path",
-        "speculative_config.model",
-        "speculative_config.revision",
-        "model_config.multimodal_config.mm_encoder_fp8_scale_save_path",
-    ),
-    "applied to or read from other fields, which count": (
-        "model_config.hf_overrides",  # to hf_config
-        "quant_config",  # from model_config.quantization, quantization_config and files beside the weights
-        "scheduler_config.disable_hybrid_kv_cache_manager",  # shows in the specs of the layers' caches
-        "speculative_config.target_model_config",  # model_config and parallel_config themselves
-        "speculative_config.target_parallel_config",
-        "cache_config.user_specified_block_size",
-        "cache_config._block_size_resolved",
-        "parallel_config._allow_auto_resolve_cp_interleave_size",
-    ),
-    "before the tokens of a prompt are known, which are the key": (
-        "model_config.tokenizer",
-        "model_config.tokenizer_mode",
-        "model_config.tokenizer_revision",
-        "model_config.skip_tokenizer_init",
-        "model_config.allowed_local_media_path",
-        "model_config.allowed_media_domains",
-        "model_config.io_processor_plugin",
-        "model_config.renderer_num_workers",
-        "model_config.enable_prompt_embeds",  # requests that come with embeddings are bypassed
-        "model_config.multimodal_config.limit_per_prompt",
-        "model_config.multimodal_config.media_io_kwargs",  # items are identified by their processed bytes
-        "model_config.multimodal_config.mm_processor_cache_gb",
-        "model_config.multimodal_config.mm_processor_cache_type",
-        "model_config.multimodal_config.mm_hasher_algorithm",
-        "model_config.multimodal_config.mm_shm_cache_max_object_size_mb",
-        "model_config.multimodal_config.mm_ipc_gpu_memory_gb",
-        "model_config.multimodal_config.mm_tensor_ipc",
-        "model_config.multimodal_config.skip_mm_profiling",
-        "model_config.multimodal_config.allow_missing_mm_embeddings",
-        "model_config.multimodal_config.enable_mm_embeds",
-    ),
-    "after the KV is computed: sampling and output": (
-        "model_config.seed",  # dummy weights are drawn from it, and say so
-        "model_config.generation_config",
-        "model_config.override_generation_config",
-        "model_config.logits_processors",
-        "model_config.max_logprobs",
-        "model_config.logprobs_mode",
-        "model_config.return_sampling_mask",
-        "model_config.use_fp64_gumbel",
-        "model_config.served_model_name",
-        "structured_outputs_config",
-        "watermark_config",
-        "reasoning_config",
-        "aux_output_config",
-    ),
-    "how much at once, and in which order": (
-        "scheduler_config.max_num_batched_tokens",
-        "scheduler_config.max_num_scheduled_tokens",
-        "scheduler_config.max_num_seqs",
-        "scheduler_config.max_num_active_seqs",
-        "scheduler_config.max_num_queued_reqs",
-        "scheduler_config.max_num_queued_tokens",
-        "scheduler_config.max_num_encoder_input_tokens",
-        "scheduler_config.encoder_cache_size",
-        "scheduler_config.long_prefill_token_threshold",
-        "scheduler_config.long_prefill_token_threshold_adaptive",
-        "scheduler_config.enable_chunked_prefill",
-        "scheduler_config.disable_chunked_mm_input",
-        "scheduler_config.policy",
-        "scheduler_config.scheduler_cls",
-        "scheduler_config.scheduler_reserve_full_isl",
-        "scheduler_config.watermark",
-        "scheduler_config.prefill_schedule_interval",
-        "scheduler_config.async_scheduling",
-        "scheduler_config.stream_interval",
-        "compilation_config.compile_ranges_endpoints",  # these four follow from the budgets
-        "compilation_config.compile_sizes",
-        "compilation_config.cudagraph_capture_sizes",
-        "compilation_config.max_cudagraph_capture_size",
-        "lora_config.max_loras",
-        "lora_config.max_cpu_loras",
-    ),
-    "how much memory, for how many blocks": (
-        "cache_config.gpu_memory_utilization",
-        "cache_config.kv_cache_memory_bytes",
-        "cache_config.num_gpu_blocks",
-        "cache_config.num_gpu_blocks_override",
-        "cache_config.num_cpu_blocks",
-        "cache_config.kv_cache_size_tokens",
-        "cache_config.kv_cache_max_concurrency",
-        "model_config.enable_sleep_mode",
-        "model_config.sleep_mode_backend",
-        "model_config.sleep_mode_offload_cudagraph",
-        "model_config.sleep_preserve_parameter_names",
-        "model_config.enable_cumem_allocator",
-        "model_config.enable_nccl_comm_suspend",
-    ),
-    "caches and transfers of KV beside this one": (
-        "cache_config.enable_prefix_caching",
-        "cache_config.prefix_caching_hash_algo",
-        "cache_config.prefix_cache_retention_interval",
-        "cache_config.prefix_match_unit",
-        "cache_config.hash_block_size",
-        "cache_config.cache_hit_alignment_tokens",
-        "cache_config.kv_offloading_size",
-        "cache_config.kv_offloading_backend",
-        "kv_transfer_config",
-        "kv_events_config",
-    ),
-    "which process of several, on which machine and port, and how long it is waited for": (
-        "instance_id",
-        "shutdown_timeout",
-        "parallel_config.data_parallel_size",
-        "parallel_config.data_parallel_size_local",
-        "parallel_config.data_parallel_rank",
-        "parallel_config.data_parallel_rank_local",
-        "parallel_config.data_parallel_index",
-        "parallel_config.data_parallel_master_ip",
-        "parallel_config.data_parallel_master_port",
-        "parallel_config.data_parallel_rpc_port",
-        "parallel_config.data_parallel_backend",
-        "parallel_config.elastic_ep_max_dp_size",  # the size that vLLM leaves to a rank of a dense model
-        "parallel_config.data_parallel_external_lb",
-        "parallel_config.data_parallel_hybrid_lb",
-        "parallel_config._data_parallel_master_port_list",
-        "parallel_config._coord_store_port",
-        "parallel_config._api_process_count",
-        "parallel_config._api_process_rank",
-        "parallel_config.dp_sync_interval",
-        "parallel_config.disable_nccl_for_dp_synchronization",
-        "parallel_config.distributed_executor_backend",
-        "parallel_config.distributed_timeout_seconds",
-        "parallel_config.cpu_distributed_timeout_seconds",
-        "parallel_config.assigned_physical_gpu_ids",
-        "parallel_config.numa_bind",
-        "parallel_config.numa_bind_nodes",
-        "parallel_config.numa_bind_cpus",
-        "parallel_config.master_addr",
-        "parallel_config.master_port",
-        "parallel_config.nnodes",
-        "parallel_config.node_rank",
-        "parallel_config.rank",
-        "parallel_config.placement_group",
-        "parallel_config.ray_runtime_env",
-        "parallel_config.ray_workers_use_nsight",
-        "parallel_config.max_parallel_loading_workers",
-        "parallel_config.enable_fault_tolerance",
-        "parallel_config.fault_tolerance_config",
-        "ec_transfer_config.engine_id",
-        "ec_transfer_config.ec_ip",
-        "ec_transfer_config.ec_port",
-    ),
-    "how files are read, not what they hold": (
-        "load_config.safetensors_load_strategy",
-        "load_config.safetensors_prefetch_num_threads",
-        "load_config.safetensors_prefetch_block_size",
-        "load_config.use_tqdm_on_load",
-    ),
-    "what is observed and logged": (
-        "observability_config",
-        "profiler_config",
-        "logging_config",
-        "parallel_config.eplb_config.log_balancedness",
-        "parallel_config.eplb_config.log_balancedness_interval",
-    ),
-    "filled in by a process while it runs": (
-        "compilation_config.static_forward_context",  # the layers that have KV are facts of their own
-        "compilation_config.static_all_moe_layers",
-        "compilation_config.enabled_custom_ops",
-        "compilation_config.disabled_custom_ops",
-        "compilation_config.traced_files",
-        "compilation_config.compilation_time",
-        "compilation_config.encoder_compilation_time",
-    ),
+#: The fields of each part of `VllmConfig` that may differ, by the reason. "" is `VllmConfig` itself.
+_FIELDS: Mapping[str, Mapping[str, str]] = {
+    "where things lie; what is read there is identified by its bytes, or counts under another name": {
+        "model_config": "model model_weights revision hf_config_path hf_token",
+        "load_config": "download_dir",
+        "compilation_config": "cache_dir local_cache_dir debug_dump_path",
+        "speculative_config": "model revision",
+        "model_config.multimodal_config": "mm_encoder_fp8_scale_save_path",
+    },
+    "applied to or read from other fields, which count": {
+        # hf_overrides are in hf_config; quant_config is made of quantization, quantization_config and files beside the
+        # weights. disable_hybrid_kv_cache_manager shows in the specs of the layers' caches. The target_* fields are
+        # model_config and parallel_config themselves.
+        "model_config": "hf_overrides",
+        "": "quant_config",
+        "scheduler_config": "disable_hybrid_kv_cache_manager",
+        "speculative_config": "target_model_config target_parallel_config",
+        "cache_config": "user_specified_block_size _block_size_resolved",
+        "parallel_config": "_allow_auto_resolve_cp_interleave_size",
+    },
+    "before the tokens of a prompt are known, which are the key": {
+        # Requests that come with embeddings are bypassed, and items are identified by their processed bytes.
+        "model_config": (
+            "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init allowed_local_media_path "
+            "allowed_media_domains io_processor_plugin renderer_num_workers enable_prompt_embeds"
+        ),
+        "model_config.multimodal_config": (
+            "limit_per_prompt media_io_kwargs mm_processor_cache_gb mm_processor_cache_type mm_hasher_algorithm "
+            "mm_shm_cache_max_object_size_mb mm_ipc_gpu_memory_gb mm_tensor_ipc skip_mm_profiling "
+            "allow_missing_mm_embeddings enable_mm_embeds"
+        ),
+    },
+    "after the KV is computed: sampling and output": {
+        # Dummy weights are drawn from the seed, and say so.
+        "model_config": (
+            "seed generation_config override_generation_config logits_processors max_logprobs logprobs_mode "
+            "return_sampling_mask use_fp64_gumbel served_model_name"
+        ),
+        "": "structured_outputs_config watermark_config reasoning_config aux_output_config",
+    },
+    "how much at once, and in which order": {
+        # The fields of compilation_config follow from the budgets.
+        "scheduler_config": (
+            "max_num_batched_tokens max_num_scheduled_tokens max_num_seqs max_num_active_seqs max_num_queued_reqs "
+            "max_num_queued_tokens max_num_encoder_input_tokens encoder_cache_size long_prefill_token_threshold "
+            "long_prefill_token_threshold_adaptive enable_chunked_prefill disable_chunked_mm_input policy "
+            "scheduler_cls scheduler_reserve_full_isl watermark prefill_schedule_interval async_scheduling "
+            "stream_interval"
+        ),
+        "compilation_config": (
+            "compile_ranges_endpoints compile_sizes cudagraph_capture_sizes max_cudagraph_capture_size"
+        ),
+        "lora_config": "max_loras max_cpu_loras",
+    },
+    "how much memory, for how many blocks": {
+        "cache_config": (
+            "gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks num_gpu_blocks_override num_cpu_blocks "
+            "kv_cache_size_tokens kv_cache_max_concurrency"
+        ),
+        "model_config": (
+            "enable_sleep_mode sleep_mode_backend sleep_mode_offload_cudagraph sleep_preserve_parameter_names "
+            "enable_cumem_allocator enable_nccl_comm_suspend"
+        ),
+    },
+    "caches and transfers of KV beside this one": {
+        "cache_config": (
+            "enable_prefix_caching prefix_caching_hash_algo prefix_cache_retention_interval prefix_match_unit "
+            "hash_block_size cache_hit_alignment_tokens kv_offloading_size kv_offloading_backend"
+        ),
+        "": "kv_transfer_config kv_events_config",
+    },
+    "which process of several, on which machine and port, and how long it is waited for": {
+        # elastic_ep_max_dp_size is the size that vLLM leaves to a rank of a dense model.
+        "": "instance_id shutdown_timeout",
+        "parallel_config": (
+            "data_parallel_size data_parallel_size_local data_parallel_rank data_parallel_rank_local "
+            "data_parallel_index data_parallel_master_ip data_parallel_master_port data_parallel_rpc_port "
+            "data_parallel_backend elastic_ep_max_dp_size data_parallel_external_lb data_parallel_hybrid_lb "
+            "_data_parallel_master_port_list _coord_store_port _api_process_count _api_process_rank dp_sync_interval "
+            "disable_nccl_for_dp_synchronization distributed_executor_backend distributed_timeout_seconds "
+            "cpu_distributed_timeout_seconds assigned_physical_gpu_ids numa_bind numa_bind_nodes numa_bind_cpus "
+            "master_addr master_port nnodes node_rank rank placement_group ray_runtime_env ray_workers_use_nsight "
+            "max_parallel_loading_workers enable_fault_tolerance fault_tolerance_config"
+        ),
+        "ec_transfer_config": "engine_id ec_ip ec_port",
+    },
+    "how files are read, not what they hold": {
+        "load_config": (
+            "safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size "
+            "use_tqdm_on_load"
+        ),
+    },
+    "what is observed and logged": {
+        "": "observability_config profiler_config logging_config",
+        "parallel_config.eplb_config": "log_balancedness log_balancedness_interval",
+    },
+    "filled in by a process while it runs": {
+        # The layers that have KV, static_forward_context, are facts of their own.
+        "compilation_config": (
+            "static_forward_context static_all_moe_layers enabled_custom_ops disabled_custom_ops traced_files "
+            "compilation_time encoder_compilation_time"
+        ),
+    },
 }
+
+
+def _whole(fields: Mapping[str, str]) -> tuple[str, ...]:
+    """Names from `VllmConfig` on."""
+    return tuple(f"{of}.{name}".lstrip(".") for of, names in fields.items() for name in names.split())
+
 
 #: Fields of `VllmConfig`, by the reason why they may differ. A name includes everything below it.
 FIELDS: Mapping[str, Sequence[str]] = {
-    **_FIELDS,
+    **{reason: _whole(fields) for reason, fields in _FIELDS.items()},
     "of a draft model: harmless for the reasons above": tuple(
         f"speculative_config.draft_{name}"
-        for names in _FIELDS.values()
-        for name in names
+        for fields in _FIELDS.values()
+        for name in _whole(fields)
         if name.startswith(("model_config.", "parallel_config.", "load_config."))
     ),
 }
