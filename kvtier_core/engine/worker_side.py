@@ -6,7 +6,6 @@ import enum
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -20,14 +19,13 @@ from kvtier_core.engine.self_test import LayerCaches, try_copies
 from kvtier_core.interfaces import DirectReader, Mover, PagedKVCache, PageList
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.transfer.io_pool import run
-from kvtier_core.types import ChunkKey, FrameRead, StoredFrame
+from kvtier_core.types import StoredFrame
 
 logger = logging.getLogger("kvtier")
 
 #: Seconds that a step which computes nothing waits for loads. Without the wait the engine would step again at once and
 #: take the GIL from the thread that copies.
 _IDLE_WAIT = 2e-3
-
 
 #: The engine's pages as this rank has them, for a layout of its chunks.
 Pages = Callable[[ChunkLayout], PagedKVCache]
@@ -91,13 +89,11 @@ class WorkerSide:
     ):
         """``caches`` are the engine's own tensors, for the self-test; ``pages`` says where they lie.
 
-        Without ``arenas`` the tiers are those of the server that the plans name. Of ``stores`` this worker reads those
-        by itself that the plans name.
+        Without ``arenas`` the plans name a server, which has the tiers. They also name the ``stores`` that this worker
+        reads directly. ``weights`` are those of the first epoch.
 
-        ``fence_at_once``: the engine may overwrite blocks in a step before it calls `fence`, so that whatever it does
-        next waits for a store as soon as that has begun.
-
-        ``weights`` are those of the first epoch.
+        ``fence_at_once``: the engine may overwrite blocks in a step before it calls `fence`, so its next operation
+        waits for each store as soon as that has begun.
         """
         self._arenas = arenas
         self._stores = stores
@@ -108,23 +104,18 @@ class WorkerSide:
         self._layout: ChunkLayout | None = None  # that of the first plan
         self._movers: list[Mover | None] = []
         self._readers: dict[str, DirectReader] = {}  # by the name of the store tier
-        self._marks: dict[int | str, object] = {}  # by arena or store tier: behind what this step must not overtake
-        self._unread: dict[str, dict[ChunkKey, FrameRead]] = {}  # by request
-        self._no_readers: dict[str, str] = {}  # by store tier: why it has none, not reported yet
+        self._marks: dict[int | str, object] = {}  # by arena or store tier: what the loads of this step come after
         self._jobs: dict[int, _Job] = {}  # by number
         self._begun: dict[_Task, _Begun] = {}
-        self._failed: set[_Task] = set()
-        self._checksums: dict[tuple[int, int], tuple[int, ...]] = {}  # by store job of the plan, and shard
-        self._filled: dict[int, int] = {}  # by store job of the plan: only so many leading slots
-        self._ended: list[_Task] = []
+        self._ended: set[str] = set()  # requests whose load has ended, not reported yet
+        self._failed: set[str] = set()  # requests whose load has failed, whether it has ended or not
+        self._report = WorkerProgress()  # the next one
         self._attachment: int | None = None  # of the plan that named what is attached
-        self._self_tests: Counter[tuple[int, str]] = Counter()  # outcomes that have not been reported
         self._last_job = 0
         self._suspended = False
         self._weights = weights
         self._epoch = 0  # of the last plan
         self._stale = False  # has it ended, because the weights have changed?
-        self._changed: dict[int, str] = {}  # not reported yet
         self._log = LogLimit(time.monotonic)
 
     def suspend(self) -> None:
@@ -148,7 +139,7 @@ class WorkerSide:
         self._layout, self._attachment = plan.layout, plan.attachment
         outcome = run(lambda: self._attach(plan))
         problem = outcome.value if outcome.error is None else f"{type(outcome.error).__name__}: {outcome.error}"
-        self._self_tests[plan.attachment, problem and f"rank {self._rank}: {problem}"] += 1
+        self._report.self_tests[plan.attachment, problem and f"rank {self._rank}: {problem}"] += 1
         if problem:
             self.close()
             self._movers = [None] * len(plan.arenas)
@@ -156,7 +147,11 @@ class WorkerSide:
     def _attach(self, plan: StepPlan) -> str:
         """The fault that the self-test found; empty if there is none."""
         table = self._pages(plan.layout)
-        arenas = self._arenas or _served(plan.arenas)
+        arenas = self._arenas
+        if not arenas:
+            from kvtier_core.server.memory import served_tier
+
+            arenas = [served_tier(handle) for handle in plan.arenas]
         for number, (tier, handle) in enumerate(zip(arenas, plan.arenas, strict=True)):
             mover = attach(tier, handle, table)
             self._movers.append(mover)
@@ -168,7 +163,7 @@ class WorkerSide:
         for name, handle in plan.reader_handles.items():
             outcome = run(lambda name=name, handle=handle: self._reader(name, handle, table))
             if outcome.error is not None:
-                self._no_readers[name] = f"rank {self._rank}: {outcome.error}"
+                self._report.no_readers[name] = f"rank {self._rank}: {outcome.error}"
                 continue
             reader = self._readers[name] = outcome.value
             self._log_facts(name, reader.facts())
@@ -178,10 +173,12 @@ class WorkerSide:
         return ""
 
     def _reader(self, name: str, handle: str, table: PagedKVCache) -> DirectReader:
-        """A reader of a store tier. Raises ConfigError if this worker cannot read it by itself."""
+        """A reader of a store tier. Raises ConfigError if this worker cannot read it directly."""
         tier = next((tier for tier in self._stores if tier.name == name), None)
         if tier is None:
-            tier, handle = _served_store(name, handle)
+            from kvtier_core.server.memory import served_store
+
+            tier, handle = served_store(name, handle)
         return attach_reader(tier, handle, table)
 
     def _log_facts(self, of: str, facts: Mapping[str, str]) -> None:
@@ -189,14 +186,14 @@ class WorkerSide:
             logger.info("kvtier: rank %d: %s: %s: %s", self._rank, of, *fact)
 
     def watch_weights(self, plan: StepPlan) -> None:
-        """Compare the weights with those of the plan's epoch, if KV comes or goes. Call it when a step begins.
+        """Compare the weights with those of the plan's epoch, if KV moves. Call it when a step begins.
 
-        If they have changed nothing is stored or loaded before a plan of another epoch. What was loaded of an earlier
-        epoch, and is not reported yet, has failed.
+        If they have changed, nothing is stored or loaded before a plan of another epoch. Loads of an earlier epoch that
+        are not reported yet have failed.
         """
         if self._suspended:
             return
-        loads = [task for task in (*self._begun, *self._ended) if task.direction is _Direction.LOAD]
+        loads = self._ended.union(task.id for task in self._begun if task.direction is _Direction.LOAD)
         if plan.epoch != self._epoch:
             self._epoch, self._stale = plan.epoch, False
             if self._weights:
@@ -206,7 +203,7 @@ class WorkerSide:
         moves_kv = loads or plan.loads or plan.stores
         if moves_kv and self._weights and not self._stale and (how := self._weights.changed()):
             self._stale = True
-            self._changed[plan.epoch] = f"rank {self._rank}: {how}"
+            self._report.changed[plan.epoch] = f"rank {self._rank}: {how}"
             self._failed.update(loads)
 
     def load(self, plan: StepPlan, *, idle: bool) -> None:
@@ -216,9 +213,8 @@ class WorkerSide:
         self._marks = {}
         if idle:
             self._wait(_Direction.LOAD, _IDLE_WAIT)
-        for request_id in plan.failed_loads:
-            self._failed.add(_Task(_Direction.LOAD, request_id))
-            self._ended.append(_Task(_Direction.LOAD, request_id))
+        self._failed.update(plan.failed_loads)
+        self._ended.update(plan.failed_loads)
 
     def store(self, plan: StepPlan) -> None:
         """Begin the plan's stores, after the forward. `fence` keeps later forwards from overwriting their pages.
@@ -230,7 +226,7 @@ class WorkerSide:
             if self._stale or self._layout is None or self._layout.stores(self._rank):
                 self._begin(task, transfer, plan)
             else:
-                self._ended.append(task)
+                self._report.ended[job] += 1
         if self._fence_at_once:
             self._fence(job for job, _ in plan.stores)
 
@@ -256,37 +252,16 @@ class WorkerSide:
     def loaded(self) -> tuple[set[str], set[str]]:
         """Requests whose load ended since the last call, and those of them whose load failed."""
         self._collect()
-        ended = {task for task in self._ended if task.direction is _Direction.LOAD}
+        ended, self._ended = self._ended, set()
         failed = ended & self._failed
-        self._ended = [task for task in self._ended if task not in ended]
         self._failed -= failed
-        return {task.id for task in ended}, {task.id for task in failed}
+        return ended, failed
 
     def progress(self) -> WorkerProgress | None:
-        """The outcomes of the self-test and of store jobs since the last call; None if there are none."""
+        """What has happened since the last call, but for the ends of loads; None if nothing has."""
         self._collect()
-        ended = [task for task in self._ended if task.direction is _Direction.STORE]
-        self_tests, self._self_tests = self._self_tests, Counter()
-        unread, self._unread = self._unread, {}
-        no_readers, self._no_readers = self._no_readers, {}
-        changed, self._changed = self._changed, {}
-        if not ended and not self_tests and not unread and not changed:
-            return None
-        failed = [task for task in ended if task in self._failed]
-        self._ended = [task for task in self._ended if task.direction is _Direction.LOAD]
-        self._failed.difference_update(failed)
-        checksums, self._checksums = self._checksums, {}
-        filled, self._filled = self._filled, {}
-        return WorkerProgress(
-            Counter(task.id for task in ended),
-            Counter(task.id for task in failed),
-            self_tests,
-            checksums,
-            filled,
-            unread,
-            no_readers,
-            changed,
-        )
+        report, self._report = self._report, WorkerProgress()
+        return None if report == self._report else report
 
     def close(self) -> None:
         """Close the movers and the files. May be called twice."""
@@ -307,9 +282,7 @@ class WorkerSide:
 
     def _begin(self, task: _Task, transfer: Transfer, plan: StepPlan) -> None:
         if self._stale or plan.attachment != self._attachment:
-            self._failed.add(task)
-            self._ended.append(task)
-            return
+            return self._note_end(task, ok=False)
         jobs: dict[tuple[int | str, tuple[bool, ...]], list[int]] = {}
         for place, (slot, pages) in enumerate(zip(transfer.slots, transfer.pages, strict=True)):
             source = slot.tier if isinstance(slot, StoredFrame) else slot.arena
@@ -358,13 +331,13 @@ class WorkerSide:
             for number, ok, unread in reader.finished():
                 job = self._jobs.pop(number)
                 if unread:
-                    self._unread.setdefault(job.task.id, {}).update(unread)
+                    self._report.unread.setdefault(job.task.id, {}).update(unread)
                 self._end(job, ok=ok)
 
     def _end(self, job: _Job, *, ok: bool, filled: Sequence[int] = ()) -> None:
-        """One of the jobs of a task has ended. If it failed, ``filled`` are the slots that a store filled all the same.
+        """One of the jobs of a task has ended. If it failed, ``filled`` are the slots that a store filled nevertheless.
 
-        Of a store the chunks before the first empty slot are good: nobody could reach those behind it.
+        The chunks of a store before the first empty slot are good. Those behind it could not be reached.
         """
         task, begun = job.task, self._begun[job.task]
         begun.jobs -= 1
@@ -373,25 +346,22 @@ class WorkerSide:
         if begun.jobs:
             return
         del self._begun[task]
-        self._ended.append(task)
-        if begun.empty and task.direction is _Direction.STORE:
-            self._filled[task.id] = min(begun.empty)
-        elif begun.empty:
-            self._failed.add(task)
-        if task.direction is _Direction.STORE and len(begun.checksums) == begun.slots:
+        is_load = task.direction is _Direction.LOAD
+        self._note_end(task, ok=not (is_load and begun.empty))
+        if is_load:
+            return
+        if begun.empty:
+            self._report.filled[task.id] = min(begun.empty)
+        if len(begun.checksums) == begun.slots:
             checksums = (begun.checksums[place] for place in range(begun.slots))
-            self._checksums[task.id, self._rank // self._layout.replicas] = tuple(checksums)
+            self._report.checksums[task.id, self._rank // self._layout.replicas] = tuple(checksums)
 
-
-def _served(handles: Sequence[str]) -> Sequence[ArenaTierConfig]:
-    """The arenas of a server."""
-    from kvtier_core.server.memory import served_tier
-
-    return [served_tier(handle) for handle in handles]
-
-
-def _served_store(name: str, handle: str) -> tuple[StoreTierConfig, str]:
-    """A store tier of a server, and its own handle."""
-    from kvtier_core.server.memory import served_store
-
-    return served_store(name, handle)
+    def _note_end(self, task: _Task, *, ok: bool) -> None:
+        if task.direction is _Direction.LOAD:
+            self._ended.add(task.id)
+            if not ok:
+                self._failed.add(task.id)
+        else:
+            self._report.ended[task.id] += 1
+            if not ok:
+                self._report.failed[task.id] += 1

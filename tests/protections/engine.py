@@ -259,8 +259,8 @@ MUTANTS = (
     Mutant(
         "an-empty-slot-counts-as-filled",
         WORKER,
-        "self._filled[task.id] = min(begun.empty)",
-        "self._filled[task.id] = begun.slots",
+        "self._report.filled[task.id] = min(begun.empty)",
+        "self._report.filled[task.id] = begun.slots",
         "tests/engine/test_worker_side.py::test_of_a_store_that_fills_some_slots_the_leading_ones_are_reported",
     ),
     Mutant(
