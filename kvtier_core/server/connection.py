@@ -121,10 +121,6 @@ class Connection:
         if poll.poll(seconds * 1e3) and self._unsent:
             self.flush()
 
-    def duplicate(self) -> int:
-        """A descriptor of the same socket for another thread, which closes it."""
-        return os.dup(self.fileno())
-
     def close(self) -> None:
         """May be called twice."""
         with contextlib.suppress(OSError):  # it is closed, or the other side has done so
@@ -151,13 +147,6 @@ def connect(path: Path) -> Connection:
     except ProtocolError:
         sock.close()
         raise
-
-
-def wait_for_end(descriptor: int) -> None:
-    """Return when one side has closed the connection."""
-    poll = select.poll()
-    poll.register(descriptor, 0)
-    poll.poll()
 
 
 def credentials(sock: socket.socket) -> tuple[int, int, int]:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import mmap
 import os
+import select
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from kvtier_core.config.model import ArenaTierConfig, StoreTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, JobResult, Mover, OpenContext, PagedKVCache, PageList
-from kvtier_core.server.connection import Connection, connect, wait_for_end
+from kvtier_core.server.connection import Connection, connect
 from kvtier_core.server.kept import user_locks
 from kvtier_core.server.protocol import CALLS, DONE, Header, ProtocolError, ServedArena, encode, reason, result
 from kvtier_core.transfer import movers
@@ -85,7 +86,7 @@ class ServedArenaConfig(ArenaConfig):
             if cache.device == "cpu":  # for a GPU, page-locking does it
                 run_aside(lambda: _populate(memory), "populate")
             mover = movers.open_mover(cache, memory, told["slot_nbytes"])
-            mover = KeptMemoryMover(mover, connection, file) if kept else AttachedMover(mover, connection)
+            mover = ServedMover(mover, connection, os.dup(file) if kept else None)
             closing.pop_all()
         return mover
 
@@ -149,60 +150,30 @@ def _ask(connection: Connection, name: str, *values: Any) -> Any:
     raise ProtocolError(f"it has not answered for {_PATIENCE} s")
 
 
-class AttachedMover(Mover):
-    """A mover to memory of a server, which knows by the connection that this process may touch it."""
+class ServedMover(Mover):
+    """A mover to memory of a server, which knows by the connection that this process may touch it.
 
-    def __init__(self, mover: Mover, connection: Connection):
-        self._mover = mover
-        self._connection = connection
-
-    def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
-        self._mover.store(job, pages, slots)
-
-    def mark(self) -> object:
-        return self._mover.mark()
-
-    def load(self, job: int, slots: Sequence[int], pages: PageList, after: object = None) -> None:
-        self._mover.load(job, slots, pages, after)
-
-    def finished(self) -> Sequence[JobResult]:
-        return self._mover.finished()
-
-    def wait(self, jobs: Collection[int], timeout: float = float("inf")) -> None:
-        self._mover.wait(jobs, timeout)
-
-    def fence(self, jobs: Collection[int]) -> None:
-        self._mover.fence(jobs)
-
-    def facts(self) -> Mapping[str, str]:
-        return self._mover.facts()
-
-    def close(self) -> None:
-        """Wait for the copies under way; then the server may give the slots to others."""
-        self._mover.close()
-        with contextlib.suppress(ProtocolError):  # it is gone, or learns it when this process ends
-            _ask(self._connection, "detach")
-        self._connection.close()
-
-
-class KeptMemoryMover(AttachedMover):
-    """A mover to memory that outlives its server.
-
-    When the server is gone no job begins any more, and the next server may have the memory as soon as none is under
-    way, even if the engine is idle then: a thread waits for that moment.
+    Of memory that outlives its server, no job begins when the server is gone, and the next server may have it as soon
+    as none is under way, even if the engine is idle then: a thread waits for that moment.
     """
 
-    def __init__(self, mover: Mover, connection: Connection, file: int):
-        """``file`` is that of the memory, locked by this process as its user."""
-        super().__init__(mover, connection)
-        self._file = open(os.dup(file), "rb", buffering=0)  # noqa: SIM115
+    def __init__(self, mover: Mover, connection: Connection, kept: int | None):
+        """``kept`` is the file of memory that outlives its server, locked by this process as its user, and closed here;
+        None for other memory."""
+        self._mover = mover
+        self._connection = connection
         self._jobs: set[int] = set()  # under way
-        self._lost = False  # is the server gone?
-        end = connection.duplicate()
-        run_aside(lambda: self._watch(end), "server")
+        self._lost = False  # is the server gone? Only if the memory is kept
+        self._file = None if kept is None else open(kept, "rb", buffering=0)  # noqa: SIM115
+        if self._file:
+            end = os.dup(connection.fileno())
+            run_aside(lambda: self._watch(end), "server")
 
     def _watch(self, end: int) -> None:
-        wait_for_end(end)
+        """Wait until one side has closed the connection, of which ``end`` is a descriptor."""
+        poll = select.poll()
+        poll.register(end, 0)
+        poll.poll()
         os.close(end)
         self._lost = True
         self._unlock_if_lost()
@@ -230,20 +201,36 @@ class KeptMemoryMover(AttachedMover):
 
     def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
         with self._begun(job):
-            super().store(job, pages, slots)
+            self._mover.store(job, pages, slots)
+
+    def mark(self) -> object:
+        return self._mover.mark()
 
     def load(self, job: int, slots: Sequence[int], pages: PageList, after: object = None) -> None:
         with self._begun(job):
-            super().load(job, slots, pages, after)
+            self._mover.load(job, slots, pages, after)
 
     def finished(self) -> Sequence[JobResult]:
-        ended = super().finished()
+        ended = self._mover.finished()
         self._ended(each.job for each in ended)
         return ended
 
+    def wait(self, jobs: Collection[int], timeout: float = float("inf")) -> None:
+        self._mover.wait(jobs, timeout)
+
+    def fence(self, jobs: Collection[int]) -> None:
+        self._mover.fence(jobs)
+
+    def facts(self) -> Mapping[str, str]:
+        return self._mover.facts()
+
     def close(self) -> None:
+        """Wait for the copies under way; then the server may give the slots to others."""
         self._mover.close()
-        if not self._file.closed:
+        if self._file and not self._file.closed:
             user_locks.unlock(self._file.fileno())
-        super().close()
-        self._file.close()
+        with contextlib.suppress(ProtocolError):  # it is gone, or learns it when this process ends
+            _ask(self._connection, "detach")
+        self._connection.close()
+        if self._file:
+            self._file.close()
