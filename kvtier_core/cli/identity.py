@@ -39,12 +39,12 @@ def run(options: argparse.Namespace, output: Output) -> int:
         return _diff(*options.diff, output)
     with contextlib.redirect_stdout(sys.stderr):  # where vLLM's log goes
         try:
-            from kvtier_core.vllm.identity import before_start
+            from kvtier_core.vllm.identity import namespace
         except ImportError as error:
             why = f"vLLM is asked for the model's configuration, and cannot be imported: {error}"
             raise BackendError(why) from error
-        facts = before_start.of_arguments(options.model, IdentityConfig(options.weights), options.engine)
-    if isinstance(facts, before_start.Unknown):
+        facts = namespace.of_arguments(options.model, IdentityConfig(options.weights), options.engine)
+    if isinstance(facts, namespace.Unknown):
         output.value = {"not_served": facts.reason}
         if not output.as_json:
             output.warn(f"kvtier would not serve this engine: {facts.reason}")

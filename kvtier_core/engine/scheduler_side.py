@@ -15,8 +15,7 @@ from kvtier_core.engine.messages import StepPlan, Transfer
 from kvtier_core.engine.observers import Observers
 from kvtier_core.engine.recorder import Recorder
 from kvtier_core.engine.request_view import Bypass, KVIdentity, RequestView
-from kvtier_core.engine.scheduler.boundaries import Boundaries
-from kvtier_core.engine.scheduler.chunk_pages import PagesOfChunks
+from kvtier_core.engine.scheduler.boundaries import Boundaries, PagesOfChunks
 from kvtier_core.engine.scheduler.event_log import EventLog
 from kvtier_core.engine.scheduler.handovers import Handovers
 from kvtier_core.engine.scheduler.loads import Loads

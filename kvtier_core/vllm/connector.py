@@ -5,9 +5,10 @@ A side that raises an exception is disabled, the reason is logged, and the engin
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -40,18 +41,35 @@ from kvtier_core.engine.worker_side import WorkerSide
 from kvtier_core.transfer.io_pool import run
 from kvtier_core.vllm import groups, kv_events, layout, log, speculation, versions
 from kvtier_core.vllm.groups import Tables
-from kvtier_core.vllm.guard import guarded
-from kvtier_core.vllm.hit_sources import as_vllm_says
 from kvtier_core.vllm.identity import model_weights
-from kvtier_core.vllm.metadata import StepPlanMetadata, WorkerProgressMetadata
-from kvtier_core.vllm.metrics import KVTierPromMetrics, KVTierStats
+from kvtier_core.vllm.metrics import KVTierPromMetrics, KVTierStats, tokens_by_source
 from kvtier_core.vllm.requests.disaggregation import handed_over
 from kvtier_core.vllm.requests.tracker import RequestTracker
 from kvtier_core.vllm.startup import open_side, read_config
-from kvtier_core.vllm.steps import result_of, step_of
+from kvtier_core.vllm.steps import StepPlanMetadata, WorkerProgressMetadata, result_of, step_of
 from kvtier_core.vllm.weight_watch import WeightWatch, follow_calls, models_of_caller
 
 logger = logging.getLogger("kvtier")
+
+
+def guarded(default: Any = None) -> Callable:
+    """Decorates a method of the connector that needs a side. It returns ``default`` without one, or if it raises."""
+
+    def wrap(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def guard(self: KVTierConnector, *args: Any, **kwargs: Any) -> Any:
+            if self.side is None:
+                return default
+            try:
+                return method(self, *args, **kwargs)
+            except Exception:
+                logger.exception("kvtier: %s failed; the engine goes on without kvtier", method.__name__)
+                self.disable()
+                return default
+
+        return guard
+
+    return wrap
 
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
@@ -192,7 +210,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded()
     def _arrived(self, request: Request) -> None:
         self.side.arrived(self._requests.view(request))
-        self._name_blocks(request)
+        if self._kv_events:
+            self._kv_events.name(request, self.side.keys(request.request_id))
 
     @guarded((0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -227,7 +246,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Where the tokens of the load that was just admitted come from, for vLLM's metrics."""
         if not num_external_tokens:
             return {}
-        return as_vllm_says(self.side.sources(request.request_id), self.side.manager.media)
+        return tokens_by_source(self.side.sources(request.request_id), self.side.manager.media)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The plan of a step for the workers. Without a scheduler side it fails the loads that vLLM waits for."""
@@ -263,10 +282,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Which blocks came to a tier or left it, for those who subscribe to vLLM's events."""
         return self._kv_events.take() if self._kv_events else ()
-
-    def _name_blocks(self, request: Request) -> None:
-        if self._kv_events:
-            self._kv_events.name(request, self.side.keys(request.request_id))
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

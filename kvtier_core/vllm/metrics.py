@@ -1,16 +1,19 @@
-"""The table of metrics through vLLM: at its ``/metrics``, and in its log."""
+"""The table of metrics through vLLM: at its ``/metrics``, and in its log; and hits by vLLM's own sources."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import prometheus_client
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvtier_core.interfaces import Medium
 from kvtier_core.observers.metrics import BUCKETS, METRICS, Metric, MetricType
 from kvtier_core.observers.readings import Reading
+from kvtier_core.vllm.versions import CacheHitSource
 
 _METRICS = {metric.name: metric for metric in METRICS}
 #: Joins labels: what vLLM sends from process to process has text as its keys.
@@ -104,8 +107,17 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
                 return self._histogram_cls(**own, buckets=BUCKETS)
 
 
+def tokens_by_source(tokens: Mapping[str, int], media: Mapping[str, Medium]) -> dict[CacheHitSource, int]:
+    """Tokens by vLLM's kind of source, from tokens by tier. ``media`` says for each tier what it stores on."""
+    by_medium = {Medium.HOST: CacheHitSource.HOST, Medium.DISK: CacheHitSource.DISK}
+    counts: Counter[CacheHitSource] = Counter()
+    for tier, count in tokens.items():
+        counts[by_medium.get(media.get(tier), CacheHitSource.EXTERNAL_UNSPECIFIED)] += count
+    return dict(counts)
+
+
 def _unregister_former() -> None:
-    """Another engine of this process has begun before: vLLM drops what that registered, but only of its own names."""
+    """Drop the metrics of an earlier engine in this process: vLLM unregisters only those with names of its own."""
     registry = prometheus_client.REGISTRY
     for collector in list(registry._collector_to_names):
         if getattr(collector, "_name", None) in _METRICS:

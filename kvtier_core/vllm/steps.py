@@ -1,16 +1,36 @@
-"""vLLM's steps as the scheduler side sees them."""
+"""vLLM's steps as the scheduler side sees them, and its metadata classes, which carry kvtier's messages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import attrs
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvtier_core.engine.messages import StepPlan, WorkerProgress
 from kvtier_core.engine.step import ScheduledRequest, Step, StepResult
 from kvtier_core.vllm.groups import Tables
-from kvtier_core.vllm.metadata import WorkerProgressMetadata
 from kvtier_core.vllm.speculation import DraftModel
+
+
+@attrs.frozen(slots=False)
+class StepPlanMetadata(KVConnectorMetadata):
+    """Sent by the scheduler's connector to that of every worker."""
+
+    plan: StepPlan
+
+
+@attrs.frozen(slots=False)
+class WorkerProgressMetadata(KVConnectorWorkerMetadata):
+    """Sent by the workers' connectors to the scheduler's."""
+
+    progress: WorkerProgress
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerProgressMetadata:
+        """Merge the progress of two ranks. Called by vLLM."""
+        return WorkerProgressMetadata(self.progress.merge(other.progress))
 
 
 def step_of(

@@ -8,7 +8,7 @@ from fake_host import CHUNK, FRAME, Host, prompt
 from test_scheduler_side import said, stack  # noqa: F401 - fixtures
 
 from kvtier_core.engine.request_view import Bypass
-from kvtier_core.engine.scheduler.prefill_speed import PrefillSpeed
+from kvtier_core.engine.scheduler.waiting import PrefillSpeed
 from kvtier_core.engine.step import ScheduledRequest, Step
 from kvtier_core.observers.readings import Readings
 from kvtier_core.stack.outcomes import Lookup

@@ -468,7 +468,7 @@ MUTANTS = (
     ),
     Mutant(
         "prompts-pay-for-decoding",
-        "kvtier_core/engine/scheduler/prefill_speed.py",
+        "kvtier_core/engine/scheduler/waiting.py",
         "seconds - self._decoding_in(step, seconds)",
         "seconds",
         WAITING + "test_the_time_of_decoding_beside_a_prompt_is_not_the_prompts",
@@ -538,7 +538,7 @@ MUTANTS = (
     ),
     Mutant(
         "boundaries-with-holes",
-        "kvtier_core/engine/scheduler/chunk_pages.py",
+        "kvtier_core/engine/scheduler/boundaries.py",
         "if not any(map(_has_holes, pages.values())):",
         "if True:",
         GROUPS + "test_a_window_that_has_passed_is_not_stored",

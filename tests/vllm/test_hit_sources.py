@@ -7,7 +7,7 @@ from conftest import CHUNK, cpu_and_disk, prompt
 
 from kvtier_core.engine.scheduler.loads import tokens_by_tier
 from kvtier_core.interfaces import Medium
-from kvtier_core.vllm.hit_sources import as_vllm_says
+from kvtier_core.vllm.metrics import tokens_by_source
 
 
 def by_source(served):
@@ -54,7 +54,7 @@ def test_the_parts_add_up(first, computed, tokens, counts):
 
 def test_a_tier_that_does_not_say_what_it_is_is_external():
     media = {"cpu": Medium.HOST, "heap": Medium.HOST, "disk": Medium.DISK, "s3": Medium.UNSPECIFIED}
-    said = as_vllm_says({"cpu": 1, "heap": 2, "disk": 4, "s3": 8}, media)
+    said = tokens_by_source({"cpu": 1, "heap": 2, "disk": 4, "s3": 8}, media)
     assert {source.value: tokens for source, tokens in said.items()} == {
         "host": 3,
         "disk": 4,

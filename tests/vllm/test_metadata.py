@@ -7,7 +7,7 @@ from collections import Counter
 
 from kvtier_core.engine.messages import StepPlan, Transfer, WorkerProgress
 from kvtier_core.types import Slot
-from kvtier_core.vllm.metadata import StepPlanMetadata, WorkerProgressMetadata
+from kvtier_core.vllm.steps import StepPlanMetadata, WorkerProgressMetadata
 
 PLAN = StepPlan(
     arenas=("a handle",),

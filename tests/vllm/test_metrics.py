@@ -5,7 +5,7 @@ from __future__ import annotations
 import prometheus_client
 from conftest import cpu_and_disk, prompt
 
-from kvtier_core.engine.scheduler.prefill_speed import PrefillSpeed
+from kvtier_core.engine.scheduler.waiting import PrefillSpeed
 from kvtier_core.observers.metrics import METRICS
 from kvtier_core.observers.readings import Reading
 from kvtier_core.types import Nbytes

@@ -33,7 +33,7 @@ def test_the_doubt_is_in_the_log(engine, said, monkeypatch):
 def test_the_connector_can_be_had_before_vllm_had_a_word_for_where_hits_come_from(monkeypatch):
     """As in 0.30 and 0.31, which have no such module."""
     monkeypatch.setitem(sys.modules, "vllm.v1.metrics.cache_hit_source", None)
-    for name in ("versions", "hit_sources", "connector"):
+    for name in ("versions", "metrics", "connector"):
         module = importlib.import_module(f"kvtier_core.vllm.{name}")
         monkeypatch.setattr(kvtier_core.vllm, name, module)  # to be put back
         monkeypatch.delitem(sys.modules, f"kvtier_core.vllm.{name}")

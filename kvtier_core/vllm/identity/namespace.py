@@ -15,8 +15,10 @@ import vllm
 from torch import nn
 from vllm import envs
 from vllm.config import ModelConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model_cls
 from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvtier_core.config.model import NAMED, IdentityConfig
 from kvtier_core.engine import weights
@@ -26,11 +28,23 @@ from kvtier_core.transfer.io_pool import run
 from kvtier_core.transfer.regroup import with_heads
 from kvtier_core.types import Namespace
 from kvtier_core.vllm import speculation
-from kvtier_core.vllm.identity import harmless, settings
+from kvtier_core.vllm.identity import harmless, model_weights, settings
+from kvtier_core.vllm.identity.model_weights import Unknown
 from kvtier_core.vllm.identity.settings import UnidentifiedError
 
 #: Packages whose code is identified by the versions of the engine and of what is stored.
 _OF_THE_ENGINE = ("vllm", "torch", "kvtier_core")
+
+
+def of_arguments(model: str, identity: IdentityConfig, arguments: Sequence[str]) -> Namespace | Unknown:
+    """The facts of an engine with these vLLM arguments that are known before it runs, or why it would not be served."""
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm"))
+    config = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *arguments])).create_engine_config()
+    try:
+        found = model_weights.identify_all(config, identity)
+        return found if isinstance(found, Unknown) else Namespace.of(facts_before_start(config, found.fact))
+    except (UnidentifiedError, ValueError) as error:
+        return Unknown(str(error))
 
 
 def facts_before_start(config: VllmConfig, weights_fact: str) -> dict[str, object]:
